@@ -1,9 +1,9 @@
 //! Group commit: one commit makes the changes of many callers durable.
 //!
-//! Every change has a number, drawn after the change was made. Whoever needs a change to be durable
-//! asks for all changes up to its number. The caller that gets the lead commits everything that was
-//! drawn before it began; the others wait, and most find that a commit has covered their number.
-//! (PostgreSQL's `XLogFlush` of a log sequence number is the model.)
+//! Every change has a number, drawn after the change was made. A caller that needs a change to be
+//! durable requests all changes up to its number. The caller that gets the lead commits everything
+//! that was drawn before the commit began. The others wait, and most find that a commit has covered
+//! their number. The model is PostgreSQL's `XLogFlush` of a log sequence number.
 //!
 //! ```text
 //!   writer 1   change, draw 7 ── durable_up_to(7) ─► leads: covers 1..=8 ──────────► returns
@@ -11,12 +11,12 @@
 //!   writer 3          change, draw 9 (the commit runs) ── durable_up_to(9) ─► waits, leads the next
 //! ```
 //!
-//! No boolean says "clean": a change that is made while a commit runs has a larger number than that
-//! commit covers.
+//! There is no "clean" flag: a change that is made while a commit runs has a larger number than
+//! that commit covers.
 
 use crate::sync::{AtomicU64, Mutex, MutexGuard, Ordering};
 
-/// Numbers changes and commits them in groups. `O` is what only the leader touches.
+/// Numbers changes and commits them in groups. `O` is state that only the leader uses.
 #[derive(Debug, Default)]
 pub struct Commit<O> {
     drawn: AtomicU64,
@@ -30,7 +30,7 @@ struct Leader<O> {
     order: O,
 }
 
-/// The lead of a [`Commit`]: nobody else commits while it is held.
+/// The lead of a [`Commit`]: no other thread can commit while it is held.
 #[derive(Debug)]
 pub struct Lead<'a, O> {
     commit: &'a Commit<O>,
@@ -38,22 +38,22 @@ pub struct Lead<'a, O> {
 }
 
 impl<O> Commit<O> {
-    /// Nothing has changed yet.
+    /// A commit group without changes.
     pub fn new(order: O) -> Self {
         Self { drawn: AtomicU64::new(0), leader: Mutex::new(Leader { durable: 0, order }) }
     }
 
-    /// The number of what was changed before this call. To be drawn after the change was made.
+    /// The number of the changes made before this call. Must be drawn after the change was made.
     pub fn draw(&self) -> u64 {
         self.drawn.fetch_add(1, Ordering::SeqCst) + 1
     }
 
-    /// Returns when all changes up to `number` are durable: `commit` makes everything durable that
-    /// was changed before it began, or another caller's has done so meanwhile.
+    /// Returns when all changes up to `number` are durable: `commit`, or that of another caller
+    /// meanwhile, makes everything durable that was changed before it began.
     ///
     /// # Errors
-    /// What `commit` returns. The numbers that it would have covered stay open: each of their callers
-    /// leads a commit of its own then, and hears of its own error.
+    /// Those of `commit`. The numbers that it would have covered stay open: each of their callers
+    /// then leads its own commit and gets its own error.
     pub fn durable_up_to<E>(
         &self,
         number: u64,
@@ -66,12 +66,12 @@ impl<O> Commit<O> {
         lead.run(commit)
     }
 
-    /// The lead, where nobody commits.
+    /// The lead, if no other thread holds it.
     pub fn try_lead(&self) -> Option<Lead<'_, O>> {
         Some(Lead { commit: self, leader: self.leader.try_lock()? })
     }
 
-    /// Waits until nobody commits, and takes the lead.
+    /// Waits for the lead, and takes it.
     pub fn lead(&self) -> Lead<'_, O> {
         Lead { commit: self, leader: self.leader.lock() }
     }
@@ -81,16 +81,16 @@ impl<O> Lead<'_, O> {
     /// Commits: `commit` makes everything durable that was changed before it began.
     ///
     /// # Errors
-    /// What `commit` returns.
+    /// Those of `commit`.
     pub fn run<E>(&mut self, commit: impl FnOnce(&mut Self) -> Result<(), E>) -> Result<(), E> {
-        // Before the commit looks at what has changed: later changes may be missing in it.
+        // Read before the commit collects changes: it may miss later ones.
         let covers = self.commit.drawn.load(Ordering::SeqCst);
         commit(self)?;
         self.leader.durable = covers;
         Ok(())
     }
 
-    /// What only the leader touches.
+    /// State that only the leader uses.
     pub fn order(&mut self) -> &mut O {
         &mut self.leader.order
     }

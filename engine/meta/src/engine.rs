@@ -1,4 +1,4 @@
-//! One flush, as it is for every format.
+//! The flush procedure of all formats.
 
 use vdkit_block::Result;
 
@@ -6,56 +6,56 @@ use crate::commit::{Commit, Lead};
 use crate::reclaim::Reclaim;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
-/// What the writers of an image change, under one lock.
+/// State that the writers of an image change, under one lock.
 pub trait State {
-    /// Where host space waits that was given up.
+    /// Freed host space that waits for its reuse.
     fn reclaim(&mut self) -> &mut Reclaim;
 
     /// Whether no reservation is open.
     fn idle(&self) -> bool;
 }
 
-/// What a format alone knows about its metadata: what is dirty, and in which groups it goes to disk
-/// behind which barriers.
+/// The format-specific part of metadata: what is dirty, and the groups and barriers of its writes.
 pub trait Metadata {
-    /// What writers change.
+    /// State that writers change.
     type State: State;
-    /// What only the leader of a commit touches.
+    /// State that only the leader of a commit uses.
     type Order;
-    /// Copies of dirty metadata as it was at one moment.
+    /// Copies of dirty metadata at one moment.
     type Dirty;
 
-    /// Copies what is dirty. From here on it counts as being written; on an error it does not. `alone`:
-    /// the lock is held until it is written, so what [`Metadata::write`] can find need not be copied.
+    /// Copies dirty metadata, and marks it as being written, except on an error. With `alone`, the
+    /// lock is held until the write ends, so data that [`Metadata::write`] can access need not be
+    /// copied.
     ///
     /// # Errors
     /// What the storage returns.
     fn take(&self, state: &mut MutexGuard<'_, Self::State>, alone: bool) -> Result<Self::Dirty>;
 
-    /// Writes the groups, each behind its barrier, and makes them durable, with all guest data that
+    /// Writes the groups, each after its barrier, and makes them durable, with all guest data that
     /// was written before. Must not take the lock of the state.
     ///
     /// # Errors
     /// What the storage returns.
     fn write(&self, dirty: &Self::Dirty, order: &mut Self::Order) -> Result<()>;
 
-    /// What was taken is durable, or dirty again.
+    /// Marks the taken metadata as clean if `durable`, else as dirty again.
     fn settle(&self, state: &mut Self::State, dirty: Self::Dirty, durable: bool);
 
-    /// Whether the map has changed since it was taken last.
+    /// Whether the map has changed since the last `take`.
     fn is_dirty(&self, state: &Self::State) -> bool;
 
-    /// Frees space that nobody can reach any more; see [`Reclaim::expired`].
+    /// Frees space that no request can use any more; see [`Reclaim::expired`].
     ///
     /// # Errors
     /// What the storage returns.
     fn recycle(&self) -> Result<()>;
 
-    /// The image is closed, no reservation is open, and the map is durable: gives up what was
-    /// reserved ahead of need, and cuts the file. A commit makes durable what changes here.
+    /// Called on close, when no reservation is open and the map is durable: frees preallocated
+    /// space, and truncates the file. The following commit makes these changes durable.
     ///
     /// # Errors
-    /// What the storage returns. Memory and file must agree then, too.
+    /// What the storage returns. Memory and file must agree even after an error.
     fn trim(
         &self,
         _state: &mut MutexGuard<'_, Self::State>,
@@ -64,7 +64,7 @@ pub trait Metadata {
         Ok(())
     }
 
-    /// All is durable: writes what says that the image was closed cleanly, durably. Called without
+    /// Called when everything is durable: durably marks the image as closed cleanly. Called without
     /// the lock of the state.
     ///
     /// # Errors
@@ -74,10 +74,9 @@ pub trait Metadata {
     }
 }
 
-/// The lock of an image's writers, its open reservations' end, and its group commit.
+/// The lock of an image's writers, the wake-up of waiting threads, and the group commit.
 ///
-/// Locks, in the order in which they are taken: the lead ([`Engine::lead`]), then the state
-/// ([`Engine::lock`]).
+/// Lock order: the lead ([`Engine::lead`]), then the state ([`Engine::lock`]).
 #[derive(Debug)]
 pub struct Engine<S, O> {
     state: Mutex<S>,
@@ -96,30 +95,30 @@ impl<S: State, O> Engine<S, O> {
         self.state.lock()
     }
 
-    /// Gives up the lock until a reservation, a flush or an exclusive change has ended.
+    /// Releases the lock until a reservation, a flush or an exclusive change has ended.
     pub fn wait(&self, state: &mut MutexGuard<'_, S>) {
         self.ended.wait(state);
     }
 
-    /// Gives up the lock until this holds.
+    /// Releases the lock until `holds` returns true.
     pub fn wait_until(&self, state: &mut MutexGuard<'_, S>, holds: impl Fn(&S) -> bool) {
         while !holds(state) {
             self.wait(state);
         }
     }
 
-    /// Wakes all who wait.
+    /// Wakes all waiting threads.
     pub fn ended(&self) {
         self.ended.notify_all();
     }
 
-    /// Waits until no flush runs, and keeps others from beginning one.
+    /// Waits until no flush runs, and prevents new ones while the lead is held.
     pub fn lead(&self) -> Lead<'_, O> {
         self.commit.lead()
     }
 
-    /// Makes durable what was done before this call, metadata and guest data: by one flush for all
-    /// who ask meanwhile.
+    /// Makes metadata and guest data that were written before this call durable. Concurrent callers
+    /// share one flush.
     ///
     /// # Errors
     /// What the storage returns.
@@ -131,7 +130,7 @@ impl<S: State, O> Engine<S, O> {
         self.commit.durable_up_to(number, |lead| self.commit_dirty(format, lead, false))
     }
 
-    /// A flush by who has the lead.
+    /// A flush by the holder of the lead.
     ///
     /// # Errors
     /// As [`Engine::flush`].
@@ -142,8 +141,8 @@ impl<S: State, O> Engine<S, O> {
         lead.run(|lead| self.commit_dirty(format, lead, false))
     }
 
-    /// Waits until no reservation is open and the map is durable. It stays so as long as both parts of
-    /// the answer are held.
+    /// Waits until no reservation is open and the map is durable. That remains true while both
+    /// returned guards are held.
     ///
     /// # Errors
     /// As [`Engine::flush`].
@@ -155,7 +154,7 @@ impl<S: State, O> Engine<S, O> {
         loop {
             let mut state = self.lock();
             if !state.idle() {
-                // Whoever holds a reservation may need a flush to go on.
+                // The holder of a reservation may need a flush to continue.
                 drop(lead);
                 self.wait(&mut state);
                 drop(state);
@@ -169,11 +168,11 @@ impl<S: State, O> Engine<S, O> {
         }
     }
 
-    /// Flushes, gives back what nobody uses, and marks the image as closed. It can be used again: the
-    /// next change begins as after opening.
+    /// Flushes, frees unused space, and marks the image as closed. The image stays usable: the next
+    /// change starts as after opening.
     ///
     /// # Errors
-    /// As [`Engine::flush`]. What a crash would leave is left then, and closing can be tried again.
+    /// As [`Engine::flush`]. The image is then as after a crash, and closing can be retried.
     pub fn close<F>(&self, format: &F) -> Result<()>
     where
         F: Metadata<State = S, Order = O>,
@@ -193,9 +192,9 @@ impl<S: State, O> Engine<S, O> {
     {
         let mut state = self.lock();
         let dirty = format.take(&mut state, alone)?;
-        // Those whose reference is gone from what was taken, and no others.
+        // Exactly the space whose references are gone from the taken metadata.
         state.reclaim().begin_commit();
-        // Of an image that others use, copies are written, so that they can go on.
+        // Unless `alone`, copies are written without the lock, so that writers can continue.
         let held = alone.then_some(state);
         let written = format.write(&dirty, lead.order());
         let mut state = held.unwrap_or_else(|| self.lock());

@@ -1,4 +1,4 @@
-//! What writable formats share beneath their maps: durability as a number.
+//! Durability of metadata, shared by the writable formats: group commit by sequence numbers.
 //!
 //! # The life of a durable write
 //!
@@ -18,8 +18,9 @@
 //!     │◄─ answered ──│◄──────────────────────────── all up to n is durable               │
 //! ```
 //!
-//! A [`Metadata`] format supplies its dirty pages and their barriers. [`Engine`] does the rest, once
-//! for all formats. [`PageCache`] keeps the pages of a map, dirty ones until a flush has ended. [`Syncs`] groups the syncs of a file in the same way (`vdkit-storage`).
+//! A [`Metadata`] format supplies its dirty pages and their barriers. [`Engine`] does the rest for
+//! all formats. [`PageCache`] keeps the pages of a map, dirty ones until a flush has ended.
+//! [`Syncs`] groups the syncs of a file in the same way (`vdkit-storage`).
 //!
 //! The protocols are model-checked: see `tests/models`.
 

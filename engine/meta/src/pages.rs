@@ -1,8 +1,8 @@
-//! The cache of a map's pages: tables, pieces of tables, bitmaps. What a page is, the format says.
+//! Cache of a map's pages: tables, pieces of tables, bitmaps. The format defines what a page is.
 //!
-//! A page is looked up under the read lock of its shard. It is loaded without a lock; a shard's
-//! generation tells whether what was read may have become stale meanwhile. Changed pages are never
-//! dropped: the image flushes before they fill the cache.
+//! A lookup holds the read lock of the page's shard. Pages are loaded without a lock; the shard's
+//! generation shows whether a page that was read may be stale. Changed pages are never evicted
+//! before they are written: the image flushes before they fill the cache.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::hash::{BuildHasher, Hash};
@@ -14,11 +14,11 @@ use vdkit_block::{MapCacheStats, Result};
 
 const SHARDS: usize = 8;
 
-/// The cache, of pages `P` that `K` names; see the module's documentation.
+/// The cache, of pages `P` by keys `K`; see the module's documentation.
 #[derive(Debug)]
 pub struct PageCache<K, P> {
     shards: [Shard<K, P>; SHARDS],
-    /// Pages that a shard holds, but for changed ones.
+    /// Most pages of a shard, not counting changed ones.
     pages_max: usize,
     page_bytes: u64,
 }
@@ -26,9 +26,9 @@ pub struct PageCache<K, P> {
 #[derive(Debug)]
 struct Shard<K, P> {
     inner: RwLock<Inner<K, P>>,
-    /// Counts the times that a changed page left.
+    /// Number of times that a changed page was evicted.
     generation: AtomicU64,
-    /// Look-ups that found their page, also those that found it after loading it.
+    /// Lookups that found their page, including repeated ones after a load.
     found: AtomicU64,
     loaded: AtomicU64,
 }
@@ -36,10 +36,10 @@ struct Shard<K, P> {
 #[derive(Debug)]
 struct Inner<K, P> {
     pages: FxHashMap<K, Page<P>>,
-    /// Keys in the order in which they came, for eviction.
+    /// Keys in insertion order, for eviction.
     order: VecDeque<K>,
     dirty: BTreeSet<K>,
-    /// Copied for a flush that has not ended: what is in the file may be older.
+    /// Copied for a flush that has not ended: the file may be older.
     writing: BTreeSet<K>,
 }
 
@@ -47,31 +47,32 @@ struct Inner<K, P> {
 struct Page<P> {
     content: P,
     used: AtomicBool,
-    /// Differs from what a reader could have found in the file when the page was loaded.
+    /// Changed since the page was loaded, so a concurrent reader may hold older bytes from the
+    /// file.
     changed: bool,
 }
 
 impl<K: Copy + Hash + Ord, P> PageCache<K, P> {
-    /// A cache of at most `budget` bytes for pages of `page_bytes`, and at least for `pages_min` of
-    /// them.
+    /// A cache of at most `budget` bytes for pages of `page_bytes`, but at least `pages_min` pages.
     pub fn new(budget: u64, page_bytes: u64, pages_min: usize) -> Self {
         let pages = (budget / page_bytes.max(1)) as usize;
         let pages_max = (pages / SHARDS).max(pages_min.div_ceil(SHARDS));
         Self { shards: std::array::from_fn(|_| Shard::new()), pages_max, page_bytes }
     }
 
-    /// How many pages fit in all.
+    /// Most pages of the whole cache.
     pub fn capacity(&self) -> usize {
         self.pages_max * SHARDS
     }
 
-    /// Counts since the image was opened, and what is held now. `map_bytes` is passed on.
+    /// Counts since the image was opened, and the current size. `map_bytes` is copied to the
+    /// result.
     pub fn stats(&self, map_bytes: u64) -> MapCacheStats {
         let capacity_bytes = self.capacity() as u64 * self.page_bytes;
         let mut stats = MapCacheStats { capacity_bytes, map_bytes, ..MapCacheStats::default() };
         for shard in &self.shards {
             let loaded = shard.loaded.load(Ordering::Relaxed);
-            // Who loads a page looks again, and finds it.
+            // A load is followed by a second lookup, which hits.
             stats.hits += shard.found.load(Ordering::Relaxed).saturating_sub(loaded);
             stats.misses += loaded;
             stats.used_bytes += shard.inner.read().pages.len() as u64 * self.page_bytes;
@@ -80,24 +81,24 @@ impl<K: Copy + Hash + Ord, P> PageCache<K, P> {
     }
 
     fn shard(&self, key: K) -> &Shard<K, P> {
-        // The maps in the shards go by the lowest bits and the highest ones.
+        // The hash maps in the shards use the lowest and the highest bits.
         &self.shards[(FxBuildHasher.hash_one(key) >> 20) as usize % SHARDS]
     }
 
-    /// Looks at a page, if it is cached.
+    /// Calls `look` with a page, if it is cached.
     pub fn with<R>(&self, key: K, look: impl FnOnce(&P) -> R) -> Option<R> {
         let shard = self.shard(key);
         let inner = shard.inner.read();
         let page = inner.pages.get(&key)?;
         shard.found.fetch_add(1, Ordering::Relaxed);
-        // Storing only on change keeps the line shared between readers.
+        // Storing only on change keeps the cache line shared between readers.
         if !page.used.load(Ordering::Relaxed) {
             page.used.store(true, Ordering::Relaxed);
         }
         Some(look(&page.content))
     }
 
-    /// Looks at a page; `read` gives it where it is not cached.
+    /// Calls `look` with a page; `read` loads it if it is not cached.
     ///
     /// # Errors
     /// What `read` returns.
@@ -115,7 +116,7 @@ impl<K: Copy + Hash + Ord, P> PageCache<K, P> {
         }
     }
 
-    /// Makes sure that a page is cached; `read` gives it.
+    /// Loads a page with `read` unless it is cached.
     ///
     /// # Errors
     /// What `read` returns.
@@ -135,7 +136,8 @@ impl<K: Copy + Hash + Ord, P> PageCache<K, P> {
             if inner.pages.contains_key(&key) {
                 return Ok(());
             }
-            // Somebody may have loaded, changed, written and dropped this very page since.
+            // Since the read, another thread may have loaded, changed, written and dropped this
+            // page.
             if shard.generation.load(Ordering::Acquire) != generation {
                 continue;
             }
@@ -150,7 +152,7 @@ impl<K: Copy + Hash + Ord, P> PageCache<K, P> {
         }
     }
 
-    /// Changes a page, if it is cached; where `change` says that it did, the page is dirty.
+    /// Changes a page, if it is cached; if `change` returns true, marks it dirty.
     pub fn change(&self, key: K, change: impl FnOnce(&mut P) -> bool) -> Option<()> {
         let mut inner = self.shard(key).inner.write();
         let page = inner.pages.get_mut(&key)?;
@@ -161,10 +163,10 @@ impl<K: Copy + Hash + Ord, P> PageCache<K, P> {
         Some(())
     }
 
-    /// Changes a page, which is dirty then; `read` gives it where it is not cached.
+    /// Changes a page and marks it dirty; `read` loads it if it is not cached.
     ///
     /// # Errors
-    /// What `read` returns; nothing is changed then.
+    /// Those of `read`; nothing is changed then.
     pub fn change_loaded(
         &self,
         key: K,
@@ -181,13 +183,13 @@ impl<K: Copy + Hash + Ord, P> PageCache<K, P> {
         Ok(())
     }
 
-    /// How many pages are dirty.
+    /// Number of dirty pages.
     pub fn dirty(&self) -> usize {
         self.shards.iter().map(|shard| shard.inner.read().dirty.len()).sum()
     }
 
-    /// What `copy` makes of the dirty pages, in the order of their keys. They count as clean from now
-    /// on, but stay until [`PageCache::end_write`].
+    /// Results of `copy` for the dirty pages, in key order. The pages become clean, but stay cached
+    /// until [`PageCache::end_write`].
     pub fn begin_write<T>(&self, mut copy: impl FnMut(&P) -> T) -> Vec<(K, T)> {
         let mut copies = Vec::new();
         for shard in &self.shards {
@@ -201,7 +203,7 @@ impl<K: Copy + Hash + Ord, P> PageCache<K, P> {
         copies
     }
 
-    /// What was copied is in the file, or may not be: then it is dirty again.
+    /// Ends a write: if not `done`, the copied pages become dirty again.
     pub fn end_write(&self, done: bool) {
         for shard in &self.shards {
             let mut inner = shard.inner.write();
@@ -212,7 +214,7 @@ impl<K: Copy + Hash + Ord, P> PageCache<K, P> {
         }
     }
 
-    /// Forgets everything; nothing may be dirty.
+    /// Drops all pages; none may be dirty.
     pub fn clear(&self) {
         for shard in &self.shards {
             let mut inner = shard.inner.write();
@@ -238,7 +240,7 @@ impl<K, P> Inner<K, P> {
 }
 
 impl<K: Copy + Hash + Ord, P> Inner<K, P> {
-    /// Drops the oldest clean page that was not used since it was last passed over.
+    /// Evicts the oldest clean page that was not used since eviction last skipped it.
     fn evict(&mut self) -> Option<Page<P>> {
         for _ in 0..2 * self.order.len() {
             let key = self.order.pop_front()?;
@@ -252,7 +254,7 @@ impl<K: Copy + Hash + Ord, P> Inner<K, P> {
             }
             return self.pages.remove(&key);
         }
-        // All of it is dirty: beyond the budget rather than lose something.
+        // All pages are dirty: exceeds the budget rather than lose one.
         None
     }
 }
@@ -308,7 +310,7 @@ mod tests {
             copies.iter().map(|(key, word)| (*key, *word)).eq((0..100).map(|n| (n, 1_000_000)))
         );
         (0..1000).for_each(|key| _ = loaded(key));
-        // Not written yet: the file would say otherwise.
+        // Not written yet: the file still has the old content.
         assert_eq!((loaded(5), cache.dirty()), (1_000_000, 0));
         cache.end_write(false);
         assert_eq!(cache.begin_write(|_| ()).len(), 100);

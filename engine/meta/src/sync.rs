@@ -1,5 +1,5 @@
-//! The locks and atomics of this crate, in one place, and the grace periods that it stands on: the
-//! models in `tests/models` put loom's here.
+//! Locks, atomics and grace periods of this crate; the models in `tests/models` replace this module
+//! with loom's.
 
 pub use std::sync::atomic::{AtomicU64, Ordering};
 

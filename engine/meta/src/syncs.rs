@@ -1,18 +1,18 @@
-//! The syncs of one file, grouped, with an error that stays.
+//! Grouped syncs of one file, with a sticky error.
 
 use crate::sync::{Condvar, Mutex};
 
-/// Syncs that run side by side at most. A device with a queue does several in the time of one.
+/// Most concurrent syncs. A device with a queue can run several in the time of one.
 pub const LANES_MAX: usize = 24;
 
-/// A sync serves all who asked before it began. The first error is final: it reaches every one who
-/// waits, and everyone after.
+/// A sync serves all callers that requested one before it began. The first error is final: all
+/// waiting and all later callers get it.
 ///
-/// Syncs run side by side in *lanes*, each with an open file description of its own. The kernel reports
-/// a lost page once for each description (`errseq_t`): of two syncs of one description side by side one
-/// would hear of it and the other would not. So the syncs of a lane run one after the other.
+/// Concurrent syncs run in *lanes*, each with its own open file description. The kernel reports a
+/// lost page once per description (`errseq_t`): of two concurrent syncs of one description, only
+/// one would get the error. So the syncs of one lane run one after the other.
 ///
-/// Callers that find all lanes busy wait together: the first one to get a lane syncs for all of them.
+/// Callers that find all lanes busy wait: the first one to get a lane syncs for all of them.
 #[derive(Debug)]
 pub struct Syncs<E> {
     state: Mutex<State<E>>,
@@ -21,12 +21,11 @@ pub struct Syncs<E> {
 
 #[derive(Debug)]
 struct State<E> {
-    /// The number of the last caller. A caller's number is drawn after what it wants to be durable was
-    /// written.
+    /// The number of the last caller. A caller draws its number after its writes.
     drawn: u64,
-    /// Syncs have begun after all callers up to this number had asked.
+    /// Syncs have begun that cover all callers up to this number.
     begun: u64,
-    /// Such a sync has ended for all callers up to this number.
+    /// Syncs have ended that cover all callers up to this number.
     durable: u64,
     busy: [bool; LANES_MAX],
     failed: Option<E>,
@@ -35,9 +34,9 @@ struct State<E> {
 /// Why a sync failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SyncError<E> {
-    /// This one failed.
+    /// This sync failed.
     Now(E),
-    /// Another one failed before, or has failed for this one too.
+    /// Another sync failed before or during this one.
     Earlier(E),
 }
 
@@ -50,12 +49,12 @@ impl<E> Default for Syncs<E> {
 }
 
 impl<E: Clone> Syncs<E> {
-    /// Returns when everything that was written before this call is durable. `sync` is called with
-    /// the number of a lane by one of those who wait. `lanes` says how many lanes have a description of
-    /// their own, at least 1; it is asked where the first one is busy.
+    /// Returns when everything that was written before this call is durable. One of the waiting
+    /// callers calls its `sync` with the number of a lane. `lanes` returns the number of lanes with
+    /// their own description, at least 1; it is called only if the first lane is busy.
     ///
     /// # Errors
-    /// What `sync` returned, now or once before.
+    /// The error of `sync`, from now or an earlier call.
     pub fn sync(
         &self,
         lanes: impl FnOnce() -> usize,
@@ -72,7 +71,7 @@ impl<E: Clone> Syncs<E> {
             if state.durable >= number {
                 return Ok(());
             }
-            // A sync that began after this caller had asked serves it too.
+            // A sync that began after this caller drew its number serves it too.
             if state.begun < number {
                 if let Some(lane) = state.busy[..known].iter().position(|busy| !busy) {
                     break lane;

@@ -1,14 +1,14 @@
 //! Reservations that are neither published nor released, and the guest ranges that they hold.
 //!
-//! Two reservations never hold the same unit of the guest's disk, unless the format says so (see
-//! [`Tickets::find`]). Whoever wants a range that is held waits for [`crate::Engine::ended`].
+//! Two reservations never hold the same unit of the guest disk, unless the format allows it (see
+//! [`Tickets::find`]). A thread that needs a held range waits for [`crate::Engine::ended`].
 
 use std::ops::Range;
 
 use rustc_hash::FxHashMap;
 use vdkit_block::Ticket;
 
-/// The open reservations of an image; `P` is what the format keeps with each.
+/// The open reservations of an image; `P` is the format's data of each.
 #[derive(Debug)]
 pub struct Tickets<P> {
     open: FxHashMap<Ticket, (Range<u64>, P)>,
@@ -22,7 +22,7 @@ impl<P> Default for Tickets<P> {
 }
 
 impl<P> Tickets<P> {
-    /// Holds a range from now on.
+    /// Opens a reservation that holds a range.
     pub fn open(&mut self, held: Range<u64>, pending: P) -> Ticket {
         let ticket = Ticket(self.next);
         self.next += 1;
@@ -33,7 +33,7 @@ impl<P> Tickets<P> {
     /// The range and the data of an open reservation.
     ///
     /// # Panics
-    /// Where it was closed before: a ticket is published or released once.
+    /// If it was closed before: a ticket is published or released once.
     pub fn get(&self, ticket: Ticket) -> &(Range<u64>, P) {
         self.open.get(&ticket).expect("a ticket lives until it is published or released")
     }
@@ -61,8 +61,8 @@ impl<P> Tickets<P> {
         self.iter().any(|(held, _)| held.start < range.end && range.start < held.end)
     }
 
-    /// The end up to which nobody holds `range`; nothing where its first unit, which `at` lies in, is
-    /// held. `counts` says which reservations matter.
+    /// The end of the part of `range` that no reservation holds; `None` if its first unit, which
+    /// contains `at`, is held. Considers only reservations for which `counts` is true.
     pub fn find(&self, range: &Range<u64>, at: u64, counts: impl Fn(&P) -> bool) -> Option<u64> {
         let held = self.iter().filter(|(_, pending)| counts(pending)).map(|(held, _)| held);
         let nearest = held
@@ -76,7 +76,7 @@ impl<P> Tickets<P> {
         }
     }
 
-    /// A moment: see [`Tickets::all_ended_before`].
+    /// The current moment, for [`Tickets::all_ended_before`].
     pub fn moment(&self) -> u64 {
         self.next
     }

@@ -1,4 +1,4 @@
-//! Closing gaps between blocks, and dropping blocks of zeroes.
+//! Closes gaps between blocks, and drops blocks of zeroes.
 
 use vdkit_block::{
     CompactOptions, CompactReport, Error, HostOffset, Limits, Monitor, Result, Storage, ZeroMode,
@@ -11,29 +11,29 @@ use crate::table::{walk, write_entries};
 
 /// Bytes of one read.
 const PIECE_BYTES: u64 = 1 << 20;
-/// So many blocks are copied between two syncs.
+/// Most blocks to copy between two syncs.
 const MOVES_MAX: usize = 16;
 
-/// Where a block is, and whose it is.
+/// A host block and the table entry that owns it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Placed {
     pub(crate) start: u64,
     pub(crate) index: u64,
 }
 
-/// What closing gaps came to.
+/// Result of closing gaps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Closed {
-    /// Where blocks end now.
+    /// New end of the blocks.
     pub end: u64,
     /// Blocks that were moved.
     pub moved: u64,
 }
 
-/// All blocks that the table names, sorted by their place.
+/// All blocks that the table names, sorted by host offset.
 ///
 /// # Errors
-/// [`Error::Limit`] for more than memory may be used for; those of the storage.
+/// [`Error::Limit`] for more blocks than the memory limit allows; those of the storage.
 pub(crate) fn placed(
     storage: &dyn Storage,
     geometry: &Geometry,
@@ -57,11 +57,11 @@ pub(crate) fn placed(
     Ok(blocks)
 }
 
-/// Moves blocks from the end of the file into gaps between others. A crash at any moment leaves each
-/// block where it was or where it went. The file keeps its length.
+/// Moves blocks from the end of the file into gaps between others. A crash at any moment leaves
+/// each block at its old or its new place. The file keeps its length.
 ///
 /// # Errors
-/// [`Error::Corrupt`] where blocks overlap or lie outside of the file; those of the storage.
+/// [`Error::Corrupt`] if blocks overlap or are outside of the file; those of the storage.
 pub fn close_gaps(
     storage: &dyn Storage,
     geometry: &Geometry,
@@ -111,8 +111,8 @@ fn judge_places(storage: &dyn Storage, geometry: &Geometry, blocks: &[Placed]) -
     }
 }
 
-/// Moves blocks that begin below `below` to `end` and what follows it, and says where blocks end then:
-/// for a table that needs their places. As crash-safe as [`close_gaps`].
+/// Moves blocks that begin below `below` to `end` and beyond, for a table that needs their places.
+/// Returns the new end of the blocks. As crash-safe as [`close_gaps`].
 ///
 /// # Errors
 /// As [`close_gaps`].
@@ -130,7 +130,7 @@ pub fn move_away(storage: &dyn Storage, geometry: &Geometry, below: u64, end: u6
     Ok(end)
 }
 
-/// How many blocks begin below an offset.
+/// Number of blocks that begin below an offset.
 ///
 /// # Errors
 /// Those of the storage.
@@ -144,11 +144,11 @@ pub fn blocks_below(storage: &dyn Storage, geometry: &Geometry, below: u64) -> R
     Ok(count)
 }
 
-/// Copies blocks and changes their entries, in the order that a crash may interrupt.
+/// Copies blocks and changes their entries, in a crash-safe order.
 pub(crate) struct Mover<'a> {
     pub(crate) storage: &'a dyn Storage,
     pub(crate) geometry: &'a Geometry,
-    /// Copies that no entry shows yet: entry and new place.
+    /// Copies that no entry names yet: entry and new place.
     pub(crate) copied: Vec<(u64, u64)>,
     pub(crate) buf: Vec<u8>,
 }
@@ -174,7 +174,7 @@ impl Mover<'_> {
         if self.copied.len() >= MOVES_MAX { self.show() } else { Ok(()) }
     }
 
-    /// Changes the entries of what was copied. Afterwards the old places are free.
+    /// Changes the entries of the copied blocks. Afterwards the old places are free.
     pub(crate) fn show(&mut self) -> Result<()> {
         if self.copied.is_empty() {
             return Ok(());
@@ -186,12 +186,12 @@ impl Mover<'_> {
             })?;
             write_entries(self.storage, self.geometry, index, &[word])?;
         }
-        // Before anything may be written to the old places.
+        // Durable before any write to the old places.
         self.storage.sync()
     }
 }
 
-/// Makes an image smaller where it lies. See [`vdkit_block::FormatDriver::compact`].
+/// Compacts an image in place. See [`vdkit_block::FormatDriver::compact`].
 ///
 /// # Errors
 /// As [`close_gaps`]; [`Error::Interrupted`].
@@ -208,13 +208,13 @@ pub fn compact(
         ..CompactReport::default()
     };
     if envelope.all_allocated() {
-        // Every block has its place for good; blocks of zeroes become holes.
+        // Every block has a fixed place; blocks of zeroes become holes.
         report.punched_bytes = if options.zero_scan { punch_zeroes(storage, monitor)? } else { 0 };
     } else {
         let blocks = placed(storage, geometry, Limits::default().check_bytes_max)?;
         judge_places(storage, geometry, &blocks)?;
         drop(blocks);
-        // Where something lies beneath, only a mark says zero.
+        // With a parent, only a zero entry can hide its data.
         if geometry.zero.is_some() || !envelope.over_parent() {
             report.zero_clusters = drop_zeroes(storage, geometry, options, monitor)?;
         }
@@ -230,8 +230,8 @@ pub fn compact(
     Ok(report)
 }
 
-/// Takes the entries of blocks of zeroes away; durable when it returns. Holes of the file are zeroes
-/// that need not be read.
+/// Removes the entries of blocks of zeroes, durably. Holes of the file count as zeroes without
+/// being read.
 fn drop_zeroes(
     storage: &dyn Storage,
     geometry: &Geometry,
@@ -257,7 +257,7 @@ fn drop_zeroes(
         Ok(dropped > before)
     })?;
     if dropped > 0 {
-        // Before their places are used again.
+        // Durable before their places are reused.
         storage.sync()?;
     }
     Ok(dropped)

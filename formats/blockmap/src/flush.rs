@@ -1,4 +1,4 @@
-//! Making changes durable, in their order, and closing.
+//! Makes changes durable in their order, and closes the image.
 
 use vdkit_block::{HostOffset, Result};
 use vdkit_meta::{Metadata, MutexGuard};
@@ -7,13 +7,13 @@ use crate::compact;
 use crate::image::{BlockImage, Envelope, State};
 use crate::table::{Page, write_pages};
 
-/// Changed pages of the table and bitmaps of sectors as they were at one moment.
+/// Copies of changed table pages and sector bitmaps at one moment.
 pub struct Copies {
-    /// By number.
+    /// Table pages by number.
     pages: Vec<(u64, Page)>,
-    /// Host offset and bytes.
+    /// Host offset and bytes of sector bitmaps.
     bitmaps: Vec<(u64, Vec<u8>)>,
-    /// Where the blocks end that these pages name.
+    /// End of the blocks that these pages name.
     end: u64,
 }
 
@@ -34,7 +34,7 @@ impl<E: Envelope> Metadata for BlockImage<E> {
             return storage.sync();
         }
         self.envelope.before_map(storage, &geometry, copies.end)?;
-        // The blocks' data, the file's length, and what the envelope wrote.
+        // Makes the blocks' data, the file's length, and the envelope's writes durable.
         storage.sync()?;
         write_pages(storage, &geometry, &copies.pages)?;
         for (start, bytes) in &copies.bitmaps {
@@ -58,7 +58,7 @@ impl<E: Envelope> Metadata for BlockImage<E> {
         Ok(())
     }
 
-    /// Also closes gaps that failed writes have left.
+    /// Also closes gaps that failed writes left.
     fn trim(&self, state: &mut MutexGuard<'_, State>, _order: &mut ()) -> Result<()> {
         self.find_again(state)?;
         if !state.unfinished {
@@ -72,7 +72,7 @@ impl<E: Envelope> Metadata for BlockImage<E> {
 }
 
 impl<E: Envelope> BlockImage<E> {
-    /// Ends the file behind the blocks; says where that is.
+    /// Truncates the file after the blocks; returns their end.
     fn trim_file(&self, state: &State) -> Result<u64> {
         let (storage, geometry) = (&*self.storage, self.geometry());
         let mut end = state.used_end;

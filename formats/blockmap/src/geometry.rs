@@ -1,11 +1,11 @@
-//! Where the table is, and what an entry of it means.
+//! Place of the table, and the meaning of its entries.
 
 use vdkit_block::{Error, Result};
 
-/// The table's entry for a block that is not there.
+/// The table entry of a block that is not in the image.
 pub(crate) const HOLE: u32 = u32::MAX;
 
-/// How numbers of the table are stored.
+/// Byte order of table entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ByteOrder {
     /// Least significant byte first.
@@ -15,7 +15,7 @@ pub enum ByteOrder {
 }
 
 impl ByteOrder {
-    /// An entry from its bytes.
+    /// Decodes an entry.
     pub fn read(self, bytes: [u8; 4]) -> u32 {
         match self {
             Self::Little => u32::from_le_bytes(bytes),
@@ -23,7 +23,7 @@ impl ByteOrder {
         }
     }
 
-    /// An entry's bytes.
+    /// Encodes an entry.
     pub fn bytes(self, word: u32) -> [u8; 4] {
         match self {
             Self::Little => word.to_le_bytes(),
@@ -32,7 +32,7 @@ impl ByteOrder {
     }
 }
 
-/// What an entry says.
+/// A decoded entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Slot {
     /// The block is not in this image.
@@ -46,28 +46,28 @@ pub enum Slot {
 /// The table and the blocks of an image. All offsets and lengths in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
-    /// How the table's entries are stored.
+    /// Byte order of the table's entries.
     pub order: ByteOrder,
     /// Host offset of the table.
     pub table_at: u64,
     /// Entries of the table.
     pub entries: u64,
-    /// The host offset that entry 0 stands for.
+    /// The host offset of entry value 0.
     pub base: u64,
-    /// The step of an entry: entry *n* stands for `base + n * unit`.
+    /// The unit of entries: value *n* is the host offset `base + n * unit`.
     pub unit: u64,
-    /// Bytes of a host block before the guest's: VHD's sector bitmap.
+    /// Bytes of a host block before its guest bytes: VHD's sector bitmap.
     pub skip: u64,
     /// Guest bytes of a block, a power of two.
     pub block_bytes: u64,
     /// No host block begins below this offset.
     pub floor: u64,
-    /// Where the first host block begins in a file that wastes nothing.
+    /// Offset of the first host block in a compact file.
     pub first_block: u64,
-    /// No new block begins below this offset, and no file ends below it: before it are headers, and the
+    /// No new block begins, and no file ends, below this offset: before it are headers and the
     /// names of a parent.
     pub kept_end: u64,
-    /// The entry of a block that reads as zero, where the format has one.
+    /// The entry of a block that reads as zero, if the format has one.
     pub zero: Option<u32>,
 }
 
@@ -82,13 +82,13 @@ impl Geometry {
         self.entries * 4
     }
 
-    /// Where the table ends.
+    /// End of the table.
     pub fn table_end(&self) -> u64 {
         self.table_at + self.table_bytes()
     }
 
-    /// The first place for a block from `start` on (itself one) that is in the way neither of the table
-    /// nor of what is kept.
+    /// The first place for a block from `start` on (itself a valid place) that overlaps neither the
+    /// table nor the range up to `kept_end`.
     pub fn place(&self, start: u64) -> u64 {
         let start = start.max(self.kept_end);
         if start >= self.table_end() || start + self.stride() <= self.table_at {
@@ -98,12 +98,12 @@ impl Geometry {
         self.base + steps * self.unit
     }
 
-    /// Where a file ends whose blocks end at `end`.
+    /// End of a file whose blocks end at `end`.
     pub fn file_end(&self, end: u64) -> u64 {
         end.max(self.table_end()).max(self.kept_end)
     }
 
-    /// What an entry says. The offset is not judged.
+    /// Decodes an entry, without validating the offset.
     pub fn slot(&self, word: u32) -> Slot {
         match word {
             HOLE => Slot::Hole,
@@ -113,8 +113,7 @@ impl Geometry {
         }
     }
 
-    /// The entry of a host block that begins at this offset; nothing where the format has none for
-    /// it.
+    /// The entry of a host block at this offset, if the format can encode it.
     pub fn word(&self, start: u64) -> Option<u32> {
         let steps = start.checked_sub(self.base)?;
         if !steps.is_multiple_of(self.unit) {
@@ -129,7 +128,7 @@ impl Geometry {
         self.table_at + index * 4
     }
 
-    /// Why a host block cannot be where an entry says, in a file of `host_bytes`.
+    /// If a host block cannot be at `start` in a file of `host_bytes`: what was expected.
     pub fn fault(&self, start: u64, host_bytes: u64) -> Option<&'static str> {
         let table = self.table_at..self.table_end();
         if start < self.floor {

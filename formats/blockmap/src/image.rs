@@ -17,70 +17,71 @@ use crate::geometry::{Geometry, Slot};
 use crate::sectors::{self, SectorMaps, run_of};
 use crate::table::{PAGE_BYTES, PAGE_ENTRIES, PAGES_MIN, Page, Table, read_page, walk};
 
-/// How many entries one answer of the map looks at.
+/// Most entries that one map lookup reads.
 const RUN_ENTRIES_MAX: usize = 1 << 16;
 
-/// What stands around the blocks and their table, and has to be kept right as blocks come and go.
+/// Structures around the blocks and their table, which must be updated as blocks change.
 pub trait Envelope: Send + Sync + fmt::Debug + 'static {
     /// The format's name.
     fn name(&self) -> &'static str;
 
-    /// Bytes that stand behind the last block: VHD's footer.
+    /// Bytes after the last block: VHD's footer.
     fn tail_bytes(&self) -> u64 {
         0
     }
 
-    /// The file was made longer, so that blocks may reach to `end`: writes what stands behind them.
+    /// Called after the file has grown for blocks up to `end`: writes the structures after them.
     fn grown(&self, storage: &dyn Storage, end: u64) -> Result<()> {
         let _ = (storage, end);
         Ok(())
     }
 
-    /// A new host block at `start` is about to be shown: writes what stands before its data.
+    /// Called before a new host block at `start` is linked: writes the structures before its data.
     fn new_block(&self, storage: &dyn Storage, start: u64) -> Result<()> {
         let _ = (storage, start);
         Ok(())
     }
 
-    /// Data of the host block at `start`, which was there when the image was opened, are about to be
-    /// overwritten.
+    /// Called before data of the host block at `start` is overwritten, if the block existed when
+    /// the image was opened.
     fn before_write(&self, storage: &dyn Storage, start: u64) -> Result<()> {
         let _ = (storage, start);
         Ok(())
     }
 
-    /// Entries of blocks that end at `end` at the latest are about to be written: writes what must
-    /// be durable before them.
+    /// Called before entries of blocks up to `end` are written: writes what must be durable before
+    /// them.
     fn before_map(&self, storage: &dyn Storage, geometry: &Geometry, end: u64) -> Result<()> {
         let _ = (storage, geometry, end);
         Ok(())
     }
 
-    /// The image is closed: blocks end at `end`. Writes what tells so and cuts the file there.
+    /// Called on close, with blocks that end at `end`: updates the structures and truncates the
+    /// file.
     fn finish(&self, storage: &dyn Storage, geometry: &Geometry, end: u64) -> Result<()>;
 
-    /// The bytes that the disk has when it shall have `guest_bytes`: formats may round up.
+    /// The actual size of a disk of `guest_bytes`: formats may round up.
     ///
     /// # Errors
-    /// What the format's limits are.
+    /// The format's limits.
     fn judge_size(&self, file: &str, guest_bytes: u64) -> Result<u64>;
 
-    /// Whether all blocks have their place in the file (VDI's static images).
+    /// Whether all blocks are allocated (VDI's static images).
     fn all_allocated(&self) -> bool {
         false
     }
 
-    /// Whether something lies beneath that a block which is not here shows.
+    /// Whether the image has a parent, which missing blocks expose.
     fn over_parent(&self) -> bool {
         false
     }
 
-    /// Makes room for a table of `entries` in the file, `end` being where blocks end, and copies the
-    /// table there if it moves; nothing refers to it yet. The new entries are made afterwards.
-    /// Answers what the image will be, and where its blocks end.
+    /// Makes room for a table of `entries` in the file, whose blocks end at `end`, and copies the
+    /// table if it moves; nothing refers to the copy yet. The caller writes the new entries
+    /// afterwards. Returns the new geometry, and the new end of the blocks.
     ///
     /// # Errors
-    /// Where there is no room; those of the storage.
+    /// If there is no room; those of the storage.
     fn room_for(
         &self,
         storage: &dyn Storage,
@@ -89,8 +90,8 @@ pub trait Envelope: Send + Sync + fmt::Debug + 'static {
         end: u64,
     ) -> Result<(Geometry, u64)>;
 
-    /// Writes the header for this table and size, with blocks that end at `end`, in one sector where
-    /// it can be, and makes it durable.
+    /// Durably writes the header for this table and size, with blocks that end at `end`, if
+    /// possible in one sector.
     fn resized(
         &self,
         storage: &dyn Storage,
@@ -99,103 +100,103 @@ pub trait Envelope: Send + Sync + fmt::Debug + 'static {
         end: u64,
     ) -> Result<()>;
 
-    /// Reads the header again, after a change of it that failed and may have reached the file, and goes by
-    /// it from now on. Answers the table and the bytes of the disk.
+    /// Rereads the header after a failed change that may have reached the file, and uses it from
+    /// now on. Returns the geometry and the size of the disk.
     ///
     /// # Errors
-    /// Those of the storage; what the header is refused for.
+    /// Those of the storage; faults of the header.
     fn stored(&self, storage: &dyn Storage) -> Result<(Geometry, u64)>;
 
-    /// The guest's bytes are about to change for the first time since the image was opened.
+    /// Called before the first change of guest data since opening.
     fn modified(&self, storage: &dyn Storage) -> Result<()> {
         let _ = storage;
         Ok(())
     }
 }
 
-/// Host blocks that follow each other.
+/// Consecutive host blocks.
 #[derive(Clone, Copy, Debug)]
 pub struct NewBlocks {
     /// Offset of the first one.
     pub start: u64,
-    /// How many.
+    /// Number of blocks.
     pub count: u64,
-    /// Nothing was written to their data yet: it reads as zero.
+    /// Their data was never written, so it reads as zero.
     pub fresh: bool,
 }
 
-/// What an image is opened with.
+/// Parameters for opening an image.
 #[derive(Debug)]
 pub struct Opening {
     /// The file.
     pub storage: Arc<dyn Storage>,
-    /// For writing.
+    /// Whether to open for writing.
     pub writable: bool,
-    /// What it may cost.
+    /// Resource limits.
     pub limits: Limits,
-    /// Table and blocks, judged.
+    /// Table and blocks, validated.
     pub geometry: Geometry,
     /// Bytes of the guest disk.
     pub guest_bytes: u64,
-    /// It stands on another image.
+    /// The image has a parent.
     pub has_parent: bool,
-    /// Each block has a bitmap of the sectors that are in it, which says where the parent shows
-    /// ([`Geometry::skip`]). An image over a parent without that can only be read.
+    /// Each block has a bitmap of its present sectors; the parent provides the others
+    /// ([`Geometry::skip`]). Without such bitmaps, an image with a parent is read-only.
     pub sector_maps: bool,
-    /// What the user should know.
+    /// Warnings for the user.
     pub warnings: Vec<String>,
 }
 
 /// An image: the map, the allocator and the order of its metadata writes.
 ///
-/// Locks, in the order in which they are taken: the lead of flushes, `state`, then the table's own.
-/// Resizing moves blocks under both, when no request is in flight.
+/// Lock order: the lead of flushes, `state`, then the table's locks. A resize moves blocks under
+/// the first two, while no request is in flight.
 #[derive(Debug)]
 pub struct BlockImage<E> {
     pub(crate) envelope: E,
     pub(crate) storage: Arc<dyn Storage>,
     pub(crate) writable: bool,
-    /// Changed by resizing only, when no request is in flight.
+    /// Changed only by a resize, while no request is in flight.
     pub(crate) geometry: RwLock<Geometry>,
     pub(crate) guest_bytes: AtomicU64,
-    /// Where the file ends, for judging entries.
+    /// Bytes of the file, for validating entries.
     pub(crate) host_bytes: AtomicU64,
     pub(crate) table: Table,
     in_flight: InFlight,
     warnings: Vec<String>,
-    /// Which sectors are in the blocks; nothing where all are.
+    /// Sector bitmaps of the blocks; `None` if all sectors are present.
     pub(crate) sectors: Option<SectorMaps>,
     pub(crate) state: Engine<State, ()>,
-    /// The envelope was told that the guest's bytes change: held while it is told.
+    /// Held while the envelope is notified of the first change of guest data.
     telling: Mutex<()>,
-    /// It has written what it had to.
+    /// The envelope has handled that notification.
     told: AtomicBool,
-    /// A resize failed, and then the header could not be read: which table the file goes by is unknown.
+    /// A resize failed, and then the header could not be read: the valid table is unknown.
     pub(crate) lost: AtomicBool,
 }
 
-/// What writers change, under one lock.
+/// State that writers change, under one lock.
 #[derive(Debug)]
 pub struct State {
-    /// By numbers of guest blocks.
+    /// Reservations, by guest block numbers.
     pub(crate) tickets: Tickets<Pending>,
-    /// Nothing is given up while an image is open.
+    /// Always empty: no block is freed while an image is open.
     reclaim: Reclaim,
     /// New blocks begin here.
     pub(crate) frontier: u64,
-    /// Where published blocks end.
+    /// End of published blocks.
     pub(crate) used_end: u64,
-    /// Blocks may reach to here without the file being made longer.
+    /// Blocks may extend to here without growing the file.
     pub(crate) room_end: u64,
     /// From here on the file was never written.
     pub(crate) fresh_from: u64,
-    /// Behind that, where the envelope wrote what stands behind the blocks, ahead of need.
+    /// Offsets beyond `fresh_from` at which the envelope wrote its tail in advance.
     pub(crate) tails: Vec<u64>,
-    /// Bytes by which the file grows next time.
+    /// Bytes of the next growth of the file.
     pub(crate) batch: u64,
-    /// Blocks below the frontier that were reserved and given back.
+    /// Blocks below the frontier that were reserved and released.
     pub(crate) given_back: Vec<u64>,
-    /// The file's length or what stands in it has to be put right when it is closed.
+    /// The file's length or structures must be corrected on close.
     pub(crate) unfinished: bool,
 }
 
@@ -213,16 +214,16 @@ impl vdkit_meta::State for State {
 #[derive(Clone, Debug)]
 pub(crate) struct Pending {
     pub(crate) space: NewBlocks,
-    /// Bytes within the one block, which has its place already, that will be in the image.
+    /// Bytes within a single, already allocated block that become present.
     pub(crate) patch: Option<Range<u64>>,
 }
 
 impl<E: Envelope> BlockImage<E> {
-    /// Takes a judged image. For writing it reads the whole table once.
+    /// Opens a validated image. For writing, reads the whole table once.
     ///
     /// # Errors
-    /// [`Error::ReadOnly`]; for writing also [`Error::Corrupt`] for an entry that points outside
-    /// of the file, and [`Error::Unsupported`] for an image that stands on another one.
+    /// [`Error::ReadOnly`]; for writing also [`Error::Corrupt`] for an entry that points outside of
+    /// the file, and [`Error::Unsupported`] for an image with a parent.
     pub fn open(envelope: E, opening: Opening) -> Result<Self> {
         let Opening { storage, writable, limits, geometry, guest_bytes, .. } = opening;
         if writable && !storage.caps().writable {
@@ -272,12 +273,12 @@ impl<E: Envelope> BlockImage<E> {
         })
     }
 
-    /// What stands around the blocks.
+    /// The structures around the blocks.
     pub fn envelope(&self) -> &E {
         &self.envelope
     }
 
-    /// The table and blocks as they are now.
+    /// The current geometry of table and blocks.
     pub fn geometry(&self) -> Geometry {
         *self.geometry.read()
     }
@@ -293,8 +294,8 @@ impl<E: Envelope> BlockImage<E> {
         self.check_lost()
     }
 
-    /// Nothing may be written to an image whose table is not known: a resize failed, and so did
-    /// reading the header, which is tried again here.
+    /// Fails while the valid table is unknown, since nothing may be written then. Retries reading
+    /// the header first.
     pub(crate) fn check_lost(&self) -> Result<()> {
         if !self.lost.load(Ordering::Acquire) {
             return Ok(());
@@ -302,16 +303,16 @@ impl<E: Envelope> BlockImage<E> {
         self.find_again(&mut self.state.lock())
     }
 
-    /// The same for who holds the state.
+    /// As [`BlockImage::check_lost`], for callers that hold the state.
     pub(crate) fn find_again(&self, state: &mut MutexGuard<'_, State>) -> Result<()> {
-        // Space that somebody has reserved is in no table, and would be taken for free.
+        // Only without open reservations, whose space is in no table and would count as free.
         if self.lost.load(Ordering::Acquire) && state.tickets.is_empty() {
             self.follow_file(state, None);
         }
         self.refuse_lost()
     }
 
-    /// The same for who holds the state.
+    /// As [`BlockImage::check_lost`], without a retry.
     pub(crate) fn refuse_lost(&self) -> Result<()> {
         if !self.lost.load(Ordering::Acquire) {
             return Ok(());
@@ -333,8 +334,8 @@ impl<E: Envelope> BlockImage<E> {
         }
     }
 
-    /// Tells the envelope once that the guest's bytes change. Nobody changes them before it has
-    /// written what it has to.
+    /// Notifies the envelope once that guest data changes. No guest data changes before the
+    /// envelope has finished its writes.
     fn note_change(&self) -> Result<()> {
         if self.told.load(Ordering::Acquire) {
             return Ok(());
@@ -360,7 +361,7 @@ impl<E: Envelope> BlockImage<E> {
         read_page(&*self.storage, &self.geometry(), number)
     }
 
-    /// The answer of the map from what is kept of the table.
+    /// A map lookup in the cached table.
     fn run(&self, at: GuestOffset, len: u64) -> Option<Result<Extent>> {
         let geometry = self.geometry();
         let block_bytes = geometry.block_bytes;
@@ -371,7 +372,7 @@ impl<E: Envelope> BlockImage<E> {
             let mut run = block_bytes - within;
             for (n, word) in words.iter().enumerate().skip(1).take(RUN_ENTRIES_MAX) {
                 let follows = match (first, geometry.slot(*word)) {
-                    // A header before each block's data parts them.
+                    // Bytes before each block's data separate them.
                     (Slot::At(start), Slot::At(next)) => {
                         geometry.skip == 0 && next == start + n as u64 * geometry.stride()
                     }
@@ -391,7 +392,7 @@ impl<E: Envelope> BlockImage<E> {
                     let last = start + (within + len - 1) / block_bytes * geometry.stride();
                     let (file, index) = (self.storage.name(), block);
                     geometry.judge(file, index, start, host_bytes)?;
-                    // All between are within what both are within.
+                    // The blocks in between are valid if the first and the last one are.
                     geometry.judge(file, index, last, host_bytes)?;
                     let offset = HostOffset(start + geometry.skip + within);
                     Place::Data { file: FileIndex(0), offset, exclusive: true }
@@ -401,8 +402,8 @@ impl<E: Envelope> BlockImage<E> {
         })
     }
 
-    /// A run as far as all of its sectors are in the image, or none; nothing where the block's bitmap is
-    /// not kept.
+    /// The first part of a run whose sectors are all present or all missing; `None` if the block's
+    /// bitmap is not cached.
     fn by_sectors(&self, at: GuestOffset, run: Extent) -> Option<Extent> {
         let (Some(sectors), Place::Data { offset, .. }) = (&self.sectors, run.place) else {
             return Some(run);
@@ -414,7 +415,7 @@ impl<E: Envelope> BlockImage<E> {
         Some(Extent { len, place: if present { run.place } else { Place::Hole } })
     }
 
-    /// Reads the bitmap of the block of a guest offset, where there are such.
+    /// Loads the bitmap of the block of a guest offset, if there are bitmaps.
     pub(crate) fn load_sectors(&self, at: GuestOffset) -> Result<()> {
         let geometry = self.geometry();
         let slot = geometry.slot(self.word(at.0 / geometry.block_bytes)?);
@@ -446,13 +447,13 @@ impl<E: Envelope> BlockImage<E> {
     }
 }
 
-/// Where the blocks that a table names end.
+/// End of the blocks that a table names.
 pub(crate) fn end_of_blocks(
     storage: &dyn Storage,
     geometry: &Geometry,
     host_bytes: u64,
 ) -> Result<u64> {
-    // A table that has moved may lie behind blocks, with room for more before it.
+    // A moved table may be after blocks, with room for more blocks before it.
     let mut end = geometry.kept_end;
     walk(storage, geometry, |first, words| {
         for (n, word) in words.iter().enumerate() {
@@ -473,8 +474,7 @@ impl<E: Envelope> Format for BlockImage<E> {
 
     fn caps(&self) -> FormatCaps {
         let geometry = self.geometry();
-        // A boundary of a block for the guest must be one in the file, at least of the file
-        // system's blocks.
+        // A guest block boundary must be a boundary in the file, at least of file system blocks.
         let host_block = u64::from(self.storage.caps().block_bytes).max(4096);
         let first = geometry.base % geometry.unit + geometry.skip;
         let aligned = is_aligned(first, host_block.next_power_of_two())
@@ -527,7 +527,7 @@ impl<E: Envelope> Format for BlockImage<E> {
 
     fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent> {
         self.in_range(at, len, IoAction::Map).ok()?;
-        // Damage is told by `resolve`.
+        // `resolve` reports damage.
         self.by_sectors(at, self.run(at, len)?.ok()?)
     }
 
@@ -558,8 +558,8 @@ impl<E: Envelope> Format for BlockImage<E> {
         self.reserve_blocks(at, len)
     }
 
-    /// What has no block reads as zero already; what has one keeps it, and becomes zero there. Over a
-    /// parent that is no help: the caller writes the zeroes.
+    /// Ranges without a block read as zero already; existing blocks are zeroed in place. With
+    /// sector bitmaps this does not apply: the caller writes the zeroes.
     fn zero(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<Range<u64>> {
         self.need_writable()?;
         self.in_range(at, len, IoAction::WriteZeroes)?;
@@ -572,7 +572,7 @@ impl<E: Envelope> Format for BlockImage<E> {
         Ok(at.0..at.0 + len)
     }
 
-    /// The file system gets the space back; the blocks keep their places in the file.
+    /// Discards the space in the file system; the blocks keep their places in the file.
     fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
         self.need_writable()?;
         self.in_range(at, len, IoAction::Discard)?;

@@ -1,6 +1,6 @@
-//! Images that are a table of blocks: one 32-bit entry for each block of the guest disk, which says
-//! where in the file that block is, if anywhere. VDI and dynamic VHD are this, with other things
-//! around it: those are an [`Envelope`].
+//! Images that are a table of blocks: one 32-bit entry for each block of the guest disk, which
+//! holds the block's place in the file, if any. VDI and dynamic VHD are such images, each with
+//! other structures around the table: those are an [`Envelope`].
 //!
 //! # The life of an allocating write
 //!
@@ -12,16 +12,17 @@
 //!               ──► changed pieces of the table ──► sync
 //! ```
 //!
-//! # What holds
-//! - An entry is durable after its block's data, and after what the envelope says of the block.
-//!   So a crash leaves blocks that nothing refers to, and never an entry without its block.
-//! - A flush costs two syncs if blocks were allocated since the one before, else one.
-//! - The table is read in pieces of 4 KiB as they are needed, of which as many are kept as
+//! # Invariants
+//! - An entry is durable after its block's data, and after the envelope's record of the block. So a
+//!   crash leaves unreferenced blocks, and never an entry without its block.
+//! - A flush costs two syncs if blocks were allocated since the previous flush, else one.
+//! - The table is read on demand in pieces of 4 KiB; as many are cached as
 //!   [`Limits::cache_bytes`](vdkit_block::Limits) allows. Opening for writing reads all of it once,
-//!   without keeping it: nothing else tells reliably where the file is free.
-//! - Guest data never moves while an image is open but for resizing, which waits for all requests.
-//!   A discarded block becomes a hole of the file and keeps its place: the makers of both formats put
-//!   new blocks behind the last one and believe that there are no gaps. [`compact`] closes gaps.
+//!   without caching it: nothing else shows reliably where the file is free.
+//! - Guest data never moves while an image is open, except in a resize, which waits for all
+//!   requests. A discarded block becomes a hole of the file and keeps its place: other programs
+//!   append new blocks after the last one and assume that there are no gaps. [`compact`] closes
+//!   gaps.
 
 pub mod compact;
 mod flush;

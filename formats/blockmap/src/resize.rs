@@ -1,4 +1,4 @@
-//! Another size of the guest disk.
+//! Resizes the guest disk.
 
 use std::sync::atomic::Ordering;
 
@@ -10,11 +10,10 @@ use crate::geometry::{Geometry, Slot};
 use crate::image::{BlockImage, Envelope, State, end_of_blocks};
 use crate::table::{read_entries, write_entries, write_holes};
 
-/// Entries of one write.
 const STEP_ENTRIES: u64 = 256 << 10;
 
 impl<E: Envelope> BlockImage<E> {
-    /// As [`vdkit_block::Format::resize`]. The caller sees to it that no request is in flight.
+    /// As [`vdkit_block::Format::resize`]. The caller ensures that no request is in flight.
     pub(crate) fn resize_to(&self, guest_bytes: u64) -> Result<()> {
         if self.sectors.is_some() {
             return Err(Error::unsupported(
@@ -34,16 +33,16 @@ impl<E: Envelope> BlockImage<E> {
         resized.map(|_| ())
     }
 
-    /// Changes the file past the cache of the table, and takes the new size over as soon as the header
-    /// says it. Answers where blocks end. After an error memory has to follow the file.
+    /// Changes the file without the table cache, and uses the new size once it is in the header.
+    /// Returns the end of the blocks. After an error, memory must be reloaded from the file.
     fn resize_file(&self, state: &MutexGuard<'_, State>, guest_bytes: u64) -> Result<u64> {
         let (old, before) = (self.guest_len(), self.geometry());
         let entries = guest_bytes.div_ceil(before.block_bytes);
         let grows = guest_bytes > old;
         let (after, mut end) = match grows {
-            // The header last: nothing of what is prepared shows before.
+            // The header last: it exposes the prepared table.
             true => self.prepare_growth(state, &before, entries)?,
-            // The header first: a crash then leaves a smaller disk, and blocks that nothing names.
+            // The header first: a crash then leaves a smaller disk with unreferenced blocks.
             false => (Geometry { entries: entries.min(before.entries), ..before }, state.used_end),
         };
         self.envelope.resized(&*self.storage, &after, guest_bytes, end)?;
@@ -57,9 +56,9 @@ impl<E: Envelope> BlockImage<E> {
         Ok(end)
     }
 
-    /// Makes memory say what the file says, whose blocks or entries were moved past the cache. `end` is
-    /// where blocks end; nothing where a change failed half-way, of which it has to be found how far
-    /// it came: the header may have reached the file, or not.
+    /// Reloads memory from the file after a change without the cache. `end` is the end of the
+    /// blocks; `None` after a failed change: then the header is reread, since it may or may not
+    /// have reached the file.
     pub(crate) fn follow_file(&self, state: &mut MutexGuard<'_, State>, end: Option<u64>) {
         self.table.clear();
         if end.is_none() {
@@ -79,7 +78,7 @@ impl<E: Envelope> BlockImage<E> {
         self.host_bytes.store(host_bytes, Ordering::Release);
         state.unfinished = end.is_none();
         let found = || end_of_blocks(&*self.storage, &self.geometry(), host_bytes).ok();
-        // Where the table cannot be read, no block is taken for free.
+        // If the table cannot be read, no block counts as free.
         let end = end.or_else(found).unwrap_or(host_bytes);
         (state.used_end, state.frontier) = (end, end);
         state.given_back.clear();
@@ -90,8 +89,8 @@ impl<E: Envelope> BlockImage<E> {
         }
     }
 
-    /// Makes room for `entries`, which name no blocks yet, in the file. Answers what the image will be,
-    /// and where its blocks end.
+    /// Makes room for `entries` in the file; the new ones name no blocks yet. Returns the new
+    /// geometry, and the new end of the blocks.
     fn prepare_growth(
         &self,
         state: &MutexGuard<'_, State>,
@@ -113,10 +112,9 @@ impl<E: Envelope> BlockImage<E> {
         Ok((after, end))
     }
 
-    /// What is behind the end of the disk is shown by growing, and shall be zero: the rest of its last
-    /// block, and blocks of entries that a disk of `entries` shows and this one does not. (A VHD that
-    /// was being made smaller when the power failed has such; other makers' tables may be longer
-    /// than their disks.)
+    /// Zeroes what a growth exposes: the rest of the last block, and blocks of entries beyond the
+    /// current end of the disk. Such entries exist in a VHD after an interrupted shrink, and in
+    /// images of other programs whose tables are longer than their disks.
     fn zero_behind_the_end(&self, geometry: &Geometry, entries: u64) -> Result<()> {
         let (old, block_bytes) = (self.guest_len(), geometry.block_bytes);
         let last = entries.min(geometry.entries);
@@ -135,13 +133,13 @@ impl<E: Envelope> BlockImage<E> {
         Ok(())
     }
 
-    /// Gives every new entry its block behind `end`; answers where they end.
+    /// Allocates a block after `end` for every new entry; returns their end.
     fn allocate_all(&self, geometry: &Geometry, first: u64, end: u64) -> Result<u64> {
         let stride = geometry.stride();
         let last = end + (geometry.entries - first) * stride;
         let host_bytes = self.storage.len()?;
         if host_bytes > end {
-            // Whatever was behind the last block must not be the guest's.
+            // Bytes after the last block must not become guest data.
             self.storage.write_zeroes(HostOffset(end), host_bytes - end, ZeroMode::MayUnmap)?;
         }
         self.storage.set_len(last + self.envelope.tail_bytes())?;

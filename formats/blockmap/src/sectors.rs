@@ -1,5 +1,5 @@
-//! Which sectors of a block are in an image over a parent: a bitmap before each block's data, the most
-//! significant bit first (VHD).
+//! Sector bitmaps of images with a parent: the present sectors of a block, before its data, with
+//! the most significant bit first (VHD).
 
 use std::ops::Range;
 
@@ -7,13 +7,13 @@ use vdkit_block::{HostOffset, Result, Storage};
 use vdkit_meta::PageCache;
 
 const SECTOR: u64 = 512;
-/// Bytes of bitmaps that are kept; changed ones are never dropped and may exceed it.
+/// Most bytes of cached bitmaps; changed ones are never evicted and may exceed it.
 const KEPT_BYTES_MAX: u64 = 8 << 20;
 
-/// The bitmaps of an open image, by where their blocks begin.
+/// The bitmaps of an open image, by the start of their blocks.
 pub(crate) type SectorMaps = PageCache<u64, Vec<u8>>;
 
-/// Of an image whose bitmaps have so many bytes each.
+/// The cache of an image whose bitmaps have `bytes` bytes each.
 pub(crate) fn cache(bytes: u64) -> SectorMaps {
     SectorMaps::new(KEPT_BYTES_MAX, bytes, 1)
 }
@@ -22,8 +22,8 @@ fn bit(bitmap: &[u8], sector: u64) -> bool {
     bitmap.get((sector / 8) as usize).is_some_and(|byte| byte & 0x80 >> (sector % 8) != 0)
 }
 
-/// Whether the sector at `from` bytes within a block is in the image, and for how many bytes the
-/// answer holds, at most `len`.
+/// Whether the sector at `from` bytes within a block is present, and for how many bytes that holds,
+/// at most `len`.
 pub(crate) fn run_of(bitmap: &[u8], from: u64, len: u64) -> (bool, u64) {
     let first = from / SECTOR;
     let present = bit(bitmap, first);
@@ -40,7 +40,7 @@ pub(crate) fn read(storage: &dyn Storage, start: u64, bytes: u64) -> Result<Vec<
     Ok(bitmap)
 }
 
-/// Notes that bytes of a block are in the image.
+/// Marks bytes of a block as present.
 pub(crate) fn mark(bitmap: &mut [u8], within: &Range<u64>) {
     for sector in within.start / SECTOR..within.end.div_ceil(SECTOR) {
         if let Some(byte) = bitmap.get_mut((sector / 8) as usize) {

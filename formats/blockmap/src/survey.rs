@@ -1,4 +1,4 @@
-//! Checking a table of blocks, and mending it.
+//! Checks a table of blocks, and repairs it.
 
 use vdkit_block::{CheckReport, Finding, Limits, Monitor, Repair, Result, Severity, Storage};
 
@@ -6,40 +6,41 @@ use crate::compact::{Mover, Placed, close_gaps, placed};
 use crate::geometry::{Geometry, HOLE, Slot};
 use crate::table::walk;
 
-/// What a survey found, for the envelope's own check.
+/// Result of a survey, for the envelope's own check.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Surveyed {
-    /// Where blocks end.
+    /// End of the blocks.
     pub end: u64,
     /// Blocks that the table names.
     pub blocks: u64,
-    /// Something was changed that the envelope's numbers must follow.
+    /// A repair changed something that the envelope must record.
     pub changed: bool,
 }
 
-/// What is to be checked, and how.
+/// Parameters of a survey.
 #[derive(Clone, Copy, Debug)]
 pub struct Job<'a> {
-    /// The file; writable where `repair` says more than nothing.
+    /// The file; writable unless `repair` is `Nothing`.
     pub storage: &'a dyn Storage,
-    /// The table and blocks, judged.
+    /// The table and blocks, validated.
     pub geometry: &'a Geometry,
-    /// Bytes that stand behind the last block.
+    /// Bytes after the last block.
     pub tail_bytes: u64,
-    /// What may be changed.
+    /// Allowed repairs.
     pub repair: Repair,
-    /// What it may cost.
+    /// Resource limits.
     pub limits: &'a Limits,
-    /// Told to stop here.
+    /// Cancellation and progress.
     pub monitor: &'a Monitor<'a>,
 }
 
-/// Checks the table against the file, and mends what `repair` says: entries outside of the file and
-/// into metadata lose what they named, of two entries to one block the second gets a copy, gaps are
-/// closed. Durable when it returns.
+/// Checks the table against the file, and repairs it as `repair` allows: clears entries that point
+/// outside of the file or into metadata, copies the block for the second of two entries that name
+/// it, and closes gaps. Durable on return.
 ///
 /// # Errors
-/// [`vdkit_block::Error::Limit`] for more blocks than memory may be used for; those of the storage.
+/// [`vdkit_block::Error::Limit`] for more blocks than the memory limit allows; those of the
+/// storage.
 pub fn survey(job: &Job<'_>, report: &mut CheckReport) -> Result<Surveyed> {
     let Job { storage, geometry, tail_bytes, repair, monitor, .. } = *job;
     let mending = matches!(repair, Repair::All | Repair::AllForced);
@@ -68,7 +69,7 @@ pub fn survey(job: &Job<'_>, report: &mut CheckReport) -> Result<Surveyed> {
             repaired,
         });
     }
-    // A lie about a table must not fill the disk with copies: the blocks at most double.
+    // A hostile table must not fill the disk with copies, so the number of blocks at most doubles.
     let copies = mending && (overlaps.len() * 2 <= blocks.len() || repair == Repair::AllForced);
     for (a, b) in overlaps.iter() {
         bad_entry(report, geometry.entry_at(b.index), copies, || {
@@ -100,7 +101,7 @@ pub fn survey(job: &Job<'_>, report: &mut CheckReport) -> Result<Surveyed> {
     Ok(surveyed)
 }
 
-/// The blocks of entries that can be.
+/// The blocks of valid entries.
 fn sound(job: &Job<'_>) -> Result<Vec<Placed>> {
     let host_bytes = job.storage.len()?;
     let mut blocks = placed(job.storage, job.geometry, job.limits.check_bytes_max)?;
@@ -108,7 +109,7 @@ fn sound(job: &Job<'_>) -> Result<Vec<Placed>> {
     Ok(blocks)
 }
 
-/// Notes damage of an entry. Beyond those that are listed it is only counted: there may be millions.
+/// Reports a bad entry. Beyond the listed findings it is only counted, since there may be millions.
 fn bad_entry(
     report: &mut CheckReport,
     offset: u64,
@@ -124,7 +125,7 @@ fn bad_entry(
     report.add(Finding { severity, offset, structure, message: message(), repaired });
 }
 
-/// Entries that cannot be.
+/// Checks for invalid entries.
 fn judge_entries(job: &Job<'_>, mending: bool, report: &mut CheckReport) -> Result<bool> {
     let Job { storage, geometry, monitor, .. } = *job;
     let host_bytes = storage.len()?;
@@ -132,7 +133,7 @@ fn judge_entries(job: &Job<'_>, mending: bool, report: &mut CheckReport) -> Resu
     let mut bad = Vec::new();
     walk(storage, geometry, |first, words| {
         monitor.cancel.check()?;
-        // One for all where all are alike: a table may be gigabytes of a hole.
+        // Skips a run of equal entries at once: a table may be gigabytes of a hole.
         if let [one, rest @ ..] = &*words
             && rest == &words[..rest.len()]
             && match geometry.slot(*one) {
@@ -175,7 +176,7 @@ fn count(geometry: &Geometry, blocks: &[Placed], report: &mut CheckReport) {
     report.fragmented_clusters = runs;
 }
 
-/// Blocks that begin within another one's: that one, and this one.
+/// Pairs of overlapping blocks: the first, and the one that begins within it.
 fn overlaps(geometry: &Geometry, blocks: &[Placed]) -> Vec<(Placed, Placed)> {
     let mut found = Vec::new();
     let mut owner: Option<Placed> = None;
@@ -188,7 +189,7 @@ fn overlaps(geometry: &Geometry, blocks: &[Placed]) -> Vec<(Placed, Placed)> {
     found
 }
 
-/// The parts of a gap before and behind the table.
+/// The parts of a gap before and after the table.
 fn without_table(geometry: &Geometry, from: u64, to: u64) -> [(u64, u64); 2] {
     if geometry.table_end() <= from || to <= geometry.table_at {
         return [(from, to), (to, to)];
@@ -196,7 +197,7 @@ fn without_table(geometry: &Geometry, from: u64, to: u64) -> [(u64, u64); 2] {
     [(from, geometry.table_at), (geometry.place(geometry.table_at), to)]
 }
 
-/// Space between blocks and behind them that nothing refers to.
+/// Finds unreferenced space between and after blocks.
 fn gaps(job: &Job<'_>, report: &mut CheckReport, surveyed: &mut Surveyed) -> Result<()> {
     let Job { storage, geometry, tail_bytes, repair, .. } = *job;
     let stride = geometry.stride();
@@ -212,7 +213,7 @@ fn gaps(job: &Job<'_>, report: &mut CheckReport, surveyed: &mut Surveyed) -> Res
         }
         at = (block.start + stride).max(geometry.kept_end);
     }
-    // Nothing is moved in an image whose damage stays.
+    // No block is moved in an image with remaining damage.
     let mending = repair != Repair::Nothing && report.corruptions_left() == 0;
     if mending && !leaks.is_empty() {
         surveyed.end = close_gaps(storage, geometry, None)?.end;
@@ -223,7 +224,7 @@ fn gaps(job: &Job<'_>, report: &mut CheckReport, surveyed: &mut Surveyed) -> Res
     let behind = storage.len()?.saturating_sub(tail_bytes).saturating_sub(at) / stride;
     if behind > 0 && storage.caps().growable {
         leaks.push((at, behind));
-        // The envelope cuts the file.
+        // The envelope truncates the file.
         surveyed.changed |= mending;
     }
     for (offset, count) in leaks {

@@ -1,4 +1,4 @@
-//! The table of blocks, read in pieces as they are needed.
+//! The table of blocks, read in pieces on demand.
 
 use vdkit_block::{HostOffset, Result, Storage};
 use vdkit_meta::PageCache;
@@ -9,17 +9,17 @@ use crate::geometry::{Geometry, HOLE};
 pub(crate) const PAGE_ENTRIES: usize = 1024;
 pub(crate) const PAGE_BYTES: u64 = PAGE_ENTRIES as u64 * 4;
 
-/// Few pages are kept at least, so that the smallest cache works.
+/// Least capacity of the cache in pages.
 pub(crate) const PAGES_MIN: usize = 16;
 
 /// Entries of one step of a walk over a whole table.
 const STEP_ENTRIES: u64 = 256 << 10;
 
-/// The cached table: pages by their number.
+/// The cached table: pages by number.
 pub(crate) type Table = PageCache<u64, Page>;
 pub(crate) type Page = Box<[u32; PAGE_ENTRIES]>;
 
-/// Reads a page. Entries behind the end of the table are holes.
+/// Reads a page. Entries beyond the end of the table are holes.
 pub(crate) fn read_page(storage: &dyn Storage, geometry: &Geometry, number: u64) -> Result<Page> {
     let mut page = Box::new([HOLE; PAGE_ENTRIES]);
     let (first, count) = entries_of(geometry, number);
@@ -27,13 +27,13 @@ pub(crate) fn read_page(storage: &dyn Storage, geometry: &Geometry, number: u64)
     Ok(page)
 }
 
-/// The first entry of a page, and how many it has.
+/// The first entry of a page, and its number of entries.
 fn entries_of(geometry: &Geometry, number: u64) -> (u64, usize) {
     let first = number * PAGE_ENTRIES as u64;
     (first, geometry.entries.saturating_sub(first).min(PAGE_ENTRIES as u64) as usize)
 }
 
-/// Writes pages that were taken.
+/// Writes copied pages.
 pub(crate) fn write_pages(
     storage: &dyn Storage,
     geometry: &Geometry,
@@ -49,7 +49,7 @@ pub(crate) fn write_pages(
 /// Reads entries from `first` on.
 ///
 /// # Errors
-/// Those of the storage; a table that ends behind the end of the file is one.
+/// Those of the storage, also for a table that exceeds the file.
 pub fn read_entries(
     storage: &dyn Storage,
     geometry: &Geometry,
@@ -78,7 +78,7 @@ pub fn write_entries(
     storage.write_at(&bytes, HostOffset(geometry.entry_at(first)))
 }
 
-/// Writes `count` entries of blocks that are not there.
+/// Writes `count` entries of missing blocks.
 ///
 /// # Errors
 /// Those of the storage.
@@ -98,8 +98,8 @@ pub fn write_holes(
     Ok(())
 }
 
-/// Shows all entries of a table, some at a time: the first one's index, and what is there. What
-/// `look` changes is written where it says so.
+/// Calls `look` for all entries of a table in batches, with the index of the first entry and the
+/// entries. If `look` returns true, writes them back.
 pub(crate) fn walk(
     storage: &dyn Storage,
     geometry: &Geometry,

@@ -1,4 +1,4 @@
-//! Reserving blocks for a write and publishing them.
+//! Reserves blocks for a write and publishes them.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -15,9 +15,9 @@ use crate::sectors::{self, run_of};
 use crate::table::PAGE_ENTRIES;
 
 const SECTOR: u64 = 512;
-/// A reservation has at most so many bytes.
+/// Most bytes of a reservation.
 const RESERVE_BYTES_MAX: u64 = 64 << 20;
-/// The file grows by so many bytes at first, then by twice as many each time.
+/// Bytes of the first growth of the file; each growth doubles, up to the second value.
 const BATCH_MIN: u64 = 4 << 20;
 const BATCH_MAX: u64 = 64 << 20;
 
@@ -28,7 +28,7 @@ impl<E: Envelope> BlockImage<E> {
         at: GuestOffset,
         len: u64,
     ) -> Result<Option<Reservation<'_>>> {
-        // Dirty pages cannot be dropped.
+        // Dirty pages cannot be evicted.
         if self.table.dirty() > self.table.capacity() / 2 {
             self.state.flush(self)?;
         }
@@ -37,7 +37,7 @@ impl<E: Envelope> BlockImage<E> {
         let last = (at.0 + len - 1) / block_bytes;
         let mut state = self.state.lock();
         self.state.wait_until(&mut state, |state| !state.holds(first));
-        // The disk may have become smaller while we waited, or a resize have failed.
+        // While this thread waited, the disk may have shrunk or a resize failed.
         self.refuse_lost()?;
         self.in_range(at, len, vdkit_block::IoAction::Write)?;
         if self.sectors.is_some() {
@@ -59,8 +59,8 @@ impl<E: Envelope> BlockImage<E> {
         Ok(Some(self.hand_out(&mut state, at, len, first, space)))
     }
 
-    /// Over a parent a block gets its place first, with nothing in it; then sectors of it are
-    /// reserved, in which the caller's bytes and what surrounds them come into the image.
+    /// With a parent, a block is first allocated without present sectors. Then the caller reserves
+    /// sectors of it, for its bytes and the rest of these sectors.
     fn reserve_sectors(
         &self,
         mut state: MutexGuard<'_, State>,
@@ -74,7 +74,7 @@ impl<E: Envelope> BlockImage<E> {
             let ticket = state.tickets.open(block..block + 1, Pending { space, patch: None });
             drop(state);
             self.publish_ticket(ticket)?;
-            // The map has changed: resolve again.
+            // The map has changed: the caller must resolve again.
             return Ok(None);
         };
         let within = at.0 % geometry.block_bytes;
@@ -123,7 +123,7 @@ impl<E: Envelope> BlockImage<E> {
             .untouched(space.fresh)
     }
 
-    /// Host blocks one after the other; perhaps fewer than asked for. Formats with something before
+    /// Allocates consecutive host blocks, possibly fewer than `count`. Formats with bytes before
     /// each block's data get one at a time.
     pub(crate) fn allocate(
         &self,
@@ -153,7 +153,8 @@ impl<E: Envelope> BlockImage<E> {
         state.frontier = end;
         let data = start + geometry.skip;
         let tail_bytes = self.envelope.tail_bytes();
-        // A footer may lie in a block where blocks do not follow each other: the table is between.
+        // If the table separates blocks, a footer that was written in advance may be within a
+        // block.
         let tail = state.tails.iter().any(|at| *at < end && data < at + tail_bytes);
         let fresh = data >= state.fresh_from && !tail;
         state.tails.retain(|at| at + tail_bytes > end);
@@ -164,7 +165,7 @@ impl<E: Envelope> BlockImage<E> {
         Error::NoSpace { file: self.storage.name().to_owned(), what }
     }
 
-    /// Makes the file long enough for blocks up to `end`, ahead of need.
+    /// Grows the file for blocks up to `end`, and in advance for more.
     fn make_room(&self, state: &mut MutexGuard<'_, State>, end: u64) -> Result<()> {
         if end <= state.room_end {
             return Ok(());
@@ -175,13 +176,13 @@ impl<E: Envelope> BlockImage<E> {
         let geometry = self.geometry();
         let stride = geometry.stride();
         state.batch = (state.batch * 2).clamp(BATCH_MIN, BATCH_MAX);
-        // No more than the whole disk could need, and whole blocks from here on.
+        // At most what the whole disk can need, in whole blocks from here on.
         let first = geometry.first_block.max(geometry.table_end());
         let all = first + geometry.entries * stride;
         let blocks = (state.batch / stride).min(all.saturating_sub(end) / stride);
         let ahead = end + blocks * stride;
         state.unfinished = true;
-        // Blocks may end before the table.
+        // The blocks may end before the table.
         let tail_at = geometry.file_end(ahead).next_multiple_of(SECTOR);
         let tail_bytes = self.envelope.tail_bytes();
         let host_bytes = self.storage.len()?;
@@ -189,7 +190,8 @@ impl<E: Envelope> BlockImage<E> {
             self.storage.set_len(tail_at + tail_bytes)?;
             state.tails.push(tail_at);
             if let Err(error) = self.envelope.grown(&*self.storage, tail_at) {
-                // So that the file ends with what shall stand at its end, and this is tried again.
+                // Restores the length, so that the file still ends with its tail and the next
+                // attempt retries.
                 let _ = self.storage.set_len(host_bytes);
                 return Err(error);
             }
@@ -217,7 +219,7 @@ impl<E: Envelope> BlockImage<E> {
         done
     }
 
-    /// Writes what stands before new blocks and changes their entries: of all or of none.
+    /// Writes the structures before new blocks and changes their entries: of all blocks or of none.
     fn show(&self, blocks: &Range<u64>, pending: &Pending) -> Result<()> {
         if let (Some(patch), Some(sectors)) = (&pending.patch, &self.sectors) {
             let start = pending.space.start;
@@ -233,12 +235,12 @@ impl<E: Envelope> BlockImage<E> {
             let word = geometry.word(start);
             words.push(word.ok_or_else(|| self.no_space(format!("no number for {start:#x}")))?);
         }
-        // Under the lock, so that a flush knows where blocks end before it sees the entries.
+        // Under the lock, so that a flush knows the end of the blocks before it sees the entries.
         let mut state = self.state.lock();
         let entries = PAGE_ENTRIES as u64;
         let pages = blocks.start / entries..blocks.end.div_ceil(entries);
         for page in pages.clone() {
-            // Dirty from now on, so that it stays: from here on nothing fails.
+            // Marks the pages dirty, so that they stay cached and the next loop cannot fail.
             self.table.change_loaded(page, || self.read_page(page), |_| ())?;
         }
         for page in pages {
@@ -264,7 +266,7 @@ impl<E: Envelope> BlockImage<E> {
         self.state.ended();
     }
 
-    /// Something may have been written to them, so they are not fresh any more.
+    /// The blocks may have been written, so they are no longer fresh.
     fn give_back(&self, state: &mut MutexGuard<'_, State>, space: NewBlocks) {
         let stride = self.geometry().stride();
         state.given_back.extend((0..space.count).map(|n| space.start + n * stride));

@@ -1,8 +1,8 @@
-//! Finding host clusters: free ones first, then a longer file.
+//! Allocates host clusters: free ones first, then by growing the file.
 //!
-//! Clusters are reserved in batches (see [`crate::pool`]): their refcounts are set, and the file
-//! is made long enough for them ([`crate::growth`]), before anything refers to them. A batch costs a part of one
-//! barrier, the next flush's. What a crash leaves of it is a leak.
+//! Clusters are reserved in batches (see [`crate::pool`]): their refcounts are set, and the file is
+//! extended to hold them ([`crate::growth`]), before anything refers to them. The next flush's
+//! barrier makes a whole batch durable. A crash leaves unused clusters of a batch as leaks.
 
 use std::collections::VecDeque;
 
@@ -16,15 +16,15 @@ use crate::layout::{COMPRESSED, COPIED, OFFSET_MASK};
 use crate::pool::{Pool, Space};
 use crate::refcounts::Refcounts;
 
-/// Refcount blocks that one allocation reads at most in search of free clusters.
+/// Most refcount blocks that one allocation scans for free clusters.
 const SCAN_BLOCKS_MAX: usize = 64;
 
-/// Which host clusters are in use, and which are ready to be.
+/// Which host clusters are in use or reserved.
 #[derive(Debug)]
 pub(crate) struct HostSpace {
     pub(crate) refcounts: Refcounts,
     pub(crate) pool: Pool,
-    /// Reserved clusters kept for refcount blocks to come.
+    /// Clusters that are reserved for future refcount blocks.
     pub(crate) spares: VecDeque<Space>,
     /// Where the file grows: no cluster from here on is in use.
     pub(crate) frontier: u64,
@@ -46,7 +46,7 @@ pub(crate) struct HostSpace {
 }
 
 impl HostSpace {
-    /// That of an image whose clusters all lie below `frontier`.
+    /// The space of an image whose clusters are all below `frontier`.
     pub(crate) fn new(refcounts: Refcounts, frontier: u64, header: &Header) -> Self {
         Self {
             refcounts,
@@ -64,26 +64,26 @@ impl HostSpace {
         }
     }
 
-    /// Clusters whose refcounts a flush or a barrier has yet to make durable.
+    /// Whether the refcounts of `space` are durable.
     pub(crate) fn is_durable(&self, space: &Space) -> bool {
         space.sequence < self.durable_sequence
     }
 }
 
-/// What came of an attempt to put more clusters into the pool.
+/// Result of growing the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Grown {
-    /// There are more now, or there cannot be.
+    /// The pool has grown, or cannot grow.
     Done,
     /// A flush must end first.
     Busy,
 }
 
 impl Qcow2 {
-    /// Takes up to `count` contiguous host clusters, at `hint` where that is free.
+    /// Takes up to `count` contiguous host clusters, at `hint` if that is free.
     ///
-    /// Nothing: the metadata lock was given up meanwhile, and whatever the caller found out under
-    /// it may be wrong by now. It must begin again.
+    /// Returns `None` if the metadata lock was released meanwhile: the caller's findings may be out
+    /// of date, and it must start again.
     pub(crate) fn allocate(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
@@ -97,7 +97,7 @@ impl Qcow2 {
             return Ok(Some(space));
         }
         let grown = self.grow(meta, count);
-        // What was found may be in pieces; a shorter one is better than none.
+        // The new clusters may be fragmented; a shorter run is better than none.
         if let Some(space) =
             meta.space.pool.take(count).or_else(|| meta.space.pool.take_longest(count))
         {
@@ -115,7 +115,7 @@ impl Qcow2 {
         }
     }
 
-    /// Takes so many clusters, wherever they are, for good: they are leaks until something refers to
+    /// Takes `count` clusters at any offsets, permanently: they are leaks until something refers to
     /// them. Durable after the next flush.
     pub(crate) fn take_clusters(&self, count: u64) -> Result<Vec<u64>> {
         let mut meta = self.meta.lock();
@@ -130,7 +130,7 @@ impl Qcow2 {
         Ok(clusters)
     }
 
-    /// Takes one cluster for a table; one that reads as zero where there is one. Nothing: as for
+    /// Takes one cluster for a table, preferably one that reads as zero. `None`: as for
     /// [`Qcow2::allocate`].
     fn allocate_table(&self, meta: &mut MutexGuard<'_, Meta>) -> Result<Option<Space>> {
         match meta.space.pool.take_fresh(1) {
@@ -149,8 +149,8 @@ impl Qcow2 {
         loop {
             let frontier = meta.space.frontier;
             let grown = self.extend(meta, count)?;
-            // After a crash all of a batch behind the end of the file may be in use, as leaks:
-            // go on behind them.
+            // After a crash, a whole batch beyond the end of the file may be in use, as leaks:
+            // continue after it.
             if grown == Grown::Busy
                 || meta.space.pool.clusters() > 0
                 || meta.space.frontier == frontier
@@ -160,7 +160,7 @@ impl Qcow2 {
         }
     }
 
-    /// Reserves free clusters below the frontier. Each refcount block is searched once.
+    /// Reserves free clusters below the frontier. Each refcount block is scanned once.
     fn scan(&self, meta: &mut Meta, want: u64) -> Result<u64> {
         let mut found = 0;
         for _ in 0..SCAN_BLOCKS_MAX {
@@ -192,7 +192,7 @@ impl Qcow2 {
         Ok(found)
     }
 
-    /// Reserves clusters with refcount 0 whose bytes may be anything.
+    /// Reserves clusters with refcount 0 and arbitrary content.
     fn take_free(&self, meta: &mut Meta, first: u64, count: u64) -> Result<()> {
         if count == 0 {
             return Ok(());
@@ -212,8 +212,8 @@ impl Qcow2 {
         self.reserve_run(meta, first, count, false)
     }
 
-    /// Sets the refcounts of free clusters to 1 and puts them into the pool; after an error as many as
-    /// were set.
+    /// Sets the refcounts of free clusters to 1 and puts them into the pool; after an error, those
+    /// that were set.
     pub(crate) fn reserve_run(
         &self,
         meta: &mut Meta,
@@ -229,7 +229,7 @@ impl Qcow2 {
         result
     }
 
-    /// Puts freed clusters back into use once nobody can be reading them.
+    /// Returns freed clusters to the pool once no in-flight request can read them.
     fn reclaim(&self, meta: &mut Meta) -> Result<()> {
         let (runs, result) = self.take_released(meta);
         for run in runs {
@@ -238,8 +238,9 @@ impl Qcow2 {
         result
     }
 
-    /// Takes the references away from all freed clusters that nobody can be reading any more.
-    /// Returns those that had only this one, in no list now: the caller puts them into the pool.
+    /// Drops the references of all freed clusters that no in-flight request can read any more.
+    /// Returns those that had only this reference and are in no list now: the caller puts them into
+    /// the pool.
     pub(crate) fn take_released(&self, meta: &mut Meta) -> (Vec<Freed>, Result<()>) {
         let (mut last, mut result) = (Vec::<Freed>::new(), Ok(()));
         for freed in meta.reclaim.expired(&self.in_flight) {
@@ -270,13 +271,13 @@ impl Qcow2 {
         (last, result)
     }
 
-    /// Takes one reference from a cluster. Whether it was the last one: the refcount stays 1 then,
-    /// as for all clusters of the pool.
+    /// Drops one reference of a cluster. Returns whether it was the last one: the refcount then
+    /// stays 1, as for all clusters of the pool.
     pub(crate) fn drop_reference(&self, meta: &mut Meta, cluster: u64) -> Result<bool> {
         match meta.space.refcounts.get(cluster, &*self.storage)? {
-            // A damaged image counted too low; there is nothing to give back.
+            // Only in a damaged image, whose refcount was too low; there is nothing to free.
             0 => Ok(false),
-            // As damaged: what is metadata must not become anything else.
+            // Also damaged: a metadata cluster must not be reused.
             1 if self.metadata.read().contains(&cluster) => Ok(false),
             1 => {
                 if meta
@@ -295,7 +296,7 @@ impl Qcow2 {
         }
     }
 
-    /// Makes or copies the L2 table of an L1 index, so that it may be changed. Nothing: as for
+    /// Creates or copies the L2 table of an L1 index, so that it may be changed. `None`: as for
     /// [`Qcow2::allocate`].
     pub(crate) fn writable_l2(
         &self,
@@ -333,16 +334,16 @@ impl Qcow2 {
         meta.dirty.l1.insert(l1_index / 64);
         if let Some(old) = old {
             let first = old.0 >> self.geometry.cluster_bits;
-            // It may hold data one day, where no snapshot needs it any more.
+            // Once no snapshot needs the cluster, it may hold data.
             self.metadata.write().remove(&first);
-            // Or a check would take what is left of it for a table that lost its L1 entry.
+            // Punched, or a check could mistake its content for a table that lost its L1 entry.
             meta.reclaim.unlink(&self.in_flight, [freed(first, 1, true)]);
         }
         Ok(Some(()))
     }
 
-    /// Copies a shared L2 table. What it refers to is shared too, so no entry of the copy says
-    /// COPIED.
+    /// Copies a shared L2 table. Its clusters are shared too, so no entry of the copy has COPIED
+    /// set.
     fn copy_l2(&self, from: HostOffset, to: HostOffset) -> Result<()> {
         let mut raw = vec![0; self.geometry.cluster_bytes() as usize];
         self.storage.read_padded(&mut raw, from)?;
@@ -362,9 +363,9 @@ impl Qcow2 {
 }
 
 impl Meta {
-    /// Puts clusters into the pool that lost their last reference, on disk too.
+    /// Puts clusters into the pool that lost their last reference, also on disk.
     pub(crate) fn add_reclaimed(&mut self, run: Freed) {
-        // Their refcounts have long been durable, their bytes are anything.
+        // Their refcounts are already durable, their content is arbitrary.
         self.space.pool.add(Space {
             first: run.first,
             count: run.count,

@@ -5,7 +5,7 @@
 //!                              │
 //!   edit ── commit ── switch           adding, removing, clearing: a new directory, one switch
 //!                              │
-//!   record ── bits                     what is written is marked, and goes with each flush
+//!   record ── bits                     written ranges are marked, and go with each flush
 //! ```
 //!
 //! Source: qcow2 specification, sections "Bitmaps extension" and "Bitmaps".
@@ -35,21 +35,21 @@ pub(crate) const DIRECTORY_BYTES_MAX: u64 =
     BITMAPS_MAX as u64 * (FIXED_BYTES + NAME_BYTES_MAX) as u64;
 /// The only type: a dirty tracking bitmap.
 const TYPE_DIRTY: u8 = 1;
-/// log2 of the bytes that a bit may stand for (QEMU's bounds).
+/// log2 of the bytes that one bit covers (QEMU's bounds).
 pub(crate) const GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
 /// Most entries of a bitmap's table, and most bytes of all its clusters (QEMU's bounds).
 pub(crate) const TABLE_ENTRIES_MAX: u64 = 0x800_0000;
 pub(crate) const BITMAP_BYTES_MAX: u64 = 0x2000_0000;
-/// Entry of a table: no cluster, and all bits are set.
+/// Table entry without a cluster: all bits are set.
 pub(crate) const ALL_ONES: u64 = 1;
 
 /// Flags of a directory entry.
 pub mod flag {
-    /// It was not saved properly, so it cannot be trusted.
+    /// The bitmap was not saved properly and cannot be trusted.
     pub const IN_USE: u32 = 1 << 0;
-    /// It records writes.
+    /// The bitmap records writes.
     pub const AUTO: u32 = 1 << 1;
-    /// Extra data that is not known may be ignored.
+    /// Unknown extra data may be ignored.
     pub const EXTRA_DATA_COMPATIBLE: u32 = 1 << 2;
 }
 
@@ -62,21 +62,21 @@ pub struct Bitmap {
     pub table_entries: u32,
     /// See [`flag`].
     pub flags: u32,
-    /// log2 of the bytes that one bit stands for.
+    /// log2 of the bytes that one bit covers.
     pub granularity_bits: u8,
     /// Name.
     pub name: Vec<u8>,
-    /// Extra data as it stands.
+    /// Extra data, not interpreted.
     pub extra: Vec<u8>,
 }
 
 impl Bitmap {
-    /// The bytes of its directory entry.
+    /// Bytes of its directory entry.
     fn entry_bytes(&self) -> usize {
         (FIXED_BYTES + self.extra.len() + self.name.len()).next_multiple_of(8)
     }
 
-    /// Whether it is marked as not to be trusted.
+    /// Whether it is marked as inconsistent.
     pub(crate) fn in_use(&self) -> bool {
         self.flags & flag::IN_USE != 0
     }
@@ -99,7 +99,7 @@ impl Bitmap {
         out.resize(end, 0);
     }
 
-    /// For describing it.
+    /// Description for users.
     pub fn info(&self) -> BitmapInfo {
         BitmapInfo {
             name: String::from_utf8_lossy(&self.name).into_owned(),
@@ -110,36 +110,35 @@ impl Bitmap {
     }
 }
 
-/// Entries of the table of a bitmap with so many bits. The data is whole words of 64 bits, and
-/// QEMU accepts no other size.
+/// Table entries of a bitmap of `bits` bits. The data consists of whole 64-bit words; QEMU accepts
+/// no other size.
 pub(crate) fn table_entries_for(bits: u64, cluster_bytes: u64) -> u64 {
     (bits.div_ceil(64) * 8).div_ceil(cluster_bytes)
 }
 
-/// The directory of these bitmaps, as it stands in the file.
+/// The on-disk directory of these bitmaps.
 pub(crate) fn encode<'a>(bitmaps: impl Iterator<Item = &'a Bitmap>) -> Vec<u8> {
     let mut out = Vec::new();
     bitmaps.for_each(|bitmap| bitmap.encode(&mut out));
     out
 }
 
-/// What an image says of bitmaps.
+/// Bitmaps of an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Bitmaps {
-    /// It has none.
+    /// The image has none.
     None,
-    /// Software that does not know bitmaps wrote to the image: so many are there, and none of
-    /// them is true any more.
+    /// Software without bitmap support wrote to the image: it has this many, all out of date.
     Stale(u32),
     /// They agree with the data.
     Valid(Vec<Bitmap>),
 }
 
 impl Bitmaps {
-    /// Reads the directory in one read; none where there are no valid bitmaps.
+    /// Reads the directory in one read, or not at all if there are no valid bitmaps.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] where the extension or an entry breaks the specification.
+    /// [`Error::Corrupt`] if the extension or an entry violates the specification.
     pub fn read(storage: &dyn Storage, header: &Header, limits: &Limits) -> Result<Self> {
         let Some(raw) = header.extension(extension::BITMAPS) else { return Ok(Self::None) };
         let Some(bitmaps) = header.bitmaps() else {
@@ -199,7 +198,7 @@ impl Bitmaps {
     }
 }
 
-/// The entries, or the offset of a fault with what was found and expected there.
+/// The entries, or a fault: its offset, what was found and what was expected.
 fn parse(directory: &[u8], count: u32) -> Result<Vec<Bitmap>, (usize, String, String)> {
     let mut bitmaps = Vec::with_capacity((directory.len() / FIXED_BYTES).min(count as usize));
     let mut at = 0;

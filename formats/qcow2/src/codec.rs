@@ -1,16 +1,15 @@
-//! Unpacking of compressed clusters.
+//! Decompression of compressed clusters.
 //!
-//! What is accepted is what QEMU accepts, since images exist that rely on it:
+//! Accepts what QEMU accepts, since existing images rely on it:
 //!
-//! - The length of the compressed bytes is known to the sector only, so what follows the end of the
-//!   stream is anything.
-//! - A deflate stream counts as whole once it has filled the cluster, even where its end mark is
-//!   missing.
-//! - Several zstd frames may follow each other, until the cluster is full; the last one must end
+//! - The length of the compressed data is known only in sectors, so arbitrary bytes may follow the
+//!   stream.
+//! - A deflate stream is complete once it has filled the cluster, even without its end mark.
+//! - Several zstd frames may follow each other until the cluster is full; the last one must end
 //!   there.
 //!
-//! The output buffer bounds all work: no stream can unpack to more than one cluster, and no
-//! decoder takes memory that the stream names.
+//! The output buffer bounds all work: no stream can expand to more than one cluster, and no decoder
+//! allocates memory of a size that the stream specifies.
 
 use std::cell::RefCell;
 
@@ -19,30 +18,30 @@ use libdeflater::{DecompressionError, Decompressor};
 use vdkit_block::Codec;
 use zstd::zstd_safe;
 
-/// What was found where a cluster's worth of compressed data should have been.
+/// Why a cluster could not be decompressed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UnpackFault {
-    /// The stream breaks a rule of its method.
+    /// The stream is invalid.
     #[error("a damaged stream after {unpacked} unpacked bytes ({what})")]
     Damaged {
-        /// Bytes that could be unpacked before the damage, as far as the decoder tells.
+        /// Bytes decompressed before the damage, as far as the decoder reports.
         unpacked: usize,
-        /// The decoder's word.
+        /// The decoder's message.
         what: String,
     },
     /// The stream ends too early.
     #[error("a stream of {unpacked} unpacked bytes")]
     Short {
-        /// Bytes that it unpacks to.
+        /// Decompressed bytes.
         unpacked: usize,
     },
-    /// The stream goes on after the cluster is full.
+    /// The stream continues after the cluster is full.
     #[error("a stream that goes on after {unpacked} unpacked bytes")]
     Long {
         /// Bytes of a cluster.
         unpacked: usize,
     },
-    /// There is no code for this method.
+    /// The method is not supported.
     #[error("data compressed by an unknown method")]
     Unknown,
 }
@@ -53,8 +52,8 @@ thread_local! {
     static ZSTD: RefCell<Option<zstd_safe::DCtx<'static>>> = const { RefCell::new(None) };
 }
 
-/// Unpacks one cluster: fills all of `out` from the front of `compressed`, or says what is wrong.
-/// After an error the content of `out` means nothing.
+/// Decompresses one cluster: fills all of `out` from the front of `compressed`, or fails. After an
+/// error the content of `out` is undefined.
 ///
 /// Each thread keeps its decoders (about 60 KiB for deflate, 160 KiB for zstd).
 pub fn unpack(codec: Codec, compressed: &[u8], out: &mut [u8]) -> Result<(), UnpackFault> {
@@ -65,7 +64,7 @@ pub fn unpack(codec: Codec, compressed: &[u8], out: &mut [u8]) -> Result<(), Unp
     }
 }
 
-/// The fast way, which knows whole streams only; then the patient one.
+/// Tries the fast decoder, which accepts only complete streams, then the tolerant one.
 fn deflate(compressed: &[u8], out: &mut [u8]) -> Result<(), UnpackFault> {
     let fast = DEFLATE.with_borrow_mut(|decoder| {
         decoder.get_or_insert_with(Decompressor::new).deflate_decompress(compressed, out)
@@ -73,7 +72,8 @@ fn deflate(compressed: &[u8], out: &mut [u8]) -> Result<(), UnpackFault> {
     match fast {
         Ok(bytes) if bytes == out.len() => Ok(()),
         Ok(bytes) => Err(UnpackFault::Short { unpacked: bytes }),
-        // A stream without its end mark is bad data here, and one that would go on has no space.
+        // The fast decoder reports a missing end mark as bad data, and a longer stream as lack of
+        // space.
         Err(DecompressionError::BadData | DecompressionError::InsufficientSpace) => {
             inflate(compressed, out)
         }
@@ -96,7 +96,7 @@ fn inflate(compressed: &[u8], out: &mut [u8]) -> Result<(), UnpackFault> {
                 Err(error) => {
                     return Err(UnpackFault::Damaged { unpacked, what: error.to_string() });
                 }
-                // Whether the stream goes on or not: the cluster is full.
+                // The cluster is full, whether or not the stream continues.
                 Ok(_) if unpacked == out.len() => return Ok(()),
                 Ok(Status::StreamEnd) => return Err(UnpackFault::Short { unpacked }),
                 Ok(Status::Ok | Status::BufError) => {
@@ -109,8 +109,8 @@ fn inflate(compressed: &[u8], out: &mut [u8]) -> Result<(), UnpackFault> {
     })
 }
 
-/// Frame by frame in one call each: unlike the streaming decoder this needs no window buffer, so
-/// a frame header that names a window of 2 GiB costs nothing.
+/// Decodes each frame in one call: unlike the streaming decoder, this needs no window buffer, so a
+/// frame header with a window of 2 GiB costs nothing.
 fn zstd_frames(compressed: &[u8], out: &mut [u8]) -> Result<(), UnpackFault> {
     ZSTD.with_borrow_mut(|decoder| {
         let decoder = match decoder {
@@ -133,7 +133,7 @@ fn zstd_frames(compressed: &[u8], out: &mut [u8]) -> Result<(), UnpackFault> {
                 unpacked,
                 what: zstd_safe::get_error_name(code).to_owned(),
             };
-            // A frame takes at least its header, so each round makes progress.
+            // A frame has at least its header, so each iteration makes progress.
             let frame = zstd_safe::find_frame_compressed_size(rest).map_err(damaged)?;
             match decoder.decompress(&mut out[unpacked..], &rest[..frame]) {
                 Ok(bytes) => unpacked += bytes,
@@ -148,7 +148,7 @@ fn zstd_frames(compressed: &[u8], out: &mut [u8]) -> Result<(), UnpackFault> {
     })
 }
 
-/// Whether zstd says that a frame is larger than its place.
+/// Whether zstd reports that the output buffer is too small.
 fn is_no_space(code: zstd_safe::ErrorCode) -> bool {
     // ZSTD_error_dstSize_tooSmall, stable since zstd 1.3.1; codes are returned negated.
     code.wrapping_neg() == 70
@@ -218,13 +218,13 @@ mod tests {
         let plain = sample(CLUSTER);
         let mut compressed = Vec::with_capacity(2 * CLUSTER);
         let mut encoder = flate2::Compress::new(flate2::Compression::default(), false);
-        // All bytes, no end mark.
+        // All data, but no end mark.
         encoder.compress_vec(&plain, &mut compressed, flate2::FlushCompress::Sync).unwrap();
         assert_eq!(encoder.total_in(), CLUSTER as u64);
         let mut out = vec![0; CLUSTER];
         assert_eq!(unpack(Codec::Deflate, &compressed, &mut out), Ok(()));
         assert!(out == plain);
-        // A stream of more than the cluster is cut where the cluster is full.
+        // A longer stream is cut at the end of the cluster.
         let mut out = vec![0; 512];
         assert_eq!(unpack(Codec::Deflate, &deflated(&plain), &mut out), Ok(()));
         assert!(out == plain[..512]);
@@ -273,7 +273,7 @@ mod tests {
             let said = fault.to_string();
             assert!(said.contains("unpacked bytes"), "{said}");
         }
-        // The checksum of a frame is compared.
+        // The frame's checksum is verified.
         let mut compressed = zstded(&sample(CLUSTER), true);
         *compressed.last_mut().unwrap() ^= 1;
         assert!(matches!(
@@ -294,7 +294,7 @@ mod tests {
         let result = unpack(Codec::Zstd, &compressed, &mut [0; 512]);
         let after = ZSTD.with_borrow(|d| d.as_ref().map_or(0, |d| d.sizeof()));
         assert!(after < before + (1 << 20), "{before} {after}");
-        // zstd refuses windows beyond 2^31 by itself; either answer is right.
+        // zstd itself rejects windows above 2^31; either result is correct.
         assert!(matches!(result, Ok(()) | Err(UnpackFault::Damaged { .. })), "{result:?}");
     }
 

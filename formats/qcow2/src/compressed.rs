@@ -1,4 +1,4 @@
-//! Space for compressed clusters, which lie back to back and share host clusters.
+//! Space for compressed clusters, which are stored back to back and share host clusters.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use crate::image::{Meta, Qcow2};
 use crate::pool::Space;
 use crate::write::Pending;
 
-/// Compressed clusters with space that are neither published nor released.
+/// A reservation of compressed clusters that is neither published nor released.
 #[derive(Debug)]
 pub(crate) struct CompressedPending {
     /// Host offset and bytes of each cluster's compressed form.
@@ -21,7 +21,7 @@ pub(crate) struct CompressedPending {
 struct Region {
     start: HostOffset,
     end: HostOffset,
-    /// Clusters from here on were just taken: their refcount of 1 is the first unit's.
+    /// Clusters from here on were just taken: their refcount of 1 counts their first unit.
     untouched: u64,
     taken: Option<Space>,
 }
@@ -48,7 +48,7 @@ impl Qcow2 {
             match self.place_compressed(&mut meta, lens)? {
                 None => {}
                 Some(units) if !units.is_empty() => break units,
-                // The cluster that had room has as many references as its refcount can count.
+                // The partly filled cluster has reached the largest refcount.
                 Some(_) => meta.space.compressed_at = None,
             }
         };
@@ -90,8 +90,8 @@ impl Qcow2 {
         )))
     }
 
-    /// Gives each of the first units its place and counts its references; no units where the
-    /// cluster that has room cannot count one more. Nothing: as for [`Qcow2::allocate`].
+    /// Places the first units and counts their references. Places no unit if the refcount of the
+    /// partly filled cluster is at its maximum. `None`: as for [`Qcow2::allocate`].
     fn place_compressed(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
@@ -124,8 +124,8 @@ impl Qcow2 {
         Ok(Some(units))
     }
 
-    /// Counts the references of as many units as fit, which go to `units`, and moves the region's start
-    /// behind them. Whether a cluster has as many references as its refcount can count.
+    /// Counts the references of as many units as fit, appends them to `units`, and advances the
+    /// region's start. Returns whether a cluster has reached the largest refcount.
     fn count_compressed(
         &self,
         meta: &mut Meta,
@@ -140,7 +140,7 @@ impl Qcow2 {
                 break;
             }
             let (first, last) = self.touched(offset, len);
-            // A unit is smaller than a cluster: of those that it touches the first one alone can have
+            // A unit is smaller than a cluster, so only the first cluster that it touches can hold
             // other units.
             if first < region.untouched {
                 let count = refcounts.get(first, &*self.storage)?;
@@ -156,14 +156,14 @@ impl Qcow2 {
         Ok(false)
     }
 
-    /// Host clusters that a unit's sectors lie in, first and last.
+    /// First and last host cluster of a unit's sectors.
     fn touched(&self, offset: HostOffset, len: u32) -> (u64, u64) {
         let bits = self.geometry.cluster_bits;
         (offset.0 >> bits, (offset.0 + u64::from(len) - 1) >> bits)
     }
 
-    /// A region that holds at least `least` bytes, better all of `total`: behind the last unit
-    /// where that works. Nothing: as for [`Qcow2::allocate`].
+    /// A region of at least `least` and at best `total` bytes, directly after the last unit if
+    /// possible. `None`: as for [`Qcow2::allocate`].
     fn compressed_region(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
@@ -172,7 +172,7 @@ impl Qcow2 {
     ) -> Result<Option<Region>> {
         let bits = self.geometry.cluster_bits;
         let cluster = self.geometry.cluster_bytes();
-        // What the entry of a compressed cluster can name.
+        // Largest offset that a compressed cluster's entry can hold.
         let limit = 1 << self.geometry.compressed_offset_bits();
         if let Some(start) = meta.space.compressed_at {
             let next = (start.0 >> bits) + 1;
@@ -185,7 +185,7 @@ impl Qcow2 {
                     None => return Ok(None),
                 }
                 if meta.space.compressed_at != Some(start) {
-                    // Its cluster was given up, and may be anybody's now.
+                    // Its cluster was freed and may have another owner now.
                     return Ok(None);
                 }
                 taken = meta.space.pool.take_at(next, more);
@@ -213,7 +213,7 @@ impl Qcow2 {
         Ok(Some(Region { start, end, untouched: space.first, taken: Some(space) }))
     }
 
-    /// Gives the references of unpublished units back.
+    /// Drops the references of unpublished units.
     pub(crate) fn unreserve_compressed(&self, meta: &mut Meta, pending: &CompressedPending) {
         for &(offset, len) in &pending.units {
             let (first, last) = self.touched(offset, len);
@@ -231,7 +231,7 @@ impl Qcow2 {
         }
     }
 
-    /// Points the map at compressed units.
+    /// Links compressed units into the map.
     pub(crate) fn link_compressed(
         &self,
         meta: &mut Meta,
@@ -239,7 +239,7 @@ impl Qcow2 {
         pending: &CompressedPending,
     ) -> Result<()> {
         let (geometry, start) = (self.geometry, clusters.start);
-        // Shared host clusters got more references, and the bytes may lie in reused space.
+        // Shared host clusters gained references, and the data may be in reused space.
         meta.dirty.refcounts_first = true;
         meta.dirty.data_first = true;
         self.change_entries(meta, clusters, false, |at, _old| {

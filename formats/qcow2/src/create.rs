@@ -1,17 +1,16 @@
-//! Making a new image.
+//! Creates a new image.
 //!
-//! Everything about a new image is known before its first byte is written, so there is no
-//! allocator here: where each table lies follows from the sizes, and the entries of a table follow
-//! from their index.
+//! The layout of a new image is known before its first byte is written, so no allocator is needed:
+//! the offset of each table follows from the sizes, and each table entry from its index.
 //!
 //! ```text
 //!   header │ refcount table │ refcount blocks │ L1 │ LUKS header │ L2 tables … │ guest data …
 //!                                                  └ encrypted  ─┘└─ preallocated images only ─┘
 //! ```
 //!
-//! There are more refcount blocks than these clusters need where clusters are small: see
-//! [`crate::growth`]. All tables lie together and before the data: a reader gets them by a few large reads, and the
-//! guest's data is one contiguous run.
+//! With small clusters there are more refcount blocks than these clusters need: see
+//! [`crate::growth`]. All tables are contiguous and precede the data, so a reader loads them with a
+//! few large reads, and the guest data is one contiguous run.
 
 use vdkit_block::{CreateRequest, Error, HostOffset, Limits, Result, Storage, ZeroMode};
 
@@ -26,18 +25,18 @@ use crate::refcounts::set_refcount;
 
 /// Bytes of one write of a table or of zeroes.
 const STEP: u64 = 1 << 20;
-/// Bytes of one request to make zeroes.
+/// Bytes of one write-zeroes request.
 const ZERO_STEP: u64 = 256 << 20;
-/// Smaller clusters get no table of feature names: it would leave no room for the backing name.
+/// With smaller clusters, a feature name table would leave no room for the backing name.
 const FEATURE_NAMES_CLUSTER_MIN: u64 = 4096;
 
-/// Where everything lies, in clusters from the start of the file.
+/// The layout, in clusters from the start of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Plan {
     geometry: Geometry,
     guest: GuestSizes,
     refcounts: RefcountClusters,
-    /// First cluster of the refcount table, right behind the header.
+    /// First cluster of the refcount table, directly after the header.
     refcount_table: u64,
     refcount_blocks: u64,
     l1: u64,
@@ -45,7 +44,7 @@ struct Plan {
     luks: u64,
     luks_bytes: u64,
     l2: u64,
-    /// L2 tables that are made: all or none.
+    /// L2 tables to write: all or none.
     l2_tables: u64,
     data: u64,
     /// One past the last cluster of the file; all clusters before it are in use.
@@ -181,13 +180,15 @@ impl Plan {
     }
 }
 
-/// Makes an image; see [`vdkit_block::FormatDriver::create`].
+/// Creates an image; see [`vdkit_block::FormatDriver::create`].
 ///
-/// Files are emptied first, the data file too; on a device, what the image uses is overwritten.
+/// Truncates the files first, including the data file; on a device, overwrites the space that the
+/// image uses.
 ///
 /// # Errors
-/// [`Error::Invalid`] for options or sizes that no image can have; [`Error::Key`] where the image
-/// shall be encrypted and there is no key; [`Error::NoSpace`] for a device that is too small; and errors of the storages.
+/// [`Error::Invalid`] for options or sizes that no image can have; [`Error::Key`] if the image is
+/// to be encrypted and there is no key; [`Error::NoSpace`] for a device that is too small; and
+/// errors of the storages.
 pub(crate) fn create(request: &CreateRequest) -> Result<()> {
     let options = CreateOptions::new(&request.options, request.backing.as_ref())?;
     let guest = GuestSizes::new(request.guest_bytes, &options.geometry)?;
@@ -217,8 +218,8 @@ pub(crate) fn create(request: &CreateRequest) -> Result<()> {
     if let Some(luks) = luks {
         storage.write_at(&luks.bytes, plan.bytes(plan.luks))?;
     }
-    // Last: a half-made image has no header. Should the writes come to the disk in another order
-    // and the power fail, nobody was told yet that there is an image.
+    // Written last, so that an incomplete image has no header. If a power failure reorders the
+    // writes, creation has not yet been reported as successful.
     storage.write_at(&header, HostOffset(0))?;
     if let Some(file) = data_file {
         file.sync()?;
@@ -226,7 +227,7 @@ pub(crate) fn create(request: &CreateRequest) -> Result<()> {
     storage.sync()
 }
 
-/// Gives a file its length: zeroes. On a device, the first `zeroed` bytes become zero.
+/// Sets a file's length, all zeroes. On a device, zeroes the first `zeroed` bytes.
 fn make_empty(storage: &dyn Storage, len: u64, zeroed: u64) -> Result<()> {
     if storage.caps().growable {
         if !storage.is_empty()? {
@@ -246,8 +247,8 @@ fn make_empty(storage: &dyn Storage, len: u64, zeroed: u64) -> Result<()> {
     })
 }
 
-/// Prepares the space of the guest's data, `data..end`, after [`make_empty`]. All of it reads as
-/// zero afterwards, since the map will say that it is data.
+/// Preallocates the guest data, `data..end`, after [`make_empty`]. All of it must then read as
+/// zero, since the map declares it as data.
 fn preallocate(
     storage: &dyn Storage,
     data: HostOffset,
@@ -259,7 +260,7 @@ fn preallocate(
         (Preallocation::Off, _) | (Preallocation::Metadata, true) => Ok(()),
         (Preallocation::Metadata, false) => zero(ZeroMode::MayUnmap),
         (Preallocation::Falloc, false) => zero(ZeroMode::KeepAllocated),
-        // The tables too: nothing that the guest writes can run out of space then.
+        // Also allocates the tables, so that no guest write can run out of space.
         (Preallocation::Falloc, true) => storage.allocate(HostOffset(0), end.0),
         (Preallocation::Full, _) => {
             let zeroes = vec![0; STEP as usize];
@@ -268,7 +269,8 @@ fn preallocate(
     }
 }
 
-/// Calls `step` for pieces of at most `most` bytes, so that a caller's wrapper can interrupt.
+/// Calls `step` for pieces of at most `most` bytes, so that a storage wrapper can cancel in
+/// between.
 fn in_steps(
     from: HostOffset,
     end: HostOffset,
@@ -284,7 +286,7 @@ fn in_steps(
     Ok(())
 }
 
-/// Writes refcount table, refcount blocks, L1 and L2 tables; all that is zero is there already.
+/// Writes the refcount table, refcount blocks, L1 and L2 tables, except what is zero already.
 fn write_tables(storage: &dyn Storage, plan: &Plan, options: &CreateOptions) -> Result<()> {
     let geometry = plan.geometry;
     let cluster = geometry.cluster_bytes();
@@ -309,7 +311,7 @@ fn write_tables(storage: &dyn Storage, plan: &Plan, options: &CreateOptions) -> 
     }
     // In a data file, each guest byte is at its own offset.
     let data = if options.data_file.is_some() { 0 } else { plan.bytes(plan.data).0 };
-    // Space of an encrypted image that nobody has written reads as noise, so the map says zero.
+    // Unwritten space of an encrypted image decrypts to noise, so the map marks it as zero.
     let zero = if options.encryption.is_some() && !geometry.extended { ZERO } else { 0 };
     let entry = |i: u64| {
         let host = data + i * cluster;
@@ -327,11 +329,11 @@ fn write_tables(storage: &dyn Storage, plan: &Plan, options: &CreateOptions) -> 
 
 /// The bitmap of each preallocated cluster that has subclusters.
 ///
-/// With a backing file no subcluster may be allocated, since the backing file must show through.
-/// Without one it may, and whether it should depends: where space was prepared as well, guest
-/// writes shall cost no metadata; where the data is a hole, readers shall know from the map alone
-/// that all is zero (and that is what QEMU makes). A raw data file is the disk whatever it holds.
-/// In an encrypted image the map must say that all is zero.
+/// With a backing file no subcluster may be allocated, since the backing file must remain visible.
+/// Without one, it depends on the preallocation. If space was prepared too, subclusters are
+/// allocated, so that guest writes change no metadata. If the data is a hole, they are marked zero,
+/// so that readers learn from the map alone that all is zero (as QEMU does). A raw data file is the
+/// disk, whatever it contains. In an encrypted image the map must mark everything as zero.
 fn subcluster_bitmap(options: &CreateOptions) -> u64 {
     if options.encryption.is_some() {
         return if options.backing.is_none() { u64::from(u32::MAX) << 32 } else { 0 };
@@ -344,7 +346,7 @@ fn subcluster_bitmap(options: &CreateOptions) -> u64 {
     }
 }
 
-/// Eight bytes of a refcount block that begin with `ones` refcounts of 1, as they lie in memory.
+/// Eight bytes of a refcount block that begin with `ones` refcounts of 1, in native byte order.
 fn refcount_word(ones: u64, order: u32) -> u64 {
     let mut bytes = [0; 8];
     for index in 0..ones {
@@ -353,7 +355,7 @@ fn refcount_word(ones: u64, order: u32) -> u64 {
     u64::from_ne_bytes(bytes)
 }
 
-/// Writes `count` words at `at`, each as `word` gives it in memory order, in large pieces.
+/// Writes `count` words at `at` in large pieces; `word` returns each in native byte order.
 fn write_words(
     storage: &dyn Storage,
     at: HostOffset,

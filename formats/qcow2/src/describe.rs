@@ -1,4 +1,4 @@
-//! What an image says of itself.
+//! Describes an image.
 
 use vdkit_block::{ImageInfo, Limits, Result, Storage};
 
@@ -11,9 +11,9 @@ use crate::snapshots::{Snapshot, SnapshotTable, TablePlace};
 /// Autoclear bits that have a meaning here.
 const AUTOCLEAR_KNOWN: u64 = autoclear::BITMAPS | autoclear::DATA_FILE_RAW;
 
-/// Describes an image by at most four reads: header (two where it goes on beyond 4 KiB), snapshot
-/// table (two where its entries are unusually long), bitmap directory; never all five. An encrypted
-/// image takes one more, for the LUKS header.
+/// Describes an image with at most four reads: header (two if it exceeds 4 KiB), snapshot table
+/// (two if its entries are unusually long) and bitmap directory; never all five. An encrypted image
+/// takes one more, for the LUKS header.
 ///
 /// # Errors
 /// As [`Header::read`], and [`vdkit_block::Error::Corrupt`] for a damaged snapshot table or bitmap
@@ -43,7 +43,7 @@ pub(crate) fn describe(storage: &dyn Storage, limits: &Limits) -> Result<ImageIn
         dirty: header.has(incompatible::DIRTY),
         corrupt: header.has(incompatible::CORRUPT),
         backing_format: header.backing_name.as_ref().and_then(|_| header.backing_format()),
-        // The extension without the feature bit means nothing.
+        // Without the feature bit, the extension is meaningless.
         identity: None,
         backing_identity: None,
         backing_time: None,
@@ -59,7 +59,7 @@ pub(crate) fn describe(storage: &dyn Storage, limits: &Limits) -> Result<ImageIn
     })
 }
 
-/// What the LUKS header says. Damage there is for those who open the image.
+/// Properties of the LUKS header. Damage is reported as a property; opening the image fails on it.
 fn encryption_properties(header: &Header, storage: &dyn Storage) -> Vec<(String, String)> {
     match luks_place(header, storage).and_then(|place| vdkit_luks::Header::read(storage, place)) {
         Ok(luks) => luks.properties(),
@@ -74,8 +74,8 @@ fn compression(header: &Header) -> &'static str {
     }
 }
 
-/// What has no field of its own, under the names that `qemu-img info --output=json` gives it, and
-/// then what is there that vdkit does not know.
+/// Properties without a field of their own, named as in `qemu-img info --output=json`, then unknown
+/// features.
 fn properties(header: &Header, bitmaps: &Bitmaps) -> Vec<(String, String)> {
     let mut list = Vec::new();
     let mut add = |key: &str, value: String| list.push((key.to_owned(), value));
@@ -109,7 +109,7 @@ fn properties(header: &Header, bitmaps: &Bitmaps) -> Vec<(String, String)> {
         .map(|e| format!("{:#010x} ({} bytes)", e.kind, e.data.len()))
         .collect();
     if !unknown.is_empty() {
-        // One line, whatever a stranger puts there: an extension takes 8 bytes at least.
+        // Bounded, since an untrusted header can hold very many extensions of 8 bytes.
         const SHOWN: usize = 16;
         let more = unknown.len().saturating_sub(SHOWN);
         let mut text = unknown[..unknown.len() - more].join(", ");

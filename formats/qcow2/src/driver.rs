@@ -1,4 +1,4 @@
-//! qcow2's front door.
+//! The qcow2 format driver.
 
 use std::sync::Arc;
 
@@ -35,8 +35,8 @@ impl FormatDriver for Qcow2Driver {
     }
 
     fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
-        // The magic number of the first qcow is the same, with version 1. Newer versions than we
-        // know are ours too: better a word about the version than a raw disk.
+        // The first qcow format has the same magic number, with version 1. Newer, unknown versions
+        // are claimed too: an error about the version is better than opening a raw disk.
         let magic = head.get(..4) == Some(&layout::MAGIC.to_be_bytes());
         let version = head.get(4..8).is_some_and(|v| v > &[0, 0, 0, 1][..]);
         if magic && version { Probe::Yes } else { Probe::No }

@@ -1,8 +1,8 @@
-//! Encryption: LUKS inside the image, and QEMU's first way of encrypting (AES), which is only read.
+//! Encryption: LUKS inside the image, and QEMU's legacy AES encryption, which is read-only.
 //!
 //! Source: qcow2 specification, sections "Header" (`crypt_method`), "Full disk encryption header
 //! pointer" and "Data encryption". Sectors are numbered on the host with LUKS, on the guest disk
-//! with AES. Compressed clusters are never encrypted; new ones are not made in encrypted images.
+//! with AES. Compressed clusters are never encrypted; vdkit writes none to encrypted images.
 
 use std::sync::Arc;
 
@@ -18,13 +18,13 @@ use crate::image::Qcow2;
 /// Bytes of one write of encrypted zeroes.
 const STEP: usize = 1 << 20;
 
-/// Largest encryption header that is accepted; LUKS with eight key slots takes 2 MiB.
+/// Largest accepted encryption header; LUKS with eight key slots takes 2 MiB.
 pub(crate) const HEADER_BYTES_MAX: u64 = 64 << 20;
 
-/// Where the LUKS header of an image lies.
+/// The place of an image's LUKS header.
 ///
 /// # Errors
-/// [`Error::Corrupt`] where the image does not say, or where it cannot be there.
+/// [`Error::Corrupt`] if the image does not name it or names an impossible place.
 pub(crate) fn luks_place(header: &Header, storage: &dyn Storage) -> Result<HeaderPlace> {
     let fault = |offset: u64, found: String, expected: &str| {
         Err(Error::corrupt(storage.name(), offset, "encryption header pointer", found, expected))
@@ -45,10 +45,10 @@ pub(crate) fn luks_place(header: &Header, storage: &dyn Storage) -> Result<Heade
     Ok(HeaderPlace { offset, room })
 }
 
-/// The cipher of an image that is about to be opened, with the first of the keys that fits.
+/// The cipher of an image that is being opened, unlocked with the first key that fits.
 ///
 /// # Errors
-/// [`Error::Key`] where none does; [`Error::Unsupported`] for writing with AES; damage.
+/// [`Error::Key`] if no key fits; [`Error::Unsupported`] for writing with AES; damage.
 pub(crate) fn unlock(
     header: &Header,
     storage: &Arc<dyn Storage>,
@@ -85,7 +85,7 @@ pub(crate) fn unlock(
     Ok(cipher.map(|cipher| Encryption { cipher, numbering: SectorNumbering::Guest }))
 }
 
-/// Encrypted disks are made of sectors.
+/// Fails unless the size of an encrypted disk is a multiple of its sectors.
 pub(crate) fn check_sectors(file: &str, guest_bytes: u64) -> Result<()> {
     if guest_bytes.is_multiple_of(CIPHER_SECTOR_BYTES) {
         return Ok(());
@@ -95,8 +95,8 @@ pub(crate) fn check_sectors(file: &str, guest_bytes: u64) -> Result<()> {
 }
 
 impl Qcow2 {
-    /// Makes bytes of the guest's clusters read as zero by writing, past the map. In an encrypted
-    /// image both ends must be those of sectors.
+    /// Writes guest zeroes directly to host space, without the map. In an encrypted image both ends
+    /// must be sector-aligned.
     pub(crate) fn write_data_zeroes(
         &self,
         guest: GuestOffset,
@@ -118,7 +118,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Reads a whole cluster of plain data.
+    /// Reads and decrypts a whole cluster.
     pub(crate) fn read_data(
         &self,
         guest: GuestOffset,
@@ -132,7 +132,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Writes a whole cluster.
+    /// Encrypts and writes a whole cluster.
     pub(crate) fn write_data(
         &self,
         guest: GuestOffset,

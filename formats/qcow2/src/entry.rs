@@ -1,4 +1,4 @@
-//! L1 and L2 entries: what each bit pattern means.
+//! Encoding of L1 and L2 entries.
 
 use vdkit_block::HostOffset;
 
@@ -13,7 +13,7 @@ pub struct L2Entry {
     pub bitmap: u64,
 }
 
-/// What an L2 entry says of one cluster (or of one subcluster).
+/// State of one cluster (or subcluster) according to its L2 entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     /// Not in this image.
@@ -24,13 +24,13 @@ pub enum State {
     ZeroAllocated,
     /// Plain data.
     Data,
-    /// Space is kept, but the bytes are the backing image's (subclusters only).
+    /// Space is kept, but reads come from the backing image (subclusters only).
     HoleAllocated,
     /// Compressed.
     Compressed,
 }
 
-/// Where a compressed cluster lies.
+/// Host bytes of a compressed cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompressedPlace {
     /// Host offset of the first byte.
@@ -68,8 +68,8 @@ impl L2Entry {
         }
     }
 
-    /// Whether the cluster is compressed. Tested before the zero flag, which then is part of an
-    /// offset.
+    /// Whether the cluster is compressed. Must be tested before the zero flag, whose bit is part of
+    /// the offset in a compressed entry.
     pub fn is_compressed(self) -> bool {
         self.word & COMPRESSED != 0
     }
@@ -79,13 +79,13 @@ impl L2Entry {
         self.word & COPIED != 0
     }
 
-    /// Host offset of a plain cluster's space; 0 where it has none (and in a data file, where 0 is
-    /// a place: there COPIED tells).
+    /// Host offset of a plain cluster's space; 0 if it has none. In a data file, 0 is a valid
+    /// offset: COPIED distinguishes the two.
     pub fn host(self) -> HostOffset {
         HostOffset(self.word & OFFSET_MASK)
     }
 
-    /// Where the compressed bytes are.
+    /// Host bytes of the compressed data.
     pub fn compressed_place(self, geometry: &Geometry) -> CompressedPlace {
         let bits = geometry.compressed_offset_bits();
         let offset = self.word & ((1 << bits) - 1);
@@ -93,7 +93,7 @@ impl L2Entry {
         CompressedPlace { offset: HostOffset(offset), bytes: sectors * 512 - (offset & 511) }
     }
 
-    /// The host bytes that an entry with space names: where they begin, and how many they are.
+    /// Host offset and length of the bytes that an entry with space refers to.
     pub fn named_bytes(self, geometry: &Geometry) -> (HostOffset, u64) {
         if self.is_compressed() {
             let place = self.compressed_place(geometry);
@@ -102,13 +102,13 @@ impl L2Entry {
         (self.host(), geometry.cluster_bytes())
     }
 
-    /// Whether a plain entry has host space. In a data file, guest offset 0 lives at host offset
-    /// 0, so there an entry has space when it is marked COPIED.
+    /// Whether a plain entry has host space. In a data file, guest offset 0 is at host offset 0, so
+    /// an entry has space if COPIED is set.
     pub fn has_space(self, data_file: bool) -> bool {
         !self.is_compressed() && (self.word & OFFSET_MASK != 0 || (data_file && self.is_copied()))
     }
 
-    /// What the entry says of subcluster `index` (0 for standard entries).
+    /// State of subcluster `index` (0 for standard entries).
     pub fn state(self, index: u32, geometry: &Geometry, data_file: bool) -> State {
         if self.is_compressed() {
             return State::Compressed;
@@ -128,7 +128,7 @@ impl L2Entry {
         }
     }
 
-    /// What would be right where this entry breaks a rule of the specification by itself.
+    /// If this entry by itself violates the specification: what was expected.
     pub fn fault(self, geometry: &Geometry, version: u32, data_file: bool) -> Option<&'static str> {
         if self.is_compressed() {
             if data_file {
@@ -160,7 +160,7 @@ impl L2Entry {
         None
     }
 
-    /// Bits that must be 0 and are not (kept as they are; check reports them).
+    /// Reserved bits that are set (kept as they are; check reports them).
     pub fn reserved_bits(self, geometry: &Geometry) -> u64 {
         if self.is_compressed() {
             0
@@ -171,7 +171,7 @@ impl L2Entry {
         }
     }
 
-    /// The subclusters from `first` for which the state is the same: their number.
+    /// Number of subclusters from `first` that have the same state.
     pub fn run(self, first: u32, geometry: &Geometry) -> u32 {
         if !geometry.extended || self.is_compressed() {
             return 1.max(if geometry.extended { SUBCLUSTERS - first } else { 1 });
@@ -210,7 +210,7 @@ mod tests {
 
     #[test]
     fn the_zero_flag_is_not_looked_for_in_a_compressed_entry() {
-        // Offset with its lowest bit set: the same bit as the zero flag.
+        // The lowest bit of the offset is the bit of the zero flag.
         let entry = L2Entry::compressed(HostOffset(0x10001), 100, &STANDARD);
         assert_eq!(entry.state(0, &STANDARD, false), State::Compressed);
     }

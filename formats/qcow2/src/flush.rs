@@ -1,14 +1,14 @@
-//! Making metadata durable in an order that is consistent at each moment.
+//! Writes metadata in an order that keeps the disk consistent at each moment.
 //!
 //! | first group | then, behind a barrier | after that barrier |
 //! |---|---|---|
 //! | refcounts and refcount table, guest data, copied L2 tables, bits of dirty bitmaps | L2 slices, L1 sectors, entries of bitmap tables | clusters that lost a reference may be released |
 //!
-//! The barrier between the groups is left out where nothing in the second group depends on the
-//! first: all host clusters that the L2 slices point at were reserved by an earlier flush, none of
-//! them shows data that must not be torn, and no bitmap has new bits. (Lazy refcounts make no difference: the file's
-//! length must be durable before an entry points behind the old end, and the refcounts of a batch
-//! become so with it.)
+//! The barrier between the groups is omitted if nothing in the second group depends on the first:
+//! all host clusters that the L2 slices refer to were reserved by an earlier flush, none of them
+//! exposes data that must not be torn, and no bitmap has new bits. Lazy refcounts make no
+//! difference: the file's length must be durable before an entry points beyond the old end, and the
+//! same flush makes the refcounts of a batch durable.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -23,8 +23,8 @@ use crate::layout::incompatible;
 use crate::pool::Space;
 use crate::refcounts::DirtyRefcounts;
 
-/// Read or written at once at most, by way of the stack: one call after the other uses the same pages
-/// there. A multiple of each slice's length.
+/// Most bytes of one read or write through a buffer on the stack, whose pages consecutive calls
+/// reuse. A multiple of every slice length.
 pub(crate) const PIECE_BYTES: usize = 64 << 10;
 
 /// Host clusters that lost one reference each.
@@ -32,7 +32,7 @@ pub(crate) fn freed(first: u64, count: u64, punch: bool) -> Freed {
     Freed { file: 0, first, count, punch }
 }
 
-/// Which parts of the map have changed, and what must be durable before they may be written.
+/// Changed parts of the map, and what must be durable before they may be written.
 #[derive(Debug, Default)]
 pub(crate) struct Dirty {
     /// L2 slices, by their host offset.
@@ -41,13 +41,13 @@ pub(crate) struct Dirty {
     pub(crate) l1: BTreeSet<u64>,
     /// Refcounts and the length of the file must be durable before the L2 slices and L1 entries.
     pub(crate) refcounts_first: bool,
-    /// L2 tables that were copied or made zero past the cache must be durable before them.
+    /// L2 tables that were copied or zeroed directly on disk must be durable before them.
     pub(crate) tables_first: bool,
     /// Guest data must be durable before them.
     pub(crate) data_first: bool,
 }
 
-/// What was dirty at one moment, marked as being written.
+/// Metadata that was dirty at one moment, marked as being written.
 pub struct Taken {
     refcounts: DirtyRefcounts,
     l2: BTreeSet<u64>,
@@ -56,12 +56,12 @@ pub struct Taken {
     bitmaps: BitmapCopies,
     barrier: bool,
     sequence: u64,
-    /// Copies of refcounts and L2 slices; no slices for a flush under the lock, which writes them from
-    /// where they are.
+    /// Copies of refcounts and L2 slices. `None` for a flush under the lock, which writes the
+    /// slices from the cache.
     copies: (Writes, Option<Writes>),
 }
 
-/// Host offset and bytes of writes, neighbours joined.
+/// Host offset and bytes of writes, adjacent ones merged.
 pub(crate) type Writes = Vec<(u64, Vec<u8>)>;
 
 impl Taken {
@@ -109,17 +109,16 @@ impl Metadata for Qcow2 {
         }
     }
 
-    /// Refcounts alone wait for nothing: they say of clusters that nothing refers to that they are
-    /// reserved.
+    /// Dirty refcounts alone do not count: they only mark unreferenced clusters as reserved.
     fn is_dirty(&self, meta: &Meta) -> bool {
         let Dirty { slices, l1, .. } = &meta.dirty;
         !slices.is_empty() || !l1.is_empty() || self.bitmaps_unwritten()
     }
 
-    /// Gives clusters that nothing refers to any more back to the file system where the guest gave
-    /// them up, and puts them into the pool. Not before: a late hole would erase a new owner's data.
+    /// Punches unreferenced clusters that the guest discarded, then puts them into the pool. In
+    /// this order: a late hole would erase a new owner's data.
     fn recycle(&self) -> Result<()> {
-        // A failure to read a refcount leaves them waiting.
+        // If a refcount cannot be read, its clusters stay in the list.
         let (runs, _) = self.take_released(&mut self.meta.lock());
         self.punch(&runs);
         let mut meta = self.meta.lock();
@@ -145,8 +144,8 @@ impl Metadata for Qcow2 {
 }
 
 impl Qcow2 {
-    /// Makes all dirty metadata durable without giving up the metadata lock: nobody can change what is
-    /// written, so no copy of it is made. Afterwards the disk says what memory says. The caller leads.
+    /// Makes all dirty metadata durable while holding the metadata lock: no thread can change it,
+    /// so no copy is made. Afterwards disk and memory agree. The caller holds the lead.
     pub(crate) fn flush_locked(&self, meta: &mut Meta) -> Result<()> {
         meta.check_header(&*self.storage)?;
         let taken = self.take_dirty(meta);
@@ -161,11 +160,11 @@ impl Qcow2 {
         result
     }
 
-    /// Gives those clusters back to the file system that the guest gave up.
+    /// Discards the clusters that the guest discarded, in the file system.
     pub(crate) fn punch(&self, runs: &[Freed]) {
         let bits = self.geometry.cluster_bits;
         for run in runs.iter().filter(|run| run.punch) {
-            // Only a hint: the space is ours either way.
+            // Errors are ignored: the image owns the space either way.
             let _ = self.storage.discard(HostOffset(run.first << bits), run.count << bits);
         }
     }
@@ -201,7 +200,6 @@ impl Qcow2 {
         }
     }
 
-    /// Copies of slices.
     fn copies_of(&self, slices: &BTreeSet<u64>) -> Writes {
         let copy = |run: Range<u64>| {
             let mut bytes = vec![0; (run.end - run.start) as usize];
@@ -217,8 +215,8 @@ impl Qcow2 {
         write_pieces(&*self.storage, runs, |at, piece| self.slices.begin_writes(at, piece))
     }
 
-    /// Writes both groups with their barriers: what was taken, refcount blocks by `refcounts` and L2
-    /// slices by `l2`.
+    /// Writes both groups of `taken` with their barriers; `refcounts` writes the refcount blocks,
+    /// `l2` the L2 slices.
     fn write_in_order(
         &self,
         taken: &Taken,
@@ -234,7 +232,7 @@ impl Qcow2 {
         if self.has_data_file() {
             self.data.sync()?;
         }
-        // Also when only refcounts go: with nothing behind them, the last sync is enough.
+        // If the second group is empty, the last sync is enough.
         let second =
             !(taken.l2.is_empty() && taken.l1.is_empty() && taken.bitmaps.tables.is_empty());
         if taken.barrier && second {
@@ -269,7 +267,7 @@ impl Qcow2 {
         meta.dirty.tables_first = true;
     }
 
-    /// Flushes when dirty slices fill half of the cache, since they cannot be evicted.
+    /// Flushes if dirty slices fill half of the cache, since they cannot be evicted.
     pub(crate) fn relieve_cache(&self) -> Result<()> {
         if self.meta.lock().dirty.slices.len() > self.slices.capacity() / 2 {
             self.meta.flush(self)?;
@@ -277,8 +275,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Called before the first change of metadata: with lazy refcounts, the dirty bit must be
-    /// durable before refcounts may be behind.
+    /// Called before the first metadata change: with lazy refcounts, the dirty bit must be durable
+    /// before refcounts may be out of date.
     pub(crate) fn before_change(&self, meta: &mut Meta) -> Result<()> {
         meta.check_header(&*self.storage)?;
         if self.header.lazy_refcounts() && !meta.header.lazy_dirty {
@@ -293,7 +291,7 @@ impl Qcow2 {
         self.storage.sync()
     }
 
-    /// Frees all that is reserved ahead, and cuts the file behind the rest.
+    /// Frees all preallocated clusters, and truncates the file after the rest.
     fn give_back(&self, meta: &mut Meta) -> Result<()> {
         let mut runs: Vec<Space> = meta.space.pool.drain();
         let end = end_without(meta.space.frontier, runs.iter().chain(&meta.space.spares));
@@ -305,7 +303,7 @@ impl Qcow2 {
             let refcounts = &mut meta.space.refcounts;
             let (done, freed) = refcounts.set_run(run.first, run.count, 0, &*self.storage);
             if let Err(error) = freed {
-                // What is free now is found again; the others are reserved as before.
+                // Clusters that were freed are found by the next scan; the others stay reserved.
                 let (first, count) = (run.first + done, run.count - done);
                 runs.push(Space { first, count, ..run });
                 runs.into_iter().for_each(|run| meta.space.pool.add(run));
@@ -330,12 +328,11 @@ impl Qcow2 {
     }
 }
 
-/// Writes what was copied.
 fn write_each(storage: &dyn Storage, writes: &Writes) -> Result<()> {
     writes.iter().try_for_each(|(at, bytes)| storage.write_at(bytes, HostOffset(*at)))
 }
 
-/// Writes host ranges a piece at a time, without a copy of all; `fill` puts in what lies at an offset.
+/// Writes host ranges in pieces, without one large copy; `fill` fills in the bytes of an offset.
 pub(crate) fn write_pieces(
     storage: &dyn Storage,
     runs: Vec<Range<u64>>,
@@ -352,7 +349,7 @@ pub(crate) fn write_pieces(
     Ok(())
 }
 
-/// The host ranges of slices of `step` bytes, those that lie behind each other in one.
+/// The host ranges of slices of `step` bytes, adjacent ones merged.
 pub(crate) fn runs(slices: &BTreeSet<u64>, step: u64) -> Vec<Range<u64>> {
     let mut runs: Vec<Range<u64>> = Vec::new();
     for &start in slices {
@@ -364,7 +361,7 @@ pub(crate) fn runs(slices: &BTreeSet<u64>, step: u64) -> Vec<Range<u64>> {
     runs
 }
 
-/// Where a file ends when those runs are free that lie at its end.
+/// End of the file after freeing the runs at its end.
 fn end_without<'a>(mut end: u64, runs: impl Iterator<Item = &'a Space>) -> u64 {
     let mut runs: Vec<&Space> = runs.collect();
     runs.sort_by_key(|run| run.first);
@@ -385,7 +382,7 @@ mod tests {
 
     #[test]
     fn pieces_of_a_run_lie_where_their_slices_do() {
-        // What lies at an offset says where it is.
+        // The content depends on the offset.
         let at = |offset: u64| (offset / 512) as u8 ^ (offset >> 16) as u8;
         let fill = |first: u64, out: &mut [u8]| {
             for (offset, byte) in (first..).zip(out) {

@@ -1,19 +1,19 @@
-//! A longer file, and the refcount blocks that describe what is in it.
+//! Grows the file, and creates the refcount blocks that describe the new clusters.
 //!
-//! A refcount table entry may be written only when the block's own refcount is durable, and the
-//! block itself, or zeroes in its place. For a new block that is a barrier of its own, before the
-//! flush's. So blocks are made ready long before they are needed:
+//! A refcount table entry may be written only once the block's own refcount is durable, and the
+//! block itself, or zeroes in its place. A new block would therefore need a barrier before the
+//! flush's. To avoid it, blocks are prepared long before they are needed:
 //!
-//! * A new image has more of them than it needs ([`crate::measure::RefcountClusters::roomy`]).
-//! * While the file grows, clusters are set aside as *spares* for the blocks of the growth to
-//!   come. A spare reads as zero, and the next flush makes its refcount durable; from then on it
-//!   may be linked without a barrier, with any flush's first group of writes: until the block's
-//!   content is durable it says "all free", and nothing refers to what it describes.
-//! * A batch ends where the blocks do that are linked or can be, rather than cost a barrier.
-//! * A clean close links the spares, so that whoever opens the image next has them.
+//! * A new image has more blocks than it needs ([`crate::measure::RefcountClusters::roomy`]).
+//! * While the file grows, clusters are set aside as *spares* for future blocks. A spare reads as
+//!   zero, and the next flush makes its refcount durable. From then on it may be linked without a
+//!   barrier, in the first group of any flush: until the block's content is durable it says "all
+//!   free", and nothing refers to the clusters that it describes.
+//! * A batch ends at the end of the linked and linkable blocks, rather than cost a barrier.
+//! * A clean close links the spares, so that the next open has them.
 //!
-//! Where all that was not enough, one barrier makes the refcounts of all spares durable, or makes
-//! blocks where there are no spares (in an image of another program), for the growth to come too.
+//! If that was not enough, one barrier makes the refcounts of all spares durable, or creates blocks
+//! if there are no spares (in an image of another program), including those for future growth.
 
 use std::ops::Range;
 
@@ -27,16 +27,16 @@ use crate::measure::{GuestSizes, RefcountClusters};
 
 /// A batch never reserves more than this ahead.
 const BATCH_BYTES_MAX: u64 = 64 << 20;
-/// Refcount blocks are ready for a growth of so much at least ...
+/// Refcount blocks are prepared for a growth of at least this many bytes ...
 const AHEAD_BYTES_MIN: u64 = 16 << 20;
-/// ... and of so many clusters ...
+/// ... and this many clusters ...
 const AHEAD_CLUSTERS_MIN: u64 = 8192;
-/// ... and of a quarter of the file, up to this.
+/// ... and a quarter of the file, up to this many bytes.
 const AHEAD_BYTES_MAX: u64 = 256 << 20;
 
 /// Metadata that must exist before the file can grow to some cluster.
 struct Cover {
-    /// Clusters of a larger refcount table; 0 where the present one will do.
+    /// Clusters of a larger refcount table; 0 if the current one suffices.
     table_clusters: u64,
     /// Indexes of refcount blocks that are missing.
     blocks: Vec<usize>,
@@ -49,8 +49,7 @@ impl Cover {
 }
 
 impl Qcow2 {
-    /// Makes the file longer by a batch, of at least `count` clusters where there can be so many,
-    /// and reserves it.
+    /// Grows the file by a batch, if possible of at least `count` clusters, and reserves it.
     pub(crate) fn extend(&self, meta: &mut Meta, count: u64) -> Result<Grown> {
         let bits = self.geometry.cluster_bits;
         let growable = self.storage.caps().growable;
@@ -63,13 +62,13 @@ impl Qcow2 {
         if end <= first {
             return Ok(Grown::Done);
         }
-        // The header may point to a table where this would write.
+        // After a failed header write, the header may name a table in this range.
         meta.check_header(&*self.storage)?;
         let Some((cover, end)) = self.cover(meta, first..end, least, limit)? else {
             return Ok(Grown::Busy);
         };
-        // Where no order survives a crash, the file may grow as it is written: a file that is made
-        // longer and cut again is written out by XFS when it is closed.
+        // Volatile storage may grow as it is written. Extending and later truncating the file would
+        // make XFS write it out on close.
         if growable {
             match self.storage.volatile() {
                 true => self.storage.expect_len(end << bits)?,
@@ -84,11 +83,11 @@ impl Qcow2 {
                 return Err(error);
             }
         };
-        // From here on blocks in the new part are in use, whatever fails: it belongs to the file.
+        // From here on, refcount blocks in the new range are in use, even if a later step fails.
         meta.space.frontier = end;
         meta.space.tail_written = false;
         if let Err(error) = self.reserve_tail(meta, next, end, fresh) {
-            // What is free of it is found again.
+            // A later scan finds its free clusters.
             meta.space.scan = meta.space.scan.min(next);
             meta.space.scan_end = end;
             return Err(error);
@@ -98,9 +97,10 @@ impl Qcow2 {
         Ok(Grown::Done)
     }
 
-    /// What must be made so that `batch` can be reserved, and where it is to end. At the end of the
-    /// blocks that cost no barrier, where that is behind `least`; nothing where a barrier is due and
-    /// a flush is running, which may hold older copies of what would be written past the cache.
+    /// The metadata that must be created to reserve `batch`, and where the batch is to end: at the
+    /// end of the blocks that need no barrier, if that is at least `least`. Returns `None` if a
+    /// barrier is needed while a flush is running, since that flush may hold older copies of what
+    /// would be written directly.
     fn cover(
         &self,
         meta: &mut Meta,
@@ -113,7 +113,7 @@ impl Qcow2 {
             if meta.flush_running {
                 return Ok(None);
             }
-            // Where the table will soon be too small, all is made at once.
+            // If the table will soon be too small, the table and the blocks are created together.
             let table = meta.space.refcounts.table.len();
             let lasting = self.blocks_ahead(meta, batch.end, usize::MAX).end <= table;
             if lasting && self.reach(meta, &batch, meta.space.spares.len()) >= least {
@@ -126,14 +126,13 @@ impl Qcow2 {
             return Ok(Some((Cover { table_clusters: 0, blocks }, reach)));
         }
         let cover = self.missing(meta, batch.start, batch.end)?;
-        // Room for what the batch itself needs.
+        // Room for the batch's own metadata.
         let own = cover.clusters();
         let end = (batch.end + own + own / 8 + 1).min(limit);
         Ok(Some((self.missing(meta, batch.start, end)?, end)))
     }
 
-    /// The end of the part of `batch` that is described by blocks that are linked, or by so many
-    /// more.
+    /// End of the part of `batch` that is described by linked blocks, or by up to `more` new ones.
     fn reach(&self, meta: &Meta, batch: &Range<u64>, mut more: usize) -> u64 {
         let bits = self.geometry.refcount_block_bits();
         for index in self.block_range(batch.start, batch.end) {
@@ -147,7 +146,7 @@ impl Qcow2 {
         batch.end
     }
 
-    /// Reserves `first..end`, leaving out what is in use already (leaks beyond the end of the file).
+    /// Reserves `first..end`, except what is in use already (leaks beyond the end of the file).
     fn reserve_tail(&self, meta: &mut Meta, first: u64, end: u64, fresh: bool) -> Result<()> {
         let mut runs = Vec::new();
         let mut at = first;
@@ -171,8 +170,8 @@ impl Qcow2 {
         indexes.filter(|&k| table.get(k).is_none_or(|&offset| offset == 0)).collect()
     }
 
-    /// What is missing so that refcounts for `first..end` can be set, and since that costs a
-    /// barrier, for the growth to come.
+    /// The metadata that is missing to set refcounts for `first..end`; since that costs a barrier,
+    /// also for future growth.
     fn missing(&self, meta: &Meta, first: u64, end: u64) -> Result<Cover> {
         let table_len = meta.space.refcounts.table.len();
         let ahead = self.blocks_ahead(meta, end, usize::MAX).end;
@@ -194,7 +193,7 @@ impl Qcow2 {
         let entries = cluster / 8;
         let room = self.full().map_or(0, |full| full.table_with_room(&self.geometry));
         let mut clusters = (meta.space.refcounts.table.len() as u64 / entries * 2).max(room);
-        // The table itself and its blocks lie within what it describes.
+        // The table must also describe itself and its blocks.
         while (clusters * entries) << self.geometry.refcount_block_bits() < end + 2 * clusters {
             clusters *= 2;
         }
@@ -210,8 +209,8 @@ impl Qcow2 {
         Ok(clusters)
     }
 
-    /// Indexes of the blocks that a growth beyond `end` will need, as far as a table of so many
-    /// entries goes. None on a device, which has no fresh space.
+    /// Indexes of the blocks that growth beyond `end` will need, limited to a table of `table_len`
+    /// entries. None on a device, which has no fresh space.
     fn blocks_ahead(&self, meta: &Meta, end: u64, table_len: usize) -> Range<usize> {
         let bits = self.geometry.cluster_bits;
         let ahead = (2 * meta.space.batch)
@@ -222,7 +221,7 @@ impl Qcow2 {
         if !self.storage.caps().growable {
             return first..first;
         }
-        // An image without snapshots never needs more than all of its disk does.
+        // An image without snapshots never needs more than its fully allocated disk.
         let useful = match self.full() {
             Some(full) if meta.snapshots.count == 0 => full.blocks as usize,
             _ => table_len,
@@ -230,7 +229,7 @@ impl Qcow2 {
         first..self.block_range(0, end + ahead).end.min(useful).min(table_len).max(first)
     }
 
-    /// Refcounts of the image with all of its disk allocated.
+    /// Refcount clusters of the image with a fully allocated disk.
     fn full(&self) -> Option<RefcountClusters> {
         let guest = GuestSizes::new(self.guest_len(), &self.geometry).ok()?;
         let data = if self.has_data_file() { 0 } else { guest.clusters };
@@ -238,8 +237,8 @@ impl Qcow2 {
         Some(RefcountClusters::covering(others, &self.geometry))
     }
 
-    /// Makes refcount blocks, and a larger table where that is needed, in the clusters from
-    /// `first` on. Returns the first cluster that was not used for them.
+    /// Creates refcount blocks and, if needed, a larger table, in the clusters from `first` on.
+    /// Returns the first unused cluster.
     fn make_cover(
         &self,
         meta: &mut Meta,
@@ -258,8 +257,8 @@ impl Qcow2 {
             meta.space.refcounts.table.resize(entries as usize, 0);
         }
         let mut own = Vec::new();
-        // (A larger table is written whole, with its own blocks: entries for the old one must not
-        // lie behind its end.)
+        // A larger table is written whole, with its own blocks: linking a spare would write its
+        // entry beyond the end of the old table.
         for &index in &cover.blocks {
             if cover.table_clusters > 0 || !self.link_spare(meta, index) {
                 own.push(index);
@@ -267,7 +266,7 @@ impl Qcow2 {
         }
         let next = first + cover.table_clusters + own.len() as u64;
         if next > end {
-            // Spares were linked already; they stay.
+            // Linked spares stay linked.
             meta.space.refcounts.truncate_table(old_table_len);
             return Err(Error::NoSpace {
                 file: self.storage.name().to_owned(),
@@ -291,7 +290,7 @@ impl Qcow2 {
         made.map(|()| next)
     }
 
-    /// Writes new blocks (and a new table) with the refcounts of their own clusters, and links
+    /// Writes new blocks (and a new table) with the refcounts of their own clusters, then links
     /// them once they are durable.
     fn write_cover(
         &self,
@@ -326,7 +325,7 @@ impl Qcow2 {
             let table = &meta.space.refcounts.table;
             let raw: Vec<u8> = table.iter().flat_map(|e| e.to_be_bytes()).collect();
             storage.write_at(&raw, HostOffset(first << bits))?;
-            // Behind a barrier.
+            // `switch_header` issues the barrier.
             self.switch_table(meta, first, table_clusters)
         })
     }
@@ -351,13 +350,13 @@ impl Qcow2 {
             return Err(error);
         }
         meta.space.refcounts.written(taken);
-        // So are those of the pool, and the length of the file.
+        // The refcounts of the pool and the file's length are durable too.
         meta.space.flush_sequence += 1;
         meta.space.durable_sequence = meta.space.flush_sequence;
         Ok(())
     }
 
-    /// Points the header at a durable new refcount table and lets the old one go.
+    /// Points the header at a durable new refcount table and releases the old one.
     fn switch_table(&self, meta: &mut Meta, first: u64, clusters: u64) -> Result<()> {
         let bits = self.geometry.cluster_bits;
         let mut fields = [0; 12];
@@ -372,7 +371,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Spares that may be linked without a barrier. Where no order survives a crash, all may.
+    /// Number of spares that may be linked without a barrier: all on volatile storage.
     fn usable_spares(&self, meta: &Meta) -> usize {
         if self.storage.volatile() {
             return meta.space.spares.len();
@@ -384,7 +383,7 @@ impl Qcow2 {
             .count()
     }
 
-    /// Makes the first spare a refcount block, where that costs no barrier.
+    /// Makes the first spare a refcount block, if that needs no barrier.
     fn link_spare(&self, meta: &mut Meta, index: usize) -> bool {
         if self.usable_spares(meta) == 0 {
             return false;
@@ -397,14 +396,14 @@ impl Qcow2 {
         true
     }
 
-    /// How many more spares are wanted once the file ends at `end`.
+    /// Number of spares to add once the file ends at `end`.
     fn missing_spares(&self, meta: &Meta, end: u64) -> u64 {
         let ahead = self.blocks_ahead(meta, end, meta.space.refcounts.table.len());
         let missing = self.missing_blocks(meta, ahead).len();
         missing.saturating_sub(meta.space.spares.len()) as u64
     }
 
-    /// Sets clusters aside for the refcount blocks that the growth to come will need.
+    /// Sets clusters aside for the refcount blocks of future growth.
     fn keep_spares(&self, meta: &mut Meta) {
         for _ in 0..self.missing_spares(meta, meta.space.frontier) {
             match meta.space.pool.take_fresh(1) {
@@ -414,8 +413,8 @@ impl Qcow2 {
         }
     }
 
-    /// Links the spares of a file that will end at `end`, so that they are there when it grows
-    /// again. Those behind that end are left.
+    /// Links the spares of a file that will end at `end`, for its next growth. Spares beyond that
+    /// end stay unlinked.
     pub(crate) fn link_spares(&self, meta: &mut Meta, end: u64) {
         meta.space.spares.make_contiguous().sort_by_key(|spare| spare.first);
         let ahead = self.blocks_ahead(meta, end, meta.space.refcounts.table.len());

@@ -1,4 +1,4 @@
-//! The header: parsed from a stranger's bytes, validated into a type that the rest may trust.
+//! The header: parsed from untrusted bytes and validated into a type that other modules may trust.
 //!
 //! Source: qcow2 specification, sections "Header" and "Header extensions".
 
@@ -35,15 +35,15 @@ pub mod field {
 /// How the guest data is encrypted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Encryption {
-    /// Not at all.
+    /// Not encrypted.
     None,
-    /// AES-CBC with the password as key; long broken.
+    /// AES-CBC with the password as key; insecure.
     LegacyAes,
     /// LUKS version 1.
     Luks,
 }
 
-/// A header extension, kept as it stands in the file.
+/// A header extension, as stored in the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Extension {
     /// The type; see [`crate::layout::extension`].
@@ -78,7 +78,7 @@ pub struct Header {
     pub encryption: Encryption,
     /// Host offset of the active L1 table.
     pub l1_offset: HostOffset,
-    /// Entries of the active L1 table; may be more than the disk needs.
+    /// Entries of the active L1 table; may exceed what the disk needs.
     pub l1_entries: u32,
     /// Host offset of the refcount table.
     pub refcount_table_offset: HostOffset,
@@ -104,15 +104,15 @@ pub struct Header {
     pub extensions: Vec<Extension>,
 }
 
-/// How many bytes the first read takes: enough for nearly each header with all its extensions. It is
-/// read several times while an image is opened, so a page and no more.
+/// Bytes of the first read: enough for nearly every header with its extensions. Only a page, since
+/// opening an image reads the header several times.
 const FIRST_READ_BYTES: usize = 4 << 10;
 
 impl Header {
-    /// Reads and validates the header: one read, or two where the extensions go on beyond 4 KiB.
+    /// Reads and validates the header: one read, or two if the extensions exceed 4 KiB.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] with offset, found and expected where a field breaks the specification;
+    /// [`Error::Corrupt`] with offset, found and expected if a field violates the specification;
     /// [`Error::Unsupported`] for unknown incompatible features; [`Error::Limit`].
     pub fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self> {
         Ok(Self::read_with(storage, limits, None)?.0)
@@ -123,10 +123,10 @@ impl Header {
         Self::read_with(storage, limits, None)
     }
 
-    /// As [`Header::read`], for a check: where the refcount table or the snapshot table cannot be
-    /// where the header says, the fault goes to `faults` and the header says that there is none
-    /// (no clusters of refcount table, no snapshots), since a repair can make both anew. Where
-    /// there are only too many snapshots, the first of them may be there.
+    /// As [`Header::read`], for a check. If the refcount table or the snapshot table cannot be
+    /// where the header says, the fault is added to `faults` and the returned header has none (no
+    /// refcount table clusters, no snapshots), since a repair can rebuild both. If the header only
+    /// has too many snapshots, the first of them are kept.
     pub(crate) fn read_tolerant(
         storage: &dyn Storage,
         limits: &Limits,
@@ -156,7 +156,7 @@ impl Header {
                 match Self::parse(storage.name(), &bytes, storage.len()?, limits, faults) {
                     Ok(header) => Ok((header, 2)),
                     Err(NeedMore::Fault(error)) => Err(error),
-                    // Somebody makes the file shorter at this moment.
+                    // Another program is truncating the file.
                     Err(NeedMore::Bytes(_)) => Err(Error::corrupt(
                         storage.name(),
                         got as u64,
@@ -206,7 +206,7 @@ impl Header {
         self.extension(kind).map(|e| String::from_utf8_lossy(&e.data).into_owned())
     }
 
-    /// The bitmaps extension, well-formed or not there.
+    /// The bitmaps extension, if present and long enough.
     pub fn bitmaps(&self) -> Option<BitmapsExtension> {
         let e = self.extension(extension::BITMAPS)?;
         (e.data.len() >= 24).then(|| BitmapsExtension {
@@ -216,7 +216,7 @@ impl Header {
         })
     }
 
-    /// Host offset and byte length of the encryption header, where there is one.
+    /// Host offset and byte length of the encryption header, if present.
     pub fn encryption_header(&self) -> Option<(HostOffset, u64)> {
         let e = self.extension(extension::ENCRYPTION)?;
         (e.data.len() >= 16).then(|| (HostOffset(be64(&e.data, 0)), be64(&e.data, 8)))
@@ -227,7 +227,7 @@ impl Header {
         self.incompatible & incompatible_bit != 0
     }
 
-    /// Whether the guest data lives in another file.
+    /// Whether the guest data is in another file.
     pub fn has_data_file(&self) -> bool {
         self.has(incompatible::DATA_FILE)
     }
@@ -242,8 +242,7 @@ impl Header {
         self.version >= 3 && self.compatible & compatible::LAZY_REFCOUNTS != 0
     }
 
-    /// The names that the image gives to feature bits of a kind (0 incompatible, 1 compatible,
-    /// 2 autoclear).
+    /// The image's names of feature bits of a kind (0 incompatible, 1 compatible, 2 autoclear).
     pub(crate) fn feature_names(&self, kind: u8, bits: u64) -> String {
         let table = self.extension(extension::FEATURE_NAMES).map_or(&[][..], |e| &e.data[..]);
         let mut names = Vec::new();
@@ -284,7 +283,7 @@ impl Header {
     /// The header cluster of a new image: fixed fields, extensions, backing name.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where all that does not fit in one cluster.
+    /// [`Error::Invalid`] if they do not fit in one cluster.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let v3 = self.version >= 3;
         let mut out = vec![0u8; if v3 { V3_HEADER_BYTES } else { V2_HEADER_BYTES } as usize];
@@ -344,7 +343,7 @@ impl Header {
         Ok(out)
     }
 
-    /// The table of feature names that we put into new images.
+    /// The feature name table of new images.
     pub fn feature_name_table() -> Extension {
         let rows: [(u8, u8, &str); 8] = [
             (0, 0, "dirty bit"),
@@ -378,16 +377,16 @@ impl From<Error> for NeedMore {
     }
 }
 
-/// What was read of the first cluster.
+/// Bytes read of the first cluster.
 #[derive(Clone, Copy)]
 struct Bytes<'a> {
     read: &'a [u8],
-    /// How many there are: those of the cluster, or those of the file.
+    /// Bytes that exist: those of the cluster, or of a shorter file.
     of: u64,
 }
 
 impl<'a> Bytes<'a> {
-    /// Those of a range; nothing where the file ends before it does.
+    /// The bytes of a range; `None` if the file ends before the range does.
     fn get(self, start: u64, end: u64) -> Result<Option<&'a [u8]>, NeedMore> {
         if end > self.of {
             return Ok(None);
@@ -406,7 +405,7 @@ fn parse_extensions(
     backing_offset: u64,
 ) -> Result<Vec<Extension>, NeedMore> {
     let cluster = header.geometry.cluster_bytes();
-    // The backing name may follow the list at once, without an end mark.
+    // The backing name may directly follow the list, without an end mark.
     let list_end = if backing_offset == 0 { cluster } else { backing_offset.min(cluster) };
     let mut at = u64::from(header.header_bytes);
     let mut found = Vec::new();

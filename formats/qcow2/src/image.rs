@@ -28,10 +28,9 @@ use crate::write::Pending;
 
 /// A qcow2 image: the map, the allocator and the order of its metadata writes.
 ///
-/// Locks, in the order in which they are taken: `bitmaps.admin`, the lead of flushes, `meta`, then
-/// `l1`, `metadata` or a shard of `slices` (never two of these at once), or those of `bitmaps`. No
-/// request of a guest moves data under any of them; resizing moves the data of the disk's last
-/// cluster under `meta`.
+/// Lock order: `bitmaps.admin`, the lead of flushes, `meta`, then `l1`, `metadata` or a shard of
+/// `slices` (never two of these at once), or the locks of `bitmaps`. No guest request moves data
+/// while it holds any of them; a resize moves the data of the disk's last cluster under `meta`.
 #[derive(Debug)]
 pub struct Qcow2 {
     pub(crate) header: LastingHeader,
@@ -45,12 +44,12 @@ pub struct Qcow2 {
     pub(crate) l1: RwLock<Vec<u64>>,
     /// Host offset of the active L1 table; changed under `meta`.
     l1_offset: AtomicU64,
-    /// An image that is read lacks L2 tables.
+    /// Set where the file of a read-only image ends before some L2 tables.
     pub(crate) cut: Option<Cut>,
     pub(crate) slices: SliceCache,
     /// See [`Format::expect_one_pass`].
     pub(crate) one_pass: AtomicBool,
-    /// Host clusters that hold metadata: no guest data may be there. Empty when read-only.
+    /// Host clusters that hold metadata, which guest data must not overwrite. Empty when read-only.
     pub(crate) metadata: RwLock<FxHashSet<u64>>,
     pub(crate) in_flight: InFlight,
     pub(crate) meta: Engine<Meta, ()>,
@@ -61,10 +60,10 @@ pub struct Qcow2 {
     pub(crate) encryption: Option<vdkit_block::Encryption>,
 }
 
-/// The lead of flushes: whoever holds it keeps others from beginning one.
+/// The lead of flushes: no other thread can begin a flush while it is held.
 pub(crate) type Lead<'a> = vdkit_meta::Lead<'a, ()>;
 
-/// What writers change, under one lock.
+/// State that writers change, under one lock.
 #[derive(Debug)]
 pub struct Meta {
     pub(crate) space: HostSpace,
@@ -74,20 +73,20 @@ pub struct Meta {
     pub(crate) reclaim: Reclaim,
     pub(crate) header: HeaderState,
     pub(crate) snapshots: SnapshotList,
-    /// A flush holds copies of dirty metadata.
+    /// A running flush holds copies of dirty metadata.
     pub(crate) flush_running: bool,
-    /// New reservations wait; see [`Qcow2::exclusively`].
+    /// New reservations block; see [`Qcow2::exclusively`].
     pub(crate) closed: bool,
 }
 
-/// What of the header can be in doubt.
+/// Header state that may differ from memory.
 #[derive(Debug, Default)]
 pub(crate) struct HeaderState {
     /// The dirty bit of lazy refcounts is set on disk.
     pub(crate) lazy_dirty: bool,
-    /// A header write failed and could not be taken back; see [`Meta::check_header`].
+    /// A header write failed and could not be undone; see [`Meta::check_header`].
     pub(crate) unknown: bool,
-    /// Where it was, and the bytes that shall stand there again.
+    /// Offset of that write, and the bytes to restore there.
     pub(crate) before: (u64, Vec<u8>),
 }
 
@@ -96,9 +95,8 @@ pub(crate) struct HeaderState {
 pub(crate) struct SnapshotList {
     /// How many snapshots there are.
     pub(crate) count: u32,
-    /// Host offset of their table.
     pub(crate) offset: HostOffset,
-    /// Bytes of their table, as far as they are known.
+    /// Bytes of their table, if known.
     pub(crate) bytes: u64,
 }
 
@@ -113,11 +111,11 @@ impl State for Meta {
 }
 
 impl Qcow2 {
-    /// Opens an image: reads the header and the L1 table, and for writing the refcount table.
+    /// Opens an image: reads the header, the L1 table and, for writing, the refcount table.
     ///
     /// # Errors
-    /// As [`Header::read`]; [`Error::Key`] for an encrypted image; [`Error::Corrupt`] when an
-    /// image that is marked corrupt is opened for writing.
+    /// As [`Header::read`]; [`Error::Key`] for an encrypted image; [`Error::Corrupt`] when opening
+    /// an image for writing that is marked corrupt.
     pub fn open(request: OpenRequest) -> Result<Arc<Self>> {
         Self::open_with_keys(request, &[])
     }
@@ -125,15 +123,15 @@ impl Qcow2 {
     /// As [`Qcow2::open`], with keys for an image that may be encrypted.
     ///
     /// # Errors
-    /// As [`Qcow2::open`]; [`Error::Key`] where none of the keys fits.
+    /// As [`Qcow2::open`]; [`Error::Key`] if none of the keys fits.
     pub fn open_with_keys(request: OpenRequest, keys: &[Secret]) -> Result<Arc<Self>> {
         Self::open_unlocked(request, |header, storage, writable, limits| {
             encrypted::unlock(header, storage, writable, limits, keys)
         })
     }
 
-    /// As [`Qcow2::open`], for changes of metadata alone: a LUKS image stays locked, and neither may its
-    /// guest data be read nor written.
+    /// As [`Qcow2::open`], for metadata changes only: a LUKS image stays locked, so its guest data
+    /// must be neither read nor written.
     pub(crate) fn open_for_metadata(request: OpenRequest) -> Result<Arc<Self>> {
         Self::open_unlocked(request, |header, storage, writable, limits| {
             if header.encryption == crate::header::Encryption::Luks {
@@ -164,7 +162,7 @@ impl Qcow2 {
         let l1 = read_l1(&header, &*storage)?;
         let cut = Cut::find(&l1, header.geometry, &*storage, &mut warnings)?;
         if let (true, Some(cut)) = (writable, cut) {
-            // What is allocated next would lie where tables are thought to be.
+            // The next allocations would overlap the missing tables.
             cut.refuse(&l1, header.l1_offset, &*storage)?;
         }
         if writable {
@@ -178,8 +176,9 @@ impl Qcow2 {
             metadata = metadata_clusters(&header, &meta.space.refcounts, &l1);
             bitmaps =
                 BitmapState::open(&mut header, &*storage, &mut metadata, &limits, &mut warnings)?;
-            // An image without an L2 table, a snapshot or a bitmap, such as a new one, refers to no
-            // cluster behind its metadata and its file's end: refcounts there need no reading.
+            // An image without L2 tables, snapshots and bitmaps, such as a new one, refers to no
+            // cluster beyond its metadata and the end of its file. Refcounts there are zero and
+            // need not be read.
             if is_blank(&header, &l1, &meta.space.refcounts) && storage.caps().growable {
                 let end = metadata.iter().max().map_or(0, |&last| last + 1);
                 let from = end.max(meta.space.frontier);
@@ -211,7 +210,7 @@ impl Qcow2 {
         }))
     }
 
-    /// Rebuilds the refcounts of an image that was not closed; returns its header as it is then.
+    /// Rebuilds the refcounts of an image that was not closed; returns the new header.
     fn rebuild_refcounts(
         storage: &Arc<dyn Storage>,
         limits: &Limits,
@@ -224,7 +223,7 @@ impl Qcow2 {
         Header::read(&**storage, limits)
     }
 
-    /// Where guest data lives: the image itself, or its data file.
+    /// The storage of guest data: the image itself, or its data file.
     fn data_storage(
         header: &Header,
         storage: &Arc<dyn Storage>,
@@ -242,7 +241,7 @@ impl Qcow2 {
         })
     }
 
-    /// The same file read through other tables.
+    /// Opens the same file read-only with other tables.
     pub(crate) fn reading(&self, disk: DiskTables) -> Result<Arc<Self>> {
         let header = self.header.with_disk(disk);
         let l1 = read_l1(&header, &*self.storage)?;
@@ -285,7 +284,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Clears the autoclear bits that we do not maintain, and says what that means.
+    /// Clears the autoclear bits that vdkit does not maintain, and warns about the consequences.
     fn clear_autoclear(
         header: &mut Header,
         storage: &dyn Storage,
@@ -302,7 +301,7 @@ impl Qcow2 {
             storage.name()
         ));
         storage.write_at(&keep.to_be_bytes(), HostOffset(field::AUTOCLEAR))?;
-        // Durable before the first write that the bits would not be true of.
+        // Durable before the first write that would make the bits wrong.
         storage.sync()?;
         header.autoclear = keep;
         Ok(())
@@ -314,8 +313,8 @@ impl Qcow2 {
         let len = storage.len()?;
         let cluster = header.geometry.cluster_bytes();
         let file_clusters = len.div_ceil(cluster);
-        // A device cannot grow: everything that its refcount blocks describe may be in use, and
-        // is searched.
+        // A device cannot grow. Any cluster that its refcount blocks describe may be in use, so all
+        // of them are scanned.
         let frontier = if storage.caps().growable {
             file_clusters
         } else {
@@ -342,7 +341,8 @@ impl Qcow2 {
         HostOffset(self.l1_offset.load(Ordering::Acquire))
     }
 
-    /// Notes that the header names another L1 table now, under `meta`. Returns where the old one is.
+    /// Records that the header now names another L1 table, under `meta`. Returns the offset of the
+    /// old one.
     pub(crate) fn l1_moved(&self, new: HostOffset) -> HostOffset {
         HostOffset(self.l1_offset.swap(new.0, Ordering::AcqRel))
     }
@@ -359,7 +359,7 @@ impl Qcow2 {
         self.backing.is_some()
     }
 
-    /// The error for a write to an image that was opened for reading.
+    /// Fails if the image was opened read-only.
     pub(crate) fn need_writable(&self) -> Result<()> {
         if self.writable {
             Ok(())
@@ -379,7 +379,7 @@ impl Qcow2 {
         )))
     }
 
-    /// Unpacks a compressed cluster whose bytes were read from `offset`.
+    /// Decompresses a cluster whose bytes were read from `offset`.
     pub(crate) fn unpack_cluster(
         &self,
         offset: HostOffset,
@@ -398,7 +398,7 @@ impl Qcow2 {
         })
     }
 
-    /// The error for an L2 entry that cannot be right. `table` and `index` say where it stands.
+    /// The error for an invalid L2 entry, at `index` of `table`.
     pub(crate) fn entry_fault(
         &self,
         table: HostOffset,
@@ -416,8 +416,8 @@ impl Qcow2 {
     }
 }
 
-/// Whether nothing but the header and its tables, which are empty, refers to clusters, and each
-/// refcount block describes one range of them.
+/// Whether only the header and its empty tables refer to clusters, and no two refcount table
+/// entries name the same block.
 fn is_blank(header: &Header, l1: &[u64], refcounts: &Refcounts) -> bool {
     header.snapshot_count == 0
         && header.bitmaps().is_none()
@@ -438,7 +438,7 @@ fn metadata_clusters(header: &Header, refcounts: &Refcounts, l1: &[u64]) -> FxHa
     range(header.l1_offset, l1.len() as u64 * 8);
     range(header.refcount_table_offset, u64::from(header.refcount_table_clusters) << bits);
     range(header.snapshots_offset, u64::from(header.snapshot_count) * 40);
-    // Checked when the image was unlocked; without encryption it means nothing.
+    // Validated when the image was unlocked; meaningless without encryption.
     if let (Encryption::Luks, Some((offset, bytes))) =
         (header.encryption, header.encryption_header())
     {

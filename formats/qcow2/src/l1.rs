@@ -1,9 +1,9 @@
-//! The L1 table, as it is read, and files that end before the L2 tables that it names: they were cut.
+//! Reads the L1 table, and detects files that end before the L2 tables that it names: truncated
+//! ones.
 //!
-//! L1 entries become durable after the tables that they name, so no crash leaves such an image (but of a
-//! writer that asks for no durability: QEMU's `cache=unsafe`). Taken
-//! for tables without entries, those that are missing would make whole stretches of the disk zero,
-//! silently.
+//! L1 entries become durable after their tables, so no crash leaves such an image (except one of a
+//! writer without durability, such as QEMU's `cache=unsafe`). Treating missing tables as empty
+//! would silently zero whole ranges of the disk.
 
 use vdkit_block::{Error, HostOffset, Result, Storage};
 
@@ -17,15 +17,15 @@ pub(crate) fn read_l1(header: &Header, storage: &dyn Storage) -> Result<Vec<u64>
     Ok(raw.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect())
 }
 
-/// The end of a file that lacks L2 tables.
+/// The length of a file that ends before some L2 tables.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cut {
     len: u64,
 }
 
 impl Cut {
-    /// Compares an L1 table with the length of its file. A file that ends within a table may have been
-    /// made so, or cut there: that is worth a warning.
+    /// Compares an L1 table with the length of its file. A file that ends within a table may have
+    /// been written that way or truncated, so that adds a warning.
     pub(crate) fn find(
         l1: &[u64],
         geometry: Geometry,
@@ -47,8 +47,8 @@ impl Cut {
         Ok((last >= len).then_some(Self { len }))
     }
 
-    /// Refuses the first L1 entry of `words` whose table is missing; the first of them stands at
-    /// `offset`.
+    /// Fails on the first L1 entry of `words` whose table is missing; `offset` is that of the first
+    /// word.
     ///
     /// # Errors
     /// [`Error::Corrupt`].

@@ -1,4 +1,4 @@
-//! Numbers of the format and the arithmetic of its tables.
+//! Constants of the format and the arithmetic of its tables.
 //!
 //! Source: the qcow2 specification (QEMU, docs/interop/qcow2), sections "Header", "Host cluster
 //! management", "Cluster mapping" and "Extended L2 Entries".
@@ -12,7 +12,7 @@ pub const MAGIC: u32 = 0x5146_49fb;
 pub const V2_HEADER_BYTES: u32 = 72;
 /// Bytes of the smallest version 3 header.
 pub const V3_HEADER_BYTES_MIN: u32 = 104;
-/// Bytes of the version 3 headers that we write (with compression type).
+/// Bytes of the version 3 headers that vdkit writes (with compression type).
 pub const V3_HEADER_BYTES: u32 = 112;
 
 /// Smallest and largest `cluster_bits`.
@@ -30,28 +30,28 @@ pub const L1_BYTES_MAX: u64 = 32 << 20;
 pub const SNAPSHOTS_MAX: u32 = 65536;
 /// Longest backing file name, in bytes.
 pub const BACKING_NAME_BYTES_MAX: u32 = 1023;
-/// Host offsets have 56 bits in table entries.
+/// Table entries hold host offsets of 56 bits.
 pub const HOST_OFFSET_END: u64 = 1 << 56;
 
 /// Incompatible features: an image with an unknown bit must not be opened.
 pub mod incompatible {
     /// Refcounts may be wrong; set while they are kept lazily.
     pub const DIRTY: u64 = 1 << 0;
-    /// Metadata is damaged; must not be written to.
+    /// Metadata is damaged; the image must not be written to.
     pub const CORRUPT: u64 = 1 << 1;
-    /// Guest data lives in another file.
+    /// Guest data is in another file.
     pub const DATA_FILE: u64 = 1 << 2;
-    /// The compression type field holds something else than zlib.
+    /// The compression type field is not zlib.
     pub const COMPRESSION_TYPE: u64 = 1 << 3;
     /// L2 entries have 128 bits and subclusters.
     pub const EXTENDED_L2: u64 = 1 << 4;
-    /// All that vdkit knows.
+    /// The bits that vdkit supports.
     pub const KNOWN: u64 = DIRTY | CORRUPT | DATA_FILE | COMPRESSION_TYPE | EXTENDED_L2;
 }
 
 /// Compatible features: unknown bits may be ignored and are kept.
 pub mod compatible {
-    /// A writer may leave refcounts behind while the dirty bit is set.
+    /// A writer may leave refcounts out of date while the dirty bit is set.
     pub const LAZY_REFCOUNTS: u64 = 1 << 0;
 }
 
@@ -71,20 +71,20 @@ pub mod extension {
     pub const BACKING_FORMAT: u32 = 0xe279_2aca;
     /// Names of feature bits.
     pub const FEATURE_NAMES: u32 = 0x6803_f857;
-    /// Where the bitmap directory is.
+    /// Location of the bitmap directory.
     pub const BITMAPS: u32 = 0x2385_2875;
-    /// Where the LUKS header is.
+    /// Location of the LUKS header.
     pub const ENCRYPTION: u32 = 0x0537_be77;
     /// Name of the data file.
     pub const DATA_FILE: u32 = 0x4441_5441;
-    /// Ours: it only fills space, or the space where that of the bitmaps was; programs ignore what they
-    /// do not know.
+    /// vdkit's own type: fills space, or replaces a removed bitmaps extension. Other programs
+    /// ignore unknown types.
     pub const PADDING: u32 = 0x7664_7064;
 }
 
 /// Host offset bits of an L1 or standard L2 entry.
 pub const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
-/// The cluster (or L2 table) is referred to once, so it may be written in place.
+/// The cluster (or L2 table) has one reference, so it may be written in place.
 pub const COPIED: u64 = 1 << 63;
 /// The L2 entry describes a compressed cluster.
 pub const COMPRESSED: u64 = 1 << 62;
@@ -95,7 +95,7 @@ pub const L1_RESERVED: u64 = !(OFFSET_MASK | COPIED);
 /// Bits of a standard L2 entry of a plain cluster that must be 0.
 pub const L2_RESERVED: u64 = !(OFFSET_MASK | COPIED | COMPRESSED | ZERO);
 
-/// Sizes that follow from the header, all of them powers of two.
+/// Sizes that follow from the header, all powers of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
     /// log2 of the cluster size.
@@ -117,7 +117,7 @@ impl Geometry {
         if self.extended { 16 } else { 8 }
     }
 
-    /// log2 of the entries of an L2 table, which fills one cluster.
+    /// log2 of the entries of an L2 table (one cluster).
     pub fn l2_bits(&self) -> u32 {
         self.cluster_bits - if self.extended { 4 } else { 3 }
     }
@@ -142,17 +142,17 @@ impl Geometry {
         at.0 >> (self.l2_bits() + self.cluster_bits)
     }
 
-    /// The index within its L2 table of a guest offset.
+    /// The L2 table index of a guest offset.
     pub fn l2_index(&self, at: GuestOffset) -> u64 {
         (at.0 >> self.cluster_bits) & (self.l2_entries() - 1)
     }
 
-    /// The offset of a guest offset within its cluster.
+    /// The offset within its cluster of a guest offset.
     pub fn in_cluster(&self, at: GuestOffset) -> u64 {
         at.0 & (self.cluster_bytes() - 1)
     }
 
-    /// The smallest unit that can be allocated or zero by itself.
+    /// The smallest unit that can be allocated or zeroed separately.
     pub fn subcluster_bytes(&self) -> u64 {
         if self.extended {
             self.cluster_bytes() / u64::from(SUBCLUSTERS)
@@ -171,7 +171,7 @@ impl Geometry {
         if self.refcount_order == 6 { u64::MAX } else { (1 << self.refcount_bits()) - 1 }
     }
 
-    /// log2 of the refcounts in a block, which fills one cluster.
+    /// log2 of the refcounts in a block (one cluster).
     pub fn refcount_block_bits(&self) -> u32 {
         self.cluster_bits + 3 - self.refcount_order
     }
@@ -186,7 +186,8 @@ impl Geometry {
         at.0 >> self.cluster_bits
     }
 
-    /// Bits of the host offset in the entry of a compressed cluster; the sector count is above.
+    /// Bits of the host offset in the entry of a compressed cluster; the sector count is above
+    /// them.
     pub fn compressed_offset_bits(&self) -> u32 {
         62 - (self.cluster_bits - 8)
     }

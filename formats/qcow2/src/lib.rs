@@ -1,4 +1,4 @@
-//! qcow2, whole: the map, the allocator and the order of metadata writes.
+//! The qcow2 format: the map, the allocator and the order of metadata writes.
 //!
 //! ```text
 //!   driver ── create, describe, measure, check      the front door
@@ -18,10 +18,10 @@
 //!
 //! # One life for a host cluster
 //!
-//! free → reserved (refcount 1, durable ahead of its use) → referenced → unlinked (gone from the
-//! map in memory) → released (gone on disk too) → reserved again or free, once no request that
-//! resolved to it is in flight. A crash at any moment leaves an image that is consistent; reserved
-//! and unlinked clusters are leaks then.
+//! free → reserved (refcount 1, durable before its use) → referenced → unlinked (removed from the
+//! map in memory) → released (removed on disk too) → reserved again or free, once no in-flight
+//! request uses it. A crash at any moment leaves a consistent image; reserved and unlinked clusters
+//! become leaks.
 
 mod allocator;
 mod amend;

@@ -1,4 +1,4 @@
-//! Finding where guest bytes are.
+//! Resolves guest offsets to host offsets.
 
 use std::sync::atomic::Ordering;
 
@@ -9,26 +9,26 @@ use crate::image::Qcow2;
 use crate::layout::{COPIED, L1_RESERVED, OFFSET_MASK, SUBCLUSTERS};
 use crate::slices::Seen;
 
-/// Who asks for more than the longest request (NBD's, 32 MiB) draws a map: what is passed on the way
-/// is not kept. A request that comes again must find all of it.
+/// Reads longer than any guest request (NBD's maximum, 32 MiB) are map scans. A scan does not cache
+/// the slices that it passes; a request that is repeated must find all of its slices.
 const REQUEST_BYTES_MAX: u64 = 32 << 20;
-/// A map's run that has gone through so many slices will be followed by others that are as long.
+/// After a run of this many slices, a scan expects the next runs to be as long.
 const PASSED_MANY: u32 = 8;
 
-/// What one look at a slice gave.
+/// Result of decoding entries of one slice.
 enum Look {
-    /// The run from the asked offset; it may go on in the next slice when `open`.
+    /// The run from the requested offset; if `open`, it may continue in the next slice.
     Run { extent: Extent, open: bool },
     /// The first entry breaks a rule.
     Fault { word: u64, expected: &'static str },
 }
 
-/// A run that is put together from what one slice after the other says.
+/// A run that is assembled slice by slice.
 struct Run {
-    /// Bytes that are asked for.
+    /// Bytes requested.
     len: u64,
     found: Option<Extent>,
-    /// Slices that it went through without being cut.
+    /// Slices that the run spans completely.
     passed: u32,
     ended: bool,
 }
@@ -39,12 +39,12 @@ impl Run {
         self.found.map_or(0, |extent| extent.len)
     }
 
-    /// Whether this is part of a map that is drawn.
+    /// Whether this is a map scan.
     fn mapping(&self) -> bool {
         self.len > REQUEST_BYTES_MAX
     }
 
-    /// What comes next; `open` where more may follow.
+    /// Appends `next`; `open` if more may follow.
     fn add(&mut self, next: Extent, open: bool) {
         let joined = match self.found {
             None => Some(next),
@@ -54,7 +54,7 @@ impl Run {
         self.ended = joined.is_none() || !open || self.done() >= self.len;
     }
 
-    /// What a slice behind the first one says.
+    /// Adds the result of a slice after the first one.
     fn see(&mut self, look: Look) -> Seen {
         match look {
             Look::Run { extent, open } => self.add(extent, open),
@@ -74,7 +74,7 @@ impl Run {
 }
 
 impl Qcow2 {
-    /// The L1 entry of an index: the table's offset, or nothing.
+    /// The L1 entry of an index: the table's offset and its COPIED flag, if there is a table.
     pub(crate) fn l2_table(&self, l1_index: u64) -> Result<Option<(HostOffset, bool)>> {
         let word = self.l1.read().get(l1_index as usize).copied().unwrap_or(0);
         let offset = word & OFFSET_MASK;
@@ -96,8 +96,8 @@ impl Qcow2 {
         Ok(Some((HostOffset(offset), word & COPIED != 0)))
     }
 
-    /// Guest bytes from `at` for which no L2 table exists. The caller has found none for `at`: one
-    /// that another thread has made since counts as made later.
+    /// Guest bytes from `at` without an L2 table. The caller has found none for `at`; the result
+    /// ignores a table that another thread has made for `at` since.
     fn absent_run(&self, at: GuestOffset, len: u64) -> u64 {
         let span = self.geometry.l2_span();
         let l1 = self.l1.read();
@@ -107,12 +107,12 @@ impl Qcow2 {
         while index <= last && l1.get(index as usize).is_none_or(|w| w & OFFSET_MASK == 0) {
             index += 1;
         }
-        // `index` is above `first`, so the product is beyond `at` (and below 2^64: it is at most
-        // one span beyond a guest size that is below 2^63).
+        // `index` is above `first`, so the product is beyond `at`. It cannot overflow: it is at
+        // most one span beyond a guest size below 2^63.
         (index * span - at.0).min(len)
     }
 
-    /// The host offset of the slice with the entry of `at`.
+    /// Host offset of the slice that holds the entry of `at`.
     pub(crate) fn slice_of(&self, table: HostOffset, at: GuestOffset) -> u64 {
         let byte = self.geometry.l2_index(at) * self.geometry.l2_entry_bytes();
         table.0 + (byte & !(self.slices.slice_bytes() - 1))
@@ -144,7 +144,7 @@ impl Qcow2 {
             match found {
                 Some(Look::Run { extent, open }) => {
                     run.add(extent, open);
-                    // (Where what comes next is another run, that one begins here.)
+                    // If the run has ended, the next run begins in this slice, so it stays cached.
                     if passing && !run.ended {
                         self.slices.pass(key);
                     }
@@ -156,7 +156,7 @@ impl Qcow2 {
                     return Err(self.entry_fault(table, index, word, expected));
                 }
                 None if run.found.is_none() => self.slices.load(key, &*self.storage)?,
-                // Whoever asked for more than one slice tells may ask for all.
+                // The request spans several slices: read the rest of the table at once.
                 None => {
                     let rest = table.0 + self.geometry.cluster_bytes() - key;
                     let count = rest / self.slices.slice_bytes();
@@ -185,7 +185,7 @@ impl Qcow2 {
         self.guard_metadata(at, extent).ok()
     }
 
-    /// An image whose map sends guest bytes to its own metadata must not be written through it.
+    /// Fails if a writable image maps guest bytes to its own metadata, which a write would destroy.
     fn guard_metadata(&self, at: GuestOffset, extent: Extent) -> Result<Extent> {
         let Place::Data { offset, exclusive: true, .. } = extent.place else { return Ok(extent) };
         if !self.writable || self.has_data_file() {
@@ -206,7 +206,7 @@ impl Qcow2 {
         }
     }
 
-    /// Reads entry `index` of a slice that begins at entry 0.
+    /// Entry `index` of the slice `words`.
     pub(crate) fn entry_in(&self, words: &[u64], index: usize) -> L2Entry {
         if self.geometry.extended {
             L2Entry { word: words[2 * index], bitmap: words[2 * index + 1] }
@@ -215,7 +215,6 @@ impl Qcow2 {
         }
     }
 
-    /// Entries in a slice.
     pub(crate) fn slice_entries(&self) -> usize {
         (self.slices.slice_bytes() / self.geometry.l2_entry_bytes()) as usize
     }
@@ -260,7 +259,7 @@ impl Qcow2 {
         Look::Run { extent, open: open && !matches!(extent.place, Place::Compressed(_)) }
     }
 
-    /// How many entries behind `index` say no more than that what it says goes on.
+    /// Number of entries after `index` that continue its run.
     fn continued(&self, words: &[u64], index: usize, place: Place) -> u64 {
         if self.geometry.extended {
             return 0;
@@ -269,7 +268,7 @@ impl Qcow2 {
         let (step, most) = match place {
             Place::Data { .. } => {
                 let step = self.geometry.cluster_bytes();
-                // Host offsets must not run over into the flags above them.
+                // Host offsets must not overflow into the flags above them.
                 (step, (OFFSET_MASK - (word & OFFSET_MASK)) / step)
             }
             Place::Compressed(_) => return 0,
@@ -280,7 +279,7 @@ impl Qcow2 {
         steps(&behind[..most], word, step)
     }
 
-    /// What one entry says from `at` on, up to the end of a run of equal subclusters.
+    /// The extent of one entry from `at`, up to the end of a run of equal subclusters.
     fn extent_of(&self, entry: L2Entry, at: GuestOffset, len: u64) -> Extent {
         let geometry = &self.geometry;
         let in_cluster = geometry.in_cluster(at);
@@ -325,8 +324,8 @@ impl Qcow2 {
     }
 }
 
-/// How many of the words go on from `word` in steps of `step`. A disk of many gigabytes in one piece is
-/// looked at thousands of entries at a time: so many words at once that one branch does for all.
+/// Number of leading words that continue `word` in steps of `step`. Compares a chunk of words per
+/// branch, since a contiguous disk has thousands of such entries.
 fn steps(words: &[u64], word: u64, step: u64) -> u64 {
     const AT_ONCE: usize = 32;
     let mut next = word + step;
@@ -355,8 +354,8 @@ mod tests {
     use crate::Qcow2Driver;
     use crate::layout::ZERO;
 
-    /// Whoever found no L2 table may count the run after another thread has made one. Counted from
-    /// the made table on the run once came out as nothing, or as all there is.
+    /// A thread that found no L2 table may count the run after another thread has made one.
+    /// Counting from the new table once returned an empty run or one of the full length.
     #[test]
     fn a_table_made_meanwhile_shortens_no_run_below_its_end_and_lengthens_none() {
         let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
@@ -391,7 +390,7 @@ mod tests {
         }
     }
 
-    /// A table whose entries are given as (entries, host cluster of the first, step, flags).
+    /// An image with one table; each run is (entries, host cluster of the first, step, flags).
     fn image_of(runs: &[(u64, u64, u64, u64)]) -> (Arc<CountingStorage>, Arc<Qcow2>) {
         let memory: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
         let request = CreateRequest {
@@ -436,7 +435,7 @@ mod tests {
             let extent = image.map_loading(at, image.guest_len() - at.0).unwrap();
             runs.push((extent.len >> 15, extent.place));
             at += extent.len;
-            // The entry of the last cluster that has an offset within 2^56 ends the good ones.
+            // The last valid entry names the last host cluster below 2^56.
             if at.0 >> 16 == 2002 + 7 {
                 break;
             }
@@ -466,13 +465,13 @@ mod tests {
         let extent = image.map_loading(GuestOffset(0), 512 << 20).unwrap();
         assert_eq!(extent.len, 512 << 20);
         assert_eq!(storage.counts().reads, 2, "the first slice, then all others");
-        // One slice is all that a request of one cluster needs.
+        // A request of one cluster reads one slice.
         let (storage, image) = image_of(&[(8192, 5, 1, COPIED)]);
         image.map_loading(GuestOffset(100 << 20), 65536).unwrap();
         assert_eq!((storage.counts().reads, storage.counts().bytes_read), (1, 4096));
     }
 
-    /// All runs of an image, as whoever converts it asks for them.
+    /// Number of runs of an image, resolved as a conversion does.
     fn runs(image: &Qcow2) -> usize {
         let mut at = GuestOffset(0);
         let mut runs = 0;
@@ -485,26 +484,26 @@ mod tests {
 
     #[test]
     fn only_what_is_asked_for_again_is_kept() {
-        // One run: the slices that it begins and ends in.
+        // One run: keeps its first and last slice.
         let (storage, image) = image_of(&[(8192, 5, 1, COPIED)]);
         assert_eq!(runs(&image), 1);
         assert_eq!((storage.counts().reads, image.slices.stats().used_bytes), (2, 2 * 4096));
-        // Two: also the one where they meet, and what is behind it is read again.
+        // Two runs: also keeps the slice where they meet; the slices after it are read again.
         let (storage, image) = image_of(&[(6000, 5, 1, COPIED), (2192, 9000, 1, COPIED)]);
         assert_eq!(runs(&image), 2);
         assert_eq!((storage.counts().reads, image.slices.stats().used_bytes), (3, 3 * 4096));
-        // A request that comes again finds all of it.
+        // A repeated request finds all of its slices.
         let (storage, image) = image_of(&[(8192, 5, 1, COPIED)]);
         for _ in 0..2 {
             image.map_loading(GuestOffset(31 << 20), 32 << 20).unwrap();
         }
         assert_eq!(storage.counts().reads, 2);
-        // Many: each slice is read once, and all but the first at once.
+        // Many runs: each slice is read once, all but the first in one read.
         let (storage, image) = image_of(&[(8192, 5, 2, COPIED)]);
         assert_eq!(runs(&image), 8192);
         assert_eq!((storage.counts().reads, storage.counts().bytes_read), (2, 65536));
         assert_eq!(image.slices.stats().used_bytes, 65536);
-        // Whoever asks once more finds it.
+        // The second scan reads nothing.
         assert_eq!(runs(&image), 8192);
         assert_eq!(storage.counts().reads, 2);
     }
@@ -515,7 +514,7 @@ mod tests {
         image.expect_one_pass();
         assert_eq!(runs(&image), 1);
         assert_eq!((storage.counts().reads, image.slices.stats().used_bytes), (2, 4096));
-        // Runs that end within slices, with them, and just before and behind their ends.
+        // Runs that end inside slices, at their ends, and one entry before and after.
         for count in [1, 2, 510, 511, 512, 513, 1000, 1024, 4096] {
             let all: Vec<_> = (0..8192 / count)
                 .map(|i| (count, 5 + i * (count + 1), 1, COPIED))
@@ -525,15 +524,15 @@ mod tests {
             image.expect_one_pass();
             assert_eq!(runs(&image), (8192_u64.div_ceil(count)) as usize);
             let counts = storage.counts();
-            // Behind long runs the slices that follow are read again, as without.
+            // After long runs the following slices are read again, as without one-pass mode.
             let most = if count < 4096 { (2, 65536) } else { (3, 65536 + 32768) };
             let cost = (counts.reads, counts.bytes_read);
             assert!(cost <= most, "{count}: {cost:?}");
-            // The last 32 MiB are asked for as a request asks.
+            // The last 32 MiB count as a request, not as a scan.
             let used = image.slices.stats().used_bytes;
             assert!(used <= 2 * 4096, "{count}: {used}");
         }
-        // What a request has used stays for the next, whoever draws a map meanwhile.
+        // A map scan does not evict the slice that a request has used.
         let (storage, image) = image_of(&[(8192, 5, 2, COPIED)]);
         image.expect_one_pass();
         image.map_loading(GuestOffset(100 << 20), 65536).unwrap();
@@ -543,7 +542,7 @@ mod tests {
         assert_eq!(storage.counts().reads, 0);
     }
 
-    /// What changed since it was read, or was never written, is told all the same.
+    /// A walk returns cached changes even if they were never written.
     #[test]
     fn a_walk_sees_slices_as_they_are_in_memory() {
         let (_, image) = image_of(&[(8192, 5, 1, COPIED)]);

@@ -1,11 +1,11 @@
-//! How large an image becomes: the arithmetic behind measuring and creating.
+//! Computes image sizes, for measuring and creating.
 
 use vdkit_block::{Error, Measured, Options, Result, align_up};
 
 use crate::layout::{CLUSTER_BITS, Geometry, L1_BYTES_MAX};
 use crate::options::{CreateOptions, Preallocation};
 
-/// Guest disks are made of sectors.
+/// Guest disks consist of whole sectors.
 const SECTOR_BYTES: u64 = 512;
 
 /// Refcount blocks and refcount table for `others` clusters and for themselves.
@@ -16,7 +16,7 @@ pub(crate) struct RefcountClusters {
 }
 
 impl RefcountClusters {
-    /// The smallest that also cover their own clusters. `others` is below 2^53.
+    /// The smallest sizes that also cover their own clusters. `others` is below 2^53.
     pub(crate) fn covering(others: u64, geometry: &Geometry) -> Self {
         let mut found = Self { table: 0, blocks: 0 };
         loop {
@@ -24,8 +24,8 @@ impl RefcountClusters {
             let blocks = clusters.div_ceil(geometry.refcount_block_entries());
             let table = blocks.div_ceil(geometry.cluster_bytes() / 8);
             let next = Self { table, blocks };
-            // Grows until it holds: each round adds what the last one's additions need, which
-            // is a fraction of them.
+            // Terminates: each iteration adds refcounts for the last one's additions, a fraction of
+            // them.
             if next == found {
                 return found;
             }
@@ -34,14 +34,14 @@ impl RefcountClusters {
     }
 }
 
-/// What the refcount blocks of a new image may take so that the file can grow, with the one that
-/// each image has; and what its refcount table may take for the same reason.
+/// Most bytes of a new image's refcount blocks, prepared for its growth, including the block that
+/// every image has; also the limit for its refcount table.
 const ROOM_BYTES: u64 = 64 << 10;
 
 impl RefcountClusters {
-    /// For a new image that has `others` clusters, and `full` when all of its disk is allocated:
-    /// with blocks and a table for the growth to come. The smallest with clusters of 64 KiB and more,
-    /// and never more than the wholly allocated disk needs.
+    /// Sizes for a new image of `others` clusters (`full` when its disk is fully allocated), with
+    /// blocks and a table for future growth. The smallest sizes with clusters of 64 KiB or more,
+    /// and never more than the fully allocated disk needs.
     pub(crate) fn roomy(others: u64, full: u64, geometry: &Geometry) -> Self {
         let least = Self::covering(others, geometry);
         let full = Self::covering(full.max(others), geometry);
@@ -50,7 +50,7 @@ impl RefcountClusters {
             table: least.table.max(full.table_with_room(geometry)),
             blocks: (least.blocks + room).min(full.blocks),
         };
-        // What the room itself takes is described too: less than the room, so this ends.
+        // The additional clusters need refcounts too, but fewer each time, so this terminates.
         loop {
             let clusters = others + found.table + found.blocks;
             let blocks = clusters.div_ceil(geometry.refcount_block_entries()).max(found.blocks);
@@ -63,29 +63,28 @@ impl RefcountClusters {
         }
     }
 
-    /// Clusters of a refcount table that need not become larger soon, where these refcounts are
-    /// those of the wholly allocated disk.
+    /// Clusters of a refcount table with room to grow; `self` is for the fully allocated disk.
     pub(crate) fn table_with_room(&self, geometry: &Geometry) -> u64 {
         self.table.min((ROOM_BYTES >> geometry.cluster_bits).max(1))
     }
 }
 
-/// What a guest disk of some size needs when all of it is mapped, in clusters.
+/// Sizes of a fully mapped guest disk, in clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct GuestSizes {
     /// Bytes of the disk: whole sectors.
     pub(crate) bytes: u64,
-    /// Guest clusters; the last one may be cut short by the end of the disk.
+    /// Guest clusters; the last one may be partial.
     pub(crate) clusters: u64,
-    /// L1 entries that are needed, and L2 tables when all is mapped.
+    /// L1 entries, and L2 tables of the fully mapped disk.
     pub(crate) l2_tables: u64,
-    /// Clusters of the L1 table.
     pub(crate) l1_clusters: u64,
 }
 
 impl GuestSizes {
     /// # Errors
-    /// [`Error::Invalid`] where the L1 table would be too large, naming a cluster size that does.
+    /// [`Error::Invalid`] if the L1 table would be too large; the message names a cluster size that
+    /// fits.
     pub(crate) fn new(guest_bytes: u64, geometry: &Geometry) -> Result<Self> {
         let fits = |geometry: &Geometry| {
             align_up(guest_bytes, SECTOR_BYTES)
@@ -116,7 +115,7 @@ impl GuestSizes {
     }
 }
 
-/// A cluster size as users write it.
+/// Formats a cluster size as users write it.
 pub(crate) fn size_text(cluster_bits: u32) -> String {
     match cluster_bits {
         0..10 => (1u32 << cluster_bits).to_string(),
@@ -125,9 +124,9 @@ pub(crate) fn size_text(cluster_bits: u32) -> String {
     }
 }
 
-/// See [`vdkit_block::FormatDriver::measure`]. Equal to `qemu-img measure`: metadata is counted
-/// for the fully allocated disk in both numbers, so the required size is an upper bound; and data
-/// is counted although an external data file may hold it.
+/// See [`vdkit_block::FormatDriver::measure`]. Equal to `qemu-img measure`: both sizes include the
+/// metadata of the fully allocated disk, so the required size is an upper bound; both include the
+/// data even if an external data file holds it.
 ///
 /// # Errors
 /// [`Error::Invalid`] for options or sizes that no image can have.
@@ -144,8 +143,9 @@ pub(crate) fn measure(guest_bytes: u64, options: &Options, data_clusters: u64) -
         Preallocation::Falloc | Preallocation::Full => guest.clusters,
         Preallocation::Off | Preallocation::Metadata => data_clusters.min(guest.clusters),
     };
-    // The L1 limit keeps the disk below 2^62 bytes, and metadata is a fraction of it at most
-    // where refcounts have 64 bits and clusters 512 bytes: 2^37 bytes of disk then.
+    // No overflow: the L1 limit keeps the disk below 2^62 bytes, and metadata is a fraction of
+    // that. Its share is largest with 64-bit refcounts and clusters of 512 bytes, where the disk is
+    // at most 2^37 bytes.
     let bytes = |clusters: u64| clusters << geometry.cluster_bits;
     Ok(Measured { required: bytes(full - guest.clusters + data), fully_allocated: bytes(full) })
 }

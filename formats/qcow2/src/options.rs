@@ -1,11 +1,11 @@
-//! The options of a new image, and which of them go together.
+//! Options of a new image, and which combinations are valid.
 
 use vdkit_block::{BackingRef, Codec, Error, OptionKind, OptionSpec, Options, Result};
 use vdkit_luks::{INNER_OPTIONS, NewHeader};
 
 use crate::layout::{CLUSTER_BITS, EXTENDED_CLUSTER_BITS_MIN, Geometry};
 
-/// The options that users may give, with qemu-img's names.
+/// Options that users may give, with qemu-img's names.
 pub(crate) const SPECS: &[OptionSpec] = &[
     OptionSpec {
         key: "compat",
@@ -90,7 +90,7 @@ pub(crate) const SPECS: &[OptionSpec] = &[
 /// The option that asks for encryption.
 pub(crate) const ENCRYPT_FORMAT: &str = "encrypt.format";
 
-/// How much of a new image is made ahead of the guest's writes.
+/// How much of a new image is allocated before the guest writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Preallocation {
     /// Nothing.
@@ -103,7 +103,7 @@ pub(crate) enum Preallocation {
     Full,
 }
 
-/// What the options ask for, all of it possible together.
+/// The validated options.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct CreateOptions {
     /// 2 or 3.
@@ -123,10 +123,10 @@ fn invalid<T>(message: impl Into<String>) -> Result<T> {
 }
 
 impl CreateOptions {
-    /// `backing` is what the caller names beside the options.
+    /// `backing` is the backing file that the caller names separately from the options.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for what cannot be or does not go together, with the way to mend it.
+    /// [`Error::Invalid`] for invalid values or combinations; the message says how to correct them.
     pub(crate) fn new(options: &Options, backing: Option<&BackingRef>) -> Result<Self> {
         let version = match options.text("compat") {
             Some("0.10" | "v2") => 2,
@@ -224,7 +224,7 @@ impl CreateOptions {
         Ok(())
     }
 
-    /// A raw data file is the disk, so each cluster is there from the start.
+    /// A raw data file is the disk itself, so all clusters are mapped from the start.
     fn with_implied(mut self) -> Self {
         if self.data_file_raw && self.preallocation == Preallocation::Off {
             self.preallocation = Preallocation::Metadata;
@@ -252,7 +252,7 @@ fn refcount_order(bits: u64) -> Result<u32> {
     Ok(bits.trailing_zeros())
 }
 
-/// The encryption that the options ask for; the details mean nothing without the format.
+/// The requested encryption; its detail options are invalid without the format.
 fn encryption_of(options: &Options) -> Result<Option<NewHeader>> {
     if options.text(ENCRYPT_FORMAT).is_some() {
         return Ok(Some(NewHeader::from_options(options, "encrypt.")?));
@@ -263,7 +263,7 @@ fn encryption_of(options: &Options) -> Result<Option<NewHeader>> {
     }
 }
 
-/// The caller's word and the options' as one.
+/// Merges the caller's backing file with that of the options.
 fn backing_of(options: &Options, given: Option<&BackingRef>) -> Result<Option<BackingRef>> {
     let (name, format) = (text(options, "backing_file"), text(options, "backing_fmt"));
     let (name, format) = match given {

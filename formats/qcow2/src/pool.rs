@@ -1,19 +1,17 @@
-//! Host clusters that are reserved ahead: their refcount is 1 and nothing refers to them yet.
+//! Pool of preallocated host clusters: their refcount is 1 and nothing refers to them yet.
 //!
-//! After a crash they are leaks and no more. Each run knows whether its bytes still read as zero
-//! (it lies beyond what the file once was) and since which flush its refcounts are durable: those
-//! two facts decide whether a write into it needs a barrier of its own.
+//! After a crash they are only leaks. Each run records whether its bytes still read as zero (it is
+//! beyond the former end of the file) and which flush makes its refcounts durable. These two facts
+//! decide whether a write into it needs a barrier of its own.
 
 use std::collections::BTreeMap;
 
-/// Clusters handed out.
+/// A run of reserved clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Space {
-    /// First host cluster.
     pub(crate) first: u64,
-    /// How many.
     pub(crate) count: u64,
-    /// They read as zero and always have since they belong to the file.
+    /// The clusters read as zero and were never written.
     pub(crate) fresh: bool,
     /// The flush that makes their refcounts durable.
     pub(crate) sequence: u64,
@@ -26,7 +24,7 @@ pub(crate) struct Pool {
     clusters: u64,
 }
 
-/// How many runs a search looks at before it gives up: the file grows instead.
+/// Most runs that a search visits before the file grows instead.
 const SEARCH_MAX: usize = 64;
 
 impl Pool {
@@ -35,7 +33,7 @@ impl Pool {
         self.clusters
     }
 
-    /// Puts clusters in, joining them to neighbours of their kind.
+    /// Adds clusters, merging them with adjacent runs of the same kind.
     pub(crate) fn add(&mut self, mut space: Space) {
         self.clusters += space.count;
         let joins = |a: &Space, b: &Space| {
@@ -79,7 +77,7 @@ impl Pool {
         Some(Space { first: cluster, count, ..run })
     }
 
-    /// Takes `count` clusters from the first run that holds so many.
+    /// Takes `count` clusters from the first run that is long enough.
     pub(crate) fn take(&mut self, count: u64) -> Option<Space> {
         let first = self.runs.values().take(SEARCH_MAX).find(|r| r.count >= count)?.first;
         self.take_at(first, count)
@@ -87,7 +85,7 @@ impl Pool {
 
     /// Takes `count` clusters that still read as zero.
     pub(crate) fn take_fresh(&mut self, count: u64) -> Option<Space> {
-        // Fresh space lies at the end of the file.
+        // Fresh space is at the end of the file.
         let mut runs = self.runs.values().rev().take(SEARCH_MAX);
         let first = runs.find(|r| r.fresh && r.count >= count)?.first;
         self.take_at(first, count)

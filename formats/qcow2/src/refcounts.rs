@@ -1,6 +1,6 @@
 //! Refcounts of host clusters: the table in memory, blocks in slices of up to 4 KiB.
 //!
-//! Everything here happens under the image's metadata lock.
+//! All operations run under the image's metadata lock.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -20,21 +20,20 @@ const SLICES_MAX: usize = 1024;
 #[derive(Debug)]
 pub(crate) struct Refcounts {
     geometry: Geometry,
-    /// Where the table is.
     pub(crate) table_offset: HostOffset,
-    /// Host offsets of the refcount blocks; 0 where there is none.
+    /// Host offsets of the refcount blocks; 0 for none.
     pub(crate) table: Vec<u64>,
     slices: FxHashMap<u64, Vec<u8>>,
     dirty: BTreeSet<u64>,
-    /// Slices whose copies are being written: they must not be read again from disk meanwhile.
+    /// Slices whose copies are being written, which must not be reread from disk meanwhile.
     writing: BTreeSet<u64>,
     /// Indexes of changed table entries.
     dirty_table: BTreeSet<usize>,
-    /// From this cluster on every refcount that is not in a slice here is 0, whatever the file may hold.
+    /// From this cluster on, every refcount that is not cached is 0, whatever the file holds.
     zero_from: u64,
 }
 
-/// The place of one refcount: its slice's host offset and its index there.
+/// The place of one refcount: the host offset of its slice and its index there.
 struct Place {
     slice: u64,
     index: u64,
@@ -47,7 +46,7 @@ impl Refcounts {
     pub(crate) fn read(header: &Header, storage: &dyn Storage) -> Result<Self> {
         let geometry = header.geometry;
         let bytes = u64::from(header.refcount_table_clusters) << geometry.cluster_bits;
-        // One read, whatever its size: on the stack, where that has room for it.
+        // One read of any size, into the stack if it fits.
         let (mut small, mut large);
         let raw: &mut [u8] = if bytes <= PIECE_BYTES as u64 {
             small = [0; PIECE_BYTES];
@@ -57,8 +56,8 @@ impl Refcounts {
             &mut large
         };
         storage.read_padded(raw, header.refcount_table_offset)?;
-        // A table has room for far more blocks than most images have: pages of it that hold nothing
-        // but zeroes are left as they came from the allocator, so that they cost no memory.
+        // A table has room for far more blocks than most images have. Zero pages of it are left
+        // untouched after the zeroed allocation, so that they use no memory.
         let mut table = vec![0; raw.len() / 8];
         for (words, piece) in table.chunks_mut(512).zip(raw.chunks(4096)) {
             if is_zero(piece) {
@@ -68,8 +67,8 @@ impl Refcounts {
                 *word = u64::from_be_bytes(*bytes);
             }
         }
-        // A block behind the end of the file would be taken for one of zeroes, and what it has
-        // counted be given away again.
+        // A block beyond the end of the file would read as zeroes, and the clusters that it
+        // describes would be allocated again.
         let end = storage.len()?.min(HOST_OFFSET_END);
         for (index, &entry) in table.iter().enumerate() {
             if entry & (geometry.cluster_bytes() - 1) != 0 || entry >= end {
@@ -102,18 +101,18 @@ impl Refcounts {
         }
     }
 
-    /// Refcounts of an image that is only read.
+    /// Refcounts of a read-only image.
     pub(crate) fn empty(header: &Header) -> Self {
         Self::new(header.geometry, header.refcount_table_offset, Vec::new())
     }
 
-    /// The cluster behind the last one that a block describes.
+    /// One past the last cluster that a block describes.
     pub(crate) fn covered_end(&self) -> u64 {
         let blocks = self.table.iter().rposition(|&e| e != 0).map_or(0, |i| i as u64 + 1);
         blocks << self.geometry.refcount_block_bits()
     }
 
-    /// Shortens the table in memory again, after a failed attempt to make it longer.
+    /// Shortens the table in memory after a failed attempt to extend it.
     pub(crate) fn truncate_table(&mut self, len: usize) {
         self.table.truncate(len);
         self.dirty_table.split_off(&len);
@@ -133,7 +132,6 @@ impl Refcounts {
         (self.table.len() as u64) << self.geometry.refcount_block_bits()
     }
 
-    /// The block index of a cluster.
     pub(crate) fn block_index(&self, cluster: u64) -> usize {
         (cluster >> self.geometry.refcount_block_bits()) as usize
     }
@@ -170,8 +168,9 @@ impl Refcounts {
         blocks.windows(2).all(|pair| pair[0] != pair[1])
     }
 
-    /// Takes refcounts from a cluster on for 0 without reading them: nothing in the image refers to
-    /// such a cluster, so whatever the file says of it is a leak. Before any of them is asked for.
+    /// Treats all refcounts from `cluster` on as 0 without reading them: nothing in the image
+    /// refers to these clusters, so nonzero refcounts in the file are leaks. Must precede the first
+    /// lookup.
     pub(crate) fn zero_from(&mut self, cluster: u64) {
         debug_assert!(self.slices.is_empty());
         self.zero_from = cluster;
@@ -181,8 +180,8 @@ impl Refcounts {
         self.load_run(place, 1, storage)
     }
 
-    /// Loads a slice; one that has to be read brings those behind it along where `count`, of one block,
-    /// are going to be asked for.
+    /// Loads a slice. If it must be read, reads up to `count` consecutive slices of the block with
+    /// it.
     fn load_run(
         &mut self,
         place: &Place,
@@ -198,7 +197,8 @@ impl Refcounts {
             let step = self.slice_bytes();
             let unknown = self.zero_from.saturating_sub(place.first).div_ceil(self.slice_entries());
             if unknown == 0 {
-                // It may be written, dropped and wanted again: up to its end the file tells.
+                // The slice may be written, dropped and read again, so the file is authoritative up
+                // to its end.
                 self.zero_from = place.first + self.slice_entries();
                 return Ok(self.slices.entry(slice).or_insert_with(|| vec![0; step as usize]));
             }
@@ -216,7 +216,7 @@ impl Refcounts {
         Ok(self.slices.entry(slice).or_default())
     }
 
-    /// How many slices of one block hold the refcounts from a place up to a cluster.
+    /// Number of slices of one block that hold the refcounts of `clusters` clusters from `place`.
     fn slices_to(&self, place: &Place, clusters: u64) -> u64 {
         (place.index + clusters).div_ceil(self.slice_entries()).max(1)
     }
@@ -238,8 +238,8 @@ impl Refcounts {
         Ok(())
     }
 
-    /// Sets the refcounts of a run of clusters that blocks describe. Says how many from the front have
-    /// the value now; after an error of the storage the others have theirs as before.
+    /// Sets the refcounts of a run of clusters that blocks describe. Returns how many from the
+    /// front were set; after a storage error the others are unchanged.
     pub(crate) fn set_run(
         &mut self,
         first: u64,
@@ -306,7 +306,7 @@ impl Refcounts {
         Ok(end)
     }
 
-    /// Takes all that is dirty, to be written from copies or as it stands.
+    /// Takes everything dirty, to be written from copies or directly from the cache.
     pub(crate) fn take_dirty(&mut self) -> DirtyRefcounts {
         self.writing.clone_from(&self.dirty);
         DirtyRefcounts {
@@ -315,7 +315,7 @@ impl Refcounts {
         }
     }
 
-    /// Copies of what was taken.
+    /// Copies the taken slices and table entries.
     pub(crate) fn copies(&self, taken: &DirtyRefcounts) -> Writes {
         let mut writes = Writes::new();
         for run in runs(&taken.slices, self.slice_bytes()) {
@@ -327,14 +327,15 @@ impl Refcounts {
         writes
     }
 
-    /// Writes what was taken, a piece at a time: nobody changes it meanwhile.
+    /// Writes the taken slices and table entries in pieces; the caller's lock prevents changes
+    /// meanwhile.
     pub(crate) fn write(&self, taken: &DirtyRefcounts, storage: &dyn Storage) -> Result<()> {
         let runs = runs(&taken.slices, self.slice_bytes());
         write_pieces(storage, runs, |at, piece| self.copy_run(at, piece))?;
         self.table_words(taken).try_for_each(|(at, word)| storage.write_at(&word, HostOffset(at)))
     }
 
-    /// Copies slices that lie behind each other.
+    /// Copies consecutive slices.
     fn copy_run(&self, first: u64, out: &mut [u8]) {
         let step = self.slice_bytes() as usize;
         for (key, out) in (first..).step_by(step).zip(out.chunks_mut(step)) {
@@ -348,19 +349,19 @@ impl Refcounts {
         taken.table.iter().map(move |index| (place(index), self.table[*index].to_be_bytes()))
     }
 
-    /// What was taken reached the storage.
+    /// The taken changes reached the storage.
     pub(crate) fn written(&mut self, _taken: DirtyRefcounts) {
         self.writing.clear();
     }
 
-    /// Marks dirty again what could not be written.
+    /// Marks the taken changes dirty again after a failed write.
     pub(crate) fn restore_dirty(&mut self, taken: DirtyRefcounts) {
         self.writing.clear();
         self.dirty.extend(taken.slices);
         self.dirty_table.extend(taken.table);
     }
 
-    /// Drops cached slices of a block, whose content on disk was written another way.
+    /// Drops cached slices of a block that was changed on disk without the cache.
     pub(crate) fn forget_block(&mut self, block: HostOffset) {
         self.zero_from = u64::MAX;
         let end = block.0 + self.geometry.cluster_bytes();
@@ -371,8 +372,7 @@ impl Refcounts {
     }
 }
 
-/// Whether all refcounts of a range of a block's part are 0, by looking at whole bytes where the
-/// range begins and ends with one.
+/// Whether all refcounts of a range are 0. Returns true only for ranges of whole bytes.
 fn all_zero(block: &[u8], range: Range<u64>, order: u32) -> bool {
     let bits = range.start << order..range.end << order;
     bits.start % 8 == 0
@@ -380,7 +380,7 @@ fn all_zero(block: &[u8], range: Range<u64>, order: u32) -> bool {
         && is_zero(&block[(bits.start / 8) as usize..(bits.end / 8) as usize])
 }
 
-/// What [`Refcounts::take_dirty`] took.
+/// Dirty refcounts from [`Refcounts::take_dirty`].
 #[derive(Debug)]
 pub(crate) struct DirtyRefcounts {
     slices: BTreeSet<u64>,
@@ -394,8 +394,8 @@ impl DirtyRefcounts {
     }
 }
 
-/// Reads refcount `index` of a block or a part of one; below 8 bits the lowest bits of a byte come
-/// first (qcow2 specification, "Host cluster management").
+/// Reads refcount `index` of a block or slice; below 8 bits, the first refcount is in the lowest
+/// bits of a byte (qcow2 specification, "Host cluster management").
 pub(crate) fn get_refcount(block: &[u8], index: u64, order: u32) -> u64 {
     let i = index as usize;
     match order {
@@ -437,7 +437,7 @@ pub(crate) fn set_refcount(block: &mut [u8], index: u64, order: u32, value: u64)
     }
 }
 
-/// Writes refcounts with one value; see [`set_refcount`].
+/// Sets a range of refcounts to one value; see [`set_refcount`].
 fn set_refcounts(block: &mut [u8], range: Range<u64>, order: u32, value: u64) {
     let bytes = (range.start as usize) << order >> 3..(range.end as usize) << order >> 3;
     match order {
@@ -488,14 +488,14 @@ mod tests {
         };
         assert_eq!(cost(&found), (1, 65536));
         assert_eq!(cost(&|r| r.set_run(4, (1 << 15) - 4, 1, &*storage).1.unwrap()), (1, 65536));
-        // Slices that are there are not read again, nor those behind them.
+        // Cached slices are not reread, nor are the slices after them.
         let thrice = |r: &mut Refcounts| {
             r.set(2048 * 3, 7, &*storage).unwrap();
             r.set_run(2000, 2048 * 6, 1, &*storage).1.unwrap();
             assert_eq!(r.get(2048 * 3, &*storage).unwrap(), 1);
         };
         assert_eq!(cost(&thrice), (3, 4096 * 7));
-        // Nor those from where nothing is in use, which begin with a slice.
+        // Slices beyond the used clusters are not read either.
         let beyond = |r: &mut Refcounts| {
             r.zero_from(2048 * 2 + 1);
             r.set_run(2000, 2048 * 6, 1, &*storage).1.unwrap();
@@ -504,7 +504,7 @@ mod tests {
         assert_eq!(cost(&beyond), (1, 4096 * 3));
     }
 
-    /// Refcounts of so many blocks, with leaks all over the file.
+    /// Refcounts of `blocks` blocks, with leaks all over the file.
     fn leaking(storage: &MemoryStorage, cluster_bits: u32, blocks: u64) -> Refcounts {
         let geometry = Geometry { cluster_bits, refcount_order: 4, extended: false };
         let table: Vec<u64> = (1..=blocks).map(|block| block << 21).collect();
@@ -531,7 +531,7 @@ mod tests {
         let end = per_block * (blocks - 1);
         refcounts.set_run(0, end, 7, &storage).1.unwrap();
         flush(&mut refcounts, &storage);
-        // One more drops what is clean.
+        // One more slice drops the clean ones.
         refcounts.set(end, 8, &storage).unwrap();
         assert_eq!(refcounts.slices.len(), 1);
         let mut get = |cluster| refcounts.get(cluster, &storage).unwrap();
@@ -555,7 +555,7 @@ mod tests {
                 flush(&mut refcounts, &storage);
                 refcounts.slices.clear();
             }
-            // Of a block that was written another way, the file tells.
+            // After `forget_block`, refcounts are read from the file.
             assert_eq!(refcounts.get(2048 * 8, &storage).unwrap(), 0);
             refcounts.forget_block(HostOffset(1 << 21));
             assert_eq!(refcounts.get(2048 * 8, &storage).unwrap(), 0xffff);
@@ -596,7 +596,7 @@ mod tests {
                 assert_eq!(get_refcount(&block, i, order), want, "order {order} index {i}");
             }
         }
-        // The specification's order within a byte: the first refcount is in the lowest bits.
+        // Specification: the first refcount is in the lowest bits of a byte.
         let mut byte = [0u8];
         set_refcount(&mut byte, 0, 1, 3);
         assert_eq!(byte, [0b11]);

@@ -1,4 +1,4 @@
-//! Changing the size of the guest disk.
+//! Resizes the guest disk.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -36,7 +36,8 @@ impl Qcow2 {
         if old == new {
             return Ok(());
         }
-        // Also what a header may name that could not be taken back: nothing may be written there.
+        // Also fails while a failed header write is not undone: the header may name space that
+        // would be overwritten.
         self.before_change(&mut self.meta.lock())?;
         let resizing = self.bitmaps_before_resize(old, new)?;
         let resized = match new > old {
@@ -57,10 +58,10 @@ impl Qcow2 {
             )));
         }
         self.hide_tail(old)?;
-        // What a shrinking left there that a crash cut short.
+        // Clears what an interrupted shrink left there.
         self.clear(lead, old, new, |entry| entry != L2Entry::default())?;
         self.hide_beneath(lead, old, new.min(beneath))?;
-        // Durable before the header shows what lies there.
+        // Durable before the header exposes this range.
         self.meta.flush_led(self, lead)?;
         if self.has_data_file() && self.data.caps().growable && self.data.len()? < new {
             self.data.set_len(new)?;
@@ -73,8 +74,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Makes the L1 table larger where it has fewer than `entries`, and writes `size` to the header
-    /// together with it. Says whether it was necessary.
+    /// Enlarges the L1 table if it has fewer than `entries`, and writes `size` to the header in the
+    /// same write. Returns whether it did.
     fn enlarge_l1(&self, meta: &mut MutexGuard<'_, Meta>, entries: u64, size: u64) -> Result<bool> {
         let present = self.l1.read().len() as u64;
         if entries > present {
@@ -84,8 +85,8 @@ impl Qcow2 {
         Ok(entries > present)
     }
 
-    /// Makes what the last cluster holds behind the end of the disk read as zero, since a larger
-    /// disk would show it. To be flushed before the header says so.
+    /// Makes the last cluster read as zero beyond the end of the disk, since a larger disk would
+    /// expose that part. Must be flushed before the header's size changes.
     fn hide_tail(&self, end: u64) -> Result<()> {
         let (cluster, unit) = (self.geometry.cluster_bytes(), self.geometry.subcluster_bytes());
         if end.is_multiple_of(cluster) {
@@ -105,7 +106,7 @@ impl Qcow2 {
             let from = entry.host() + inside;
             let mut tail = cluster - inside;
             if self.has_data_file() {
-                // It ends where the disk does; behind that it reads as zero.
+                // The data file ends with the disk; beyond that it reads as zero.
                 tail = tail.min(self.data.len()?.saturating_sub(from.0));
             }
             if tail > 0 {
@@ -122,7 +123,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Moves the cluster at guest offset `start` to one of its own, with zeroes from `inside` on.
+    /// Copies the cluster at guest offset `start` to a host cluster of its own, with zeroes from
+    /// `inside` on.
     fn copy_head(&self, meta: &mut MutexGuard<'_, Meta>, start: u64, inside: u64) -> Result<()> {
         let (geometry, cluster) = (self.geometry, self.geometry.cluster_bytes());
         let entry = self.entry_at(GuestOffset(start))?;
@@ -154,9 +156,9 @@ impl Qcow2 {
         })
     }
 
-    /// Hides what an image beneath has from the end of the disk on, up to `upto`: by zero flags, or
-    /// in version 2, which has none, by clusters of zeroes. To be flushed before the header shows
-    /// what lies there.
+    /// Hides the backing image's data from the end of the disk up to `upto`: with zero flags, or in
+    /// version 2, which has none, with clusters of zeroes. Must be flushed before the header
+    /// exposes the range.
     fn hide_beneath(&self, lead: &mut Lead<'_>, end: u64, upto: u64) -> Result<()> {
         let from = end.next_multiple_of(self.geometry.cluster_bytes());
         if !self.has_backing() || from >= upto {
@@ -172,13 +174,15 @@ impl Qcow2 {
         }
         let hidden = self.write_zero_clusters(lead, from, upto);
         if hidden.is_err() {
-            // The clusters that were made belong to nobody. The first error is the one that tells.
+            // Frees the clusters written so far. The first error is returned, an error of the
+            // cleanup ignored.
             let _ = self.clear(lead, from, upto, |entry| entry != L2Entry::default());
         }
         hidden
     }
 
-    /// Gives the clusters from `at` to `upto`, behind the end of the disk, host clusters of zeroes.
+    /// Allocates host clusters of zeroes for the guest range from `at` to `upto`, beyond the end of
+    /// the disk.
     fn write_zero_clusters(&self, lead: &mut Lead<'_>, mut at: u64, upto: u64) -> Result<()> {
         let (cluster, span) = (self.geometry.cluster_bytes(), self.geometry.l2_span());
         let end = upto.next_multiple_of(cluster);
@@ -214,8 +218,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Calls `change` for the part of each L2 table in a range, with no reservation in it. Flushes
-    /// when much is dirty.
+    /// Calls `change` for the part of each L2 table in a range, once it has no open reservation.
+    /// Flushes if much is dirty.
     fn for_tables(
         &self,
         lead: &mut Lead<'_>,
@@ -240,7 +244,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Changes entries of one L2 table, which is made where there is none; the caller leads.
+    /// Changes entries of one L2 table, which is created if missing. The caller holds the lead.
     fn change_range(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
@@ -255,8 +259,8 @@ impl Qcow2 {
         self.change_entries(meta, &clusters, punch, change)
     }
 
-    /// Writes a larger L1 table and switches to it, and to the new size, by one header write. The
-    /// caller leads.
+    /// Writes a larger L1 table, then switches to it and to the new size with one header write. The
+    /// caller holds the lead.
     fn replace_l1(&self, meta: &mut MutexGuard<'_, Meta>, entries: u64, new: u64) -> Result<()> {
         let space = self.reserve_table(meta, entries * 8)?;
         let mut raw: Vec<u8> = self.l1.read().iter().flat_map(|w| w.to_be_bytes()).collect();
@@ -277,7 +281,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// The size, the L1 table's entries and its offset lie side by side in the first sector.
+    /// The size, the L1 table's entries and its offset are adjacent in the first sector.
     fn switch_size_and_l1(
         &self,
         meta: &mut Meta,
@@ -293,7 +297,7 @@ impl Qcow2 {
         self.switch_header(meta, field::SIZE, &fields)
     }
 
-    /// Exactly `count` contiguous clusters.
+    /// Allocates exactly `count` contiguous clusters.
     pub(crate) fn allocate_whole(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
@@ -314,10 +318,10 @@ impl Qcow2 {
     }
 
     fn shrink(&self, lead: &mut Lead<'_>, old: u64, new: u64) -> Result<()> {
-        // The smaller size first: what lies behind it is not needed from then on.
+        // The smaller size first: from then on the data beyond it is not needed.
         self.switch_header(&mut self.meta.lock(), field::SIZE, &new.to_be_bytes())?;
         self.guest_bytes.store(new, Ordering::Release);
-        // Not only for ourselves: other programs do not look there when they enlarge a disk.
+        // Also for other programs, which do not clear this part when they enlarge a disk.
         self.hide_tail(new)?;
         self.clear(lead, new, old, |_| true)?;
         self.meta.flush_led(self, lead)?;
@@ -327,8 +331,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Clears the whole clusters behind the end of the disk, up to `upto` and to the end of the L2
-    /// table there, in tables that have an entry for which `asked` is true. To be flushed.
+    /// Clears the whole clusters beyond the end of the disk up to the end of the L2 table that
+    /// contains `upto`, in tables that have an entry for which `asked` is true. Must be flushed.
     pub(crate) fn clear(
         &self,
         lead: &mut Lead<'_>,
@@ -356,9 +360,9 @@ impl Qcow2 {
         })
     }
 
-    /// Unlinks an L2 table whose entries are all empty. They are so on disk before the L1 entry is gone:
-    /// after a power cut a check would take what is left of them for a table that lost its L1 entry, and
-    /// keep all that it maps. To be flushed.
+    /// Unlinks an L2 table without entries. The table is zeroed on disk before its L1 entry:
+    /// otherwise, after a power cut, a check could mistake its content for a table that lost its L1
+    /// entry, and keep all that it maps. Must be flushed.
     fn drop_l2(&self, meta: &mut Meta, l1_index: u64) -> Result<()> {
         let table = HostOffset(self.l1.read()[l1_index as usize] & OFFSET_MASK);
         let cluster = self.geometry.cluster_bytes();

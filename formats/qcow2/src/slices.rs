@@ -1,11 +1,11 @@
-//! The cache of L2 tables, in slices of 4 KiB.
+//! Cache of L2 tables, in slices of 4 KiB.
 //!
-//! A slice is looked up under the read lock of its shard and never leaves it, so a hit costs no
-//! allocation and no reference count. Slices are loaded without any lock: a shard's generation
-//! tells whether a slice that was read from disk may have become stale meanwhile.
+//! A lookup reads a slice under the read lock of its shard and never takes it out, so a hit needs
+//! no allocation and no reference count. Slices are loaded without any lock: the shard's generation
+//! shows whether a slice read from disk may be stale.
 //!
-//! Eviction is CLOCK with one reference bit: O(1) amortised, and a scan that touches each slice
-//! once cannot push out slices that are used again. Dirty slices are never evicted; the image
+//! Eviction is CLOCK with one reference bit: O(1) amortized, and a scan that touches each slice
+//! once cannot evict slices that are used repeatedly. Dirty slices are never evicted; the image
 //! flushes before they fill the cache.
 
 use rustc_hash::FxHashMap;
@@ -13,13 +13,13 @@ use vdkit_block::{HostOffset, MapCacheStats, Result, Storage};
 
 use crate::sync::{AtomicBool, AtomicU64, Ordering, RwLock};
 
-/// Bytes of a slice where the cluster is not smaller.
+/// Bytes of a slice, unless the cluster is smaller.
 const SLICE_BYTES: u64 = 4096;
 const SLICE_WORDS: usize = SLICE_BYTES as usize / 8;
 pub(crate) const SHARDS: usize = 16;
-/// Slices of a new table that are put into the cache: as many as a table of 64 KiB has.
+/// Most slices of a new table that are cached: those of a 64 KiB table.
 const SLICES_ADDED_MAX: u64 = 16;
-/// Slices that are read ahead at once: 64 KiB.
+/// Most slices of one read-ahead: 64 KiB.
 const AHEAD_MAX: u64 = 16;
 
 /// The cache; see the module's documentation.
@@ -33,10 +33,10 @@ pub(crate) struct SliceCache {
 #[derive(Debug, Default)]
 struct Shard {
     inner: RwLock<Inner>,
-    /// Counts the times that a changed slice left the shard.
+    /// Number of times that a changed slice left the shard.
     generation: AtomicU64,
-    /// Look-ups that found their slice, those that found it after loading it too. It lies on the
-    /// line of the lock, which a look-up has at hand: counting costs next to nothing.
+    /// Lookups that found their slice, including repeated ones after a load. On the cache line of
+    /// the lock, which a lookup holds anyway, so counting is nearly free.
     found: AtomicU64,
     /// Slices read from the image.
     loaded: AtomicU64,
@@ -56,21 +56,22 @@ struct Slot {
     words: Box<[u64]>,
     referenced: AtomicBool,
     state: SlotState,
-    /// Differs from what a reader could have found on disk when the slice was loaded.
+    /// Changed since the slice was loaded, so a concurrent reader may hold older bytes from disk.
     changed: bool,
 }
 
-/// What a walk is told of the slice that it has shown; see [`SliceCache::walk`].
+/// The caller's verdict on a slice of a walk; see [`SliceCache::walk`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Seen {
-    /// All of it goes on what was found before, and more is wanted.
+    /// The slice continues the run, and the walk goes on. The slice is cached.
     Kept,
-    /// The same, and it is not kept: whoever has the map of so much will hardly ask for a part of it.
+    /// The same, but the slice is not cached: a map scan rarely reads it again.
     Passed,
-    /// The walk ends in it, and the next will begin there. It is kept, and with it those behind it
-    /// that have been read already.
+    /// The walk ends in the slice, and the next will begin there. This slice and those already read
+    /// after it are cached.
     LastAndRest,
-    /// The walk ends in it after many slices: it alone is kept, since the next walk will be long too.
+    /// The walk ends in the slice after many slices. Only this slice is cached, since the next walk
+    /// will be long too.
     Last,
 }
 
@@ -89,29 +90,27 @@ impl SliceCache {
     /// A cache of at most `budget_bytes` for tables of one cluster each.
     pub(crate) fn new(cluster_bytes: u64, budget_bytes: u64) -> Self {
         let slice_bytes = SLICE_BYTES.min(cluster_bytes);
-        // Few slices make for few shards' worth of each; never less than 8 in a shard, so that a
-        // small budget still holds a working set.
+        // At least 8 slices per shard, so that a small budget still holds a working set.
         let slices_max = ((budget_bytes / slice_bytes) as usize / SHARDS).max(8);
         Self::of_slices(slice_bytes, SHARDS, slices_max)
     }
 
-    /// A cache of at most [`SHARDS`] shards with so many slices each.
+    /// A cache of at most [`SHARDS`] shards with `slices_max` slices each.
     pub(crate) fn of_slices(slice_bytes: u64, shards: usize, slices_max: usize) -> Self {
         let shards = (0..shards).map(|_| Shard::default()).collect();
         Self { shards, slice_bytes, slices_max }
     }
 
-    /// Bytes of a slice.
     pub(crate) fn slice_bytes(&self) -> u64 {
         self.slice_bytes
     }
 
-    /// How many slices fit in all.
+    /// Most slices of the whole cache.
     pub(crate) fn capacity(&self) -> usize {
         self.slices_max * self.shards.len()
     }
 
-    /// Counts since the image was opened, and what is held now. `map_bytes` is the image's matter.
+    /// Counts since the image was opened, and the current size. The image fills in `map_bytes`.
     pub(crate) fn stats(&self) -> MapCacheStats {
         let mut stats = MapCacheStats {
             capacity_bytes: self.capacity() as u64 * self.slice_bytes,
@@ -119,7 +118,7 @@ impl SliceCache {
         };
         for shard in &self.shards {
             let loaded = shard.loaded.load(Ordering::Relaxed);
-            // Who loads a slice looks again, and finds it.
+            // A load is followed by a second lookup, which hits.
             stats.hits += shard.found.load(Ordering::Relaxed).saturating_sub(loaded);
             stats.misses += loaded;
             stats.used_bytes += shard.inner.read().index.len() as u64 * self.slice_bytes;
@@ -127,7 +126,7 @@ impl SliceCache {
         stats
     }
 
-    /// Where the words of all slots are.
+    /// Addresses of the words of all slots.
     #[cfg(test)]
     pub(crate) fn memory(&self) -> Vec<*const u64> {
         let mut found = Vec::new();
@@ -146,10 +145,10 @@ impl SliceCache {
         (mixed >> 60) as usize % self.shards.len()
     }
 
-    /// Looks at a cached slice by its host offset.
+    /// Calls `look` with the cached slice at host offset `key`.
     pub(crate) fn with<R>(&self, key: u64, look: impl FnOnce(&[u64]) -> R) -> Option<R> {
         self.find(key, |slot| {
-            // Storing only on change keeps the line shared between readers.
+            // Storing only on change keeps the cache line shared between readers.
             if !slot.referenced.load(Ordering::Relaxed) {
                 slot.referenced.store(true, Ordering::Relaxed);
             }
@@ -157,7 +156,7 @@ impl SliceCache {
         })
     }
 
-    /// As [`SliceCache::with`], for who draws a map: the slice counts as no more used than before.
+    /// As [`SliceCache::with`], for map scans: does not mark the slice as used.
     pub(crate) fn peek<R>(&self, key: u64, look: impl FnOnce(&[u64]) -> R) -> Option<R> {
         self.find(key, |slot| look(&slot.words))
     }
@@ -170,8 +169,8 @@ impl SliceCache {
         Some(look(slot))
     }
 
-    /// Lets go of a slice that a map has gone through, unless somebody else uses it: the next one
-    /// takes its memory.
+    /// Frees a slice that a map scan has passed, unless it is dirty or in use; the next slice
+    /// reuses its memory.
     pub(crate) fn pass(&self, key: u64) {
         let mut inner = self.shard(key).inner.write();
         let Some(&at) = inner.index.get(&key) else { return };
@@ -186,7 +185,7 @@ impl SliceCache {
         }
     }
 
-    /// Makes sure that a slice is cached, reading it where it is not.
+    /// Reads a slice into the cache unless it is cached.
     pub(crate) fn load(&self, key: u64, storage: &dyn Storage) -> Result<()> {
         let shard = self.shard(key);
         loop {
@@ -201,8 +200,8 @@ impl SliceCache {
             if inner.index.contains_key(&key) {
                 return Ok(());
             }
-            // Somebody may have loaded, changed, written and dropped this very slice since we
-            // read it; what we hold is then out of date.
+            // Since the read, another thread may have loaded, changed, written and dropped this
+            // slice; then these words are out of date.
             if shard.generation.load(Ordering::Acquire) == generation {
                 self.insert(shard, &mut inner, key, words);
                 return Ok(());
@@ -210,9 +209,8 @@ impl SliceCache {
         }
     }
 
-    /// Shows `count` slices that lie behind each other, at most [`AHEAD_MAX`], to `look` in turn until
-    /// it has seen enough, for who goes through a table from front to back: one read does for all
-    /// that are not cached. Only what is likely to be asked for again comes into the cache; see
+    /// Calls `look` for `count` consecutive slices, at most [`AHEAD_MAX`], until it ends the walk.
+    /// One read fetches all of them. Only slices that are likely to be read again are cached; see
     /// [`Seen`].
     pub(crate) fn walk(
         &self,
@@ -235,13 +233,13 @@ impl SliceCache {
             let shard = &self.shards[index];
             let words = from_disk(slice, &mut words);
             if let Seen::Kept | Seen::Passed = seen {
-                // What is cached may be newer.
+                // A cached slice may be newer.
                 seen = match self.with(key, &mut look) {
                     Some(seen) => seen,
                     None if shard.generation.load(Ordering::Acquire) == generations[index] => {
                         look(words)
                     }
-                    // Changed, written and dropped since it was read: whoever walks comes again.
+                    // Changed, written and dropped since the read: the caller retries.
                     None => return Ok(()),
                 };
             }
@@ -271,13 +269,13 @@ impl SliceCache {
     ) -> Result<&'w [u64]> {
         let mut bytes = [0; SLICE_BYTES as usize];
         let bytes = &mut bytes[..self.slice_bytes as usize];
-        // The last table of an image may end with the file before its cluster does.
+        // The file may end before the cluster of the image's last table.
         storage.read_padded(bytes, HostOffset(key))?;
         Ok(from_disk(bytes, words))
     }
 
-    /// Puts a clean slice in. Where another one has to go its memory is used again: threads that
-    /// free what others have made would leave the allocator with twice the cache.
+    /// Inserts a clean slice. Reuses the memory of an evicted slice: if threads freed memory that
+    /// other threads allocated, the allocator could hold twice the cache.
     fn insert(&self, shard: &Shard, inner: &mut Inner, key: u64, words: &[u64]) {
         let at = if let Some(at) = inner.free.pop() {
             at
@@ -292,7 +290,7 @@ impl SliceCache {
             inner.index.remove(&old_key);
             at
         } else {
-            // Where everything is dirty: past the budget rather than lose or block.
+            // Everything is dirty: exceeds the budget rather than lose a slice or block.
             inner.slots.push(Slot::default());
             inner.slots.len() - 1
         };
@@ -300,8 +298,8 @@ impl SliceCache {
         inner.index.insert(key, at);
     }
 
-    /// A new table of zeroes at `table`: its slices need not be read. Those of a large table are
-    /// left to be read as they are needed.
+    /// Caches the slices of a new, zeroed table, so that they need not be read. Those of a large
+    /// table are read on demand.
     pub(crate) fn add_zeroes(&self, table: HostOffset, table_bytes: u64) {
         if table_bytes / self.slice_bytes > SLICES_ADDED_MAX {
             return;
@@ -316,8 +314,8 @@ impl SliceCache {
         }
     }
 
-    /// Changes a cached slice and marks it dirty. Only one thread changes slices at a time (it
-    /// holds the image's metadata lock). Returns nothing where the slice is not cached.
+    /// Changes a cached slice and marks it dirty. The caller holds the image's metadata lock, so
+    /// only one thread changes slices. Returns `None` if the slice is not cached.
     pub(crate) fn change<R>(&self, key: u64, change: impl FnOnce(&mut [u64]) -> R) -> Option<R> {
         let mut inner = self.shard(key).inner.write();
         let at = *inner.index.get(&key)?;
@@ -327,8 +325,8 @@ impl SliceCache {
         Some(change(&mut slot.words))
     }
 
-    /// Copies dirty slices, which lie behind each other, in on-disk byte order into `out`; until
-    /// [`SliceCache::written`] they stay in the cache.
+    /// Copies consecutive dirty slices into `out` in on-disk byte order; they stay cached until
+    /// [`SliceCache::written`].
     pub(crate) fn begin_writes(&self, first: u64, out: &mut [u8]) {
         let step = self.slice_bytes as usize;
         for (key, out) in (first..).step_by(step).zip(out.chunks_mut(step)) {
@@ -346,7 +344,7 @@ impl SliceCache {
         }
     }
 
-    /// The copy of a slice reached the storage; it may be evicted unless changed again.
+    /// The copy of a slice reached the storage: the slice may be evicted unless changed again.
     pub(crate) fn written(&self, key: u64) {
         let mut inner = self.shard(key).inner.write();
         if let Some(&at) = inner.index.get(&key)
@@ -356,8 +354,8 @@ impl SliceCache {
         }
     }
 
-    /// The copy did not reach the storage: the slice is dirty again.
-    /// `false` where it was forgotten meanwhile.
+    /// The copy did not reach the storage: the slice is dirty again. Returns `false` if the slice
+    /// was dropped meanwhile.
     pub(crate) fn write_failed(&self, key: u64) -> bool {
         let mut inner = self.shard(key).inner.write();
         let Some(&at) = inner.index.get(&key) else { return false };
@@ -365,7 +363,7 @@ impl SliceCache {
         true
     }
 
-    /// Forgets the slices of a table whose cluster was freed, also the dirty ones.
+    /// Drops the slices of a table whose cluster was freed, including dirty ones.
     pub(crate) fn forget(&self, table: HostOffset, table_bytes: u64) {
         for key in (table.0..table.0 + table_bytes).step_by(self.slice_bytes as usize) {
             let shard = self.shard(key);
@@ -380,7 +378,7 @@ impl SliceCache {
     }
 }
 
-/// The words of a slice as it lies on disk, put into the front of `words`.
+/// Decodes a slice from on-disk bytes into the front of `words`.
 fn from_disk<'w>(bytes: &[u8], words: &'w mut [u64; SLICE_WORDS]) -> &'w [u64] {
     let words = &mut words[..bytes.len() / 8];
     for (word, bytes) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
@@ -390,7 +388,7 @@ fn from_disk<'w>(bytes: &[u8], words: &'w mut [u64; SLICE_WORDS]) -> &'w [u64] {
 }
 
 impl Slot {
-    /// Holds a clean slice from now on.
+    /// Fills the slot with a clean slice.
     fn fill(&mut self, key: u64, words: &[u64]) {
         if self.words.len() == words.len() {
             self.words.copy_from_slice(words);
@@ -405,7 +403,7 @@ impl Slot {
 impl Inner {
     /// A clean slot to replace.
     fn victim(&mut self) -> Option<usize> {
-        // Two rounds: the first may do no more than clear reference bits.
+        // Two rounds: the first may only clear reference bits.
         for _ in 0..2 * self.slots.len() {
             let at = self.hand;
             self.hand = (self.hand + 1) % self.slots.len();

@@ -1,4 +1,4 @@
-//! Tests of the slices' cache; apart from it, since its model includes that file.
+//! Tests of the slice cache; in a separate file, since the loom model includes `slices.rs`.
 
 use std::collections::BTreeSet;
 
@@ -41,7 +41,7 @@ fn what_a_map_has_passed_gives_its_memory_unless_it_is_in_use() {
     }
     let slots = cache.memory().len();
     assert!(slots <= SHARDS, "{slots} slots");
-    // Used by a request; dirty; written since it was loaded.
+    // One slice used by a request, one dirty, one written since it was loaded.
     for key in [0, 1, 2].map(|number| number * SLICE) {
         cache.load(key, &storage).unwrap();
     }

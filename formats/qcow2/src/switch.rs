@@ -1,4 +1,4 @@
-//! Replacing tables that the header points to, as one step.
+//! Replaces tables that the header points to, in one atomic step.
 //!
 //! | step | what a crash after it leaves |
 //! |---|---|
@@ -7,8 +7,8 @@
 //! | the header points to them: one write within one sector; barrier | the old or the new image |
 //! | the old tables' clusters are released | leaks |
 //!
-//! The caller holds the lead of flushes and the metadata lock from the first step to the last, so that no
-//! flush writes older copies of what is replaced.
+//! The caller holds the lead of flushes and the metadata lock from the first step to the last, so
+//! that no flush writes older copies of the replaced tables.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -20,19 +20,19 @@ use crate::flush::freed;
 use crate::image::{Lead, Meta, Qcow2};
 use crate::pool::Space;
 
-/// What a disk writes whole or not at all.
+/// Unit that a disk writes atomically.
 const SECTOR_BYTES: u64 = 512;
-/// Between two looks at the requests in flight.
+/// Interval between polls of the in-flight requests.
 const DRAIN_STEP: Duration = Duration::from_micros(50);
 
 impl Qcow2 {
-    /// Runs `act` on an image of which memory and disk say the same, and on which no reservation is
-    /// open. No metadata changes meanwhile but by `act`. New reservations wait until every request
-    /// has ended that resolved before `act` was done: what such a request writes in place may be
-    /// shared now, and must not be copied from under it.
+    /// Runs `act` while memory and disk agree and no reservation is open; only `act` changes
+    /// metadata meanwhile. New reservations block until every request has ended that resolved
+    /// before `act` was done: such a request may write in place to clusters that are now shared,
+    /// and they must not be copied meanwhile.
     ///
     /// The caller must not be in a request ([`vdkit_block::InFlight`]) nor hold a reservation, and
-    /// nobody may ask for a reservation within a request.
+    /// no thread may reserve within a request.
     pub(crate) fn exclusively<R>(
         &self,
         act: impl FnOnce(&mut MutexGuard<'_, Meta>) -> Result<R>,
@@ -40,9 +40,8 @@ impl Qcow2 {
         self.exclusively_between(|_| Ok(()), act, |_, ()| Ok(()))
     }
 
-    /// [`Qcow2::exclusively`] with something to be done before and after it under the lock of
-    /// flushes, but without that of the metadata. What comes after is done whatever became of
-    /// `act`.
+    /// [`Qcow2::exclusively`] with steps before and after it under the lead of flushes, but without
+    /// the metadata lock. `after` runs even if `act` fails.
     pub(crate) fn exclusively_between<B, R>(
         &self,
         before: impl FnOnce(&mut Lead<'_>) -> Result<B>,
@@ -66,7 +65,7 @@ impl Qcow2 {
             done.and_then(|done| after.map(|()| done))
         });
         drop(lead);
-        // Without any lock: requests may need one to end.
+        // Without any lock, since requests may need one to end.
         let stamp = self.in_flight.stamp();
         while !self.in_flight.passed(stamp) {
             std::thread::sleep(DRAIN_STEP);
@@ -77,7 +76,8 @@ impl Qcow2 {
         result.and_then(|done| recycled.map(|()| done))
     }
 
-    /// Takes the lead of flushes while new reservations do not wait; see [`Qcow2::exclusively`].
+    /// Takes the lead of flushes while new reservations are not blocked; see
+    /// [`Qcow2::exclusively`].
     pub(crate) fn lead_while_open(&self) -> Lead<'_> {
         loop {
             let lead = self.meta.lead();
@@ -90,7 +90,7 @@ impl Qcow2 {
         }
     }
 
-    /// Makes all durable, and lets go what nobody can be reading any more.
+    /// Makes everything durable, and frees clusters that no request can read any more.
     fn settle(&self, meta: &mut MutexGuard<'_, Meta>) -> Result<()> {
         self.place_bitmaps(meta)?;
         self.flush_locked(meta)?;
@@ -103,8 +103,8 @@ impl Qcow2 {
         self.flush_locked(meta)
     }
 
-    /// Reserves contiguous clusters for a table of so many bytes (at least one cluster). To be
-    /// made durable by [`Qcow2::flush_locked`] before anything refers to them.
+    /// Reserves contiguous clusters for a table of `bytes` bytes (at least one cluster).
+    /// [`Qcow2::flush_locked`] must make them durable before anything refers to them.
     pub(crate) fn reserve_table(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
@@ -113,7 +113,7 @@ impl Qcow2 {
         self.allocate_whole(meta, bytes.div_ceil(self.geometry.cluster_bytes()).max(1))
     }
 
-    /// Writes a table to its reserved clusters, filled up with zeroes.
+    /// Writes a table to its reserved clusters, padded with zeroes.
     pub(crate) fn write_table(&self, space: &Space, bytes: &[u8]) -> Result<HostOffset> {
         let offset = HostOffset(space.first << self.geometry.cluster_bits);
         let mut whole = bytes.to_vec();
@@ -122,20 +122,19 @@ impl Qcow2 {
         Ok(offset)
     }
 
-    /// Puts reserved clusters back into the pool that were perhaps written and are not used.
+    /// Returns unused reserved clusters, which may have been written, to the pool.
     pub(crate) fn unreserve(meta: &mut Meta, spaces: impl IntoIterator<Item = Space>) {
         for space in spaces {
             meta.space.pool.add(Space { fresh: false, ..space });
         }
     }
 
-    /// Changes bytes of the header within one sector, behind a barrier and before another: after a
-    /// crash the header holds the old bytes or the new ones, and what was written before this call
-    /// is there.
+    /// Changes bytes of the header within one sector, between two barriers: after a crash the
+    /// header holds the old or the new bytes, and everything written before this call is durable.
     ///
     /// # Errors
-    /// I/O. The old bytes stand again then; where not even that is sure, every later change of the
-    /// image is refused until they do.
+    /// I/O. The old bytes are then restored; if restoring fails too, every later change of the
+    /// image fails until it succeeds.
     pub(crate) fn switch_header(&self, meta: &mut Meta, at: u64, bytes: &[u8]) -> Result<()> {
         let end = at + bytes.len() as u64;
         assert!(at / SECTOR_BYTES == (end - 1) / SECTOR_BYTES, "a switch must be one sector's");
@@ -147,13 +146,13 @@ impl Qcow2 {
             self.storage.write_at(bytes, HostOffset(at)).and_then(|()| self.storage.sync())
         };
         let Err(error) = put(bytes) else { return Ok(()) };
-        // The write, or a part of it, may have reached the disk all the same.
+        // All or part of the write may still have reached the disk.
         meta.header.unknown = put(&old).is_err();
         meta.header.before = (at, old);
         Err(error)
     }
 
-    /// Lets clusters of tables go that nothing points to any more, on disk too.
+    /// Releases clusters of tables that nothing points to any more, also on disk.
     pub(crate) fn retire(&self, meta: &mut Meta, clusters: Range<u64>) {
         if clusters.is_empty() {
             return;
@@ -168,7 +167,7 @@ impl Qcow2 {
         meta.reclaim.release(&self.in_flight, [run]);
     }
 
-    /// Host clusters of a table, first and behind the last; none for an empty one.
+    /// Range of a table's host clusters; empty for an empty table.
     pub(crate) fn clusters_of(&self, offset: HostOffset, bytes: u64) -> Range<u64> {
         let first = self.geometry.host_cluster(offset);
         first..first + bytes.div_ceil(self.geometry.cluster_bytes())
@@ -176,10 +175,10 @@ impl Qcow2 {
 }
 
 impl Meta {
-    /// Takes a header write back that failed, where that has not worked yet.
+    /// Undoes a failed header write if that has not succeeded yet.
     ///
     /// # Errors
-    /// I/O: it is still not known what the header on disk says, and nothing may be changed.
+    /// I/O: the content of the header on disk is still unknown, and nothing may be changed.
     pub(crate) fn check_header(&mut self, storage: &dyn Storage) -> Result<()> {
         if !self.header.unknown {
             return Ok(());

@@ -1,5 +1,5 @@
-//! The locks and atomics of [`crate::slices`], in one place: its model (`tests/model`) puts loom's
-//! here.
+//! Locks and atomics of [`crate::slices`]; its model (`tests/model`) replaces this module with
+//! loom's.
 
 pub use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 

@@ -1,4 +1,4 @@
-//! Reserving host space for a write and publishing it.
+//! Reserves host space for a write and publishes it.
 
 use std::ops::Range;
 
@@ -23,28 +23,28 @@ pub(crate) enum Pending {
 
 #[derive(Debug)]
 pub(crate) struct PlainPending {
-    /// What becomes data, in bytes, aligned to subclusters (or the end of the disk).
+    /// Guest bytes that become data, aligned to subclusters (or the end of the disk).
     guest: Range<u64>,
     /// Host offset of the first cluster.
     host: HostOffset,
-    /// New host clusters; nothing where the clusters have theirs already.
+    /// New host clusters; `None` if the guest clusters have space already.
     space: Option<Space>,
-    /// The data must be durable before the entry that shows it.
+    /// The data must be durable before the entry that exposes it.
     data_first: bool,
 }
 
-/// What [`Qcow2::plan`] found for the clusters of a write.
+/// Result of [`Qcow2::plan`] for the clusters of a write.
 struct Plan {
     /// Guest range in bytes, cluster-aligned.
     clusters: Range<u64>,
     /// End of the caller's bytes that can be served.
     write_end: u64,
-    /// Host offset where the clusters have their space already.
+    /// Host offset, if the clusters have space already.
     in_place: Option<HostOffset>,
     /// Entry of the first and of the last cluster.
     first: L2Entry,
     last: L2Entry,
-    /// The guest can read something else than zeroes there now.
+    /// The guest may currently read data other than zeroes there.
     covers_data: bool,
 }
 
@@ -59,7 +59,7 @@ impl Qcow2 {
         let mut meta = self.meta.lock();
         loop {
             let end = self.claim(&mut meta, at, at.0 + len);
-            // The disk may have become smaller while we waited.
+            // The disk may have shrunk while this thread waited.
             self.in_range(at, len, IoAction::Write)?;
             let Some(plan) = self.plan(at, end)? else { return Ok(None) };
             self.before_change(&mut meta)?;
@@ -71,8 +71,8 @@ impl Qcow2 {
         }
     }
 
-    /// Waits until no other reservation holds the first cluster; returns the end up to which none
-    /// holds the following ones, within one L2 table.
+    /// Waits until no other reservation holds the first cluster; returns the end of the following
+    /// clusters that none holds, within one L2 table.
     pub(crate) fn claim(&self, meta: &mut MutexGuard<'_, Meta>, at: GuestOffset, end: u64) -> u64 {
         let cluster = self.geometry.cluster_bytes();
         let start = align_down(at.0, cluster);
@@ -90,7 +90,7 @@ impl Qcow2 {
     /// The L2 entry of a guest offset.
     ///
     /// # Errors
-    /// I/O, or an entry that breaks the specification.
+    /// I/O, or an entry that violates the specification.
     pub(crate) fn entry_at(&self, at: GuestOffset) -> Result<L2Entry> {
         let mut found = L2Entry::default();
         let end = GuestOffset(at.0 + 1);
@@ -101,9 +101,9 @@ impl Qcow2 {
         Ok(found)
     }
 
-    /// Shows the L2 entries of `at` and of the clusters behind it up to `end`, which lie within one
-    /// L2 table, for as long as `look` says to go on: one look at the cache for each slice, and
-    /// entries that are nothing but 0, as in a new table, all at once. `look` gets their number.
+    /// Calls `look` for each L2 entry from `at` to `end`, within one L2 table, until it returns
+    /// false. Takes one cache lookup per slice. Consecutive zero entries, as in a new table, are
+    /// one call with their number.
     ///
     /// # Errors
     /// As [`Qcow2::entry_at`].
@@ -161,7 +161,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// How many entries from the start of `range` on, within one slice, are all 0.
+    /// Number of zero entries at the start of `range`, within one slice.
     fn empty_entries(&self, words: &[u64], range: Range<u64>) -> u64 {
         let words_each = if self.geometry.extended { 2 } else { 1 };
         let words = &words[range.start as usize * words_each..range.end as usize * words_each];
@@ -172,7 +172,7 @@ impl Qcow2 {
         (self.geometry.in_cluster(GuestOffset(at)) / self.geometry.subcluster_bytes()) as u32
     }
 
-    /// Whether the guest may read something else than zeroes from a cluster with this entry.
+    /// Whether the guest may read data other than zeroes from a cluster with this entry.
     fn shows_data(&self, entry: L2Entry) -> bool {
         let subclusters = if self.geometry.extended { SUBCLUSTERS } else { 1 };
         let data_file = self.has_data_file();
@@ -183,8 +183,8 @@ impl Qcow2 {
         })
     }
 
-    /// Finds the run of clusters from `at` that can be served alike; nothing where the first bytes
-    /// can be written in place.
+    /// Finds the run of clusters from `at` that one reservation can cover. `None` if the first
+    /// bytes can be written in place.
     fn plan(&self, at: GuestOffset, end: u64) -> Result<Option<Plan>> {
         let cluster = self.geometry.cluster_bytes();
         let data_file = self.has_data_file();
@@ -205,7 +205,7 @@ impl Qcow2 {
             covers_data: self.shows_data(first),
         };
         if plan.in_place.is_some() && self.geometry.extended {
-            // Up to the next subcluster that holds data already.
+            // Ends at the next subcluster that holds data already.
             let step = self.geometry.subcluster_bytes();
             let mut index = self.subcluster(at.0);
             while index < SUBCLUSTERS
@@ -239,7 +239,7 @@ impl Qcow2 {
         Ok(Some(plan))
     }
 
-    /// Finds host space for a plan. Nothing: as for [`Qcow2::allocate`].
+    /// Allocates host space for a plan. `None`: as for [`Qcow2::allocate`].
     fn place(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
@@ -263,14 +263,14 @@ impl Qcow2 {
         Ok(Some((clusters, PlainPending { guest: 0..0, host, space, data_first })))
     }
 
-    /// Whether the guest would read zeroes from new host clusters as they are. What is zero in the
-    /// file of an encrypted image is noise to the guest.
+    /// Whether the guest would read zeroes from new, unwritten host clusters. In an encrypted
+    /// image, zeroes in the file decrypt to noise.
     fn reads_zero(&self, space: Option<Space>) -> bool {
         space.is_some_and(|space| space.fresh) && self.encryption.is_none()
     }
 
-    /// The host cluster behind that of the guest cluster before `at`: there the disk stays in one
-    /// piece.
+    /// The host cluster after that of the guest cluster before `at`: using it keeps the disk
+    /// contiguous.
     fn host_after_previous(&self, at: GuestOffset) -> Option<u64> {
         let before = GuestOffset(at.0.checked_sub(self.geometry.cluster_bytes())?);
         let entry = self.entry_at(before).ok()?;
@@ -289,18 +289,18 @@ impl Qcow2 {
         let last = if clusters.end == plan.clusters.end {
             plan.last
         } else {
-            // Fewer clusters than planned: the last one is then written whole.
+            // Fewer clusters than planned, so the last one is written whole.
             L2Entry::default()
         };
         let unit = |entry: L2Entry| self.fill_unit(entry, plan.in_place.is_some());
         let guest_start = align_down(at.0, unit(plan.first));
         let mut guest_end = write_end.next_multiple_of(unit(last));
         if self.has_data_file() {
-            // The data file may be a raw image, and ends where the disk does.
+            // The data file may be a raw image, so it must end with the disk.
             guest_end = guest_end.min(self.guest_len()).max(write_end);
         }
-        // Elsewhere what lies behind the end of the disk is filled too, with zeroes: other
-        // programs enlarge a disk and trust that they are there.
+        // In an image file, the rest of the cluster beyond the end of the disk is zeroed too: other
+        // programs rely on that when they enlarge a disk.
         pending.guest = guest_start..guest_end;
         let untouched = pending.space.is_some_and(|space| space.fresh);
         let fresh = self.reads_zero(pending.space);
@@ -323,8 +323,8 @@ impl Qcow2 {
             .untouched(untouched)
     }
 
-    /// To which unit a write to a cluster with this entry must be filled up: a subcluster, or the
-    /// whole cluster where its other subclusters' data moves with it.
+    /// Unit to which a write to a cluster with this entry must be filled: a subcluster, or the
+    /// whole cluster if data of its other subclusters moves with it.
     fn fill_unit(&self, entry: L2Entry, in_place: bool) -> u64 {
         let moves = (0..SUBCLUSTERS).any(|i| {
             matches!(
@@ -359,7 +359,7 @@ impl Qcow2 {
         let mut meta = self.meta.lock();
         let result = self.load_entries(&meta.tickets.get(ticket).0);
         let result = match result {
-            // From here on a failure may leave some entries linked: the space stays reserved.
+            // From here on, a failure may leave some entries linked, so the space stays reserved.
             Ok(()) => match meta.tickets.close(ticket) {
                 (clusters, Pending::Plain(p)) => self.link_data(&mut meta, &clusters, &p),
                 (clusters, Pending::Compressed(p)) => {
@@ -396,8 +396,8 @@ impl Qcow2 {
         }
     }
 
-    /// Brings all slices for a cluster-aligned guest range within one L2 table into the cache, so
-    /// that changing them cannot fail half-way.
+    /// Loads all slices of a cluster-aligned guest range within one L2 table into the cache, so
+    /// that changing them cannot fail halfway.
     pub(crate) fn load_entries(&self, clusters: &Range<u64>) -> Result<()> {
         let step = self.slice_entries() as u64 * self.geometry.cluster_bytes();
         let mut at = clusters.start;
@@ -408,10 +408,10 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Changes the entries of a cluster-aligned guest range within one L2 table, whose slices
-    /// were loaded under the same hold of the metadata lock. `new` gets the guest offset and the
-    /// old entry, and returns the new one. `punch` gives the space of
-    /// what lost its reference back to the file system.
+    /// Changes the entries of a cluster-aligned guest range within one L2 table. Its slices must
+    /// have been loaded under the same hold of the metadata lock. `new` maps a guest offset and old
+    /// entry to the new entry. With `punch`, space that lost its reference is later discarded in
+    /// the file system.
     pub(crate) fn change_entries(
         &self,
         meta: &mut Meta,
@@ -431,9 +431,9 @@ impl Qcow2 {
         })
     }
 
-    /// Changes the entries of a cluster-aligned guest range within one L2 table, slice by slice, as
-    /// [`Qcow2::change_entries`] does. `change` gets a slice, the indexes of its entries within the range,
-    /// the guest offset of the first of them, and a list for what loses its reference.
+    /// As [`Qcow2::change_entries`], slice by slice. `change` gets a slice, the indexes of its
+    /// entries within the range, the guest offset of the first of them, and a list for clusters
+    /// that lose a reference.
     fn change_slices(
         &self,
         meta: &mut Meta,
@@ -452,7 +452,7 @@ impl Qcow2 {
             let mut freed = Vec::new();
             let mut apply = |words: &mut [u64]| change(words, first..first + count, at, &mut freed);
             while self.slices.change(key, &mut apply).is_none() {
-                // Evicted by a concurrent reader since it was loaded.
+                // A concurrent reader has evicted the slice since it was loaded.
                 self.slices.load(key, &*self.storage)?;
             }
             meta.dirty.slices.insert(key);
@@ -471,7 +471,7 @@ impl Qcow2 {
         }
     }
 
-    /// Notes the host clusters that `old` referred to and `new` does not.
+    /// Adds the host clusters that `old` referred to and `new` does not to `list`.
     fn lost_reference(&self, old: L2Entry, new: L2Entry, freed: Freed, list: &mut Vec<Freed>) {
         if old.word == 0 {
             return;
@@ -517,7 +517,7 @@ impl Qcow2 {
             let kept = if old.is_compressed() {
                 0
             } else if new_space {
-                // Data that moved was copied whole; what was zero or a hole stays so.
+                // Moved data was copied whole; zeroes and holes stay as they were.
                 old.bitmap & !u64::from(u32::MAX)
             } else {
                 old.bitmap
@@ -526,8 +526,8 @@ impl Qcow2 {
         })
     }
 
-    /// Lets standard entries say that the clusters lie one behind the other from `host` on. Where
-    /// there was nothing before, as in an image that is filled, that is one pass without a branch.
+    /// Points standard entries at consecutive host clusters from `host`. If all were empty before,
+    /// as in an image that is being filled, this is one pass without branches.
     fn link_whole(&self, meta: &mut Meta, clusters: &Range<u64>, host: HostOffset) -> Result<()> {
         let cluster = self.geometry.cluster_bytes();
         let lost = freed(0, 0, false);

@@ -1,4 +1,4 @@
-//! Zeroing and discarding by metadata alone.
+//! Zeroes and discards by changing only metadata.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use crate::image::Qcow2;
 use crate::layout::{SUBCLUSTERS, ZERO};
 
 impl Qcow2 {
-    /// The part of a range that is made of whole units; the last unit of the disk may be short.
+    /// The part of a range that consists of whole units; the last unit of the disk may be short.
     fn whole_units(&self, at: GuestOffset, len: u64, unit: u64) -> Range<u64> {
         let start = at.0.next_multiple_of(unit);
         let end = at.0 + len;
@@ -17,8 +17,8 @@ impl Qcow2 {
         start..end.max(start)
     }
 
-    /// Runs `change` over the clusters of a range, one L2 table at a time. Tables that do not
-    /// exist are left out unless `make_tables`.
+    /// Runs `change` over the clusters of a range, one L2 table at a time. Skips missing tables
+    /// unless `make_tables`.
     fn for_clusters(
         &self,
         range: &Range<u64>,
@@ -51,7 +51,7 @@ impl Qcow2 {
     /// As [`vdkit_block::Format::zero_persistent`].
     pub(crate) fn zero_range_for_good(&self, at: GuestOffset, len: u64) -> Result<Range<u64>> {
         if self.header.version() < 3 {
-            return Ok(at.0..at.0); // no zero flag, and holes show what is put beneath later
+            return Ok(at.0..at.0); // no zero flag; holes expose a backing file added later
         }
         self.zero_range_how(at, len, true, true)
     }
@@ -66,7 +66,7 @@ impl Qcow2 {
         self.zero_range_how(at, len, may_unmap, false)
     }
 
-    /// `for_good`: clusters without an entry get one that says zero.
+    /// With `for_good`, clusters without an entry get a zero entry.
     fn zero_range_how(
         &self,
         at: GuestOffset,
@@ -76,7 +76,7 @@ impl Qcow2 {
     ) -> Result<Range<u64>> {
         let nothing = at.0..at.0;
         if self.header.data_file_raw() {
-            // The data file must read as the guest disk: zeroes have to be in it.
+            // The data file must read as the guest disk, so it must contain the zeroes.
             return Ok(nothing);
         }
         if self.header.version() < 3 {
@@ -98,8 +98,8 @@ impl Qcow2 {
             return Ok(nothing);
         }
         let cluster = self.geometry.cluster_bytes();
-        // What lies behind the end of the disk in its last cluster goes along: a compressed cluster
-        // is zeroed as a whole or not at all.
+        // Includes the part of the last cluster beyond the end of the disk: a compressed cluster is
+        // zeroed as a whole or not at all.
         let end = if range.end == self.guest_len() {
             range.end.next_multiple_of(cluster)
         } else {
@@ -120,7 +120,8 @@ impl Qcow2 {
         Ok(range)
     }
 
-    /// Single subclusters of a compressed cluster cannot be zeroed: leaves such edges out.
+    /// Excludes partial compressed clusters at the edges: their single subclusters cannot be
+    /// zeroed.
     fn leave_packed_edges(&self, range: &mut Range<u64>) -> Result<()> {
         let cluster = self.geometry.cluster_bytes();
         if range.is_empty() || !self.geometry.extended {
@@ -168,8 +169,8 @@ impl Qcow2 {
             };
         }
         if old.is_compressed() {
-            // Edges were left out, so all of it goes; a race with a compressed write to a part
-            // keeps the newer data.
+            // Edges were excluded, so the whole cluster is zeroed. If a compressed write raced with
+            // a partial range, its newer data is kept.
             return if bits == u32::MAX || u64::from(bits) == self.all_bits() {
                 L2Entry::zero_plain(geometry)
             } else {

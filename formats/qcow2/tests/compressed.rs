@@ -10,7 +10,8 @@ use vdkit_qcow2::Qcow2Driver;
 use vdkit_storage::{FileOptions, FileStorage};
 use vdkit_testkit::{qemu, require_peer};
 
-/// Text-like, constant and random stretches, so that clusters pack to all lengths, some not at all.
+/// Text-like, constant and random ranges, so that clusters compress to all lengths, some not at
+/// all.
 fn guest_data(len: usize) -> Vec<u8> {
     let mut state = 0x1234_5678_9abc_def0_u64;
     (0..len)

@@ -1,5 +1,5 @@
-//! New images against QEMU's tools: whatever the options, `qemu-img check` finds nothing,
-//! `qemu-img info` says what was asked for, and the guest reads zeroes.
+//! New images against QEMU's tools: for all options, `qemu-img check` finds no errors, `qemu-img
+//! info` shows the requested properties, and the guest reads zeroes.
 
 mod common;
 
@@ -17,7 +17,7 @@ use vdkit_testkit::{CountingStorage, LoggedOp, qemu, require_peer};
 
 const ALL: [&str; 4] = ["off", "metadata", "falloc", "full"];
 
-/// Makes an image and lets QEMU look at it.
+/// Creates an image and checks it with QEMU.
 fn prove(path: &Path, guest_bytes: u64, text: &str) {
     create(path, guest_bytes, text).unwrap_or_else(|e| panic!("{text} {guest_bytes}: {e}"));
     let checked = qemu::check(path, "qcow2", None);
@@ -32,8 +32,8 @@ fn prove(path: &Path, guest_bytes: u64, text: &str) {
     for extent in qemu::map(path, "qcow2") {
         assert_eq!(extent["start"], end, "{text}");
         end += extent["length"].as_u64().unwrap();
-        // Zeroes that were written are data (reserved space too on some file systems), and so
-        // are those that share a block of the file system with the tables.
+        // Written zeroes are data, as is reserved space on some file systems, and so are zeroes
+        // that share a file system block with the tables.
         let written = ["full", "falloc", "data_file"].iter().any(|word| text.contains(word));
         if !written && (end > 4096 || extent["data"] == false) {
             assert_eq!(extent["zero"], guest_bytes > 0, "{text} {guest_bytes}: {extent}");
@@ -64,7 +64,7 @@ fn opens_and_reads_as_zero(path: &Path, text: &str) {
             Place::Hole | Place::Zero { .. } => {}
             Place::Data { file, offset, exclusive } => {
                 assert!(exclusive, "{text}");
-                // All data is one run, made of holes or zeroes.
+                // All data is one run of holes or zeroes.
                 assert_eq!(extent.len, image.guest_bytes(), "{text}");
                 let mut buf = vec![1; extent.len.min(1 << 20) as usize];
                 image.file(file).read_padded(&mut buf, offset).unwrap();
@@ -89,7 +89,8 @@ fn cross(cluster_size: &str) {
                 continue;
             }
             for preallocation in ALL {
-                // All sizes with one width, and with all widths one size that is no whole cluster.
+                // All sizes with one width, and all widths with one size that is not
+                // cluster-aligned.
                 let sizes: &[u64] = match (preallocation, refcount_bits) {
                     ("metadata", 16) => &[0, 512, (1 << 20) + 512, 1 << 30],
                     ("off", 16) => &[0, 512, 1 << 30, (1 << 36) + 1],
@@ -189,7 +190,7 @@ fn data_files_hold_each_byte_at_its_own_offset() {
                 made += 1;
                 let path = dir.path().join(format!("{made}.qcow2"));
                 let data = dir.path().join(format!("{made}.raw"));
-                // QEMU takes a relative name from its working folder.
+                // QEMU resolves a relative name against its working directory.
                 let text = format!(
                     "data_file={},data_file_raw={raw},extended_l2={extended},\
                      preallocation={preallocation}",
@@ -197,14 +198,14 @@ fn data_files_hold_each_byte_at_its_own_offset() {
                 );
                 prove(&path, size, &text);
                 assert_eq!(data.metadata().unwrap().len(), size, "{text}");
-                // What QEMU writes through the image is in the data file at the same place, and
-                // a raw data file shows what it holds.
+                // QEMU's writes through the image appear in the data file at the same offset, and a
+                // raw data file reads as the disk.
                 qemu::io(&path, "qcow2", &["write -P 7 1M 64k", "write -P 8 5M 512"]);
                 qemu::io(&data, "raw", &["read -P 7 1M 64k", "read -P 8 5M 512"]);
                 assert!(qemu::check(&path, "qcow2", None).clean(), "{text}");
                 if raw == "on" {
                     assert!(qemu::same((&path, "qcow2"), (&data, "raw")), "{text}");
-                    // There from the start, so that a raw writer is seen too.
+                    // Mapped from the start, so that writes to the raw file are visible too.
                     qemu::io(&data, "raw", &["write -P 9 3M 64k"]);
                     qemu::io(&path, "qcow2", &["read -P 9 3M 64k"]);
                 }
@@ -313,7 +314,7 @@ fn a_terabyte_of_metadata_is_a_few_large_writes_in_bounded_memory() {
         next = Some(offset + extent.len);
         at += extent.len;
         if at == 1 << 30 {
-            at = (1 << 40) - (1 << 30); // the middle is more of the same
+            at = (1 << 40) - (1 << 30); // skip the uniform middle
             next = None;
         }
     }
@@ -443,7 +444,7 @@ fn sizes_that_cannot_be_are_refused_with_the_cluster_size_that_can() {
     assert!(said.contains("host offsets"), "{said}");
     let said = refusal(1 << 20, "data_file=x");
     assert!(said.contains("'x'"), "{said}");
-    // The largest that the L1 table holds.
+    // The largest disk that the L1 table can hold.
     let (_dir, path) = scratch("largest.qcow2");
     create(&path, 128 << 30, "cluster_size=512").unwrap();
     if require_peer("qemu-img") {

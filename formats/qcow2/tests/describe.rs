@@ -1,4 +1,4 @@
-//! What `describe` says of images that QEMU made, and at what price.
+//! What `describe` reports for images of QEMU, and at what cost.
 
 mod common;
 
@@ -16,7 +16,7 @@ fn qemu_create(path: &Path, arguments: &[&str]) {
     qemu::img(["create", "-q", "-f", "qcow2", file].iter().chain(arguments)).ok();
 }
 
-/// Describes an image and counts.
+/// Describes an image and counts its I/O.
 fn cost(path: &Path) -> Counts {
     let file = FileStorage::open(path, &FileOptions::read_only()).unwrap();
     let storage = CountingStorage::new(Arc::new(file));
@@ -162,7 +162,7 @@ fn snapshots_and_bitmaps_cost_one_read_each() {
     assert_eq!(info.snapshots[2].name, "第三");
     assert_eq!(info.snapshots[0].disk_bytes, Some(1 << 30));
     assert_eq!(info.bitmaps[2].granularity, 2 << 30);
-    // Software that does not know the bitmaps cleared their bit.
+    // Software without bitmap support cleared their bit.
     let mut bytes = std::fs::read(&path).unwrap();
     bytes[95] &= !1;
     std::fs::write(&path, bytes).unwrap();
@@ -179,7 +179,7 @@ fn many_long_snapshots_cost_two_reads() {
     }
     let (_dir, path) = scratch("a.qcow2");
     qemu_create(&path, &["1M"]);
-    // A table by hand: 100 entries with names of 2000 bytes.
+    // A handmade table: 100 entries with names of 2000 bytes.
     let mut bytes = std::fs::read(&path).unwrap();
     let at = bytes.len().next_multiple_of(65536);
     bytes.resize(at, 0);

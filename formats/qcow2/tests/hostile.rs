@@ -1,4 +1,4 @@
-//! Headers from strangers: whatever stands in them, an answer at once and in bounded memory.
+//! Untrusted headers: whatever they contain, parsing ends quickly and in bounded memory.
 
 mod common;
 
@@ -33,14 +33,14 @@ fn image(guest_bytes: u64, text: &str) -> Vec<u8> {
     memory.to_vec()
 }
 
-/// Describes bytes, and holds what came to its promises.
+/// Describes bytes, and asserts the promised bounds.
 fn describe(bytes: &[u8]) -> Result<ImageInfo> {
     let storage = CountingStorage::new(Arc::new(MemoryStorage::from_bytes("image", bytes)));
     let shared: Arc<dyn Storage> = storage.clone();
     let described = Qcow2Driver.describe(&shared, &Limits::default());
     let counts = storage.counts();
     assert!(counts.reads <= 4, "{counts:?}");
-    // Memory goes with what is asked for by reads: the tables, never the claims.
+    // Memory is proportional to the bytes read, not to the sizes that the header claims.
     assert!(counts.bytes_read <= (64 << 10) * 2 + 3 * bytes.len() as u64, "{counts:?}");
     assert_eq!(counts.writes + counts.syncs + counts.set_lens, 0);
     if let Err(error) = &described {
@@ -50,7 +50,7 @@ fn describe(bytes: &[u8]) -> Result<ImageInfo> {
     described
 }
 
-/// Opens, reads the map here and there, and checks: all may fail, nothing may panic.
+/// Opens, reads parts of the map, and checks: all may fail, nothing may panic.
 fn use_all(bytes: &[u8]) {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::from_bytes("image", bytes));
     let limits = Limits { check_bytes_max: 16 << 20, ..Limits::default() };
@@ -216,7 +216,7 @@ fn a_kilobyte_that_claims_an_exabyte_is_refused_at_once() {
         bytes = with(&bytes, 24, &(1u64 << 60).to_be_bytes());
         let error = describe(&bytes).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
-        // With an L1 table that would do.
+        // With an L1 table that is large enough.
         let bytes = with(&bytes, 36, &(1u32 << 22).to_be_bytes());
         assert_eq!(describe(&bytes).unwrap_err().kind(), ErrorKind::Corrupt);
         use_all(&bytes);
@@ -229,16 +229,16 @@ fn huge_tables_in_a_huge_sparse_file_stay_within_the_limits() {
     let shared: Arc<dyn Storage> = storage.clone();
     let header = image(1 << 30, "cluster_size=2M");
     shared.write_at(&header[..4096], HostOffset(0)).unwrap();
-    // 65536 snapshots of nothing.
+    // 65536 empty snapshots.
     shared.write_at(&65536u32.to_be_bytes(), HostOffset(60)).unwrap();
     shared.write_at(&(1u64 << 40).to_be_bytes(), HostOffset(64)).unwrap();
     let info = Qcow2Driver.describe(&shared, &Limits::default()).unwrap();
     assert_eq!(info.snapshots.len(), 65536);
     assert!(storage.counts().bytes_read <= 17 << 20);
-    // One more.
+    // One snapshot more.
     shared.write_at(&65537u32.to_be_bytes(), HostOffset(60)).unwrap();
     Qcow2Driver.describe(&shared, &Limits::default()).unwrap_err();
-    // Entries that claim much: extra data, then names.
+    // Entries that claim large sizes: extra data, then names.
     shared.write_at(&65536u32.to_be_bytes(), HostOffset(60)).unwrap();
     shared.write_at(&u32::MAX.to_be_bytes(), HostOffset((1 << 40) + 36)).unwrap();
     let error = Qcow2Driver.describe(&shared, &Limits::default()).unwrap_err().to_string();
@@ -266,7 +266,7 @@ fn extension_lists_end() {
         bytes.extend_from_slice(&len.to_be_bytes());
         bytes
     };
-    // Longer than the cluster, the file, the address space.
+    // Longer than the cluster, the file or the address space.
     for len in [4096, 65536, u32::MAX - 7, u32::MAX] {
         let error = describe(&with(&image, list, &extension(0x1234, len))).unwrap_err();
         assert!(error.to_string().contains("header extension"), "{error}");
@@ -275,7 +275,7 @@ fn extension_lists_end() {
     let reach = name_at as u32 - list as u32 - 8;
     describe(&with(&image, list, &extension(0x1234, reach))).unwrap();
     describe(&with(&image, list, &extension(0x1234, reach + 1))).unwrap_err();
-    // No end: extensions of no bytes up to the name, and without a name up to the cluster's end.
+    // No end mark: empty extensions up to the name, or without a name up to the end of the cluster.
     let mut endless = image.clone();
     for at in (list..4096).step_by(8) {
         endless[at..at + 8].copy_from_slice(&extension(0x1234, 0));
@@ -287,7 +287,8 @@ fn extension_lists_end() {
     use_all(&endless);
     // The file ends within the list.
     describe(&endless[..2048]).unwrap_err();
-    // A list of more than 64 KiB is read on, and one that is cut off by the file is not.
+    // A list of more than 64 KiB is read completely; a list that the end of the file cuts off is
+    // rejected.
     let mut long = super_long(0x1234);
     describe(&long).unwrap();
     long.truncate(70000);
@@ -315,7 +316,8 @@ fn super_long(kind: u32) -> Vec<u8> {
     bytes
 }
 
-/// The first read takes 4 KiB: a file of just that many bytes has no more, whatever its clusters are.
+/// A file of exactly 4 KiB, the size of the first read, has no more bytes, whatever its cluster
+/// size.
 #[test]
 fn a_file_that_ends_with_the_first_read_is_said_to_end_there() {
     let mut bytes = image(1 << 20, "cluster_size=64K");
@@ -332,7 +334,7 @@ fn a_file_that_ends_with_the_first_read_is_said_to_end_there() {
     let extension = |len: u32| [0x1234_u32.to_be_bytes(), len.to_be_bytes()].concat();
     let error = check(&with(&bytes, 112, &extension(8000))).unwrap_err().to_string();
     assert!(error.contains("an end before that of the file, which has 0x1000 bytes"), "{error}");
-    // A list without an end ends with the file.
+    // A list without an end mark ends with the file.
     let list = with(&bytes, 112, &extension(4096 - 120));
     assert!(check(&list).unwrap().corruptions > 0);
     let named = [&4090_u64.to_be_bytes()[..], &10_u32.to_be_bytes()].concat();
@@ -374,7 +376,7 @@ fn a_long_header_with_long_snapshots_and_bitmaps_costs_four_reads() {
     assert_eq!((info.snapshots.len(), info.bitmaps.len()), (2, 1));
 }
 
-/// Images of QEMU with all that `describe` reads.
+/// Images of QEMU with everything that `describe` reads.
 fn seeds() -> &'static [Vec<u8>] {
     static SEEDS: OnceLock<Vec<Vec<u8>>> = OnceLock::new();
     SEEDS.get_or_init(|| {
@@ -400,7 +402,7 @@ fn seeds() -> &'static [Vec<u8>] {
     })
 }
 
-/// Where mutations hurt: the header, the snapshot table, the bitmap directory.
+/// Places to mutate: the header, the snapshot table, the bitmap directory.
 fn places(bytes: &[u8]) -> [usize; 3] {
     let word = |at: usize| u64::from_be_bytes(bytes[at..at + 8].try_into().unwrap()) as usize;
     let directory = bytes[..4096]

@@ -1,4 +1,4 @@
-//! Other sizes, where the L1 table needs another cluster.
+//! Resizes that require another cluster for the L1 table.
 
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_testkit::FaultKind;
@@ -9,19 +9,19 @@ const fn trial(options: &'static str, guest_bytes: u64) -> Trial {
     Trial { driver: &Qcow2Driver, options, guest_bytes, write_bytes_max: MIB, resizes: true }
 }
 
-/// A cluster of the L1 table has 64 entries for 32 KiB each.
+/// An L1 table cluster has 64 entries of 32 KiB each.
 const SMALL: Resizes<'_> = Resizes::new(
     trial("cluster_size=512", MIB),
     &[2 * MIB, 2 * MIB + 512, 5 * MIB, 600 * KIB + 512, 9 * MIB],
 );
-/// A cluster of the L1 table has 8192 entries for 512 MiB each.
+/// An L1 table cluster has 8192 entries of 512 MiB each.
 const LARGE: Resizes<'_> =
     Resizes::new(trial("", TIB), &[4 * TIB, 4 * TIB + 1024, 3 * GIB + 512, 9 * TIB]);
 const EXTENDED: Resizes<'_> = Resizes::new(
     trial("extended_l2=on,cluster_size=16K", MIB),
     &[300 * MIB, 33 * GIB, 700 * KIB + 512, 70 * GIB],
 );
-/// What was never written is noise in a cluster that is.
+/// In a partly written cluster, unwritten bytes decrypt to noise.
 const ENCRYPTED: Resizes<'_> = Resizes::new(
     trial("encrypt.format=luks,encrypt.iter-time=0,cluster_size=4K", MIB),
     &[300 * MIB, 33 * GIB, 700 * KIB + 512, 70 * GIB],

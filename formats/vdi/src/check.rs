@@ -1,4 +1,4 @@
-//! The check: the table against the file, and the header's count against the table.
+//! Checks the table against the file, and the header's block count against the table.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ pub(crate) fn check(
 ) -> Result<CheckReport> {
     let storage = &**storage;
     let header = Header::read(storage)?;
-    // An image of version 0 has its numbers elsewhere, and is only read.
+    // A version 0 image has its fields elsewhere, and is read-only.
     let repair = if header.version.0 == 0 { Repair::Nothing } else { repair };
     let geometry = header.geometry();
     let mut report = CheckReport::default();
@@ -31,7 +31,8 @@ pub(crate) fn check(
         Repair::All | Repair::AllForced => true,
     };
     if counted != wanted && !surveyed.changed {
-        // Too few, and the next block that VirtualBox or QEMU allocates overwrites another one.
+        // If the count is too small, the next block that VirtualBox or QEMU allocates overwrites
+        // another one.
         let too_few = counted < wanted;
         report.add(Finding {
             severity: if too_few { Severity::Corruption } else { Severity::Leak },

@@ -1,4 +1,4 @@
-//! Making an image.
+//! Creates images.
 
 use vdkit_block::random_uuid;
 use vdkit_block::{CreateRequest, Error, HostOffset, Measured, Options, Result, align_up};
@@ -7,7 +7,7 @@ use vdkit_blockmap::{ByteOrder, Geometry, write_entries, write_holes};
 use crate::envelope::ENTRIES_MAX;
 use crate::header::{HEADER_BYTES, MAGIC, VERSION, ZERO, field};
 
-/// Bytes of a block: what all programs make, and the only ones that QEMU reads.
+/// Bytes of a block, as in all other programs; QEMU reads no other size.
 pub(crate) const BLOCK_BYTES: u64 = 1 << 20;
 /// The table follows the header's sector.
 const TABLE_AT: u64 = HEADER_BYTES as u64;
@@ -17,8 +17,8 @@ const HEADER_SIZE: u32 = 400;
 const TEXT: &[u8] = b"<<< vdkit Virtual Disk Image >>>\n";
 const STEP_ENTRIES: u64 = 64 << 10;
 
-/// Where things are in a new image of so many bytes. Blocks begin at a multiple of their size, so that
-/// blocks of the file system can be shared with them.
+/// Layout of a new image of `guest_bytes` bytes. Blocks are aligned to their size, so that file
+/// system blocks can be shared (reflinks).
 pub(crate) fn layout(file: &str, guest_bytes: u64) -> Result<Geometry> {
     let entries = guest_bytes.div_ceil(BLOCK_BYTES);
     let too_large = || Error::Limit {
@@ -31,7 +31,7 @@ pub(crate) fn layout(file: &str, guest_bytes: u64) -> Result<Geometry> {
         return Err(too_large());
     }
     let base = align_up(TABLE_AT + entries * 4, BLOCK_BYTES).ok_or_else(too_large)?;
-    // The offset has 32 bits.
+    // The header's offset field has 32 bits.
     u32::try_from(base).map_err(|_| too_large())?;
     Ok(Geometry {
         order: ByteOrder::Little,
@@ -68,7 +68,7 @@ pub(crate) fn create(request: &CreateRequest) -> Result<()> {
         let what = format!("a VDI image of {end} bytes on a device of {}", storage.len()?);
         return Err(Error::NoSpace { file: storage.name().to_owned(), what });
     } else if fixed {
-        // What was on the device before must not be the guest's.
+        // Old content of the device must not become guest data.
         let len = geometry.entries * BLOCK_BYTES;
         storage.write_zeroes(HostOffset(geometry.base), len, vdkit_block::ZeroMode::MayUnmap)?;
     }

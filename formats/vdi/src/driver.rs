@@ -1,4 +1,4 @@
-//! VDI's front door.
+//! The VDI format driver.
 
 use std::sync::Arc;
 
@@ -51,7 +51,7 @@ impl FormatDriver for VdiDriver {
         info.cluster_size = Some(header.block_bytes.into());
         info.identity = Some(format!("{} {}", header.uuid, header.uuid_modify));
         if header.has_parent() {
-            // VDI names its parent by nothing else.
+            // VDI identifies its parent only by these UUIDs.
             info.backing_identity = Some(format!("{} {}", header.uuid_link, header.uuid_parent));
         }
         let (major, minor) = header.version;

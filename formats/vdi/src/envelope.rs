@@ -1,4 +1,4 @@
-//! What stands around the blocks: the header, and its count of blocks.
+//! Structures around the blocks: the header with its block count.
 
 use parking_lot::Mutex;
 use vdkit_block::random_uuid;
@@ -7,16 +7,15 @@ use vdkit_blockmap::{Envelope, Geometry, Slot, compact, read_entries, write_entr
 
 use crate::header::{HEADER_BYTES, Header, ImageType, field};
 
-/// The most blocks that QEMU opens: their table stays below 4 GiB.
+/// Most blocks that QEMU opens: their table is smaller than 4 GiB.
 pub(crate) const ENTRIES_MAX: u64 = 0x3fff_ffff;
-/// Entries copied at once.
 const STEP_ENTRIES: u64 = 64 << 10;
 
 /// The header of an open image.
 #[derive(Debug)]
 pub(crate) struct VdiEnvelope {
     image_type: ImageType,
-    /// The count of blocks that is on disk.
+    /// The block count on disk.
     allocated: Mutex<u64>,
 }
 
@@ -26,12 +25,12 @@ impl VdiEnvelope {
     }
 }
 
-/// So many blocks end at `end`.
+/// Number of blocks up to `end`.
 fn blocks_to(geometry: &Geometry, end: u64) -> u64 {
     end.saturating_sub(geometry.base).div_ceil(geometry.stride())
 }
 
-/// A number as the header stores it.
+/// A number in the header's encoding.
 fn number(file: &str, what: &str, value: u64) -> Result<[u8; 4]> {
     let fits = u32::try_from(value).map(u32::to_le_bytes);
     fits.map_err(|_| Error::NoSpace {
@@ -49,7 +48,8 @@ impl Envelope for VdiEnvelope {
         self.image_type == ImageType::Static
     }
 
-    /// Others put a new block behind as many as are counted, so the count is durable first.
+    /// Other programs append a new block after the counted ones, so the count must be durable
+    /// first.
     fn before_map(&self, storage: &dyn Storage, geometry: &Geometry, end: u64) -> Result<()> {
         let count = blocks_to(geometry, end);
         let mut allocated = self.allocated.lock();
@@ -66,7 +66,7 @@ impl Envelope for VdiEnvelope {
         self.before_map(storage, geometry, end)?;
         let end = geometry.file_end(end);
         if storage.caps().growable && storage.len()? != end {
-            // The count that says what is cut off is durable before it is.
+            // The smaller count must be durable before the truncation.
             storage.sync()?;
             storage.set_len(end)?;
         }
@@ -74,7 +74,7 @@ impl Envelope for VdiEnvelope {
     }
 
     fn judge_size(&self, file: &str, guest_bytes: u64) -> Result<u64> {
-        // In blocks of 1 MiB; those of other images may be larger, which does no harm here.
+        // For blocks of 1 MiB; images with larger blocks stay below the limit too.
         let limit = ENTRIES_MAX << 20;
         align_up(guest_bytes, 512).filter(|bytes| *bytes <= limit).ok_or_else(|| Error::Limit {
             file: file.to_owned(),
@@ -84,8 +84,9 @@ impl Envelope for VdiEnvelope {
         })
     }
 
-    /// In place up to the first block. Beyond, the first blocks go to the end, and the new table
-    /// takes their places: a header that counts blocks from behind it switches over.
+    /// Grows the table in place up to the first block. Beyond that, moves the first blocks to the
+    /// end and writes the new table over their old places; a header whose first-block offset is
+    /// after that table switches to it.
     fn room_for(
         &self,
         storage: &dyn Storage,
@@ -148,14 +149,14 @@ impl Envelope for VdiEnvelope {
         Ok((header.geometry(), header.disk_bytes))
     }
 
-    /// Children know their parent by this UUID; it changes with the parent's data.
+    /// Children identify their parent by this UUID, which changes with the parent's data.
     fn modified(&self, storage: &dyn Storage) -> Result<()> {
         let uuid = random_uuid()?.to_bytes_le();
         storage.write_at(&uuid, HostOffset(field::UUID_MODIFY as u64))
     }
 }
 
-/// Copies the entries to another table whose blocks count from another offset.
+/// Copies the entries to another table with another base offset of blocks.
 fn copy_table(storage: &dyn Storage, from: &Geometry, to: &Geometry) -> Result<()> {
     let mut first = 0;
     while first < from.entries {

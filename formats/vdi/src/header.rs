@@ -1,4 +1,4 @@
-//! The header. Offsets are those of `docs/formats/vdi.md`.
+//! The header. Offsets: `docs/formats/vdi.md`.
 
 use uuid::Uuid;
 use vdkit_block::bytes::{array, le32, le64};
@@ -8,18 +8,18 @@ use vdkit_blockmap::{ByteOrder, Geometry};
 
 /// The magic number, at byte 64.
 pub(crate) const MAGIC: u32 = 0xbeda_107f;
-/// Version 1.1, which we write.
+/// Version 1.1, which vdkit writes.
 pub(crate) const VERSION: u32 = 0x0001_0001;
-/// Bytes of the header that are read; the fields that change lie in the first 512.
+/// Bytes of the header that are read; all fields that change are in the first 512.
 pub(crate) const HEADER_BYTES: usize = 512;
 /// Entry of a block that reads as zero.
 pub(crate) const ZERO: u32 = 0xffff_fffe;
-/// Bytes of the header behind its size field, in images of version 1.0.
+/// Bytes of the header from its size field on, in images of version 1.0.
 const SIZE_MIN: u32 = 0x180;
-/// Blocks smaller or larger than this were never made.
+/// Accepted block sizes; no program has written others.
 const BLOCK_BYTES: std::ops::RangeInclusive<u32> = 4096..=1 << 30;
 
-/// Where fields are.
+/// Offsets of fields.
 pub(crate) mod field {
     pub const MAGIC: usize = 64;
     pub const VERSION: usize = 68;
@@ -39,7 +39,7 @@ pub(crate) mod field {
     pub const UUID_PARENT: usize = 0x1b8;
 }
 
-/// The same in version 0, whose table begins at byte 420 and is followed by the blocks.
+/// Offsets of fields in version 0, whose table begins at byte 420 and is followed by the blocks.
 mod field_0 {
     pub const TYPE: usize = 72;
     pub const DISK_BYTES: usize = 0x160;
@@ -55,11 +55,11 @@ mod field_0 {
 /// What kind of image it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ImageType {
-    /// Blocks come into the file as they are written.
+    /// Blocks are allocated when they are written.
     Dynamic,
     /// All blocks are in the file.
     Static,
-    /// As dynamic, over a parent (types 3, undo, and 4, differencing).
+    /// As dynamic, with a parent (types 3, undo, and 4, differencing).
     Differencing,
 }
 
@@ -83,7 +83,7 @@ impl ImageType {
     }
 }
 
-/// A judged header.
+/// A validated header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Major and minor version.
@@ -104,13 +104,13 @@ pub struct Header {
     pub entries: u32,
     /// Blocks in the file, by the header's own count.
     pub allocated: u32,
-    /// This image.
+    /// UUID of this image.
     pub uuid: Uuid,
-    /// This image as of its last change.
+    /// UUID of this image's last change.
     pub uuid_modify: Uuid,
-    /// Its parent; nil where it has none.
+    /// UUID of the parent; nil without one.
     pub uuid_link: Uuid,
-    /// Its parent as of when this image was made.
+    /// UUID of the parent's last change when this image was created.
     pub uuid_parent: Uuid,
 }
 
@@ -120,7 +120,7 @@ pub(crate) fn is_vdi(head: &[u8]) -> bool {
 }
 
 impl Header {
-    /// Reads and judges a header, with one read.
+    /// Reads and validates a header, with one read.
     ///
     /// # Errors
     /// [`Error::Corrupt`] and [`Error::Unsupported`]; those of the storage.
@@ -236,12 +236,12 @@ impl Header {
         })
     }
 
-    /// Where the header ends: no table and no block may be before.
+    /// End of the header; no table or block may begin before it.
     fn end(&self) -> u32 {
         if self.version.0 == 0 { field_0::END } else { field::SIZE as u32 + SIZE_MIN }
     }
 
-    /// Whether it stands on another image.
+    /// Whether the image has a parent.
     pub fn has_parent(&self) -> bool {
         self.image_type == ImageType::Differencing || !self.uuid_link.is_nil()
     }
@@ -276,7 +276,7 @@ fn image_type(file: &str, at: usize, number: u32) -> Result<ImageType> {
     })
 }
 
-/// In whole sectors, as QEMU shows it: VirtualBox has made images of odd sizes.
+/// Rounds up to whole sectors, as QEMU does: VirtualBox has created images of unaligned sizes.
 fn disk_bytes(file: &str, bytes: u64) -> Result<u64> {
     vdkit_block::align_up(bytes, 512).filter(|bytes| *bytes <= i64::MAX as u64).ok_or_else(|| {
         let (at, what) = (field::DISK_BYTES as u64, "disk size");

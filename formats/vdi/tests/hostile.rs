@@ -1,5 +1,4 @@
-//! Headers that lie: refused with an error, at once and without much memory; and what is unusual and
-//! right.
+//! Hostile headers are rejected quickly and in bounded memory; unusual but valid ones are accepted.
 
 mod support;
 
@@ -14,7 +13,7 @@ use vdkit_storage::MemoryStorage;
 use vdkit_testkit::{CountingStorage, processor_time};
 use vdkit_vdi::VdiDriver;
 
-/// Everything that can be done to an image, without a panic and in time.
+/// Runs every operation on an image, without a panic and in bounded time.
 fn survive(storage: &Shared, what: &str) {
     let start = processor_time();
     let limits = Limits { check_bytes_max: 32 << 20, ..Limits::default() };
@@ -91,7 +90,7 @@ fn a_short_file_is_no_image() {
     }
 }
 
-/// A table of 4 GiB in a sparse file: opening reads none of it, and reading a piece.
+/// A table of 4 GiB in a sparse file: opening reads none of it, and a guest read only a piece.
 #[test]
 fn a_giant_table_costs_nothing() {
     let storage: Shared = Arc::new(MemoryStorage::new("image"));
@@ -112,7 +111,7 @@ fn a_giant_table_costs_nothing() {
     assert!(counts.reads <= 4 && counts.bytes_read < 64 << 10, "{counts:?}");
 }
 
-/// A million entries that name nothing are counted, not described one by one.
+/// A million bad entries are counted, not listed one by one.
 #[test]
 fn a_giant_table_of_bad_entries_is_counted() {
     let storage: Shared = Arc::new(MemoryStorage::new("image"));
@@ -122,7 +121,7 @@ fn a_giant_table_of_bad_entries_is_counted() {
     put(&storage, field::ENTRIES, 1 << 20);
     put(&storage, field::DATA, 8 << 20);
     storage.write_at(&(1_u64 << 40).to_le_bytes(), HostOffset(field::DISK_BYTES)).unwrap();
-    // All zero: each names the first block, which is not there.
+    // All zero: each names the first block, which does not exist.
     storage.set_len(8 << 20).unwrap();
     let limits = Limits::default();
     let report = VdiDriver.check(&storage, &[], Repair::Nothing, &limits, &Monitor::default());
@@ -139,7 +138,7 @@ fn describing_is_one_read() {
     assert_eq!(counting.counts().reads, 1);
 }
 
-/// Version 0 has a shorter header; its table follows, and the blocks follow that, unaligned.
+/// Version 0 has a shorter header, followed by the table and the unaligned blocks.
 #[test]
 fn a_version_0_image_is_read_and_not_written() {
     let sound = written();

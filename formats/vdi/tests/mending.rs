@@ -1,4 +1,4 @@
-//! The check finds each kind of damage, a repair mends it, and compaction loses nothing.
+//! The check finds each kind of damage, a repair fixes it, and compaction loses nothing.
 
 mod support;
 
@@ -67,7 +67,7 @@ fn an_entry_beyond_the_end_is_told_and_taken_away() {
 fn a_gap_is_a_leak_that_a_repair_closes() {
     let storage = written();
     let before = content(&storage);
-    // The block at the second place is lost.
+    // The second block of the file becomes a leak.
     put(&storage, entry(&storage, 1), u32::MAX);
     assert_eq!(found(&storage, Repair::Nothing), (0, 1));
     assert_eq!(found(&storage, Repair::Leaks), (0, 1));
@@ -137,11 +137,11 @@ fn a_power_cut_while_compacting_loses_nothing() {
     assert!(cuts > 15, "{cuts}");
 }
 
-/// The first blocks move to the end, the table takes their places, the header switches.
+/// The first blocks move to the end, the table overwrites their places, and the header switches.
 #[test]
 fn a_power_cut_while_the_table_grows_loses_nothing() {
     let storage = written();
-    // A table that ends right before the blocks, as QEMU's do.
+    // A table that ends directly before the blocks, as in QEMU's images.
     let data_at = get(&storage, field::DATA);
     let room = data_at - 512;
     let before = content(&storage);

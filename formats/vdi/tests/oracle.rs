@@ -1,4 +1,4 @@
-//! QEMU as the other reader and writer.
+//! QEMU as a second reader and writer.
 
 use vdkit_testkit::trials::{Oracle, Trial};
 use vdkit_testkit::{qemu, require_peer};
@@ -31,7 +31,7 @@ fn qemu_and_we_write_to_the_same_images_in_turn() {
     STATIC.by_turns(2);
 }
 
-/// QEMU's tables end right before the blocks, so that these move.
+/// QEMU's tables end directly before the blocks, so growing moves blocks.
 #[test]
 fn qemu_reads_what_was_resized_here() {
     if !require_peer("qemu-img") || !require_peer("qemu-io") {

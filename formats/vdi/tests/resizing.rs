@@ -1,4 +1,4 @@
-//! Other sizes, where the table needs the places of the first blocks.
+//! Resizes for which the table needs the places of the first blocks.
 
 mod support;
 
@@ -39,8 +39,8 @@ fn a_power_cut_in_a_resize_leaves_one_of_both_sizes() {
     Resizes { sizes: &[ROOM * MIB + 512, 3 * GIB], ..TABLES }.power_cut(5);
 }
 
-/// The first blocks have moved, and the new table stands in their places, when the disk is full: the cached
-/// table must not name those places.
+/// The host disk becomes full after the first blocks have moved and the new table is in their
+/// places: the cached table must not name these places.
 #[test]
 fn a_live_growth_without_space_leaves_no_table_bytes_to_the_guest() {
     let trial = Trial { guest_bytes: 200 * GIB, ..DYNAMIC };

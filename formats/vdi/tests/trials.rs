@@ -1,4 +1,4 @@
-//! What every writable format must stand.
+//! The common trials of writable formats.
 
 use vdkit_testkit::FaultKind;
 use vdkit_testkit::trials::Trial;

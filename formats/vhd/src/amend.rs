@@ -1,4 +1,4 @@
-//! The time of the parent, noted anew: one write of a sector.
+//! Updates the stored time stamp of the parent, with one write of a sector.
 
 use vdkit_block::{AmendRequest, BackingRef, Error, HostOffset, Result, Storage};
 
@@ -8,8 +8,8 @@ use crate::header::DynamicHeader;
 use crate::locate::Footers;
 use crate::parent;
 
-/// As [`vdkit_block::FormatDriver::amend`]. The parent has to stay the same one, by its unique ID
-/// and name: another one would take changes in two sectors, which a crash could part.
+/// As [`vdkit_block::FormatDriver::amend`]. The parent must stay the same, by its unique ID and
+/// name: another one needs changes in two sectors, which a crash could separate.
 pub(crate) fn amend(request: &AmendRequest) -> Result<Vec<String>> {
     let storage = &*request.storage;
     if !request.options.is_empty() {
@@ -41,13 +41,13 @@ pub(crate) fn amend(request: &AmendRequest) -> Result<Vec<String>> {
         return Ok(Vec::new());
     }
     let header = header.with_parent_time(time);
-    // The time and the sum are in the first sector.
+    // The time stamp and the checksum are in the first sector.
     storage.write_at(&header.bytes()[..SECTOR as usize], HostOffset(header.at))?;
     storage.sync()?;
     Ok(vec!["backing".to_owned()])
 }
 
-/// Whether the image stands on this one already.
+/// Whether `backing` is the current parent.
 fn is_parent(storage: &dyn Storage, header: &DynamicHeader, backing: &BackingRef) -> Result<bool> {
     let name = parent::name(storage, header)?;
     let same_name = parent::stored(&name) == parent::stored(&backing.name);

@@ -1,16 +1,17 @@
-//! What Azure refuses. Source: "Prepare a Windows VHD or VHDX to upload to Azure" and "Information for
-//! community supported and non-endorsed distributions" in Microsoft's documentation.
+//! Requirements of Azure. Source: "Prepare a Windows VHD or VHDX to upload to Azure" and
+//! "Information for community supported and non-endorsed distributions" in Microsoft's
+//! documentation.
 
 use vdkit_block::{Finding, Result, Severity, Storage};
 
 use crate::footer::{DiskType, FOOTER_BYTES, SECTOR, SECTORS_MAX};
 use crate::locate::Footers;
 
-/// Azure's disks are whole MiB.
+/// Azure disks are a multiple of this size.
 pub const AZURE_UNIT: u64 = 1 << 20;
 
-/// What Azure would refuse about an image; nothing where it takes it: a fixed VHD whose disk is
-/// whole MiB, with its footer right behind it.
+/// Why Azure would reject an image; empty if it accepts it: a fixed VHD whose disk is a multiple of
+/// 1 MiB and directly followed by the footer.
 ///
 /// # Errors
 /// Those of the storage.

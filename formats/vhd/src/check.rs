@@ -1,4 +1,4 @@
-//! The check: footers, dynamic header, and the table against the file.
+//! Checks footers, the dynamic header, and the table against the file.
 
 use std::sync::Arc;
 
@@ -132,7 +132,7 @@ pub(crate) fn judge_capacity(file: &str, footer: &Footer, header: &DynamicHeader
     Err(Error::corrupt(file, header.at + 28, "table entries", found, "a block for each byte"))
 }
 
-/// Whether the copy at the start has to be written.
+/// Whether the footer copy at the start must be rewritten.
 fn judge_front(footers: &Footers, mending: bool, report: &mut CheckReport) -> bool {
     let Err(no) = &footers.front else { return false };
     let message = format!("the footer's copy at the start: {}, expected {}", no.found, no.expected);
@@ -140,14 +140,14 @@ fn judge_front(footers: &Footers, mending: bool, report: &mut CheckReport) -> bo
     true
 }
 
-/// Whether the footer at the end has to be written.
+/// Whether the footer at the end must be rewritten.
 fn judge_back(footers: &Footers, mending: bool, report: &mut CheckReport) -> bool {
     let message = match (&footers.front, &footers.back) {
         (_, Err(no)) => format!("at the end of the file: {}, expected {}", no.found, no.expected),
         (Ok(front), Ok(back)) if front != back => "differs from its copy at the start".to_owned(),
         _ => return false,
     };
-    // A crash while the file grows leaves this, and the next writer mends it.
+    // A crash while the file grows leaves this, and the next writer repairs it.
     let severity = Severity::Leak;
     let offset = footers.back_at;
     report.add(Finding { severity, offset, structure: "footer", message, repaired: mending });

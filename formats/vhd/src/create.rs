@@ -1,4 +1,4 @@
-//! Making an image.
+//! Creates images.
 
 use uuid::Uuid;
 use vdkit_block::{
@@ -10,16 +10,16 @@ use crate::footer::{DiskGeometry, DiskType, FOOTER_BYTES, Footer, SECTOR, size_o
 use crate::header::{DynamicHeader, HEADER_BYTES, Locator};
 use crate::parent;
 
-/// Bytes of a block: what all programs make.
+/// Bytes of a block, as in all other programs.
 pub(crate) const BLOCK_BYTES: u64 = 2 << 20;
 const TABLE_AT: u64 = (FOOTER_BYTES + HEADER_BYTES) as u64;
 
-/// Whether these options make a fixed image.
+/// Whether these options create a fixed image.
 pub(crate) fn fixed(options: &Options) -> bool {
     options.text("subformat") == Some("fixed")
 }
 
-/// The size and geometry that these options make.
+/// The size and geometry for these options.
 pub(crate) fn size(file: &str, guest_bytes: u64, options: &Options) -> Result<(u64, DiskGeometry)> {
     size_of(file, guest_bytes, options.switch("force_size") == Some(true))
 }
@@ -28,7 +28,7 @@ pub(crate) fn size(file: &str, guest_bytes: u64, options: &Options) -> Result<(u
 pub(crate) fn create(request: &CreateRequest) -> Result<()> {
     let storage = &*request.storage;
     let (guest_bytes, geometry) = match (&request.backing, request.backing_bytes) {
-        // A child has its parent's size, which the parent's maker has rounded already.
+        // A child has its parent's size, which is already rounded.
         (Some(_), Some(bytes)) if bytes == request.guest_bytes => {
             size_of(storage.name(), bytes, true)?
         }
@@ -47,14 +47,14 @@ fn create_fixed(storage: &dyn Storage, guest_bytes: u64, geometry: DiskGeometry)
     let footer = Footer::new(DiskType::Fixed, guest_bytes, geometry)?;
     make_room(storage, guest_bytes + FOOTER_BYTES as u64)?;
     if !storage.caps().growable && guest_bytes > 0 {
-        // What was on the device before must not be the guest's.
+        // Old content of the device must not become guest data.
         storage.write_zeroes(HostOffset(0), guest_bytes, ZeroMode::MayUnmap)?;
     }
-    // On a device it stands behind the disk, not at the device's end: nobody else would find it.
+    // On a device, the footer is at the device's end, where other programs look for it.
     storage.write_at(footer.bytes(), HostOffset(end_of(storage, guest_bytes)?))
 }
 
-/// Where the footer goes: behind the disk, or at the end of a device.
+/// Offset of the footer: after the disk, or at the end of a device.
 fn end_of(storage: &dyn Storage, guest_bytes: u64) -> Result<u64> {
     if storage.caps().growable {
         return Ok(guest_bytes);
@@ -83,7 +83,7 @@ fn create_dynamic(
     let file = storage.name();
     let disk_type = if backing.is_some() { DiskType::Differencing } else { DiskType::Dynamic };
     let footer = Footer::new(disk_type, guest_bytes, geometry)?;
-    // At most 2^21, as the size has a limit.
+    // At most 2^21, since the size is limited.
     let entries = guest_bytes.div_ceil(BLOCK_BYTES) as u32;
     let mut header = DynamicHeader::new(TABLE_AT, entries, BLOCK_BYTES as u32);
     let table_end = (TABLE_AT + u64::from(entries) * 4).next_multiple_of(SECTOR);
@@ -100,7 +100,7 @@ fn create_dynamic(
     }
     make_room(storage, end + FOOTER_BYTES as u64)?;
     let table = header.geometry();
-    // Whole sectors of it, as others read them.
+    // Whole sectors, as other programs read them.
     let padded = (table_end - TABLE_AT) / 4;
     write_holes(storage, &table, 0, padded)?;
     storage.write_at(header.bytes(), HostOffset(header.at))?;

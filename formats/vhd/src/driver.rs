@@ -1,4 +1,4 @@
-//! VHD's front door.
+//! The VHD format driver.
 
 use std::sync::Arc;
 
@@ -78,7 +78,8 @@ impl FormatDriver for VhdDriver {
         true
     }
 
-    /// By the cookie at the start; fixed images, and damaged ones, by a whole footer at the end.
+    /// Detects images by the footer copy at the start; fixed and damaged ones by a valid footer at
+    /// the end.
     fn probe(&self, head: &[u8], tail: &[u8], _len: u64) -> Probe {
         let front = Footer::parse(head.get(..512).unwrap_or(head));
         let not_fixed = |footer: &Footer| footer.disk_type != DiskType::Fixed;
@@ -198,7 +199,7 @@ impl FormatDriver for VhdDriver {
     }
 }
 
-/// Blocks of zeroes become holes; the length is the disk's and stays.
+/// Turns blocks of zeroes into holes; the length stays that of the disk.
 fn compact_fixed(
     storage: &dyn Storage,
     options: CompactOptions,

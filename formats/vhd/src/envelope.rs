@@ -1,5 +1,5 @@
-//! What stands around the blocks: the footer behind them, its copy and the dynamic header before, and a
-//! bitmap of sectors before each block.
+//! Structures around the blocks: the footer after them, its copy and the dynamic header before
+//! them, and a sector bitmap before each block.
 
 use parking_lot::Mutex;
 use rustc_hash::FxHashSet;
@@ -11,16 +11,15 @@ use crate::footer::{FOOTER_BYTES, Footer, SECTOR, size_of};
 use crate::header::DynamicHeader;
 use crate::locate::Footers;
 
-/// Entries copied at once.
 const STEP_ENTRIES: u64 = 64 << 10;
-/// So many blocks are remembered whose bitmaps are known to be full.
+/// Most blocks with full bitmaps to cache.
 const FULL_MAX: usize = 1 << 20;
 
 /// Footer and dynamic header of an open image.
 #[derive(Debug)]
 pub(crate) struct VhdEnvelope {
     parts: Mutex<Parts>,
-    /// Over a parent, new blocks begin with no sector.
+    /// With a parent, new blocks start without present sectors.
     over_parent: bool,
     bitmap_bytes: usize,
     /// Blocks whose bitmaps are full.
@@ -47,7 +46,7 @@ impl VhdEnvelope {
         self.parts.lock().footer.clone()
     }
 
-    /// Makes room up to `end` for a table, with the footer behind it.
+    /// Makes room up to `end` for a table, with the footer after it.
     fn lengthen(&self, storage: &dyn Storage, end: u64, entries: u64) -> Result<()> {
         if storage.caps().growable {
             storage.set_len(end + FOOTER_BYTES as u64)?;
@@ -72,7 +71,7 @@ impl Envelope for VhdEnvelope {
         FOOTER_BYTES as u64
     }
 
-    /// The copy at the start stands untouched, so that a crash leaves one whatever becomes of this.
+    /// The copy at the start is not changed, so a crash leaves at least that one.
     fn grown(&self, storage: &dyn Storage, end: u64) -> Result<()> {
         storage.write_at(self.footer().bytes(), HostOffset(end))
     }
@@ -84,7 +83,8 @@ impl Envelope for VhdEnvelope {
         Ok(())
     }
 
-    /// Makers that heed the bitmaps of dynamic images read zeroes where a bit is missing.
+    /// Programs that honor the bitmaps of dynamic images read zeroes from sectors whose bit is
+    /// clear.
     fn before_write(&self, storage: &dyn Storage, start: u64) -> Result<()> {
         if self.full.lock().contains(&start) {
             return Ok(());
@@ -109,7 +109,7 @@ impl Envelope for VhdEnvelope {
         let len = end + FOOTER_BYTES as u64;
         self.grown(storage, end)?;
         if storage.caps().growable && storage.len()? != len {
-            // There is a footer where the file will end before it ends there.
+            // The footer at the new end must be durable before the truncation.
             storage.sync()?;
             storage.set_len(len)?;
         }
@@ -121,8 +121,8 @@ impl Envelope for VhdEnvelope {
         Ok(size_of(file, guest_bytes, exact)?.0)
     }
 
-    /// In place where nothing follows the table at once, else behind the last block: before a table that
-    /// has moved and leaves room there, or behind that.
+    /// Grows the table in place if nothing directly follows it. Otherwise moves it after the last
+    /// block: before an already moved table if there is room, else after it.
     fn room_for(
         &self,
         storage: &dyn Storage,
@@ -132,7 +132,7 @@ impl Envelope for VhdEnvelope {
     ) -> Result<(Geometry, u64)> {
         let header_at = self.parts.lock().header.at;
         let sector_end = geometry.table_end().next_multiple_of(SECTOR);
-        // Another maker's header may begin in the table's last sector.
+        // In images of other programs, the header may begin in the table's last sector.
         let begins_there = (geometry.table_end()..sector_end).contains(&header_at);
         let room_end = if begins_there { header_at } else { sector_end };
         if entries * 4 <= room_end - geometry.table_at {
@@ -154,12 +154,12 @@ impl Envelope for VhdEnvelope {
             write_entries(storage, &after, first, &words)?;
             first += words.len() as u64;
         }
-        // Blocks go on where they end, and leave the table out.
+        // New blocks continue after the last one, and skip the table.
         Ok((after, end))
     }
 
-    /// The table always has an entry for each block of the disk: it grows before the disk, and
-    /// shrinks after it.
+    /// The table must always have an entry for each block of the disk, so it grows before the disk
+    /// and shrinks after it.
     fn resized(
         &self,
         storage: &dyn Storage,

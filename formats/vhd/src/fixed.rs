@@ -24,20 +24,20 @@ pub(crate) struct FixedVhd {
     in_flight: InFlight,
 }
 
-/// What stands behind the disk.
+/// The end of the file after the disk.
 #[derive(Debug)]
 struct End {
     footer: Footer,
-    /// Host offset of the footer, which may have 511 bytes.
+    /// Host offset of the footer, which may have only 511 bytes.
     at: u64,
 }
 
 impl FixedVhd {
-    /// Takes an image with these footers, of which `footer` is the one to go by. One that a power cut
-    /// left longer than it says is cut where it is opened for writing.
+    /// Opens an image with these footers; `footer` is the valid one. If a power cut left the file
+    /// too long, opening for writing truncates it.
     ///
     /// # Errors
-    /// [`Error::ReadOnly`]; [`Error::Corrupt`] where the disk does not end before the footer.
+    /// [`Error::ReadOnly`]; [`Error::Corrupt`] if the disk does not end before the footer.
     pub(crate) fn open(
         storage: Arc<dyn Storage>,
         footer: Footer,
@@ -75,8 +75,9 @@ impl FixedVhd {
         Err(Error::ReadOnly { file: self.storage.name().to_owned() })
     }
 
-    /// Makes the disk longer: the footer says the old size until what it shows more is zero, so that no
-    /// old footer becomes the guest's. `at` is where it stands, here and in the file, also after an error.
+    /// Grows the disk: the footer keeps the old size until the added range is zero, so that no old
+    /// footer becomes guest data. `at` is the offset of the footer in memory and in the file, also
+    /// after an error.
     fn grow(&self, at: &mut u64, footer: &Footer, larger: &Footer) -> Result<()> {
         let storage = &*self.storage;
         let (old, new) = (footer.disk_bytes(), larger.disk_bytes());
@@ -84,13 +85,13 @@ impl FixedVhd {
         if *at < new {
             let put = storage.write_at(footer.bytes(), HostOffset(new));
             if let Err(error) = put.and_then(|()| storage.sync()) {
-                // The file ends with a footer, as before.
+                // Restores the end of the file, which has the old footer.
                 let _ = storage.set_len(room_end);
                 return Err(error);
             }
             *at = new;
         }
-        // The old footer, and what other makers have between disk and footer.
+        // Zeroes the old footer, and bytes that other programs leave between disk and footer.
         let len = new.min(room_end) - old;
         storage.write_zeroes(HostOffset(old), len, ZeroMode::MayUnmap)?;
         storage.sync()?;
@@ -98,7 +99,7 @@ impl FixedVhd {
         storage.sync()
     }
 
-    /// Makes the disk shorter: the footer takes the place of what the guest gives up, then the file is cut.
+    /// Shrinks the disk: writes the footer over the removed range, then truncates the file.
     fn shrink(&self, at: &mut u64, smaller: &Footer) -> Result<()> {
         let (storage, new) = (&*self.storage, smaller.disk_bytes());
         let mut guests = [0; FOOTER_BYTES];
@@ -107,7 +108,7 @@ impl FixedVhd {
         let cut = put.and_then(|()| storage.sync());
         let cut = cut.and_then(|()| storage.set_len(new + FOOTER_BYTES as u64));
         if let Err(error) = cut {
-            // The disk keeps its size, and these bytes are the guest's.
+            // The disk keeps its size, so restores these guest bytes.
             let _ = storage.write_at(&guests, HostOffset(new));
             return Err(error);
         }
@@ -116,13 +117,13 @@ impl FixedVhd {
     }
 }
 
-/// Makes a file end with the footer that stands in it, where all behind is zero.
+/// Truncates a file after its footer; all bytes after it must be zero.
 pub(crate) fn cut_behind(storage: &dyn Storage, footer_at: u64) -> Result<()> {
     storage.set_len(footer_at + FOOTER_BYTES as u64)?;
     storage.sync()
 }
 
-/// The disk must end before the footer, whatever the footer says.
+/// Fails unless the disk ends before the footer.
 pub(crate) fn judge_size(file: &str, guest_bytes: u64, footer_at: u64) -> Result<()> {
     if guest_bytes <= footer_at {
         return Ok(());
@@ -193,7 +194,7 @@ impl Format for FixedVhd {
         Some(Self::data(at, len))
     }
 
-    /// Never a reservation: every byte has its place.
+    /// Never returns a reservation: every byte has its place.
     fn reserve(&self, _at: GuestOffset, _len: u64) -> Result<Option<Reservation<'_>>> {
         self.need_writable()?;
         Ok(None)
@@ -215,7 +216,7 @@ impl Format for FixedVhd {
         self.storage.sync()
     }
 
-    /// Only resizing writes metadata, and makes it durable itself.
+    /// Only a resize writes metadata, and makes it durable itself.
     fn close(&self) -> Result<()> {
         if self.writable { self.storage.sync() } else { Ok(()) }
     }
@@ -247,7 +248,7 @@ impl Format for FixedVhd {
             *footer = resized;
         } else if let Ok(Footers { back: Ok(stored), back_at, .. }) = Footers::read(&*self.storage)
         {
-            // What failed may have reached the file.
+            // The failed change may have reached the file, so rereads it.
             *end = End { footer: stored, at: back_at };
         }
         self.guest_bytes.store(end.footer.disk_bytes(), Ordering::Release);

@@ -1,5 +1,5 @@
-//! The footer: 512 bytes at the end of every image, and at the start of those with a table. Offsets
-//! are those of `docs/formats/vpc.md`.
+//! The footer: 512 bytes at the end of every image, and also at the start of images with a table.
+//! Offsets: `docs/formats/vpc.md`.
 
 use uuid::Uuid;
 use vdkit_block::bytes::{array, be32, be64};
@@ -7,7 +7,6 @@ use vdkit_block::random_uuid;
 
 use vdkit_block::{Error, Result};
 
-/// Bytes of a footer.
 pub(crate) const FOOTER_BYTES: usize = 512;
 pub(crate) const COOKIE: &[u8; 8] = b"conectix";
 /// No further structure follows.
@@ -15,14 +14,14 @@ pub(crate) const NO_OFFSET: u64 = u64::MAX;
 /// The largest disk, in sectors: 2040 GiB.
 pub(crate) const SECTORS_MAX: u64 = 0xff00_0000;
 pub(crate) const SECTOR: u64 = 512;
-/// Seconds from 1970 to 2000, where time stamps begin.
+/// Seconds from 1970 to 2000, the epoch of time stamps.
 pub(crate) const EPOCH: u64 = 946_684_800;
-/// The application that we name.
+/// vdkit's application code.
 const CREATOR: &[u8; 4] = b"vdk ";
-/// Applications that take the geometry for the size of the disk.
+/// Applications that use the geometry as the size of the disk.
 const BY_GEOMETRY: [&[u8; 4]; 2] = [b"vpc ", b"qemu"];
 
-/// Where fields are.
+/// Offsets of fields.
 pub(crate) mod field {
     pub const FEATURES: usize = 8;
     pub const VERSION: usize = 12;
@@ -42,11 +41,11 @@ pub(crate) mod field {
 /// What kind of image it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DiskType {
-    /// The disk's bytes as they are, and a footer.
+    /// The plain bytes of the disk, and a footer.
     Fixed,
     /// A table of blocks.
     Dynamic,
-    /// As dynamic, over a parent.
+    /// As dynamic, with a parent.
     Differencing,
 }
 
@@ -68,7 +67,7 @@ impl DiskType {
         }
     }
 
-    /// The name for users, which is that of the subformat.
+    /// The name for users, equal to that of the subformat.
     pub fn name(self) -> &'static str {
         match self {
             Self::Fixed => "fixed",
@@ -78,7 +77,7 @@ impl DiskType {
     }
 }
 
-/// Cylinders, heads and sectors of a track.
+/// Cylinders, heads, and sectors per track.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskGeometry {
     /// Cylinders.
@@ -90,7 +89,7 @@ pub struct DiskGeometry {
 }
 
 impl DiskGeometry {
-    /// The geometry that says nothing of the size: everyone takes the size field then.
+    /// The geometry that does not define the size: all programs then use the size field.
     pub(crate) const MAX: Self = Self { cylinders: 65535, heads: 16, sectors: 255 };
 
     /// Sectors of the disk.
@@ -98,7 +97,7 @@ impl DiskGeometry {
         u64::from(self.cylinders) * u64::from(self.heads) * u64::from(self.sectors)
     }
 
-    /// The geometry of the specification's appendix for so many sectors; it may have fewer.
+    /// The geometry of the specification's appendix for `sectors` sectors; it may have fewer.
     pub(crate) fn of(sectors: u64) -> Self {
         let total = sectors.min(Self::MAX.count());
         let (mut per_track, mut heads, mut tracks);
@@ -122,8 +121,7 @@ impl DiskGeometry {
         Self { cylinders: (tracks / heads) as u16, heads: heads as u8, sectors: per_track as u8 }
     }
 
-    /// The smallest geometry of the appendix that has at least so many sectors; nothing where none
-    /// has.
+    /// The smallest geometry of the appendix with at least `sectors` sectors, if there is one.
     pub(crate) fn at_least(sectors: u64) -> Option<Self> {
         // A geometry lacks less than a cylinder.
         let most = sectors + 16 * 255 + 1;
@@ -131,7 +129,7 @@ impl DiskGeometry {
     }
 }
 
-/// The sum that headers and footers carry: the complement of the sum of all bytes but its own.
+/// The checksum of headers and footers: the complement of the sum of all bytes except its own.
 pub(crate) fn checksum(bytes: &[u8], own: usize) -> u32 {
     let sum = bytes.iter().enumerate().fold(0_u32, |sum, (n, byte)| {
         if (own..own + 4).contains(&n) { sum } else { sum.wrapping_add(u32::from(*byte)) }
@@ -139,7 +137,7 @@ pub(crate) fn checksum(bytes: &[u8], own: usize) -> u32 {
     !sum
 }
 
-/// A footer whose cookie and sum are right. Its bytes are kept: what we do not know stays.
+/// A footer with a valid cookie and checksum. Keeps the raw bytes, so unknown fields are preserved.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Footer {
     bytes: [u8; FOOTER_BYTES],
@@ -147,7 +145,7 @@ pub struct Footer {
     pub disk_type: DiskType,
 }
 
-/// Why bytes are no footer.
+/// Why bytes are not a footer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct NoFooter {
     pub(crate) at: usize,
@@ -156,8 +154,8 @@ pub(crate) struct NoFooter {
 }
 
 impl Footer {
-    /// Takes a footer from its bytes; fewer are taken for zeroes, as Virtual PC before 2004 wrote
-    /// 511.
+    /// Parses a footer; missing bytes count as zeroes, since Virtual PC before 2004 wrote 511
+    /// bytes.
     pub(crate) fn parse(found: &[u8]) -> std::result::Result<Self, NoFooter> {
         let mut bytes = [0; FOOTER_BYTES];
         let len = found.len().min(FOOTER_BYTES);
@@ -178,7 +176,7 @@ impl Footer {
         Ok(Self { bytes, disk_type })
     }
 
-    /// A new image's.
+    /// The footer of a new image.
     pub(crate) fn new(
         disk_type: DiskType,
         guest_bytes: u64,
@@ -186,7 +184,7 @@ impl Footer {
     ) -> Result<Self> {
         let mut footer = Self { bytes: [0; FOOTER_BYTES], disk_type };
         footer.put(0, COOKIE);
-        // Reserved, must be set.
+        // A reserved bit that must be set.
         footer.put(field::FEATURES, &2_u32.to_be_bytes());
         footer.put(field::VERSION, &0x0001_0000_u32.to_be_bytes());
         let data_offset = if disk_type == DiskType::Fixed { NO_OFFSET } else { 512 };
@@ -201,7 +199,7 @@ impl Footer {
         Ok(footer.sized(guest_bytes, geometry))
     }
 
-    /// The same for another size.
+    /// The same footer with another size.
     pub(crate) fn sized(mut self, guest_bytes: u64, geometry: DiskGeometry) -> Self {
         self.put(field::CURRENT_SIZE, &guest_bytes.to_be_bytes());
         self.put(field::GEOMETRY, &geometry.cylinders.to_be_bytes());
@@ -215,7 +213,7 @@ impl Footer {
         self.bytes[at..at + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// Its bytes.
+    /// The raw bytes.
     pub(crate) fn bytes(&self) -> &[u8; FOOTER_BYTES] {
         &self.bytes
     }
@@ -225,12 +223,12 @@ impl Footer {
         be64(&self.bytes, field::DATA_OFFSET)
     }
 
-    /// Seconds since 2000 when the image was made.
+    /// Creation time in seconds since 2000.
     pub fn time(&self) -> u32 {
         be32(&self.bytes, field::TIME)
     }
 
-    /// The application that made it, as text.
+    /// The application that created the image, as text.
     pub fn creator(&self) -> String {
         self.text(field::CREATOR)
     }
@@ -245,7 +243,7 @@ impl Footer {
         be64(&self.bytes, field::CURRENT_SIZE)
     }
 
-    /// Cylinders, heads and sectors.
+    /// The CHS geometry.
     pub fn geometry(&self) -> DiskGeometry {
         DiskGeometry {
             cylinders: u16::from_be_bytes([self.bytes[56], self.bytes[57]]),
@@ -264,14 +262,14 @@ impl Footer {
         Uuid::from_bytes(array(&self.bytes, field::UUID))
     }
 
-    /// Whether the geometry is the size of the disk: the creator takes it so, and it says something.
+    /// Whether the geometry is the size of the disk: the creator uses it so, and it defines a size.
     pub fn sized_by_geometry(&self) -> bool {
         let creator = &self.bytes[field::CREATOR..field::CREATOR + 4];
         BY_GEOMETRY.iter().any(|app| creator == *app)
             && self.geometry().count() != DiskGeometry::MAX.count()
     }
 
-    /// Bytes of the disk that the guest sees: those of the application that made the image.
+    /// Bytes of the guest disk, as the creator of the image computes them.
     pub fn disk_bytes(&self) -> u64 {
         if self.sized_by_geometry() {
             self.geometry().count() * SECTOR
@@ -288,7 +286,7 @@ fn now() -> u32 {
     since.map_or(0, |since| since.as_secs().saturating_sub(EPOCH) as u32)
 }
 
-/// The size and geometry that a new disk of at least so many bytes has.
+/// The size and geometry of a new disk of at least `guest_bytes` bytes.
 ///
 /// # Errors
 /// [`Error::Limit`] above 2040 GiB.
@@ -307,7 +305,7 @@ pub(crate) fn size_of(file: &str, guest_bytes: u64, exact: bool) -> Result<(u64,
         return Ok((sectors * SECTOR, DiskGeometry::MAX));
     }
     let geometry = DiskGeometry::at_least(sectors).ok_or_else(too_large)?;
-    // As QEMU: where the geometry says nothing, the size is the size.
+    // As in QEMU: if the geometry does not define a size, the size is exact.
     let count = geometry.count();
     let sectors = if count == DiskGeometry::MAX.count() { sectors } else { count };
     Ok((sectors * SECTOR, geometry))

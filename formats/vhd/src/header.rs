@@ -1,4 +1,4 @@
-//! The dynamic header: where the table of blocks is, and what the image stands on. Offsets are those of
+//! The dynamic header: the offset of the block table, and the parent. Offsets:
 //! `docs/formats/vpc.md`.
 
 use vdkit_block::{Error, HostOffset, Result, Storage};
@@ -11,10 +11,10 @@ use vdkit_block::bytes::{array, be32, be64};
 /// Bytes of the dynamic header.
 pub(crate) const HEADER_BYTES: usize = 1024;
 pub(crate) const COOKIE: &[u8; 8] = b"cxsparse";
-/// Bytes of a path that a locator may have.
+/// Most bytes of a locator's path.
 const LOCATOR_BYTES_MAX: u32 = 64 << 10;
 
-/// Where fields are.
+/// Offsets of fields.
 pub(crate) mod field {
     pub const DATA_OFFSET: usize = 8;
     pub const TABLE: usize = 16;
@@ -29,7 +29,7 @@ pub(crate) mod field {
     pub const LOCATORS: usize = 576;
 }
 
-/// Where a name of the parent is stored, and for which platform.
+/// Place and platform of a stored name of the parent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Locator {
     pub(crate) platform: [u8; 4],
@@ -37,23 +37,23 @@ pub(crate) struct Locator {
     pub(crate) at: u64,
 }
 
-/// A judged dynamic header. Its bytes are kept: what we do not know stays.
+/// A validated dynamic header. Keeps the raw bytes, so unknown fields are preserved.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct DynamicHeader {
     bytes: [u8; HEADER_BYTES],
     /// Host offset of this header.
     pub(crate) at: u64,
-    /// Its sum is right.
+    /// Its checksum is correct.
     pub(crate) sound: bool,
-    /// Bytes of the file when it was read.
+    /// Bytes of the file when the header was read.
     file_bytes: u64,
 }
 
 impl DynamicHeader {
-    /// Reads the header at an offset that the footer names.
+    /// Reads the header at the offset in the footer.
     ///
     /// # Errors
-    /// [`Error::Corrupt`], but not for a wrong sum alone; [`Error::Unsupported`]; those of the
+    /// [`Error::Corrupt`], but not for only a wrong checksum; [`Error::Unsupported`]; those of the
     /// storage.
     pub(crate) fn read(storage: &dyn Storage, at: u64) -> Result<Self> {
         let file = storage.name();
@@ -86,7 +86,7 @@ impl DynamicHeader {
         Ok(header)
     }
 
-    /// [`Error::Corrupt`] where the sum is wrong.
+    /// [`Error::Corrupt`] if the checksum is wrong.
     pub(crate) fn judge_sum(&self, file: &str) -> Result<()> {
         if self.sound {
             return Ok(());
@@ -97,7 +97,7 @@ impl DynamicHeader {
         Err(Error::corrupt(file, at, "checksum", found, expected))
     }
 
-    /// A new image's, at byte 512.
+    /// The header of a new image, at byte 512.
     pub(crate) fn new(table_at: u64, entries: u32, block_bytes: u32) -> Self {
         let (bytes, file_bytes) = ([0; HEADER_BYTES], u64::MAX);
         let mut header = Self { bytes, at: SECTOR, sound: true, file_bytes };
@@ -108,14 +108,15 @@ impl DynamicHeader {
         header.with_table(table_at, entries)
     }
 
-    /// The same with another table.
+    /// The same header with another table.
     pub(crate) fn with_table(mut self, table_at: u64, entries: u32) -> Self {
         self.put(field::TABLE, &table_at.to_be_bytes());
         self.put(field::ENTRIES, &entries.to_be_bytes());
         self.summed()
     }
 
-    /// The same over a parent; `name` is a file name, the locators are stored where they say.
+    /// The same header with a parent; `name` is a file name, and the caller stores the names of the
+    /// locators.
     pub(crate) fn over(mut self, uuid: Uuid, time: u32, name: &str, locators: &[Locator]) -> Self {
         self.put(field::PARENT_UUID, uuid.as_bytes());
         self.put(field::PARENT_TIME, &time.to_be_bytes());
@@ -126,7 +127,7 @@ impl DynamicHeader {
         for (n, locator) in locators.iter().take(8).enumerate() {
             let at = field::LOCATORS + n * 24;
             self.put(at, &locator.platform);
-            // In bytes, as Windows has it; the specification says sectors.
+            // In bytes, as in Windows; the specification says sectors.
             self.put(at + 4, &locator.len.next_multiple_of(512).to_be_bytes());
             self.put(at + 8, &locator.len.to_be_bytes());
             self.put(at + 16, &locator.at.to_be_bytes());
@@ -134,13 +135,13 @@ impl DynamicHeader {
         self.summed()
     }
 
-    /// The same with another time of the parent.
+    /// The same header with another time stamp of the parent.
     pub(crate) fn with_parent_time(mut self, time: u32) -> Self {
         self.put(field::PARENT_TIME, &time.to_be_bytes());
         self.summed()
     }
 
-    /// The same with the right sum.
+    /// The same header with a correct checksum.
     pub(crate) fn summed(mut self) -> Self {
         let sum = checksum(&self.bytes, field::CHECKSUM);
         self.put(field::CHECKSUM, &sum.to_be_bytes());
@@ -152,7 +153,7 @@ impl DynamicHeader {
         self.bytes[at..at + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// Its bytes.
+    /// The raw bytes.
     pub(crate) fn bytes(&self) -> &[u8; HEADER_BYTES] {
         &self.bytes
     }
@@ -162,7 +163,6 @@ impl DynamicHeader {
         be64(&self.bytes, field::TABLE)
     }
 
-    /// Entries of the table.
     pub(crate) fn entries(&self) -> u64 {
         be32(&self.bytes, field::ENTRIES).into()
     }
@@ -172,22 +172,22 @@ impl DynamicHeader {
         be32(&self.bytes, field::BLOCK_BYTES).into()
     }
 
-    /// Bytes of the bitmap of sectors before each block: whole sectors.
+    /// Bytes of the sector bitmap before each block: whole sectors.
     pub(crate) fn bitmap_bytes(&self) -> u64 {
         (self.block_bytes() / SECTOR).div_ceil(8).next_multiple_of(SECTOR)
     }
 
-    /// The unique ID of what it stands on.
+    /// The unique ID of the parent.
     pub(crate) fn parent_uuid(&self) -> Uuid {
         Uuid::from_bytes(array(&self.bytes, field::PARENT_UUID))
     }
 
-    /// When that was last changed before this image was put on it, in seconds since 2000.
+    /// Last change of the parent before this image was created, in seconds since 2000.
     pub(crate) fn parent_time(&self) -> u32 {
         be32(&self.bytes, field::PARENT_TIME)
     }
 
-    /// Its name, without a path in most images.
+    /// The parent's name, in most images without a path.
     pub(crate) fn parent_name(&self) -> String {
         let bytes = &self.bytes[field::PARENT_NAME..field::PARENT_NAME_END];
         let units = bytes.as_chunks::<2>().0.iter().map(|pair| u16::from_be_bytes(*pair));
@@ -195,7 +195,7 @@ impl DynamicHeader {
         String::from_utf16_lossy(&units)
     }
 
-    /// Where names of the parent are stored.
+    /// Places of the stored names of the parent.
     pub(crate) fn locators(&self) -> Vec<Locator> {
         let entries = self.bytes[field::LOCATORS..field::LOCATORS + 8 * 24].chunks_exact(24);
         entries
@@ -213,7 +213,7 @@ impl DynamicHeader {
     pub(crate) fn geometry(&self) -> Geometry {
         let table_end = self.table_at() + self.entries() * 4;
         let headers_end = (self.at + HEADER_BYTES as u64).max(2 * SECTOR);
-        // The locators' data lie between, in images over a parent.
+        // In images with a parent, the locators' data is in between.
         let kept_end = self.data_end().next_multiple_of(SECTOR);
         Geometry {
             order: ByteOrder::Big,
@@ -230,8 +230,8 @@ impl DynamicHeader {
         }
     }
 
-    /// Where the headers and the names of the parent end. Behind a table of 511 GiB and more a name
-    /// lies further than 1 MiB. What is not in the file is no name.
+    /// End of the headers and of the names of the parent. After the table of a disk of 511 GiB or
+    /// more, a name is beyond 1 MiB. Ignores names beyond the end of the file.
     fn data_end(&self) -> u64 {
         let names = self.locators();
         let end = |name: &Locator| name.at.checked_add(name.len.into());

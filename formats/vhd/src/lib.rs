@@ -1,12 +1,12 @@
-//! VHD, which QEMU calls vpc: Virtual PC's, Hyper-V's and Azure's disk images. Fixed ones are the disk's
-//! bytes and a footer; dynamic ones a table of blocks, each with a bitmap of its sectors;
-//! differencing ones are dynamic over a parent. Byte layout: `docs/formats/vpc.md`.
+//! VHD, which QEMU calls vpc: disk images of Virtual PC, Hyper-V and Azure. Fixed images are the
+//! bytes of the disk and a footer. Dynamic images are a table of blocks, each with a sector bitmap.
+//! Differencing images are dynamic ones with a parent. Byte layout: `docs/formats/vpc.md`.
 //!
-//! The map, its cache, and the order of writes of the latter two are [`vdkit_blockmap`]'s.
+//! [`vdkit_blockmap`] has the map, its cache, and the order of writes of the latter two kinds.
 //!
 //! # How large is the disk?
-//! Virtual PC and QEMU (without `force_size`) take cylinders × heads × sectors for it, all others the
-//! size field: [`Footer::disk_bytes`]. Our own images give everyone the same answer.
+//! Virtual PC and QEMU (without `force_size`) use cylinders × heads × sectors, all others the size
+//! field: [`Footer::disk_bytes`]. In images that vdkit creates, both are equal.
 
 mod amend;
 mod azure;

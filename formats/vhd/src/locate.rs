@@ -1,28 +1,29 @@
-//! Finding the footer of an image, and its copy.
+//! Finds the footer of an image, and its copy.
 
 use vdkit_block::{Error, HostOffset, Result, Storage, is_zero};
 
 use crate::footer::{DiskType, FOOTER_BYTES, Footer, NoFooter, SECTOR};
 
-/// Bytes before the end of a file's data that are looked through for a footer: the largest block of a
-/// file system.
+/// Bytes before the end of a file's data that are searched for a footer: the largest file system
+/// block.
 const BLOCK_MAX: u64 = 64 << 10;
 
-/// The footers of a file, as they are.
+/// The footers of a file, valid or not.
 #[derive(Debug)]
 pub(crate) struct Footers {
-    /// At the start; fixed images have none.
+    /// The copy at the start; fixed images have none.
     pub(crate) front: std::result::Result<Footer, NoFooter>,
-    /// At the end.
+    /// The footer at the end.
     pub(crate) back: std::result::Result<Footer, NoFooter>,
-    /// Where the one at the end is: its last byte is missing in images of Virtual PC before 2004.
+    /// Offset of the footer at the end, whose last byte is missing in images of Virtual PC before
+    /// 2004.
     pub(crate) back_at: u64,
-    /// Bytes behind that one, where the file should have none. All are zero.
+    /// Unexpected bytes after that footer, all zero.
     pub(crate) behind: u64,
 }
 
 impl Footers {
-    /// Reads both, in two reads.
+    /// Reads both footers in two reads.
     ///
     /// # Errors
     /// Those of the storage.
@@ -31,7 +32,7 @@ impl Footers {
         let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
         let mut front = Footer::parse(&bytes[..got]);
         if front.as_ref().is_ok_and(|footer| footer.disk_type == DiskType::Fixed) {
-            // The guest's own bytes.
+            // These are guest bytes.
             front = Err(NoFooter { at: 0, found: "a fixed disk's".to_owned(), expected: "a copy" });
         }
         let len = storage.len()?;
@@ -49,10 +50,10 @@ impl Footers {
         Ok(footers)
     }
 
-    /// The footer of a fixed image whose file got its new length in a power cut, and nothing of what was
-    /// to be written there. The old footer is then the last thing in the file that is not zero.
+    /// Finds the footer of a fixed image after a power cut that left the new file length, but none
+    /// of the new bytes. The old footer is then the last nonzero data of the file.
     fn find_interrupted(&mut self, storage: &dyn Storage, len: u64) -> Result<()> {
-        // A device is as long as it is, whatever lies at its end.
+        // A device has a constant length.
         if storage.caps().device {
             return Ok(());
         }
@@ -75,10 +76,10 @@ impl Footers {
         Ok(())
     }
 
-    /// The one to go by: that at the start where there is one, as QEMU does.
+    /// The footer to use: the copy at the start if there is one, as in QEMU.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] where there is none that is whole.
+    /// [`Error::Corrupt`] if neither is valid.
     pub(crate) fn best(&self, file: &str) -> Result<&Footer> {
         match (&self.front, &self.back) {
             (Ok(front), _) => Ok(front),
@@ -93,7 +94,7 @@ impl Footers {
         }
     }
 
-    /// What the user should know where only one of two is whole.
+    /// A warning for users if only one of two footers is valid.
     pub(crate) fn warning(&self, file: &str) -> Option<String> {
         let footer = self.best(file).ok()?;
         if footer.disk_type == DiskType::Fixed {
@@ -121,8 +122,8 @@ impl Footers {
     }
 }
 
-/// Where the last piece of data of a file ends, which is zero behind that. Storages know no way to ask
-/// for it; that there is no data from some offset on is one question.
+/// End of the last data of a file; after that it is zero. A binary search, since storages only
+/// report whether there is data after an offset.
 fn end_of_data(storage: &dyn Storage, len: u64) -> Result<u64> {
     let (mut begin, mut end) = (0, len);
     while begin < end {

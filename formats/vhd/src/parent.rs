@@ -1,4 +1,4 @@
-//! The name of the image that a differencing one stands on.
+//! The name of the parent of a differencing image.
 
 use vdkit_block::{HostOffset, NotedTime, Result, Storage};
 
@@ -7,13 +7,13 @@ use crate::header::{DynamicHeader, field};
 
 /// A relative Windows path, UTF-16.
 pub(crate) const RELATIVE: [u8; 4] = *b"W2ru";
-/// An absolute one.
+/// An absolute Windows path, UTF-16.
 const ABSOLUTE: [u8; 4] = *b"W2ku";
 /// A file URL, UTF-8.
 pub(crate) const URL: [u8; 4] = *b"MacX";
 
-/// The name as a path of this system: the relative one, else a file URL, else the file's name without
-/// the folders of a system that is not this one.
+/// The name as a path of this system: the relative path, else a file URL, else the file name
+/// without the folders of a foreign system.
 ///
 /// # Errors
 /// Those of the storage.
@@ -38,7 +38,8 @@ pub(crate) fn name(storage: &dyn Storage, header: &DynamicHeader) -> Result<Stri
     Ok(last(&header.parent_name()))
 }
 
-/// Windows writes little-endian; a path has a backslash or a dot, which tells the other order.
+/// Windows writes little-endian. In big-endian order most pairs of an ASCII path begin with a zero
+/// byte.
 fn from_utf16(bytes: &[u8]) -> String {
     let pairs = bytes.as_chunks::<2>().0;
     let big = pairs.iter().filter(|pair| pair[0] == 0).count() * 2 > pairs.len();
@@ -77,7 +78,7 @@ fn last(name: &str) -> String {
     name.rsplit(['\\', '/']).next().unwrap_or_default().to_owned()
 }
 
-/// How a name is stored: the platform and the bytes.
+/// The stored form of a name: platform and bytes.
 pub(crate) fn stored(name: &str) -> ([u8; 4], Vec<u8>) {
     if name.starts_with('/') {
         let mut url = "file://".to_owned();
@@ -94,13 +95,13 @@ pub(crate) fn stored(name: &str) -> ([u8; 4], Vec<u8>) {
     (RELATIVE, name.encode_utf16().flat_map(u16::to_le_bytes).collect())
 }
 
-/// The parent's time as the header has it: seconds since 2000; 0 where it is not known.
+/// The parent's time as stored in the header: seconds since 2000; 0 if unknown.
 pub(crate) fn stamp(modified: Option<u64>) -> u32 {
     let seconds = modified.unwrap_or(0).saturating_sub(EPOCH);
     u32::try_from(seconds).unwrap_or(u32::MAX)
 }
 
-/// The time that a header notes, where it does.
+/// The parent's time in a header, if set.
 pub(crate) fn noted_time(header: &DynamicHeader) -> Option<NotedTime> {
     let seconds = Some(header.parent_time()).filter(|seconds| *seconds != 0)?;
     Some(NotedTime {
@@ -111,7 +112,7 @@ pub(crate) fn noted_time(header: &DynamicHeader) -> Option<NotedTime> {
     })
 }
 
-/// The file's name alone, as the header has it.
+/// The file name alone, as stored in the header.
 pub(crate) fn file_name(name: &str) -> String {
     last(name)
 }

@@ -1,4 +1,4 @@
-//! Images over a parent.
+//! Images with a parent.
 
 mod support;
 
@@ -30,7 +30,7 @@ fn read_all(disk: &Disk) -> Vec<u8> {
     bytes
 }
 
-/// Some writes, in the disk and in the model.
+/// A random write to the disk and the model.
 fn write(disk: &Disk, model: &mut [u8], rng: &mut Rng, op: u8) {
     let at = rng.below(model.len() as u64);
     let len =
@@ -64,7 +64,7 @@ fn what_the_child_does_not_hold_is_its_parents() {
     }
 }
 
-/// A sector takes its bytes from the parent, a block does not: little is copied.
+/// A partial write copies the rest of a sector from the parent, not of a block.
 #[test]
 fn a_small_write_copies_a_sector_at_most() {
     let base = written();
@@ -192,7 +192,7 @@ with open(out, 'wb') as target:
         target.write(data); left -= len(data)
 ";
 
-/// What libvhdi reads from an image and its parents.
+/// Content that libvhdi reads from an image and its parents.
 fn libvhdi(dir: &Path, paths: &[&Path]) -> Option<Vec<u8>> {
     if !require_peer("python3") {
         return None;
@@ -226,8 +226,8 @@ fn libvhdi_reads_the_same_from_all_kinds() {
     let disk = open(&child, &base, true);
     let mut rng = Rng::new(31);
     for op in 0..20_u8 {
-        // libvhdi takes the sectors behind one that is there, up to the next eighth, for being there
-        // too: its bits are not masked.
+        // libvhdi does not mask the bits: it takes the sectors after a present one, up to the next
+        // multiple of eight, as present too.
         let at = rng.below(model.len() as u64) & !4095;
         let len = (rng.below(400_000) + 1).next_multiple_of(4096).min(model.len() as u64 - at);
         disk.write_at(&vec![op | 1; len as usize], GuestOffset(at)).unwrap();

@@ -1,5 +1,4 @@
-//! Headers that lie: refused with an error, at once and without much memory; and what is unusual and
-//! right.
+//! Hostile headers are rejected quickly and in bounded memory; unusual but valid ones are accepted.
 
 mod support;
 
@@ -92,7 +91,7 @@ fn a_giant_table_costs_nothing() {
     let counting = CountingStorage::new(storage);
     let counted: Shared = counting.clone();
     let disk = DYNAMIC.open(&counted, false).unwrap();
-    // An entry of zeroes is one into the headers.
+    // A zero entry points into the headers.
     let error = disk.read_at(&mut [0; 4096], GuestOffset(1 << 49)).unwrap_err().to_string();
     assert!(error.contains("block table entry"), "{error}");
     let counts = counting.counts();
@@ -124,7 +123,7 @@ fn a_footer_of_511_bytes_is_one() {
     assert_eq!(bytes, [5; 1000]);
 }
 
-/// Hyper-V marks only written sectors; a write here must not be hidden by the others' zero bits.
+/// Hyper-V marks only written sectors; clear bits must not hide a write by vdkit.
 #[test]
 fn bitmaps_of_others_are_filled_before_their_blocks_are_written() {
     let storage = written();

@@ -1,5 +1,5 @@
-//! The check finds each kind of damage, a repair mends it, and compaction loses nothing; what Azure
-//! would refuse.
+//! The check finds each kind of damage, a repair fixes it, and compaction loses nothing; also tests
+//! the requirements of Azure.
 
 mod support;
 
@@ -67,7 +67,7 @@ fn the_second_of_two_entries_to_a_block_gets_a_copy() {
     let after = content(&storage);
     assert_eq!(after[2 << 20..4 << 20], before[2 << 20..4 << 20]);
     assert_eq!(after[6 << 20..8 << 20], before[2 << 20..4 << 20]);
-    // Overlapping by a part is the same damage.
+    // A partial overlap is the same damage.
     put(&storage, TABLE + 4 * 4, get(&storage, TABLE + 4) + 9);
     assert_eq!(found(&storage, Repair::Nothing).0, 1);
     mended(&storage);
@@ -154,7 +154,7 @@ fn a_power_cut_while_the_size_changes_leaves_one_of_both() {
     }
 }
 
-/// A footer at the end is enough: neither a fixed image nor a damaged one is taken for raw.
+/// A footer at the end suffices: neither a fixed nor a damaged image is detected as raw.
 #[test]
 fn images_are_known_by_either_footer() {
     let probe = |storage: &Shared| {
@@ -172,7 +172,7 @@ fn images_are_known_by_either_footer() {
     assert_eq!(probe(&dynamic), Probe::Yes);
     fixed.write_at(&[1], HostOffset(fixed.len().unwrap() - 1)).unwrap();
     assert_eq!(probe(&fixed), Probe::No);
-    // A disk that begins with a footer of its own is a disk.
+    // A fixed disk may begin with a footer as guest data.
     let nested: Shared = Arc::new(FIXED.image());
     let mut footer = [0; 512];
     nested.read_at(&mut footer, HostOffset(2 << 20)).unwrap();

@@ -1,4 +1,4 @@
-//! QEMU as the other reader and writer.
+//! QEMU as a second reader and writer.
 
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
@@ -41,7 +41,7 @@ fn qemu_and_we_write_to_the_same_images_in_turn() {
     with("subformat=fixed,force_size=on", &["subformat=fixed,force_size=on"]).by_turns(1);
 }
 
-/// QEMU's tables end right before the blocks, so that they move.
+/// QEMU's tables end directly before the blocks, so growing moves them.
 #[test]
 fn qemu_reads_what_was_resized_here() {
     if !peers() {
@@ -54,7 +54,7 @@ fn qemu_reads_what_was_resized_here() {
         .resized(&[30 << 20, 5 << 20]);
 }
 
-/// Both round to the same cylinders, and a forced size is what was asked for.
+/// vdkit and QEMU round to the same cylinders, and a forced size is exact.
 #[test]
 fn sizes_are_qemus() {
     if !peers() {
@@ -80,7 +80,7 @@ fn sizes_are_qemus() {
     }
 }
 
-/// Who made an image decides what its size is; we see what QEMU sees.
+/// The creator of an image defines its size; vdkit and QEMU agree on it.
 #[test]
 fn the_size_is_the_creators() {
     if !peers() {

@@ -1,4 +1,4 @@
-//! Other sizes, where tables grow by a sector, move behind the blocks, or come back, and where footers go.
+//! Resizes that grow tables by a sector, move them after the blocks or back, and move footers.
 
 mod support;
 
@@ -12,12 +12,12 @@ use vdkit_testkit::units::{GIB, MIB};
 use vdkit_testkit::{CrashStorage, FaultKind, FaultPlan, FaultyStorage};
 use vdkit_vhd::VhdDriver;
 
-/// The table has 128 entries to a sector: it moves with each that is more.
+/// The table has 128 entries per sector: it moves with each additional sector.
 const TABLES: Resizes<'_> = Resizes::new(
     Trial { guest_bytes: 200 * MIB, ..DYNAMIC },
     &[256 * MIB, 300 * MIB, 301 * MIB, 40 * MIB, GIB, 3 * MIB, 258 * MIB],
 );
-/// Rounded up to what cylinders, heads and sectors can say.
+/// Sizes are rounded up to a CHS geometry.
 const ROUNDED: Resizes<'_> = Resizes::new(
     Trial { options: "", guest_bytes: 20 * MIB, ..DYNAMIC },
     &[300 * MIB, 7 * MIB, 600 * GIB, 256 * MIB],
@@ -35,7 +35,7 @@ fn other_sizes_equal_the_model_live_and_offline() {
 #[test]
 fn a_resize_may_fail_at_any_call() {
     TABLES.all_faults(&FaultKind::SPACE);
-    // A full disk does not keep a file from being cut.
+    // A file can be truncated on a full disk.
     FIXED_SIZES.all_faults(&FaultKind::SPACE[..3]);
 }
 
@@ -45,7 +45,7 @@ fn a_power_cut_in_a_resize_leaves_one_of_both_sizes() {
     few.power_cut(3);
 }
 
-/// Between the two footers that say the smaller size and the header that has fewer entries.
+/// A crash between the two footers with the smaller size and the header with fewer entries.
 #[test]
 fn growing_after_an_interrupted_shrink_shows_no_old_data() {
     let trial = Trial { guest_bytes: 16 * MIB, ..DYNAMIC };
@@ -53,8 +53,8 @@ fn growing_after_an_interrupted_shrink_shows_no_old_data() {
     images.power_cut(5);
 }
 
-/// Also where the file has its new length, and nothing of the footer that was written there: the old one
-/// is found, as the last thing in the file.
+/// Also if the file has its new length without the new footer: the old footer is found as the last
+/// data of the file.
 #[test]
 fn a_power_cut_leaves_no_old_footer_in_a_fixed_disk_that_grows() {
     for seed in 7..15 {
@@ -62,8 +62,8 @@ fn a_power_cut_leaves_no_old_footer_in_a_fixed_disk_that_grows() {
     }
 }
 
-/// The table moves behind the first block, and blocks go on behind it: not in steps from the old
-/// beginning, which the footer was written by.
+/// The table moves after the first block, and new blocks follow the table: not at the old block
+/// positions, for which the footer was placed.
 #[test]
 fn a_footer_written_ahead_is_not_shown_to_the_guest() {
     let trial = Trial { guest_bytes: 200 * MIB, ..DYNAMIC };
@@ -90,8 +90,8 @@ fn a_footer_written_ahead_is_not_shown_to_the_guest() {
     assert_eq!(found(&storage, Repair::Nothing), (0, 0));
 }
 
-/// A table that moved is behind blocks that a later shrinking takes away: new blocks come before it, and
-/// the footer that is written ahead of them must not be put into it.
+/// A moved table is after blocks that a later shrink removes: new blocks are before the table, and
+/// the footer that is written ahead of them must not overwrite it.
 #[test]
 fn a_footer_written_ahead_is_not_put_into_a_moved_table() {
     let trial = Trial { guest_bytes: 128 * MIB, ..DYNAMIC };
@@ -119,8 +119,8 @@ fn a_footer_written_ahead_is_not_put_into_a_moved_table() {
     }
 }
 
-/// On a full disk, live: what the resize had written by then, tables and footers, lies where the next
-/// blocks go, and must not be taken for space that was never written.
+/// A live resize on a full disk: the tables and footers that it had written are where the next
+/// blocks go, so that space must not count as never written.
 #[test]
 fn a_live_growth_without_space_leaves_no_table_bytes_to_the_guest() {
     let trial = Trial { guest_bytes: 200 * MIB, ..DYNAMIC };
@@ -135,7 +135,7 @@ fn a_live_growth_without_space_leaves_no_table_bytes_to_the_guest() {
         faulty.heal();
         let size = disk.guest_bytes();
         assert!(grown.is_err() || size == 600 * GIB);
-        // A sector of each new block: the rest of it reads as zero.
+        // One sector of each new block; the rest must read as zero.
         for block in 1..6 {
             disk.write_at(&[0xbb; 512], GuestOffset(block * 2 * MIB + 1024)).unwrap();
         }
@@ -158,7 +158,7 @@ fn a_live_growth_without_space_leaves_no_table_bytes_to_the_guest() {
     }
 }
 
-/// A table of 511 GiB ends at 1 MiB, and the parent's name is behind it.
+/// The table of a 511 GiB disk ends at 1 MiB, and the parent's name is after it.
 #[test]
 fn the_name_of_a_large_images_parent_is_not_written_over() {
     let large = Trial { guest_bytes: 600 * GIB, ..DYNAMIC };
@@ -187,7 +187,7 @@ fn the_name_of_a_large_images_parent_is_not_written_over() {
     }
 }
 
-/// Other makers may put the name behind blocks. No block and no footer goes there.
+/// Other programs may store the name after blocks. No block or footer may overwrite it.
 #[test]
 fn a_name_between_blocks_or_at_the_end_is_not_written_over() {
     for between in [false, true] {
@@ -200,7 +200,7 @@ fn a_name_between_blocks_or_at_the_end_is_not_written_over() {
             disk.write_at(&[0x33; 512], GuestOffset(block * 2 * MIB)).unwrap();
         }
         disk.close().unwrap();
-        // The name, of one sector, stands behind the three blocks now, and the footer behind it.
+        // The name, of one sector, is now after the three blocks, and the footer after the name.
         let mut name = [0; 512];
         child.read_at(&mut name, HostOffset(2048)).unwrap();
         child.write_at(&[0; 512], HostOffset(2048)).unwrap();
@@ -217,7 +217,7 @@ fn a_name_between_blocks_or_at_the_end_is_not_written_over() {
             let disk = open();
             disk.write_at(&[0x44; 512], GuestOffset(0)).unwrap();
             disk.close().unwrap();
-            // Block 4 is not there any more: a gap before the name.
+            // Removes block 4, which leaves a gap before the name.
             let entry = support::TABLE + 4 * 4;
             put(&child, entry, u32::MAX);
         }
@@ -235,7 +235,7 @@ fn a_name_between_blocks_or_at_the_end_is_not_written_over() {
     }
 }
 
-/// Virtual PC before 2004 left the last byte of the footer out.
+/// Virtual PC before 2004 omitted the last byte of the footer.
 #[test]
 fn growing_with_a_footer_of_511_bytes_keeps_the_guests_last_byte() {
     for size in [2 * MIB + 512, 4 * MIB] {
@@ -254,8 +254,8 @@ fn growing_with_a_footer_of_511_bytes_keeps_the_guests_last_byte() {
     }
 }
 
-/// Of all that a growth wrote, the file's length alone: the disk has its old size, a check says why and
-/// makes the file end with its footer, and so does whoever opens it to write.
+/// Only the file's length survives of a growth: the disk has its old size, a check reports the
+/// cause and truncates the file after its footer, as does opening it for writing.
 #[test]
 fn a_fixed_disk_whose_new_footer_was_lost_is_found_again() {
     for gap in [512, 1 << 20, 1 << 40] {

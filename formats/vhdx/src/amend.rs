@@ -1,5 +1,5 @@
-//! What an image stands on, changed in place: the parent locator is rewritten, added or removed.
-//! Everything goes through the log; a crash leaves the old or the new state.
+//! Changes the parent of an image in place: rewrites, adds or removes the parent locator. All
+//! changes go through the log, so a crash leaves the old or the new state.
 
 use vdkit_block::{
     AmendRequest, BackingRef, Error, HostOffset, Monitor, OpenRequest, Place, Result, ZeroMode,
@@ -88,7 +88,7 @@ impl Vhdx {
         self.begin_metadata_session()?;
         let blocks = self.geometry.blocks(self.guest_len());
         if !self.geometry.has_parent && blocks > 0 {
-            // The table ended with the last block's entry; what the file holds behind it means nothing.
+            // The table ended with the last block's entry; later bytes of the region are undefined.
             self.set_entry(geometry.bitmap_index(blocks - 1), BatEntry::NOT_PRESENT)?;
         }
         self.put_metadata(offset, &bytes)?;
@@ -113,8 +113,8 @@ impl Vhdx {
         found.ok_or_else(|| Error::Invalid(format!("{}: has no {guid}", self.storage.name())))
     }
 
-    /// Makes a differencing image a dynamic one. What is beneath reads as zero where this image has
-    /// nothing, as far as the caller knows.
+    /// Turns a differencing image into a dynamic one. The caller ensures that the parent reads as
+    /// zero where this image has no data.
     fn stand_alone(&self, monitor: &Monitor<'_>) -> Result<()> {
         self.begin_metadata_session()?;
         let blocks = self.geometry.blocks(self.guest_len());
@@ -133,7 +133,7 @@ impl Vhdx {
                 _ => {}
             }
         }
-        // No block is partial any more, on disk too, before their bitmaps go.
+        // No block on disk may be partial when its bitmap is freed.
         self.meta.flush(self)?;
         self.free_bitmaps(&(0..blocks))?;
         self.meta.flush(self)?;
@@ -149,7 +149,7 @@ impl Vhdx {
         self.meta.flush(self)
     }
 
-    /// Makes the sectors of a partial block that it does not have zero in its space.
+    /// Zeroes the sectors of a partial block that are not present.
     fn complete(&self, block: u64) -> Result<()> {
         let start = block << self.geometry.block_bits;
         let end = (start + self.geometry.block_bytes()).min(self.guest_len());

@@ -1,12 +1,11 @@
 //! Consistency check and repair.
 //!
-//! A check reads the file as it is once its log is replayed and looks at every structure and every entry by
-//! itself; each finding names the section of [MS-VHDX] whose rule is broken. The file's space is
-//! noted by the MiB, so that blocks which overlap are found.
+//! A check reads the file as it is after a replay of its log, and validates every structure and
+//! entry; each finding names the section of [MS-VHDX] that is violated. Used space is recorded per
+//! MiB, to find overlapping blocks.
 //!
-//! What is found leaked is space that nothing refers to and that takes room on the host; a
-//! structure of which there are two and one is damaged is told as a leak too, since nothing is lost
-//! by it.
+//! Leaks are unreferenced ranges that use space on the host. If one of two copies of a structure is
+//! damaged, it is reported as a leak too, since no data is lost.
 
 use std::sync::Arc;
 
@@ -19,18 +18,18 @@ use crate::header::Header;
 use crate::image::{Parts, Vhdx};
 use crate::layout::{BITMAP_BYTES, BatEntry, MIB, PRESENT, REGION_OFFSETS, State, TABLE_BYTES};
 
-/// Bytes of the table that are read at once.
+/// Bytes of one read of the table.
 const STEP_BYTES: u64 = MIB;
 
-/// Checks an image, and mends it as far as `repair` says.
+/// Checks an image, and repairs it as far as `repair` allows.
 ///
-/// A repair replays the log, writes the damaged one of two headers or region tables anew, clears
-/// what reserved fields hold, gives leaked space back, and makes blocks zero whose space lies
-/// outside of the file. Only [`Repair::AllForced`] makes those zero whose space is another
-/// structure's: the data there may be theirs.
+/// A repair replays the log, rewrites the damaged one of two headers or region tables, clears
+/// reserved fields, frees leaked space, and zeroes blocks whose space is outside of the file. Only
+/// [`Repair::AllForced`] zeroes blocks whose space belongs to another structure, since they may
+/// still hold their data.
 ///
 /// # Errors
-/// What opening an image returns for damage that leaves nothing to look at; [`Error::Limit`]; I/O.
+/// Errors of opening an image whose damage prevents a check; [`Error::Limit`]; I/O.
 pub(crate) fn check(
     storage: &Arc<dyn Storage>,
     repair: Repair,
@@ -54,11 +53,11 @@ pub(crate) fn check(
         mend_entries(storage, &found, repair, limits)?;
     }
     let mut report = found.report;
-    // Read anew, as others will: what is told as mended is gone.
+    // Rereads the image, so that reported repairs are verified.
     let survey = |parts: &Parts| Ok::<_, Error>(Survey::take(parts, limits, monitor)?.into_left());
     let mut parts = Parts::read(storage, false, limits)?;
     let (mut left, leaked) = survey(&parts)?;
-    // What looks leaked may be what a damaged entry pointed to.
+    // An apparent leak may be what a damaged entry pointed to.
     if left.corruptions == 0 {
         for (from, to) in leaked {
             storage.write_zeroes(HostOffset(from), to - from, ZeroMode::MayUnmap)?;
@@ -77,7 +76,7 @@ pub(crate) fn check(
     Ok(report)
 }
 
-/// A block's entry that is to become another.
+/// A bad entry and its replacement.
 #[derive(Clone, Copy, Debug)]
 struct BadEntry {
     index: u64,
@@ -91,13 +90,13 @@ struct Survey<'a> {
     report: CheckReport,
     used: Used,
     bad: Vec<BadEntry>,
-    /// Ranges of the file that nothing refers to and that hold data.
+    /// Unreferenced ranges of the file that hold data.
     leaked: Vec<(u64, u64)>,
     file_bytes: u64,
 }
 
 impl<'a> Survey<'a> {
-    /// The report, and what is leaked.
+    /// The report and the leaked ranges.
     fn into_left(self) -> (CheckReport, Vec<(u64, u64)>) {
         (self.report, self.leaked)
     }
@@ -123,7 +122,7 @@ impl<'a> Survey<'a> {
         self.report.add(Finding { severity, offset, structure, message, repaired: false });
     }
 
-    /// Headers, region tables, and the places of regions.
+    /// Checks headers, region tables, and the places of regions.
     fn structures(&mut self) {
         let header: Header = self.parts.headers.current;
         if !self.parts.headers.spare_sound {
@@ -151,7 +150,7 @@ impl<'a> Survey<'a> {
         }
     }
 
-    /// Items of the metadata region.
+    /// Checks items of the metadata region.
     fn items(&mut self) {
         let parts = self.parts;
         let metadata = &parts.metadata;
@@ -175,7 +174,7 @@ impl<'a> Survey<'a> {
         }
     }
 
-    /// The block allocation table, and the blocks that it names.
+    /// Checks the block allocation table, and the blocks that it names.
     fn table(&mut self, monitor: &Monitor<'_>) -> Result<()> {
         let parts = self.parts;
         let geometry = parts.metadata.geometry;
@@ -217,12 +216,12 @@ impl<'a> Survey<'a> {
         let geometry = self.parts.metadata.geometry;
         let start = block << geometry.block_bits;
         if start >= self.parts.metadata.guest_bytes {
-            return; // of a last chunk that is not whole: means nothing
+            return; // entries of a partial last chunk are undefined
         }
         let zero = BatEntry::ZERO;
         let host = BatEntry(entry.host());
         let Some(state) = entry.state() else {
-            // Where there is space, it is more likely the block's own than nobody's.
+            // If the entry names free space, that is most likely the block's own.
             let end = entry.host().saturating_add(geometry.block_bytes());
             let there = entry.host() > 0 && end <= self.file_bytes;
             let there = there && !self.used.take(entry.host(), end);
@@ -243,7 +242,7 @@ impl<'a> Survey<'a> {
         }
         walk.partial |= state == State::PartiallyPresent;
         if !entry.has_data() {
-            // An offset that states without data may keep [2.5.1.1] is nobody else's.
+            // States without data may keep an offset [2.5.1.1], which no other block may use.
             if matches!(state, State::Undefined | State::Unmapped) && entry.host() != 0 {
                 let end = entry.host().saturating_add(geometry.block_bytes());
                 self.used.take(entry.host(), end);
@@ -306,11 +305,11 @@ impl<'a> Survey<'a> {
         }
     }
 
-    /// Space that nothing refers to and that holds data.
+    /// Finds unreferenced space that holds data.
     fn gaps(&mut self, monitor: &Monitor<'_>) -> Result<()> {
         let storage = &self.parts.storage;
         if !storage.caps().growable {
-            return Ok(()); // the rest of a device is nobody's
+            return Ok(()); // the rest of a device is not part of the image
         }
         let mut at = MIB;
         let mut found = Vec::new();
@@ -336,16 +335,16 @@ impl<'a> Survey<'a> {
     }
 }
 
-/// What entries say to those behind them.
+/// State that later entries depend on.
 #[derive(Debug, Default)]
 struct Walk {
     /// A block of this chunk is partial.
     partial: bool,
-    /// Where the block behind the last one would follow it.
+    /// Host offset at which the next block would be contiguous.
     next: Option<u64>,
 }
 
-/// Which MiB of the file are in use.
+/// The used MiB of the file.
 struct Used {
     bits: Vec<u64>,
 }
@@ -364,7 +363,7 @@ impl Used {
         Ok(Self { bits: vec![0; words as usize] })
     }
 
-    /// Marks a range, as far as it lies within the file; whether a part of it was marked already.
+    /// Marks a range within the file. Returns whether a part of it was marked already.
     fn take(&mut self, from: u64, to: u64) -> bool {
         let last = (self.bits.len() as u64 * 64).min(to.div_ceil(MIB));
         let mut seen = false;
@@ -376,7 +375,7 @@ impl Used {
         seen
     }
 
-    /// The first range from `at` on that is not in use, before `end`.
+    /// The first unused range from `at` on, before `end`.
     fn next_gap(&self, at: u64, end: u64) -> Option<(u64, u64)> {
         let is_used = |bit: u64| self.bits[(bit / 64) as usize] >> (bit % 64) & 1 != 0;
         let bits = end.div_ceil(MIB);
@@ -392,7 +391,7 @@ impl Used {
     }
 }
 
-/// Writes the damaged one of two headers or region tables anew.
+/// Rewrites the damaged one of two headers or region tables.
 fn mend_copies(storage: &Arc<dyn Storage>, parts: &Parts) -> Result<()> {
     if !parts.headers.spare_sound {
         let mut headers = parts.headers;
@@ -408,7 +407,7 @@ fn mend_copies(storage: &Arc<dyn Storage>, parts: &Parts) -> Result<()> {
     Ok(())
 }
 
-/// Gives entries that break a rule another value, through the log.
+/// Replaces invalid entries, through the log.
 fn mend_entries(
     storage: &Arc<dyn Storage>,
     found: &Survey<'_>,
@@ -429,7 +428,7 @@ fn mend_entries(
     image.meta.close(&*image)
 }
 
-/// Cuts off what is behind the last structure.
+/// Truncates the file after the last structure.
 fn cut(storage: &Arc<dyn Storage>, end: u64, fixed: bool) -> Result<()> {
     let end = end.next_multiple_of(MIB);
     if !fixed && storage.caps().growable && storage.len()? > end {

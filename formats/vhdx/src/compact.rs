@@ -1,8 +1,8 @@
-//! Making an image smaller where it lies: blocks of zeroes are given up, blocks at the end move into
-//! gaps, and the file is cut.
+//! Compacts an image in place: frees blocks of zeroes, moves blocks at the end into gaps, and
+//! truncates the file.
 //!
-//! A block is copied and the copy durable before the entry that shows it, and its old space is not
-//! used again before that entry is: a power cut leaves each block in one place or the other.
+//! The copy of a block is durable before the entry that names it, and the old space is not reused
+//! before that entry is durable. So a power cut leaves each block in one of the two places.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use crate::layout::{BITMAP_BYTES, BatEntry, MIB, PRESENT, State};
 
 /// Bytes of one read.
 const STEP_BYTES: u64 = MIB;
-/// Bytes that are in two places at once, at most; a block at least.
+/// Most bytes that are stored twice at a time, but at least one block.
 const BATCH_BYTES: u64 = 16 * MIB;
 
 /// As [`vdkit_block::FormatDriver::compact`].
@@ -57,7 +57,7 @@ pub(crate) fn compact(
     Ok(report)
 }
 
-/// Space that two entries name must not be given up for one of them.
+/// Fails on damage: space that two entries name must not be freed for one of them.
 fn refuse_damage(storage: &Arc<dyn Storage>, limits: &Limits, monitor: &Monitor<'_>) -> Result<()> {
     let report = check::check(storage, Repair::Nothing, limits, monitor)?;
     let damage = report.findings.iter().find(|found| found.severity == Severity::Corruption);
@@ -74,7 +74,7 @@ fn refuse_damage(storage: &Arc<dyn Storage>, limits: &Limits, monitor: &Monitor<
 }
 
 impl Vhdx {
-    /// Gives up blocks that hold nothing but zeroes. Returns how many.
+    /// Frees blocks that hold only zeroes. Returns their number.
     fn drop_zero_blocks(&self, monitor: &Monitor<'_>) -> Result<u64> {
         let blocks = self.geometry.blocks(self.guest_len());
         let mut dropped = 0;
@@ -112,7 +112,7 @@ impl Vhdx {
         Ok(true)
     }
 
-    /// Moves blocks from the end of the file into gaps before them. Returns how many.
+    /// Moves blocks from the end of the file into gaps before them. Returns their number.
     fn move_blocks(&self, monitor: &Monitor<'_>) -> Result<u64> {
         if !self.finds_gaps() {
             return Ok(0);
@@ -172,7 +172,7 @@ impl Vhdx {
         Ok(())
     }
 
-    /// The sector bitmap that stands at the file's end, which does not move.
+    /// Reports a sector bitmap at the end of the file, which cannot be moved.
     fn bitmaps_at_end(&self) -> Result<Vec<LeftAlone>> {
         if !self.geometry.has_parent {
             return Ok(Vec::new());

@@ -1,4 +1,4 @@
-//! New images.
+//! Creates new images.
 
 use vdkit_block::random_uuid;
 use vdkit_block::{CreateRequest, Error, HostOffset, Result, Storage, ZeroMode};
@@ -69,7 +69,7 @@ fn make_room(storage: &dyn Storage, new: &NewImage, end: u64) -> Result<()> {
             what: format!("a vhdx image of {end} bytes on a device of {len}"),
         });
     }
-    // What was there before must not shine through.
+    // Old content of the device must not be visible.
     let zeroed = if new.fixed { end } else { new.data_offset() };
     storage.write_zeroes(HostOffset(0), zeroed, ZeroMode::MayUnmap)
 }
@@ -99,7 +99,7 @@ fn write_headers(storage: &dyn Storage, new: &NewImage) -> Result<()> {
     Ok(())
 }
 
-/// Writes the entries that are not zero, a piece of the table at a time.
+/// Writes the nonzero entries, in pieces of the table.
 fn write_table(storage: &dyn Storage, new: &NewImage) -> Result<()> {
     if !new.fixed && !new.zero_blocks {
         return Ok(());

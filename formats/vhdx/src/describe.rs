@@ -1,4 +1,4 @@
-//! What an image says of itself.
+//! Describes an image.
 
 use std::sync::Arc;
 
@@ -6,9 +6,9 @@ use vdkit_block::{ImageInfo, Limits, Result, Storage};
 
 use crate::image::Parts;
 
-/// Describes an image by five reads: headers, the log where there is one, two region tables, and
-/// the metadata table with its items; by six more where the items are elsewhere. All are of
-/// bounded length.
+/// Describes an image with five reads: headers, the log if used, two region tables, and the
+/// metadata table with its items. Takes six more if the items are elsewhere. All reads have bounded
+/// length.
 ///
 /// # Errors
 /// As [`crate::Vhdx::open`].

@@ -1,4 +1,4 @@
-//! VHDX's front door.
+//! The VHDX format driver.
 
 use std::sync::Arc;
 

@@ -1,20 +1,20 @@
-//! Making metadata durable in an order that is consistent at each moment.
+//! Writes metadata in an order that keeps the disk consistent at each moment.
 //!
 //! | when | what | syncs |
 //! |---|---|---|
 //! | before the first change since opening | a header with new GUIDs | 1 |
-//! | a flush, where guest data or the file's new length must come before the map | those | 1 |
-//! | a flush, where the log is not in use yet or is full | an empty entry, then a header with the log's new GUID | 1, as the one before, and 1 more |
-//! | a flush with changes of metadata | one entry of the log, with all changed pages | 1 |
-//! | after that | the pages in their place | none |
-//! | a flush without changes of metadata | guest data | 1 |
+//! | a flush, if guest data or the file's new length must precede the map | these | 1 |
+//! | a flush, if the log is unused or full | an empty entry, then a header with the log's new GUID | 1, shared with the row above, and 1 more |
+//! | a flush with metadata changes | one log entry with all changed pages | 1 |
+//! | after that | the pages in place | none |
+//! | a flush without metadata changes | guest data | 1 |
 //! | closing | pages, then a header without the log's GUID | 2 |
 //!
-//! So a flush after any number of allocating writes costs one sync where they went to space that
-//! was durable and read as zero, else two; and one more each time that the log is full.
+//! So a flush after any number of allocating writes costs one sync if they went to space that was
+//! durable and read as zero, else two, and one more each time that the log is full.
 //!
-//! Pages in their place may be lost in a crash: the log has them, until a header gives it another
-//! GUID, and before that comes a sync.
+//! A crash may lose pages written in place: the log still has them until a header gives it another
+//! GUID, and a sync precedes that.
 
 use std::sync::atomic::Ordering;
 use vdkit_block::random_uuid;
@@ -29,7 +29,7 @@ use crate::log::entry::LoggedPage;
 use crate::log::pages_max;
 use uuid::Uuid;
 
-/// Dirty metadata as it was at one moment.
+/// Copies of dirty metadata at one moment.
 pub struct Copies {
     pages: Vec<LoggedPage>,
     data_first: bool,
@@ -63,9 +63,8 @@ impl Metadata for Vhdx {
         self.pages.dirty() > 0
     }
 
-    /// Gives blocks back that nothing shows or uses any more: to the file system, and to the
-    /// allocator, which may hand them out again. Not before: a late hole would erase a new owner's
-    /// data.
+    /// Discards unreferenced blocks in the file system, and returns them to the allocator. In this
+    /// order: a late hole would erase a new owner's data.
     fn recycle(&self) -> Result<()> {
         let mut meta = self.meta.lock();
         if meta.reclaim.released().next().is_none() {
@@ -79,7 +78,7 @@ impl Metadata for Vhdx {
         for freed in ready.iter().map(|freed| freed.run) {
             let (host, bytes) = (HostOffset(freed.first), freed.count);
             let zero = self.storage.write_zeroes(host, bytes, ZeroMode::MayUnmap).is_ok();
-            // An allocator that does not exist yet will find the gap.
+            // An allocator that is created later finds the gap itself.
             if let Some(space) = &mut meta.space {
                 space.give(freed.first, freed.count, zero);
             }
@@ -91,7 +90,7 @@ impl Metadata for Vhdx {
         if !self.session.load(Ordering::Acquire) {
             return Ok(());
         }
-        // What the log has is durable in its place: the commit before this had no pages to log.
+        // All logged pages are durable in place: the preceding commit had no pages to log.
         state.log.close(&mut state.headers, &*self.storage)?;
         self.session.store(false, Ordering::Release);
         self.cut(state)?;
@@ -101,7 +100,7 @@ impl Metadata for Vhdx {
 }
 
 impl Vhdx {
-    /// Sees to it that the headers tell of this session before anything else is changed.
+    /// Ensures that the headers have new GUIDs before this session's first change.
     pub(crate) fn begin_session(&self) -> Result<()> {
         self.begin(true)
     }
@@ -129,7 +128,7 @@ impl Vhdx {
             ..now
         };
         headers.update(&*self.storage, next)?;
-        // A header with the new GUIDs is durable now.
+        // One header with the new GUIDs is durable now.
         self.session.store(true, Ordering::Release);
         Ok(())
     }
@@ -161,8 +160,7 @@ impl Vhdx {
         Ok(())
     }
 
-    /// Changes these pages, through a log that is emptied first. They are durable in the log, and get to
-    /// their place with [`Vhdx::apply_late`].
+    /// Logs these pages durably, after emptying the log. [`Vhdx::apply_late`] writes them in place.
     pub(crate) fn log_alone(&self, state: &mut Log, pages: &[LoggedPage]) -> Result<()> {
         self.empty_log(state)?;
         let header = state.headers.current;
@@ -172,8 +170,8 @@ impl Vhdx {
         Ok(())
     }
 
-    /// Makes what the log has durable in its place, and gives the log another GUID: a replay changes
-    /// nothing of it any more.
+    /// Makes all logged pages durable in place, and gives the log another GUID, so that a replay no
+    /// longer applies them.
     fn empty_log(&self, state: &mut Log) -> Result<()> {
         let file_bytes = self.file_bytes.load(Ordering::Acquire);
         self.apply_late(state)?;
@@ -182,9 +180,8 @@ impl Vhdx {
         Ok(())
     }
 
-    /// Gives the space of sector bitmaps back whose entries are gone in memory. The log may have pages
-    /// of them, which a replay would write over what the space is used for next: so it is emptied
-    /// first.
+    /// Frees the space of sector bitmaps whose entries are cleared in memory. Empties the log
+    /// first: a replay could write logged pages of these bitmaps over new owners' data.
     pub(crate) fn give_bitmaps_back(&self, lead: &mut Lead<'_>, hosts: &[u64]) -> Result<()> {
         if hosts.is_empty() {
             return Ok(());
@@ -196,8 +193,9 @@ impl Vhdx {
         self.recycle()
     }
 
-    /// Entries of at most so many pages: pages of the block allocation table last, as what they
-    /// show must be there. One entry is enough as long as [`Vhdx::relieve`] is called in time.
+    /// Splits pages into entries of at most `most` pages. Pages of the block allocation table come
+    /// last, since the structures that they name must exist first. One entry suffices as long as
+    /// [`Vhdx::relieve`] is called in time.
     fn in_order(&self, pages: &[LoggedPage], most: usize) -> Vec<Vec<LoggedPage>> {
         let table = self.entry_offset(0);
         let end = self.entry_offset(self.geometry.bat_entries(self.guest_len()));
@@ -208,7 +206,7 @@ impl Vhdx {
         pages.chunks(most).map(<[_]>::to_vec).collect()
     }
 
-    /// Writes pages that the log has to their place.
+    /// Writes logged pages in place.
     pub(crate) fn apply_late(&self, state: &mut Log) -> Result<()> {
         for (at, page) in &state.unapplied {
             self.storage.write_at(&page[..], HostOffset(*at))?;
@@ -224,18 +222,18 @@ impl Vhdx {
         Ok(())
     }
 
-    /// Flushes when dirty pages would soon not fit into one entry of the log.
+    /// Flushes before dirty pages exceed one log entry.
     pub(crate) fn relieve(&self) -> Result<()> {
         if self.pages.dirty() > 100 { self.meta.flush(self) } else { Ok(()) }
     }
 
-    /// Cuts off what is free at the file's end. No entry of the log may count any more: it would
-    /// say that the file was longer.
+    /// Truncates free space at the end of the file. The log must be closed: its entries record a
+    /// longer file.
     fn cut(&self, state: &mut Log) -> Result<()> {
         let mut meta = self.meta.lock();
         let in_use = meta.reclaim.released().next().is_some() || !meta.tickets.is_empty();
         if std::mem::take(&mut meta.freed) && !in_use && !self.fixed {
-            // Where nothing was allocated, it is not known yet what is free at the end.
+            // Without an allocation in this session, the free space at the end is not known yet.
             self.space(&mut meta)?;
         }
         let Some(space) = meta.space.as_mut().filter(|_| !in_use) else { return Ok(()) };

@@ -1,8 +1,8 @@
-//! The two headers [2.2.2]: which one holds, and how it is changed.
+//! The two headers [2.2.2]: which one is current, and how it is updated.
 //!
-//! A change goes to the header that does not hold, with a higher sequence number, and is made
-//! durable; then that one holds. The other follows with the same content, so that damage to one
-//! of them loses nothing.
+//! An update goes to the header that is not current, with a higher sequence number; once durable,
+//! that header is current. The other one then gets the same content, so that damage to one header
+//! loses nothing.
 
 use vdkit_block::bytes::{le16, le32, le64};
 use vdkit_block::{Error, HostOffset, Limits, Result, Storage};
@@ -13,15 +13,14 @@ use uuid::Uuid;
 
 const SIGNATURE: &[u8; 4] = b"head";
 
-/// What a header says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) sequence: u64,
-    /// Changes before the first change of the file.
+    /// Replaced before the first change of the file.
     pub(crate) file_write: Uuid,
-    /// Changes before the first change of what the guest reads: children are tied to it.
+    /// Replaced before the first change of guest data; children record it.
     pub(crate) data_write: Uuid,
-    /// Entries of the log with this GUID count; zero: none.
+    /// GUID of valid log entries; zero for none.
     pub(crate) log: Uuid,
     pub(crate) log_version: u16,
     pub(crate) version: u16,
@@ -97,26 +96,26 @@ impl Header {
     }
 }
 
-/// Both headers, and which one holds.
+/// Both headers, and which one is current.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Headers {
     pub(crate) current: Header,
     slot: usize,
-    /// The other header is sound, if perhaps older: that is what a crash between two writes leaves.
+    /// The other header is sound, but may be older after a crash between two writes.
     pub(crate) spare_sound: bool,
-    /// Both are durable. (Otherwise the older of the two must not be written over yet.)
+    /// Both are durable. Otherwise the older one must not be overwritten yet.
     settled: bool,
 }
 
 impl Headers {
-    /// Reads both.
+    /// Reads both headers.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] where neither is sound, or both claim to hold and differ;
-    /// [`Error::Unsupported`] for a version that is not known; [`Error::Limit`] for a log that is
-    /// too long; I/O.
+    /// [`Error::Corrupt`] if neither is sound, or both differ with the same sequence number;
+    /// [`Error::Unsupported`] for an unknown version; [`Error::Limit`] for a log that is too long;
+    /// I/O.
     pub(crate) fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self> {
-        // In one piece, though not much of it is used: one read, and not three.
+        // One read instead of three, although little of it is used.
         let mut bytes = vec![0; (HEADER_OFFSETS[1] + PAGE_BYTES) as usize];
         storage.read_padded(&mut bytes, HostOffset(0))?;
         if !bytes.starts_with(FILE_SIGNATURE) {
@@ -132,7 +131,7 @@ impl Headers {
         let found = HEADER_OFFSETS.map(|offset| Header::parse(at(offset)));
         let slot = match found {
             [Some(first), Some(second)] if first.sequence == second.sequence => {
-                // Some writers leave two that are the same, which is as good as one.
+                // Some writers leave two identical headers, which is valid.
                 if first != second {
                     return Err(Error::corrupt(
                         storage.name(),
@@ -163,22 +162,22 @@ impl Headers {
         Ok(Self { current, slot, spare_sound, settled: true })
     }
 
-    /// Which of the two offsets the header that does not hold has.
+    /// Offset of the header that is not current.
     pub(crate) fn spare_offset(&self) -> u64 {
         HEADER_OFFSETS[1 - self.slot]
     }
 
-    /// The storage was synced since the last [`Headers::update`].
+    /// Must be called after a sync that follows [`Headers::update`].
     pub(crate) fn synced(&mut self) {
         self.settled = true;
     }
 
-    /// Makes `next` hold, whatever its sequence number; one sync where there was one since the last
-    /// update. The other header follows, and is durable with the next sync. After an error nobody
-    /// knows which one holds.
+    /// Makes `next` current, regardless of its sequence number; takes one sync if there was one
+    /// since the last update. The other header is written too, and the next sync makes it durable.
+    /// After an error it is unknown which one is current.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where sequence numbers are used up; I/O.
+    /// [`Error::Invalid`] if sequence numbers are exhausted; I/O.
     pub(crate) fn update(&mut self, storage: &dyn Storage, next: Header) -> Result<()> {
         let first = self.current.sequence.checked_add(1).filter(|n| *n < u64::MAX);
         let Some(sequence) = first else {
@@ -199,7 +198,7 @@ impl Headers {
         self.settled = false;
         let again = Header { sequence: sequence + 1, ..next };
         storage.write_at(&again.encode(), HostOffset(self.spare_offset()))?;
-        // It may be lost in a crash, after which the first one holds: they say the same.
+        // A crash may lose this write; the first header then stays current, with the same content.
         self.slot = 1 - self.slot;
         self.current = again;
         self.spare_sound = true;

@@ -22,21 +22,21 @@ use crate::space::Space;
 use crate::write::{Pending, PendingBlock};
 use uuid::Uuid;
 
-/// Guest bytes that the caller may take for a unit: any power of two up to 1 MiB would do, since
-/// blocks lie at multiples of 1 MiB. Sharing works in such units.
+/// Cluster size that is reported to callers, such as the unit of sharing. Any power of two up to 1
+/// MiB is valid, since blocks are aligned to 1 MiB.
 const UNIT_BYTES: u64 = 64 << 10;
-/// So few pages would make each request read.
+/// Least capacity of the page cache: with fewer pages, each request would read.
 const PAGES_MIN: usize = 64;
 
-/// What the structures before the block allocation table say, with the log taken into account.
+/// The structures before the block allocation table, with the log replayed.
 #[derive(Debug)]
 pub(crate) struct Parts {
-    /// The file as it reads once the log is replayed.
+    /// The file as after a replay of the log.
     pub(crate) storage: Arc<dyn Storage>,
     pub(crate) headers: Headers,
     pub(crate) regions: Regions,
     pub(crate) metadata: Metadata,
-    /// Entries of the log that were replayed, in the file or in memory.
+    /// Log entries that were replayed, in the file or in memory.
     pub(crate) log_entries: usize,
 }
 
@@ -57,12 +57,12 @@ impl Parts {
         if let Some(sequence) = log::find(&**storage, &headers.current)? {
             log_entries = sequence.len();
             if writable {
-                // Before anything else changes [2.2.2.1].
+                // Before any other change [2.2.2.1].
                 let next = Header { file_write: random_uuid()?, ..headers.current };
                 headers.update(&**storage, next)?;
                 sequence.replay(&**storage)?;
                 headers.synced();
-                // Only now: interrupted before, the replay is done again.
+                // Only after the replay, so that an interrupted replay is repeated.
                 headers.update(&**storage, Header { log: Uuid::nil(), ..headers.current })?;
             } else {
                 replayed = Arc::new(Replayed::new(storage.clone(), &sequence)?);
@@ -84,7 +84,7 @@ impl Parts {
         Ok(Self { storage: replayed, headers, regions, metadata, log_entries })
     }
 
-    /// What stands beneath, as its metadata names it.
+    /// The parent that the metadata names.
     pub(crate) fn backing(&self) -> Result<Option<BackingRef>> {
         let Some(parent) = &self.metadata.parent else { return Ok(None) };
         let Some(name) = parent.name() else {
@@ -103,9 +103,8 @@ impl Parts {
 
 /// A VHDX image: the map, the allocator, and the order of its metadata writes.
 ///
-/// Locks, in the order in which they are taken: the lead of flushes, `meta`, then that of `pages`. Guest
-/// data never moves under any of them; space that must become zero before it can be given out
-/// does, under `meta`.
+/// Lock order: the lead of flushes, `meta`, then the lock of `pages`. Guest data never moves under
+/// any of them, but space that must be zeroed before its allocation is zeroed under `meta`.
 #[derive(Debug)]
 pub struct Vhdx {
     pub(crate) storage: Arc<dyn Storage>,
@@ -117,33 +116,34 @@ pub struct Vhdx {
     backing: Option<BackingRef>,
     /// The block allocation table and sector bitmaps, by their offset in the file.
     pub(crate) pages: PageCache<u64, Page>,
-    /// Where the block allocation table is; moved by resizing alone.
+    /// Offset of the block allocation table; only a resize moves it.
     pub(crate) bat_offset: AtomicU64,
-    /// What no payload block may lie in: start and end. The first 1 MiB, the log, regions.
+    /// Ranges that no payload block may overlap, as start and end: the first 1 MiB, the log,
+    /// regions.
     pub(crate) taken: RwLock<Vec<(u64, u64)>>,
-    /// Length of the file, as far as blocks may lie in it.
+    /// Length of the file that blocks may use.
     pub(crate) file_bytes: AtomicU64,
     pub(crate) in_flight: InFlight,
     pub(crate) meta: Engine<Meta, Log>,
-    /// The headers say that this session writes.
+    /// The headers have this session's GUIDs.
     pub(crate) session: AtomicBool,
     warnings: Vec<String>,
 }
 
-/// What writers change, under one lock.
+/// State that writers change, under one lock.
 #[derive(Debug)]
 pub struct Meta {
     pub(crate) space: Option<Space>,
     pub(crate) tickets: Tickets<Pending>,
-    /// Guest blocks that got space which at least one reservation holds.
+    /// Guest blocks with new space that at least one reservation holds.
     pub(crate) blocks: FxHashMap<u64, PendingBlock>,
-    /// Guest data must be durable before the map that shows it.
+    /// Guest data must be durable before the map that exposes it.
     pub(crate) data_first: bool,
-    /// Space of blocks that were given up, in bytes of the file.
+    /// Space of freed blocks, in bytes of the file.
     pub(crate) reclaim: Reclaim,
-    /// Space was given back since the file was cut last.
+    /// Space was freed since the last truncation.
     pub(crate) freed: bool,
-    /// Space that the guest was promised reads as zero could not be made so.
+    /// Space that reservations report as zero could not be zeroed.
     pub(crate) spoiled: bool,
 }
 
@@ -157,19 +157,19 @@ impl State for Meta {
     }
 }
 
-/// The lead of flushes: whoever holds it keeps others from beginning one.
+/// The lead of flushes: no other thread can begin a flush while it is held.
 pub(crate) type Lead<'a> = vdkit_meta::Lead<'a, Log>;
 
-/// The headers and the log, which one flush at a time writes.
+/// The headers and the log, written by one flush at a time.
 #[derive(Debug)]
 pub struct Log {
     pub(crate) headers: Headers,
     pub(crate) log: LogWriter,
-    /// As the region table lists them.
+    /// Regions of the region table.
     pub(crate) regions: Vec<Region>,
-    /// Durable in the log, and perhaps not yet in their place.
+    /// Pages that are durable in the log but may not be written in place yet.
     pub(crate) unapplied: Vec<LoggedPage>,
-    /// The file's length that is durable.
+    /// The durable length of the file.
     pub(crate) durable_bytes: u64,
 }
 
@@ -177,8 +177,8 @@ impl Vhdx {
     /// Opens an image. For writing, the log is replayed first.
     ///
     /// # Errors
-    /// [`Error::Corrupt`], [`Error::Unsupported`] and [`Error::Limit`] for what an image may not
-    /// be; [`Error::ReadOnly`]; I/O.
+    /// [`Error::Corrupt`], [`Error::Unsupported`] and [`Error::Limit`] for invalid images;
+    /// [`Error::ReadOnly`]; I/O.
     pub fn open(request: OpenRequest) -> Result<Arc<Self>> {
         let OpenRequest { storage, writable, limits, .. } = request;
         if writable && !storage.caps().writable {
@@ -274,7 +274,7 @@ impl Format for Vhdx {
         FormatCaps {
             writable: self.writable,
             cluster_bytes: UNIT_BYTES,
-            // A new block reads as zero, so a write need not be widened to a block.
+            // A new block reads as zero, so a write need not fill a whole block.
             fill_bytes: self.geometry.sector_bytes(),
             compressed: None,
             one_pass: false,

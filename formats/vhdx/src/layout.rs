@@ -1,28 +1,28 @@
-//! Numbers of the format, and the arithmetic of the block allocation table.
+//! Constants of the format, and the arithmetic of the block allocation table.
 
 use uuid::Uuid;
 
-/// Everything lies at multiples of this.
+/// Alignment of all structures and blocks.
 pub(crate) const MIB: u64 = 1 << 20;
-/// Sectors of the log, pages of tables and bitmaps.
+/// Bytes of log sectors, and of pages of tables and bitmaps.
 pub(crate) const PAGE_BYTES: u64 = 4096;
 pub(crate) const PAGE: usize = PAGE_BYTES as usize;
 pub(crate) type Page = Box<[u8; PAGE]>;
-/// Behind the last byte that any structure may have: room for the largest disk twice.
+/// Largest end of any structure: room for the largest disk twice.
 pub(crate) const FILE_BYTES_MAX: u64 = 1 << 47;
 /// The largest disk [2.6.2.2].
 pub(crate) const GUEST_BYTES_MAX: u64 = 64 << 40;
 /// The smallest and the largest block [2.6.2.1].
 pub(crate) const BLOCK_BYTES_MIN: u64 = MIB;
 pub(crate) const BLOCK_BYTES_MAX: u64 = 256 * MIB;
-/// Bytes of a sector bitmap block [2.4]: always the same.
+/// Bytes of a sector bitmap block [2.4].
 pub(crate) const BITMAP_BYTES: u64 = MIB;
 
 /// The file type identifier [2.2.1].
 pub(crate) const FILE_SIGNATURE: &[u8; 8] = b"vhdxfile";
-/// Where the two headers are [2.2.2].
+/// Offsets of the two headers [2.2.2].
 pub(crate) const HEADER_OFFSETS: [u64; 2] = [64 << 10, 128 << 10];
-/// Where the two region tables are [2.2.3].
+/// Offsets of the two region tables [2.2.3].
 pub(crate) const REGION_OFFSETS: [u64; 2] = [192 << 10, 256 << 10];
 /// Bytes of a region table, and of the table at the head of the metadata region.
 pub(crate) const TABLE_BYTES: u64 = 64 << 10;
@@ -31,30 +31,27 @@ pub(crate) const TABLE_BYTES: u64 = 64 << 10;
 pub(crate) const BAT_REGION: Uuid = Uuid::from_u128(0x2dc27766_f623_4200_9d64_115e9bfd4a08);
 pub(crate) const METADATA_REGION: Uuid = Uuid::from_u128(0x8b7ca206_4790_4b9a_b8fe_575f050f886e);
 
-/// How a disk is laid out over blocks.
+/// Layout of a disk in blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Geometry {
-    /// Bytes of a payload block are 2 to this.
+    /// log2 of the bytes of a payload block.
     pub(crate) block_bits: u32,
-    /// Bytes of a logical sector are 2 to this.
+    /// log2 of the bytes of a logical sector.
     pub(crate) sector_bits: u32,
-    /// The image stands on another one.
+    /// The image has a parent.
     pub(crate) has_parent: bool,
 }
 
 impl Geometry {
-    /// Bytes of a payload block.
     pub(crate) fn block_bytes(&self) -> u64 {
         1 << self.block_bits
     }
 
-    /// Bytes of a logical sector.
     pub(crate) fn sector_bytes(&self) -> u64 {
         1 << self.sector_bits
     }
 
-    /// Payload blocks of a chunk, which share a sector bitmap block, are 2 to this [2.4]: a bitmap
-    /// has 2^23 bits.
+    /// log2 of the payload blocks of a chunk, which share a sector bitmap block of 2^23 bits [2.4].
     pub(crate) fn chunk_bits(&self) -> u32 {
         23 + self.sector_bits - self.block_bits
     }
@@ -69,19 +66,19 @@ impl Geometry {
         at >> self.block_bits
     }
 
-    /// A payload block's place in the table [2.5]: each chunk's entries are followed by one for
-    /// its sector bitmap.
+    /// Table index of a payload block [2.5]: each chunk's entries are followed by one for its
+    /// sector bitmap.
     pub(crate) fn payload_index(&self, block: u64) -> u64 {
         block + (block >> self.chunk_bits())
     }
 
-    /// The place in the table of the sector bitmap of a block's chunk.
+    /// Table index of the sector bitmap of a block's chunk.
     pub(crate) fn bitmap_index(&self, block: u64) -> u64 {
         let chunk = block >> self.chunk_bits();
         ((chunk + 1) << self.chunk_bits()) + chunk
     }
 
-    /// Entries of the table of a disk [2.5].
+    /// Table entries of a disk [2.5].
     pub(crate) fn bat_entries(&self, guest_bytes: u64) -> u64 {
         let blocks = self.blocks(guest_bytes);
         if blocks == 0 {
@@ -93,7 +90,7 @@ impl Geometry {
         }
     }
 
-    /// Bytes of the region for a table of so many entries.
+    /// Bytes of the region for the table of a disk.
     pub(crate) fn bat_region_bytes(&self, guest_bytes: u64) -> u64 {
         (self.bat_entries(guest_bytes) * 8).next_multiple_of(MIB).max(MIB)
     }
@@ -104,7 +101,7 @@ impl Geometry {
     }
 }
 
-/// What an entry says of a payload block [2.5.1.1].
+/// State of a payload block [2.5.1.1].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
     NotPresent,
@@ -121,7 +118,8 @@ pub(crate) struct BatEntry(pub(crate) u64);
 
 /// Bits that must be zero.
 const RESERVED: u64 = 0xf_fff8;
-/// A sector bitmap block that is there has the state of a payload block that is [2.5.1.2].
+/// State of a present sector bitmap block, equal to that of a fully present payload block
+/// [2.5.1.2].
 pub(crate) const PRESENT: u64 = 6;
 
 impl BatEntry {
@@ -129,13 +127,13 @@ impl BatEntry {
     pub(crate) const ZERO: Self = Self(2);
     pub(crate) const UNMAPPED: Self = Self(3);
 
-    /// A block that is there, at an offset that is a multiple of 1 MiB.
+    /// A fully present block, at a multiple of 1 MiB.
     pub(crate) fn present(host: u64) -> Self {
         debug_assert!(host >= MIB && host.is_multiple_of(MIB));
         Self(host | PRESENT)
     }
 
-    /// A block some sectors of which are there.
+    /// A partially present block.
     pub(crate) fn partial(host: u64) -> Self {
         debug_assert!(host >= MIB && host.is_multiple_of(MIB));
         Self(host | 7)
@@ -146,7 +144,7 @@ impl BatEntry {
         self.0 & 7
     }
 
-    /// The state of a payload block, where it is one.
+    /// The state of a payload block, if valid.
     pub(crate) fn state(self) -> Option<State> {
         Some(match self.state_bits() {
             0 => State::NotPresent,
@@ -159,22 +157,22 @@ impl BatEntry {
         })
     }
 
-    /// Where the block is, if it is anywhere.
+    /// Host offset of the block, if it has one.
     pub(crate) fn host(self) -> u64 {
         self.0 & !(MIB - 1)
     }
 
-    /// Bits that must be zero and are not.
+    /// Reserved bits that are set.
     pub(crate) fn reserved(self) -> u64 {
         self.0 & RESERVED
     }
 
-    /// Whether a sector bitmap says which sectors of the block are there.
+    /// Whether a sector bitmap lists the present sectors of the block.
     pub(crate) fn is_partial(self) -> bool {
         self.state_bits() == 7
     }
 
-    /// Whether the block has space in the file that the guest's bytes are in.
+    /// Whether the block has guest data in the file.
     pub(crate) fn has_data(self) -> bool {
         matches!(self.state_bits(), 6 | 7)
     }
@@ -200,7 +198,7 @@ mod tests {
         assert_eq!(child.bat_entries(128 << 25), 129);
         assert_eq!(child.bat_entries((128 << 25) + 1), 258);
         assert_eq!(geometry.bat_entries(0), 0);
-        // The extremes: 16 blocks to a chunk, and 32768.
+        // The extremes: 16 and 32768 blocks per chunk.
         let large = Geometry { block_bits: 28, ..geometry };
         assert_eq!(large.chunk_bits(), 4);
         let small = Geometry { block_bits: 20, sector_bits: 12, ..geometry };

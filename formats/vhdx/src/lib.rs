@@ -1,4 +1,4 @@
-//! The VHDX format: Microsoft's, of Hyper-V and Azure Stack, as [MS-VHDX] describes it.
+//! The VHDX format of Microsoft Hyper-V and Azure Stack, according to [MS-VHDX].
 //!
 //! ```text
 //!   headers (2) ── log ── region tables (2) ─┬─ metadata: sizes, flags, parent
@@ -8,19 +8,18 @@
 //! ```
 //!
 //! # The life of an allocating write
-//! [`reserve`](vdkit_block::Format::reserve) takes space at the file's end, or what was given up
+//! [`reserve`](vdkit_block::Format::reserve) allocates space at the file's end or freed space
 //! (`space`); it reads as zero. The caller writes its bytes. Publishing changes an entry of the
-//! table in memory (`map`), and bits of a sector bitmap where there is a parent (`write`). A flush
-//! puts all changed pages into one entry of the log, makes that durable, and then writes the pages
-//! where they belong (`flush`). When the log is full, it is emptied by a header with another GUID
-//! for it (`log`).
+//! table in memory (`map`), and with a parent, bits of a sector bitmap (`write`). A flush logs all
+//! changed pages in one entry, makes that durable, and then writes the pages in place (`flush`).
+//! When the log is full, a header with another GUID empties it (`log`).
 //!
 //! # Opening
-//! An image whose log has entries was not closed cleanly. Opened for writing it is replayed, before
-//! anything else is read; opened read-only, it is read through the log, and the file stays as it
-//! is.
+//! An image whose log has entries was not closed cleanly. Opening it for writing replays the log
+//! before anything else is read. Opening it read-only reads through the log, and does not change
+//! the file.
 //!
-//! The bytes, and what else must hold, are in `docs/formats/vhdx.md`.
+//! Byte layouts and invariants: `docs/formats/vhdx.md`.
 
 mod amend;
 mod check;

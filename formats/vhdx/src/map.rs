@@ -1,4 +1,4 @@
-//! From guest bytes to host bytes.
+//! Resolves guest offsets to host offsets.
 
 use std::sync::atomic::Ordering;
 use vdkit_block::bytes::le64;
@@ -8,10 +8,10 @@ use vdkit_block::{Error, Extent, FileIndex, HostOffset, Place, Result, align_dow
 use crate::image::Vhdx;
 use crate::layout::{BITMAP_BYTES, BatEntry, MIB, PAGE, PAGE_BYTES, PRESENT, Page, State};
 
-/// Blocks that one answer puts together at most.
+/// Most blocks that one lookup merges.
 const BLOCKS_MAX: u32 = 4096;
 
-/// Whether a look-up may read from the file.
+/// Whether a lookup may read from the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Look {
     Cached,
@@ -25,7 +25,7 @@ impl Vhdx {
         (at & !(PAGE_BYTES - 1), (at % PAGE_BYTES) as usize)
     }
 
-    /// Where an entry is in the file.
+    /// Offset of an entry in the file.
     pub(crate) fn entry_offset(&self, index: u64) -> u64 {
         self.bat_offset.load(Ordering::Acquire) + index * 8
     }
@@ -35,7 +35,7 @@ impl Vhdx {
         self.look_at_page(page, look, |bytes| BatEntry(le64(&bytes[..], at)))
     }
 
-    /// Looks at a page; nothing where it is not cached.
+    /// Calls `of` with a page; `None` if it is not cached and must not be loaded.
     fn look_at_page<R>(&self, at: u64, look: Look, of: impl Fn(&Page) -> R) -> Result<Option<R>> {
         match look {
             Look::Cached => Ok(self.pages.with(at, of)),
@@ -54,12 +54,10 @@ impl Vhdx {
         self.pages.change_loaded(at, || self.read_page(at), change)
     }
 
-    /// An entry of the table.
     pub(crate) fn entry(&self, index: u64) -> Result<BatEntry> {
         Ok(self.look(index, Look::Load)?.unwrap_or_default())
     }
 
-    /// The entry of a payload block.
     pub(crate) fn payload(&self, block: u64) -> Result<BatEntry> {
         self.entry(self.geometry.payload_index(block))
     }
@@ -87,7 +85,7 @@ impl Vhdx {
         )
     }
 
-    /// The state of a payload block whose entry says what it may.
+    /// Validates the entry of a payload block, and returns its state.
     pub(crate) fn state_of(&self, block: u64, entry: BatEntry) -> Result<State> {
         let index = self.geometry.payload_index(block);
         let Some(state) = entry.state() else {
@@ -105,7 +103,7 @@ impl Vhdx {
         Ok(state)
     }
 
-    /// Refuses space that lies over metadata or behind the end of the file.
+    /// Rejects space that overlaps metadata or exceeds the end of the file.
     fn check_space(&self, index: u64, entry: BatEntry, bytes: u64) -> Result<()> {
         let host = entry.host();
         let end = host.saturating_add(bytes);
@@ -119,7 +117,7 @@ impl Vhdx {
         Ok(())
     }
 
-    /// Where the sector bitmap of a block's chunk is; nothing where it is not cached.
+    /// Host offset of the sector bitmap of a block's chunk; `None` if it is not cached.
     pub(crate) fn bitmap_host(&self, block: u64, look: Look) -> Result<Option<u64>> {
         let index = self.geometry.bitmap_index(block);
         let Some(entry) = self.look(index, look)? else { return Ok(None) };
@@ -131,8 +129,8 @@ impl Vhdx {
         Ok(Some(entry.host()))
     }
 
-    /// The run of equal bits from the sector of `at`, in bytes up to `end`, which lies in the same block.
-    /// Ends with a page of the bitmap.
+    /// The run of equal bits from the sector of `at`, in bytes, up to `end` in the same block. Ends
+    /// at the end of a bitmap page.
     fn sectors(&self, block: u64, at: u64, end: u64, look: Look) -> Result<Option<(bool, u64)>> {
         let Some(host) = self.bitmap_host(block, look)? else { return Ok(None) };
         let bits = self.geometry.sector_bits;
@@ -148,8 +146,8 @@ impl Vhdx {
         }))
     }
 
-    /// What lies at `at`, up to the end of its block or, in a partial one, of a run of sectors.
-    /// Nothing where that is not cached.
+    /// The extent at `at`, up to the end of its block or, in a partial block, of a run of sectors.
+    /// `None` if it is not cached.
     pub(crate) fn extent_in_block(&self, at: u64, len: u64, look: Look) -> Result<Option<Extent>> {
         let block = self.geometry.block_of(at);
         let start = block << self.geometry.block_bits;
@@ -182,7 +180,7 @@ impl Vhdx {
             if run.len >= len {
                 break;
             }
-            // What cannot be told yet, or is damaged, is for the next question.
+            // An uncached or damaged extent ends the run; the next lookup handles it.
             let next = self.extent_in_block(at + run.len, len - run.len, look);
             let Ok(Some(next)) = next else { break };
             match run.merge(next) {
@@ -205,8 +203,8 @@ impl Vhdx {
     }
 }
 
-/// The value of bit `from`, and how many bits from there up to `to` have it. Bit 0 is the lowest
-/// one of byte 0 [2.4].
+/// The value of bit `from`, and the number of bits from there up to `to` with the same value. Bit 0
+/// is the lowest bit of byte 0 [2.4].
 fn run_of_bits(bytes: &[u8], from: usize, to: usize) -> (bool, usize) {
     let bit = |at: usize| bytes[at / 8] >> (at % 8) & 1 != 0;
     let value = bit(from);

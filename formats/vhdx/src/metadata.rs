@@ -1,4 +1,4 @@
-//! The metadata region [2.6]: a table, and the items that it names.
+//! The metadata region [2.6]: a table and its items.
 
 use vdkit_block::bytes::{le16, le32, le64};
 use vdkit_block::random_uuid;
@@ -13,9 +13,9 @@ use crate::regions::Region;
 use uuid::Uuid;
 
 const SIGNATURE: &[u8; 8] = b"metadata";
-/// The most entries that the table may have [2.6.1.1].
+/// Most entries of the table [2.6.1.1].
 const ENTRIES_MAX: u16 = 2047;
-/// The longest item [2.6.1.2].
+/// Longest item [2.6.1.2].
 const ITEM_BYTES_MAX: u64 = MIB;
 
 /// Known items [2.6.2].
@@ -34,7 +34,7 @@ const KNOWN: [(Uuid, &str); 6] = [
     (PARENT_LOCATOR, "parent locator [2.6.2.6]"),
 ];
 
-/// Flags of an entry: belongs to the user, describes the disk rather than the file, must be known.
+/// Flags of an entry: user metadata, describes the disk rather than the file, required.
 const IS_USER: u32 = 1;
 const IS_DISK: u32 = 2;
 const IS_REQUIRED: u32 = 4;
@@ -46,19 +46,19 @@ pub(crate) const HAS_PARENT: u32 = 2;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Item {
     pub(crate) id: Uuid,
-    /// Where the item is in the file.
+    /// Offset of the item in the file.
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
     pub(crate) flags: u32,
-    /// Where the entry is in the file.
+    /// Offset of the entry in the file.
     pub(crate) entry: u64,
 }
 
-/// What the items say.
+/// Decoded items.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Metadata {
     pub(crate) geometry: Geometry,
-    /// Blocks are there from the beginning and stay: a fixed image.
+    /// A fixed image: all blocks are allocated and stay so.
     pub(crate) fixed: bool,
     pub(crate) guest_bytes: u64,
     pub(crate) disk_id: Uuid,
@@ -72,10 +72,10 @@ pub(crate) struct Metadata {
 /// Reads the table and the known items.
 ///
 /// # Errors
-/// [`Error::Corrupt`] for what breaks the specification; [`Error::Unsupported`] for a required item
-/// that is not known; I/O.
+/// [`Error::Corrupt`] for violations of the specification; [`Error::Unsupported`] for an unknown
+/// required item; I/O.
 pub(crate) fn read(storage: &dyn Storage, region: &Region) -> Result<Metadata> {
-    // With the items, which most writers put right behind the table.
+    // Includes the items, which most writers put directly after the table.
     let mut head = vec![0; (TABLE_BYTES + PAGE_BYTES) as usize];
     storage.read_padded(&mut head, HostOffset(region.offset))?;
     let items = read_table(storage, region, &head)?;
@@ -193,7 +193,7 @@ struct Reader<'a> {
     storage: &'a dyn Storage,
     region: &'a Region,
     items: &'a [Item],
-    /// The beginning of the region.
+    /// The start of the region.
     head: &'a [u8],
 }
 
@@ -237,12 +237,12 @@ impl Reader<'_> {
 }
 
 impl Metadata {
-    /// Where the size of the disk stands.
+    /// Offset of the disk size.
     pub(crate) fn size_offset(&self) -> Option<u64> {
         Some(self.system_item(DISK_SIZE)?.offset)
     }
 
-    /// Where the flags of the file parameters stand.
+    /// Offset of the flags of the file parameters.
     pub(crate) fn flags_offset(&self) -> Option<u64> {
         Some(self.system_item(FILE_PARAMETERS)?.offset + 4)
     }
@@ -251,12 +251,12 @@ impl Metadata {
         self.items.iter().find(|item| item.id == id && item.flags & IS_USER == 0)
     }
 
-    /// Where the parent locator stands, if there is one.
+    /// Offset of the parent locator, if there is one.
     pub(crate) fn locator_offset(&self) -> Option<u64> {
         Some(self.system_item(PARENT_LOCATOR)?.offset)
     }
 
-    /// Where a parent locator of so many bytes can go: behind all other items, or where it is.
+    /// A place for a parent locator of `bytes` bytes: after all other items, or its current one.
     pub(crate) fn place_locator(&self, region: &Region, bytes: u64) -> Option<LocatorPlace> {
         let old = self.system_item(PARENT_LOCATOR);
         let count = self.items.len() as u16;
@@ -272,8 +272,8 @@ impl Metadata {
         fits.then_some(LocatorPlace { offset, entry, count })
     }
 
-    /// How the table loses its parent locator: its entry takes over the last one, at another offset of the file,
-    /// and so many are left.
+    /// How to remove the parent locator from the table: its entry is replaced by the last one.
+    /// Returns the offsets of both entries and the new number of entries.
     pub(crate) fn without_locator(&self, region: &Region) -> Option<(u64, u64, u16)> {
         let item = self.system_item(PARENT_LOCATOR)?;
         let left = self.items.len() as u64 - 1;
@@ -281,14 +281,14 @@ impl Metadata {
     }
 }
 
-/// Where a parent locator goes, all in the file.
+/// The place of a parent locator, as offsets in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LocatorPlace {
-    /// The item.
+    /// Offset of the item.
     pub(crate) offset: u64,
-    /// Its entry in the table.
+    /// Offset of its table entry.
     pub(crate) entry: u64,
-    /// Entries of the table then.
+    /// New number of table entries.
     pub(crate) count: u16,
 }
 
@@ -302,7 +302,7 @@ pub(crate) fn locator_entry(offset: u64, bytes: u64) -> [u8; 32] {
     entry
 }
 
-/// What a new image's items shall say.
+/// Items of a new image.
 #[derive(Clone, Debug)]
 pub(crate) struct NewMetadata {
     pub(crate) geometry: Geometry,
@@ -312,7 +312,7 @@ pub(crate) struct NewMetadata {
 }
 
 impl NewMetadata {
-    /// The head of a metadata region, with all items: 64 KiB of table and what follows.
+    /// The start of a metadata region: a 64 KiB table, followed by all items.
     pub(crate) fn encode(&self) -> Result<Vec<u8>> {
         let flags = if self.fixed { LEAVE_ALLOCATED } else { 0 }
             | if self.parent.is_some() { HAS_PARENT } else { 0 };
@@ -325,7 +325,7 @@ impl NewMetadata {
             (DISK_SIZE, disk, self.guest_bytes.to_le_bytes().to_vec()),
             (DISK_ID, disk, random_uuid()?.to_bytes_le().to_vec()),
             (LOGICAL_SECTOR, disk, sector),
-            // Disks of today have physical sectors of 4 KiB, and guests align to them.
+            // Current disks have physical sectors of 4 KiB, and guests align to them.
             (PHYSICAL_SECTOR, disk, 4096u32.to_le_bytes().to_vec()),
         ];
         if let Some(parent) = &self.parent {
@@ -342,7 +342,7 @@ impl NewMetadata {
             put(&mut bytes, at + 20, &(content.len() as u32).to_le_bytes());
             put(&mut bytes, at + 24, &flags.to_le_bytes());
             bytes.extend_from_slice(content);
-            // Aligned, so that no number lies across two pages.
+            // Aligned, so that no number crosses a page boundary.
             bytes.resize(bytes.len().next_multiple_of(16), 0);
         }
         Ok(bytes)

@@ -1,4 +1,4 @@
-//! Options of new images, under the names that `qemu-img` gives them.
+//! Options of new images, with qemu-img's names.
 
 use vdkit_block::{Error, OptionKind, OptionSpec, Options, Result};
 
@@ -6,7 +6,7 @@ use crate::layout::{BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, GUEST_BYTES_MAX, Geometry,
 
 const FIXED: &str = "fixed";
 
-/// The options.
+/// Options that users may give.
 pub(crate) const SPECS: &[OptionSpec] = &[
     OptionSpec {
         key: "subformat",
@@ -40,22 +40,22 @@ pub(crate) const SPECS: &[OptionSpec] = &[
     },
 ];
 
-/// The longest log that a new image may have.
+/// Longest log of a new image.
 const LOG_BYTES_MAX: u64 = 32 * MIB;
-/// Blocks of new images: the same for disks of every size.
+/// Block size of new images, for disks of all sizes.
 const BLOCK_BYTES: u64 = 8 * MIB;
-/// Blocks of new differencing images.
+/// Block size of new differencing images.
 const CHILD_BLOCK_BYTES: u64 = 2 * MIB;
 
-/// What a new image shall be.
+/// Properties of a new image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct NewImage {
     pub(crate) geometry: Geometry,
     pub(crate) fixed: bool,
     pub(crate) log_bytes: u64,
-    /// Entries say zero rather than nothing.
+    /// Entries are zero rather than not present.
     pub(crate) zero_blocks: bool,
-    /// Whole sectors.
+    /// Size of the disk: whole sectors.
     pub(crate) guest_bytes: u64,
 }
 
@@ -63,7 +63,7 @@ impl NewImage {
     /// Reads options.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for values that are not possible.
+    /// [`Error::Invalid`] for invalid values.
     pub(crate) fn new(options: &Options, guest_bytes: u64, has_parent: bool) -> Result<Self> {
         let invalid = |text: String| Err(Error::Invalid(text));
         let block = match options.size("block_size").filter(|bytes| *bytes > 0) {
@@ -106,22 +106,21 @@ impl NewImage {
         })
     }
 
-    /// Where the metadata region is: behind the log.
+    /// Offset of the metadata region: after the log.
     pub(crate) fn metadata_offset(&self) -> u64 {
         MIB + self.log_bytes
     }
 
-    /// Where the block allocation table is.
+    /// Offset of the block allocation table.
     pub(crate) fn bat_offset(&self) -> u64 {
         self.metadata_offset() + MIB
     }
 
-    /// Where the first block may be.
+    /// Least offset of the first block.
     pub(crate) fn data_offset(&self) -> u64 {
         self.bat_offset() + self.geometry.bat_region_bytes(self.guest_bytes)
     }
 
-    /// Bytes of all blocks.
     pub(crate) fn all_blocks_bytes(&self) -> u64 {
         self.geometry.blocks(self.guest_bytes) << self.geometry.block_bits
     }

@@ -1,5 +1,5 @@
-//! The parent locator [2.6.2.6]: pairs of UTF-16 texts that say what a differencing image stands
-//! on.
+//! The parent locator [2.6.2.6]: pairs of UTF-16 texts that identify the parent of a differencing
+//! image.
 
 use vdkit_block::bytes::{le16, le32};
 use vdkit_block::{BackingRef, Error, Result};
@@ -8,7 +8,7 @@ use crate::fields::parse_guid;
 use crate::fields::{guid_at, put};
 use uuid::Uuid;
 
-/// The only type of locator that there is.
+/// The only defined locator type.
 const VHDX_LOCATOR: Uuid = Uuid::from_u128(0xb04aefb7_d19e_4a81_b789_25b8e9445913);
 const LINKAGE: &str = "parent_linkage";
 const LINKAGE2: &str = "parent_linkage2";
@@ -16,10 +16,10 @@ const RELATIVE: &str = "relative_path";
 const VOLUME: &str = "volume_path";
 const ABSOLUTE: &str = "absolute_win32_path";
 
-/// What a locator says.
+/// A decoded locator.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ParentLocator {
-    /// Keys and values, in the file's order.
+    /// Keys and values, in file order.
     pub(crate) pairs: Vec<(String, String)>,
 }
 
@@ -30,7 +30,7 @@ fn utf16(bytes: &[u8]) -> String {
 }
 
 impl ParentLocator {
-    /// Reads an item.
+    /// Decodes an item.
     ///
     /// # Errors
     /// What was found and what was expected.
@@ -80,12 +80,12 @@ impl ParentLocator {
         parse_guid(self.value(LINKAGE)?)
     }
 
-    /// Another one that it may have instead.
+    /// An alternative data-write GUID of the parent.
     pub(crate) fn linkage2(&self) -> Option<Uuid> {
         parse_guid(self.value(LINKAGE2)?)
     }
 
-    /// The identities of which the parent must have one.
+    /// The identities of which the parent must have one, as text.
     pub(crate) fn identity(&self) -> Option<String> {
         let first = self.linkage()?.to_string();
         Some(match self.linkage2() {
@@ -94,7 +94,7 @@ impl ParentLocator {
         })
     }
 
-    /// The parent's name: the relative one, or what else there is, with slashes.
+    /// The parent's name, with slashes: the relative one if present, else an absolute one.
     pub(crate) fn name(&self) -> Option<String> {
         let (key, value) = [RELATIVE, ABSOLUTE, VOLUME]
             .iter()
@@ -110,8 +110,8 @@ impl ParentLocator {
     /// A locator for a parent.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a name that is too long or that no locator can hold, and where the
-    /// parent's identity is not given.
+    /// [`Error::Invalid`] for a name that is too long or that a locator cannot hold, and without
+    /// the parent's identity.
     pub(crate) fn new(file: &str, backing: &BackingRef) -> Result<Self> {
         let linkage = backing.identity.as_deref().and_then(parse_guid);
         let Some(linkage) = linkage else {
@@ -129,7 +129,7 @@ impl ParentLocator {
             )));
         }
         let mut name = backing.name.replace('/', "\\");
-        // An absolute name too: an absolute Win32 path needs a drive, which there is none of here.
+        // Also for an absolute name: an absolute Win32 path needs a drive, and there is none here.
         if !["\\", ".\\", "..\\"].iter().any(|start| name.starts_with(start)) {
             name.insert_str(0, ".\\");
         }
@@ -141,7 +141,7 @@ impl ParentLocator {
         Ok(Self { pairs })
     }
 
-    /// The item.
+    /// Encodes the item.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut bytes = vec![0; 20 + 12 * self.pairs.len()];
         put(&mut bytes, 0, &VHDX_LOCATOR.to_bytes_le());
@@ -203,7 +203,7 @@ mod tests {
         for at in 0..20 + 24 {
             let mut bad = good.clone();
             bad[at] ^= 0xff;
-            // Nothing but an error or another text.
+            // Must be an error or a different text, not a panic.
             let _ = ParentLocator::parse(&bad);
         }
     }

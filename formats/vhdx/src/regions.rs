@@ -1,4 +1,4 @@
-//! The region tables [2.2.3]: where the block allocation table and the metadata are.
+//! The region tables [2.2.3], which name the block allocation table and the metadata region.
 
 use vdkit_block::bytes::{le32, le64};
 use vdkit_block::{Error, HostOffset, Result, Storage};
@@ -11,10 +11,9 @@ use crate::layout::{
 use uuid::Uuid;
 
 const SIGNATURE: &[u8; 4] = b"regi";
-/// The most entries that a table may have.
+/// Most entries of a table.
 const ENTRIES_MAX: u32 = 2047;
 
-/// One region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Region {
     pub(crate) guid: Uuid,
@@ -29,14 +28,14 @@ impl Region {
     }
 }
 
-/// A table that was found sound.
+/// A validated table.
 #[derive(Clone, Debug)]
 pub(crate) struct Regions {
-    /// All of them, those that are not known included.
+    /// All regions, including unknown ones.
     pub(crate) all: Vec<Region>,
     pub(crate) bat: Region,
     pub(crate) metadata: Region,
-    /// Which of the two tables is damaged, or differs from the one in use.
+    /// Index of the table that is damaged or differs from the one in use.
     pub(crate) damaged: Option<usize>,
 }
 
@@ -73,11 +72,11 @@ fn parse(bytes: &[u8]) -> Option<Vec<Region>> {
 }
 
 impl Regions {
-    /// Reads the first table, or the second where the first is damaged.
+    /// Reads the first table, or the second if the first is damaged.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] where neither is sound, or regions lie where they cannot;
-    /// [`Error::Unsupported`] for a required region that is not known; I/O.
+    /// [`Error::Corrupt`] if neither is sound, or a region is at an invalid place;
+    /// [`Error::Unsupported`] for an unknown required region; I/O.
     pub(crate) fn read(storage: &dyn Storage, header: &Header) -> Result<Self> {
         let mut tables = [None, None];
         for (table, offset) in tables.iter_mut().zip(REGION_OFFSETS) {

@@ -1,9 +1,9 @@
-//! Another size of the disk.
+//! Resizes the disk.
 //!
-//! New entries are durable before the size that shows them, and the size is before entries go that
-//! it no longer shows. The size stands in the metadata region and changes through the log. A
-//! table that becomes too long for its region moves: its copy is complete and durable before one
-//! entry of the log changes both region tables.
+//! New entries are durable before the size that exposes them. A smaller size is durable before the
+//! entries beyond it are removed. The size is in the metadata region and changes through the log. A
+//! table that outgrows its region moves: its copy is complete and durable before one log entry
+//! changes both region tables.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -19,7 +19,7 @@ use crate::layout::{
 use crate::log::entry::LoggedPage;
 use crate::regions::{self, Region};
 
-/// Entries that are written between two flushes.
+/// Entries written between two flushes.
 const STEP_BLOCKS: u64 = 32 << 10;
 
 impl Vhdx {
@@ -70,7 +70,7 @@ impl Vhdx {
         self.write_size(lead, old, new)
     }
 
-    /// Entries of blocks that are new: zero, whatever is beneath, or there, in a fixed image.
+    /// Sets the entries of new blocks: zero, which hides the parent, or present in a fixed image.
     fn new_entries(&self, meta: &mut MutexGuard<'_, Meta>, blocks: Range<u64>) -> Result<()> {
         let mut block = blocks.start;
         while block < blocks.end {
@@ -94,10 +94,10 @@ impl Vhdx {
         Ok(())
     }
 
-    /// Clears the entry of a sector bitmap that becomes a part of the table with a new block: what the
-    /// file holds there means nothing. An image over a parent has an entry for the bitmap of each
-    /// chunk that has blocks; others end with the entry of their last block, and what follows that
-    /// may be something else than the table.
+    /// Clears the entry of a sector bitmap that becomes part of the table with a new block, since
+    /// the file may hold arbitrary bytes there. An image with a parent has a bitmap entry for each
+    /// chunk that has blocks. Other tables end with the entry of their last block, and bytes after
+    /// that may belong to something else.
     fn clear_bitmap_entry(&self, block: u64) -> Result<()> {
         let chunk = 1 << self.geometry.chunk_bits();
         if !block.is_multiple_of(chunk) {
@@ -110,8 +110,7 @@ impl Vhdx {
         }
     }
 
-    /// Makes what lies behind the old end in the old last block read as zero, also where what is
-    /// beneath is longer.
+    /// Makes the old last block read as zero beyond the old end, even if the parent is longer.
     fn own_tail(&self, old: u64, new: u64, beneath: u64) -> Result<()> {
         let bytes = self.geometry.block_bytes();
         if old.is_multiple_of(bytes) {
@@ -131,7 +130,7 @@ impl Vhdx {
         if !entry.has_data() {
             return Ok(());
         }
-        // Other writers leave a fixed image's last block short.
+        // Other writers may truncate the last block of a fixed image.
         if entry.host() + bytes > self.file_bytes.load(Ordering::Acquire) {
             self.storage.set_len(entry.host() + bytes)?;
             self.note_file_bytes()?;
@@ -146,11 +145,11 @@ impl Vhdx {
         Ok(())
     }
 
-    /// Writes the size, durably, and takes it over.
+    /// Writes the size durably, and then uses it.
     fn write_size(&self, lead: &mut Lead<'_>, old: u64, new: u64) -> Result<()> {
         self.put_size(new)?;
         if let Err(error) = self.meta.flush_led(self, lead) {
-            // Not in memory, so not on disk either, by a later flush.
+            // Restored in memory, so that a later flush does not write the new size.
             let _ = self.put_size(old);
             return Err(error);
         }
@@ -165,7 +164,7 @@ impl Vhdx {
         }
     }
 
-    /// Changes bytes of the metadata region, in memory: they go through the log as entries do.
+    /// Changes bytes of the metadata region in memory; they are logged like table entries.
     pub(crate) fn put_metadata(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let mut done = 0;
         while done < bytes.len() {
@@ -205,7 +204,7 @@ impl Vhdx {
         self.drop_bitmaps(lead, &blocks)
     }
 
-    /// Gives up the sector bitmaps of chunks all of whose blocks are gone.
+    /// Frees the sector bitmaps of chunks without blocks.
     fn drop_bitmaps(&self, lead: &mut Lead<'_>, blocks: &Range<u64>) -> Result<()> {
         if !self.geometry.has_parent {
             return Ok(());
@@ -223,7 +222,7 @@ impl Vhdx {
         self.give_bitmaps_back(lead, &hosts)
     }
 
-    /// Whether a block at an offset lies where blocks may.
+    /// Whether a block may be at this offset.
     fn is_within_file(&self, host: u64, bytes: u64) -> bool {
         let end = host.saturating_add(bytes);
         end <= self.file_bytes.load(Ordering::Acquire)
@@ -244,11 +243,11 @@ impl Vhdx {
                 (region.offset, region.bytes) = (taken.at, bytes);
             }
         }
-        // No entry of the log may be for the old table from here on: its space is going to be
-        // used for something else. After an error this one may be in the log or not: the space of
-        // the copy is nobody's until the image is opened again.
+        // From here on no log entry may be for the old table, whose space will be reused. After an
+        // error this entry may or may not be in the log, so the copy's space stays unused until the
+        // image is reopened.
         self.log_alone(state, &both_tables(&regions))?;
-        // The log has the new place, whether it can be written to the region tables now or later.
+        // The log has the new place; the region tables may be written later.
         state.regions = regions;
         self.pages.clear();
         self.bat_offset.store(taken.at, Ordering::Release);
@@ -262,7 +261,7 @@ impl Vhdx {
         self.recycle()
     }
 
-    /// Gives space back that the file never referred to; it holds anything.
+    /// Frees space that the file never referred to and that holds arbitrary bytes.
     fn give_back(&self, at: u64, bytes: u64) {
         let zero = self.storage.write_zeroes(HostOffset(at), bytes, ZeroMode::MayUnmap).is_ok();
         let mut meta = self.meta.lock();
@@ -284,7 +283,6 @@ impl Vhdx {
     }
 }
 
-/// The pages of both region tables.
 fn both_tables(regions: &[Region]) -> Vec<LoggedPage> {
     let table = regions::encode(regions);
     let mut pages = Vec::new();

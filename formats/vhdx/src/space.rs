@@ -1,8 +1,8 @@
 //! Space in the file, in multiples of 1 MiB: what is free, and where the file grows.
 //!
-//! The format keeps no list of free space. What lies between blocks is found by reading the block
-//! allocation table when the first block is needed, where the table is small; else new blocks go
-//! to the file's end, and to what was freed since the image was opened.
+//! The format has no list of free space. If the block allocation table is small, the allocator
+//! finds gaps between blocks by reading it on the first allocation. Otherwise new blocks use the
+//! file's end and space that was freed since the image was opened.
 
 use std::collections::BTreeMap;
 
@@ -10,50 +10,50 @@ use vdkit_block::{Error, HostOffset, Result, Storage, ZeroMode};
 
 use crate::layout::{FILE_BYTES_MAX, MIB};
 
-/// The file grows by this much more than is needed, at first and at most: its length must be
-/// durable before a block beyond the old end is shown.
+/// Additional growth of the file, at first and at most. The length must be durable before the map
+/// exposes a block beyond the old end, so each growth costs a barrier.
 const AHEAD_MIN: u64 = 4 * MIB;
 const AHEAD_MAX: u64 = 64 * MIB;
-/// Free runs that are looked at for one that is long enough.
+/// Most free runs that a search visits.
 const RUNS_MAX: usize = 256;
 
 /// A free run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Run {
     bytes: u64,
-    /// It reads as zero.
+    /// The run reads as zero.
     zero: bool,
 }
 
-/// Space that was taken. It reads as zero.
+/// Allocated space. It reads as zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Taken {
-    /// Where it is.
+    /// Offset in the file.
     pub(crate) at: u64,
-    /// For how many units.
+    /// Number of units.
     pub(crate) count: u64,
-    /// Nothing was ever there, so that it reads as zero after a crash too.
+    /// Never written, so it reads as zero after a crash too.
     pub(crate) fresh: bool,
 }
 
-/// What is free.
+/// The free space of a file.
 #[derive(Debug)]
 pub(crate) struct Space {
     free: BTreeMap<u64, Run>,
-    /// Nothing is in use from here on.
+    /// Nothing from here on is in use.
     frontier: u64,
-    /// What lies behind the frontier reads as zero.
+    /// Space after the frontier reads as zero.
     fresh_zero: bool,
     ahead: u64,
 }
 
 impl Space {
-    /// Space of a file of which these ranges are in use (sorted, perhaps overlapping). With
-    /// `gaps`, what lies between and behind them is free; else only what the file does not have yet.
+    /// Space of a file with these used ranges (sorted, possibly overlapping). With `gaps`,
+    /// everything between and after them is free; otherwise only space beyond the end of the file.
     pub(crate) fn new(used: &[(u64, u64)], gaps: bool, file_bytes: u64, growable: bool) -> Self {
         let mut free = BTreeMap::new();
         let mut end = 0;
-        // What begins behind the file's end is damage, and not there.
+        // A range that begins beyond the end of the file is damage, and ignored.
         for (from, to) in used.iter().filter(|(from, _)| *from < file_bytes.max(MIB)) {
             let to = to.min(&FILE_BYTES_MAX);
             let from_whole = from & !(MIB - 1);
@@ -72,7 +72,7 @@ impl Space {
         Self { free, frontier: end, fresh_zero: growable, ahead: AHEAD_MIN }
     }
 
-    /// Where the file can end.
+    /// Smallest possible end of the file.
     pub(crate) fn end(&self) -> u64 {
         let mut end = self.frontier;
         for (at, run) in self.free.iter().rev() {
@@ -84,13 +84,13 @@ impl Space {
         end
     }
 
-    /// The file was cut there.
+    /// Must be called after the file was truncated to `end`.
     pub(crate) fn cut(&mut self, end: u64) {
         self.free.split_off(&end);
         self.frontier = end;
     }
 
-    /// Space for up to `count` units of `unit` bytes each. Makes the file long enough.
+    /// Allocates up to `count` units of `unit` bytes each, growing the file if needed.
     ///
     /// # Errors
     /// [`Error::NoSpace`] on a device; I/O.
@@ -131,7 +131,8 @@ impl Space {
         Ok(Taken { at, count, fresh: self.fresh_zero })
     }
 
-    /// The first free space of so many bytes that ends at `limit` at the latest; it reads as zero.
+    /// Allocates the first free run of `bytes` bytes that ends at or below `limit`; it reads as
+    /// zero.
     ///
     /// # Errors
     /// I/O.
@@ -153,7 +154,7 @@ impl Space {
         Ok(Some(at))
     }
 
-    /// Takes space back.
+    /// Frees space.
     pub(crate) fn give(&mut self, at: u64, bytes: u64, zero: bool) {
         let (mut at, mut bytes) = (at, bytes);
         if let Some((before, run)) = self.free.range(..at).next_back()

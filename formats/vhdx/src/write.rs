@@ -1,9 +1,9 @@
-//! Reserving host space for a write and publishing it.
+//! Reserves host space for a write and publishes it.
 //!
-//! A new block reads as zero before anything is written to it, so a reservation is as long as the
-//! write and no longer, and several may share a block: the first one that is published shows the
-//! block, and what the others have not written yet reads as zero, as before. In a differencing
-//! image reservations are made of sectors, and a published one shows its own sectors alone.
+//! A new block reads as zero before any write, so a reservation is only as long as its write, and
+//! several reservations may share a block. Publishing the first one exposes the block; the ranges
+//! that the others have not written yet still read as zero. In a differencing image, reservations
+//! consist of sectors, and publishing one exposes only its own sectors.
 
 use std::ops::Range;
 
@@ -18,17 +18,17 @@ use crate::layout::{BITMAP_BYTES, BatEntry, PAGE_BYTES, PRESENT, State};
 use crate::map::{Look, fill_bits};
 use crate::space::Space;
 
-/// Tables of so many bytes are read to find free space between blocks.
+/// Largest table that is read to find free space between blocks.
 const BAT_BYTES_READ_MAX: u64 = 1 << 20;
-/// One reservation holds at most so many bytes.
+/// Most bytes of one reservation.
 const RESERVATION_BYTES_MAX: u64 = 4 << 30;
 
 /// A reservation that is neither published nor released.
 #[derive(Debug)]
 pub(crate) struct Pending {
-    /// Others must wait for what it covers, which is whole sectors.
+    /// Other reservations must wait for its range, which consists of whole sectors.
     copies: bool,
-    /// Its new blocks; none where the space is that of a partial block.
+    /// Its new blocks; empty if it uses the space of a partial block.
     blocks: Range<u64>,
 }
 
@@ -37,25 +37,25 @@ pub(crate) struct Pending {
 pub(crate) struct PendingBlock {
     host: u64,
     holders: u32,
-    /// The map shows it.
+    /// The map refers to the block.
     published: bool,
     fresh: bool,
 }
 
-/// What can be done about a write now.
+/// Result of an attempt to reserve.
 enum Attempt<'a> {
     InPlace,
     Wait,
     Reserved(Reservation<'a>),
 }
 
-/// A range of a partial or a new block that is about to be reserved.
+/// A range of partial or new blocks to reserve.
 struct Plan {
     write: Range<u64>,
-    /// Of the block at `write.start`.
+    /// Host offset of the block at `write.start`.
     block_host: u64,
     blocks: Range<u64>,
-    /// What is not written shows what the image stands on.
+    /// Unwritten sectors must keep the parent's data.
     copies: bool,
     zeroed: bool,
     fresh: bool,
@@ -67,7 +67,7 @@ impl Vhdx {
         self.relieve()?;
         let mut meta = self.meta.lock();
         loop {
-            // The disk may have become smaller while we waited.
+            // The disk may have shrunk while this thread waited.
             self.in_range(at, len, IoAction::Write)?;
             self.check_spoiled(&meta)?;
             match self.attempt(&mut meta, at, len.min(RESERVATION_BYTES_MAX))? {
@@ -120,13 +120,12 @@ impl Vhdx {
         Ok(Attempt::Reserved(self.hand_out(meta, Plan { write, ..plan })))
     }
 
-    /// Whether what is not written to a new block in this state must be what lies beneath.
+    /// Whether unwritten parts of a new block in this state must keep the parent's data.
     fn copies(&self, state: State) -> bool {
         state == State::NotPresent && self.geometry.has_parent
     }
 
-    /// The first part of a write whose sectors no other reservation holds; nothing where that is
-    /// none of it.
+    /// The first part of a write whose sectors no other reservation holds; `None` if there is none.
     fn free_part(&self, meta: &Meta, write: Range<u64>, copies: bool) -> Option<Range<u64>> {
         if !copies {
             return Some(write);
@@ -136,7 +135,7 @@ impl Vhdx {
         Some(write.start..end)
     }
 
-    /// New space for a write that begins in a block without any.
+    /// Plans new space for a write that begins in a block without space.
     fn plan_new(
         &self,
         meta: &mut Meta,
@@ -181,8 +180,8 @@ impl Vhdx {
         })
     }
 
-    /// Sees to sector bitmaps for the chunks of the first and the last of these blocks: those in
-    /// between are written whole.
+    /// Allocates sector bitmaps for the chunks of the first and the last block if needed; the
+    /// blocks in between are written whole.
     fn need_bitmaps(&self, meta: &mut Meta, blocks: Range<u64>) -> Result<()> {
         for block in [blocks.start, blocks.end - 1] {
             let index = self.geometry.bitmap_index(block);
@@ -201,7 +200,7 @@ impl Vhdx {
         let sector = self.geometry.sector_bytes();
         let (block, write) = (self.geometry.block_of(plan.write.start), plan.write);
         let guest = match plan.copies {
-            // The disk is made of whole sectors.
+            // The disk consists of whole sectors.
             true => align_down(write.start, sector)..write.end.next_multiple_of(sector),
             false => write.clone(),
         };
@@ -235,7 +234,7 @@ impl Vhdx {
         result
     }
 
-    /// Lets the map show what was reserved.
+    /// Links the reserved space into the map.
     fn show(&self, meta: &mut Meta, guest: &Range<u64>, pending: &Pending) -> Result<()> {
         if pending.copies {
             meta.data_first = true;
@@ -269,7 +268,7 @@ impl Vhdx {
         Ok(())
     }
 
-    /// Sets or clears the bits of sectors that lie in one block.
+    /// Sets or clears the bits of sectors in one block.
     pub(crate) fn fill_sectors(&self, block: u64, guest: &Range<u64>, value: bool) -> Result<()> {
         let Some(host) = self.bitmap_host(block, Look::Load)? else { return Ok(()) };
         let bits = self.geometry.sector_bits;
@@ -298,13 +297,13 @@ impl Vhdx {
         self.meta.ended();
     }
 
-    /// Of the space of a reservation that failed, makes zero again what later reservations are promised
-    /// to find zero: bytes may have been written to it. Left alone is what the map shows already (others
-    /// may have written there since, in place) and what other reservations hold (they may have
-    /// written their bytes): there the failed write's bytes are as good as none of them.
+    /// Zeroes the space of a failed reservation again, which may have been written, since later
+    /// reservations rely on it. Skips published blocks, which others may have written in place
+    /// since, and ranges of other reservations, which may have been written. There, reading bytes
+    /// of the failed write is allowed.
     fn wipe(&self, meta: &mut Meta, guest: &Range<u64>, pending: &Pending) {
         if pending.copies {
-            // Nothing is promised about what the map does not show of such a block.
+            // No reservation relies on the unmapped sectors of such a block.
             return;
         }
         for block in pending.blocks.clone() {
@@ -323,7 +322,8 @@ impl Vhdx {
         }
     }
 
-    /// Ends a reservation's hold on its blocks. Those that nobody shows or holds are free.
+    /// Drops a reservation's hold on its blocks. Unpublished blocks without other holders become
+    /// free.
     fn let_go(&self, meta: &mut Meta, pending: &Pending) {
         for block in pending.blocks.clone() {
             let Some(held) = meta.blocks.get_mut(&block) else { continue };
@@ -339,13 +339,13 @@ impl Vhdx {
         }
     }
 
-    /// Notes that a block's space is no longer shown, after its entry has changed.
+    /// Records that the map no longer refers to a block's space, after its entry has changed.
     pub(crate) fn unlink(&self, meta: &mut Meta, host: u64, bytes: u64) {
         meta.reclaim
             .unlink(&self.in_flight, [Freed { file: 0, first: host, count: bytes, punch: true }]);
     }
 
-    /// The allocator; made when it is needed first.
+    /// The allocator, created on first use.
     pub(crate) fn space<'m>(&self, meta: &'m mut Meta) -> Result<&'m mut Space> {
         if meta.space.is_none() {
             let mut used = self.taken.read().clone();
@@ -366,16 +366,16 @@ impl Vhdx {
         }
     }
 
-    /// Whether free space between blocks is looked for.
+    /// Whether the allocator searches for gaps between blocks.
     pub(crate) fn finds_gaps(&self) -> bool {
         self.geometry.bat_entries(self.guest_len()) * 8 <= BAT_BYTES_READ_MAX
     }
 
-    /// Reads the block allocation table as it is in the file. With `each`, adds each block; else only
-    /// the last one.
+    /// Reads the block allocation table from the file, and adds each used block, or without `each`
+    /// only the last one.
     fn used_blocks(&self, each: bool, used: &mut Vec<(u64, u64)>) -> Result<()> {
         let entries = self.geometry.bat_entries(self.guest_len());
-        // Payload entries behind it, in a last chunk that is not whole, mean nothing.
+        // Later payload entries of a partial last chunk are undefined.
         let end = self.geometry.payload_index(self.geometry.blocks(self.guest_len()).max(1) - 1);
         let chunk = (1 << self.geometry.chunk_bits()) + 1;
         let mut last = (0, 0);
@@ -405,7 +405,7 @@ impl Vhdx {
         Ok(())
     }
 
-    /// Takes note of the file's length after it may have grown.
+    /// Records the file's length after a possible growth.
     pub(crate) fn note_file_bytes(&self) -> Result<()> {
         let bytes = self.storage.len()?;
         self.file_bytes.store(bytes, std::sync::atomic::Ordering::Release);
@@ -413,7 +413,7 @@ impl Vhdx {
     }
 }
 
-/// What of a range lies in none of these.
+/// The parts of a range that are in none of `others`.
 fn without(range: Range<u64>, mut others: Vec<Range<u64>>) -> Vec<Range<u64>> {
     others.sort_unstable_by_key(|other| other.start);
     let mut gaps = Vec::new();

@@ -1,4 +1,4 @@
-//! Zeroing and discarding by metadata alone, and emptying.
+//! Zeroes, discards and empties by changing only metadata.
 
 use std::ops::Range;
 
@@ -8,11 +8,11 @@ use crate::image::{Meta, Vhdx};
 use crate::layout::{BatEntry, PRESENT, State};
 use crate::map::Look;
 
-/// Blocks that are changed between two looks at how many pages are dirty: a page's entries.
+/// Blocks to change between two checks of the number of dirty pages: the entries of one page.
 const STEP_BLOCKS: u64 = 512;
 
 impl Vhdx {
-    /// The blocks that lie wholly within a range; the last one of the disk may be short.
+    /// The blocks that are entirely within a range; the last one of the disk may be short.
     fn whole_blocks(&self, at: u64, len: u64) -> Range<u64> {
         let (bits, block) = (self.geometry.block_bits, self.geometry.block_bytes());
         let end = at + len;
@@ -25,7 +25,7 @@ impl Vhdx {
         start..end.max(start)
     }
 
-    /// The bytes of blocks, as far as they lie on the disk.
+    /// The bytes of blocks, limited to the disk.
     fn bytes_of(&self, blocks: &Range<u64>) -> Range<u64> {
         let bits = self.geometry.block_bits;
         let end = self.guest_len();
@@ -55,7 +55,7 @@ impl Vhdx {
         Ok(())
     }
 
-    /// Gives a block another entry, and its space back where it had some.
+    /// Replaces a block's entry, and frees its space if it had any.
     pub(crate) fn replace(
         &self,
         meta: &mut Meta,
@@ -71,8 +71,8 @@ impl Vhdx {
         Ok(())
     }
 
-    /// As [`vdkit_block::Format::zero`] for whole blocks; `for_good` makes no difference to a format
-    /// whose zero blocks hide what is beneath anyway.
+    /// As [`vdkit_block::Format::zero`] for whole blocks; also serves `zero_persistent`, since zero
+    /// blocks always hide the parent.
     pub(crate) fn zero_blocks(&self, at: u64, len: u64) -> Result<Range<u64>> {
         let blocks = self.whole_blocks(at, len);
         if blocks.is_empty() {
@@ -110,7 +110,7 @@ impl Vhdx {
         self.punch(whole.end, end)
     }
 
-    /// Gives host space of data back without a change of the map.
+    /// Discards host space of data without changing the map.
     fn punch(&self, mut at: u64, end: u64) -> Result<()> {
         while at < end {
             let found = self.extent_in_block(at, end - at, Look::Load)?;
@@ -146,7 +146,7 @@ impl Vhdx {
         self.meta.flush(self)
     }
 
-    /// Gives the sector bitmaps of blocks back that are not partial any more, on disk too.
+    /// Frees the sector bitmaps of blocks that are no longer partial, also on disk.
     pub(crate) fn free_bitmaps(&self, blocks: &Range<u64>) -> Result<()> {
         let chunk = 1 << self.geometry.chunk_bits();
         let (mut block, mut hosts) = (blocks.start, Vec::new());

@@ -1,5 +1,5 @@
-//! Compaction in place: the guest sees the same, the file is shorter, and a power cut at any moment
-//! leaves either state of each block.
+//! Compaction in place: the guest content is unchanged, the file is shorter, and a power cut at any
+//! moment leaves the old or new state of each block.
 
 mod common;
 
@@ -20,7 +20,7 @@ fn compact(storage: &Arc<dyn Storage>, zero_scan: bool) -> CompactReport {
         .expect("compacting")
 }
 
-/// An image with data, zeroes that were written, and gaps in its file; and its guest.
+/// An image with data, written zeroes and gaps in its file, and its guest content.
 fn used(kind: &Kind, rng: &mut Rng) -> (MemoryStorage, Vec<u8>) {
     let memory = Arc::new(MemoryStorage::new("image"));
     let storage: Arc<dyn Storage> = memory.clone();
@@ -34,7 +34,7 @@ fn used(kind: &Kind, rng: &mut Rng) -> (MemoryStorage, Vec<u8>) {
             apply(&disk, &mut guest, op, id + 1).expect("an operation");
         }
     }
-    // A block of zeroes that looks like data.
+    // Blocks of written zeroes.
     disk.write_at(&vec![0; 2 << 20], GuestOffset(2 * MIB)).expect("writing");
     guest[2 << 20..4 << 20].fill(0);
     disk.close().expect("closing");
@@ -124,7 +124,7 @@ fn a_power_cut_leaves_each_block_in_one_place() {
 fn damage_is_refused() {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
     common::create(&storage, 4 * MIB, "block_size=1M", None);
-    // Two entries with one block.
+    // Two entries that name one block.
     storage.set_len(6 * MIB).expect("longer");
     for index in 0..2u64 {
         let entry = ((5 * MIB) | 6).to_le_bytes();

@@ -1,4 +1,4 @@
-//! What operations cost: syncs, reads, and whether runs stay in one piece.
+//! Costs of operations: syncs, reads, and whether runs stay contiguous.
 
 mod common;
 
@@ -47,7 +47,7 @@ fn allocating_writes_and_a_flush_cost_one_sync_or_two() {
     }
     assert!(syncs.iter().all(|n| *n <= 2), "{syncs:?}");
     assert!(syncs.iter().filter(|n| **n == 1).count() > 50, "mostly one: {syncs:?}");
-    // Nothing new to say: data alone.
+    // No metadata change: only data.
     let again = during(&counting, || write(0, 50));
     assert_eq!((again.syncs, again.writes), (1, 50));
     let closing = during(&counting, || disk.close().expect("closing"));
@@ -111,7 +111,7 @@ fn reservations_of_one_block_need_not_wait_for_each_other() {
         storage.write_at(&[byte; 4096], space.host).expect("writing");
     }
     second.publish().expect("publishing");
-    // The block is shown already: what a write left there that fails now may be read, as on any disk.
+    // The block is published already, so bytes of the failed write may be read, as on any disk.
     drop(first);
     third.publish().expect("publishing");
     let disk = disk_of(format, true);
@@ -134,9 +134,9 @@ fn discarded_blocks_are_given_back() {
     assert!(storage.allocated_bytes().expect("allocated") <= full - 23 * MIB);
     disk.write_at(&vec![2; 4 << 20], GuestOffset(40 * MIB)).expect("writing");
     disk.close().expect("closing");
-    // Header, log, metadata, table, 8 blocks and 4 in the place of others.
+    // Header, log, metadata, table, 8 blocks, and 4 blocks in reused space.
     assert_eq!(storage.len().expect("length"), (4 + 8 + 4) * MIB);
-    // Also where nothing is written: 4 blocks of the first 8, and what is at the end.
+    // Also without a write: 4 of the first 8 blocks, and the blocks at the end.
     let disk = opened(&storage);
     disk.discard(GuestOffset(4 * MIB), 60 * MIB).expect("discarding");
     disk.close().expect("closing");

@@ -1,5 +1,5 @@
-//! Each storage call of a run fails once: the error is told, what was flushed stays, the image is
-//! sound, and writing goes on.
+//! Each storage call of a run fails once: the error is reported, flushed data stays, the image is
+//! sound, and writing continues.
 
 mod common;
 
@@ -10,7 +10,7 @@ use vdkit_block::{GuestOffset, Storage};
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage, Rng};
 
-/// What is done, and a guest that may hold old or new bytes where an operation failed.
+/// Runs operations; where one failed, the guest may hold old or new bytes.
 fn run(kind: &Kind, seed: u64, plan: Option<FaultPlan>) -> u64 {
     let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
     let storage: Arc<dyn Storage> = faulty.clone();
@@ -33,7 +33,7 @@ fn run(kind: &Kind, seed: u64, plan: Option<FaultPlan>) -> u64 {
             continue;
         }
         faulty.heal();
-        // Whatever it is now, it is some mixture of old and new; and stays so.
+        // Any mixture of old and new bytes is allowed, but it must be stable.
         guest.resize(disk.guest_bytes() as usize, 0);
         let (from, to) = match op {
             Op::Write { at, len } | Op::Zero { at, len, .. } | Op::Discard { at, len } => {
@@ -90,8 +90,8 @@ fn a_fault_at_any_call_loses_nothing_that_was_flushed() {
     });
 }
 
-/// Two writes in the same new block, at once, of which one fails: what the other one wrote stays, and
-/// what nobody else wrote reads as zero or as the failed write's bytes.
+/// Two concurrent writes to the same new block, of which one fails: the other's bytes stay, and the
+/// rest reads as zero or as the failed write's bytes.
 mod beside_a_write_that_fails {
     use vdkit_block::{Format, HostOffset, Reservation};
 
@@ -139,7 +139,8 @@ mod beside_a_write_that_fails {
         let (good, bad) = (reserve(&format, 0, 4096), reserve(&format, 8192, 8192));
         write(&storage, &good, 1);
         good.publish().expect("publishing");
-        // The block is shown now: this goes in place, where the other one has its space.
+        // The block is published now, so this writes in place, within the other reservation's
+        // space.
         let disk = disk_of(format.clone(), true);
         disk.write_at(&[3; 4096], GuestOffset(8192)).expect("writing");
         drop(bad);
@@ -156,7 +157,7 @@ mod beside_a_write_that_fails {
         drop(bad);
         good.publish().expect("publishing");
         assert_eq!(read(&format, 4096, 8192), [1; 8192]);
-        // What the failed one had to itself is as it was.
+        // The range of only the failed write is unchanged.
         assert_eq!(read(&format, 12288, 4096), [0; 4096]);
     }
 
@@ -168,7 +169,7 @@ mod beside_a_write_that_fails {
         drop(bad);
         let later = reserve(&format, 8192, 8192);
         assert!(later.zeroed);
-        // Its bytes are zeroes, which need not be written.
+        // Its data is zero, so nothing is written.
         later.publish().expect("publishing");
         drop(good);
         assert_eq!(read(&format, 8192, 8192), [0; 8192]);

@@ -1,4 +1,4 @@
-//! Space on its way from one owner to the next, step by step.
+//! Hand-over of space from one owner to the next, step by step.
 
 mod common;
 
@@ -9,12 +9,12 @@ use vdkit_block::{GuestOffset, Storage};
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage, GatedStorage};
 
-/// A new file has headers, log, metadata and the table of blocks, 1 MiB each.
+/// A new file has headers, log, metadata and the block allocation table, 1 MiB each.
 const TABLE: std::ops::Range<u64> = 3 * MIB..4 * MIB;
 
-/// The entry of a discarded block is gone from the file, and the commit that took it there has not
-/// ended. The first allocation since the image was opened looks for gaps between blocks meanwhile.
-/// The block's space is no gap: the end of the commit gives it back.
+/// The entry of a discarded block is removed from the file, but the commit that removed it has not
+/// ended. Meanwhile, the first allocation since opening searches for gaps between blocks. The
+/// block's space is not a gap: the end of the commit frees it.
 #[test]
 fn a_block_whose_entry_is_just_being_removed_is_not_found_as_a_gap() {
     let memory: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
@@ -43,8 +43,8 @@ fn a_block_whose_entry_is_just_being_removed_is_not_found_as_a_gap() {
     sound(&memory, false, "closed");
 }
 
-/// Two writes share a new block. One of them has moved its bytes, and fails when it is to be shown. A
-/// third one in its place is promised space that reads as zero.
+/// Two writes share a new block. One of them has written its bytes, and fails to publish. A third
+/// reservation at the same place must get space that reads as zero.
 #[test]
 fn bytes_of_a_write_that_could_not_be_published_are_not_taken_for_zeroes() {
     let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
@@ -55,7 +55,7 @@ fn bytes_of_a_write_that_could_not_be_published_are_not_taken_for_zeroes() {
     let reserve = |at: u64| format.reserve(GuestOffset(at), 4096).expect("space").expect("new");
     let (first, second) = (reserve(0), reserve(MIB / 2));
     storage.write_at(&[1; 4096], first.host).expect("writing");
-    // The page with the block's entry goes: there are more than the cache holds.
+    // Evicts the page with the block's entry: there are more pages than the cache holds.
     for at in (MIB..size).step_by(512 << 20) {
         format.resolve(GuestOffset(at), 1).expect("a place");
     }

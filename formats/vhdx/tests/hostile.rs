@@ -1,4 +1,4 @@
-//! Images that lie: each is refused with a clear error, or read, quickly and in little memory.
+//! Hostile images: each is rejected with a clear error or read, quickly and in bounded memory.
 
 mod common;
 
@@ -22,7 +22,7 @@ fn image(options: &str, child: bool) -> MemoryStorage {
     MemoryStorage::clone(&memory)
 }
 
-/// Puts a structure's CRC-32C right again.
+/// Corrects a structure's CRC-32C.
 fn seal(storage: &MemoryStorage, at: u64, len: usize) {
     let mut bytes = vec![0; len];
     storage.read_at(&mut bytes, HostOffset(at)).expect("reading");
@@ -31,8 +31,7 @@ fn seal(storage: &MemoryStorage, at: u64, len: usize) {
     storage.write_at(&sum.to_le_bytes(), HostOffset(at + 4)).expect("writing");
 }
 
-/// Everything that can be done with an image is tried; nothing may take long. Returns the error of
-/// opening it.
+/// Tries every operation on an image; none may take long. Returns the error of opening it.
 fn try_all(content: &MemoryStorage) -> Option<Error> {
     let started = processor_time();
     let fresh = || -> Arc<dyn Storage> { Arc::new(content.clone()) };
@@ -73,7 +72,7 @@ fn try_all(content: &MemoryStorage) -> Option<Error> {
     error
 }
 
-/// Each 4 and 8 bytes of a structure become what no number should be.
+/// Replaces each 4 and 8 bytes of a structure with invalid numbers.
 fn each_field(content: &MemoryStorage, at: u64, fields: std::ops::Range<u64>, sealed: usize) {
     let values =
         [0, 1, 511, 4095, 1 << 20, u64::from(u32::MAX), 1 << 40, u64::MAX - 4095, u64::MAX];
@@ -95,7 +94,7 @@ fn each_field(content: &MemoryStorage, at: u64, fields: std::ops::Range<u64>, se
 #[test]
 fn each_field_of_the_headers() {
     let content = image("block_size=1M", false);
-    // The first alone, then the second, so that either holds.
+    // First one header, then the other, so that either can be current.
     for at in [64 << 10, 128 << 10] {
         each_field(&content, at, 8..80, 4096);
     }
@@ -116,7 +115,7 @@ fn each_field_of_the_metadata() {
 #[test]
 fn each_field_of_the_table_and_the_log() {
     let content = image("block_size=1M", true);
-    // Without the log, which would put the table right.
+    // Without the log, which would restore the table.
     let closed = content.clone();
     let storage: Arc<dyn Storage> = Arc::new(closed.clone());
     drop(storage);
@@ -154,7 +153,7 @@ fn random_bytes_anywhere() {
     }
 }
 
-/// Cut short anywhere: an error that names the file, or what is left of it.
+/// A truncated file gives an error that names the file, or the rest of the image.
 #[test]
 fn a_file_that_ends_early() {
     let content = image("block_size=1M", false);
@@ -168,7 +167,7 @@ fn a_file_that_ends_early() {
     }
 }
 
-/// What is done to an image.
+/// Damage to an image.
 type Damage<'a> = Box<dyn Fn(&MemoryStorage) + 'a>;
 
 fn refusal(damage: impl FnOnce(&MemoryStorage)) -> String {

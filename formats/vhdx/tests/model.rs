@@ -1,5 +1,5 @@
-//! Random operations on each kind of image: it always reads as a plain array of bytes would, and is
-//! sound when it is closed.
+//! Random operations on each kind of image: it always reads like a plain array of bytes, and is
+//! sound when closed.
 
 mod common;
 

@@ -1,5 +1,5 @@
-//! Other programs as judges: QEMU reads and writes what is made here, and here what QEMU made is read and
-//! written; libvhdi reads both.
+//! Comparison with other programs: QEMU reads and writes images of vdkit, and vdkit those of QEMU;
+//! libvhdi reads both.
 
 mod common;
 
@@ -29,11 +29,11 @@ impl Scratch {
         self.folder.path().join(name)
     }
 
-    /// QEMU finds nothing wrong and reads what the guest wants; so does libvhdi.
+    /// Asserts that QEMU finds no errors, and that QEMU and libvhdi read the guest's content.
     fn all_agree(&self, image: &Path, guest: &[u8], what: &str) {
         let raw = self.path("guest.raw");
         std::fs::write(&raw, guest).expect("a scratch file");
-        // QEMU refuses sectors of 4 KiB.
+        // QEMU rejects sectors of 4 KiB.
         if !what.starts_with(LARGE_SECTORS) {
             let checked = qemu::check(image, "vhdx", None);
             assert!(checked.clean(), "{what}: {}", checked.text);
@@ -91,7 +91,7 @@ fn open(path: &Path, writable: bool) -> Disk {
     common::disk_of(open_format(&file(path, writable), writable).expect("opening"), writable)
 }
 
-/// Operations here, with closings in between.
+/// Operations of vdkit, with reopens in between.
 fn write_here(path: &Path, guest: &mut Vec<u8>, rng: &mut Rng, resizes: bool) {
     let mut disk = open(path, true);
     for id in 0..25 {
@@ -110,11 +110,11 @@ fn write_here(path: &Path, guest: &mut Vec<u8>, rng: &mut Rng, resizes: bool) {
     disk.close().expect("closing");
 }
 
-/// Writes by qemu-io.
+/// Writes with qemu-io.
 fn write_there(path: &Path, guest: &mut [u8], rng: &mut Rng) {
     let mut commands = Vec::new();
     for i in 0..6 {
-        // VHDX in QEMU is written in whole sectors.
+        // QEMU writes VHDX images in whole sectors.
         let at = rng.below(guest.len() as u64) / 4096 * 4096;
         let len = (4096 * (1 + rng.below(300))).min(guest.len() as u64 - at) / 4096 * 4096;
         if len == 0 {
@@ -191,7 +191,7 @@ fn what_qemu_makes_and_writes_is_read_and_written_here() {
     });
 }
 
-/// QEMU writes an entry to its log, and then cannot write it to its place.
+/// QEMU writes an entry to its log, and then fails to write it in place.
 #[test]
 fn a_log_that_qemu_left_is_replayed_here_as_it_is_there() {
     let Some(scratch) = Scratch::new() else { return };
@@ -201,7 +201,7 @@ fn a_log_that_qemu_left_is_replayed_here_as_it_is_there() {
         qemu::io(&path, "vhdx", &["write -P 9 10M 100k"]);
         let mut guest = vec![0; 16 << 20];
         guest[10 << 20..(10 << 20) + (100 << 10)].fill(9);
-        // Behind the log of 1 MiB is the block allocation table.
+        // The block allocation table follows the log of 1 MiB.
         let table = 2 * MIB / 512;
         let image = format!(
             "driver=vhdx,file.driver=blkdebug,file.image.driver=file,file.image.filename={},\
@@ -239,7 +239,7 @@ fn what_is_abandoned_here_is_replayed_by_qemu() {
         let disk = open(&path, true);
         let mut guest = vec![0; size as usize];
         for flush in 0..flushes {
-            // An entry for each flush: with 200 of them the log is emptied on the way.
+            // One entry per flush: 200 of them empty the log in between.
             let at = flush * 2 * MIB % size + 4096;
             let op = Op::Write { at, len: 1000 };
             apply(&disk, &mut guest, op, flush + 1).expect("writing");
@@ -258,14 +258,14 @@ fn what_is_abandoned_here_is_replayed_by_qemu() {
         scratch.all_agree(&path, &guest, "replayed by QEMU");
         same(&open(&path, false), &guest, "replayed by QEMU");
         sound(&file(&path, false), true, "replayed by QEMU");
-        // And with QEMU's own repair the file has the same tables as with ours.
+        // QEMU's repair leaves the same tables as vdkit's.
         let ours = scratch.path("ours.vhdx");
         new_file(&ours, size, options);
         assert_eq!(check(&file(&ours, true), Repair::All).expect("checking").corruptions, 0);
     }
 }
 
-/// libvhdi reads a differencing image on its parent.
+/// libvhdi reads a differencing image with its parent.
 #[test]
 fn a_child_is_read_by_libvhdi() {
     let Some(scratch) = Scratch::new() else { return };

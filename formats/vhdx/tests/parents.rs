@@ -1,4 +1,4 @@
-//! Differencing images: what they say of their parents, and how that is changed.
+//! Differencing images: their parent locators, and changes of them.
 
 mod common;
 
@@ -70,13 +70,13 @@ fn the_identity_changes_with_the_first_write_of_each_opening() {
         let disk = disk_of(open_format(&storage, true).expect("opening"), true);
         assert_eq!(describe(&storage).identity, seen[seen.len() - 1], "opening changes nothing");
         if round == 2 {
-            // Read only.
+            // Read-only use.
             disk.flush().expect("flushing");
             disk.close().expect("closing");
             assert_eq!(describe(&storage).identity, seen[seen.len() - 1]);
             continue;
         }
-        // In place too, from the second round on.
+        // From the second round on, also for writes in place.
         disk.write_at(&[round; 512], GuestOffset(0)).expect("writing");
         let now = describe(&storage).identity;
         assert!(!seen.contains(&now));
@@ -108,7 +108,7 @@ fn a_write_makes_its_own_sectors_the_childs() {
     guest[(1 << 20) + 700..(1 << 20) + 800].fill(9);
     guest[2 << 20..3 << 20].fill(8);
     same(&disk, &guest, "sectors");
-    // A table of one chunk, a bitmap for the partial block, two blocks.
+    // The table, a bitmap for the partial block, and two blocks.
     disk.close().expect("closing");
     assert_eq!(storage.len().expect("length"), 7 * MIB);
 }
@@ -160,13 +160,13 @@ fn a_parent_is_changed_removed_and_given_by_amending() {
     assert_eq!(info.backing_file.as_deref(), Some(other.name.as_str()));
     assert_eq!(info.backing_identity, other.identity);
     assert_eq!(info.identity, identity, "the guest sees the same");
-    // Standing alone: what it does not have reads as zero.
+    // Without a parent, missing data reads as zero.
     assert_eq!(amend(&storage, None), ["backing"]);
     sound(&storage, false, "alone");
     assert_eq!(describe(&storage).backing_file, None);
     assert_eq!(describe(&storage).properties[0].1, "dynamic");
     same(&disk_of(open_format(&storage, true).expect("opening"), true), &alone, "alone");
-    // And on a parent again, which its zeroes hide.
+    // With a parent again, which its zeroes hide.
     assert_eq!(amend(&storage, Some(parent_ref())), ["backing"]);
     sound(&storage, false, "on a parent again");
     same(&kind.open(&storage, false).expect("opening"), &alone, "on a parent again");

@@ -1,6 +1,6 @@
-//! The power fails at any storage operation of a random run, and once more while what is left is
-//! replayed. Whatever subset of the unsynced sectors and lengths survives: the image opens, is sound,
-//! and holds all that was flushed.
+//! Cuts the power at any storage operation of a random run, and once more during the replay.
+//! Whatever subset of the unsynced sectors and lengths survives, the image opens, is sound, and
+//! holds everything that was flushed.
 
 mod common;
 
@@ -16,7 +16,7 @@ use vdkit_storage::MemoryStorage;
 use vdkit_testkit::{CrashImage, CrashStorage, Rng, qemu, require_peer};
 use vdkit_vhdx::VhdxDriver;
 
-/// An operation that was done, and what the sectors held afterwards that it may have changed.
+/// A completed operation, and the later content of the sectors that it may have changed.
 struct Done {
     op: Op,
     begin: usize,
@@ -131,7 +131,7 @@ struct Expected<'a> {
 }
 
 impl Expected<'_> {
-    /// Reads all of a survivor and returns what the guest sees.
+    /// Reads a whole survivor and returns its guest content.
     fn check(&self, disk: &Disk) -> Vec<u8> {
         let size = disk.guest_bytes();
         assert!(self.sizes.contains(&size), "size {size:#x}, expected one of {:x?}", self.sizes);
@@ -176,7 +176,7 @@ fn try_survivor(kind: &Kind, expected: &Expected<'_>, content: MemoryStorage, rn
     if rng.chance(1, 4) {
         cut_while_replaying(kind, &content, &guest, rng);
     }
-    // QEMU reads neither children nor sectors of 4 KiB.
+    // QEMU supports neither differencing images nor sectors of 4 KiB.
     let qemu_reads = kind.parent.is_none() && !kind.options.contains("4096");
     if rng.chance(1, 25) && qemu_reads {
         replayed_by_qemu(&content, &guest);
@@ -198,7 +198,7 @@ fn try_survivor(kind: &Kind, expected: &Expected<'_>, content: MemoryStorage, rn
     }
 }
 
-/// The replay itself is cut: it is done again, with the same result.
+/// A power cut during the replay: repeating it gives the same result.
 fn cut_while_replaying(kind: &Kind, content: &MemoryStorage, guest: &[u8], rng: &mut Rng) {
     let crash = CrashStorage::holding(content);
     let storage: Arc<dyn Storage> = crash.clone();
@@ -235,7 +235,7 @@ fn case(kind: &Kind, seed: u64) {
     let run = Run::record(kind, &mut rng);
     let all = run.crash.ops();
     let mut moments: Vec<usize> = (0..16).map(|_| rng.below(all as u64 + 1) as usize).collect();
-    // Around flushes, closing, opening and resizing the order matters.
+    // Order matters around flushes, closing, opening and resizing.
     let edges = run.done.iter().filter(|d| d.flushes() || matches!(d.op, Op::Resize { .. }));
     let inside: Vec<usize> =
         edges.flat_map(|d| d.begin..=d.end + 8).filter(|m| *m <= all).collect();
@@ -268,7 +268,7 @@ fn every_kind_survives_a_power_cut() {
     for_seeds(4, |seed| case(&kinds[seed as usize % kinds.len()], seed));
 }
 
-/// What a new parent does to an image.
+/// Changes the parent of an image.
 fn amend(storage: &Arc<dyn Storage>, to: &Option<BackingRef>) {
     let request = AmendRequest {
         storage: storage.clone(),
@@ -280,13 +280,13 @@ fn amend(storage: &Arc<dyn Storage>, to: &Option<BackingRef>) {
     VhdxDriver.amend(&request, &Monitor::default()).expect("amending");
 }
 
-/// The name of what an image stands on.
+/// The name of an image's parent.
 fn parent_of(storage: &Arc<dyn Storage>) -> Option<String> {
     VhdxDriver.describe(storage, &Limits::default()).expect("describing").backing_file
 }
 
-/// The parent is exchanged, or taken away: a survivor stands on the old one or the new one, holds what
-/// it held, and can be amended again.
+/// The parent is changed or removed: a survivor has the old or the new parent, keeps its data, and
+/// can be amended again.
 #[test]
 fn a_change_of_the_parent_is_done_or_not_begun() {
     let other = BackingRef {
@@ -297,7 +297,7 @@ fn a_change_of_the_parent_is_done_or_not_begun() {
     for to in [Some(other), None] {
         let made: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
         common::create(&made, 4 * common::MIB, "block_size=1M", Some(common::parent_ref()));
-        // Alone: what lies beneath reads as zero, as it does when the parent is gone.
+        // Opened without its parent: missing data reads as zero, as after removing the parent.
         let alone = |storage: &Arc<dyn Storage>, writable| {
             common::disk_of(open_format(storage, writable).expect("opening"), writable)
         };

@@ -1,4 +1,4 @@
-//! Damage of each kind is told with the rule that it breaks, and mended as far as can be.
+//! Each kind of damage is reported with the violated rule, and repaired as far as possible.
 
 mod common;
 
@@ -10,7 +10,7 @@ use vdkit_storage::MemoryStorage;
 
 const TABLE: u64 = 3 * MIB;
 
-/// An image of 8 blocks of 1 MiB, of which the first four hold data, and its guest.
+/// An image of 8 blocks of 1 MiB, of which the first four hold data, and its guest content.
 fn image() -> (Arc<dyn Storage>, Vec<u8>) {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
     create(&storage, 8 * MIB, "block_size=1M", None);
@@ -35,7 +35,7 @@ fn set_entry(storage: &Arc<dyn Storage>, index: u64, value: u64) {
     storage.write_at(&value.to_le_bytes(), HostOffset(TABLE + index * 8)).expect("writing");
 }
 
-/// Damages an image: it is told at this offset with this rule, and `repair` mends it.
+/// Damages an image: the damage is reported at this offset with this rule, and `repair` fixes it.
 fn told_and_mended(
     damage: impl Fn(&Arc<dyn Storage>, &mut [u8]),
     offset: u64,
@@ -59,7 +59,7 @@ fn told_and_mended(
 
 #[test]
 fn one_of_two_headers() {
-    // The last header that was written is one of the two; both are tried.
+    // Either header may be the last written one, so both are tested.
     for offset in [64 << 10, 128 << 10] {
         told_and_mended(
             |storage, _| storage.write_at(&[0xee; 100], HostOffset(offset)).expect("damage"),
@@ -89,7 +89,7 @@ fn entries_of_the_block_allocation_table() {
     let corrupt = Severity::Corruption;
     let at = |index: u64| TABLE + index * 8;
     let block = |guest: &mut [u8], n: usize| guest[n << 20..(n + 1) << 20].fill(0);
-    // Reserved bits, and an offset where there is none.
+    // Reserved bits, and an offset in a state without one.
     told_and_mended(
         |s, _| set_entry(s, 0, entry(s, 0) | 8),
         at(0),
@@ -98,7 +98,7 @@ fn entries_of_the_block_allocation_table() {
         Repair::All,
     );
     told_and_mended(|s, _| set_entry(s, 6, 5 << 20 | 2), at(6), "[2.5.1.1]", corrupt, Repair::All);
-    // A state that does not exist, of a block that has space, and one that must not be here.
+    // Undefined states of a block with space, and a state that is invalid without a parent.
     for state in [4, 5, 7] {
         told_and_mended(
             |s, _| set_entry(s, 1, entry(s, 1) & !7 | state),
@@ -109,7 +109,7 @@ fn entries_of_the_block_allocation_table() {
         );
     }
     told_and_mended(|s, _| set_entry(s, 7, 5), at(7), "[2.5.1.1]", corrupt, Repair::All);
-    // Behind the end of the file, and over another block.
+    // Beyond the end of the file, and overlapping another block.
     told_and_mended(
         |s, guest| {
             set_entry(s, 2, 900 << 20 | 6);
@@ -173,7 +173,7 @@ fn a_log_that_waits_is_replayed_by_a_repair() {
     disk.write_at(&[9; 512], GuestOffset(MIB)).expect("writing");
     disk.flush().expect("flushing");
     drop(disk);
-    // What the flush put in its place is lost: only the log has it.
+    // The page that the flush wrote in place is lost: only the log has it.
     set_entry(&storage, 1, 2);
     let mut guest = vec![0; 8 << 20];
     guest[1 << 20..(1 << 20) + 512].fill(9);

@@ -1,4 +1,4 @@
-//! Other sizes, where the block allocation table needs another MiB or has an entry more at its end.
+//! Resizes for which the block allocation table needs another MiB or one more entry at its end.
 
 mod common;
 
@@ -17,7 +17,7 @@ const fn trial(options: &'static str, guest_bytes: u64) -> Trial {
     Trial { driver: &VhdxDriver, options, guest_bytes, write_bytes_max: MIB, resizes: true }
 }
 
-/// A table of 1 MiB is enough for 131,072 entries; those of sector bitmaps count.
+/// A table of 1 MiB has 131,072 entries, including those of sector bitmaps.
 const TABLES: Resizes<'_> = Resizes::new(
     trial("block_size=1M", 100 * GIB),
     &[126 * GIB, 130_976 * MIB, 131_041 * MIB, 131_042 * MIB, 3 * GIB, 300 * GIB],
@@ -51,8 +51,8 @@ fn a_power_cut_in_a_resize_leaves_one_of_both_sizes() {
     Resizes { sizes: &[126 * GIB, 200 * GIB, 3 * GIB], ..TABLES }.power_cut(5);
 }
 
-/// An image without a parent ends its table with a block's entry, where the region may end, and what is
-/// behind the region is the guest's.
+/// The table of an image without a parent ends with a block's entry. The region may end there too,
+/// and guest data follows it.
 #[test]
 fn growing_clears_no_guest_data_behind_the_table() {
     for (options, old, new) in [
@@ -74,7 +74,7 @@ fn growing_clears_no_guest_data_behind_the_table() {
         disk.flush().unwrap();
         disk.resize(new).unwrap();
         look(&disk, 0xaa, "live");
-        // A replay of the log brings nothing of the guest's back.
+        // A replay of the log restores no old guest data.
         write(0xbb);
         disk.flush().unwrap();
         let killed: Arc<dyn Storage> = Arc::new(crash.crash_now().everything());
@@ -85,7 +85,7 @@ fn growing_clears_no_guest_data_behind_the_table() {
     }
 }
 
-/// The old place of a table that moved is a hole of the file, and of no account to the check.
+/// The old place of a moved table is a hole in the file, and the check does not report it.
 #[test]
 fn a_table_that_moves_leaves_no_leak() {
     let storage: Arc<dyn Storage> = Arc::new(TABLES.trial.image());
@@ -106,7 +106,7 @@ fn open(storage: &Arc<dyn Storage>) -> Disk {
     disk_of(open_format(storage, true).expect("opening"), true)
 }
 
-/// With a parent each chunk of 4 GiB has a sector bitmap: those of chunks that are gone are given up.
+/// With a parent each chunk of 4 GiB has a sector bitmap: those of removed chunks are freed.
 #[test]
 fn a_child_that_is_made_smaller_leaves_no_sector_bitmap_behind() {
     let storage: Arc<dyn Storage> = child(20 * GIB);
@@ -133,15 +133,15 @@ fn a_child_that_is_made_smaller_leaves_no_sector_bitmap_behind() {
     sound(&storage, false, "grown again");
 }
 
-/// The log still has pages of a sector bitmap whose space becomes a block: a replay must not write them
-/// over the guest's data there.
+/// The log still has pages of a sector bitmap whose space becomes a block: a replay must not write
+/// them over guest data.
 #[test]
 fn a_replay_writes_no_old_sector_bitmap_over_a_new_block() {
     for shrink in [false, true] {
         let crash = child(9 * GIB);
         let storage: Arc<dyn Storage> = crash.clone();
         let disk = open(&storage);
-        // Three sector bitmaps, each with a block.
+        // Three sector bitmaps with one block each.
         for at in [0, 4 * GIB, 8 * GIB] {
             disk.write_at(&[7; 512], GuestOffset(at + 4096)).unwrap();
         }
@@ -152,7 +152,7 @@ fn a_replay_writes_no_old_sector_bitmap_over_a_new_block() {
             disk.top().empty().unwrap();
         }
         disk.flush().unwrap();
-        // Whole blocks, in all the space that was given up.
+        // Whole blocks, in all of the freed space.
         let (at, bytes) = (GuestOffset(16 * MIB), vec![0x99; 8 * MIB as usize]);
         disk.write_at(&bytes, at).unwrap();
         disk.flush().unwrap();

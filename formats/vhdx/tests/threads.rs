@@ -1,5 +1,5 @@
-//! Several threads at once: each has a part of the disk to itself and finds it as it left it; flushes,
-//! discards and reads of others go on meanwhile.
+//! Several threads: each has its own part of the disk and finds it unchanged, while others flush,
+//! discard and read.
 
 mod common;
 
@@ -14,8 +14,8 @@ use vdkit_testkit::Rng;
 
 const THREADS: u64 = 4;
 
-/// A thread's sectors: every so-manyth group of 8 of the disk, so that all threads meet in each
-/// block.
+/// A thread's groups of 8 sectors, interleaved with those of the others, so that all threads share
+/// each block.
 fn own(thread: u64, size: u64) -> Vec<u64> {
     (0..size / 4096).filter(|n| n % THREADS == thread).map(|n| n * 4096).collect()
 }
@@ -79,7 +79,7 @@ fn threads_do_not_disturb_each_other() {
     });
 }
 
-/// Blocks are given up and taken again while others read: nobody ever sees another block's bytes.
+/// Blocks are freed and reallocated while others read: no reader ever sees another block's bytes.
 #[test]
 fn space_is_reused_only_when_nobody_reads_it() {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));

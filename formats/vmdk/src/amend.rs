@@ -1,4 +1,4 @@
-//! Changing fields of the descriptor where it stands.
+//! Changes fields of the descriptor in place.
 
 use vdkit_block::{AmendRequest, Error, HostOffset, Result};
 
@@ -75,7 +75,7 @@ pub(crate) fn amend(request: &AmendRequest) -> Result<Vec<String>> {
     Ok(changed)
 }
 
-/// Refuses options that are part of what the image is.
+/// Rejects options that are fixed at creation.
 fn refuse_others(request: &AmendRequest, descriptor: &Descriptor) -> Result<()> {
     for spec in SPECS {
         let Some(value) = request.options.text(spec.key) else { continue };
@@ -98,7 +98,7 @@ fn set(descriptor: &mut Descriptor, field: &str, value: Option<&str>, file: &str
     Ok(())
 }
 
-/// Writes the new text over the old one, of which a power cut leaves one.
+/// Overwrites the old text with the new one; a power cut leaves one of the two.
 fn write(request: &AmendRequest, placed: &Placed, text: &str) -> Result<()> {
     let storage = &request.storage;
     let hint = "convert it to a new image";
@@ -116,11 +116,11 @@ fn write(request: &AmendRequest, placed: &Placed, text: &str) -> Result<()> {
         let text = rewrite.text.as_bytes();
         let mut whole = len.max(text.len());
         if let Some(room) = placed.room {
-            // Whatever was behind the text must not go on from it.
+            // Old bytes after the text must not appear as part of it.
             whole = whole.next_multiple_of(SECTOR as usize).min(room as usize);
         }
         if placed.room.is_none() && storage.len()? < whole as u64 {
-            // Zeroes end a text, so that the length shows nothing of what is not written yet.
+            // A zero byte ends the text, so the longer file exposes no unwritten part.
             storage.set_len(whole as u64)?;
             storage.sync()?;
         }

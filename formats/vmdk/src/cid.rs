@@ -1,7 +1,7 @@
-//! The content id: another one from the first change after opening on.
+//! The content id: replaced at the first change after opening.
 //!
-//! A child names the id that its parent had; a parent that was changed meanwhile must be known by
-//! another one. So the new id is durable before anything of the disk may change.
+//! A child names the content id of its parent, so a parent that has changed must get a new id. The
+//! new id is durable before any change of the disk.
 
 use parking_lot::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,20 +12,21 @@ use crate::descriptor::{Descriptor, new_cid};
 /// The content id of an open image.
 #[derive(Debug, Default)]
 pub(crate) struct ContentId {
-    /// Where its digits stand, and how many; nothing where there is no descriptor.
+    /// Offset and number of its digits; `None` without a descriptor.
     place: Option<(u64, usize)>,
     written: Mutex<bool>,
     durable: AtomicBool,
 }
 
 impl ContentId {
-    /// That of a descriptor whose text begins at `at`.
+    /// The content id of a descriptor whose text begins at `at`.
     pub(crate) fn of(descriptor: &Descriptor, at: u64) -> Self {
         let place = descriptor.cid_digits().map(|r| (at + r.start as u64, r.len()));
         Self { place, ..Self::default() }
     }
 
-    /// Writes another id, once. Whoever calls this makes it durable. Whether it wrote.
+    /// Writes a new id, once. The caller must make it durable. Returns whether an id was written
+    /// that is not durable yet.
     pub(crate) fn change(&self, storage: &dyn Storage) -> Result<bool> {
         if self.durable.load(Ordering::Acquire) {
             return Ok(false);
@@ -45,18 +46,18 @@ impl ContentId {
         Ok(self.place.is_some())
     }
 
-    /// Whether another id was written that is not known to be durable. A sync that begins after this
-    /// answer makes it so.
+    /// Whether a new id was written and may not be durable. A sync that begins after this call
+    /// makes it durable.
     pub(crate) fn is_written(&self) -> bool {
         *self.written.lock() && !self.durable.load(Ordering::Acquire)
     }
 
-    /// A sync has ended that began after the id was written.
+    /// Must be called after a sync that began after the id was written.
     pub(crate) fn settled(&self) {
         self.durable.store(true, Ordering::Release);
     }
 
-    /// Writes another id and makes it durable, once.
+    /// Writes a new id and makes it durable, once.
     pub(crate) fn change_durably(&self, storage: &dyn Storage) -> Result<()> {
         if self.durable.load(Ordering::Acquire) {
             return Ok(());

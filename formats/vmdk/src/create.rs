@@ -1,4 +1,4 @@
-//! New images.
+//! Creates new images.
 
 use std::path::Path;
 
@@ -9,9 +9,9 @@ use crate::header::{SECTOR, SparseHeader, TABLE_ENTRIES, flag};
 use crate::options::{NewVmdk, Subformat, check_name, whole_sectors};
 use crate::stream::StreamWriter;
 
-/// Sectors of a grain: 64 KiB, as VMware and QEMU make them.
+/// Sectors of a grain: 64 KiB, as in VMware and QEMU.
 pub(crate) const GRAIN_SECTORS: u64 = 128;
-/// Sectors kept for an embedded descriptor, at least.
+/// Least sectors reserved for an embedded descriptor.
 pub(crate) const DESCRIPTOR_SECTORS: u64 = 20;
 /// Most cylinders of an IDE disk.
 const CYLINDERS_MAX: u64 = 16383;
@@ -55,7 +55,6 @@ pub(crate) fn create(request: &CreateRequest) -> Result<()> {
     storage.write_at(text.as_bytes(), HostOffset(0))
 }
 
-/// The descriptor of a new disk.
 pub(crate) fn descriptor(request: &CreateRequest, new: &NewVmdk, bytes: u64) -> Result<String> {
     let file = request.storage.name();
     let cid = new_cid(8, file)?;
@@ -113,7 +112,7 @@ fn base_name(path: &str) -> &str {
     Path::new(path).file_name().and_then(|name| name.to_str()).unwrap_or("disk.vmdk")
 }
 
-/// Sectors that a descriptor is given: room for a longer name or two more fields.
+/// Sectors reserved for a descriptor: room for a longer name or two more fields.
 pub(crate) fn descriptor_sectors(text: Option<&str>) -> u64 {
     let bytes = text.map_or(0, |text| text.len() as u64 + 1024);
     bytes.div_ceil(SECTOR).max(DESCRIPTOR_SECTORS)
@@ -149,8 +148,8 @@ pub(crate) fn sparse_header(
     }
 }
 
-/// Writes an empty sparse extent: all its grain tables have their places, one behind the other,
-/// and read as zero.
+/// Writes an empty sparse extent: all its grain tables are allocated contiguously, and read as
+/// zero.
 fn sparse_extent(
     storage: &dyn Storage,
     bytes: u64,

@@ -1,4 +1,4 @@
-//! What an image says of itself.
+//! Describes an image.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ pub(crate) fn describe(storage: &Arc<dyn Storage>, limits: &Limits) -> Result<Im
         if info.backing_file.is_some() {
             info.backing_format = Some("vmdk".to_owned());
         }
-        // Also where no file is named: what the image does not hold must not read as zero then.
+        // Also without a file name: holes must then not read as zero.
         if info.backing_file.is_some() || descriptor.parent_cid != NO_PARENT {
             info.backing_identity = Some(format!("{:08x}", descriptor.parent_cid));
         }

@@ -1,13 +1,13 @@
-//! The descriptor: the text that says what a disk is made of.
+//! The descriptor: the text that lists the parts of a disk.
 //!
-//! It is changed field by field where it stands; what vdkit does not know stays as it is.
-//! Source: VMware, "Virtual Disk Format 5.0", "The Descriptor File".
+//! vdkit changes single fields in place, and keeps unknown text. Source: VMware, "Virtual Disk
+//! Format 5.0", "The Descriptor File".
 
 use vdkit_block::{Error, Result};
 
 /// `parentCID` of a disk without a parent.
 pub const NO_PARENT: u32 = 0xffff_ffff;
-/// Longest descriptor that is read, as by QEMU.
+/// Longest accepted descriptor, as in QEMU.
 pub const DESCRIPTOR_BYTES_MAX: u64 = (1 << 20) - 1;
 /// Most extents of one disk: 8 TiB in pieces of 2 GiB.
 pub const EXTENTS_MAX: usize = 4096;
@@ -17,15 +17,15 @@ pub const EXTENTS_MAX: usize = 4096;
 pub enum ExtentType {
     /// Plain bytes in a file (`FLAT`, `VMFS`).
     Flat,
-    /// A sparse extent: hosted or COWD, as its own header says (`SPARSE`, `VMFSSPARSE`).
+    /// A sparse extent: hosted or COWD, according to its header (`SPARSE`, `VMFSSPARSE`).
     Sparse,
     /// A space-efficient sparse extent (`SESPARSE`).
     SeSparse,
-    /// No bytes at all: zeroes (`ZERO`).
+    /// No stored bytes: reads as zeroes (`ZERO`).
     Zero,
 }
 
-/// What may be done with an extent.
+/// Access mode of an extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// `RW`
@@ -36,14 +36,14 @@ pub enum Access {
     None,
 }
 
-/// One extent, as its line says.
+/// One extent line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExtentLine {
-    /// What may be done with it.
+    /// Access mode.
     pub access: Access,
     /// Sectors.
     pub sectors: u64,
-    /// How it is stored.
+    /// Type.
     pub kind: ExtentType,
     /// The file; empty for [`ExtentType::Zero`].
     pub name: String,
@@ -70,7 +70,7 @@ pub struct Descriptor {
 /// The text up to the first zero byte.
 fn text_of(bytes: &[u8], file: &str) -> Result<String> {
     let end = bytes.iter().position(|&b| b == 0).unwrap_or(bytes.len());
-    // Names in other encodings are bytes that no file here has; all else is ASCII.
+    // No file here has a name in another encoding; everything else is ASCII.
     std::str::from_utf8(&bytes[..end]).map(str::to_owned).map_err(|_| {
         let hint = "write its file names in UTF-8";
         Error::unsupported(file, "not supported: a descriptor that is not UTF-8", hint)
@@ -78,11 +78,10 @@ fn text_of(bytes: &[u8], file: &str) -> Result<String> {
 }
 
 impl Descriptor {
-    /// Reads a descriptor: text up to the first zero byte. Its first byte lies at `base` in `file`.
+    /// Parses a descriptor: text up to the first zero byte. Its first byte is at `base` in `file`.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] for lines that cannot be understood; [`Error::Unsupported`] for kinds of
-    /// extents that have no reader.
+    /// [`Error::Corrupt`] for invalid lines; [`Error::Unsupported`] for unsupported extent types.
     pub fn parse(bytes: &[u8], base: u64, file: &str) -> Result<Self> {
         let text = text_of(bytes, file)?;
         let mut parsed = Self {
@@ -145,12 +144,12 @@ impl Descriptor {
         Ok(parsed)
     }
 
-    /// The text, as it stands.
+    /// The text, unchanged.
     pub fn text(&self) -> &str {
         &self.text
     }
 
-    /// The parent's name, where there is a parent.
+    /// The parent's name, if there is a parent.
     pub fn parent(&self) -> Option<&str> {
         self.parent_hint.as_deref().filter(|name| !name.is_empty())
     }
@@ -161,7 +160,7 @@ impl Descriptor {
         Some(unquoted(value))
     }
 
-    /// Where the line of a field begins in the text, and the rest of it behind the `=`.
+    /// Offset of a field's line in the text, and the rest of the line after the `=`.
     fn find(&self, key: &str) -> Option<(usize, &str)> {
         let mut at = 0;
         for line in self.text.split_inclusive('\n') {
@@ -175,9 +174,9 @@ impl Descriptor {
         None
     }
 
-    /// The text with another value of a field, in quotes where it had them or is new; nothing
-    /// removes the line. New fields of the data base come last, others before the first blank line
-    /// or comment behind the header.
+    /// The text with another value of a field, in quotes if it had them or is new; `None` removes
+    /// the line. New disk database fields are added at the end, others before the first blank line
+    /// or comment after the header.
     pub fn with_field(&self, key: &str, value: Option<&str>) -> String {
         let text = &self.text;
         if let Some((start, rest)) = self.find(key) {
@@ -202,8 +201,8 @@ impl Descriptor {
         format!("{}{key}=\"{value}\"\n{}", &text[..after], &text[after..])
     }
 
-    /// The bytes of the content id's digits within the text. A new id of as many digits changes no
-    /// other byte, and as a rule one sector.
+    /// Byte range of the content id's digits in the text. A new id with the same number of digits
+    /// changes no other byte, and usually one sector.
     pub fn cid_digits(&self) -> Option<std::ops::Range<usize>> {
         let (start, rest) = self.find("CID")?;
         let value = start + self.text[start..].find('=')? + 1;
@@ -213,10 +212,10 @@ impl Descriptor {
     }
 }
 
-/// A new content id of so many hex digits, none of those with a meaning.
+/// A new content id of `digits` hex digits, without reserved values.
 ///
 /// # Errors
-/// [`Error::File`] where the system has no random numbers.
+/// [`Error::File`] if the system has no random numbers.
 pub fn new_cid(digits: usize, file: &str) -> Result<u32> {
     let digits = digits.clamp(1, 8) as u32;
     loop {
@@ -226,7 +225,7 @@ pub fn new_cid(digits: usize, file: &str) -> Result<u32> {
             source: std::io::Error::other(format!("no random numbers: {error}")),
         })?;
         let cid = (u64::from(random) & ((1 << (4 * digits)) - 1)) as u32;
-        // As many digits without leading zeroes, since some writers have none.
+        // No leading zeroes, since some writers omit them.
         let short = digits < 8 && digits > 1 && cid >> (4 * (digits - 1)) == 0;
         if !short && cid < 0xffff_fffe && cid != 0 {
             return Ok(cid);
@@ -243,7 +242,7 @@ fn clip(line: &str) -> String {
     line.chars().take(80).collect()
 }
 
-/// An extent, where the line begins with an access mode.
+/// Parses an extent line, if the line begins with an access mode.
 fn extent_line(line: &str, at: u64, file: &str) -> Result<Option<ExtentLine>> {
     let (words, rest) = line.split_once('"').map_or((line, None), |(w, r)| (w, Some(r)));
     let mut words = words.split_ascii_whitespace();
@@ -311,7 +310,7 @@ mod tests {
         assert_eq!((d.extents[1].offset, d.extents[1].access), (17, Access::ReadOnly));
         assert_eq!((d.extents[2].kind, d.extents[2].sectors), (ExtentType::Zero, 8));
         assert_eq!(d.field("ddb.adaptertype"), Some("ide"));
-        // What stands behind a zero byte is not text.
+        // Bytes after a zero byte are not text.
         assert_eq!(parse(&format!("{TEXT}\0RW x")).unwrap(), d);
     }
 

@@ -1,4 +1,4 @@
-//! VMDK's front door.
+//! The VMDK format driver.
 
 use std::sync::Arc;
 
@@ -16,11 +16,12 @@ use crate::{Vmdk, amend, check, create, describe};
 
 /// The usual first line of a descriptor.
 const DESCRIPTOR: &[u8] = b"# Disk DescriptorFile";
-/// A descriptor without its extents, and a line of one with a name of usual length: at most.
+/// Most bytes of a descriptor without its extent lines, and of an extent line with a name of usual
+/// length.
 const DESCRIPTOR_BYTES: u64 = 512;
 const EXTENT_LINE_BYTES: u64 = 128;
 
-/// VMDK images: hosted ones of versions 1 to 3, streams, and for reading those of ESX.
+/// VMDK images: hosted ones of versions 1 to 3, streams, and, read-only, those of ESX.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct VmdkDriver;
 
@@ -105,7 +106,7 @@ impl FormatDriver for VmdkDriver {
         Ok(if new.subformat.is_flat() { SECTOR } else { GRAIN_SECTORS * SECTOR })
     }
 
-    /// All files together. A stream is counted as if nothing of it could be compressed.
+    /// All files together. A stream is counted as incompressible.
     fn measure(&self, guest_bytes: u64, options: &Options, data_clusters: u64) -> Result<Measured> {
         let new = NewVmdk::new(options)?;
         let bytes = whole_sectors(guest_bytes, "a VMDK image")?;
@@ -116,7 +117,7 @@ impl FormatDriver for VmdkDriver {
         let grain = GRAIN_SECTORS * SECTOR;
         let sectors = descriptor_sectors(None);
         let extents = new.extents(bytes);
-        // A file of its own with a line for each extent, whose name is not known here.
+        // A separate file with a line for each extent, whose name is unknown here.
         let descriptor = if new.subformat.is_one_file() {
             0
         } else {
@@ -128,7 +129,7 @@ impl FormatDriver for VmdkDriver {
             .sum::<u64>()
             + descriptor;
         let grains = bytes.div_ceil(grain);
-        // A stream's grains have a marker each and do not always become smaller.
+        // Each grain of a stream has a marker, and may not compress.
         let grain = if new.subformat == Subformat::Stream { grain + SECTOR } else { grain };
         let all = |count: u64| {
             count.min(grains).checked_mul(grain).and_then(|n| n.checked_add(overhead)).ok_or_else(
@@ -139,14 +140,14 @@ impl FormatDriver for VmdkDriver {
     }
 }
 
-/// Whether a file is a descriptor, as VMware and QEMU tell it: its usual first line, or a version
-/// behind nothing but comments and empty lines.
+/// Whether a file is a descriptor by the rules of VMware and QEMU: it has the usual first line, or
+/// a version after only comments and empty lines.
 fn is_descriptor(head: &[u8]) -> bool {
     let start = head.strip_prefix(b"\xef\xbb\xbf").unwrap_or(head);
     if start.get(..DESCRIPTOR.len()).is_some_and(|line| line.eq_ignore_ascii_case(DESCRIPTOR)) {
         return true;
     }
-    // Most images are not text: look for the end of a line only where such a line can begin.
+    // Most images are not text: search for line ends only if the first byte can begin such a line.
     if !start.first().is_some_and(|byte| b"#v".contains(byte) || byte.is_ascii_whitespace()) {
         return false;
     }

@@ -1,12 +1,12 @@
-//! Making metadata durable in an order that is consistent at each moment.
+//! Writes metadata in an order that keeps the disk consistent at each moment.
 //!
 //! | first group | then, behind a barrier | after that barrier |
 //! |---|---|---|
-//! | guest data, the files' lengths, the unclean mark, the content id | grain tables, their copies, grain directories | grains that lost their entry may be given out again |
+//! | guest data, the files' lengths, the unclean mark, the content id | grain tables, their copies, grain directories | grains that lost their entry may be reallocated |
 //!
-//! The barrier is left out where nothing in the second group depends on the first: the grains lie
-//! within a length that is durable and read as zero until their data is, and marks and id are
-//! there since an earlier flush.
+//! The barrier is omitted if nothing in the second group depends on the first: the grains are
+//! within a durable file length and read as zero until their data is written, and an earlier flush
+//! has made the marks and the id durable.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -21,29 +21,29 @@ use crate::map::{Chunk, Key};
 use crate::space::Space;
 use crate::write::SECTOR_ENTRIES;
 
-/// Which tables have changed, and what must be durable before they may be written.
+/// Changed tables, and what must be durable before they may be written.
 #[derive(Debug, Default)]
 pub(crate) struct Dirty {
     /// Changed sectors of each chunk of tables, one bit each.
     pub(crate) tables: BTreeMap<Key, u64>,
     /// Changed sectors of directories: extent and sector within the directory.
     pub(crate) directories: BTreeSet<(u32, u32)>,
-    /// Guest data must be durable before the tables that show it.
+    /// Guest data must be durable before the tables that expose it.
     pub(crate) data_first: bool,
-    /// The longer files must be.
+    /// The longer file lengths must be durable before the tables.
     pub(crate) length_first: bool,
 }
 
-/// Changed metadata as it was at one moment.
+/// Copies of changed metadata at one moment.
 pub struct Copies {
-    /// File, host offset and bytes, neighbours joined.
+    /// File, host offset and bytes, adjacent ones merged.
     writes: Vec<(u16, u64, Vec<u8>)>,
     dirty: Dirty,
     /// Extents whose header is to be marked as unclean.
     marks: Vec<u32>,
-    /// By extent: the length that the first barrier makes durable.
+    /// By extent: the file length that the first barrier makes durable.
     lengths: Vec<u64>,
-    /// Another content id was written before this moment.
+    /// A new content id was written before this moment.
     id: bool,
     barrier: bool,
 }
@@ -91,13 +91,13 @@ impl Metadata for Vmdk {
         }
     }
 
-    /// Gives grains that nothing refers to any more back to the file system, and then into use. Not
-    /// the other way round: a late hole would erase a new owner's data.
+    /// Discards unreferenced grains in the file system, and then frees them. In this order: a late
+    /// hole would erase a new owner's data.
     fn recycle(&self) -> Result<()> {
         let ready = self.meta.lock().reclaim.expired(&self.in_flight);
         for freed in ready.iter().map(|freed| freed.run) {
             if let Some(sparse) = self.piece(freed.file).sparse() {
-                // Only a hint: the space is ours either way.
+                // Errors are ignored: the image owns the space either way.
                 let _ = self.file_of(sparse.file).discard(HostOffset(freed.first), freed.count);
             }
         }
@@ -116,7 +116,8 @@ impl Metadata for Vmdk {
         (0..).zip(&mut meta.space).try_for_each(|(index, space)| self.trim_extent(index, space))
     }
 
-    /// Takes the unclean marks away. Who found one leaves it: nobody has checked the copies since.
+    /// Clears the unclean marks. A mark that was set when the image was opened stays, since the
+    /// copies are unchecked.
     fn finish(&self, _order: &mut ()) -> Result<()> {
         let mut meta = self.meta.lock();
         let mut any = false;
@@ -132,7 +133,7 @@ impl Metadata for Vmdk {
 }
 
 impl Vmdk {
-    /// Flushes where changed chunks fill half of the cache, since they cannot be dropped.
+    /// Flushes if changed chunks fill half of the cache, since they cannot be evicted.
     pub(crate) fn relieve_cache(&self) -> Result<()> {
         if self.meta.lock().dirty.tables.len() > self.tables.capacity() / 2 {
             self.meta.flush(self)?;
@@ -152,7 +153,7 @@ impl Vmdk {
             true => self.cid.is_written(),
             false => self.cid.change(&*self.storage)?,
         };
-        // Nothing failed: from here on this flush owns them.
+        // Nothing can fail from here on: this flush now owns the dirty state.
         let dirty = std::mem::take(&mut meta.dirty);
         self.tables.begin_write(|_| ());
         let tables = dirty.tables.keys().map(|key| key.0);
@@ -170,7 +171,7 @@ impl Vmdk {
         })
     }
 
-    /// The changed sectors of a chunk's tables and of their copies.
+    /// Copies the changed sectors of a chunk's tables and of their copies.
     fn copy_tables(
         &self,
         key: Key,
@@ -200,7 +201,7 @@ impl Vmdk {
         self.tables.with_loaded(key, || self.read_chunk(key), copy)
     }
 
-    /// A changed sector of a directory and of its copy.
+    /// Copies a changed sector of a directory and of its copy.
     fn copy_directory(&self, index: u32, sector: u32, writes: &mut Vec<(u16, u64, Vec<u8>)>) {
         let Some(sparse) = self.piece(index).sparse() else { return };
         let mut copy = |directory: &[u32], at: u64| {
@@ -215,7 +216,7 @@ impl Vmdk {
         }
     }
 
-    /// Makes everything durable that was written since the image was opened.
+    /// Makes everything durable that was written since opening.
     fn sync_all(&self) -> Result<()> {
         let own = self.files.iter().any(|file| Arc::ptr_eq(file, &self.storage));
         if !own {
@@ -237,13 +238,13 @@ impl Vmdk {
         storage.write_at(&[u8::from(unclean)], HostOffset(field::UNCLEAN))
     }
 
-    /// Cuts what is reserved ahead off an extent's file, and gives unused grains back.
+    /// Truncates preallocated space from an extent's file, and discards unused grains.
     fn trim_extent(&self, index: u32, space: &mut Space) -> Result<()> {
         let piece = self.piece(index);
         let Some(sparse) = piece.sparse().filter(|_| piece.writable) else { return Ok(()) };
         let storage = self.file_of(sparse.file);
         for &(host, bytes) in &space.free {
-            // A reservation that was dropped may have left bytes there.
+            // A dropped reservation may have left bytes there.
             let _ = storage.discard(HostOffset(host), bytes);
         }
         if !storage.caps().growable {
@@ -255,13 +256,13 @@ impl Vmdk {
             self.touch(sparse.file);
             (space.end, space.durable) = (end, space.durable.min(end));
         }
-        // Only now: what lies behind the frontier is taken for zeroes.
+        // Only after the truncation: space beyond the frontier is assumed to read as zero.
         space.cut();
         Ok(())
     }
 }
 
-/// Writes in the order of file and offset, neighbours as one.
+/// Sorts writes by file and offset, and merges adjacent ones.
 fn joined(mut writes: Vec<(u16, u64, Vec<u8>)>) -> Vec<(u16, u64, Vec<u8>)> {
     writes.sort_by_key(|(file, at, _)| (*file, *at));
     let mut out: Vec<(u16, u64, Vec<u8>)> = Vec::with_capacity(writes.len());

@@ -1,7 +1,7 @@
-//! Headers of ESX's own sparse extents, which are only read: COWD and seSparse.
+//! Headers of ESX's sparse extents, which are read-only: COWD and seSparse.
 //!
-//! Sources: VMware, "Virtual Disk Format 5.0", "ESX Server Sparse Extents"; for seSparse, which has no
-//! public specification, what QEMU's reader and libvmdk's notes agree on.
+//! Sources: VMware, "Virtual Disk Format 5.0", "ESX Server Sparse Extents"; for seSparse, which has
+//! no public specification, the common ground of QEMU's reader and libvmdk's notes.
 
 use vdkit_block::bytes::{le32, le64};
 use vdkit_block::{Error, Limits, Result};
@@ -10,7 +10,6 @@ use crate::header::{DIRECTORY_BYTES_MAX, SECTOR};
 
 /// The first four bytes of a COWD extent.
 pub(crate) const COWD_MAGIC: &[u8; 4] = b"COWD";
-/// Entries of a COWD grain table.
 pub(crate) const COWD_TABLE_ENTRIES: u64 = 4096;
 /// The first eight bytes of a seSparse extent, as a little-endian number.
 pub(crate) const SE_MAGIC: u64 = 0xcafe_babe;
@@ -79,7 +78,6 @@ impl Cowd {
 pub(crate) struct SeSparse {
     pub(crate) sectors: u64,
     pub(crate) grain_sectors: u64,
-    /// Sectors of a grain table.
     pub(crate) table_sectors: u64,
     /// First sector of the volatile header.
     pub(crate) volatile: u64,
@@ -140,7 +138,7 @@ impl SeSparse {
         if room < found {
             return fault(136, "grain directory", format!("{room} bytes"), &format!("{found}"));
         }
-        // Tables are counted in 32 bits: 64 TiB.
+        // Table numbers have 32 bits: 64 TiB.
         let limit = limits.table_bytes_max.min(2 * DIRECTORY_BYTES_MAX);
         if found > limit {
             let (file, what) = (file.to_owned(), "size of the grain directory");
@@ -155,7 +153,7 @@ impl SeSparse {
     /// Checks the volatile header.
     ///
     /// # Errors
-    /// [`Error::Corrupt`]; [`Error::Unsupported`] for a journal that has to be replayed.
+    /// [`Error::Corrupt`]; [`Error::Unsupported`] for a journal that needs a replay.
     pub(crate) fn check_volatile(&self, bytes: &[u8; SECTOR as usize], file: &str) -> Result<()> {
         let at = self.volatile.saturating_mul(SECTOR);
         if le64(bytes, 0) != SE_VOLATILE_MAGIC {

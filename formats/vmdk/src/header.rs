@@ -1,24 +1,25 @@
-//! The header of a hosted sparse extent: bytes to fields that were checked, and back.
+//! The header of a hosted sparse extent: decoding, validation and encoding.
 //!
-//! Source: VMware, "Virtual Disk Format 5.0", "Hosted Sparse Extent Header"; `docs/formats/vmdk.md`.
+//! Source: VMware, "Virtual Disk Format 5.0", "Hosted Sparse Extent Header";
+//! `docs/formats/vmdk.md`.
 
 use vdkit_block::bytes::{le32, le64};
 use vdkit_block::{Error, Limits, Result};
 
-/// Bytes of a sector, in which everything here is counted.
+/// Bytes of a sector, the unit of all sizes here.
 pub const SECTOR: u64 = 512;
 /// The first four bytes.
 pub const MAGIC: &[u8; 4] = b"KDMV";
-/// `gdOffset` of a stream: the footer says where the grain directory is.
+/// `gdOffset` of a stream: the footer names the grain directory.
 pub const DIRECTORY_AT_END: u64 = u64::MAX;
 /// Entries of a grain table, always.
 pub const TABLE_ENTRIES: u32 = 512;
-/// Largest grain that is accepted, as by QEMU: 1 GiB.
+/// Largest accepted grain, as in QEMU: 1 GiB.
 const GRAIN_SECTORS_MAX: u64 = 0x20_0000;
-/// Largest grain directory that is accepted: 64 TiB in grains of 64 KiB. (A grain table is never
-/// beyond the first 2 TiB of its file.)
+/// Largest accepted grain directory: 64 TiB in grains of 64 KiB. Grain tables are always in the
+/// first 2 TiB of their file.
 pub(crate) const DIRECTORY_BYTES_MAX: u64 = 8 << 20;
-/// What a transfer as text would have changed: LF, space, CR LF.
+/// Bytes that a transfer in text mode would change: LF, space, CR LF.
 const LINE_ENDS: [u8; 4] = [b'\n', b' ', b'\r', b'\n'];
 
 /// Byte offsets of the fields.
@@ -53,7 +54,7 @@ pub mod field {
 
 /// Bits of the flags.
 pub mod flag {
-    /// The line ends are there, to be checked.
+    /// The header has line ends to check.
     pub const LINE_ENDS: u32 = 1;
     /// There is a redundant grain directory.
     pub const REDUNDANT: u32 = 1 << 1;
@@ -61,7 +62,7 @@ pub mod flag {
     pub const ZERO_GRAIN: u32 = 1 << 2;
     /// Grains are compressed.
     pub const COMPRESSED: u32 = 1 << 16;
-    /// Markers stand before grains and metadata.
+    /// Markers precede grains and metadata.
     pub const MARKERS: u32 = 1 << 17;
 }
 
@@ -82,7 +83,7 @@ pub struct SparseHeader {
     pub descriptor_sectors: u64,
     /// Entries of a grain table, 1 to 512.
     pub table_entries: u32,
-    /// First sector of the redundant grain directory, where [`flag::REDUNDANT`] is set.
+    /// First sector of the redundant grain directory, if [`flag::REDUNDANT`] is set.
     pub redundant_directory: u64,
     /// First sector of the grain directory, or [`DIRECTORY_AT_END`].
     pub directory: u64,
@@ -95,11 +96,11 @@ pub struct SparseHeader {
 }
 
 impl SparseHeader {
-    /// Reads the header from its sector, which lies at `base` in `file`.
+    /// Parses the header from its sector, which is at `base` in `file`.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] for a field that breaks the specification, [`Error::Unsupported`] for an
-    /// unknown version or method, [`Error::Limit`] for a grain directory beyond `limits`.
+    /// [`Error::Corrupt`] for a field that violates the specification, [`Error::Unsupported`] for
+    /// an unknown version or method, [`Error::Limit`] for a grain directory beyond `limits`.
     pub fn parse(
         bytes: &[u8; SECTOR as usize],
         base: u64,
@@ -204,7 +205,7 @@ impl SparseHeader {
         self.flags & flag != 0
     }
 
-    /// Whether grains are compressed. (The method decides, as in QEMU; the flag only says so.)
+    /// Whether grains are compressed. As in QEMU, the method decides, not the flag.
     pub fn is_compressed(&self) -> bool {
         self.compression == 1
     }
@@ -214,7 +215,7 @@ impl SparseHeader {
         self.grain_sectors * SECTOR
     }
 
-    /// Entries of the grain directory: grain tables for all of the extent.
+    /// Entries of the grain directory: one per grain table of the whole extent.
     pub fn directory_entries(&self) -> u64 {
         self.capacity.div_ceil(self.grain_sectors * u64::from(self.table_entries))
     }

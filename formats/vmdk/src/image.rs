@@ -17,19 +17,19 @@ use crate::map::{Chunk, Key};
 use crate::sparse::Sparse;
 use crate::write::Pending;
 
-/// A VMDK image: the map over its extents, the grains that it hands out, the order of its writes.
+/// A VMDK image: the map of its extents, the allocation of grains, the order of its writes.
 ///
-/// Locks, in the order in which they are taken: the lead of flushes, `meta`, then those of the table
-/// cache, of an extent's directories, or of the content id. Guest data never moves under any of them.
+/// Lock order: the lead of flushes, `meta`, then the locks of the table cache, of an extent's
+/// directories, or of the content id. Guest data never moves under any of them.
 #[derive(Debug)]
 pub struct Vmdk {
-    /// The descriptor's file, or the one extent.
+    /// The descriptor's file, or the single extent.
     pub(crate) storage: Arc<dyn Storage>,
-    /// Where the extents are; `storage` itself where it is the one extent.
+    /// Files of the extents; `storage` itself if it is the single extent.
     pub(crate) files: Vec<Arc<dyn Storage>>,
-    /// Written to since the image was opened; asked for at each sync.
+    /// Whether each file was written since opening; each sync checks it.
     pub(crate) touched: Vec<AtomicBool>,
-    /// In the order of the disk, without gaps.
+    /// Extents in disk order, without gaps.
     pub(crate) extents: Vec<Piece>,
     pub(crate) guest_bytes: u64,
     pub(crate) writable: bool,
@@ -39,7 +39,7 @@ pub struct Vmdk {
     pub(crate) in_flight: InFlight,
     pub(crate) meta: Engine<Meta, ()>,
     pub(crate) cid: ContentId,
-    /// Largest grain; the file system's block where there is none.
+    /// Largest grain; the file system's block size without grains.
     pub(crate) cluster_bytes: u64,
 }
 
@@ -50,10 +50,10 @@ pub(crate) struct Piece {
     pub(crate) start: u64,
     /// Guest bytes.
     pub(crate) len: u64,
-    /// It may be written (`RW`, and a kind that can be).
+    /// It may be written (`RW`, and of a writable kind).
     pub(crate) writable: bool,
     pub(crate) kind: Kind,
-    /// Where the file of a sparse extent ends, reserved grains included.
+    /// End of a sparse extent's file, including reserved grains.
     pub(crate) limit: AtomicU64,
 }
 
@@ -70,8 +70,8 @@ pub(crate) struct Flat {
     pub(crate) file: FileIndex,
     /// Host offset of the first byte.
     pub(crate) at: u64,
-    /// A run of data (in host bytes) that the file system named; as in raw images, only data is
-    /// remembered.
+    /// A run of data (in host bytes) that the file system reported; as in raw images, only data is
+    /// cached.
     pub(crate) known_data: Mutex<Range<u64>>,
     pub(crate) has_holes: AtomicBool,
 }
@@ -89,10 +89,10 @@ impl Piece {
     }
 }
 
-/// What writers change, under one lock.
+/// State that writers change, under one lock.
 #[derive(Debug)]
 pub struct Meta {
-    /// By extent.
+    /// Space by extent.
     pub(crate) space: Vec<crate::space::Space>,
     pub(crate) tickets: Tickets<Pending>,
     /// Grains that lost their entry: by extent, in bytes of its file.
@@ -101,7 +101,7 @@ pub struct Meta {
 }
 
 impl Meta {
-    /// Of an image that was just opened.
+    /// The state of an image that was just opened.
     pub(crate) fn new(space: Vec<crate::space::Space>) -> Self {
         let (tickets, reclaim) = (Tickets::default(), Reclaim::default());
         Self { space, tickets, reclaim, dirty: Dirty::default() }
@@ -157,7 +157,7 @@ impl Vmdk {
         }
     }
 
-    /// The error for a write to an extent that cannot be written.
+    /// The error for a write to a read-only extent.
     pub(crate) fn refuse(&self, piece: &Piece) -> Error {
         let what = match &piece.kind {
             Kind::Zero => "writing to an extent of type ZERO",
@@ -259,7 +259,7 @@ impl Format for Vmdk {
             Kind::Sparse(sparse) => self.touch(sparse.file),
             Kind::Zero => {}
         }
-        // Before the bytes change, and for good: a child must never trust a parent that changed.
+        // Durable before the bytes change: a child must never accept a changed parent.
         self.cid.change_durably(&*self.storage)
     }
 

@@ -1,17 +1,17 @@
 //! VMDK: VMware's disk format, as a map.
 //!
 //! A disk is a *descriptor*, a text, and *extents*. An extent is a file of plain bytes (flat), or a
-//! sparse one, with *grains* of 64 KiB that *grain tables* find, which a *grain directory* finds.
-//! The descriptor is a file of its own, or stands in the one sparse extent that there is.
+//! sparse one with *grains* of 64 KiB, which are mapped by *grain tables*, which are listed in a
+//! *grain directory*. The descriptor is a file of its own, or embedded in the single sparse extent.
 //!
 //! # Reading
-//! [`Vmdk::open`] reads the descriptor and the directories. Tables are read 512 MiB of the disk at a
-//! time (`tables`) and kept in a bounded cache. Grains that lie side by side become one run, and
-//! absent tables are skipped in one step (`map`).
+//! [`Vmdk::open`] reads the descriptor and the directories. Tables are read for 512 MiB of the disk
+//! at a time (`tables`) and kept in a bounded cache. Contiguous grains become one run, and absent
+//! tables are skipped in one step (`map`).
 //!
 //! # Writing
-//! Grains are taken behind each other (`space`), filled by the caller, and linked (`write`);
-//! `flush` has the order in which that becomes durable. Each table has a copy, which is written with
+//! Grains are allocated contiguously (`space`), filled by the caller, and linked (`write`); `flush`
+//! defines the order in which that becomes durable. Each table has a copy, which is written with
 //! it. Streams are written in one pass, by [`StreamWriter`] (`stream`).
 //!
 //! Byte layouts, sources and invariants: `docs/formats/vmdk.md`.

@@ -1,4 +1,4 @@
-//! Finding where guest bytes are.
+//! Resolves guest offsets to host offsets.
 
 use std::sync::atomic::Ordering;
 
@@ -8,28 +8,27 @@ use crate::header::SECTOR;
 use crate::image::{Flat, Kind, Piece, Vmdk};
 use crate::sparse::{Entry, Flavor, Sparse};
 
-/// Tables are read and cached in *chunks* of several, of so many bytes on disk where a table is not
-/// larger, since they lie side by side as a rule: one read then serves 512 MiB of the disk.
+/// Bytes of a *chunk*, the unit in which tables are read and cached: several tables, or one larger
+/// one. Tables are usually adjacent, so one read serves 512 MiB of the disk.
 const CHUNK_BYTES: u64 = 32 << 10;
-/// Chunks that are cached at least, however small the budget.
+/// Least capacity of the cache in chunks, however small the budget.
 pub(crate) const CHUNKS_MIN: usize = 16;
-/// Chunks of tables that one question reads at most: a full disk of any size would otherwise be
-/// walked to its end.
+/// Most chunks that one lookup reads: otherwise it would walk a full disk to its end.
 const LOADS_MAX: u32 = 16;
-/// Tables of a chunk at most.
+/// Most tables of a chunk.
 const CHUNK_TABLES_MAX: u64 = 16;
 
-/// Names a chunk: the extent and the chunk within it.
+/// Key of a chunk: the extent and the chunk within it.
 pub(crate) type Key = (u32, u64);
 
-/// The entries of its tables, one behind the other.
+/// The entries of a chunk's tables, concatenated.
 pub(crate) type Chunk = Box<[u64]>;
 
-/// What one look at a chunk gave.
+/// Result of decoding entries of one chunk.
 enum Look {
-    /// A run from the asked offset on; it may go on behind the chunk when `open`.
+    /// The run from the requested offset; if `open`, it may continue after the chunk.
     Run { extent: Extent, open: bool },
-    /// The entry breaks a rule.
+    /// The entry is invalid.
     Fault(u64),
 }
 
@@ -39,15 +38,14 @@ impl Sparse {
         (CHUNK_BYTES / self.table_bytes()).clamp(1, CHUNK_TABLES_MAX)
     }
 
-    /// Entries of a chunk.
     pub(crate) fn chunk_entries(&self) -> u64 {
         self.chunk_tables() * self.table_entries
     }
 }
 
 impl Vmdk {
-    /// As [`vdkit_block::Format::resolve`]; `holes` asks the file system where flat extents have
-    /// some.
+    /// As [`vdkit_block::Format::resolve`]; with `holes`, asks the file system for holes of flat
+    /// extents.
     pub(crate) fn map(&self, at: GuestOffset, len: u64, holes: bool) -> Result<Extent> {
         let mut found: Option<Extent> = None;
         let (mut done, mut loads) = (0, 0);
@@ -62,7 +60,7 @@ impl Vmdk {
                 Kind::Sparse(sparse) => {
                     match self.sparse_run(index, piece, sparse, here, rest, &mut loads) {
                         Ok(run) => run,
-                        // What came before it can be used without it.
+                        // The run found so far is still valid.
                         Err(_) if found.is_some() => break,
                         Err(error) => return Err(error),
                     }
@@ -136,7 +134,7 @@ impl Vmdk {
         }
     }
 
-    /// Bytes from `inside` for which there is no table; nothing where there is one.
+    /// Bytes from `inside` without a table; `None` if there is one.
     fn absent_run(&self, sparse: &Sparse, inside: u64, rest: u64) -> Option<u64> {
         let span = sparse.table_span();
         let directory = sparse.directory.read();
@@ -173,7 +171,7 @@ impl Vmdk {
             let follows = match entry {
                 Entry::Hole => words[at] == 0,
                 Entry::Zero => sparse.entry(words[at], limit) == Some(Entry::Zero),
-                // Plain sector numbers: the next one, without decoding it.
+                // Plain sector numbers: compares with the next one without decoding.
                 Entry::At(host) if flat => {
                     words[at] == words[at - 1] + step && host + (at - first) as u64 * grain < limit
                 }
@@ -200,7 +198,7 @@ impl Vmdk {
         Look::Run { extent: Extent { len, place }, open: at == words.len() }
     }
 
-    /// An image whose tables send guest bytes to its own metadata must not be written through it.
+    /// Fails if a writable image maps guest bytes to its own metadata, which a write would destroy.
     fn guard(&self, piece: &Piece, sparse: &Sparse, extent: Extent) -> Result<Extent> {
         let Place::Data { offset, exclusive: true, .. } = extent.place else { return Ok(extent) };
         let bytes = offset.0..offset.0 + extent.len;
@@ -235,7 +233,7 @@ impl Vmdk {
         Error::corrupt(file, at, "grain table entry", format!("{word:#x}"), expected)
     }
 
-    /// Brings a chunk into the cache.
+    /// Loads a chunk into the cache.
     pub(crate) fn load(&self, key: Key) -> Result<()> {
         self.tables.load(key, || self.read_chunk(key))
     }
@@ -251,7 +249,7 @@ impl Vmdk {
         if self.writable || sparse.redundant.read().is_empty() {
             return Ok(words.into_boxed_slice());
         }
-        // A reader takes the copy where a table is damaged.
+        // If a table is damaged, its copy is used.
         let limit = piece.limit.load(Ordering::Acquire);
         let entries = sparse.table_entries as usize;
         let sound = |words: &[u64]| words.iter().all(|&word| sparse.entry(word, limit).is_some());
@@ -270,7 +268,7 @@ impl Vmdk {
         Ok(words.into_boxed_slice())
     }
 
-    /// Reads tables, those that lie side by side with one request; absent ones stay zero.
+    /// Reads tables, adjacent ones with one request; absent ones stay zero.
     pub(crate) fn read_tables(
         &self,
         sparse: &Sparse,
@@ -307,7 +305,7 @@ impl Vmdk {
         Ok(())
     }
 
-    /// A flat extent's run, with the file system's word on holes.
+    /// A flat extent's run, with holes as the file system reports them.
     fn flat_run(&self, piece: &Piece, flat: &Flat, here: u64, rest: u64) -> Result<Extent> {
         let host = flat.at + (here - piece.start);
         let known = flat.known_data.lock().clone();
@@ -337,8 +335,8 @@ fn flat_extent(piece: &Piece, flat: &Flat, here: u64, len: u64) -> Extent {
     Extent { len, place: Place::Data { file: flat.file, offset, exclusive: piece.writable } }
 }
 
-/// A compressed grain's place. Its length stands in its marker; the next grain in the file bounds it
-/// as a rule.
+/// Place of a compressed grain. Its marker holds the length; here, the next grain in the file
+/// usually bounds it.
 fn compressed_place(
     sparse: &Sparse,
     words: &[u64],
@@ -347,7 +345,7 @@ fn compressed_place(
     skip: u64,
     limit: u64,
 ) -> Compressed {
-    // What is not compressible becomes longer, by less than this.
+    // Incompressible data grows, but by less than this.
     let longest = 2 * sparse.grain_bytes;
     let next = words[index + 1..].iter().find(|&&word| word > 1).map_or(0, |&word| word * SECTOR);
     let bound = if next > host { next - host } else { longest };

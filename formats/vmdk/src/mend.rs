@@ -1,17 +1,17 @@
-//! After an unclean end: the copies of the grain tables are brought in line before the image is
-//! written again.
+//! After an unclean shutdown: updates the copies of the grain tables before the image is written
+//! again.
 
 use vdkit_block::{HostOffset, Result, Storage};
 
 use crate::header::SECTOR;
 use crate::sparse::Sparse;
 
-/// Tables that are compared when an image is opened: 2 TiB of the disk. Larger ones keep their mark
-/// until they are checked.
+/// Most tables that are compared on open: 2 TiB of the disk. Larger disks keep their mark until
+/// they are checked.
 const TABLES_MAX: usize = 65536;
 
-/// Makes each copy equal to its table. Whether all of them are now; where not, the image keeps its
-/// mark for a check to judge.
+/// Makes each copy equal to its table. Returns whether all are; if not, the image keeps its mark
+/// for a check.
 ///
 /// # Errors
 /// I/O.
@@ -36,7 +36,7 @@ pub(crate) fn mend_copies(sparse: &Sparse, storage: &dyn Storage, len: u64) -> R
         if first == second {
             continue;
         }
-        // A damaged table is no reason to lose its copy.
+        // A damaged table must not overwrite its copy.
         let words = first.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word));
         if words.into_iter().all(|word| sparse.entry(word.into(), len).is_some()) {
             storage.write_at(&first, HostOffset(u64::from(copy) * SECTOR))?;

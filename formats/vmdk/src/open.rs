@@ -1,4 +1,4 @@
-//! Opening: from headers and directories to an image that can be asked.
+//! Opens an image: reads headers and directories.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -21,10 +21,10 @@ use crate::source::{AnyHeader, Source, any_header};
 use crate::space::Space;
 use crate::sparse::{Flavor, Sparse, check_directory};
 
-/// Bytes of all grain directories of one disk.
+/// Most bytes of all grain directories of one disk.
 const DIRECTORIES_BYTES_MAX: u64 = 16 << 20;
 
-/// What opening extents needs and gathers.
+/// State while extents are opened.
 struct Opening<'a> {
     request: &'a OpenRequest,
     files: Vec<Arc<dyn Storage>>,
@@ -33,17 +33,17 @@ struct Opening<'a> {
     warnings: Vec<String>,
     at: u64,
     directory_bytes: u64,
-    /// Files that extents have had so far, and whether those were sparse.
+    /// Files used by extents so far, and whether those extents are sparse.
     taken: Vec<(FileIndex, bool)>,
 }
 
 impl Vmdk {
-    /// Opens an image: reads its descriptor, and of each sparse extent the header and the grain
-    /// directories.
+    /// Opens an image: reads its descriptor, and the header and grain directories of each sparse
+    /// extent.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] and [`Error::Unsupported`] for what headers and descriptor break;
-    /// [`Error::Invalid`] where not all files were opened that the descriptor names;
+    /// [`Error::Corrupt`] and [`Error::Unsupported`] for invalid headers and descriptors;
+    /// [`Error::Invalid`] if the caller has not opened all files that the descriptor names;
     /// [`Error::ReadOnly`]; I/O.
     pub fn open(request: OpenRequest) -> Result<Arc<Self>> {
         let storage = request.storage.clone();
@@ -93,7 +93,7 @@ impl Opening<'_> {
         &self.request.limits
     }
 
-    /// An extent that the descriptor names.
+    /// Opens an extent of the descriptor.
     fn line(&mut self, line: &ExtentLine, index: FileIndex) -> Result<()> {
         let len = line.sectors * SECTOR;
         if len == 0 {
@@ -163,7 +163,7 @@ impl Opening<'_> {
         Ok(())
     }
 
-    /// Plain bytes of one file may be in several extents; a sparse extent has its file to itself.
+    /// Several flat extents may share a file; a sparse extent must not share its file.
     fn take_file(&mut self, line: &ExtentLine, index: FileIndex) -> Result<()> {
         let sparse = line.kind != ExtentType::Flat;
         if self.taken.iter().any(|&(other, s)| other == index && (sparse || s)) {
@@ -175,7 +175,8 @@ impl Opening<'_> {
                 "a sparse extent's file in one line alone",
             ));
         }
-        // (Few lines name a file twice: the list stays as short as the files are many.)
+        // Consecutive lines of one file are one item, so the list stays about as short as the
+        // number of files.
         if self.taken.last() != Some(&(index, sparse)) {
             self.taken.push((index, sparse));
         }
@@ -189,7 +190,7 @@ impl Opening<'_> {
         self.at += len;
     }
 
-    /// A sparse extent; `line` says how much of it belongs to the disk where a descriptor does.
+    /// Opens a sparse extent; `line` has its size on the disk if there is a descriptor.
     fn sparse(
         &mut self,
         header: &AnyHeader,
@@ -410,7 +411,7 @@ impl Opening<'_> {
 }
 
 /// Whether extents with such a header can be written in place. Version 3 without compression has a
-/// record of changes beside it, which would become wrong.
+/// separate record of changes, which writes would invalidate.
 fn can_write(header: &AnyHeader) -> bool {
     matches!(header, AnyHeader::Hosted(header) if !header.is_compressed() && header.version < 3)
 }
@@ -439,7 +440,7 @@ fn plain(
     }
 }
 
-/// The error about a directory, which a repair may bring back.
+/// Adds a repair hint to an error about a directory.
 fn repairable(error: Error, writable: bool) -> Error {
     match error {
         Error::Corrupt(mut fault) if writable => {
@@ -450,7 +451,7 @@ fn repairable(error: Error, writable: bool) -> Error {
     }
 }
 
-/// Notes where the tables are; each must have its place to itself.
+/// Records the places of the tables, which must not overlap.
 fn note_metadata(sparse: &Sparse, file: &str) -> Result<()> {
     let mut sectors: Vec<u32> = sparse.directory.read().clone();
     sectors.extend_from_slice(&sparse.redundant.read());

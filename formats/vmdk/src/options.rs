@@ -2,11 +2,11 @@
 
 use vdkit_block::{Error, Limits, OptionKind, OptionSpec, Options, Result};
 
-/// Bytes of an extent of a split disk, the last one aside.
+/// Bytes of each extent of a split disk, except the last one.
 pub(crate) const SPLIT_BYTES: u64 = 2 << 30;
-/// Largest disk: what grain directories are read for.
+/// Largest disk for which grain directories are accepted.
 pub(crate) const GUEST_BYTES_MAX: u64 = 64 << 40;
-/// Tools version that says "unknown, managed by the guest", as QEMU writes it.
+/// Tools version for "unknown, managed by the guest", as QEMU writes it.
 const TOOLS_VERSION: &str = "2147483647";
 
 pub(crate) const SUBFORMAT: &str = "subformat";
@@ -59,7 +59,7 @@ pub(crate) const SPECS: &[OptionSpec] = &[
     },
 ];
 
-/// What a disk is made of.
+/// Subformat of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Subformat {
     MonolithicSparse,
@@ -85,7 +85,7 @@ impl Subformat {
         matches!(self, Self::MonolithicFlat | Self::SplitFlat)
     }
 
-    /// Whether the image's own file is the one extent.
+    /// Whether the image's own file is the single extent.
     pub(crate) fn is_one_file(self) -> bool {
         matches!(self, Self::MonolithicSparse | Self::Stream)
     }
@@ -95,7 +95,7 @@ impl Subformat {
     }
 }
 
-/// The options of a new image, checked.
+/// Validated options of a new image.
 #[derive(Clone, Debug)]
 pub(crate) struct NewVmdk {
     pub(crate) subformat: Subformat,
@@ -107,7 +107,7 @@ pub(crate) struct NewVmdk {
 
 impl NewVmdk {
     /// # Errors
-    /// [`Error::Invalid`] for options that do not go together.
+    /// [`Error::Invalid`] for invalid combinations.
     pub(crate) fn new(options: &Options) -> Result<Self> {
         let subformat = match options.text(SUBFORMAT) {
             Some("monolithicFlat") => Subformat::MonolithicFlat,
@@ -152,7 +152,7 @@ impl NewVmdk {
     /// The other files of a disk, as VMware and QEMU name them.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for too many, or a name that no descriptor can hold.
+    /// [`Error::Invalid`] for too many files, or a name that a descriptor cannot hold.
     pub(crate) fn files(&self, image: &str, guest_bytes: u64) -> Result<Vec<String>> {
         check_name(image)?;
         if self.subformat.is_one_file() {
@@ -184,7 +184,7 @@ impl NewVmdk {
     }
 }
 
-/// Refuses a name that cannot stand in a descriptor's quotes.
+/// Rejects a name that cannot be quoted in a descriptor.
 pub(crate) fn check_name(name: &str) -> Result<()> {
     if name.contains(['"', '\n', '\r', '\0']) {
         return Err(Error::Invalid(format!(
@@ -198,7 +198,7 @@ pub(crate) fn check_name(name: &str) -> Result<()> {
 /// The size of a new disk in whole sectors.
 ///
 /// # Errors
-/// [`Error::Limit`] past [`GUEST_BYTES_MAX`].
+/// [`Error::Limit`] above [`GUEST_BYTES_MAX`].
 pub(crate) fn whole_sectors(guest_bytes: u64, file: &str) -> Result<u64> {
     if guest_bytes > GUEST_BYTES_MAX {
         return Err(Error::Limit {

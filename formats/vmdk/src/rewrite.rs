@@ -1,26 +1,26 @@
-//! Changing the descriptor's text so that a power cut leaves the old one or the new one.
+//! Changes the descriptor's text so that a power cut leaves the old or the new text.
 //!
-//! A disk writes a sector whole or not at all, and what follows a zero byte is no part of the text. So
-//! a change of one sector needs no care, and neither does one behind the end of either text: what is
-//! not to be seen yet is written first. Where both texts go on behind the sector that changes, the
-//! rest of the text stays where it is, and the sector makes room: blank lines and comments go, or
-//! become more, and lines whose place does not matter move to the text's end, where their copies are
-//! durable first.
+//! A disk writes a sector atomically, and bytes after a zero byte are not part of the text. So a
+//! change of one sector is safe, and so is a change beyond the end of either text: bytes that must
+//! not be visible yet are written first. If both texts continue after the changed sector, the rest
+//! of the text must not move, so the sector makes room: blank lines and comments are removed or
+//! added, and lines whose order does not matter move to the end of the text, where their copies
+//! become durable first.
 
 use std::ops::Range;
 
-/// Bytes that are written whole or not at all.
+/// Bytes that a disk writes atomically.
 const SECTOR: usize = 512;
 
-/// A text to be written, of which only these bytes change, in steps with a sync behind each.
+/// A text to write, whose changed bytes are written in steps with a sync after each.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Rewrite {
     pub(crate) text: String,
     pub(crate) steps: Vec<Range<usize>>,
 }
 
-/// How `old` becomes `new`, or a text that says the same: texts to be written one after the other.
-/// Nothing where each way could be torn, or needs more than `room` bytes.
+/// Texts to write one after the other to turn `old` into `new` or an equivalent text. `None` if
+/// every way could be torn or needs more than `room` bytes.
 pub(crate) fn rewrites(old: &str, new: &str, room: Option<u64>) -> Option<Vec<Rewrite>> {
     let fits = |text: &str| room.is_none_or(|room| text.len() as u64 <= room);
     let plain = Rewrite { text: new.to_owned(), steps: Vec::new() };
@@ -42,7 +42,8 @@ pub(crate) fn rewrites(old: &str, new: &str, room: Option<u64>) -> Option<Vec<Re
     fit.then(|| both.into_iter().map(|(text, steps)| Rewrite { text, steps }).collect())
 }
 
-/// The bytes that differ, by whole sectors, in an order of which each beginning reads as one of both.
+/// The differing sectors, in an order in which each prefix of the writes reads as the old or the
+/// new text.
 fn steps(old: &str, new: &str) -> Option<Vec<Range<usize>>> {
     let sector = |text: &str, n: usize| {
         let mut bytes = [0; SECTOR];
@@ -69,7 +70,7 @@ fn steps(old: &str, new: &str) -> Option<Vec<Range<usize>>> {
     }
 }
 
-/// The part of `old` that changes, and what it becomes, as byte ranges.
+/// Byte ranges of the difference, in `old` and in `new`.
 fn change(old: &str, new: &str) -> (Range<usize>, Range<usize>) {
     let (a, b) = (old.as_bytes(), new.as_bytes());
     let start = a.iter().zip(b).take_while(|(a, b)| a == b).count();
@@ -78,8 +79,8 @@ fn change(old: &str, new: &str) -> (Range<usize>, Range<usize>) {
     (start..a.len() - same, start..b.len() - same)
 }
 
-/// The text with the change of `new` within one sector, which keeps its length: lines that `goes` names
-/// make room in it. Nothing where the change lies in two, or there is too little room.
+/// The text with the change of `new` within one sector of constant length: lines that `goes`
+/// selects make room in it. `None` if the change spans two sectors, or there is too little room.
 fn fitted(old: &str, new: &str, goes: impl Fn(&str) -> bool) -> Option<String> {
     let (before, after) = change(old, new);
     let start = before.start / SECTOR * SECTOR;
@@ -87,7 +88,7 @@ fn fitted(old: &str, new: &str, goes: impl Fn(&str) -> bool) -> Option<String> {
     if before.end > end || old.len() < end {
         return None;
     }
-    // Byte ranges may part characters: the whole is put together as bytes.
+    // Works on bytes, since byte ranges may split characters.
     let (old, new) = (old.as_bytes(), new.as_bytes());
     let sector = [&new[start..after.end], &old[before.end..end]].concat();
     let changed = after.start - start..after.end - start;
@@ -98,7 +99,7 @@ fn fitted(old: &str, new: &str, goes: impl Fn(&str) -> bool) -> Option<String> {
     for line in sector.split_inclusive(|byte| *byte == b'\n') {
         let range = at..at + line.len();
         at = range.end;
-        // The first line may be the rest of one, or the one that says what the text is.
+        // The first line may be partial, or the one that identifies the text.
         let whole = range.start > 0 && line.ends_with(b"\n");
         let untouched = range.end <= changed.start || changed.end <= range.start;
         let named = std::str::from_utf8(line).is_ok_and(&goes);
@@ -120,19 +121,19 @@ fn fitted(old: &str, new: &str, goes: impl Fn(&str) -> bool) -> Option<String> {
     String::from_utf8([&old[..start], &kept, &old[end..]].concat()).ok()
 }
 
-/// Whether a line says nothing.
+/// Whether a line is blank or a comment.
 fn is_idle(line: &str) -> bool {
     let line = line.trim();
     line.is_empty() || line.starts_with('#')
 }
 
-/// Whether a line says the same wherever it stands, and as often as it stands there.
+/// Whether a line may be moved or repeated without a change of meaning.
 fn moves(line: &str) -> bool {
     let key = line.split_once('=').map(|(key, _)| key.trim().to_ascii_lowercase());
     key.is_some_and(|key| key.starts_with("ddb.") || key == "createtype" || key == "encoding")
 }
 
-/// The lines that can move away from the sector that changes.
+/// The lines that can move out of the changed sector.
 fn moved_lines(old: &str, new: &str) -> Option<String> {
     let (before, _) = change(old, new);
     let start = before.start / SECTOR * SECTOR;

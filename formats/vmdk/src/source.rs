@@ -1,4 +1,4 @@
-//! What an image's own file says: which descriptor, which header, which other files.
+//! Reads an image's own file: its descriptor, its header and the names of its other files.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::header::{DIRECTORY_AT_END, MAGIC, SECTOR, SparseHeader};
 /// Marker type of the footer.
 const MARKER_FOOTER: u32 = 3;
 
-/// A sparse extent's header, of whichever kind.
+/// A sparse extent's header of any kind.
 #[derive(Clone, Debug)]
 pub(crate) enum AnyHeader {
     Hosted(SparseHeader),
@@ -20,7 +20,6 @@ pub(crate) enum AnyHeader {
 }
 
 impl AnyHeader {
-    /// Sectors of the extent.
     pub(crate) fn sectors(&self) -> u64 {
         match self {
             Self::Hosted(header) => header.capacity,
@@ -29,7 +28,6 @@ impl AnyHeader {
         }
     }
 
-    /// Bytes of a grain.
     pub(crate) fn grain_bytes(&self) -> u64 {
         SECTOR
             * match self {
@@ -40,30 +38,31 @@ impl AnyHeader {
     }
 }
 
-/// The descriptor and where it stands.
+/// The descriptor and its place.
 #[derive(Clone, Debug)]
 pub(crate) struct Placed {
     pub(crate) descriptor: Descriptor,
     /// Byte offset in the image's own file.
     pub(crate) at: u64,
-    /// Bytes that it may take; nothing where it is a file of its own.
+    /// Bytes reserved for it; `None` if it is a file of its own.
     pub(crate) room: Option<u64>,
 }
 
-/// What an image's own file says.
+/// Content of an image's own file.
 #[derive(Clone, Debug)]
 pub(crate) struct Source {
-    /// Nothing in an extent that is opened by itself.
+    /// The descriptor; `None` for a single extent without one.
     pub(crate) placed: Option<Placed>,
-    /// The file is a sparse extent itself; nothing for a descriptor whose extents are elsewhere.
+    /// The header if the file is a sparse extent; `None` for a descriptor with extents in other
+    /// files.
     pub(crate) header: Option<AnyHeader>,
 }
 
 impl Source {
-    /// Reads headers and descriptor: four reads at most, of 1 MiB together.
+    /// Reads headers and descriptor: at most four reads of 1 MiB in total.
     ///
     /// # Errors
-    /// What the headers and the descriptor are refused for; I/O.
+    /// Faults of the headers and the descriptor; I/O.
     pub(crate) fn read(storage: &Arc<dyn Storage>, limits: &Limits) -> Result<Self> {
         let mut head = [0; SECTOR as usize];
         let got = storage.read_up_to(&mut head, HostOffset(0))?;
@@ -104,7 +103,6 @@ impl Source {
         names
     }
 
-    /// Bytes of the guest disk.
     pub(crate) fn guest_bytes(&self, file: &str) -> Result<u64> {
         let sectors = match (&self.header, &self.placed) {
             (Some(header), _) => Some(header.sectors()),
@@ -120,8 +118,8 @@ impl Source {
     }
 }
 
-/// The header of a sparse extent whose first sector (`got` bytes of it) is `head`; nothing where no
-/// magic number is there.
+/// The header of a sparse extent whose first sector (`got` bytes of it) is `head`; `None` without a
+/// magic number.
 ///
 /// # Errors
 /// As [`Source::read`].
@@ -161,7 +159,7 @@ pub(crate) fn any_header(
     }))
 }
 
-/// The true header of a stream: before its end mark, behind the footer's mark.
+/// The valid header of a stream: before its end marker, after the footer's marker.
 fn footer(storage: &dyn Storage, limits: &Limits) -> Result<SparseHeader> {
     let file = storage.name();
     let len = storage.len()?;
@@ -211,7 +209,7 @@ fn embedded(storage: &dyn Storage, header: &SparseHeader) -> Result<Option<Place
     let mut text = vec![0; room.min(DESCRIPTOR_BYTES_MAX).min(len - at) as usize];
     storage.read_padded(&mut text, HostOffset(at))?;
     if text.first().is_none_or(|&b| b == 0) {
-        // Extents of split disks may have the space and nothing in it.
+        // Extents of split disks may reserve the space without using it.
         return Ok(None);
     }
     let descriptor = Descriptor::parse(&text, at, file)?;

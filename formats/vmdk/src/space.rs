@@ -1,9 +1,9 @@
-//! Finding host space for grains: given up ones first, then a longer file.
+//! Allocates host space for grains: freed ones first, then by growing the file.
 //!
-//! The file grows in batches, before anything refers to what is new. The length must be durable
-//! before a table entry is (an entry beyond the end would be given out again by whoever opens the
-//! image next), and a batch that is durable serves many flushes. What a crash leaves of it is a
-//! file that is too long, with holes at its end.
+//! The file grows in batches, before anything refers to the new space. The length must be durable
+//! before a table entry: an entry beyond the end would be allocated again after the next open. One
+//! durable batch serves many flushes. After a crash, the file may be too long, with holes at its
+//! end.
 
 use std::sync::atomic::Ordering;
 
@@ -14,30 +14,30 @@ use crate::header::SECTOR;
 use crate::image::{Meta, Piece, Vmdk};
 use crate::sparse::Sparse;
 
-/// The first batch, and the largest.
+/// Bytes of the first batch, and of the largest.
 const BATCH_BYTES: u64 = 1 << 20;
 const BATCH_BYTES_MAX: u64 = 64 << 20;
-/// Sectors are numbered in 32 bits.
+/// Sector numbers have 32 bits.
 pub(crate) const HOST_BYTES_MAX: u64 = (u32::MAX as u64) * SECTOR;
 
 /// The free space of one extent's file.
 #[derive(Debug, Default)]
 pub(crate) struct Space {
-    /// No grain from here on is in use; a multiple of the grain.
+    /// No grain from here on is in use; a multiple of the grain size.
     pub(crate) frontier: u64,
-    /// Bytes of the file, reserved ones included.
+    /// Bytes of the file, including reserved ones.
     pub(crate) end: u64,
-    /// So many of them are known to be durable.
+    /// File length that is known to be durable.
     pub(crate) durable: u64,
     /// Bytes of the next batch.
     pub(crate) batch: u64,
-    /// Free grains below the frontier: host offset and bytes, sorted, neighbours joined.
+    /// Free grains below the frontier: host offset and bytes, sorted, adjacent runs merged.
     pub(crate) free: Vec<(u64, u64)>,
     /// The unclean mark was there when the image was opened.
     pub(crate) unclean_before: bool,
-    /// It stands in the header now.
+    /// The unclean mark is in the header now.
     pub(crate) unclean: bool,
-    /// The length has to be set when the image is closed.
+    /// The file's length must be set on close.
     pub(crate) grown: bool,
 }
 
@@ -46,7 +46,7 @@ pub(crate) struct Space {
 pub(crate) struct Run {
     pub(crate) host: u64,
     pub(crate) bytes: u64,
-    /// They lie behind the file's former end: they read as zero.
+    /// The grains were beyond the former end of the file, so they read as zero.
     pub(crate) fresh: bool,
 }
 
@@ -65,7 +65,7 @@ impl Space {
         }
     }
 
-    /// Puts grains back.
+    /// Frees grains.
     pub(crate) fn give_back(&mut self, host: u64, bytes: u64) {
         let at = self.free.partition_point(|&(start, _)| start < host);
         self.free.insert(at, (host, bytes));
@@ -79,8 +79,7 @@ impl Space {
         }
     }
 
-    /// Takes so many bytes in one piece from what is free, or up to so many where nothing else is
-    /// to be had.
+    /// Takes `bytes` contiguous free bytes; with `less`, the longest run if none is long enough.
     fn take_free(&mut self, bytes: u64, less: bool) -> Option<Run> {
         let whole = self.free.iter().position(|&(_, has)| has >= bytes);
         let longest = || (0..self.free.len()).max_by_key(|&i| self.free[i].1);
@@ -95,13 +94,13 @@ impl Space {
         Some(Run { host, bytes: taken, fresh: false })
     }
 
-    /// Where the file can end: before the free grains at its end.
+    /// Smallest end of the file: before the free grains at its end.
     pub(crate) fn needed_end(&self) -> u64 {
         let last = |end, &(host, bytes): &(u64, u64)| if host + bytes == end { host } else { end };
         self.free.iter().rev().fold(self.frontier, last)
     }
 
-    /// The file has nothing behind its [`Space::needed_end`] any more.
+    /// Must be called once the file has been truncated to [`Space::needed_end`].
     pub(crate) fn cut(&mut self) {
         self.frontier = self.needed_end();
         self.free.retain(|run| run.0 < self.frontier);
@@ -122,12 +121,12 @@ impl Vmdk {
         let storage = self.file_of(sparse.file);
         match grow(space, piece, sparse, &**storage, bytes) {
             Ok(run) => Ok(run),
-            // In pieces rather than not at all.
+            // A shorter run rather than none.
             Err(error) => space.take_free(bytes, true).ok_or(error),
         }
     }
 
-    /// Makes sure that tables `first..=last` of an extent exist, to be changed.
+    /// Creates missing tables `first..=last` of an extent, so that they can be changed.
     pub(crate) fn make_tables(
         &self,
         meta: &mut Meta,
@@ -148,7 +147,7 @@ impl Vmdk {
                 table += 1;
                 continue;
             }
-            // Tables for the neighbours that have none either fill up the grain.
+            // The rest of the grain is used for following tables that are missing too.
             let bytes = sparse.table_bytes().next_multiple_of(SECTOR);
             let grains = (copies * bytes).div_ceil(sparse.grain_bytes);
             let storage = self.file_of(sparse.file);
@@ -193,7 +192,7 @@ impl Vmdk {
     ) {
         let mut metadata = sparse.metadata.write();
         let mut link = |directory: &mut Vec<u32>, at: u64| {
-            // An image of another program may lack one of the two.
+            // An image of another program may lack only one of the two.
             if directory[table as usize] == 0 {
                 directory[table as usize] = (at / SECTOR) as u32;
                 let sector = (at / SECTOR) as u32;
@@ -201,18 +200,18 @@ impl Vmdk {
                 metadata.insert(place, sector);
             }
         };
-        // The copy first: a reader that sees the table may not miss it.
+        // The copy first: a reader that sees the table must find it.
         if let Some(copy) = copy {
             link(&mut sparse.redundant.write(), copy);
         }
         link(&mut sparse.directory.write(), at);
         meta.dirty.directories.insert((index, (table * 4 / SECTOR) as u32));
-        // The copy of a table that was there already has nothing in it yet.
+        // The new copy of an existing table has no content yet.
         self.mark_table(meta, index, sparse, table);
         self.touch(sparse.file);
     }
 
-    /// Puts freed grains back into use once nobody can be reading them.
+    /// Frees grains once no in-flight request can read them.
     pub(crate) fn reclaim(&self, meta: &mut Meta) {
         for freed in meta.reclaim.expired(&self.in_flight) {
             let Freed { file, first, count, .. } = freed.run;
@@ -221,7 +220,7 @@ impl Vmdk {
     }
 }
 
-/// Takes bytes behind the frontier, making the file longer where they are not reserved yet.
+/// Takes bytes after the frontier, growing the file if they are not reserved yet.
 fn grow(
     space: &mut Space,
     piece: &Piece,
@@ -254,11 +253,10 @@ fn grow(
     }
     space.frontier = needed;
     piece.limit.fetch_max(needed, Ordering::AcqRel);
-    // What an earlier end of the file cut off in the middle of a grain is beneath the frontier.
+    // Fresh: a partial grain at an earlier end of the file is below the frontier.
     Ok(Run { host, bytes, fresh: true })
 }
 
-/// The place of a run as an offset.
 pub(crate) fn offset(run: &Run) -> HostOffset {
     HostOffset(run.host)
 }

@@ -1,4 +1,4 @@
-//! One sparse extent: its directory, and what its table entries mean.
+//! One sparse extent: its directory, and the decoding of its table entries.
 
 use std::ops::Range;
 
@@ -7,10 +7,10 @@ use vdkit_block::{Error, FileIndex, Result};
 
 use crate::header::SECTOR;
 
-/// seSparse: what the upper bits of a directory entry must be.
+/// seSparse: required upper bits of a directory entry.
 const SE_TABLE: u64 = 1 << 60;
 
-/// How tables and grains are named.
+/// Encoding of tables and grains.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Flavor {
     /// Hosted, with plain grains.
@@ -20,9 +20,9 @@ pub(crate) enum Flavor {
     },
     /// Hosted, with compressed grains.
     Stream {
-        /// As for hosted ones.
+        /// An entry of 1 is a grain of zeroes.
         zero_grain: bool,
-        /// A marker with the compressed length stands before each.
+        /// A marker with the compressed length precedes each grain.
         markers: bool,
     },
     /// COWD (vmfsSparse).
@@ -36,10 +36,10 @@ pub(crate) enum Flavor {
     },
 }
 
-/// What a table entry says.
+/// A decoded table entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Entry {
-    /// Not here.
+    /// Not in this image.
     Hole,
     /// Zeroes.
     Zero,
@@ -53,26 +53,22 @@ pub(crate) struct Sparse {
     pub(crate) flavor: Flavor,
     pub(crate) file: FileIndex,
     pub(crate) grain_bytes: u64,
-    /// Entries of a grain table.
     pub(crate) table_entries: u64,
-    /// Host offset of the directory.
     pub(crate) directory_at: u64,
     /// First sector of each table, or 0.
     pub(crate) directory: RwLock<Vec<u32>>,
-    /// Host offset of the redundant directory, where it is kept up.
+    /// Host offset of the redundant directory, if it is maintained.
     pub(crate) redundant_at: Option<u64>,
-    /// First sectors of the redundant tables, or 0; empty without.
+    /// First sectors of the redundant tables, or 0; empty without redundant tables.
     pub(crate) redundant: RwLock<Vec<u32>>,
-    /// First sectors of all tables and of what else is metadata, sorted; empty when read-only.
+    /// First sectors of all tables and other metadata, sorted; empty when read-only.
     pub(crate) metadata: RwLock<Vec<u32>>,
     /// Bytes of the header, the descriptor and the directories at the front.
     pub(crate) front: Vec<Range<u64>>,
-    /// Bytes of one entry.
     pub(crate) entry_bytes: u64,
 }
 
 impl Sparse {
-    /// Bytes of a grain table.
     pub(crate) fn table_bytes(&self) -> u64 {
         self.table_entries * self.entry_bytes
     }
@@ -95,7 +91,7 @@ impl Sparse {
         }
     }
 
-    /// Sector of a table, or nothing where there is none.
+    /// Sector of a table, if it exists.
     pub(crate) fn table(&self, index: u64) -> Option<u64> {
         let sector = self.directory.read().get(index as usize).copied().unwrap_or(0);
         (sector != 0).then_some(u64::from(sector))
@@ -107,12 +103,12 @@ impl Sparse {
         (sector != 0).then_some(u64::from(sector))
     }
 
-    /// What a table's word says; `limit` is where the file ends. Nothing: it breaks a rule.
+    /// Decodes a table entry; `limit` is the end of the file. `None` if it is invalid.
     pub(crate) fn entry(&self, word: u64, limit: u64) -> Option<Entry> {
         let sector = match self.flavor {
             Flavor::Se { grains, .. } => match word >> 60 {
                 0 if word == 0 => return Some(Entry::Hole),
-                // Unmapped by the guest, or zero: both hide the parent.
+                // Unmapped by the guest, or zero: both hide the parent's data.
                 1 | 2 => return Some(Entry::Zero),
                 3 => {
                     let index =
@@ -131,12 +127,13 @@ impl Sparse {
             _ => word,
         };
         let host = sector.checked_mul(SECTOR)?;
-        // The header's sector holds no grain.
+        // A grain cannot be in the header's sector.
         (sector > 0 && self.fits(host, limit)).then_some(Entry::At(host))
     }
 
-    /// Whether a grain at a host offset is within a file that ends at `limit`. The end may cut off a
-    /// grain that lies at a multiple of its size, as QEMU leaves it: new grains are put behind that.
+    /// Whether a grain at a host offset is within a file that ends at `limit`. The end may cut off
+    /// a grain that is aligned to its size, as QEMU leaves it, since new grains are allocated after
+    /// it.
     pub(crate) fn fits(&self, host: u64, limit: u64) -> bool {
         let cut =
             !matches!(self.flavor, Flavor::Hosted { .. }) || host.is_multiple_of(self.grain_bytes);
@@ -148,7 +145,6 @@ impl Sparse {
         host / SECTOR
     }
 
-    /// Metadata that some host bytes overlap.
     pub(crate) fn overlaps_metadata(&self, bytes: &Range<u64>) -> bool {
         if self.front.iter().any(|r| r.start < bytes.end && bytes.start < r.end) {
             return true;
@@ -161,7 +157,7 @@ impl Sparse {
     }
 }
 
-/// Decodes directory entries and checks that each table lies within the file.
+/// Decodes directory entries and checks that each table is within the file.
 ///
 /// `words` are the raw entries, `len` the file's bytes.
 pub(crate) fn check_directory(
@@ -228,7 +224,7 @@ mod tests {
         let hosted = sparse(Flavor::Hosted { zero_grain: false });
         assert_eq!(hosted.entry(0, 1 << 20), Some(Entry::Hole));
         assert_eq!(hosted.entry(2048, 1 << 20), None);
-        // Cut off by the end of the file: only where new grains stay clear of it.
+        // Cut off by the end of the file: valid only if new grains cannot overlap it.
         assert_eq!(hosted.entry(2047, 1 << 20), None);
         assert_eq!(hosted.entry(2040, 1 << 20), Some(Entry::At(2040 * 512)));
         assert_eq!(hosted.entry(2040, (1 << 20) - 512), Some(Entry::At(2040 * 512)));
@@ -240,7 +236,7 @@ mod tests {
         assert_eq!(se.entry(1, 1 << 20), None);
         assert_eq!(se.entry(1 << 60, 1 << 20), Some(Entry::Zero));
         assert_eq!(se.entry(2 << 60, 1 << 20), Some(Entry::Zero));
-        // The low bits of the index stand above its high ones.
+        // The low bits of the index are stored above its high ones.
         assert_eq!(se.entry(3 << 60 | 2 << 48, 1 << 20), Some(Entry::At((16 + 16) * 512)));
         assert_eq!(se.entry(3 << 60 | 1, u64::MAX), Some(Entry::At((16 + (8 << 12)) * 512)));
         assert_eq!(se.entry(4 << 60, 1 << 20), None);

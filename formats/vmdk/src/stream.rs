@@ -1,13 +1,13 @@
-//! Writing a stream-optimized image from its start to its end, as ESX and OVF tools read it.
+//! Writes a stream-optimized image sequentially, as ESX and OVF tools read it.
 //!
 //! ```text
 //!   header, directory at the end │ descriptor │ grains of table 0 │ mark, table 0 │ grains of …
 //!   … │ mark, last table │ mark, grain directory │ mark, footer (the header again) │ end mark
 //! ```
 //!
-//! Each grain stands behind a marker with its disk address, in ascending order; all is padded to
-//! sectors. Nothing is read back and nothing written twice, so the target may be a pipe.
-//! Source: VMware, "Virtual Disk Format 5.0", "Stream-Optimized Compressed Sparse Extents".
+//! Each grain follows a marker with its disk address, in ascending order; everything is padded to
+//! sectors. Nothing is read back or written twice, so the target may be a pipe. Source: VMware,
+//! "Virtual Disk Format 5.0", "Stream-Optimized Compressed Sparse Extents".
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -25,7 +25,6 @@ use crate::options::{NewVmdk, whole_sectors};
 use crate::space::HOST_BYTES_MAX;
 use crate::unpack::MARKER_BYTES;
 
-/// Bytes of a grain.
 const GRAIN_BYTES: u64 = GRAIN_SECTORS * SECTOR;
 
 /// Kinds of markers before metadata.
@@ -36,7 +35,7 @@ mod mark {
     pub(super) const FOOTER: u32 = 3;
 }
 
-/// A stream that is being written.
+/// A writer of a stream.
 #[derive(Debug)]
 pub struct StreamWriter {
     storage: Arc<dyn Storage>,
@@ -48,17 +47,17 @@ pub struct StreamWriter {
 
 #[derive(Debug)]
 struct State {
-    /// Where the next byte goes.
+    /// Offset of the next byte.
     at: u64,
-    /// No grain below this may come any more.
+    /// Grains below this can no longer be written.
     next_grain: u64,
-    /// The table that grains are gathered for, and its entries.
+    /// Index and entries of the current table.
     table: u64,
     entries: Vec<u32>,
-    /// First sectors of the tables that were written.
+    /// First sectors of the written tables.
     directory: Vec<u32>,
     next_ticket: u64,
-    /// Grains that were promised and given up: the stream cannot be completed.
+    /// A reserved grain was released: the stream cannot be completed.
     broken: bool,
     closed: bool,
 }
@@ -67,7 +66,7 @@ impl StreamWriter {
     /// Writes header and descriptor of a new stream.
     ///
     /// # Errors
-    /// [`Error::Invalid`] and [`Error::Unsupported`] for options that cannot be; I/O.
+    /// [`Error::Invalid`] and [`Error::Unsupported`] for invalid options; I/O.
     pub fn begin(request: &CreateRequest, limits: &Limits) -> Result<Arc<Self>> {
         let storage = request.storage.clone();
         let new = NewVmdk::new(&request.options)?;
@@ -136,7 +135,7 @@ impl StreamWriter {
         })
     }
 
-    /// Writes the table of the grains so far, and begins another one.
+    /// Writes the current table, and begins the next one.
     fn end_table(&self, state: &mut State, next: u64) -> Result<()> {
         if state.entries.iter().any(|&entry| entry != 0) {
             let mut bytes = marker(u64::from(TABLE_ENTRIES) * 4 / SECTOR, mark::TABLE);
@@ -171,7 +170,7 @@ impl StreamWriter {
     }
 }
 
-/// The sector before so many sectors of metadata.
+/// The marker sector before `sectors` sectors of metadata.
 fn marker(sectors: u64, kind: u32) -> Vec<u8> {
     let mut bytes = sectors.to_le_bytes().to_vec();
     bytes.extend([0; 4]);
@@ -277,7 +276,7 @@ impl Format for StreamWriter {
     }
 
     fn zero(&self, at: GuestOffset, len: u64, _may_unmap: bool) -> Result<Range<u64>> {
-        // What is not written reads as zero.
+        // Unwritten grains read as zero.
         self.resolve(at, len).map(|_| at.0..at.0 + len)
     }
 

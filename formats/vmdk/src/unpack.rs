@@ -18,11 +18,11 @@ thread_local! {
     static INFLATE: RefCell<Option<Decompressor>> = const { RefCell::new(None) };
 }
 
-/// Unpacks a grain, as read from its place: fills the front of `out`, and says how many bytes. The
-/// rest of it is anything.
+/// Decompresses a grain: fills the front of `out`, and returns the grain's first sector and the
+/// number of bytes. The rest of `out` is undefined.
 ///
 /// # Errors
-/// What is wrong, in words: found, and expected.
+/// A description of what was found, and of what was expected.
 pub(crate) fn unpack(
     markers: bool,
     bytes: &[u8],
@@ -81,7 +81,7 @@ impl Vmdk {
             Ok(unpacked) => unpacked,
             Err((found, expected)) => return fault(found, expected),
         };
-        // The disk's last grain may end with the disk.
+        // The disk's last grain may be partial.
         let end = lba.saturating_mul(SECTOR).saturating_add(unpacked as u64);
         if unpacked < out.len() && (unpacked == 0 || end < piece.len) {
             return fault(format!("a grain of {unpacked} bytes"), "a whole grain");

@@ -1,4 +1,4 @@
-//! Reserving grains for a write and publishing them.
+//! Reserves grains for a write and publishes them.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -19,7 +19,7 @@ pub(crate) const SECTOR_ENTRIES: u64 = 128;
 pub(crate) struct Pending {
     extent: u32,
     run: Run,
-    /// The data must be durable before the entry that shows it.
+    /// The data must be durable before the entry that exposes it.
     data_first: bool,
 }
 
@@ -59,11 +59,11 @@ impl Vmdk {
         self.make_tables(&mut meta, index, *tables.start(), *tables.end())?;
         let run = self.allocate(&mut meta, index, (grains_end - start) / grain)?;
         if start + run.bytes < grains_end {
-            // Fewer than planned: the last one is then written whole.
+            // Fewer grains than planned, so the last one is written whole.
             (last, grains_end) = (Entry::Zero, start + run.bytes);
         }
         let write = at.0..end.min(grains_end);
-        // The rest of a grain that reaches beyond its extent is nobody's.
+        // The part of a grain beyond its extent is unused.
         let guest = start..grains_end.min(piece.end());
         let head = if write.start == guest.start { Fill::Ready } else { self.fill(first, run) };
         let tail = if write.end == guest.end { Fill::Ready } else { self.fill(last, run) };
@@ -76,7 +76,7 @@ impl Vmdk {
         Ok(Some(reserved.zeroed(run.fresh).untouched(run.fresh)))
     }
 
-    /// Whether the guest can read something else than zeroes where a grain has no data of its own.
+    /// Whether the guest can read data other than zeroes from a grain without data of its own.
     fn hides_data(&self, entry: Entry) -> bool {
         entry == Entry::Hole && self.backing.is_some()
     }
@@ -89,8 +89,8 @@ impl Vmdk {
         }
     }
 
-    /// Waits until no other reservation holds the grain of `at`; returns the end up to which none
-    /// holds the following ones, within the extent.
+    /// Waits until no other reservation holds the grain of `at`; returns the end of the following
+    /// grains that none holds, within the extent.
     fn claim(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
@@ -167,8 +167,9 @@ impl Vmdk {
         self.meta.ended();
     }
 
-    /// Changes the entries of a range of whole grains of one extent (its last one may be cut), whose tables exist. `new` gets
-    /// the guest offset and the old entry, and returns the new word, or nothing where it stays.
+    /// Changes the entries of whole grains of one extent (the extent's last grain may be partial),
+    /// whose tables exist. `new` maps a guest offset and old entry to the new word, or to `None` to
+    /// keep it.
     pub(crate) fn change_entries(
         &self,
         meta: &mut Meta,
@@ -222,11 +223,11 @@ impl Vmdk {
         Ok(())
     }
 
-    /// Marks all of a table as changed.
+    /// Marks a whole table as changed.
     pub(crate) fn mark_table(&self, meta: &mut Meta, index: u32, sparse: &Sparse, table: u64) {
         let tables = sparse.chunk_tables();
         let key = (index, table / tables);
-        // A chunk that is not cached is read from disk when it is written, which is as good.
+        // An uncached chunk needs no change: the flush reads it from disk.
         let pieces = sparse.table_entries.div_ceil(SECTOR_ENTRIES);
         let first = table % tables * pieces;
         let bits = (first..first + pieces).fold(0, |bits, bit| bits | 1 << bit);
@@ -235,7 +236,7 @@ impl Vmdk {
     }
 }
 
-/// The bit of a slot of a chunk: the sector of its table.
+/// The dirty bit of a chunk's slot: the sector of its table.
 fn piece_of(sparse: &Sparse, slot: usize) -> u64 {
     let (table, entry) = (slot as u64 / sparse.table_entries, slot as u64 % sparse.table_entries);
     table * sparse.table_entries.div_ceil(SECTOR_ENTRIES) + entry / SECTOR_ENTRIES

@@ -1,4 +1,4 @@
-//! Zeroing and giving up grains.
+//! Zeroes and discards grains.
 
 use std::ops::Range;
 
@@ -8,14 +8,14 @@ use vdkit_meta::MutexGuard;
 use crate::image::{Flat, Kind, Meta, Piece, Vmdk};
 use crate::sparse::{Entry, Sparse};
 
-/// What becomes of grains.
+/// Target state of grains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Goal {
-    /// They read as zero now.
+    /// They read as zero.
     Zero { may_unmap: bool },
-    /// They read as zero whatever is beneath.
+    /// They read as zero independently of the backing file.
     ZeroForGood,
-    /// They are not here.
+    /// They become holes.
     Hole,
 }
 
@@ -68,7 +68,7 @@ impl Vmdk {
         self.meta.flush(self)
     }
 
-    /// The part of a range that was done, in one piece.
+    /// Changes a range; returns its first contiguous changed part.
     fn over_extents(&self, range: Range<u64>, goal: Goal) -> Result<Range<u64>> {
         let mut done: Option<Range<u64>> = None;
         let mut at = range.start;
@@ -115,9 +115,9 @@ impl Vmdk {
         Ok(part)
     }
 
-    /// Changes the whole grains within a part of an extent, a chunk of tables at a time: changed chunks
-    /// stay in memory until a flush, of which there is one whenever they fill half of the cache.
-    /// Returns the first of them that it did in one piece.
+    /// Changes the whole grains within a part of an extent, one chunk of tables at a time. Changed
+    /// chunks stay in memory until a flush, which is issued whenever they fill half of the cache.
+    /// Returns the first contiguous range of changed grains.
     fn zero_in_steps(
         &self,
         index: u32,
@@ -158,7 +158,7 @@ impl Vmdk {
     ) -> Result<Range<u64>> {
         let grain = sparse.grain_bytes;
         let start = piece.start + (part.start - piece.start).next_multiple_of(grain);
-        // The extent's end counts as a grain's.
+        // The extent's end counts as the end of a grain.
         let end = if part.end == piece.end() {
             part.end
         } else {
@@ -183,7 +183,7 @@ impl Vmdk {
         if goal == (Goal::Zero { may_unmap: false })
             && self.has_grains(index, piece, sparse, start, end)?
         {
-            // The space is to stay: there is no entry for that, so zeroes are written.
+            // No entry can mean "zero with space", so the caller writes zeroes.
             return Ok(nothing);
         }
         let word = match goal {
@@ -195,7 +195,7 @@ impl Vmdk {
         Ok(start..end)
     }
 
-    /// Whether some grain of a range has space.
+    /// Whether any grain of a range has space.
     fn has_grains(
         &self,
         index: u32,
@@ -219,7 +219,7 @@ impl Vmdk {
         Ok(false)
     }
 
-    /// Gives grains an entry that is 0 or 1, table by table.
+    /// Sets the entries of grains to 0 or 1, table by table.
     fn set_words(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
@@ -242,7 +242,7 @@ impl Vmdk {
                 self.make_tables(meta, index, table, table)?;
             }
             self.change_entries(meta, index, piece, sparse, &(at..end), |_, old| match old {
-                // No backing: a hole is as good as zeroes.
+                // Without a backing file, a hole equals zeroes.
                 Entry::Zero if word == 0 && self.backing.is_none() => None,
                 _ => Some(word),
             })?;

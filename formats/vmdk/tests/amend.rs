@@ -1,4 +1,4 @@
-//! Changes of the descriptor, with the power cut at each write.
+//! Changes of the descriptor with a power cut at each write.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use vdkit_storage::MemoryStorage;
 use vdkit_testkit::{CrashStorage, Rng};
 use vdkit_vmdk::VmdkDriver;
 
-/// As VMware's programs write it; `lines` make it longer.
+/// A descriptor as VMware's programs write it, with `lines` more lines.
 fn text(parent: &str, extent: &str, lines: usize) -> String {
     let more: String = (0..lines).map(|n| format!("ddb.more{n} = \"{n:060}\"\n")).collect();
     format!(
@@ -62,7 +62,7 @@ fn amend(storage: &Arc<dyn Storage>, name: Option<&str>, options: &str) -> vdkit
     VmdkDriver.amend(&request, &Monitor::default()).map(|_| ())
 }
 
-/// What the image says: lines of the descriptor that mean something, each once.
+/// The set of significant lines of the image's descriptor.
 fn says(storage: &Arc<dyn Storage>, at: u64) -> BTreeSet<String> {
     VmdkDriver.describe(storage, &Limits::default()).expect("a survivor can be read");
     let mut bytes = vec![0; 20 * 512];
@@ -112,7 +112,7 @@ fn a_power_cut_leaves_the_old_descriptor_or_the_new_one() {
     }
 }
 
-/// A descriptor that is a file of its own ends where the file does.
+/// A separate descriptor file ends the text.
 #[test]
 fn a_power_cut_leaves_the_old_descriptor_file_or_the_new_one() {
     for lines in 0..14 {

@@ -1,4 +1,4 @@
-//! What closing an image does, and what is left where it fails.
+//! Closing an image, and its state after a failed close.
 
 use std::sync::Arc;
 
@@ -9,8 +9,7 @@ use vdkit_storage::MemoryStorage;
 use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage};
 use vdkit_vmdk::VmdkDriver;
 
-/// The file could not be cut, so what lies behind its last grain is still there: an abandoned write's
-/// bytes.
+/// The file could not be truncated, so the bytes of an abandoned write remain after its last grain.
 #[test]
 fn space_behind_the_end_is_not_taken_for_fresh_after_a_close_that_failed() {
     let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));

@@ -1,4 +1,4 @@
-//! Requests for much of a large disk at once.
+//! Requests that cover most of a large disk.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use vdkit_vmdk::VmdkDriver;
 
 const GIB: u64 = 1 << 30;
 
-/// An image over a parent, in which a grain of zeroes has an entry of its own.
+/// An image with a parent, in which a grain of zeroes has its own entry value.
 fn image(guest_bytes: u64) -> Arc<dyn Format> {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
     let options = Options::parse("vmdk", VmdkDriver.options(), ["zeroed_grain=on"]).unwrap();
@@ -33,8 +33,8 @@ fn image(guest_bytes: u64) -> Arc<dyn Format> {
     VmdkDriver.open(OpenRequest { storage, files: Vec::new(), writable: true, limits }).unwrap()
 }
 
-/// Each entry of the tables changes: 8 bytes in memory for 64 KiB of the disk, if none were written
-/// before the request has ended.
+/// Every table entry changes. Without a flush during the request, that takes 8 bytes of memory per
+/// 64 KiB of disk.
 #[test]
 fn a_huge_discard_keeps_no_more_tables_in_memory_than_the_cache_holds() {
     let bytes = 40 * GIB;

@@ -1,4 +1,4 @@
-//! One cluster's life: reserved, shown, unlinked, released, handed out again.
+//! The life of one cluster: reserved, published, unlinked, released, reallocated.
 
 use vdkit_block::{Result, Ticket};
 
@@ -8,7 +8,7 @@ use crate::reclaim::{Freed, Reclaim};
 use crate::sync::{Arc, AtomicU64, MutexGuard, Ordering, check, thread};
 use crate::tickets::Tickets;
 
-/// What a cluster holds.
+/// Content of a cluster.
 const OLD: u64 = 1;
 const SOMEBODY_ELSES: u64 = 2;
 
@@ -19,11 +19,11 @@ enum Mistake {
     None,
     /// The stamp of the grace period is taken before the entry changes.
     StampTooEarly,
-    /// The cluster is free when the entry in memory is gone.
+    /// The cluster is freed as soon as the entry in memory is cleared.
     FreedBeforeTheCommit,
 }
 
-/// What stands in a request's way to a cluster that changes hands: the entry, and the cluster.
+/// The entry and the cluster that a request uses while the cluster changes its owner.
 #[derive(Default)]
 struct Shared {
     flights: InFlight,
@@ -43,7 +43,7 @@ fn a_reader_and_a_new_owner(mistake: Mistake) {
                 assert_eq!(other.content.load(Ordering::SeqCst), OLD, "read another's bytes");
             }
         });
-        // Others ask too, without the lock of the metadata: the phase moves at any moment.
+        // Another thread checks without the metadata lock, so the phase may change at any moment.
         let other = shared.clone();
         let mover = thread::spawn(move || other.flights.passed(other.flights.stamp()));
         let early = shared.flights.stamp();
@@ -79,7 +79,7 @@ struct Image {
 
 struct Meta {
     entry: u64,
-    /// The entry as a commit has taken it.
+    /// The entry as copied by a commit.
     taken: u64,
     tickets: Tickets<()>,
     reclaim: Reclaim,
@@ -156,7 +156,7 @@ impl Image {
     }
 }
 
-/// Two clients flush while one of them gives the cluster up.
+/// Two clients flush while one of them discards the cluster.
 fn a_discard_and_flushes(mistake: Mistake) {
     check(2, move || {
         let image = Arc::new(Image::new());
@@ -200,7 +200,7 @@ fn a_cluster_that_is_freed_before_the_commit_is_found() {
     a_discard_and_flushes(Mistake::FreedBeforeTheCommit);
 }
 
-/// Three clients reserve ranges that overlap.
+/// Three clients reserve overlapping ranges.
 #[test]
 fn overlapping_reservations_wait_for_each_other() {
     check(2, || {
@@ -231,14 +231,14 @@ fn a_wake_up_that_is_left_out_is_found() {
         let image = Arc::new(Image::new());
         let ticket = image.reserve(0..2);
         let other = image.clone();
-        // Ends its reservation and tells nobody.
+        // Ends its reservation without a wake-up.
         thread::spawn(move || other.meta.lock().tickets.close(ticket));
         image.reserve(0..1);
     });
 }
 
-/// A client closes the image while another one reserves, changes the map, and flushes before it lets
-/// go of what it has reserved.
+/// A client closes the image while another one reserves, changes the map, and flushes before it
+/// ends its reservation.
 fn a_close_beside_a_writer(close: impl Fn(&Image) -> Result<()> + Send + Sync + Copy + 'static) {
     check(3, move || {
         let image = Arc::new(Image::new());

@@ -4,7 +4,7 @@ use crate::commit::Commit;
 use crate::sync::{Arc, AtomicBool, AtomicU64, Mutex, Ordering, check, thread};
 use crate::syncs::{SyncError, Syncs};
 
-/// A memory and a disk of one bit for each writer.
+/// A memory and a disk with one bit per writer.
 #[derive(Default)]
 struct Model {
     memory: Mutex<u64>,
@@ -17,8 +17,8 @@ enum Mistake {
     None,
     /// The number is drawn before the change is made.
     DrawnTooEarly,
-    /// As with a boolean that a commit clears when it begins: a change made before it is taken for
-    /// durable while the commit still runs.
+    /// As with a dirty flag that a commit clears when it begins: while the commit still runs,
+    /// earlier changes count as durable.
     ABooleanForDurable,
 }
 
@@ -26,7 +26,7 @@ impl Model {
     fn commit(&self, number: u64) {
         let committed = self.commit.durable_up_to(number, |_| {
             let copy = *self.memory.lock();
-            // The sync takes its time: others change the memory meanwhile.
+            // Others may change the memory during the sync.
             *self.disk.lock() |= copy;
             Ok::<(), ()>(())
         });
@@ -44,7 +44,7 @@ fn writers(mistake: Mistake) {
                 let early = (mistake == Mistake::DrawnTooEarly).then(|| model.commit.draw());
                 *model.memory.lock() |= bit;
                 if mistake == Mistake::ABooleanForDurable {
-                    // The first one to see it clean believes that it is.
+                    // A writer that sees the flag clear assumes durability.
                     dirty.store(true, Ordering::SeqCst);
                     thread::yield_now();
                     if dirty.swap(false, Ordering::SeqCst) {
@@ -79,8 +79,8 @@ fn a_boolean_that_stands_for_durable_is_found() {
     writers(Mistake::ABooleanForDurable);
 }
 
-/// Those who wait for a commit that fails commit again themselves: none takes another's failure for
-/// its own success.
+/// Callers that wait for a failing commit then commit themselves: none returns success for
+/// another's failed commit.
 #[test]
 fn a_failed_commit_covers_nobody() {
     check(2, || {
@@ -108,8 +108,8 @@ fn a_failed_commit_covers_nobody() {
     });
 }
 
-/// A file as the kernel sees it: how many pages were lost, and how many of them it has told each open
-/// description of.
+/// A file in the kernel: the number of lost pages, and the number that was reported to each open
+/// description.
 #[derive(Default)]
 struct Kernel {
     lost: AtomicU64,
@@ -160,7 +160,7 @@ fn lanes_that_share_a_description_are_found() {
 #[should_panic(expected = "a write that is lost was acknowledged")]
 fn an_error_given_to_one_of_two_is_found() {
     file_syncs(|syncs, kernel| {
-        // Asks for an earlier error before the call and not after it, and syncs beside others.
+        // Checks for an earlier error before the sync but not after it, with concurrent syncs.
         let failed = syncs.sync(|| 1, |_| Ok(())).is_err();
         let done = kernel.fdatasync(0);
         let told = syncs.sync(|| 1, |_| done).is_ok();
@@ -168,8 +168,8 @@ fn an_error_given_to_one_of_two_is_found() {
     });
 }
 
-/// A page that one sync loses may have been written for a caller whose own sync has begun already and
-/// ends well: it is told of the failure all the same.
+/// A page that one sync loses may belong to a caller whose own concurrent sync succeeds: that
+/// caller must get the error too.
 #[test]
 fn a_sync_that_ends_well_beside_a_failed_one_reports_it() {
     check(2, || {
@@ -183,7 +183,7 @@ fn a_sync_that_ends_well_beside_a_failed_one_reports_it() {
     });
 }
 
-/// Three clients write a bit each and sync, over so many lanes.
+/// Three clients write a bit each and sync, over `lanes` lanes.
 #[test]
 fn a_sync_that_serves_many_began_after_all_of_them_had_asked() {
     for lanes in [1, 2] {
@@ -196,7 +196,7 @@ fn a_sync_that_serves_many_began_after_all_of_them_had_asked() {
                     *memory.lock() |= bit;
                     let sync = |_| {
                         let copy = *memory.lock();
-                        // The sync takes its time: others write meanwhile.
+                        // Others may write during the sync.
                         *disk.lock() |= copy;
                         Ok(())
                     };

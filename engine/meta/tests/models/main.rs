@@ -1,7 +1,7 @@
-//! The protocols of durability, run in every order of their steps.
+//! Loom models of the durability protocols, over all interleavings of their steps.
 //!
 //! Each model includes the source of the protocol itself, over loom's locks and atomics. Each has a
-//! mutation, a mistake that somebody could make, and the model finds it: those tests expect a panic.
+//! mutation, a plausible mistake, which the model must detect: those tests expect a panic.
 
 #![allow(dead_code, reason = "a model uses a part of each protocol")]
 

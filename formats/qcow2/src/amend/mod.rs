@@ -1,18 +1,18 @@
-//! Changing an image's properties where it lies.
+//! Changes an image's properties in place.
 //!
-//! Nobody has the image open. What the header alone says changes in one step
-//! ([`crate::header::rewrite`]); what tables must agree with is brought about before, each thing in
-//! a step of its own:
+//! The image must not be open elsewhere. Properties that only the header records change in one step
+//! ([`crate::header::rewrite`]). What the tables must agree with is changed before that, each in a
+//! step of its own:
 //!
 //! | step | where |
 //! |---|---|
 //! | refcounts of an image that was not closed cleanly are rebuilt | [`check`] |
-//! | snapshots say the sizes that version 3 asks for | [`Qcow2::complete_snapshots`] |
-//! | a data file that shall be the disk by itself gets zeroes where the disk has none of it | [`raw_data`] |
-//! | version 3, where a later step needs it | [`crate::header::rewrite`] |
-//! | new refcount blocks and table, of another width | [`check::change_refcount_width`] |
-//! | zero clusters, those of snapshots too, become clusters of zeroes or none, for version 2 | [`zeroes`] |
-//! | everything that the header says | [`crate::header::rewrite`] |
+//! | snapshots record the sizes that version 3 requires | [`Qcow2::complete_snapshots`] |
+//! | a data file that becomes raw gets zeroes where the disk reads as zero | [`raw_data`] |
+//! | version 3, if a later step needs it | [`crate::header::rewrite`] |
+//! | new refcount blocks and table of another width | [`check::change_refcount_width`] |
+//! | for version 2: zero clusters, also of snapshots, become clusters of zeroes or holes | [`zeroes`] |
+//! | all header fields | [`crate::header::rewrite`] |
 
 mod plan;
 mod raw_data;
@@ -78,7 +78,7 @@ pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec
     Ok(plan::changes(&before, &read()?))
 }
 
-/// How the image is opened for what the engine does.
+/// The open request for steps of the engine.
 fn opening(request: &AmendRequest, writable: bool) -> OpenRequest {
     OpenRequest {
         storage: request.storage.clone(),
@@ -88,16 +88,16 @@ fn opening(request: &AmendRequest, writable: bool) -> OpenRequest {
     }
 }
 
-/// The image, for what the engine does.
+/// Opens the image for steps of the engine.
 fn open(request: &AmendRequest, writable: bool) -> Result<Arc<Qcow2>> {
     Qcow2::open(opening(request, writable))
 }
 
-/// What snapshots say of their sizes is no guest data: no key is asked for.
+/// Needs no key: the sizes of snapshots are not guest data.
 fn complete_snapshots(request: &AmendRequest) -> Result<()> {
     let image = Qcow2::open_for_metadata(opening(request, true))?;
     let done = image.complete_snapshots();
-    // Closed also after a failure, so that the image is clean.
+    // Closed even after a failure, so that the image is clean.
     let closed = image.close();
     done.and(closed)
 }

@@ -1,4 +1,4 @@
-//! What an amendment asks for, held against what the image is.
+//! Validates a requested amendment against the image.
 
 use vdkit_block::{AmendRequest, BackingRef, Codec, Error, Monitor, Options, Result};
 
@@ -8,7 +8,7 @@ use crate::layout::{autoclear, compatible, extension, incompatible};
 use crate::options::{ENCRYPT_FORMAT, SPECS};
 use crate::snapshots::Snapshot;
 
-/// What an image shall be.
+/// Target properties of an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Plan {
     pub(super) version: u32,
@@ -20,7 +20,7 @@ pub(super) struct Plan {
     data_file_raw: bool,
 }
 
-/// Options that have their own words in [`Plan::new`].
+/// Options that [`Plan::new`] handles itself.
 const CHANGEABLE: &[&str] = &[
     "compat",
     "lazy_refcounts",
@@ -32,7 +32,7 @@ const CHANGEABLE: &[&str] = &[
     "data_file_raw",
 ];
 
-/// The smallest cluster that has room for the names of features.
+/// The smallest cluster with room for the feature names.
 const NAMED_CLUSTER_BYTES: u64 = 4096;
 
 fn invalid<T>(file: &str, what: impl std::fmt::Display) -> Result<T> {
@@ -41,8 +41,8 @@ fn invalid<T>(file: &str, what: impl std::fmt::Display) -> Result<T> {
 
 impl Plan {
     /// # Errors
-    /// [`Error::Unsupported`] for what cannot be changed in place, with the way round;
-    /// [`Error::Invalid`] for what does not go together.
+    /// [`Error::Unsupported`] for what cannot be changed in place, with a workaround;
+    /// [`Error::Invalid`] for invalid combinations.
     pub(super) fn new(request: &AmendRequest, header: &Header) -> Result<Self> {
         let (file, options) = (request.storage.name(), &request.options);
         refuse_fixed(file, options, header)?;
@@ -66,7 +66,8 @@ impl Plan {
             Some(_) => Codec::Deflate,
             None => header.codec,
         };
-        // Version 2 has none, so that a downgrade turns them off unless told otherwise.
+        // Version 2 has no lazy refcounts, so a downgrade turns them off unless the options request
+        // them.
         let lazy = options.switch("lazy_refcounts");
         let lazy_refcounts = lazy.unwrap_or(version >= 3 && header.lazy_refcounts());
         let data_file = match options.text("data_file") {
@@ -155,7 +156,7 @@ impl Plan {
         }
     }
 
-    /// What the tables must be like.
+    /// Checks what the target requires of the tables.
     pub(super) fn check_tables(
         &self,
         header: &Header,
@@ -183,29 +184,28 @@ impl Plan {
         Ok(())
     }
 
-    /// Whether the data file becomes the disk by itself, which it need not have been.
+    /// Whether the data file becomes raw and was not before.
     pub(super) fn makes_raw(&self, header: &Header) -> bool {
         self.data_file_raw && !header.data_file_raw()
     }
 
-    /// Whether snapshots must say more than they do. (Version 3 asks for the sizes of each one's
-    /// disk and VM state.)
+    /// Whether snapshots lack fields that version 3 requires: the sizes of their disk and VM state.
     pub(super) fn needs_sizes(&self, header: &Header, tables: &Tables<'_>) -> bool {
         let mut snapshots = tables.snapshots.snapshots.iter();
         self.version >= 3 && header.version < 3 && snapshots.any(|s| !s.says_its_sizes())
     }
 
-    /// Whether the image is all this.
+    /// Whether the image already matches the plan.
     pub(super) fn is_done(&self, header: &Header) -> bool {
         self.header(header) == *header && header.geometry.refcount_order == self.refcount_order
     }
 
-    /// The header that says so. (The refcount width is a matter of the refcounts.)
+    /// The target header. Keeps the refcount width, which changes with the refcounts.
     pub(super) fn header(&self, old: &Header) -> Header {
         let mut new = old.clone();
         new.version = self.version;
         new.codec = self.codec;
-        // A writer clears what it does not know.
+        // A writer must clear unknown autoclear bits.
         new.autoclear &= autoclear::BITMAPS | autoclear::DATA_FILE_RAW;
         set_bit(&mut new.incompatible, incompatible::COMPRESSION_TYPE, self.codec == Codec::Zstd);
         set_bit(&mut new.compatible, compatible::LAZY_REFCOUNTS, self.lazy_refcounts);
@@ -230,7 +230,7 @@ fn set_bit(bits: &mut u64, bit: u64, on: bool) {
     *bits = if on { *bits | bit } else { *bits & !bit };
 }
 
-/// Version 2 has 32 bits for the size of a VM state, and none for that of a disk.
+/// Version 2 has 32 bits for the VM state size, and no field for the disk size.
 fn check_sizes(file: &str, snapshot: &Snapshot, guest_bytes: u64) -> Result<()> {
     let name = String::from_utf8_lossy(&snapshot.name);
     let what = match snapshot.disk_bytes {
@@ -247,7 +247,7 @@ fn check_sizes(file: &str, snapshot: &Snapshot, guest_bytes: u64) -> Result<()> 
     Err(Error::unsupported(file, what, "delete the snapshot, or convert to a new image"))
 }
 
-/// What the image shall stand on: as the request says apart, or by its options.
+/// The target backing file: from the request's own field, or from its options.
 fn backing(request: &AmendRequest, header: &Header) -> Result<Option<BackingRef>> {
     let old =
         header.backing_name.clone().map(|name| BackingRef::new(name, header.backing_format()));
@@ -268,8 +268,8 @@ fn backing(request: &AmendRequest, header: &Header) -> Result<Option<BackingRef>
     })
 }
 
-/// Sets or removes an extension with a text. A new one comes first: the names of features, which
-/// are long and may be cut off for a moment, come last.
+/// Sets or removes a text extension. A new one is inserted first, so that the long feature names,
+/// which may be temporarily cut off, stay last.
 fn set_text(extensions: &mut Vec<Extension>, kind: u32, text: Option<&str>) {
     let at = extensions.iter().position(|e| e.kind == kind);
     match (at, text) {
@@ -284,7 +284,7 @@ fn set_text(extensions: &mut Vec<Extension>, kind: u32, text: Option<&str>) {
     }
 }
 
-/// The keys of what differs.
+/// The keys of the properties that differ.
 pub(super) fn changes(old: &Header, new: &Header) -> Vec<String> {
     [
         ("compat", old.version != new.version),
@@ -302,7 +302,7 @@ pub(super) fn changes(old: &Header, new: &Header) -> Vec<String> {
     .collect()
 }
 
-/// What to do for another value of what is as it was made.
+/// The workaround for changing a property that is fixed at creation.
 fn way_round(file: &str, key: &str, value: &str, header: &Header) -> String {
     let encrypted = header.encryption == Encryption::Luks;
     if key.ends_with("iter-time") && encrypted {
@@ -319,7 +319,7 @@ fn way_round(file: &str, key: &str, value: &str, header: &Header) -> String {
     format!("a new image can have it: 'vdkit convert -O qcow2 -o {options}{target} {file} NEW'")
 }
 
-/// Refuses another value for what is as it was made.
+/// Rejects another value for a property that is fixed at creation.
 fn refuse_fixed(file: &str, options: &Options, header: &Header) -> Result<()> {
     for spec in SPECS.iter().filter(|spec| !CHANGEABLE.contains(&spec.key)) {
         let Some(value) = options.text(spec.key) else { continue };

@@ -1,21 +1,21 @@
-//! A data file that becomes the disk by itself.
+//! Turns a data file into a raw one.
 //!
-//! Guest data is at its own offset in a data file always. What the image alone knows to be zero may
-//! be anything there; nobody reads it, so it can be made zero before the header says that the file
-//! may be read as a raw image.
+//! A data file always holds guest data at its guest offset. Where only the image records zeroes,
+//! the data file may hold arbitrary bytes. Nothing reads those, so they can be zeroed before the
+//! header declares that the file may be read as a raw image.
 
 use vdkit_block::{
     AmendRequest, Error, Format, GuestOffset, HostOffset, Monitor, Place, Result, Storage, ZeroMode,
 };
 
-/// Bytes of one look at the map.
+/// Bytes of one map lookup.
 const STEP: u64 = 64 << 20;
 
-/// Makes the data file hold the disk, byte for byte and not one more. Durable when it returns.
+/// Makes the data file identical to the disk, with the same length. Durable on return.
 pub(super) fn make_whole(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<()> {
     let image = super::open(request, false)?;
     let Some(data) = request.files.first() else {
-        // As opening it without one says.
+        // The same error as opening it without a data file.
         return Err(Error::Invalid(format!("{}: no data file", request.storage.name())));
     };
     let end = image.guest_bytes();
@@ -33,7 +33,7 @@ pub(super) fn make_whole(request: &AmendRequest, monitor: &Monitor<'_>) -> Resul
     data.sync()
 }
 
-/// Makes it as long as the disk. What lies behind that was never the guest's.
+/// Sets the length of the data file to that of the disk. Bytes beyond it were never guest data.
 fn fit(data: &dyn Storage, bytes: u64) -> Result<()> {
     let len = data.len()?;
     if len == bytes || (len > bytes && !data.caps().growable) {

@@ -1,4 +1,4 @@
-//! A walk over the entries of all L2 tables, those of snapshots too, in search of compressed ones.
+//! Walks the entries of all L2 tables, including those of snapshots, to find compressed ones.
 
 use rustc_hash::FxHashSet;
 use vdkit_block::{Error, HostOffset, Limits, Monitor, Result, Storage};
@@ -8,12 +8,11 @@ use crate::header::Header;
 use crate::layout::{L1_BYTES_MAX, OFFSET_MASK};
 use crate::snapshots::{SnapshotTable, TablePlace};
 
-/// Where the L2 tables of an image are.
+/// The L2 tables of an image.
 pub(super) struct Tables<'a> {
     storage: &'a dyn Storage,
     header: Header,
     limits: Limits,
-    /// The snapshots.
     pub(super) snapshots: SnapshotTable,
 }
 

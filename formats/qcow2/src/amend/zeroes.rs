@@ -1,11 +1,10 @@
-//! Zero clusters out of an image that shall have version 2, which has no flag for them.
+//! Removes zero clusters from an image for a downgrade to version 2, which has no flag for them.
 
 use vdkit_block::{AmendRequest, Format, HostOffset, Monitor, Result, ZeroMode};
 
 use crate::check::zero_flags;
 
-/// Removes all zero flags, from the disk and from its snapshots. The disks stay the same at each
-/// moment.
+/// Removes all zero flags from the disk and its snapshots. The guest-visible content never changes.
 pub(super) fn remove(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<()> {
     let (storage, limits) = (&request.storage, &request.limits);
     let needed = zero_flags::prepare(storage, limits, monitor)?;
@@ -13,8 +12,7 @@ pub(super) fn remove(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<()
     zero_flags::remove(storage, &zeroes, limits, monitor)
 }
 
-/// Finds clusters, fills them with zeroes and leaves them in nobody's use: leaks, if this is all
-/// that comes.
+/// Allocates clusters, fills them with zeroes and leaves them unreferenced: leaks after a crash.
 fn clusters_of_zeroes(request: &AmendRequest, count: u64) -> Result<Vec<u64>> {
     let image = super::open(request, true)?;
     let done = image.take_clusters(count).and_then(|clusters| {
@@ -26,7 +24,7 @@ fn clusters_of_zeroes(request: &AmendRequest, count: u64) -> Result<Vec<u64>> {
         image.flush()?;
         Ok(clusters)
     });
-    // Closed also after a failure, so that the image is clean.
+    // Closed even after a failure, so that the image is clean.
     let closed = image.close();
     let clusters = done?;
     closed?;

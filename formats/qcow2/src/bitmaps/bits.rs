@@ -1,9 +1,9 @@
-//! The bits of a bitmap that records, in memory: pages of up to 4 KiB, there once they are touched.
+//! The bits of a recording bitmap in memory: pages of up to 4 KiB, allocated on first touch.
 //!
-//! Marking takes no lock: a load where the bit is on disk already, else an atomic or and a look at
-//! whether the page is known to be dirty. A bit counts as *settled* once a flush that held it is
-//! done. Until then every write marks the page as dirty again: whoever finds the bit set by another
-//! thread cannot know whether that thread has told of it yet.
+//! Marking takes no lock. It is a load if the bit is on disk already, else an atomic OR and a check
+//! whether the page is marked dirty. A bit is *settled* once a flush that included it is done.
+//! Until then every write marks the page dirty again: a thread that finds the bit set by another
+//! thread cannot know whether that thread has marked the page yet.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
@@ -17,24 +17,23 @@ pub(crate) const PAGE_BYTES_MAX: u64 = 4096;
 /// A bitmap in memory.
 #[derive(Debug)]
 pub(crate) struct Tracker {
-    /// Which bitmap it is.
     pub(crate) id: u64,
-    /// It records the guest's writes; else it is only here to be merged into.
+    /// It records guest writes; otherwise it is only the target of a merge.
     pub(crate) recording: bool,
     granularity_bits: u32,
     bits: u64,
     page_bytes: u64,
     pages: Box<[OnceLock<Page>]>,
-    /// A bit for each page that holds bits that are not settled.
+    /// One bit per page that has unsettled bits.
     dirty: Box<[AtomicU64]>,
 }
 
-/// What a page holds.
+/// Content of a page.
 #[derive(Clone, Debug)]
 pub(crate) enum Page {
     /// All bits are set, on disk too.
     Ones,
-    /// As in the file, where each byte holds eight bits, the lowest first.
+    /// Bits as in the file: eight per byte, the lowest first.
     Bits(Arc<Words>),
 }
 
@@ -46,14 +45,14 @@ pub(crate) struct Words {
 }
 
 impl Words {
-    /// A page as it is on disk.
+    /// Decodes a page from disk.
     pub(crate) fn from_disk(bytes: &[u8]) -> Self {
         let words =
             || bytes.as_chunks::<8>().0.iter().map(|b| AtomicU64::new(u64::from_le_bytes(*b)));
         Self { bits: words().collect(), settled: words().collect() }
     }
 
-    /// Sets a range of bits; says whether one of them is not settled.
+    /// Sets a range of bits; returns whether one of them is unsettled.
     fn set(&self, range: Range<u64>) -> bool {
         let mut unsettled = false;
         let mut at = range.start;
@@ -72,7 +71,7 @@ impl Words {
         unsettled
     }
 
-    /// The bits as they are now.
+    /// Copies the current bits.
     pub(crate) fn copy(&self) -> Vec<u64> {
         self.bits.iter().map(|word| word.load(SeqCst)).collect()
     }
@@ -106,11 +105,11 @@ impl Tracker {
         }
     }
 
-    /// This bitmap for a disk of another size. Nobody may be marking meanwhile.
+    /// This bitmap for a disk of another size. No thread may be marking meanwhile.
     pub(crate) fn resized(&self, bits: u64) -> Self {
         let new = Self::new(self.id, self.recording, self.granularity_bits, bits, self.page_bytes);
         for (old, new) in self.pages.iter().zip(&new.pages) {
-            // What all of a page's bits are is not said of bits that come behind the end.
+            // `Page::Ones` does not apply to bits beyond the old end.
             if let Some(page @ Page::Bits(_)) = old.get() {
                 let _ = new.set(page.clone());
             }
@@ -121,13 +120,12 @@ impl Tracker {
         new
     }
 
-    /// Bytes of a page.
     pub(crate) fn page_bytes(&self) -> u64 {
         self.page_bytes
     }
 
-    /// Sets the bits of a range of guest bytes. `load` says what a page holds that is not in memory
-    /// yet. Returns whether some of it must be written.
+    /// Sets the bits of a range of guest bytes. `load` returns a page that is not in memory yet.
+    /// Returns whether some bits must be written.
     pub(crate) fn mark(
         &self,
         guest: Range<u64>,
@@ -135,7 +133,7 @@ impl Tracker {
     ) -> Result<bool> {
         let per_page = self.page_bytes * 8;
         let mut at = guest.start >> self.granularity_bits;
-        // The disk may just have become smaller.
+        // The disk may just have shrunk.
         let end = (((guest.end - 1) >> self.granularity_bits) + 1).min(self.bits);
         let mut unsettled = false;
         while at < end {
@@ -156,14 +154,14 @@ impl Tracker {
         match self.pages[index].get() {
             Some(page) => Ok(page),
             None => {
-                // Of several threads that load it, the first one's is taken.
+                // If several threads load the page, the first one wins.
                 let page = load(index)?;
                 Ok(self.pages[index].get_or_init(|| page))
             }
         }
     }
 
-    /// A page that is in memory.
+    /// A page, if it is in memory.
     pub(crate) fn loaded(&self, index: usize) -> Option<&Page> {
         self.pages.get(index)?.get()
     }
@@ -181,8 +179,8 @@ impl Tracker {
         self.collect_dirty(|word| word.load(SeqCst))
     }
 
-    /// [`Tracker::dirty_pages`], which are taken for written from now on. To be called before they
-    /// are copied.
+    /// Returns [`Tracker::dirty_pages`] and marks them clean. Must be called before they are
+    /// copied.
     pub(crate) fn take_dirty(&self) -> Vec<usize> {
         self.collect_dirty(|word| if word.load(SeqCst) == 0 { 0 } else { word.swap(0, SeqCst) })
     }
@@ -233,12 +231,12 @@ mod tests {
         assert_eq!(words(&bitmap, 0)[..2], [0b11, 0]);
         assert!(bitmap.mark(512 * 60..512 * 130, empty).unwrap());
         assert_eq!(words(&bitmap, 0)[..3], [0b11 | 0xf << 60, u64::MAX, 0b11]);
-        // Over the end of a page of 4096 bits.
+        // Across the end of a page of 4096 bits.
         assert!(bitmap.mark(512 * 4095..512 * 4097, empty).unwrap());
         assert_eq!((words(&bitmap, 0)[63], words(&bitmap, 1)[0]), (1 << 63, 1));
         assert_eq!(bitmap.take_dirty(), [0, 1]);
         assert!(bitmap.dirty_pages().is_empty());
-        // Bits behind the end do not exist.
+        // Bits beyond the end do not exist.
         assert!(bitmap.mark(512 * 9_999..512 * 20_000, empty).unwrap());
         assert!(!bitmap.mark(512 * 10_000..512 * 20_000, empty).unwrap());
         assert_eq!(bitmap.take_dirty(), [2]);
@@ -250,7 +248,7 @@ mod tests {
         assert!(bitmap.mark(0..1, empty).unwrap());
         assert_eq!(bitmap.take_dirty(), [0]);
         let copied = words(&bitmap, 0);
-        // Not durable yet: who marks it again must not rely on it.
+        // Not durable yet: a second mark must not rely on it.
         assert!(bitmap.mark(0..1, empty).unwrap());
         assert_eq!(bitmap.take_dirty(), [0]);
         bitmap.settle(0, &copied);

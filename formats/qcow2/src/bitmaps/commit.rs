@@ -1,5 +1,5 @@
-//! A new directory of bitmaps: new tables, a barrier, one switch in the header, and then the old
-//! ones are let go.
+//! Commits a new directory of bitmaps: writes new tables, issues a barrier, switches the header in
+//! one write, and then releases the old tables.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -19,35 +19,35 @@ use crate::pool::Space;
 pub(super) struct Wanted {
     /// Name, flags, granularity.
     pub(super) bitmap: Bitmap,
-    /// The id of the bitmap whose table it keeps, or a new table without clusters.
+    /// Its table: kept or new.
     pub(super) table: WantedTable,
 }
 
 /// The table of a bitmap of the new directory.
 pub(super) enum WantedTable {
-    /// That of the bitmap with this id.
+    /// The table of the bitmap with this id.
     Keep(u64),
-    /// A new one. It names clusters only if the bitmap with the id names them now.
+    /// A new table. Any clusters that it names must belong to a bitmap of the current directory.
     New(Vec<u64>),
 }
 
 impl Qcow2 {
-    /// What the directory says now, to be changed.
+    /// The current directory, as a starting point for changes.
     pub(super) fn wanted(&self) -> Vec<Wanted> {
         let directory = self.bitmaps.directory.lock();
         let keep = |e: &Entry| Wanted { bitmap: e.bitmap.clone(), table: WantedTable::Keep(e.id) };
         directory.entries.iter().map(keep).collect()
     }
 
-    /// Switches to a new directory, which is `valid`. The caller holds `admin` and the lead; all
-    /// that was written before is flushed first.
+    /// Switches to a new directory and sets whether it is `valid`. The caller holds `admin` and the
+    /// lead. Flushes all earlier writes first.
     pub(super) fn commit_bitmaps(
         &self,
         lead: &mut Lead<'_>,
         wanted: Vec<Wanted>,
         valid: bool,
     ) -> Result<()> {
-        // With clusters for pages that have none yet.
+        // Also allocates clusters for pages that have none yet.
         self.meta.flush_led(self, lead)?;
         let mut meta = self.meta.lock();
         self.before_change(&mut meta)?;
@@ -70,7 +70,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// The entries of the new directory, those with new tables without a place for them.
+    /// The entries of the new directory; new tables have no offset yet.
     fn new_directory(&self, wanted: Vec<Wanted>) -> Directory {
         let old = self.bitmaps.directory.lock();
         let mut new = Directory { entries: Vec::new(), place: None, next_id: old.next_id };
@@ -130,7 +130,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Takes the new directory into use, and lets go of clusters that only the old one named.
+    /// Installs the new directory, and releases clusters that only the old one named.
     fn install(&self, meta: &mut Meta, new: Directory) {
         let mut trackers = self.bitmaps.trackers.write();
         let mut directory = self.bitmaps.directory.lock();
@@ -161,8 +161,8 @@ impl Qcow2 {
         *directory = new;
     }
 
-    /// Waits until each write that had begun has ended: those that began before a bitmap was there
-    /// to record them.
+    /// Waits until all writes have ended that began before this call, and so before a new bitmap
+    /// could record them.
     pub(super) fn writers_ended(&self) {
         let mut meta = self.meta.lock();
         let moment = meta.tickets.moment();
@@ -174,7 +174,7 @@ impl Qcow2 {
         }
     }
 
-    /// The error for a bitmap that is not there.
+    /// The error for a missing bitmap.
     pub(super) fn no_bitmap(&self, name: &str) -> Error {
         Error::Invalid(format!("{}: no bitmap is named '{name}'", self.storage.name()))
     }

@@ -1,4 +1,4 @@
-//! What users do with bitmaps.
+//! Bitmap operations of users.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::image::{Lead, Qcow2};
 const GRANULARITY_DEFAULT: Range<u64> = 4 << 10..64 << 10;
 
 impl Qcow2 {
-    /// All bitmaps, with their tables; read now where the image is only read.
+    /// All bitmaps with their tables; a read-only image reads them on each call.
     fn entries(&self) -> Result<Vec<Entry>> {
         if self.writable {
             return Ok(self.bitmaps.directory.lock().entries.clone());
@@ -47,7 +47,7 @@ impl Qcow2 {
         )))
     }
 
-    /// Changes the directory. The closure changes the list of what there is.
+    /// Changes the directory: `change` edits the list of bitmaps.
     fn change(&self, change: impl FnOnce(&Self, &mut Vec<Wanted>) -> Result<()>) -> Result<()> {
         self.need_writable()?;
         let _admin = self.bitmaps.admin.lock();
@@ -58,7 +58,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// [`Qcow2::change`] of one bitmap that can be trusted.
+    /// [`Qcow2::change`] of one usable bitmap.
     fn change_one(&self, name: &str, change: impl FnOnce(&mut Wanted)) -> Result<()> {
         self.change(|image, wanted| {
             image.entry(name)?;
@@ -127,7 +127,7 @@ impl Qcow2 {
         Ok(Wanted { bitmap, table: WantedTable::New(vec![0; entries as usize]) })
     }
 
-    /// What [`Bitmaps::mark_all_dirty`] wants of the directory; nothing where no bitmap records.
+    /// The directory for [`Bitmaps::mark_all_dirty`]; `None` if no bitmap records.
     fn all_dirty(&self) -> Option<Vec<Wanted>> {
         let mut wanted = self.wanted();
         let directory = self.bitmaps.directory.lock();
@@ -142,8 +142,8 @@ impl Qcow2 {
         some.then_some(wanted)
     }
 
-    /// [`Bitmaps::mark_all_dirty`] for whoever holds `bitmaps.admin` and the lead, such as the
-    /// return to a snapshot. Durable; nothing is done where no bitmap records.
+    /// [`Bitmaps::mark_all_dirty`] for callers that hold `bitmaps.admin` and the lead, such as
+    /// applying a snapshot. Durable; does nothing if no bitmap records.
     pub(crate) fn mark_bitmaps_dirty(&self, lead: &mut Lead<'_>) -> Result<()> {
         match self.all_dirty() {
             Some(wanted) => self.commit_bitmaps(lead, wanted, true),
@@ -151,7 +151,7 @@ impl Qcow2 {
         }
     }
 
-    /// The dirty runs of a bitmap, joined.
+    /// Calls `found` for each dirty run of a bitmap; adjacent runs are merged.
     fn visit_dirty(
         &self,
         entry: &Entry,
@@ -207,7 +207,7 @@ impl Qcow2 {
         Ok(sum)
     }
 
-    /// Sets in one bitmap what is set in another.
+    /// Sets in one bitmap the bits that are set in another.
     fn merge_into(&self, tracker: &Tracker, source: &dyn Bitmaps, source_name: &str) -> Result<()> {
         let size = self.guest_len();
         source.for_each_dirty(source_name, &mut |run| {
@@ -217,8 +217,8 @@ impl Qcow2 {
     }
 }
 
-/// Puts the bits that are in memory over those of a cluster of a bitmap that begins at byte `from`
-/// of it. Says whether there were any.
+/// Overlays a bitmap cluster, which begins at byte `from` of the bitmap, with the pages in memory.
+/// Returns whether there were any.
 fn overlay(tracker: &Tracker, from: u64, bytes: &mut [u8]) -> bool {
     let step = tracker.page_bytes();
     let mut some = false;
@@ -242,7 +242,7 @@ fn for_runs(bytes: &[u8], count: u64, mut found: impl FnMut(u64, u64) -> Result<
         if at >= count {
             break;
         }
-        // Most words are all the same, and say nothing new.
+        // Most words do not end or begin a run.
         if (word == 0 && start.is_none()) || (word == u64::MAX && start.is_some()) {
             continue;
         }
@@ -266,7 +266,7 @@ fn for_runs(bytes: &[u8], count: u64, mut found: impl FnMut(u64, u64) -> Result<
 
 impl Bitmaps for Qcow2 {
     fn list(&self) -> Result<Vec<BitmapStatus>> {
-        // No cluster changes its owner while a flush is kept waiting.
+        // While the lead is held, no cluster changes its owner.
         let _lead = self.meta.lead();
         let status = |entry: &Entry| {
             let dirty_bytes = entry.usable().then(|| self.dirty_bytes(entry)).transpose()?;
@@ -341,7 +341,7 @@ impl Bitmaps for Qcow2 {
             self.merge_into(&tracker, source, source_name)?;
             return self.meta.flush(self);
         }
-        // One that does not record has its pages in memory for as long as this takes.
+        // The pages of a bitmap that does not record are in memory only during the merge.
         let tracker = entry.tracker(false, self.guest_len(), &self.geometry);
         self.bitmaps.trackers.write().push(Arc::clone(&tracker));
         self.bitmaps.active.store(true, Ordering::Release);

@@ -1,9 +1,9 @@
-//! Recording what is written, and taking that along with each flush.
+//! Records writes, and adds the changes to each flush.
 //!
-//! A bit is set in memory before the write that it stands for is. A flush writes the pages with
-//! new bits in its first group, before the map entries that show new data, and entries for new
-//! clusters of a bitmap's table in the second. So on disk a bitmap is at each moment a superset of
-//! what was flushed, and it never has to be marked as in use.
+//! A bit is set in memory before its write is issued. A flush writes pages with new bits in its
+//! first group, before the map entries that expose new data, and table entries for new clusters of
+//! a bitmap in the second. So at each moment the bitmap on disk is a superset of what was flushed,
+//! and it never has to be marked as in use.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,10 +17,10 @@ use super::bits::{Page, Tracker, Words};
 use crate::image::{Meta, Qcow2};
 use crate::pool::Space;
 
-/// Dirty pages and table entries as they were at one moment.
+/// Copies of dirty pages and table entries at one moment.
 #[derive(Debug, Default)]
 pub(crate) struct BitmapCopies {
-    /// Host offset and bytes of pages, neighbours joined: for the first group.
+    /// Host offset and bytes of pages, adjacent ones merged: for the first group.
     pub(crate) pages: Vec<(u64, Vec<u8>)>,
     /// Host offset and bytes of table entries: for the second group.
     pub(crate) tables: Vec<(u64, Vec<u8>)>,
@@ -36,7 +36,7 @@ impl BitmapCopies {
 }
 
 impl Qcow2 {
-    /// As [`vdkit_block::Format::note_write`]. Not to be called under the metadata lock.
+    /// As [`vdkit_block::Format::note_write`]. Must not be called under the metadata lock.
     pub(crate) fn note(&self, guest: Range<u64>) -> Result<()> {
         if !self.bitmaps.active.load(Ordering::Acquire) || guest.is_empty() {
             return Ok(());
@@ -53,7 +53,8 @@ impl Qcow2 {
         tracker.mark(guest, |page| self.load_page(tracker, page)).map(|_| ())
     }
 
-    /// Where a page of a bitmap is: its table's word, its index, and the offset in the cluster.
+    /// The place of a page: its table entry, the index of that entry, and the offset in the
+    /// cluster.
     fn page_place(&self, tracker: &Tracker, page: usize) -> (Option<u64>, usize, u64) {
         let at = page as u64 * tracker.page_bytes();
         let index = (at >> self.geometry.cluster_bits) as usize;
@@ -82,7 +83,7 @@ impl Qcow2 {
         self.bitmaps.trackers.read().clone()
     }
 
-    /// Whether something of a bitmap has yet to be written.
+    /// Whether a bitmap has unwritten changes.
     pub(crate) fn bitmaps_unwritten(&self) -> bool {
         self.trackers().iter().any(|tracker| {
             let mut directory = self.bitmaps.directory.lock();
@@ -91,9 +92,9 @@ impl Qcow2 {
         })
     }
 
-    /// Finds clusters for dirty pages that have none; the caller leads, and no copies
-    /// are being written. Where there is no space left the table says "all bits set" instead,
-    /// which needs none and is no lie.
+    /// Allocates clusters for dirty pages that have none. The caller holds the lead, and no copies
+    /// are being written. If no space is left, the table entry becomes "all bits set", which needs
+    /// no cluster and is still a superset.
     pub(crate) fn place_bitmaps(&self, meta: &mut MutexGuard<'_, Meta>) -> Result<()> {
         for tracker in self.trackers() {
             for page in tracker.dirty_pages() {
@@ -115,7 +116,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// A cluster that reads as zero.
+    /// Allocates a cluster that reads as zero.
     fn bitmap_cluster(&self, meta: &mut MutexGuard<'_, Meta>) -> Result<HostOffset> {
         let space = match meta.space.pool.take_fresh(1) {
             Some(space) => space,
@@ -138,7 +139,7 @@ impl Qcow2 {
         Ok(offset)
     }
 
-    /// Takes everything that is dirty, to be written.
+    /// Takes copies of everything dirty, to be written.
     pub(crate) fn copy_bitmaps(&self) -> BitmapCopies {
         let mut copies = BitmapCopies::default();
         for tracker in self.trackers() {
@@ -147,8 +148,8 @@ impl Qcow2 {
                 let cluster = match word {
                     Some(ALL_ONES) | None => continue,
                     Some(0) => {
-                        // Dirty since clusters were found: for the next flush. The write that it
-                        // stands for has not ended when this flush was asked for.
+                        // Became dirty after clusters were allocated, so the next flush writes it:
+                        // its guest write had not ended when this flush was requested.
                         tracker.set_dirty(page);
                         continue;
                     }
@@ -178,7 +179,6 @@ impl Qcow2 {
         copies
     }
 
-    /// The copies are durable.
     pub(crate) fn bitmaps_flushed(&self, copies: BitmapCopies) {
         for (tracker, page, words) in copies.taken {
             tracker.settle(page, &words);

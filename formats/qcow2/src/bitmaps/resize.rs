@@ -1,9 +1,9 @@
-//! Bitmaps of a disk that changes its size.
+//! Resizes bitmaps with their disk.
 //!
-//! Where the table of each bitmap keeps its length, the bitmaps stay valid throughout: what a disk
-//! grows by is marked before it does. Else tables and size would have to change at once, and lie in
-//! different sectors; so the bitmaps are declared invalid first, and valid again when all is done.
-//! A power cut in between loses them, and they say so.
+//! If every bitmap's table keeps its length, the bitmaps stay valid throughout: the added range is
+//! marked before the disk grows. Otherwise tables and disk size would have to change atomically,
+//! but they are in different sectors. So the bitmaps are first declared invalid, and valid again at
+//! the end. A power cut in between invalidates them.
 
 use std::sync::atomic::Ordering;
 
@@ -13,7 +13,7 @@ use super::commit::WantedTable;
 use super::{flag, table_entries_for};
 use crate::image::{Lead, Qcow2};
 
-/// What [`Qcow2::bitmaps_before_resize`] did.
+/// Result of [`Qcow2::bitmaps_before_resize`].
 pub(crate) struct Resizing {
     /// Tables change their length, so the bitmaps are invalid meanwhile.
     suspended: bool,
@@ -22,8 +22,8 @@ pub(crate) struct Resizing {
 }
 
 impl Qcow2 {
-    /// To be called before the disk changes its size. The caller holds `admin` and the lead
-    /// until after [`Qcow2::bitmaps_after_resize`].
+    /// Must be called before a resize. The caller holds `admin` and the lead until after
+    /// [`Qcow2::bitmaps_after_resize`].
     pub(crate) fn bitmaps_before_resize(&self, old: u64, new: u64) -> Result<Resizing> {
         let cluster = self.geometry.cluster_bytes();
         let entries = |bits: u64| table_entries_for(bits, cluster).max(1);
@@ -42,7 +42,7 @@ impl Qcow2 {
         Ok(resizing)
     }
 
-    /// To be called when the disk has its new size, or has kept its old one after a failure.
+    /// Must be called after the resize, also after a failed one.
     pub(crate) fn bitmaps_after_resize(
         &self,
         lead: &mut Lead<'_>,
@@ -71,8 +71,8 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// No bitmap can be trusted from now on: the directory that is written next says so, which will be
-    /// declared valid.
+    /// Marks all bitmaps as in use, and so untrusted, in the next directory to be written, which
+    /// will be declared valid.
     fn distrust_bitmaps(&self) {
         let mut trackers = self.bitmaps.trackers.write();
         self.bitmaps.active.store(false, Ordering::Release);
@@ -92,10 +92,9 @@ impl Qcow2 {
         }
     }
 
-    /// Gives each bitmap that can be trusted a table for the new size. The clusters that stay are
-    /// the same ones.
+    /// Writes each usable bitmap a table for the new size that keeps the remaining clusters.
     fn resize_tables(&self, lead: &mut Lead<'_>, guest_bytes: u64) -> Result<()> {
-        // Bits that were marked meanwhile go to the old clusters, which both tables name.
+        // Flushes bits marked meanwhile to the old clusters, which both tables name.
         self.meta.flush_led(self, lead)?;
         let mut wanted = self.wanted();
         {

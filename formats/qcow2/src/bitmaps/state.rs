@@ -15,31 +15,31 @@ use super::{
 use crate::header::{Header, field};
 use crate::layout::{Geometry, OFFSET_MASK, autoclear, extension};
 
-/// Bitmaps that record may have so many times [`Limits::table_bytes_max`] bytes together.
+/// All recording bitmaps together may have this many times [`Limits::table_bytes_max`] bytes.
 const RECORDED_MAX: u64 = 64;
-/// Flags that have a meaning.
+/// Known flags.
 const FLAGS_KNOWN: u32 = flag::IN_USE | flag::AUTO | flag::EXTRA_DATA_COMPATIBLE;
 
-/// What an open image keeps of its bitmaps.
+/// Bitmap state of an open image.
 ///
-/// Locks: `admin` before all others of the image; `trackers`, then `directory`, after all others.
-/// None of the latter two is held during I/O.
+/// Lock order: `admin` before all other locks of the image; `trackers`, then `directory`, after all
+/// others. Neither of these two is held during I/O.
 #[derive(Debug)]
 pub(crate) struct State {
     /// Some bitmap is in `trackers`.
     pub(super) active: AtomicBool,
     pub(super) trackers: RwLock<Vec<Arc<Tracker>>>,
     pub(super) directory: Mutex<Directory>,
-    /// Held by whoever changes which bitmaps there are, or the size of the disk.
+    /// Held while bitmaps are added, removed or changed, and while the disk is resized.
     pub(crate) admin: Mutex<()>,
     pub(super) limits: Limits,
 }
 
-/// The directory as it is in the file, but for tables of which entries are about to be written.
+/// The directory as in the file, except for unwritten table entries.
 #[derive(Debug, Default)]
 pub(super) struct Directory {
     pub(super) entries: Vec<Entry>,
-    /// Host offset and bytes of the directory; nothing where there is none that is valid.
+    /// Host offset and bytes of the directory; `None` without a valid one.
     pub(super) place: Option<(HostOffset, u64)>,
     pub(super) next_id: u64,
 }
@@ -47,22 +47,22 @@ pub(super) struct Directory {
 /// One bitmap.
 #[derive(Clone, Debug)]
 pub(super) struct Entry {
-    /// Stays the same while the bitmap has the same table.
+    /// Unchanged while the bitmap keeps its table.
     pub(super) id: u64,
     pub(super) bitmap: Bitmap,
-    /// Its table; nothing where that makes no sense.
+    /// Its table; `None` if invalid.
     pub(super) table: Option<Vec<u64>>,
-    /// Indexes of table entries that have to be written.
+    /// Indexes of table entries to write.
     pub(super) unwritten: BTreeSet<usize>,
 }
 
 impl Entry {
-    /// Whether it records what the guest writes.
+    /// Whether it records guest writes.
     pub(super) fn records(&self) -> bool {
         self.usable() && self.bitmap.flags & flag::AUTO != 0
     }
 
-    /// Whether its bits mean something.
+    /// Whether its bits can be trusted.
     pub(super) fn usable(&self) -> bool {
         !self.bitmap.in_use() && self.table.is_some()
     }
@@ -94,7 +94,6 @@ impl Entry {
 }
 
 impl Directory {
-    /// The bitmap with this id.
     pub(super) fn by_id(&mut self, id: u64) -> Option<&mut Entry> {
         self.entries.iter_mut().find(|entry| entry.id == id)
     }
@@ -110,7 +109,7 @@ impl Directory {
         }
     }
 
-    /// Reads the directory and all tables; what is wrong with bitmaps goes to `faults`.
+    /// Reads the directory and all tables; adds faults of bitmaps to `faults`.
     pub(super) fn read(
         header: &Header,
         guest_bytes: u64,
@@ -146,7 +145,7 @@ impl Directory {
     }
 }
 
-/// What is wrong with a directory entry whose form is right.
+/// Checks the values of a well-formed directory entry.
 fn check_entry(
     bitmap: &Bitmap,
     geometry: &Geometry,
@@ -178,7 +177,7 @@ fn check_entry(
     Ok(())
 }
 
-/// Reads a table; the inner error says what makes no sense.
+/// Reads a table; the inner error describes a fault in it.
 fn read_table(
     bitmap: &Bitmap,
     geometry: &Geometry,
@@ -200,7 +199,7 @@ fn read_table(
 }
 
 impl State {
-    /// Of an image that is only read: nothing is read before someone asks.
+    /// State of a read-only image: bitmaps are read on demand.
     pub(crate) fn unread(limits: &Limits) -> Self {
         Self {
             active: AtomicBool::new(false),
@@ -212,8 +211,8 @@ impl State {
     }
 
     /// Reads the bitmaps of an image that is opened for writing, and adds their clusters to
-    /// `metadata`. A bitmap that makes no sense is marked as one that cannot be trusted; where the
-    /// directory makes none, the autoclear bit goes, which says that of all of them.
+    /// `metadata`. Marks a damaged bitmap as in use, so that no program trusts it. If the directory
+    /// is damaged, clears the autoclear bit, which invalidates all bitmaps.
     pub(crate) fn open(
         header: &mut Header,
         storage: &dyn Storage,
@@ -285,15 +284,14 @@ impl State {
     }
 }
 
-/// Clears the autoclear bit, durably: nobody trusts the bitmaps any more.
+/// Durably clears the autoclear bit, which invalidates all bitmaps.
 fn forget(header: &mut Header, storage: &dyn Storage) -> Result<()> {
     header.autoclear &= !autoclear::BITMAPS;
     storage.write_at(&header.autoclear.to_be_bytes(), HostOffset(field::AUTOCLEAR))?;
     storage.sync()
 }
 
-/// Marks damaged bitmaps in the directory as not to be trusted, before anything is written that
-/// they do not record.
+/// Marks damaged bitmaps in the directory as in use, before any write that they do not record.
 fn distrust(
     directory: &mut Directory,
     storage: &dyn Storage,
@@ -315,7 +313,7 @@ fn distrust(
                 String::from_utf8_lossy(&bitmap.name)
             ));
             bitmap.flags |= flag::IN_USE;
-            // Entries begin at multiples of eight: this lies within one sector.
+            // Entries begin at multiples of eight, so the flags are within one sector.
             storage.write_at(&bitmap.flags.to_be_bytes(), HostOffset(at + 12))?;
             written = true;
         }

@@ -1,9 +1,9 @@
-//! The bitmaps extension in the header, and the bit that says that it is true.
+//! The bitmaps header extension, and the autoclear bit that declares it valid.
 //!
-//! The header must be sound at each moment, so it is never written as a whole. The extension's 24
-//! bytes lie within one sector where we put them, so that one write switches from one directory to
-//! another. A new extension takes the place of the mark that ends the list: what comes behind that
-//! mark is ignored until the eight bytes of the mark, which lie within one sector, are written.
+//! The header must be valid at each moment, so it is never rewritten as a whole. vdkit places the
+//! extension's 24 bytes within one sector, so that one write switches directories. A new extension
+//! replaces the mark that ends the list: everything after that mark is ignored until its eight
+//! bytes, which are within one sector, are overwritten.
 
 use vdkit_block::{Error, HostOffset, Result};
 
@@ -11,13 +11,11 @@ use crate::header::{Header, field};
 use crate::image::{Meta, Qcow2};
 use crate::layout::{autoclear, extension};
 
-/// Bytes of the extension's data.
 const DATA_BYTES: u64 = 24;
 /// Bytes of an extension's type and length.
 const HEAD_BYTES: u64 = 8;
 const SECTOR: u64 = 512;
 
-/// The data of the extension.
 fn data(count: u32, (offset, bytes): (HostOffset, u64)) -> [u8; DATA_BYTES as usize] {
     let mut data = [0; DATA_BYTES as usize];
     data[..4].copy_from_slice(&count.to_be_bytes());
@@ -37,8 +35,8 @@ fn within_sector(at: u64, bytes: u64) -> bool {
     at / SECTOR == (at + bytes - 1) / SECTOR
 }
 
-/// Bytes of padding, with its head, in front of an extension whose list ends at `at`, so that its
-/// data lies within one sector.
+/// Bytes of padding, including its head, to insert before a new extension at `at`, so that the
+/// extension's data is within one sector.
 fn padding(at: u64) -> u64 {
     if within_sector(at + HEAD_BYTES, DATA_BYTES) {
         return 0;
@@ -48,23 +46,23 @@ fn padding(at: u64) -> u64 {
 }
 
 impl Qcow2 {
-    /// Says in the header that the bitmaps are true, or that they are not; durable.
+    /// Durably marks the bitmaps as valid or invalid in the header.
     pub(super) fn set_bitmaps_valid(&self, meta: &mut Meta, valid: bool) -> Result<()> {
         let bits = self.header.autoclear() | if valid { autoclear::BITMAPS } else { 0 };
         self.switch_header(meta, field::AUTOCLEAR, &bits.to_be_bytes())
     }
 
-    /// Writes bytes that nobody looks at yet.
+    /// Durably writes bytes that nothing refers to yet.
     fn put(&self, at: u64, bytes: &[u8]) -> Result<()> {
         self.storage.write_at(bytes, HostOffset(at))?;
         self.storage.sync()
     }
 
-    /// Points the header at a directory of `count` bitmaps that is durable, or at none, and says
-    /// that it is true if it is `valid`.
+    /// Points the header at a durable directory of `count` bitmaps, or at none, and marks it valid
+    /// if `valid`.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where the header cluster has no room, with nothing changed; I/O.
+    /// [`Error::Unsupported`] if the header cluster has no room, with nothing changed; I/O.
     pub(super) fn switch_directory(
         &self,
         meta: &mut Meta,
@@ -111,7 +109,7 @@ impl Qcow2 {
         if valid { self.set_bitmaps_valid(meta, true) } else { Ok(()) }
     }
 
-    /// Where the mark that ends the list of extensions is, or belongs.
+    /// Offset at which the mark that ends the extension list is or belongs.
     fn list_end(header: &Header) -> u64 {
         header.extensions.last().map_or(u64::from(header.header_bytes), |last| {
             last.offset + (last.data.len() as u64).next_multiple_of(8)
@@ -156,7 +154,7 @@ impl Qcow2 {
         self.switch_header(meta, at, first)
     }
 
-    /// Moves the name of the backing file out of the way of `bytes` bytes at `at`.
+    /// Moves the backing file name to make room for `bytes` bytes at `at`.
     fn make_room(&self, meta: &mut Meta, header: &Header, at: u64, bytes: u64) -> Result<()> {
         let cluster = self.geometry.cluster_bytes();
         let no_room = || {
@@ -175,7 +173,7 @@ impl Qcow2 {
         if header.backing_name.is_none() || offset == 0 || offset >= end {
             return if end <= cluster { Ok(()) } else { Err(no_room()) };
         }
-        // Neither on what is to be written nor on itself.
+        // The new place must overlap neither the room nor the old name.
         let new = end.max(offset + len).next_multiple_of(8);
         if new + len > cluster {
             return Err(no_room());

@@ -1,7 +1,7 @@
-//! The refcount of each host cluster against the references to it: two bytes a cluster.
+//! Refcount minus references of each host cluster, in two bytes per cluster.
 //!
-//! A walk over the metadata needs both numbers of each cluster only at the end, and then only
-//! their difference. So one word holds
+//! A walk over the metadata needs both numbers of a cluster only at the end, and then only their
+//! difference. So one word per cluster holds
 //!
 //! ```text
 //!   bit  15     the refcount in the image is exactly 1 (what a COPIED flag must agree with)
@@ -9,8 +9,8 @@
 //!   bits 0-13   refcount minus references, signed; -8192: too large, see `large`
 //! ```
 //!
-//! Words come in chunks that are made on first touch, so an image that names cluster 2^47 costs
-//! one chunk more, and the whole is bounded by what the image's structures really name.
+//! Words are in chunks that are allocated on first touch, so an image that names cluster 2^47 costs
+//! one more chunk, and the total is bounded by what the image's structures actually name.
 
 use rustc_hash::FxHashMap;
 use vdkit_block::{Error, Result};
@@ -19,22 +19,22 @@ use crate::refcounts::get_refcount;
 
 const CHUNK_BITS: u32 = 12;
 const CHUNK: usize = 1 << CHUNK_BITS;
-/// Chunks that are found by index rather than by hash: 4 MiB of index, 2^32 clusters.
+/// Chunks that are found by index rather than by hash: a 4 MiB index for 2^32 clusters.
 const NEAR_CHUNKS_MAX: u64 = 1 << 20;
 
 /// The refcount in the image is exactly 1.
 pub(super) const SINGLE: u16 = 1 << 15;
-/// Metadata lives in this cluster.
+/// This cluster holds metadata.
 pub(super) const METADATA: u16 = 1 << 14;
 const BALANCE_MASK: u16 = METADATA - 1;
-/// The balance is in the map of large ones.
+/// The balance is in the map `large`.
 const LARGE: i32 = -8192;
 
 fn balance_of(word: u16) -> i32 {
     i32::from((word << 2) as i16 >> 2)
 }
 
-/// See the module.
+/// See the module documentation.
 #[derive(Debug)]
 pub(super) struct Balance {
     near: Vec<u32>,
@@ -70,8 +70,7 @@ impl Balance {
         self.end
     }
 
-    /// [`Error::Limit`] once the table would have taken more memory than it may; what was counted
-    /// after that is lost.
+    /// [`Error::Limit`] once the table would have exceeded its memory limit; later counts are lost.
     pub(super) fn check_limit(&self, file: &str) -> Result<()> {
         if self.exhausted {
             return Err(Error::Limit {
@@ -126,7 +125,6 @@ impl Balance {
         Some(slot as usize - 1)
     }
 
-    /// The word of a cluster.
     #[inline]
     pub(super) fn word(&self, cluster: u64) -> u16 {
         match self.slot(cluster) {
@@ -135,8 +133,7 @@ impl Balance {
         }
     }
 
-    /// Notes `times` references to a cluster (fewer than 0 take references back). Returns the
-    /// word as it was.
+    /// Adds `times` references to a cluster (negative: removes them). Returns the old word.
     #[inline]
     pub(super) fn refer(&mut self, cluster: u64, times: i32) -> u16 {
         let Some(slot) = self.slot_or_new(cluster) else { return 0 };
@@ -153,8 +150,8 @@ impl Balance {
         old
     }
 
-    /// Notes one reference to each of `count` clusters, if each has a refcount of 1, no reference
-    /// yet and no metadata. Returns whether that was so; nothing is noted else.
+    /// Adds one reference to each of `count` clusters, if each has a refcount of 1, no reference
+    /// yet and no metadata. Returns whether it did.
     #[inline]
     pub(super) fn refer_singles(&mut self, first: u64, count: usize) -> bool {
         let offset = first as usize & (CHUNK - 1);
@@ -189,7 +186,7 @@ impl Balance {
         *word = *word & !BALANCE_MASK | LARGE as u16 & BALANCE_MASK;
     }
 
-    /// Marks a cluster as metadata. Returns the word as it was.
+    /// Marks a cluster as metadata. Returns the old word.
     pub(super) fn mark_metadata(&mut self, cluster: u64) -> u16 {
         let Some(slot) = self.slot_or_new(cluster) else { return 0 };
         let word = &mut self.chunks[slot][cluster as usize & (CHUNK - 1)];
@@ -206,14 +203,14 @@ impl Balance {
         }
     }
 
-    /// Takes the refcounts of a block that begins with cluster `first`. Each cluster's refcount is
-    /// taken at most once, and before any reference to it.
+    /// Adds the refcounts of a block that begins with cluster `first`. Each cluster's refcount is
+    /// added at most once, and before any reference to it.
     pub(super) fn add_refcounts(&mut self, first: u64, block: &[u8], order: u32) {
         let end = first.saturating_add(((block.len() * 8) >> order) as u64);
         let mut at = first;
         while at < end {
             let next = end.min((at | (CHUNK as u64 - 1)) + 1);
-            // A piece may begin within a byte only where blocks are smaller than a byte: never.
+            // A piece never begins within a byte, since no block is smaller than a byte.
             let bytes = (((at - first) << order) / 8) as usize
                 ..(((next - first) << order).div_ceil(8)) as usize;
             if block[bytes].iter().any(|&b| b != 0) {
@@ -261,7 +258,7 @@ impl Balance {
         }
     }
 
-    /// Chunks in the order of their clusters: first cluster and words.
+    /// Chunks in cluster order: first cluster and words.
     fn chunks(&self) -> impl Iterator<Item = (u64, &[u16; CHUNK])> {
         let mut far: Vec<_> = self.far.iter().map(|(&chunk, &slot)| (chunk, slot)).collect();
         far.sort_unstable();
@@ -271,7 +268,7 @@ impl Balance {
             .map(|(chunk, slot)| (chunk << CHUNK_BITS, &*self.chunks[slot as usize - 1]))
     }
 
-    /// Clusters whose refcount and references differ, with the difference, in their order.
+    /// Clusters whose refcount and references differ, with the difference, in cluster order.
     pub(super) fn unbalanced(&self) -> impl Iterator<Item = (u64, i128)> {
         self.chunks()
             .filter(|(_, words)| words.iter().any(|&w| w & BALANCE_MASK != 0))
@@ -282,7 +279,7 @@ impl Balance {
             .filter(|&(_, balance)| balance != 0)
     }
 
-    /// Which refcount blocks of `1 << block_bits` refcounts have a difference in them.
+    /// Refcount blocks of `1 << block_bits` refcounts that contain a difference.
     pub(super) fn unbalanced_blocks(&self, block_bits: u32) -> Vec<u64> {
         let mut blocks: Vec<u64> = Vec::new();
         for (cluster, _) in self.unbalanced() {
@@ -326,7 +323,7 @@ mod tests {
         let block: Vec<u8> = std::iter::repeat_n([0, 1], 8192).flatten().collect();
         balance.add_refcounts(0, &block, 4);
         assert!(balance.refer_singles(10, 5));
-        assert!(!balance.refer_singles(14, 5)); // 14 has its reference
+        assert!(!balance.refer_singles(14, 5)); // 14 has a reference already
         balance.mark_metadata(20);
         assert!(!balance.refer_singles(16, 5));
         assert!(!balance.refer_singles(4095, 2)); // two chunks
@@ -388,6 +385,6 @@ mod tests {
         balance.add_refcounts(0, &[0xff; 2048], 0); // 16384 refcounts of one bit
         assert_eq!(balance.chunks.len(), 4);
         assert_eq!(unbalanced(&balance).len(), 16384);
-        assert_eq!(balance.end(), 100); // what lies beyond the file does not count
+        assert_eq!(balance.end(), 100); // clusters beyond the file do not count
     }
 }

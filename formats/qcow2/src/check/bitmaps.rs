@@ -1,9 +1,8 @@
-//! Persistent bitmaps: where their directory, tables and clusters are.
+//! Persistent bitmaps: locates their directory, tables and clusters.
 //!
-//! A broken bitmap is no loss of guest data, only of the knowledge what changed. So a repair drops a
-//! bitmap whose table is damaged; where the directory itself is, or bitmaps share clusters with
-//! something else, it clears the autoclear bit, which tells each reader that none of them is to be
-//! trusted.
+//! A broken bitmap loses no guest data, only the record of changes. So a repair drops a bitmap
+//! whose table is damaged. If the directory itself is damaged, or bitmaps share clusters with
+//! something else, it clears the autoclear bit, which invalidates all bitmaps.
 //!
 //! Source: qcow2 specification, sections "Bitmaps extension" and "Bitmaps".
 
@@ -27,27 +26,26 @@ const FLAG_IN_USE: u32 = 1;
 /// Bits of a table entry that must be zero.
 const TABLE_RESERVED: u64 = !(OFFSET_MASK | 1);
 
-/// One thing that the bitmaps occupy: what, host offset, bytes.
+/// A structure of the bitmaps: name, host offset, bytes.
 pub(super) type Taken = (&'static str, u64, u64);
 
 /// Damage: host offset, structure, message.
 pub(super) type BitmapFault = (u64, &'static str, String);
 
-/// What the header says of bitmaps.
+/// Bitmaps according to the header.
 pub(super) enum Presence {
-    /// There are none.
+    /// No bitmaps.
     None,
-    /// Something without bitmap support wrote to the image since; they are as good as gone.
+    /// A program without bitmap support has written to the image; the bitmaps are invalid.
     Stale,
-    /// The bit is set but there is nothing.
+    /// The bit is set without an extension.
     Missing,
-    /// They are there.
     Valid(BitmapsExtension),
     /// The extension itself is damaged.
     Broken(BitmapFault),
 }
 
-/// Looks at the header.
+/// Reads the state of bitmaps from the header.
 pub(super) fn presence(image: &Image) -> Presence {
     let header = &image.header;
     let valid = header.autoclear & autoclear::BITMAPS != 0;
@@ -83,17 +81,16 @@ pub(super) fn presence(image: &Image) -> Presence {
     }
 }
 
-/// What a walk found.
 #[derive(Debug, Default)]
 pub(super) struct WalkedBitmaps {
-    /// Damage of the directory: there is no telling what is in it.
+    /// Damage of the directory: its content is unknown.
     pub(super) directory: Option<BitmapFault>,
-    /// Bitmaps that are damaged by themselves: where their entries begin in the directory.
+    /// Single damaged bitmaps: offsets of their entries in the directory.
     pub(super) broken: Vec<(usize, BitmapFault)>,
 }
 
-/// Hands over all that the bitmaps occupy, until `take` says `false` (it overlaps something) or
-/// the directory makes no sense any more.
+/// Calls `take` for everything that the bitmaps occupy, until it returns `false` (an overlap) or
+/// the directory is damaged.
 pub(super) fn walk(
     image: &Image,
     bitmaps: &BitmapsExtension,
@@ -137,8 +134,8 @@ pub(super) fn walk(
     Ok(found)
 }
 
-/// Bytes of the entry at the beginning, which may pass the end; nothing where not even that is
-/// there.
+/// Bytes of the entry at the start of `entry`, which may exceed it; `None` if its fixed part is
+/// incomplete.
 fn entry_bytes(entry: &[u8]) -> Option<usize> {
     let fixed = entry.get(..ENTRY_BYTES)?;
     let name_bytes = usize::from(u16::from_be_bytes([fixed[18], fixed[19]]));
@@ -183,7 +180,7 @@ fn parse_entry(image: &Image, entry: &[u8]) -> Result<(u64, u64), &'static str> 
     if extra_bytes != 0 || name_bytes == 0 || name_bytes > NAME_BYTES_MAX {
         return Err("found extra data or a name that is empty or too long");
     }
-    // QEMU stores whole words of 64 bits, and accepts no other size.
+    // QEMU stores whole 64-bit words, and accepts no other size.
     let bits = image.header.guest_bytes.div_ceil(1 << granularity_bits);
     let needed = (bits.div_ceil(64) * 8).div_ceil(cluster);
     if table_entries * cluster > BITMAP_BYTES_MAX

@@ -1,15 +1,14 @@
-//! The report as it grows. Messages are made only for the findings that are listed one by one.
+//! Collects the report. Messages are formatted only for findings that are listed.
 
 use vdkit_block::{CheckReport, Finding, Severity};
 
-/// Collects findings.
 #[derive(Debug, Default)]
 pub(super) struct Findings {
     pub(super) report: CheckReport,
 }
 
 impl Findings {
-    /// Damage.
+    /// Adds damage.
     pub(super) fn corruption(
         &mut self,
         offset: u64,
@@ -19,7 +18,7 @@ impl Findings {
         self.add(Severity::Corruption, offset, structure, message);
     }
 
-    /// Space that nothing refers to.
+    /// Adds space that nothing refers to.
     pub(super) fn leak(
         &mut self,
         offset: u64,

@@ -1,5 +1,4 @@
-//! What is known of an image before its metadata is walked, and what follows from that for a
-//! single entry.
+//! An image before its metadata is walked, and the validation of single entries.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,17 +15,16 @@ use crate::layout::{self, COPIED, Geometry, L1_RESERVED, OFFSET_MASK, ZERO};
 pub(super) struct Image {
     pub(super) storage: Arc<dyn Storage>,
     pub(super) header: Header,
-    /// What is wrong with the header's pointers; see [`Header::read_tolerant`].
+    /// Faults of the header's pointers; see [`Header::read_tolerant`].
     pub(super) header_faults: Vec<Fault>,
     pub(super) limits: Limits,
     pub(super) file_len: u64,
-    /// What a repair found lost, and leaves alone.
+    /// Lost tables that a repair found and keeps.
     pub(super) kept: Arc<Kept>,
-    /// Host bytes that must not belong to any entry: the header and the encryption header.
+    /// Host bytes that no entry may name: the header and the encryption header.
     sacred: Vec<Range<u64>>,
 }
 
-/// What is wrong with an L1 entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum L1Fault {
     /// Bits that must be zero are set.
@@ -73,17 +71,17 @@ impl L2Faults {
         self.0 |= other.0;
     }
 
-    /// Whether there is none.
+    /// Whether there are no faults.
     pub(super) fn is_empty(self) -> bool {
         self.0 == 0
     }
 
-    /// Whether the entry had to let its host cluster go.
+    /// Whether the corrected entry loses its host cluster.
     pub(super) fn lost(self) -> bool {
         self.0 & (Self::UNALIGNED.0 | Self::BEYOND_END.0 | Self::SACRED.0) != 0
     }
 
-    /// Each fault in turn, with what is expected instead.
+    /// What was expected, for each fault.
     pub(super) fn each(self) -> impl Iterator<Item = &'static str> {
         const TEXTS: [&str; 11] = [
             "zero in the reserved bits",
@@ -103,7 +101,7 @@ impl L2Faults {
 }
 
 impl Image {
-    /// Reads the header, forgiving what a repair can make anew.
+    /// Reads the header, tolerating faults that a repair can fix.
     pub(super) fn open(storage: &Arc<dyn Storage>, limits: &Limits) -> Result<Self> {
         let mut header_faults = Vec::new();
         let header = Header::read_tolerant(&**storage, limits, &mut header_faults)?;
@@ -124,13 +122,14 @@ impl Image {
         Ok(image)
     }
 
-    /// The same image, read again after a change.
+    /// Rereads the image after a change.
     pub(super) fn again(&self) -> Result<Self> {
         let image = Self::open(&self.storage, &self.limits)?;
         Ok(Self { kept: Arc::clone(&self.kept), ..image })
     }
 
-    /// Host offset and bytes of the encryption header, or (as an error) where it cannot be.
+    /// Host offset and bytes of the encryption header, or, as an error, those of an impossible
+    /// place.
     pub(super) fn encryption_header(&self) -> Option<std::result::Result<(u64, u64), (u64, u64)>> {
         let (offset, bytes) = self.header.encryption_header()?;
         let found = (offset.0, bytes);
@@ -147,23 +146,21 @@ impl Image {
         self.storage.name()
     }
 
-    /// Sizes.
     pub(super) fn geometry(&self) -> &Geometry {
         &self.header.geometry
     }
 
-    /// Bytes of a cluster.
     pub(super) fn cluster_bytes(&self) -> u64 {
         self.header.geometry.cluster_bytes()
     }
 
-    /// The number of clusters of the file, the last one possibly begun only.
+    /// Number of clusters of the file; the last one may be partial.
     pub(super) fn file_clusters(&self) -> u64 {
         self.file_len.div_ceil(self.cluster_bytes())
     }
 
-    /// Whether a range may be referred to. The last cluster may be begun only, so what passes the
-    /// end of the file by less than a cluster is fine (and QEMU says the same).
+    /// Whether a range may be referred to. The last cluster may be partial, so a range may exceed
+    /// the file by less than a cluster, as in QEMU.
     pub(super) fn in_file(&self, offset: u64, bytes: u64) -> bool {
         let end = u128::from(offset) + u128::from(bytes);
         end < u128::from(self.file_len) + u128::from(self.cluster_bytes())
@@ -186,7 +183,7 @@ impl Image {
         })
     }
 
-    /// The mended form of an L1 entry, and what was wrong with it.
+    /// The corrected L1 entry, and its fault.
     pub(super) fn judge_l1(&self, raw: u64) -> (u64, Option<L1Fault>) {
         if raw == 0 {
             return (0, None);
@@ -207,7 +204,7 @@ impl Image {
         }
     }
 
-    /// The mended form of the L2 entry of the cluster at `guest`, and what was wrong with it.
+    /// The corrected L2 entry of the cluster at `guest`, and its faults.
     pub(super) fn judge_l2(&self, entry: L2Entry, guest: u64) -> (L2Entry, L2Faults) {
         let mut faults = L2Faults::default();
         let mended = if entry.is_compressed() {
@@ -276,8 +273,8 @@ impl Image {
         if geometry.extended {
             let both = mended.bitmap & (mended.bitmap >> 32) & u64::from(u32::MAX);
             if both != 0 {
-                // Reading such a subcluster fails. Its bytes are more likely to be wanted than
-                // not: they are kept.
+                // Reading such a subcluster fails. Keeps the data, since it is more likely wanted
+                // than not.
                 faults.set(L2Faults::SUBCLUSTER_BOTH);
                 mended.bitmap &= !(both << 32);
             }
@@ -289,8 +286,8 @@ impl Image {
         mended
     }
 
-    /// An entry without its host cluster. What had data there reads as zeroes; where the version
-    /// cannot say that, it becomes a hole.
+    /// The entry without its host cluster. Its data reads as zeroes, or becomes a hole in version
+    /// 2.
     fn detached(&self, entry: L2Entry) -> L2Entry {
         if self.geometry().extended {
             let allocated = entry.bitmap & u64::from(u32::MAX);
@@ -302,7 +299,7 @@ impl Image {
         }
     }
 
-    /// The only entry that a data cluster in a data file can have.
+    /// The only valid entry of a data cluster in a data file.
     fn at_home(&self, guest: u64) -> L2Entry {
         L2Entry::data(HostOffset(guest), self.geometry())
     }

@@ -1,4 +1,4 @@
-//! The L2 tables: each read once, whatever the number of L1 entries that name it.
+//! Checks the L2 tables: reads each once, however many L1 entries name it.
 
 use rustc_hash::FxHashSet;
 
@@ -8,7 +8,7 @@ use super::image::{Image, L2Faults};
 use crate::entry::L2Entry;
 use crate::layout::{COMPRESSED, COPIED, L2_RESERVED, OFFSET_MASK, ZERO};
 
-/// An L2 table and who names it.
+/// An L2 table and the L1 entries that name it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct L2Table {
     /// Host offset.
@@ -23,21 +23,21 @@ pub(super) struct L2Table {
     pub(super) used: u32,
     /// Entries with faults.
     pub(super) faulty: u32,
-    /// Entries with faults that a file cut short does not explain.
+    /// Entries with faults that a truncated file does not explain.
     pub(super) nonsense: u32,
     /// Entries whose COPIED flag disagrees with the refcount.
     pub(super) copied_wrong: u32,
-    /// Some entry must let go of its data.
+    /// A repair of some entry loses its data.
     pub(super) lossy: bool,
 }
 
 impl L2Table {
-    /// How many references each of its entries makes.
+    /// References that each of its entries makes.
     pub(super) fn weight(&self) -> i32 {
         i32::try_from(u64::from(self.active) + u64::from(self.inactive)).unwrap_or(i32::MAX)
     }
 
-    /// Most of what is in it makes no sense: this is no L2 table.
+    /// Most of its entries are faulty: this is not an L2 table.
     pub(super) fn is_garbage(&self) -> bool {
         self.faulty * 2 > self.used
     }
@@ -49,7 +49,6 @@ impl L2Table {
     }
 }
 
-/// The entry at an index of a table.
 pub(super) fn entry_at(table: &[u8], index: usize, extended: bool) -> L2Entry {
     let word = |at: usize| u64::from_be_bytes(table[at..at + 8].try_into().unwrap_or_default());
     if extended {
@@ -59,7 +58,6 @@ pub(super) fn entry_at(table: &[u8], index: usize, extended: bool) -> L2Entry {
     }
 }
 
-/// Puts an entry at an index of a table.
 pub(super) fn put_entry(table: &mut [u8], index: usize, extended: bool, entry: L2Entry) {
     if extended {
         table[index * 16..][..8].copy_from_slice(&entry.word.to_be_bytes());
@@ -69,7 +67,7 @@ pub(super) fn put_entry(table: &mut [u8], index: usize, extended: bool, entry: L
     }
 }
 
-/// Entries that are looked at together.
+/// Entries that are examined together.
 const GROUP: usize = 64;
 
 /// Counts what L2 tables refer to.
@@ -77,11 +75,11 @@ pub(super) struct Scan<'a> {
     pub(super) image: &'a Image,
     pub(super) balance: &'a mut Balance,
     pub(super) findings: &'a mut Findings,
-    /// Metadata clusters that something else is using too.
+    /// Metadata clusters that something else uses too.
     pub(super) conflicts: &'a mut FxHashSet<u64>,
 }
 
-/// Counting of one table's fragmentation, as QEMU counts it.
+/// Counts one table's fragmentation as QEMU does.
 #[derive(Default)]
 struct Run {
     next: u64,
@@ -98,7 +96,7 @@ impl Run {
     }
 
     fn compressed(&mut self) {
-        // A compressed cluster never ends where a sector does: reading it is never contiguous.
+        // As in QEMU, every compressed cluster counts as fragmented: its end is not sector-aligned.
         self.allocated += 1;
         self.compressed += 1;
         self.fragmented += 1;
@@ -128,8 +126,7 @@ impl Scan<'_> {
         report.compressed_clusters += run.compressed * active;
     }
 
-    /// The same without the calls for each plain entry; what is not plain goes to
-    /// [`Self::entry`].
+    /// Counts a standard table without a call per plain entry; other entries go to [`Self::entry`].
     fn standard_table(&mut self, table: &mut L2Table, bytes: &[u8], run: &mut Run) {
         let cluster_bytes = self.image.cluster_bytes();
         let cluster_bits = self.image.geometry().cluster_bits;
@@ -167,7 +164,7 @@ impl Scan<'_> {
                 let old = self.balance.refer(host >> cluster_bits, weight);
                 let copied = word & COPIED != 0;
                 if old & METADATA != 0 || copied != (old & SINGLE != 0) {
-                    // Rare: take it back and look closely.
+                    // Rare: undo the reference and take the slow path.
                     self.balance.refer(host >> cluster_bits, -weight);
                     self.entry(table, index, L2Entry { word, bitmap: 0 }, run);
                     continue;
@@ -178,8 +175,8 @@ impl Scan<'_> {
         }
     }
 
-    /// Counts entries that name clusters one behind the other, each of them used once and marked
-    /// so: what most of most images looks like. Returns whether they were.
+    /// Counts entries that name consecutive clusters, each with one reference and COPIED set, as in
+    /// most of most images. Returns whether they matched.
     fn single_run(&mut self, words: &[u64], odd: u64, run: &mut Run) -> bool {
         let cluster_bytes = self.image.cluster_bytes();
         let (Some(&first), Some(&last)) = (words.first(), words.last()) else { return false };
@@ -284,7 +281,7 @@ impl Scan<'_> {
     }
 }
 
-/// Mends each entry of a table.
+/// Corrects each entry of a table.
 pub(super) fn mend_table(image: &Image, table: &L2Table, bytes: &mut [u8]) {
     let extended = image.geometry().extended;
     let entry_bytes = image.geometry().l2_entry_bytes() as usize;

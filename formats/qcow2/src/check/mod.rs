@@ -1,18 +1,17 @@
 //! Consistency check and repair.
 //!
-//! A check is one walk over all metadata (`survey`): the refcounts of the image are loaded into
-//! a `balance` of two bytes a host cluster, and each reference that the walk meets is taken out
-//! of it, so that what is left over is wrong. Each L2 table is read once, in the order of host
-//! offsets, whatever the number of snapshots that share it. A `repair` walks, mends one kind of
-//! damage, and walks again, until nothing is left.
+//! A check is one walk over all metadata (`survey`). It loads the refcounts of the image into a
+//! `balance` of two bytes per host cluster, and subtracts each reference that the walk finds, so
+//! that any remaining difference is an error. Each L2 table is read once, in the order of host
+//! offsets, however many snapshots share it. A `repair` walks, repairs one kind of damage, and
+//! walks again, until nothing is left.
 //!
-//! The check knows nothing of the engine: it works on the bytes, so that both can be wrong only
-//! independently.
+//! The check does not use the engine: it works on the bytes, so that a bug in one does not hide a
+//! bug in the other.
 //!
-//! Verdicts follow `qemu-img check`, with these differences, each of which is stricter:
-//! metadata that shares a cluster with anything else is damage even where the refcount allows for
-//! it; so are entries of a data file at another place than the guest's, zero flags in version 2,
-//! and the corrupt mark itself.
+//! Results follow `qemu-img check`, except that these are also damage: metadata that shares a
+//! cluster with anything else, even if the refcount allows for it; data file entries at another
+//! offset than the guest's; zero flags in version 2; and the corrupt bit itself.
 
 mod balance;
 mod bitmaps;
@@ -38,26 +37,26 @@ pub(crate) use compact::compact;
 use image::Image;
 use survey::{Mode, Survey};
 
-/// Checks an image and mends it as far as `repair` says.
+/// Checks an image and repairs it as far as `repair` allows.
 ///
 /// The image must not be open for writing elsewhere; the storage must be writable for a repair.
-/// `data_file` holds no metadata and is not looked at, but a repair asks for it: a bit of the
-/// header alone shall not make an image one whose data is elsewhere. With [`Repair::Leaks`], refcounts are
-/// lowered only where nothing else is wrong: what looks leaked may be what a damaged entry
-/// pointed to.
+/// `data_file` holds no metadata and is not read. A repair still requires it, so that one flipped
+/// header bit cannot make an image appear to have its data elsewhere. With [`Repair::Leaks`],
+/// refcounts are lowered only if nothing else is wrong: an apparent leak may be what a damaged
+/// entry pointed to.
 ///
-/// Where most of the mapping makes no sense under this header, the header is more likely wrong
-/// than the mapping, and nothing is mended. Where a reference to an L2 table is lost and a cluster
-/// that nothing refers to looks like that table, only [`Repair::AllForced`] mends: it gives the
-/// table free, and all the data that it maps.
+/// If most of the mapping is invalid under this header, the header is more likely wrong than the
+/// mapping, and nothing is repaired. If a reference to an L2 table is damaged and an unreferenced
+/// cluster looks like that table, only [`Repair::AllForced`] repairs: it frees the table and all
+/// the data that it maps.
 ///
-/// A repair that is interrupted, by a crash or an error, leaves an image that is no worse; run it
+/// A repair that a crash or an error interrupts leaves an image that is no worse, and can be run
 /// again.
 ///
 /// # Errors
-/// [`vdkit_block::Error::Corrupt`] where the header is too damaged to find the metadata or to
-/// trust for a repair, [`vdkit_block::Error::Invalid`] where a repair needs the data file,
-/// [`vdkit_block::Error::Limit`] where the check would need more memory than `limits` allow, and
+/// [`vdkit_block::Error::Corrupt`] if the header is too damaged to find the metadata or to trust
+/// for a repair, [`vdkit_block::Error::Invalid`] if a repair needs the data file,
+/// [`vdkit_block::Error::Limit`] if the check would need more memory than `limits` allow, and
 /// errors of the storage.
 pub fn check(
     storage: &Arc<dyn Storage>,
@@ -76,13 +75,13 @@ pub fn check(
     Ok(Survey::take(&image, Mode::Compare, monitor)?.findings.report)
 }
 
-/// Sets the refcounts and COPIED flags of an image right that was not closed cleanly, and clears
-/// its dirty bit. Called by the engine when it opens such an image for writing; the caller must
-/// read the header again afterwards, since the refcount table may have moved.
+/// Rebuilds the refcounts and COPIED flags of an image that was not closed cleanly, and clears its
+/// dirty bit. The engine calls this when it opens such an image for writing, and must then reread
+/// the header, since the refcount table may have moved.
 ///
 /// # Errors
-/// [`vdkit_block::Error::Corrupt`] where the mapping itself is damaged (only a repair may decide
-/// what is lost), and as [`check`].
+/// [`vdkit_block::Error::Corrupt`] if the mapping itself is damaged (only a repair may decide what
+/// is lost), and as [`check`].
 pub fn rebuild_refcounts(
     storage: &Arc<dyn Storage>,
     limits: &Limits,
@@ -91,13 +90,13 @@ pub fn rebuild_refcounts(
     repair::recover(storage, limits, monitor)
 }
 
-/// Gives a sound image of version 3 refcounts of 2^`order` bits, in new blocks and a new table. One
-/// write of the header switches to them; a crash before it leaves the old ones. The old
-/// blocks and table are free space then.
+/// Converts a sound version 3 image to refcounts of 2^`order` bits, in new blocks and a new table.
+/// One header write switches to them; a crash before it leaves the old ones. Afterwards the old
+/// blocks and table are free.
 ///
 /// # Errors
-/// [`vdkit_block::Error::Invalid`] where a cluster has more references than so many bits count;
-/// [`vdkit_block::Error::Corrupt`] where the image is not sound, and as [`check`].
+/// [`vdkit_block::Error::Invalid`] if a cluster has more references than the new width can count;
+/// [`vdkit_block::Error::Corrupt`] if the image is not sound, and as [`check`].
 pub(crate) fn change_refcount_width(
     storage: &Arc<dyn Storage>,
     order: u32,

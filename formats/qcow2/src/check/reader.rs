@@ -1,21 +1,21 @@
-//! Reads of many clusters of metadata, in batches; where there are many, one batch ahead of their use.
+//! Reads many metadata clusters in batches; if there are many, one batch ahead of their use.
 
 use std::sync::mpsc;
 
 use vdkit_block::{HostOffset, Monitor, ReadOp, Result, Storage};
 
-/// Tables of one batch at most.
+/// Most tables of one batch.
 const BATCH_TABLES: usize = 64;
-/// Tables of one batch at most where clusters are small.
+/// Most tables of one batch if clusters are small.
 const BATCH_TABLES_SMALL: usize = 1024;
-/// Bytes of one batch at most, unless a single cluster is larger.
+/// Most bytes of one batch, unless a single cluster is larger.
 const BATCH_BYTES: usize = 4 << 20;
-/// So many batches are read and used in turn, by halves; a thread that reads ahead pays only for
-/// more. (Memory that is used for the first time costs as much as reading into it: one small
-/// buffer used again is faster than two large ones.)
+/// Up to this many batches are read without a read-ahead thread, in half-size batches: one small,
+/// reused buffer is faster than two large ones, since first touching memory costs as much as
+/// reading into it.
 const BATCHES_ALONE: usize = 8;
 
-/// How far a job is, over several walks.
+/// Progress of a job over several walks.
 #[derive(Debug)]
 pub(crate) struct Meter<'a, 'b> {
     pub(crate) monitor: &'a Monitor<'b>,
@@ -24,12 +24,12 @@ pub(crate) struct Meter<'a, 'b> {
 }
 
 impl<'a, 'b> Meter<'a, 'b> {
-    /// Nothing done of nothing.
+    /// A meter at zero.
     pub(crate) fn new(monitor: &'a Monitor<'b>) -> Self {
         Self { monitor, done: 0, total: 0 }
     }
 
-    /// So many bytes more will be read.
+    /// Announces `bytes` more bytes to read.
     pub(crate) fn expect(&mut self, bytes: u64) {
         self.total += bytes;
     }
@@ -46,9 +46,8 @@ fn batch_tables(cluster_bytes: usize) -> usize {
     (BATCH_BYTES / cluster_bytes).clamp(1, most)
 }
 
-/// Reads the clusters at `offsets` and hands each to `use_table` with its index, in the order
-/// given (best sorted). Where there are many batches, the next one is read by another thread
-/// meanwhile.
+/// Reads the clusters at `offsets` (preferably sorted) and passes each to `use_table` with its
+/// index, in order. If there are many batches, another thread reads the next one meanwhile.
 pub(crate) fn for_each_cluster(
     storage: &dyn Storage,
     offsets: &[u64],
@@ -83,7 +82,7 @@ pub(crate) fn for_each_cluster(
         }
         scope.spawn(move || {
             for batch in offsets.chunks(tables) {
-                // Either end hangs up where the consumer stopped early.
+                // Both channels disconnect if the consumer stops early.
                 let Ok(mut buffer) = empty.recv() else { return };
                 buffer.resize(batch.len() * cluster, 0);
                 let read = read_clusters(storage, batch, cluster, &mut buffer);
@@ -102,7 +101,7 @@ pub(crate) fn for_each_cluster(
     })
 }
 
-/// One batch; neighbours in the file become one request.
+/// Reads one batch; consecutive clusters are one request.
 fn read_clusters(
     storage: &dyn Storage,
     offsets: &[u64],
@@ -124,7 +123,7 @@ fn read_clusters(
     storage.read_batch(&mut ops)
 }
 
-/// Reads a whole table; what lies beyond the end of the file is zero.
+/// Reads a whole table; bytes beyond the end of the file are zero.
 pub(crate) fn read_table(storage: &dyn Storage, offset: u64, bytes: u64) -> Result<Vec<u8>> {
     let mut table = vec![0; bytes as usize];
     storage.read_padded(&mut table, HostOffset(offset))?;

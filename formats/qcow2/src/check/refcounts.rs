@@ -1,4 +1,4 @@
-//! The refcount table and its blocks as they stand in the file.
+//! The refcount table and its blocks in the file.
 
 use vdkit_block::{HostOffset, Result};
 
@@ -9,20 +9,19 @@ use super::reader::{self, Meter};
 use crate::layout::OFFSET_MASK;
 use crate::refcounts::get_refcount;
 
-/// Bits of a refcount table entry that must be zero; its offset may use all the others.
+/// Bits of a refcount table entry that must be zero; the offset may use all others.
 const TABLE_RESERVED: u64 = 0x1ff;
 
-/// Where the refcounts are.
+/// The refcount blocks of an image.
 #[derive(Debug, Default)]
 pub(super) struct Refcounts {
-    /// Host offset of each block; 0 where there is none that can be used.
+    /// Host offset of each block; 0 if there is no usable one.
     pub(super) blocks: Vec<u64>,
     /// No entry is damaged, and the table is where the header says.
     pub(super) sound: bool,
 }
 
 impl Refcounts {
-    /// Reads the table.
     pub(super) fn read(image: &Image, findings: &mut Findings) -> Result<Self> {
         let header = &image.header;
         let bytes = u64::from(header.refcount_table_clusters) * image.cluster_bytes();
@@ -54,7 +53,7 @@ impl Refcounts {
         Ok(table)
     }
 
-    /// A block that is named twice counts for its first place only.
+    /// Keeps only the first entry of a block that is named twice.
     fn drop_repeated(&mut self, table_offset: u64, findings: &mut Findings) {
         let mut places: Vec<(u64, usize)> =
             self.blocks.iter().copied().zip(0..).filter(|&(offset, _)| offset != 0).collect();
@@ -69,7 +68,7 @@ impl Refcounts {
         }
     }
 
-    /// Takes all refcounts into `balance`.
+    /// Loads all refcounts into `balance`.
     pub(super) fn load(
         &self,
         image: &Image,
@@ -104,7 +103,7 @@ impl Refcounts {
     }
 }
 
-/// Single refcounts out of the file, one block kept in memory.
+/// Looks up single refcounts in the file, with one block in memory.
 #[derive(Debug)]
 pub(super) struct Lookup<'a> {
     image: &'a Image,
@@ -114,12 +113,11 @@ pub(super) struct Lookup<'a> {
 }
 
 impl<'a> Lookup<'a> {
-    /// Nothing read yet.
+    /// A lookup with nothing read yet.
     pub(super) fn new(image: &'a Image, refcounts: &'a Refcounts) -> Self {
         Self { image, refcounts, block: Vec::new(), at: 0 }
     }
 
-    /// The refcount of a cluster.
     pub(super) fn get(&mut self, cluster: u64) -> Result<u64> {
         let Some(at) = self.refcounts.block_of(self.image, cluster) else { return Ok(0) };
         if self.at != at {

@@ -1,4 +1,4 @@
-//! The snapshot table: as it stands, what is wrong with it, and how it is written anew.
+//! The snapshot table: its content, its faults, and how it is rewritten.
 //!
 //! Source: qcow2 specification, section "Snapshots".
 
@@ -9,30 +9,26 @@ use super::image::Image;
 use crate::header::field;
 use crate::layout::{self, SNAPSHOTS_MAX};
 
-/// Bytes of the fixed part of an entry.
 const FIXED_BYTES: usize = 40;
 /// Extra data that each version 3 entry must have: large VM state size and disk size.
 const EXTRA_BYTES_MIN: usize = 16;
-/// Extra data that is accepted (QEMU's bound).
+/// Largest accepted extra data (QEMU's bound).
 const EXTRA_BYTES_MAX: usize = 1024;
-/// Bytes of the whole table that are accepted (QEMU's bound).
+/// Largest accepted table in bytes (QEMU's bound).
 const TABLE_BYTES_MAX: u64 = 1024 * SNAPSHOTS_MAX as u64;
 
-/// One snapshot.
 #[derive(Clone, Debug)]
 pub(super) struct Snapshot {
     /// Host offset of its L1 table.
     pub(super) l1_offset: u64,
-    /// Entries of its L1 table.
     pub(super) l1_entries: u32,
     /// Its L1 table cannot be where the entry says.
     pub(super) lost: bool,
-    /// The entry as it should be, without padding.
+    /// The corrected entry, without padding.
     encoded: Vec<u8>,
 }
 
 impl Snapshot {
-    /// Bytes of its L1 table.
     pub(super) fn l1_bytes(&self) -> u64 {
         u64::from(self.l1_entries) * 8
     }
@@ -42,32 +38,31 @@ impl Snapshot {
         (self.encoded.len() as u64).next_multiple_of(8)
     }
 
-    /// Names another place for the L1 table.
+    /// Sets another offset of the L1 table.
     pub(super) fn move_l1(&mut self, offset: u64) {
         self.l1_offset = offset;
         self.encoded[..8].copy_from_slice(&offset.to_be_bytes());
     }
 }
 
-/// All snapshots.
 #[derive(Debug, Default)]
 pub(super) struct SnapshotTable {
-    /// Those that could be read.
+    /// The readable snapshots.
     pub(super) snapshots: Vec<Snapshot>,
     /// Bytes of the table in the file.
     pub(super) bytes: u64,
-    /// The table must be written anew.
+    /// The table must be rewritten.
     pub(super) rewrite: bool,
     /// Some snapshots, or all, could not be read.
     pub(super) cut_short: bool,
 }
 
 impl SnapshotTable {
-    /// Reads the table. Where an entry cannot be read, it and all later ones are lost.
+    /// Reads the table. If an entry cannot be read, it and all later ones are lost.
     pub(super) fn read(image: &Image, findings: &mut Findings) -> Result<Self> {
         let header = &image.header;
         let mut table = Self::default();
-        // Where the header's pointer is bad there is nothing to read, and nothing to keep.
+        // With a bad pointer in the header, there is nothing to read or keep.
         let pointer = field::SNAPSHOTS..field::SNAPSHOTS + 12;
         table.rewrite = image.header_faults.iter().any(|f| pointer.contains(&f.offset));
         table.cut_short = table.rewrite;
@@ -75,7 +70,7 @@ impl SnapshotTable {
         if header.snapshot_count == 0
             && (offset & (image.cluster_bytes() - 1) != 0 || offset >= layout::HOST_OFFSET_END)
         {
-            // QEMU opens no such image.
+            // QEMU does not open such an image.
             table.rewrite = true;
             findings.corruption(field::SNAPSHOTS + 4, "snapshot table offset", || {
                 format!("found {offset:#x} with no snapshots, expected 0")
@@ -136,7 +131,7 @@ impl SnapshotTable {
         let extra = u64::from(be32(36));
         let names = u64::from(be16(12)) + u64::from(be16(14));
         if be16(12) == 0 {
-            // No writer makes these, and zeroes behind a shorter table look just so.
+            // No writer creates these; zeroes after a shorter table look like them.
             return Ok(Err("found an entry without an id".to_owned()));
         }
         let Some(rest) = window.get(offset + FIXED_BYTES as u64, extra + names, room)? else {
@@ -183,12 +178,12 @@ impl SnapshotTable {
     }
 }
 
-/// Extends the extra data to what version 3 asks for.
+/// Extends the extra data to what version 3 requires.
 fn fill_extra(encoded: &mut Vec<u8>, guest_bytes: u64) {
     let have = encoded.len() - FIXED_BYTES;
     let mut full = [0; EXTRA_BYTES_MIN];
     if have < 8 {
-        // The 32-bit field of the fixed part holds the VM state size where the large one is missing.
+        // Without the large field, the 32-bit field of the fixed part holds the VM state size.
         full[4..8].copy_from_slice(&encoded[32..36]);
     } else {
         full[..8].copy_from_slice(&encoded[FIXED_BYTES..FIXED_BYTES + 8]);
@@ -213,7 +208,7 @@ fn l1_fault(image: &Image, offset: u64, entries: u32) -> Option<String> {
     None
 }
 
-/// A buffered view of the file for many small neighbouring reads.
+/// A buffered view of the file for many small adjacent reads.
 struct Window<'a> {
     image: &'a Image,
     start: u64,
@@ -223,7 +218,7 @@ struct Window<'a> {
 impl Window<'_> {
     const BYTES: u64 = 64 << 10;
 
-    /// Bytes of the file, or nothing where they pass its end or `room`.
+    /// Bytes of the file; `None` if they exceed its end or `room`.
     fn get(&mut self, offset: u64, bytes: u64, room: u64) -> Result<Option<&[u8]>> {
         let end = offset + bytes;
         if bytes > room || end > self.image.file_len {

@@ -1,8 +1,8 @@
-//! One walk over all metadata of an image: what refers to what, and what is wrong with it.
+//! One walk over all metadata of an image: collects references and faults.
 //!
-//! The order is that of knowledge: first the refcounts of the image go into the [`Balance`], then
-//! each structure takes its references out of it and marks its clusters as metadata, and at last
-//! the L2 tables take those of the guest's data. What is left over is wrong.
+//! First the refcounts of the image are loaded into the [`Balance`]. Then each structure subtracts
+//! its references and marks its clusters as metadata, and finally the L2 tables subtract those of
+//! guest data. Any remaining difference is an error.
 
 use std::ops::Range;
 
@@ -20,28 +20,24 @@ use super::snapshots::SnapshotTable;
 use crate::header::field;
 use crate::layout::{COPIED, OFFSET_MASK, autoclear, incompatible};
 
-/// Which numbers are wanted.
+/// Purpose of the walk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
     /// Refcounts against references, with findings.
     Compare,
-    /// References alone, without those of the refcount structures: what a new set of refcounts
-    /// must say.
+    /// References only, without those of the refcount structures: the basis of a new set of
+    /// refcounts.
     References,
 }
 
-/// What owns a range of clusters besides L2 tables and data.
+/// Owner of a range of clusters other than L2 tables and data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Owner {
-    /// The header.
     Header,
     /// The refcount table or one of its blocks.
     Refcounts,
-    /// The encryption header.
     Encryption,
-    /// The active L1 table.
     ActiveL1,
-    /// The snapshot table.
     SnapshotTable,
     /// The L1 table of the snapshot with this index.
     SnapshotL1(usize),
@@ -63,36 +59,35 @@ impl std::fmt::Display for Owner {
     }
 }
 
-/// What the walk found.
+/// Result of the walk.
 #[derive(Debug)]
 pub(super) struct Survey {
     pub(super) findings: Findings,
     pub(super) balance: Balance,
     pub(super) refcounts: Refcounts,
-    /// The active L1 table as it stands.
+    /// The active L1 table, uncorrected.
     pub(super) l1: Vec<u8>,
     /// Some active L1 entry is damaged.
     pub(super) l1_faulty: bool,
-    /// Some L1 entry must be let go, with the mapping of its range.
+    /// Some L1 entry must be cleared, which loses the mapping of its range.
     pub(super) l1_lossy: bool,
     /// COPIED flags of active L1 entries that disagree with the refcount.
     pub(super) l1_copied_wrong: u64,
     /// Each L2 table once, in the order of host offsets.
     pub(super) tables: Vec<L2Table>,
     pub(super) snapshots: SnapshotTable,
-    /// Which snapshots have damaged L1 entries.
     pub(super) snapshot_l1_faulty: FxHashSet<usize>,
-    /// The bitmaps cannot be trusted though their autoclear bit says so.
+    /// The bitmaps are damaged although their autoclear bit is set.
     pub(super) bitmaps_broken: bool,
-    /// Bitmaps that are damaged by themselves: where their entries begin in the directory.
+    /// Single damaged bitmaps: offsets of their entries in the directory.
     pub(super) broken_bitmaps: Vec<usize>,
     /// Metadata clusters that something else uses too.
     pub(super) conflicts: FxHashSet<u64>,
     /// Clusters whose refcount is too low.
     pub(super) low: u64,
-    /// Some of those have no refcount block.
+    /// Some of these have no refcount block.
     pub(super) low_without_block: bool,
-    /// Clusters behind the end of the file that have a refcount and nothing that refers to them.
+    /// Unreferenced clusters beyond the end of the file that have a refcount.
     pub(super) ahead: u64,
     owners: Vec<(Range<u64>, Owner)>,
     owners_in_conflict: FxHashSet<Owner>,
@@ -169,7 +164,8 @@ impl Survey {
         }
     }
 
-    /// Takes one reference to each cluster of a range. Returns whether nothing else uses it.
+    /// Counts one reference to each cluster of a range. Returns whether nothing else uses the
+    /// range.
     fn take_range(
         &mut self,
         image: &Image,
@@ -197,7 +193,7 @@ impl Survey {
             }
         }
         match self.owners.last_mut() {
-            // Refcount blocks and bitmap clusters come by the thousand.
+            // Merged, since there are thousands of refcount blocks and bitmap clusters.
             Some((last, same)) if *same == owner && last.end == range.start => {
                 last.end = range.end;
             }
@@ -326,8 +322,8 @@ impl Survey {
             .map(super::snapshots::Snapshot::l1_bytes)
             .sum();
         if total > image.file_len {
-            // Only tables that overlap can be larger than the file together. A few are sorted
-            // out by a repair; these would take a walk without end.
+            // Only overlapping tables can exceed the file in total. A repair separates a few of
+            // them; walking this many would not end.
             return Err(Error::Limit {
                 file: image.name().to_owned(),
                 what: "the L1 tables of all snapshots in bytes",
@@ -439,7 +435,8 @@ impl Survey {
         )
     }
 
-    /// What a repair keeps counts as referred to: as often as its refcount says, and at least once.
+    /// Counts clusters that a repair keeps as referenced: as often as their refcount, and at least
+    /// once.
     fn keep(&mut self, image: &Image) -> Result<()> {
         for cluster in image.kept.clusters.iter().cloned().flatten() {
             let refcount = self.balance.balance(cluster).clamp(1, i32::MAX.into());
@@ -458,7 +455,7 @@ impl Survey {
             let refcount = if needed { i128::from(lookup.get(cluster)?) } else { 0 };
             let references = refcount - balance;
             if beyond && references == 0 {
-                // A writer may have reserved ahead: no space is lost yet.
+                // A writer may have preallocated it; no space is lost yet.
                 self.ahead += 1;
                 continue;
             }
@@ -488,8 +485,8 @@ impl Survey {
         self.l1_copied_wrong + self.tables.iter().map(|t| u64::from(t.copied_wrong)).sum::<u64>()
     }
 
-    /// Corruptions other than refcounts and COPIED flags, which follow from the rest, and the
-    /// mark in the header.
+    /// Number of corruptions, except refcounts and COPIED flags, which follow from the rest, and
+    /// the corrupt bit.
     pub(super) fn structural(&self, image: &Image) -> u64 {
         let derived =
             self.low + self.copied_wrong() + u64::from(image.header.has(incompatible::CORRUPT));
@@ -501,7 +498,6 @@ impl Survey {
         self.conflicts.contains(&(table.offset >> image.geometry().cluster_bits))
     }
 
-    /// The table at a host offset.
     pub(super) fn table_at(&self, offset: u64) -> Option<&L2Table> {
         self.tables
             .binary_search_by_key(&offset, |table| table.offset)
@@ -526,7 +522,7 @@ impl Survey {
     }
 }
 
-/// L2 tables by their host offset, while L1 tables are read.
+/// L2 tables by host offset, collected while L1 tables are read.
 #[derive(Debug, Default)]
 struct L2Uses {
     tables: FxHashMap<u64, (u32, u32, u32)>,
@@ -540,7 +536,7 @@ impl L2Uses {
     }
 
     fn check_limit(&self, image: &Image) -> Result<()> {
-        // Of the hash map and of the sorted list that is made of it.
+        // For the hash map and the sorted list built from it.
         let bytes = (self.tables.capacity() * (24 + std::mem::size_of::<L2Table>())) as u64;
         if bytes > image.limits.check_bytes_max {
             return Err(Error::Limit {

@@ -1,13 +1,13 @@
-//! Zero flags out of all L2 tables, those of snapshots too: version 2 has none.
+//! Removes zero flags from all L2 tables, including those of snapshots: version 2 has none.
 //!
-//! Where the image stands on nothing, an entry without a cluster reads as zero as well. Over a
-//! backing file the entries name clusters of zeroes instead, which many of them share: it takes
-//! little space, and who writes to one copies it first, as with any shared cluster.
+//! Without a backing file, an entry without a cluster reads as zero too. With one, the entries name
+//! shared clusters of zeroes instead. This takes little space, and a write copies the cluster
+//! first, as with any shared cluster.
 //!
 //! | step | what a crash after it leaves |
 //! |---|---|
 //! | the clusters of zeroes get their refcounts; barrier | leaks |
-//! | entries name them, or nothing; barrier | the same disk, some of it said otherwise; leaks |
+//! | entries name them, or nothing; barrier | the same disk, partly converted; leaks |
 //! | clusters that entries with a flag had kept lose their refcounts; barrier | leaks |
 
 use std::sync::Arc;
@@ -24,18 +24,18 @@ use crate::entry::L2Entry;
 use crate::header::Encryption;
 use crate::layout::{COPIED, OFFSET_MASK, ZERO};
 
-/// References to one cluster of zeroes. Each snapshot adds as many again, and refcounts of version 2
+/// Most references to one cluster of zeroes. Each snapshot adds as many, and version 2 refcounts
 /// count to 65535.
 const SHARED_MAX: u64 = 256;
-/// Clusters that are let go before they are made free.
+/// Most released clusters before they are freed.
 const FREED_MAX: usize = 1 << 16;
 
-/// Mends leaks, as one that was killed may have left, and says how many clusters of zeroes
+/// Repairs leaks, as an interrupted run may leave, and returns how many clusters of zeroes
 /// [`remove`] needs.
 ///
 /// # Errors
-/// [`Error::Corrupt`] for an image that is not sound; [`Error::Unsupported`] where bytes of zero in
-/// the file are not what the guest reads as zero.
+/// [`Error::Corrupt`] for an image that is not sound; [`Error::Unsupported`] if zeroes in the file
+/// are not zeroes to the guest.
 pub(crate) fn prepare(
     storage: &Arc<dyn Storage>,
     limits: &Limits,
@@ -57,11 +57,11 @@ pub(crate) fn prepare(
     Ok(needed)
 }
 
-/// Removes all zero flags. `zeroes` are clusters that hold zeroes and that nothing refers to, as many
-/// as [`prepare`] asked for. Durable when it returns.
+/// Removes all zero flags. `zeroes` are unreferenced clusters of zeroes, as many as [`prepare`]
+/// returned. Durable on return.
 ///
 /// # Errors
-/// As the storage. Run again after one, or after a crash, it comes to the same end.
+/// Those of the storage. After an error or a crash, another run completes the removal.
 pub(crate) fn remove(
     storage: &Arc<dyn Storage>,
     zeroes: &[u64],
@@ -74,7 +74,7 @@ pub(crate) fn remove(
     for (&cluster, &references) in zeroes.iter().zip(&shared.used) {
         space.refer(cluster, references as i64);
     }
-    // What a mend of leaks would take away again is raised in any case.
+    // Written even if unused: a later repair of leaks lowers them again.
     space.write_refcounts()?;
     space.sync()?;
     let tables = space.survey.tables.clone();
@@ -105,13 +105,13 @@ pub(crate) fn remove(
     }
     release(&mut space, &mut freed)?;
     drop(space);
-    // Where a cluster is used once only from now on, its COPIED flag is due; and what was asked for
-    // and not used goes back.
+    // Sets the COPIED flag of clusters that now have one reference, and frees unused clusters of
+    // zeroes.
     make_sound(storage, false, limits, monitor)?;
     Ok(())
 }
 
-/// Whether an entry of nothing would show something else than zeroes.
+/// Whether an empty entry would expose data other than zeroes.
 fn hides(image: &Image) -> bool {
     image.header.backing_name.is_some()
 }
@@ -128,14 +128,14 @@ fn flagged<'t>(image: &Image, table: &'t [u8]) -> impl Iterator<Item = (usize, u
         .map(|(index, entry)| (index, entry.word))
 }
 
-/// How often each cluster of zeroes is referred to.
+/// References to each cluster of zeroes.
 #[derive(Debug, Default)]
 struct Shares {
     used: Vec<u64>,
 }
 
 impl Shares {
-    /// The place for an entry of a table that is named so often.
+    /// Index of the cluster for an entry of a table with `weight` references.
     fn take(&mut self, weight: u64) -> usize {
         match self.used.last_mut() {
             Some(used) if *used + weight <= SHARED_MAX => *used += weight,
@@ -145,7 +145,7 @@ impl Shares {
     }
 }
 
-/// The places of all entries, in the order of the tables.
+/// Assigns all flagged entries, in table order.
 fn shares(space: &Space<'_>) -> Result<Shares> {
     let mut shares = Shares::default();
     for table in &space.survey.tables {
@@ -159,7 +159,7 @@ fn shares(space: &Space<'_>) -> Result<Shares> {
     Ok(shares)
 }
 
-/// Makes clusters free that no entry names any more.
+/// Frees clusters that no entry names any more.
 fn release(space: &mut Space<'_>, freed: &mut Vec<(u64, &L2Table)>) -> Result<()> {
     // The entries must be gone from the disk first.
     space.sync()?;
@@ -172,7 +172,7 @@ fn release(space: &mut Space<'_>, freed: &mut Vec<(u64, &L2Table)>) -> Result<()
     space.sync()?;
     gone.sort_unstable();
     gone.dedup();
-    // Another entry may name it, without a flag.
+    // Another entry may name the cluster without a flag.
     gone.retain(|&cluster| space.references(cluster) == 0);
     for run in runs(gone) {
         space.punch(run);

@@ -1,4 +1,4 @@
-//! The fields at fixed places of the header, as they stand and as they must be.
+//! The fixed header fields and their validation.
 
 use vdkit_block::{Codec, Error, Fault, HostOffset, Limits, Result};
 
@@ -8,7 +8,7 @@ use crate::layout::{
     V2_HEADER_BYTES, V3_HEADER_BYTES_MIN, incompatible,
 };
 
-/// An error of validation as a fault.
+/// Converts a validation error to a fault.
 fn fault_of(file: &str, field: u64, error: Error) -> Fault {
     match error {
         Error::Corrupt(fault) => *fault,
@@ -22,7 +22,7 @@ fn fault_of(file: &str, field: u64, error: Error) -> Fault {
     }
 }
 
-/// The fixed fields as they stand in the file; nothing is checked but the magic and the version.
+/// The fixed fields as in the file; only magic and version are checked.
 pub(super) struct FixedFields {
     version: u32,
     pub(super) backing_offset: u64,
@@ -120,8 +120,8 @@ impl FixedFields {
         let geometry = self.geometry(file)?;
         let cluster = geometry.cluster_bytes();
         let encryption = self.encryption(file)?;
-        // A table that is lost counts as empty where the caller collects faults; one that is
-        // merely too long has as many entries as can be.
+        // If the caller collects faults, a lost table counts as empty, and a table that is only too
+        // long has the largest possible number of entries.
         let refcount_table = match (self.refcount_table(file, file_len, &geometry), &mut faults) {
             (Err(error), Some(faults)) => {
                 faults.push(fault_of(file, field::REFCOUNT_TABLE, error));
@@ -162,7 +162,7 @@ impl FixedFields {
         })
     }
 
-    /// What tables and clusters look like, and that a disk of such clusters can have the size.
+    /// Validates cluster and table sizes, and that a disk of such clusters can have this size.
     fn geometry(&self, file: &str) -> Result<Geometry> {
         let fault = |offset: u64, what, found: String, expected: String| {
             Err(Error::corrupt(file, offset, what, found, expected))
@@ -227,7 +227,7 @@ impl FixedFields {
         }
     }
 
-    /// Checks that a table lies on cluster boundaries, behind the header and within the file.
+    /// Checks that a table is cluster-aligned, after the header and within the file.
     fn table(
         file: &str,
         field: u64,
@@ -339,7 +339,7 @@ impl FixedFields {
                 limit: layout::SNAPSHOTS_MAX.into(),
             });
         }
-        // Each entry has 40 bytes at least.
+        // Each entry has at least 40 bytes.
         let bytes = u64::from(self.snapshot_count) * 40;
         Self::table(
             file,

@@ -1,17 +1,17 @@
-//! What a header says for as long as an image is open.
+//! Header fields that stay constant while an image is open.
 
 use vdkit_block::{Codec, HostOffset};
 
 use super::Header;
 use crate::layout::autoclear;
 
-/// The header of an open image, of which only what no operation changes can be asked for. Sizes,
-/// tables, snapshots and bitmaps change; [`crate::image::Meta`] knows them.
+/// The header of an open image. Exposes only fields that no operation changes;
+/// [`crate::image::Meta`] has sizes, tables, snapshots and bitmaps.
 #[derive(Clone, Debug)]
 pub(crate) struct LastingHeader(Header);
 
 impl LastingHeader {
-    /// Of a header as it was read.
+    /// Wraps a header that was just read.
     pub(crate) fn new(header: Header) -> Self {
         Self(header)
     }
@@ -46,12 +46,13 @@ impl LastingHeader {
         self.0.incompatible
     }
 
-    /// Autoclear feature bits other than that of the bitmaps, which comes and goes.
+    /// Autoclear feature bits except the bitmaps bit, which changes.
     pub(crate) fn autoclear(&self) -> u64 {
         self.0.autoclear & !autoclear::BITMAPS
     }
 
-    /// The header of a view: what lasts, with other tables, and without snapshots of its own.
+    /// The header of a view: the constant fields, with other tables, and without snapshots of its
+    /// own.
     pub(crate) fn with_disk(&self, disk: DiskTables) -> Header {
         Header {
             l1_offset: disk.l1_offset,
@@ -64,13 +65,11 @@ impl LastingHeader {
     }
 }
 
-/// Where a disk's map is.
+/// The map and size of a disk.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DiskTables {
-    /// Host offset of its L1 table.
     pub(crate) l1_offset: HostOffset,
-    /// Entries of that.
+    /// Entries of its L1 table.
     pub(crate) l1_entries: u32,
-    /// Bytes of the disk.
     pub(crate) guest_bytes: u64,
 }

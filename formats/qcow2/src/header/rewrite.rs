@@ -1,18 +1,18 @@
-//! Changing the header of an image that nobody has open, as one step.
+//! Rewrites the header of an image that is not open, in one atomic step.
 //!
-//! Only the first sector is written whole or not at all. What the header says must therefore change
-//! with a write of that sector, and what it refers to elsewhere in the header's cluster (the rest
-//! of a long list of extensions, the backing file's name) must be there before:
+//! A disk writes only the first sector atomically. So one write of that sector must change the
+//! header, and everything that it refers to elsewhere in the header cluster (the rest of a long
+//! extension list, the backing file name) must be durable before:
 //!
 //! | step | what a crash after it leaves |
 //! |---|---|
-//! | a list of extensions that reaches beyond the first sector is cut there: without the table of feature names, which is for messages only, it fits | the old header without that table |
-//! | a backing name that is in the way of the new list is copied behind it; barrier; the first sector names the copy; barrier | the old header |
-//! | the new list's end and the new name are written where nothing is referred to; barrier | the old header |
+//! | an extension list beyond the first sector is shortened: it fits without the feature name table, which is only for messages | the old header without that table |
+//! | a backing name that the new list would overwrite is copied to after the list; barrier; the first sector names the copy; barrier | the old header |
+//! | the rest of the new list and the new name are written to unreferenced bytes; barrier | the old header |
 //! | the first sector; barrier | the new header |
 //!
-//! Steps that have nothing to do are left out: in most images the last two remain, and with clusters
-//! of 512 bytes the last one.
+//! Empty steps are skipped: most images need the last two, those with clusters of 512 bytes only
+//! the last.
 
 use std::ops::Range;
 
@@ -22,16 +22,16 @@ use super::{Extension, Header, be32, be64};
 use crate::layout::{BACKING_NAME_BYTES_MAX, V2_HEADER_BYTES, V3_HEADER_BYTES, extension};
 use vdkit_block::Codec;
 
-/// What a disk writes whole or not at all.
+/// Unit that a disk writes atomically.
 const SECTOR: usize = 512;
 
-/// Makes the image's header say what `new` says: version, feature bits, codec, where the tables are,
-/// refcount width, extensions and backing name. Sizes of clusters and of the disk stay. Bytes of the
-/// fixed header that are not known are kept. Durable when it returns.
+/// Changes the image's header to `new`: version, feature bits, codec, table offsets, refcount
+/// width, extensions and backing name. Keeps the cluster and disk sizes, and unknown bytes of the
+/// fixed header. Durable on return.
 ///
 /// # Errors
-/// [`Error::Invalid`] where the header's cluster has no room for it; I/O. After an error the old
-/// header stands, or the new one, or the old one without the names of feature bits.
+/// [`Error::Invalid`] if the header cluster has no room; I/O. After an error the header is the old
+/// one, the new one, or the old one without feature names.
 pub(crate) fn rewrite(storage: &dyn Storage, old: &Header, new: &Header) -> Result<()> {
     let mut area = Area::read(storage, old)?;
     let steps = area.plan(old, new)?;
@@ -42,19 +42,18 @@ pub(crate) fn rewrite(storage: &dyn Storage, old: &Header, new: &Header) -> Resu
     Ok(())
 }
 
-/// The header's cluster: as much of it as may be in use.
+/// The part of the header cluster that may be in use.
 struct Area<'a> {
     storage: &'a dyn Storage,
     bytes: Vec<u8>,
     /// Bytes of the whole cluster.
     cluster: usize,
-    /// Behind the end of the list of extensions.
+    /// End of the extension list.
     list_end: usize,
-    /// The backing name.
     name: Range<usize>,
 }
 
-/// So much of the header's cluster is looked at: the longest list and name that are sensible.
+/// Bytes of the header cluster that are considered: enough for any sensible list and name.
 const AREA_BYTES_MAX: u64 = 64 << 10;
 
 impl<'a> Area<'a> {
@@ -75,7 +74,7 @@ impl<'a> Area<'a> {
         Ok(Self { storage, bytes, cluster, list_end, name })
     }
 
-    /// The writes, each to be followed by a barrier. They are tried on the copy in memory first.
+    /// The writes, each to be followed by a barrier. They are first applied to the copy in memory.
     fn plan(&mut self, old: &Header, new: &Header) -> Result<Vec<(usize, Vec<u8>)>> {
         let mut steps = Vec::new();
         let list = self.list(old, new)?;
@@ -109,7 +108,7 @@ impl<'a> Area<'a> {
             whole[at..at + name.len()].copy_from_slice(name);
         }
         whole.resize(whole.len().max(SECTOR), 0);
-        // Not what lies between the list and the name, which may be the old name.
+        // Skips the bytes between the list and the name, which may hold the old name.
         for range in [beyond(0..list_end), beyond(at..at + name.len())] {
             self.put(range.start, whole[range].to_vec(), &mut steps);
         }
@@ -118,7 +117,7 @@ impl<'a> Area<'a> {
         Ok(steps)
     }
 
-    /// Changes the copy, and notes the write.
+    /// Changes the copy, and records the write.
     fn put(&mut self, at: usize, bytes: Vec<u8>, steps: &mut Vec<(usize, Vec<u8>)>) {
         if !bytes.is_empty() && self.bytes[at..at + bytes.len()] != bytes {
             self.bytes[at..at + bytes.len()].copy_from_slice(&bytes);
@@ -126,14 +125,14 @@ impl<'a> Area<'a> {
         }
     }
 
-    /// What is on disk where a list of `len` bytes goes on beyond the first sector. Nothing stands
-    /// where the old list has ended: anything may be written there.
+    /// Bytes on disk where a list of `len` bytes continues beyond the first sector. Empty if the
+    /// old list ends before that, since any bytes may be written there.
     fn rest_of_list(&self, len: usize) -> &[u8] {
         let end = len.min(self.list_end);
         if end < len { &[] } else { &self.bytes[SECTOR.min(end)..end] }
     }
 
-    /// Fixed fields and extensions of `new`, with the end mark; no backing name yet.
+    /// Fixed fields and extensions of `new`, with the end mark but no backing name.
     fn list(&self, old: &Header, new: &Header) -> Result<Vec<u8>> {
         let mut out = self.fixed(old, new);
         out[8..20].fill(0);
@@ -141,7 +140,7 @@ impl<'a> Area<'a> {
         Ok(out)
     }
 
-    /// The fixed fields, those that are not known as they stand.
+    /// The fixed fields, with unknown ones unchanged.
     fn fixed(&self, old: &Header, new: &Header) -> Vec<u8> {
         let longest = (old.header_bytes as usize).min(self.cluster);
         let bytes = match (old.version, new.version) {
@@ -191,7 +190,7 @@ impl<'a> Area<'a> {
         Ok(())
     }
 
-    /// Copies the old name out of the way, to `at` or behind it.
+    /// Copies the old name to `at` or after it.
     fn move_name(&mut self, at: usize, steps: &mut Vec<(usize, Vec<u8>)>) -> Result<()> {
         let name = self.bytes[self.name.clone()].to_vec();
         let at = padded(at).max(SECTOR);
@@ -206,7 +205,7 @@ impl<'a> Area<'a> {
         Ok(())
     }
 
-    /// Where the new name goes: behind the list, and not over the old one.
+    /// Offset of the new name: after the list, and not over the old name.
     fn room_for_name(&self, list: usize, len: usize) -> Result<usize> {
         [list, self.name.end.max(list)]
             .into_iter()
@@ -217,7 +216,7 @@ impl<'a> Area<'a> {
             .ok_or_else(|| no_room(self.storage))
     }
 
-    /// What the copy says now must be what was meant.
+    /// Verifies that the changed copy parses to `new`.
     fn check(&self, new: &Header) -> Result<()> {
         let storage = self.storage;
         let len = storage.len()?;
@@ -261,7 +260,7 @@ fn push_extensions<'e>(out: &mut Vec<u8>, extensions: impl Iterator<Item = &'e E
     out.extend_from_slice(&[0; 8]);
 }
 
-/// The part of a range that lies behind the first sector.
+/// The part of a range beyond the first sector.
 fn beyond(range: Range<usize>) -> Range<usize> {
     range.start.max(SECTOR)..range.end.max(SECTOR)
 }

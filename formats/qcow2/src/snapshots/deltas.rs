@@ -1,18 +1,18 @@
-//! By how much refcounts of host clusters change.
+//! Changes of refcounts per host cluster.
 
 use std::collections::BTreeMap;
 
-/// Clusters of one group: what is shared and what is not mostly lies together.
+/// Clusters of one group: shared clusters are mostly adjacent.
 const GROUP: u64 = 64;
 
-/// A number for each host cluster, most of them 0.
+/// A number per host cluster, mostly 0.
 #[derive(Debug, Default)]
 pub(super) struct Deltas {
     groups: BTreeMap<u64, Box<[i32; GROUP as usize]>>,
 }
 
 impl Deltas {
-    /// Adds to a cluster's number. `None` where it leaves 31 bits, which no sound image's does.
+    /// Adds to a cluster's number. `None` on overflow of 31 bits, which no sound image causes.
     pub(super) fn add(&mut self, cluster: u64, by: i32) -> Option<()> {
         let group = self.groups.entry(cluster / GROUP);
         let slot =
@@ -26,7 +26,7 @@ impl Deltas {
         self.groups.get(&(cluster / GROUP)).map_or(0, |g| g[(cluster % GROUP) as usize])
     }
 
-    /// Clusters in `range` whose number is not 0, with it, in their order.
+    /// Clusters in `range` with their nonzero numbers, in order.
     pub(super) fn within(&self, range: std::ops::Range<u64>) -> impl Iterator<Item = (u64, i32)> {
         self.groups
             .range(range.start / GROUP..range.end.div_ceil(GROUP))
@@ -34,7 +34,7 @@ impl Deltas {
             .filter(move |(cluster, by)| *by != 0 && range.contains(cluster))
     }
 
-    /// All clusters whose number is not 0, with it, in their order.
+    /// All clusters with their nonzero numbers, in order.
     pub(super) fn iter(&self) -> impl Iterator<Item = (u64, i32)> {
         self.groups
             .iter()

@@ -10,9 +10,9 @@
 //!     rewrite ── this file   new tables, then one header write
 //! ```
 //!
-//! A change writes new copies of everything that it changes: refcount blocks and their table, L2
-//! tables whose COPIED flags change, the active L1 table, the table of snapshots. The header's
-//! first sector points to all of them, so one write switches from the old image to the new one.
+//! A change writes new copies of everything that it modifies: refcount blocks and their table, L2
+//! tables whose COPIED flags change, the active L1 table, the snapshot table. The header's first
+//! sector points to all of them, so one write switches from the old state to the new one.
 //!
 //! Source: qcow2 specification, section "Snapshots".
 
@@ -29,7 +29,6 @@ use vdkit_block::{Error, HostOffset, Limits, Result, SnapshotInfo, Storage};
 use crate::header::Header;
 use crate::layout::SNAPSHOTS_MAX;
 
-/// Bytes of the fixed part of an entry.
 const FIXED_BYTES: usize = 40;
 /// Largest extra data of an entry (QEMU's bound).
 const EXTRA_BYTES_MAX: usize = 1024;
@@ -37,10 +36,10 @@ const EXTRA_BYTES_MAX: usize = 1024;
 const TABLE_BYTES_MAX: u64 = 1024 * SNAPSHOTS_MAX as u64;
 /// Bytes of an entry for the first read: fixed part, extra data and names of common length.
 const ENTRY_BYTES_GUESS: u64 = 256;
-/// The first read takes at least so much, which costs no more than less would.
+/// Smallest size of the first read; a smaller one would not be cheaper.
 const FIRST_READ_BYTES: u64 = 16 << 10;
 
-/// One internal snapshot, as its table entry says.
+/// One internal snapshot, as in its table entry.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Snapshot {
     /// Host offset of its L1 table; not validated.
@@ -53,22 +52,22 @@ pub struct Snapshot {
     pub name: Vec<u8>,
     /// Seconds since 1970.
     pub date_seconds: u32,
-    /// Nanoseconds beyond them.
+    /// Nanoseconds beyond `date_seconds`.
     pub date_nanoseconds: u32,
     /// Guest clock in nanoseconds.
     pub vm_clock_nanoseconds: u64,
     /// Bytes of saved VM state.
     pub vm_state_bytes: u64,
-    /// The field of 32 bits for them, as it stands.
+    /// The 32-bit field for the VM state size, not interpreted.
     pub vm_state_bytes_small: u32,
-    /// Bytes of the guest disk when it was taken; old images do not say.
+    /// Bytes of the guest disk when the snapshot was created; `None` in old images.
     pub disk_bytes: Option<u64>,
-    /// The extra data as it stands, with the two numbers above and what else there is.
+    /// The raw extra data, including the VM state and disk sizes.
     pub extra: Vec<u8>,
 }
 
 impl Snapshot {
-    /// For describing it.
+    /// Description for users.
     pub fn info(&self) -> SnapshotInfo {
         SnapshotInfo {
             id: String::from_utf8_lossy(&self.id).into_owned(),
@@ -82,17 +81,17 @@ impl Snapshot {
         }
     }
 
-    /// Instructions that the guest had executed, where they were counted.
+    /// Instructions that the guest had executed, if they were counted.
     fn icount(&self) -> Option<u64> {
         self.extra.get(16..24).map(|extra| be64(extra, 0)).filter(|&count| count != u64::MAX)
     }
 
-    /// Whether the extra data has the sizes of VM state and disk, as version 3 asks for.
+    /// Whether the extra data has the sizes of VM state and disk, as version 3 requires.
     pub(crate) fn says_its_sizes(&self) -> bool {
         self.extra.len() >= 16
     }
 
-    /// Makes it say so. Before version 3 no disk changed its size under a snapshot.
+    /// Adds the sizes. Before version 3, a disk with snapshots could not be resized.
     fn complete(&mut self, guest_bytes: u64) {
         if !self.says_its_sizes() {
             self.disk_bytes = Some(guest_bytes);
@@ -106,7 +105,7 @@ impl Snapshot {
         [0, disk_bytes, u64::MAX].iter().flat_map(|n| n.to_be_bytes()).collect()
     }
 
-    /// Adds the entry to a table, at a multiple of 8 bytes.
+    /// Appends the entry to a table, at a multiple of 8 bytes.
     fn encode(&self, table: &mut Vec<u8>) {
         table.resize(table.len().next_multiple_of(8), 0);
         table.extend_from_slice(&self.l1_offset.0.to_be_bytes());
@@ -124,17 +123,17 @@ impl Snapshot {
     }
 }
 
-/// Where a header says that the table of snapshots is.
+/// Place of the snapshot table according to a header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TablePlace {
-    /// Its entries.
+    /// Entries.
     pub count: u32,
-    /// Its host offset.
+    /// Host offset.
     pub offset: HostOffset,
 }
 
 impl TablePlace {
-    /// As this header says.
+    /// The place in this header.
     pub fn of(header: &Header) -> Self {
         Self { count: header.snapshot_count, offset: header.snapshots_offset }
     }
@@ -143,25 +142,25 @@ impl TablePlace {
 /// All snapshots of an image.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SnapshotTable {
-    /// In their order.
+    /// Snapshots in table order.
     pub snapshots: Vec<Snapshot>,
     /// Bytes of the table in the file.
     pub bytes: u64,
 }
 
 impl SnapshotTable {
-    /// Reads the table in one read, or two where its entries are unusually long; none where the
-    /// image has no snapshots.
+    /// Reads the table in one read, or two if its entries are unusually long; without snapshots,
+    /// reads nothing.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] where an entry passes the end of the file or of the largest table that
-    /// is accepted (64 MiB, or what `limits` say).
+    /// [`Error::Corrupt`] if an entry exceeds the end of the file or the largest accepted table (64
+    /// MiB, or less by `limits`).
     pub fn read(storage: &dyn Storage, place: TablePlace, limits: &Limits) -> Result<Self> {
         let guess = u64::from(place.count) * ENTRY_BYTES_GUESS;
         Self::read_guessing(storage, place, limits, guess.max(FIRST_READ_BYTES))
     }
 
-    /// As [`SnapshotTable::read`], always in one read, which may take much more than the table.
+    /// As [`SnapshotTable::read`], always in one read, which may be much larger than the table.
     pub(crate) fn read_at_once(
         storage: &dyn Storage,
         place: TablePlace,
@@ -221,7 +220,7 @@ impl SnapshotTable {
     /// The bytes of a table of these snapshots.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where it is larger than what is accepted.
+    /// [`Error::Invalid`] if it exceeds the largest accepted size.
     fn encode(file: &str, snapshots: &[Snapshot], limits: &Limits) -> Result<Vec<u8>> {
         let mut table = Vec::new();
         for snapshot in snapshots {
@@ -241,7 +240,7 @@ impl SnapshotTable {
     }
 
     fn parse(bytes: &[u8], count: u32) -> Result<Self, Stop> {
-        // An entry has 40 bytes at least, so this is bounded by what was read.
+        // An entry has at least 40 bytes, so the bytes read bound this.
         let most = bytes.len() / FIXED_BYTES;
         let mut snapshots = Vec::with_capacity(most.min(count as usize));
         let mut at = 0;
@@ -282,9 +281,9 @@ impl SnapshotTable {
 
 /// Why parsing stopped.
 enum Stop {
-    /// The bytes at hand end within the entry that begins at `at`.
+    /// The bytes end within the entry that begins at `at`.
     Ended { at: usize, index: u32 },
-    /// Too much extra data in the entry that begins at `at`.
+    /// The entry that begins at `at` has too much extra data.
     Extra { at: usize, found: usize },
 }
 

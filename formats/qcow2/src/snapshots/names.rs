@@ -1,24 +1,24 @@
-//! Which snapshot is meant, and how new ones are called.
+//! Finds snapshots by id or name, and assigns new ids.
 
 use vdkit_block::{Error, Result};
 
 use super::Snapshot;
 
-/// Longest name in bytes: what QEMU's programs can name.
+/// Longest name in bytes that QEMU's programs can handle.
 const NAME_BYTES_MAX: usize = 255;
-/// How many snapshots an error names.
+/// Most snapshots that an error names.
 const NAMED_MAX: usize = 8;
 
-/// What is compared first.
+/// What to compare first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum First {
     /// Ids, then names: as `qemu-img snapshot -a` and `qemu-img convert -l`.
     Id,
-    /// Names, then ids: as `qemu-img snapshot -d`, which knows names only.
+    /// Names, then ids: as `qemu-img snapshot -d`, which accepts only names.
     Name,
 }
 
-/// The index of the snapshot that is meant.
+/// The index of the snapshot with id or name `which`.
 pub(super) fn find(file: &str, snapshots: &[Snapshot], which: &str, first: First) -> Result<usize> {
     let id = || snapshots.iter().position(|s| s.id == which.as_bytes());
     let name = || snapshots.iter().position(|s| s.name == which.as_bytes());
@@ -56,7 +56,7 @@ pub(super) fn check(name: &str) -> Result<()> {
     Ok(())
 }
 
-/// The id of a new snapshot: one more than the largest number among the ids, as QEMU has it.
+/// The id of a new snapshot: one more than the largest numeric id, as in QEMU.
 pub(super) fn new_id(file: &str, snapshots: &[Snapshot]) -> Result<Vec<u8>> {
     let largest = snapshots.iter().map(|s| leading_number(&s.id)).max().unwrap_or(0);
     let next = largest.checked_add(1).ok_or_else(|| {
@@ -65,7 +65,7 @@ pub(super) fn new_id(file: &str, snapshots: &[Snapshot]) -> Result<Vec<u8>> {
     Ok(next.to_string().into_bytes())
 }
 
-/// The number that a text begins with; the largest one where it is larger than that.
+/// The number at the start of a text, saturating.
 fn leading_number(text: &[u8]) -> u64 {
     let digits = text.iter().take_while(|b| b.is_ascii_digit());
     digits.fold(0u64, |sum, b| sum.saturating_mul(10).saturating_add(u64::from(b - b'0')))

@@ -1,4 +1,4 @@
-//! What a user does with snapshots.
+//! Snapshot operations of users.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -34,8 +34,8 @@ impl Snapshots for Qcow2 {
                 let snapshots = self.read_list(&self.meta.lock())?.snapshots;
                 let index = names::find(self.storage.name(), &snapshots, which, First::Id)?;
                 let (old, new) = (self.guest_len(), self.size_to_apply(&snapshots[index])?);
-                // What the disk becomes differs from what it was anywhere: bitmaps that record
-                // say so before it does.
+                // The new disk may differ from the old one anywhere, so recording bitmaps are
+                // marked all dirty before the switch.
                 self.mark_bitmaps_dirty(lead)?;
                 self.bitmaps_before_resize(old, new)
             },
@@ -70,7 +70,7 @@ impl Snapshots for Qcow2 {
 }
 
 impl Change {
-    /// Another list, and nothing else.
+    /// A change of only the snapshot list.
     fn of_list(snapshots: Vec<Snapshot>) -> Self {
         Self {
             deltas: super::deltas::Deltas::default(),
@@ -98,8 +98,7 @@ impl Qcow2 {
         ))
     }
 
-    /// Makes each snapshot say how large its disk and VM state are, which entries of version 2 need
-    /// not.
+    /// Adds the sizes of disk and VM state to each snapshot, which version 2 entries may lack.
     pub(crate) fn complete_snapshots(&self) -> Result<()> {
         self.exclusively(|meta| {
             let mut snapshots = self.load_list(meta)?;
@@ -114,7 +113,7 @@ impl Qcow2 {
         SnapshotTable::read(&*self.storage, place, &self.limits)
     }
 
-    /// The list, for changing it.
+    /// Reads the list for a change.
     fn load_list(&self, meta: &mut Meta) -> Result<Vec<Snapshot>> {
         let table = self.read_list(meta)?;
         meta.snapshots.bytes = table.bytes;
@@ -130,7 +129,8 @@ impl Qcow2 {
         let mut snapshots = self.load_list(meta)?;
         let guest_bytes = self.guest_len();
         let mut words = self.l1.read().clone();
-        // What lies beyond the disk is VM state that an applied snapshot left: it is not this one's.
+        // Entries beyond the disk are VM state that an applied snapshot left; the new snapshot does
+        // not include it.
         let kept = words.len().min(self.geometry.l1_entries_for(guest_bytes) as usize);
         let mut walk = Walk::new(self, meta)?;
         let offsets = walk.tables(self.l1_offset(), &words[..kept])?;
@@ -189,7 +189,7 @@ impl Qcow2 {
         for offset in walk.tables(snapshot.l1_offset, &words)? {
             *tables.entry(offset).or_insert(0) += 1;
         }
-        // What both use stays as it is.
+        // Tables that both use stay unchanged.
         let tables: Vec<Table> = tables
             .into_iter()
             .filter(|&(_, by)| by != 0)
@@ -218,7 +218,7 @@ impl Qcow2 {
         Ok(info)
     }
 
-    /// The size that the disk has when a snapshot is applied.
+    /// The disk size after applying a snapshot.
     fn size_to_apply(&self, snapshot: &Snapshot) -> Result<u64> {
         self.check_snapshot(snapshot)?;
         let present = self.guest_len();
@@ -290,7 +290,7 @@ impl Qcow2 {
         Ok(snapshot.info())
     }
 
-    /// The clusters of a snapshot's L1 table must be its own.
+    /// Fails unless the snapshot alone uses the clusters of its L1 table.
     fn check_own(
         &self,
         meta: &mut Meta,

@@ -1,4 +1,4 @@
-//! A new image beside the old one, and the one write that makes it the image.
+//! Writes new metadata alongside the old, then switches to it with one write.
 
 use std::collections::BTreeMap;
 
@@ -17,51 +17,51 @@ use crate::layout::{COPIED, OFFSET_MASK};
 use crate::pool::Space;
 use crate::refcounts::{get_refcount, set_refcount};
 
-/// Small neighbouring writes are joined up to this.
+/// Small adjacent writes are merged up to this size.
 const JOIN_BYTES: usize = 1 << 20;
 
-/// What the COPIED flags of an L2 table that is written anew become.
+/// New COPIED flags of a rewritten L2 table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Flags {
     /// All are cleared: everything is shared now.
     Clear,
-    /// Those whose refcount changes to 1 are set.
+    /// Set for clusters whose refcount changes to 1.
     SetSingle,
 }
 
-/// The active disk as it becomes.
+/// The new active disk.
 #[derive(Debug)]
 pub(super) struct Active {
-    /// L1 entries; of tables that are written anew, with the old offsets.
+    /// L1 entries; those of rewritten tables still have the old offsets.
     pub(super) words: Vec<u64>,
-    /// Bytes of the guest disk.
     pub(super) guest_bytes: u64,
 }
 
-/// All that changes at once.
+/// All changes of one switch.
 #[derive(Debug)]
 pub(super) struct Change {
-    /// By how much the refcounts change of what L1 tables refer to.
+    /// Changes of the refcounts of clusters that L1 tables refer to.
     pub(super) deltas: Deltas,
-    /// L2 tables that are written anew for the active disk, sorted.
+    /// L2 tables that are rewritten for the active disk, sorted.
     pub(super) copies: Vec<u64>,
-    /// The active disk refers to the old ones now, and will not.
+    /// The active disk refers to the old copies now, but not after the switch.
     pub(super) copies_replace: bool,
-    /// How their flags change.
+    /// New flags of these tables.
     pub(super) flags: Flags,
-    /// The active disk, where it changes.
+    /// The new active disk, if it changes.
     pub(super) active: Option<Active>,
-    /// The snapshots as they become.
+    /// The new snapshot list.
     pub(super) snapshots: Vec<Snapshot>,
     /// The last snapshot is new, and its L1 table is the first part of the active one.
     pub(super) new_snapshot: bool,
-    /// Clusters of L1 tables that nothing needs any more.
+    /// Clusters of L1 tables that become unused.
     pub(super) retired: Vec<std::ops::Range<u64>>,
-    /// `deltas` has what was let go and waits for requests in flight ([`super::walk::Walk::new`]).
+    /// `deltas` includes released clusters that wait for in-flight requests
+    /// ([`super::walk::Walk::new`]).
     pub(super) counts_released: bool,
 }
 
-/// Clusters for all that is new.
+/// Clusters for all new structures.
 struct Places {
     /// Old offset of an L2 table, and its new cluster.
     copies: BTreeMap<u64, u64>,
@@ -74,17 +74,17 @@ struct Places {
 }
 
 impl Qcow2 {
-    /// Does a change. The caller is in [`Qcow2::exclusively`].
+    /// Performs a change. The caller is in [`Qcow2::exclusively`].
     ///
     /// # Errors
-    /// Refcounts that do not fit, before anything is written; I/O. The image is as before.
+    /// Refcounts that do not fit, before anything is written; I/O. The image stays unchanged.
     pub(super) fn rewrite(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
         mut change: Change,
         monitor: &Monitor<'_>,
     ) -> Result<()> {
-        // What cannot be is found before the file becomes longer.
+        // Impossible changes fail before the file grows.
         SnapshotTable::encode(self.storage.name(), &change.snapshots, &self.limits)?;
         self.apply_to_blocks(
             &self.blocks_of(meta, &change.deltas)?,
@@ -108,7 +108,7 @@ impl Qcow2 {
         result
     }
 
-    /// Reserves clusters for all that is new; `held` gets them all.
+    /// Reserves clusters for all new structures, and adds them to `held`.
     fn reserve_places(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
@@ -118,7 +118,7 @@ impl Qcow2 {
         let mut singles = self.reserve_singles(meta, change.copies.len(), held)?.into_iter();
         let copies: BTreeMap<u64, u64> = change.copies.iter().copied().zip(&mut singles).collect();
         if change.new_snapshot {
-            // The active disk's reference is counted by the reservation.
+            // The reservation already counts the active disk's reference.
             for &cluster in copies.values() {
                 change.deltas.add(cluster, 1).unwrap_or_default();
             }
@@ -147,7 +147,7 @@ impl Qcow2 {
         let refcount_table = if touched.is_empty() {
             None
         } else {
-            // Finding space may make the table larger.
+            // Allocating space may enlarge the table.
             loop {
                 let clusters = meta.space.table_clusters;
                 let space = self.reserve_table(meta, clusters << self.geometry.cluster_bits)?;
@@ -162,7 +162,7 @@ impl Qcow2 {
         Ok(Places { copies, active_l1, snapshot_l1, list, blocks, refcount_table })
     }
 
-    /// Reserves so many clusters, wherever they are.
+    /// Reserves `count` clusters at any offsets.
     fn reserve_singles(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
@@ -180,7 +180,7 @@ impl Qcow2 {
         Ok(clusters)
     }
 
-    /// Index and offset of the refcount blocks of all clusters with a change.
+    /// Index and offset of the refcount blocks of all changed clusters.
     fn blocks_of(&self, meta: &Meta, deltas: &Deltas) -> Result<Vec<(usize, u64)>> {
         let mut touched: Vec<(usize, u64)> = Vec::new();
         for (cluster, _) in deltas.iter() {
@@ -196,9 +196,9 @@ impl Qcow2 {
         Ok(touched)
     }
 
-    /// Reads refcount blocks and hands each to `use_block` as it becomes, with its place in the
-    /// list. Returns the clusters that lose their last reference; they keep a refcount of 1, which
-    /// is the allocator's.
+    /// Reads refcount blocks, applies the changes, and passes each to `use_block` with its index in
+    /// the list. Returns the clusters that lose their last reference; they keep a refcount of 1 for
+    /// the allocator.
     fn apply_to_blocks(
         &self,
         blocks: &[(usize, u64)],
@@ -265,7 +265,7 @@ impl Qcow2 {
         )
     }
 
-    /// Writes all that is new, points the header to it, and makes memory agree.
+    /// Writes all new structures, points the header to them, and updates memory.
     fn switch_to(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
@@ -273,7 +273,7 @@ impl Qcow2 {
         places: &Places,
         monitor: &Monitor<'_>,
     ) -> Result<()> {
-        // Reservations are durable from here on.
+        // From here on the reservations are durable.
         self.flush_locked(meta)?;
         self.write_l2_copies(meta, &change, places, monitor)?;
         let bits = self.geometry.cluster_bits;
@@ -358,7 +358,7 @@ impl Qcow2 {
         Ok(i128::from(old) + i128::from(by) == 1)
     }
 
-    /// Writes the refcount blocks and their table; returns the clusters that are not used any more.
+    /// Writes the refcount blocks and their table; returns the clusters that become unused.
     fn write_blocks(
         &self,
         meta: &Meta,
@@ -409,7 +409,7 @@ impl Qcow2 {
         Ok(fields)
     }
 
-    /// Makes memory agree with what the header says now, and lets the old tables go.
+    /// Updates memory to match the new header, and releases the old tables.
     fn install_change(
         &self,
         meta: &mut Meta,
@@ -473,7 +473,7 @@ impl Qcow2 {
         {
             let mut metadata = self.metadata.write();
             for cluster in offsets(&old) {
-                // It may hold data one day, where no snapshot needs it any more.
+                // Once no snapshot needs the cluster, it may hold data.
                 metadata.remove(&cluster);
             }
             metadata.extend(offsets(&active.words));
@@ -487,7 +487,7 @@ impl Qcow2 {
     }
 }
 
-/// Writes of clusters, joined where they are neighbours.
+/// Merges writes of adjacent clusters.
 struct Joined<'a> {
     image: &'a Qcow2,
     at: u64,

@@ -1,4 +1,4 @@
-//! A snapshot as a disk for reading.
+//! Opens a snapshot as a read-only disk.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::image::Qcow2;
 use crate::layout::L1_BYTES_MAX;
 
 impl Qcow2 {
-    /// The disk that a snapshot holds.
+    /// The disk of a snapshot.
     pub(super) fn open_view(&self, snapshot: &Snapshot) -> Result<Arc<dyn Format>> {
         self.check_snapshot(snapshot)?;
         Ok(self.reading(DiskTables {

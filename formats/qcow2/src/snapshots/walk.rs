@@ -1,4 +1,4 @@
-//! What L1 tables refer to.
+//! Counts the references of L1 tables.
 
 use rustc_hash::FxHashSet;
 use vdkit_block::{Error, HostOffset, Monitor, Result};
@@ -9,16 +9,16 @@ use crate::entry::L2Entry;
 use crate::image::{Meta, Qcow2};
 use crate::layout::{L1_RESERVED, OFFSET_MASK};
 
-/// An L2 table, and how many references to it come or go.
+/// An L2 table, and the change of the number of references to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Table {
     /// Host offset.
     pub(super) offset: u64,
-    /// By how much the references to what it names change.
+    /// Change of the references to everything that it names.
     pub(super) by: i32,
 }
 
-/// What is known while L2 tables are read.
+/// State of a walk over L2 tables.
 pub(super) struct Walk<'a> {
     image: &'a Qcow2,
     /// No host cluster from here on can be referred to.
@@ -29,11 +29,11 @@ pub(super) struct Walk<'a> {
 }
 
 impl<'a> Walk<'a> {
-    /// Begins with what was let go and waits for requests in flight: those references are gone, so
-    /// that the refcounts and what follows from them (COPIED) are made without them.
+    /// Starts with the released clusters that wait for in-flight requests: their references are
+    /// gone, so new refcounts and COPIED flags must not count them.
     pub(super) fn new(image: &'a Qcow2, meta: &Meta) -> Result<Self> {
         let file = image.storage.len()?.div_ceil(image.geometry.cluster_bytes());
-        // A file that grows as it is written may end before what is reserved.
+        // A file that grows as it is written may end before the reserved clusters.
         let end = file.max(meta.space.frontier);
         let metadata = image.metadata.read().clone();
         let mut walk = Self { image, end, metadata, deltas: Deltas::default() };
@@ -45,10 +45,10 @@ impl<'a> Walk<'a> {
         Ok(walk)
     }
 
-    /// The L2 tables of an L1 table, sorted, each there once.
+    /// The L2 tables of an L1 table, sorted, without duplicates.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] where an entry breaks the specification. `at` is where the table stands.
+    /// [`Error::Corrupt`] if an entry violates the specification. `at` is the table's offset.
     pub(super) fn tables(&self, at: HostOffset, words: &[u64]) -> Result<Vec<u64>> {
         let cluster = self.image.geometry.cluster_bytes();
         let mut tables = Vec::new();
@@ -82,7 +82,7 @@ impl<'a> Walk<'a> {
 
     /// Counts the references of these tables (sorted) and of their entries.
     ///
-    /// Returns those with an entry that says COPIED.
+    /// Returns the tables that have an entry with COPIED set.
     pub(super) fn count(&mut self, tables: &[Table], monitor: &Monitor<'_>) -> Result<Vec<u64>> {
         let offsets: Vec<u64> = tables.iter().map(|t| t.offset).collect();
         let mut copied = Vec::new();
@@ -105,7 +105,7 @@ impl<'a> Walk<'a> {
         Ok(copied)
     }
 
-    /// Counts one table's entries; whether one of them says COPIED.
+    /// Counts one table's entries. Returns whether one of them has COPIED set.
     fn count_entries(&mut self, table: Table, bytes: &[u8]) -> Result<bool> {
         let geometry = self.image.geometry;
         let mut copied = false;
@@ -167,7 +167,7 @@ impl<'a> Walk<'a> {
         Ok(found)
     }
 
-    /// Takes references to an L2 table back that were counted.
+    /// Undoes counted references to an L2 table.
     pub(super) fn uncount(&mut self, table: u64, times: i32) -> Result<()> {
         self.add(table >> self.image.geometry.cluster_bits, -times, table)
     }
@@ -196,7 +196,6 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// The entries of an L2 table.
 pub(super) fn entries(bytes: &[u8], extended: bool) -> impl Iterator<Item = L2Entry> {
     let size = if extended { 16 } else { 8 };
     bytes.chunks_exact(size).map(move |raw| {

@@ -1,7 +1,7 @@
-//! What the integration tests share: making images by vdkit, and comparing what it says of one
-//! with what QEMU says.
+//! Helpers of the integration tests: create images with vdkit, and compare its descriptions with
+//! QEMU's.
 
-#![allow(dead_code)] // each test program takes what it needs
+#![allow(dead_code)] // each test program uses a part
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub fn new_file(path: &Path) -> Arc<dyn Storage> {
     Arc::new(FileStorage::open(path, &new).unwrap())
 }
 
-/// Makes an image by vdkit, with its data file (named in the options) beside it.
+/// Creates an image with vdkit, and its data file (named in the options) in the same folder.
 pub fn create(path: &Path, guest_bytes: u64, text: &str) -> Result<()> {
     let options = options(text);
     let data_file = options.text("data_file").map(|name| new_file(&path.with_file_name(name)));

@@ -1,5 +1,5 @@
-//! The cache of L2 slices, run in every order of its threads' steps: a slice that is read from disk
-//! while another thread changes, writes and drops it must not come back as it was.
+//! Loom model of the cache of L2 slices, over all interleavings of its threads: a slice that is
+//! read from disk while another thread changes, writes and drops it must not come back stale.
 
 #![allow(dead_code, reason = "a model uses a part of the protocol")]
 
@@ -16,11 +16,11 @@ use slices::{Seen, SliceCache};
 use sync::{Arc, Mutex, check, thread};
 use vdkit_block::{HostOffset, Result, Storage, StorageCaps, StorageExtent};
 
-/// Bytes of a slice, and how many there are.
+/// Bytes of a slice, and the number of slices.
 const SLICE: u64 = 512;
 const SLICES: usize = 3;
 
-/// A disk of a few slices; of each one word counts.
+/// A disk of a few slices, with one word each.
 struct Disk(Mutex<[u64; SLICES]>);
 
 impl fmt::Debug for Disk {
@@ -95,8 +95,8 @@ impl Image {
     }
 }
 
-/// One thread loads a slice. Another changes it, writes it, and loads another slice, which takes its
-/// room.
+/// One thread loads a slice. Another changes it, writes it, and loads another slice, which evicts
+/// it.
 #[test]
 fn a_slice_that_was_evicted_does_not_come_back_as_it_was() {
     check(2, move || {
@@ -114,8 +114,8 @@ fn a_slice_that_was_evicted_does_not_come_back_as_it_was() {
     });
 }
 
-/// One thread walks over two slices, as a map scan does, and keeps what it has read ahead. Another
-/// changes the first of them, writes it, and loads a third one, which takes its room.
+/// One thread walks two slices, as a map scan does, and caches what it has read ahead. Another
+/// changes the first slice, writes it, and loads a third one, which evicts it.
 #[test]
 fn a_walk_does_not_bring_back_a_slice_that_was_evicted() {
     check(2, move || {

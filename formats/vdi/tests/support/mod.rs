@@ -1,6 +1,6 @@
 //! Images in memory, and their bytes.
 
-// Each test uses some of it.
+// Each test uses a part.
 #![allow(dead_code)]
 
 use std::sync::Arc;
@@ -18,7 +18,7 @@ pub const DYNAMIC: Trial = Trial {
     resizes: true,
 };
 
-/// Where the header has its fields.
+/// Offsets of header fields.
 pub mod field {
     pub const VERSION: u64 = 68;
     pub const SIZE: u64 = 72;
@@ -57,12 +57,12 @@ pub fn get(storage: &Shared, at: u64) -> u32 {
     u32::from_le_bytes(bytes)
 }
 
-/// The table's entry of a block.
+/// Offset of a block's table entry.
 pub fn entry(storage: &Shared, block: u64) -> u64 {
     u64::from(get(storage, field::TABLE)) + block * 4
 }
 
-/// The guest's bytes.
+/// The guest content.
 pub fn content(storage: &Shared) -> Vec<u8> {
     let disk = DYNAMIC.open(storage, false).unwrap();
     let mut bytes = vec![0xee; disk.guest_bytes() as usize];

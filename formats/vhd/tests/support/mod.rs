@@ -1,6 +1,6 @@
 //! Images in memory, and their bytes.
 
-// Each test uses some of it.
+// Each test uses a part.
 #![allow(dead_code)]
 
 use std::sync::Arc;
@@ -25,7 +25,7 @@ pub const FIXED: Trial =
 
 pub type Shared = Arc<dyn Storage>;
 
-/// Where the dynamic header, the table and the first block of our images are.
+/// Offsets of the dynamic header, the table and the first block in vdkit's images.
 pub const HEADER: u64 = 512;
 pub const TABLE: u64 = 1536;
 pub const BLOCKS: u64 = 2048;
@@ -53,7 +53,7 @@ pub fn get(storage: &Shared, at: u64) -> u32 {
     u32::from_be_bytes(bytes)
 }
 
-/// Puts the right sum into a structure of `len` bytes.
+/// Corrects the checksum of a structure of `len` bytes.
 pub fn sum(storage: &Shared, at: u64, len: usize, field: u64) {
     put(storage, at + field, 0);
     let mut bytes = vec![0; len];
@@ -81,7 +81,7 @@ pub fn copy_of(storage: &Shared) -> Shared {
     Arc::new(MemoryStorage::from_bytes("copy", &bytes))
 }
 
-/// Makes an image over another one.
+/// Creates an image with a parent.
 pub fn create_over(storage: &Shared, base: &Shared, name: &str) -> vdkit_block::Result<()> {
     let info = VhdDriver.describe(base, &Limits::default())?;
     VhdDriver.create(&CreateRequest {

@@ -1,4 +1,4 @@
-//! Entries of the log [2.3.1], byte by byte.
+//! Encoding of log entries [2.3.1].
 
 use crate::fields::{guid_at, put, seal};
 use crate::layout::{PAGE, PAGE_BYTES, Page};
@@ -11,23 +11,22 @@ const ZERO_DESCRIPTOR: &[u8; 4] = b"zero";
 const DATA_SECTOR: &[u8; 4] = b"data";
 const HEADER_BYTES: usize = 64;
 const DESCRIPTOR_BYTES: usize = 32;
-/// Bytes of a page that stand in its data sector; the first 8 and the last 4 are in the descriptor.
+/// Bytes of a page in its data sector; the first 8 and the last 4 are in the descriptor.
 const BODY_BYTES: usize = 4084;
 
-/// A page and where it belongs in the file.
+/// A page and its offset in the file.
 pub(crate) type LoggedPage = (u64, Page);
 
-/// Sectors for so many descriptors, behind the entry's header.
+/// Sectors of the entry's header and descriptors.
 fn descriptor_sectors(descriptors: u64) -> u64 {
     (HEADER_BYTES as u64 + descriptors * DESCRIPTOR_BYTES as u64).div_ceil(PAGE_BYTES)
 }
 
-/// Bytes of an entry for so many pages.
 pub(crate) fn entry_bytes(pages: u64) -> u64 {
     (descriptor_sectors(pages) + pages) * PAGE_BYTES
 }
 
-/// Pages that fit into an entry that has a log of so many bytes to itself.
+/// Most pages of an entry that fills a log of `log_bytes` bytes.
 pub(crate) fn pages_max(log_bytes: u64) -> u64 {
     let sectors = log_bytes / PAGE_BYTES;
     let mut pages = sectors.saturating_sub(1);
@@ -37,7 +36,6 @@ pub(crate) fn pages_max(log_bytes: u64) -> u64 {
     pages
 }
 
-/// What stands at the head of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct EntryHead {
     pub(crate) bytes: u64,
@@ -45,14 +43,14 @@ pub(crate) struct EntryHead {
     pub(crate) tail: u64,
     pub(crate) sequence: u64,
     pub(crate) guid: Uuid,
-    /// The file was at least so long, durably, when the entry was written.
+    /// Durable length of the file when the entry was written, at least.
     pub(crate) flushed_bytes: u64,
-    /// And so long at least it must be once the entry is replayed.
+    /// Least length of the file after a replay of the entry.
     pub(crate) last_bytes: u64,
     descriptors: u32,
 }
 
-/// Makes an entry of pages. `flushed` and `last` are [`EntryHead::flushed_bytes`] and
+/// Encodes an entry of pages. `flushed` and `last` are [`EntryHead::flushed_bytes`] and
 /// [`EntryHead::last_bytes`].
 pub(crate) fn encode(
     guid: Uuid,
@@ -89,12 +87,12 @@ pub(crate) fn encode(
     entry
 }
 
-/// One change that an entry makes when it is replayed.
+/// One change of a replayed entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
-    /// A page gets this content.
+    /// Offset and new content of a page.
     Page(u64, Box<[u8; PAGE]>),
-    /// A range becomes zero: offset and bytes.
+    /// A range to zero: offset and bytes.
     Zero(u64, u64),
 }
 
@@ -107,7 +105,7 @@ impl Ring<'_> {
         &self.0[at..at + PAGE]
     }
 
-    /// The head of the entry that begins at a sector, if the sector looks like one.
+    /// The header of the entry that begins at a sector, if it is plausible.
     pub(crate) fn head(&self, start: u64, guid: Uuid) -> Option<EntryHead> {
         let sector = self.sector(start);
         let head = EntryHead {
@@ -130,9 +128,9 @@ impl Ring<'_> {
         good.then_some(head)
     }
 
-    /// The entry that begins at a sector, where it is whole and sound. What is in it is looked at
-    /// sector by sector before its checksum is: two entries then never share a sector, and the
-    /// checksums of all that there may be are over no more bytes than the log has.
+    /// The entry that begins at a sector, if it is complete and sound. Validates each sector before
+    /// the checksum: then two candidates never share a sector, and all checksums together cover no
+    /// more bytes than the log has.
     pub(crate) fn entry(&self, start: u64, guid: Uuid) -> Option<EntryHead> {
         let head = self.head(start, guid)?;
         let mut data = 0;
@@ -160,7 +158,7 @@ impl Ring<'_> {
         (sum == le32(self.sector(start), 4)).then_some(head)
     }
 
-    /// Shows the descriptors of an entry in order while `look` says that they are good.
+    /// Calls `look` for the descriptors of an entry in order until it returns false.
     fn each_descriptor(
         &self,
         start: u64,
@@ -181,7 +179,7 @@ impl Ring<'_> {
         Some(())
     }
 
-    /// What a sound entry changes, in order.
+    /// The changes of a sound entry, in order.
     pub(crate) fn changes(&self, start: u64, head: &EntryHead) -> Vec<Change> {
         let mut changes = Vec::new();
         let mut data = start + descriptor_sectors(head.descriptors.into());
@@ -242,7 +240,7 @@ mod tests {
                     pages.iter().map(|(at, page)| Change::Page(*at, page.clone())).collect();
                 assert_eq!(changes, wanted);
                 assert!(ring.entry(start as u64, Uuid::from_bytes([8; 16])).is_none());
-                // Each sector matters.
+                // Damage to any sector is detected.
                 for i in 0..entry.len() / PAGE {
                     let mut torn = log.clone();
                     torn[(start + i) % 256 * PAGE + 2000] ^= 1;

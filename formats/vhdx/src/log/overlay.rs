@@ -1,5 +1,4 @@
-//! A storage as it reads once its log is replayed, without a change to it: for opening an image
-//! read-only.
+//! A storage as after a replay of its log, without changing it: for read-only images.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,18 +9,18 @@ use super::entry::Change;
 use super::search::ActiveSequence;
 use crate::layout::{PAGE, PAGE_BYTES};
 
-/// Pages of an entry, or zeroes, over another storage.
+/// Logged pages and zeroes over another storage.
 #[derive(Debug)]
 pub(crate) struct Replayed {
     inner: Arc<dyn Storage>,
     pages: BTreeMap<u64, Box<[u8; PAGE]>>,
-    /// Start and end of ranges that are zero, but for `pages`; they do not overlap.
+    /// Start and end of disjoint ranges that are zero, except for `pages`.
     zeroes: BTreeMap<u64, u64>,
     len: u64,
 }
 
 impl Replayed {
-    /// What `inner` is with these entries replayed.
+    /// `inner` with these entries replayed.
     pub(crate) fn new(inner: Arc<dyn Storage>, sequence: &ActiveSequence) -> Result<Self> {
         let len = sequence.file_bytes;
         let mut new = Self { inner, pages: BTreeMap::new(), zeroes: BTreeMap::new(), len };
@@ -118,7 +117,7 @@ impl Storage for Replayed {
         if offset.0 >= self.len {
             return Ok(StorageExtent { data: false, len: len.max(1) });
         }
-        // A page of the log over a hole makes data of it; up to the next one the file decides.
+        // A logged page over a hole is data; up to the next page, the file decides.
         let first = offset.0.saturating_sub(PAGE_BYTES - 1);
         let mut pages = self.pages.range(first..);
         match pages.next() {

@@ -1,4 +1,4 @@
-//! Finding what must be replayed [2.3.2], and replaying it [2.3.3].
+//! Finds the entries that must be replayed [2.3.2], and replays them [2.3.3].
 
 use vdkit_block::{Error, HostOffset, Result, Storage, ZeroMode};
 
@@ -12,15 +12,15 @@ use uuid::Uuid;
 pub(crate) struct ActiveSequence {
     log: Vec<u8>,
     entries: Vec<(u64, EntryHead)>,
-    /// The file must be so long afterwards.
+    /// Least length of the file after the replay.
     pub(crate) file_bytes: u64,
 }
 
-/// Looks for the active sequence; nothing where the log is empty. Reads the log in one piece.
+/// Finds the active sequence; `None` if the log is empty. Takes one read.
 ///
 /// # Errors
-/// [`Error::Corrupt`] where the file is shorter than it was when the log was written, or an entry
-/// would change what no entry may; I/O.
+/// [`Error::Corrupt`] if the file is shorter than when the log was written, or an entry would
+/// change what no entry may; I/O.
 pub(crate) fn find(storage: &dyn Storage, header: &Header) -> Result<Option<ActiveSequence>> {
     if header.log == Uuid::nil() || header.log_bytes == 0 {
         return Ok(None);
@@ -51,8 +51,8 @@ pub(crate) fn find(storage: &dyn Storage, header: &Header) -> Result<Option<Acti
     Ok(Some(found))
 }
 
-/// The sequence of entries, each following the one before, that ends with the highest number and
-/// holds its own tail. Sectors are numbers.
+/// The contiguous sequence of entries that ends with the highest sequence number and contains its
+/// own tail.
 fn active(ring: &Ring<'_>, header: &Header) -> Vec<(u64, EntryHead)> {
     let sectors = header.log_bytes / PAGE_BYTES;
     let mut best: Vec<(u64, EntryHead)> = Vec::new();
@@ -85,12 +85,12 @@ fn active(ring: &Ring<'_>, header: &Header) -> Vec<(u64, EntryHead)> {
 }
 
 impl ActiveSequence {
-    /// How many entries there are.
+    /// Number of entries.
     pub(crate) fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Shows all changes in order.
+    /// Calls `apply` for all changes in order.
     pub(crate) fn each_change(&self, mut apply: impl FnMut(Change) -> Result<()>) -> Result<()> {
         let ring = Ring(&self.log);
         for (at, head) in &self.entries {
@@ -99,7 +99,8 @@ impl ActiveSequence {
         Ok(())
     }
 
-    /// No entry may change the headers, nor the log itself, nor what is behind the file's end.
+    /// Fails if an entry would change the headers, the log itself, or bytes beyond the end of the
+    /// file.
     fn check_targets(&self, storage: &dyn Storage, header: &Header) -> Result<()> {
         let log = header.log_offset..header.log_offset + header.log_bytes;
         self.each_change(|change| {
@@ -124,8 +125,8 @@ impl ActiveSequence {
         })
     }
 
-    /// Replays everything to the storage and makes it durable. Interrupted anywhere, it can be done
-    /// again: the log stays until a header says otherwise.
+    /// Replays everything to the storage, durably. An interrupted replay can be repeated: the log
+    /// is valid until a header changes its GUID.
     pub(crate) fn replay(&self, storage: &dyn Storage) -> Result<()> {
         self.each_change(|change| match change {
             Change::Page(at, page) => storage.write_at(&page[..], HostOffset(at)),
@@ -180,18 +181,18 @@ mod tests {
         assert!(sequences(&[]).is_empty());
         assert_eq!(sequences(&[(0, 5, 0)]), [5]);
         assert_eq!(sequences(&[(0, 5, 0), (2, 6, 0), (4, 7, 0)]), [5, 6, 7]);
-        // The tail says that older ones are not needed.
+        // The tail excludes older entries.
         assert_eq!(sequences(&[(0, 5, 0), (2, 6, 0), (4, 7, 2)]), [6, 7]);
-        // A gap in the numbers, and one in place.
+        // A gap in the sequence numbers, and a gap in position.
         assert_eq!(sequences(&[(0, 5, 0), (2, 7, 2)]), [7]);
         assert_eq!(sequences(&[(0, 5, 0), (3, 6, 3)]), [6]);
-        // Round the end.
+        // Around the end of the log.
         assert_eq!(sequences(&[(254, 5, 254), (0, 6, 254), (2, 7, 254)]), [5, 6, 7]);
         assert_eq!(sequences(&[(255, 5, 255), (1, 6, 255)]), [5, 6]);
-        // What is left from the round before is not part of it.
+        // Entries of the previous round are not part of the sequence.
         assert_eq!(sequences(&[(0, 9, 0), (2, 10, 0), (4, 3, 0), (6, 4, 0)]), [9, 10]);
         assert_eq!(sequences(&[(0, 3, 0), (2, 4, 0), (8, 9, 8)]), [9]);
-        // A sequence whose last entry names a tail that is not in it is none.
+        // A sequence whose last entry names a tail outside of it is invalid.
         assert!(sequences(&[(2, 6, 0)]).is_empty());
     }
 }

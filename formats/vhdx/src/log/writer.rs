@@ -1,4 +1,4 @@
-//! Writing entries.
+//! Writes log entries.
 
 use vdkit_block::random_uuid;
 use vdkit_block::{HostOffset, Result, Storage, align_down, align_up};
@@ -8,11 +8,10 @@ use crate::header::{Header, Headers};
 use crate::layout::{MIB, PAGE_BYTES};
 use uuid::Uuid;
 
-/// Where the next entry goes.
 #[derive(Debug)]
 pub(crate) struct LogWriter {
-    /// The GUID of the header that holds; nothing where entries cannot be written: no header says
-    /// so yet, or one may say so or not.
+    /// The GUID in the current header; `None` if entries cannot be written: no header has the GUID
+    /// yet, or that is uncertain after an error.
     guid: Option<Uuid>,
     /// A header may name a log.
     used: bool,
@@ -20,32 +19,32 @@ pub(crate) struct LogWriter {
     sequence: u64,
 }
 
-/// Bytes of the log for entries with changes.
+/// Bytes of the log for nonempty entries.
 fn room(header: &Header) -> u64 {
     header.log_bytes.saturating_sub(PAGE_BYTES)
 }
 
-/// Pages that one entry can hold.
+/// Most pages of one entry.
 pub(crate) fn pages_max(header: &Header) -> u64 {
     entry::pages_max(room(header))
 }
 
 impl LogWriter {
-    /// A log that is not in use.
+    /// An unused log.
     pub(crate) fn closed() -> Self {
         Self { guid: None, used: false, next: 0, sequence: 1 }
     }
 
-    /// Whether an entry of so many pages can be written without [`LogWriter::restart`].
+    /// Whether an entry of `pages` pages fits without [`LogWriter::restart`].
     pub(crate) fn has_room(&self, pages: usize, header: &Header) -> bool {
         self.guid.is_some() && self.next + entry::entry_bytes(pages as u64) <= room(header)
     }
 
-    /// Empties the log by a new GUID; two syncs, the first of which makes everything durable in
-    /// its place that was written before. `file_bytes` is the length that the file had before that.
+    /// Empties the log with a new GUID. Takes two syncs; the first makes everything durable that
+    /// was written in place before. `file_bytes` is the file's length before that sync.
     ///
     /// # Errors
-    /// I/O; entries cannot be written then until this succeeds.
+    /// I/O; after an error, no entries can be written until this succeeds.
     pub(crate) fn restart(
         &mut self,
         headers: &mut Headers,
@@ -57,7 +56,7 @@ impl LogWriter {
         let log = random_uuid()?;
         let header = headers.current;
         let at = room(&header);
-        // Where no entry of the log as it still is can be.
+        // No entry of the current log can be here.
         self.write(storage, &header, log, at, at, file_bytes, &[])?;
         storage.sync()?;
         headers.synced();
@@ -68,7 +67,7 @@ impl LogWriter {
         Ok(())
     }
 
-    /// Ends the use of the log, if it was used. Everything that its entries changed must be durable in its place.
+    /// Closes the log if it was used. All pages of its entries must be durable in place.
     ///
     /// # Errors
     /// I/O.
@@ -81,8 +80,8 @@ impl LogWriter {
         Ok(())
     }
 
-    /// Writes an entry, for which there is room, and makes it durable. After an error it may be
-    /// there or not; the next one takes its place. `file_bytes` is a durable length of the file.
+    /// Writes an entry durably; the caller has checked for room. After an error the entry may or
+    /// may not exist; the next one overwrites it. `file_bytes` is a durable length of the file.
     ///
     /// # Errors
     /// I/O.
@@ -94,7 +93,7 @@ impl LogWriter {
         pages: &[LoggedPage],
     ) -> Result<()> {
         let guid = self.guid.expect("room was asked for");
-        // All entries since the first sector belong to the sequence.
+        // All entries from the first sector on belong to the sequence.
         self.write(storage, header, guid, self.next, 0, file_bytes, pages)?;
         storage.sync()?;
         self.next += entry::entry_bytes(pages.len() as u64);

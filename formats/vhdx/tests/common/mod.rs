@@ -1,4 +1,5 @@
-//! What the tests of this crate share: images over any storage, and the guest that they must equal.
+//! Helpers of this crate's tests: images over any storage, and the guest content that they must
+//! equal.
 #![allow(dead_code, reason = "each test file uses its part")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -27,7 +28,7 @@ pub struct Kind {
 }
 
 impl Kind {
-    /// Each subformat, block size and sector size by itself, and the parents that a child may have.
+    /// Each subformat, block size and sector size, and the parents that a child may have.
     pub fn all() -> Vec<Self> {
         let size = 4 * MIB + 300 * 1024;
         let kind = |options, parent, size| Self { options, parent, size };
@@ -48,7 +49,7 @@ impl Kind {
         create(storage, self.size, self.options, self.parent.map(|_| parent_ref()));
     }
 
-    /// What stands beneath, as the guest sees it.
+    /// The parent disk.
     pub fn parent_disk(&self) -> Option<Disk> {
         let bytes = parent_bytes(self.parent?);
         let storage: Arc<dyn Storage> =
@@ -58,7 +59,7 @@ impl Kind {
         Some(disk_of(format, false))
     }
 
-    /// What a new image of this kind reads as.
+    /// Guest content of a new image of this kind.
     pub fn guest(&self) -> Vec<u8> {
         let mut bytes = self.parent.map_or(Vec::new(), parent_bytes);
         bytes.resize(self.size as usize, 0);
@@ -85,7 +86,7 @@ pub fn parent_ref() -> BackingRef {
     }
 }
 
-/// Bytes that tell where they were written, and by which write.
+/// Bytes that depend on their offset and on the write.
 pub fn pattern(id: u64, at: u64, len: usize) -> Vec<u8> {
     (0..len as u64)
         .map(|i| ((at + i) / 512).wrapping_mul(31).wrapping_add((at + i) % 251 + id * 7) as u8 | 1)
@@ -110,7 +111,7 @@ pub fn open_format(storage: &Arc<dyn Storage>, writable: bool) -> Result<Arc<dyn
         storage: storage.clone(),
         files: Vec::new(),
         writable,
-        // Small, so that pages go.
+        // A small cache, so that pages are evicted.
         limits: Limits { cache_bytes: 0, ..Limits::default() },
     })
 }
@@ -124,7 +125,7 @@ pub fn check(storage: &Arc<dyn Storage>, repair: Repair) -> Result<CheckReport> 
     VhdxDriver.check(storage, &[], repair, &Limits::default(), &Monitor::default())
 }
 
-/// Nothing is wrong with the image.
+/// Asserts that the image is sound.
 #[track_caller]
 pub fn sound(storage: &Arc<dyn Storage>, leaks_allowed: bool, what: &str) {
     let report = check(storage, Repair::Nothing).expect("checking a good image");
@@ -132,7 +133,7 @@ pub fn sound(storage: &Arc<dyn Storage>, leaks_allowed: bool, what: &str) {
     assert!(leaks_allowed || report.leaks == 0, "{what}: {:#?}", report.findings);
 }
 
-/// The disk reads as the guest wants.
+/// Asserts the content of the disk.
 #[track_caller]
 pub fn same(disk: &Disk, guest: &[u8], what: &str) {
     assert_eq!(disk.guest_bytes(), guest.len() as u64, "{what}: size");
@@ -144,7 +145,7 @@ pub fn same(disk: &Disk, guest: &[u8], what: &str) {
     }
 }
 
-/// What is done to a disk.
+/// An operation on a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
     Write {
@@ -164,9 +165,9 @@ pub enum Op {
     Resize {
         to: u64,
     },
-    /// Closed and opened again.
+    /// Closes and reopens the image.
     Reopen,
-    /// Opened again as after a crash of the program, after a flush.
+    /// Reopens the image after a flush without closing it, as after a crash of the program.
     Abandon,
 }
 
@@ -198,7 +199,8 @@ pub fn random_op(rng: &mut Rng, size: u64, resizes: bool) -> Op {
     }
 }
 
-/// Does it to the disk and to the guest's bytes; `Reopen` and `Abandon` are the caller's.
+/// Applies an operation to the disk and to the guest's bytes; the caller handles `Reopen` and
+/// `Abandon`.
 pub fn apply(disk: &Disk, guest: &mut Vec<u8>, op: Op, id: u64) -> Result<()> {
     let range = |at: u64, len: u64| at as usize..(at + len) as usize;
     match op {
@@ -232,7 +234,7 @@ pub fn apply(disk: &Disk, guest: &mut Vec<u8>, op: Op, id: u64) -> Result<()> {
     Ok(())
 }
 
-/// Runs `case` for seeds; `VDKIT_CASES` times as many as by default, or the one of `VDKIT_SEED`.
+/// Runs `case` for seeds; `VDKIT_CASES` times the default number, or only `VDKIT_SEED`.
 pub fn for_seeds(default: u64, case: impl Fn(u64)) {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     let replay = number("VDKIT_SEED");

@@ -1,4 +1,4 @@
-//! The entries of a table, and the grains that they name.
+//! Checks the entries of a table, and the grains that they name.
 
 use vdkit_block::{HostOffset, Repair, Result, Severity, ZeroMode, is_zero};
 
@@ -8,7 +8,7 @@ use crate::header::SECTOR;
 use crate::sparse::{Entry, Flavor};
 use crate::unpack::MARKER_BYTES;
 
-/// Bytes of one step in search of what was left behind.
+/// Bytes of one step of the search for leaks.
 const STEP_BYTES: u64 = 1 << 20;
 
 impl Extent<'_> {
@@ -27,7 +27,7 @@ impl Extent<'_> {
         self.storage.write_at(&raw, HostOffset(sector * SECTOR))
     }
 
-    /// Checks a table against its copy and the file, and mends both.
+    /// Checks a table against its copy and the file, and repairs both.
     pub(super) fn check_table(
         &mut self,
         checking: &mut Checking<'_, '_>,
@@ -47,7 +47,7 @@ impl Extent<'_> {
         let mut moved = false;
         let before = words.clone();
         for slot in 0..words.len() {
-            // Behind the end of the extent, entries mean nothing.
+            // Entries beyond the end of the extent are meaningless.
             if (first + slot as u64) * grain >= self.sectors {
                 break;
             }
@@ -57,7 +57,7 @@ impl Extent<'_> {
             moved |= self.check_entry(checking, at, guest, &mut words[slot], other)?;
         }
         if moved {
-            // Bytes that were copied are durable before an entry shows them.
+            // Copied bytes must be durable before an entry exposes them.
             self.storage.sync()?;
         }
         if words != before {
@@ -67,7 +67,7 @@ impl Extent<'_> {
         self.check_copy(checking, copy, &words, &second, &before)
     }
 
-    /// The copy must say what the table says, mended entries aside.
+    /// The copy must equal the table, except for repaired entries.
     fn check_copy(
         &self,
         checking: &mut Checking<'_, '_>,
@@ -85,7 +85,7 @@ impl Extent<'_> {
         if mends {
             self.write_table(copy, words)?;
         }
-        // What was only brought in line with a mended entry is no finding of its own.
+        // A difference that only follows from a repaired entry is not a finding.
         if (0..words.len()).any(|i| second[i] != before[i] && second[i] != words[i]) {
             let at = copy * SECTOR + slot as u64 * self.sparse.entry_bytes;
             let message = format!(
@@ -97,7 +97,7 @@ impl Extent<'_> {
         Ok(())
     }
 
-    /// Checks one entry; whether the bytes of a grain were copied.
+    /// Checks one entry. Returns whether a grain was copied.
     fn check_entry(
         &mut self,
         checking: &mut Checking<'_, '_>,
@@ -119,7 +119,7 @@ impl Extent<'_> {
         let message = format!("{found:#x}, expected {expected}");
         checking.damage(at, "grain table entry", message, mends);
         if mends {
-            // There are no bytes where a bad entry points to, so a hole loses nothing.
+            // A bad entry points to no valid bytes, so a hole loses nothing.
             *word = sound.unwrap_or(0);
         }
         match self.named(*word) {
@@ -128,7 +128,7 @@ impl Extent<'_> {
         }
     }
 
-    /// What a word says; nothing where it names no place that a grain can have.
+    /// Decodes a word; `None` if no grain can be at its offset.
     fn named(&self, word: u64) -> Option<Entry> {
         match self.entry(word)? {
             Entry::At(host) if self.is_metadata(host) => None,
@@ -205,16 +205,15 @@ impl Extent<'_> {
         Ok((MARKER_BYTES as u64 + size).next_multiple_of(SECTOR))
     }
 
-    /// Bytes that nothing refers to: what was given up after the last time that it was cut off, or
-    /// written before a crash and never shown. Zeroes are no leak: a file system keeps none for a
-    /// hole.
+    /// Finds unreferenced bytes: freed since the file was last truncated, or written before a crash
+    /// and never linked. Zeroes are not leaks, since a hole uses no space.
     pub(super) fn check_leaks(&mut self, checking: &mut Checking<'_, '_>) -> Result<()> {
         let plain = matches!(self.sparse.flavor, Flavor::Hosted { .. });
         if !plain {
             return Ok(());
         }
         let grain = self.sparse.grain_bytes;
-        // Nothing is given back while entries are wrong: what looks lost may be found again.
+        // Nothing is freed while entries are wrong: an apparent leak may still be in use.
         let mends = self.writable
             && checking.repair != Repair::Nothing
             && checking.report.corruptions_left() == 0;

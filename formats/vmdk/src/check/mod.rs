@@ -1,9 +1,9 @@
-//! Checking an image against the specification, and mending it.
+//! Checks an image against the specification, and repairs it.
 //!
-//! What is mended: a damaged grain directory, table or entry from its copy, and the copy from it; an
-//! entry that names no grain becomes a hole; of two entries that name one grain, the second gets
-//! a copy of its bytes; space that nothing refers to becomes a hole or is cut off; a short flat file
-//! gets its length; the mark of an unclean end is taken away once tables and copies agree.
+//! Repairs: a damaged grain directory, table or entry from its copy, and the copy from it; an entry
+//! that names no grain becomes a hole; if two entries name one grain, the second gets a copy of its
+//! bytes; unreferenced space becomes a hole or is cut off; a short flat file gets its length; the
+//! unclean mark is cleared once tables and copies agree.
 
 mod grains;
 mod sparse;
@@ -19,19 +19,19 @@ use crate::descriptor::{ExtentType, NO_PARENT};
 use crate::header::{DIRECTORY_AT_END, SECTOR, SparseHeader};
 use crate::source::{AnyHeader, Source, any_header};
 
-/// What a check of one image carries along.
+/// State of the check of one image.
 pub(crate) struct Checking<'a, 'b> {
     pub(crate) repair: Repair,
     pub(crate) limits: &'a Limits,
     pub(crate) monitor: &'a Monitor<'b>,
     pub(crate) report: CheckReport,
-    /// Tables looked at so far, and in all.
+    /// Tables checked so far, and in total.
     pub(crate) done: u64,
     pub(crate) total: u64,
 }
 
 impl Checking<'_, '_> {
-    /// Whether damage is to be mended.
+    /// Whether to repair damage.
     pub(crate) fn mends(&self) -> bool {
         matches!(self.repair, Repair::All | Repair::AllForced)
     }
@@ -47,17 +47,17 @@ impl Checking<'_, '_> {
         self.report.add(Finding { severity, offset, structure, message, repaired });
     }
 
-    /// Damage; `mended` where it was.
+    /// Adds damage; `mended` if it was repaired.
     pub(crate) fn damage(&mut self, at: u64, what: &'static str, message: String, mended: bool) {
         self.add(Severity::Corruption, at, what, message, mended);
     }
 }
 
-/// Checks an image and mends it as far as `repair` says; `files` are those that its descriptor
-/// names, in that order.
+/// Checks an image and repairs it as far as `repair` allows; `files` are those that its descriptor
+/// names, in order.
 ///
 /// # Errors
-/// A header or a descriptor that cannot be understood; [`Error::Limit`]; I/O.
+/// A header or a descriptor that cannot be parsed; [`Error::Limit`]; I/O.
 pub fn check(
     storage: &Arc<dyn Storage>,
     files: &[Arc<dyn Storage>],
@@ -117,7 +117,7 @@ pub fn check(
     Ok(checking.report)
 }
 
-/// What the descriptor says of the disk's parent and of itself.
+/// Checks the descriptor's parent fields and content id.
 fn check_descriptor(checking: &mut Checking<'_, '_>, source: &Source) {
     let Some(placed) = &source.placed else { return };
     let (descriptor, at) = (&placed.descriptor, placed.at);
@@ -145,7 +145,7 @@ fn check_descriptor(checking: &mut Checking<'_, '_>, source: &Source) {
     }
 }
 
-/// A stream's first header must say what its footer says.
+/// A stream's first header must agree with its footer.
 fn check_footer(
     checking: &mut Checking<'_, '_>,
     storage: &Arc<dyn Storage>,

@@ -1,4 +1,4 @@
-//! One sparse extent: directories and tables.
+//! Checks the directories and tables of one sparse extent.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::header::{SECTOR, SparseHeader, field, flag};
 use crate::source::AnyHeader;
 use crate::sparse::{Entry, Flavor, Sparse};
 
-/// What one table index has in a directory.
+/// A directory entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     None,
@@ -20,7 +20,7 @@ enum Place {
     Bad,
 }
 
-/// One directory as it was read.
+/// One directory, as read.
 struct Directory {
     /// Host offset.
     at: u64,
@@ -32,28 +32,28 @@ struct Directory {
 pub(super) struct Extent<'a> {
     pub(super) storage: &'a Arc<dyn Storage>,
     pub(super) sparse: Sparse,
-    /// Sectors of the disk in it.
+    /// Sectors of the disk in the extent.
     pub(super) sectors: u64,
     /// Bytes of the file.
     pub(super) len: u64,
     pub(super) used: Used,
-    /// Of those, what is metadata.
+    /// The metadata among the used sectors.
     pub(super) metadata: Used,
-    /// Grains may be moved, tables written.
+    /// Grains may be moved and tables written.
     pub(super) writable: bool,
-    /// Of a kind that is written in place.
+    /// The extent's kind is written in place.
     pub(super) in_place: bool,
     /// Where new grains and tables go.
     pub(super) end: u64,
-    /// It was not closed cleanly: copies may be behind.
+    /// The extent was not closed cleanly: copies may be out of date.
     pub(super) unclean: bool,
-    /// Host offset of the grain before.
+    /// Host offset of the previous grain.
     pub(super) previous: Option<u64>,
     primary: Directory,
     copy: Option<Directory>,
 }
 
-/// Checks a sparse extent of which `sectors` belong to the disk.
+/// Checks a sparse extent that holds `sectors` sectors of the disk.
 pub(super) fn check(
     checking: &mut Checking<'_, '_>,
     storage: &Arc<dyn Storage>,
@@ -81,7 +81,7 @@ pub(super) fn check(
     }
     extent.check_leaks(checking)?;
     let settled = before == checking.report.corruptions_left();
-    // (In images that nobody writes in place the mark means nothing.)
+    // The mark is meaningless in images that are not written in place.
     if extent.unclean && extent.in_place {
         let mended = extent.writable && checking.repair != Repair::Nothing && settled;
         if mended {
@@ -169,7 +169,7 @@ impl<'a> Extent<'a> {
         Ok(extent)
     }
 
-    /// Reads both directories and notes the places of what is at the front.
+    /// Reads both directories, and records the metadata at the front of the file.
     fn read_directories(
         &mut self,
         checking: &mut Checking<'_, '_>,
@@ -203,7 +203,7 @@ impl<'a> Extent<'a> {
         if !inside {
             let message = format!("{bytes} bytes at {at:#x}, expected a place within the file");
             checking.damage(at, "grain directory", message, false);
-            // All of its entries are bad; nothing is written there.
+            // All of its entries are bad, so nothing may be written.
             self.writable = false;
             return Ok(Directory { at, words: vec![u64::MAX; entries as usize], changed: false });
         }
@@ -218,14 +218,14 @@ impl<'a> Extent<'a> {
         Ok(Directory { at, words, changed: false })
     }
 
-    /// Takes a place in the file for metadata; another structure there is damage.
+    /// Records the place of a metadata structure; an overlap is damage.
     fn note(
         &mut self,
         checking: &mut Checking<'_, '_>,
         bytes: Range<u64>,
         what: &'static str,
     ) -> Result<()> {
-        // (No bytes within a sector are not a part of it.)
+        // An empty range must not claim a sector.
         let sectors = bytes.start / SECTOR..bytes.end.div_ceil(SECTOR);
         let limit = checking.limits.check_bytes_max;
         if !bytes.is_empty() && self.used.add(sectors, limit, self.storage.name())? {
@@ -235,7 +235,7 @@ impl<'a> Extent<'a> {
         Ok(())
     }
 
-    /// What a directory entry says, and whether that can be.
+    /// Decodes and validates a directory entry.
     fn place(&self, word: u64) -> Place {
         let sector = match self.sparse.flavor {
             _ if word == 0 => return Place::None,
@@ -258,7 +258,7 @@ impl<'a> Extent<'a> {
         }
     }
 
-    /// The places of a table and its copy, mended where that is wanted.
+    /// The places of a table and its copy, repaired if requested.
     fn places(
         &mut self,
         checking: &mut Checking<'_, '_>,
@@ -275,7 +275,7 @@ impl<'a> Extent<'a> {
         let copy = self.place(copy.words[index as usize]);
         self.take(checking, copy)?;
         let (mut primary_at, mut copy_at) = (at(primary), at(copy));
-        // After a crash one of the two may be there and the other not yet; the first one counts.
+        // After a crash only one of the two may exist; that one is valid.
         let behind = self.unclean && (primary == Place::None || copy == Place::None);
         let mends =
             self.writable && (checking.mends() || (behind && checking.repair == Repair::Leaks));
@@ -320,11 +320,11 @@ impl<'a> Extent<'a> {
         if behind && primary_at.is_none() {
             return Ok((None, None));
         }
-        // Without its own table, a reader takes the copy.
+        // Without the table, a reader uses the copy.
         Ok((primary_at.or(copy_at), copy_at))
     }
 
-    /// The redundant directory is behind.
+    /// Reports that the redundant directory is out of date.
     fn lacking(&self, checking: &mut Checking<'_, '_>, index: u64, what: &str, mended: bool) {
         let at = self.copy_entry(index);
         let structure = "redundant grain directory entry";
@@ -361,7 +361,7 @@ impl<'a> Extent<'a> {
         checking.damage(at, "grain directory entry", message, mended);
     }
 
-    /// A copy of a table at the end of the file.
+    /// Writes a copy of a table at the end of the file.
     fn new_table(&mut self, checking: &mut Checking<'_, '_>, from: u64) -> Result<u64> {
         let bytes = self.sparse.table_bytes();
         let mut raw = vec![0; bytes as usize];
@@ -371,7 +371,7 @@ impl<'a> Extent<'a> {
         Ok(at / SECTOR)
     }
 
-    /// Space of whole grains at the end of the file.
+    /// Allocates whole grains at the end of the file.
     pub(super) fn take_grains(
         &mut self,
         checking: &mut Checking<'_, '_>,
@@ -392,7 +392,7 @@ impl<'a> Extent<'a> {
         Ok(at)
     }
 
-    /// Mended directories, after what they name.
+    /// Writes repaired directories, after the tables that they name are durable.
     fn write_directories(&mut self) -> Result<()> {
         let directories = std::iter::once(&self.primary).chain(&self.copy);
         for directory in directories.filter(|d| d.changed) {
@@ -404,7 +404,7 @@ impl<'a> Extent<'a> {
         Ok(())
     }
 
-    /// What a word of a table says; nothing where it breaks a rule.
+    /// Decodes a table entry; `None` if it is invalid.
     pub(super) fn entry(&self, word: u64) -> Option<Entry> {
         self.sparse.entry(word, self.len)
     }

@@ -1,4 +1,4 @@
-//! Which sectors of a file something refers to.
+//! The set of referenced sectors of a file.
 
 use std::ops::Range;
 
@@ -9,17 +9,17 @@ use vdkit_block::{Error, Result};
 const PAGE_SECTORS: u64 = 32768;
 const PAGE_WORDS: usize = (PAGE_SECTORS / 64) as usize;
 
-/// A set of sectors; memory goes with the parts of the file that are in use.
+/// A set of sectors; its memory is proportional to the used parts of the file.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Used {
     pages: FxHashMap<u64, Box<[u64; PAGE_WORDS]>>,
 }
 
 impl Used {
-    /// Adds sectors. Whether some of them were there already.
+    /// Adds sectors. Returns whether some of them were already in the set.
     ///
     /// # Errors
-    /// [`Error::Limit`] past `bytes_max` of memory.
+    /// [`Error::Limit`] above `bytes_max` of memory.
     pub(super) fn add(&mut self, sectors: Range<u64>, bytes_max: u64, file: &str) -> Result<bool> {
         let mut twice = false;
         let mut at = sectors.start;
@@ -45,12 +45,12 @@ impl Used {
         Ok(twice)
     }
 
-    /// Whether any of these sectors is there.
+    /// Whether any of these sectors is in the set.
     pub(super) fn any(&self, sectors: Range<u64>) -> bool {
         self.next(sectors.start, sectors.end, true) < sectors.end
     }
 
-    /// The first sector from `at` on that is used, or that is not; `end` where there is none.
+    /// The first sector from `at` on that is used, or unused; `end` if there is none.
     fn next(&self, mut at: u64, end: u64, used: bool) -> u64 {
         while at < end {
             let page_end = (at / PAGE_SECTORS + 1) * PAGE_SECTORS;
@@ -72,7 +72,7 @@ impl Used {
         end
     }
 
-    /// Runs of sectors within a range that are not used.
+    /// Runs of unused sectors within a range.
     pub(super) fn gaps(&self, range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
         let mut at = range.start;
         std::iter::from_fn(move || {

@@ -1,7 +1,7 @@
-//! Guest data moved to the front.
+//! Moves guest data to the front.
 //!
-//! Who refers to a cluster is only found by reading all L2 tables. That is done for a window of the
-//! file at a time, the last one first, so that the list of references has a bound.
+//! The references to a cluster are only found by reading all L2 tables. To bound the list of
+//! references, this is done for one window of the file at a time, the last window first.
 
 use std::ops::Range;
 
@@ -15,9 +15,9 @@ use crate::check::reader::{self, Meter};
 use crate::header::Encryption;
 use crate::layout::{COPIED, OFFSET_MASK, ZERO};
 
-/// References that are kept in memory: 32 MiB of them. (Few in tests, to have many windows.)
+/// Most references in memory: 32 MiB. Few in tests, for many windows.
 const RECORDS_MAX: u64 = if cfg!(test) { 100 } else { 2 << 20 };
-/// Bits of an entry besides its host offset, that move along.
+/// Entry bits besides the host offset, which a move keeps.
 const FLAGS: u64 = COPIED | ZERO;
 
 /// One reference to a cluster.
@@ -51,10 +51,10 @@ impl Record {
     }
 }
 
-/// Moves data clusters that lie at `end` or behind it to free clusters before it.
+/// Moves data clusters at or beyond `end` to free clusters before it.
 pub(super) fn move_data(space: &mut Space<'_>, end: u64, report: &mut CompactReport) -> Result<()> {
     if space.image.header.encryption == Encryption::Luks {
-        // The host offset is part of the key to each sector: elsewhere it reads as noise.
+        // The host offset determines each sector's IV: moved data would decrypt to noise.
         let clusters = data_from(space, end, u64::MAX).count() as u64;
         if clusters > 0 {
             let what = "encrypted data: where it is decides how it is decrypted";
@@ -114,7 +114,7 @@ fn data_from(space: &Space<'_>, from: u64, upto: u64) -> impl Iterator<Item = (u
         .filter(|&(cluster, _)| !space.is_metadata(cluster))
 }
 
-/// All references to data in a window, and which of its clusters hold compressed data.
+/// All references to data in a window, and the window's clusters that hold compressed data.
 fn references(space: &Space<'_>, window: &Range<u64>) -> Result<(Vec<Record>, FxHashSet<u64>)> {
     let image = &space.image;
     let geometry = image.geometry();
@@ -157,7 +157,7 @@ fn move_batch(
     report: &mut CompactReport,
 ) -> Result<bool> {
     let mut groups: Vec<&[Record]> = batch.chunk_by(|a, b| a.cluster == b.cluster).collect();
-    // In the guest's order, as far as there is one.
+    // In guest order, if the references have one.
     groups.sort_unstable_by_key(|group| (group[0].table, group[0].index()));
     let mut moves: Vec<(&[Record], u64)> = Vec::with_capacity(groups.len());
     let mut room = true;
@@ -188,12 +188,12 @@ fn move_batch(
     Ok(room)
 }
 
-/// How many references an entry makes: one for each L1 entry that names its table.
+/// References that an entry makes: one for each L1 entry that names its table.
 fn weight(space: &Space<'_>, record: &Record) -> u64 {
     u64::from(space.survey.tables[record.table as usize].weight().unsigned_abs())
 }
 
-/// Points all entries to the new places; neighbours in one write.
+/// Points all entries to the new places; adjacent entries in one write.
 fn write_entries(space: &Space<'_>, moves: &[(&[Record], u64)]) -> Result<()> {
     let geometry = space.image.geometry();
     let mut words: Vec<(u64, u64)> = Vec::new();

@@ -1,12 +1,12 @@
-//! The end of a compaction: the file is cut, and its free middle punched out.
+//! Finishes a compaction: truncates the file, and punches out its free clusters.
 
 use vdkit_block::{CompactReport, HostOffset, LeftAlone, Result};
 
 use super::shrink::shrink_refcount_table;
 use super::space::Space;
 
-/// Lets go of refcount blocks that describe nothing and of the refcount table's end, cuts the file behind the last cluster in use
-/// and gives the space of free clusters before it back.
+/// Releases refcount blocks that describe nothing and the unused end of the refcount table,
+/// truncates the file after the last used cluster, and discards free clusters before it.
 pub(super) fn cut(space: &mut Space<'_>, end: u64, report: &mut CompactReport) -> Result<()> {
     while drop_blocks(space)? {}
     shrink_refcount_table(space, report)?;
@@ -23,7 +23,7 @@ pub(super) fn cut(space: &mut Space<'_>, end: u64, report: &mut CompactReport) -
     let storage = &*space.image.storage;
     let bytes = space.offset(used_end);
     if storage.caps().growable && bytes < storage.len()? {
-        // All that was behind has no reference any more, on disk neither.
+        // Nothing refers to clusters beyond the new end, also on disk.
         storage.set_len(bytes)?;
         space.sync()?;
     }
@@ -42,11 +42,11 @@ pub(super) fn cut(space: &mut Space<'_>, end: u64, report: &mut CompactReport) -
     Ok(())
 }
 
-/// Lets go of blocks whose only refcount, if any, is their own. Returns whether there were some.
+/// Releases blocks whose only refcount, if any, is their own. Returns whether there were any.
 fn drop_blocks(space: &mut Space<'_>) -> Result<bool> {
     let geometry = *space.image.geometry();
     let block_bits = geometry.refcount_block_bits();
-    // Which blocks describe something, other than themselves.
+    // Blocks that describe clusters other than themselves.
     let mut needed = vec![false; space.survey.refcounts.blocks.len()];
     for (cluster, _) in space.used_from(0) {
         let index = (cluster >> block_bits) as usize;

@@ -1,16 +1,16 @@
-//! Making an image smaller in place.
+//! Compacts an image in place.
 //!
-//! Steps, each over the whole image, each beginning with a look at it as it stands on disk:
+//! Steps, each over the whole image and starting from its state on disk:
 //!
-//! 1. What is leaked goes back, so that a cluster without a refcount is free and one with has that
-//!    many references. An image with any other damage is refused.
-//! 2. [`shrink`]: tables that are longer than what is in them are cut.
-//! 3. [`zeroes`]: clusters that hold zeroes, and tables that map nothing, are let go.
-//! 4. [`tables`]: tables behind the end that the file could have move to the front.
-//! 5. [`data`]: so does guest data, from the end of the file on.
-//! 6. [`finish`]: refcount blocks that describe nothing are let go, the file is cut, and what is
-//!    free in its middle is punched out. Where that made the refcount table shorter, the last three
-//!    steps are done again.
+//! 1. Leaks are freed, so that each cluster's refcount equals its references. An image with any
+//!    other damage is refused.
+//! 2. [`shrink`]: tables are shortened to their used entries.
+//! 3. [`zeroes`]: clusters of zeroes, and tables that map nothing, are released.
+//! 4. [`tables`]: tables beyond the ideal end of the file move to the front.
+//! 5. [`data`]: guest data moves to the front too, starting at the end of the file.
+//! 6. [`finish`]: refcount blocks that describe nothing are released, the file is truncated, and
+//!    its free clusters are punched out. If that shortened the refcount table, the last three steps
+//!    are repeated.
 //!
 //! # The life of a cluster that moves
 //!
@@ -19,10 +19,10 @@
 //!   old place: refcount lowered, hole punched
 //! ```
 //!
-//! Between any two of these, and with any part of what was not synced lost, each reference names a
-//! cluster with the same bytes and a refcount that is high enough: a crash leaks, and no more. The
-//! two syncs are paid once a batch of [`BATCH_BYTES`], which also bounds the space that is taken
-//! twice. No bitmap becomes invalid: the guest's data is the same.
+//! Between any two of these steps, and with any part of the unsynced writes lost, each reference
+//! names a cluster with the same bytes and a sufficient refcount: a crash only leaks. The two syncs
+//! are issued once per batch of [`BATCH_BYTES`], which also bounds the temporarily doubled space.
+//! Bitmaps stay valid: the guest data does not change.
 
 mod data;
 mod finish;
@@ -46,9 +46,9 @@ use crate::layout::incompatible;
 use progress::Bar;
 use space::Space;
 
-/// What is taken twice at a time. (Little in tests, to have many batches.)
+/// Most bytes of one batch, stored twice meanwhile. Few in tests, for many batches.
 const BATCH_BYTES: u64 = if cfg!(test) { 64 << 10 } else { 16 << 20 };
-/// Clusters of one batch at most.
+/// Most clusters of one batch.
 const BATCH_CLUSTERS_MAX: u64 = 65536;
 
 /// As [`vdkit_block::FormatDriver::compact`].
@@ -66,7 +66,7 @@ pub(crate) fn compact(
         report.allocated_before += file.allocated_bytes()?;
     }
     let bar = Bar::new(monitor, report.length_before);
-    // Reading metadata, reading data, moving data: a rough guess, but one bar.
+    // Reading metadata, reading data, moving data: estimated shares of one progress bar.
     let (looking, scanning, moving) = (bar.step(0..10), bar.step(10..60), bar.step(60..100));
     let (looking, scanning) = (watched(monitor, &looking), watched(monitor, &scanning));
     let moving = watched(monitor, &moving);
@@ -97,12 +97,12 @@ pub(crate) fn compact(
     Ok(report)
 }
 
-/// The same cancel token, told of elsewhere.
+/// The same cancel token with another progress sink.
 fn watched<'p>(monitor: &Monitor<'_>, progress: &'p dyn Progress) -> Monitor<'p> {
     Monitor { cancel: monitor.cancel.clone(), progress }
 }
 
-/// Gives leaked clusters back, and says how many there were.
+/// Frees leaked clusters, and returns their number.
 pub(in crate::check) fn make_sound(
     storage: &Arc<dyn Storage>,
     data_file: bool,

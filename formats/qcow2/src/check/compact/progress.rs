@@ -1,11 +1,11 @@
-//! One bar over all steps, which never goes back.
+//! One progress bar over all steps, which never decreases.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use vdkit_block::{Monitor, Progress};
 
-/// A whole compaction, shown in bytes of the file as it was.
+/// Progress of a whole compaction, in bytes of the original file.
 pub(super) struct Bar<'a> {
     progress: &'a dyn Progress,
     total: u64,
@@ -13,12 +13,12 @@ pub(super) struct Bar<'a> {
 }
 
 impl<'a> Bar<'a> {
-    /// Nothing done of so many bytes.
+    /// A bar at 0 of `total` bytes.
     pub(super) fn new(monitor: &Monitor<'a>, total: u64) -> Self {
         Self { progress: monitor.progress, total: total.max(1), shown: AtomicU64::new(0) }
     }
 
-    /// A step that takes this part of the whole, in hundredths.
+    /// A step that covers this percentage range of the whole.
     pub(super) fn step(&'a self, percent: Range<u64>) -> Step<'a> {
         Step { bar: self, percent }
     }
@@ -29,7 +29,7 @@ impl<'a> Bar<'a> {
     }
 }
 
-/// One step, which counts in units of its own.
+/// One step, with its own units.
 pub(super) struct Step<'a> {
     bar: &'a Bar<'a>,
     percent: Range<u64>,
@@ -38,7 +38,7 @@ pub(super) struct Step<'a> {
 impl Progress for Step<'_> {
     fn update(&self, done: u64, total: u64) {
         let Range { start, end } = self.percent;
-        // In thousandths, so that nothing overflows.
+        // In thousandths, to avoid overflow.
         let part =
             if total == 0 { 0 } else { u128::from(done.min(total)) * 1000 / u128::from(total) };
         let part = u128::from(start) * 1000 + u128::from(end - start) * part;
@@ -73,7 +73,7 @@ mod tests {
         let monitor = Monitor { progress: &heard, ..Monitor::default() };
         let bar = Bar::new(&monitor, 1000);
         let first = bar.step(0..10);
-        // What is to be done becomes more.
+        // The total grows.
         for (done, total) in [(0, 0), (1, 1), (1, 2), (2, 2)] {
             first.update(done, total);
         }

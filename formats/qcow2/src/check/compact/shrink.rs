@@ -1,8 +1,8 @@
-//! Tables that have more clusters than they need: an L1 table of a disk that was larger once, a
-//! refcount table of a file that was longer.
+//! Shrinks tables that have more clusters than they need: an L1 table of a formerly larger disk, a
+//! refcount table of a formerly longer file.
 //!
-//! A table becomes shorter by one write of its length, within the header's first sector; then its
-//! last clusters lose their refcounts. A crash between the two leaks them.
+//! One write of a table's length, within the header's first sector, shortens it; then its last
+//! clusters lose their refcounts. A crash between the two leaks these clusters.
 
 use std::ops::Range;
 
@@ -12,14 +12,14 @@ use super::space::Space;
 use crate::check::survey::be64;
 use crate::header::field;
 
-/// Cuts both tables, as far as that frees clusters.
+/// Shortens both tables, if that frees clusters.
 pub(super) fn shrink_tables(space: &mut Space<'_>, report: &mut CompactReport) -> Result<()> {
     shrink_l1(space, report)?;
     shrink_refcount_table(space, report)
 }
 
-/// The L1 table is cut behind the entries that the disk needs, and behind the last one that names
-/// an L2 table (as those of a VM state do).
+/// Keeps the L1 entries that the disk needs, and all up to the last one that names an L2 table
+/// (those of a VM state follow the disk's).
 fn shrink_l1(space: &mut Space<'_>, report: &mut CompactReport) -> Result<()> {
     let image = &space.image;
     let header = &image.header;
@@ -32,7 +32,7 @@ fn shrink_l1(space: &mut Space<'_>, report: &mut CompactReport) -> Result<()> {
     if new.end >= old.end {
         return Ok(());
     }
-    // Fewer than there were.
+    // Fewer than before.
     let entries = entries as u32;
     image.storage.write_at(&entries.to_be_bytes(), HostOffset(field::L1))?;
     space.image.header.l1_entries = entries;
@@ -40,7 +40,7 @@ fn shrink_l1(space: &mut Space<'_>, report: &mut CompactReport) -> Result<()> {
     free(space, new.end..old.end, report)
 }
 
-/// The refcount table is cut behind the cluster that names the last block.
+/// Cuts the refcount table after the cluster that names the last block.
 pub(super) fn shrink_refcount_table(
     space: &mut Space<'_>,
     report: &mut CompactReport,
@@ -63,7 +63,7 @@ pub(super) fn shrink_refcount_table(
     free(space, first + clusters..first + present, report)
 }
 
-/// Makes the last clusters of a table free, once the header that says so is durable.
+/// Frees the last clusters of a table, once the header with its new length is durable.
 fn free(space: &mut Space<'_>, clusters: Range<u64>, report: &mut CompactReport) -> Result<()> {
     space.sync()?;
     report.table_clusters += clusters.end - clusters.start;

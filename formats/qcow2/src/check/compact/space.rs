@@ -1,4 +1,4 @@
-//! What is free and what is in use, and changes of refcounts on disk.
+//! Tracks free and used clusters, and changes refcounts on disk.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -15,14 +15,14 @@ use crate::refcounts::set_refcount;
 /// Bytes of one request of a copy.
 const COPY_BYTES: u64 = 1 << 20;
 
-/// A sound image that nothing else changes: how often each cluster is referred to.
+/// A sound image that nothing else changes, with the reference count of each cluster.
 pub(in crate::check) struct Space<'a> {
     pub(in crate::check) image: Image,
     pub(in crate::check) survey: Survey,
     pub(in crate::check) monitor: &'a Monitor<'a>,
     /// No cluster below is free.
     low: u64,
-    /// Clusters whose refcount on disk is not that in memory.
+    /// Clusters whose refcount on disk differs from memory.
     changed: BTreeSet<u64>,
 }
 
@@ -34,7 +34,7 @@ impl<'a> Space<'a> {
         monitor: &'a Monitor<'a>,
     ) -> Result<Self> {
         let image = Image::open(storage, limits)?;
-        // The bar tells of the work, not of each look at what there is to do.
+        // Progress covers the work, not this survey.
         let quiet = Monitor { cancel: monitor.cancel.clone(), progress: &NoProgress };
         let mut survey = Survey::take(&image, Mode::References, &quiet)?;
         let header = &image.header;
@@ -51,17 +51,14 @@ impl<'a> Space<'a> {
         Ok(Self { image, survey, monitor, low: 0, changed: BTreeSet::new() })
     }
 
-    /// Host offset of a cluster.
     pub(in crate::check) fn offset(&self, cluster: u64) -> u64 {
         cluster << self.image.geometry().cluster_bits
     }
 
-    /// How often a cluster is referred to.
     pub(in crate::check) fn references(&self, cluster: u64) -> u64 {
         (-self.survey.balance.balance(cluster)).clamp(0, i128::from(u64::MAX)) as u64
     }
 
-    /// Whether a cluster holds metadata.
     pub(in crate::check) fn is_metadata(&self, cluster: u64) -> bool {
         self.survey.balance.word(cluster) & METADATA != 0
     }
@@ -77,8 +74,8 @@ impl<'a> Space<'a> {
         self.used_from(0).last().map_or(1, |(cluster, _)| cluster + 1)
     }
 
-    /// The smallest number of clusters that the file can have: everything in use without gaps,
-    /// except where no refcount block is, and without the blocks that would be behind it.
+    /// The smallest possible number of clusters of the file: all used clusters without gaps, except
+    /// ranges without a refcount block, and without the blocks that would describe nothing.
     pub(in crate::check) fn ideal_end(&self) -> u64 {
         let bits = self.image.geometry().refcount_block_bits();
         let blocks = &self.survey.refcounts.blocks;
@@ -96,8 +93,7 @@ impl<'a> Space<'a> {
         self.used_end()
     }
 
-    /// The lowest free run of `count` clusters with refcounts that ends at or below `end`. It is the
-    /// caller's from now on: it is not handed out again.
+    /// Takes the lowest free run of `count` clusters with refcounts that ends at or below `end`.
     pub(in crate::check) fn take_run(&mut self, count: u64, end: u64) -> Option<u64> {
         let bits = self.image.geometry().refcount_block_bits();
         let mut start = self.low;
@@ -114,7 +110,7 @@ impl<'a> Space<'a> {
                 start = at;
             } else if at - start == count {
                 if count == 1 {
-                    // All below is in use.
+                    // All clusters below are in use.
                     self.low = at;
                 }
                 return Some(start);
@@ -126,14 +122,14 @@ impl<'a> Space<'a> {
         None
     }
 
-    /// Changes how often a cluster is referred to; see [`Space::write_refcounts`].
+    /// Adds `times` references to a cluster; see [`Space::write_refcounts`].
     pub(in crate::check) fn refer(&mut self, cluster: u64, times: i64) {
         let times = times.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as i32;
         self.survey.balance.refer(cluster, times);
         self.changed.insert(cluster);
     }
 
-    /// Writes the refcounts that changed; not durable yet.
+    /// Writes changed refcounts, not yet durably.
     pub(in crate::check) fn write_refcounts(&mut self) -> Result<()> {
         self.survey.balance.check_limit(self.image.name())?;
         let geometry = *self.image.geometry();
@@ -152,7 +148,7 @@ impl<'a> Space<'a> {
                 let references = self.references(cluster);
                 set_refcount(&mut new, index, geometry.refcount_order, references);
             }
-            // Where there is no block, there is no refcount to lower either.
+            // Without a block, there is no refcount to lower.
             if let Some(block) = block {
                 write_changed(&self.image, block, &old, &new)?;
             }
@@ -189,11 +185,11 @@ impl<'a> Space<'a> {
         Ok(())
     }
 
-    /// Gives the space of clusters that nothing refers to back to the file system.
+    /// Discards unreferenced clusters in the file system.
     pub(in crate::check) fn punch(&self, run: Range<u64>) {
         let end = run.end.min(self.image.file_clusters());
         if run.start < end {
-            // A hint: where it fails, the space merely stays taken.
+            // Errors are ignored: the space merely stays allocated.
             let _ = self
                 .image
                 .storage
@@ -207,13 +203,12 @@ impl<'a> Space<'a> {
         self.image.storage.sync()
     }
 
-    /// Clusters of one batch.
     pub(in crate::check) fn batch_clusters(&self) -> u64 {
         (super::BATCH_BYTES / self.image.cluster_bytes()).clamp(1, super::BATCH_CLUSTERS_MAX)
     }
 }
 
-/// Runs of neighbours in sorted numbers.
+/// Runs of consecutive numbers in a sorted sequence.
 pub(in crate::check) fn runs(sorted: impl IntoIterator<Item = u64>) -> Vec<Range<u64>> {
     let mut runs: Vec<Range<u64>> = Vec::new();
     for cluster in sorted {

@@ -1,4 +1,4 @@
-//! Tables moved to the front: those that a single word points to, and L2 tables.
+//! Moves tables to the front: those with a single pointer, and L2 tables.
 
 use std::sync::Arc;
 
@@ -13,28 +13,28 @@ use crate::check::survey::be64;
 use crate::header::field;
 use crate::layout::{COPIED, OFFSET_MASK, extension};
 
-/// A structure that one aligned word of eight bytes points to, so that it moves by one write.
+/// A structure with one aligned 8-byte pointer, so that one write moves it.
 struct Table {
     /// First cluster.
     first: u64,
     /// Clusters.
     count: u64,
-    /// Host offset of the word that is its own offset.
+    /// Host offset of the pointer to it.
     pointer: u64,
 }
 
-/// Structures that are found alike. A pointer of each kind is in one of an earlier kind.
+/// Kinds of structures. The pointer to a structure is in one of an earlier kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    /// What the header points to.
+    /// Structures that the header points to.
     Roots,
-    /// What those point to, and refcount blocks.
+    /// Structures that roots point to, and refcount blocks.
     Branches,
     /// Clusters of bitmaps.
     Leaves,
 }
 
-/// Moves tables that lie at `end` or behind it to free clusters before it.
+/// Moves tables at or beyond `end` to free clusters before it.
 pub(super) fn move_tables(
     storage: &Arc<dyn Storage>,
     limits: &Limits,
@@ -74,7 +74,7 @@ fn find(space: &Space<'_>, kind: Kind, end: u64) -> Result<Vec<Table>> {
     if kind == Kind::Branches {
         let bits = image.geometry().refcount_block_bits();
         for (index, &block) in space.survey.refcounts.blocks.iter().enumerate() {
-            // One that describes only what will be cut off is not worth the way.
+            // A block that describes only clusters beyond `end` will be dropped instead.
             if block != 0 && (index as u64) << bits < end {
                 let pointer = header.refcount_table_offset.0 + index as u64 * 8;
                 tables.push(table(block, image.cluster_bytes(), pointer));
@@ -102,7 +102,7 @@ fn find_bitmaps(
     let (at, bytes) = (bitmaps.directory_offset.0, bitmaps.directory_bytes);
     if kind == Kind::Roots {
         if let Some(extension) = image.header.extension(extension::BITMAPS) {
-            // Behind number, reserved bits and bytes of the directory.
+            // The pointer follows the count, reserved bits and size of the directory.
             tables.push(table(at, bytes, extension.offset + 16));
         }
         return Ok(());
@@ -131,7 +131,7 @@ fn find_bitmaps(
     Ok(())
 }
 
-/// Moves one batch, as far as there is free space in one piece for each.
+/// Moves one batch, as far as each table finds contiguous free space.
 fn relocate(
     space: &mut Space<'_>,
     tables: &[Table],
@@ -150,7 +150,7 @@ fn relocate(
     if moves.is_empty() {
         return Ok(());
     }
-    // Before the copies: refcount blocks are among what is copied.
+    // Before the copies, which may include refcount blocks.
     space.write_refcounts()?;
     for &(table, to) in &moves {
         space.copy(table.first, to, table.count)?;
@@ -174,7 +174,7 @@ fn relocate(
     )
 }
 
-/// Makes the old places of what moved free.
+/// Frees the old places of moved structures.
 pub(super) fn release(
     space: &mut Space<'_>,
     clusters: impl Iterator<Item = u64>,
@@ -196,7 +196,7 @@ pub(super) fn release(
 
 fn move_l2_tables(space: &mut Space<'_>, end: u64, report: &mut CompactReport) -> Result<()> {
     let bits = space.image.geometry().cluster_bits;
-    // Those that lie farthest behind first.
+    // The last tables of the file first.
     let tables: Vec<u64> = space.survey.tables.iter().map(|table| table.offset >> bits).collect();
     let behind: Vec<u64> = tables.into_iter().filter(|&cluster| cluster >= end).rev().collect();
     for batch in behind.chunks(space.batch_clusters() as usize) {
@@ -221,7 +221,7 @@ fn move_l2_tables(space: &mut Space<'_>, end: u64, report: &mut CompactReport) -
     Ok(())
 }
 
-/// Writes new offsets of L2 tables (0: none any more) to all L1 tables; not durable yet.
+/// Writes new offsets of L2 tables (0: none) to all L1 tables, not yet durably.
 pub(super) fn point_l1s(space: &Space<'_>, places: &FxHashMap<u64, u64>) -> Result<()> {
     let image = &space.image;
     let active = (image.header.l1_offset.0, u64::from(image.header.l1_entries) * 8);

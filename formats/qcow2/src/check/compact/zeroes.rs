@@ -1,4 +1,4 @@
-//! Clusters of zeroes, and L2 tables that map nothing, let go.
+//! Releases clusters of zeroes, and L2 tables that map nothing.
 
 use rustc_hash::FxHashMap;
 use vdkit_block::{CompactReport, HostOffset, ReadOp, Result, is_zero};
@@ -13,12 +13,12 @@ use crate::entry::L2Entry;
 use crate::header::Encryption;
 use crate::layout::{SUBCLUSTERS, ZERO};
 
-/// Data that is looked at together.
+/// Bytes of data examined together.
 const READ_BYTES: u64 = 4 << 20;
-/// Clusters that are let go before they are made free.
+/// Most released clusters before they are freed.
 const FREED_MAX: usize = 1 << 16;
 
-/// Lets go of clusters whose data is zero (read only where `scan`), and of tables that are empty.
+/// Releases clusters whose data is zero (data is read only with `scan`), and empty tables.
 pub(super) fn drop_zeroes(
     space: &mut Space<'_>,
     scan: bool,
@@ -26,7 +26,7 @@ pub(super) fn drop_zeroes(
 ) -> Result<()> {
     let cluster = space.image.cluster_bytes();
     let tables = space.survey.tables.clone();
-    // Bytes that are zero on disk are not what an encrypted disk's guest reads.
+    // Zeroes on disk are not zeroes to the guest of an encrypted disk.
     let scan = scan && space.image.header.encryption == Encryption::None;
     let mut freed: Vec<(u64, i64)> = Vec::new();
     let mut empty: FxHashMap<u64, u64> = FxHashMap::default();
@@ -48,7 +48,7 @@ pub(super) fn drop_zeroes(
     }
     release(space, &mut freed)?;
     if !empty.is_empty() {
-        // A table that is let go needs no more room than its own.
+        // Unlinking needs no space, so all empty tables are unlinked at once.
         tables::point_l1s(space, &empty)?;
         let mut gone: Vec<(u64, i64)> = tables
             .iter()
@@ -61,7 +61,7 @@ pub(super) fn drop_zeroes(
     Ok(())
 }
 
-/// Makes clusters free that entries do not name any more.
+/// Frees clusters that entries do not name any more.
 fn release(space: &mut Space<'_>, freed: &mut Vec<(u64, i64)>) -> Result<()> {
     if freed.is_empty() {
         return Ok(());
@@ -80,13 +80,13 @@ fn release(space: &mut Space<'_>, freed: &mut Vec<(u64, i64)>) -> Result<()> {
     Ok(())
 }
 
-/// Whether a table says nothing that no table would not say.
+/// Whether the disk reads the same without this table.
 fn is_empty(image: &Image, table: &[u8]) -> bool {
     if is_zero(table) {
         return true;
     }
-    // Nothing shines through: a zero cluster is what a hole is. With a data file, a table's
-    // clusters may have a place there that the flag alone remembers.
+    // Without a backing file, a zero cluster equals a hole. With a data file, only the entry's flag
+    // may record that a cluster has space there.
     if image.header.backing_name.is_some() || image.header.has_data_file() {
         return false;
     }
@@ -97,12 +97,12 @@ fn is_empty(image: &Image, table: &[u8]) -> bool {
     })
 }
 
-/// How many candidates from the first on are neighbours in the file.
+/// Number of candidates from the first on that are consecutive in the file.
 fn neighbours(candidates: &[(u64, usize)]) -> usize {
     1 + candidates.windows(2).take_while(|pair| pair[0].0 + 1 == pair[1].0).count()
 }
 
-/// One table and what its clusters hold.
+/// One table whose clusters are examined.
 struct Zeroes<'a, 'b> {
     space: &'a Space<'b>,
     table: &'a L2Table,
@@ -110,7 +110,7 @@ struct Zeroes<'a, 'b> {
 }
 
 impl Zeroes<'_, '_> {
-    /// Changes the entries of clusters that hold zeroes; adds what they let go to `freed`.
+    /// Changes the entries of clusters that hold zeroes; adds released clusters to `freed`.
     fn mend(
         &self,
         bytes: &mut [u8],
@@ -120,7 +120,7 @@ impl Zeroes<'_, '_> {
         let image = &self.space.image;
         let extended = image.geometry().extended;
         if image.header.version < 3 && image.header.backing_name.is_some() {
-            // Nothing could hide what is beneath.
+            // Nothing could hide the backing file.
             return Ok(());
         }
         let mut candidates: Vec<(u64, usize)> = Vec::new();
@@ -130,7 +130,7 @@ impl Zeroes<'_, '_> {
                 continue;
             }
             let host = image.geometry().host_cluster(entry.host());
-            // Another table's view of the cluster would keep its space.
+            // A reference from another table would keep the cluster.
             let sole = self.space.references(host) == u64::from(self.table.weight().unsigned_abs());
             if sole && !self.space.is_metadata(host) {
                 candidates.push((host, index));
@@ -159,7 +159,7 @@ impl Zeroes<'_, '_> {
         Ok(())
     }
 
-    /// How many of the candidates are looked at together: a whole run of holes, or `step`.
+    /// Number of candidates to examine together: a whole run of holes, or `step`.
     fn holes_or(&self, step: usize, candidates: &[(u64, usize)]) -> Result<usize> {
         let step = step.min(candidates.len());
         let run = neighbours(candidates);
@@ -170,8 +170,8 @@ impl Zeroes<'_, '_> {
         Ok(if hole { clusters as usize } else { step })
     }
 
-    /// Whether the clusters from this one on are wholly holes, and for how many of `count` (at
-    /// least one) that holds.
+    /// Whether the clusters from `first` on are holes, and for how many of `count` (at least one)
+    /// that holds.
     fn look(&self, first: u64, count: u64) -> Result<(bool, u64)> {
         let storage = &*self.space.image.storage;
         if !storage.may_have_holes()? {
@@ -185,14 +185,14 @@ impl Zeroes<'_, '_> {
         Ok((hole, clusters.clamp(1, count)))
     }
 
-    /// For each candidate the parts that read as zero: a bit a subcluster, or the lowest bit.
+    /// The zero parts of each candidate: one bit per subcluster, or the lowest bit.
     fn zero_masks(&self, group: &[(u64, usize)], table: &[u8]) -> Result<Vec<u32>> {
         let image = &self.space.image;
         let geometry = image.geometry();
         let unread = |index: usize| {
             let entry = entry_at(table, index, geometry.extended);
             let known = !geometry.extended && entry.word & ZERO != 0;
-            // Without data of its own it is known to have none.
+            // No allocated subcluster, so there is no data to read.
             known || (geometry.extended && entry.bitmap as u32 == 0)
         };
         let mut masks: Vec<u32> =
@@ -236,7 +236,7 @@ impl Zeroes<'_, '_> {
         Ok(masks)
     }
 
-    /// An entry whose parts in `mask` hold zeroes.
+    /// The new entry if the parts in `mask` hold zeroes.
     fn without(&self, old: L2Entry, mask: u32) -> L2Entry {
         let image = &self.space.image;
         if !image.geometry().extended {

@@ -1,9 +1,9 @@
-//! Where new metadata may begin.
+//! Finds where new metadata may begin.
 //!
-//! Entries that name clusters beyond the end of the file read as zeroes or not at all. Most of
-//! them are mended before anything new is written; but those in tables that share their cluster
-//! with something else cannot be, until they have moved. The file must not grow under them: what
-//! they name would come to life, with our metadata in it.
+//! Entries that name clusters beyond the end of the file read as zeroes or fail. Most of them are
+//! repaired before anything new is written. Those in tables that share their cluster with something
+//! else can only be repaired after a move. The file must not grow over the clusters that they name:
+//! these entries would then expose new metadata as guest data.
 
 use std::ops::Range;
 
@@ -15,11 +15,11 @@ use crate::check::reader;
 use crate::check::survey::{Owner, Survey, be64};
 use crate::layout::{L1_BYTES_MAX, OFFSET_MASK};
 
-/// How far beyond the end of the file new metadata keeps clear of such entries. It rarely takes
-/// that much itself.
+/// Range beyond the end of the file in which new metadata avoids such entries. New metadata is
+/// rarely that large.
 const SKIP_BYTES_MAX: u64 = 2 * L1_BYTES_MAX;
 
-/// The first cluster behind everything that is used, and behind what dangling entries name.
+/// The first cluster after all used clusters and after those that dangling entries name.
 pub(super) fn first_free(image: &Image, survey: &Survey, target: &Survey) -> Result<u64> {
     let used = survey.balance.end().max(target.balance.end());
     if !image.storage.caps().growable {
@@ -36,7 +36,7 @@ pub(super) fn first_free(image: &Image, survey: &Survey, target: &Survey) -> Res
 struct Dangling<'a> {
     image: &'a Image,
     window: Range<u64>,
-    /// The end of the last cluster in the window that is named.
+    /// End of the last named cluster in the window.
     end: u64,
 }
 
@@ -72,7 +72,7 @@ impl Dangling<'_> {
         for (i, snapshot) in survey.snapshots.snapshots.iter().enumerate() {
             let (offset, bytes) = (snapshot.l1_offset, snapshot.l1_bytes());
             if snapshot.lost {
-                // A larger one is lost for good.
+                // A larger table cannot be recovered.
                 if bytes <= L1_BYTES_MAX {
                     self.add(offset, bytes);
                 }

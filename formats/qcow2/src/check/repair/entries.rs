@@ -1,4 +1,4 @@
-//! Entries of L1 and L2 tables, mended where they stand.
+//! Repairs entries of L1 and L2 tables in place.
 
 use vdkit_block::{HostOffset, Result};
 
@@ -11,8 +11,8 @@ use crate::check::reader;
 use crate::check::survey::{Owner, Survey, be64};
 use crate::layout::{COPIED, OFFSET_MASK, autoclear, extension};
 
-/// Mends entries of all tables that have their cluster for themselves, and lets go of tables that
-/// are none. Returns whether anything changed.
+/// Repairs entries of all tables that do not share their cluster, and unlinks clusters that are not
+/// tables. Returns whether anything changed.
 pub(super) fn apply(image: &Image, survey: &Survey) -> Result<bool> {
     let mut changed = forget_bitmaps(image, survey)?;
     if !survey.owner_in_conflict(Owner::ActiveL1) {
@@ -32,7 +32,7 @@ pub(super) fn apply(image: &Image, survey: &Survey) -> Result<bool> {
             continue;
         }
         if image.header.has_data_file() && table.is_garbage() {
-            // All but a few entries elsewhere than they must be: no repair by guessing.
+            // Most entries are at the wrong offset: a repair would be a guess.
             continue;
         }
         let old = reader::read_table(&*image.storage, table.offset, image.cluster_bytes())?;
@@ -46,8 +46,9 @@ pub(super) fn apply(image: &Image, survey: &Survey) -> Result<bool> {
     Ok(changed)
 }
 
-/// Drops bitmaps that are damaged. Clears the autoclear bit of all where their directory is, where
-/// they share clusters with something else, or would not know that guest data goes away.
+/// Drops damaged bitmaps. Clears the autoclear bit of all of them if their directory is damaged, if
+/// they share clusters with something else, or if the repair loses guest data, which they would not
+/// record.
 fn forget_bitmaps(image: &Image, survey: &Survey) -> Result<bool> {
     if image.header.autoclear & autoclear::BITMAPS == 0 {
         return Ok(false);
@@ -64,8 +65,8 @@ fn forget_bitmaps(image: &Image, survey: &Survey) -> Result<bool> {
     Ok(true)
 }
 
-/// Takes damaged bitmaps out of the directory. While it is written nobody trusts any: a crash then
-/// loses them all.
+/// Removes damaged bitmaps from the directory. All bitmaps are invalid while it is written, so a
+/// crash loses all of them.
 fn drop_bitmaps(image: &Image, broken: &[usize]) -> Result<()> {
     let storage = &*image.storage;
     write_autoclear(image, image.header.autoclear & !autoclear::BITMAPS)?;
@@ -93,8 +94,8 @@ fn mend_l1(image: &Image, survey: &Survey, offset: u64, old: &[u8]) -> Result<bo
     write_changed(image, offset, old, &new)
 }
 
-/// An L1 table with mended entries, tables that are none let go, and each other L2 table at its
-/// new `place`.
+/// The L1 table with corrected entries, without clusters that are not tables, and with each L2
+/// table at its new `place`.
 pub(super) fn mended_l1(
     image: &Image,
     survey: &Survey,
@@ -122,7 +123,7 @@ pub(super) fn mended_l1(
     new
 }
 
-/// Makes the COPIED flags of the active tables agree with the refcounts.
+/// Sets the COPIED flags of the active tables according to the refcounts.
 pub(super) fn set_copied(image: &Image, survey: &Survey) -> Result<bool> {
     let mut changed = false;
     if survey.l1_copied_wrong > 0 {

@@ -1,17 +1,17 @@
-//! Repair, in rounds: look, mend what comes first, look again.
+//! Repairs in rounds: survey the image, repair the first kind of damage, and survey again.
 //!
-//! Each round does one kind of thing, in an order in which a crash at any point leaves an image
+//! Each round does one kind of repair, in an order in which a crash at any point leaves an image
 //! that is no worse than before:
 //!
-//! 1. [`entries`]: entries that cannot be right are mended or let go where they stand.
+//! 1. [`entries`]: invalid entries are corrected or cleared in place.
 //! 2. [`relocate`]: metadata that shares a cluster with something else is copied to new clusters,
-//!    together with a whole new set of refcounts; one write of the header switches to all of it.
-//! 3. [`recount`]: refcounts that are too low are raised, then those that are too high lowered.
-//! 4. COPIED flags follow the refcounts.
+//!    together with a whole new set of refcounts; one header write switches to them.
+//! 3. [`recount`]: refcounts that are too low are raised, then those that are too high are lowered.
+//! 4. COPIED flags are set according to the refcounts.
 //! 5. The dirty and the corrupt bit are cleared.
 //!
-//! Before all that, [`suspicion`] and [`orphans`] say whether mending would lose what a human might
-//! still find, and [`search`] finds what that is.
+//! Before the first round, [`suspicion`] and [`orphans`] decide whether a repair would lose data
+//! that a human could still recover, and [`search`] finds that data.
 
 mod dangling;
 mod entries;
@@ -33,17 +33,16 @@ use crate::layout::{autoclear, incompatible};
 pub(in crate::check) use orphans::Kept;
 use search::Scope;
 
-/// Rounds after which a repair gives up; no damage is known that takes more than eight.
+/// Most rounds of a repair; no known damage takes more than eight.
 const ROUNDS_MAX: usize = 24;
 
-/// What may be done.
+/// Allowed repairs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Policy {
-    /// Lower refcounts, where nothing else is wrong.
+    /// Lower refcounts, if nothing else is wrong.
     Leaks,
-    /// Anything.
     All,
-    /// Refcounts and what follows from them; anything else is an error.
+    /// Refcounts and COPIED flags; other damage is an error.
     Recover,
 }
 
@@ -77,7 +76,7 @@ pub(in crate::check) fn run(
         if repair == Repair::All {
             orphans::refuse_to_forget(&image, &first, &kept)?;
         } else if first.low > 0 && !kept.is_empty() {
-            // Refcounts that are too low do not tell leaks from what is in use.
+            // With refcounts that are too low, leaks cannot be told from used clusters.
             return Ok(report);
         }
         first = keep(&mut image, first, kept, monitor)?;
@@ -88,13 +87,13 @@ pub(in crate::check) fn run(
     Ok(report)
 }
 
-/// Whether refcounts will be changed.
+/// Whether a repair will change refcounts.
 fn needs_work(survey: &Survey) -> bool {
     let report = &survey.findings.report;
     report.leaks + report.corruptions + survey.ahead > 0
 }
 
-/// Looks again, with what was found lost counted as in use.
+/// Surveys again, with the lost tables counted as in use.
 fn keep(image: &mut Image, first: Survey, kept: Kept, monitor: &Monitor<'_>) -> Result<Survey> {
     if kept.is_empty() {
         return Ok(first);
@@ -114,7 +113,7 @@ pub(super) fn recover(
     refuse_damage(&image, &first)?;
     suspicion::refuse_wrong_header(&image, &first, monitor)?;
     if needs_work(&first) {
-        // Opening an image does not wait for a search of all its free space, unless all is lost.
+        // Opening an image does not search all its free space, unless the whole L1 table is lost.
         let empty = vdkit_block::is_zero(&first.l1);
         let scope = if empty { Scope::Everything } else { Scope::Leaks };
         let kept = orphans::find(&image, &first, scope, monitor)?;
@@ -141,7 +140,8 @@ pub(super) fn change_width(
     limits: &Limits,
     monitor: &Monitor<'_>,
 ) -> Result<()> {
-    // A refcount that is too high goes together with COPIED flags that the new ones would belie.
+    // Refcounts must be exact first: the COPIED flags that go with a refcount that is too high
+    // would contradict the new refcounts.
     let report = &run(storage, true, Repair::Leaks, limits, monitor)?;
     let mut image = Image::open(storage, limits)?;
     if report.corruptions_left() + report.leaks_left() > 0 {
@@ -157,7 +157,7 @@ pub(super) fn change_width(
     relocate::change_width(&mut image, order, monitor)
 }
 
-/// [`Error::Corrupt`] where more is wrong than refcounts.
+/// [`Error::Corrupt`] if more than refcounts is wrong.
 fn refuse_damage(image: &Image, survey: &Survey) -> Result<()> {
     if survey.structural(image) == 0 {
         return Ok(());
@@ -174,14 +174,14 @@ fn refuse_damage(image: &Image, survey: &Survey) -> Result<()> {
     ))
 }
 
-/// Mends until nothing is left that may be mended. Returns what is still wrong.
+/// Repairs until nothing is left that the policy allows. Returns the final survey.
 fn rounds(
     image: &mut Image,
     first: Survey,
     policy: Policy,
     monitor: &Monitor<'_>,
 ) -> Result<Survey> {
-    // Space is given back to the file system only where nothing was ever in doubt.
+    // Space is discarded only if the first survey found no structural damage.
     let discard = first.structural(image) == 0;
     let mut survey = first;
     let mut states = FxHashSet::default();
@@ -208,7 +208,7 @@ fn rounds(
     Ok(survey)
 }
 
-/// Does the first thing that is to be done. Returns whether there was one.
+/// Does the first repair that is due. Returns whether there was one.
 fn round(
     image: &Image,
     survey: &Survey,
@@ -220,7 +220,7 @@ fn round(
     if report.leaks == 0 && report.corruptions == 0 && survey.ahead == 0 {
         return Ok(false);
     }
-    // What looks leaked may be what a damaged entry pointed to.
+    // An apparent leak may be what a damaged entry pointed to.
     if policy == Policy::Leaks && survey.structural(image) > 0 {
         return Ok(false);
     }
@@ -250,14 +250,14 @@ fn round(
     if recount::apply(image, survey, policy != Policy::Leaks, discard)? {
         return Ok(true);
     }
-    // Lowering a refcount to 1 makes the COPIED flag due, so a repair of leaks sets it too.
+    // Lowering a refcount to 1 requires the COPIED flag, so a repair of leaks sets it too.
     if policy != Policy::Leaks || survey.low == 0 {
         return entries::set_copied(image, survey);
     }
     Ok(false)
 }
 
-/// A writer must clear the autoclear bits that it does not know, and those that make no sense.
+/// A writer must clear unknown and inapplicable autoclear bits.
 pub(in crate::check) fn forget_autoclear(image: &Image) -> Result<bool> {
     let known = if image.header.has_data_file() {
         autoclear::BITMAPS | autoclear::DATA_FILE_RAW
@@ -276,7 +276,7 @@ fn write_autoclear(image: &Image, bits: u64) -> Result<()> {
     image.storage.sync()
 }
 
-/// Clears the dirty bit where the refcounts are right, and the corrupt bit where all is right.
+/// Clears the dirty bit if the refcounts are correct, and the corrupt bit if everything is.
 fn clear_marks(image: &Image, survey: &Survey, policy: Policy) -> Result<bool> {
     let marked = u64::from(image.header.has(incompatible::CORRUPT));
     let report = &survey.findings.report;
@@ -296,10 +296,9 @@ fn clear_marks(image: &Image, survey: &Survey, policy: Policy) -> Result<bool> {
     Ok(true)
 }
 
-/// Fills in what was mended.
+/// Adds the repaired findings to the report.
 fn summarise(image: &Image, report: &mut CheckReport, last: &CheckReport) {
-    // What is left comes first: the list has an end, and mending one thing may have brought
-    // another to light.
+    // Remaining findings come first: the list is bounded, and a repair may have revealed new ones.
     let left: FxHashSet<(u64, &str)> =
         last.findings.iter().map(|finding| (finding.offset, finding.structure)).collect();
     let mut findings = last.findings.clone();
@@ -325,8 +324,8 @@ fn summarise(image: &Image, report: &mut CheckReport, last: &CheckReport) {
     report.image_end_offset = last.image_end_offset;
 }
 
-/// Writes those sectors of a table that differ: a sector is written whole or not at all, and what
-/// did not change is not touched.
+/// Writes only the sectors of a table that differ: disks write a sector atomically, and unchanged
+/// sectors stay untouched.
 pub(in crate::check) fn write_changed(
     image: &Image,
     offset: u64,

@@ -1,17 +1,17 @@
-//! L2 tables that lost the entry which named them.
+//! L2 tables whose L1 entry is lost.
 //!
-//! Where an L1 entry is garbage or wiped, or a snapshot's L1 table cannot be where its entry says,
-//! the tables that they once named look like leaks, as does all the data that these map. To mend
-//! the leaks would give that free, while a human could still put the entry right.
+//! If an L1 entry is damaged or wiped, or a snapshot's L1 table cannot be where its entry says, the
+//! tables that they named look like leaks, as does all the data that these tables map. Repairing
+//! the leaks would free that data, although a human could still restore the entry.
 //!
-//! Two answers, neither of which loses anything:
+//! A repair loses nothing in either case:
 //!
-//! - An entry is damaged: to mend it would forget what is left of it. The repair is refused.
-//! - An entry is zero: there is nothing to mend in it, so the repair goes on, and the tables and what
-//!   they map are *kept*: they count as leaks, with a refcount of at least 1.
+//! - An entry is damaged: correcting it would erase its remains. The repair is refused.
+//! - An entry is zero, so it needs no correction: the repair continues and *keeps* the tables and
+//!   what they map. They count as leaks, with a refcount of at least 1.
 //!
-//! Looking for them reads clusters that nothing refers to. So nobody looks where no table can have
-//! been lost: each L1 entry names one.
+//! The search reads unreferenced clusters. It is skipped if no table can have been lost, since each
+//! L1 entry names one.
 
 use vdkit_block::{CheckReport, Error, Finding, Monitor, NoProgress, Result, Severity};
 
@@ -21,37 +21,36 @@ use crate::check::reader;
 use crate::check::survey::Survey;
 use crate::layout::extension;
 
-/// So many are named in a refusal.
+/// Most tables that a refusal names.
 const NAMED_MAX: usize = 8;
 
-/// What looks like lost tables, and must not be given free.
+/// Clusters that look like lost tables, and what they map; they must not be freed.
 #[derive(Clone, Debug, Default)]
 pub(in crate::check) struct Kept {
-    /// Host offset of each table, and how many clusters it alone maps.
+    /// Host offset of each table, and the number of clusters that only it maps.
     pub(in crate::check) tables: Vec<(u64, u64)>,
-    /// The tables and what they map: clusters that nothing refers to, in order.
+    /// The tables and what they map: sorted, unreferenced clusters.
     pub(in crate::check) clusters: Vec<std::ops::Range<u64>>,
 }
 
 impl Kept {
-    /// Whether there is none.
+    /// Whether nothing is kept.
     pub(in crate::check) fn is_empty(&self) -> bool {
         self.tables.is_empty()
     }
 
-    /// Whether a cluster is one of them.
     pub(super) fn contains(&self, cluster: u64) -> bool {
         let behind = self.clusters.partition_point(|run| run.end <= cluster);
         self.clusters.get(behind).is_some_and(|run| run.contains(&cluster))
     }
 
-    /// How many clusters.
+    /// Number of kept clusters.
     pub(in crate::check) fn len(&self) -> u64 {
         self.clusters.iter().map(|run| run.end - run.start).sum()
     }
 }
 
-/// What looks like lost tables, where any can have been lost; nothing else is looked at.
+/// Searches for lost tables, if any can have been lost.
 pub(super) fn find(
     image: &Image,
     survey: &Survey,
@@ -65,8 +64,7 @@ pub(super) fn find(
     }
     let quiet = Monitor { cancel: monitor.cancel.clone(), progress: &NoProgress };
     let search = Search::new(image, survey, scope, &quiet)?;
-    // Tables without any COPIED flag belong to snapshots alone. Others that look like them are those of
-    // bitmaps, and of refcounts.
+    // Only snapshots have tables without any COPIED flag. Bitmap and refcount tables look similar.
     let flagless = match snapshots && !had_bitmaps(image) {
         _ if damaged && search.trusts_everything() => Flagless::Yes,
         true => Flagless::Sharing,
@@ -75,7 +73,7 @@ pub(super) fn find(
     search.run(flagless, monitor)
 }
 
-/// [`Error::Corrupt`] where mending damaged references would forget the way to lost tables.
+/// [`Error::Corrupt`] if repairing damaged references would erase the way to lost tables.
 pub(super) fn refuse_to_forget(image: &Image, survey: &Survey, kept: &Kept) -> Result<()> {
     if kept.is_empty() || !references_damaged(image, survey) {
         return Ok(());
@@ -104,7 +102,7 @@ pub(super) fn refuse_to_forget(image: &Image, survey: &Survey, kept: &Kept) -> R
     ))
 }
 
-/// Lists the tables that were kept, before other findings, and counts their clusters.
+/// Reports the kept tables before other findings, and counts their clusters.
 pub(super) fn report(image: &Image, report: &mut CheckReport) {
     let kept = &image.kept;
     if kept.is_empty() {
@@ -128,18 +126,18 @@ pub(super) fn report(image: &Image, report: &mut CheckReport) {
     report.findings = findings.chain(rest).take(CheckReport::FINDINGS_MAX).collect();
 }
 
-/// Whether a reference that may have led to an L2 table is damaged.
+/// Whether a reference that may have named an L2 table is damaged.
 fn references_damaged(image: &Image, survey: &Survey) -> bool {
     survey.l1_faulty
         || !survey.snapshot_l1_faulty.is_empty()
         || survey.snapshots.cut_short
         || survey.snapshots.snapshots.iter().any(|snapshot| snapshot.lost)
-        // An entry that names something else instead.
+        // The entry names something else instead.
         || survey.tables.iter().any(|table| table.is_garbage() || survey.in_conflict(image, table))
 }
 
-/// Whether the active L1 table has an entry for a part of the disk that names no table: it may have
-/// been wiped.
+/// Whether the active L1 table lacks a table for some part of the disk: that entry may have been
+/// wiped.
 fn has_gap(image: &Image, survey: &Survey) -> bool {
     let entries = image.geometry().l1_entries_for(image.header.guest_bytes);
     let used = usize::try_from(entries).unwrap_or(usize::MAX).saturating_mul(8);
@@ -150,7 +148,7 @@ fn is_gappy(l1: &[u8]) -> bool {
     l1.chunks_exact(8).any(|entry| entry == [0; 8])
 }
 
-/// Whether the way to a table of a snapshot may have been lost.
+/// Whether the reference to a table of a snapshot may have been lost.
 fn snapshots_lost(image: &Image, survey: &Survey) -> Result<bool> {
     if survey.snapshots.cut_short || !survey.snapshot_l1_faulty.is_empty() {
         return Ok(true);
@@ -167,8 +165,8 @@ fn snapshots_lost(image: &Image, survey: &Survey) -> Result<bool> {
     Ok(false)
 }
 
-/// Whether tables of bitmaps may lie about that nothing names any more: of one that was damaged, or
-/// that was changed before a crash.
+/// Whether unreferenced bitmap tables may exist: of a damaged bitmap, or of one that was changed
+/// before a crash.
 fn had_bitmaps(image: &Image) -> bool {
     let header = &image.header;
     [extension::BITMAPS, extension::PADDING]

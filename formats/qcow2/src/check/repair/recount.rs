@@ -1,4 +1,4 @@
-//! Refcounts set right in the blocks that are there.
+//! Corrects refcounts in existing blocks.
 
 use std::ops::Range;
 
@@ -9,9 +9,9 @@ use crate::check::image::Image;
 use crate::check::survey::Survey;
 use crate::refcounts::{get_refcount, set_refcount};
 
-/// Raises refcounts that are too low (where `raise`), makes that durable, then lowers those that
-/// are too high. Returns whether anything changed. With `discard` the space of clusters that
-/// became free goes back to the file system.
+/// Raises refcounts that are too low (if `raise`), makes that durable, then lowers those that are
+/// too high. Returns whether anything changed. With `discard`, discards freed clusters in the file
+/// system.
 pub(super) fn apply(image: &Image, survey: &Survey, raise: bool, discard: bool) -> Result<bool> {
     let mut changed = false;
     if raise && survey.low > 0 {
@@ -26,7 +26,7 @@ pub(super) fn apply(image: &Image, survey: &Survey, raise: bool, discard: bool) 
     if discard {
         let cluster = image.cluster_bytes();
         for run in &freed.runs {
-            // A hint: where it fails the space merely stays allocated.
+            // Errors are ignored: the space merely stays allocated.
             let bytes = (run.end.min(image.file_clusters()).saturating_sub(run.start)) * cluster;
             if bytes == 0 {
                 continue;
@@ -37,7 +37,7 @@ pub(super) fn apply(image: &Image, survey: &Survey, raise: bool, discard: bool) 
     Ok(changed)
 }
 
-/// Sets the refcount of each cluster with a balance that is `wanted` to its references.
+/// Sets the refcount of each cluster whose balance is `wanted` to its number of references.
 fn set(
     image: &Image,
     survey: &Survey,
@@ -58,8 +58,8 @@ fn set(
         }
         let index = cluster & (geometry.refcount_block_entries() - 1);
         let refcount = i128::from(get_refcount(&block.new, index, order));
-        // More references than the width can say stay at the most it can: such a cluster is
-        // never written in place, and the report says that the image must be converted.
+        // More references than the width can count become its maximum: such a cluster is never
+        // written in place, and the report says that the image must be converted.
         let references = (refcount - balance).clamp(0, i128::from(geometry.refcount_max()));
         set_refcount(&mut block.new, index, order, references as u64);
         if references == 0 {
@@ -90,7 +90,6 @@ impl Block {
     }
 }
 
-/// Clusters as runs.
 #[derive(Default)]
 struct Runs {
     runs: Vec<Range<u64>>,

@@ -1,8 +1,8 @@
-//! A new set of refcounts, and new places for metadata that shares its own with something else.
+//! Writes a new set of refcounts, and moves metadata that shares its clusters with something else.
 //!
-//! Everything new goes behind the end of the file (on a device: behind the last cluster in use).
-//! Nothing that is in use is overwritten until all of it is durable; then one write of the header
-//! switches the active L1 table, the refcount table and the snapshot table at once.
+//! Everything new goes beyond the end of the file (on a device: after the last used cluster).
+//! Nothing in use is overwritten until all of it is durable; then one header write switches the
+//! active L1 table, the refcount table and the snapshot table at once.
 
 use rustc_hash::FxHashMap;
 use vdkit_block::{Error, HostOffset, Monitor, Result};
@@ -20,11 +20,10 @@ use crate::refcounts::set_refcount;
 /// Bytes of one write.
 const WRITE_BYTES: usize = 4 << 20;
 
-/// Where things go.
+/// The new layout.
 struct Plan<'a> {
     image: &'a Image,
-    /// References without those of the old refcounts; new clusters are added as they are given
-    /// out.
+    /// References without those of the old refcounts; new clusters are added as they are allocated.
     target: Survey,
     /// The next free cluster.
     next: u64,
@@ -32,13 +31,13 @@ struct Plan<'a> {
     tables: FxHashMap<u64, u64>,
     /// New host offset of the active L1 table.
     l1: Option<u64>,
-    /// The snapshots that stay, as they will be; nothing where the table stays as it is.
+    /// The remaining snapshots with their changes; `None` if the table stays unchanged.
     snapshots: Option<Vec<Snapshot>>,
-    /// Host offsets and bytes of what is written besides refcounts.
+    /// Host offsets and bytes of writes other than refcounts.
     writes: Vec<(u64, Vec<u8>)>,
 }
 
-/// Writes new refcounts, moves what must move, and switches.
+/// Writes new refcounts, moves metadata that must move, and switches.
 pub(super) fn apply(image: &Image, survey: &Survey, monitor: &Monitor<'_>) -> Result<()> {
     let before = image.storage.len()?;
     let done = prepare(image, survey, monitor).and_then(|(plan, header)| {
@@ -95,8 +94,8 @@ fn prepare<'a>(
     Ok((plan, header))
 }
 
-/// Writes a whole new set of refcounts of another width, and switches to it by one write of the
-/// header. `image` must be sound; its header says the new width when this returns.
+/// Writes a whole new set of refcounts of another width, and switches to it with one header write.
+/// `image` must be sound; on return its header has the new width.
 pub(super) fn change_width(image: &mut Image, order: u32, monitor: &Monitor<'_>) -> Result<()> {
     let survey = Survey::take(image, Mode::Compare, monitor)?;
     let target = Survey::take(image, Mode::References, monitor)?;
@@ -143,7 +142,7 @@ pub(super) fn change_width(image: &mut Image, order: u32, monitor: &Monitor<'_>)
             return Err(error);
         }
     };
-    // All fields lie in the first sector: the switch is atomic.
+    // All fields are in the first sector, so the switch is atomic.
     let mut fields = [0; 104];
     image.storage.read_at(&mut fields, HostOffset(0))?;
     fields[48..56].copy_from_slice(&table.to_be_bytes());
@@ -154,7 +153,7 @@ pub(super) fn change_width(image: &mut Image, order: u32, monitor: &Monitor<'_>)
 }
 
 impl Plan<'_> {
-    /// Takes clusters for `bytes`, each with `references`.
+    /// Allocates clusters for `bytes` bytes, with `references` references each.
     fn allocate(&mut self, bytes: u64, references: i32) -> Result<u64> {
         let image = self.image;
         let offset = self.next << image.geometry().cluster_bits;
@@ -180,8 +179,8 @@ impl Plan<'_> {
         Ok(offset)
     }
 
-    /// L2 tables that share their cluster, with mended entries. Those that are none are not
-    /// moved; the L1 entries let them go.
+    /// Moves L2 tables that share their cluster, with corrected entries. Clusters that are not
+    /// tables are not moved; the new L1 tables do not name them.
     fn move_tables(&mut self) -> Result<()> {
         let image = self.image;
         for i in 0..self.target.tables.len() {
@@ -215,7 +214,7 @@ impl Plan<'_> {
         Ok(())
     }
 
-    /// L1 tables of snapshots that share their clusters, and the snapshot table itself where it
+    /// Moves L1 tables of snapshots that share their clusters, and the snapshot table itself if it
     /// must change. Returns the offset of the snapshot table.
     fn move_snapshots(&mut self) -> Result<u64> {
         let image = self.image;
@@ -253,7 +252,7 @@ impl Plan<'_> {
         let cluster = image.cluster_bytes();
         let bits = image.geometry().refcount_block_bits();
         let mut blocks = self.target.balance.unbalanced_blocks(bits);
-        // Blocks and table have refcounts too, which may take further blocks.
+        // Blocks and table need refcounts too, which may need further blocks.
         let table_bytes = loop {
             let count = blocks.len() as u64;
             let table_bytes =
@@ -317,8 +316,8 @@ impl Plan<'_> {
         Ok(())
     }
 
-    /// The last step, once the new refcounts hold: L1 tables that stayed where they are name the
-    /// L2 tables that moved.
+    /// The last step, once the new refcounts are in effect: points L1 tables that did not move to
+    /// the L2 tables that did.
     fn point_l1s_to_moved_tables(&self) -> Result<()> {
         if self.tables.is_empty() {
             return Ok(());

@@ -1,9 +1,10 @@
-//! The search for clusters that nothing refers to and that can only be L2 tables.
+//! Searches for unreferenced clusters that can only be L2 tables.
 //!
-//! What refers to a cluster is known from a walk over all that is still reachable. Whether it was
-//! in use says its refcount, but only where that can be believed. A refcount block that is missing or
-//! holds nothing but zeroes may have been wiped itself, and so may the sectors of zeroes in one
-//! where one of them says of a cluster in use that it is free. What they describe may be in use.
+//! A walk over all reachable metadata yields the references to a cluster. Its refcount shows
+//! whether it was in use, but only if the refcount can be trusted. A refcount block that is missing
+//! or all zero may have been wiped. If one zero sector of a block declares a used cluster as free,
+//! all zero sectors of that block may have been wiped. The clusters that these describe may be in
+//! use.
 
 use std::ops::Range;
 
@@ -19,56 +20,56 @@ use crate::check::survey::{Mode, Owner, Survey, be64};
 use crate::entry::L2Entry;
 use crate::refcounts::get_refcount;
 
-/// Clusters that are gathered before they are read.
+/// Candidates per batch of reads.
 const PART: usize = 4096;
-/// Bytes that are written whole or not at all, and so the least that is wiped.
+/// Bytes that a disk writes atomically, so the smallest range that can be wiped.
 const SECTOR: usize = 512;
-/// Of the clusters that a table says are its own, something else refers to one in so many at most,
-/// where no refcount speaks for the table.
+/// If no refcount confirms a table, at most one in this many clusters that it claims as its own may
+/// be referenced by something else.
 const OTHERS_MAX: u64 = 8;
 
-/// Where to look.
+/// Clusters to search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Scope {
     /// Clusters with a refcount.
     Leaks,
-    /// Also those without one, where that cannot be believed.
+    /// Also clusters without a refcount, if that cannot be trusted.
     Everything,
 }
 
-/// Whether tables count without any COPIED flag and without compressed clusters, as those of snapshots
-/// alone can be, but also what looks like a table.
+/// Whether to accept tables without any COPIED flag and compressed cluster. Only snapshots have
+/// such tables, but other clusters look like them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Flagless {
-    /// They do not.
+    /// Never.
     No,
-    /// Where they share some data with a table that is there.
+    /// If they share data with an existing table.
     Sharing,
-    /// They do.
+    /// Always.
     Yes,
 }
 
-/// See the module.
+/// See the module documentation.
 pub(super) struct Search<'a> {
     image: &'a Image,
     survey: &'a Survey,
     scope: Scope,
-    /// References alone, those of the refcount structures among them.
+    /// References only, including those of the refcount structures.
     references: Balance,
-    /// No refcount can be believed.
+    /// No refcount can be trusted.
     unsound: bool,
-    /// Refcount blocks that cannot be believed.
+    /// Refcount blocks that cannot be trusted.
     doubtful: FxHashSet<u64>,
-    /// Sectors of others that cannot be believed: numbers of their first clusters.
+    /// Sectors of other blocks that cannot be trusted, by the first cluster that each describes.
     doubtful_sectors: FxHashSet<u64>,
-    /// The first block behind all that are there.
+    /// Index after the last existing block.
     behind: u64,
-    /// Clusters that a table alone maps; reused.
+    /// Clusters that only one table maps; a reused buffer.
     mapped: Vec<Range<u64>>,
 }
 
 impl<'a> Search<'a> {
-    /// Knows all references, and which refcounts to believe.
+    /// Collects all references, and determines which refcounts to trust.
     pub(super) fn new(
         image: &'a Image,
         survey: &'a Survey,
@@ -95,7 +96,7 @@ impl<'a> Search<'a> {
         Ok(search)
     }
 
-    /// Whether all refcounts can be believed.
+    /// Whether all refcounts can be trusted.
     pub(super) fn trusts_everything(&self) -> bool {
         !self.unsound && self.doubtful.is_empty() && self.doubtful_sectors.is_empty()
     }
@@ -107,7 +108,7 @@ impl<'a> Search<'a> {
         let table = image.clusters_of(header.refcount_table_offset.0, bytes);
         let blocks = self.survey.refcounts.blocks.iter().filter(|&&block| block != 0);
         let blocks = blocks.map(|&block| block >> image.geometry().cluster_bits);
-        // A damaged header may give the table a place far behind the file.
+        // A damaged header may place the table far beyond the end of the file.
         let clusters = table.take_while(|&cluster| cluster < image.file_clusters()).chain(blocks);
         for cluster in clusters {
             self.references.refer(cluster, 1);
@@ -115,7 +116,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Finds the blocks that cannot be believed.
+    /// Finds blocks and sectors that cannot be trusted.
     fn doubt(&mut self, monitor: &Monitor<'_>) -> Result<()> {
         if self.unsound {
             return Ok(());
@@ -137,7 +138,7 @@ impl<'a> Search<'a> {
                 present.push((*block, index));
             }
         }
-        // On a device, what lies behind all that was ever described is nobody's.
+        // On a device, clusters after the last described one were never in use.
         if self.behind < all && (image.storage.caps().growable || last.is_none()) {
             self.doubtful.insert(self.behind);
         }
@@ -163,24 +164,23 @@ impl<'a> Search<'a> {
         })
     }
 
-    /// How many clusters one sector of a refcount block describes.
+    /// Clusters that one sector of a refcount block describes.
     fn sector_clusters(&self) -> u64 {
         (SECTOR as u64 * 8) >> self.image.geometry().refcount_order
     }
 
-    /// Whether the refcount of a cluster cannot be believed.
+    /// Whether the refcount of a cluster cannot be trusted.
     fn in_doubt(&self, cluster: u64) -> bool {
         if self.unsound {
             return true;
         }
         let block = cluster >> self.image.geometry().refcount_block_bits();
         let sector = self.sector_clusters();
-        // All that lie behind are like the first of them.
+        // All blocks after the last one are treated like the first of them.
         self.doubtful.contains(&block.min(self.behind))
             || self.doubtful_sectors.contains(&(cluster / sector * sector))
     }
 
-    /// The refcount of a cluster that nothing refers to.
     fn refcount(&self, cluster: u64) -> i128 {
         self.survey.balance.balance(cluster) + self.references(cluster)
     }
@@ -201,7 +201,7 @@ impl<'a> Search<'a> {
         self.references(cluster) == 0
     }
 
-    /// Looks at all candidates.
+    /// Examines all candidates.
     pub(super) fn run(mut self, flagless: Flagless, monitor: &Monitor<'_>) -> Result<Kept> {
         let mut kept = Kept::default();
         let survey = self.survey;
@@ -223,7 +223,7 @@ impl<'a> Search<'a> {
         Ok(kept)
     }
 
-    /// Clusters that are free only for refcounts that cannot be believed.
+    /// Adds clusters that only untrusted refcounts declare as free.
     fn unbelieved(
         &mut self,
         part: &mut Vec<u64>,
@@ -274,7 +274,7 @@ impl<'a> Search<'a> {
         if part.len() < PART { Ok(()) } else { self.look(part, flagless, kept, meter) }
     }
 
-    /// Reads the candidates of a part.
+    /// Reads the candidates of a batch.
     fn look(
         &mut self,
         part: &mut Vec<u64>,
@@ -301,10 +301,10 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// How many clusters a lost table maps that nothing else does, which are left in `mapped`;
-    /// nothing where this is none: where not all its entries can be those of a table, or nothing
-    /// would be lost with it. (A copy of a table that is still there, as an interrupted repair leaves
-    /// it, names what that one does.)
+    /// Returns the number of clusters that only this lost table maps, and leaves them in `mapped`.
+    /// Returns `None` if this is not a lost table: if not all its entries are plausible, or if
+    /// freeing it would lose nothing. For example, a copy of an existing table, as an interrupted
+    /// repair leaves it, names the same clusters.
     fn judge(&mut self, own: u64, bytes: &[u8], flagless: Flagless) -> Result<Option<u64>> {
         let image = self.image;
         let geometry = image.geometry();
@@ -319,7 +319,8 @@ impl<'a> Search<'a> {
             if entry == L2Entry::default() {
                 continue;
             }
-            // In a data file, data is at its guest offset; which one that is here, nobody knows.
+            // In a data file, data is at its guest offset, which is unknown here: assumes the
+            // entry's own.
             let guest = entry.host().0;
             possible &= image.judge_l2(entry, guest).1.is_empty();
             if !possible {
@@ -331,7 +332,7 @@ impl<'a> Search<'a> {
                 continue;
             }
             if data_file {
-                // The data is elsewhere, and stays there.
+                // The data is in the data file, and stays there.
                 lost += 1;
                 continue;
             }
@@ -352,8 +353,8 @@ impl<'a> Search<'a> {
             }
         }
         let spoken_for = self.refcount(own >> geometry.cluster_bits) > 0 && !self.unsound;
-        // A table of nothing but zeroes hides what the disk stands on. (Refcounts of 64 bits look like
-        // one, where there is no telling what else is there.)
+        // A table of only zero entries hides the backing file. Without a refcount, a block of
+        // 64-bit refcounts looks the same.
         let hides = zeroes
             && lost + others == 0
             && image.header.backing_name.is_some()
@@ -377,9 +378,8 @@ impl<'a> Search<'a> {
         self.references.word(cluster) & METADATA != 0
     }
 
-    /// Whether a cluster holds the beginning of a refcount table that nothing names any more: its
-    /// first block says that the header is in use once, and so is that block itself, and nothing behind
-    /// the end of the file.
+    /// Whether a cluster holds the start of an unreferenced refcount table: its first block has
+    /// refcounts of 1 for the header and for itself, and none beyond the end of the file.
     fn is_refcount_table(&self, table: &[u8]) -> Result<bool> {
         let image = self.image;
         let geometry = image.geometry();
@@ -396,7 +396,8 @@ impl<'a> Search<'a> {
         Ok(once(0) && (own >= entries || once(own)) && !(0..entries).any(behind))
     }
 
-    /// Tables that name the same clusters count these once.
+    /// Fails above the memory limit. Merges runs first, so that clusters of several tables count
+    /// once.
     fn stay_within_limit(&self, kept: &mut Kept) -> Result<()> {
         let places = |kept: &Kept| (kept.tables.len() + kept.clusters.len()) as u64;
         if self.check_limit(places(kept)).is_err() {
@@ -405,7 +406,7 @@ impl<'a> Search<'a> {
         self.check_limit(places(kept))
     }
 
-    /// So many places of 16 bytes must be within the limit.
+    /// Fails if `places` entries of 16 bytes exceed the memory limit.
     fn check_limit(&self, places: u64) -> Result<()> {
         let bytes = places * 16;
         let limit = self.image.limits.check_bytes_max;
@@ -421,7 +422,7 @@ impl<'a> Search<'a> {
     }
 }
 
-/// Sorts runs, each cluster once.
+/// Sorts and merges runs.
 fn merge(clusters: &mut Vec<Range<u64>>) {
     clusters.sort_unstable_by_key(|run| (run.start, run.end));
     let mut merged: Vec<Range<u64>> = Vec::new();

@@ -1,7 +1,7 @@
-//! Whether to trust the header before anything is mended by it.
+//! Decides whether to trust the header before a repair relies on it.
 //!
-//! One flipped bit there (another kind of L2 entries, a data file) makes a sound mapping look like
-//! nonsense, or half of its clusters like leaks. To mend that would destroy it.
+//! One flipped feature bit (extended L2 entries, data file) makes a sound mapping look invalid, or
+//! half of its clusters like leaks. A repair would destroy the mapping.
 
 use vdkit_block::{Error, Monitor, NoProgress, Result};
 
@@ -10,12 +10,12 @@ use crate::check::survey::{Mode, Survey};
 use crate::header::field;
 use crate::layout::{EXTENDED_CLUSTER_BITS_MIN, incompatible};
 
-/// Faults below which no doubt arises.
+/// With fewer faults, the header is trusted.
 const FAULTS_MIN: u64 = 8;
-/// How many times fewer faults another reading must find to be believed.
+/// Another interpretation is preferred if it has this many times fewer faults.
 const FEWER: u64 = 8;
 
-/// [`Error::Corrupt`] where the header is more likely wrong than what it leads to.
+/// [`Error::Corrupt`] if the header is more likely wrong than the metadata.
 pub(super) fn refuse_wrong_header(
     image: &Image,
     survey: &Survey,
@@ -39,9 +39,10 @@ pub(super) fn refuse_wrong_header(
         let vouched = header.data_file_name().is_some()
             || header.has_data_file() && survey.structural(image) == 0;
         if bit == incompatible::DATA_FILE && vouched {
-            // The name vouches for the bit, and so does each entry that is at its guest offset.
-            // What a writer had reserved ahead before a crash looks like leaks, which go away where
-            // entries of the data file happen to name them.
+            // The data file name confirms the bit, and so does each entry at its guest offset.
+            // Clusters that a writer had preallocated before a crash look like leaks. Without the
+            // bit, some of these leaks vanish, because entries of the data file happen to name
+            // them.
             continue;
         }
         let other = other_reading(image, bit, monitor)?;
@@ -53,7 +54,7 @@ pub(super) fn refuse_wrong_header(
             );
         }
     }
-    // One table may be none at all; most of them are not.
+    // A single cluster may not be a table, but most of them must be.
     let nonsense = survey.tables.iter().filter(|table| table.nonsense * 2 > table.used).count();
     if nonsense > 1 && nonsense * 2 > survey.tables.len() {
         return refuse(
@@ -77,7 +78,7 @@ fn faults(survey: &Survey) -> u64 {
     survey.findings.report.corruptions + survey.findings.report.leaks
 }
 
-/// The number of faults if a feature bit had its other value; nothing where it cannot have.
+/// Number of faults with the other value of a feature bit; `None` if that value is impossible.
 fn other_reading(image: &Image, bit: u64, monitor: &Monitor<'_>) -> Result<Option<u64>> {
     let mut other = image.clone();
     other.header.incompatible ^= bit;

@@ -1,4 +1,4 @@
-//! Compaction: the same disk in a smaller file, also when it is cut short.
+//! Compaction: the same disk in a smaller file, also after an interruption.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ fn compact(storage: &Arc<dyn Storage>) -> Result<CompactReport> {
     check::compact(storage, None, ALL, &Limits::default(), &Monitor::default())
 }
 
-/// Writes zeroes, discards and new data here and there: what a disk looks like after a while.
+/// Writes zeroes, discards and new data at random places, as in an aged disk.
 fn wear(image: &Image, seed: u64) {
     let mut rng = Rng::new(seed);
     let header = image.header();
@@ -98,12 +98,12 @@ fn the_same_disk_in_a_smaller_file() {
             assert!(clusters <= used + 3, "{name}: {used} of {clusters}: {report:?}");
             assert_eq!(report.left_alone, [], "{name}");
         }
-        // Again: nothing more to do, and every byte stays.
+        // A second run finds nothing to do and changes no byte.
         let bytes = std::fs::read(&image.path).unwrap();
         let again = compact(&open(&image.path)).unwrap();
         assert_eq!((again.moved_clusters, again.zero_clusters), (0, 0), "{name}: {again:?}");
         assert!(bytes == std::fs::read(&image.path).unwrap(), "{name}");
-        // And it can be written to.
+        // The image is still writable.
         must("qemu-io", &["-f", "qcow2", "-c", "write 0 64k", image.path.to_str().unwrap()]);
         assert_eq!(qemu_check(&image.path).exit, 0, "{name} after a write");
     }
@@ -182,7 +182,7 @@ fn encrypted_data_stays_where_it_is() {
             must("qemu-io", &fixed.into_iter().chain(commands).collect::<Vec<_>>());
         };
         io(&["write -P 1 0 4M", "write -P 2 4M 1M", "discard 1M 2M", "write -P 0 4M 64k"]);
-        // Zeroes on disk, noise to the guest: nothing that may be dropped.
+        // Zeroes on disk are noise to the guest, so they must not be dropped.
         let zeroed = image.word(image.l2_entry(0)) & crate::layout::OFFSET_MASK;
         image.put(zeroed, &vec![0; 65536]);
         let views = || {
@@ -202,7 +202,7 @@ fn encrypted_data_stays_where_it_is() {
     }
 }
 
-/// Images for what follows: small clusters, so that there are many moves in few bytes.
+/// Images with small clusters, for many moves in few bytes.
 const CRASHED: &[&str] = &["cluster-512", "refcounts-1", "refcounts-4", "zstd", "bitmap"];
 
 struct Case {
@@ -210,7 +210,7 @@ struct Case {
     image: Image,
     memory: MemoryStorage,
     views: Vec<Vec<Option<u64>>>,
-    /// Bytes of the file after a compaction that nothing disturbs.
+    /// Bytes of the file after an undisturbed compaction.
     length: u64,
 }
 
@@ -226,7 +226,8 @@ impl Case {
         Self { name, image, memory, views, length }
     }
 
-    /// The disk is what it was, nothing but leaks is wrong, and another run ends as it should.
+    /// Asserts that the disk is unchanged, that there are only leaks, and that another run
+    /// succeeds.
     fn assert_survived(&self, storage: &Arc<dyn Storage>, what: &str) {
         let what = format!("{}: {what}", self.name);
         let limits = Limits::default();
@@ -239,7 +240,7 @@ impl Case {
         let found =
             check::check(storage, None, Repair::Nothing, &limits, &Monitor::default()).unwrap();
         assert_eq!((found.corruptions, found.leaks), (0, 0), "{what}: {:#?}", found.findings);
-        // Clusters of several tables, of which some were moved and some not, are two then.
+        // A cluster of several tables, of which only some entries were moved, is now two clusters.
         let slack = self.length / 8 + 65536;
         assert!(storage.len().unwrap() <= self.length + slack, "{what}: {report:?}");
     }
@@ -308,7 +309,7 @@ fn an_error_at_any_point_leaves_the_same_disk() {
             }
             assert!(result.is_err(), "{name}: fault {nth}");
             case.assert_survived(&(memory as Arc<dyn Storage>), &format!("fault {nth}"));
-            // All of the first, then some.
+            // Every early fault, then a sample.
             nth += if nth < 60 { 1 } else { 7 };
         }
     }
@@ -319,7 +320,7 @@ fn be32(image: &Image, at: u64) -> u32 {
     u32::from_be_bytes(image.bytes(at, 4).try_into().unwrap())
 }
 
-/// An image whose L1 table is that of a larger disk, and whose refcount table of a longer file.
+/// An image whose L1 table was made for a larger disk, and its refcount table for a longer file.
 fn once_larger() -> Image {
     let image = Image::empty();
     let file = image.path.to_str().unwrap();
@@ -349,7 +350,7 @@ fn tables_become_as_short_as_the_disk_and_the_file() {
     assert!(image.len() < 450 << 10, "{} bytes: {report:?}", image.len());
     let again = compact(&open(&image.path)).unwrap();
     assert_eq!((again.table_clusters, again.moved_clusters), (0, 0), "{again:?}");
-    // QEMU makes both larger again.
+    // QEMU enlarges both again.
     let file = image.path.to_str().unwrap();
     must("qemu-img", &["resize", "-q", "-f", "qcow2", file, "1G"]);
     must("qemu-io", &["-f", "qcow2", "-c", "write -P 4 900M 20M", file]);
@@ -371,7 +372,7 @@ fn a_power_cut_while_tables_become_shorter_leaves_the_same_disk() {
     println!("{} changes, seed {}", crash.ops(), rng.seed());
     let every = (crash.ops() / 60).max(1);
     crash.for_each_crash(|ops, moment| {
-        // The tables are cut at the beginning and at the end.
+        // Tables are shortened at the beginning and the end of a compaction.
         if ops > 20 && ops + 20 < crash.ops() && ops % every != 0 {
             return;
         }

@@ -1,5 +1,5 @@
-//! Repairs that are cut short, by power or by errors: what is left is no worse, and the next
-//! repair ends where the first would have.
+//! Repairs that a power cut or an error interrupts: the image is no worse, and the next repair has
+//! the same result as an uninterrupted one.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::layout::{COPIED, OFFSET_MASK};
 
 type Damage = (&'static str, &'static str, fn(&Image));
 
-/// One of each kind of work that a repair has.
+/// One damage for each kind of repair.
 const DAMAGES: &[Damage] = &[
     ("refcounts too low and too high", "refcounts-4", |image| {
         let entry = image.word(image.l2_entry(0)) & OFFSET_MASK;
@@ -59,7 +59,7 @@ const DAMAGES: &[Damage] = &[
     }),
 ];
 
-/// All but giving space back, which is a hint that may fail.
+/// All except discards, which are hints that may fail.
 const CHANGES: [FaultKind; 4] =
     [FaultKind::Write, FaultKind::Zero, FaultKind::Sync, FaultKind::SetLen];
 
@@ -74,7 +74,7 @@ fn damaged(damage: &Damage) -> (Image, MemoryStorage) {
     (image, memory)
 }
 
-/// What each guest cluster may read, before and after; zeroes are allowed where it was lost.
+/// Allowed content of each guest cluster: before or after the repair, or zeroes if it was lost.
 struct Expected {
     before: Vec<Option<u64>>,
     after: Vec<Option<u64>>,
@@ -195,7 +195,7 @@ fn recovery_sets_refcounts_right_and_refuses_more() {
     image.put(79, &[1]);
     image.set_refcount(image.word(image.l2_entry(0)) & OFFSET_MASK, 0);
     image.append_cluster(1, 7);
-    // A block that never reached the disk.
+    // A refcount block that never reached the disk.
     let table = image.header().refcount_table_offset.0;
     let block = image.word(table);
     image.put_word(table, 0);

@@ -1,4 +1,5 @@
-//! One damage at a time: both programs' verdicts, the repair, and what the guest reads afterwards.
+//! One damage at a time: the reports of vdkit and qemu-img, the repair, and what the guest reads
+//! afterwards.
 
 use std::ops::Range;
 
@@ -7,20 +8,20 @@ use vdkit_block::Repair;
 use super::support::{Image, kind, must, our_check, peers, qemu_check, same_guest, verdict_of};
 use crate::layout::{COMPRESSED, COPIED, OFFSET_MASK, ZERO};
 
-/// What the guest may read differently after the repair.
+/// Guest range that may read differently after the repair.
 enum Guest {
     Same,
     Except(Range<u64>),
 }
 use Guest::{Except, Same};
 
-/// What qemu-img says of the damaged image.
+/// What qemu-img reports for the damaged image.
 enum Qemu {
     /// The same exit class.
     Agrees,
     /// The same exit class and the same numbers.
     AgreesInNumbers,
-    /// Less: this exit class.
+    /// Less than vdkit: this exit class.
     Says(i32),
 }
 use Qemu::{Agrees, AgreesInNumbers, Says};
@@ -28,7 +29,7 @@ use Qemu::{Agrees, AgreesInNumbers, Says};
 fn raw(image: &Image) -> Vec<u8> {
     let out = image.path.with_extension("raw");
     let (from, to) = (image.path.to_str().unwrap(), out.to_str().unwrap());
-    // A compressed cluster whose end was cut off stays unreadable.
+    // A truncated compressed cluster stays unreadable.
     must("qemu-img", &["convert", "--salvage", "-f", "qcow2", "-O", "raw", from, to]);
     std::fs::read(out).unwrap()
 }
@@ -47,7 +48,7 @@ fn assert_guest(sound: &Image, mended: &Image, guest: &Guest, name: &str) {
     assert!(outside.is_none(), "{name}: differs at {outside:#x?}");
 }
 
-/// Mends everything; also where that gives tables free that nothing leads to any more.
+/// Repairs everything, even if that frees unreferenced tables.
 fn mend(image: &Image) -> vdkit_block::CheckReport {
     our_check(&image.path, Repair::All)
         .or_else(|_| our_check(&image.path, Repair::AllForced))
@@ -62,7 +63,7 @@ fn try_damage(name: &str, kind_name: &str, qemu: Qemu, guest: Guest, damage: imp
     let report = our_check(&image.path, Repair::Nothing).unwrap();
     let (ours, theirs) = (verdict_of(&report), qemu_check(&image.path));
     match qemu {
-        // It gives up (1) where it cannot read on; that is damage too.
+        // qemu-img gives up (1) if it cannot read on; that is damage too.
         Agrees if theirs.exit == 1 => assert_eq!(ours.exit, 2, "{name}: {ours:?} {theirs:?}"),
         Agrees => assert_eq!(ours.exit, theirs.exit, "{name}: {ours:?} {theirs:?}"),
         AgreesInNumbers => assert_eq!(
@@ -92,7 +93,7 @@ fn try_damage(name: &str, kind_name: &str, qemu: Qemu, guest: Guest, damage: imp
     let theirs = qemu_check(&image.path);
     assert_eq!(theirs.exit, 0, "{name}: {theirs:?}");
     assert_guest(&sound, &image, &guest, &name);
-    // And it can be written to.
+    // The image is still writable.
     must("qemu-io", &["-f", "qcow2", "-c", "write 0 64k", image.path.to_str().unwrap()]);
     assert_eq!(qemu_check(&image.path).exit, 0, "{name} after a write");
 }
@@ -268,7 +269,7 @@ fn clusters_with_two_owners_get_one_each() {
         try_damage("L2 in refcount table", kind, Agrees, Except(0..span), |image| {
             point_l1_to(image, image.header().refcount_table_offset.0);
         });
-        // Found where the other owner of the data is in another L2 table, or nowhere.
+        // Found if the other owner of the data is in another L2 table or does not exist.
         try_damage("L2 in data", kind, Agrees, Except(0..span), |image| {
             point_l1_to(image, data_cluster(image, 0));
         });
@@ -288,7 +289,7 @@ fn shared_metadata_is_damage_even_where_refcounts_allow_for_it() {
     if !peers() {
         return;
     }
-    // As qemu-img check -r all leaves such an image.
+    // The result of `qemu-img check -r all` on such an image.
     try_damage("L1 and data", "plain", Says(0), Except(0..65536), |image| {
         let old = data_cluster(image, 0);
         image.put_word(image.l2_entry(0), image.l1());
@@ -384,7 +385,7 @@ fn marks_in_the_header_are_cleared() {
     assert_eq!(verdict_of(&report), qemu_check(&image.path));
     our_check(&image.path, Repair::All).unwrap();
     assert_eq!(image.bytes(79, 1)[0] & 1, 0);
-    // A sound image's dirty bit goes too, but not by a look.
+    // A repair clears a sound image's dirty bit too; a plain check does not.
     mark(1)(&image);
     our_check(&image.path, Repair::Nothing).unwrap();
     assert_eq!(image.bytes(79, 1)[0] & 1, 1);
@@ -418,7 +419,7 @@ fn snapshots_are_mended_or_lost_one_by_one() {
             image.put_word(64, table(image) + 512);
         });
         try_damage("L1 of another", kind, Agrees, Same, |image| {
-            // The second entry is behind 40 bytes, 24 of extra data, id and name.
+            // The second entry follows 40 bytes, 24 bytes of extra data, id and name.
             let second = table(image) + (40 + 24 + 1 + 5u64).next_multiple_of(8);
             image.put_word(second, image.word(table(image)));
         });
@@ -462,7 +463,7 @@ fn extra_data_of_snapshots_is_completed_and_cut() {
     let names = image.bytes(table + 64, 6);
     image.put(table + 36, &8u32.to_be_bytes());
     image.put(table + 48, &names);
-    image.put(60, &1u32.to_be_bytes()); // the second one would begin earlier now
+    image.put(60, &1u32.to_be_bytes()); // the second entry would begin earlier now
     let report = our_check(&image.path, Repair::Nothing).unwrap();
     let theirs = qemu_check(&image.path);
     assert_eq!((theirs.exit, theirs.corruptions), (2, 1));
@@ -552,7 +553,7 @@ fn lost_guest_data_makes_bitmaps_untrustworthy() {
     image.put_word(at, image.word(at) | 1 << 44);
     our_check(&image.path, Repair::All).unwrap();
     assert_eq!(image.bytes(95, 1), [0]);
-    // A mere refcount does not.
+    // A wrong refcount alone does not.
     let image = Image::make(kind("bitmap"));
     image.set_refcount(0, 0);
     our_check(&image.path, Repair::All).unwrap();
@@ -584,7 +585,7 @@ fn entries_of_a_data_file_go_home() {
         let report = our_check(&image.path, Repair::All).unwrap();
         assert_eq!(report.corruptions_left(), 0, "{:?}", report.findings);
         assert_eq!(qemu_check(&image.path).exit, 0);
-        // The first entry had lost all that said it has data.
+        // The first entry had lost every sign of its data.
         assert!(self::raw(&image)[65536..] == before[65536..]);
     }
 }

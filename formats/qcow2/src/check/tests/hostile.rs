@@ -1,4 +1,4 @@
-//! Images made to hurt: bounded memory, bounded reads, a clear word.
+//! Hostile images: bounded memory, bounded reads, a clear error.
 
 use std::sync::Arc;
 
@@ -46,7 +46,7 @@ fn run(
 
 #[test]
 fn references_all_over_a_sparse_file_end_at_the_limit() {
-    // 2^55 bytes of file, and one L2 table whose entries are far from each other.
+    // A file of 2^55 bytes, and one L2 table whose entries are far apart.
     let storage = image(1 << 30, 2, 4);
     put(&storage, 2 * CLUSTER, [(3 * CLUSTER) | COPIED, (4 * CLUSTER) | COPIED]);
     let far = |i: u64| (5 * CLUSTER + (i << 38)) | COPIED;
@@ -55,11 +55,11 @@ fn references_all_over_a_sparse_file_end_at_the_limit() {
     let (result, read) = run(&storage, Repair::Nothing);
     assert!(matches!(result, Err(Error::Limit { .. })), "{result:?}");
     assert!(read < 4 << 20, "{read}");
-    // A few of them are no trouble, wherever they are.
+    // A few entries are accepted, wherever they point.
     put(&storage, 3 * CLUSTER, (0..8192).map(|i| if i < 100 { far(i) } else { 0 }));
     let (result, _) = run(&storage, Repair::Nothing);
     assert!(result.unwrap().corruptions > 100);
-    // But no refcount table that QEMU would open can reach there.
+    // No refcount table that QEMU accepts can reach there.
     let (result, _) = run(&storage, Repair::All);
     assert!(matches!(result, Err(Error::Limit { .. })), "{result:?}");
 }
@@ -153,7 +153,7 @@ fn a_check_can_be_stopped_and_tells_how_far_it_is() {
     let monitor = Monitor { cancel, progress: &stop };
     let result = check::check(&storage, None, Repair::Nothing, &Limits::default(), &monitor);
     assert!(matches!(result, Err(Error::Interrupted)));
-    // Stopped in the first batch, not at the end.
+    // Canceled in the first batch, not at the end.
     let seen = stop.1.lock().unwrap().clone();
     assert_eq!(seen.len(), 1, "{seen:?}");
 

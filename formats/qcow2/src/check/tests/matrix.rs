@@ -1,6 +1,6 @@
-//! Every kind of damage on every kind of image: the check tells of it, the repair mends it, both
-//! programs find the result clean, and what the guest could read it still reads. So it is for a
-//! repair that the power cuts short.
+//! Every kind of damage on every kind of image: the check reports it, the repair fixes it, vdkit
+//! and qemu-img find the result clean, and all data that was readable stays so. The same holds for
+//! a repair that a power cut interrupts.
 
 use std::sync::Arc;
 
@@ -27,7 +27,7 @@ const IMAGES: &[&str] = &[
     "lazy",
 ];
 
-/// A damage; it says whether it applies to this image.
+/// A damage; the function returns whether it applies to this image.
 type Damage = (&'static str, fn(&Image) -> bool);
 
 const LEAKS: &[Damage] = &[
@@ -42,7 +42,7 @@ const LEAKS: &[Damage] = &[
         if image.header().geometry.extended {
             image.put_word(at + 8, 0);
         }
-        // Where it is shared, one reference less leaks too.
+        // If it is shared, one reference less leaks too.
         host & OFFSET_MASK != 0 && host & COMPRESSED == 0
     }),
     ("a refcount too high", |image| {
@@ -124,7 +124,7 @@ const CORRUPTIONS: &[Damage] = &[
     ("no refcount block", |image| put(image, table(image), 0)),
     ("refcount block of zeroes", |image| wipe(image, image.refcount(0).0, 0)),
     ("refcount block of ones", |image| {
-        // Of one bit each, they are leaks.
+        // With one bit each, they are leaks.
         image.header().geometry.refcount_bits() > 1 && wipe(image, image.refcount(0).0, 0xff)
     }),
     ("refcount table of zeroes", |image| wipe(image, table(image), 0)),
@@ -191,15 +191,15 @@ const CORRUPTIONS: &[Damage] = &[
     }),
 ];
 
-/// What a repair refuses where most of what it finds makes no sense: the header is more likely wrong
-/// than the mapping.
+/// Damages that a repair refuses because most of the mapping is invalid: the header is more likely
+/// wrong than the mapping.
 const REFUSED: &[&str] = &["active L1 table is data"];
 
-/// So many of [`LOSING`] do so in each image without snapshots.
+/// Number of [`LOSING`] damages that lose a table in each image without snapshots.
 const LOSING_FOR_SURE: usize = 3;
 
-/// What loses the way to an L2 table, so that a repair asks before it gives the table and its data
-/// free. With snapshots, another way may lead there.
+/// Damages that lose the reference to an L2 table, so that a repair needs force to free the table
+/// and its data. A snapshot may hold another reference.
 const LOSING: &[&str] = &[
     "L1 entry unaligned",
     "L1 entry beyond the end",
@@ -277,7 +277,7 @@ fn run(storage: &Arc<dyn Storage>, repair: Repair) -> Result<vdkit_block::CheckR
     check::check(storage, None, repair, &Limits::default(), &Monitor::default())
 }
 
-/// What was right in spite of the damage is right afterwards, and nothing that never was there shows.
+/// Asserts that intact clusters stay intact, and that nothing else appears that was never there.
 fn assert_no_worse(
     sound: &[Option<u64>],
     damaged: &[Option<u64>],
@@ -313,8 +313,8 @@ fn views_of(memory: &MemoryStorage) -> Vec<Option<u64>> {
     guest_view(memory)
 }
 
-/// Checks, mends, checks; then the same again with the power cut in the middle. Says whether the
-/// damage applied.
+/// Checks, repairs and checks again; then repeats it with power cuts. Returns whether the damage
+/// applied.
 fn one(kind_name: &str, (name, damage): &Damage, leaks_only: bool, rng: &mut Rng) -> bool {
     let image = Image::make(kind(kind_name));
     let sound = memory(&image);
@@ -330,7 +330,7 @@ fn one(kind_name: &str, (name, damage): &Damage, leaks_only: bool, rng: &mut Rng
     assert_eq!(found.corruptions > 0, !leaks_only, "{what}: {:#?}", found.findings);
     assert!(found.corruptions + found.leaks > 0, "{what}");
     if !leaks_only {
-        // What looks leaked may be what a damaged entry pointed to.
+        // An apparent leak may be what a damaged entry pointed to.
         let leaks = run(&storage, Repair::Leaks).unwrap();
         assert!(leaks.corruptions_left() > 0 || leaks.corruptions_fixed > 0, "{what}");
     }

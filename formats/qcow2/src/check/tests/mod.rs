@@ -1,4 +1,4 @@
-//! Against qemu-img: verdicts on sound and damaged images, and repairs.
+//! Compares checks and repairs of sound and damaged images with qemu-img.
 
 mod compact;
 mod crash;

@@ -1,4 +1,4 @@
-//! References to L2 tables that are lost: a repair does not give the tables free unasked.
+//! Lost references to L2 tables: a repair does not free the tables without force.
 
 use vdkit_block::{CheckReport, Error, Repair, Result};
 
@@ -23,7 +23,7 @@ fn a_table_that_nothing_leads_to_is_not_given_free_unasked() {
             let image = Image::make(kind(name));
             let sound = image.copy();
             let (at, word, table) = (image.l1(), image.word(image.l1()), image.l2(0));
-            // Beyond the end of the file; in some other cluster or in none; nowhere.
+            // The entry points beyond the end of the file, to another cluster or to none.
             image.put_word(at, if damage == COPIED { COPIED } else { word ^ damage });
             let before = std::fs::read(&image.path).unwrap();
             let what = format!("{name}, {damage:#x}");
@@ -31,12 +31,12 @@ fn a_table_that_nothing_leads_to_is_not_given_free_unasked() {
             assert!(told.contains(&format!("{table:#x}")), "{what}: {told}");
             assert!(told.contains("--repair all --force"), "{what}: {told}");
             assert!(before == std::fs::read(&image.path).unwrap(), "{what}: changed");
-            // By hand.
+            // Restored by hand.
             let repaired = image.copy();
             repaired.put_word(at, word);
             assert_eq!(qemu_check(&repaired.path).exit, 0, "{what}");
             assert!(same_guest(&sound.path, &repaired.path), "{what}");
-            // Without that data.
+            // Forced repair, without that data.
             let report = our_check(&image.path, Repair::AllForced).unwrap();
             assert_eq!((report.corruptions_left(), report.leaks_left()), (0, 0), "{what}");
             assert_eq!(qemu_check(&image.path).exit, 0, "{what}");
@@ -55,7 +55,7 @@ fn an_entry_that_led_nowhere_is_mended_without_a_question() {
     must("qemu-img", &["create", "-q", "-f", "qcow2", "-o", "cluster_size=4k", file, "16M"]);
     must("qemu-io", &["-f", "qcow2", "-c", "write -P 1 0 1M", file]);
     let sound = image.copy();
-    // The second L2 table has never been there; what leaks is none.
+    // The second L2 table never existed, and the leak is not a table.
     image.put_word(image.l1() + 8, COPIED | 1 << 46);
     image.append_cluster(1, 7);
     let report = our_check(&image.path, Repair::All).unwrap();

@@ -1,5 +1,5 @@
-//! Random damage to metadata: never a panic, never without bounds, and a repair that ends clean
-//! for both programs or says what it could not mend.
+//! Random metadata damage: no panic, bounded work, and a repair that either ends clean for vdkit
+//! and qemu-img or reports what it could not fix.
 
 use std::sync::Arc;
 
@@ -12,12 +12,12 @@ use crate::check;
 use crate::check::image::Image as Parsed;
 use crate::check::survey::{Mode, Survey};
 
-/// Host offsets of metadata: those of entries that are in use are more often among them.
+/// Host offsets of metadata; offsets of used entries are more frequent.
 fn targets(storage: &Arc<dyn Storage>) -> Vec<u64> {
     let image = Parsed::open(storage, &Limits::default()).unwrap();
     let survey = Survey::take(&image, Mode::Compare, &Monitor::default()).unwrap();
-    // The header's own length and its extensions are left alone, as QEMU is stricter there; so is
-    // the encryption, as QEMU asks for a password.
+    // Excludes the header length and extensions, where QEMU is stricter, and encryption, where QEMU
+    // asks for a password.
     let fields_end = if image.header.version < 3 { 72 } else { 96 };
     let mut targets: Vec<u64> = (24..32).chain(40..fields_end).collect();
     let mut table = |offset: u64, bytes: u64| {
@@ -63,7 +63,7 @@ fn damage(storage: &dyn Storage, targets: &[u64], rng: &mut Rng) {
                 storage.write_at(&word[..1], HostOffset(at)).unwrap();
             }
             3 => {
-                // An entry of one table in another, which is how clusters get two owners.
+                // Copies an entry of one table to another, which gives clusters two owners.
                 storage.read_padded(&mut word, HostOffset(pick(rng) & !7)).unwrap();
                 storage.write_at(&word, HostOffset(at & !7)).unwrap();
             }
@@ -96,7 +96,7 @@ fn one(image: &Image, targets: &[u64], sound: &[u8], seed: u64) {
     std::fs::write(&image.path, memory.to_vec()).unwrap();
     let theirs = qemu_check(&image.path).exit;
     let Ok(report) = found else {
-        // We refuse what they may still look at, never the other way round in silence.
+        // vdkit may refuse an image that qemu-img accepts.
         return;
     };
     let ours = verdict_of(&report).exit;
@@ -106,12 +106,12 @@ fn one(image: &Image, targets: &[u64], sound: &[u8], seed: u64) {
         report.findings
     );
     let before = guest_view(&*storage);
-    // What looks like lost tables is given free only where that is asked for.
+    // Apparent lost tables are freed only with force.
     let repaired = run(&storage, Repair::All).or_else(|_| run(&storage, Repair::AllForced));
     let Ok(report) = repaired else { return };
     let after = guest_view(&*storage);
     let worse = before.iter().zip(&after).position(|(before, after)| {
-        // Zeroes are what a lost cluster becomes, if it was lost.
+        // A lost cluster may become zeroes.
         before.is_some() && before != after && *after != Some(0)
     });
     assert_eq!(worse, None, "seed {seed}: {:#?}", report.findings);

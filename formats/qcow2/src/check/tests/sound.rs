@@ -1,4 +1,4 @@
-//! Images that are as they should be, and leaks.
+//! Sound images, and leaks.
 
 use std::sync::Arc;
 
@@ -128,7 +128,7 @@ fn metadata_is_read_in_large_pieces_many_at_once() {
     assert_eq!((report.corruptions, report.leaks), (0, 0));
     assert_eq!(report.allocated_clusters, 16 << 14);
     let counts = counting.counts();
-    // Header, tables, and each of 32 L2 tables and 9 refcount blocks once, in a batch of each kind.
+    // Header, tables, and each of the 32 L2 tables and 9 refcount blocks once, one batch per kind.
     assert!(counts.reads <= 45, "{counts:?}");
     assert!(counts.read_batches <= 2, "{counts:?}");
     assert!(counts.bytes_read / counts.reads >= 60 << 10, "{counts:?}");

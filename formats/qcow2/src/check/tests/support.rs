@@ -1,4 +1,4 @@
-//! Images made by qemu-img, their damage, and both programs' verdicts.
+//! Creates images with qemu-img, damages them, and runs both programs' checks.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,12 +17,12 @@ use crate::entry::State;
 use crate::header::Header;
 use crate::layout::OFFSET_MASK;
 
-/// An image file.
+/// Opens an image file for writing.
 pub(super) fn open(path: &Path) -> Arc<dyn Storage> {
     Arc::new(FileStorage::open(path, &FileOptions::read_write()).unwrap())
 }
 
-/// Whether QEMU's programs are here; where not, the test has nothing to compare with.
+/// Whether QEMU's programs are installed; without them, a test has no reference.
 pub(super) fn peers() -> bool {
     vdkit_testkit::require_peer("qemu-img") && vdkit_testkit::require_peer("qemu-io")
 }
@@ -56,13 +56,13 @@ pub(super) struct Verdict {
     pub(super) end: u64,
 }
 
-/// What qemu-img says where it will not check.
+/// Error output of qemu-img if it refuses to check.
 pub(super) fn qemu_refusal(path: &Path) -> String {
     let output = run("qemu-img", &["check", "-f", "qcow2", path.to_str().unwrap()]);
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// What qemu-img says.
+/// The result of `qemu-img check`.
 pub(super) fn qemu_check(path: &Path) -> Verdict {
     let output =
         run("qemu-img", &["check", "-f", "qcow2", "--output=json", path.to_str().unwrap()]);
@@ -82,7 +82,7 @@ pub(super) fn qemu_check(path: &Path) -> Verdict {
     }
 }
 
-/// Our report in the same form.
+/// vdkit's report in the same form.
 pub(super) fn verdict_of(report: &CheckReport) -> Verdict {
     Verdict {
         exit: match (report.corruptions_left(), report.leaks_left()) {
@@ -100,16 +100,16 @@ pub(super) fn verdict_of(report: &CheckReport) -> Verdict {
     }
 }
 
-/// Our check.
+/// vdkit's check.
 pub(super) fn our_check(path: &Path, repair: Repair) -> Result<CheckReport> {
     let storage = open(path);
-    // Whether there is one is all that a repair asks of the data file.
+    // A repair only requires that a data file is present, not its content.
     let header = Header::read_tolerant(&*storage, &Limits::default(), &mut Vec::new())?;
     let data_file = header.has_data_file().then_some(&storage);
     check::check(&storage, data_file, repair, &Limits::default(), &Monitor::default())
 }
 
-/// Whether the guest reads the same of both.
+/// Whether the guest reads the same from both.
 pub(super) fn same_guest(a: &Path, b: &Path) -> bool {
     run(
         "qemu-img",
@@ -119,7 +119,7 @@ pub(super) fn same_guest(a: &Path, b: &Path) -> bool {
     .success()
 }
 
-/// How an image is made.
+/// A kind of test image.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Kind {
     pub(super) name: &'static str,
@@ -152,7 +152,7 @@ const PLAIN: Kind = Kind {
 const SMALL_WRITES: &[&str] =
     &["write -P 1 0 100k", "write -P 2 1M 77k", "write -P 3 3900k 100k", "write -z 2M 64k"];
 
-/// All kinds of image that differ in their metadata.
+/// All image kinds; they differ in their metadata.
 pub(super) const KINDS: &[Kind] = &[
     PLAIN,
     Kind { name: "v2", options: "compat=0.10", writes: &["write -P 1 0 3M"], ..PLAIN },
@@ -213,7 +213,6 @@ pub(super) const KINDS: &[Kind] = &[
     Kind { name: "preallocated", options: "preallocation=metadata", ..PLAIN },
 ];
 
-/// The kind with a name.
 pub(super) fn kind(name: &str) -> &'static Kind {
     KINDS.iter().find(|kind| kind.name == name).unwrap()
 }
@@ -225,7 +224,7 @@ pub(super) struct Image {
 }
 
 impl Image {
-    /// Makes one, or copies one that was made before.
+    /// Creates an image, or copies a cached one.
     pub(super) fn make(kind: &Kind) -> Self {
         static MADE: Mutex<BTreeMap<&str, Vec<u8>>> = Mutex::new(BTreeMap::new());
         let image = Self::empty();
@@ -278,7 +277,6 @@ impl Image {
         }
     }
 
-    /// A copy of this one.
     pub(super) fn copy(&self) -> Self {
         let copy = Self::empty();
         std::fs::copy(&self.path, &copy.path).unwrap();
@@ -352,7 +350,7 @@ impl Image {
         std::fs::metadata(&self.path).unwrap().len()
     }
 
-    /// Takes one more cluster with this refcount at the end of the file, filled with a byte.
+    /// Appends a cluster with this refcount at the end of the file, filled with one byte.
     pub(super) fn append_cluster(&self, refcount: u64, fill: u8) -> u64 {
         let cluster = self.header().geometry.cluster_bytes();
         let at = self.len().next_multiple_of(cluster);
@@ -362,14 +360,14 @@ impl Image {
     }
 }
 
-/// What the guest reads of each cluster, as a hash; nothing where reading fails. Compressed
-/// clusters are taken as they lie there.
+/// Hash of each guest cluster; `None` if it cannot be read. Compressed clusters are hashed in
+/// compressed form.
 pub(super) fn guest_view(storage: &dyn Storage) -> Vec<Option<u64>> {
     let header = Header::read_tolerant(storage, &Limits::default(), &mut Vec::new()).unwrap();
     view_of(storage, &header, (header.l1_offset.0, header.l1_entries))
 }
 
-/// The same of the active disk and of each snapshot of a sound image.
+/// The same for the active disk and each snapshot of a sound image.
 pub(super) fn all_views(storage: &Arc<dyn Storage>) -> Vec<Vec<Option<u64>>> {
     let image = crate::check::image::Image::open(storage, &Limits::default()).unwrap();
     let table = SnapshotTable::read(&image, &mut Findings::default()).unwrap();

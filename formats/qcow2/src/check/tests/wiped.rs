@@ -1,5 +1,5 @@
-//! L1 tables that were wiped, with refcounts that still tell what was in use and without: a repair
-//! keeps what looks like L2 tables, and what these map, for whoever puts the L1 table right.
+//! Wiped L1 tables, with and without refcounts that still show what was in use: a repair keeps
+//! apparent L2 tables, and what these map, so that the L1 table can still be restored.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,8 +13,8 @@ use super::support::{
 };
 use crate::check;
 
-/// Cluster sizes from 512 bytes to 2 MiB, both versions, subclusters, compressed data, every width of
-/// refcounts that differs in its layout, lazy ones, and all data in few tables or many.
+/// Cluster sizes from 512 bytes to 2 MiB, both versions, subclusters, compressed data, all refcount
+/// layouts, lazy refcounts, and data in few or many tables.
 const IMAGES: &[&str] = &[
     "plain",
     "v2",
@@ -28,7 +28,7 @@ const IMAGES: &[&str] = &[
     "preallocated",
 ];
 
-/// The bytes of a wiped range, to be put back.
+/// Offset and bytes of a wiped range, to restore it.
 struct Wiped(u64, Vec<u8>);
 
 impl Wiped {
@@ -50,7 +50,7 @@ fn l1_entries(image: &Image) -> u64 {
     u64::from(image.header().l1_entries)
 }
 
-/// All of it, the first half, one entry.
+/// Ranges to wipe: all entries, the first half, one entry.
 fn ways(image: &Image) -> Vec<Range<u64>> {
     let all = l1_entries(image);
     let mut ways = vec![0..all, 0..all.div_ceil(2), 0..1];
@@ -58,7 +58,8 @@ fn ways(image: &Image) -> Vec<Range<u64>> {
     ways
 }
 
-/// Only leaks are left, all of them kept, with their tables named and the way out.
+/// Asserts that only kept leaks are left, and that the report names their tables and the way to
+/// free them.
 fn assert_kept(report: &CheckReport, tables: &[u64], what: &str) {
     assert_eq!(report.corruptions_left(), 0, "{what}: {:#?}", report.findings);
     assert!(report.leaks_left() > 0, "{what}: nothing was kept");
@@ -74,7 +75,7 @@ fn assert_kept(report: &CheckReport, tables: &[u64], what: &str) {
     }
 }
 
-/// The L2 tables that these entries name and that map data.
+/// The L2 tables of these entries that map data.
 fn tables_of(image: &Image, entries: &Range<u64>) -> Vec<u64> {
     let mut tables: Vec<u64> = entries.clone().map(|i| image.l2(i)).collect();
     tables.retain(|&table| table != 0 && maps_data(image, table));
@@ -88,10 +89,10 @@ fn maps_data(image: &Image, table: u64) -> bool {
     bytes.chunks_exact(entry).any(|entry| entry[1..7] != [0; 6])
 }
 
-/// What was wiped is put back, and nothing is missing.
+/// Restores the wiped range, and asserts that nothing is missing.
 fn assert_nothing_lost(sound: &Image, image: &Image, wiped: &Wiped, what: &str) {
     wiped.put_back(image);
-    // Refcounts of compressed clusters, which several entries share, were not known.
+    // Refcounts of shared compressed clusters were unknown to the first repair.
     let report = our_check(&image.path, Repair::All).unwrap();
     assert_eq!((report.corruptions_left(), report.leaks_left()), (0, 0), "{what}");
     assert_eq!(qemu_check(&image.path).exit, 0, "{what}");
@@ -114,7 +115,7 @@ fn leaks_that_look_like_tables_are_kept_where_the_l1_table_was_wiped() {
                 let leak = image.append_cluster(1, 7);
                 let report = our_check(&image.path, repair).unwrap();
                 assert_kept(&report, &tables, &what);
-                // What is no table and in none is given back.
+                // A cluster that is neither a table nor mapped by one is freed.
                 assert!(report.leaks_fixed > 0, "{what}: {:#?}", report.findings);
                 let own = |finding: &&vdkit_block::Finding| finding.offset == leak;
                 let own = report.findings.iter().find(own).is_none_or(|finding| finding.repaired);
@@ -125,7 +126,7 @@ fn leaks_that_look_like_tables_are_kept_where_the_l1_table_was_wiped() {
                 assert_eq!(again.leaks_left(), report.leaks_left(), "{what}: another time");
                 let forced = image.copy();
                 assert_nothing_lost(&sound, &image, &wiped, &what);
-                // To do without.
+                // Forced repair, without that data.
                 let report = our_check(&forced.path, Repair::AllForced).unwrap();
                 assert_eq!((report.leaks_left(), report.leaks_kept), (0, 0), "{what}");
                 assert_eq!(qemu_check(&forced.path).exit, 0, "{what}");
@@ -134,14 +135,14 @@ fn leaks_that_look_like_tables_are_kept_where_the_l1_table_was_wiped() {
     }
 }
 
-/// What becomes of the refcounts besides.
+/// Additional damage to the refcounts.
 type Damage = (&'static str, fn(&Image));
 
 fn refcount_table(image: &Image) -> u64 {
     image.header().refcount_table_offset.0
 }
 
-/// Each host offset of a refcount block.
+/// Host offsets of all refcount blocks.
 fn refcount_blocks(image: &Image) -> Vec<u64> {
     let header = image.header();
     let entries = u64::from(header.refcount_table_clusters) * header.geometry.cluster_bytes() / 8;
@@ -187,7 +188,7 @@ fn a_rebuild_of_refcounts_keeps_what_looks_like_tables() {
                     .unwrap_or_else(|error| panic!("{what}: {error}"));
                 assert_kept(&report, &tables, &what);
                 assert_eq!(qemu_check(&image.path).exit, 3, "{what}");
-                // Somebody goes on using it.
+                // The image stays in use.
                 must(
                     "qemu-io",
                     &[
@@ -215,7 +216,7 @@ fn writes_after_a_repair_do_not_touch_what_was_kept() {
         let image = Image::make(kind("refcounts-4"));
         let plain = Image::make(kind("cluster-512"));
         for image in [image, plain] {
-            // The last table of the disk is lost, the first is written to.
+            // The last table of the disk is lost; the first is written to.
             let last = (0..l1_entries(&image))
                 .rev()
                 .find(|&i| image.l2(i) != 0 && maps_data(&image, image.l2(i)))
@@ -305,14 +306,14 @@ fn leaks_that_are_no_tables_are_given_back_whatever_is_missing() {
         for fill in [0, 7, 0x80] {
             image.append_cluster(1, fill);
         }
-        // A copy of a table that is still there, as an interrupted repair leaves it.
+        // A copy of an existing table, as an interrupted repair leaves it.
         let cluster = image.header().geometry.cluster_bytes();
         let table = image.bytes(image.l2(0), cluster as usize);
         let copy = image.append_cluster(1, 0);
         image.put(copy, &table);
         let report = our_check(&image.path, Repair::Leaks).unwrap();
         assert_eq!((report.leaks_fixed, report.leaks_left()), (4, 0), "{name}");
-        // Nor is one kept where nothing tells that it was used.
+        // A copy without a refcount is not kept either.
         let copy = image.append_cluster(0, 0);
         image.put(copy, &table);
         image.put_word(48, 1 << 46);
@@ -374,7 +375,7 @@ fn a_power_cut_in_a_repair_that_keeps_tables_loses_none() {
         let whole = guest_view(&*open(&image.path));
         let wiped = wipe_l1(&image, 0..l1_entries(&image));
         damage.1(&image);
-        // A file that somebody else has made longer.
+        // A file that another program has extended.
         image.put(image.len().next_multiple_of(512), &[3; 700]);
         let memory = MemoryStorage::from_bytes("image", &std::fs::read(&image.path).unwrap());
         let crash = CrashStorage::holding(&memory);

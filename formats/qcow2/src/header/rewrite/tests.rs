@@ -28,7 +28,7 @@ fn read(storage: &dyn Storage) -> Header {
     Header::read(storage, &Limits::default()).unwrap()
 }
 
-/// What must be the old or the new after a crash: all but the names of features.
+/// What must be entirely old or new after a crash: everything except the feature names.
 fn meaning(header: &Header) -> Header {
     let extensions = header
         .extensions
@@ -55,13 +55,13 @@ fn with_backing(old: &Header, name: Option<String>, format: Option<&str>) -> Hea
     new
 }
 
-/// Rewrites, and looks at each crash on the way.
+/// Rewrites the header, and checks the state after each possible crash.
 fn try_rewrite(storage: &dyn Storage, new: &Header, rng: &mut Rng, what: &str) -> bool {
     let old = read(storage);
     let crash = CrashStorage::holding(storage);
     if let Err(error) = rewrite(&*crash, &old, new) {
         assert!(error.to_string().contains("room") || error.to_string().contains("one step"));
-        // Refused before anything was written.
+        // Rejected before any write.
         assert_eq!(crash.ops(), 0, "{what}: {error}");
         return false;
     }
@@ -118,7 +118,7 @@ fn the_old_or_the_new_header_whatever_survives() {
                 continue;
             };
             if options.contains("512") && old > 200 {
-                continue; // no room for such a name at all
+                continue; // no room for such a name
             }
             if options.contains("1024") && old > 300 || options.contains("2048") && old > 1000 {
                 continue;
@@ -171,7 +171,7 @@ fn versions_change_in_one_step_and_unknown_extensions_stay() {
 #[test]
 fn fields_that_are_not_known_stay() {
     let storage = image("", Some("base"));
-    // A longer header, as a newer program might make it.
+    // A longer header, as a newer program might write it.
     let old = read(&*storage);
     let mut raw = vec![0; 4096];
     storage.read_at(&mut raw, HostOffset(0)).unwrap();
