@@ -4,18 +4,18 @@
 //!
 //! ```text
 //!   client        disk (chain)             format                engine              storage
-//!     │ write ──────►│ reserve ─────────────►│ space, a ticket ───► [Tickets]             │
+//!     │ write ──────►│ reserve ─────────────►│ space, ticket ─────► [Tickets]             │
 //!     │              │ data ────────────────────────────────────────────────────────────►│
 //!     │              │ publish ─────────────►│ entry changes in memory                   │
-//!     │              │                       │ what lost its place ► [Reclaim]: unlinked │
+//!     │              │                       │ old space ────────► [Reclaim]: unlinked │
 //!     │              │ flush ────────────────────────────────────► [Commit]: draw n      │
 //!     │              │                       │                     lead, or wait for n   │
 //!     │              │                       │◄── take: copies of dirty pages            │
 //!     │              │                       │◄── write: group, barrier, group ─────────►│ sync
 //!     │              │                       │◄── settle: pages are clean                │
 //!     │              │                       │                     unlinked → released   │
-//!     │              │                       │◄── recycle: what no request can use       │
-//!     │◄─ answered ──│◄──────────────────────────── all up to n is durable               │
+//!     │              │                       │◄── recycle: frees unused space            │
+//!     │◄─ completed ─│◄──────────────────────────── all up to n is durable               │
 //! ```
 //!
 //! A [`Metadata`] format supplies its dirty pages and their barriers. [`Engine`] does the rest for

@@ -1,6 +1,6 @@
 //! Reclaims host space: unlinked → durable → grace period → free.
 //!
-//! | state | what holds | what ends it |
+//! | state | references | next state after |
 //! |---|---|---|
 //! | unlinked | the map in memory does not refer to it; the map on disk may | a commit |
 //! | released | neither refers to it; requests in flight may still use it | their end |

@@ -5,11 +5,11 @@
 //! # The life of an allocating write
 //!
 //! ```text
-//!   reserve ──► no entry yet? ──► host blocks at the end of the file, made longer ahead of need
-//!   (the caller writes its bytes; what was never written reads as zero)
+//!   reserve ──► no entry yet? ──► host blocks at the end of the file, which grows in advance
+//!   (the caller writes its bytes; unwritten bytes read as zero)
 //!   publish ──► Envelope::new_block (VHD: the sector bitmap) ──► entries change in the cached table
-//!   flush   ──► Envelope::before_map (VDI: how many blocks there are) ──► sync
-//!               ──► changed pieces of the table ──► sync
+//!   flush   ──► Envelope::before_map (VDI: the block count) ──► sync
+//!               ──► changed pages of the table ──► sync
 //! ```
 //!
 //! # Invariants

@@ -1,11 +1,11 @@
 //! Persistent dirty bitmaps.
 //!
 //! ```text
-//!   directory (this file) ── state     what the file says; tables of the bitmaps of an open image
+//!   directory (this file) ── state     decoded directory; bitmap tables of an open image
 //!                              │
 //!   edit ── commit ── switch           adding, removing, clearing: a new directory, one switch
 //!                              │
-//!   record ── bits                     written ranges are marked, and go with each flush
+//!   record ── bits                     written ranges are marked; each flush writes them
 //! ```
 //!
 //! Source: qcow2 specification, sections "Bitmaps extension" and "Bitmaps".

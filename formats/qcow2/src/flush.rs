@@ -1,6 +1,6 @@
 //! Writes metadata in an order that keeps the disk consistent at each moment.
 //!
-//! | first group | then, behind a barrier | after that barrier |
+//! | first group | second group, after a barrier | after another barrier |
 //! |---|---|---|
 //! | refcounts and refcount table, guest data, copied L2 tables, bits of dirty bitmaps | L2 slices, L1 sectors, entries of bitmap tables | clusters that lost a reference may be released |
 //!
@@ -115,8 +115,8 @@ impl Metadata for Qcow2 {
         !slices.is_empty() || !l1.is_empty() || self.bitmaps_unwritten()
     }
 
-    /// Punches unreferenced clusters that the guest discarded, then puts them into the pool. In
-    /// this order: a late hole would erase a new owner's data.
+    /// Punches those unreferenced clusters that the guest discarded, then puts all into the pool.
+    /// In this order: a late hole would erase a new owner's data.
     fn recycle(&self) -> Result<()> {
         // If a refcount cannot be read, its clusters stay in the list.
         let (runs, _) = self.take_released(&mut self.meta.lock());

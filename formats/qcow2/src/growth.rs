@@ -7,7 +7,7 @@
 //! * A new image has more blocks than it needs ([`crate::measure::RefcountClusters::roomy`]).
 //! * While the file grows, clusters are set aside as *spares* for future blocks. A spare reads as
 //!   zero, and the next flush makes its refcount durable. From then on it may be linked without a
-//!   barrier, in the first group of any flush: until the block's content is durable it says "all
+//!   barrier, in the first group of any flush: until its content is durable, a block reads as "all
 //!   free", and nothing refers to the clusters that it describes.
 //! * A batch ends at the end of the linked and linkable blocks, rather than cost a barrier.
 //! * A clean close links the spares, so that the next open has them.

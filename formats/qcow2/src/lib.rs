@@ -1,22 +1,22 @@
 //! The qcow2 format: the map, the allocator and the order of metadata writes.
 //!
 //! ```text
-//!   driver ── create, describe, measure, check      the front door
+//!   driver ── create, describe, measure, check      the format driver
 //!      │      options, bitmaps
-//!   header ── layout, entry      what the bytes mean
+//!   header ── layout, entry      encoding of the bytes
 //!      │
-//!    image ── map ── slices      where guest bytes are (cache of L2 tables)
+//!    image ── map ── slices      guest offset to host offset (cache of L2 tables)
 //!      │
-//!    write, compressed, zero         space for new bytes, and giving it up
+//!    write, compressed, zero         allocating and freeing space of guest clusters
 //!      │
-//!    allocator ── pool           host clusters: reserved ahead, freed late
-//!      │  growth   refcounts     a longer file, and what describes it
-//!    flush ── switch             the order in which all that reaches the disk
+//!    allocator ── pool           host clusters: preallocated, freed late
+//!      │  growth   refcounts     growing the file, and its refcount blocks
+//!    flush ── switch             the order of writes
 //!               │
-//!           snapshots            the disk as it was, kept inside the image
+//!           snapshots            internal snapshots of the disk
 //! ```
 //!
-//! # One life for a host cluster
+//! # The life of a host cluster
 //!
 //! free → reserved (refcount 1, durable before its use) → referenced → unlinked (removed from the
 //! map in memory) → released (removed on disk too) → reserved again or free, once no in-flight

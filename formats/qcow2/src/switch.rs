@@ -1,8 +1,8 @@
 //! Replaces tables that the header points to, in one atomic step.
 //!
-//! | step | what a crash after it leaves |
+//! | step | state after a crash |
 //! |---|---|
-//! | clusters for the new tables are reserved, and that made durable | leaks |
+//! | clusters for the new tables are reserved durably | leaks |
 //! | the new tables are written; barrier | leaks |
 //! | the header points to them: one write within one sector; barrier | the old or the new image |
 //! | the old tables' clusters are released | leaks |

@@ -1,6 +1,6 @@
 //! Writes metadata in an order that keeps the disk consistent at each moment.
 //!
-//! | first group | then, behind a barrier | after that barrier |
+//! | first group | second group, after a barrier | after another barrier |
 //! |---|---|---|
 //! | guest data, the files' lengths, the unclean mark, the content id | grain tables, their copies, grain directories | grains that lost their entry may be reallocated |
 //!

@@ -1,8 +1,8 @@
 //! Writes a stream-optimized image sequentially, as ESX and OVF tools read it.
 //!
 //! ```text
-//!   header, directory at the end │ descriptor │ grains of table 0 │ mark, table 0 │ grains of …
-//!   … │ mark, last table │ mark, grain directory │ mark, footer (the header again) │ end mark
+//!   header, directory at the end │ descriptor │ grains of table 0 │ marker, table 0 │ grains of …
+//!   … │ marker, last table │ marker, grain directory │ marker, footer (a copy of the header) │ end marker
 //! ```
 //!
 //! Each grain follows a marker with its disk address, in ascending order; everything is padded to

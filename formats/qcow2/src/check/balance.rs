@@ -4,8 +4,8 @@
 //! difference. So one word per cluster holds
 //!
 //! ```text
-//!   bit  15     the refcount in the image is exactly 1 (what a COPIED flag must agree with)
-//!   bit  14     metadata lives here
+//!   bit  15     the refcount in the image is exactly 1 (must equal the COPIED flag)
+//!   bit  14     the cluster holds metadata
 //!   bits 0-13   refcount minus references, signed; -8192: too large, see `large`
 //! ```
 //!

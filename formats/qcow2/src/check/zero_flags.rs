@@ -4,11 +4,11 @@
 //! shared clusters of zeroes instead. This takes little space, and a write copies the cluster
 //! first, as with any shared cluster.
 //!
-//! | step | what a crash after it leaves |
+//! | step | state after a crash |
 //! |---|---|
 //! | the clusters of zeroes get their refcounts; barrier | leaks |
 //! | entries name them, or nothing; barrier | the same disk, partly converted; leaks |
-//! | clusters that entries with a flag had kept lose their refcounts; barrier | leaks |
+//! | clusters of former zero entries lose their refcounts; barrier | leaks |
 
 use std::sync::Arc;
 

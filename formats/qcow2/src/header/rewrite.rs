@@ -4,7 +4,7 @@
 //! header, and everything that it refers to elsewhere in the header cluster (the rest of a long
 //! extension list, the backing file name) must be durable before:
 //!
-//! | step | what a crash after it leaves |
+//! | step | state after a crash |
 //! |---|---|
 //! | an extension list beyond the first sector is shortened: it fits without the feature name table, which is only for messages | the old header without that table |
 //! | a backing name that the new list would overwrite is copied to after the list; barrier; the first sector names the copy; barrier | the old header |

@@ -1,11 +1,11 @@
 //! Internal snapshots.
 //!
 //! ```text
-//!   operations ── names      what a user asks for: create, apply, delete, rename
+//!   operations ── names      create, apply, delete, rename
 //!        │  │
-//!        │  view             a snapshot as a disk for reading
+//!        │  view             a snapshot as a read-only disk
 //!        │
-//!      walk ── deltas        what L1 tables refer to, and how refcounts change by it
+//!      walk ── deltas        references of L1 tables, and changes of refcounts
 //!        │
 //!     rewrite ── this file   new tables, then one header write
 //! ```

@@ -12,7 +12,7 @@
 //!    its free clusters are punched out. If that shortened the refcount table, the last three steps
 //!    are repeated.
 //!
-//! # The life of a cluster that moves
+//! # The life of a moved cluster
 //!
 //! ```text
 //!   new place: refcount raised, bytes copied ─ sync ─► each reference names the new place ─ sync ─►

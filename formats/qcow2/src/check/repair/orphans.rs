@@ -4,14 +4,14 @@
 //! tables that they named look like leaks, as does all the data that these tables map. Repairing
 //! the leaks would free that data, although a human could still restore the entry.
 //!
-//! A repair loses nothing in either case:
+//! In both cases, a repair loses nothing:
 //!
 //! - An entry is damaged: correcting it would erase its remains. The repair is refused.
 //! - An entry is zero, so it needs no correction: the repair continues and *keeps* the tables and
 //!   what they map. They count as leaks, with a refcount of at least 1.
 //!
-//! The search reads unreferenced clusters. It is skipped if no table can have been lost, since each
-//! L1 entry names one.
+//! The search reads unreferenced clusters. It is skipped if no table can be lost: if each L1 entry
+//! names one.
 
 use vdkit_block::{CheckReport, Error, Finding, Monitor, NoProgress, Result, Severity};
 
