@@ -7,7 +7,7 @@
 //!     │ write ──────►│ reserve ─────────────►│ space, ticket ─────► [Tickets]             │
 //!     │              │ data ────────────────────────────────────────────────────────────►│
 //!     │              │ publish ─────────────►│ entry changes in memory                   │
-//!     │              │                       │ old space ────────► [Reclaim]: unlinked │
+//!     │              │                       │ old space ──────────► [Reclaim]: unlinked │
 //!     │              │ flush ────────────────────────────────────► [Commit]: draw n      │
 //!     │              │                       │                     lead, or wait for n   │
 //!     │              │                       │◄── take: copies of dirty pages            │

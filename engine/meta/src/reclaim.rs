@@ -1,9 +1,9 @@
 //! Reclaims host space: unlinked → durable → grace period → free.
 //!
-//! | state | references | next state after |
+//! | state | references | ended by |
 //! |---|---|---|
 //! | unlinked | the map in memory does not refer to it; the map on disk may | a commit |
-//! | released | neither refers to it; requests in flight may still use it | their end |
+//! | released | neither refers to it; in-flight requests may still use it | the end of these requests |
 //! | free | no request can use it | the allocator |
 //!
 //! [`Reclaim::unlink`] takes the stamp of the grace period, so after the caller has removed the

@@ -313,7 +313,7 @@ impl Qcow2 {
         let cluster = self.geometry.cluster_bytes();
         self.slices.forget(table, cluster);
         let filled = match old {
-            // Shared with a snapshot: the copy must be durable before the L1 entry that shows it.
+            // Shared with a snapshot: the copy must be durable before the L1 entry that exposes it.
             Some(old) => self.copy_l2(old, table).map(|()| true),
             None if space.fresh => Ok(false),
             None => self.storage.write_zeroes(table, cluster, ZeroMode::MayUnmap).map(|()| true),
@@ -336,7 +336,8 @@ impl Qcow2 {
             let first = old.0 >> self.geometry.cluster_bits;
             // Once no snapshot needs the cluster, it may hold data.
             self.metadata.write().remove(&first);
-            // Punched, or a check could mistake its content for a table that lost its L1 entry.
+            // Punched: otherwise a check could mistake its content for a table that lost its L1
+            // entry.
             meta.reclaim.unlink(&self.in_flight, [freed(first, 1, true)]);
         }
         Ok(Some(()))

@@ -192,12 +192,12 @@ impl Header {
         self.extensions.iter().find(|e| e.kind == kind)
     }
 
-    /// The format name of the backing file, where the image names it.
+    /// The format name of the backing file, if stored.
     pub fn backing_format(&self) -> Option<String> {
         self.text_extension(extension::BACKING_FORMAT)
     }
 
-    /// The name of the data file, where the image names it.
+    /// The name of the data file, if stored.
     pub fn data_file_name(&self) -> Option<String> {
         self.text_extension(extension::DATA_FILE)
     }

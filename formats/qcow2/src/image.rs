@@ -44,7 +44,7 @@ pub struct Qcow2 {
     pub(crate) l1: RwLock<Vec<u64>>,
     /// Host offset of the active L1 table; changed under `meta`.
     l1_offset: AtomicU64,
-    /// Set where the file of a read-only image ends before some L2 tables.
+    /// Set if the file of a read-only image ends before some L2 tables.
     pub(crate) cut: Option<Cut>,
     pub(crate) slices: SliceCache,
     /// See [`Format::expect_one_pass`].

@@ -55,7 +55,7 @@ pub mod compatible {
     pub const LAZY_REFCOUNTS: u64 = 1 << 0;
 }
 
-/// Autoclear features: a writer that does not know a bit clears it.
+/// Autoclear features: a writer clears unknown bits.
 pub mod autoclear {
     /// The bitmaps extension agrees with the data.
     pub const BITMAPS: u64 = 1 << 0;

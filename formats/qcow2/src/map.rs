@@ -58,7 +58,7 @@ impl Run {
     fn see(&mut self, look: Look) -> Seen {
         match look {
             Look::Run { extent, open } => self.add(extent, open),
-            // What came before it can be used without it.
+            // The run found so far is still valid.
             Look::Fault { .. } => self.ended = true,
         }
         let mapping = self.mapping();
@@ -125,7 +125,7 @@ impl Qcow2 {
             let here = at + run.done();
             let rest = len - run.done();
             let table = match self.l2_table(self.geometry.l1_index(here)) {
-                // What came before it can be used without it.
+                // The run found so far is still valid.
                 Err(_) if run.found.is_some() => break,
                 table => table?,
             };
@@ -149,7 +149,7 @@ impl Qcow2 {
                         self.slices.pass(key);
                     }
                 }
-                // What came before it can be used without it.
+                // The run found so far is still valid.
                 Some(Look::Fault { .. }) if run.found.is_some() => break,
                 Some(Look::Fault { word, expected }) => {
                     let index = self.geometry.l2_index(here);

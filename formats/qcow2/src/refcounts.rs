@@ -221,7 +221,7 @@ impl Refcounts {
         (place.index + clusters).div_ceil(self.slice_entries()).max(1)
     }
 
-    /// The refcount of a cluster; 0 where no block describes it.
+    /// The refcount of a cluster; 0 if no block describes it.
     pub(crate) fn get(&mut self, cluster: u64, storage: &dyn Storage) -> Result<u64> {
         let Some(place) = self.place(cluster) else { return Ok(0) };
         let order = self.geometry.refcount_order;

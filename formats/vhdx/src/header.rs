@@ -172,9 +172,9 @@ impl Headers {
         self.settled = true;
     }
 
-    /// Makes `next` current, regardless of its sequence number; takes one sync if there was one
-    /// since the last update. The other header is written too, and the next sync makes it durable.
-    /// After an error it is unknown which one is current.
+    /// Makes `next` current, regardless of its sequence number; takes one sync, or two if there was
+    /// none since the last update. The other header is written too, and the next sync makes it
+    /// durable. After an error it is unknown which one is current.
     ///
     /// # Errors
     /// [`Error::Invalid`] if sequence numbers are exhausted; I/O.

@@ -59,7 +59,7 @@ pub(crate) struct Source {
 }
 
 impl Source {
-    /// Reads headers and descriptor: at most four reads of 1 MiB in total.
+    /// Reads headers and descriptor: at most four reads, 1 MiB in total.
     ///
     /// # Errors
     /// Faults of the headers and the descriptor; I/O.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   header, directory at the end │ descriptor │ grains of table 0 │ marker, table 0 │ grains of …
-//!   … │ marker, last table │ marker, grain directory │ marker, footer (a copy of the header) │ end marker
+//!   … │ marker, last table │ marker, directory │ marker, footer (copy of the header) │ end marker
 //! ```
 //!
 //! Each grain follows a marker with its disk address, in ascending order; everything is padded to

@@ -112,7 +112,7 @@ fn a_power_cut_leaves_the_old_descriptor_or_the_new_one() {
     }
 }
 
-/// A separate descriptor file ends the text.
+/// The text of a separate descriptor file ends with the file.
 #[test]
 fn a_power_cut_leaves_the_old_descriptor_file_or_the_new_one() {
     for lines in 0..14 {

@@ -185,7 +185,7 @@ impl Qcow2 {
         }
     }
 
-    /// The copies may not be durable: they are dirty again.
+    /// The flush failed: the copies are dirty again.
     pub(crate) fn bitmaps_failed(&self, copies: BitmapCopies) {
         for (tracker, page, _) in copies.taken {
             tracker.set_dirty(page);

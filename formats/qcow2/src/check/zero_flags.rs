@@ -74,7 +74,7 @@ pub(crate) fn remove(
     for (&cluster, &references) in zeroes.iter().zip(&shared.used) {
         space.refer(cluster, references as i64);
     }
-    // Written even if unused: a later repair of leaks lowers them again.
+    // Durable before any entry names these clusters: after a crash they are leaks.
     space.write_refcounts()?;
     space.sync()?;
     let tables = space.survey.tables.clone();
@@ -161,7 +161,7 @@ fn shares(space: &Space<'_>) -> Result<Shares> {
 
 /// Frees clusters that no entry names any more.
 fn release(space: &mut Space<'_>, freed: &mut Vec<(u64, &L2Table)>) -> Result<()> {
-    // The entries must be gone from the disk first.
+    // The entries must be durably removed first.
     space.sync()?;
     let mut gone = Vec::new();
     for (cluster, table) in freed.drain(..) {

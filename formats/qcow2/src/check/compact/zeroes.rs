@@ -66,7 +66,7 @@ fn release(space: &mut Space<'_>, freed: &mut Vec<(u64, i64)>) -> Result<()> {
     if freed.is_empty() {
         return Ok(());
     }
-    // The entries must be gone from the disk first.
+    // The entries must be durably removed first.
     space.sync()?;
     freed.sort_unstable();
     for &(cluster, references) in &*freed {

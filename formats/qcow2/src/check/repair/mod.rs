@@ -76,7 +76,7 @@ pub(in crate::check) fn run(
         if repair == Repair::All {
             orphans::refuse_to_forget(&image, &first, &kept)?;
         } else if first.low > 0 && !kept.is_empty() {
-            // With refcounts that are too low, leaks cannot be told from used clusters.
+            // Some refcounts are too low, so apparent leaks may be used clusters.
             return Ok(report);
         }
         first = keep(&mut image, first, kept, monitor)?;

@@ -47,7 +47,7 @@ pub(super) fn apply(image: &Image, survey: &Survey, monitor: &Monitor<'_>) -> Re
     let (plan, header) = match done {
         Ok(done) => done,
         Err(error) => {
-            // Nothing refers to what was written; the file gets its old length back if it can.
+            // Nothing refers to the new clusters: restores the file's old length if possible.
             if image.storage.caps().growable {
                 let _ = image.storage.set_len(before);
             }
@@ -135,7 +135,7 @@ pub(super) fn change_width(image: &mut Image, order: u32, monitor: &Monitor<'_>)
     let (table, clusters) = match written {
         Ok(place) => place,
         Err(error) => {
-            // Nothing refers to what was written; the file gets its old length back if it can.
+            // Nothing refers to the new clusters: restores the file's old length if possible.
             if image.storage.caps().growable {
                 let _ = image.storage.set_len(before);
             }
