@@ -189,11 +189,12 @@ impl<K: Copy + Hash + Ord, P> PageCache<K, P> {
     }
 
     /// Results of `copy` for the dirty pages, in key order. The pages become clean, but stay cached
-    /// until [`PageCache::end_write`].
+    /// until [`PageCache::end_write`]. One write at a time: the engine's leader calls this.
     pub fn begin_write<T>(&self, mut copy: impl FnMut(&P) -> T) -> Vec<(K, T)> {
         let mut copies = Vec::new();
         for shard in &self.shards {
             let mut inner = shard.inner.write();
+            debug_assert!(inner.writing.is_empty(), "two writes of pages at a time");
             inner.writing = std::mem::take(&mut inner.dirty);
             let Inner { pages, writing, .. } = &*inner;
             let page = |key: &K| Some((*key, copy(&pages.get(key)?.content)));
