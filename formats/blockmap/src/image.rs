@@ -64,7 +64,7 @@ pub trait Envelope: Send + Sync + fmt::Debug + 'static {
     ///
     /// # Errors
     /// The format's limits.
-    fn judge_size(&self, file: &str, guest_bytes: u64) -> Result<u64>;
+    fn judge_size(&self, file: &str, geometry: &Geometry, guest_bytes: u64) -> Result<u64>;
 
     /// Whether all blocks are allocated (VDI's static images).
     fn all_allocated(&self) -> bool {

@@ -22,7 +22,8 @@ impl<E: Envelope> BlockImage<E> {
                 "convert it to a new image",
             ));
         }
-        let guest_bytes = self.envelope.judge_size(self.storage.name(), guest_bytes)?;
+        let guest_bytes =
+            self.envelope.judge_size(self.storage.name(), &self.geometry(), guest_bytes)?;
         let (_lead, mut state) = self.state.quiesce(self)?;
         self.resize_alone(&mut state, guest_bytes)
     }

@@ -73,9 +73,9 @@ impl Envelope for VdiEnvelope {
         Ok(())
     }
 
-    fn judge_size(&self, file: &str, guest_bytes: u64) -> Result<u64> {
-        // For blocks of 1 MiB; images with larger blocks stay below the limit too.
-        let limit = ENTRIES_MAX << 20;
+    fn judge_size(&self, file: &str, geometry: &Geometry, guest_bytes: u64) -> Result<u64> {
+        // The limit of QEMU, whose blocks have 1 MiB; the table of smaller blocks ends earlier.
+        let limit = ENTRIES_MAX * geometry.block_bytes.min(1 << 20);
         align_up(guest_bytes, 512).filter(|bytes| *bytes <= limit).ok_or_else(|| Error::Limit {
             file: file.to_owned(),
             what: "size",

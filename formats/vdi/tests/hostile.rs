@@ -209,3 +209,22 @@ fn an_image_over_a_parent_can_only_be_read_and_says_whose_it_is() {
     let hole = format.resolve(GuestOffset(0), 512).unwrap().place;
     assert_eq!(hole, vdkit_block::Place::Hole);
 }
+
+/// The entries of small blocks reach the limit of the table at a smaller disk.
+#[test]
+fn growth_counts_the_entries_of_small_blocks() {
+    let storage: Shared = Arc::new(DYNAMIC.image());
+    storage.write_at(&(4u64 << 20).to_le_bytes(), HostOffset(field::DISK_BYTES)).unwrap();
+    put(&storage, field::BLOCK_BYTES, 4096);
+    put(&storage, field::ENTRIES, 1024);
+    storage.write_at(&[0xff; 4096], HostOffset(entry(&storage, 0))).unwrap();
+    let disk = DYNAMIC.open(&storage, true).unwrap();
+    let before = storage.len().unwrap();
+    let error = disk.resize(5 << 40).unwrap_err();
+    assert!(
+        matches!(error, vdkit_block::Error::Limit { found, .. } if found == 5 << 40),
+        "{error}"
+    );
+    assert_eq!((disk.guest_bytes(), storage.len().unwrap()), (4 << 20, before));
+    disk.resize(6 << 20).unwrap();
+}

@@ -116,7 +116,7 @@ impl Envelope for VhdEnvelope {
         Ok(())
     }
 
-    fn judge_size(&self, file: &str, guest_bytes: u64) -> Result<u64> {
+    fn judge_size(&self, file: &str, _: &Geometry, guest_bytes: u64) -> Result<u64> {
         let exact = !self.footer().sized_by_geometry();
         Ok(size_of(file, guest_bytes, exact)?.0)
     }
