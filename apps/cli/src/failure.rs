@@ -4,9 +4,9 @@ use std::fmt;
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 
-use vdkit::{Error, ErrorKind, IoAction, plain};
+use vdkit::{Error, ErrorKind, IoAction, Remedy, plain};
 
-use crate::{commands, locks, protocols};
+use crate::{commands, locks, protocols, remedies};
 
 /// The exit code. The numbers are a contract with scripts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -235,6 +235,9 @@ fn message_of(error: &Error) -> String {
         Error::Unsupported { file, what, .. } | Error::Key { file, what, .. } => {
             format!("{file}: {what}")
         }
+        Error::Reference { file, namer, role, source, .. } => {
+            format!("{}; '{namer}' names it as its {role}", not_opened(file, source))
+        }
         Error::Refused(refusal) => {
             format!("refused: {}: names '{}': {}", refusal.file, refusal.target, refusal.reason)
         }
@@ -273,13 +276,19 @@ fn missing_folder(file: &str) -> Option<String> {
 
 /// What the user may do about the error.
 fn hint_for(error: &Error, context: &Context<'_>) -> Option<String> {
+    if let Some(remedy) = error.remedy() {
+        let hint = remedies::worded(&remedy, error, context);
+        return (!hint.is_empty()).then_some(hint);
+    }
     let hint = match error {
-        Error::Unsupported { hint, .. }
-        | Error::Key { hint, .. }
-        | Error::Dependents { hint, .. } => hint.clone(),
-        Error::Refused(refusal) => refusal.hint.clone(),
         Error::Corrupt(fault) if context.command != "check" => {
-            format!("'vdkit check {}' lists what is damaged", quoted(&fault.file))
+            remedies::worded(&Remedy::Check, error, context)
+        }
+        Error::Limit { what, .. } if what.contains("trying a key") => {
+            "--key-rounds N raises the limit".to_owned()
+        }
+        Error::File { action: IoAction::Lock, .. } if context.force_share => {
+            "--force-share reads without locks".to_owned()
         }
         Error::Locked { holder, writing, .. } => {
             locks::hint(holder.as_ref(), context.force_share && !writing, context.command)

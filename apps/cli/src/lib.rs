@@ -27,6 +27,7 @@ mod locks;
 pub mod output;
 pub mod progress;
 mod protocols;
+mod remedies;
 mod runs;
 pub mod sandbox;
 mod serving;

@@ -79,7 +79,10 @@ impl Options {
                     continue;
                 }
                 let (key, value) = pair.split_once('=').ok_or_else(|| {
-                    Error::Invalid(format!("'{pair}' is not of the form KEY=VALUE: 'vdkit formats {format}' lists the options"))
+                    Error::Invalid(format!(
+                        "'{pair}' is not of the form KEY=VALUE; {format} has these options:{}",
+                        known(specs)
+                    ))
                 })?;
                 options.set(format, specs, key.trim(), value)?;
             }
@@ -99,13 +102,7 @@ impl Options {
         value: &str,
     ) -> Result<()> {
         let Some(spec) = specs.iter().find(|s| s.key == key) else {
-            let mut known = String::new();
-            for spec in specs {
-                known.push_str(&format!("\n  {:<18} {}", spec.key, spec.help));
-            }
-            if specs.is_empty() {
-                known.push_str(" none");
-            }
+            let known = known(specs);
             return Err(Error::Invalid(format!(
                 "unknown option '{key}' for {format}; the known ones are:{known}"
             )));
@@ -167,6 +164,14 @@ impl Options {
     pub fn is_empty(&self) -> bool {
         self.values.is_empty()
     }
+}
+
+/// The options, a line each.
+fn known(specs: &[OptionSpec]) -> String {
+    if specs.is_empty() {
+        return " none".to_owned();
+    }
+    specs.iter().map(|spec| format!("\n  {:<18} {}", spec.key, spec.help)).collect()
 }
 
 fn split_commas(text: &str) -> Vec<String> {

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::io;
 
+use crate::remedy::Remedy;
+
 /// The result of every storage and format call.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -68,6 +70,8 @@ pub struct Fault {
     pub found: String,
     /// The value that the specification requires.
     pub expected: String,
+    /// What the user can do about it, if that is known.
+    pub remedy: Option<Remedy>,
 }
 
 impl fmt::Display for Fault {
@@ -90,12 +94,12 @@ pub struct Refusal {
     /// Why it is refused.
     pub reason: String,
     /// What the user can do about it.
-    pub hint: String,
+    pub remedy: Remedy,
 }
 
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: names '{}': {}; {}", self.file, self.target, self.reason, self.hint)
+        write!(f, "{}: names '{}': {}; {}", self.file, self.target, self.reason, self.remedy)
     }
 }
 
@@ -150,28 +154,42 @@ pub enum Error {
         /// The system's error.
         source: io::Error,
     },
+    /// A file that an image names cannot be opened.
+    #[error("{file}: cannot open: {}; '{namer}' names it as its {role}", plain(source))]
+    Reference {
+        /// The file.
+        file: String,
+        /// The image that names it.
+        namer: String,
+        /// What the file is to the image, such as "backing file".
+        role: &'static str,
+        /// The system's error.
+        source: io::Error,
+        /// What the user can do about it.
+        remedy: Remedy,
+    },
     /// The image is damaged.
     #[error("{0}")]
     Corrupt(Box<Fault>),
     /// The image uses a feature that vdkit does not support.
-    #[error("{file}: {what}; {hint}")]
+    #[error("{file}: {what}; {remedy}")]
     Unsupported {
         /// The file, as the user named it.
         file: String,
         /// What is not supported.
         what: String,
         /// What the user can do about it.
-        hint: String,
+        remedy: Remedy,
     },
     /// An encrypted image was opened without a key or with a wrong one.
-    #[error("{file}: {what}; {hint}")]
+    #[error("{file}: {what}; {remedy}")]
     Key {
         /// The file, as the user named it.
         file: String,
         /// The problem with the key.
         what: String,
         /// What the user can do about it.
-        hint: String,
+        remedy: Remedy,
     },
     /// The reference policy forbids it.
     #[error("refused: {0}")]
@@ -191,8 +209,7 @@ pub enum Error {
     /// The backing image is not the one that the overlay was created on, or its data changed since.
     #[error(
         "{file}: stands on a disk with the identity {expected}, and {parent} has {found}: it was \
-         changed since or is another one; if it is right nevertheless, 'vdkit rebase --unsafe \
-         {file} --backing {name}' says so"
+         changed since or is another one"
     )]
     Parent {
         /// The overlay, as the user named it.
@@ -255,6 +272,14 @@ pub enum Error {
         /// The format assumed.
         format: String,
     },
+    /// A write to a backing image whose format neither its header nor its overlay names.
+    #[error("{file}: no header says which format it has, and its overlay {overlay} names none")]
+    Unnamed {
+        /// The backing image.
+        file: String,
+        /// Its overlay.
+        overlay: String,
+    },
     /// An invalid request.
     #[error("{0}")]
     Invalid(String),
@@ -301,7 +326,9 @@ impl Error {
     /// The class of this error.
     pub fn kind(&self) -> ErrorKind {
         match self {
-            Self::Io { source, .. } | Self::File { source, .. } => match source.kind() {
+            Self::Io { source, .. }
+            | Self::File { source, .. }
+            | Self::Reference { source, .. } => match source.kind() {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => ErrorKind::NoSpace,
                 _ => ErrorKind::Failed,
             },
@@ -312,7 +339,7 @@ impl Error {
             Self::Refused(_) | Self::Dependents { .. } => ErrorKind::Refused,
             Self::Locked { .. } | Self::Busy { .. } => ErrorKind::Locked,
             Self::NoSpace { .. } => ErrorKind::NoSpace,
-            Self::Invalid(_) | Self::Guessed { .. } => ErrorKind::Usage,
+            Self::Invalid(_) | Self::Guessed { .. } | Self::Unnamed { .. } => ErrorKind::Usage,
             Self::Interrupted => ErrorKind::Interrupted,
         }
     }
@@ -331,7 +358,42 @@ impl Error {
             structure,
             found: found.into(),
             expected: expected.into(),
+            remedy: None,
         }))
+    }
+
+    /// This error with what the user can do about it. Errors without a place for it stay as they
+    /// are.
+    pub fn with_remedy(mut self, new: impl Into<Remedy>) -> Self {
+        match &mut self {
+            Self::Corrupt(fault) => fault.remedy = Some(new.into()),
+            Self::Unsupported { remedy, .. } | Self::Key { remedy, .. } => *remedy = new.into(),
+            _ => {}
+        }
+        self
+    }
+
+    /// What the user can do about it, if that is known.
+    pub fn remedy(&self) -> Option<Remedy> {
+        match self {
+            Self::Corrupt(fault) => fault.remedy.clone(),
+            Self::Unsupported { remedy, .. }
+            | Self::Key { remedy, .. }
+            | Self::Reference { remedy, .. } => Some(remedy.clone()),
+            Self::Refused(refusal) => Some(refusal.remedy.clone()),
+            Self::Dependents { hint, .. } => Some(Remedy::Advice(hint.clone())),
+            Self::Parent { file, name, .. } => Some(Remedy::StoreReference {
+                overlay: file.clone(),
+                backing: Some(name.clone()),
+                format: None,
+            }),
+            Self::Unnamed { file, overlay } => Some(Remedy::StoreReference {
+                overlay: overlay.clone(),
+                backing: Some(file.clone()),
+                format: Some("raw".to_owned()),
+            }),
+            _ => None,
+        }
     }
 
     /// An I/O error at an offset.
@@ -344,7 +406,7 @@ impl Error {
         Self::Key {
             file: file.to_owned(),
             what: format!("is encrypted ({method}), and no key is given"),
-            hint: "give its key with --key-file FILE, --key-fd N or --key-env NAME".to_owned(),
+            remedy: Remedy::GiveKey,
         }
     }
 
@@ -353,14 +415,12 @@ impl Error {
         Self::Key {
             file: file.to_owned(),
             what: "shall be encrypted, and no key is given for it".to_owned(),
-            hint: "give one: 'vdkit create' takes --key-file FILE, --key-fd N or --key-env NAME, \
-                   commands that read another image --target-key-file and so on"
-                .to_owned(),
+            remedy: Remedy::GiveNewKey,
         }
     }
 
     /// A feature that vdkit does not support.
-    pub fn unsupported(file: &str, what: impl Into<String>, hint: impl Into<String>) -> Self {
-        Self::Unsupported { file: file.to_owned(), what: what.into(), hint: hint.into() }
+    pub fn unsupported(file: &str, what: impl Into<String>, remedy: impl Into<Remedy>) -> Self {
+        Self::Unsupported { file: file.to_owned(), what: what.into(), remedy: remedy.into() }
     }
 }

@@ -45,6 +45,7 @@ mod in_flight;
 mod limits;
 mod monitor;
 mod policy;
+mod remedy;
 mod reservation;
 mod snapshots;
 mod storage;
@@ -71,6 +72,7 @@ pub use in_flight::{InFlight, InFlightGuard, Stamp};
 pub use limits::Limits;
 pub use monitor::{CancelToken, Monitor, NoProgress, Progress};
 pub use policy::RefPolicy;
+pub use remedy::Remedy;
 pub use reservation::{
     CompressedFrame, CompressedReservation, Fill, Reservation, Reserver, Ticket,
 };

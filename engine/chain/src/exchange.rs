@@ -74,14 +74,10 @@ impl Disk {
             )));
         };
         if layer.probed() && layer.info().format == "raw" {
-            return Err(Error::Invalid(format!(
-                "{}: no header says which format it has, and its overlay names none; if it is raw, end \
-                 the service and have the overlay say so: 'vdkit rebase --unsafe {} --backing {} \
-                 --backing-format raw'",
-                layer.path().display(),
-                self.name(),
-                layer.path().display()
-            )));
+            return Err(Error::Unnamed {
+                file: layer.path().display().to_string(),
+                overlay: self.name().to_owned(),
+            });
         }
         let driver = registry.driver(layer.info().format)?;
         let format = match layer.open_for_writing(driver, self.limits) {

@@ -10,7 +10,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FileType, Mode, OFlags};
-use vdkit_block::{Error, IoAction, RefPolicy, Refusal, Result};
+use vdkit_block::{Error, IoAction, RefPolicy, Refusal, Remedy, Result};
 use vdkit_storage::{FileOptions, FileStorage, LockMode};
 
 /// Role of a reference, for messages.
@@ -29,12 +29,12 @@ impl Role {
     }
 
     /// Hint for a missing file.
-    fn mend(self, namer: &str) -> String {
+    fn remedy(self, namer: &str) -> Remedy {
         match self {
-            Self::Backing => format!(
-                "if it moved, 'vdkit rebase --unsafe {namer} --backing NEW' tells where it is now"
-            ),
-            Self::Data => "put it back, or name the right one".to_owned(),
+            Self::Backing => {
+                Remedy::StoreReference { overlay: namer.to_owned(), backing: None, format: None }
+            }
+            Self::Data => "put it back, or name the right one".into(),
         }
     }
 }
@@ -100,22 +100,22 @@ pub(crate) fn open(
     policy: &RefPolicy,
     options: &FileOptions,
 ) -> Result<Referred> {
-    let refuse = |reason: &str, hint: &str| {
+    let refuse = |reason: &str, remedy: Remedy| {
         Err(Error::Refused(Box::new(Refusal {
             file: namer.name.clone(),
             target: target.to_owned(),
             reason: reason.to_owned(),
-            hint: hint.to_owned(),
+            remedy,
         })))
     };
     if let Some(prefix) = protocol_of(target) {
         return refuse(
             &format!("a {} is only ever a plain file name, not '{prefix}:'", role.noun()),
-            "rebase the image onto a file name (a name with a colon is written './a:b')",
+            "rebase the image onto a file name (a name with a colon is written './a:b')".into(),
         );
     }
     if *policy == RefPolicy::Nothing {
-        return refuse("references are switched off", "leave out --no-refs");
+        return refuse("references are switched off", Remedy::FollowReferences);
     }
     let path = namer.folder.join(target);
     let looked_at = match look_at(&path) {
@@ -123,7 +123,7 @@ pub(crate) fn open(
         Err(error) => {
             // Do not reveal whether a file exists elsewhere.
             if !may_be_beneath(&path, namer, policy)? {
-                return refuse(OUTSIDE, &allow_hint(&path));
+                return refuse(OUTSIDE, Remedy::AllowFolder(folder_of(&path)));
             }
             return Err(unreachable_error(namer, role, &path, error));
         }
@@ -141,7 +141,7 @@ pub(crate) fn open(
         _ => {
             return refuse(
                 "it is neither a regular file nor a block device",
-                "rebase the image onto an image file",
+                "rebase the image onto an image file".into(),
             );
         }
     };
@@ -149,7 +149,7 @@ pub(crate) fn open(
     let own = !device && namer.own.iter().any(|root| is_in_own_folder(&real, root));
     if !own && !is_beneath_any(&real, &folders(policy)?) {
         let reason = if device { "it is a device" } else { OUTSIDE };
-        return refuse(reason, &allow_hint(&real));
+        return refuse(reason, Remedy::AllowFolder(folder_of(&real)));
     }
     let file = open_again(&looked_at, device, options).map_err(fail)?;
     let storage = FileStorage::from_file(file, path.display().to_string(), options)?;
@@ -173,10 +173,6 @@ fn namer_at(path: &Path, real: &Path, namer: &Namer, policy: &RefPolicy) -> Resu
 }
 
 const OUTSIDE: &str = "it lies outside the image's own folder";
-
-fn allow_hint(path: &Path) -> String {
-    format!("if you trust the image, allow it with --allow-ref {}", folder_of(path).display())
-}
 
 /// The prefix that QEMU takes for a protocol: before a colon that precedes any slash.
 fn protocol_of(name: &str) -> Option<&str> {
@@ -238,16 +234,13 @@ fn may_be_beneath(path: &Path, namer: &Namer, policy: &RefPolicy) -> Result<bool
 }
 
 fn unreachable_error(namer: &Namer, role: Role, path: &Path, error: io::Error) -> Error {
-    let source = io::Error::new(
-        error.kind(),
-        format!(
-            "{error}; '{}' names it as its {}; {}",
-            namer.name,
-            role.noun(),
-            role.mend(&namer.name)
-        ),
-    );
-    Error::File { file: path.display().to_string(), action: IoAction::Open, source }
+    Error::Reference {
+        file: path.display().to_string(),
+        namer: namer.name.clone(),
+        role: role.noun(),
+        source: error,
+        remedy: role.remedy(&namer.name),
+    }
 }
 
 #[cfg(test)]

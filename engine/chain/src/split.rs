@@ -51,10 +51,9 @@ pub fn links_down_to(
             path.display()
         ))),
         (None, None, Some(base)) => Err(Error::Invalid(format!(
-            "{}: does not stand on {}; 'vdkit info --chain {}' shows on what it does",
+            "{}: {} is not in its backing chain",
             path.display(),
-            base.display(),
-            path.display()
+            base.display()
         ))),
     }
 }
@@ -79,13 +78,10 @@ pub fn open_split(
             return Err(changed(path));
         }
         if here == depth && found.guessed() {
-            return Err(Error::Invalid(format!(
-                "{}: no header says which format it has, and its overlay names none; if it is raw, have \
-                 the overlay say so: 'vdkit rebase --unsafe {} --backing {} --backing-format raw'",
-                found.path.display(),
-                layers.last().map_or(path, Layer::path).display(),
-                found.path.display()
-            )));
+            return Err(Error::Unnamed {
+                file: found.path.display().to_string(),
+                overlay: layers.last().map_or(path, Layer::path).display().to_string(),
+            });
         }
         let writable = here == depth || (here == 0 && options.writable);
         layers.push(Layer::open(&mut walk, found, writable, options)?);

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use vdkit_block::{Error, HostOffset, Result, Storage, align_down};
+use vdkit_block::{Error, HostOffset, Remedy, Result, Storage, align_down};
 
 use crate::disk::Disk;
 use crate::extent::{DiskExtent, DiskPlace};
@@ -60,10 +60,10 @@ impl TruncationCheck {
             let lost = len.checked_next_multiple_of(cluster).unwrap_or(len).max(first.0);
             (at, host) = (at + (lost - first.0), HostOffset(lost));
         }
-        let mend = match Arc::ptr_eq(storage, format.storage()) {
-            true => format!("run: vdkit check {} --repair all", storage.name()),
+        let remedy = match Arc::ptr_eq(storage, format.storage()) {
+            true => Remedy::REPAIR,
             false => {
-                format!("make that file as long as it was ('truncate -s'): {}", storage.name())
+                "to do without what is lost, make the file as long as it was (truncate -s)".into()
             }
         };
         Err(Error::corrupt(
@@ -72,10 +72,10 @@ impl TruncationCheck {
             "guest data",
             format!("the end of the file, which has {len} bytes"),
             format!(
-                "what the disk has at guest offset {at}: the file was cut. Bring it back whole; or, to \
-                 do without what is lost, {mend}"
+                "what the disk has at guest offset {at}: the file was cut. Bring it back whole"
             ),
-        ))
+        )
+        .with_remedy(remedy))
     }
 
     fn len_of(&mut self, storage: &Arc<dyn Storage>) -> Result<u64> {

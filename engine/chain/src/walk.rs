@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustix::fs::FileType;
-use vdkit_block::{BackingRef, Error, FormatDriver, ImageInfo, NotedTime, Result, Storage};
+use vdkit_block::{BackingRef, Error, FormatDriver, ImageInfo, NotedTime, Remedy, Result, Storage};
 use vdkit_storage::{FileOptions, FileStorage, LockMode};
 
 use crate::options::{BackingChoice, OpenOptions};
@@ -165,7 +165,10 @@ impl<'a> Walk<'a> {
         };
         let described = driver.describe(&storage, &self.options.limits);
         let info = match described {
-            Err(error) if !probed => return Err(self.other_format(&*storage, driver, error)),
+            Err(error) if !probed => {
+                let overlay = expected.as_ref().map(|(overlay, _)| overlay.name());
+                return Err(self.other_format(&*storage, driver, overlay, error));
+            }
             described => described?,
         };
         check_given(&path, wanted, &info)?;
@@ -179,19 +182,25 @@ impl<'a> Walk<'a> {
 
     /// The error for an image that does not match its given format. If the image has another
     /// format, the error says so, since the image is not damaged.
-    fn other_format(&self, storage: &dyn Storage, named: &dyn FormatDriver, error: Error) -> Error {
+    fn other_format(
+        &self,
+        storage: &dyn Storage,
+        named: &dyn FormatDriver,
+        overlay: Option<&str>,
+        error: Error,
+    ) -> Error {
         let found = match self.registry.probe(storage) {
             Ok(probed) if !probed.fallback && probed.driver.name() != named.name() => probed.driver,
             _ => return error,
         };
         let hint = if self.depth == 0 {
-            "leave the format out: it is recognised by its header".to_owned()
+            Remedy::from("leave the format out: it is recognised by its header")
         } else {
-            format!(
-                "its overlay names the wrong format: 'vdkit rebase --unsafe OVERLAY --backing FILE \
-                 --backing-format {}' corrects that",
-                found.name()
-            )
+            Remedy::StoreReference {
+                overlay: overlay.unwrap_or("OVERLAY").to_owned(),
+                backing: Some(storage.name().to_owned()),
+                format: Some(found.name().to_owned()),
+            }
         };
         let what = format!("is a {} image, and was to be opened as {}", found.name(), named.name());
         Error::unsupported(storage.name(), what, hint)
@@ -205,7 +214,7 @@ impl<'a> Walk<'a> {
             (None, Some(identity)) => Next::Nameless(Error::unsupported(
                 namer.name(),
                 format!("stands on the disk {identity} and names no file for it"),
-                format!("{} has no place for a name: give the file with --parent", info.format),
+                Remedy::GiveParent,
             )),
             (None, None) => Next::End,
         };
@@ -222,7 +231,7 @@ impl<'a> Walk<'a> {
         let (backing, identity) = (info.backing(), info.backing_identity.clone());
         if self.depth > 0 && backing.is_none() && identity.is_none() {
             return Err(Error::Invalid(format!(
-                "{}: stands on nothing, and '{}' is given for its parent: one --parent too many",
+                "{}: stands on nothing, and '{}' is given for its parent: one parent too many",
                 namer.name(),
                 path.display()
             )));
@@ -440,8 +449,8 @@ impl fmt::Display for ChangedParent {
         write!(
             f,
             "{field} is {seconds} (in seconds since 1970), expected {}, when {} was last changed: other \
-             programs may refuse the pair. If the parent was only copied or touched, \
-             'vdkit rebase --unsafe' onto the same one notes the time anew",
+             programs may refuse the pair. If the parent was only copied or touched, storing the same \
+             reference again records the new time",
             self.modified,
             self.parent.display()
         )

@@ -119,10 +119,7 @@ impl ImageLock {
                     IoAction::Lock,
                     io::Error::new(
                         source.kind(),
-                        format!(
-                            "{} (its file system may have no locks; '--force-share' reads without them)",
-                            plain(&source)
-                        ),
+                        format!("{} (its file system may have no locks)", plain(&source)),
                     ),
                 )
             }

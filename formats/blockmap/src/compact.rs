@@ -1,8 +1,8 @@
 //! Closes gaps between blocks, and drops blocks of zeroes.
 
 use vdkit_block::{
-    CompactOptions, CompactReport, Error, HostOffset, Limits, Monitor, Result, Storage, ZeroMode,
-    is_zero, punch_zeroes,
+    CompactOptions, CompactReport, Error, HostOffset, Limits, Monitor, Remedy, Result, Storage,
+    ZeroMode, is_zero, punch_zeroes,
 };
 
 use crate::geometry::{Geometry, HOLE, Slot};
@@ -106,8 +106,9 @@ fn judge_places(storage: &dyn Storage, geometry: &Geometry, blocks: &[Placed]) -
             geometry.entry_at(b.index),
             "block table entry",
             format!("a block at {:#x}, in that of entry {}", b.start, a.index),
-            "a block of its own; run: vdkit check --repair all",
-        )),
+            "a block of its own",
+        )
+        .with_remedy(Remedy::REPAIR)),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Place of the table, and the meaning of its entries.
 
-use vdkit_block::{Error, Result};
+use vdkit_block::{Error, Remedy, Result};
 
 /// The table entry of a block that is not in the image.
 pub(crate) const HOLE: u32 = u32::MAX;
@@ -154,8 +154,9 @@ impl Geometry {
                 self.entry_at(index),
                 "block table entry",
                 format!("a block at {start:#x} of a file of {host_bytes:#x} bytes"),
-                format!("{expected}; run: vdkit check --repair all"),
-            )),
+                format!("{expected}"),
+            )
+            .with_remedy(Remedy::REPAIR)),
         }
     }
 }

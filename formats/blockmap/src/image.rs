@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use parking_lot::{Mutex, RwLock};
 use vdkit_block::{
     Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, HostOffset, InFlight, IoAction,
-    Limits, MapCacheStats, Place, Reservation, Reserver, Result, Storage, Ticket, ZeroMode,
+    Limits, MapCacheStats, Place, Remedy, Reservation, Reserver, Result, Storage, Ticket, ZeroMode,
     is_aligned,
 };
 use vdkit_meta::{Engine, MutexGuard, Reclaim, Tickets};
@@ -236,7 +236,7 @@ impl<E: Envelope> BlockImage<E> {
                 return Err(Error::unsupported(
                     storage.name(),
                     format!("writing to a {} image that stands on another one", envelope.name()),
-                    "make a qcow2 overlay over it: vdkit create --backing",
+                    Remedy::Overlay,
                 ));
             }
             used_end = end_of_blocks(&*storage, &geometry, host_bytes)?;

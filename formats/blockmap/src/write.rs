@@ -146,8 +146,8 @@ impl<E: Envelope> BlockImage<E> {
             return Err(self.no_space(format!("the table has no number for a block at {start:#x}")));
         }
         if geometry.skip == 0 && (end - geometry.base) / stride > geometry.entries {
-            let hint = "run: vdkit check --repair leaks";
-            return Err(self.no_space(format!("the file has blocks that nothing uses; {hint}")));
+            let what = "the file has blocks that nothing uses; a repair of leaks frees them";
+            return Err(self.no_space(what.to_owned()));
         }
         self.make_room(state, end)?;
         state.frontier = end;

@@ -40,7 +40,7 @@ pub(crate) fn random(file: &str, out: &mut [u8]) -> Result<()> {
     getrandom::fill(out).map_err(|error| Error::Key {
         file: file.to_owned(),
         what: format!("the system gives no random numbers: {error}"),
-        hint: "try again later".to_owned(),
+        remedy: "try again later".into(),
     })
 }
 
@@ -133,7 +133,7 @@ impl Work {
         }
         Err(Error::Limit {
             file: file.to_owned(),
-            what: "the work of trying a key, in rounds of its derivation (--key-rounds raises it),",
+            what: "the work of trying a key, in rounds of its derivation,",
             found,
             limit: self.limit,
         })
@@ -194,7 +194,7 @@ impl LuksSlots {
         Error::Key {
             file: self.storage.name().to_owned(),
             what: format!("{which} {opens} of its {active} active key slots"),
-            hint: "a key file counts with every byte in it, also a line end at its end".to_owned(),
+            remedy: "a key file counts with every byte in it, also a line end at its end".into(),
         }
     }
 
@@ -285,8 +285,7 @@ impl KeySlots for LuksSlots {
         };
         let Some(number) = self.header.slots.iter().position(|slot| !slot.active) else {
             return Err(Error::Invalid(format!(
-                "{file}: all {SLOTS} key slots are in use; remove one first, as with \
-                 'vdkit key remove {file} --slot N'"
+                "{file}: all {SLOTS} key slots are in use; remove the key of one first"
             )));
         };
         let mut slot = Slot {

@@ -74,8 +74,8 @@ fn a_container_opens_with_its_key_alone() {
         writable: false,
         limits: LIMITS,
     };
-    let error = LuksDriver.open(request).unwrap_err().to_string();
-    assert!(error.contains("--key-file"), "{error}");
+    let error = LuksDriver.open(request).unwrap_err();
+    assert_eq!(error.remedy(), Some(vdkit_block::Remedy::GiveKey));
 }
 
 #[test]

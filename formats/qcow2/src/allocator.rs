@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 
-use vdkit_block::{Error, HostOffset, Result, ZeroMode};
+use vdkit_block::{Error, HostOffset, Remedy, Result, ZeroMode};
 use vdkit_meta::{Freed, MutexGuard};
 
 use crate::flush::freed;
@@ -205,8 +205,9 @@ impl Qcow2 {
                     cluster << self.geometry.cluster_bits,
                     "refcount",
                     "0 for a cluster that holds metadata",
-                    "at least 1; run: vdkit check --repair all",
-                ));
+                    "at least 1",
+                )
+                .with_remedy(Remedy::REPAIR));
             }
         }
         self.reserve_run(meta, first, count, false)

@@ -66,14 +66,14 @@ impl Qcow2 {
             return Err(Error::unsupported(
                 file,
                 "not supported: compressed clusters in an image with a data file",
-                "leave out --compress or the data file",
+                "leave out the compression or the data file",
             ));
         }
         if self.encryption.is_some() {
             return Err(Error::unsupported(
                 file,
                 "not supported: compressed clusters in an encrypted image",
-                "leave out --compress or the encryption",
+                "leave out the compression or the encryption",
             ));
         }
         let end = at.0.checked_add((lens.len() as u64).saturating_mul(cluster));

@@ -7,8 +7,8 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CIPHER_SECTOR_BYTES, Encryption, Error, GuestOffset, HostOffset, Limits, Result, Secret,
-    SectorNumbering, Storage,
+    CIPHER_SECTOR_BYTES, Encryption, Error, GuestOffset, HostOffset, Limits, Remedy, Result,
+    Secret, SectorNumbering, Storage,
 };
 use vdkit_luks::{HeaderPlace, LuksSlots, legacy_qcow2};
 
@@ -77,7 +77,11 @@ pub(crate) fn unlock(
         return Err(Error::unsupported(
             file,
             "not supported: writing with the legacy AES encryption, which protects nothing",
-            "convert it to a new image: 'vdkit convert OLD NEW -O qcow2 -o encrypt.format=luks'",
+            Remedy::Convert {
+                file: file.to_owned(),
+                target: Some(("qcow2", "encrypt.format=luks".to_owned())),
+                new_key: true,
+            },
         ));
     }
     let Some(key) = keys.first() else { return Err(Error::no_key(file, "aes")) };

@@ -8,8 +8,8 @@ use rustc_hash::FxHashSet;
 use vdkit_block::{
     BackingRef, Bitmaps, CancelToken, Compressed, CompressedReservation, Error, Extent, FileIndex,
     Format, FormatCaps, GuestOffset, HostOffset, InFlight, IoAction, Limits, MapCacheStats,
-    Monitor, NoProgress, OpenRequest, Reservation, Reserver, Result, Secret, Snapshots, Storage,
-    Ticket,
+    Monitor, NoProgress, OpenRequest, Remedy, Reservation, Reserver, Result, Secret, Snapshots,
+    Storage, Ticket,
 };
 use vdkit_meta::{Engine, Reclaim, State, Tickets};
 
@@ -278,8 +278,9 @@ impl Qcow2 {
                 field::INCOMPATIBLE,
                 "incompatible features",
                 "the corrupt bit",
-                "an image without known damage; run: vdkit check --repair all",
-            ));
+                "an image without known damage",
+            )
+            .with_remedy(Remedy::REPAIR));
         }
         Ok(())
     }
@@ -411,8 +412,9 @@ impl Qcow2 {
             table.0 + index * self.geometry.l2_entry_bytes(),
             "L2 entry",
             format!("{word:#018x}"),
-            format!("{expected}; run: vdkit check {}", self.storage.name()),
+            expected,
         )
+        .with_remedy(Remedy::Check)
     }
 }
 

@@ -5,7 +5,7 @@
 //! writer without durability, such as QEMU's `cache=unsafe`). Treating missing tables as empty
 //! would silently zero whole ranges of the disk.
 
-use vdkit_block::{Error, HostOffset, Result, Storage};
+use vdkit_block::{Error, HostOffset, Remedy, Result, Storage};
 
 use crate::header::Header;
 use crate::layout::{Geometry, OFFSET_MASK};
@@ -66,11 +66,10 @@ impl Cut {
             "L1 entry",
             format!("{:#018x}", words[index]),
             format!(
-                "an L2 table within the file, which has {} bytes: it was cut. Bring it back whole; \
-                 or, to do without what is lost, run: vdkit check {} --repair all",
-                self.len,
-                storage.name()
+                "an L2 table within the file, which has {} bytes: it was cut. Bring it back whole",
+                self.len
             ),
-        ))
+        )
+        .with_remedy(Remedy::REPAIR))
     }
 }

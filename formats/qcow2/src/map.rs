@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use vdkit_block::{Compressed, Extent, FileIndex, GuestOffset, HostOffset, Place, Result};
+use vdkit_block::{Compressed, Extent, FileIndex, GuestOffset, HostOffset, Place, Remedy, Result};
 
 use crate::entry::{L2Entry, State};
 use crate::image::Qcow2;
@@ -201,8 +201,9 @@ impl Qcow2 {
                 cluster << bits,
                 "host cluster",
                 format!("metadata that the data at guest offset {at} overlaps"),
-                "data in clusters of its own; run: vdkit check --repair all",
-            )),
+                "data in clusters of its own",
+            )
+            .with_remedy(Remedy::REPAIR)),
         }
     }
 

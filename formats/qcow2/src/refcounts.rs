@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use rustc_hash::FxHashMap;
-use vdkit_block::{Error, HostOffset, Result, Storage, is_zero};
+use vdkit_block::{Error, HostOffset, Remedy, Result, Storage, is_zero};
 
 use crate::flush::{PIECE_BYTES, Writes, runs, write_pieces};
 use crate::header::Header;
@@ -77,12 +77,9 @@ impl Refcounts {
                     header.refcount_table_offset.0 + index as u64 * 8,
                     "refcount table entry",
                     format!("{entry:#x}"),
-                    format!(
-                        "a host offset at a cluster boundary, within the file of {end} bytes; run: \
-                         vdkit check {} --repair all",
-                        storage.name()
-                    ),
-                ));
+                    format!("a host offset at a cluster boundary, within the file of {end} bytes"),
+                )
+                .with_remedy(Remedy::REPAIR));
             }
         }
         Ok(Self::new(geometry, header.refcount_table_offset, table))

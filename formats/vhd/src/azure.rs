@@ -34,8 +34,7 @@ pub fn azure_faults(storage: &dyn Storage) -> Result<Vec<Finding>> {
     let at = footers.back_at;
     if footer.disk_type != DiskType::Fixed {
         let message = format!(
-            "the image is {}; Azure takes fixed ones: vdkit convert -O vpc -o \
-             subformat=fixed,force_size=on",
+            "the image is {}; Azure takes fixed ones (subformat=fixed,force_size=on)",
             footer.disk_type.name()
         );
         add(at + 60, "disk type", message);
@@ -44,8 +43,7 @@ pub fn azure_faults(storage: &dyn Storage) -> Result<Vec<Finding>> {
     let size = footer.current_size();
     if !size.is_multiple_of(AZURE_UNIT) || size == 0 {
         let whole = size.next_multiple_of(AZURE_UNIT).max(AZURE_UNIT);
-        let message =
-            format!("the disk has {size} bytes, not whole MiB; run: vdkit resize IMAGE {whole}");
+        let message = format!("the disk has {size} bytes, not whole MiB; {whole} would be");
         add(at + 48, "current size", message);
     }
     if footer.disk_bytes() != size {

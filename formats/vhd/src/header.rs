@@ -1,7 +1,7 @@
 //! The dynamic header: the offset of the block table, and the parent. Offsets:
 //! `docs/formats/vpc.md`.
 
-use vdkit_block::{Error, HostOffset, Result, Storage};
+use vdkit_block::{Error, HostOffset, Remedy, Result, Storage};
 use vdkit_blockmap::{ByteOrder, Geometry};
 
 use crate::footer::{NO_OFFSET, SECTOR, checksum};
@@ -93,8 +93,8 @@ impl DynamicHeader {
         }
         let at = self.at + field::CHECKSUM as u64;
         let found = format!("{:#x}", be32(&self.bytes, field::CHECKSUM));
-        let expected = "the sum of the dynamic header; run: vdkit check --repair all";
-        Err(Error::corrupt(file, at, "checksum", found, expected))
+        let expected = "the sum of the dynamic header";
+        Err(Error::corrupt(file, at, "checksum", found, expected).with_remedy(Remedy::REPAIR))
     }
 
     /// The header of a new image, at byte 512.

@@ -106,7 +106,7 @@ impl Footers {
                 )
             });
         }
-        let mend = "run: vdkit check --repair all";
+        let mend = "a repair restores it";
         match (&self.front, &self.back) {
             (Err(_), _) => {
                 Some(format!("{file}: the footer's copy at its start is damaged; {mend}"))
@@ -115,7 +115,7 @@ impl Footers {
                 Some(format!("{file}: the footer at its end is damaged or gone; {mend}"))
             }
             (Ok(front), Ok(back)) if front != back => {
-                Some(format!("{file}: the footer and its copy differ; {mend}"))
+                Some(format!("{file}: the footer and its copy differ; a repair makes them equal"))
             }
             _ => None,
         }

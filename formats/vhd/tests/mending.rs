@@ -50,8 +50,9 @@ fn a_wrong_sum_of_the_dynamic_header_is_told_and_mended() {
     let storage = written();
     let before = content(&storage);
     put(&storage, HEADER + 36, 7);
-    let error = DYNAMIC.open(&storage, false).unwrap_err().to_string();
-    assert!(error.contains("checksum") && error.contains("vdkit check"), "{error}");
+    let error = DYNAMIC.open(&storage, false).unwrap_err();
+    assert!(error.to_string().contains("checksum"), "{error}");
+    assert_eq!(error.remedy(), Some(vdkit_block::Remedy::REPAIR));
     assert_eq!(found(&storage, Repair::Nothing), (1, 0));
     mended(&storage);
     assert!(content(&storage) == before);

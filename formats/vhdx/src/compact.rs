@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use vdkit_block::{
     CompactOptions, CompactReport, CopyMethod, Error, HostOffset, LeftAlone, Limits, Monitor,
-    OpenRequest, Repair, Result, Severity, Storage, is_zero, punch_zeroes,
+    OpenRequest, Remedy, Repair, Result, Severity, Storage, is_zero, punch_zeroes,
 };
 
 use crate::check;
@@ -68,8 +68,9 @@ fn refuse_damage(storage: &Arc<dyn Storage>, limits: &Limits, monitor: &Monitor<
             found.offset,
             found.structure,
             found.message.clone(),
-            "a sound image; run: vdkit check --repair all",
-        )),
+            "a sound image",
+        )
+        .with_remedy(Remedy::REPAIR)),
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 use vdkit_block::bytes::le64;
 
-use vdkit_block::{Error, Extent, FileIndex, HostOffset, Place, Result, align_down};
+use vdkit_block::{Error, Extent, FileIndex, HostOffset, Place, Remedy, Result, align_down};
 
 use crate::image::Vhdx;
 use crate::layout::{BITMAP_BYTES, BatEntry, MIB, PAGE, PAGE_BYTES, PRESENT, Page, State};
@@ -81,8 +81,9 @@ impl Vhdx {
             at,
             "block allocation table entry",
             format!("{:#x}", entry.0),
-            format!("{expected}; run: vdkit check --repair all"),
+            format!("{expected}"),
         )
+        .with_remedy(Remedy::REPAIR)
     }
 
     /// Validates the entry of a payload block, and returns its state.

@@ -2,7 +2,9 @@
 
 use std::sync::atomic::Ordering;
 
-use vdkit_block::{Codec, Compressed, Error, Extent, GuestOffset, HostOffset, Place, Result};
+use vdkit_block::{
+    Codec, Compressed, Error, Extent, GuestOffset, HostOffset, Place, Remedy, Result,
+};
 
 use crate::header::SECTOR;
 use crate::image::{Flat, Kind, Piece, Vmdk};
@@ -210,8 +212,9 @@ impl Vmdk {
             offset.0,
             "grain",
             format!("metadata that a grain of the extent at {:#x} overlaps", piece.start),
-            "grains in places of their own; run: vdkit check --repair all",
-        ))
+            "grains in places of their own",
+        )
+        .with_remedy(Remedy::REPAIR))
     }
 
     pub(crate) fn entry_fault(
@@ -224,13 +227,10 @@ impl Vmdk {
         let table = inside / sparse.table_span();
         let index = inside / sparse.grain_bytes % sparse.table_entries;
         let at = sparse.table(table).unwrap_or(0) * SECTOR + index * sparse.entry_bytes;
-        let expected = if piece.writable {
-            "0 or the sector of a grain within the file; run: vdkit check --repair all"
-        } else {
-            "0 or the sector of a grain within the file"
-        };
+        let expected = "0 or the sector of a grain within the file";
         let file = self.file_of(sparse.file).name();
-        Error::corrupt(file, at, "grain table entry", format!("{word:#x}"), expected)
+        let error = Error::corrupt(file, at, "grain table entry", format!("{word:#x}"), expected);
+        if piece.writable { error.with_remedy(Remedy::REPAIR) } else { error }
     }
 
     /// Loads a chunk into the cache.

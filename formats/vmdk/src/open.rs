@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use parking_lot::{Mutex, RwLock};
 use vdkit_block::{
-    BackingRef, Error, FileIndex, HostOffset, InFlight, Limits, OpenRequest, Result, Storage,
+    BackingRef, Error, FileIndex, HostOffset, InFlight, Limits, OpenRequest, Remedy, Result,
+    Storage,
 };
 use vdkit_meta::{Engine, PageCache};
 
@@ -233,7 +234,7 @@ impl Opening<'_> {
         let unclean = marked && !(writable && mend_copies(&sparse, &*storage, len)?);
         if unclean {
             self.warnings.push(format!(
-                "{}: was not closed cleanly; 'vdkit check' tells whether its tables and their \
+                "{}: was not closed cleanly; a check reports whether its tables and their \
                  copies agree",
                 storage.name()
             ));
@@ -368,8 +369,8 @@ impl Opening<'_> {
         if backing.is_none() && descriptor.is_some_and(|d| d.parent_cid != NO_PARENT) {
             warnings.push(format!(
                 "{}: stands on a disk that it does not name (parentCID without \
-                 parentFileNameHint): what is there reads as zero; 'vdkit rebase --unsafe' tells \
-                 where it is",
+                 parentFileNameHint): what is there reads as zero; store a reference to \
+                 it",
                 storage.name()
             ));
         }
@@ -444,7 +445,7 @@ fn plain(
 fn repairable(error: Error, writable: bool) -> Error {
     match error {
         Error::Corrupt(mut fault) if writable => {
-            fault.expected.push_str("; run: vdkit check --repair all");
+            fault.remedy = Some(Remedy::REPAIR);
             Error::Corrupt(fault)
         }
         other => other,
@@ -473,8 +474,9 @@ fn note_metadata(sparse: &Sparse, file: &str) -> Result<()> {
             place(sector).start,
             "grain table",
             "other metadata in the same place",
-            "each table in a place of its own; run: vdkit check --repair all",
-        ));
+            "each table in a place of its own",
+        )
+        .with_remedy(Remedy::REPAIR));
     }
     *sparse.metadata.write() = sectors;
     Ok(())

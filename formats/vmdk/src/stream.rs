@@ -74,7 +74,7 @@ impl StreamWriter {
             return Err(Error::unsupported(
                 storage.name(),
                 "not supported: a streamOptimized image with a backing file",
-                "leave out --backing, or create a monolithicSparse image",
+                "leave out the backing file, or create a monolithicSparse image",
             ));
         }
         let guest_bytes = whole_sectors(request.guest_bytes, storage.name())?;

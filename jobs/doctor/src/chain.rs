@@ -65,7 +65,9 @@ impl Examination<'_> {
                 let mend = own.then(|| self.allow(backing)).flatten();
                 self.add(DoctorCode::BackingRefused, error.to_string(), mend);
             }
-            Error::File { source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
+            Error::Reference { source, .. } | Error::File { source, .. }
+                if source.kind() == std::io::ErrorKind::NotFound =>
+            {
                 let mend = own.then(|| self.rename("NEW", format)).flatten();
                 self.add(DoctorCode::BackingMissing, error.to_string(), mend);
             }

@@ -285,7 +285,12 @@ fn examine(
     let chain = match described {
         Ok(chain) => chain,
         // Missing or unreadable: not a defect of an image.
-        Err(error @ (Error::File { .. } | Error::Interrupted | Error::Invalid(_))) => {
+        Err(
+            error @ (Error::File { .. }
+            | Error::Reference { .. }
+            | Error::Interrupted
+            | Error::Invalid(_)),
+        ) => {
             return Err(error);
         }
         Err(error) => return Ok(unreadable(path, error.to_string())),

@@ -317,7 +317,7 @@ fn packaged(
     let unsupported = |what: String, hint: &str| Err(Error::unsupported(name, what, hint));
     if let Some(parent) = &disk.parent {
         let what = format!("its disk '{}' stands on its disk '{parent}'", disk.id);
-        return unsupported(what, "unpack it with tar and convert the overlay with --parent");
+        return unsupported(what, "unpack it with tar and convert the overlay with its parent");
     }
     if let Some(method) = reference.compression.as_deref().filter(|method| *method != "gzip") {
         let what = format!("'{}' is compressed by '{method}'", reference.href);

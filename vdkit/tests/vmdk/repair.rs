@@ -82,8 +82,8 @@ fn a_damaged_directory_comes_back_from_its_copy() {
             let disk = super::open("vmdk", storage.clone(), &[], false, Limits::default()).unwrap();
             assert!(read_all(&disk) == model, "{value:#x}");
             assert!(disk.warnings().any(|warning| warning.contains("redundant")), "{value:#x}");
-            let error = SHAPE.open(storage).unwrap_err().to_string();
-            assert!(error.contains("--repair"), "{error}");
+            let error = SHAPE.open(storage).unwrap_err();
+            assert_eq!(error.remedy(), Some(vdkit_block::Remedy::REPAIR), "{error}");
         }
         mend(&memory, &model, true, &format!("directory entry {value:#x}"));
         let (memory, model) = filled();

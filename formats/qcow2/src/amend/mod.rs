@@ -21,7 +21,7 @@ mod zeroes;
 
 use std::sync::Arc;
 
-use vdkit_block::{AmendRequest, Error, Format, Monitor, OpenRequest, Result};
+use vdkit_block::{AmendRequest, Error, Format, Monitor, OpenRequest, Remedy, Result};
 
 use self::plan::Plan;
 use self::tables::Tables;
@@ -42,8 +42,9 @@ pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec
             field::INCOMPATIBLE,
             "incompatible features",
             "the corrupt bit",
-            "an image without known damage; run: vdkit check --repair all",
-        ));
+            "an image without known damage",
+        )
+        .with_remedy(Remedy::REPAIR));
     }
     let plan = Plan::new(request, &before)?;
     if plan.is_done(&before) {

@@ -1,6 +1,6 @@
 //! Validates a requested amendment against the image.
 
-use vdkit_block::{AmendRequest, BackingRef, Codec, Error, Monitor, Options, Result};
+use vdkit_block::{AmendRequest, BackingRef, Codec, Error, Monitor, Options, Remedy, Result};
 
 use super::tables::Tables;
 use crate::header::{Encryption, Extension, Header};
@@ -95,7 +95,11 @@ impl Plan {
             return Err(Error::unsupported(
                 file,
                 "a data file cannot be given to an image that has none",
-                format!("a new image can have it: 'vdkit convert -o data_file=FILE {file} NEW'"),
+                Remedy::Convert {
+                    file: file.to_owned(),
+                    target: Some(("qcow2", "data_file=FILE".to_owned())),
+                    new_key: false,
+                },
             ));
         }
         if self.data_file.as_ref().is_some_and(String::is_empty) {
@@ -140,13 +144,13 @@ impl Plan {
             (header.geometry.extended, "extended L2 entries", "convert instead"),
             (header.has_data_file(), "a data file", "convert instead"),
             (self.codec == Codec::Zstd, "zstd compression", "convert instead"),
-            (has(extension::BITMAPS), "bitmaps", "remove them first with 'vdkit bitmap remove'"),
+            (has(extension::BITMAPS), "bitmaps", "remove them first"),
             (
                 header.encryption == Encryption::Luks && header.version >= 3,
                 "mark for clusters that are zero, and encrypted ones cannot be made so without a key",
                 "convert instead",
             ),
-            (unknown != 0 || longer, "features that vdkit does not know", "convert instead"),
+            (unknown != 0 || longer, "unknown features", "convert instead"),
         ];
         match obstacles.iter().find(|(there, ..)| *there) {
             Some((_, what, mend)) => {
@@ -168,11 +172,11 @@ impl Plan {
             return Err(Error::unsupported(
                 file,
                 format!("there are clusters compressed with {} already", header.codec),
-                format!(
-                    "a new image can have another compression: 'vdkit convert -o \
-                         compression_type={} {file} NEW'",
-                    self.codec
-                ),
+                Remedy::Convert {
+                    file: file.to_owned(),
+                    target: Some(("qcow2", format!("compression_type={}", self.codec))),
+                    new_key: false,
+                },
             ));
         }
         let snapshots = &tables.snapshots.snapshots;
@@ -303,20 +307,18 @@ pub(super) fn changes(old: &Header, new: &Header) -> Vec<String> {
 }
 
 /// The workaround for changing a property that is fixed at creation.
-fn way_round(file: &str, key: &str, value: &str, header: &Header) -> String {
+fn way_round(file: &str, key: &str, value: &str, header: &Header) -> Remedy {
     let encrypted = header.encryption == Encryption::Luks;
     if key.ends_with("iter-time") && encrypted {
-        return format!(
-            "a new key slot has it: 'vdkit key change {file} --key-file KEY --new-key-file NEW-KEY \
-             --iter-time {value}'"
-        );
+        let milliseconds = value.to_owned();
+        return Remedy::ChangeKey { file: file.to_owned(), milliseconds };
     }
     let options = match key.starts_with("encrypt.") && key != ENCRYPT_FORMAT {
         true => format!("{ENCRYPT_FORMAT}=luks,{key}={value}"),
         false => format!("{key}={value}"),
     };
-    let target = if key.starts_with("encrypt.") { " --target-key-file KEY" } else { "" };
-    format!("a new image can have it: 'vdkit convert -O qcow2 -o {options}{target} {file} NEW'")
+    let new_key = key.starts_with("encrypt.");
+    Remedy::Convert { file: file.to_owned(), target: Some(("qcow2", options)), new_key }
 }
 
 /// Rejects another value for a property that is fixed at creation.

@@ -307,8 +307,8 @@ fn distrust(
             && !bitmap.in_use()
         {
             warnings.push(format!(
-                "{}: bitmap '{}' is damaged ({fault}) and is not trusted from now on; vdkit check \
-                 --repair all drops it",
+                "{}: bitmap '{}' is damaged ({fault}) and is not trusted from now on; a repair \
+                 drops it",
                 storage.name(),
                 String::from_utf8_lossy(&bitmap.name)
             ));

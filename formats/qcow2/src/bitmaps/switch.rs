@@ -5,7 +5,7 @@
 //! replaces the mark that ends the list: everything after that mark is ignored until its eight
 //! bytes, which are within one sector, are overwritten.
 
-use vdkit_block::{Error, HostOffset, Result};
+use vdkit_block::{Error, HostOffset, Remedy, Result};
 
 use crate::header::{Header, field};
 use crate::image::{Meta, Qcow2};
@@ -101,8 +101,9 @@ impl Qcow2 {
                     found.offset,
                     "bitmaps header extension",
                     format!("{} bytes", found.data.len()),
-                    "24 bytes; run: vdkit check --repair all",
-                ));
+                    "24 bytes",
+                )
+                .with_remedy(Remedy::REPAIR));
             }
             None => self.insert_extension(meta, &header, &data)?,
         }

@@ -1,6 +1,6 @@
 //! The fixed header fields and their validation.
 
-use vdkit_block::{Codec, Error, Fault, HostOffset, Limits, Result};
+use vdkit_block::{Codec, Error, Fault, HostOffset, Limits, Remedy, Result};
 
 use super::{Encryption, Header, be32, be64, field};
 use crate::layout::{
@@ -18,6 +18,7 @@ fn fault_of(file: &str, field: u64, error: Error) -> Fault {
             structure: "header",
             found: other.to_string(),
             expected: "a table within the limits".to_owned(),
+            remedy: None,
         },
     }
 }
@@ -303,13 +304,8 @@ impl FixedFields {
     fn refcount_table(&self, file: &str, file_len: u64, geometry: &Geometry) -> Result<HostOffset> {
         let bytes = u64::from(self.refcount_table_clusters) << geometry.cluster_bits;
         if bytes == 0 {
-            return Err(Error::corrupt(
-                file,
-                56,
-                "refcount_table_clusters",
-                "0",
-                "at least 1 (vdkit check --repair all builds a new table)",
-            ));
+            return Err(Error::corrupt(file, 56, "refcount_table_clusters", "0", "at least 1")
+                .with_remedy(Remedy::REPAIR));
         }
         if bytes > layout::REFCOUNT_TABLE_BYTES_MAX.max(geometry.cluster_bytes()) {
             return Err(Error::Limit {

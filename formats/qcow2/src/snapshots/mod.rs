@@ -24,7 +24,7 @@ mod view;
 mod walk;
 
 use vdkit_block::bytes::{be16, be32, be64};
-use vdkit_block::{Error, HostOffset, Limits, Result, SnapshotInfo, Storage};
+use vdkit_block::{Error, HostOffset, Limits, Remedy, Result, SnapshotInfo, Storage};
 
 use crate::header::Header;
 use crate::layout::SNAPSHOTS_MAX;
@@ -212,8 +212,9 @@ impl SnapshotTable {
                 start.0 + at as u64,
                 "snapshot table entry",
                 found,
-                format!("{expected}; run: vdkit check --repair all {}", storage.name()),
+                expected,
             )
+            .with_remedy(Remedy::REPAIR)
         })
     }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use std::sync::atomic::Ordering;
-use vdkit_block::{Error, HostOffset, Monitor, Result};
+use vdkit_block::{Error, HostOffset, Monitor, Remedy, Result};
 use vdkit_meta::MutexGuard;
 
 use super::deltas::Deltas;
@@ -249,8 +249,9 @@ impl Qcow2 {
             cluster << self.geometry.cluster_bits,
             "refcount",
             found.to_string(),
-            format!("as many as there are references; run: vdkit check --repair all {file}"),
+            format!("as many as there are references"),
         )
+        .with_remedy(Remedy::REPAIR)
     }
 
     fn refcount_overflow(&self) -> Error {

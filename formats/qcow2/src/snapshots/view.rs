@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use vdkit_block::{Error, Format, Result};
+use vdkit_block::{Error, Format, Remedy, Result};
 
 use super::Snapshot;
 use crate::header::DiskTables;
@@ -43,7 +43,8 @@ impl Qcow2 {
                  {offset:#x}",
                 String::from_utf8_lossy(&snapshot.name)
             ),
-            format!("an L1 table at a cluster boundary within the file; run: vdkit check {file}"),
-        ))
+            format!("an L1 table at a cluster boundary within the file"),
+        )
+        .with_remedy(Remedy::Check))
     }
 }

@@ -1,7 +1,7 @@
 //! Counts the references of L1 tables.
 
 use rustc_hash::FxHashSet;
-use vdkit_block::{Error, HostOffset, Monitor, Result};
+use vdkit_block::{Error, HostOffset, Monitor, Remedy, Result};
 
 use super::deltas::Deltas;
 use crate::check::reader::{self, Meter};
@@ -192,7 +192,7 @@ impl<'a> Walk<'a> {
         expected: &str,
     ) -> Error {
         let file = self.image.storage.name();
-        Error::corrupt(file, at, what, found, format!("{expected}; run: vdkit check {file}"))
+        Error::corrupt(file, at, what, found, format!("{expected}")).with_remedy(Remedy::Check)
     }
 }
 

@@ -35,8 +35,8 @@ mod zeroes;
 use std::sync::Arc;
 
 use vdkit_block::{
-    CompactOptions, CompactReport, Error, Limits, Monitor, Progress, Repair, Result, Storage,
-    punch_zeroes,
+    CompactOptions, CompactReport, Error, Limits, Monitor, Progress, Remedy, Repair, Result,
+    Storage, punch_zeroes,
 };
 
 use super::image::Image;
@@ -121,8 +121,9 @@ pub(in crate::check) fn make_sound(
             first.map_or(field::INCOMPATIBLE, |finding| finding.offset),
             first.map_or("image", |finding| finding.structure),
             first.map_or("damage".to_owned(), |finding| finding.message.clone()),
-            "a sound image; run: vdkit check --repair all",
-        ));
+            "a sound image",
+        )
+        .with_remedy(Remedy::REPAIR));
     }
     repair::forget_autoclear(&image)?;
     Ok(found.leaks_fixed)

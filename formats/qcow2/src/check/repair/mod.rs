@@ -24,7 +24,9 @@ mod suspicion;
 use std::sync::Arc;
 
 use rustc_hash::FxHashSet;
-use vdkit_block::{CheckReport, Error, HostOffset, Limits, Monitor, Repair, Result, Storage};
+use vdkit_block::{
+    CheckReport, Error, HostOffset, Limits, Monitor, Remedy, Repair, Result, Storage,
+};
 
 use super::image::Image;
 use super::survey::{Mode, Survey};
@@ -127,8 +129,9 @@ pub(super) fn recover(
             field::INCOMPATIBLE,
             "refcounts",
             "refcounts that cannot be set right",
-            "an image that vdkit check --repair all can mend",
-        ));
+            "an image that can be repaired",
+        )
+        .with_remedy(Remedy::REPAIR));
     }
     Ok(())
 }
@@ -151,8 +154,9 @@ pub(super) fn change_width(
             finding.map_or(0, |finding| finding.offset),
             finding.map_or("metadata", |finding| finding.structure),
             finding.map_or("damage".to_owned(), |finding| finding.message.clone()),
-            "sound metadata; mend it first with vdkit check --repair all",
-        ));
+            "sound metadata",
+        )
+        .with_remedy(Remedy::REPAIR));
     }
     relocate::change_width(&mut image, order, monitor)
 }
@@ -170,8 +174,9 @@ fn refuse_damage(image: &Image, survey: &Survey) -> Result<()> {
         first.map_or(0, |finding| finding.offset),
         first.map_or("metadata", |finding| finding.structure),
         first.map_or("damage".to_owned(), |finding| finding.message.clone()),
-        "sound metadata; see what is lost with vdkit check, then mend it with --repair all",
-    ))
+        "sound metadata",
+    )
+    .with_remedy(Remedy::REPAIR))
 }
 
 /// Repairs until nothing is left that the policy allows. Returns the final survey.

@@ -13,7 +13,9 @@
 //! The search reads unreferenced clusters. It is skipped if no table can be lost: if each L1 entry
 //! names one.
 
-use vdkit_block::{CheckReport, Error, Finding, Monitor, NoProgress, Result, Severity};
+use vdkit_block::{
+    CheckReport, Error, Finding, Monitor, NoProgress, Remedy, Repair, Result, Severity,
+};
 
 use super::search::{Flagless, Scope, Search};
 use crate::check::image::Image;
@@ -95,11 +97,10 @@ pub(super) fn refuse_to_forget(image: &Image, survey: &Survey, kept: &Kept) -> R
         ),
         format!(
             "tables that something names: a repair would free them and the data that they map. Put \
-             the references right by hand; or, to do without that data, run: vdkit check --repair \
-             all --force {}",
-            image.name()
+             the references right by hand; or do without that data"
         ),
-    ))
+    )
+    .with_remedy(Remedy::Repair { repair: Repair::All, force: true }))
 }
 
 /// Reports the kept tables before other findings, and counts their clusters.
@@ -117,8 +118,7 @@ pub(super) fn report(image: &Image, report: &mut CheckReport) {
         message: format!(
             "nothing refers to this cluster, which looks like an L2 table, nor to {mapped} clusters \
              that it maps: kept, as an L1 table may have lost its entries. Put those right by hand; \
-             or, to do without that data, run: vdkit check --repair all --force {}",
-            image.name()
+             or, to do without that data, repair by force"
         ),
         repaired: false,
     });

@@ -1,0 +1,62 @@
+//! Words the engine's remedies as this command's own subcommands and options.
+
+use vdkit::{Error, Remedy, Repair};
+
+use crate::failure::{Context, quoted};
+
+/// The remedy of `error` in the words of the command line; empty if there is nothing to add.
+pub(crate) fn worded(remedy: &Remedy, error: &Error, context: &Context<'_>) -> String {
+    let file = match error {
+        Error::Corrupt(fault) => quoted(&fault.file),
+        _ => "IMAGE".to_owned(),
+    };
+    match remedy {
+        Remedy::Check if context.command == "check" => String::new(),
+        Remedy::Check => format!("'vdkit check {file}' lists what is damaged"),
+        Remedy::Repair { repair, force } => {
+            let what = if *repair == Repair::Leaks { "leaks" } else { "all" };
+            let force = if *force { " --force" } else { "" };
+            let lost = "to do without what is lost, run:";
+            format!("{lost} vdkit check --repair {what}{force} {file}")
+        }
+        Remedy::GiveKey => "give its key with --key-file FILE, --key-fd N or --key-env NAME".into(),
+        Remedy::GiveNewKey => {
+            "give one: 'vdkit create' takes --key-file FILE, --key-fd N or --key-env NAME, \
+                               commands that read another image --target-key-file and so on"
+                .into()
+        }
+        Remedy::FollowReferences => "leave out --no-refs".into(),
+        Remedy::AllowFolder(folder) => {
+            let folder = quoted(&folder.display().to_string());
+            format!("if you trust the image, allow it with --allow-ref {folder}")
+        }
+        Remedy::GiveParent => {
+            "the format has no place for a name: give the file with --parent".into()
+        }
+        Remedy::StoreReference { overlay, backing, format } => {
+            let backing = backing.as_deref().map_or("NEW".to_owned(), quoted);
+            let format = format.iter().map(|format| format!(" --backing-format {format}"));
+            let overlay = quoted(overlay);
+            format!(
+                "to have the overlay name what is right: vdkit rebase --unsafe {overlay} --backing {backing}{}",
+                format.collect::<String>()
+            )
+        }
+        Remedy::Convert { file, target, new_key } => {
+            let target =
+                target.iter().map(|(format, options)| format!(" -O {format} -o {options}"));
+            let key = if *new_key { " --target-key-file KEY" } else { "" };
+            let target = target.collect::<String>();
+            format!("a new image can have it: vdkit convert{target}{key} {} NEW", quoted(file))
+        }
+        Remedy::ChangeKey { file, milliseconds } => format!(
+            "a new key slot can have it: vdkit key change {} --key-file KEY --new-key-file NEW-KEY --iter-time \
+             {milliseconds}",
+            quoted(file)
+        ),
+        Remedy::Overlay => {
+            "write to an overlay instead: vdkit create OVERLAY.qcow2 --backing IMAGE".into()
+        }
+        other => other.to_string(),
+    }
+}
