@@ -20,7 +20,7 @@
 //! - `loom_sync` (a feature, `model`) runs a protocol of threads in every order of their steps.
 //! - [`Killed`] is a process that does not outlive its test.
 //! - [`pairwise`] makes few cases that hold every pair of options.
-//! - [`require_peer`] says what happens where a program is missing.
+//! - [`require_peer`] and [`missing`] say what happens where a program is missing.
 //! - [`processor_time`] bounds work on a machine that has other things to do as well.
 
 pub mod appliance;
@@ -60,7 +60,7 @@ pub use killed::Killed;
 pub use machine::Machine;
 pub use meter::processor_time;
 pub use pairs::{Choice, pairwise};
-pub use peers::{require_fuse, require_peer, require_python, require_root};
+pub use peers::{impossible_here, missing, python, require_fuse, require_peer, require_root};
 pub use recorded::Recorded;
 pub use rng::Rng;
 pub use sharing::{NoShare, SharingStorage};

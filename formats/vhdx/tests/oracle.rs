@@ -64,16 +64,9 @@ while at < len(wanted):
 }
 
 fn with_python(script: &str, image: &Path, parent: &str, raw: &Path, what: &str) {
-    if !vdkit_testkit::require_python("pyvhdi", "libvhdi-python") {
-        return;
-    }
-    let out = Command::new("python3")
-        .args(["-c", script])
-        .arg(image)
-        .arg(parent)
-        .arg(raw)
-        .output()
-        .expect("python3");
+    let Some(mut python) = vdkit_testkit::python("pyvhdi") else { return };
+    let out =
+        python.args(["-c", script]).arg(image).arg(parent).arg(raw).output().expect("python3");
     assert!(out.status.success(), "{what}: {}", String::from_utf8_lossy(&out.stderr));
 }
 
