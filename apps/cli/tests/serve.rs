@@ -3,6 +3,7 @@
 mod common;
 
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -369,7 +370,10 @@ fn a_kill_loses_nothing_that_was_flushed() {
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        std::thread::sleep(Duration::from_millis(300 + 50 * u64::from(round)));
+        // Later each round: once the load has made the file larger by so much.
+        let blocks = || std::fs::metadata(scratch.path("a.qcow2")).unwrap().blocks();
+        let enough = blocks() + 2048 * u64::from(round);
+        common::wait_until(|| blocks() >= enough || load.try_wait().unwrap().is_some());
         served.child.kill().unwrap();
         served.child.wait().unwrap();
         let _ = load.kill();

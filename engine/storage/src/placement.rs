@@ -127,7 +127,7 @@ mod tests {
         }
         file.sync_all().unwrap();
         let Some(found) = Placement::of(&file, 10_000).unwrap() else {
-            return vdkit_testkit::impossible_here("the file system of /var/tmp tells no extents");
+            return vdkit_testbase::impossible_here("the file system of /var/tmp tells no extents");
         };
         let said = Command::new("filefrag").arg("-v").arg(&path).output().unwrap();
         let said = String::from_utf8(said.stdout).unwrap();

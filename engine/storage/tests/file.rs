@@ -11,7 +11,7 @@ use vdkit_block::{
 use vdkit_storage::{
     AlignedBuf, CreateMode, FileKind, FileOptions, FileStorage, LockMode, MemoryStorage,
 };
-use vdkit_testkit::{Rng, fs, impossible_here, require_peer};
+use vdkit_testbase::{Rng, fs, impossible_here, require_peer};
 
 fn new(folder: &Path, name: &str, mode: CacheMode) -> FileStorage {
     FileStorage::create(folder.join(name), &FileOptions::read_write().cache(mode)).unwrap()

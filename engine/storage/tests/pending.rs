@@ -8,7 +8,7 @@ use rustix::fs::XattrFlags;
 use rustix::io::Errno;
 use vdkit_block::{ErrorKind, HostOffset, Storage};
 use vdkit_storage::{CommitOptions, CreateMode, FileOptions, FileStorage, LockMode, PendingFile};
-use vdkit_testkit::{impossible_here, require_peer, require_root};
+use vdkit_testbase::{impossible_here, require_peer, require_root};
 
 const ACCESS_LIST: &str = "system.posix_acl_access";
 const DEFAULT_LIST: &str = "system.posix_acl_default";

@@ -10,7 +10,7 @@ use vdkit_block::{
 };
 use vdkit_luks::LuksDriver;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::impossible_here;
+use vdkit_testbase::impossible_here;
 use zeroize::Zeroize;
 
 /// Searched bytes are stored masked, so that the search does not find itself.

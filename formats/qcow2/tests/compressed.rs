@@ -8,7 +8,7 @@ use common::scratch;
 use vdkit_block::{FormatDriver, GuestOffset, Limits, OpenRequest, Place};
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_storage::{FileOptions, FileStorage};
-use vdkit_testkit::{qemu, require_peer};
+use vdkit_testbase::{qemu, require_peer};
 
 /// Text-like, constant and random stretches, so that clusters pack to all lengths, some not at all.
 fn guest_data(len: usize) -> Vec<u8> {

@@ -9,7 +9,7 @@ use support::{DYNAMIC, Shared, create_over, found, written};
 use vdkit_block::{FormatDriver, GuestOffset, HostOffset, Limits, Repair, Storage};
 use vdkit_chain::Disk;
 use vdkit_storage::{CreateMode, FileOptions, FileStorage, MemoryStorage};
-use vdkit_testkit::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
+use vdkit_testbase::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
 use vdkit_vhd::VhdDriver;
 
 fn open(child: &Shared, base: &Shared, writable: bool) -> Disk {
@@ -193,7 +193,7 @@ with open(out, 'wb') as target:
 
 /// What libvhdi reads from an image and its parents.
 fn libvhdi(dir: &Path, paths: &[&Path]) -> Option<Vec<u8>> {
-    let mut python = vdkit_testkit::python("pyvhdi")?;
+    let mut python = vdkit_testbase::python("pyvhdi")?;
     let out = dir.join("out");
     let answer = python.args(["-c", READ]).args(paths).arg(&out).output().unwrap();
     assert!(answer.status.success(), "{}", String::from_utf8_lossy(&answer.stderr));

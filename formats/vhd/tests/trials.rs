@@ -1,7 +1,7 @@
 //! What every writable format must stand.
 
-use vdkit_testkit::FaultKind;
-use vdkit_testkit::trials::Trial;
+use vdkit_testbase::FaultKind;
+use vdkit_testbase::trials::Trial;
 use vdkit_vhd::VhdDriver;
 
 const DYNAMIC: Trial = Trial {

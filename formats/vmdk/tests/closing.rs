@@ -6,7 +6,7 @@ use vdkit_block::{
     CreateRequest, FormatDriver, GuestOffset, Limits, OpenRequest, Options, Storage,
 };
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage};
+use vdkit_testbase::{FaultKind, FaultPlan, FaultyStorage};
 use vdkit_vmdk::VmdkDriver;
 
 /// The file could not be cut, so what lies behind its last grain is still there: an abandoned write's

@@ -14,7 +14,7 @@ use vdkit_jobs::{
 };
 use vdkit_ova::{Package, PackageLimits};
 use vdkit_raw::RawDriver;
-use vdkit_testkit::appliance::{ovf, tar};
+use vdkit_testbase::appliance::{ovf, tar};
 
 /// In-memory bytes. Once armed, a read of one half returns only when the other half is read too.
 #[derive(Debug)]

@@ -13,7 +13,7 @@ use vdkit_jobs::{
 };
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_raw::RawDriver;
-use vdkit_testkit::{Rng, qemu, require_peer};
+use vdkit_testbase::{Rng, qemu, require_peer};
 
 const MIB: usize = 1 << 20;
 

@@ -12,7 +12,7 @@ use vdkit_jobs::{
 };
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_raw::RawDriver;
-use vdkit_testkit::{Rng, qemu, require_peer};
+use vdkit_testbase::{Rng, qemu, require_peer};
 
 const MIB: u64 = 1 << 20;
 /// Not a multiple of any cluster size.

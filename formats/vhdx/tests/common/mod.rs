@@ -11,7 +11,7 @@ use vdkit_block::{
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::Rng;
+use vdkit_testbase::Rng;
 use vdkit_vhdx::VhdxDriver;
 
 pub const MIB: u64 = 1 << 20;
