@@ -15,6 +15,7 @@
 //! - [`units`] are the sizes that tests name.
 //! - `loom_sync` (a feature, `model`) runs a protocol of threads in every order of their steps.
 //! - [`Killed`] is a process that does not outlive its test.
+//! - [`for_seeds`] runs a random test many times, and says how to repeat a case.
 //! - [`pairwise`] makes few cases that hold every pair of options.
 //! - [`require_peer`] and [`missing`] say what happens where a program is missing.
 //! - [`Watched`] is a thread that is seen to wait.
@@ -38,6 +39,7 @@ mod pairs;
 mod peers;
 pub mod qemu;
 mod rng;
+mod seeds;
 mod sharing;
 pub mod trials;
 pub mod units;
@@ -53,5 +55,6 @@ pub use meter::processor_time;
 pub use pairs::{Choice, pairwise};
 pub use peers::{impossible_here, missing, python, require_fuse, require_peer, require_root};
 pub use rng::Rng;
+pub use seeds::{cases, for_seeds, seed};
 pub use sharing::{NoShare, SharingStorage};
 pub use watched::Watched;

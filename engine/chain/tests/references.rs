@@ -209,9 +209,9 @@ fn devices_need_an_explicit_word() {
         use std::os::unix::fs::FileTypeExt;
         fs::metadata(path).is_ok_and(|meta| meta.file_type().is_block_device())
     };
-    let devices = fs::read_dir("/dev").unwrap().flatten().map(|entry| entry.path());
+    let mut devices = fs::read_dir("/dev").unwrap().flatten().map(|entry| entry.path());
     let image = tempfile::Builder::new().prefix("vdkit-test").tempfile_in("/dev");
-    let (Some(device), Ok(image)) = (devices.into_iter().find(is_block), image) else {
+    let (Some(device), Ok(image)) = (devices.find(is_block), image) else {
         return impossible_here("no block device in /dev, or no right to write there");
     };
     let name = device.file_name().unwrap().to_str().unwrap();

@@ -4,9 +4,7 @@ use std::path::Path;
 
 use vdkit::jobs::{CreateOptions, create};
 use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options, RefPolicy};
-use vdkit_testkit::{Rng, python, qemu, require_peer};
-
-use super::cases;
+use vdkit_testkit::{Rng, cases, python, qemu, require_peer};
 
 /// The tested disks: subformat and other options, bytes.
 pub const KINDS: &[(&str, u64)] = &[
