@@ -19,7 +19,7 @@ use vdkit_chain::Disk;
 use vdkit_qcow2::Qcow2;
 use vdkit_qcow2::header::Header;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{CrashStorage, FaultKind, FaultPlan, Rng};
+use vdkit_testkit::{CrashStorage, FaultKind, FaultPlan, Rng, Watched};
 
 const CLUSTER: u64 = 4096;
 
@@ -433,20 +433,22 @@ fn a_bitmap_is_added_once_older_writes_have_ended() {
     let (rig, _) = Rig::new(&shape(Content::Empty));
     let disk = rig.open(true).expect("opening");
     let added = AtomicBool::new(false);
+    let watched = Watched::default();
     std::thread::scope(|scope| {
         // One write has reserved space, one is about to write in place.
         let space = disk.top().reserve(0.into_guest(), 512).expect("reserving").expect("space");
         let guard = disk.top().in_flight().enter();
         let adder = scope.spawn(|| {
+            watched.is_me();
             let new = NewBitmap { name: "x", granularity: None, enabled: true };
             bitmaps(&disk).add(&new).expect("adding");
             added.store(true, Ordering::SeqCst);
         });
-        let pause = || std::thread::sleep(std::time::Duration::from_millis(60));
-        pause();
+        watched.until_it_waits();
         assert!(!added.load(Ordering::SeqCst), "with a reservation");
         drop(space);
-        pause();
+        // Time to go on wrongly.
+        std::thread::sleep(std::time::Duration::from_millis(60));
         assert!(!added.load(Ordering::SeqCst), "with a write in place");
         drop(guard);
         adder.join().expect("adding");

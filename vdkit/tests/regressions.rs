@@ -3,7 +3,6 @@
 mod support;
 
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use support::disks::save;
 use support::guest::{Guest, pattern, soft_pattern};
@@ -14,7 +13,7 @@ use support::shape::{Base, Content, Shape};
 use vdkit_block::{Codec, ErrorKind, HostOffset, Limits};
 use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{FaultKind, FaultPlan};
+use vdkit_testkit::{FaultKind, FaultPlan, Watched};
 
 /// A snapshot of an image, as QEMU reads it.
 fn snapshot(rig: &Rig, name: &str) -> Vec<u8> {
@@ -99,6 +98,7 @@ fn beside_a_flush(shape: &Shape, before: usize, write: impl Fn(&Disk, &[u8]) + S
     let bytes = pattern(1, 0, 12 << 20);
     // More than is reserved for the larger disk: refcounts that are not durable yet.
     disk.write_at(&bytes[..before], 0.into_guest()).expect("writing");
+    let writer = Watched::default();
     std::thread::scope(|scope| {
         scope.spawn(|| {
             rig.image().close_gate_to_me();
@@ -107,12 +107,12 @@ fn beside_a_flush(shape: &Shape, before: usize, write: impl Fn(&Disk, &[u8]) + S
         while !rig.image().held_up() {
             std::thread::yield_now();
         }
-        let writer = scope.spawn(|| write(&disk, &bytes));
+        scope.spawn(|| {
+            writer.is_me();
+            write(&disk, &bytes);
+        });
         // It may wait for the flush, or not.
-        let patience = Instant::now();
-        while !writer.is_finished() && patience.elapsed() < Duration::from_millis(300) {
-            std::thread::yield_now();
-        }
+        writer.until_it_waits();
         rig.image().open_gate();
     });
     guest.write(0, &bytes);

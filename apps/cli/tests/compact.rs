@@ -4,7 +4,6 @@ mod common;
 
 use std::os::unix::fs::MetadataExt;
 use std::process::Stdio;
-use std::time::Duration;
 
 use common::{Scratch, peer, signal};
 
@@ -119,6 +118,10 @@ fn killed_at_any_moment_it_goes_on_when_it_is_run_again() {
     loose(&scratch, 150);
     let worn = scratch.path("worn.qcow2");
     std::fs::copy(scratch.path("disk.qcow2"), &worn).unwrap();
+    let modified = || {
+        let metadata = std::fs::metadata(scratch.path("disk.qcow2")).unwrap();
+        (metadata.mtime(), metadata.mtime_nsec())
+    };
     let mut cut_short = 0;
     for round in 0..12u64 {
         if round % 4 == 0 {
@@ -130,7 +133,11 @@ fn killed_at_any_moment_it_goes_on_when_it_is_run_again() {
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        std::thread::sleep(Duration::from_millis(2 + 23 * round));
+        // Later each round: after so many changes of the file that this process comes to see.
+        for _ in 0..=round {
+            let before = modified();
+            common::wait_until(|| modified() != before || child.try_wait().unwrap().is_some());
+        }
         if child.try_wait().unwrap().is_none() {
             signal(child.id(), "KILL");
             cut_short += 1;

@@ -4,7 +4,6 @@ mod common;
 
 use std::io::Write;
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
 use common::pki::certificates;
 use common::{Scratch, peer};
@@ -323,8 +322,8 @@ fn waiting_for_a_pipe_can_be_interrupted() {
     let mut held = child.stdin.take().unwrap();
     held.write_all(&[1; 100_000]).unwrap();
     common::wait_until_signals_are_handled(child.id());
-    // Usually enough for it to have read all, and to wait for more.
-    std::thread::sleep(Duration::from_millis(700));
+    // Once it has read all, it waits for more.
+    common::wait_until(|| rustix::io::ioctl_fionread(&held).unwrap() == 0);
     common::signal(child.id(), "INT");
     let status = child.wait().unwrap();
     assert_eq!(status.code(), Some(130));

@@ -52,14 +52,14 @@ const KNOW_NO_FORMAT: &[&str] = &["sources", "jobs", "serve"];
 const KNOWS_FORMATS: &str = "vdkit-inspect";
 
 /// Kept for tests and benchmarks: any crate may have these as dev-dependencies.
-const FOR_TESTS: &[&str] = &["vdkit-testkit", "vdkit-supervisor", "vdkit-bench"];
+const FOR_TESTS: &[&str] = &["vdkit-testbase", "vdkit-testkit", "vdkit-supervisor", "vdkit-bench"];
 
 /// Boots Linux: for tests, and for the lab, which measures guests.
 const GUEST: &str = "vdkit-guest";
 
 /// What `vdkit`, which other programs import, must not bring along.
 const NOT_IN_THE_FACADE: &[&str] =
-    &["vdkit-lab", "rusqlite", "maud", "clap", "anyhow", "vdkit-guest", "vdkit-testkit"];
+    &["vdkit-lab", "rusqlite", "maud", "clap", "anyhow", "vdkit-guest", "vdkit-testbase"];
 
 /// The floor and the row on it.
 fn place(name: &str) -> Option<(usize, usize)> {

@@ -75,6 +75,16 @@ fn fio_on(scratch: &Scratch, seconds: u32, way: &[&str]) -> Command {
     command
 }
 
+/// Waits until the service has done some more writes of this client, or the client has ended.
+fn writes_go_on(scratch: &Scratch, client: &mut Child) {
+    let writes = || {
+        let stats = scratch.json_of("ctl", 0, &["c.sock", "stats"]);
+        stats["ops"][1]["ops"].as_u64().unwrap()
+    };
+    let enough = writes() + 100;
+    common::wait_until(|| writes() >= enough || client.try_wait().unwrap().is_some());
+}
+
 fn verified(child: Child) {
     let output = child.wait_with_output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
@@ -92,9 +102,9 @@ fn a_guest_goes_on_over_new_overlays() {
     scratch.ok(&["create", "0.qcow2", "64M"]);
     let service = Service::start(&scratch, &["0.qcow2"]);
     io(&scratch, &["write -P 9 63M 64k", "flush"]);
-    let client = fio(&scratch, 4).spawn().unwrap();
+    let mut client = fio(&scratch, 4).spawn().unwrap();
     for layer in 1..5 {
-        std::thread::sleep(std::time::Duration::from_millis(600));
+        writes_go_on(&scratch, &mut client);
         let (old, new) = (format!("{}.qcow2", layer - 1), format!("{layer}.qcow2"));
         let answer = scratch.json_of("ctl", 0, &["c.sock", "snapshot-external", &new]);
         let path = folder(&scratch).canonicalize().unwrap().join(&new);
@@ -188,17 +198,14 @@ fn a_guest_goes_on_through_commits() {
         scratch.ok(&["create", "-f", format, "-o", options, base, "64M"]);
         let service = Service::start(&scratch, &[base, "-f", format]);
         io(&scratch, &["write -P 9 63M 64k", "flush"]);
-        let client = fio(&scratch, 5).spawn().unwrap();
-        let began = std::time::Instant::now();
-        while scratch.json_of("ctl", 0, &["c.sock", "stats"])["ops"][1]["ops"].as_u64() < Some(99) {
-            assert!(began.elapsed().as_secs() < 120);
-        }
+        let mut client = fio(&scratch, 5).spawn().unwrap();
+        writes_go_on(&scratch, &mut client);
         for round in 0..4 {
             let overlay = format!("{round}.qcow2");
             scratch.ok(&["ctl", "c.sock", "snapshot-external", &overlay]);
             // Whether or not the client gets to write meanwhile.
             io(&scratch, &["write -P 9 62M 64k"]);
-            std::thread::sleep(std::time::Duration::from_millis(500));
+            writes_go_on(&scratch, &mut client);
             // The empty overlays of former rounds stand on the base too.
             let done = scratch.json_of("ctl", 0, &["c.sock", "commit", "--force"]);
             assert_eq!(done["chain"].as_array().unwrap().len(), 1);
@@ -244,12 +251,12 @@ fn a_plain_file_goes_on_over_new_overlays_and_commits() {
     disk.write_all_at(&[9; 65536], 63 << 20).unwrap();
     disk.sync_all().unwrap();
     let way = ["--ioengine=libaio", "--filename=disk.raw", "--allow_file_create=0"];
-    let client = fio_on(&scratch, 4, &way).spawn().unwrap();
+    let mut client = fio_on(&scratch, 4, &way).spawn().unwrap();
     for round in 0..3 {
         let overlay = format!("{round}.qcow2");
-        std::thread::sleep(std::time::Duration::from_millis(400));
+        writes_go_on(&scratch, &mut client);
         scratch.ok(&["ctl", "c.sock", "snapshot-external", &overlay]);
-        std::thread::sleep(std::time::Duration::from_millis(400));
+        writes_go_on(&scratch, &mut client);
         let done = scratch.json_of("ctl", 0, &["c.sock", "commit", "--force"]);
         assert_eq!(done["filename"], "base.qcow2");
     }

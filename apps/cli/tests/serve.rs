@@ -3,6 +3,7 @@
 mod common;
 
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -369,7 +370,10 @@ fn a_kill_loses_nothing_that_was_flushed() {
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        std::thread::sleep(Duration::from_millis(300 + 50 * u64::from(round)));
+        // Later each round: once the load has made the file larger by so much.
+        let blocks = || std::fs::metadata(scratch.path("a.qcow2")).unwrap().blocks();
+        let enough = blocks() + 2048 * u64::from(round);
+        common::wait_until(|| blocks() >= enough || load.try_wait().unwrap().is_some());
         served.child.kill().unwrap();
         served.child.wait().unwrap();
         let _ = load.kill();
@@ -387,39 +391,14 @@ fn a_kill_loses_nothing_that_was_flushed() {
     }
 }
 
-/// A file system of a few MiB, in memory; gone at the end.
-struct SmallDisk(std::path::PathBuf);
-
-impl SmallDisk {
-    fn mount(path: std::path::PathBuf) -> Option<Self> {
-        std::fs::create_dir(&path).unwrap();
-        let status = Command::new("mount")
-            .args(["-t", "tmpfs", "-o", "size=8m", "tmpfs"])
-            .arg(&path)
-            .stderr(Stdio::null())
-            .status();
-        if status.is_ok_and(|status| status.success()) {
-            return Some(Self(path));
-        }
-        assert!(std::env::var_os("CI").is_none(), "mounting a tmpfs needs root");
-        eprintln!("SKIPPED: mounting a tmpfs needs root");
-        None
-    }
-}
-
-impl Drop for SmallDisk {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
-    }
-}
-
 #[test]
 fn a_full_file_system_makes_writes_wait() {
     let scratch = Scratch::new();
-    let Some(disk) = SmallDisk::mount(scratch.path("small")) else { return };
+    let Some(disk) = vdkit_testkit::fs::mounted("tmpfs", 8 << 20) else { return };
+    std::os::unix::fs::symlink(disk.path(), scratch.path("small")).unwrap();
     let dir = folder(&scratch);
     scratch.ok(&["create", "small/a.qcow2", "64M"]);
-    std::fs::write(disk.0.join("ballast"), vec![1; 5 << 20]).unwrap();
+    std::fs::write(disk.path().join("ballast"), vec![1; 5 << 20]).unwrap();
     let mut served = Served::start(&scratch, &["small/a.qcow2"]);
     let mut writer = Command::new("qemu-io")
         .args(["-f", "raw", &served.uri, "-c", "write -P 3 0 6M", "-c", "flush"])
@@ -432,7 +411,7 @@ fn a_full_file_system_makes_writes_wait() {
     // Reads go on meanwhile.
     let read = output(&dir, "qemu-io", &["-r", "-f", "raw", &served.uri, "-c", "read -P 0 32M 1M"]);
     assert!(!read.contains("failed"), "{read}");
-    std::fs::remove_file(disk.0.join("ballast")).unwrap();
+    std::fs::remove_file(disk.path().join("ballast")).unwrap();
     assert!(writer.wait().unwrap().success());
     let read = output(&dir, "qemu-io", &["-f", "raw", &served.uri, "-c", "read -P 3 0 6M"]);
     assert!(!read.contains("failed"), "{read}");
@@ -441,7 +420,7 @@ fn a_full_file_system_makes_writes_wait() {
     assert_eq!(served.child.wait().unwrap().code(), Some(0));
     check(&scratch, "small/a.qcow2");
     // With `report` the client hears of it.
-    std::fs::write(disk.0.join("ballast"), vec![1; 1 << 20]).unwrap();
+    std::fs::write(disk.path().join("ballast"), vec![1; 1 << 20]).unwrap();
     let served = Served::start(&scratch, &["small/a.qcow2", "--on-nospace", "report"]);
     let write = Command::new("qemu-io")
         .args(["-f", "raw", &served.uri, "-c", "write -P 4 16M 6M"])

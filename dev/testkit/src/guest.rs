@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use vdkit_guest::{Archive, Kernel, Modules};
 
-use crate::peers::{missing, require_peer};
+use crate::{missing, require_peer};
 
 /// Modules that guests load, with what these need; those that the kernel contains are left out.
 const MODULES: [&str; 6] =

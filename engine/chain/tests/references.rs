@@ -13,6 +13,7 @@ use vdkit_block::{
 };
 use vdkit_chain::{BackingChoice, Disk, OpenOptions, Registry, describe_chain, open_image};
 use vdkit_raw::RawDriver;
+use vdkit_testbase::impossible_here;
 
 const SIZE: u64 = 4 * CLUSTER;
 
@@ -206,16 +207,14 @@ fn what_is_no_file_is_refused_even_where_allowed_and_without_touching_it() {
 #[test]
 fn devices_need_an_explicit_word() {
     // The own folder of an image in /dev is /dev, but it must not reach the disks there.
-    let Ok(entries) = fs::read_dir("/dev") else { return };
     let is_block = |path: &PathBuf| {
         use std::os::unix::fs::FileTypeExt;
         fs::metadata(path).is_ok_and(|meta| meta.file_type().is_block_device())
     };
-    let Some(device) = entries.flatten().map(|entry| entry.path()).find(is_block) else {
-        return;
-    };
-    let Ok(image) = tempfile::Builder::new().prefix("vdkit-test").tempfile_in("/dev") else {
-        return;
+    let mut devices = fs::read_dir("/dev").unwrap().flatten().map(|entry| entry.path());
+    let image = tempfile::Builder::new().prefix("vdkit-test").tempfile_in("/dev");
+    let (Some(device), Ok(image)) = (devices.find(is_block), image) else {
+        return impossible_here("no block device in /dev, or no right to write there");
     };
     let name = device.file_name().unwrap().to_str().unwrap();
     fs::write(image.path(), header(SIZE, name, "raw", "")).unwrap();

@@ -202,7 +202,7 @@ mod tests {
     use std::path::Path;
 
     use vdkit_block::{CacheMode, HostOffset, Storage};
-    use vdkit_testkit::fs::{Mounted, mounted};
+    use vdkit_testbase::fs::{Mounted, mounted};
 
     use super::*;
     use crate::buffer::AlignedBuf;

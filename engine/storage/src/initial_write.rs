@@ -229,7 +229,7 @@ mod tests {
     #[test]
     fn a_full_file_system_is_an_error_on_each_lane() {
         // The mapping is longer than the file system, so its pages cannot be allocated.
-        let Some(small) = vdkit_testkit::fs::mounted("tmpfs", 1 << 20) else { return };
+        let Some(small) = vdkit_testbase::fs::mounted("tmpfs", 1 << 20) else { return };
         let options = FileOptions::read_write().cache(CacheMode::Unsafe);
         let file = FileStorage::create(small.path().join("bulk"), &options).unwrap();
         file.expect_len(8 << 20).unwrap();
@@ -241,7 +241,7 @@ mod tests {
 
     #[test]
     fn a_device_is_no_memory_though_its_name_lies_there() {
-        let Some(device) = vdkit_testkit::fs::loop_device(1 << 20, 512) else { return };
+        let Some(device) = vdkit_testbase::fs::loop_device(1 << 20, 512) else { return };
         let device = FileStorage::open(device.path(), &FileOptions::read_write()).unwrap();
         assert!(!device.reads_never_wait());
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
@@ -258,24 +258,24 @@ mod tests {
 
     #[test]
     fn pieces_are_small_on_ext4_alone() {
-        let folder = tempfile::tempdir().unwrap();
-        for cache in [CacheMode::Writeback, CacheMode::Writethrough] {
-            let options = FileOptions::read_write().cache(cache);
-            let file = FileStorage::create(folder.path().join("pieces"), &options).unwrap();
-            let of = |act: &dyn Fn()| {
-                let before = writes();
-                act();
-                writes() - before
-            };
-            let buf = vec![7; 1 << 20];
-            let found = (
-                of(&|| file.write_at(&buf, HostOffset(0)).unwrap()),
-                of(&|| file.write_new(&buf, HostOffset(1 << 20)).unwrap()),
-            );
-            let ext = FileSystem::of(file.file(), FileKind::Regular);
-            let wanted = if ext == FileSystem::Ext { (64, 16) } else { (1, 1) };
-            assert_eq!(found, wanted, "{cache:?} on {ext:?}");
-            std::fs::remove_file(folder.path().join("pieces")).unwrap();
+        for (kind, wanted) in [("ext4", (64, 16)), ("xfs", (1, 1))] {
+            let Some(folder) = vdkit_testbase::fs::mounted(kind, 320 << 20) else { return };
+            for cache in [CacheMode::Writeback, CacheMode::Writethrough] {
+                let options = FileOptions::read_write().cache(cache);
+                let file = FileStorage::create(folder.path().join("pieces"), &options).unwrap();
+                let of = |act: &dyn Fn()| {
+                    let before = writes();
+                    act();
+                    writes() - before
+                };
+                let buf = vec![7; 1 << 20];
+                let found = (
+                    of(&|| file.write_at(&buf, HostOffset(0)).unwrap()),
+                    of(&|| file.write_new(&buf, HostOffset(1 << 20)).unwrap()),
+                );
+                assert_eq!(found, wanted, "{cache:?} on {kind}");
+                std::fs::remove_file(folder.path().join("pieces")).unwrap();
+            }
         }
     }
 }

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::io::Errno;
 use vdkit_block::{CacheMode, HostOffset, Storage, ZeroMode};
-use vdkit_testkit::Rng;
+use vdkit_testbase::Rng;
 
 use super::try_once;
 use crate::{CreateMode, FileOptions, FileStorage, MemoryStorage};
@@ -91,7 +91,7 @@ fn what_a_file_system_cannot_do_is_asked_once() {
 #[test]
 fn zeroes_on_tmpfs_keep_or_give_back_their_space() {
     // tmpfs punches and allocates, but (as of Linux 6.18) cannot zero a range in one step.
-    let Some(fs) = vdkit_testkit::fs::mounted("tmpfs", 8 << 20) else { return };
+    let Some(fs) = vdkit_testbase::fs::mounted("tmpfs", 8 << 20) else { return };
     let path = fs.path().join("f");
     let file = FileStorage::create(path, &FileOptions::read_write()).unwrap();
     file.write_at(&[7; 8192], HostOffset(0)).unwrap();
@@ -170,7 +170,7 @@ fn a_walk_over_holes_sees_what_changed_meanwhile() {
 /// or unchanged data.
 #[test]
 fn a_device_that_cannot_punch_is_not_asked_for_a_discard_with_an_undefined_result() {
-    let Some(device) = vdkit_testkit::fs::loop_device(4 << 20, 512) else { return };
+    let Some(device) = vdkit_testbase::fs::loop_device(4 << 20, 512) else { return };
     let file = FileStorage::open(device.path(), &FileOptions::read_write()).unwrap();
     file.lacks.punch.store(true, Ordering::Relaxed);
     file.write_at(&[7; 1 << 20], HostOffset(0)).unwrap();

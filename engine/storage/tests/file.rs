@@ -11,7 +11,7 @@ use vdkit_block::{
 use vdkit_storage::{
     AlignedBuf, CreateMode, FileKind, FileOptions, FileStorage, LockMode, MemoryStorage,
 };
-use vdkit_testkit::{Rng, fs, require_peer};
+use vdkit_testbase::{Rng, fs, impossible_here, require_peer};
 
 fn new(folder: &Path, name: &str, mode: CacheMode) -> FileStorage {
     FileStorage::create(folder.join(name), &FileOptions::read_write().cache(mode)).unwrap()
@@ -393,7 +393,7 @@ fn batches_go_through_io_uring() {
         calls.iter().filter(|c| c.contains("pread64") && c.contains(", 4096, ")).count()
     };
     if calls.iter().any(|c| c.contains("io_uring_setup") && c.contains("= -1")) {
-        eprintln!("*** SKIPPED: io_uring is not permitted here");
+        impossible_here("io_uring is not permitted here");
     } else {
         // One, and some more if the wait is interrupted.
         assert!(count(&calls, "io_uring_enter") <= 16, "{calls:#?}");

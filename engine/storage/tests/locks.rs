@@ -7,7 +7,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 
 use vdkit_block::{Error, ErrorKind, LockHolder, Storage};
 use vdkit_storage::{FileOptions, FileStorage, LockMode};
-use vdkit_testkit::{qemu, require_peer};
+use vdkit_testbase::{qemu, require_peer};
 
 /// A qemu-io that holds an image open until it is dropped.
 struct QemuIo {

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use vdkit_block::{CacheMode, Error, HostOffset, Storage, ZeroMode};
 use vdkit_storage::{AlignedBuf, FileOptions, FileStorage, MemoryStorage};
-use vdkit_testkit::{Rng, fs};
+use vdkit_testbase::{Rng, fs};
 
 const MODES: [CacheMode; 5] = [
     CacheMode::Writeback,

@@ -8,7 +8,7 @@ use rustix::fs::XattrFlags;
 use rustix::io::Errno;
 use vdkit_block::{ErrorKind, HostOffset, Storage};
 use vdkit_storage::{CommitOptions, CreateMode, FileOptions, FileStorage, LockMode, PendingFile};
-use vdkit_testkit::{require_peer, require_root};
+use vdkit_testbase::{impossible_here, require_peer, require_root};
 
 const ACCESS_LIST: &str = "system.posix_acl_access";
 const DEFAULT_LIST: &str = "system.posix_acl_default";
@@ -231,7 +231,7 @@ fn set(path: &Path, name: &str, value: &[u8]) -> bool {
     match rustix::fs::setxattr(path, name, value, XattrFlags::empty()) {
         Ok(()) => true,
         Err(Errno::OPNOTSUPP) => {
-            eprintln!("*** SKIPPED: no {name} on the file system of {}", path.display());
+            impossible_here(&format!("no {name} on the file system of {}", path.display()));
             false
         }
         Err(errno) => panic!("{name}: {errno}"),

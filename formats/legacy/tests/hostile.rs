@@ -8,7 +8,7 @@ use support::{
 use vdkit_block::{FormatDriver, GuestOffset, Limits, OpenRequest, Probe, Result};
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_legacy::{CloopDriver, DmgDriver, ParallelsDriver, QcowDriver, QedDriver};
-use vdkit_testkit::{Rng, qemu, require_peer};
+use vdkit_testbase::{Rng, qemu, require_peer};
 
 /// One small image of each format, in the order of the drivers.
 fn images() -> Vec<Vec<u8>> {

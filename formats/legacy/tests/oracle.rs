@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use support::{Fork, bochs, cloop, content, dmg, dump, found, theirs};
 use vdkit_legacy::{BochsDriver, CloopDriver, DmgDriver, ParallelsDriver, QcowDriver, QedDriver};
-use vdkit_testkit::{Rng, qemu, require_peer};
+use vdkit_testbase::{Rng, qemu, require_peer};
 
 fn peers() -> bool {
     require_peer("qemu-img") && require_peer("qemu-io")

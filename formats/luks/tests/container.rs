@@ -8,7 +8,7 @@ use vdkit_block::{
 };
 use vdkit_luks::{HEADER_BYTES, Header, HeaderPlace, LuksDriver, LuksSlots, SLOTS};
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
+use vdkit_testbase::{CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
 
 /// Low limits, to be fast; new slots get a thousand iterations.
 const LIMITS: Limits = Limits {

@@ -1,9 +1,9 @@
 //! Resizing a container, whose disk size is given only by the file's length.
 
 use vdkit_luks::LuksDriver;
-use vdkit_testkit::FaultKind;
-use vdkit_testkit::trials::{Cut, Resizes, Trial};
-use vdkit_testkit::units::{KIB, MIB};
+use vdkit_testbase::FaultKind;
+use vdkit_testbase::trials::{Cut, Resizes, Trial};
+use vdkit_testbase::units::{KIB, MIB};
 
 const TRIAL: Trial = Trial {
     driver: &LuksDriver,

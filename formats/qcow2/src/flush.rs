@@ -376,7 +376,7 @@ fn end_without<'a>(mut end: u64, runs: impl Iterator<Item = &'a Space>) -> u64 {
 #[cfg(test)]
 mod tests {
     use vdkit_storage::MemoryStorage;
-    use vdkit_testkit::CountingStorage;
+    use vdkit_testbase::CountingStorage;
 
     use super::*;
 

@@ -349,7 +349,7 @@ mod tests {
 
     use vdkit_block::{CreateRequest, Format, FormatDriver, Limits, OpenRequest, Options, Storage};
     use vdkit_storage::MemoryStorage;
-    use vdkit_testkit::CountingStorage;
+    use vdkit_testbase::CountingStorage;
 
     use super::*;
     use crate::Qcow2Driver;

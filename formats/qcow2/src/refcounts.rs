@@ -452,7 +452,7 @@ mod tests {
 
     use vdkit_block::{CreateRequest, FormatDriver, Limits, Options};
     use vdkit_storage::MemoryStorage;
-    use vdkit_testkit::CountingStorage;
+    use vdkit_testbase::CountingStorage;
 
     use super::*;
     use crate::Qcow2Driver;

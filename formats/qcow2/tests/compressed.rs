@@ -8,7 +8,7 @@ use common::scratch;
 use vdkit_block::{FormatDriver, GuestOffset, Limits, OpenRequest, Place};
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_storage::{FileOptions, FileStorage};
-use vdkit_testkit::{qemu, require_peer};
+use vdkit_testbase::{qemu, require_peer};
 
 /// Text-like, constant and random ranges, so that clusters compress to all lengths, some not at
 /// all.

@@ -13,7 +13,7 @@ use vdkit_block::{
 };
 use vdkit_qcow2::{Qcow2, Qcow2Driver};
 use vdkit_storage::{FileOptions, FileStorage, MemoryStorage};
-use vdkit_testkit::{CountingStorage, LoggedOp, qemu, require_peer};
+use vdkit_testbase::{CountingStorage, LoggedOp, qemu, require_peer};
 
 const ALL: [&str; 4] = ["off", "metadata", "falloc", "full"];
 

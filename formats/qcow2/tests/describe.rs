@@ -9,7 +9,7 @@ use common::{assert_described_alike, create, describe, property, scratch};
 use vdkit_block::{Error, FormatDriver, HostOffset, Limits, OpenRequest, Probe, Storage};
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_storage::{FileOptions, FileStorage, MemoryStorage};
-use vdkit_testkit::{CountingStorage, Counts, qemu, require_peer};
+use vdkit_testbase::{CountingStorage, Counts, qemu, require_peer};
 
 fn qemu_create(path: &Path, arguments: &[&str]) {
     let file = path.to_str().unwrap();

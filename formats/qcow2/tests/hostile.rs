@@ -12,7 +12,7 @@ use vdkit_block::{
 };
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{CountingStorage, qemu, require_peer};
+use vdkit_testbase::{CountingStorage, qemu, require_peer};
 
 /// An image of 1 GiB in clusters of 4 KiB.
 fn valid() -> Vec<u8> {

@@ -5,7 +5,7 @@ mod common;
 use common::{create, options, scratch};
 use vdkit_block::{FormatDriver, Measured};
 use vdkit_qcow2::Qcow2Driver;
-use vdkit_testkit::{qemu, require_peer};
+use vdkit_testbase::{qemu, require_peer};
 
 fn ours(guest_bytes: u64, text: &str, data_clusters: u64) -> Measured {
     Qcow2Driver.measure(guest_bytes, &options(text), data_clusters).unwrap()

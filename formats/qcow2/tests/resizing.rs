@@ -1,9 +1,9 @@
 //! Resizes that require another cluster for the L1 table.
 
 use vdkit_qcow2::Qcow2Driver;
-use vdkit_testkit::FaultKind;
-use vdkit_testkit::trials::{Resizes, Trial};
-use vdkit_testkit::units::{GIB, KIB, MIB, TIB};
+use vdkit_testbase::FaultKind;
+use vdkit_testbase::trials::{Resizes, Trial};
+use vdkit_testbase::units::{GIB, KIB, MIB, TIB};
 
 const fn trial(options: &'static str, guest_bytes: u64) -> Trial {
     Trial { driver: &Qcow2Driver, options, guest_bytes, write_bytes_max: MIB, resizes: true }

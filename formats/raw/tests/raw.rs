@@ -8,7 +8,7 @@ use vdkit_block::{
 };
 use vdkit_raw::{RawDriver, RawFormat};
 use vdkit_storage::{FileOptions, FileStorage, MemoryStorage};
-use vdkit_testkit::CountingStorage;
+use vdkit_testbase::CountingStorage;
 
 const MIB: u64 = 1 << 20;
 

@@ -1,9 +1,9 @@
 //! Resizing raw images.
 
 use vdkit_raw::RawDriver;
-use vdkit_testkit::FaultKind;
-use vdkit_testkit::trials::{Resizes, Trial};
-use vdkit_testkit::units::{KIB, MIB, TIB};
+use vdkit_testbase::FaultKind;
+use vdkit_testbase::trials::{Resizes, Trial};
+use vdkit_testbase::units::{KIB, MIB, TIB};
 
 const TRIAL: Trial = Trial {
     driver: &RawDriver,

@@ -10,7 +10,7 @@ use vdkit_block::{
     CheckReport, Format, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Repair,
 };
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{CountingStorage, processor_time};
+use vdkit_testbase::{CountingStorage, processor_time};
 use vdkit_vdi::VdiDriver;
 
 /// Runs every operation on an image, without a panic and in bounded time.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use support::{DYNAMIC, Shared, content, copy_of, entry, field, found, get, put, written};
 use vdkit_block::{CompactOptions, FormatDriver, GuestOffset, Limits, Monitor, Repair};
-use vdkit_testkit::CrashStorage;
+use vdkit_testbase::CrashStorage;
 use vdkit_vdi::VdiDriver;
 
 fn mended(storage: &Shared) {
@@ -121,7 +121,7 @@ fn a_power_cut_while_compacting_loses_nothing() {
     let before = content(&storage);
     let crash = CrashStorage::holding(&*storage);
     compact(&(crash.clone() as Shared), true);
-    let mut rng = vdkit_testkit::Rng::new(4);
+    let mut rng = vdkit_testbase::Rng::new(4);
     let mut cuts = 0;
     crash.for_each_crash(|ops, image| {
         for survivor in [image.only_durable(), image.everything(), image.survivor(&mut rng)] {
@@ -151,7 +151,7 @@ fn a_power_cut_while_the_table_grows_loses_nothing() {
     let large = u64::from(room / 4 + 1) << 20;
     disk.top().resize(large).unwrap();
     disk.close().unwrap();
-    let mut rng = vdkit_testkit::Rng::new(5);
+    let mut rng = vdkit_testbase::Rng::new(5);
     let (mut old, mut new) = (0, 0);
     crash.for_each_crash(|ops, image| {
         for survivor in [image.only_durable(), image.everything(), image.survivor(&mut rng)] {
@@ -175,7 +175,7 @@ fn a_power_cut_while_the_table_grows_loses_nothing() {
 #[test]
 fn repairing_at_random_always_ends_in_a_sound_image() {
     let sound = written();
-    let mut rng = vdkit_testkit::Rng::new(21);
+    let mut rng = vdkit_testbase::Rng::new(21);
     for round in 0..60 {
         let storage = copy_of(&sound);
         for _ in 0..1 + rng.below(4) {

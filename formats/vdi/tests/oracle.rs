@@ -1,7 +1,7 @@
 //! QEMU as a second reader and writer.
 
-use vdkit_testkit::trials::{Oracle, Trial};
-use vdkit_testkit::{qemu, require_peer};
+use vdkit_testbase::trials::{Oracle, Trial};
+use vdkit_testbase::{qemu, require_peer};
 use vdkit_vdi::VdiDriver;
 
 const DYNAMIC: Oracle = Oracle {

@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use support::{DYNAMIC, Shared, found};
 use vdkit_block::{GuestOffset, Repair};
-use vdkit_testkit::trials::{Resizes, Trial};
-use vdkit_testkit::units::{GIB, MIB};
-use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage};
+use vdkit_testbase::trials::{Resizes, Trial};
+use vdkit_testbase::units::{GIB, MIB};
+use vdkit_testbase::{FaultKind, FaultPlan, FaultyStorage};
 
 /// Entries that fit between the header and the first block.
 const ROOM: u64 = (MIB - 512) / 4;

@@ -3,14 +3,13 @@
 mod support;
 
 use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 
 use support::{DYNAMIC, Shared, create_over, found, written};
 use vdkit_block::{FormatDriver, GuestOffset, HostOffset, Limits, Repair, Storage};
 use vdkit_chain::Disk;
 use vdkit_storage::{CreateMode, FileOptions, FileStorage, MemoryStorage};
-use vdkit_testkit::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng, require_peer};
+use vdkit_testbase::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
 use vdkit_vhd::VhdDriver;
 
 fn open(child: &Shared, base: &Shared, writable: bool) -> Disk {
@@ -194,17 +193,9 @@ with open(out, 'wb') as target:
 
 /// Content that libvhdi reads from an image and its parents.
 fn libvhdi(dir: &Path, paths: &[&Path]) -> Option<Vec<u8>> {
-    if !require_peer("python3") {
-        return None;
-    }
-    let has = Command::new("python3").args(["-c", "import pyvhdi"]).output().unwrap();
-    if !has.status.success() {
-        assert!(std::env::var_os("VDKIT_REQUIRE_PEERS").is_none(), "pip install libvhdi-python");
-        eprintln!("*** SKIPPED: libvhdi is not installed; pip install libvhdi-python");
-        return None;
-    }
+    let mut python = vdkit_testbase::python("pyvhdi")?;
     let out = dir.join("out");
-    let answer = Command::new("python3").args(["-c", READ]).args(paths).arg(&out).output().unwrap();
+    let answer = python.args(["-c", READ]).args(paths).arg(&out).output().unwrap();
     assert!(answer.status.success(), "{}", String::from_utf8_lossy(&answer.stderr));
     Some(std::fs::read(out).unwrap())
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use support::{DYNAMIC, FIXED, HEADER, Shared, TABLE, content, copy_of, put, sum, written};
 use vdkit_block::{FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Repair};
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{CountingStorage, processor_time};
+use vdkit_testbase::{CountingStorage, processor_time};
 use vdkit_vhd::VhdDriver;
 
 fn survive(storage: &Shared, what: &str) {

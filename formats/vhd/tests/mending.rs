@@ -12,7 +12,7 @@ use support::{
 use vdkit_block::{
     CompactOptions, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Probe, Repair,
 };
-use vdkit_testkit::{CrashStorage, Rng};
+use vdkit_testbase::{CrashStorage, Rng};
 use vdkit_vhd::{VhdDriver, azure_faults};
 
 fn mended(storage: &Shared) {
@@ -195,7 +195,7 @@ fn azure_takes_fixed_images_of_whole_mib_and_says_what_it_refuses() {
     };
     assert!(told(&written()).contains("is dynamic"));
     let odd: Shared =
-        Arc::new(vdkit_testkit::trials::Trial { guest_bytes: (2 << 20) + 512, ..FIXED }.image());
+        Arc::new(vdkit_testbase::trials::Trial { guest_bytes: (2 << 20) + 512, ..FIXED }.image());
     assert!(told(&odd).contains("vdkit resize IMAGE 3145728"), "{}", told(&odd));
     let long = copy_of(&good);
     let mut footer = [0; 512];

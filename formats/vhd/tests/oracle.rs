@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use vdkit_block::{FormatDriver, Limits, Storage};
 use vdkit_storage::{CreateMode, FileOptions, FileStorage, MemoryStorage};
-use vdkit_testkit::trials::{Oracle, Trial};
-use vdkit_testkit::{qemu, require_peer};
+use vdkit_testbase::trials::{Oracle, Trial};
+use vdkit_testbase::{qemu, require_peer};
 use vdkit_vhd::VhdDriver;
 
 const DYNAMIC: Oracle = Oracle {

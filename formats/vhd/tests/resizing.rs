@@ -7,9 +7,9 @@ use std::sync::Arc;
 use support::{DYNAMIC, FIXED, STRIDE, Shared, create_over, found, put, written};
 use vdkit_block::{CompactOptions, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Repair};
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::trials::{Cut, Resizes, Trial};
-use vdkit_testkit::units::{GIB, MIB};
-use vdkit_testkit::{CrashStorage, FaultKind, FaultPlan, FaultyStorage};
+use vdkit_testbase::trials::{Cut, Resizes, Trial};
+use vdkit_testbase::units::{GIB, MIB};
+use vdkit_testbase::{CrashStorage, FaultKind, FaultPlan, FaultyStorage};
 use vdkit_vhd::VhdDriver;
 
 /// The table has 128 entries per sector: it moves with each additional sector.

@@ -1,7 +1,7 @@
 //! The common trials of writable formats.
 
-use vdkit_testkit::FaultKind;
-use vdkit_testkit::trials::Trial;
+use vdkit_testbase::FaultKind;
+use vdkit_testbase::trials::Trial;
 use vdkit_vhd::VhdDriver;
 
 const DYNAMIC: Trial = Trial {

@@ -10,7 +10,7 @@ use vdkit_block::{
     CompactOptions, CompactReport, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Storage,
 };
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{CrashStorage, Rng};
+use vdkit_testbase::{CrashStorage, Rng};
 use vdkit_vhdx::VhdxDriver;
 
 fn compact(storage: &Arc<dyn Storage>, zero_scan: bool) -> CompactReport {

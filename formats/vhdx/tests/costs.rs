@@ -8,7 +8,7 @@ use common::{MIB, create, disk_of, open_format, pattern};
 use vdkit_block::{FormatDriver, GuestOffset, Limits, Place, Storage};
 use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{CountingStorage, Counts};
+use vdkit_testbase::{CountingStorage, Counts};
 use vdkit_vhdx::VhdxDriver;
 
 fn counted(size: u64, options: &str) -> (Arc<CountingStorage>, Arc<dyn Storage>) {

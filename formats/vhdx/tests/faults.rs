@@ -8,7 +8,7 @@ use std::sync::Arc;
 use common::{Kind, Op, apply, for_seeds, random_op, same, sound};
 use vdkit_block::{GuestOffset, Storage};
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage, Rng};
+use vdkit_testbase::{FaultKind, FaultPlan, FaultyStorage, Rng};
 
 /// Runs operations; where one failed, the guest may hold old or new bytes.
 fn run(kind: &Kind, seed: u64, plan: Option<FaultPlan>) -> u64 {

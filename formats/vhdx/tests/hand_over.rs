@@ -7,7 +7,7 @@ use std::sync::Arc;
 use common::{MIB, create, disk_of, open_format, sound};
 use vdkit_block::{GuestOffset, Storage};
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage, GatedStorage};
+use vdkit_testbase::{FaultKind, FaultPlan, FaultyStorage, GatedStorage};
 
 /// A new file has headers, log, metadata and the block allocation table, 1 MiB each.
 const TABLE: std::ops::Range<u64> = 3 * MIB..4 * MIB;

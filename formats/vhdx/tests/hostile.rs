@@ -7,7 +7,7 @@ use std::sync::Arc;
 use common::{MIB, create, disk_of, open_format, parent_ref};
 use vdkit_block::{Error, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Repair, Storage};
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{Rng, processor_time};
+use vdkit_testbase::{Rng, processor_time};
 use vdkit_vhdx::VhdxDriver;
 
 fn image(options: &str, child: bool) -> MemoryStorage {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use common::{Kind, Op, apply, for_seeds, random_op, same, sound};
 use vdkit_block::Storage;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::Rng;
+use vdkit_testbase::Rng;
 
 fn case(kind: &Kind, seed: u64) {
     let mut rng = Rng::new(seed);

@@ -12,7 +12,7 @@ use tempfile::TempDir;
 use vdkit_block::{FormatDriver, Limits, Repair, Storage};
 use vdkit_chain::Disk;
 use vdkit_storage::{FileOptions, FileStorage};
-use vdkit_testkit::{Rng, qemu, require_peer};
+use vdkit_testbase::{Rng, qemu, require_peer};
 use vdkit_vhdx::VhdxDriver;
 
 struct Scratch {
@@ -64,16 +64,9 @@ while at < len(wanted):
 }
 
 fn with_python(script: &str, image: &Path, parent: &str, raw: &Path, what: &str) {
-    if !vdkit_testkit::require_python("pyvhdi", "libvhdi-python") {
-        return;
-    }
-    let out = Command::new("python3")
-        .args(["-c", script])
-        .arg(image)
-        .arg(parent)
-        .arg(raw)
-        .output()
-        .expect("python3");
+    let Some(mut python) = vdkit_testbase::python("pyvhdi") else { return };
+    let out =
+        python.args(["-c", script]).arg(image).arg(parent).arg(raw).output().expect("python3");
     assert!(out.status.success(), "{what}: {}", String::from_utf8_lossy(&out.stderr));
 }
 

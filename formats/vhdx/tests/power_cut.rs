@@ -13,7 +13,7 @@ use vdkit_block::{
 };
 use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{CrashImage, CrashStorage, Rng, qemu, require_peer};
+use vdkit_testbase::{CrashImage, CrashStorage, Rng, qemu, require_peer};
 use vdkit_vhdx::VhdxDriver;
 
 /// A completed operation, and the later content of the sectors that it may have changed.

@@ -8,9 +8,9 @@ use common::{disk_of, open_format, parent_ref, sound};
 use vdkit_block::{GuestOffset, Storage};
 use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::trials::{Resizes, Trial};
-use vdkit_testkit::units::{GIB, MIB};
-use vdkit_testkit::{CrashStorage, FaultKind, Rng};
+use vdkit_testbase::trials::{Resizes, Trial};
+use vdkit_testbase::units::{GIB, MIB};
+use vdkit_testbase::{CrashStorage, FaultKind, Rng};
 use vdkit_vhdx::VhdxDriver;
 
 const fn trial(options: &'static str, guest_bytes: u64) -> Trial {

@@ -10,7 +10,7 @@ use common::{Kind, MIB, for_seeds, sound};
 use vdkit_block::{GuestOffset, Storage};
 use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::Rng;
+use vdkit_testbase::Rng;
 
 const THREADS: u64 = 4;
 

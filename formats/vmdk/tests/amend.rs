@@ -8,7 +8,7 @@ use vdkit_block::{
     Storage,
 };
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{CrashStorage, Rng};
+use vdkit_testbase::{CrashStorage, Rng};
 use vdkit_vmdk::VmdkDriver;
 
 /// A descriptor as VMware's programs write it, with `lines` more lines.

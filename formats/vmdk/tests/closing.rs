@@ -6,7 +6,7 @@ use vdkit_block::{
     CreateRequest, FormatDriver, GuestOffset, Limits, OpenRequest, Options, Storage,
 };
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage};
+use vdkit_testbase::{FaultKind, FaultPlan, FaultyStorage};
 use vdkit_vmdk::VmdkDriver;
 
 /// The file could not be truncated, so the bytes of an abandoned write remain after its last grain.

@@ -13,7 +13,7 @@ use vdkit_chain::{OpenOptions, Registry};
 use vdkit_copy::{ConvertOptions, Destination, NewImage, Source};
 use vdkit_ova::{Package, PackageLimits};
 use vdkit_raw::RawDriver;
-use vdkit_testkit::appliance::{ovf, tar};
+use vdkit_testbase::appliance::{ovf, tar};
 
 /// In-memory bytes. Once armed, a read of one half returns only when the other half is read too.
 #[derive(Debug)]

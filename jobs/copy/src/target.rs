@@ -312,7 +312,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file");
         std::fs::File::create(&file).unwrap().set_len(1 << 20).unwrap();
-        let Some(device) = vdkit_testkit::fs::loop_device(1 << 20, 512) else { return };
+        let Some(device) = vdkit_testbase::fs::loop_device(1 << 20, 512) else { return };
         let alignment = |path: &Path, cache| {
             let mut options = OpenOptions::read_write();
             options.format = Some("raw".into());

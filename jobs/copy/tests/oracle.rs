@@ -10,7 +10,7 @@ use vdkit_copy::{CompareOptions, ConvertOptions, Destination, NewImage, Source, 
 use vdkit_image::{map, measure};
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_raw::RawDriver;
-use vdkit_testkit::{Rng, qemu, require_peer};
+use vdkit_testbase::{Rng, qemu, require_peer};
 use vdkit_tree::{ReferenceStatus, TreeOptions, tree};
 
 const MIB: u64 = 1 << 20;

@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use vdkit_libvirt::{DiskBacking, DiskSource, LibvirtDisk, is_known};
-use vdkit_testkit::require_peer;
+use vdkit_testbase::require_peer;
 
 /// The validator's errors for a domain with this disk; `None` if it is valid.
 fn faults(disk: &str) -> Option<String> {

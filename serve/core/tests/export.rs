@@ -9,7 +9,7 @@ use vdkit_block::{Error, ErrorKind, GuestOffset, NewBitmap, Storage};
 use vdkit_export::{Change, ChangeMap, Claim, Client, Export, ExportOptions, Served};
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::disks::{MIB, qcow2, reopen};
-use vdkit_testkit::{CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage};
+use vdkit_testkit::{CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, Watched};
 
 const GROWING: [FaultKind; 4] =
     [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
@@ -102,9 +102,13 @@ fn what_is_kept_holds_a_bounded_amount_of_memory() {
     // 256 MiB of untouched pages.
     let kept: Vec<_> = (0..8).map(|i| keep(&export, vec![0; PIECE], i * PIECE as u64)).collect();
     assert_eq!(export.parked().bytes, 8 * PIECE as u64);
+    let watched = Watched::default();
     std::thread::scope(|scope| {
-        let ninth = scope.spawn(|| keep(&export, vec![0; PIECE], 8 * PIECE as u64));
-        std::thread::sleep(Duration::from_millis(300));
+        let ninth = scope.spawn(|| {
+            watched.is_me();
+            keep(&export, vec![0; PIECE], 8 * PIECE as u64)
+        });
+        watched.until_it_waits();
         assert!(!ninth.is_finished(), "whoever has more to keep waits");
         assert_eq!(export.parked().bytes, 8 * PIECE as u64);
         // The end of the service releases all of them.

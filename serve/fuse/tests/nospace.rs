@@ -57,6 +57,15 @@ impl Mounted {
         }
     }
 
+    /// Waits until a write found no space.
+    fn until_refused(&self) {
+        let began = Instant::now();
+        while self.faulty.fired() == 0 {
+            assert!(began.elapsed() < Duration::from_secs(120));
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
     /// Another program's write, which finds no space.
     fn write_in_vain(&self, at: u64) -> JoinHandle<std::io::Result<()>> {
         let file = self.open();
@@ -151,7 +160,7 @@ fn a_mount_that_ends_by_force_takes_its_writes_along() {
         // More than the threads.
         let writing: Vec<_> = (1..40).map(|at| mounted.write_in_vain(at * MIB)).collect();
         if brim {
-            std::thread::sleep(Duration::from_millis(300));
+            mounted.until_refused();
         } else {
             mounted.wait_for(writing.len() as u64);
         }

@@ -173,6 +173,8 @@ impl Storage for Window {
 mod tests {
     use std::io::Cursor;
 
+    use vdkit_testbase::Watched;
+
     use super::*;
 
     fn pipe(bytes: Vec<u8>) -> Arc<InPipe> {
@@ -214,17 +216,22 @@ mod tests {
     /// Readers waiting for bytes after a failure get an error.
     #[test]
     fn a_failure_wakes_who_waits() {
-        struct Broken;
+        struct Broken(Arc<Watched>);
         impl std::io::Read for Broken {
             fn read(&mut self, _: &mut [u8]) -> std::io::Result<usize> {
-                std::thread::sleep(std::time::Duration::from_millis(50));
+                self.0.until_it_waits();
                 Err(std::io::Error::other("broken"))
             }
         }
-        let pipe = Arc::new(InPipe::new(ByteStream::new("pipe", Broken)));
+        let watched = Arc::new(Watched::default());
+        let broken = Broken(watched.clone());
+        let pipe = Arc::new(InPipe::new(ByteStream::new("pipe", broken)));
         std::thread::scope(|scope| {
             let later = pipe.window(1000);
-            let waits = scope.spawn(move || later.read_up_to(&mut [0; 10], HostOffset(100)));
+            let waits = scope.spawn(move || {
+                watched.is_me();
+                later.read_up_to(&mut [0; 10], HostOffset(100))
+            });
             assert!(pipe.window(1000).read_up_to(&mut [0; 100], HostOffset(0)).is_err());
             assert!(waits.join().unwrap().is_err());
         });

@@ -13,14 +13,12 @@ use vdkit::{
     BackingRef, CacheMode, CreateRequest, Disk, GuestOffset, HostOffset, Limits, Monitor,
     OpenOptions, OpenRequest, Options, Repair, Result, Storage,
 };
-use vdkit_testkit::Rng;
 use vdkit_testkit::concurrent::clients::{Front, Mix, Stage};
 use vdkit_testkit::concurrent::history::{
     Clock, History, Log, Moment, SECTOR, WRITES, find_content, stamps,
 };
 use vdkit_testkit::concurrent::{CACHES, Recording, Survival};
-
-use super::cases;
+use vdkit_testkit::{Rng, cases};
 
 const SECTORS: u64 = 640;
 /// Number of power cuts, besides those around the end of the commit.

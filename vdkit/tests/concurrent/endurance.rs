@@ -1,10 +1,8 @@
 //! A short version of `cargo bench -p vdkit --bench endurance`.
 
-use vdkit_testkit::Rng;
 use vdkit_testkit::concurrent::endurance::Endurance;
 use vdkit_testkit::concurrent::shape::SHAPES;
-
-use super::cases;
+use vdkit_testkit::{Rng, cases};
 
 #[test]
 fn images_live_on_after_power_cuts_and_faults() {

@@ -9,9 +9,9 @@ use vdkit_testkit::concurrent::admin::Chores;
 use vdkit_testkit::concurrent::history::{SECTOR, stamps};
 use vdkit_testkit::concurrent::shape::{SHAPES, Shape};
 use vdkit_testkit::concurrent::{Plan, Recording, go_on};
-use vdkit_testkit::{FaultKind, FaultPlan, Rng};
+use vdkit_testkit::{FaultKind, FaultPlan, Rng, cases};
 
-use super::{cases, plan};
+use super::plan;
 
 /// Number of power cuts in a run.
 const CUTS: u64 = 3;

@@ -1,7 +1,7 @@
 //! Many clients on one disk, with power cuts and failing storage calls.
 //!
-//! Each run prints its seed on failure; `VDKIT_SEED` replays it and `VDKIT_CASES` sets the number
-//! of cases. Thread timing varies, so a failing seed may need several attempts.
+//! Each run prints its seed on failure; `VDKIT_SEED` replays it and `VDKIT_CASES` multiplies
+//! the number of cases. Thread timing varies, so a failing seed may need several attempts.
 
 mod commit;
 mod endurance;
@@ -13,11 +13,6 @@ use vdkit_testkit::concurrent::clients::Mix;
 use vdkit_testkit::concurrent::history::WRITES;
 use vdkit_testkit::concurrent::shape::{SHAPES, Shape};
 use vdkit_testkit::concurrent::{CACHES, Plan};
-
-/// Number of cases of a test.
-fn cases(default: u64) -> u64 {
-    std::env::var("VDKIT_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(default)
-}
 
 /// A plan with `calls` calls of all clients together; clients, cache mode and mix follow from the
 /// seed and the shape.

@@ -1,12 +1,12 @@
 //! The power fails at any storage call. Acknowledged durable data survives and the image is
 //! consistent, whichever other changes survive.
 
-use vdkit_testkit::Rng;
 use vdkit_testkit::concurrent::admin::Chores;
 use vdkit_testkit::concurrent::shape::{SHAPES, Shape};
 use vdkit_testkit::concurrent::{CACHES, Plan, Recording, Verdict};
+use vdkit_testkit::{Rng, cases};
 
-use super::{cases, plan};
+use super::plan;
 
 /// Number of power cuts per run.
 const CUTS: u64 = 8;

@@ -4,10 +4,10 @@
 use vdkit_block::CacheMode;
 use vdkit_testkit::concurrent::shape::SHAPES;
 use vdkit_testkit::concurrent::{Plan, Recording, go_on};
-use vdkit_testkit::{FaultKind, Rng};
+use vdkit_testkit::{FaultKind, Rng, cases};
 
 use super::faults::fault;
-use super::{cases, plan};
+use super::plan;
 
 const KINDS: [&[FaultKind]; 3] = [
     &[FaultKind::Write],

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use vdkit::storage::MemoryStorage;
 use vdkit::{Disk, GuestOffset, HostOffset, Storage};
-use vdkit_testkit::{CountingStorage, Rng};
+use vdkit_testkit::{CountingStorage, Rng, cases};
 
-use super::{Shape, audit, cases, read_all};
+use super::{Shape, audit, read_all};
 
 /// Small clusters, so that the refcounts of a disk take more slices than the cache holds.
 const SMALL: &str = "cluster_size=512,refcount_bits=64";

@@ -1,7 +1,7 @@
 //! qcow2 guarantees under crashes, failures and threads, and the cost of a flush.
 //!
-//! Each run prints its seed on failure; `VDKIT_SEED` replays it and `VDKIT_CASES` sets the number
-//! of cases.
+//! Each run prints its seed on failure; `VDKIT_SEED` replays it and `VDKIT_CASES` multiplies
+//! the number of cases.
 
 mod barriers;
 mod beyond_end;
@@ -145,9 +145,4 @@ pub fn audit(storage: &Arc<dyn Storage>, clean: bool, what: &str) {
         .unwrap_or_else(|error| panic!("{what}: {error}"));
     assert_eq!(report.corruptions, 0, "{what}: {:#?}", report.findings);
     assert!(!clean || report.leaks == 0, "{what}: {:#?}", report.findings);
-}
-
-/// Number of cases of a test.
-pub fn cases(default: u64) -> u64 {
-    std::env::var("VDKIT_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(default)
 }

@@ -1,58 +1,18 @@
 //! After a crash at any moment, with any subset of unsynced sectors: the image opens, is
 //! consistent, and each guest sector holds its flushed content or a later one.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use vdkit::storage::MemoryStorage;
 use vdkit::{GuestOffset, Storage};
-use vdkit_testkit::{CrashStorage, Rng};
+use vdkit_testkit::trials::{Promised, cut_in_each_step};
+use vdkit_testkit::{CrashStorage, Rng, cases};
 
-use super::{GUEST_BYTES, SHAPES, Shape, audit, cases, read_all};
+use super::{GUEST_BYTES, SHAPES, Shape, audit, read_all};
 
 const SECTOR: usize = 512;
 
-/// Expected content: each sector's flushed content, and what was written since.
-struct Guest {
-    flushed: Vec<u8>,
-    now: Vec<u8>,
-    /// Possible contents of a sector since the flush, without the flushed one.
-    since: HashMap<usize, Vec<[u8; SECTOR]>>,
-}
-
-impl Guest {
-    fn write(&mut self, at: usize, bytes: &[u8]) {
-        self.now[at..at + bytes.len()].copy_from_slice(bytes);
-        for sector in at / SECTOR..(at + bytes.len()).div_ceil(SECTOR) {
-            let content: [u8; SECTOR] =
-                self.now[sector * SECTOR..(sector + 1) * SECTOR].try_into().unwrap();
-            self.since.entry(sector).or_default().push(content);
-        }
-    }
-
-    fn flush(&mut self) {
-        self.flushed.clone_from(&self.now);
-        self.since.clear();
-    }
-
-    fn holds(&self, found: &[u8], what: &str) {
-        for (sector, content) in found.chunks(SECTOR).enumerate() {
-            let flushed = &self.flushed[sector * SECTOR..(sector + 1) * SECTOR];
-            let written = self.since.get(&sector);
-            if content != flushed && written.is_none_or(|w| !w.iter().any(|w| w == content)) {
-                panic!(
-                    "{what}: guest sector {sector} begins with {:02x?}, flushed were {:02x?}, \
-                     and {} contents written since",
-                    &content[..4],
-                    &flushed[..4],
-                    written.map_or(0, Vec::len)
-                );
-            }
-        }
-    }
-}
-
-fn examine(shape: &Shape, guest: &Guest, survivor: MemoryStorage, what: &str) {
+fn examine(shape: &Shape, guest: &Promised, survivor: MemoryStorage, what: &str) {
     let storage: Arc<dyn Storage> = Arc::new(survivor);
     if !shape.options.contains("lazy") {
         audit(&storage, false, what);
@@ -66,7 +26,7 @@ fn examine(shape: &Shape, guest: &Guest, survivor: MemoryStorage, what: &str) {
     audit(&storage, false, &format!("{what}, used"));
 }
 
-fn step(disk: &vdkit::Disk, guest: &mut Guest, rng: &mut Rng) {
+fn step(disk: &vdkit::Disk, guest: &mut Promised, rng: &mut Rng) {
     let len = [512, 1024, 4096, 16384, 70_144][rng.below(5) as usize];
     let at = rng.below((GUEST_BYTES - len) / 512) * 512;
     // Mostly near one another, so that clusters are shared.
@@ -89,7 +49,7 @@ fn step(disk: &vdkit::Disk, guest: &mut Guest, rng: &mut Rng) {
             disk.read_at(&mut bytes, GuestOffset(at)).unwrap();
             for (i, sector) in bytes.chunks(SECTOR).enumerate() {
                 let place = at as usize + i * SECTOR;
-                let same = guest.now[place..place + SECTOR] == *sector;
+                let same = guest.now()[place..place + SECTOR] == *sector;
                 assert!(same || sector.iter().all(|&b| b == 0), "discard showed something else");
                 if !same {
                     guest.write(place, sector);
@@ -104,48 +64,19 @@ fn step(disk: &vdkit::Disk, guest: &mut Guest, rng: &mut Rng) {
 }
 
 fn run(shape: &Shape, image: &MemoryStorage, seed: u64) {
-    let mut rng = Rng::new(seed);
+    let name = format!("VDKIT_SEED={seed} {shape:?}");
     let storage = CrashStorage::holding(image);
     let disk = shape.open(storage.clone() as Arc<dyn Storage>).unwrap();
-    let first = shape.first_content();
-    let mut guest = Guest { flushed: first.clone(), now: first, since: HashMap::new() };
-    let what = |point: usize, which: &str| {
-        format!("VDKIT_SEED={seed} {shape:?}, crash after storage operation {point}, {which}")
-    };
-    for _ in 0..40 {
-        let before = storage.ops();
-        // Data flushed before the step must also survive a crash during it; an unfinished flush
-        // guarantees nothing.
-        let flushed = guest.flushed.clone();
-        let since = guest.since.clone();
-        step(&disk, &mut guest, &mut rng);
-        let after = storage.ops();
-        let mut during = Guest { flushed, now: guest.now.clone(), since };
-        for (sector, contents) in &guest.since {
-            let known = during.since.entry(*sector).or_default();
-            known.extend(contents);
-        }
-        if after > before {
-            let point = before + 1 + rng.below((after - before) as u64) as usize;
-            let crash = storage.crash_at(point);
-            examine(shape, &during, crash.survivor(&mut rng), &what(point, "random"));
-        }
-        let crash = storage.crash_at(after);
-        examine(shape, &guest, crash.survivor(&mut rng), &what(after, "random, step done"));
-        if rng.chance(1, 8) {
-            for (which, survivor) in crash.extremes() {
-                examine(shape, &guest, survivor, &what(after, &which));
-            }
-        }
-    }
-    assert!(read_all(&disk) == guest.now, "VDKIT_SEED={seed} {shape:?}: content");
-    let before = storage.ops();
-    disk.close().unwrap();
-    for point in before..storage.ops() {
-        let survivor = storage.crash_at(point + 1).survivor(&mut rng);
-        examine(shape, &guest, survivor, &what(point + 1, "while closing"));
-    }
-    audit(&(storage as Arc<dyn Storage>), true, &format!("VDKIT_SEED={seed} {shape:?}: closed"));
+    cut_in_each_step(
+        &disk,
+        &storage,
+        40,
+        &mut Rng::new(seed),
+        shape.first_content(),
+        |guest, rng| step(&disk, guest, rng),
+        |guest, survivor, what| examine(shape, guest, survivor, &format!("{name}, {what}")),
+    );
+    audit(&(storage as Arc<dyn Storage>), true, &format!("{name}: closed"));
 }
 
 #[test]

@@ -1,5 +1,5 @@
 //! Common code of the proof tests. See DESIGN.md, "Proof".
-#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(dead_code, unused_imports, reason = "each test file uses its part")]
 
 pub mod disks;
 pub mod guest;
@@ -8,40 +8,4 @@ pub mod qemu;
 pub mod rig;
 pub mod shape;
 
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-
-/// Number of cases of a test: `VDKIT_CASES` times the default.
-pub fn cases(default: u64) -> u64 {
-    number("VDKIT_CASES").map_or(default, |times| default.saturating_mul(times))
-}
-
-/// The seed of this run: `VDKIT_SEED`, or a random one.
-pub fn seed() -> u64 {
-    number("VDKIT_SEED").unwrap_or_else(|| {
-        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-        now.map_or(1, |t| t.as_nanos() as u64) ^ u64::from(std::process::id()) << 40
-    })
-}
-
-fn number(name: &str) -> Option<u64> {
-    let text = std::env::var(name).ok()?;
-    Some(text.parse().unwrap_or_else(|_| panic!("{name} must be a number, it is '{text}'")))
-}
-
-/// Runs `case` for seeds derived from [`seed`]; a failure reports how to replay that case.
-pub fn for_seeds(default_cases: u64, case: impl Fn(u64)) {
-    let replay = number("VDKIT_SEED");
-    let first = seed();
-    for i in 0..if replay.is_some() { 1 } else { cases(default_cases) } {
-        let seed = if replay.is_some() {
-            first
-        } else {
-            vdkit_testkit::Rng::new(first.wrapping_add(i)).next_u64() >> 16
-        };
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| case(seed))) {
-            let name = std::thread::current().name().unwrap_or("?").to_owned();
-            eprintln!("failed with a seed; replay: VDKIT_SEED={seed} cargo test -p vdkit {name}");
-            resume_unwind(panic);
-        }
-    }
-}
+pub use vdkit_testkit::{cases, for_seeds, seed};

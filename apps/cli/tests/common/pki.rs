@@ -1,16 +1,12 @@
 //! Certificates for tests.
 
-use std::process::Command;
-
 use super::{Scratch, peer};
 
 /// Certificates of an authority of our own, made with openssl, in the folder `pki`: `ca-cert.pem`, and
 /// `server` and `client` for localhost and 127.0.0.1. Whether openssl is there.
 pub fn certificates(scratch: &Scratch) -> bool {
     let dir = scratch.path("");
-    if Command::new("openssl").arg("version").output().is_err() {
-        assert!(std::env::var_os("CI").is_none(), "openssl is missing: apt-get install openssl");
-        eprintln!("SKIPPED: openssl is not installed");
+    if !vdkit_testkit::require_peer("openssl") {
         return false;
     }
     std::fs::create_dir(scratch.path("pki")).unwrap();

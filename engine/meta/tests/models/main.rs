@@ -7,7 +7,7 @@
 
 mod sync {
     pub use crate::in_flight::{InFlight, Stamp};
-    pub use vdkit_testkit::loom_sync::*;
+    pub use vdkit_testbase::loom_sync::*;
 }
 
 #[path = "../../src/commit.rs"]

@@ -12,7 +12,7 @@ use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_legacy::{BochsDriver, CloopDriver, DmgDriver, ParallelsDriver, QcowDriver, QedDriver};
 use vdkit_raw::RawDriver;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::Rng;
+use vdkit_testbase::Rng;
 
 pub static ALL: [&dyn FormatDriver; 6] =
     [&QcowDriver, &QedDriver, &ParallelsDriver, &DmgDriver, &CloopDriver, &BochsDriver];
@@ -44,7 +44,7 @@ pub fn dump(path: &Path) -> Vec<u8> {
 /// Content of an image read by QEMU.
 pub fn theirs(path: &Path, format: &str) -> Vec<u8> {
     let raw = path.with_extension("theirs");
-    vdkit_testkit::qemu::convert((path, format), (&raw, "raw"), &[]);
+    vdkit_testbase::qemu::convert((path, format), (&raw, "raw"), &[]);
     std::fs::read(raw).expect("a file")
 }
 
@@ -62,7 +62,7 @@ pub fn found(driver: &dyn FormatDriver, bytes: &[u8]) -> (u64, u64) {
 
 /// Runs every operation on an image: none may panic or take long.
 pub fn survive(driver: &dyn FormatDriver, bytes: &[u8], what: &str) {
-    let start = vdkit_testkit::processor_time();
+    let start = vdkit_testbase::processor_time();
     let storage = memory(bytes);
     let limits = Limits::default();
     let _ = driver.describe(&storage, &limits);
@@ -78,7 +78,7 @@ pub fn survive(driver: &dyn FormatDriver, bytes: &[u8], what: &str) {
         }
         let _ = disk.extents(GuestOffset(0), size).map(|runs| runs.take(2000).count());
     }
-    let took = vdkit_testkit::processor_time() - start;
+    let took = vdkit_testbase::processor_time() - start;
     assert!(took.as_secs() < 5, "{what} took {took:?}");
 }
 

@@ -13,7 +13,7 @@ use vdkit_block::{
 };
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_storage::{CreateMode, FileOptions, FileStorage};
-use vdkit_testkit::qemu;
+use vdkit_testbase::qemu;
 
 pub fn options(text: &str) -> Options {
     Options::parse("qcow2", Qcow2Driver.options(), [text]).unwrap()

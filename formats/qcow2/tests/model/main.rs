@@ -4,7 +4,7 @@
 #![allow(dead_code, reason = "a model uses a part of the protocol")]
 
 mod sync {
-    pub use vdkit_testkit::loom_sync::*;
+    pub use vdkit_testbase::loom_sync::*;
 }
 
 #[path = "../../src/slices.rs"]

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use vdkit_block::{FormatDriver, HostOffset, Limits, Monitor, Repair, Storage};
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::trials::Trial;
+use vdkit_testbase::trials::Trial;
 use vdkit_vdi::VdiDriver;
 
 pub const DYNAMIC: Trial = Trial {

@@ -10,7 +10,7 @@ use vdkit_block::{
     Repair, Storage,
 };
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::trials::Trial;
+use vdkit_testbase::trials::Trial;
 use vdkit_vhd::VhdDriver;
 
 pub const DYNAMIC: Trial = Trial {

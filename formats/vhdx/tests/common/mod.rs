@@ -1,8 +1,7 @@
 //! Helpers of this crate's tests: images over any storage, and the guest content that they must
 //! equal.
-#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(dead_code, unused_imports, reason = "each test file uses its part")]
 
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -12,7 +11,8 @@ use vdkit_block::{
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::Rng;
+use vdkit_testbase::Rng;
+pub use vdkit_testbase::for_seeds;
 use vdkit_vhdx::VhdxDriver;
 
 pub const MIB: u64 = 1 << 20;
@@ -232,24 +232,6 @@ pub fn apply(disk: &Disk, guest: &mut Vec<u8>, op: Op, id: u64) -> Result<()> {
         Op::Reopen | Op::Abandon => unreachable!("the caller's"),
     }
     Ok(())
-}
-
-/// Runs `case` for seeds; `VDKIT_CASES` times the default number, or only `VDKIT_SEED`.
-pub fn for_seeds(default: u64, case: impl Fn(u64)) {
-    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    let replay = number("VDKIT_SEED");
-    let first = replay.unwrap_or_else(|| {
-        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-        now.map_or(1, |t| t.as_nanos() as u64) >> 8
-    });
-    let count = if replay.is_some() { 1 } else { default * number("VDKIT_CASES").unwrap_or(1) };
-    for i in 0..count {
-        let seed = first + i;
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| case(seed))) {
-            eprintln!("replay: VDKIT_SEED={seed}");
-            resume_unwind(panic);
-        }
-    }
 }
 
 /// Writes a storage's content as a sparse file.

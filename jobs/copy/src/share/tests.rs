@@ -9,7 +9,7 @@ use vdkit_chain::Disk;
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_raw::RawDriver;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{NoShare, SharingStorage};
+use vdkit_testbase::{NoShare, SharingStorage};
 
 use crate::mover::{MoveOptions, MovedBytes, Mover};
 use crate::plan::{PlanOptions, Planner};

@@ -9,7 +9,7 @@ use images::*;
 use vdkit_block::Storage;
 use vdkit_inspect::{Allow, Code, Depth, InspectOptions, InspectReport, Verdict, Weight, inspect};
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{CountingStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
+use vdkit_testbase::{CountingStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
 
 fn judge_with(bytes: &[u8], options: &InspectOptions) -> InspectReport {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::from_bytes("image", bytes).read_only());

@@ -43,7 +43,11 @@ fn a_write_that_waits_to_be_kept_is_given_up_when_its_client_leaves() {
         for _ in 0..writes {
             client.request(WRITE, 0, MIB, 4096, &[5; 4096]);
         }
-        std::thread::sleep(Duration::from_millis(300));
+        let began = Instant::now();
+        while faulty.fired() == 0 {
+            assert!(began.elapsed() < Duration::from_secs(120));
+            std::thread::sleep(Duration::from_millis(5));
+        }
         assert_eq!(rig.export.parked().requests, 1);
         drop(client);
         rig.settles_at(0);
@@ -52,7 +56,6 @@ fn a_write_that_waits_to_be_kept_is_given_up_when_its_client_leaves() {
         let mut client = rig.client(Style::Structured);
         client.write(MIB, &[6; 4096]).unwrap();
         client.run(FLUSH, 0, 0, 0, b"").unwrap();
-        let began = Instant::now();
         while rig.export.parked().requests > 0 {
             assert!(began.elapsed() < Duration::from_secs(120));
             std::thread::sleep(Duration::from_millis(5));

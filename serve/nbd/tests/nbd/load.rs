@@ -2,10 +2,9 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::Rng;
+use vdkit_testkit::{Rng, Watched};
 
 use vdkit_testkit::disks::{MIB, reopen};
 use vdkit_testkit::nbd::Rig;
@@ -181,16 +180,19 @@ fn what_was_begun_is_done_when_the_service_ends() {
 fn one_large_payload_is_in_memory_at_a_time() {
     const PAYLOAD: usize = 8 << 20;
     let rig = Rig::new(64 * MIB);
-    let mut client = rig.client(Style::Structured);
+    let client = rig.client(Style::Structured);
     rig.export.pause();
+    let watched = Watched::default();
     std::thread::scope(|scope| {
-        let sender = scope.spawn(move || {
+        let sender = scope.spawn(|| {
+            let mut client = client;
+            watched.is_me();
             for index in 0..4 {
                 client.request(WRITE, 0, index * PAYLOAD as u64, PAYLOAD as u64, &[3; PAYLOAD]);
             }
             client
         });
-        std::thread::sleep(Duration::from_millis(500));
+        watched.until_it_waits();
         assert!(!sender.is_finished(), "all four were read though none could be written");
         rig.export.resume();
         let mut client = sender.join().unwrap();

@@ -1,11 +1,13 @@
 //! Monitors that connect and disconnect, and a disk that grows meanwhile.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use vdkit_export_vhost::Listener;
 
 use crate::guest::*;
 use crate::rig::Rig;
+use vdkit_testkit::Watched;
 use vdkit_testkit::disks::MIB;
 
 #[test]
@@ -29,11 +31,14 @@ fn a_second_monitor_waits_for_the_first() {
     let rig = Rig::new(MIB);
     let mut first = rig.boot(1);
     let socket = rig.socket.clone();
+    let watched = Arc::new(Watched::default());
+    let thread = watched.clone();
     let second = std::thread::spawn(move || {
+        thread.is_me();
         let mut guest = Guest::boot(&socket, 1);
         guest.read(0, 0, 512)
     });
-    std::thread::sleep(Duration::from_millis(100));
+    watched.until_it_waits();
     assert!(!second.is_finished());
     first.write(0, 0, &[5; 512]);
     first.disconnect();

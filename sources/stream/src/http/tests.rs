@@ -1,4 +1,4 @@
-use vdkit_testkit::http::{HttpFaults, HttpServer};
+use vdkit_testbase::http::{HttpFaults, HttpServer};
 
 use super::*;
 

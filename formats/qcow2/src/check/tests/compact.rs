@@ -6,7 +6,7 @@ use vdkit_block::{
     CompactOptions, CompactReport, HostOffset, Limits, Monitor, Repair, Result, Storage,
 };
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
+use vdkit_testbase::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
 
 use super::support::{
     Image, KINDS, Kind, all_views, kind, must, open, our_check, peers, qemu_check, same_guest,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use vdkit_block::{HostOffset, Limits, Monitor, Repair, Result, Storage};
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
+use vdkit_testbase::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
 
 use super::support::{Image, guest_view, kind, our_check, peers, qemu_check};
 use crate::check;

@@ -6,7 +6,7 @@ use vdkit_block::{
     CancelToken, Error, HostOffset, Limits, Monitor, NoProgress, Progress, Repair, Storage,
 };
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::CountingStorage;
+use vdkit_testbase::CountingStorage;
 
 use crate::check;
 use crate::layout::COPIED;

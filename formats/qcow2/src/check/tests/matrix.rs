@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use vdkit_block::{HostOffset, Limits, Monitor, Repair, Result, Storage};
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{CrashStorage, Rng};
+use vdkit_testbase::{CrashStorage, Rng};
 
 use super::support::{Image, all_views, guest_view, kind, peers, qemu_check};
 use crate::check;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use vdkit_block::{HostOffset, Limits, Monitor, Repair, Result, Storage};
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{CountingStorage, Rng};
+use vdkit_testbase::{CountingStorage, Rng};
 
 use super::support::{Image, KINDS, guest_view, peers, qemu_check, qemu_refusal, verdict_of};
 use crate::check;

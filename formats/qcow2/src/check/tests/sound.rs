@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use vdkit_block::{Limits, Monitor, Repair, Storage};
-use vdkit_testkit::CountingStorage;
+use vdkit_testbase::CountingStorage;
 
 use super::support::{
     Image, KINDS, must, open, our_check, peers, qemu_check, same_guest, verdict_of,

@@ -24,7 +24,7 @@ pub(super) fn open(path: &Path) -> Arc<dyn Storage> {
 
 /// Whether QEMU's programs are installed; without them, a test has no reference.
 pub(super) fn peers() -> bool {
-    vdkit_testkit::require_peer("qemu-img") && vdkit_testkit::require_peer("qemu-io")
+    vdkit_testbase::require_peer("qemu-img") && vdkit_testbase::require_peer("qemu-io")
 }
 
 fn run(program: &str, args: &[&str]) -> Output {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use vdkit_block::{CheckReport, Limits, Monitor, Repair, Severity, Storage};
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{CrashStorage, Rng};
+use vdkit_testbase::{CrashStorage, Rng};
 
 use super::support::{
     Image, all_views, guest_view, kind, must, open, our_check, peers, qemu_check, same_guest,

@@ -2,7 +2,7 @@ use std::sync::Arc;
 
 use vdkit_block::{BackingRef, CreateRequest, FormatDriver, HostOffset, Limits, Options, Storage};
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{CrashStorage, Rng};
+use vdkit_testbase::{CrashStorage, Rng};
 
 use super::{Header, rewrite};
 use crate::Qcow2Driver;

@@ -5,9 +5,11 @@
 //! All functions panic where a promise is broken, naming the seed.
 
 mod oracle;
+mod promised;
 mod resizes;
 
 pub use oracle::Oracle;
+pub use promised::{Promised, cut_in_each_step};
 pub use resizes::{Cut, Resizes};
 
 use std::collections::BTreeMap;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use vdkit::{GuestOffset, Storage};
-use vdkit_testkit::Rng;
+use vdkit_block::{GuestOffset, Storage};
+use vdkit_testbase::Rng;
 
 use super::{GUEST_BYTES, SHAPES, audit};
 

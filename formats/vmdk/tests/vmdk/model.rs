@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use vdkit::{Disk, GuestOffset, Repair, Storage};
-use vdkit_testkit::Rng;
+use vdkit_block::{GuestOffset, Repair, Storage};
+use vdkit_chain::Disk;
+use vdkit_testbase::{Rng, cases};
 
-use super::{GUEST_BYTES, SHAPES, Shape, audit, cases, check, read_all};
+use super::{GUEST_BYTES, SHAPES, Shape, audit, check, read_all};
 
 /// One operation on a disk and its model.
 pub fn step(disk: &Disk, model: &mut [u8], rng: &mut Rng) {

@@ -4,18 +4,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use proptest::prelude::*;
-use vdkit::storage::MemoryStorage;
-use vdkit::{
-    Error, ErrorKind, GuestOffset, HostOffset, Limits, Monitor, OpenRequest, Repair, Storage,
+use vdkit_block::{
+    Error, ErrorKind, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, OpenRequest, Repair,
+    Storage,
 };
-use vdkit_testkit::{CountingStorage, processor_time};
+use vdkit_storage::MemoryStorage;
+use vdkit_testbase::{CountingStorage, processor_time};
+use vdkit_vmdk::VmdkDriver;
 
 use super::{SHAPES, Shape};
 
 /// Describes, opens, maps, reads and checks: all may fail, none may panic or take long.
 fn use_all(bytes: &[u8], files: &[Arc<dyn Storage>]) -> Option<Error> {
     let started = processor_time();
-    let driver = vdkit::format("vmdk").unwrap();
+    let driver = VmdkDriver;
     let limits = Limits { check_bytes_max: 16 << 20, ..Limits::default() };
     let counting = CountingStorage::new(Arc::new(MemoryStorage::from_bytes("image", bytes)));
     let storage: Arc<dyn Storage> = counting.clone();
@@ -178,7 +180,7 @@ fn files() -> Vec<Arc<dyn Storage>> {
 #[test]
 fn extents_of_all_kinds_make_one_disk() {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::from_bytes("image", TEXT.as_bytes()));
-    let disk = super::open("vmdk", storage, &files(), true, Limits::default()).unwrap();
+    let disk = super::open(&VmdkDriver, storage, &files(), true, Limits::default()).unwrap();
     assert_eq!(disk.guest_bytes(), (8 + 6144 + 16 + 8) * 512);
     let end = disk.guest_bytes() - 8 * 512;
     disk.write_at(&[0x77; 8192], GuestOffset(2048)).unwrap();
@@ -207,9 +209,9 @@ fn a_sparse_extent_has_its_file_to_itself() {
     }
 }
 
-fn use_opened(text: &str) -> vdkit::Result<()> {
+fn use_opened(text: &str) -> vdkit_block::Result<()> {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::from_bytes("image", text.as_bytes()));
-    let driver = vdkit::format("vmdk").unwrap();
+    let driver = VmdkDriver;
     let names = driver.describe(&storage, &Limits::default())?.files;
     let by_name = |name: &String| files()[usize::from(name == "b")].clone();
     let files = names.iter().map(by_name).collect();

@@ -2,14 +2,18 @@
 
 use std::sync::Arc;
 
-use vdkit::storage::MemoryStorage;
-use vdkit::{CreateRequest, Disk, GuestOffset, Limits, OpenOptions, OpenRequest, Options, Storage};
-use vdkit_testkit::CountingStorage;
+use vdkit_block::{
+    CreateRequest, FormatDriver, GuestOffset, Limits, OpenRequest, Options, Storage,
+};
+use vdkit_chain::{Disk, OpenOptions};
+use vdkit_storage::MemoryStorage;
+use vdkit_testbase::CountingStorage;
+use vdkit_vmdk::VmdkDriver;
 
 const GIB: u64 = 1 << 30;
 
 fn create(storage: &Arc<dyn Storage>, bytes: u64) {
-    let driver = vdkit::format("vmdk").unwrap();
+    let driver = VmdkDriver;
     driver
         .create(&CreateRequest {
             storage: storage.clone(),
@@ -23,7 +27,7 @@ fn create(storage: &Arc<dyn Storage>, bytes: u64) {
 }
 
 fn open(storage: Arc<dyn Storage>, writable: bool) -> Disk {
-    super::open("vmdk", storage, &[], writable, Limits::default()).unwrap()
+    super::open(&VmdkDriver, storage, &[], writable, Limits::default()).unwrap()
 }
 
 #[test]
@@ -77,7 +81,7 @@ fn describing_and_opening_read_little_and_a_full_map_is_few_runs() {
     disk.close().unwrap();
     drop(disk);
     counting.reset();
-    let driver = vdkit::format("vmdk").unwrap();
+    let driver = VmdkDriver;
     driver.describe(&storage, &Limits::default()).unwrap();
     let counts = counting.counts();
     assert!(counts.reads <= 4 && counts.bytes_read <= 64 << 10, "{counts:?}");
@@ -98,7 +102,7 @@ fn describing_and_opening_read_little_and_a_full_map_is_few_runs() {
         .extents(GuestOffset(0), 2 * GIB)
         .unwrap()
         .map(|run| run.map(|run| run.len))
-        .collect::<vdkit::Result<_>>()
+        .collect::<vdkit_block::Result<_>>()
         .unwrap();
     assert_eq!(runs, [2 * GIB]);
     // 64 tables of 2 KiB, 32 KiB at a time; and the reads of describing.

@@ -6,14 +6,14 @@
 //!
 //! ```text
 //! mod sync {
-//!     pub use vdkit_testkit::loom_sync::*;
+//!     pub use vdkit_testbase::loom_sync::*;
 //! }
 //! #[path = "../../src/lead.rs"]
 //! mod lead; // says `use crate::sync::{AtomicUsize, Mutex, Ordering};`
 //!
 //! #[test]
 //! fn a_property() {
-//!     vdkit_testkit::loom_sync::check(2, || { /* threads by `thread::spawn`, assertions */ });
+//!     vdkit_testbase::loom_sync::check(2, || { /* threads by `thread::spawn`, assertions */ });
 //! }
 //! ```
 //!

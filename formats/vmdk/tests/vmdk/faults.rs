@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use vdkit::storage::MemoryStorage;
-use vdkit::{Disk, GuestOffset, Result, Storage};
-use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage};
+use vdkit_block::{GuestOffset, Result, Storage};
+use vdkit_chain::Disk;
+use vdkit_storage::MemoryStorage;
+use vdkit_testbase::{FaultKind, FaultPlan, FaultyStorage};
 
 use super::{SHAPES, Shape, audit, read_all};
 

@@ -1,6 +1,7 @@
 //! What a test needs from the machine, and what happens where it is not there.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 /// Where a program is found, if it is installed.
 fn find(program: &str) -> Option<PathBuf> {
@@ -31,25 +32,33 @@ fn package_of(program: &str) -> &str {
     }
 }
 
-/// Whether what is missing is an error: in CI, and with `VDKIT_REQUIRE_PEERS=1`.
+/// Whether what a person can install or allow may be missing: not with `VDKIT_REQUIRE_PEERS=1`, which
+/// `.ci/run` sets.
 fn required() -> bool {
-    let set = |name| std::env::var_os(name).is_some_and(|v| !v.is_empty() && v != "0");
-    set("CI") || set("VDKIT_REQUIRE_PEERS")
+    std::env::var_os("VDKIT_REQUIRE_PEERS").is_some_and(|value| !value.is_empty() && value != "0")
 }
 
-/// Ends a test with a reason, or fails it where nothing may be missing.
-pub(crate) fn missing(what: &str, remedy: &str) -> bool {
+/// Says that a test is left out, and gives `false`. All that a test may lack goes through here.
+///
+/// # Panics
+/// With `VDKIT_REQUIRE_PEERS=1`.
+pub fn missing(what: &str, remedy: &str) -> bool {
     assert!(!required(), "{what}; {remedy}");
     eprintln!("*** SKIPPED: {what}; {remedy}");
     false
+}
+
+/// Says that a test is left out because this kernel, processor or sandbox cannot do what it needs:
+/// nobody could install that. CONTRIBUTING.md lists these cases.
+pub fn impossible_here(what: &str) {
+    eprintln!("*** SKIPPED: {what}");
 }
 
 /// Whether another program that this test stands on is installed. Where it is not, prints a line
 /// and gives `false`, upon which the test shall return.
 ///
 /// # Panics
-/// Where it is missing although nothing may be: in CI (environment variable `CI`), or with
-/// `VDKIT_REQUIRE_PEERS=1`.
+/// Where it is missing although nothing may be: with `VDKIT_REQUIRE_PEERS=1`.
 pub fn require_peer(program: &str) -> bool {
     if find(program).is_some() {
         return true;
@@ -58,15 +67,20 @@ pub fn require_peer(program: &str) -> bool {
     missing(&format!("{program} is not installed"), &format!("apt-get install {package}"))
 }
 
-/// As [`require_peer`], for a module of Python 3, and the package on PyPI that brings it.
-pub fn require_python(module: &str, package: &str) -> bool {
-    let test = format!("import {module}");
-    let found = std::process::Command::new("python3").args(["-c", &test]).output();
+/// A Python that has this module, of those that `scripts/install-peers` puts beneath `target`. Where
+/// there is none, as for [`require_peer`].
+///
+/// # Panics
+/// As [`require_peer`].
+pub fn python(module: &str) -> Option<Command> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let python = || Command::new(root.join("target/peers/python/bin/python3"));
+    let found = python().args(["-c", &format!("import {module}")]).output();
     if found.is_ok_and(|output| output.status.success()) {
-        return true;
+        return Some(python());
     }
-    let what = format!("Python has no module {module}");
-    missing(&what, &format!("python3 -m pip install {package}"))
+    missing(&format!("Python has no module {module}"), "run scripts/install-peers");
+    None
 }
 
 /// As [`require_peer`], for the right to mount file systems and to attach loop devices.
@@ -75,7 +89,7 @@ pub fn require_python(module: &str, package: &str) -> bool {
 /// As [`require_peer`].
 pub fn require_root() -> bool {
     let root = rustix::process::geteuid().is_root();
-    if root && std::path::Path::new("/dev/loop-control").exists() {
+    if root && Path::new("/dev/loop-control").exists() {
         return true;
     }
     missing("this test mounts file systems or attaches loop devices", "run it as root")
@@ -89,6 +103,6 @@ pub fn require_fuse() -> bool {
     if !require_root() {
         return false;
     }
-    std::path::Path::new("/dev/fuse").exists()
+    Path::new("/dev/fuse").exists()
         || missing("this test mounts over FUSE, and there is no /dev/fuse", "modprobe fuse")
 }

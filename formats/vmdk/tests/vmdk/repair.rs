@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use vdkit::storage::MemoryStorage;
-use vdkit::{GuestOffset, HostOffset, Limits, Repair, Severity, Storage};
+use vdkit_block::{GuestOffset, HostOffset, Limits, Repair, Severity, Storage};
+use vdkit_storage::MemoryStorage;
+use vdkit_vmdk::VmdkDriver;
 use vdkit_vmdk::header::field;
 
 use super::{GUEST_BYTES, Shape, USUAL, audit, check, read_all};
@@ -79,7 +80,8 @@ fn a_damaged_directory_comes_back_from_its_copy() {
         // A reader uses the other directory; a writer refuses.
         let storage: Arc<dyn Storage> = memory.clone();
         if value > 1 {
-            let disk = super::open("vmdk", storage.clone(), &[], false, Limits::default()).unwrap();
+            let disk =
+                super::open(&VmdkDriver, storage.clone(), &[], false, Limits::default()).unwrap();
             assert!(read_all(&disk) == model, "{value:#x}");
             assert!(disk.warnings().any(|warning| warning.contains("redundant")), "{value:#x}");
             let error = SHAPE.open(storage).unwrap_err();
@@ -100,7 +102,8 @@ fn a_damaged_table_comes_back_from_its_copy() {
         put(&memory, p.table, value);
         let storage: Arc<dyn Storage> = memory.clone();
         if value != 2 {
-            let disk = super::open("vmdk", storage.clone(), &[], false, Limits::default()).unwrap();
+            let disk =
+                super::open(&VmdkDriver, storage.clone(), &[], false, Limits::default()).unwrap();
             assert!(read_all(&disk) == model, "{value:#x}");
         }
         mend(&memory, &model, true, &format!("table entry {value:#x}"));

@@ -1,0 +1,60 @@
+//! What the tests of any crate stand on. It knows no format: what does is in `vdkit-testkit`, which
+//! re-exports all of this. A dev-dependency only.
+//!
+//! - [`CountingStorage`] counts calls and bytes, so that a test can bound them.
+//! - [`FaultyStorage`] fails the n-th call of chosen kinds.
+//! - [`GatedStorage`] lets calls wait, so that a test can put a step of its own between two of another
+//!   thread's.
+//! - [`SharingStorage`] shares blocks, as on a file system with reflinks, or refuses to.
+//! - [`CrashStorage`] records every change, and makes what a disk may hold after a crash.
+//! - [`trials`] are what every writable format must stand.
+//! - [`qemu`] asks QEMU's programs, and [`Machine`] its emulator.
+//! - [`fs`] mounts scratch file systems and attaches loop devices.
+//! - [`appliance`] makes OVAs by hand.
+//! - [`http`] serves bytes, with faults.
+//! - [`units`] are the sizes that tests name.
+//! - `loom_sync` (a feature, `model`) runs a protocol of threads in every order of their steps.
+//! - [`Killed`] is a process that does not outlive its test.
+//! - [`for_seeds`] runs a random test many times, and says how to repeat a case.
+//! - [`pairwise`] makes few cases that hold every pair of options.
+//! - [`require_peer`] and [`missing`] say what happens where a program is missing.
+//! - [`Watched`] is a thread that is seen to wait.
+//! - [`processor_time`] bounds work on a machine that has other things to do as well.
+
+pub mod appliance;
+mod counting;
+pub mod crash;
+mod crash_image;
+mod crash_steps;
+mod faulty;
+pub mod fs;
+mod gated;
+pub mod http;
+mod killed;
+#[cfg(feature = "model")]
+pub mod loom_sync;
+mod machine;
+mod meter;
+mod pairs;
+mod peers;
+pub mod qemu;
+mod rng;
+mod seeds;
+mod sharing;
+pub mod trials;
+pub mod units;
+mod watched;
+
+pub use counting::{CountingStorage, Counts, LoggedOp};
+pub use crash::{CrashClock, CrashImage, CrashStorage};
+pub use faulty::{FaultKind, FaultPlan, FaultyStorage};
+pub use gated::{GatedCall, GatedStorage};
+pub use killed::Killed;
+pub use machine::Machine;
+pub use meter::processor_time;
+pub use pairs::{Choice, pairwise};
+pub use peers::{impossible_here, missing, python, require_fuse, require_peer, require_root};
+pub use rng::Rng;
+pub use seeds::{cases, for_seeds, seed};
+pub use sharing::{NoShare, SharingStorage};
+pub use watched::Watched;

@@ -1,0 +1,59 @@
+//! Seeing that a thread waits.
+
+use std::sync::atomic::{AtomicI32, Ordering};
+
+/// A thread of this process that another waits for until it waits itself. So a test need not guess how
+/// long a thread takes to come to a lock.
+#[derive(Debug, Default)]
+pub struct Watched(AtomicI32);
+
+impl Watched {
+    /// Called by the thread that is watched, before what it may have to wait for.
+    pub fn is_me(&self) {
+        self.0.store(rustix::thread::gettid().as_raw_nonzero().get(), Ordering::SeqCst);
+    }
+
+    /// Returns once that thread sleeps, for a lock, a condition or input, or has ended. Source: proc(5),
+    /// field 3 of `stat`.
+    pub fn until_it_waits(&self) {
+        // A thread that meets another at a lock sleeps for a moment.
+        let mut looks_in_a_row = 0;
+        while looks_in_a_row < 3 {
+            std::thread::yield_now();
+            let thread = self.0.load(Ordering::SeqCst);
+            if thread == 0 {
+                continue;
+            }
+            let text = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat"));
+            let Ok(text) = text else { return };
+            // The name, field 2, may hold anything.
+            let sleeps = text.rsplit_once(')').is_some_and(|(_, rest)| rest.starts_with(" S"));
+            looks_in_a_row = if sleeps { looks_in_a_row + 1 } else { 0 };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    #[test]
+    fn a_thread_that_waits_is_seen_and_one_that_has_ended() {
+        let watched = Watched::default();
+        let (send, receive) = channel();
+        std::thread::scope(|scope| {
+            let watched = &watched;
+            let thread = scope.spawn(move || {
+                watched.is_me();
+                receive.recv()
+            });
+            watched.until_it_waits();
+            assert!(!thread.is_finished());
+            send.send(()).unwrap();
+            thread.join().unwrap().unwrap();
+        });
+        watched.until_it_waits();
+    }
+}
