@@ -70,11 +70,8 @@ impl Qcow2 {
         };
         // Where no order survives a crash, the file may grow as it is written: a file that is made
         // longer and cut again is written out by XFS when it is closed.
-        if growable {
-            match self.storage.volatile() {
-                true => self.storage.expect_len(end << bits)?,
-                false => self.storage.set_len(end << bits)?,
-            }
+        if growable && !self.storage.volatile() {
+            self.storage.set_len(end << bits)?;
         }
         let fresh = growable && !meta.space.tail_written;
         let next = match self.make_cover(meta, first, end, &cover, fresh) {
