@@ -2,7 +2,6 @@
 # by scripts/install-peers. `make help` lists the targets.
 
 CARGO ?= cargo
-comma := ,
 # mkfs and its kin live where an ordinary user's PATH does not look.
 export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
 
@@ -14,20 +13,8 @@ export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-# Loading shared libraries takes a third of a short run, so the command is linked statically where
-# the C library can be.
-LIBC_A := $(wildcard $(shell cc -print-file-name=libc.a))
-STATIC := $(if $(LIBC_A),-C target-feature=+crt-static)
-# What it does first is to relocate itself: 28,000 addresses, which the C library takes from 2.36 on
-# as a bitmap instead of entries of 24 bytes. A tenth of a short run.
-RELR := $(shell getconf GNU_LIBC_VERSION 2>/dev/null | awk '$$2 >= 2.36 { print "yes" }')
-PACKED := $(if $(RELR),-C link-arg=-Wl$(comma)-z$(comma)pack-relative-relocs)
-
-# What a short run executes lies together: an eighth of its time.
-ORDERED := -C linker=$(CURDIR)/scripts/link-in-order
-
 build: ## the command, at target/release/vdkit
-	$(CARGO) rustc --release --locked --package vdkit-cli --bin vdkit -- $(STATIC) $(PACKED) $(ORDERED)
+	$(CARGO) build --release --locked --package vdkit-cli
 
 demo: ## builds, then converts and checks an image made of this machine's own files
 	scripts/demo

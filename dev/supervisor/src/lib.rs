@@ -2,8 +2,8 @@
 //!
 //! The kernel stops a thread of the program at a selected system call, passes the call to its
 //! *supervisor* and waits for an answer (seccomp user notification, `seccomp_unotify(2)`). This
-//! works with any program, such as the statically linked `vdkit` or `qemu-nbd`, on any file system,
-//! and needs no privileges.
+//! works with any program, such as `vdkit` or `qemu-nbd`, on any file system, and needs no
+//! privileges.
 //!
 //! ```text
 //!  program ── fdatasync ─► kernel ─► Listener::receive ─► Listener::proceed │ answer

@@ -266,13 +266,6 @@ pub trait Storage: Send + Sync + fmt::Debug {
         false
     }
 
-    /// Announces that a [volatile](Storage::volatile) storage will be written up to `len`. A
-    /// storage may extend itself to `len` at once.
-    fn expect_len(&self, len: u64) -> Result<()> {
-        let _ = len;
-        Ok(())
-    }
-
     /// Changes the length; new bytes read as zero.
     fn set_len(&self, len: u64) -> Result<()> {
         let _ = len;

@@ -1,12 +1,10 @@
 //! Direct writes of large jobs, beyond a share of the page cache.
 //!
 //! A conversion ends when its last byte is in the page cache, not on the disk. While the kernel
-//! takes bytes without writing them back, that is the fastest path. The kernel begins writeback at
-//! `vm.dirty_background_ratio` of the available memory; from half-way to `vm.dirty_ratio` on, the
-//! writer waits for the disk. From then on the page cache only costs time: each page is allocated,
-//! filled, written and evicted again, and other processes' pages with it. So the first bytes of a
-//! file go through the page cache and the others directly to the disk (`O_DIRECT`). The dirty pages
-//! of other writers, such as an earlier conversion, count towards the limit.
+//! takes bytes without writing them back, that is the fastest path. Once the writer waits for the
+//! disk, the page cache only costs time: each page is allocated, filled, written and evicted again,
+//! and other processes' pages with it. So the first bytes of a file go through the page cache and
+//! the others directly to the disk (`O_DIRECT`).
 //!
 //! # Two paths into one file
 //! Only whole pages are written directly, so that no page gets bytes on both paths: the kernel
@@ -28,16 +26,11 @@ use crate::file::FileStorage;
 use crate::initial_write::FileSystem;
 use crate::open::{CacheShare, FileKind, retry};
 
-/// Minimum share of the page cache, available without querying the kernel.
-const CACHED_BYTES_MIN: u64 = 256 << 20;
-
 /// Counts the large writes of a file, and directs those beyond its share past the page cache.
 #[derive(Debug)]
 pub struct CacheOverflow {
-    share: CacheShare,
+    share: u64,
     given: AtomicU64,
-    /// The resolved `share` in bytes.
-    limit: OnceLock<u64>,
     /// `None` inside if the file does not support it.
     lane: OnceLock<Option<Lane>>,
 }
@@ -59,11 +52,10 @@ pub struct Lane {
 impl CacheOverflow {
     /// `None` if everything goes through the page cache.
     pub fn new(share: CacheShare, file_system: FileSystem) -> Option<Self> {
-        let able = matches!(file_system, FileSystem::Ext | FileSystem::Xfs);
-        (able && share != CacheShare::All).then(|| Self {
+        let CacheShare::Bytes(share) = share else { return None };
+        matches!(file_system, FileSystem::Ext | FileSystem::Xfs).then(|| Self {
             share,
             given: AtomicU64::new(0),
-            limit: OnceLock::new(),
             lane: OnceLock::new(),
         })
     }
@@ -71,16 +63,7 @@ impl CacheOverflow {
     /// The direct lane for a write of `len` bytes; `None` while the page cache takes it.
     pub fn lane_for(&self, len: usize, file: &File) -> Option<&Lane> {
         let given = self.given.load(Ordering::Relaxed) + len as u64;
-        let due = match self.share {
-            CacheShare::All => false,
-            CacheShare::Bytes(most) => given > most,
-            // Querying the kernel's limit takes some system calls, which a short job avoids.
-            CacheShare::Background if given <= CACHED_BYTES_MIN => false,
-            CacheShare::Background => {
-                given > *self.limit.get_or_init(|| background_bytes().saturating_add(given))
-            }
-        };
-        let lane = match due {
+        let lane = match given > self.share {
             true => self.lane.get_or_init(|| Lane::open(file)).as_ref(),
             false => None,
         };
@@ -136,9 +119,9 @@ impl Lane {
         if pages.is_empty() {
             return Ok(0);
         }
-        let _length = of.hold_length();
         // ext4 writes in parallel only within the file's length, and only to allocated blocks.
         of.allocate_bulk(offset, pages.len() as u64);
+        let _length = of.hold_length();
         let mut done = 0;
         let fits = is_aligned(pages.as_ptr().addr() as u64, self.align);
         while done < pages.len() {
@@ -173,30 +156,6 @@ impl Lane {
     }
 }
 
-/// Dirty bytes until the kernel begins writeback; unlimited if unknown.
-fn background_bytes() -> u64 {
-    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-    let number = |path: &str| read(path).trim().parse().ok();
-    let bytes = number("/proc/sys/vm/dirty_background_bytes");
-    let ratio = number("/proc/sys/vm/dirty_background_ratio");
-    background(bytes, ratio, &read("/proc/meminfo")).unwrap_or(u64::MAX)
-}
-
-/// Computes it from the two settings, one of which is 0, and the text of `/proc/meminfo`.
-fn background(bytes: Option<u64>, ratio: Option<u64>, memory: &str) -> Option<u64> {
-    let field = |name: &str| {
-        let mut lines = memory.lines();
-        let value = lines.find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-        let kib: u64 = value.trim().strip_suffix("kB")?.trim().parse().ok()?;
-        Some(kib << 10)
-    };
-    let limit = match bytes.filter(|&bytes| bytes > 0) {
-        Some(bytes) => bytes,
-        None => field("MemAvailable")? / 100 * ratio?,
-    };
-    Some(limit.saturating_sub(field("Dirty")? + field("Writeback")?))
-}
-
 #[cfg(test)]
 mod tests {
     use std::path::Path;
@@ -225,7 +184,7 @@ mod tests {
         for folder in able(512 * MIB) {
             for (share, passed) in [
                 (CacheShare::All, 0),
-                (CacheShare::Background, 0),
+                (CacheShare::FILLED_ONCE, 0),
                 (CacheShare::Bytes(MIB), 3 * MIB),
                 (CacheShare::Bytes(MIB + 1), 3 * MIB),
                 (CacheShare::Bytes(0), 4 * MIB),
@@ -350,21 +309,5 @@ mod tests {
         assert!(file.past().is_none());
         file.write_new(&vec![7; MIB as usize], HostOffset(5)).unwrap();
         assert_eq!(file.len().unwrap(), MIB + 5);
-    }
-
-    #[test]
-    fn the_share_is_what_is_left_until_the_kernel_begins_to_write() {
-        let memory = "MemTotal: 24683520 kB\nMemAvailable:   20000000 kB\nDirty:   2048 kB\nWritebackTmp: 9 kB\nWriteback: 1024 kB\n";
-        assert_eq!(background(Some(0), Some(10), memory), Some(2_048_000_000 - 3 * MIB));
-        assert_eq!(background(None, Some(10), memory), Some(2_048_000_000 - 3 * MIB));
-        assert_eq!(background(Some(3 << 30), Some(0), memory), Some((3 << 30) - 3 * MIB));
-        // More is dirty than allowed: the share is 0.
-        assert_eq!(background(Some(MIB), Some(0), memory), Some(0));
-        assert_eq!(background(Some(0), Some(0), memory), Some(0));
-        for unknown in ["", "MemAvailable: many", "MemAvailable: 5 pages", &memory[..60]] {
-            assert_eq!(background(Some(0), Some(10), unknown), None, "{unknown}");
-        }
-        assert_eq!(background(Some(0), None, memory), None);
-        assert!(background_bytes() < u64::MAX);
     }
 }

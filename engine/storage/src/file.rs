@@ -169,19 +169,15 @@ impl FileStorage {
             block_bytes: block_bytes(&file, kind),
         };
         let file_system = FileSystem::of(&file, kind);
-        let (initial_write, past) = match kind {
-            FileKind::Regular if direct.is_none() => {
-                (InitialWrite::new(file_system), CacheOverflow::new(options.share, file_system))
-            }
-            _ => (InitialWrite::Plain, None),
-        };
+        // Direct writes go as they are.
+        let cached = if direct.is_none() { file_system } else { FileSystem::Other };
         Ok(Self {
             name,
             in_memory: file_system == FileSystem::Memory,
             data_at: AtomicU64::new(0),
             never_ready: AtomicBool::new(false),
-            initial_write,
-            past,
+            initial_write: InitialWrite::new(cached),
+            past: CacheOverflow::new(options.share, cached),
             file,
             kind,
             cache: options.cache,
@@ -314,16 +310,7 @@ impl FileStorage {
 
     /// Writes all of `buf`, which is aligned if needed.
     pub(crate) fn write_raw(&self, buf: &[u8], offset: u64) -> Result<(), Errno> {
-        self.write_in_pieces(buf, offset, self.initial_write.piece_bytes())
-    }
-
-    /// [`Self::write_raw`] with at most `piece` bytes per system call.
-    pub(crate) fn write_in_pieces(
-        &self,
-        buf: &[u8],
-        offset: u64,
-        piece: usize,
-    ) -> Result<(), Errno> {
+        let piece = self.initial_write.piece_bytes();
         let mut done = 0;
         while done < buf.len() {
             let end = buf.len().min(done.saturating_add(piece));
@@ -503,13 +490,6 @@ impl Storage for FileStorage {
 
     fn volatile(&self) -> bool {
         self.cache == CacheMode::Unsafe
-    }
-
-    fn expect_len(&self, len: u64) -> Result<()> {
-        match self.initial_write.wants_len() {
-            true => self.resize(len),
-            false => Ok(()),
-        }
     }
 
     fn set_len(&self, len: u64) -> Result<()> {

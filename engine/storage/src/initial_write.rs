@@ -1,37 +1,44 @@
-//! Large first writes by several threads, as in a conversion.
+//! Large first writes by several threads, as in a conversion, on ext4.
 //!
 //! A buffered write holds the inode lock from its first page to its last, so threads that write one
-//! file wait for each other. Throughput depends on how long one write holds the lock:
+//! file wait for each other. ext4 reserves space and looks up an extent for each block of a delayed
+//! allocation; `fallocate` does so for all blocks at once. So the range is allocated before it is
+//! written, and the lock is held for a shorter time.
 //!
-//! - ext4 reserves space and looks up an extent for each block of a delayed allocation; `fallocate`
-//!   does so for all blocks at once. The range is allocated before it is written.
-//! - tmpfs allocates and fills one page after the other under the lock; a page fault on a mapping
-//!   does the same without it, at more processor time. One thread writes; threads that would have
-//!   to wait copy into a mapping.
-//!
-//! # Pieces on ext4
-//! The page cache takes as large a folio as one write covers (ext4: since Linux 6.16), and ext4
-//! keeps a list of a folio's blocks that each later write walks from its beginning
-//! (`ext4_block_write_begin`). So after writes of 1 MiB, later small writes and allocating writes
-//! are slow. Writes are split into smaller pieces, which make smaller folios.
+//! # Pieces
+//! The page cache takes as large a folio as one write covers, and ext4 keeps a list of a folio's
+//! blocks that each later write walks from its beginning (`ext4_block_write_begin`). So after
+//! writes of 1 MiB, small writes are slow for as long as the folios stay. Writes are therefore split
+//! into pieces, which make smaller folios. This holds for kernels with large folios on ext4, since
+//! Linux 6.16. The environment variable `VDKIT_EXT4_PIECES=off` leaves the writes whole.
 
-use std::os::fd::AsFd;
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use parking_lot::Mutex;
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
 use crate::file::FileStorage;
 use crate::open::FileKind;
-use crate::sys;
 
 /// Below this size a write does not hold the lock for long.
 pub const BULK_BYTES_MIN: usize = 128 << 10;
 
-/// Maximum bytes per system call on ext4: for writes to a disk in use, and to a new file.
-const PIECE_BYTES: usize = 16 << 10;
-const NEW_PIECE_BYTES: usize = 64 << 10;
+/// Maximum bytes per system call on ext4 with large folios.
+const PIECE_BYTES: usize = 64 << 10;
+
+/// [`PIECE_BYTES`], or no limit if this kernel or the user wants none.
+static EXT_PIECE_BYTES: LazyLock<usize> = LazyLock::new(|| {
+    let release = rustix::system::uname().release().to_string_lossy().into_owned();
+    let off = std::env::var_os("VDKIT_EXT4_PIECES").is_some_and(|value| value == "off");
+    if has_large_folios(&release) && !off { PIECE_BYTES } else { usize::MAX }
+});
+
+/// Whether ext4 of a kernel release (`6.16.3-arch1`) has large folios.
+fn has_large_folios(release: &str) -> bool {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|n| n.parse().unwrap_or(0));
+    (numbers.next(), numbers.next()) >= (Some(6), Some(16))
+}
 
 /// `f_type` of statfs(2).
 const TMPFS_MAGIC: u64 = 0x0102_1994;
@@ -71,36 +78,24 @@ impl FileSystem {
 
 /// How large first writes reach a file.
 #[derive(Debug)]
-pub enum InitialWrite {
-    /// As any other write.
-    Plain,
+pub struct InitialWrite {
     /// Allocate first, until that fails.
-    Allocate(AtomicBool),
-    /// The lock holder writes; others copy into a mapping, until that fails.
-    Lanes(Mutex<()>, AtomicBool),
+    allocates: AtomicBool,
+    /// Maximum bytes per system call, of any write.
+    piece_bytes: usize,
 }
 
 impl InitialWrite {
     /// The method for a file system.
     pub fn new(file_system: FileSystem) -> Self {
-        match file_system {
-            FileSystem::Ext => Self::Allocate(AtomicBool::new(true)),
-            FileSystem::Memory => Self::Lanes(Mutex::new(()), AtomicBool::new(true)),
-            FileSystem::Xfs | FileSystem::Other => Self::Plain,
-        }
+        let ext = file_system == FileSystem::Ext;
+        let piece_bytes = if ext { *EXT_PIECE_BYTES } else { usize::MAX };
+        Self { allocates: AtomicBool::new(ext), piece_bytes }
     }
 
     /// Maximum bytes per system call.
     pub fn piece_bytes(&self) -> usize {
-        match self {
-            Self::Allocate(_) => PIECE_BYTES,
-            Self::Plain | Self::Lanes(..) => usize::MAX,
-        }
-    }
-
-    /// Whether it works only within the file's length.
-    pub fn wants_len(&self) -> bool {
-        matches!(self, Self::Lanes(..))
+        self.piece_bytes
     }
 }
 
@@ -115,44 +110,22 @@ impl FileStorage {
 
     /// Allocates a range that will be written, if worthwhile.
     pub(crate) fn allocate_bulk(&self, offset: u64, len: u64) {
-        let InitialWrite::Allocate(works) = self.initial_write() else { return };
-        if works.load(Ordering::Relaxed) {
+        let allocates = &self.initial_write().allocates;
+        if allocates.load(Ordering::Relaxed) {
+            let _length = self.hold_length();
             let allocated =
                 rustix::fs::fallocate(self.file(), FallocateFlags::empty(), offset, len);
             // The write reports any other error (no space, a signal).
             if let Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::PERM) = allocated {
-                works.store(false, Ordering::Relaxed);
+                allocates.store(false, Ordering::Relaxed);
             }
         }
     }
 
     /// [`Self::write_bulk`] through the page cache, or as the cache mode says.
     pub(crate) fn write_bulk_cached(&self, buf: &[u8], offset: u64) -> Result<(), Errno> {
-        match self.initial_write() {
-            InitialWrite::Plain => self.write_bytes(buf, offset),
-            InitialWrite::Allocate(_) => {
-                let _length = self.hold_length();
-                self.allocate_bulk(offset, buf.len() as u64);
-                self.write_in_pieces(buf, offset, NEW_PIECE_BYTES)
-            }
-            InitialWrite::Lanes(lane, works) => {
-                if let Some(_mine) = lane.try_lock() {
-                    return self.write_bytes(buf, offset);
-                }
-                if works.load(Ordering::Relaxed) {
-                    let _length = self.hold_length();
-                    let inside = offset + buf.len() as u64 <= self.raw_len()?;
-                    match inside.then(|| sys::copy_to_mapping(self.file().as_fd(), offset, buf)) {
-                        Some(Ok(())) => return Ok(()),
-                        // No space, or a concurrently truncated file: the write returns the real
-                        // error.
-                        None | Some(Err(Errno::FAULT)) => {}
-                        Some(Err(_)) => works.store(false, Ordering::Relaxed),
-                    }
-                }
-                self.write_bytes(buf, offset)
-            }
-        }
+        self.allocate_bulk(offset, buf.len() as u64);
+        self.write_bytes(buf, offset)
     }
 }
 
@@ -165,12 +138,11 @@ mod tests {
     use super::*;
     use crate::open::FileOptions;
 
-    /// Several threads write pieces of odd sizes, some past the end; all bytes arrive.
+    /// Several threads write pieces of odd sizes; all bytes arrive.
     fn pieces_arrive(folder: &Path) {
         let options = FileOptions::read_write().cache(CacheMode::Unsafe);
         let file = FileStorage::create(folder.join("bulk"), &options).unwrap();
         let (piece, count) = (BULK_BYTES_MIN + 4096 + 13, 48_u64);
-        file.expect_len(piece as u64 * count / 2).unwrap();
         std::thread::scope(|scope| {
             for thread in 0..4 {
                 let file = &file;
@@ -203,43 +175,6 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_lane_is_gone_around() {
-        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
-        let options = FileOptions::read_write().cache(CacheMode::Unsafe);
-        let file = FileStorage::create(folder.path().join("bulk"), &options).unwrap();
-        let InitialWrite::Lanes(lane, works) = file.initial_write() else {
-            panic!("/dev/shm is no tmpfs")
-        };
-        let buf = vec![7; BULK_BYTES_MIN + 5];
-        let _busy = lane.lock();
-        // Beyond the end there is nothing to map, so the write falls back.
-        file.write_new(&buf, HostOffset(3)).unwrap();
-        assert_eq!(file.len().unwrap(), buf.len() as u64 + 3);
-        file.expect_len(1 << 20).unwrap();
-        file.write_new(&buf, HostOffset(300_001)).unwrap();
-        assert!(works.load(Ordering::Relaxed), "copying to a mapping was refused here");
-        let mut all = vec![0; 1 << 20];
-        file.read_at(&mut all, HostOffset(0)).unwrap();
-        for (at, &byte) in all.iter().enumerate() {
-            let in_one = |from: usize| (from..from + buf.len()).contains(&at);
-            assert_eq!(byte == 7, in_one(3) || in_one(300_001), "byte {at}");
-        }
-    }
-
-    #[test]
-    fn a_full_file_system_is_an_error_on_each_lane() {
-        // The mapping is longer than the file system, so its pages cannot be allocated.
-        let Some(small) = vdkit_testbase::fs::mounted("tmpfs", 1 << 20) else { return };
-        let options = FileOptions::read_write().cache(CacheMode::Unsafe);
-        let file = FileStorage::create(small.path().join("bulk"), &options).unwrap();
-        file.expect_len(8 << 20).unwrap();
-        let InitialWrite::Lanes(lane, _) = file.initial_write() else { panic!("no tmpfs") };
-        let _busy = lane.lock();
-        let failed = file.write_new(&vec![1; 2 << 20], HostOffset(0)).unwrap_err();
-        assert!(failed.to_string().contains("space"), "{failed}");
-    }
-
-    #[test]
     fn a_device_is_no_memory_though_its_name_lies_there() {
         let Some(device) = vdkit_testbase::fs::loop_device(1 << 20, 512) else { return };
         let device = FileStorage::open(device.path(), &FileOptions::read_write()).unwrap();
@@ -257,8 +192,18 @@ mod tests {
     }
 
     #[test]
+    fn large_folios_begin_with_6_16() {
+        for old in ["6.15.9-rc6", "5.19.0", "6.9", "6", "", "unknown"] {
+            assert!(!has_large_folios(old), "{old}");
+        }
+        for new in ["6.16.0", "6.18.44-fc-v657", "7.0-rc1"] {
+            assert!(has_large_folios(new), "{new}");
+        }
+    }
+
+    #[test]
     fn pieces_are_small_on_ext4_alone() {
-        for (kind, wanted) in [("ext4", (64, 16)), ("xfs", (1, 1))] {
+        for (kind, pieced) in [("ext4", true), ("xfs", false)] {
             let Some(folder) = vdkit_testbase::fs::mounted(kind, 320 << 20) else { return };
             for cache in [CacheMode::Writeback, CacheMode::Writethrough] {
                 let options = FileOptions::read_write().cache(cache);
@@ -273,6 +218,8 @@ mod tests {
                     of(&|| file.write_at(&buf, HostOffset(0)).unwrap()),
                     of(&|| file.write_new(&buf, HostOffset(1 << 20)).unwrap()),
                 );
+                let pieces = pieced && *EXT_PIECE_BYTES == PIECE_BYTES;
+                let wanted = if pieces { (16, 16) } else { (1, 1) };
                 assert_eq!(found, wanted, "{cache:?} on {kind}");
                 std::fs::remove_file(folder.path().join("pieces")).unwrap();
             }

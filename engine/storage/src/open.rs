@@ -51,11 +51,14 @@ pub enum CacheShare {
     /// All.
     #[default]
     All,
-    /// What the kernel caches before it begins writeback (`vm.dirty_background_ratio` of the
-    /// available memory, less the current dirty pages), and at least 256 MiB.
-    Background,
     /// This many.
     Bytes(u64),
+}
+
+impl CacheShare {
+    /// For a file that a job fills and does not read again: what most machines still take without
+    /// making the writer wait for the disk.
+    pub const FILLED_ONCE: Self = Self::Bytes(1 << 30);
 }
 
 /// Options for opening a file.

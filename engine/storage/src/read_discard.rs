@@ -12,8 +12,6 @@ use vdkit_block::{HostOffset, Result, Storage};
 const SPLICE_BYTES_MIN: u64 = 128 << 10;
 const PIPE_BYTES: usize = 1 << 20;
 const READ_BYTES: u64 = 256 << 10;
-/// Buffers up to this size are on the stack, whose pages are already mapped.
-const STACK_BYTES: u64 = 64 << 10;
 
 /// A thread's pipe to `/dev/null`.
 struct Drain {
@@ -76,10 +74,6 @@ pub fn read_discard(file: &File, offset: u64, len: u64) -> Result<u64, Errno> {
 
 /// Reads `len` bytes repeatedly into a small buffer.
 pub fn read_away(storage: &dyn Storage, offset: HostOffset, len: u64) -> Result<()> {
-    if len <= STACK_BYTES {
-        let mut buf = [0; STACK_BYTES as usize];
-        return storage.read_up_to(&mut buf[..len as usize], offset).map(drop);
-    }
     let mut buf = vec![0; len.min(READ_BYTES) as usize];
     let mut done = 0;
     while done < len {

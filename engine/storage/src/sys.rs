@@ -122,44 +122,6 @@ pub fn ofd_test(file: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<Option
     Ok(Some(Conflict { pid: u32::try_from(lock.l_pid).ok().filter(|pid| *pid > 0) }))
 }
 
-/// Copies `buf` into the file's pages at `offset` through a mapping, without the inode lock. The
-/// range must lie within the file.
-///
-/// The kernel copies, as between two processes, and returns `EFAULT` if a page is unavailable (no
-/// space, or a concurrent truncation). A copy by this process would be killed (SIGBUS).
-pub fn copy_to_mapping(file: BorrowedFd<'_>, offset: u64, buf: &[u8]) -> Result<(), Errno> {
-    let before = (offset % rustix::param::page_size() as u64) as usize;
-    let len = before + buf.len();
-    // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing. No reference
-    // into it is ever made; it is only passed back to the kernel.
-    let map = unsafe {
-        rustix::mm::mmap(
-            std::ptr::null_mut(),
-            len,
-            rustix::mm::ProtFlags::READ | rustix::mm::ProtFlags::WRITE,
-            rustix::mm::MapFlags::SHARED,
-            file,
-            offset - before as u64,
-        )
-    }?;
-    let to = libc::iovec { iov_base: map.wrapping_byte_add(before), iov_len: buf.len() };
-    let from = libc::iovec { iov_base: buf.as_ptr().cast_mut().cast(), iov_len: buf.len() };
-    // SAFETY: the call reads `buf`, which is borrowed, and writes to the mapping made above, which
-    // nobody else knows; both are given with their lengths. A bad page is an error, not a fault.
-    let copied = unsafe { libc::process_vm_readv(libc::getpid(), &to, 1, &from, 1, 0) };
-    let copied = usize::try_from(copied).map_err(|_| last_errno());
-    // SAFETY: address and length of the mapping made above; nothing refers to it any more.
-    unsafe { rustix::mm::munmap(map, len) }?;
-    match copied? {
-        all if all == buf.len() => Ok(()),
-        _ => Err(Errno::FAULT),
-    }
-}
-
-fn last_errno() -> Errno {
-    Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)
-}
-
 /// Maximum extents per call of [`fiemap`].
 pub const FIEMAP_EXTENTS: usize = 256;
 

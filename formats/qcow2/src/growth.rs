@@ -69,11 +69,8 @@ impl Qcow2 {
         };
         // Volatile storage may grow as it is written. Extending and later truncating the file would
         // make XFS write it out on close.
-        if growable {
-            match self.storage.volatile() {
-                true => self.storage.expect_len(end << bits)?,
-                false => self.storage.set_len(end << bits)?,
-            }
+        if growable && !self.storage.volatile() {
+            self.storage.set_len(end << bits)?;
         }
         let fresh = growable && !meta.space.tail_written;
         let next = match self.make_cover(meta, first, end, &cover, fresh) {

@@ -69,7 +69,7 @@ fn cache_until_named(wanted: Option<CacheMode>) -> CacheMode {
 
 /// Options for a new file. By default, bytes beyond a share of the page cache are written directly.
 pub fn new_file_options(wanted: Option<CacheMode>) -> FileOptions {
-    let share = if wanted.is_none() { CacheShare::Background } else { CacheShare::All };
+    let share = if wanted.is_none() { CacheShare::FILLED_ONCE } else { CacheShare::All };
     FileOptions::read_write().cache(cache_until_named(wanted)).share(share)
 }
 
@@ -327,7 +327,7 @@ mod tests {
     #[test]
     fn a_cache_mode_that_is_named_holds_for_every_byte() {
         let options = new_file_options(None);
-        assert_eq!((options.cache, options.share), (CacheMode::Unsafe, CacheShare::Background));
+        assert_eq!((options.cache, options.share), (CacheMode::Unsafe, CacheShare::FILLED_ONCE));
         for named in [CacheMode::Unsafe, CacheMode::Writeback, CacheMode::None] {
             let options = new_file_options(Some(named));
             assert_eq!((options.cache, options.share), (named, CacheShare::All));
