@@ -136,7 +136,7 @@ fn nbdinfo_sees_what_is_there() {
     let dir = folder(&scratch);
     scratch.ok(&["create", "a.qcow2", "64M"]);
     scratch.ok(&["write", "a.qcow2", "--pattern", "0x11", "1M", "64K"]);
-    let served = Served::start(&scratch, &["a.qcow2", "--description", "a word"]);
+    let served = Served::start(&scratch, &["a.qcow2", "--description", "a word", "--poll-us", "0"]);
     let info: serde_json::Value =
         serde_json::from_str(&output(&dir, "nbdinfo", &["--json", &served.uri])).unwrap();
     let export = &info["exports"][0];

@@ -110,6 +110,7 @@ fn keys(scratch: &Scratch, folder: &str, text: &str) {
 }
 
 #[test]
+#[cfg(feature = "tls-psk")]
 fn a_key_that_both_sides_know_opens_the_door() {
     let scratch = Scratch::new();
     scratch.ok(&["create", "a.qcow2", "64M"]);
@@ -136,6 +137,7 @@ fn a_key_that_both_sides_know_opens_the_door() {
 }
 
 #[test]
+#[cfg(feature = "tls-psk")]
 fn keys_that_cannot_be_used_are_named_and_not_told() {
     let scratch = Scratch::new();
     scratch.ok(&["create", "a.qcow2", "64M"]);
@@ -243,6 +245,7 @@ fn a_dangling_link_as_authority_lets_nobody_in() {
 }
 
 #[test]
+#[cfg(feature = "tls-psk")]
 fn the_uri_of_a_server_with_tls_says_so() {
     let scratch = Scratch::new();
     scratch.ok(&["create", "a.qcow2", "1M"]);

@@ -122,7 +122,11 @@ impl Dmg {
         if in_resources {
             dmg.take_resources(file, &bytes, trailer.data_fork)?;
         } else {
-            for table in block_tables(&bytes) {
+            let tables = block_tables(&String::from_utf8_lossy(&bytes)).map_err(|error| {
+                let (what, found) = ("property list", error.to_string());
+                Error::corrupt(file, at, what, found, "tables in base64")
+            })?;
+            for table in tables {
                 dmg.take_table(file, &table, trailer.data_fork)?;
             }
         }

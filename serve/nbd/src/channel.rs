@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
 
-use crate::poll::{self, Poll, PollLimit};
+use crate::poll::{Poll, PollLimit};
 
 /// Spins between two polls: some hundred nanoseconds, about as long as a poll takes.
 const SPINS: u32 = 16;
@@ -96,18 +96,18 @@ pub struct Socket {
 }
 
 impl Socket {
-    /// A Unix socket.
-    pub fn unix(stream: UnixStream) -> Self {
-        Self::over(Stream::Unix(stream), PollLimit::usual())
+    /// A Unix socket, polled for at most `poll_max` before a thread sleeps on it.
+    pub fn unix(stream: UnixStream, poll_max: Duration) -> Self {
+        Self::over(Stream::Unix(stream), Poll::new(poll_max, PollLimit::usual()))
     }
 
-    /// A TCP socket.
-    pub fn tcp(stream: TcpStream) -> Self {
-        Self::over(Stream::Tcp(stream), PollLimit::usual())
+    /// A TCP socket, likewise.
+    pub fn tcp(stream: TcpStream, poll_max: Duration) -> Self {
+        Self::over(Stream::Tcp(stream), Poll::new(poll_max, PollLimit::usual()))
     }
 
-    fn over(stream: Stream, lookers: &'static PollLimit) -> Self {
-        let (poll, ended_here) = (Poll::new(lookers), AtomicBool::new(false));
+    fn over(stream: Stream, poll: Poll) -> Self {
+        let ended_here = AtomicBool::new(false);
         let socket = Self { stream, poll, ended_here, patient: AtomicBool::new(true) };
         // Without a timeout, waits would be unbounded: close the socket.
         if socket.wait_at_most(None, Some(BRIEFLY)).is_err() {
@@ -170,9 +170,14 @@ impl Socket {
         }
     }
 
-    /// Polls until [`poll::WINDOW`] after `began`.
-    fn look(&self, buf: &mut [u8], began: Instant) -> io::Result<Option<usize>> {
-        while began.elapsed() < poll::WINDOW {
+    /// Polls until `time` after `began`.
+    fn poll_for(
+        &self,
+        buf: &mut [u8],
+        began: Instant,
+        time: Duration,
+    ) -> io::Result<Option<usize>> {
+        while began.elapsed() < time {
             for _ in 0..SPINS {
                 std::hint::spin_loop();
             }
@@ -190,18 +195,13 @@ impl Channel for Socket {
             return Ok(got);
         }
         let began = Instant::now();
-        let Some(looking) = self.poll.look() else {
-            let got = self.recv_with(buf, RecvFlags::empty())?;
-            self.poll.slept(began.elapsed());
-            return Ok(got);
+        let polled = match self.poll.begin() {
+            Some((time, _permit)) => self.poll_for(buf, began, time)?,
+            None => None,
         };
-        if let Some(got) = self.look(buf, began)? {
-            self.poll.seen(began.elapsed());
-            return Ok(got);
-        }
-        drop(looking);
-        self.poll.in_vain();
-        self.recv_with(buf, RecvFlags::empty())
+        let got = polled.map_or_else(|| self.recv_with(buf, RecvFlags::empty()), Ok)?;
+        self.poll.waited(began.elapsed());
+        Ok(got)
     }
 
     fn recv_ready(&self, buf: &mut [u8]) -> io::Result<Option<usize>> {
@@ -266,13 +266,14 @@ mod tests {
     use std::io::{Read, Write};
 
     use super::*;
+    use crate::poll::POLL_MAX;
 
     #[test]
     fn a_header_and_its_data_arrive_whole_however_small_the_sockets_buffer() {
         let (here, there) = UnixStream::pair().unwrap();
         // Far smaller than the data, so that each call sends a part.
         rustix::net::sockopt::set_socket_send_buffer_size(&here, 4096).unwrap();
-        let (socket, data) = (Socket::unix(here), vec![7; 3_000_000]);
+        let (socket, data) = (Socket::unix(here, POLL_MAX), vec![7; 3_000_000]);
         let receiving = std::thread::spawn(move || {
             let mut all = Vec::new();
             (&there).read_to_end(&mut all).map(|_| all)
@@ -286,51 +287,41 @@ mod tests {
         assert!(all == wanted, "{} bytes", all.len());
     }
 
-    /// A socket whose bytes have always arrived soon, and its peer.
-    fn trusted() -> (Socket, UnixStream) {
-        let (here, there) = UnixStream::pair().unwrap();
-        let lookers = Box::leak(Box::new(PollLimit::new(1)));
-        let socket = Socket::over(Stream::Unix(here), lookers);
-        for _ in 0..4 {
-            socket.poll.slept(poll::WINDOW);
-        }
-        assert!(socket.poll.look().is_some());
-        (socket, there)
-    }
-
     #[test]
-    fn bytes_are_looked_for_before_they_are_slept_for() {
-        // A failed poll uses up the credit; then the thread sleeps.
-        let (socket, mut there) = trusted();
-        socket.set_timeout(Some(Duration::from_millis(1))).unwrap();
-        let slept = socket.recv(&mut [0; 8]).unwrap_err();
-        assert_eq!(slept.kind(), io::ErrorKind::WouldBlock);
-        assert!(socket.poll.look().is_none());
-        // Bytes that were already there give no information about the sender.
-        there.write_all(b"bytes").unwrap();
+    fn bytes_are_polled_for_before_they_are_slept_for() {
+        let (here, mut there) = UnixStream::pair().unwrap();
+        let limit = Box::leak(Box::new(PollLimit::new(1)));
+        let hour = Duration::from_secs(3600);
+        let socket = Socket::over(Stream::Unix(here), Poll::new(hour, limit));
         let mut buf = [0; 8];
-        assert_eq!(socket.recv(&mut buf).unwrap(), 5);
-        assert_eq!(&buf[..5], b"bytes");
-        assert!(socket.poll.look().is_none());
-        // The poll itself finds bytes, or the end.
-        for (sent, got) in [(&b"bytes"[..], 5), (b"", 0)] {
-            let (socket, mut there) = trusted();
+        // Polling alone finds bytes, and the end.
+        for (sent, got) in [(&b"bytes"[..], Some(5)), (b"", None)] {
             there.write_all(sent).unwrap();
-            drop(there);
-            assert_eq!(socket.look(&mut buf, Instant::now()).unwrap(), Some(got));
+            let polled = socket.poll_for(&mut buf, Instant::now(), Duration::from_millis(1));
+            assert_eq!(polled.unwrap(), got);
         }
+        // A poll that finds nothing goes over into sleep.
+        socket.poll.waited(Duration::from_micros(10));
+        assert!(socket.poll.begin().is_some());
+        socket.set_timeout(Some(Duration::from_millis(1))).unwrap();
+        let slept = socket.recv(&mut buf).unwrap_err();
+        assert_eq!(slept.kind(), io::ErrorKind::WouldBlock);
+        there.write_all(b"bytes").unwrap();
+        assert_eq!(socket.recv(&mut buf).unwrap(), 5);
+        drop(there);
+        assert_eq!(socket.poll_for(&mut buf, Instant::now(), hour).unwrap(), Some(0));
     }
 
     #[test]
     fn a_peer_has_left_before_its_last_bytes_are_read_and_not_because_we_end() {
         let (here, mut there) = UnixStream::pair().unwrap();
-        let socket = Socket::unix(here);
+        let socket = Socket::unix(here, POLL_MAX);
         there.write_all(b"bytes").unwrap();
         assert!(!socket.has_left());
         drop(there);
         assert!(socket.has_left());
         let (here, there) = UnixStream::pair().unwrap();
-        let socket = Socket::unix(here);
+        let socket = Socket::unix(here, POLL_MAX);
         socket.shutdown(Shutdown::Read);
         assert!(!socket.has_left());
         drop(there);
@@ -340,7 +331,7 @@ mod tests {
     #[test]
     fn a_peer_that_does_not_read_is_not_waited_for() {
         let (here, there) = UnixStream::pair().unwrap();
-        let socket = Socket::unix(here);
+        let socket = Socket::unix(here, POLL_MAX);
         let bytes = vec![7; 3_000_000];
         let (sent, all) = socket.send_ready(&bytes).unwrap();
         assert!(all && sent > 0 && sent < bytes.len(), "{sent} bytes");
@@ -357,7 +348,7 @@ mod tests {
     fn a_peer_that_is_gone_is_an_error() {
         let (here, there) = UnixStream::pair().unwrap();
         drop(there);
-        let sent = Socket::unix(here).send_both(b"head", b"data");
+        let sent = Socket::unix(here, POLL_MAX).send_both(b"head", b"data");
         assert_eq!(sent.unwrap_err().kind(), io::ErrorKind::BrokenPipe);
     }
 }

@@ -17,6 +17,7 @@ use vdkit_export::{ACCEPT_PAUSE, Access, UnixSocket, Wake};
 use crate::channel::{Channel, Socket};
 use crate::exports::Exports;
 use crate::handshake::{Agreed, HANDSHAKE_TIME, Handshake, Outcome, TlsState};
+use crate::poll::POLL_MAX;
 use crate::session::Session;
 use crate::tls::Tls;
 
@@ -112,16 +113,18 @@ impl Listener {
         }
     }
 
-    fn accept(&self) -> io::Result<Socket> {
+    fn accept(&self, poll_max: Duration) -> io::Result<Socket> {
         match self {
-            Self::Unix(socket) => socket.accept().map(|(socket, _)| Socket::unix(socket)),
-            Self::Handed(socket) => socket.accept().map(|(socket, _)| Socket::unix(socket)),
+            Self::Unix(socket) => socket.accept().map(|(socket, _)| Socket::unix(socket, poll_max)),
+            Self::Handed(socket) => {
+                socket.accept().map(|(socket, _)| Socket::unix(socket, poll_max))
+            }
             Self::Tcp(listener) => {
                 let (socket, _) = listener.accept()?;
                 // Replies are sent whole, so delaying them gains nothing.
                 socket.set_nodelay(true)?;
                 rustix::net::sockopt::set_socket_keepalive(&socket, true)?;
-                Ok(Socket::tcp(socket))
+                Ok(Socket::tcp(socket, poll_max))
             }
         }
     }
@@ -160,11 +163,19 @@ pub struct ServerOptions {
     pub handshake_time: Duration,
     /// Require TLS with this configuration.
     pub tls: Option<Tls>,
+    /// Maximum time to poll a connection before its thread sleeps; zero for never. Polling answers
+    /// sooner and costs processor time.
+    pub poll_max: Duration,
 }
 
 impl Default for ServerOptions {
     fn default() -> Self {
-        Self { connections_max: 1024, handshake_time: HANDSHAKE_TIME, tls: None }
+        Self {
+            connections_max: 1024,
+            handshake_time: HANDSHAKE_TIME,
+            tls: None,
+            poll_max: POLL_MAX,
+        }
     }
 }
 
@@ -270,7 +281,7 @@ impl Server {
 fn accept(shared: &Arc<Shared>, listener: &Listener) {
     loop {
         let came = match shared.wake.wait_at(listener) {
-            Ok(true) => listener.accept(),
+            Ok(true) => listener.accept(shared.options.poll_max),
             Ok(false) => return,
             Err(error) => Err(error),
         };

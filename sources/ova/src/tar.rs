@@ -2,6 +2,10 @@
 //!
 //! Supported are the headers of ustar, of pax (`path` and `size` of extended headers) and of GNU
 //! tar (long names, sizes in base 256). Sparse members and multi-volume archives are refused.
+//!
+//! The crate `tar` does not fit: it reads long names and extended headers into memory without a
+//! bound, and its errors have no offsets. Its headers alone cut sizes in base 256 to 64 bits
+//! silently, and refuse the signed checksums of old writers.
 
 use vdkit_block::{Error, HostOffset, Result, Storage};
 

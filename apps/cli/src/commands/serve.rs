@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use clap::{Args, ValueHint};
 use listenfd::ListenFd;
@@ -92,6 +93,11 @@ pub struct ServeArgs {
     /// Largest number of connections; a further one replaces a peer that is still negotiating
     #[arg(long, value_name = "N", default_value_t = 1024)]
     connections: usize,
+    /// Poll a busy NBD connection for up to N microseconds before its thread sleeps; 0 for never
+    ///
+    /// Polling answers single requests sooner, and costs processor time.
+    #[arg(long, value_name = "N", default_value_t = 50)]
+    poll_us: u32,
     #[command(flatten)]
     disk: ServedDisk,
     #[command(flatten)]
@@ -235,6 +241,7 @@ impl ServeArgs {
         let options = ServerOptions {
             connections_max: self.connections,
             tls: doors.tls,
+            poll_max: Duration::from_micros(self.poll_us.into()),
             ..ServerOptions::default()
         };
         let exports = Exports::new(vec![Arc::clone(export)]);

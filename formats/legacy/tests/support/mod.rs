@@ -7,6 +7,7 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 
+use base64::prelude::{BASE64_STANDARD, Engine};
 use vdkit_block::{FormatDriver, GuestOffset, Limits, Monitor, OpenRequest, Repair, Storage};
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_legacy::{BochsDriver, CloopDriver, DmgDriver, ParallelsDriver, QcowDriver, QedDriver};
@@ -246,7 +247,7 @@ pub fn dmg_with(disk: &[u8], fork: Fork, other: u32, pack: fn(&[u8]) -> Vec<u8>)
             image.extend(b"<dict><key>blkx</key><array>");
             for table in &tables {
                 image.extend(b"<dict><key>Data</key><data>\n");
-                image.extend(base64(table));
+                image.extend(BASE64_STANDARD.encode(table).bytes());
                 image.extend(b"\n</data></dict>");
             }
             image.extend(b"</array></dict></dict></plist>");
@@ -275,17 +276,4 @@ pub fn dmg_with(disk: &[u8], fork: Fork, other: u32, pack: fn(&[u8]) -> Vec<u8>)
     koly[492..500].copy_from_slice(&(disk.len() as u64 / 512).to_be_bytes());
     image.extend(koly);
     image
-}
-
-fn base64(bytes: &[u8]) -> Vec<u8> {
-    const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let mut text = Vec::new();
-    for group in bytes.chunks(3) {
-        let word = group.iter().chain(&[0, 0]).take(3).fold(0, |w, b| w << 8 | usize::from(*b));
-        for n in 0..4 {
-            let letter = LETTERS[word >> (18 - 6 * n) & 63];
-            text.push(if n <= group.len() { letter } else { b'=' });
-        }
-    }
-    text
 }

@@ -3,9 +3,13 @@
 //! The files have QEMU's names, in one folder: `server-cert.pem` and `server-key.pem`; or
 //! `keys.psk` alone. If `ca-cert.pem` exists, clients must present a certificate of that authority;
 //! `ca-crl.pem` lists the ones that it has revoked.
+//!
+//! Pre-shared keys are the feature `tls-psk`: rustls lacks them, so they need a second TLS stack.
 
 mod certificates;
+#[cfg(feature = "tls-psk")]
 mod psk;
+#[cfg(feature = "tls-psk")]
 mod wires;
 
 use std::fmt;
@@ -38,6 +42,7 @@ pub struct Tls(Kind);
 #[derive(Clone, Debug)]
 enum Kind {
     Certificates(Arc<ServerConfig>),
+    #[cfg(feature = "tls-psk")]
     Keys(Arc<psk::Keys>),
 }
 
@@ -74,12 +79,23 @@ impl Tls {
                 return Err(bad(&keys, why));
             }
         }
-        Ok(Self(Kind::Keys(psk::load(&keys)?)))
+        Self::from_keys(&keys)
+    }
+
+    #[cfg(feature = "tls-psk")]
+    fn from_keys(keys: &Path) -> io::Result<Self> {
+        Ok(Self(Kind::Keys(psk::load(keys)?)))
+    }
+
+    #[cfg(not(feature = "tls-psk"))]
+    fn from_keys(keys: &Path) -> io::Result<Self> {
+        Err(bad(keys, "this build has no pre-shared keys; build it with the feature tls-psk"))
     }
 
     fn session(&self) -> io::Result<Box<dyn Session>> {
         Ok(match &self.0 {
             Kind::Certificates(config) => Box::new(certificates::session(config)?),
+            #[cfg(feature = "tls-psk")]
             Kind::Keys(keys) => Box::new(psk::PskSession::new(keys)?),
         })
     }
@@ -300,5 +316,18 @@ impl Channel for TlsChannel {
 
     fn has_left(&self) -> bool {
         self.socket.has_left()
+    }
+}
+
+#[cfg(all(test, not(feature = "tls-psk")))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_build_without_pre_shared_keys_says_so() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join(KEYS), "bob:00").unwrap();
+        let error = Tls::from_folder(folder.path()).unwrap_err().to_string();
+        assert!(error.contains("keys.psk: this build") && error.contains("tls-psk"), "{error}");
     }
 }
