@@ -201,7 +201,7 @@ fn background(bytes: Option<u64>, ratio: Option<u64>, memory: &str) -> Option<u6
 mod tests {
     use std::path::Path;
 
-    use vdkit_block::{CacheMode, HostOffset, Storage};
+    use vdkit_block::{CacheMode, HostOffset, InitialWrites, Storage, StorageExt};
     use vdkit_testkit::fs::{Mounted, mounted};
 
     use super::*;

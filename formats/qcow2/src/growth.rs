@@ -71,7 +71,7 @@ impl Qcow2 {
         // Where no order survives a crash, the file may grow as it is written: a file that is made
         // longer and cut again is written out by XFS when it is closed.
         if growable {
-            match self.storage.volatile() {
+            match self.storage.caps().volatile {
                 true => self.storage.expect_len(end << bits)?,
                 false => self.storage.set_len(end << bits)?,
             }
@@ -374,7 +374,7 @@ impl Qcow2 {
 
     /// Spares that may be linked without a barrier. Where no order survives a crash, all may.
     fn usable_spares(&self, meta: &Meta) -> usize {
-        if self.storage.volatile() {
+        if self.storage.caps().volatile {
             return meta.space.spares.len();
         }
         meta.space

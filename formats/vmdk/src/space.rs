@@ -244,7 +244,7 @@ fn grow(
         }
         let batch = space.batch.max(bytes).next_multiple_of(grain);
         let end = (host + batch).min(HOST_BYTES_MAX / grain * grain).max(needed);
-        if storage.volatile() {
+        if storage.caps().volatile {
             storage.expect_len(end)?;
         } else {
             storage.set_len(end)?;

@@ -5,9 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use vdkit_block::{
-    Error, HostOffset, Monitor, Options, Progress, Result, Storage, StorageCaps, StorageExtent,
-};
+use vdkit_block::{Error, HostOffset, Monitor, Options, Progress, Result, Storage, StorageCaps};
 use vdkit_chain::{OpenOptions, Registry};
 use vdkit_jobs::{
     ConvertOptions, Destination, Extraction, NewImage, Source, extract, open_packaged,
@@ -45,14 +43,7 @@ impl Storage for Meeting {
     }
 
     fn caps(&self) -> StorageCaps {
-        StorageCaps {
-            writable: false,
-            growable: false,
-            device: false,
-            sequential: false,
-            alignment: 1,
-            block_bytes: 512,
-        }
+        StorageCaps { block_bytes: 512, ..StorageCaps::default() }
     }
 
     fn len(&self) -> Result<u64> {
@@ -71,18 +62,6 @@ impl Storage for Meeting {
 
     fn sync(&self) -> Result<()> {
         Ok(())
-    }
-
-    fn may_have_holes(&self) -> Result<bool> {
-        Ok(false)
-    }
-
-    fn extent_at(&self, _: HostOffset, len: u64) -> Result<StorageExtent> {
-        Ok(StorageExtent { data: true, len })
-    }
-
-    fn allocated_bytes(&self) -> Result<u64> {
-        self.len()
     }
 }
 

@@ -1,6 +1,7 @@
 //! Damage found by a check, and its repair.
 
 use std::sync::Arc;
+use vdkit_block::StorageExt;
 
 use vdkit::storage::MemoryStorage;
 use vdkit::{GuestOffset, HostOffset, Limits, Repair, Severity, Storage};

@@ -1,3 +1,4 @@
+use vdkit_block::StorageExt;
 use vdkit_testkit::http::{HttpFaults, HttpServer};
 
 use super::*;
