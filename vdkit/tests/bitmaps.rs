@@ -14,6 +14,7 @@ use support::rig::{IntoGuest, Rig, disk};
 use support::shape::{Content, Shape};
 use vdkit_block::{
     BitmapStatus, Bitmaps, Format, Limits, NewBitmap, OpenRequest, Repair, Result, Storage,
+    StorageExt,
 };
 use vdkit_chain::Disk;
 use vdkit_qcow2::Qcow2;

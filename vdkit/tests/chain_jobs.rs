@@ -5,6 +5,7 @@
 mod support;
 
 use std::sync::Arc;
+use vdkit_block::StorageExt;
 
 use support::disks::{SimDisk, Survival, Timeline, power_cut, survivors};
 use support::guest::{Guest, pattern};

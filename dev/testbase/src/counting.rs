@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use vdkit_block::{
-    CopyMethod, HostOffset, ReadOp, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
+    CopyMethod, HostOffset, InitialWrites, KernelCopy, ReadOp, ReadPaths, Result, SpaceMap,
+    Storage, StorageExtent, ZeroMode,
 };
 
 /// How often what was asked; see [`CountingStorage::counts`].
@@ -178,15 +179,19 @@ impl CountingStorage {
         add(&self.cells.bytes_read, len as u64);
         self.note(LoggedOp::Read(offset.0, len as u64));
     }
+
+    fn note_write(&self, offset: HostOffset, len: usize) {
+        add(&self.cells.writes, 1);
+        add(&self.cells.bytes_written, len as u64);
+        self.note(LoggedOp::Write(offset.0, len as u64));
+    }
 }
 
-impl Storage for CountingStorage {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
+impl vdkit_block::StorageLayer for CountingStorage {
+    const INTERCEPTS: bool = true;
 
-    fn caps(&self) -> StorageCaps {
-        self.inner.caps()
+    fn inner(&self) -> &dyn Storage {
+        &*self.inner
     }
 
     fn len(&self) -> Result<u64> {
@@ -199,30 +204,8 @@ impl Storage for CountingStorage {
         self.inner.read_up_to(buf, offset)
     }
 
-    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
-        let ready = self.inner.read_ready(buf, offset)?;
-        if ready {
-            self.note_read(offset, buf.len());
-        }
-        Ok(ready)
-    }
-
-    fn writes_promptly(&self) -> bool {
-        self.inner.writes_promptly()
-    }
-
-    fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
-        add(&self.cells.read_batches, 1);
-        for op in ops.iter() {
-            self.note_read(op.offset, op.buf.len());
-        }
-        self.inner.read_batch(ops)
-    }
-
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
-        add(&self.cells.writes, 1);
-        add(&self.cells.bytes_written, buf.len() as u64);
-        self.note(LoggedOp::Write(offset.0, buf.len() as u64));
+        self.note_write(offset, buf.len());
         self.inner.write_at(buf, offset)
     }
 
@@ -257,6 +240,28 @@ impl Storage for CountingStorage {
         self.inner.set_len(len)
     }
 
+    fn as_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.as_fd()
+    }
+
+    fn space_map(&self) -> Option<&dyn SpaceMap> {
+        Some(self)
+    }
+
+    fn read_paths(&self) -> Option<&dyn ReadPaths> {
+        Some(self)
+    }
+
+    fn initial_writes(&self) -> Option<&dyn InitialWrites> {
+        Some(self)
+    }
+
+    fn kernel_copy(&self) -> Option<&dyn KernelCopy> {
+        Some(self)
+    }
+}
+
+impl SpaceMap for CountingStorage {
     fn may_have_holes(&self) -> Result<bool> {
         self.inner.may_have_holes()
     }
@@ -269,7 +274,39 @@ impl Storage for CountingStorage {
     fn allocated_bytes(&self) -> Result<u64> {
         self.inner.allocated_bytes()
     }
+}
 
+impl ReadPaths for CountingStorage {
+    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
+        let ready = self.inner.read_ready(buf, offset)?;
+        if ready {
+            self.note_read(offset, buf.len());
+        }
+        Ok(ready)
+    }
+
+    fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
+        add(&self.cells.read_batches, 1);
+        for op in ops.iter() {
+            self.note_read(op.offset, op.buf.len());
+        }
+        self.inner.read_batch(ops)
+    }
+
+    fn read_discard(&self, offset: HostOffset, len: u64) -> Result<()> {
+        self.note_read(offset, len as usize);
+        self.inner.read_discard(offset, len)
+    }
+}
+
+impl InitialWrites for CountingStorage {
+    fn write_new(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
+        self.note_write(offset, buf.len());
+        self.inner.write_new(buf, offset)
+    }
+}
+
+impl KernelCopy for CountingStorage {
     fn copy_from(
         &self,
         to: HostOffset,
@@ -282,10 +319,6 @@ impl Storage for CountingStorage {
         add(&self.cells.bytes_copied, copied);
         self.note(LoggedOp::Copy(to.0, copied));
         Ok(copied)
-    }
-
-    fn as_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.inner.as_fd()
     }
 }
 

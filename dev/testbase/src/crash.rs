@@ -28,7 +28,8 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use vdkit_block::{
-    CacheMode, Error, HostOffset, IoAction, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
+    AccessExchange, CacheMode, Error, HostOffset, IoAction, ReadPaths, Result, SpaceMap, Storage,
+    StorageCaps, StorageExt, StorageExtent, ZeroMode,
 };
 use vdkit_storage::MemoryStorage;
 
@@ -391,10 +392,9 @@ impl Storage for CrashStorage {
         StorageCaps {
             writable: true,
             growable: true,
-            device: false,
-            sequential: false,
-            alignment: 1,
-            block_bytes: 4096,
+            volatile: self.cache == CacheMode::Unsafe,
+            prompt_writes: true,
+            ..StorageCaps::default()
         }
     }
 
@@ -419,14 +419,6 @@ impl Storage for CrashStorage {
                 .copy_from_slice(&bytes[(from - base) as usize..(to - base) as usize]);
         }
         Ok(there as usize)
-    }
-
-    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
-        self.read_padded(buf, offset).map(|()| true)
-    }
-
-    fn writes_promptly(&self) -> bool {
-        true
     }
 
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
@@ -487,10 +479,6 @@ impl Storage for CrashStorage {
         Ok(())
     }
 
-    fn volatile(&self) -> bool {
-        self.cache == CacheMode::Unsafe
-    }
-
     fn set_len(&self, len: u64) -> Result<()> {
         self.end_of(IoAction::Resize, HostOffset(len), 0)?;
         self.change(|state| {
@@ -504,6 +492,20 @@ impl Storage for CrashStorage {
         })
     }
 
+    fn space_map(&self) -> Option<&dyn SpaceMap> {
+        Some(self)
+    }
+
+    fn read_paths(&self) -> Option<&dyn ReadPaths> {
+        Some(self)
+    }
+
+    fn access_exchange(&self) -> Option<&dyn AccessExchange> {
+        Some(self)
+    }
+}
+
+impl SpaceMap for CrashStorage {
     fn may_have_holes(&self) -> Result<bool> {
         let state = self.state.lock();
         let data = state.live.values().filter(|sector| sector.is_some()).count() as u64;
@@ -537,6 +539,18 @@ impl Storage for CrashStorage {
     fn allocated_bytes(&self) -> Result<u64> {
         let state = self.state.lock();
         Ok(state.live.values().filter(|sector| sector.is_some()).count() as u64 * SECTOR)
+    }
+}
+
+impl ReadPaths for CrashStorage {
+    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
+        self.read_padded(buf, offset).map(|()| true)
+    }
+}
+
+impl AccessExchange for CrashStorage {
+    fn let_others_read(&self) -> Result<()> {
+        Ok(())
     }
 
     fn reopen_for_writing(&self) -> Result<Arc<dyn Storage>> {

@@ -128,7 +128,7 @@ impl State {
 
 #[cfg(test)]
 mod tests {
-    use vdkit_block::{HostOffset, Storage};
+    use vdkit_block::{HostOffset, Storage, StorageExt};
 
     use super::*;
 

@@ -2,6 +2,7 @@
 //! any that a real disk cannot have.
 
 use std::collections::BTreeSet;
+use vdkit_block::StorageExt;
 
 use super::*;
 

@@ -5,9 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 use rustix::io::Errno;
-use vdkit_block::{
-    Error, HostOffset, IoAction, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
-};
+use vdkit_block::{Error, HostOffset, IoAction, ReadPaths, Result, Storage, ZeroMode};
 
 /// Which calls a fault hits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -197,31 +195,16 @@ fn torn_bytes(offset: HostOffset, len: u64, sectors: u64) -> u64 {
     bytes
 }
 
-impl Storage for FaultyStorage {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
+impl vdkit_block::StorageLayer for FaultyStorage {
+    const INTERCEPTS: bool = true;
 
-    fn caps(&self) -> StorageCaps {
-        self.inner.caps()
-    }
-
-    fn len(&self) -> Result<u64> {
-        self.inner.len()
+    fn inner(&self) -> &dyn Storage {
+        &*self.inner
     }
 
     fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
         self.fail(FaultKind::Read, IoAction::Read, offset.0, buf.len() as u64)?;
         self.inner.read_up_to(buf, offset)
-    }
-
-    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
-        self.fail(FaultKind::Read, IoAction::Read, offset.0, buf.len() as u64)?;
-        self.inner.read_ready(buf, offset)
-    }
-
-    fn writes_promptly(&self) -> bool {
-        self.inner.writes_promptly()
     }
 
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
@@ -274,27 +257,23 @@ impl Storage for FaultyStorage {
         self.inner.set_len(len)
     }
 
-    fn volatile(&self) -> bool {
-        self.inner.volatile()
+    fn read_paths(&self) -> Option<&dyn ReadPaths> {
+        Some(self)
     }
+}
 
-    fn may_have_holes(&self) -> Result<bool> {
-        self.inner.may_have_holes()
-    }
-
-    fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {
-        self.inner.extent_at(offset, len)
-    }
-
-    fn allocated_bytes(&self) -> Result<u64> {
-        self.inner.allocated_bytes()
+/// Reads of a batch fail one by one.
+impl ReadPaths for FaultyStorage {
+    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
+        self.fail(FaultKind::Read, IoAction::Read, offset.0, buf.len() as u64)?;
+        self.inner.read_ready(buf, offset)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vdkit_block::{ErrorKind, ReadOp};
+    use vdkit_block::{ErrorKind, ReadOp, StorageExt};
     use vdkit_storage::MemoryStorage;
 
     fn faulty() -> (Arc<FaultyStorage>, Arc<MemoryStorage>) {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
-use vdkit_block::{HostOffset, Result, Storage, StorageCaps, StorageExtent, ZeroMode};
+use vdkit_block::{HostOffset, ReadPaths, Result, Storage, ZeroMode};
 
 use crate::faulty::FaultKind;
 
@@ -103,29 +103,15 @@ impl GatedStorage {
     }
 }
 
-impl Storage for GatedStorage {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
+impl vdkit_block::StorageLayer for GatedStorage {
+    const INTERCEPTS: bool = true;
 
-    fn caps(&self) -> StorageCaps {
-        self.inner.caps()
-    }
-
-    fn len(&self) -> Result<u64> {
-        self.inner.len()
+    fn inner(&self) -> &dyn Storage {
+        &*self.inner
     }
 
     fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
         self.pass(FaultKind::Read, offset.0, |inner| inner.read_up_to(buf, offset))
-    }
-
-    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
-        self.inner.read_ready(buf, offset)
-    }
-
-    fn writes_promptly(&self) -> bool {
-        self.inner.writes_promptly()
     }
 
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
@@ -152,19 +138,14 @@ impl Storage for GatedStorage {
         self.pass(FaultKind::SetLen, len, |inner| inner.set_len(len))
     }
 
-    fn volatile(&self) -> bool {
-        self.inner.volatile()
+    fn read_paths(&self) -> Option<&dyn ReadPaths> {
+        Some(self)
     }
+}
 
-    fn may_have_holes(&self) -> Result<bool> {
-        self.inner.may_have_holes()
-    }
-
-    fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {
-        self.inner.extent_at(offset, len)
-    }
-
-    fn allocated_bytes(&self) -> Result<u64> {
-        self.inner.allocated_bytes()
+/// A read that does not wait passes no gate; reads of a batch pass it one by one.
+impl ReadPaths for GatedStorage {
+    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
+        self.inner.read_ready(buf, offset)
     }
 }

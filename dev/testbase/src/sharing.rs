@@ -4,9 +4,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use rustix::io::Errno;
-use vdkit_block::{
-    CopyMethod, Error, HostOffset, IoAction, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
-};
+use vdkit_block::{CopyMethod, Error, HostOffset, IoAction, KernelCopy, Result, Storage};
 
 /// What becomes of a request to share once as many as may succeed have done so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,59 +49,19 @@ impl SharingStorage {
     }
 }
 
-impl Storage for SharingStorage {
-    fn name(&self) -> &str {
-        self.inner.name()
+impl vdkit_block::StorageLayer for SharingStorage {
+    const INTERCEPTS: bool = false;
+
+    fn inner(&self) -> &dyn Storage {
+        &*self.inner
     }
 
-    fn caps(&self) -> StorageCaps {
-        self.inner.caps()
+    fn kernel_copy(&self) -> Option<&dyn KernelCopy> {
+        Some(self)
     }
+}
 
-    fn len(&self) -> Result<u64> {
-        self.inner.len()
-    }
-
-    fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
-        self.inner.read_up_to(buf, offset)
-    }
-
-    fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
-        self.inner.write_at(buf, offset)
-    }
-
-    fn write_zeroes(&self, offset: HostOffset, len: u64, mode: ZeroMode) -> Result<()> {
-        self.inner.write_zeroes(offset, len, mode)
-    }
-
-    fn discard(&self, offset: HostOffset, len: u64) -> Result<()> {
-        self.inner.discard(offset, len)
-    }
-
-    fn allocate(&self, offset: HostOffset, len: u64) -> Result<()> {
-        self.inner.allocate(offset, len)
-    }
-
-    fn sync(&self) -> Result<()> {
-        self.inner.sync()
-    }
-
-    fn set_len(&self, len: u64) -> Result<()> {
-        self.inner.set_len(len)
-    }
-
-    fn may_have_holes(&self) -> Result<bool> {
-        self.inner.may_have_holes()
-    }
-
-    fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {
-        self.inner.extent_at(offset, len)
-    }
-
-    fn allocated_bytes(&self) -> Result<u64> {
-        self.inner.allocated_bytes()
-    }
-
+impl KernelCopy for SharingStorage {
     fn copy_from(
         &self,
         to: HostOffset,

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
-use vdkit_block::{HostOffset, Storage};
+use vdkit_block::{HostOffset, Storage, StorageExt};
 use vdkit_storage::MemoryStorage;
 use vdkit_supervisor::{Call, Filter, Listener, Ready, SYNC_FLAGS, spawn};
 

@@ -166,7 +166,7 @@ pub enum Error {
         /// The system's error.
         source: io::Error,
         /// What the user can do about it.
-        remedy: Remedy,
+        remedy: Box<Remedy>,
     },
     /// The image is damaged.
     #[error("{0}")]
@@ -179,7 +179,7 @@ pub enum Error {
         /// What is not supported.
         what: String,
         /// What the user can do about it.
-        remedy: Remedy,
+        remedy: Box<Remedy>,
     },
     /// An encrypted image was opened without a key or with a wrong one.
     #[error("{file}: {what}; {remedy}")]
@@ -189,7 +189,7 @@ pub enum Error {
         /// The problem with the key.
         what: String,
         /// What the user can do about it.
-        remedy: Remedy,
+        remedy: Box<Remedy>,
     },
     /// The reference policy forbids it.
     #[error("refused: {0}")]
@@ -367,7 +367,7 @@ impl Error {
     pub fn with_remedy(mut self, new: impl Into<Remedy>) -> Self {
         match &mut self {
             Self::Corrupt(fault) => fault.remedy = Some(new.into()),
-            Self::Unsupported { remedy, .. } | Self::Key { remedy, .. } => *remedy = new.into(),
+            Self::Unsupported { remedy, .. } | Self::Key { remedy, .. } => **remedy = new.into(),
             _ => {}
         }
         self
@@ -379,7 +379,7 @@ impl Error {
             Self::Corrupt(fault) => fault.remedy.clone(),
             Self::Unsupported { remedy, .. }
             | Self::Key { remedy, .. }
-            | Self::Reference { remedy, .. } => Some(remedy.clone()),
+            | Self::Reference { remedy, .. } => Some((**remedy).clone()),
             Self::Refused(refusal) => Some(refusal.remedy.clone()),
             Self::Dependents { hint, .. } => Some(Remedy::Advice(hint.clone())),
             Self::Parent { file, name, .. } => Some(Remedy::StoreReference {
@@ -406,7 +406,7 @@ impl Error {
         Self::Key {
             file: file.to_owned(),
             what: format!("is encrypted ({method}), and no key is given"),
-            remedy: Remedy::GiveKey,
+            remedy: Box::new(Remedy::GiveKey),
         }
     }
 
@@ -415,12 +415,16 @@ impl Error {
         Self::Key {
             file: file.to_owned(),
             what: "shall be encrypted, and no key is given for it".to_owned(),
-            remedy: Remedy::GiveNewKey,
+            remedy: Box::new(Remedy::GiveNewKey),
         }
     }
 
     /// A feature that vdkit does not support.
     pub fn unsupported(file: &str, what: impl Into<String>, remedy: impl Into<Remedy>) -> Self {
-        Self::Unsupported { file: file.to_owned(), what: what.into(), remedy: remedy.into() }
+        Self::Unsupported {
+            file: file.to_owned(),
+            what: what.into(),
+            remedy: Box::new(remedy.into()),
+        }
     }
 }

@@ -267,7 +267,7 @@ pub trait Format: Send + Sync + fmt::Debug {
 
     /// Discards guest bytes. Whole clusters are freed and then read as zero, never as the backing
     /// image. The rest stays unchanged. (Raw images on block devices: see
-    /// [`crate::Storage::forget`].)
+    /// [`crate::GuestDiscard::forget`].)
     fn discard(&self, at: GuestOffset, len: u64) -> Result<()>;
 
     /// Makes everything that was written in place, published, zeroed or discarded before this call

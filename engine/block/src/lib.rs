@@ -34,6 +34,7 @@
 
 mod bitmaps;
 pub mod bytes;
+mod capabilities;
 mod codec;
 mod compact;
 mod driver;
@@ -42,6 +43,7 @@ mod error;
 mod extent;
 mod format;
 mod in_flight;
+mod layer;
 mod limits;
 mod monitor;
 mod policy;
@@ -55,6 +57,10 @@ mod uuids;
 mod zero;
 
 pub use bitmaps::{BitmapStatus, Bitmaps, NewBitmap};
+pub use capabilities::{
+    AccessExchange, CopyMethod, GuestDiscard, InitialWrites, KernelCopy, ReadOp, ReadPaths,
+    SpaceMap, StorageExt, StorageExtent,
+};
 pub use codec::{Codec, CompressionSpec};
 pub use compact::{CompactOptions, CompactReport, LeftAlone, punch_zeroes};
 pub use driver::{
@@ -69,6 +75,7 @@ pub use error::{Error, ErrorKind, Fault, IoAction, LockHolder, Refusal, Result, 
 pub use extent::{Compressed, Extent, FileIndex, Place};
 pub use format::{BackingRef, Format, FormatCaps, MapCacheStats};
 pub use in_flight::{InFlight, InFlightGuard, Stamp};
+pub use layer::StorageLayer;
 pub use limits::Limits;
 pub use monitor::{CancelToken, Monitor, NoProgress, Progress};
 pub use policy::RefPolicy;
@@ -77,7 +84,7 @@ pub use reservation::{
     CompressedFrame, CompressedReservation, Fill, Reservation, Reserver, Ticket,
 };
 pub use snapshots::{NewSnapshot, Snapshots};
-pub use storage::{CacheMode, CopyMethod, ReadOp, Storage, StorageCaps, StorageExtent, ZeroMode};
+pub use storage::{CacheMode, Storage, StorageCaps, ZeroMode};
 pub use units::{GuestOffset, HostOffset, align_down, align_up, is_aligned};
 pub use uuids::random_uuid;
 pub use zero::is_zero;

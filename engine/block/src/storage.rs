@@ -2,13 +2,12 @@
 
 use std::fmt;
 use std::os::fd::BorrowedFd;
-use std::sync::Arc;
 
-use crate::error::{Error, IoAction, Result};
+use crate::capabilities::{
+    AccessExchange, GuestDiscard, InitialWrites, KernelCopy, ReadPaths, SpaceMap,
+};
+use crate::error::{Error, Result};
 use crate::units::HostOffset;
-
-/// Bytes per read of [`Storage::read_discard`]; fits in a core's own cache.
-const READ_DISCARD_BYTES: u64 = 256 << 10;
 
 /// Cache modes of a disk, as QEMU names them. The storage bypasses the page cache if the mode says
 /// so. The disk flushes after each write if the mode says so.
@@ -79,25 +78,7 @@ pub enum ZeroMode {
     KeepAllocated,
 }
 
-/// Ways to copy between two storages in the kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CopyMethod {
-    /// Share the blocks (FICLONERANGE).
-    Reflink,
-    /// Let the kernel copy (copy_file_range).
-    CopyFileRange,
-}
-
-/// A run of a storage: data, or a hole that reads as zero.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StorageExtent {
-    /// Whether there may be data; `false` promises zeroes.
-    pub data: bool,
-    /// Bytes for which this holds; never 0.
-    pub len: u64,
-}
-
-/// Capabilities of a storage.
+/// Facts about a storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StorageCaps {
     /// Writes are possible.
@@ -113,15 +94,28 @@ pub struct StorageCaps {
     pub alignment: u32,
     /// Granularity of reflinks and holes: the file system's block size.
     pub block_bytes: u32,
+    /// [`Storage::sync`] does nothing: no order of writes survives a crash, so callers need not
+    /// keep one.
+    pub volatile: bool,
+    /// [`Storage::write_at`] usually copies to the page cache or memory and does not wait for a
+    /// disk.
+    pub prompt_writes: bool,
 }
 
-/// One read of a batch; see [`Storage::read_batch`].
-#[derive(Debug)]
-pub struct ReadOp<'a> {
-    /// Host offset of the first byte.
-    pub offset: HostOffset,
-    /// Where the bytes go. Bytes past the end of the storage are zero.
-    pub buf: &'a mut [u8],
+impl Default for StorageCaps {
+    /// Read-only bytes without special properties.
+    fn default() -> Self {
+        Self {
+            writable: false,
+            growable: false,
+            device: false,
+            sequential: false,
+            alignment: 1,
+            block_bytes: 4096,
+            volatile: false,
+            prompt_writes: false,
+        }
+    }
 }
 
 fn read_only(file: &str) -> Error {
@@ -136,97 +130,32 @@ fn read_only(file: &str) -> Error {
 /// A read-only storage leaves out [`write_at`](Storage::write_at),
 /// [`write_zeroes`](Storage::write_zeroes), [`discard`](Storage::discard),
 /// [`allocate`](Storage::allocate) and [`set_len`](Storage::set_len): their defaults return
-/// [`Error::ReadOnly`]. A storage that wraps another and passes writes on must implement all five.
+/// [`Error::ReadOnly`].
+///
+/// The methods that return an [`Option`] are queries for capabilities. A storage without a
+/// capability leaves the query out. Callers use the methods of `dyn Storage`, such as
+/// `read_batch` and `copy_from`: they ask for the capability and fall back to the core.
+///
+/// A storage that wraps another one implements [`StorageLayer`](crate::StorageLayer), which passes
+/// on what the wrapper leaves out.
+#[allow(clippy::len_without_is_empty)] // `is_empty` is a method of `dyn Storage`.
 pub trait Storage: Send + Sync + fmt::Debug {
     /// The name for messages, as the user gave it.
     fn name(&self) -> &str;
 
-    /// Capabilities. Constant while the storage is open.
+    /// Facts. Constant while the storage is open.
     fn caps(&self) -> StorageCaps;
 
     /// Length in bytes.
     fn len(&self) -> Result<u64>;
 
-    /// Whether the length is 0.
-    fn is_empty(&self) -> Result<bool> {
-        Ok(self.len()? == 0)
-    }
-
     /// Reads up to `buf.len()` bytes; fewer only at the end of the storage.
     fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize>;
-
-    /// Fills `buf`; fails past the end.
-    fn read_at(&self, buf: &mut [u8], offset: HostOffset) -> Result<()> {
-        let got = self.read_up_to(buf, offset)?;
-        if got < buf.len() {
-            return Err(Error::io(
-                self.name(),
-                IoAction::Read,
-                offset.0,
-                buf.len() as u64,
-                std::io::Error::new(
-                    std::io::ErrorKind::UnexpectedEof,
-                    format!("the file ends after {got} of them"),
-                ),
-            ));
-        }
-        Ok(())
-    }
-
-    /// Fills `buf`; bytes past the end are zero.
-    fn read_padded(&self, buf: &mut [u8], offset: HostOffset) -> Result<()> {
-        let got = self.read_up_to(buf, offset)?;
-        buf[got..].fill(0);
-        Ok(())
-    }
-
-    /// Reads `len` bytes and discards them, to fill the host's cache or to find read errors. Bytes
-    /// past the end are no error.
-    fn read_discard(&self, offset: HostOffset, len: u64) -> Result<()> {
-        let mut buf = vec![0; len.min(READ_DISCARD_BYTES) as usize];
-        let mut done = 0;
-        while done < len {
-            let want = (len - done).min(READ_DISCARD_BYTES) as usize;
-            if self.read_up_to(&mut buf[..want], offset + done)? < want {
-                break;
-            }
-            done += want as u64;
-        }
-        Ok(())
-    }
-
-    /// [`Storage::read_padded`] without waiting for a disk. Returns `false`, with `buf` undefined,
-    /// if the bytes are not cached or that is unknown.
-    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
-        let _ = (buf, offset);
-        Ok(false)
-    }
-
-    /// Whether [`Storage::write_at`] usually copies to the page cache or memory and does not wait
-    /// for a disk.
-    fn writes_promptly(&self) -> bool {
-        false
-    }
-
-    /// Serves several reads, in any order; each is padded with zeroes past the end. Storages with a
-    /// request queue override this.
-    fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
-        for op in ops {
-            self.read_padded(op.buf, op.offset)?;
-        }
-        Ok(())
-    }
 
     /// Writes all of `buf`, extending the storage if needed and possible.
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
         let _ = (buf, offset);
         Err(read_only(self.name()))
-    }
-
-    /// [`Storage::write_at`] for a range that was never written, for jobs that fill a new file with
-    /// several threads. A storage may optimise for such ranges.
-    fn write_new(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
-        self.write_at(buf, offset)
     }
 
     /// Makes `len` bytes read as zero, the cheapest way that `mode` allows. Ranges past the end
@@ -243,27 +172,11 @@ pub trait Storage: Send + Sync + fmt::Debug {
         Err(read_only(self.name()))
     }
 
-    /// [`Storage::discard`], or else another discard after which the bytes are undefined: for guest
-    /// discards.
-    fn forget(&self, offset: HostOffset, len: u64) -> Result<()> {
-        self.discard(offset, len)
-    }
-
     /// Allocates the range so that later writes cannot run out of space; extends the storage if
     /// needed. Existing data stays.
     fn allocate(&self, offset: HostOffset, len: u64) -> Result<()> {
         let _ = (offset, len);
         Err(read_only(self.name()))
-    }
-
-    /// Makes every write that returned before this call durable, and the length (fdatasync). An
-    /// error is final: bytes may be lost, and every later call fails too.
-    fn sync(&self) -> Result<()>;
-
-    /// [`Storage::sync`] does nothing: no order of writes survives a crash, so callers need not
-    /// keep one.
-    fn volatile(&self) -> bool {
-        false
     }
 
     /// Changes the length; new bytes read as zero.
@@ -272,48 +185,42 @@ pub trait Storage: Send + Sync + fmt::Debug {
         Err(read_only(self.name()))
     }
 
-    /// Whether the storage may have holes: fewer blocks allocated than the length needs. Cheap.
-    fn may_have_holes(&self) -> Result<bool>;
-
-    /// The data or hole at `offset`, at most `len` bytes. Past the end: a hole. Holes are assumed
-    /// to read as zero.
-    fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent>;
-
-    /// Allocated bytes of host space.
-    fn allocated_bytes(&self) -> Result<u64>;
-
-    /// Copies `len` bytes from `source` at `from` to this storage at `to`, in the kernel. Returns
-    /// the bytes copied from the front. If `method` is not possible here, that is fewer than `len`
-    /// (also 0), and the caller copies the rest by other means.
-    fn copy_from(
-        &self,
-        to: HostOffset,
-        source: &dyn Storage,
-        from: HostOffset,
-        len: u64,
-        method: CopyMethod,
-    ) -> Result<u64> {
-        let _ = (to, source, from, len, method);
-        Ok(0)
-    }
-
-    /// Releases the locks that exclude readers and keeps those that exclude writers, for a storage
-    /// that will not be written any more. No other process can lock it for writing in between. A
-    /// storage without locks does nothing.
-    fn let_others_read(&self) -> Result<()> {
-        Ok(())
-    }
-
-    /// Reopens the same bytes for writing. If this storage excluded other writers, both storages
-    /// then exclude all other processes; no other process can lock it for writing in between. On
-    /// failure the locks are unchanged.
-    fn reopen_for_writing(&self) -> Result<Arc<dyn Storage>> {
-        let hint = "open it for writing from the beginning";
-        Err(Error::unsupported(self.name(), "cannot be opened for writing while it is read", hint))
-    }
+    /// Makes every write that returned before this call durable, and the length (fdatasync). An
+    /// error is final: bytes may be lost, and every later call fails too.
+    fn sync(&self) -> Result<()>;
 
     /// The file descriptor, if any.
     fn as_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    /// Holes and allocated space; without it, all bytes are data.
+    fn space_map(&self) -> Option<&dyn SpaceMap> {
+        None
+    }
+
+    /// Reads by other ways than one call that waits.
+    fn read_paths(&self) -> Option<&dyn ReadPaths> {
+        None
+    }
+
+    /// Faster writes of ranges that were never written.
+    fn initial_writes(&self) -> Option<&dyn InitialWrites> {
+        None
+    }
+
+    /// Discards after which the bytes are undefined.
+    fn guest_discard(&self) -> Option<&dyn GuestDiscard> {
+        None
+    }
+
+    /// Copying in the kernel.
+    fn kernel_copy(&self) -> Option<&dyn KernelCopy> {
+        None
+    }
+
+    /// Locks that are exchanged while the storage is open.
+    fn access_exchange(&self) -> Option<&dyn AccessExchange> {
         None
     }
 }

@@ -25,7 +25,7 @@
 //! | freed clusters are not reused under a reader | guards of [`InFlight`](vdkit_block::InFlight), `read`, `write` |
 //! | each layer's encrypted bytes use that layer's key; no plaintext is written to them | `seal`, `read`, `write` |
 //! | the cache never serves a decompressed unit that was replaced | `unit_cache` |
-//! | while a served chain changes, no other process can write its images | `exchange`, `Storage::reopen_for_writing` |
+//! | while a served chain changes, no other process can write its images | `exchange`, `block::AccessExchange` |
 //! | jobs that copy a whole disk do not read a truncated file as zeroes | `missing` |
 //! | a write that failed half-way changes nothing | dropped [`Reservation`](vdkit_block::Reservation)s, `write` |
 

@@ -71,7 +71,7 @@ impl Disk {
             let Some(extent) = top.resolve_cached(here, len - done) else { return false };
             let ready = match extent.place {
                 Place::Data { file, exclusive, .. } => {
-                    exclusive && top.file(file).writes_promptly()
+                    exclusive && top.file(file).caps().prompt_writes
                 }
                 Place::Zero { .. } => true,
                 Place::Hole => self.layers.len() == 1 || self.covers_units(here, extent.len),

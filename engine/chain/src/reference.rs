@@ -239,7 +239,7 @@ fn unreachable_error(namer: &Namer, role: Role, path: &Path, error: io::Error) -
         namer: namer.name.clone(),
         role: role.noun(),
         source: error,
-        remedy: role.remedy(&namer.name),
+        remedy: Box::new(role.remedy(&namer.name)),
     }
 }
 

@@ -5,7 +5,7 @@
 //! a kernel thread: its reads are done one by one.
 
 use rustix::io::{Errno, ReadWriteFlags};
-use vdkit_block::{HostOffset, IoAction, ReadOp, Result, Storage};
+use vdkit_block::{HostOffset, IoAction, ReadOp, Result, StorageExt};
 
 use crate::file::{FileStorage, within_offsets};
 use crate::open::retry;

@@ -160,7 +160,7 @@ impl Lane {
 mod tests {
     use std::path::Path;
 
-    use vdkit_block::{CacheMode, HostOffset, Storage};
+    use vdkit_block::{CacheMode, HostOffset, InitialWrites, Storage, StorageExt};
     use vdkit_testbase::fs::{Mounted, mounted};
 
     use super::*;

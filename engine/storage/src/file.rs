@@ -12,7 +12,8 @@ use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::{Errno, ReadWriteFlags};
 use vdkit_block::{
-    CacheMode, CopyMethod, Error, HostOffset, IoAction, ReadOp, Result, Storage, StorageCaps,
+    AccessExchange, CacheMode, CopyMethod, Error, GuestDiscard, HostOffset, InitialWrites,
+    IoAction, KernelCopy, ReadOp, ReadPaths, Result, SpaceMap, Storage, StorageCaps, StorageExt,
     StorageExtent, ZeroMode,
 };
 use vdkit_meta::{LANES_MAX, SyncError, Syncs};
@@ -34,7 +35,7 @@ const OFFSET_MAX: u64 = i64::MAX as u64;
 /// A regular file or a block device.
 ///
 /// Requests use offsets, never the file position, so any number of threads may share it.
-/// ([`Storage::extent_at`] moves the position, as `SEEK_DATA` does; nothing here reads it.)
+/// ([`SpaceMap::extent_at`] moves the position, as `SEEK_DATA` does; nothing here reads it.)
 ///
 /// # Cache modes
 /// | mode | reads and writes | a write is durable | `sync` |
@@ -164,9 +165,11 @@ impl FileStorage {
             writable: options.writable,
             growable: kind == FileKind::Regular,
             device: kind == FileKind::BlockDevice,
-            sequential: false,
             alignment: direct.as_ref().map_or(1, Direct::alignment),
             block_bytes: block_bytes(&file, kind),
+            volatile: options.cache == CacheMode::Unsafe,
+            prompt_writes: direct.is_none(),
+            ..StorageCaps::default()
         };
         let file_system = FileSystem::of(&file, kind);
         // Direct writes go as they are.
@@ -410,44 +413,6 @@ impl Storage for FileStorage {
         read.map_err(|errno| self.error(IoAction::Read, offset.0, buf.len() as u64, errno))
     }
 
-    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
-        if self.direct.is_some() || self.never_ready.load(Ordering::Relaxed) {
-            return Ok(false);
-        }
-        if self.in_memory {
-            return self.read_padded(buf, offset).map(|()| true);
-        }
-        let mut bufs = [io::IoSliceMut::new(within_offsets(buf, offset.0))];
-        let wanted = bufs[0].len();
-        match rustix::io::preadv2(&self.file, &mut bufs, offset.0, ReadWriteFlags::NOWAIT) {
-            Ok(got) => Ok(got == wanted && got == buf.len()),
-            Err(Errno::AGAIN | Errno::INTR) => Ok(false),
-            Err(Errno::OPNOTSUPP | Errno::INVAL) => {
-                self.never_ready.store(true, Ordering::Relaxed);
-                Ok(false)
-            }
-            Err(errno) => Err(self.error(IoAction::Read, offset.0, buf.len() as u64, errno)),
-        }
-    }
-
-    fn writes_promptly(&self) -> bool {
-        self.direct.is_none()
-    }
-
-    fn read_discard(&self, offset: HostOffset, len: u64) -> Result<()> {
-        let len = len.min(self.len()?.saturating_sub(offset.0));
-        match read_discard::read_discard(&self.file, offset.0, len) {
-            Ok(done) if done >= len => Ok(()),
-            // Splice does not work here: read through this process.
-            Ok(done) => read_discard::read_away(self, offset + done, len - done),
-            Err(errno) => Err(self.error(IoAction::Read, offset.0, len, errno)),
-        }
-    }
-
-    fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
-        self.read_many(ops)
-    }
-
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
         self.check_writable()?;
         if buf.is_empty() {
@@ -455,16 +420,6 @@ impl Storage for FileStorage {
         }
         self.end_of(IoAction::Write, offset, buf.len() as u64)?;
         self.write_bytes(buf, offset.0)
-            .map_err(|errno| self.error(IoAction::Write, offset.0, buf.len() as u64, errno))
-    }
-
-    fn write_new(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
-        if buf.len() < BULK_BYTES_MIN {
-            return self.write_at(buf, offset);
-        }
-        self.check_writable()?;
-        self.end_of(IoAction::Write, offset, buf.len() as u64)?;
-        self.write_bulk(buf, offset.0)
             .map_err(|errno| self.error(IoAction::Write, offset.0, buf.len() as u64, errno))
     }
 
@@ -476,10 +431,6 @@ impl Storage for FileStorage {
         self.discard_range(offset, len, false)
     }
 
-    fn forget(&self, offset: HostOffset, len: u64) -> Result<()> {
-        self.discard_range(offset, len, true)
-    }
-
     fn allocate(&self, offset: HostOffset, len: u64) -> Result<()> {
         self.allocate_range(offset, len)
     }
@@ -488,14 +439,40 @@ impl Storage for FileStorage {
         if self.cache == CacheMode::Unsafe { Ok(()) } else { self.sync_always() }
     }
 
-    fn volatile(&self) -> bool {
-        self.cache == CacheMode::Unsafe
-    }
-
     fn set_len(&self, len: u64) -> Result<()> {
         self.resize(len)
     }
 
+    fn as_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.file.as_fd())
+    }
+
+    fn space_map(&self) -> Option<&dyn SpaceMap> {
+        Some(self)
+    }
+
+    fn read_paths(&self) -> Option<&dyn ReadPaths> {
+        Some(self)
+    }
+
+    fn initial_writes(&self) -> Option<&dyn InitialWrites> {
+        Some(self)
+    }
+
+    fn guest_discard(&self) -> Option<&dyn GuestDiscard> {
+        Some(self)
+    }
+
+    fn kernel_copy(&self) -> Option<&dyn KernelCopy> {
+        Some(self)
+    }
+
+    fn access_exchange(&self) -> Option<&dyn AccessExchange> {
+        Some(self)
+    }
+}
+
+impl SpaceMap for FileStorage {
     fn may_have_holes(&self) -> Result<bool> {
         if self.kind == FileKind::BlockDevice {
             return Ok(false);
@@ -523,7 +500,63 @@ impl Storage for FileStorage {
             .map_err(|errno| file_error(&self.name, IoAction::Map, errno))?;
         Ok((stat.st_blocks as u64).saturating_mul(512))
     }
+}
 
+impl ReadPaths for FileStorage {
+    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
+        if self.direct.is_some() || self.never_ready.load(Ordering::Relaxed) {
+            return Ok(false);
+        }
+        if self.in_memory {
+            return self.read_padded(buf, offset).map(|()| true);
+        }
+        let mut bufs = [io::IoSliceMut::new(within_offsets(buf, offset.0))];
+        let wanted = bufs[0].len();
+        match rustix::io::preadv2(&self.file, &mut bufs, offset.0, ReadWriteFlags::NOWAIT) {
+            Ok(got) => Ok(got == wanted && got == buf.len()),
+            Err(Errno::AGAIN | Errno::INTR) => Ok(false),
+            Err(Errno::OPNOTSUPP | Errno::INVAL) => {
+                self.never_ready.store(true, Ordering::Relaxed);
+                Ok(false)
+            }
+            Err(errno) => Err(self.error(IoAction::Read, offset.0, buf.len() as u64, errno)),
+        }
+    }
+
+    fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
+        self.read_many(ops)
+    }
+
+    fn read_discard(&self, offset: HostOffset, len: u64) -> Result<()> {
+        let len = len.min(self.len()?.saturating_sub(offset.0));
+        match read_discard::read_discard(&self.file, offset.0, len) {
+            Ok(done) if done >= len => Ok(()),
+            // Splice does not work here: read through this process.
+            Ok(done) => read_discard::read_away(self, offset + done, len - done),
+            Err(errno) => Err(self.error(IoAction::Read, offset.0, len, errno)),
+        }
+    }
+}
+
+impl InitialWrites for FileStorage {
+    fn write_new(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
+        if buf.len() < BULK_BYTES_MIN {
+            return self.write_at(buf, offset);
+        }
+        self.check_writable()?;
+        self.end_of(IoAction::Write, offset, buf.len() as u64)?;
+        self.write_bulk(buf, offset.0)
+            .map_err(|errno| self.error(IoAction::Write, offset.0, buf.len() as u64, errno))
+    }
+}
+
+impl GuestDiscard for FileStorage {
+    fn forget(&self, offset: HostOffset, len: u64) -> Result<()> {
+        self.discard_range(offset, len, true)
+    }
+}
+
+impl KernelCopy for FileStorage {
     fn copy_from(
         &self,
         to: HostOffset,
@@ -534,7 +567,9 @@ impl Storage for FileStorage {
     ) -> Result<u64> {
         self.copy_range(to, source, from, len, method)
     }
+}
 
+impl AccessExchange for FileStorage {
     fn let_others_read(&self) -> Result<()> {
         let Some(lock) = &self.lock else { return Ok(()) };
         lock.lock().become_reader(&self.name, &self.file)
@@ -554,10 +589,6 @@ impl Storage for FileStorage {
             let _ = lock.become_reader(&self.name, &self.file);
         }
         Ok(Arc::new(opened?))
-    }
-
-    fn as_fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.file.as_fd())
     }
 }
 

@@ -133,7 +133,7 @@ impl FileStorage {
 mod tests {
     use std::path::Path;
 
-    use vdkit_block::{CacheMode, HostOffset, Storage};
+    use vdkit_block::{CacheMode, HostOffset, InitialWrites, SpaceMap, Storage, StorageExt};
 
     use super::*;
     use crate::open::FileOptions;

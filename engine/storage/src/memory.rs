@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use parking_lot::RwLock;
 use vdkit_block::{
-    CopyMethod, Error, HostOffset, IoAction, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
+    Error, HostOffset, IoAction, ReadPaths, Result, SpaceMap, Storage, StorageCaps, StorageExt,
+    StorageExtent, ZeroMode,
 };
 
 /// Bytes of a page.
@@ -175,10 +176,9 @@ impl Storage for MemoryStorage {
         StorageCaps {
             writable: self.writable,
             growable: self.growable,
-            device: false,
-            sequential: false,
-            alignment: 1,
             block_bytes: PAGE as u32,
+            prompt_writes: true,
+            ..StorageCaps::default()
         }
     }
 
@@ -188,14 +188,6 @@ impl Storage for MemoryStorage {
 
     fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
         Ok(self.inner.read().read(buf, offset.0))
-    }
-
-    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
-        self.read_padded(buf, offset).map(|()| true)
-    }
-
-    fn writes_promptly(&self) -> bool {
-        true
     }
 
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
@@ -263,6 +255,16 @@ impl Storage for MemoryStorage {
         Ok(())
     }
 
+    fn space_map(&self) -> Option<&dyn SpaceMap> {
+        Some(self)
+    }
+
+    fn read_paths(&self) -> Option<&dyn ReadPaths> {
+        Some(self)
+    }
+}
+
+impl SpaceMap for MemoryStorage {
     fn may_have_holes(&self) -> Result<bool> {
         let inner = self.inner.read();
         Ok((inner.pages.len() as u64) < inner.len.div_ceil(PAGE))
@@ -299,16 +301,11 @@ impl Storage for MemoryStorage {
     fn allocated_bytes(&self) -> Result<u64> {
         Ok(self.inner.read().pages.len() as u64 * PAGE)
     }
+}
 
-    fn copy_from(
-        &self,
-        _to: HostOffset,
-        _source: &dyn Storage,
-        _from: HostOffset,
-        _len: u64,
-        _method: CopyMethod,
-    ) -> Result<u64> {
-        Ok(0)
+impl ReadPaths for MemoryStorage {
+    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
+        self.read_padded(buf, offset).map(|()| true)
     }
 }
 

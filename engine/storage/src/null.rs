@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use vdkit_block::{
-    Error, HostOffset, IoAction, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
+    Error, HostOffset, IoAction, Result, SpaceMap, Storage, StorageCaps, StorageExtent, ZeroMode,
 };
 
 /// Reads zeroes, discards writes and counts the bytes of both. Its length is fixed: requests past
@@ -52,14 +52,7 @@ impl Storage for NullStorage {
     }
 
     fn caps(&self) -> StorageCaps {
-        StorageCaps {
-            writable: true,
-            growable: false,
-            device: false,
-            sequential: false,
-            alignment: 1,
-            block_bytes: 4096,
-        }
+        StorageCaps { writable: true, ..StorageCaps::default() }
     }
 
     fn len(&self) -> Result<u64> {
@@ -106,6 +99,12 @@ impl Storage for NullStorage {
         ))
     }
 
+    fn space_map(&self) -> Option<&dyn SpaceMap> {
+        Some(self)
+    }
+}
+
+impl SpaceMap for NullStorage {
     fn may_have_holes(&self) -> Result<bool> {
         Ok(self.len > 0)
     }

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::io::Errno;
-use vdkit_block::{CacheMode, HostOffset, Storage, ZeroMode};
+use vdkit_block::{CacheMode, GuestDiscard, HostOffset, SpaceMap, Storage, StorageExt, ZeroMode};
 use vdkit_testbase::Rng;
 
 use super::try_once;

@@ -6,7 +6,8 @@ use std::path::Path;
 use std::process::Command;
 
 use vdkit_block::{
-    CacheMode, CopyMethod, Error, ErrorKind, HostOffset, IoAction, ReadOp, Storage, ZeroMode,
+    CacheMode, CopyMethod, Error, ErrorKind, HostOffset, IoAction, KernelCopy, ReadOp, ReadPaths,
+    SpaceMap, Storage, StorageExt, ZeroMode,
 };
 use vdkit_storage::{
     AlignedBuf, CreateMode, FileKind, FileOptions, FileStorage, LockMode, MemoryStorage,

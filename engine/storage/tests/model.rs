@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use vdkit_block::{CacheMode, Error, HostOffset, Storage, ZeroMode};
+use vdkit_block::{CacheMode, Error, HostOffset, Storage, StorageExt, ZeroMode};
 use vdkit_storage::{AlignedBuf, FileOptions, FileStorage, MemoryStorage};
 use vdkit_testbase::{Rng, fs};
 

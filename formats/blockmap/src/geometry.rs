@@ -154,7 +154,7 @@ impl Geometry {
                 self.entry_at(index),
                 "block table entry",
                 format!("a block at {start:#x} of a file of {host_bytes:#x} bytes"),
-                format!("{expected}"),
+                expected,
             )
             .with_remedy(Remedy::REPAIR)),
         }

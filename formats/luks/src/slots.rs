@@ -40,7 +40,7 @@ pub(crate) fn random(file: &str, out: &mut [u8]) -> Result<()> {
     getrandom::fill(out).map_err(|error| Error::Key {
         file: file.to_owned(),
         what: format!("the system gives no random numbers: {error}"),
-        remedy: "try again later".into(),
+        remedy: Box::new("try again later".into()),
     })
 }
 
@@ -194,7 +194,9 @@ impl LuksSlots {
         Error::Key {
             file: self.storage.name().to_owned(),
             what: format!("{which} {opens} of its {active} active key slots"),
-            remedy: "a key file counts with every byte in it, also a line end at its end".into(),
+            remedy: Box::new(
+                "a key file counts with every byte in it, also a line end at its end".into(),
+            ),
         }
     }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use vdkit_block::{
     CreateRequest, Error, Format, FormatDriver, HostOffset, KeySlots, Limits, OpenRequest, Options,
-    Result, Secret, Storage,
+    Result, Secret, Storage, StorageExt,
 };
 use vdkit_luks::{HEADER_BYTES, Header, HeaderPlace, LuksDriver, LuksSlots, SLOTS};
 use vdkit_storage::MemoryStorage;

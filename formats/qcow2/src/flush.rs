@@ -321,7 +321,7 @@ impl Qcow2 {
         }
         let len = end << self.geometry.cluster_bits;
         let present = self.storage.len()?;
-        if len < present || (self.storage.volatile() && len > present) {
+        if len < present || (self.storage.caps().volatile && len > present) {
             self.storage.set_len(len)?;
         }
         Ok(())

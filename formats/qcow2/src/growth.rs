@@ -69,7 +69,7 @@ impl Qcow2 {
         };
         // Volatile storage may grow as it is written. Extending and later truncating the file would
         // make XFS write it out on close.
-        if growable && !self.storage.volatile() {
+        if growable && !self.storage.caps().volatile {
             self.storage.set_len(end << bits)?;
         }
         let fresh = growable && !meta.space.tail_written;
@@ -370,7 +370,7 @@ impl Qcow2 {
 
     /// Number of spares that may be linked without a barrier: all on volatile storage.
     fn usable_spares(&self, meta: &Meta) -> usize {
-        if self.storage.volatile() {
+        if self.storage.caps().volatile {
             return meta.space.spares.len();
         }
         meta.space

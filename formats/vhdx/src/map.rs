@@ -81,7 +81,7 @@ impl Vhdx {
             at,
             "block allocation table entry",
             format!("{:#x}", entry.0),
-            format!("{expected}"),
+            expected,
         )
         .with_remedy(Remedy::REPAIR)
     }

@@ -183,6 +183,7 @@ fn no_space(storage: &dyn Storage, bytes: u64) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use vdkit_block::StorageExt;
     use vdkit_storage::MemoryStorage;
 
     use super::*;

@@ -5,7 +5,9 @@ mod common;
 use std::sync::Arc;
 
 use common::{MIB, create, disk_of, open_format, parent_ref};
-use vdkit_block::{Error, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Repair, Storage};
+use vdkit_block::{
+    Error, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Repair, Storage, StorageExt,
+};
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{Rng, processor_time};
 use vdkit_vhdx::VhdxDriver;

@@ -243,7 +243,7 @@ fn grow(
         }
         let batch = space.batch.max(bytes).next_multiple_of(grain);
         let end = (host + batch).min(HOST_BYTES_MAX / grain * grain).max(needed);
-        if !storage.volatile() {
+        if !storage.caps().volatile {
             storage.set_len(end)?;
         }
         (space.end, space.grown) = (end, true);

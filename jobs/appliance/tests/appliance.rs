@@ -6,9 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use vdkit_appliance::{Extraction, extract, open_packaged};
-use vdkit_block::{
-    Error, HostOffset, Monitor, Options, Progress, Result, Storage, StorageCaps, StorageExtent,
-};
+use vdkit_block::{Error, HostOffset, Monitor, Options, Progress, Result, Storage, StorageCaps};
 use vdkit_chain::{OpenOptions, Registry};
 use vdkit_copy::{ConvertOptions, Destination, NewImage, Source};
 use vdkit_ova::{Package, PackageLimits};
@@ -44,14 +42,7 @@ impl Storage for Meeting {
     }
 
     fn caps(&self) -> StorageCaps {
-        StorageCaps {
-            writable: false,
-            growable: false,
-            device: false,
-            sequential: false,
-            alignment: 1,
-            block_bytes: 512,
-        }
+        StorageCaps { block_bytes: 512, ..StorageCaps::default() }
     }
 
     fn len(&self) -> Result<u64> {
@@ -70,18 +61,6 @@ impl Storage for Meeting {
 
     fn sync(&self) -> Result<()> {
         Ok(())
-    }
-
-    fn may_have_holes(&self) -> Result<bool> {
-        Ok(false)
-    }
-
-    fn extent_at(&self, _: HostOffset, len: u64) -> Result<StorageExtent> {
-        Ok(StorageExtent { data: true, len })
-    }
-
-    fn allocated_bytes(&self) -> Result<u64> {
-        self.len()
     }
 }
 

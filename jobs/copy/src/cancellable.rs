@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use vdkit_block::{
-    CancelToken, CopyMethod, HostOffset, ReadOp, Result, Storage, StorageCaps, StorageExtent,
+    CancelToken, CopyMethod, HostOffset, InitialWrites, KernelCopy, ReadPaths, Result, Storage,
     ZeroMode,
 };
 
@@ -31,25 +31,11 @@ impl CancellableStorage {
     }
 }
 
-impl Storage for CancellableStorage {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
+impl vdkit_block::StorageLayer for CancellableStorage {
+    const INTERCEPTS: bool = true;
 
-    fn caps(&self) -> StorageCaps {
-        self.inner.caps()
-    }
-
-    fn len(&self) -> Result<u64> {
-        self.inner.len()
-    }
-
-    fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
-        self.inner.read_up_to(buf, offset)
-    }
-
-    fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
-        self.inner.read_batch(ops)
+    fn inner(&self) -> &dyn Storage {
+        &*self.inner
     }
 
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
@@ -74,27 +60,39 @@ impl Storage for CancellableStorage {
         self.inner.allocate(offset, len)
     }
 
-    fn sync(&self) -> Result<()> {
-        self.inner.sync()
-    }
-
     fn set_len(&self, len: u64) -> Result<()> {
         self.cancel.check()?;
         self.inner.set_len(len)
     }
 
-    fn may_have_holes(&self) -> Result<bool> {
-        self.inner.may_have_holes()
+    // Neither a descriptor nor reads change the storage.
+    fn as_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.as_fd()
     }
 
-    fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {
-        self.inner.extent_at(offset, len)
+    fn read_paths(&self) -> Option<&dyn ReadPaths> {
+        self.inner.read_paths()
     }
 
-    fn allocated_bytes(&self) -> Result<u64> {
-        self.inner.allocated_bytes()
+    fn initial_writes(&self) -> Option<&dyn InitialWrites> {
+        Some(self)
     }
 
+    fn kernel_copy(&self) -> Option<&dyn KernelCopy> {
+        Some(self)
+    }
+}
+
+impl InitialWrites for CancellableStorage {
+    fn write_new(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
+        self.cancel.check()?;
+        self.inner.write_new(buf, offset)?;
+        self.written.fetch_add(buf.len() as u64, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+impl KernelCopy for CancellableStorage {
     fn copy_from(
         &self,
         to: HostOffset,
@@ -105,9 +103,5 @@ impl Storage for CancellableStorage {
     ) -> Result<u64> {
         self.cancel.check()?;
         self.inner.copy_from(to, source, from, len, method)
-    }
-
-    fn as_fd(&self) -> Option<BorrowedFd<'_>> {
-        self.inner.as_fd()
     }
 }

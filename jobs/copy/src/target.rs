@@ -233,7 +233,7 @@ impl Target {
         let file = FileOptions::read_only().lock(LockMode::Off);
         let storage = FileStorage::open(path, &file)?;
         let device = storage.caps().device;
-        if options.format.is_none() && (device || storage.is_empty()?) {
+        if options.format.is_none() && (device || storage.len()? == 0) {
             options.format = Some("raw".into());
         }
         drop(storage);

@@ -91,7 +91,7 @@ impl Image {
         Error::Key {
             file: self.file.clone(),
             what: "the key opens none of its key slots".to_owned(),
-            remedy: "give a key that opens the image".into(),
+            remedy: Box::new("give a key that opens the image".into()),
         }
     }
 
@@ -152,9 +152,11 @@ pub fn remove_key(
             return Err(Error::Key {
                 file,
                 what: "no key is given that shows that it can be opened afterwards".to_owned(),
-                remedy: "give the key of another slot with --key-file, --key-fd or --key-env, or \
+                remedy: Box::new(
+                    "give the key of another slot with --key-file, --key-fd or --key-env, or \
                        --force"
-                    .into(),
+                        .into(),
+                ),
             });
         }
         let opened = image.opened(&options.keys)?;
@@ -165,9 +167,11 @@ pub fn remove_key(
             return Err(Error::Key {
                 file,
                 what: format!("the key opens slot {slot} alone, which would go"),
-                remedy: "give the key of a slot that stays, or --force, which may make all data \
+                remedy: Box::new(
+                    "give the key of a slot that stays, or --force, which may make all data \
                        unreadable for good"
-                    .into(),
+                        .into(),
+                ),
             });
         }
     }
@@ -200,7 +204,7 @@ pub fn change_key(
             return Err(Error::Key {
                 file: image.file,
                 what: format!("the key does not open slot {slot}"),
-                remedy: format!("it opens {old:?}").into(),
+                remedy: Box::new(format!("it opens {old:?}").into()),
             });
         }
         old = vec![slot];

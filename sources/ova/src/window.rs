@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use vdkit_block::{HostOffset, Result, Storage, StorageCaps, StorageExtent};
+use vdkit_block::{HostOffset, ReadPaths, Result, Storage, StorageCaps};
 
 /// Concatenated ranges of another storage, read-only.
 #[derive(Debug)]
@@ -53,14 +53,10 @@ impl Storage for Window {
 
     fn caps(&self) -> StorageCaps {
         StorageCaps {
-            writable: false,
-            growable: false,
-            device: false,
-            sequential: false,
             // Members of a tar file are aligned to 512 bytes, whatever the file system's block
             // size.
-            alignment: 1,
             block_bytes: 512,
+            ..StorageCaps::default()
         }
     }
 
@@ -82,6 +78,23 @@ impl Storage for Window {
         Ok(done)
     }
 
+    fn sync(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn read_paths(&self) -> Option<&dyn ReadPaths> {
+        Some(self)
+    }
+}
+
+impl ReadPaths for Window {
+    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
+        match self.alone(offset, buf.len() as u64) {
+            Some(at) => self.inner.read_ready(buf, at),
+            None => Ok(false),
+        }
+    }
+
     fn read_discard(&self, offset: HostOffset, len: u64) -> Result<()> {
         let end = offset.0.saturating_add(len).min(self.len);
         let mut at = offset.0;
@@ -92,33 +105,6 @@ impl Storage for Window {
             at += run;
         }
         Ok(())
-    }
-
-    fn read_ready(&self, buf: &mut [u8], offset: HostOffset) -> Result<bool> {
-        match self.alone(offset, buf.len() as u64) {
-            Some(at) => self.inner.read_ready(buf, at),
-            None => Ok(false),
-        }
-    }
-
-    fn sync(&self) -> Result<()> {
-        Ok(())
-    }
-
-    fn may_have_holes(&self) -> Result<bool> {
-        Ok(false)
-    }
-
-    fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {
-        let there = self.len.saturating_sub(offset.0);
-        Ok(match there {
-            0 => StorageExtent { data: false, len },
-            _ => StorageExtent { data: true, len: len.min(there) },
-        })
-    }
-
-    fn allocated_bytes(&self) -> Result<u64> {
-        Ok(self.len)
     }
 }
 
@@ -145,6 +131,7 @@ mod tests {
                 assert_eq!(&buf[..got], &wanted[start.min(end)..end], "{start} {len}");
             }
         }
+        let window: &dyn Storage = &window;
         window.read_discard(HostOffset(0), 100).unwrap();
         assert!(window.extent_at(HostOffset(17), 9).unwrap().data);
         assert_eq!(window.extent_at(HostOffset(17), 9).unwrap().len, 1);

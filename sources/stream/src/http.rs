@@ -20,9 +20,7 @@ use parking_lot::{Condvar, Mutex};
 use ureq::http::{HeaderMap, Response, StatusCode};
 use ureq::tls::{RootCerts, TlsConfig};
 use ureq::{Agent, Body};
-use vdkit_block::{
-    CancelToken, Error, HostOffset, IoAction, Result, Storage, StorageCaps, StorageExtent,
-};
+use vdkit_block::{CancelToken, Error, HostOffset, IoAction, Result, Storage, StorageCaps};
 
 use crate::unpack::ByteStream;
 
@@ -577,14 +575,7 @@ impl Storage for HttpStorage {
     }
 
     fn caps(&self) -> StorageCaps {
-        StorageCaps {
-            writable: false,
-            growable: false,
-            device: false,
-            sequential: false,
-            alignment: 1,
-            block_bytes: 4096,
-        }
+        StorageCaps::default()
     }
 
     fn len(&self) -> Result<u64> {
@@ -607,18 +598,6 @@ impl Storage for HttpStorage {
 
     fn sync(&self) -> Result<()> {
         Ok(())
-    }
-
-    fn may_have_holes(&self) -> Result<bool> {
-        Ok(false)
-    }
-
-    fn extent_at(&self, _: HostOffset, len: u64) -> Result<StorageExtent> {
-        Ok(StorageExtent { data: true, len })
-    }
-
-    fn allocated_bytes(&self) -> Result<u64> {
-        Ok(self.shared.len)
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use parking_lot::{Condvar, Mutex};
-use vdkit_block::{Error, HostOffset, IoAction, Result, Storage, StorageCaps, StorageExtent};
+use vdkit_block::{Error, HostOffset, IoAction, Result, Storage, StorageCaps};
 
 use crate::unpack::ByteStream;
 
@@ -133,14 +133,7 @@ impl Storage for Window {
     }
 
     fn caps(&self) -> StorageCaps {
-        StorageCaps {
-            writable: false,
-            growable: false,
-            device: false,
-            sequential: true,
-            alignment: 1,
-            block_bytes: 4096,
-        }
+        StorageCaps { sequential: true, ..StorageCaps::default() }
     }
 
     fn len(&self) -> Result<u64> {
@@ -154,18 +147,6 @@ impl Storage for Window {
 
     fn sync(&self) -> Result<()> {
         Ok(())
-    }
-
-    fn may_have_holes(&self) -> Result<bool> {
-        Ok(false)
-    }
-
-    fn extent_at(&self, _: HostOffset, len: u64) -> Result<StorageExtent> {
-        Ok(StorageExtent { data: true, len })
-    }
-
-    fn allocated_bytes(&self) -> Result<u64> {
-        Ok(self.len)
     }
 }
 

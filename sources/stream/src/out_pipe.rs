@@ -4,9 +4,7 @@ use std::fmt;
 use std::io::{self, Write};
 
 use parking_lot::Mutex;
-use vdkit_block::{
-    Error, HostOffset, IoAction, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
-};
+use vdkit_block::{Error, HostOffset, IoAction, Result, Storage, StorageCaps, ZeroMode};
 
 /// Zeroes for one write.
 static ZEROES: [u8; 64 << 10] = [0; 64 << 10];
@@ -83,14 +81,7 @@ impl Storage for OutPipe {
     }
 
     fn caps(&self) -> StorageCaps {
-        StorageCaps {
-            writable: true,
-            growable: true,
-            device: false,
-            sequential: true,
-            alignment: 1,
-            block_bytes: 4096,
-        }
+        StorageCaps { writable: true, growable: true, sequential: true, ..StorageCaps::default() }
     }
 
     fn len(&self) -> Result<u64> {
@@ -143,18 +134,6 @@ impl Storage for OutPipe {
         }
         state.len = len;
         Ok(())
-    }
-
-    fn may_have_holes(&self) -> Result<bool> {
-        Ok(false)
-    }
-
-    fn extent_at(&self, _: HostOffset, len: u64) -> Result<StorageExtent> {
-        Ok(StorageExtent { data: true, len })
-    }
-
-    fn allocated_bytes(&self) -> Result<u64> {
-        self.len()
     }
 }
 

@@ -5,6 +5,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use vdkit_block::StorageExt;
 
 use vdkit::export::{Export, ExportOptions, Images};
 use vdkit::live::LiveImages;

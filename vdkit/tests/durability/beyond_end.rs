@@ -2,6 +2,7 @@
 //! a crash are harmless.
 
 use std::sync::Arc;
+use vdkit_block::StorageExt;
 
 use vdkit::storage::MemoryStorage;
 use vdkit::{Disk, GuestOffset, HostOffset, Storage};

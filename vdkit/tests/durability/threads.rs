@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use vdkit_block::StorageExt;
 
 use vdkit::storage::MemoryStorage;
 use vdkit::{Disk, GuestOffset, HostOffset, Place, Storage};

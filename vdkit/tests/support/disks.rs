@@ -6,7 +6,9 @@ use std::thread::ThreadId;
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
-use vdkit_block::{HostOffset, ReadOp, Result, Storage, StorageCaps, StorageExtent, ZeroMode};
+use vdkit_block::{
+    HostOffset, ReadOp, ReadPaths, Result, SpaceMap, Storage, StorageCaps, StorageExt, ZeroMode,
+};
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::{CountingStorage, CrashImage, CrashStorage, FaultyStorage, Rng};
 
@@ -47,7 +49,7 @@ struct Gate {
 }
 
 impl Bottom {
-    fn inner(&self) -> &dyn Storage {
+    fn beneath(&self) -> &dyn Storage {
         match &self.bytes {
             Bytes::Memory(memory) => &**memory,
             Bytes::Recording { crash, .. } => &**crash,
@@ -78,7 +80,7 @@ impl Bottom {
         self.stumble();
         self.pass_gate();
         let Bytes::Recording { crash, number, timeline } = &self.bytes else {
-            return change(self.inner());
+            return change(self.beneath());
         };
         // Changes of a recording disk are serialised to record their order.
         let mut order = timeline.0.lock();
@@ -89,27 +91,21 @@ impl Bottom {
     }
 }
 
-impl Storage for Bottom {
-    fn name(&self) -> &str {
-        self.inner().name()
+impl vdkit_block::StorageLayer for Bottom {
+    const INTERCEPTS: bool = true;
+
+    fn inner(&self) -> &dyn Storage {
+        self.beneath()
     }
 
+    /// Changes may be delayed.
     fn caps(&self) -> StorageCaps {
-        self.inner().caps()
-    }
-
-    fn len(&self) -> Result<u64> {
-        self.inner().len()
+        StorageCaps { prompt_writes: false, ..self.beneath().caps() }
     }
 
     fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
         self.stumble();
-        self.inner().read_up_to(buf, offset)
-    }
-
-    fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
-        self.stumble();
-        self.inner().read_batch(ops)
+        self.beneath().read_up_to(buf, offset)
     }
 
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
@@ -136,16 +132,15 @@ impl Storage for Bottom {
         self.change(|inner| inner.set_len(len))
     }
 
-    fn may_have_holes(&self) -> Result<bool> {
-        self.inner().may_have_holes()
+    fn read_paths(&self) -> Option<&dyn ReadPaths> {
+        Some(self)
     }
+}
 
-    fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {
-        self.inner().extent_at(offset, len)
-    }
-
-    fn allocated_bytes(&self) -> Result<u64> {
-        self.inner().allocated_bytes()
+impl ReadPaths for Bottom {
+    fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
+        self.stumble();
+        self.beneath().read_batch(ops)
     }
 }
 

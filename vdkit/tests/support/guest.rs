@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use vdkit_block::{HostOffset, Storage, ZeroMode};
+use vdkit_block::{HostOffset, Storage, StorageExt, ZeroMode};
 use vdkit_storage::MemoryStorage;
 
 pub const SECTOR: u64 = 512;

@@ -17,7 +17,8 @@ use std::sync::Arc;
 
 use vdkit_block::{
     CheckReport, CreateRequest, FormatDriver, GuestOffset, HostOffset, ImageInfo, Limits, Monitor,
-    OpenRequest, Options, Repair, Result, Secret, Storage, StorageExtent, ZeroMode,
+    OpenRequest, Options, Repair, Result, Secret, SpaceMap, Storage, StorageExt, StorageExtent,
+    ZeroMode,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_storage::MemoryStorage;

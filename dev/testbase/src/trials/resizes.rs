@@ -5,7 +5,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use vdkit_block::{GuestOffset, HostOffset, Place, Repair, Storage, StorageExtent, is_zero};
+use vdkit_block::{
+    GuestOffset, HostOffset, Place, Repair, SpaceMap, Storage, StorageExt, StorageExtent, is_zero,
+};
 use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
 

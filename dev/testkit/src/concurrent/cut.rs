@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use parking_lot::RwLock;
-use vdkit_block::{CacheMode, HostOffset, Monitor, NewBitmap, Repair, Storage};
+use vdkit_block::{CacheMode, HostOffset, Monitor, NewBitmap, Repair, Storage, StorageExt};
 use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
 

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use vdkit_block::{HostOffset, Storage};
+use vdkit_block::{HostOffset, Storage, StorageExt};
 use vdkit_storage::MemoryStorage;
 
 use crate::Rng;

@@ -5,7 +5,7 @@ use std::sync::{Arc, LazyLock};
 
 use vdkit_block::{
     BackingRef, CreateRequest, FormatDriver, GuestOffset, HostOffset, ImageInfo, OpenRequest,
-    Options, Storage,
+    Options, Storage, StorageExt,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_storage::MemoryStorage;

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use vdkit_block::{
-    Error, HostOffset, IoAction, ReadOp, Result, Storage, StorageCaps, StorageExtent, ZeroMode,
+    Error, HostOffset, IoAction, ReadOp, ReadPaths, Result, SpaceMap, Storage, StorageCaps,
+    StorageExt, StorageExtent, ZeroMode,
 };
 
 /// Slow requests take up to three of these.
@@ -90,14 +91,7 @@ impl Storage for Memory {
         &self.name
     }
     fn caps(&self) -> StorageCaps {
-        StorageCaps {
-            writable: true,
-            growable: true,
-            device: false,
-            sequential: false,
-            alignment: 1,
-            block_bytes: 4096,
-        }
+        StorageCaps { writable: true, growable: true, ..StorageCaps::default() }
     }
     fn len(&self) -> Result<u64> {
         Ok(self.bytes.lock().unwrap().len() as u64)
@@ -110,10 +104,6 @@ impl Storage for Memory {
         let got = buf.len().min(bytes.len() - from);
         buf[..got].copy_from_slice(&bytes[from..from + got]);
         Ok(got)
-    }
-    fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
-        self.batches.fetch_add(1, Ordering::SeqCst);
-        ops.iter_mut().try_for_each(|op| self.read_padded(op.buf, op.offset))
     }
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
         self.change(offset.0, buf.len() as u64, |bytes| bytes.copy_from_slice(buf))
@@ -136,9 +126,21 @@ impl Storage for Memory {
         self.bytes.lock().unwrap().resize(len as usize, 0);
         Ok(())
     }
+
+    fn space_map(&self) -> Option<&dyn SpaceMap> {
+        Some(self)
+    }
+
+    fn read_paths(&self) -> Option<&dyn ReadPaths> {
+        Some(self)
+    }
+}
+
+impl SpaceMap for Memory {
     fn may_have_holes(&self) -> Result<bool> {
         Ok(self.sparse)
     }
+
     fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {
         self.maps.fetch_add(1, Ordering::SeqCst);
         let bytes = self.bytes.lock().unwrap();
@@ -154,7 +156,15 @@ impl Storage for Memory {
         }
         Ok(StorageExtent { data, len: end.min(offset.0 + len) - offset.0 })
     }
+
     fn allocated_bytes(&self) -> Result<u64> {
         self.len()
+    }
+}
+
+impl ReadPaths for Memory {
+    fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
+        self.batches.fetch_add(1, Ordering::SeqCst);
+        ops.iter_mut().try_for_each(|op| self.read_padded(op.buf, op.offset))
     }
 }

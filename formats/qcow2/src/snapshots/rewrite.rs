@@ -249,7 +249,7 @@ impl Qcow2 {
             cluster << self.geometry.cluster_bits,
             "refcount",
             found.to_string(),
-            format!("as many as there are references"),
+            "as many as there are references",
         )
         .with_remedy(Remedy::REPAIR)
     }

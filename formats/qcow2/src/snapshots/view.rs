@@ -43,7 +43,7 @@ impl Qcow2 {
                  {offset:#x}",
                 String::from_utf8_lossy(&snapshot.name)
             ),
-            format!("an L1 table at a cluster boundary within the file"),
+            "an L1 table at a cluster boundary within the file",
         )
         .with_remedy(Remedy::Check))
     }

@@ -192,7 +192,7 @@ impl<'a> Walk<'a> {
         expected: &str,
     ) -> Error {
         let file = self.image.storage.name();
-        Error::corrupt(file, at, what, found, format!("{expected}")).with_remedy(Remedy::Check)
+        Error::corrupt(file, at, what, found, expected).with_remedy(Remedy::Check)
     }
 }
 

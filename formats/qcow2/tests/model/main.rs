@@ -14,7 +14,7 @@ use std::fmt;
 
 use slices::{Seen, SliceCache};
 use sync::{Arc, Mutex, check, thread};
-use vdkit_block::{HostOffset, Result, Storage, StorageCaps, StorageExtent};
+use vdkit_block::{HostOffset, Result, Storage, StorageCaps};
 
 /// Bytes of a slice, and the number of slices.
 const SLICE: u64 = 512;
@@ -56,15 +56,6 @@ impl Storage for Disk {
     }
     fn sync(&self) -> Result<()> {
         Ok(())
-    }
-    fn may_have_holes(&self) -> Result<bool> {
-        Ok(false)
-    }
-    fn extent_at(&self, _offset: HostOffset, _len: u64) -> Result<StorageExtent> {
-        unreachable!("not asked")
-    }
-    fn allocated_bytes(&self) -> Result<u64> {
-        unreachable!("not asked")
     }
 }
 

@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use vdkit_block::{HostOffset, Result, Storage, StorageCaps, StorageExtent};
+use vdkit_block::{
+    AccessExchange, HostOffset, Result, SpaceMap, Storage, StorageCaps, StorageExtent,
+};
 
 use super::entry::Change;
 use super::search::ActiveSequence;
@@ -109,6 +111,16 @@ impl Storage for Replayed {
         self.inner.sync()
     }
 
+    fn space_map(&self) -> Option<&dyn SpaceMap> {
+        Some(self)
+    }
+
+    fn access_exchange(&self) -> Option<&dyn AccessExchange> {
+        Some(self)
+    }
+}
+
+impl SpaceMap for Replayed {
     fn may_have_holes(&self) -> Result<bool> {
         self.inner.may_have_holes()
     }
@@ -132,7 +144,9 @@ impl Storage for Replayed {
     fn allocated_bytes(&self) -> Result<u64> {
         self.inner.allocated_bytes()
     }
+}
 
+impl AccessExchange for Replayed {
     fn let_others_read(&self) -> Result<()> {
         self.inner.let_others_read()
     }

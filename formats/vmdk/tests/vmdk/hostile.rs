@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::time::Duration;
+use vdkit_block::StorageExt;
 
 use proptest::prelude::*;
 use vdkit_block::{

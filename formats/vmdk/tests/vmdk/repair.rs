@@ -1,6 +1,7 @@
 //! Damage found by a check, and its repair.
 
 use std::sync::Arc;
+use vdkit_block::StorageExt;
 
 use vdkit_block::{GuestOffset, HostOffset, Limits, Repair, Severity, Storage};
 use vdkit_storage::MemoryStorage;

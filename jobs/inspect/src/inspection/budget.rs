@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
-use vdkit_block::{Error, HostOffset, Result, Storage, StorageCaps, StorageExtent};
+use vdkit_block::{Error, HostOffset, Result, Storage, StorageCaps};
 
 /// Reads and bytes used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -94,6 +94,7 @@ impl BudgetStorage {
     }
 }
 
+/// Holes are not queried, since the sandbox would have to allow another system call.
 impl Storage for BudgetStorage {
     fn name(&self) -> &str {
         self.inner.name()
@@ -115,27 +116,13 @@ impl Storage for BudgetStorage {
     fn sync(&self) -> Result<()> {
         Err(Error::ReadOnly { file: self.name().to_owned() })
     }
-
-    /// Holes are not queried, since the sandbox would have to allow another system call.
-    fn may_have_holes(&self) -> Result<bool> {
-        Ok(false)
-    }
-
-    fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {
-        let left = self.len()?.saturating_sub(offset.0);
-        Ok(StorageExtent { data: left > 0, len: if left > 0 { len.min(left) } else { len }.max(1) })
-    }
-
-    fn allocated_bytes(&self) -> Result<u64> {
-        self.len()
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
 
-    use vdkit_block::ZeroMode;
+    use vdkit_block::{StorageExt, ZeroMode};
     use vdkit_storage::MemoryStorage;
 
     use super::*;

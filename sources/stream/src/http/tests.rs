@@ -1,3 +1,4 @@
+use vdkit_block::StorageExt;
 use vdkit_testbase::http::{HttpFaults, HttpServer};
 
 use super::*;

@@ -95,10 +95,8 @@ pub(super) fn refuse_to_forget(image: &Image, survey: &Survey, kept: &Kept) -> R
              changed)",
             places.join(", ")
         ),
-        format!(
-            "tables that something names: a repair would free them and the data that they map. Put \
-             the references right by hand; or do without that data"
-        ),
+        "tables that something names: a repair would free them and the data that they map. Put \
+             the references right by hand; or do without that data",
     )
     .with_remedy(Remedy::Repair { repair: Repair::All, force: true }))
 }

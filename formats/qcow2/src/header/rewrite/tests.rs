@@ -1,6 +1,8 @@
 use std::sync::Arc;
 
-use vdkit_block::{BackingRef, CreateRequest, FormatDriver, HostOffset, Limits, Options, Storage};
+use vdkit_block::{
+    BackingRef, CreateRequest, FormatDriver, HostOffset, Limits, Options, Storage, StorageExt,
+};
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CrashStorage, Rng};
 
