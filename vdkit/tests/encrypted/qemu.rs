@@ -180,6 +180,6 @@ fn legacy_aes_is_read_and_not_written() {
         drop(disk);
         let error =
             Disk::open(&registry, &image, &OpenOptions::read_write().keys(keys)).unwrap_err();
-        assert!(error.to_string().contains("vdkit convert"), "{error}");
+        assert!(matches!(error.remedy(), Some(vdkit::Remedy::Convert { .. })), "{error}");
     }
 }
