@@ -82,7 +82,8 @@ fn lost_tables_are_given_free_by_force_only() {
     let file = std::fs::File::options().write(true).open(scratch.path("disk.qcow2")).unwrap();
     file.write_all_at(&[0xc0], l1).unwrap();
     file.write_all_at(&[0x7f], l1 + 2).unwrap();
-    scratch.fails(4, "--repair all --force", &["check", "--repair", "all", "disk.qcow2"]);
+    let answer = scratch.fails(4, "L2 tables", &["check", "--repair", "all", "disk.qcow2"]);
+    assert!(answer.stderr.contains("--repair all --force disk.qcow2"), "{answer:?}");
     scratch.fails(2, "--repair", &["check", "--force", "disk.qcow2"]);
     scratch.fails(2, "--repair all", &["check", "--repair", "leaks", "--force", "disk.qcow2"]);
     scratch.ok(&["check", "--repair", "all", "--force", "disk.qcow2"]);
@@ -112,7 +113,8 @@ fn what_a_wiped_table_led_to_is_kept_and_named() {
         let json = scratch.json_of("check", 3, &["--repair", repair, "disk.qcow2"]);
         assert_eq!((&json["leaks"], &json["leaks-kept"]), (&17.into(), &17.into()));
     }
-    scratch.fails(4, "--repair all --force", &["compact", "disk.qcow2"]);
+    let answer = scratch.fails(4, "L2 table", &["compact", "disk.qcow2"]);
+    assert!(answer.stderr.contains("--repair all --force disk.qcow2"), "{answer:?}");
     file.write_all_at(entry, l1).unwrap();
     scratch.ok(&["check", "disk.qcow2"]);
     peer(&scratch.path(""), "qemu-img", &["check", "-q", "disk.qcow2"]);

@@ -172,7 +172,7 @@ fn what_cannot_be_is_told() {
     scratch.ok(&["create", "other.qcow2", "1M"]);
     scratch.ok(&["create", "top.qcow2", "--backing", "alone.qcow2"]);
     scratch.fails(2, "nothing to commit to", &["commit", "alone.qcow2"]);
-    scratch.fails(2, "does not stand on", &["commit", "top.qcow2", "--to", "other.qcow2"]);
+    scratch.fails(2, "backing chain", &["commit", "top.qcow2", "--to", "other.qcow2"]);
     scratch.fails(1, "no-such", &["commit", "no-such"]);
     scratch.fails(2, "cannot be used with", &["commit", "top.qcow2", "--keep", "--empty"]);
     let writer = common::Writer::start(&scratch.path(""), "alone.qcow2");

@@ -123,7 +123,7 @@ pub(in crate::check) fn make_sound(
             first.map_or("damage".to_owned(), |finding| finding.message.clone()),
             "a sound image",
         )
-        .with_remedy(Remedy::REPAIR));
+        .with_remedy(Remedy::Repair { repair: Repair::All, force: found.leaks_kept > 0 }));
     }
     repair::forget_autoclear(&image)?;
     Ok(found.leaks_fixed)
