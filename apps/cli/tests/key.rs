@@ -118,11 +118,12 @@ fn mistakes_are_told() {
         "no meaning here",
         &["convert", "plain.qcow2", "c.qcow2", "--target-key-file", "a.key"],
     );
-    scratch.fails(
+    let answer = scratch.fails(
         4,
-        "--key-rounds",
+        "trying a key",
         &["read", "a.qcow2", "0", "1", "--key-file", "a.key", "--key-rounds", "10"],
     );
+    assert!(answer.stderr.contains("hint: --key-rounds"), "{answer:?}");
 }
 
 #[test]
