@@ -297,7 +297,7 @@ fn eight_keys_open_and_a_ninth_has_no_place() {
         assert_eq!(all.add(&secret("first"), &secret(&key), 0).unwrap(), number);
     }
     let error = all.add(&secret("first"), &secret("ninth"), 0).unwrap_err().to_string();
-    assert!(error.contains("remove one first"), "{error}");
+    assert!(error.contains("remove the key of one first"), "{error}");
     for number in 1..SLOTS as u32 {
         assert!(opens(&storage, &format!("key {number}")));
         assert_eq!(all.opened_by(&secret(&format!("key {number}"))).unwrap(), [number]);
