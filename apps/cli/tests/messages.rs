@@ -293,7 +293,7 @@ fn habits_of_qemu_img_are_answered_with_what_does_it_here() {
         (&["bench", "a.qcow2"], "vdkit lab"),
         (&["rebase", "-b", "", "a.qcow2"], "--no-backing"),
         (&["check", "-T", "none", "a.qcow2"], "page cache"),
-        (&["create", "-o", "help", "b.qcow2", "1M"], "vdkit formats qcow2"),
+        (&["create", "-o", "help", "b.qcow2", "1M"], "cluster_size"),
     ] {
         let said = scratch.run(command);
         assert_eq!(said.code, Some(2), "{said:?}");

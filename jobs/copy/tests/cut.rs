@@ -247,7 +247,8 @@ fn a_data_file_that_was_cut_is_made_as_long_as_it_was() {
     let data = Files::new().write(true).open(&data).unwrap();
     data.set_len(1 << 20).unwrap();
     let error = case.converted(&image, "raw").unwrap_err();
-    assert!(is_cut(&error) && error.to_string().contains("truncate -s"), "{error}");
+    let remedy = error.remedy().unwrap().to_string();
+    assert!(is_cut(&error) && remedy.contains("truncate -s"), "{error}; {remedy}");
     data.set_len(6 << 20).unwrap();
     let bytes = case.converted(&image, "raw").unwrap();
     assert!(bytes[..1 << 20] == case.bytes[..1 << 20] && bytes[1 << 20..].iter().all(|b| *b == 0));
