@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use vdkit_block::{CheckReport, Limits, Monitor, Repair, Severity, Storage};
+use vdkit_block::{CheckReport, Limits, Monitor, Remedy, Repair, Severity, Storage};
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CrashStorage, Rng};
 
@@ -12,6 +12,8 @@ use super::support::{
     Image, all_views, guest_view, kind, must, open, our_check, peers, qemu_check, same_guest,
 };
 use crate::check;
+
+const BY_FORCE: Remedy = Remedy::Repair { repair: Repair::All, force: true };
 
 /// Cluster sizes from 512 bytes to 2 MiB, both versions, subclusters, compressed data, all refcount
 /// layouts, lazy refcounts, and data in few or many tables.
@@ -69,7 +71,7 @@ fn assert_kept(report: &CheckReport, tables: &[u64], what: &str) {
             finding.offset == *table
                 && finding.severity == Severity::Leak
                 && !finding.repaired
-                && finding.message.contains("check --repair all --force")
+                && finding.message.contains("repair by force")
         });
         assert!(named, "{what}: {table:#x} is not among {:#?}", report.findings);
     }
@@ -254,9 +256,9 @@ fn a_damaged_l1_entry_is_not_mended_unasked_where_the_refcounts_are_lost() {
             let before = std::fs::read(&image.path).unwrap();
             let what = format!("{name}, {damage_name}");
             let told = our_check(&image.path, Repair::All).map(|report| report.findings);
-            let told = told.expect_err(&what).to_string();
-            assert!(told.contains(&format!("{table:#x}")), "{what}: {told}");
-            assert!(told.contains("--repair all --force"), "{what}: {told}");
+            let error = told.expect_err(&what);
+            assert!(error.to_string().contains(&format!("{table:#x}")), "{what}: {error}");
+            assert_eq!(error.remedy(), Some(BY_FORCE), "{what}");
             assert!(before == std::fs::read(&image.path).unwrap(), "{what}: changed");
             image.put_word(at, word);
             let report = our_check(&image.path, Repair::All).unwrap();
@@ -355,7 +357,7 @@ fn a_compaction_gives_no_table_away() {
     let options = vdkit_block::CompactOptions { zero_scan: true };
     let (limits, monitor) = (Limits::default(), Monitor::default());
     let error = check::compact(&open(&image.path), None, options, &limits, &monitor).unwrap_err();
-    assert!(error.to_string().contains("check --repair all --force"), "{error}");
+    assert_eq!(error.remedy(), Some(BY_FORCE), "{error}");
     assert!(before == std::fs::read(&image.path).unwrap());
 }
 
