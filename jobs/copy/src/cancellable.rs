@@ -105,3 +105,42 @@ impl KernelCopy for CancellableStorage {
         self.inner.copy_from(to, source, from, len, method)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use vdkit_block::Error;
+    use vdkit_storage::MemoryStorage;
+
+    use super::*;
+
+    #[test]
+    fn nothing_changes_after_a_cancel_by_whatever_method() {
+        let bytes: Vec<u8> = (0..=255).collect();
+        let memory = Arc::new(MemoryStorage::from_bytes("m", &bytes));
+        let (cancel, written) = (CancelToken::default(), Arc::new(AtomicU64::new(0)));
+        let storage: Arc<dyn Storage> =
+            Arc::new(CancellableStorage::new(memory.clone(), cancel.clone(), written.clone()));
+        storage.write_at(&[0, 1], HostOffset(0)).unwrap();
+        storage.write_new(&[2], HostOffset(2)).unwrap();
+        assert_eq!(written.load(Ordering::Relaxed), 3);
+        cancel.cancel();
+        let at = HostOffset(0);
+        let source = MemoryStorage::from_bytes("s", &[9; 256]);
+        for (what, result) in [
+            ("write_at", storage.write_at(&[9], at)),
+            ("write_new", storage.write_new(&[9], at)),
+            ("write_zeroes", storage.write_zeroes(at, 9, ZeroMode::MayUnmap)),
+            ("discard", storage.discard(at, 9)),
+            ("forget", storage.forget(at, 9)),
+            ("allocate", storage.allocate(at, 999)),
+            ("set_len", storage.set_len(9)),
+            ("copy_from", storage.copy_from(at, &source, at, 9, CopyMethod::Reflink).map(drop)),
+        ] {
+            assert!(matches!(result, Err(Error::Interrupted)), "{what}: {result:?}");
+        }
+        let mut found = vec![0; 256];
+        storage.read_at(&mut found, at).unwrap();
+        assert!(found == bytes && storage.len().unwrap() == 256);
+        assert_eq!(written.load(Ordering::Relaxed), 3);
+    }
+}

@@ -97,34 +97,49 @@ pub(crate) fn work_off<P: Plan, B: Default>(
 
 #[cfg(test)]
 mod tests {
+    use std::collections::VecDeque;
     use std::sync::Barrier;
+    use std::time::{Duration, Instant};
 
     use super::*;
 
-    #[test]
-    fn an_error_stops_all_and_is_reported_instead_of_the_interruptions_that_it_causes() {
+    /// Three threads: `errors` are what the second and third step return, in this order. The other steps wait for the
+    /// abort, as those that take turns do.
+    fn failing_with(errors: [Error; 2]) -> Result<usize> {
         let (together, aborted) = (Barrier::new(3), AtomicBool::new(false));
-        let first = AtomicBool::new(true);
-        let failing = AtomicBool::new(true);
-        let result = run(
+        let (first, errors) = (AtomicBool::new(true), Mutex::new(VecDeque::from(errors)));
+        let abort = || aborted.store(true, Ordering::SeqCst);
+        run(
             Some(3),
             || true,
-            || aborted.store(true, Ordering::SeqCst),
+            abort,
             |_: &mut ()| {
                 if first.swap(false, Ordering::SeqCst) {
                     return Ok(true);
                 }
                 together.wait();
-                if failing.swap(false, Ordering::SeqCst) {
-                    return Err(Error::Invalid("broken".into()));
+                if let Some(error) = errors.lock().pop_front() {
+                    return Err(error);
                 }
+                let deadline = Instant::now() + Duration::from_secs(20);
                 while !aborted.load(Ordering::SeqCst) {
+                    assert!(Instant::now() < deadline, "nothing woke this thread");
                     std::thread::yield_now();
                 }
                 Err(Error::Interrupted)
             },
-        );
-        assert!(matches!(&result, Err(Error::Invalid(what)) if what == "broken"), "{result:?}");
+        )
+    }
+
+    #[test]
+    fn an_error_is_reported_instead_of_interruptions_before_and_after_it() {
+        let broken = || Error::Invalid("broken".into());
+        for errors in [[broken(), Error::Interrupted], [Error::Interrupted, broken()]] {
+            let result = failing_with(errors);
+            assert!(matches!(&result, Err(Error::Invalid(what)) if what == "broken"), "{result:?}");
+        }
+        let result = failing_with([Error::Interrupted, Error::Interrupted]);
+        assert!(matches!(result, Err(Error::Interrupted)), "{result:?}");
     }
 
     #[test]
