@@ -38,7 +38,7 @@ pub(crate) fn worded(remedy: &Remedy, error: &Error, context: &Context<'_>) -> S
             let format = format.iter().map(|format| format!(" --backing-format {format}"));
             let overlay = quoted(overlay);
             format!(
-                "to have the overlay name what is right: vdkit rebase --unsafe {overlay} --backing {backing}{}",
+                "to store the right reference: vdkit rebase --unsafe {overlay} --backing {backing}{}",
                 format.collect::<String>()
             )
         }

@@ -1,17 +1,18 @@
-//! What the tests of any crate stand on. It knows no format: what does is in `vdkit-testkit`, which
-//! re-exports all of this. A dev-dependency only.
+//! Helpers for the tests of any crate; a dev-dependency only. This crate knows no format.
+//! `vdkit-testkit` has the helpers that know formats, and re-exports this crate.
 //!
 //! - [`CountingStorage`] counts calls and bytes, so that a test can bound them.
 //! - [`FaultyStorage`] fails the n-th call of chosen kinds.
-//! - [`GatedStorage`] lets calls wait, so that a test can put a step of its own between two of another
-//!   thread's.
+//! - [`GatedStorage`] lets calls wait, so that a test can act between two steps of another
+//!   thread.
 //! - [`SharingStorage`] shares blocks, as on a file system with reflinks, or refuses to.
 //! - [`CrashStorage`] records every change, and makes what a disk may hold after a crash.
-//! - [`trials`] are what every writable format must stand.
+//! - [`trials`] are tests that every writable format runs.
 //! - [`qemu`] asks QEMU's programs, and [`Machine`] its emulator.
 //! - [`fs`] mounts scratch file systems and attaches loop devices.
 //! - [`appliance`] makes OVAs by hand.
 //! - [`http`] serves bytes, with faults.
+//! - [`disk_of`] and [`disk_on`] open a disk in memory.
 //! - [`units`] are the sizes that tests name.
 //! - `loom_sync` (a feature, `model`) runs a protocol of threads in every order of their steps.
 //! - [`Killed`] is a process that does not outlive its test.
@@ -19,13 +20,14 @@
 //! - [`pairwise`] makes few cases that hold every pair of options.
 //! - [`require_peer`] and [`missing`] say what happens where a program is missing.
 //! - [`Watched`] is a thread that is seen to wait.
-//! - [`processor_time`] bounds work on a machine that has other things to do as well.
+//! - [`processor_time`] bounds work also on a busy machine.
 
 pub mod appliance;
 mod counting;
 pub mod crash;
 mod crash_image;
 mod crash_steps;
+mod disks;
 mod faulty;
 pub mod fs;
 mod gated;
@@ -47,6 +49,7 @@ mod watched;
 
 pub use counting::{CountingStorage, Counts, LoggedOp};
 pub use crash::{CrashClock, CrashImage, CrashStorage};
+pub use disks::{disk_of, disk_on, noise};
 pub use faulty::{FaultKind, FaultPlan, FaultyStorage};
 pub use gated::{GatedCall, GatedStorage};
 pub use killed::Killed;

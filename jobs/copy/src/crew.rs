@@ -18,8 +18,8 @@ pub fn default_threads() -> usize {
 /// that wait for one another. Returns the number of threads.
 ///
 /// # Errors
-/// The first error of a step. [`Error::Interrupted`] only if no thread met another one, since a thread that `abort` woke
-/// returns that.
+/// The first error of a step. Threads that `abort` wakes return [`Error::Interrupted`], so that is reported only if no
+/// step returned another error.
 pub(crate) fn run<B: Default>(
     threads: Option<usize>,
     enough: impl Fn() -> bool,

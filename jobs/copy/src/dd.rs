@@ -174,7 +174,8 @@ pub fn dd_new(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{noise, raw_disk};
+    use vdkit_raw::RawDriver;
+    use vdkit_testbase::{disk_of, noise};
 
     fn plan(bytes: u64, count: Option<u64>, skip: u64, seek: u64) -> (u64, u64, u64) {
         let options = DdOptions { count, skip, seek, ..DdOptions::default() };
@@ -207,10 +208,10 @@ mod tests {
     #[test]
     fn a_part_is_copied_and_the_rest_stays() {
         let data = noise(1, 3000);
-        let source = raw_disk(1 << 20, &[(0, &data), (600 << 10, &data)]);
+        let source = disk_of(&RawDriver, 1 << 20, &[(0, &data), (600 << 10, &data)]);
         for sparse in [false, true] {
             let before = vec![7; 2 << 20];
-            let target = raw_disk(2 << 20, &[(0, &before)]);
+            let target = disk_of(&RawDriver, 2 << 20, &[(0, &before)]);
             let options = DdOptions {
                 block_bytes: 1000,
                 count: Some(700),
@@ -245,8 +246,8 @@ mod tests {
 
     #[test]
     fn a_target_that_is_too_small_is_left_alone() {
-        let source = raw_disk(4096, &[(0, &[1; 4096])]);
-        let target = raw_disk(4096, &[]);
+        let source = disk_of(&RawDriver, 4096, &[(0, &[1; 4096])]);
+        let target = disk_of(&RawDriver, 4096, &[]);
         let options = DdOptions { seek: 1, ..DdOptions::default() };
         let plan = DdPlan::new(4096, &options).unwrap();
         assert_eq!(plan.target_bytes().unwrap(), 4608);

@@ -23,8 +23,6 @@ mod sequencer;
 mod share;
 mod source;
 mod target;
-#[cfg(test)]
-mod testing;
 mod verify;
 mod zero;
 

@@ -12,8 +12,6 @@ mod measure;
 mod occupied;
 mod resize;
 mod snapshot;
-#[cfg(test)]
-mod testing;
 
 pub use amend::{AmendReport, amend};
 pub use check::{Checked, check};

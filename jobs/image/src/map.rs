@@ -133,11 +133,12 @@ impl<'a> Iterator for Map<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::raw_disk;
+    use vdkit_raw::RawDriver;
+    use vdkit_testbase::disk_of;
 
     #[test]
     fn rows_follow_one_another_and_name_the_file() {
-        let disk = raw_disk(1 << 20, &[(65_536, &[1; 8192]), (131_072, &[2; 4096])]);
+        let disk = disk_of(&RawDriver, 1 << 20, &[(65_536, &[1; 8192]), (131_072, &[2; 4096])]);
         let rows: Vec<_> = map(&disk, 0, 1 << 20).unwrap().map(Result::unwrap).collect();
         let said: Vec<_> = rows.iter().map(|r| (r.start, r.length, r.data, r.offset)).collect();
         assert_eq!(

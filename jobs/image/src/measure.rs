@@ -88,15 +88,15 @@ mod tests {
     use vdkit_raw::RawDriver;
 
     use super::*;
-    use crate::testing::raw_disk;
+    use vdkit_testbase::disk_of;
 
     #[test]
     fn each_cluster_with_data_counts_once() {
         let unit = RawDriver.cluster_bytes(&Options::default()).unwrap().max(1);
         let len = 64 * unit;
         // Data in two clusters; the border between two disks lies in one of them.
-        let first = raw_disk(len, &[(unit * 3, &[1]), (len - 512, &[2])]);
-        let second = raw_disk(len, &[(0, &[3; 512])]);
+        let first = disk_of(&RawDriver, len, &[(unit * 3, &[1]), (len - 512, &[2])]);
+        let second = disk_of(&RawDriver, len, &[(0, &[3; 512])]);
         let disks = [first, second];
         let report = measure(&disks, &RawDriver, &Options::default(), &Monitor::default()).unwrap();
         assert_eq!(report.guest_bytes, 2 * len);

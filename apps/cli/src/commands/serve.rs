@@ -93,10 +93,10 @@ pub struct ServeArgs {
     /// Largest number of connections; a further one replaces a peer that is still negotiating
     #[arg(long, value_name = "N", default_value_t = 1024)]
     connections: usize,
-    /// Poll a busy NBD connection for up to N microseconds before its thread sleeps; 0 for never
+    /// Poll a busy NBD connection for up to N microseconds (at most 100000) before its thread sleeps; 0 for never
     ///
     /// Polling answers single requests sooner, and costs processor time.
-    #[arg(long, value_name = "N", default_value_t = 50)]
+    #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u32).range(..=100_000))]
     poll_us: u32,
     #[command(flatten)]
     disk: ServedDisk,

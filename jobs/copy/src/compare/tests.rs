@@ -1,7 +1,8 @@
 use vdkit_block::{CancelToken, Error};
 
 use super::*;
-use crate::testing::{noise, raw_disk};
+use vdkit_raw::RawDriver;
+use vdkit_testbase::{disk_of, noise};
 
 const MIB: u64 = 1 << 20;
 
@@ -18,9 +19,10 @@ fn run(a: &Disk, b: &Disk, strict: bool) -> CompareReport {
 #[test]
 fn equal_disks_are_equal_and_holes_are_not_read() {
     let data = noise(1, 300_000);
-    let a = raw_disk(40 * MIB, &[(MIB, &data), (30 * MIB, &data)]);
+    let a = disk_of(&RawDriver, 40 * MIB, &[(MIB, &data), (30 * MIB, &data)]);
     // The same bytes, with some zeroes written.
-    let b = raw_disk(40 * MIB, &[(MIB, &data), (30 * MIB, &data), (5 * MIB, &[0; 8192])]);
+    let b =
+        disk_of(&RawDriver, 40 * MIB, &[(MIB, &data), (30 * MIB, &data), (5 * MIB, &[0; 8192])]);
     let report = run(&a, &b, true);
     assert!(report.identical && report.first_difference.is_none());
     assert!(report.read_bytes < MIB, "{report:?}");
@@ -30,7 +32,7 @@ fn equal_disks_are_equal_and_holes_are_not_read() {
 #[test]
 fn the_first_difference_is_found_wherever_it_is() {
     let data = noise(2, 9 * MIB as usize);
-    let a = raw_disk(10 * MIB, &[(0, &data)]);
+    let a = disk_of(&RawDriver, 10 * MIB, &[(0, &data)]);
     for at in [0, 1, 4095, 4096, 262_143, 262_144, 5 * MIB + 77, 9 * MIB - 1, 9 * MIB, 10 * MIB - 1]
     {
         let mut other = data.clone();
@@ -41,7 +43,7 @@ fn the_first_difference_is_found_wherever_it_is() {
                 *byte ^= 0x40;
             }
         }
-        let b = raw_disk(10 * MIB, &[(0, &other)]);
+        let b = disk_of(&RawDriver, 10 * MIB, &[(0, &other)]);
         for report in [run(&a, &b, false), run(&b, &a, false)] {
             assert_eq!((report.identical, report.first_difference), (false, Some(at)));
         }
@@ -51,9 +53,9 @@ fn the_first_difference_is_found_wherever_it_is() {
 #[test]
 fn a_longer_disk_is_equal_where_its_tail_is_zero() {
     let data = noise(3, 5000);
-    let short = raw_disk(MIB, &[(100, &data)]);
-    let zero_tail = raw_disk(3 * MIB, &[(100, &data), (2 * MIB, &[0; 4096])]);
-    let other_tail = raw_disk(3 * MIB, &[(100, &data), (2 * MIB + 9, &[1])]);
+    let short = disk_of(&RawDriver, MIB, &[(100, &data)]);
+    let zero_tail = disk_of(&RawDriver, 3 * MIB, &[(100, &data), (2 * MIB, &[0; 4096])]);
+    let other_tail = disk_of(&RawDriver, 3 * MIB, &[(100, &data), (2 * MIB + 9, &[1])]);
     let report = run(&short, &zero_tail, false);
     assert!(report.identical && report.sizes_differ);
     assert!(!run(&zero_tail, &short, true).identical);
@@ -64,7 +66,7 @@ fn a_longer_disk_is_equal_where_its_tail_is_zero() {
 
 #[test]
 fn the_same_file_is_not_read() {
-    let a = raw_disk(4 * MIB, &[(0, &noise(4, 4 * MIB as usize))]);
+    let a = disk_of(&RawDriver, 4 * MIB, &[(0, &noise(4, 4 * MIB as usize))]);
     let report = run(&a, &a, false);
     assert!(report.identical);
     assert_eq!((report.read_bytes, report.skipped_bytes), (0, 4 * MIB));
@@ -72,14 +74,14 @@ fn the_same_file_is_not_read() {
 
 #[test]
 fn empty_disks_are_equal() {
-    assert!(run(&raw_disk(0, &[]), &raw_disk(0, &[]), true).identical);
-    assert!(run(&raw_disk(0, &[]), &raw_disk(512, &[]), false).identical);
+    assert!(run(&disk_of(&RawDriver, 0, &[]), &disk_of(&RawDriver, 0, &[]), true).identical);
+    assert!(run(&disk_of(&RawDriver, 0, &[]), &disk_of(&RawDriver, 512, &[]), false).identical);
 }
 
 #[test]
 fn a_cancelled_comparison_ends() {
-    let a = raw_disk(MIB, &[(0, &noise(5, 5000))]);
-    let b = raw_disk(MIB, &[]);
+    let a = disk_of(&RawDriver, MIB, &[(0, &noise(5, 5000))]);
+    let b = disk_of(&RawDriver, MIB, &[]);
     let monitor = Monitor { cancel: CancelToken::default(), ..Monitor::default() };
     monitor.cancel.cancel();
     let result = compare(&a, &b, &CompareOptions::default(), &monitor);

@@ -9,12 +9,11 @@ use vdkit_chain::Disk;
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_raw::RawDriver;
 use vdkit_storage::MemoryStorage;
-use vdkit_testbase::{NoShare, SharingStorage};
+use vdkit_testbase::{NoShare, SharingStorage, disk_on, noise};
 
 use crate::mover::{MoveOptions, MovedBytes, Mover};
 use crate::plan::{PlanOptions, Planner};
 use crate::source::Source;
-use crate::testing::{disk_on, noise};
 
 const CLUSTER: u64 = 64 << 10;
 /// Number of pieces, and their distance.

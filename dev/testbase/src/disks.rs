@@ -1,23 +1,22 @@
-//! In-memory disks for tests.
+//! Disks in memory.
 
 use std::sync::Arc;
 
 use vdkit_block::{FormatDriver, HostOffset, Limits, OpenRequest, Storage};
 use vdkit_chain::{Disk, OpenOptions};
-use vdkit_raw::RawDriver;
 use vdkit_storage::MemoryStorage;
 
-/// A raw disk of `len` bytes with some data; the rest is a hole.
-pub(crate) fn raw_disk(len: u64, data: &[(u64, &[u8])]) -> Disk {
+/// A disk on an image of `len` bytes with some data; the rest is a hole. For raw images.
+pub fn disk_of(driver: &dyn FormatDriver, len: u64, data: &[(u64, &[u8])]) -> Disk {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::with_len("memory", len));
     for (at, bytes) in data {
         storage.write_at(bytes, HostOffset(*at)).unwrap();
     }
-    disk_on(&RawDriver, storage)
+    disk_on(driver, storage)
 }
 
 /// A disk on an image in a storage.
-pub(crate) fn disk_on(driver: &dyn FormatDriver, storage: Arc<dyn Storage>) -> Disk {
+pub fn disk_on(driver: &dyn FormatDriver, storage: Arc<dyn Storage>) -> Disk {
     let info = driver.describe(&storage, &Limits::default()).unwrap();
     let writable = storage.caps().writable;
     let request = OpenRequest { storage, files: Vec::new(), writable, limits: Limits::default() };
@@ -26,7 +25,7 @@ pub(crate) fn disk_on(driver: &dyn FormatDriver, storage: Arc<dyn Storage>) -> D
 }
 
 /// Pseudo-random bytes by seed.
-pub(crate) fn noise(seed: u64, len: usize) -> Vec<u8> {
+pub fn noise(seed: u64, len: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let step = || {
         state ^= state << 13;
