@@ -73,6 +73,8 @@ pub struct Handshake<'a> {
     exports: &'a Exports,
     tls: TlsState,
     until: Instant,
+    /// Marks the connection as having reached an export; `false` if it was closed to make room.
+    keep: &'a dyn Fn() -> bool,
     structured: bool,
     extended: bool,
     /// The export and contexts chosen by NBD_OPT_SET_META_CONTEXT.
@@ -110,18 +112,21 @@ impl<'d> Data<'d> {
 }
 
 impl<'a> Handshake<'a> {
-    /// A negotiation that starts now, with a deadline `until`.
+    /// A negotiation that starts now, with a deadline `until`. `keep` is called before the client
+    /// learns that it has reached an export: from then on no other connection may replace it.
     pub fn new(
         channel: &'a dyn Channel,
         exports: &'a Exports,
         tls: TlsState,
         until: Instant,
+        keep: &'a dyn Fn() -> bool,
     ) -> Self {
         Self {
             channel,
             exports,
             tls,
             until,
+            keep,
             structured: false,
             extended: false,
             chosen: None,
@@ -366,6 +371,7 @@ impl<'a> Handshake<'a> {
         if !self.no_zeroes {
             out.extend([0; 124]);
         }
+        self.reach()?;
         self.send(&out)?;
         Ok(self.agreed(export))
     }
@@ -403,8 +409,16 @@ impl<'a> Handshake<'a> {
                 self.reply(option, answer::INFO, &out)?;
             }
         }
+        if option == option::GO {
+            self.reach()?;
+        }
         self.reply(option, answer::ACK, b"")?;
         Ok((option == option::GO).then(|| self.agreed(export)))
+    }
+
+    fn reach(&self) -> io::Result<()> {
+        let replaced = || io::Error::other("this connection has made room for another");
+        if (self.keep)() { Ok(()) } else { Err(replaced()) }
     }
 
     fn meta_context(&mut self, option: u32, data: &[u8]) -> io::Result<Option<Outcome>> {

@@ -353,26 +353,30 @@ impl Drop for Place {
 }
 
 /// Negotiates, within TLS if required. `None` if the connection ended.
-fn negotiate(shared: &Shared, channel: &mut Arc<dyn Channel>) -> io::Result<Option<Box<Agreed>>> {
+fn negotiate(
+    shared: &Shared,
+    channel: &mut Arc<dyn Channel>,
+    place: &Place,
+) -> io::Result<Option<Box<Agreed>>> {
     let until = Instant::now() + shared.options.handshake_time;
-    let exports = &shared.exports;
+    let (exports, keep) = (&shared.exports, || place.keep());
     let tls = shared.options.tls.as_ref();
     let state = if tls.is_some() { TlsState::Required } else { TlsState::None };
-    let outcome = Handshake::new(&**channel, exports, state, until).run(true)?;
+    let outcome = Handshake::new(&**channel, exports, state, until, &keep).run(true)?;
     let (Outcome::StartTls, Some(tls)) = (&outcome, tls) else { return Ok(outcome.agreed()) };
     let inner: Arc<dyn Channel> = Arc::new(tls.accept(channel.clone(), until)?);
     *channel = inner;
-    let outcome = Handshake::new(&**channel, exports, TlsState::Active, until).run(false)?;
+    let outcome = Handshake::new(&**channel, exports, TlsState::Active, until, &keep).run(false)?;
     Ok(outcome.agreed())
 }
 
 fn serve(shared: &Shared, mut channel: Arc<dyn Channel>, place: &Place) {
-    let agreed = negotiate(shared, &mut channel).unwrap_or_else(|error| {
+    let agreed = negotiate(shared, &mut channel, place).unwrap_or_else(|error| {
         tracing::debug!("a handshake failed: {error}");
         None
     });
     match agreed {
-        Some(agreed) if place.keep() && channel.set_timeout(None).is_ok() => {
+        Some(agreed) if channel.set_timeout(None).is_ok() => {
             tracing::debug!(export = agreed.export.name(), "a client begins");
             Session::new(channel, *agreed).run();
             shared.served.fetch_add(1, Ordering::Relaxed);
