@@ -2,7 +2,7 @@
 
 use vdkit_block::{FormatDriver, Result};
 use vdkit_chain::{Registry, RejectedKind};
-use vdkit_legacy::{BochsDriver, CloopDriver, DmgDriver, ParallelsDriver, QcowDriver, QedDriver};
+use vdkit_legacy::{BOCHS, CLOOP, DMG, PARALLELS, QCOW, QED};
 use vdkit_luks::LuksDriver;
 use vdkit_ova::Package;
 use vdkit_qcow2::Qcow2Driver;
@@ -21,12 +21,12 @@ pub static FORMATS: &[&dyn FormatDriver] = &[
     &VhdDriver,
     &VhdxDriver,
     &VmdkDriver,
-    &QcowDriver,
-    &QedDriver,
-    &ParallelsDriver,
-    &DmgDriver,
-    &CloopDriver,
-    &BochsDriver,
+    QCOW,
+    QED,
+    PARALLELS,
+    DMG,
+    CLOOP,
+    BOCHS,
 ];
 
 /// An appliance: a guest that got it as a raw disk would see a tar file.

@@ -124,7 +124,7 @@ fn every_format_has_its_page_and_help_on_every_option() {
     for driver in vdkit::FORMATS {
         let page = root().join(format!("docs/formats/{}.md", driver.name()));
         assert!(page.exists(), "{}", page.display());
-        assert!(!driver.description().is_empty(), "{}", driver.name());
+        assert!(!driver.info().description.is_empty(), "{}", driver.name());
         for option in driver.options() {
             assert!(!option.help.is_empty(), "{} of {}", option.key, driver.name());
         }

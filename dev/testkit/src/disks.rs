@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use vdkit_block::{CacheMode, CreateRequest, FormatDriver, Limits, OpenRequest, Options, Storage};
+use vdkit_block::{
+    CacheMode, CreateRequest, Creation, FormatDriver, Limits, OpenRequest, Options, Storage,
+};
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_qcow2::Qcow2Driver;
 

@@ -59,6 +59,28 @@ pub struct CompactReport {
     pub left_alone: Vec<LeftAlone>,
 }
 
+/// Compacts an image whose length is the disk's: only its blocks of zeroes become holes.
+///
+/// # Errors
+/// Those of [`punch_zeroes`].
+pub fn compact_flat(
+    storage: &dyn Storage,
+    options: CompactOptions,
+    monitor: &Monitor<'_>,
+) -> Result<CompactReport> {
+    let length = storage.len()?;
+    let allocated_before = storage.allocated_bytes()?;
+    let punched_bytes = if options.zero_scan { punch_zeroes(storage, monitor)? } else { 0 };
+    Ok(CompactReport {
+        length_before: length,
+        length_after: length,
+        allocated_before,
+        allocated_after: storage.allocated_bytes()?,
+        punched_bytes,
+        ..CompactReport::default()
+    })
+}
+
 /// Punches holes over blocks of zeroes, anywhere in the storage. The blocks read as zero before and
 /// after, so an interruption is harmless. Returns the bytes punched.
 ///

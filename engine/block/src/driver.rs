@@ -1,6 +1,5 @@
 //! The driver interface of a format: probe, describe, open, create and check images.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -12,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::format::{BackingRef, Format};
 use crate::limits::Limits;
 use crate::monitor::Monitor;
+use crate::options::{OptionSpec, Options};
 use crate::storage::Storage;
 
 /// Confidence of a driver that an image has its format.
@@ -23,227 +23,6 @@ pub enum Probe {
     Fallback,
     /// The magic number matches.
     Yes,
-}
-
-/// Type of an option's value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum OptionKind {
-    /// A byte count with an optional binary suffix (`64K`).
-    Size,
-    /// `on` or `off`.
-    Switch,
-    /// A whole number.
-    Number,
-    /// One of these words.
-    Word(&'static [&'static str]),
-    /// A file name or other text.
-    Text,
-}
-
-/// One option of a format: the single definition behind parsing, help and documents.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct OptionSpec {
-    /// The key, as in `-o key=value`.
-    pub key: &'static str,
-    /// Type of its value.
-    pub kind: OptionKind,
-    /// The value if the option is not given.
-    pub default: &'static str,
-    /// One line of help.
-    pub help: &'static str,
-}
-
-/// User-supplied options, checked against a format's [`OptionSpec`]s.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Options {
-    values: BTreeMap<String, String>,
-    key: Option<Secret>,
-}
-
-impl Options {
-    /// Parses `key=value[,key=value]` texts. A later value wins. A doubled comma is a literal
-    /// comma.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for an unknown key (listing the known ones) or an ill-formed value.
-    pub fn parse<'a>(
-        format: &str,
-        specs: &[OptionSpec],
-        texts: impl IntoIterator<Item = &'a str>,
-    ) -> Result<Self> {
-        let mut options = Self::default();
-        for text in texts {
-            for pair in split_commas(text) {
-                if pair.is_empty() {
-                    continue;
-                }
-                let (key, value) = pair.split_once('=').ok_or_else(|| {
-                    Error::Invalid(format!(
-                        "'{pair}' is not of the form KEY=VALUE; {format} has these options:{}",
-                        known(specs)
-                    ))
-                })?;
-                options.set(format, specs, key.trim(), value)?;
-            }
-        }
-        Ok(options)
-    }
-
-    /// Sets one option.
-    ///
-    /// # Errors
-    /// As [`Options::parse`].
-    pub fn set(
-        &mut self,
-        format: &str,
-        specs: &[OptionSpec],
-        key: &str,
-        value: &str,
-    ) -> Result<()> {
-        let Some(spec) = specs.iter().find(|s| s.key == key) else {
-            let known = known(specs);
-            return Err(Error::Invalid(format!(
-                "unknown option '{key}' for {format}; the known ones are:{known}"
-            )));
-        };
-        let fits = match spec.kind {
-            OptionKind::Size => parse_size(value).is_ok(),
-            OptionKind::Switch => parse_switch(value).is_some(),
-            OptionKind::Number => value.parse::<u64>().is_ok(),
-            OptionKind::Word(words) => words.contains(&value),
-            OptionKind::Text => true,
-        };
-        if !fits {
-            let wanted = match spec.kind {
-                OptionKind::Size => "a size such as 64K".to_owned(),
-                OptionKind::Switch => "on or off".to_owned(),
-                OptionKind::Number => "a whole number".to_owned(),
-                OptionKind::Word(words) => format!("one of {}", words.join(", ")),
-                OptionKind::Text => "text".to_owned(),
-            };
-            return Err(Error::Invalid(format!(
-                "option {key} of {format} is '{value}', expected {wanted}"
-            )));
-        }
-        self.values.insert(key.to_owned(), value.to_owned());
-        Ok(())
-    }
-
-    /// The value as given.
-    pub fn text(&self, key: &str) -> Option<&str> {
-        self.values.get(key).map(String::as_str)
-    }
-
-    /// The value as a byte count.
-    pub fn size(&self, key: &str) -> Option<u64> {
-        self.text(key).and_then(|v| parse_size(v).ok())
-    }
-
-    /// The value as a switch.
-    pub fn switch(&self, key: &str) -> Option<bool> {
-        self.text(key).and_then(parse_switch)
-    }
-
-    /// The value as a number.
-    pub fn number(&self, key: &str) -> Option<u64> {
-        self.text(key).and_then(|v| v.parse().ok())
-    }
-
-    /// The encryption key of a new image. It is never parsed from text.
-    pub fn key(&self) -> Option<&Secret> {
-        self.key.as_ref()
-    }
-
-    /// Sets [`Options::key`].
-    pub fn set_key(&mut self, key: Option<Secret>) {
-        self.key = key;
-    }
-
-    /// Whether no option was given.
-    pub fn is_empty(&self) -> bool {
-        self.values.is_empty()
-    }
-}
-
-/// The options, a line each.
-fn known(specs: &[OptionSpec]) -> String {
-    if specs.is_empty() {
-        return " none".to_owned();
-    }
-    specs.iter().map(|spec| format!("\n  {:<18} {}", spec.key, spec.help)).collect()
-}
-
-fn split_commas(text: &str) -> Vec<String> {
-    let mut parts = vec![String::new()];
-    let mut chars = text.chars().peekable();
-    while let Some(c) = chars.next() {
-        let last = parts.len() - 1;
-        if c == ',' {
-            if chars.peek() == Some(&',') {
-                chars.next();
-                parts[last].push(',');
-            } else {
-                parts.push(String::new());
-            }
-        } else {
-            parts[last].push(c);
-        }
-    }
-    parts
-}
-
-fn parse_switch(text: &str) -> Option<bool> {
-    match text {
-        "on" | "true" | "yes" => Some(true),
-        "off" | "false" | "no" => Some(false),
-        _ => None,
-    }
-}
-
-/// Parses `512`, `64K`, `10G`, `1.5T`: binary units, also with a trailing `iB` or `B`.
-///
-/// # Errors
-/// [`Error::Invalid`] if the text is not a size or exceeds 2^63.
-pub fn parse_size(text: &str) -> Result<u64> {
-    let bad = || Error::Invalid(format!("'{text}' is not a size; write 512, 64K, 10G or 1.5T"));
-    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
-    let (number, suffix) = text.split_at(digits);
-    let shift = match suffix.trim_end_matches("iB").trim_end_matches('B') {
-        "" => 0,
-        "k" | "K" => 10,
-        "m" | "M" => 20,
-        "g" | "G" => 30,
-        "t" | "T" => 40,
-        "p" | "P" => 50,
-        "e" | "E" => 60,
-        _ => return Err(bad()),
-    };
-    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
-    if whole.is_empty() && fraction.is_empty() {
-        return Err(bad());
-    }
-    // Too many digits are still a number; the range check below rejects it.
-    let whole: u128 = if whole.is_empty() { 0 } else { whole.parse().unwrap_or(u128::MAX) };
-    if fraction.len() > 18 {
-        return Err(bad());
-    }
-    let too_large = || {
-        Error::Invalid(format!(
-            "'{text}' is too large: the largest size is 8E less one byte (2^63 - 1)"
-        ))
-    };
-    if whole > u128::from(u64::MAX) {
-        return Err(too_large());
-    }
-    let fraction_value: u128 =
-        if fraction.is_empty() { 0 } else { fraction.parse().map_err(|_| bad())? };
-    let part = (fraction_value << shift) / 10u128.pow(fraction.len() as u32);
-    let bytes = (whole << shift) + part;
-    if bytes > i64::MAX as u128 {
-        return Err(too_large());
-    }
-    Ok(bytes as u64)
 }
 
 /// Image metadata, read without opening any other file.
@@ -396,12 +175,12 @@ pub struct OpenRequest {
     pub limits: Limits,
 }
 
-/// Arguments of [`FormatDriver::create`].
+/// Arguments of [`Creation::create`].
 #[derive(Clone, Debug)]
 pub struct CreateRequest {
     /// The empty file (or device) that becomes the image.
     pub storage: Arc<dyn Storage>,
-    /// Empty files for guest data, in the order of [`FormatDriver::new_files`].
+    /// Empty files for guest data, in the order of [`Creation::new_files`].
     pub files: Vec<Arc<dyn Storage>>,
     /// Bytes of the guest disk.
     pub guest_bytes: u64,
@@ -413,7 +192,7 @@ pub struct CreateRequest {
     pub backing_bytes: Option<u64>,
 }
 
-/// Arguments of [`FormatDriver::amend`].
+/// Arguments of [`Amendment::amend`].
 #[derive(Clone, Debug)]
 pub struct AmendRequest {
     /// The image, writable and not open elsewhere.
@@ -543,24 +322,24 @@ pub struct Measured {
     pub fully_allocated: u64,
 }
 
-/// The driver of a format. One static value per format, listed in the facade's registry.
-pub trait FormatDriver: Send + Sync + fmt::Debug {
-    /// The format's name, such as `qcow2`.
-    fn name(&self) -> &'static str;
-
+/// Names of a format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DriverInfo {
+    /// The name, such as `qcow2`.
+    pub name: &'static str,
     /// Other accepted names.
-    fn aliases(&self) -> &'static [&'static str] {
-        &[]
-    }
-
+    pub aliases: &'static [&'static str],
     /// One-line description.
-    fn description(&self) -> &'static str;
+    pub description: &'static str,
+}
 
-    /// Options of `create`.
-    fn options(&self) -> &'static [OptionSpec];
-
-    /// Whether this driver can create and write images.
-    fn writes(&self) -> bool;
+/// The driver of a format. One static value per format, listed in the facade's registry.
+///
+/// These methods suffice for a format that is only read. What some formats can do besides is in
+/// traits of their own, each reached by a query.
+pub trait FormatDriver: Send + Sync + fmt::Debug {
+    /// The format's names.
+    fn info(&self) -> DriverInfo;
 
     /// Probes an image of `len` bytes by its first bytes (`head`, up to 64 KiB) and its last bytes
     /// (`tail`, up to 512). All drivers are first asked with an empty `tail`. Only if none says
@@ -574,72 +353,6 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
     /// Opens an image. The amount read does not grow with the image's data.
     fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>>;
 
-    /// As [`FormatDriver::open`], trying `keys` in order on an encrypted image.
-    ///
-    /// # Errors
-    /// [`Error::Key`] if the image is encrypted and no key fits.
-    fn open_with_keys(&self, request: OpenRequest, keys: &[Secret]) -> Result<Arc<dyn Format>> {
-        let _ = keys;
-        self.open(request)
-    }
-
-    /// Names of the other files of a new image: relative to its folder or absolute. `image` is the
-    /// image's own file name, without folders. The caller creates them empty for
-    /// [`FormatDriver::create`] and renames them into place together with the image.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for conflicting options, and for more than [`Limits::files_max`].
-    fn new_files(&self, image: &str, guest_bytes: u64, options: &Options) -> Result<Vec<String>> {
-        let _ = (image, guest_bytes, options);
-        Ok(Vec::new())
-    }
-
-    /// Creates an image.
-    ///
-    /// # Errors
-    /// [`Error::Key`] if encryption is requested and [`Options::key`] is not set.
-    fn create(&self, request: &CreateRequest) -> Result<()>;
-
-    /// Whether an image with these options can be written to a pipe: in ascending order, without
-    /// seeking back.
-    fn writes_in_order(&self, options: &Options) -> bool {
-        let _ = options;
-        false
-    }
-
-    /// [`FormatDriver::create`], and opens the image for writing. Formats that are written in one
-    /// pass ([`FormatCaps::one_pass`](crate::FormatCaps::one_pass)) must not read anything back
-    /// here, since the storage may be a pipe.
-    fn create_open(&self, request: &CreateRequest, limits: &Limits) -> Result<Arc<dyn Format>> {
-        self.create(request)?;
-        let open = OpenRequest {
-            storage: request.storage.clone(),
-            files: request.files.clone(),
-            writable: true,
-            limits: *limits,
-        };
-        self.open_with_keys(open, &request.options.key().cloned().into_iter().collect::<Vec<_>>())
-    }
-
-    /// Whether these options request encryption, which needs [`Options::key`].
-    fn encrypts(&self, options: &Options) -> bool {
-        let _ = options;
-        false
-    }
-
-    /// The key slots of an encrypted image; `None` if it has none.
-    ///
-    /// # Errors
-    /// A damaged header; I/O.
-    fn key_slots(
-        &self,
-        storage: &Arc<dyn Storage>,
-        limits: &Limits,
-    ) -> Result<Option<Box<dyn KeySlots>>> {
-        let _ = (storage, limits);
-        Ok(None)
-    }
-
     /// Checks an image and repairs it as `repair` allows (the storage must then be writable).
     fn check(
         &self,
@@ -650,6 +363,108 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
         monitor: &Monitor<'_>,
     ) -> Result<CheckReport>;
 
+    /// Creating and writing images.
+    fn creation(&self) -> Option<&dyn Creation> {
+        None
+    }
+
+    /// Images with encryption keys.
+    fn keyed_images(&self) -> Option<&dyn KeyedImages> {
+        None
+    }
+
+    /// Compacting images in place.
+    fn compaction(&self) -> Option<&dyn Compaction> {
+        None
+    }
+
+    /// Changing properties of images in place.
+    fn amendment(&self) -> Option<&dyn Amendment> {
+        None
+    }
+}
+
+/// Creating images; see [`FormatDriver::creation`].
+pub trait Creation: FormatDriver {
+    /// Options of [`Creation::create`].
+    fn options(&self) -> &'static [OptionSpec];
+
+    /// Creates an image.
+    ///
+    /// # Errors
+    /// [`Error::Key`] if encryption is requested and [`Options::key`] is not set.
+    fn create(&self, request: &CreateRequest) -> Result<()>;
+
+    /// Unit of allocation in bytes with these options.
+    fn cluster_bytes(&self, options: &Options) -> Result<u64>;
+
+    /// Host bytes for an image with `data_clusters` allocated guest clusters (of
+    /// [`Creation::cluster_bytes`]), uncompressed.
+    fn measure(&self, guest_bytes: u64, options: &Options, data_clusters: u64) -> Result<Measured>;
+
+    /// Names of the other files of a new image: relative to its folder or absolute. `image` is the
+    /// image's own file name, without folders. The caller creates them empty for
+    /// [`Creation::create`] and renames them into place together with the image.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for conflicting options, and for more than [`Limits::files_max`].
+    fn new_files(&self, image: &str, guest_bytes: u64, options: &Options) -> Result<Vec<String>> {
+        let _ = (image, guest_bytes, options);
+        Ok(Vec::new())
+    }
+
+    /// Whether these options request encryption, which needs [`Options::key`].
+    fn encrypts(&self, options: &Options) -> bool {
+        let _ = options;
+        false
+    }
+
+    /// Whether an image with these options can be written to a pipe: in ascending order, without
+    /// seeking back.
+    fn writes_in_order(&self, options: &Options) -> bool {
+        let _ = options;
+        false
+    }
+
+    /// [`Creation::create`], and opens the image for writing. Formats that are written in one pass
+    /// ([`FormatCaps::one_pass`](crate::FormatCaps::one_pass)) must not read anything back here,
+    /// since the storage may be a pipe.
+    fn create_open(&self, request: &CreateRequest, limits: &Limits) -> Result<Arc<dyn Format>> {
+        self.create(request)?;
+        let open = OpenRequest {
+            storage: request.storage.clone(),
+            files: request.files.clone(),
+            writable: true,
+            limits: *limits,
+        };
+        match (self.keyed_images(), request.options.key()) {
+            (Some(keyed), Some(key)) => keyed.open_with_keys(open, std::slice::from_ref(key)),
+            _ => self.open(open),
+        }
+    }
+}
+
+/// Images with encryption keys; see [`FormatDriver::keyed_images`].
+pub trait KeyedImages {
+    /// As [`FormatDriver::open`], trying `keys` in order on an encrypted image.
+    ///
+    /// # Errors
+    /// [`Error::Key`] if the image is encrypted and no key fits.
+    fn open_with_keys(&self, request: OpenRequest, keys: &[Secret]) -> Result<Arc<dyn Format>>;
+
+    /// The key slots of an encrypted image; `None` if it has none.
+    ///
+    /// # Errors
+    /// A damaged header; I/O.
+    fn key_slots(
+        &self,
+        storage: &Arc<dyn Storage>,
+        limits: &Limits,
+    ) -> Result<Option<Box<dyn KeySlots>>>;
+}
+
+/// Compacting in place; see [`FormatDriver::compaction`].
+pub trait Compaction {
     /// Compacts an image in place; the storages must be writable. Guest data stays the same, also
     /// after an interruption at any point; run it again to finish.
     fn compact(
@@ -659,75 +474,97 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
         options: CompactOptions,
         limits: &Limits,
         monitor: &Monitor<'_>,
-    ) -> Result<CompactReport> {
-        let _ = (files, options, limits, monitor);
-        Err(Error::unsupported(
-            storage.name(),
-            format!("not supported: compacting a {} image in place", self.name()),
-            "convert it to a new image, which has no free space in it",
-        ))
-    }
+    ) -> Result<CompactReport>;
+}
 
-    /// Whether [`FormatDriver::amend`] can change the backing reference.
-    fn amends_backing(&self) -> bool {
-        false
-    }
+/// Changing properties in place; see [`FormatDriver::amendment`].
+pub trait Amendment {
+    /// Whether [`Amendment::amend`] can change the backing reference.
+    fn amends_backing(&self) -> bool;
 
     /// Changes properties of an image in place. Guest data stays the same. A crash leaves the old
     /// or the new properties, or some of each; repeat the call to finish. Returns the keys that
     /// changed.
-    fn amend(&self, request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
-        let _ = monitor;
-        Err(Error::unsupported(
-            request.storage.name(),
-            format!("not supported: changing properties of a {} image in place", self.name()),
-            "convert it to a new image that has them",
-        ))
-    }
-
-    /// Unit of allocation in bytes with these options.
-    fn cluster_bytes(&self, options: &Options) -> Result<u64>;
-
-    /// Host bytes for an image with `data_clusters` allocated guest clusters (of
-    /// [`FormatDriver::cluster_bytes`]), uncompressed.
-    fn measure(&self, guest_bytes: u64, options: &Options, data_clusters: u64) -> Result<Measured>;
+    fn amend(&self, request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>>;
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// What callers need beyond the contract: each capability with its fallback or its error.
+impl dyn FormatDriver + '_ {
+    /// See [`DriverInfo::name`].
+    pub fn name(&self) -> &'static str {
+        self.info().name
+    }
 
-    #[test]
-    fn sizes() {
-        for (text, bytes) in [
-            ("0", 0),
-            ("512", 512),
-            ("64K", 65536),
-            ("10G", 10 << 30),
-            ("1.5T", 3 << 39),
-            ("1MiB", 1 << 20),
-            (".5k", 512),
-            ("7E", 7 << 60),
-        ] {
-            assert_eq!(parse_size(text).unwrap(), bytes, "{text}");
-        }
-        for text in ["", "K", "-1", "1X", "1.2.3", "8E", "99999999999999999999", "1 G", "0x10"] {
-            assert!(parse_size(text).is_err(), "{text}");
+    /// See [`Creation::options`]; empty for a format that is only read.
+    pub fn options(&self) -> &'static [OptionSpec] {
+        self.creation().map_or(&[], Creation::options)
+    }
+
+    /// The driver's [`Creation`].
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] about `file` for a format that is only read.
+    pub fn creates(&self, file: &str) -> Result<&dyn Creation> {
+        self.creation().ok_or_else(|| {
+            Error::unsupported(
+                file,
+                format!("writing a {} image", self.name()),
+                "this format is only read: convert it to qcow2 or another one",
+            )
+        })
+    }
+
+    /// See [`Creation::create`].
+    pub fn create(&self, request: &CreateRequest) -> Result<()> {
+        self.creates(request.storage.name())?.create(request)
+    }
+
+    /// See [`Creation::encrypts`].
+    pub fn encrypts(&self, options: &Options) -> bool {
+        self.creation().is_some_and(|creation| creation.encrypts(options))
+    }
+
+    /// See [`KeyedImages::open_with_keys`]; other formats need no keys.
+    pub fn open_with_keys(&self, request: OpenRequest, keys: &[Secret]) -> Result<Arc<dyn Format>> {
+        match self.keyed_images() {
+            Some(keyed) => keyed.open_with_keys(request, keys),
+            None => self.open(request),
         }
     }
 
-    const SPECS: &[OptionSpec] = &[
-        OptionSpec { key: "size", kind: OptionKind::Size, default: "64K", help: "a size" },
-        OptionSpec { key: "name", kind: OptionKind::Text, default: "", help: "a name" },
-    ];
+    /// See [`Compaction::compact`].
+    pub fn compact(
+        &self,
+        storage: &Arc<dyn Storage>,
+        files: &[Arc<dyn Storage>],
+        options: CompactOptions,
+        limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CompactReport> {
+        match self.compaction() {
+            Some(compaction) => compaction.compact(storage, files, options, limits, monitor),
+            None => Err(Error::unsupported(
+                storage.name(),
+                format!("not supported: compacting a {} image in place", self.name()),
+                "convert it to a new image, which has no free space in it",
+            )),
+        }
+    }
 
-    #[test]
-    fn options_name_the_known_keys_and_keep_doubled_commas() {
-        let options = Options::parse("x", SPECS, ["size=1M,name=a,,b"]).unwrap();
-        assert_eq!(options.size("size"), Some(1 << 20));
-        assert_eq!(options.text("name"), Some("a,b"));
-        let error = Options::parse("x", SPECS, ["sise=1M"]).unwrap_err().to_string();
-        assert!(error.contains("'sise'") && error.contains("a size"), "{error}");
-        assert!(Options::parse("x", SPECS, ["size=big"]).is_err());
+    /// Whether [`Amendment::amend`] can change the backing reference.
+    pub fn amends_backing(&self) -> bool {
+        self.amendment().is_some_and(Amendment::amends_backing)
+    }
+
+    /// See [`Amendment::amend`].
+    pub fn amend(&self, request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
+        match self.amendment() {
+            Some(amendment) => amendment.amend(request, monitor),
+            None => Err(Error::unsupported(
+                request.storage.name(),
+                format!("not supported: changing properties of a {} image in place", self.name()),
+                "convert it to a new image that has them",
+            )),
+        }
     }
 }

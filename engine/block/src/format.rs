@@ -51,7 +51,7 @@ pub struct FormatCaps {
     /// Codec of compressed writes, if supported.
     pub compressed: Option<Codec>,
     /// The image is written once, front to back. The only operations are
-    /// [`Format::reserve_compressed`], for units in guest order, each at most once, and
+    /// [`CompressedWriter::reserve_compressed`], for units in guest order, each at most once, and
     /// [`Format::close`]. [`FormatCaps::compressed`] names the codec; units that do not shrink are
     /// compressed nevertheless.
     pub one_pass: bool,
@@ -140,20 +140,6 @@ pub trait Format: Send + Sync + fmt::Debug {
         1
     }
 
-    /// The storages other than [`Format::storage`], each once, in the order of
-    /// [`OpenRequest::files`](crate::OpenRequest::files). The format's file indexes follow this
-    /// order.
-    fn other_files(&self) -> Vec<Arc<dyn Storage>> {
-        let mut others: Vec<Arc<dyn Storage>> = Vec::new();
-        for index in 0..self.file_count() {
-            let file = self.file(FileIndex(index));
-            if !Arc::ptr_eq(file, self.storage()) && !others.iter().any(|o| Arc::ptr_eq(o, file)) {
-                others.push(file.clone());
-            }
-        }
-        others
-    }
-
     /// The in-flight counter: enter before resolving, leave after the I/O on the extents.
     fn in_flight(&self) -> &InFlight;
 
@@ -172,15 +158,6 @@ pub trait Format: Send + Sync + fmt::Debug {
     /// shorter.
     fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent>;
 
-    /// Announces that map scans from now on run once, front to back. The cache need not keep what a
-    /// scan has passed. Guest requests are cached as before.
-    fn expect_one_pass(&self) {}
-
-    /// Statistics of the map cache; `None` for formats without one.
-    fn map_cache(&self) -> Option<MapCacheStats> {
-        None
-    }
-
     /// Records a coming write in place in the dirty bitmaps. Call it after
     /// [`Format::resolve_for_io`] and before the write. The format itself records reservations,
     /// zeroing and discards. Nearly free if no bitmap records.
@@ -189,81 +166,15 @@ pub trait Format: Send + Sync + fmt::Debug {
         Ok(())
     }
 
-    /// The persistent dirty bitmaps; `None` for formats without them.
-    fn bitmaps(&self) -> Option<&dyn Bitmaps> {
-        None
-    }
-
-    /// Decompresses a unit. `compressed_bytes` are the [`Compressed::len`] bytes read from its location;
-    /// `out` is the whole unit.
-    fn unpack(
-        &self,
-        compressed: &Compressed,
-        compressed_bytes: &[u8],
-        out: &mut [u8],
-    ) -> Result<()> {
-        let _ = (compressed_bytes, out);
-        Err(Error::unsupported(
-            self.storage().name(),
-            format!("not supported: {} data in a {} image", compressed.codec, self.name()),
-            "this format has no compressed data",
-        ))
-    }
-
     /// Reserves host space for a write of `len` bytes at `at`. Returns `None` if the map changed
     /// meanwhile and the bytes can be written in place: resolve again. The reservation may cover
     /// less than requested. Waits for an overlapping reservation of another thread.
     fn reserve(&self, at: GuestOffset, len: u64) -> Result<Option<Reservation<'_>>>;
 
-    /// Framing of compressed units; empty in most formats.
-    fn compressed_frame(&self) -> CompressedFrame {
-        CompressedFrame::default()
-    }
-
-    /// Fills in the frame of a compressed unit at guest offset `at`, before
-    /// [`Format::reserve_compressed`]. `framed` is [`CompressedFrame::head_bytes`] zeroes, `payload_bytes`
-    /// of compressed bytes, and zeroes up to [`CompressedFrame::align`]. Called in any order by any
-    /// thread.
-    fn frame_compressed(&self, at: GuestOffset, framed: &mut [u8], payload_bytes: u32) {
-        let _ = (at, framed, payload_bytes);
-    }
-
-    /// Reserves host space for compressed units of these byte lengths, including frames, for
-    /// consecutive clusters from `at`.
-    fn reserve_compressed(
-        &self,
-        at: GuestOffset,
-        lens: &[u32],
-    ) -> Result<CompressedReservation<'_>> {
-        let _ = (at, lens);
-        Err(Error::unsupported(
-            self.storage().name(),
-            format!("not supported: writing compressed data to a {} image", self.name()),
-            "convert to qcow2 instead",
-        ))
-    }
-
     /// Zeroes whole units ([`FormatCaps::fill_bytes`], or up to the end of the disk) by metadata
     /// alone. Returns that range of the disk; the caller writes zeroes to the rest. `may_unmap`
     /// allows freeing the space.
     fn zero(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<std::ops::Range<u64>>;
-
-    /// As [`Format::zero`], but the bytes stay zero whatever the backing image holds, now or after
-    /// a later rebase. A format without such a flag (the default) does nothing.
-    fn zero_persistent(&self, at: GuestOffset, len: u64) -> Result<std::ops::Range<u64>> {
-        let _ = len;
-        Ok(at.0..at.0)
-    }
-
-    /// Drops all data of the image, so that the disk reads as the backing image or zero. Durable on
-    /// return. A crash leaves the image partly emptied.
-    fn empty(&self) -> Result<()> {
-        Err(Error::unsupported(
-            self.storage().name(),
-            format!("not supported: emptying a {} image", self.name()),
-            "only an image that can stand on another one can hold nothing",
-        ))
-    }
 
     /// Discards guest bytes. Whole clusters are freed and then read as zero, never as the backing
     /// image. The rest stays unchanged. (Raw images on block devices: see
@@ -282,6 +193,88 @@ pub trait Format: Send + Sync + fmt::Debug {
     /// Resizes the guest disk. Shrinking frees the space beyond the end.
     fn resize(&self, guest_bytes: u64) -> Result<()>;
 
+    /// The cache of the map; `None` for formats without one.
+    fn map_cache(&self) -> Option<&dyn MapCache> {
+        None
+    }
+
+    /// Reading compressed units, for formats with [`Place::Compressed`](crate::Place::Compressed).
+    fn compressed_units(&self) -> Option<&dyn CompressedUnits> {
+        None
+    }
+
+    /// Writing compressed units, for formats with [`FormatCaps::compressed`].
+    fn compressed_writer(&self) -> Option<&dyn CompressedWriter> {
+        None
+    }
+
+    /// What formats with backing images can do besides.
+    fn overlay(&self) -> Option<&dyn Overlay> {
+        None
+    }
+
+    /// The persistent dirty bitmaps; `None` for formats without them.
+    fn bitmaps(&self) -> Option<&dyn Bitmaps> {
+        None
+    }
+
+    /// The internal snapshots; `None` for formats without them.
+    fn snapshots(&self) -> Option<&dyn Snapshots> {
+        None
+    }
+}
+
+/// The cache of a map; see [`Format::map_cache`].
+pub trait MapCache {
+    /// Size and hit counts.
+    fn stats(&self) -> MapCacheStats;
+
+    /// Announces that map scans from now on run once, front to back. The cache need not keep what a
+    /// scan has passed. Guest requests are cached as before.
+    fn expect_one_pass(&self) {}
+}
+
+/// Reading compressed units; see [`Format::compressed_units`].
+pub trait CompressedUnits {
+    /// Decompresses a unit. `compressed_bytes` are the [`Compressed::len`] bytes read from its
+    /// location; `out` is the whole unit.
+    fn unpack(&self, unit: &Compressed, compressed_bytes: &[u8], out: &mut [u8]) -> Result<()>;
+}
+
+/// Writing compressed units; see [`Format::compressed_writer`].
+pub trait CompressedWriter {
+    /// Framing of compressed units; empty in most formats.
+    fn compressed_frame(&self) -> CompressedFrame {
+        CompressedFrame::default()
+    }
+
+    /// Fills in the frame of a compressed unit at guest offset `at`, before
+    /// [`CompressedWriter::reserve_compressed`]. `framed` is [`CompressedFrame::head_bytes`]
+    /// zeroes, `payload_bytes` of compressed bytes, and zeroes up to [`CompressedFrame::align`].
+    /// Called in any order by any thread.
+    fn frame_compressed(&self, at: GuestOffset, framed: &mut [u8], payload_bytes: u32) {
+        let _ = (at, framed, payload_bytes);
+    }
+
+    /// Reserves host space for compressed units of these byte lengths, including frames, for
+    /// consecutive clusters from `at`.
+    fn reserve_compressed(
+        &self,
+        at: GuestOffset,
+        lens: &[u32],
+    ) -> Result<CompressedReservation<'_>>;
+}
+
+/// What an image on a backing image can do; see [`Format::overlay`].
+pub trait Overlay: Format {
+    /// As [`Format::zero`], but the bytes stay zero whatever the backing image holds, now or after
+    /// a later rebase.
+    fn zero_persistent(&self, at: GuestOffset, len: u64) -> Result<std::ops::Range<u64>>;
+
+    /// Drops all data of the image, so that the disk reads as the backing image or zero. Durable on
+    /// return. A crash leaves the image partly emptied.
+    fn empty(&self) -> Result<()>;
+
     /// [`Format::resize`] of an overlay whose backing disk has `beneath` bytes. Backing data must
     /// not show in the added range, not even after a crash. Returns whether the format hid that
     /// data; by default the caller must.
@@ -290,9 +283,73 @@ pub trait Format: Send + Sync + fmt::Debug {
         self.resize(guest_bytes)?;
         Ok(false)
     }
+}
 
-    /// The internal snapshots, if the format supports them.
-    fn snapshots(&self) -> Option<&dyn Snapshots> {
-        None
+/// What callers need beyond the contract: helpers, and each capability with its fallback or its
+/// error.
+impl dyn Format + '_ {
+    /// The storages other than [`Format::storage`], each once, in the order of
+    /// [`OpenRequest::files`](crate::OpenRequest::files). The format's file indexes follow this
+    /// order.
+    pub fn other_files(&self) -> Vec<Arc<dyn Storage>> {
+        let mut others: Vec<Arc<dyn Storage>> = Vec::new();
+        for index in 0..self.file_count() {
+            let file = self.file(FileIndex(index));
+            if !Arc::ptr_eq(file, self.storage()) && !others.iter().any(|o| Arc::ptr_eq(o, file)) {
+                others.push(file.clone());
+            }
+        }
+        others
+    }
+
+    /// See [`CompressedUnits::unpack`].
+    pub fn unpack(&self, unit: &Compressed, compressed_bytes: &[u8], out: &mut [u8]) -> Result<()> {
+        match self.compressed_units() {
+            Some(units) => units.unpack(unit, compressed_bytes, out),
+            None => Err(Error::unsupported(
+                self.storage().name(),
+                format!("not supported: {} data in a {} image", unit.codec, self.name()),
+                "this format has no compressed data",
+            )),
+        }
+    }
+
+    /// The format's [`CompressedWriter`].
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for formats without one.
+    pub fn writes_compressed(&self) -> Result<&dyn CompressedWriter> {
+        self.compressed_writer().ok_or_else(|| {
+            Error::unsupported(
+                self.storage().name(),
+                format!("not supported: writing compressed data to a {} image", self.name()),
+                "convert to qcow2 instead",
+            )
+        })
+    }
+
+    /// See [`Overlay::zero_persistent`]; the empty range for formats without backing images.
+    pub fn zero_persistent(&self, at: GuestOffset, len: u64) -> Result<std::ops::Range<u64>> {
+        self.overlay().map_or(Ok(at.0..at.0), |overlay| overlay.zero_persistent(at, len))
+    }
+
+    /// See [`Overlay::empty`].
+    pub fn empty(&self) -> Result<()> {
+        match self.overlay() {
+            Some(overlay) => overlay.empty(),
+            None => Err(Error::unsupported(
+                self.storage().name(),
+                format!("not supported: emptying a {} image", self.name()),
+                "only a format with backing images can be emptied",
+            )),
+        }
+    }
+
+    /// See [`Overlay::resize_over`].
+    pub fn resize_over(&self, guest_bytes: u64, beneath: u64) -> Result<bool> {
+        match self.overlay() {
+            Some(overlay) => overlay.resize_over(guest_bytes, beneath),
+            None => self.resize(guest_bytes).map(|()| false),
+        }
     }
 }

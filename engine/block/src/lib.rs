@@ -46,6 +46,7 @@ mod in_flight;
 mod layer;
 mod limits;
 mod monitor;
+mod options;
 mod policy;
 mod remedy;
 mod reservation;
@@ -62,22 +63,26 @@ pub use capabilities::{
     SpaceMap, StorageExt, StorageExtent,
 };
 pub use codec::{Codec, CompressionSpec};
-pub use compact::{CompactOptions, CompactReport, LeftAlone, punch_zeroes};
+pub use compact::{CompactOptions, CompactReport, LeftAlone, compact_flat, punch_zeroes};
 pub use driver::{
-    AmendRequest, BitmapInfo, CheckReport, CreateRequest, Finding, FormatDriver, ImageInfo,
-    Measured, NotedTime, OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Severity,
-    SnapshotInfo, parse_size,
+    AmendRequest, Amendment, BitmapInfo, CheckReport, Compaction, CreateRequest, Creation,
+    DriverInfo, Finding, FormatDriver, ImageInfo, KeyedImages, Measured, NotedTime, OpenRequest,
+    Probe, Repair, Severity, SnapshotInfo,
 };
 pub use encryption::{
     CIPHER_SECTOR_BYTES, Encryption, KeySlot, KeySlots, Secret, SectorCipher, SectorNumbering,
 };
 pub use error::{Error, ErrorKind, Fault, IoAction, LockHolder, Refusal, Result, plain};
 pub use extent::{Compressed, Extent, FileIndex, Place};
-pub use format::{BackingRef, Format, FormatCaps, MapCacheStats};
+pub use format::{
+    BackingRef, CompressedUnits, CompressedWriter, Format, FormatCaps, MapCache, MapCacheStats,
+    Overlay,
+};
 pub use in_flight::{InFlight, InFlightGuard, Stamp};
 pub use layer::StorageLayer;
 pub use limits::Limits;
 pub use monitor::{CancelToken, Monitor, NoProgress, Progress};
+pub use options::{OptionKind, OptionSpec, Options, parse_size};
 pub use policy::RefPolicy;
 pub use remedy::Remedy;
 pub use reservation::{

@@ -134,7 +134,7 @@ impl std::fmt::Debug for Reservation<'_> {
 /// Framing of each compressed unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompressedFrame {
-    /// Bytes before the unit, filled in by [`Format::frame_compressed`](crate::Format::frame_compressed).
+    /// Bytes before the unit, filled in by [`CompressedWriter::frame_compressed`](crate::CompressedWriter::frame_compressed).
     pub head_bytes: u32,
     /// Zeroes pad the framed unit to a multiple of this; never 0.
     pub align: u32,

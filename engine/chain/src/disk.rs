@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use parking_lot::RwLock;
 use vdkit_block::{
-    CacheMode, Encryption, Error, Format, GuestOffset, ImageInfo, InFlightGuard, Limits,
+    CacheMode, Encryption, Error, Format, GuestOffset, ImageInfo, InFlightGuard, Limits, MapCache,
     MapCacheStats, Monitor, OpenRequest, Result, Storage,
 };
 
@@ -216,14 +216,18 @@ impl Disk {
         &self.layers[0].format
     }
 
-    /// Calls [`Format::expect_one_pass`](vdkit_block::Format::expect_one_pass) on all images.
+    /// Calls [`MapCache::expect_one_pass`](vdkit_block::MapCache::expect_one_pass) on all images.
     pub fn expect_one_pass(&self) {
-        self.layers.iter().for_each(|layer| layer.format.expect_one_pass());
+        self.layers
+            .iter()
+            .filter_map(|layer| layer.format.map_cache())
+            .for_each(MapCache::expect_one_pass);
     }
 
     /// Statistics of all map caches together; `None` if no image of the chain has one.
     pub fn map_cache(&self) -> Option<MapCacheStats> {
-        let caches = self.layers.iter().filter_map(|layer| layer.format.map_cache());
+        let caches =
+            self.layers.iter().filter_map(|layer| layer.format.map_cache()).map(MapCache::stats);
         caches.reduce(MapCacheStats::plus)
     }
 

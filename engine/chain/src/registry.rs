@@ -54,7 +54,8 @@ impl Registry {
 
     /// Finds a driver by its name or an alias.
     pub fn find(&self, name: &str) -> Option<&'static dyn FormatDriver> {
-        self.drivers().find(|driver| driver.name() == name || driver.aliases().contains(&name))
+        self.drivers()
+            .find(|driver| driver.info().name == name || driver.info().aliases.contains(&name))
     }
 
     /// The driver of a user-supplied format name.
@@ -69,7 +70,7 @@ impl Registry {
 
     /// The format names, for messages.
     pub(crate) fn names(&self) -> String {
-        self.drivers().map(FormatDriver::name).collect::<Vec<_>>().join(", ")
+        self.drivers().map(|driver| driver.name()).collect::<Vec<_>>().join(", ")
     }
 
     /// Probes an image's format by its first 64 KiB, with one read; if they are inconclusive, also
@@ -169,8 +170,7 @@ mod tests {
     use std::sync::Arc;
 
     use vdkit_block::{
-        CheckReport, CreateRequest, Format, ImageInfo, Limits, Measured, Monitor, OpenRequest,
-        OptionSpec, Options, Repair,
+        CheckReport, DriverInfo, Format, ImageInfo, Limits, Monitor, OpenRequest, Repair,
     };
     use vdkit_storage::MemoryStorage;
 
@@ -185,17 +185,8 @@ mod tests {
     }
 
     impl FormatDriver for ByByte {
-        fn name(&self) -> &'static str {
-            self.0
-        }
-        fn description(&self) -> &'static str {
-            "for tests"
-        }
-        fn options(&self) -> &'static [OptionSpec] {
-            &[]
-        }
-        fn writes(&self) -> bool {
-            false
+        fn info(&self) -> DriverInfo {
+            DriverInfo { name: self.0, aliases: &[], description: "for tests" }
         }
         fn probe(&self, head: &[u8], tail: &[u8], _len: u64) -> Probe {
             match self.1 {
@@ -212,9 +203,6 @@ mod tests {
         fn open(&self, _: OpenRequest) -> Result<Arc<dyn Format>> {
             unused()
         }
-        fn create(&self, _: &CreateRequest) -> Result<()> {
-            unused()
-        }
         fn check(
             &self,
             _: &Arc<dyn Storage>,
@@ -223,12 +211,6 @@ mod tests {
             _: &Limits,
             _: &Monitor<'_>,
         ) -> Result<CheckReport> {
-            unused()
-        }
-        fn cluster_bytes(&self, _: &Options) -> Result<u64> {
-            unused()
-        }
-        fn measure(&self, _: u64, _: &Options, _: u64) -> Result<Measured> {
             unused()
         }
     }

@@ -166,7 +166,8 @@ impl Disk {
                 .checked_mul(done as u64)
                 .and_then(|bytes| at.checked_add(bytes))
                 .ok_or_else(|| Error::Invalid(format!("{}: offset overflow", self.name())))?;
-            let reservation = self.top().reserve_compressed(offset, &lens[done..])?;
+            let reservation =
+                self.top().writes_compressed()?.reserve_compressed(offset, &lens[done..])?;
             let taken = reservation.units.clamp(1, units.len() - done);
             self.fill_compressed(reservation, &units[done..done + taken])?;
             done += taken;

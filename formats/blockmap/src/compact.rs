@@ -192,7 +192,7 @@ impl Mover<'_> {
     }
 }
 
-/// Compacts an image in place. See [`vdkit_block::FormatDriver::compact`].
+/// Compacts an image in place. See [`vdkit_block::Compaction::compact`].
 ///
 /// # Errors
 /// As [`close_gaps`]; [`Error::Interrupted`].

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use parking_lot::{Mutex, RwLock};
 use vdkit_block::{
     Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, HostOffset, InFlight, IoAction,
-    Limits, MapCacheStats, Place, Remedy, Reservation, Reserver, Result, Storage, Ticket, ZeroMode,
-    is_aligned,
+    Limits, MapCache, MapCacheStats, Place, Remedy, Reservation, Reserver, Result, Storage, Ticket,
+    ZeroMode, is_aligned,
 };
 use vdkit_meta::{Engine, MutexGuard, Reclaim, Tickets};
 
@@ -531,10 +531,6 @@ impl<E: Envelope> Format for BlockImage<E> {
         self.by_sectors(at, self.run(at, len)?.ok()?)
     }
 
-    fn map_cache(&self) -> Option<MapCacheStats> {
-        Some(self.table.stats(self.geometry().table_bytes()))
-    }
-
     fn note_write(&self, at: GuestOffset, len: u64) -> Result<()> {
         self.check_lost()?;
         self.note_change()?;
@@ -591,6 +587,16 @@ impl<E: Envelope> Format for BlockImage<E> {
     fn resize(&self, guest_bytes: u64) -> Result<()> {
         self.need_writable()?;
         self.resize_to(guest_bytes)
+    }
+
+    fn map_cache(&self) -> Option<&dyn MapCache> {
+        Some(self)
+    }
+}
+
+impl<E: Envelope> MapCache for BlockImage<E> {
+    fn stats(&self) -> MapCacheStats {
+        self.table.stats(self.geometry().table_bytes())
     }
 }
 

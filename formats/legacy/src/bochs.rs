@@ -1,13 +1,10 @@
 //! Bochs growing images: `docs/formats/bochs.md`.
 
-use std::sync::Arc;
-
 use vdkit_block::{
-    CheckReport, CreateRequest, Error, Extent, Format, FormatDriver, HostOffset, ImageInfo, Limits,
-    Measured, Monitor, OpenRequest, OptionSpec, Options, Place, Probe, Repair, Result, Storage,
+    DriverInfo, Error, Extent, HostOffset, ImageInfo, Limits, Place, Result, Storage,
 };
 
-use crate::read_only::{self, Map, ReadOnly, refuse_creating};
+use crate::read_only::{self, Map};
 use crate::tables::Tables;
 use vdkit_block::bytes::{le32, le64};
 
@@ -22,7 +19,7 @@ const NOTHING: u32 = u32::MAX;
 
 /// A validated header.
 #[derive(Clone, Debug)]
-struct Bochs {
+pub(crate) struct Bochs {
     catalog_at: u64,
     catalog_entries: u64,
     bitmap_bytes: u64,
@@ -36,7 +33,54 @@ fn says(bytes: &[u8], at: usize, text: &[u8]) -> bool {
 }
 
 impl Bochs {
-    fn read(storage: &dyn Storage) -> Result<Self> {
+    /// The run of equally allocated sectors within one extent.
+    fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
+        let (index, within) = (at / self.extent_bytes, at % self.extent_bytes);
+        let len = (self.extent_bytes - within).min(len);
+        let entry_at = self.catalog_at + index * 4;
+        let entry = u32::from_le_bytes(tables.bytes(storage, entry_at)?);
+        if entry == NOTHING {
+            return Ok(Extent { len, place: Place::Hole });
+        }
+        let catalog_end = self.catalog_at + self.catalog_entries * 4;
+        // Below 2^32 extents of at most 16 MiB.
+        let bitmap_at = catalog_end + u64::from(entry) * (self.bitmap_bytes + self.extent_bytes);
+        let bit = |sector: u64| -> Result<bool> {
+            let [byte] = tables.bytes(storage, bitmap_at + sector / 8)?;
+            Ok(byte >> (sector % 8) & 1 != 0)
+        };
+        read_only::data(storage, entry_at, bitmap_at, 1, catalog_end)?;
+        let first = within / SECTOR;
+        let present = bit(first)?;
+        let mut end = first + 1;
+        while end * SECTOR < within + len && bit(end)? == present {
+            end += 1;
+        }
+        let len = len.min(end * SECTOR - within);
+        if !present {
+            return Ok(Extent { len, place: Place::Hole });
+        }
+        let offset = bitmap_at + self.bitmap_bytes + within;
+        read_only::data(storage, entry_at, offset, len, catalog_end)
+    }
+}
+
+impl Map for Bochs {
+    const INFO: DriverInfo = DriverInfo {
+        name: "bochs",
+        aliases: &[],
+        description: "Bochs' growing disk images, for reading",
+    };
+
+    fn matches(head: &[u8], _tail: &[u8], _len: u64) -> bool {
+        head.starts_with(MAGIC)
+    }
+
+    fn describe(&self, info: &mut ImageInfo) {
+        info.cluster_size = Some(self.extent_bytes);
+    }
+
+    fn read(storage: &dyn Storage, _limits: &Limits) -> Result<Self> {
         let file = storage.name();
         let mut bytes = [0; HEADER_BYTES];
         let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
@@ -81,43 +125,6 @@ impl Bochs {
         })
     }
 
-    /// The run of equally allocated sectors within one extent.
-    fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
-        let (index, within) = (at / self.extent_bytes, at % self.extent_bytes);
-        let len = (self.extent_bytes - within).min(len);
-        let entry_at = self.catalog_at + index * 4;
-        let entry = u32::from_le_bytes(tables.bytes(storage, entry_at)?);
-        if entry == NOTHING {
-            return Ok(Extent { len, place: Place::Hole });
-        }
-        let catalog_end = self.catalog_at + self.catalog_entries * 4;
-        // Below 2^32 extents of at most 16 MiB.
-        let bitmap_at = catalog_end + u64::from(entry) * (self.bitmap_bytes + self.extent_bytes);
-        let bit = |sector: u64| -> Result<bool> {
-            let [byte] = tables.bytes(storage, bitmap_at + sector / 8)?;
-            Ok(byte >> (sector % 8) & 1 != 0)
-        };
-        read_only::data(storage, entry_at, bitmap_at, 1, catalog_end)?;
-        let first = within / SECTOR;
-        let present = bit(first)?;
-        let mut end = first + 1;
-        while end * SECTOR < within + len && bit(end)? == present {
-            end += 1;
-        }
-        let len = len.min(end * SECTOR - within);
-        if !present {
-            return Ok(Extent { len, place: Place::Hole });
-        }
-        let offset = bitmap_at + self.bitmap_bytes + within;
-        read_only::data(storage, entry_at, offset, len, catalog_end)
-    }
-}
-
-impl Map for Bochs {
-    fn name(&self) -> &'static str {
-        "bochs"
-    }
-
     fn guest_bytes(&self) -> u64 {
         self.guest_bytes
     }
@@ -132,66 +139,5 @@ impl Map for Bochs {
 
     fn run(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
         read_only::merged(at, len, |at, len| self.one(storage, tables, at, len))
-    }
-}
-
-/// Bochs images.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct BochsDriver;
-
-impl FormatDriver for BochsDriver {
-    fn name(&self) -> &'static str {
-        "bochs"
-    }
-
-    fn description(&self) -> &'static str {
-        "Bochs' growing disk images, for reading"
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        &[]
-    }
-
-    fn writes(&self) -> bool {
-        false
-    }
-
-    fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
-        if head.starts_with(MAGIC) { Probe::Yes } else { Probe::No }
-    }
-
-    fn describe(&self, storage: &Arc<dyn Storage>, _limits: &Limits) -> Result<ImageInfo> {
-        let header = Bochs::read(&**storage)?;
-        let mut info = ImageInfo::new(self.name(), header.guest_bytes);
-        info.cluster_size = Some(header.extent_bytes);
-        Ok(info)
-    }
-
-    fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
-        let header = Bochs::read(&*request.storage)?;
-        ReadOnly::open(request.storage, header, request.writable, None, Vec::new())
-    }
-
-    fn create(&self, request: &CreateRequest) -> Result<()> {
-        refuse_creating(request, self.name())
-    }
-
-    fn check(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        _repair: Repair,
-        _limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CheckReport> {
-        read_only::check(&**storage, &Bochs::read(&**storage)?, monitor)
-    }
-
-    fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
-        Ok(SECTOR)
-    }
-
-    fn measure(&self, _: u64, _: &Options, _: u64) -> Result<Measured> {
-        read_only::refuse_writing("bochs", self.name())
     }
 }

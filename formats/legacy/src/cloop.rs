@@ -1,14 +1,11 @@
 //! Compressed loopback images, version 2: `docs/formats/cloop.md`.
 
-use std::sync::Arc;
-
 use vdkit_block::{
-    CheckReport, Codec, Compressed, CreateRequest, Error, Extent, FileIndex, Format, FormatDriver,
-    HostOffset, ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Place,
-    Probe, Repair, Result, Storage,
+    Codec, Compressed, DriverInfo, Error, Extent, FileIndex, HostOffset, ImageInfo, Limits, Place,
+    Result, Storage,
 };
 
-use crate::read_only::{self, Map, ReadOnly, refuse_creating};
+use crate::read_only::{self, Map};
 use crate::tables::Tables;
 use vdkit_block::bytes::be32;
 
@@ -19,13 +16,28 @@ const SECTOR: u32 = 512;
 
 /// A validated header.
 #[derive(Clone, Debug)]
-struct Cloop {
+pub(crate) struct Cloop {
     block_bytes: u32,
     blocks: u32,
     compressed_bytes_max: u64,
 }
 
-impl Cloop {
+impl Map for Cloop {
+    const INFO: DriverInfo = DriverInfo {
+        name: "cloop",
+        aliases: &[],
+        description: "compressed loopback images (Knoppix), for reading",
+    };
+
+    fn matches(head: &[u8], _tail: &[u8], _len: u64) -> bool {
+        head.starts_with(MAGIC)
+    }
+
+    fn describe(&self, info: &mut ImageInfo) {
+        info.cluster_size = Some(self.cluster_bytes());
+        info.compression = Some("zlib");
+    }
+
     fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self> {
         let file = storage.name();
         let mut bytes = [0; HEADER_BYTES as usize];
@@ -53,12 +65,6 @@ impl Cloop {
             return corrupt(132, "table", format!("{blocks} blocks"), "a table in the file");
         }
         Ok(Self { block_bytes, blocks, compressed_bytes_max })
-    }
-}
-
-impl Map for Cloop {
-    fn name(&self) -> &'static str {
-        "cloop"
     }
 
     fn guest_bytes(&self) -> u64 {
@@ -97,67 +103,5 @@ impl Map for Cloop {
             skip: skip as u32,
         };
         Ok(Extent { len: (block_bytes - skip).min(len), place: Place::Compressed(compressed) })
-    }
-}
-
-/// cloop images.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct CloopDriver;
-
-impl FormatDriver for CloopDriver {
-    fn name(&self) -> &'static str {
-        "cloop"
-    }
-
-    fn description(&self) -> &'static str {
-        "compressed loopback images (Knoppix), for reading"
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        &[]
-    }
-
-    fn writes(&self) -> bool {
-        false
-    }
-
-    fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
-        if head.starts_with(MAGIC) { Probe::Yes } else { Probe::No }
-    }
-
-    fn describe(&self, storage: &Arc<dyn Storage>, limits: &Limits) -> Result<ImageInfo> {
-        let header = Cloop::read(&**storage, limits)?;
-        let mut info = ImageInfo::new(self.name(), header.guest_bytes());
-        info.cluster_size = Some(header.cluster_bytes());
-        info.compression = Some("zlib");
-        Ok(info)
-    }
-
-    fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
-        let header = Cloop::read(&*request.storage, &request.limits)?;
-        ReadOnly::open(request.storage, header, request.writable, None, Vec::new())
-    }
-
-    fn create(&self, request: &CreateRequest) -> Result<()> {
-        refuse_creating(request, self.name())
-    }
-
-    fn check(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        _repair: Repair,
-        limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CheckReport> {
-        read_only::check(&**storage, &Cloop::read(&**storage, limits)?, monitor)
-    }
-
-    fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
-        Ok(64 << 10)
-    }
-
-    fn measure(&self, _: u64, _: &Options, _: u64) -> Result<Measured> {
-        read_only::refuse_writing("cloop", self.name())
     }
 }

@@ -1,15 +1,12 @@
 //! Apple's disk images (UDIF): `docs/formats/dmg.md`.
 
-use std::sync::Arc;
-
 use vdkit_block::{
-    CheckReport, Codec, Compressed, CreateRequest, Error, Extent, FileIndex, Format, FormatDriver,
-    HostOffset, ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Place,
-    Probe, Repair, Result, Storage,
+    Codec, Compressed, DriverInfo, Error, Extent, FileIndex, HostOffset, ImageInfo, Limits, Place,
+    Result, Storage,
 };
 
 use crate::property_list::block_tables;
-use crate::read_only::{self, Map, ReadOnly, refuse_creating};
+use crate::read_only::{self, Map};
 use crate::tables::Tables;
 use vdkit_block::bytes::{be32, be64};
 
@@ -83,7 +80,7 @@ impl Trailer {
 
 /// A validated image: its chunks in guest order.
 #[derive(Clone, Debug)]
-struct Dmg {
+pub(crate) struct Dmg {
     guest_bytes: u64,
     chunks: Vec<Chunk>,
     compressed_bytes_max: u64,
@@ -91,49 +88,6 @@ struct Dmg {
 }
 
 impl Dmg {
-    /// Reads all tables, which are stored as one text.
-    fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self> {
-        let file = storage.name();
-        let trailer = Trailer::read(storage)?;
-        let (in_resources, (at, len)) = match (trailer.resources, trailer.property_list) {
-            (resources, _) if resources.1 != 0 => (true, resources),
-            (_, list) => (false, list),
-        };
-        if len == 0 {
-            let (what, found) = ("tables", "neither resources nor a property list");
-            return Err(Error::corrupt(file, trailer.at + 40, what, found, "one of them"));
-        }
-        if len > TABLES_BYTES_MAX {
-            let (file, what) = (file.to_owned(), "size of the tables");
-            return Err(Error::Limit { file, what, found: len, limit: TABLES_BYTES_MAX });
-        }
-        if at.checked_add(len).is_none_or(|end| end > trailer.at) {
-            let (what, found) = ("tables", format!("{len} bytes at {at:#x}"));
-            return Err(Error::corrupt(file, trailer.at + 40, what, found, "bytes before the end"));
-        }
-        let mut bytes = vec![0; len as usize];
-        storage.read_at(&mut bytes, HostOffset(at))?;
-        let mut dmg = Self {
-            guest_bytes: trailer.guest_bytes(),
-            chunks: Vec::new(),
-            compressed_bytes_max: limits.compressed_bytes_max,
-            tables_at: at,
-        };
-        if in_resources {
-            dmg.take_resources(file, &bytes, trailer.data_fork)?;
-        } else {
-            let tables = block_tables(&String::from_utf8_lossy(&bytes)).map_err(|error| {
-                let (what, found) = ("property list", error.to_string());
-                Error::corrupt(file, at, what, found, "tables in base64")
-            })?;
-            for table in tables {
-                dmg.take_table(file, &table, trailer.data_fork)?;
-            }
-        }
-        dmg.chunks.sort_by_key(|chunk| chunk.at);
-        Ok(dmg)
-    }
-
     /// Parses resources (each a length and its bytes), and takes those that are tables.
     fn take_resources(&mut self, file: &str, bytes: &[u8], data_fork: u64) -> Result<()> {
         let corrupt = |at: u64, found: String, expected: &str| {
@@ -272,8 +226,65 @@ impl Dmg {
 }
 
 impl Map for Dmg {
-    fn name(&self) -> &'static str {
-        "dmg"
+    const INFO: DriverInfo = DriverInfo {
+        name: "dmg",
+        aliases: &[],
+        description: "Apple's disk images (UDIF): raw, zlib, bzip2, LZMA and ADC chunks, for reading",
+    };
+
+    /// The start has no signature; the trailer has.
+    fn matches(_head: &[u8], tail: &[u8], len: u64) -> bool {
+        tail.len() == TRAILER_BYTES
+            && be32(tail, 8) as usize == TRAILER_BYTES
+            && tail.starts_with(MAGIC)
+            && len > TRAILER_BYTES as u64
+    }
+
+    fn describe(&self, info: &mut ImageInfo) {
+        info.compression = self.compression();
+        info.properties.push(("chunks".to_owned(), self.chunks.len().to_string()));
+    }
+
+    fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self> {
+        let file = storage.name();
+        let trailer = Trailer::read(storage)?;
+        let (in_resources, (at, len)) = match (trailer.resources, trailer.property_list) {
+            (resources, _) if resources.1 != 0 => (true, resources),
+            (_, list) => (false, list),
+        };
+        if len == 0 {
+            let (what, found) = ("tables", "neither resources nor a property list");
+            return Err(Error::corrupt(file, trailer.at + 40, what, found, "one of them"));
+        }
+        if len > TABLES_BYTES_MAX {
+            let (file, what) = (file.to_owned(), "size of the tables");
+            return Err(Error::Limit { file, what, found: len, limit: TABLES_BYTES_MAX });
+        }
+        if at.checked_add(len).is_none_or(|end| end > trailer.at) {
+            let (what, found) = ("tables", format!("{len} bytes at {at:#x}"));
+            return Err(Error::corrupt(file, trailer.at + 40, what, found, "bytes before the end"));
+        }
+        let mut bytes = vec![0; len as usize];
+        storage.read_at(&mut bytes, HostOffset(at))?;
+        let mut dmg = Self {
+            guest_bytes: trailer.guest_bytes(),
+            chunks: Vec::new(),
+            compressed_bytes_max: limits.compressed_bytes_max,
+            tables_at: at,
+        };
+        if in_resources {
+            dmg.take_resources(file, &bytes, trailer.data_fork)?;
+        } else {
+            let tables = block_tables(&String::from_utf8_lossy(&bytes)).map_err(|error| {
+                let (what, found) = ("property list", error.to_string());
+                Error::corrupt(file, at, what, found, "tables in base64")
+            })?;
+            for table in tables {
+                dmg.take_table(file, &table, trailer.data_fork)?;
+            }
+        }
+        dmg.chunks.sort_by_key(|chunk| chunk.at);
+        Ok(dmg)
     }
 
     fn guest_bytes(&self) -> u64 {
@@ -290,73 +301,5 @@ impl Map for Dmg {
 
     fn run(&self, storage: &dyn Storage, _tables: &Tables, at: u64, len: u64) -> Result<Extent> {
         read_only::merged(at, len, |at, len| self.one(storage, at, len))
-    }
-}
-
-/// DMG images.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct DmgDriver;
-
-impl FormatDriver for DmgDriver {
-    fn name(&self) -> &'static str {
-        "dmg"
-    }
-
-    fn description(&self) -> &'static str {
-        "Apple's disk images (UDIF): raw, zlib, bzip2, LZMA and ADC chunks, for reading"
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        &[]
-    }
-
-    fn writes(&self) -> bool {
-        false
-    }
-
-    /// Probes by the trailer: the start has no signature.
-    fn probe(&self, _head: &[u8], tail: &[u8], len: u64) -> Probe {
-        let whole = tail.len() == TRAILER_BYTES && be32(tail, 8) as usize == TRAILER_BYTES;
-        if whole && tail.starts_with(MAGIC) && len > TRAILER_BYTES as u64 {
-            Probe::Yes
-        } else {
-            Probe::No
-        }
-    }
-
-    fn describe(&self, storage: &Arc<dyn Storage>, limits: &Limits) -> Result<ImageInfo> {
-        let image = Dmg::read(&**storage, limits)?;
-        let mut info = ImageInfo::new(self.name(), image.guest_bytes);
-        info.compression = image.compression();
-        info.properties.push(("chunks".to_owned(), image.chunks.len().to_string()));
-        Ok(info)
-    }
-
-    fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
-        let image = Dmg::read(&*request.storage, &request.limits)?;
-        ReadOnly::open(request.storage, image, request.writable, None, Vec::new())
-    }
-
-    fn create(&self, request: &CreateRequest) -> Result<()> {
-        refuse_creating(request, self.name())
-    }
-
-    fn check(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        _repair: Repair,
-        limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CheckReport> {
-        read_only::check(&**storage, &Dmg::read(&**storage, limits)?, monitor)
-    }
-
-    fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
-        Ok(SECTOR)
-    }
-
-    fn measure(&self, _: u64, _: &Options, _: u64) -> Result<Measured> {
-        read_only::refuse_writing("dmg", self.name())
     }
 }

@@ -23,9 +23,21 @@ mod qed;
 mod read_only;
 mod tables;
 
-pub use bochs::BochsDriver;
-pub use cloop::CloopDriver;
-pub use dmg::DmgDriver;
-pub use parallels::ParallelsDriver;
-pub use qcow1::QcowDriver;
-pub use qed::QedDriver;
+use std::marker::PhantomData;
+
+use vdkit_block::FormatDriver;
+
+use crate::read_only::ReadOnlyDriver;
+
+/// qcow version 1.
+pub const QCOW: &dyn FormatDriver = &ReadOnlyDriver::<qcow1::Qcow>(PhantomData);
+/// QED.
+pub const QED: &dyn FormatDriver = &ReadOnlyDriver::<qed::Qed>(PhantomData);
+/// Parallels.
+pub const PARALLELS: &dyn FormatDriver = &ReadOnlyDriver::<parallels::Parallels>(PhantomData);
+/// UDIF.
+pub const DMG: &dyn FormatDriver = &ReadOnlyDriver::<dmg::Dmg>(PhantomData);
+/// cloop.
+pub const CLOOP: &dyn FormatDriver = &ReadOnlyDriver::<cloop::Cloop>(PhantomData);
+/// Bochs.
+pub const BOCHS: &dyn FormatDriver = &ReadOnlyDriver::<bochs::Bochs>(PhantomData);

@@ -1,14 +1,10 @@
 //! Parallels' disk images: `docs/formats/parallels.md`.
 
-use std::sync::Arc;
-
 use vdkit_block::{
-    CheckReport, CreateRequest, Error, Extent, Finding, Format, FormatDriver, HostOffset,
-    ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Place, Probe, Repair,
-    Result, Severity, Storage,
+    DriverInfo, Error, Extent, HostOffset, ImageInfo, Limits, Place, Result, Storage,
 };
 
-use crate::read_only::{self, Map, ReadOnly, refuse_creating};
+use crate::read_only::{self, Map};
 use crate::tables::Tables;
 use vdkit_block::bytes::{le32, le64};
 
@@ -26,7 +22,7 @@ const CLUSTER_BYTES_MAX: u64 = 1 << 40;
 
 /// A validated header.
 #[derive(Clone, Debug)]
-struct Parallels {
+pub(crate) struct Parallels {
     guest_bytes: u64,
     cluster_bytes: u64,
     /// Unit of an entry in bytes.
@@ -37,7 +33,44 @@ struct Parallels {
 }
 
 impl Parallels {
-    fn read(storage: &dyn Storage) -> Result<Self> {
+    fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
+        let (index, within) = (at / self.cluster_bytes, at % self.cluster_bytes);
+        if index >= self.entries {
+            // QEMU reads zeroes beyond the end of the table.
+            return Ok(Extent { len, place: Place::Hole });
+        }
+        let len = (self.cluster_bytes - within).min(len);
+        let entry_at = HEADER_BYTES as u64 + index * 4;
+        let entry = u64::from(u32::from_le_bytes(tables.bytes(storage, entry_at)?));
+        if entry == 0 {
+            return Ok(Extent { len, place: Place::Hole });
+        }
+        // Less than 2^32 steps of at most 2^40 bytes: compute in 128 bits, then check.
+        let offset = u128::from(entry) * u128::from(self.step) + u128::from(within);
+        let offset = u64::try_from(offset).unwrap_or(u64::MAX);
+        let first = HEADER_BYTES as u64 + self.entries * 4;
+        read_only::data(storage, entry_at, offset, len, first)
+    }
+}
+
+impl Map for Parallels {
+    const INFO: DriverInfo = DriverInfo {
+        name: "parallels",
+        aliases: &[],
+        description: "Parallels' disk images (.hdd, .hds), for reading",
+    };
+
+    fn matches(head: &[u8], _tail: &[u8], _len: u64) -> bool {
+        head.starts_with(OLD) || head.starts_with(NEW)
+    }
+
+    fn describe(&self, info: &mut ImageInfo) {
+        info.cluster_size = Some(self.cluster_bytes);
+        let kind = if self.old { "WithoutFreeSpace" } else { "WithouFreSpacExt" };
+        info.properties.push(("magic".to_owned(), kind.to_owned()));
+    }
+
+    fn read(storage: &dyn Storage, _limits: &Limits) -> Result<Self> {
         let file = storage.name();
         let mut bytes = [0; HEADER_BYTES];
         let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
@@ -71,29 +104,8 @@ impl Parallels {
         Ok(Self { guest_bytes, cluster_bytes, step, entries, dirty, old })
     }
 
-    fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
-        let (index, within) = (at / self.cluster_bytes, at % self.cluster_bytes);
-        if index >= self.entries {
-            // QEMU reads zeroes beyond the end of the table.
-            return Ok(Extent { len, place: Place::Hole });
-        }
-        let len = (self.cluster_bytes - within).min(len);
-        let entry_at = HEADER_BYTES as u64 + index * 4;
-        let entry = u64::from(u32::from_le_bytes(tables.bytes(storage, entry_at)?));
-        if entry == 0 {
-            return Ok(Extent { len, place: Place::Hole });
-        }
-        // Less than 2^32 steps of at most 2^40 bytes: compute in 128 bits, then check.
-        let offset = u128::from(entry) * u128::from(self.step) + u128::from(within);
-        let offset = u64::try_from(offset).unwrap_or(u64::MAX);
-        let first = HEADER_BYTES as u64 + self.entries * 4;
-        read_only::data(storage, entry_at, offset, len, first)
-    }
-}
-
-impl Map for Parallels {
-    fn name(&self) -> &'static str {
-        "parallels"
+    fn unclean(&self) -> Option<(u64, &'static str)> {
+        self.dirty.then_some((44, "header"))
     }
 
     fn guest_bytes(&self) -> u64 {
@@ -110,86 +122,5 @@ impl Map for Parallels {
 
     fn run(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
         read_only::merged(at, len, |at, len| self.one(storage, tables, at, len))
-    }
-}
-
-/// Parallels images.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct ParallelsDriver;
-
-impl FormatDriver for ParallelsDriver {
-    fn name(&self) -> &'static str {
-        "parallels"
-    }
-
-    fn description(&self) -> &'static str {
-        "Parallels' disk images (.hdd, .hds), for reading"
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        &[]
-    }
-
-    fn writes(&self) -> bool {
-        false
-    }
-
-    fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
-        if head.starts_with(OLD) || head.starts_with(NEW) { Probe::Yes } else { Probe::No }
-    }
-
-    fn describe(&self, storage: &Arc<dyn Storage>, _limits: &Limits) -> Result<ImageInfo> {
-        let header = Parallels::read(&**storage)?;
-        let mut info = ImageInfo::new(self.name(), header.guest_bytes);
-        info.cluster_size = Some(header.cluster_bytes);
-        info.dirty = header.dirty;
-        let kind = if header.old { "WithoutFreeSpace" } else { "WithouFreSpacExt" };
-        info.properties.push(("magic".to_owned(), kind.to_owned()));
-        Ok(info)
-    }
-
-    fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
-        let header = Parallels::read(&*request.storage)?;
-        let file = request.storage.name();
-        let mut warnings = Vec::new();
-        if header.dirty {
-            let mend = "QEMU mends it: qemu-img check -r all";
-            warnings.push(format!("{file}: was not closed cleanly, or is in use; {mend}"));
-        }
-        ReadOnly::open(request.storage, header, request.writable, None, warnings)
-    }
-
-    fn create(&self, request: &CreateRequest) -> Result<()> {
-        refuse_creating(request, self.name())
-    }
-
-    fn check(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        _repair: Repair,
-        _limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CheckReport> {
-        let header = Parallels::read(&**storage)?;
-        let mut report = read_only::check(&**storage, &header, monitor)?;
-        if header.dirty {
-            report.add(Finding {
-                severity: Severity::Leak,
-                offset: 44,
-                structure: "header",
-                message: "the image was not closed cleanly, or is in use".to_owned(),
-                repaired: false,
-            });
-        }
-        Ok(report)
-    }
-
-    fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
-        Ok(1 << 20)
-    }
-
-    fn measure(&self, _: u64, _: &Options, _: u64) -> Result<Measured> {
-        read_only::refuse_writing("parallels", self.name())
     }
 }

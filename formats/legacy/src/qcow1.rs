@@ -1,14 +1,11 @@
 //! qcow version 1: `docs/formats/qcow.md`.
 
-use std::sync::Arc;
-
 use vdkit_block::{
-    BackingRef, CheckReport, Codec, Compressed, CreateRequest, Error, Extent, FileIndex, Format,
-    FormatDriver, HostOffset, ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec,
-    Options, Place, Probe, Repair, Result, Storage,
+    Codec, Compressed, DriverInfo, Error, Extent, FileIndex, HostOffset, ImageInfo, Limits, Place,
+    Result, Storage,
 };
 
-use crate::read_only::{self, Map, ReadOnly, refuse_creating};
+use crate::read_only::{self, Map};
 use crate::tables::Tables;
 use vdkit_block::bytes::{be32, be64};
 
@@ -20,7 +17,7 @@ const COMPRESSED: u64 = 1 << 63;
 
 /// A validated header.
 #[derive(Clone, Debug)]
-struct Qcow {
+pub(crate) struct Qcow {
     guest_bytes: u64,
     cluster_bits: u32,
     l2_bits: u32,
@@ -30,49 +27,6 @@ struct Qcow {
 }
 
 impl Qcow {
-    fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self> {
-        let file = storage.name();
-        let mut bytes = [0; HEADER_BYTES];
-        let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
-        let corrupt = |at: u64, what, found: String, expected: &str| {
-            Err(Error::corrupt(file, at, what, found, expected))
-        };
-        if got < HEADER_BYTES || !bytes.starts_with(MAGIC) {
-            return corrupt(0, "header", "other bytes".to_owned(), "'QFI' 0xfb and version 1");
-        }
-        let (cluster_bits, l2_bits) = (u32::from(bytes[32]), u32::from(bytes[33]));
-        if !(9..=16).contains(&cluster_bits) {
-            return corrupt(32, "cluster bits", cluster_bits.to_string(), "9 to 16");
-        }
-        if !(6..=13).contains(&l2_bits) {
-            return corrupt(33, "bits of an L2 table", l2_bits.to_string(), "6 to 13");
-        }
-        let guest_bytes = be64(&bytes, 24);
-        if guest_bytes > i64::MAX as u64 {
-            return corrupt(24, "disk size", format!("{guest_bytes:#x}"), "less than 2^63 bytes");
-        }
-        let l1_at = be64(&bytes, 40);
-        let l1_bytes = guest_bytes.div_ceil(1 << (cluster_bits + l2_bits)) * 8;
-        if l1_bytes > limits.table_bytes_max {
-            let (file, limit) = (file.to_owned(), limits.table_bytes_max);
-            return Err(Error::Limit {
-                file,
-                what: "size of the L1 table",
-                found: l1_bytes,
-                limit,
-            });
-        }
-        if l1_at.checked_add(l1_bytes).is_none_or(|end| end > i64::MAX as u64) {
-            return corrupt(40, "L1 table", format!("an offset of {l1_at:#x}"), "one in the file");
-        }
-        let method = be32(&bytes, 36);
-        if method > 1 {
-            return corrupt(36, "encryption", method.to_string(), "0 (none) or 1 (AES)");
-        }
-        let backing = Self::name(storage, be64(&bytes, 8), be32(&bytes, 16))?;
-        Ok(Self { guest_bytes, cluster_bits, l2_bits, l1_at, encrypted: method == 1, backing })
-    }
-
     fn name(storage: &dyn Storage, at: u64, len: u32) -> Result<Option<String>> {
         if at == 0 || len == 0 {
             return Ok(None);
@@ -136,8 +90,64 @@ impl Qcow {
 }
 
 impl Map for Qcow {
-    fn name(&self) -> &'static str {
-        "qcow"
+    const INFO: DriverInfo = DriverInfo {
+        name: "qcow",
+        aliases: &[],
+        description: "QEMU's first copy-on-write format, for reading",
+    };
+
+    fn matches(head: &[u8], _tail: &[u8], _len: u64) -> bool {
+        head.starts_with(MAGIC)
+    }
+
+    fn describe(&self, info: &mut ImageInfo) {
+        info.cluster_size = Some(self.cluster_bytes());
+        info.compression = Some("zlib");
+        info.encryption = self.encrypted.then(|| "aes".to_owned());
+        info.backing_file = self.backing.clone();
+    }
+
+    fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self> {
+        let file = storage.name();
+        let mut bytes = [0; HEADER_BYTES];
+        let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
+        let corrupt = |at: u64, what, found: String, expected: &str| {
+            Err(Error::corrupt(file, at, what, found, expected))
+        };
+        if got < HEADER_BYTES || !bytes.starts_with(MAGIC) {
+            return corrupt(0, "header", "other bytes".to_owned(), "'QFI' 0xfb and version 1");
+        }
+        let (cluster_bits, l2_bits) = (u32::from(bytes[32]), u32::from(bytes[33]));
+        if !(9..=16).contains(&cluster_bits) {
+            return corrupt(32, "cluster bits", cluster_bits.to_string(), "9 to 16");
+        }
+        if !(6..=13).contains(&l2_bits) {
+            return corrupt(33, "bits of an L2 table", l2_bits.to_string(), "6 to 13");
+        }
+        let guest_bytes = be64(&bytes, 24);
+        if guest_bytes > i64::MAX as u64 {
+            return corrupt(24, "disk size", format!("{guest_bytes:#x}"), "less than 2^63 bytes");
+        }
+        let l1_at = be64(&bytes, 40);
+        let l1_bytes = guest_bytes.div_ceil(1 << (cluster_bits + l2_bits)) * 8;
+        if l1_bytes > limits.table_bytes_max {
+            let (file, limit) = (file.to_owned(), limits.table_bytes_max);
+            return Err(Error::Limit {
+                file,
+                what: "size of the L1 table",
+                found: l1_bytes,
+                limit,
+            });
+        }
+        if l1_at.checked_add(l1_bytes).is_none_or(|end| end > i64::MAX as u64) {
+            return corrupt(40, "L1 table", format!("an offset of {l1_at:#x}"), "one in the file");
+        }
+        let method = be32(&bytes, 36);
+        if method > 1 {
+            return corrupt(36, "encryption", method.to_string(), "0 (none) or 1 (AES)");
+        }
+        let backing = Self::name(storage, be64(&bytes, 8), be32(&bytes, 16))?;
+        Ok(Self { guest_bytes, cluster_bits, l2_bits, l1_at, encrypted: method == 1, backing })
     }
 
     fn guest_bytes(&self) -> u64 {
@@ -154,77 +164,5 @@ impl Map for Qcow {
 
     fn run(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
         read_only::merged(at, len, |at, len| self.one(storage, tables, at, len))
-    }
-}
-
-/// qcow images of version 1.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct QcowDriver;
-
-impl FormatDriver for QcowDriver {
-    fn name(&self) -> &'static str {
-        "qcow"
-    }
-
-    fn description(&self) -> &'static str {
-        "QEMU's first copy-on-write format, for reading"
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        &[]
-    }
-
-    fn writes(&self) -> bool {
-        false
-    }
-
-    fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
-        if head.starts_with(MAGIC) { Probe::Yes } else { Probe::No }
-    }
-
-    fn describe(&self, storage: &Arc<dyn Storage>, limits: &Limits) -> Result<ImageInfo> {
-        let header = Qcow::read(&**storage, limits)?;
-        let mut info = ImageInfo::new(self.name(), header.guest_bytes);
-        info.cluster_size = Some(header.cluster_bytes());
-        info.compression = Some("zlib");
-        info.encryption = header.encrypted.then(|| "aes".to_owned());
-        info.backing_file = header.backing;
-        Ok(info)
-    }
-
-    fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
-        let header = Qcow::read(&*request.storage, &request.limits)?;
-        if header.encrypted {
-            return Err(Error::unsupported(
-                request.storage.name(),
-                "a qcow image that is encrypted (AES)",
-                "convert it with an older qemu-img that has the key",
-            ));
-        }
-        let backing = header.backing.clone().map(|name| BackingRef::new(name, None));
-        ReadOnly::open(request.storage, header, request.writable, backing, Vec::new())
-    }
-
-    fn create(&self, request: &CreateRequest) -> Result<()> {
-        refuse_creating(request, self.name())
-    }
-
-    fn check(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        _repair: Repair,
-        limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CheckReport> {
-        read_only::check(&**storage, &Qcow::read(&**storage, limits)?, monitor)
-    }
-
-    fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
-        Ok(4096)
-    }
-
-    fn measure(&self, _: u64, _: &Options, _: u64) -> Result<Measured> {
-        read_only::refuse_writing("qcow", self.name())
     }
 }

@@ -1,14 +1,10 @@
 //! QED: `docs/formats/qed.md`.
 
-use std::sync::Arc;
-
 use vdkit_block::{
-    BackingRef, CheckReport, CreateRequest, Error, Extent, Finding, Format, FormatDriver,
-    HostOffset, ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Place,
-    Probe, Repair, Result, Severity, Storage,
+    DriverInfo, Error, Extent, HostOffset, ImageInfo, Limits, Place, Result, Storage,
 };
 
-use crate::read_only::{self, Map, ReadOnly, refuse_creating};
+use crate::read_only::{self, Map};
 use crate::tables::Tables;
 use vdkit_block::bytes::{le32, le64};
 
@@ -24,7 +20,7 @@ const ZERO: u64 = 1;
 
 /// A validated header.
 #[derive(Clone, Debug)]
-struct Qed {
+pub(crate) struct Qed {
     cluster_bytes: u64,
     table_entries: u64,
     l1_at: u64,
@@ -35,7 +31,84 @@ struct Qed {
 }
 
 impl Qed {
-    fn read(storage: &dyn Storage) -> Result<Self> {
+    fn name(storage: &dyn Storage, at: u32, len: u32) -> Result<String> {
+        if len > NAME_BYTES_MAX {
+            let (what, found) = ("name of the backing file", format!("{len} bytes"));
+            return Err(Error::corrupt(storage.name(), 60, what, found, "at most 1023"));
+        }
+        let mut bytes = vec![0; len as usize];
+        storage.read_at(&mut bytes, HostOffset(at.into()))?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    /// Checks an offset in a table: a multiple of the cluster size, after the header.
+    fn judge(&self, storage: &dyn Storage, at: u64, what: &'static str, found: u64) -> Result<()> {
+        if found.is_multiple_of(self.cluster_bytes)
+            && found >= self.first_cluster
+            && found <= i64::MAX as u64 - self.table_entries * 8
+        {
+            return Ok(());
+        }
+        let (found, expected) = (format!("{found:#x}"), "whole clusters, behind the header");
+        Err(Error::corrupt(storage.name(), at, what, found, expected))
+    }
+
+    fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
+        let cluster = self.cluster_bytes;
+        let span = u128::from(cluster) * u128::from(self.table_entries);
+        // The first index is within the table, since the size was checked.
+        let (index, rest) = (u128::from(at) / span, u128::from(at) % span);
+        let l1_entry = self.l1_at + index as u64 * 8;
+        let l2_at = u64::from_le_bytes(tables.bytes(storage, l1_entry)?);
+        if l2_at == 0 {
+            let left = (span - rest).min(u128::from(len)) as u64;
+            return Ok(Extent { len: left, place: Place::Hole });
+        }
+        self.judge(storage, l1_entry, "L1 entry", l2_at)?;
+        let (within, index) = (at % cluster, rest as u64 / cluster);
+        let len = (cluster - within).min(len);
+        let entry_at = l2_at + index * 8;
+        match u64::from_le_bytes(tables.bytes(storage, entry_at)?) {
+            0 => Ok(Extent { len, place: Place::Hole }),
+            ZERO => Ok(Extent { len, place: Place::Zero { allocated: false } }),
+            offset => {
+                self.judge(storage, entry_at, "L2 entry", offset)?;
+                read_only::data(storage, entry_at, offset, len, self.first_cluster).map(|run| {
+                    if within == 0 {
+                        return run;
+                    }
+                    let place = match run.place {
+                        Place::Data { file, offset, exclusive } => {
+                            Place::Data { file, offset: offset + within, exclusive }
+                        }
+                        other => other,
+                    };
+                    Extent { place, ..run }
+                })
+            }
+        }
+    }
+}
+
+impl Map for Qed {
+    const INFO: DriverInfo = DriverInfo {
+        name: "qed",
+        aliases: &[],
+        description: "QEMU enhanced disk, the format before qcow2 version 3, for reading",
+    };
+
+    fn matches(head: &[u8], _tail: &[u8], _len: u64) -> bool {
+        head.starts_with(MAGIC)
+    }
+
+    fn describe(&self, info: &mut ImageInfo) {
+        info.cluster_size = Some(self.cluster_bytes);
+        info.backing_file = self.backing.clone();
+        let raw = self.backing.is_some() && self.features & BACKING_RAW != 0;
+        info.backing_format = raw.then(|| "raw".to_owned());
+    }
+
+    fn read(storage: &dyn Storage, _limits: &Limits) -> Result<Self> {
         let file = storage.name();
         let mut bytes = [0; HEADER_BYTES];
         let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
@@ -103,82 +176,8 @@ impl Qed {
         })
     }
 
-    fn name(storage: &dyn Storage, at: u32, len: u32) -> Result<String> {
-        if len > NAME_BYTES_MAX {
-            let (what, found) = ("name of the backing file", format!("{len} bytes"));
-            return Err(Error::corrupt(storage.name(), 60, what, found, "at most 1023"));
-        }
-        let mut bytes = vec![0; len as usize];
-        storage.read_at(&mut bytes, HostOffset(at.into()))?;
-        Ok(String::from_utf8_lossy(&bytes).into_owned())
-    }
-
-    fn backing_ref(&self) -> Option<BackingRef> {
-        let raw = self.features & BACKING_RAW != 0;
-        let name = self.backing.clone()?;
-        Some(BackingRef::new(name, raw.then(|| "raw".to_owned())))
-    }
-
-    fn warnings(&self, file: &str) -> Vec<String> {
-        let needs = self.features & NEED_CHECK != 0;
-        let text = format!(
-            "{file}: was not closed cleanly and may hold damage; QEMU mends it: qemu-img check -r all"
-        );
-        needs.then_some(text).into_iter().collect()
-    }
-
-    /// Checks an offset in a table: a multiple of the cluster size, after the header.
-    fn judge(&self, storage: &dyn Storage, at: u64, what: &'static str, found: u64) -> Result<()> {
-        if found.is_multiple_of(self.cluster_bytes)
-            && found >= self.first_cluster
-            && found <= i64::MAX as u64 - self.table_entries * 8
-        {
-            return Ok(());
-        }
-        let (found, expected) = (format!("{found:#x}"), "whole clusters, behind the header");
-        Err(Error::corrupt(storage.name(), at, what, found, expected))
-    }
-
-    fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
-        let cluster = self.cluster_bytes;
-        let span = u128::from(cluster) * u128::from(self.table_entries);
-        // The first index is within the table, since the size was checked.
-        let (index, rest) = (u128::from(at) / span, u128::from(at) % span);
-        let l1_entry = self.l1_at + index as u64 * 8;
-        let l2_at = u64::from_le_bytes(tables.bytes(storage, l1_entry)?);
-        if l2_at == 0 {
-            let left = (span - rest).min(u128::from(len)) as u64;
-            return Ok(Extent { len: left, place: Place::Hole });
-        }
-        self.judge(storage, l1_entry, "L1 entry", l2_at)?;
-        let (within, index) = (at % cluster, rest as u64 / cluster);
-        let len = (cluster - within).min(len);
-        let entry_at = l2_at + index * 8;
-        match u64::from_le_bytes(tables.bytes(storage, entry_at)?) {
-            0 => Ok(Extent { len, place: Place::Hole }),
-            ZERO => Ok(Extent { len, place: Place::Zero { allocated: false } }),
-            offset => {
-                self.judge(storage, entry_at, "L2 entry", offset)?;
-                read_only::data(storage, entry_at, offset, len, self.first_cluster).map(|run| {
-                    if within == 0 {
-                        return run;
-                    }
-                    let place = match run.place {
-                        Place::Data { file, offset, exclusive } => {
-                            Place::Data { file, offset: offset + within, exclusive }
-                        }
-                        other => other,
-                    };
-                    Extent { place, ..run }
-                })
-            }
-        }
-    }
-}
-
-impl Map for Qed {
-    fn name(&self) -> &'static str {
-        "qed"
+    fn unclean(&self) -> Option<(u64, &'static str)> {
+        (self.features & NEED_CHECK != 0).then_some((16, "features"))
     }
 
     fn guest_bytes(&self) -> u64 {
@@ -199,84 +198,5 @@ impl Map for Qed {
 
     fn run(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
         read_only::merged(at, len, |at, len| self.one(storage, tables, at, len))
-    }
-}
-
-/// QED images.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct QedDriver;
-
-impl FormatDriver for QedDriver {
-    fn name(&self) -> &'static str {
-        "qed"
-    }
-
-    fn description(&self) -> &'static str {
-        "QEMU enhanced disk, the format before qcow2 version 3, for reading"
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        &[]
-    }
-
-    fn writes(&self) -> bool {
-        false
-    }
-
-    fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
-        if head.starts_with(MAGIC) { Probe::Yes } else { Probe::No }
-    }
-
-    fn describe(&self, storage: &Arc<dyn Storage>, _limits: &Limits) -> Result<ImageInfo> {
-        let header = Qed::read(&**storage)?;
-        let mut info = ImageInfo::new(self.name(), header.guest_bytes);
-        info.cluster_size = Some(header.cluster_bytes);
-        info.dirty = header.features & NEED_CHECK != 0;
-        if let Some(backing) = header.backing_ref() {
-            info.backing_file = Some(backing.name);
-            info.backing_format = backing.format;
-        }
-        Ok(info)
-    }
-
-    fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
-        let header = Qed::read(&*request.storage)?;
-        let warnings = header.warnings(request.storage.name());
-        let backing = header.backing_ref();
-        ReadOnly::open(request.storage, header, request.writable, backing, warnings)
-    }
-
-    fn create(&self, request: &CreateRequest) -> Result<()> {
-        refuse_creating(request, self.name())
-    }
-
-    fn check(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        _repair: Repair,
-        _limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CheckReport> {
-        let header = Qed::read(&**storage)?;
-        let mut report = read_only::check(&**storage, &header, monitor)?;
-        if header.features & NEED_CHECK != 0 {
-            report.add(Finding {
-                severity: Severity::Leak,
-                offset: 16,
-                structure: "features",
-                message: "the image was not closed cleanly: clusters may be leaked".to_owned(),
-                repaired: false,
-            });
-        }
-        Ok(report)
-    }
-
-    fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
-        Ok(64 << 10)
-    }
-
-    fn measure(&self, _: u64, _: &Options, _: u64) -> Result<Measured> {
-        read_only::refuse_writing("qed", self.name())
     }
 }

@@ -1,21 +1,37 @@
-//! A read-only format on top of a map, and its check.
+//! A read-only format and its driver, on top of a map.
 
 use std::fmt;
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
 use vdkit_block::{
-    BackingRef, CheckReport, Compressed, CreateRequest, Error, Extent, FileIndex, Finding, Format,
-    FormatCaps, GuestOffset, InFlight, IoAction, MapCacheStats, Monitor, Place, Reservation,
-    Result, Severity, Storage,
+    BackingRef, CheckReport, Compressed, CompressedUnits, DriverInfo, Error, Extent, FileIndex,
+    Finding, Format, FormatCaps, FormatDriver, GuestOffset, ImageInfo, InFlight, IoAction, Limits,
+    MapCache, MapCacheStats, Monitor, OpenRequest, Place, Probe, Repair, Reservation, Result,
+    Severity, Storage,
 };
 
 use crate::inflate;
 use crate::tables::Tables;
 
-/// Locates guest bytes.
-pub(crate) trait Map: Send + Sync + fmt::Debug {
-    fn name(&self) -> &'static str;
+/// A validated image: locates guest bytes and describes itself.
+pub(crate) trait Map: Send + Sync + fmt::Debug + Sized + 'static {
+    const INFO: DriverInfo;
+
+    /// Whether a file has this format; arguments as for [`FormatDriver::probe`].
+    fn matches(head: &[u8], tail: &[u8], len: u64) -> bool;
+
+    /// Reads and validates the header.
+    fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self>;
+
+    /// Fills in what the format records besides the size.
+    fn describe(&self, info: &mut ImageInfo);
+
+    /// Offset and name of the field that says that the image was not closed cleanly, if it says so.
+    fn unclean(&self) -> Option<(u64, &'static str)> {
+        None
+    }
 
     fn guest_bytes(&self) -> u64;
 
@@ -31,10 +47,76 @@ pub(crate) trait Map: Send + Sync + fmt::Debug {
 
     /// The run at `at`, at most `len` bytes, within the disk. Reads the tables that it needs.
     fn run(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent>;
+
+    fn info(&self) -> ImageInfo {
+        let mut info = ImageInfo::new(Self::INFO.name, self.guest_bytes());
+        self.describe(&mut info);
+        info.dirty = self.unclean().is_some();
+        info
+    }
+}
+
+/// The driver of images with this map.
+#[derive(Debug)]
+pub(crate) struct ReadOnlyDriver<M>(pub PhantomData<fn() -> M>);
+
+impl<M: Map> FormatDriver for ReadOnlyDriver<M> {
+    fn info(&self) -> DriverInfo {
+        M::INFO
+    }
+
+    fn probe(&self, head: &[u8], tail: &[u8], len: u64) -> Probe {
+        if M::matches(head, tail, len) { Probe::Yes } else { Probe::No }
+    }
+
+    fn describe(&self, storage: &Arc<dyn Storage>, limits: &Limits) -> Result<ImageInfo> {
+        Ok(M::read(&**storage, limits)?.info())
+    }
+
+    fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
+        let OpenRequest { storage, writable, limits, .. } = request;
+        let map = M::read(&*storage, &limits)?;
+        let (file, info) = (storage.name(), map.info());
+        if let Some(cipher) = info.encryption {
+            return Err(Error::unsupported(
+                file,
+                format!("a {} image that is encrypted ({cipher})", info.format),
+                "convert it with an older qemu-img that has the key",
+            ));
+        }
+        if writable {
+            return refuse_writing(file, info.format);
+        }
+        let warnings = info.dirty.then(|| {
+            format!(
+                "{file}: was not closed cleanly and may be damaged; QEMU repairs it: \
+                 qemu-img check -r all"
+            )
+        });
+        Ok(Arc::new(ReadOnly {
+            backing: info.backing(),
+            warnings: warnings.into_iter().collect(),
+            tables: Tables::default(),
+            in_flight: InFlight::default(),
+            storage,
+            map,
+        }))
+    }
+
+    fn check(
+        &self,
+        storage: &Arc<dyn Storage>,
+        _files: &[Arc<dyn Storage>],
+        _repair: Repair,
+        limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CheckReport> {
+        check(&**storage, &M::read(&**storage, limits)?, monitor)
+    }
 }
 
 #[derive(Debug)]
-pub(crate) struct ReadOnly<M> {
+struct ReadOnly<M> {
     storage: Arc<dyn Storage>,
     map: M,
     tables: Tables,
@@ -43,18 +125,12 @@ pub(crate) struct ReadOnly<M> {
     in_flight: InFlight,
 }
 
-/// The error for writing.
-pub(crate) fn refuse_writing<T>(file: &str, format: &str) -> Result<T> {
+fn refuse_writing<T>(file: &str, format: &str) -> Result<T> {
     Err(Error::unsupported(
         file,
         format!("writing a {format} image"),
         "this format is only read: convert it to qcow2 or another one",
     ))
-}
-
-/// As [`vdkit_block::FormatDriver::create`].
-pub(crate) fn refuse_creating(request: &CreateRequest, format: &str) -> Result<()> {
-    refuse_writing(request.storage.name(), format)
 }
 
 /// A data run of the file; fails if it begins beyond the end of the file.
@@ -79,29 +155,9 @@ pub(crate) fn data(
     Ok(Extent { len, place: Place::Data { file: FileIndex(0), offset, exclusive: false } })
 }
 
-impl<M: Map + 'static> ReadOnly<M> {
-    /// Opens a validated image.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] for writing.
-    pub(crate) fn open(
-        storage: Arc<dyn Storage>,
-        map: M,
-        writable: bool,
-        backing: Option<BackingRef>,
-        warnings: Vec<String>,
-    ) -> Result<Arc<dyn Format>> {
-        if writable {
-            return refuse_writing(storage.name(), map.name());
-        }
-        let (tables, in_flight) = (Tables::default(), InFlight::default());
-        Ok(Arc::new(Self { storage, map, tables, backing, warnings, in_flight }))
-    }
-}
-
-impl<M: Map + 'static> Format for ReadOnly<M> {
+impl<M: Map> Format for ReadOnly<M> {
     fn name(&self) -> &'static str {
-        self.map.name()
+        M::INFO.name
     }
 
     fn caps(&self) -> FormatCaps {
@@ -158,31 +214,16 @@ impl<M: Map + 'static> Format for ReadOnly<M> {
         None
     }
 
-    fn map_cache(&self) -> Option<MapCacheStats> {
-        let used_bytes = self.tables.used_bytes();
-        let map_bytes = self.map.table_bytes();
-        Some(MapCacheStats { used_bytes, map_bytes, ..MapCacheStats::default() })
-    }
-
-    fn unpack(
-        &self,
-        compressed: &Compressed,
-        compressed_bytes: &[u8],
-        out: &mut [u8],
-    ) -> Result<()> {
-        inflate::unpack(self.storage.name(), compressed, compressed_bytes, out)
-    }
-
     fn reserve(&self, _at: GuestOffset, _len: u64) -> Result<Option<Reservation<'_>>> {
-        refuse_writing(self.storage.name(), self.map.name())
+        refuse_writing(self.storage.name(), M::INFO.name)
     }
 
     fn zero(&self, _at: GuestOffset, _len: u64, _may_unmap: bool) -> Result<Range<u64>> {
-        refuse_writing(self.storage.name(), self.map.name())
+        refuse_writing(self.storage.name(), M::INFO.name)
     }
 
     fn discard(&self, _at: GuestOffset, _len: u64) -> Result<()> {
-        refuse_writing(self.storage.name(), self.map.name())
+        refuse_writing(self.storage.name(), M::INFO.name)
     }
 
     fn flush(&self) -> Result<()> {
@@ -194,7 +235,34 @@ impl<M: Map + 'static> Format for ReadOnly<M> {
     }
 
     fn resize(&self, _guest_bytes: u64) -> Result<()> {
-        refuse_writing(self.storage.name(), self.map.name())
+        refuse_writing(self.storage.name(), M::INFO.name)
+    }
+
+    fn map_cache(&self) -> Option<&dyn MapCache> {
+        Some(self)
+    }
+
+    fn compressed_units(&self) -> Option<&dyn CompressedUnits> {
+        Some(self)
+    }
+}
+
+impl<M: Map> MapCache for ReadOnly<M> {
+    fn stats(&self) -> MapCacheStats {
+        let used_bytes = self.tables.used_bytes();
+        let map_bytes = self.map.table_bytes();
+        MapCacheStats { used_bytes, map_bytes, ..MapCacheStats::default() }
+    }
+}
+
+impl<M: Map> CompressedUnits for ReadOnly<M> {
+    fn unpack(
+        &self,
+        compressed: &Compressed,
+        compressed_bytes: &[u8],
+        out: &mut [u8],
+    ) -> Result<()> {
+        inflate::unpack(self.storage.name(), compressed, compressed_bytes, out)
     }
 }
 
@@ -202,11 +270,7 @@ impl<M: Map + 'static> Format for ReadOnly<M> {
 ///
 /// # Errors
 /// [`Error::Interrupted`]; those of the storage.
-pub(crate) fn check<M: Map>(
-    storage: &dyn Storage,
-    map: &M,
-    monitor: &Monitor<'_>,
-) -> Result<CheckReport> {
+fn check<M: Map>(storage: &dyn Storage, map: &M, monitor: &Monitor<'_>) -> Result<CheckReport> {
     let tables = Tables::default();
     let (size, cluster) = (map.guest_bytes(), map.cluster_bytes());
     let mut report =
@@ -233,6 +297,15 @@ pub(crate) fn check<M: Map>(
             }
             Err(error) => return Err(error),
         }
+    }
+    if let Some((offset, structure)) = map.unclean() {
+        report.add(Finding {
+            severity: Severity::Leak,
+            offset,
+            structure,
+            message: "the image was not closed cleanly, or is in use".to_owned(),
+            repaired: false,
+        });
     }
     Ok(report)
 }

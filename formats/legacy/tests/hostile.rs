@@ -7,7 +7,7 @@ use support::{
 };
 use vdkit_block::{FormatDriver, GuestOffset, Limits, OpenRequest, Probe, Result};
 use vdkit_chain::{Disk, OpenOptions};
-use vdkit_legacy::{CloopDriver, DmgDriver, ParallelsDriver, QcowDriver, QedDriver};
+use vdkit_legacy::{CLOOP, DMG, PARALLELS, QCOW, QED};
 use vdkit_testbase::{Rng, qemu, require_peer};
 
 /// One small image of each format, in the order of the drivers.
@@ -88,7 +88,7 @@ fn nothing_is_written() {
         assert!(open(driver, &image, false).is_ok(), "{}", driver.name());
         let error = open(driver, &image, true).unwrap_err().to_string();
         assert!(error.contains("only read"), "{error}");
-        assert!(!driver.writes());
+        assert!(driver.creation().is_none());
     }
 }
 
@@ -98,10 +98,9 @@ fn what_was_not_closed_cleanly_is_told() {
     if images[0].is_empty() {
         return;
     }
-    for (driver, image, at, word) in [
-        (&QedDriver as &dyn FormatDriver, &images[1], 16, 2_u32),
-        (&ParallelsDriver, &images[2], 44, 0x746f_6e59),
-    ] {
+    for (driver, image, at, word) in
+        [(QED, &images[1], 16, 2_u32), (PARALLELS, &images[2], 44, 0x746f_6e59)]
+    {
         let mut bytes = image.clone();
         bytes[at..at + 4].copy_from_slice(&word.to_le_bytes());
         assert!(driver.describe(&memory(&bytes), &Limits::default()).unwrap().dirty);
@@ -120,9 +119,9 @@ fn an_encrypted_qcow_is_refused_and_described() {
         return;
     }
     bytes[39] = 1;
-    let info = QcowDriver.describe(&memory(&bytes), &Limits::default()).unwrap();
+    let info = QCOW.describe(&memory(&bytes), &Limits::default()).unwrap();
     assert_eq!(info.encryption.as_deref(), Some("aes"));
-    assert!(open(&QcowDriver, &bytes, false).unwrap_err().to_string().contains("encrypted"));
+    assert!(open(QCOW, &bytes, false).unwrap_err().to_string().contains("encrypted"));
 }
 
 #[test]
@@ -132,7 +131,7 @@ fn unknown_feature_bits_of_qed_are_refused() {
         return;
     }
     bytes[17] = 1;
-    let error = open(&QedDriver, &bytes, false).unwrap_err().to_string();
+    let error = open(QED, &bytes, false).unwrap_err().to_string();
     assert!(error.contains("0x100"), "{error}");
 }
 
@@ -140,7 +139,7 @@ fn unknown_feature_bits_of_qed_are_refused() {
 fn large_units_are_refused() {
     let mut bytes = cloop(&content(4096, 1), 4096);
     bytes[128..132].copy_from_slice(&(64_u32 << 20).to_be_bytes());
-    let error = open(&CloopDriver, &bytes, false).unwrap_err().to_string();
+    let error = open(CLOOP, &bytes, false).unwrap_err().to_string();
     assert!(error.contains("limit"), "{error}");
 }
 
@@ -188,7 +187,7 @@ fn unknown_chunks_of_dmg_are_named() {
             writable: false,
             limits: Limits::default(),
         };
-        let format = DmgDriver.open(request).unwrap();
+        let format = DMG.open(request).unwrap();
         let first = format.resolve(GuestOffset(0), 512);
         let second = format.resolve(GuestOffset(32 << 10), 512);
         let error = first.and(second).unwrap_err().to_string();

@@ -5,7 +5,7 @@ mod support;
 use std::path::{Path, PathBuf};
 
 use support::{Fork, bochs, cloop, content, dmg, dump, found, theirs};
-use vdkit_legacy::{BochsDriver, CloopDriver, DmgDriver, ParallelsDriver, QcowDriver, QedDriver};
+use vdkit_legacy::{BOCHS, CLOOP, DMG, PARALLELS, QCOW, QED};
 use vdkit_testbase::{Rng, qemu, require_peer};
 
 fn peers() -> bool {
@@ -48,12 +48,12 @@ fn what_qemu_writes() {
     let dir = tempfile::tempdir().unwrap();
     let size = (9 << 20) + 512;
     for (format, options, driver) in [
-        ("qcow", &[][..], &QcowDriver as &dyn vdkit_block::FormatDriver),
-        ("qed", &[], &QedDriver),
-        ("qed", &["cluster_size=4096,table_size=2"], &QedDriver),
-        ("qed", &["cluster_size=1M,table_size=4"], &QedDriver),
-        ("parallels", &[], &ParallelsDriver),
-        ("parallels", &["cluster_size=64K"], &ParallelsDriver),
+        ("qcow", &[][..], QCOW),
+        ("qed", &[], QED),
+        ("qed", &["cluster_size=4096,table_size=2"], QED),
+        ("qed", &["cluster_size=1M,table_size=4"], QED),
+        ("parallels", &[], PARALLELS),
+        ("parallels", &["cluster_size=64K"], PARALLELS),
     ] {
         let path = dir.path().join("image");
         qemu::create(&path, format, size, options, None);
@@ -91,7 +91,7 @@ fn compressed_clusters_of_qcow() {
     same(&path, "qcow");
     assert!(dump(&path)[..3 * 4096] == disk[..3 * 4096]);
     let bytes = std::fs::read(&path).unwrap();
-    assert_eq!(found(&QcowDriver, &bytes), (0, 0));
+    assert_eq!(found(QCOW, &bytes), (0, 0));
     // Some clusters are overwritten, and are then uncompressed.
     write(&path, "qcow", 3 << 20, 8);
     same(&path, "qcow");
@@ -153,7 +153,7 @@ fn cloop_blocks_of_all_sizes() {
         if len > 0 {
             same(&path, "cloop");
         }
-        assert_eq!(found(&CloopDriver, &bytes), (0, 0), "{block}");
+        assert_eq!(found(CLOOP, &bytes), (0, 0), "{block}");
     }
 }
 
@@ -170,7 +170,7 @@ fn bochs_of_both_versions() {
         std::fs::write(&path, &bytes).unwrap();
         assert!(dump(&path) == disk, "{version:#x}");
         same(&path, "bochs");
-        assert_eq!(found(&BochsDriver, &bytes), (0, 0));
+        assert_eq!(found(BOCHS, &bytes), (0, 0));
     }
 }
 
@@ -186,7 +186,7 @@ fn dmg_chunks_of_all_kinds() {
         let bytes = dmg(&disk, fork);
         std::fs::write(&path, &bytes).unwrap();
         assert!(dump(&path) == disk, "{fork:?}");
-        assert_eq!(found(&DmgDriver, &bytes), (0, 0));
+        assert_eq!(found(DMG, &bytes), (0, 0));
         // QEMU's packages leave bzip2 to a module that may be missing.
         let help = qemu::try_io(&path, "dmg", &["read 0 1M"]);
         if help.code == 0 && !help.stderr.contains("Could not open") {

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, CreateRequest, Error, Format, FormatDriver, HostOffset, ImageInfo, KeySlots,
-    Limits, Measured, Monitor, OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Result,
-    Secret, SectorCipher, Storage, ZeroMode,
+    CheckReport, CreateRequest, Creation, DriverInfo, Error, Format, FormatDriver, HostOffset,
+    ImageInfo, KeySlots, KeyedImages, Limits, Measured, Monitor, OpenRequest, OptionKind,
+    OptionSpec, Options, Probe, Repair, Result, Secret, SectorCipher, Storage, ZeroMode,
 };
 
 use crate::format::{LuksFormat, guest_bytes_of, place_of};
@@ -36,20 +36,12 @@ const FULL_STEP: u64 = 1 << 20;
 pub struct LuksDriver;
 
 impl FormatDriver for LuksDriver {
-    fn name(&self) -> &'static str {
-        "luks"
-    }
-
-    fn description(&self) -> &'static str {
-        "a raw disk, encrypted: LUKS version 1, as cryptsetup and QEMU know it"
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        SPECS
-    }
-
-    fn writes(&self) -> bool {
-        true
+    fn info(&self) -> DriverInfo {
+        DriverInfo {
+            name: "luks",
+            aliases: &[],
+            description: "a raw disk, encrypted: LUKS version 1, as cryptsetup and QEMU know it",
+        }
     }
 
     /// Matches other versions too: an error about the version is better than probing as raw.
@@ -65,7 +57,7 @@ impl FormatDriver for LuksDriver {
         Ok(ImageInfo {
             encryption: Some("luks".to_owned()),
             properties,
-            ..ImageInfo::new(self.name(), virtual_size)
+            ..ImageInfo::new(self.info().name, virtual_size)
         })
     }
 
@@ -73,12 +65,32 @@ impl FormatDriver for LuksDriver {
         self.open_with_keys(request, &[])
     }
 
-    fn open_with_keys(&self, request: OpenRequest, keys: &[Secret]) -> Result<Arc<dyn Format>> {
-        Ok(Arc::new(LuksFormat::open(request, keys)?))
+    /// The header is all the metadata.
+    fn check(
+        &self,
+        storage: &Arc<dyn Storage>,
+        _files: &[Arc<dyn Storage>],
+        _repair: Repair,
+        _limits: &Limits,
+        _monitor: &Monitor<'_>,
+    ) -> Result<CheckReport> {
+        let header = Header::read(&**storage, place_of(&**storage)?)?;
+        guest_bytes_of(&header, &**storage)?;
+        Ok(CheckReport { image_end_offset: storage.len()?, ..CheckReport::default() })
     }
 
-    fn encrypts(&self, _options: &Options) -> bool {
-        true
+    fn creation(&self) -> Option<&dyn Creation> {
+        Some(self)
+    }
+
+    fn keyed_images(&self) -> Option<&dyn KeyedImages> {
+        Some(self)
+    }
+}
+
+impl Creation for LuksDriver {
+    fn options(&self) -> &'static [OptionSpec] {
+        SPECS
     }
 
     fn create(&self, request: &CreateRequest) -> Result<()> {
@@ -119,27 +131,8 @@ impl FormatDriver for LuksDriver {
         storage.sync()
     }
 
-    fn key_slots(
-        &self,
-        storage: &Arc<dyn Storage>,
-        limits: &Limits,
-    ) -> Result<Option<Box<dyn KeySlots>>> {
-        let place = place_of(&**storage)?;
-        Ok(Some(Box::new(LuksSlots::read(storage.clone(), place, limits)?)))
-    }
-
-    /// The header is all the metadata.
-    fn check(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        _repair: Repair,
-        _limits: &Limits,
-        _monitor: &Monitor<'_>,
-    ) -> Result<CheckReport> {
-        let header = Header::read(&**storage, place_of(&**storage)?)?;
-        guest_bytes_of(&header, &**storage)?;
-        Ok(CheckReport { image_end_offset: storage.len()?, ..CheckReport::default() })
+    fn encrypts(&self, _options: &Options) -> bool {
+        true
     }
 
     fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
@@ -150,6 +143,21 @@ impl FormatDriver for LuksDriver {
     fn measure(&self, guest_bytes: u64, options: &Options, _clusters: u64) -> Result<Measured> {
         let (_, end) = sizes(&NewHeader::from_options(options, "")?, guest_bytes)?;
         Ok(Measured { required: end, fully_allocated: end })
+    }
+}
+
+impl KeyedImages for LuksDriver {
+    fn open_with_keys(&self, request: OpenRequest, keys: &[Secret]) -> Result<Arc<dyn Format>> {
+        Ok(Arc::new(LuksFormat::open(request, keys)?))
+    }
+
+    fn key_slots(
+        &self,
+        storage: &Arc<dyn Storage>,
+        limits: &Limits,
+    ) -> Result<Option<Box<dyn KeySlots>>> {
+        let place = place_of(&**storage)?;
+        Ok(Some(Box::new(LuksSlots::read(storage.clone(), place, limits)?)))
     }
 }
 

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CreateRequest, Error, Format, FormatDriver, HostOffset, KeySlots, Limits, OpenRequest, Options,
-    Result, Secret, Storage, StorageExt,
+    CreateRequest, Creation, Error, Format, FormatDriver, HostOffset, KeySlots, KeyedImages,
+    Limits, OpenRequest, Options, Result, Secret, Storage, StorageExt,
 };
 use vdkit_luks::{HEADER_BYTES, Header, HeaderPlace, LuksDriver, LuksSlots, SLOTS};
 use vdkit_storage::MemoryStorage;

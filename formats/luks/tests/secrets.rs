@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::sync::Arc;
 
 use vdkit_block::{
-    CreateRequest, Format, FormatDriver, Limits, OpenRequest, Options, Secret, Storage,
+    CreateRequest, Creation, Format, KeyedImages, Limits, OpenRequest, Options, Secret, Storage,
 };
 use vdkit_luks::LuksDriver;
 use vdkit_storage::MemoryStorage;

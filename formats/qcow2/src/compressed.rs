@@ -27,7 +27,7 @@ struct Region {
 }
 
 impl Qcow2 {
-    /// As [`vdkit_block::Format::reserve_compressed`].
+    /// As [`vdkit_block::CompressedWriter::reserve_compressed`].
     pub(crate) fn reserve_compressed(
         &self,
         at: GuestOffset,

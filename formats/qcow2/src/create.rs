@@ -180,7 +180,7 @@ impl Plan {
     }
 }
 
-/// Creates an image; see [`vdkit_block::FormatDriver::create`].
+/// Creates an image; see [`vdkit_block::Creation::create`].
 ///
 /// Truncates the files first, including the data file; on a device, overwrites the space that the
 /// image uses.

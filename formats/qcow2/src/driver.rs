@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    AmendRequest, CheckReport, CompactOptions, CompactReport, CreateRequest, Format, FormatDriver,
-    ImageInfo, KeySlots, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Probe,
-    Repair, Result, Secret, Storage,
+    AmendRequest, Amendment, CheckReport, CompactOptions, CompactReport, Compaction, CreateRequest,
+    Creation, DriverInfo, Format, FormatDriver, ImageInfo, KeySlots, KeyedImages, Limits, Measured,
+    Monitor, OpenRequest, OptionSpec, Options, Probe, Repair, Result, Secret, Storage,
 };
 use vdkit_luks::LuksSlots;
 
@@ -18,20 +18,12 @@ use crate::{Qcow2, amend, check, create, describe, encrypted, layout, measure};
 pub struct Qcow2Driver;
 
 impl FormatDriver for Qcow2Driver {
-    fn name(&self) -> &'static str {
-        "qcow2"
-    }
-
-    fn description(&self) -> &'static str {
-        "QEMU's own format: sparse, on backing files, compressed, with snapshots"
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        SPECS
-    }
-
-    fn writes(&self) -> bool {
-        true
+    fn info(&self) -> DriverInfo {
+        DriverInfo {
+            name: "qcow2",
+            aliases: &[],
+            description: "QEMU's own format: sparse, on backing files, compressed, with snapshots",
+        }
     }
 
     fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
@@ -50,20 +42,63 @@ impl FormatDriver for Qcow2Driver {
         Ok(Qcow2::open(request)?)
     }
 
-    fn open_with_keys(&self, request: OpenRequest, keys: &[Secret]) -> Result<Arc<dyn Format>> {
-        Ok(Qcow2::open_with_keys(request, keys)?)
+    fn check(
+        &self,
+        storage: &Arc<dyn Storage>,
+        files: &[Arc<dyn Storage>],
+        repair: Repair,
+        limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CheckReport> {
+        check::check(storage, files.first(), repair, limits, monitor)
     }
 
-    fn new_files(&self, _: &str, _: u64, options: &Options) -> Result<Vec<String>> {
-        Ok(options.text("data_file").map(str::to_owned).into_iter().collect())
+    fn creation(&self) -> Option<&dyn Creation> {
+        Some(self)
+    }
+
+    fn keyed_images(&self) -> Option<&dyn KeyedImages> {
+        Some(self)
+    }
+
+    fn compaction(&self) -> Option<&dyn Compaction> {
+        Some(self)
+    }
+
+    fn amendment(&self) -> Option<&dyn Amendment> {
+        Some(self)
+    }
+}
+
+impl Creation for Qcow2Driver {
+    fn options(&self) -> &'static [OptionSpec] {
+        SPECS
     }
 
     fn create(&self, request: &CreateRequest) -> Result<()> {
         create::create(request)
     }
 
+    fn new_files(&self, _: &str, _: u64, options: &Options) -> Result<Vec<String>> {
+        Ok(options.text("data_file").map(str::to_owned).into_iter().collect())
+    }
+
     fn encrypts(&self, options: &Options) -> bool {
         options.text(ENCRYPT_FORMAT).is_some()
+    }
+
+    fn cluster_bytes(&self, options: &Options) -> Result<u64> {
+        Ok(CreateOptions::new(options, None)?.geometry.cluster_bytes())
+    }
+
+    fn measure(&self, guest_bytes: u64, options: &Options, data_clusters: u64) -> Result<Measured> {
+        measure::measure(guest_bytes, options, data_clusters)
+    }
+}
+
+impl KeyedImages for Qcow2Driver {
+    fn open_with_keys(&self, request: OpenRequest, keys: &[Secret]) -> Result<Arc<dyn Format>> {
+        Ok(Qcow2::open_with_keys(request, keys)?)
     }
 
     fn key_slots(
@@ -78,18 +113,9 @@ impl FormatDriver for Qcow2Driver {
         let place = encrypted::luks_place(&header, &**storage)?;
         Ok(Some(Box::new(LuksSlots::read(storage.clone(), place, limits)?)))
     }
+}
 
-    fn check(
-        &self,
-        storage: &Arc<dyn Storage>,
-        files: &[Arc<dyn Storage>],
-        repair: Repair,
-        limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CheckReport> {
-        check::check(storage, files.first(), repair, limits, monitor)
-    }
-
+impl Compaction for Qcow2Driver {
     fn compact(
         &self,
         storage: &Arc<dyn Storage>,
@@ -100,20 +126,14 @@ impl FormatDriver for Qcow2Driver {
     ) -> Result<CompactReport> {
         check::compact(storage, files.first(), options, limits, monitor)
     }
+}
 
+impl Amendment for Qcow2Driver {
     fn amends_backing(&self) -> bool {
         true
     }
 
     fn amend(&self, request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
         amend::amend(request, monitor)
-    }
-
-    fn cluster_bytes(&self, options: &Options) -> Result<u64> {
-        Ok(CreateOptions::new(options, None)?.geometry.cluster_bytes())
-    }
-
-    fn measure(&self, guest_bytes: u64, options: &Options, data_clusters: u64) -> Result<Measured> {
-        measure::measure(guest_bytes, options, data_clusters)
     }
 }

@@ -5,7 +5,7 @@ use vdkit_block::{Error, HostOffset, Result};
 use crate::image::Qcow2;
 
 impl Qcow2 {
-    /// As [`vdkit_block::Format::empty`].
+    /// As [`vdkit_block::Overlay::empty`].
     ///
     /// Entries and L2 tables are dropped as in a shrink: clusters lose their refcounts only once no
     /// entry on disk refers to them. If the caller has first committed the image's content to its

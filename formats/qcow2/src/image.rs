@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use parking_lot::RwLock;
 use rustc_hash::FxHashSet;
 use vdkit_block::{
-    BackingRef, Bitmaps, CancelToken, Compressed, CompressedReservation, Error, Extent, FileIndex,
-    Format, FormatCaps, GuestOffset, HostOffset, InFlight, IoAction, Limits, MapCacheStats,
-    Monitor, NoProgress, OpenRequest, Remedy, Reservation, Reserver, Result, Secret, Snapshots,
-    Storage, Ticket,
+    BackingRef, Bitmaps, CancelToken, Compressed, CompressedReservation, CompressedUnits,
+    CompressedWriter, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, HostOffset,
+    InFlight, IoAction, Limits, MapCache, MapCacheStats, Monitor, NoProgress, OpenRequest, Overlay,
+    Remedy, Reservation, Reserver, Result, Secret, Snapshots, Storage, Ticket,
 };
 use vdkit_meta::{Engine, Reclaim, State, Tickets};
 
@@ -47,7 +47,7 @@ pub struct Qcow2 {
     /// Set if the file of a read-only image ends before some L2 tables.
     pub(crate) cut: Option<Cut>,
     pub(crate) slices: SliceCache,
-    /// See [`Format::expect_one_pass`].
+    /// See [`MapCache::expect_one_pass`].
     pub(crate) one_pass: AtomicBool,
     /// Host clusters that hold metadata, which guest data must not overwrite. Empty when read-only.
     pub(crate) metadata: RwLock<FxHashSet<u64>>,
@@ -176,11 +176,14 @@ impl Qcow2 {
             metadata = metadata_clusters(&header, &meta.space.refcounts, &l1);
             bitmaps =
                 BitmapState::open(&mut header, &*storage, &mut metadata, &limits, &mut warnings)?;
-            // An image without L2 tables, snapshots and bitmaps, such as a new one, refers to no
-            // cluster beyond its metadata and the end of its file. Refcounts there are zero and
-            // need not be read.
-            if is_blank(&header, &l1, &meta.space.refcounts) && storage.caps().growable {
-                let end = metadata.iter().max().map_or(0, |&last| last + 1);
+            let end = metadata.iter().max().map_or(0, |&last| last + 1);
+            if !storage.caps().growable {
+                // Where refcount blocks are missing, metadata may lie beyond those that there are.
+                meta.space.raise_frontier(end);
+            } else if is_blank(&header, &l1, &meta.space.refcounts) {
+                // An image without L2 tables, snapshots and bitmaps, such as a new one, refers to
+                // no cluster beyond its metadata and the end of its file. Refcounts there are zero
+                // and need not be read.
                 let from = end.max(meta.space.frontier);
                 meta.space.refcounts.zero_from(from);
             }
@@ -512,25 +515,6 @@ impl Format for Qcow2 {
         self.map_cached(at, len)
     }
 
-    fn expect_one_pass(&self) {
-        self.one_pass.store(true, Ordering::Relaxed);
-    }
-
-    fn map_cache(&self) -> Option<MapCacheStats> {
-        let clusters = self.guest_len().div_ceil(self.geometry.cluster_bytes());
-        let map_bytes = clusters.saturating_mul(self.geometry.l2_entry_bytes());
-        Some(MapCacheStats { map_bytes, ..self.slices.stats() })
-    }
-
-    fn unpack(
-        &self,
-        compressed: &Compressed,
-        compressed_bytes: &[u8],
-        out: &mut [u8],
-    ) -> Result<()> {
-        self.unpack_cluster(compressed.offset, compressed_bytes, out)
-    }
-
     fn note_write(&self, at: GuestOffset, len: u64) -> Result<()> {
         self.note(at.0..at.0.saturating_add(len))
     }
@@ -549,36 +533,12 @@ impl Format for Qcow2 {
         Ok(reserved)
     }
 
-    fn reserve_compressed(
-        &self,
-        at: GuestOffset,
-        lens: &[u32],
-    ) -> Result<CompressedReservation<'_>> {
-        self.need_writable()?;
-        let reserved = self.reserve_compressed(at, lens)?;
-        let bytes = reserved.units as u64 * self.geometry.cluster_bytes();
-        self.note(at.0..(at.0 + bytes).min(self.guest_len()))?;
-        Ok(reserved)
-    }
-
     fn zero(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<std::ops::Range<u64>> {
         self.need_writable()?;
         self.in_range(at, len, IoAction::WriteZeroes)?;
         let _guard = self.in_flight.enter();
         self.note(at.0..at.0 + len)?;
         self.zero_range(at, len, may_unmap)
-    }
-
-    fn zero_persistent(&self, at: GuestOffset, len: u64) -> Result<std::ops::Range<u64>> {
-        self.need_writable()?;
-        self.in_range(at, len, IoAction::WriteZeroes)?;
-        let _guard = self.in_flight.enter();
-        self.note(at.0..at.0 + len)?;
-        self.zero_range_for_good(at, len)
-    }
-
-    fn empty(&self) -> Result<()> {
-        self.empty_map()
     }
 
     fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
@@ -601,14 +561,81 @@ impl Format for Qcow2 {
         self.resize_over(guest_bytes, 0).map(drop)
     }
 
+    fn snapshots(&self) -> Option<&dyn Snapshots> {
+        Some(self)
+    }
+
+    fn map_cache(&self) -> Option<&dyn MapCache> {
+        Some(self)
+    }
+
+    fn compressed_units(&self) -> Option<&dyn CompressedUnits> {
+        Some(self)
+    }
+
+    fn compressed_writer(&self) -> Option<&dyn CompressedWriter> {
+        Some(self)
+    }
+
+    fn overlay(&self) -> Option<&dyn Overlay> {
+        Some(self)
+    }
+}
+
+impl MapCache for Qcow2 {
+    fn stats(&self) -> MapCacheStats {
+        let clusters = self.guest_len().div_ceil(self.geometry.cluster_bytes());
+        let map_bytes = clusters.saturating_mul(self.geometry.l2_entry_bytes());
+        MapCacheStats { map_bytes, ..self.slices.stats() }
+    }
+
+    fn expect_one_pass(&self) {
+        self.one_pass.store(true, Ordering::Relaxed);
+    }
+}
+
+impl CompressedUnits for Qcow2 {
+    fn unpack(
+        &self,
+        compressed: &Compressed,
+        compressed_bytes: &[u8],
+        out: &mut [u8],
+    ) -> Result<()> {
+        self.unpack_cluster(compressed.offset, compressed_bytes, out)
+    }
+}
+
+impl CompressedWriter for Qcow2 {
+    fn reserve_compressed(
+        &self,
+        at: GuestOffset,
+        lens: &[u32],
+    ) -> Result<CompressedReservation<'_>> {
+        self.need_writable()?;
+        let reserved = self.reserve_compressed(at, lens)?;
+        let bytes = reserved.units as u64 * self.geometry.cluster_bytes();
+        self.note(at.0..(at.0 + bytes).min(self.guest_len()))?;
+        Ok(reserved)
+    }
+}
+
+impl Overlay for Qcow2 {
+    fn zero_persistent(&self, at: GuestOffset, len: u64) -> Result<std::ops::Range<u64>> {
+        self.need_writable()?;
+        self.in_range(at, len, IoAction::WriteZeroes)?;
+        let _guard = self.in_flight.enter();
+        self.note(at.0..at.0 + len)?;
+        self.zero_range_for_good(at, len)
+    }
+
+    fn empty(&self) -> Result<()> {
+        self.empty_map()
+    }
+
     fn resize_over(&self, guest_bytes: u64, beneath: u64) -> Result<bool> {
         self.need_writable()?;
         self.resize_to(guest_bytes, beneath)?;
         Ok(true)
-    }
-
-    fn snapshots(&self) -> Option<&dyn Snapshots> {
-        Some(self)
     }
 }
 

@@ -347,13 +347,14 @@ fn steps(words: &[u64], word: u64, step: u64) -> u64 {
 mod tests {
     use std::sync::Arc;
 
-    use vdkit_block::{CreateRequest, Format, FormatDriver, Limits, OpenRequest, Options, Storage};
+    use vdkit_block::{CreateRequest, Format, Limits, OpenRequest, Options, Storage};
     use vdkit_storage::MemoryStorage;
     use vdkit_testbase::CountingStorage;
 
     use super::*;
     use crate::Qcow2Driver;
     use crate::layout::ZERO;
+    use vdkit_block::{Creation, MapCache};
 
     /// A thread that found no L2 table may count the run after another thread has made one.
     /// Counting from the new table once returned an empty run or one of the full length.

@@ -124,7 +124,7 @@ pub(crate) fn size_text(cluster_bits: u32) -> String {
     }
 }
 
-/// See [`vdkit_block::FormatDriver::measure`]. Equal to `qemu-img measure`: both sizes include the
+/// See [`vdkit_block::Creation::measure`]. Equal to `qemu-img measure`: both sizes include the
 /// metadata of the fully allocated disk, so the required size is an upper bound; both include the
 /// data even if an external data file holds it.
 ///

@@ -450,12 +450,13 @@ fn set_refcounts(block: &mut [u8], range: Range<u64>, order: u32, value: u64) {
 mod tests {
     use std::sync::Arc;
 
-    use vdkit_block::{CreateRequest, FormatDriver, Limits, Options};
+    use vdkit_block::{CreateRequest, Limits, Options};
     use vdkit_storage::MemoryStorage;
     use vdkit_testbase::CountingStorage;
 
     use super::*;
     use crate::Qcow2Driver;
+    use vdkit_block::Creation;
 
     #[test]
     fn a_run_is_read_at_once_and_one_cluster_by_its_slice() {

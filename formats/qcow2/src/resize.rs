@@ -17,7 +17,7 @@ use crate::pool::Space;
 const ZERO_STEP: u64 = 8 << 20;
 
 impl Qcow2 {
-    /// As [`vdkit_block::Format::resize_over`].
+    /// As [`vdkit_block::Overlay::resize_over`].
     pub(crate) fn resize_to(&self, new: u64, beneath: u64) -> Result<()> {
         let new = new.checked_next_multiple_of(512).unwrap_or(u64::MAX);
         if new > i64::MAX as u64 - self.geometry.cluster_bytes() {

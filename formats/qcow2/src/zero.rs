@@ -48,7 +48,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// As [`vdkit_block::Format::zero_persistent`].
+    /// As [`vdkit_block::Overlay::zero_persistent`].
     pub(crate) fn zero_range_for_good(&self, at: GuestOffset, len: u64) -> Result<Range<u64>> {
         if self.header.version() < 3 {
             return Ok(at.0..at.0); // no zero flag; holes expose a backing file added later

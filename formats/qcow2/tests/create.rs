@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use common::{assert_described_alike, create, new_file, options, scratch};
 use vdkit_block::{
-    BackingRef, CreateRequest, Format, FormatDriver, GuestOffset, Limits, OpenRequest, Place,
-    Storage,
+    BackingRef, CreateRequest, Creation, Format, FormatDriver, GuestOffset, Limits, OpenRequest,
+    Place, Storage,
 };
 use vdkit_qcow2::{Qcow2, Qcow2Driver};
 use vdkit_storage::{FileOptions, FileStorage, MemoryStorage};

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use common::{assert_described_alike, create, describe, property, scratch};
-use vdkit_block::{Error, FormatDriver, HostOffset, Limits, OpenRequest, Probe, Storage};
+use vdkit_block::{Creation, Error, FormatDriver, HostOffset, Limits, OpenRequest, Probe, Storage};
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_storage::{FileOptions, FileStorage, MemoryStorage};
 use vdkit_testbase::{CountingStorage, Counts, qemu, require_peer};

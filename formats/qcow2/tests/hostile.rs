@@ -7,8 +7,8 @@ use std::sync::{Arc, OnceLock};
 use common::options;
 use proptest::prelude::*;
 use vdkit_block::{
-    BackingRef, CreateRequest, Error, ErrorKind, FormatDriver, GuestOffset, HostOffset, ImageInfo,
-    Limits, Monitor, OpenRequest, Repair, Result, Storage,
+    BackingRef, CreateRequest, Creation, Error, ErrorKind, Format, FormatDriver, GuestOffset,
+    HostOffset, ImageInfo, Limits, Monitor, OpenRequest, Repair, Result, Storage,
 };
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_storage::MemoryStorage;
@@ -441,4 +441,67 @@ proptest! {
         let _ = describe(&bytes);
         use_all(&bytes);
     }
+}
+
+/// Writes one cluster of `byte` at guest offset `at`.
+fn write_cluster(image: &dyn Format, at: u64, byte: u8) -> Result<()> {
+    let bytes = vec![byte; image.caps().cluster_bytes as usize];
+    let place = image.reserve(GuestOffset(at), bytes.len() as u64)?.expect("a new cluster");
+    image.storage().write_at(&bytes, place.host_of(at))?;
+    place.publish()
+}
+
+/// On a device, the refcount blocks say how far clusters are in use. L2 tables beyond them, which a
+/// wiped end of the refcount table leaves, are not allocated again.
+#[test]
+fn tables_on_a_device_beyond_the_refcount_blocks_are_not_overwritten() {
+    const CLUSTER: u64 = 512;
+    let memory = MemoryStorage::from_bytes("device", &vec![0; 1 << 20]).fixed_len();
+    let storage: Arc<dyn Storage> = Arc::new(memory);
+    let request = CreateRequest {
+        storage: storage.clone(),
+        files: Vec::new(),
+        guest_bytes: 1 << 20,
+        options: options("cluster_size=512"),
+        backing: None,
+        backing_bytes: None,
+    };
+    Qcow2Driver.create(&request).unwrap();
+    let open = || {
+        let (storage, limits) = (storage.clone(), Limits::default());
+        Qcow2Driver.open(OpenRequest { storage, files: Vec::new(), writable: true, limits })
+    };
+    let image = open().unwrap();
+    // Every L2 table maps 32 KiB. 256 clusters are described by one refcount block.
+    for at in (0..300).map(|index| index * CLUSTER) {
+        write_cluster(&*image, at, 1).unwrap();
+    }
+    image.close().unwrap();
+
+    let mut header = [0; 104];
+    storage.read_at(&mut header, HostOffset(0)).unwrap();
+    let be64 = |at: usize| u64::from_be_bytes(header[at..at + 8].try_into().unwrap());
+    let (l1, refcount_table) = (be64(40), be64(48));
+    let table = |index: u64| {
+        let mut entry = [0; 8];
+        storage.read_at(&mut entry, HostOffset(l1 + index * 8)).unwrap();
+        u64::from_be_bytes(entry) & 0x00ff_ffff_ffff_fe00
+    };
+    let last = (0..10).map(table).max().unwrap();
+    assert!(last > 256 * CLUSTER, "a table beyond the first refcount block: {last:#x}");
+    storage.write_at(&[0; 504], HostOffset(refcount_table + 8)).unwrap();
+    let bytes_of = |at: u64| {
+        let mut bytes = [0; CLUSTER as usize];
+        storage.read_at(&mut bytes, HostOffset(at)).unwrap();
+        bytes
+    };
+    let before = bytes_of(last);
+
+    let image = open().unwrap();
+    for index in 400..1400 {
+        // It may fail: there is damage.
+        let _ = write_cluster(&*image, index * CLUSTER, 2);
+    }
+    let _ = image.flush();
+    assert_eq!(bytes_of(last), before, "the table was overwritten");
 }

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{create, options, scratch};
-use vdkit_block::{FormatDriver, Measured};
+use vdkit_block::{Creation, Measured};
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_testbase::{qemu, require_peer};
 

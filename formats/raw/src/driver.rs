@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, CompactOptions, CompactReport, CreateRequest, Error, Format, FormatDriver,
-    HostOffset, ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionKind, OptionSpec, Options,
-    Probe, Repair, Result, Storage, ZeroMode, align_up, punch_zeroes,
+    CheckReport, CompactOptions, CompactReport, Compaction, CreateRequest, Creation, DriverInfo,
+    Error, Format, FormatDriver, HostOffset, ImageInfo, Limits, Measured, Monitor, OpenRequest,
+    OptionKind, OptionSpec, Options, Probe, Repair, Result, Storage, ZeroMode, align_up,
+    compact_flat,
 };
 
 use crate::SECTOR_BYTES;
@@ -26,20 +27,12 @@ const FULL_STEP: u64 = 1 << 20;
 pub struct RawDriver;
 
 impl FormatDriver for RawDriver {
-    fn name(&self) -> &'static str {
-        "raw"
-    }
-
-    fn description(&self) -> &'static str {
-        "the guest's bytes as they are, in a file or on a block device"
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        OPTIONS
-    }
-
-    fn writes(&self) -> bool {
-        true
+    fn info(&self) -> DriverInfo {
+        DriverInfo {
+            name: "raw",
+            aliases: &[],
+            description: "the guest's bytes as they are, in a file or on a block device",
+        }
     }
 
     fn probe(&self, _head: &[u8], _tail: &[u8], _len: u64) -> Probe {
@@ -47,15 +40,37 @@ impl FormatDriver for RawDriver {
     }
 
     fn describe(&self, storage: &Arc<dyn Storage>, _limits: &Limits) -> Result<ImageInfo> {
-        Ok(ImageInfo::new(self.name(), guest_bytes_of(&**storage)?))
+        Ok(ImageInfo::new(self.info().name, guest_bytes_of(&**storage)?))
     }
 
     fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
         Ok(Arc::new(RawFormat::new(request.storage, request.writable)?))
     }
 
-    fn writes_in_order(&self, options: &Options) -> bool {
-        options.text("preallocation").is_none_or(|mode| mode == "off")
+    fn check(
+        &self,
+        storage: &Arc<dyn Storage>,
+        _files: &[Arc<dyn Storage>],
+        _repair: Repair,
+        _limits: &Limits,
+        _monitor: &Monitor<'_>,
+    ) -> Result<CheckReport> {
+        // There is no metadata to check; only the length is known.
+        Ok(CheckReport { image_end_offset: storage.len()?, ..CheckReport::default() })
+    }
+
+    fn creation(&self) -> Option<&dyn Creation> {
+        Some(self)
+    }
+
+    fn compaction(&self) -> Option<&dyn Compaction> {
+        Some(self)
+    }
+}
+
+impl Creation for RawDriver {
+    fn options(&self) -> &'static [OptionSpec] {
+        OPTIONS
     }
 
     fn create(&self, request: &CreateRequest) -> Result<()> {
@@ -86,38 +101,8 @@ impl FormatDriver for RawDriver {
         }
     }
 
-    fn check(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        _repair: Repair,
-        _limits: &Limits,
-        _monitor: &Monitor<'_>,
-    ) -> Result<CheckReport> {
-        // There is no metadata to check; only the length is known.
-        Ok(CheckReport { image_end_offset: storage.len()?, ..CheckReport::default() })
-    }
-
-    /// Blocks of zeroes become holes; the length is the disk's and stays.
-    fn compact(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        options: CompactOptions,
-        _limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CompactReport> {
-        let length = storage.len()?;
-        let allocated_before = storage.allocated_bytes()?;
-        let punched_bytes = if options.zero_scan { punch_zeroes(&**storage, monitor)? } else { 0 };
-        Ok(CompactReport {
-            length_before: length,
-            length_after: length,
-            allocated_before,
-            allocated_after: storage.allocated_bytes()?,
-            punched_bytes,
-            ..CompactReport::default()
-        })
+    fn writes_in_order(&self, options: &Options) -> bool {
+        options.text("preallocation").is_none_or(|mode| mode == "off")
     }
 
     fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
@@ -132,6 +117,19 @@ impl FormatDriver for RawDriver {
             Error::Invalid(format!("a raw image of {guest_bytes} bytes is too large"))
         })?;
         Ok(Measured { required: bytes, fully_allocated: bytes })
+    }
+}
+
+impl Compaction for RawDriver {
+    fn compact(
+        &self,
+        storage: &Arc<dyn Storage>,
+        _files: &[Arc<dyn Storage>],
+        options: CompactOptions,
+        _limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CompactReport> {
+        compact_flat(&**storage, options, monitor)
     }
 }
 

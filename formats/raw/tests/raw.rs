@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CreateRequest, Error, ErrorKind, FileIndex, Format, FormatDriver, GuestOffset, HostOffset,
-    Limits, Monitor, Options, Place, Probe, Repair, Storage,
+    CreateRequest, Creation, Error, ErrorKind, FileIndex, Format, FormatDriver, GuestOffset,
+    HostOffset, Limits, Monitor, Options, Place, Probe, Repair, Storage,
 };
 use vdkit_raw::{RawDriver, RawFormat};
 use vdkit_storage::{FileOptions, FileStorage, MemoryStorage};

@@ -48,7 +48,7 @@ pub(crate) fn layout(file: &str, guest_bytes: u64) -> Result<Geometry> {
     })
 }
 
-/// As [`vdkit_block::FormatDriver::create`].
+/// As [`vdkit_block::Creation::create`].
 pub(crate) fn create(request: &CreateRequest) -> Result<()> {
     let storage = &*request.storage;
     if request.backing.is_some() {
@@ -108,7 +108,7 @@ fn header(geometry: &Geometry, guest_bytes: u64, fixed: bool) -> Result<[u8; HEA
     Ok(header)
 }
 
-/// As [`vdkit_block::FormatDriver::measure`].
+/// As [`vdkit_block::Creation::measure`].
 pub(crate) fn measure(guest_bytes: u64, options: &Options, data_blocks: u64) -> Result<Measured> {
     let geometry = layout("vdi", guest_bytes)?;
     let fully_allocated = geometry.base + geometry.entries * BLOCK_BYTES;

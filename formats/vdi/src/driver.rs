@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, CompactOptions, CompactReport, CreateRequest, Error, Format, FormatDriver,
-    ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionKind, OptionSpec, Options, Probe,
-    Repair, Result, Storage,
+    CheckReport, CompactOptions, CompactReport, Compaction, CreateRequest, Creation, DriverInfo,
+    Error, Format, FormatDriver, ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionKind,
+    OptionSpec, Options, Probe, Repair, Result, Storage,
 };
 use vdkit_blockmap::{BlockImage, Opening, compact};
 
@@ -25,20 +25,12 @@ const OPTIONS: &[OptionSpec] = &[OptionSpec {
 pub struct VdiDriver;
 
 impl FormatDriver for VdiDriver {
-    fn name(&self) -> &'static str {
-        "vdi"
-    }
-
-    fn description(&self) -> &'static str {
-        "VirtualBox's disk images: dynamic and static; differencing ones for reading"
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        OPTIONS
-    }
-
-    fn writes(&self) -> bool {
-        true
+    fn info(&self) -> DriverInfo {
+        DriverInfo {
+            name: "vdi",
+            aliases: &[],
+            description: "VirtualBox's disk images: dynamic and static; differencing ones for reading",
+        }
     }
 
     fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
@@ -47,7 +39,7 @@ impl FormatDriver for VdiDriver {
 
     fn describe(&self, storage: &Arc<dyn Storage>, _limits: &Limits) -> Result<ImageInfo> {
         let header = Header::read(&**storage)?;
-        let mut info = ImageInfo::new(self.name(), header.disk_bytes);
+        let mut info = ImageInfo::new(self.info().name, header.disk_bytes);
         info.cluster_size = Some(header.block_bytes.into());
         info.identity = Some(format!("{} {}", header.uuid, header.uuid_modify));
         if header.has_parent() {
@@ -92,10 +84,6 @@ impl FormatDriver for VdiDriver {
         Ok(Arc::new(BlockImage::open(VdiEnvelope::new(&header), opening)?))
     }
 
-    fn create(&self, request: &CreateRequest) -> Result<()> {
-        create::create(request)
-    }
-
     fn check(
         &self,
         storage: &Arc<dyn Storage>,
@@ -107,6 +95,34 @@ impl FormatDriver for VdiDriver {
         check::check(storage, repair, limits, monitor)
     }
 
+    fn creation(&self) -> Option<&dyn Creation> {
+        Some(self)
+    }
+
+    fn compaction(&self) -> Option<&dyn Compaction> {
+        Some(self)
+    }
+}
+
+impl Creation for VdiDriver {
+    fn options(&self) -> &'static [OptionSpec] {
+        OPTIONS
+    }
+
+    fn create(&self, request: &CreateRequest) -> Result<()> {
+        create::create(request)
+    }
+
+    fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
+        Ok(create::BLOCK_BYTES)
+    }
+
+    fn measure(&self, guest_bytes: u64, options: &Options, data_blocks: u64) -> Result<Measured> {
+        create::measure(guest_bytes, options, data_blocks)
+    }
+}
+
+impl Compaction for VdiDriver {
     fn compact(
         &self,
         storage: &Arc<dyn Storage>,
@@ -125,13 +141,5 @@ impl FormatDriver for VdiDriver {
         }
         let envelope = VdiEnvelope::new(&header);
         compact::compact(&**storage, &envelope, &header.geometry(), options, monitor)
-    }
-
-    fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
-        Ok(create::BLOCK_BYTES)
-    }
-
-    fn measure(&self, guest_bytes: u64, options: &Options, data_blocks: u64) -> Result<Measured> {
-        create::measure(guest_bytes, options, data_blocks)
     }
 }

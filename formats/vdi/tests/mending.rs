@@ -5,7 +5,7 @@ mod support;
 use std::sync::Arc;
 
 use support::{DYNAMIC, Shared, content, copy_of, entry, field, found, get, put, written};
-use vdkit_block::{CompactOptions, FormatDriver, GuestOffset, Limits, Monitor, Repair};
+use vdkit_block::{CompactOptions, Compaction, GuestOffset, Limits, Monitor, Repair};
 use vdkit_testbase::CrashStorage;
 use vdkit_vdi::VdiDriver;
 

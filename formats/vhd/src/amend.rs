@@ -8,7 +8,7 @@ use crate::header::DynamicHeader;
 use crate::locate::Footers;
 use crate::parent;
 
-/// As [`vdkit_block::FormatDriver::amend`]. The parent must stay the same, by its unique ID and
+/// As [`vdkit_block::Amendment::amend`]. The parent must stay the same, by its unique ID and
 /// name: another one needs changes in two sectors, which a crash could separate.
 pub(crate) fn amend(request: &AmendRequest) -> Result<Vec<String>> {
     let storage = &*request.storage;

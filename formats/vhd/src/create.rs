@@ -24,7 +24,7 @@ pub(crate) fn size(file: &str, guest_bytes: u64, options: &Options) -> Result<(u
     size_of(file, guest_bytes, options.switch("force_size") == Some(true))
 }
 
-/// As [`vdkit_block::FormatDriver::create`].
+/// As [`vdkit_block::Creation::create`].
 pub(crate) fn create(request: &CreateRequest) -> Result<()> {
     let storage = &*request.storage;
     let (guest_bytes, geometry) = match (&request.backing, request.backing_bytes) {
@@ -121,7 +121,7 @@ pub(crate) fn identity(file: &str, backing: &BackingRef) -> Result<Uuid> {
     })
 }
 
-/// As [`vdkit_block::FormatDriver::measure`].
+/// As [`vdkit_block::Creation::measure`].
 pub(crate) fn measure(guest_bytes: u64, options: &Options, data_blocks: u64) -> Result<Measured> {
     let (guest_bytes, _) = size("vpc", guest_bytes, options)?;
     if fixed(options) {

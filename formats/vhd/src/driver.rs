@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    AmendRequest, CheckReport, CompactOptions, CompactReport, CreateRequest, Format, FormatDriver,
-    ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionKind, OptionSpec, Options, Probe,
-    Repair, Result, Storage, punch_zeroes,
+    AmendRequest, Amendment, CheckReport, CompactOptions, CompactReport, Compaction, CreateRequest,
+    Creation, DriverInfo, Format, FormatDriver, ImageInfo, Limits, Measured, Monitor, OpenRequest,
+    OptionKind, OptionSpec, Options, Probe, Repair, Result, Storage, compact_flat,
 };
 use vdkit_blockmap::{BlockImage, Opening, compact};
 
@@ -58,24 +58,12 @@ impl Dynamic {
 }
 
 impl FormatDriver for VhdDriver {
-    fn name(&self) -> &'static str {
-        "vpc"
-    }
-
-    fn aliases(&self) -> &'static [&'static str] {
-        &["vhd"]
-    }
-
-    fn description(&self) -> &'static str {
-        "VHD, the disk images of Virtual PC, Hyper-V and Azure: fixed, dynamic, differencing"
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        OPTIONS
-    }
-
-    fn writes(&self) -> bool {
-        true
+    fn info(&self) -> DriverInfo {
+        DriverInfo {
+            name: "vpc",
+            aliases: &["vhd"],
+            description: "VHD, the disk images of Virtual PC, Hyper-V and Azure: fixed, dynamic, differencing",
+        }
     }
 
     /// Detects images by the footer copy at the start; fixed and damaged ones by a valid footer at
@@ -95,7 +83,7 @@ impl FormatDriver for VhdDriver {
     fn describe(&self, storage: &Arc<dyn Storage>, _limits: &Limits) -> Result<ImageInfo> {
         let footers = Footers::read(&**storage)?;
         let footer = footers.best(storage.name())?;
-        let mut info = ImageInfo::new(self.name(), footer.disk_bytes());
+        let mut info = ImageInfo::new(self.info().name, footer.disk_bytes());
         info.identity = Some(footer.uuid().to_string());
         let chs = footer.geometry();
         let mut properties = vec![
@@ -116,7 +104,7 @@ impl FormatDriver for VhdDriver {
             if footer.disk_type == DiskType::Differencing {
                 let name = parent::name(&**storage, &header)?;
                 info.backing_file = (!name.is_empty()).then_some(name);
-                info.backing_format = Some(self.name().to_owned());
+                info.backing_format = Some(self.info().name.to_owned());
                 info.backing_time = parent::noted_time(&header);
                 info.backing_identity = Some(header.parent_uuid().to_string());
                 properties.push(("parent-uuid", header.parent_uuid().to_string()));
@@ -153,10 +141,6 @@ impl FormatDriver for VhdDriver {
         Ok(Arc::new(BlockImage::open(envelope, opening)?))
     }
 
-    fn create(&self, request: &CreateRequest) -> Result<()> {
-        create::create(request)
-    }
-
     fn check(
         &self,
         storage: &Arc<dyn Storage>,
@@ -168,26 +152,26 @@ impl FormatDriver for VhdDriver {
         check::check(storage, repair, limits, monitor)
     }
 
-    fn compact(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        options: CompactOptions,
-        _limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CompactReport> {
-        let footers = Footers::read(&**storage)?;
-        if footers.best(storage.name())?.disk_type == DiskType::Fixed {
-            return compact_fixed(&**storage, options, monitor);
-        }
-        let parts = Dynamic::read(&**storage, &footers)?;
-        let (geometry, over_parent) = (parts.header.geometry(), parts.over_parent());
-        let envelope = VhdEnvelope::new(parts.footer, parts.header, over_parent);
-        compact::compact(&**storage, &envelope, &geometry, options, monitor)
+    fn creation(&self) -> Option<&dyn Creation> {
+        Some(self)
     }
 
-    fn amend(&self, request: &AmendRequest, _monitor: &Monitor<'_>) -> Result<Vec<String>> {
-        amend::amend(request)
+    fn compaction(&self) -> Option<&dyn Compaction> {
+        Some(self)
+    }
+
+    fn amendment(&self) -> Option<&dyn Amendment> {
+        Some(self)
+    }
+}
+
+impl Creation for VhdDriver {
+    fn options(&self) -> &'static [OptionSpec] {
+        OPTIONS
+    }
+
+    fn create(&self, request: &CreateRequest) -> Result<()> {
+        create::create(request)
     }
 
     fn cluster_bytes(&self, options: &Options) -> Result<u64> {
@@ -199,21 +183,32 @@ impl FormatDriver for VhdDriver {
     }
 }
 
-/// Turns blocks of zeroes into holes; the length stays that of the disk.
-fn compact_fixed(
-    storage: &dyn Storage,
-    options: CompactOptions,
-    monitor: &Monitor<'_>,
-) -> Result<CompactReport> {
-    let length = storage.len()?;
-    let allocated_before = storage.allocated_bytes()?;
-    let punched_bytes = if options.zero_scan { punch_zeroes(storage, monitor)? } else { 0 };
-    Ok(CompactReport {
-        length_before: length,
-        length_after: length,
-        allocated_before,
-        allocated_after: storage.allocated_bytes()?,
-        punched_bytes,
-        ..CompactReport::default()
-    })
+impl Compaction for VhdDriver {
+    fn compact(
+        &self,
+        storage: &Arc<dyn Storage>,
+        _files: &[Arc<dyn Storage>],
+        options: CompactOptions,
+        _limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CompactReport> {
+        let footers = Footers::read(&**storage)?;
+        if footers.best(storage.name())?.disk_type == DiskType::Fixed {
+            return compact_flat(&**storage, options, monitor);
+        }
+        let parts = Dynamic::read(&**storage, &footers)?;
+        let (geometry, over_parent) = (parts.header.geometry(), parts.over_parent());
+        let envelope = VhdEnvelope::new(parts.footer, parts.header, over_parent);
+        compact::compact(&**storage, &envelope, &geometry, options, monitor)
+    }
+}
+
+impl Amendment for VhdDriver {
+    fn amends_backing(&self) -> bool {
+        false
+    }
+
+    fn amend(&self, request: &AmendRequest, _monitor: &Monitor<'_>) -> Result<Vec<String>> {
+        amend::amend(request)
+    }
 }

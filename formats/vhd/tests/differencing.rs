@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use support::{DYNAMIC, Shared, create_over, found, written};
-use vdkit_block::{FormatDriver, GuestOffset, HostOffset, Limits, Repair, Storage};
+use vdkit_block::{Creation, FormatDriver, GuestOffset, HostOffset, Limits, Repair, Storage};
 use vdkit_chain::Disk;
 use vdkit_storage::{CreateMode, FileOptions, FileStorage, MemoryStorage};
 use vdkit_testbase::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};

@@ -10,7 +10,8 @@ use support::{
     written,
 };
 use vdkit_block::{
-    CompactOptions, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Probe, Repair,
+    CompactOptions, Compaction, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Probe,
+    Repair,
 };
 use vdkit_testbase::{CrashStorage, Rng};
 use vdkit_vhd::{VhdDriver, azure_faults};

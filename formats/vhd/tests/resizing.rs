@@ -5,7 +5,9 @@ mod support;
 use std::sync::Arc;
 
 use support::{DYNAMIC, FIXED, STRIDE, Shared, create_over, found, put, written};
-use vdkit_block::{CompactOptions, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Repair};
+use vdkit_block::{
+    CompactOptions, Compaction, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Repair,
+};
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::trials::{Cut, Resizes, Trial};
 use vdkit_testbase::units::{GIB, MIB};

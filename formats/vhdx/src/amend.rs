@@ -13,7 +13,7 @@ use crate::parent::ParentLocator;
 use crate::regions::Region;
 use uuid::Uuid;
 
-/// As [`vdkit_block::FormatDriver::amend`].
+/// As [`vdkit_block::Amendment::amend`].
 pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
     let storage = &request.storage;
     if !request.options.is_empty() {

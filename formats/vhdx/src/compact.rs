@@ -20,7 +20,7 @@ const STEP_BYTES: u64 = MIB;
 /// Most bytes that are stored twice at a time, but at least one block.
 const BATCH_BYTES: u64 = 16 * MIB;
 
-/// As [`vdkit_block::FormatDriver::compact`].
+/// As [`vdkit_block::Compaction::compact`].
 pub(crate) fn compact(
     storage: &Arc<dyn Storage>,
     options: CompactOptions,

@@ -18,7 +18,7 @@ use uuid::Uuid;
 /// Bytes of one write of the block allocation table.
 const STEP_BYTES: u64 = MIB;
 
-/// As [`vdkit_block::FormatDriver::create`].
+/// As [`vdkit_block::Creation::create`].
 pub(crate) fn create(request: &CreateRequest) -> Result<()> {
     let storage = &*request.storage;
     let new = NewImage::new(&request.options, request.guest_bytes, request.backing.is_some())?;

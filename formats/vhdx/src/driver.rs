@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    AmendRequest, CheckReport, CompactOptions, CompactReport, CreateRequest, Format, FormatDriver,
-    ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Probe, Repair, Result,
-    Storage,
+    AmendRequest, Amendment, CheckReport, CompactOptions, CompactReport, Compaction, CreateRequest,
+    Creation, DriverInfo, Format, FormatDriver, ImageInfo, Limits, Measured, Monitor, OpenRequest,
+    OptionSpec, Options, Probe, Repair, Result, Storage,
 };
 
 use crate::image::Vhdx;
@@ -18,20 +18,12 @@ use crate::{amend, check, compact, create, describe};
 pub struct VhdxDriver;
 
 impl FormatDriver for VhdxDriver {
-    fn name(&self) -> &'static str {
-        "vhdx"
-    }
-
-    fn description(&self) -> &'static str {
-        "Hyper-V's format: fixed, dynamic or on a parent, its metadata kept by a log"
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        SPECS
-    }
-
-    fn writes(&self) -> bool {
-        true
+    fn info(&self) -> DriverInfo {
+        DriverInfo {
+            name: "vhdx",
+            aliases: &[],
+            description: "Hyper-V's format: fixed, dynamic or on a parent, its metadata kept by a log",
+        }
     }
 
     fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
@@ -46,10 +38,6 @@ impl FormatDriver for VhdxDriver {
         Ok(Vhdx::open(request)?)
     }
 
-    fn create(&self, request: &CreateRequest) -> Result<()> {
-        create::create(request)
-    }
-
     fn check(
         &self,
         storage: &Arc<dyn Storage>,
@@ -61,23 +49,26 @@ impl FormatDriver for VhdxDriver {
         check::check(storage, repair, limits, monitor)
     }
 
-    fn compact(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        options: CompactOptions,
-        limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CompactReport> {
-        compact::compact(storage, options, limits, monitor)
+    fn creation(&self) -> Option<&dyn Creation> {
+        Some(self)
     }
 
-    fn amends_backing(&self) -> bool {
-        true
+    fn compaction(&self) -> Option<&dyn Compaction> {
+        Some(self)
     }
 
-    fn amend(&self, request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
-        amend::amend(request, monitor)
+    fn amendment(&self) -> Option<&dyn Amendment> {
+        Some(self)
+    }
+}
+
+impl Creation for VhdxDriver {
+    fn options(&self) -> &'static [OptionSpec] {
+        SPECS
+    }
+
+    fn create(&self, request: &CreateRequest) -> Result<()> {
+        create::create(request)
     }
 
     fn cluster_bytes(&self, options: &Options) -> Result<u64> {
@@ -91,5 +82,28 @@ impl FormatDriver for VhdxDriver {
         let blocks = data_clusters.saturating_mul(new.geometry.block_bytes()).min(all);
         let required = if new.fixed { fully_allocated } else { new.data_offset() + blocks };
         Ok(Measured { required, fully_allocated })
+    }
+}
+
+impl Compaction for VhdxDriver {
+    fn compact(
+        &self,
+        storage: &Arc<dyn Storage>,
+        _files: &[Arc<dyn Storage>],
+        options: CompactOptions,
+        limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CompactReport> {
+        compact::compact(storage, options, limits, monitor)
+    }
+}
+
+impl Amendment for VhdxDriver {
+    fn amends_backing(&self) -> bool {
+        true
+    }
+
+    fn amend(&self, request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
+        amend::amend(request, monitor)
     }
 }

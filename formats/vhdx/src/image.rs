@@ -8,7 +8,8 @@ use parking_lot::RwLock;
 use rustc_hash::FxHashMap;
 use vdkit_block::{
     BackingRef, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, InFlight, IoAction,
-    Limits, MapCacheStats, OpenRequest, Reservation, Reserver, Result, Storage, Ticket,
+    Limits, MapCache, MapCacheStats, OpenRequest, Overlay, Reservation, Reserver, Result, Storage,
+    Ticket,
 };
 use vdkit_meta::{Engine, PageCache, Reclaim, State, Tickets};
 
@@ -317,10 +318,6 @@ impl Format for Vhdx {
         self.map_cached(at.0, len).ok().flatten()
     }
 
-    fn map_cache(&self) -> Option<MapCacheStats> {
-        Some(self.pages.stats(self.geometry.bat_entries(self.guest_len()) * 8))
-    }
-
     fn note_write(&self, _at: GuestOffset, _len: u64) -> Result<()> {
         self.begin_session()
     }
@@ -341,20 +338,6 @@ impl Format for Vhdx {
         self.zero_blocks(at.0, len)
     }
 
-    fn zero_persistent(&self, at: GuestOffset, len: u64) -> Result<std::ops::Range<u64>> {
-        self.need_writable()?;
-        self.in_range(at.0, len, IoAction::WriteZeroes)?;
-        if self.fixed {
-            return Ok(at.0..at.0);
-        }
-        self.zero_blocks(at.0, len)
-    }
-
-    fn empty(&self) -> Result<()> {
-        self.need_writable()?;
-        self.empty_all()
-    }
-
     fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
         self.need_writable()?;
         self.in_range(at.0, len, IoAction::Discard)?;
@@ -371,6 +354,36 @@ impl Format for Vhdx {
 
     fn resize(&self, guest_bytes: u64) -> Result<()> {
         self.resize_over(guest_bytes, 0).map(drop)
+    }
+
+    fn map_cache(&self) -> Option<&dyn MapCache> {
+        Some(self)
+    }
+
+    fn overlay(&self) -> Option<&dyn Overlay> {
+        Some(self)
+    }
+}
+
+impl MapCache for Vhdx {
+    fn stats(&self) -> MapCacheStats {
+        self.pages.stats(self.geometry.bat_entries(self.guest_len()) * 8)
+    }
+}
+
+impl Overlay for Vhdx {
+    fn zero_persistent(&self, at: GuestOffset, len: u64) -> Result<std::ops::Range<u64>> {
+        self.need_writable()?;
+        self.in_range(at.0, len, IoAction::WriteZeroes)?;
+        if self.fixed {
+            return Ok(at.0..at.0);
+        }
+        self.zero_blocks(at.0, len)
+    }
+
+    fn empty(&self) -> Result<()> {
+        self.need_writable()?;
+        self.empty_all()
     }
 
     fn resize_over(&self, guest_bytes: u64, beneath: u64) -> Result<bool> {

@@ -23,7 +23,7 @@ use crate::regions::{self, Region};
 const STEP_BLOCKS: u64 = 32 << 10;
 
 impl Vhdx {
-    /// As [`vdkit_block::Format::resize_over`].
+    /// As [`vdkit_block::Overlay::resize_over`].
     pub(crate) fn resize_to(&self, guest_bytes: u64, beneath: u64) -> Result<()> {
         let sector = self.geometry.sector_bytes();
         let new = guest_bytes.checked_next_multiple_of(sector).filter(|n| *n <= GUEST_BYTES_MAX);

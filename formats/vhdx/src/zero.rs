@@ -123,7 +123,7 @@ impl Vhdx {
         Ok(())
     }
 
-    /// As [`vdkit_block::Format::empty`].
+    /// As [`vdkit_block::Overlay::empty`].
     pub(crate) fn empty_all(&self) -> Result<()> {
         if self.fixed {
             return Err(Error::unsupported(

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use common::{Kind, MIB, Op, apply, for_seeds, random_op, same, sound};
 use vdkit_block::{
-    CompactOptions, CompactReport, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Storage,
+    CompactOptions, CompactReport, Compaction, GuestOffset, HostOffset, Limits, Monitor, Storage,
 };
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CrashStorage, Rng};

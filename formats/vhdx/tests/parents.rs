@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use common::{Kind, MIB, apply, check, create, disk_of, open_format, parent_ref, same, sound};
 use vdkit_block::{
-    AmendRequest, BackingRef, CreateRequest, Error, FormatDriver, GuestOffset, Limits, Monitor,
-    Options, Place, Repair, Storage,
+    AmendRequest, Amendment, BackingRef, CreateRequest, Creation, Error, FormatDriver, GuestOffset,
+    Limits, Monitor, Options, Place, Repair, Storage,
 };
 use vdkit_storage::MemoryStorage;
 use vdkit_vhdx::VhdxDriver;

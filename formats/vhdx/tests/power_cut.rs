@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use common::{Kind, Op, SECTOR, apply, for_seeds, open_format, random_op, same, save, sound};
 use vdkit_block::{
-    AmendRequest, BackingRef, FormatDriver, GuestOffset, Limits, Monitor, Options, Storage,
+    AmendRequest, Amendment, BackingRef, FormatDriver, GuestOffset, Limits, Monitor, Options,
+    Storage,
 };
 use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;

@@ -8,7 +8,7 @@ use crate::options::{ADAPTER_TYPE, HWVERSION, SPECS, SUBFORMAT, TOOLSVERSION, ch
 use crate::rewrite;
 use crate::source::{Placed, Source};
 
-/// As [`vdkit_block::FormatDriver::amend`].
+/// As [`vdkit_block::Amendment::amend`].
 pub(crate) fn amend(request: &AmendRequest) -> Result<Vec<String>> {
     let storage = &request.storage;
     let file = storage.name();

@@ -16,7 +16,7 @@ pub(crate) const DESCRIPTOR_SECTORS: u64 = 20;
 /// Most cylinders of an IDE disk.
 const CYLINDERS_MAX: u64 = 16383;
 
-/// As [`vdkit_block::FormatDriver::create`].
+/// As [`vdkit_block::Creation::create`].
 pub(crate) fn create(request: &CreateRequest) -> Result<()> {
     let new = NewVmdk::new(&request.options)?;
     if new.subformat == Subformat::Stream {

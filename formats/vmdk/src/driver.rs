@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    AmendRequest, CheckReport, CreateRequest, Error, Format, FormatDriver, ImageInfo, Limits,
-    Measured, Monitor, OpenRequest, OptionSpec, Options, Probe, Repair, Result, Storage,
+    AmendRequest, Amendment, CheckReport, CreateRequest, Creation, DriverInfo, Error, Format,
+    FormatDriver, ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Probe,
+    Repair, Result, Storage,
 };
 
 use crate::create::{GRAIN_SECTORS, descriptor_sectors, sparse_header};
@@ -26,20 +27,12 @@ const EXTENT_LINE_BYTES: u64 = 128;
 pub struct VmdkDriver;
 
 impl FormatDriver for VmdkDriver {
-    fn name(&self) -> &'static str {
-        "vmdk"
-    }
-
-    fn description(&self) -> &'static str {
-        "VMware's format: sparse or flat, in one file or several, on parents, as a stream"
-    }
-
-    fn options(&self) -> &'static [OptionSpec] {
-        SPECS
-    }
-
-    fn writes(&self) -> bool {
-        true
+    fn info(&self) -> DriverInfo {
+        DriverInfo {
+            name: "vmdk",
+            aliases: &[],
+            description: "VMware's format: sparse or flat, in one file or several, on parents, as a stream",
+        }
     }
 
     fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
@@ -57,16 +50,33 @@ impl FormatDriver for VmdkDriver {
         Ok(Vmdk::open(request)?)
     }
 
-    fn new_files(&self, image: &str, guest_bytes: u64, options: &Options) -> Result<Vec<String>> {
-        NewVmdk::new(options)?.files(image, whole_sectors(guest_bytes, image)?)
+    fn check(
+        &self,
+        storage: &Arc<dyn Storage>,
+        files: &[Arc<dyn Storage>],
+        repair: Repair,
+        limits: &Limits,
+        monitor: &Monitor<'_>,
+    ) -> Result<CheckReport> {
+        check::check(storage, files, repair, limits, monitor)
+    }
+
+    fn creation(&self) -> Option<&dyn Creation> {
+        Some(self)
+    }
+
+    fn amendment(&self) -> Option<&dyn Amendment> {
+        Some(self)
+    }
+}
+
+impl Creation for VmdkDriver {
+    fn options(&self) -> &'static [OptionSpec] {
+        SPECS
     }
 
     fn create(&self, request: &CreateRequest) -> Result<()> {
         create::create(request)
-    }
-
-    fn writes_in_order(&self, options: &Options) -> bool {
-        NewVmdk::new(options).is_ok_and(|new| new.subformat == Subformat::Stream)
     }
 
     fn create_open(&self, request: &CreateRequest, limits: &Limits) -> Result<Arc<dyn Format>> {
@@ -82,23 +92,12 @@ impl FormatDriver for VmdkDriver {
         })
     }
 
-    fn check(
-        &self,
-        storage: &Arc<dyn Storage>,
-        files: &[Arc<dyn Storage>],
-        repair: Repair,
-        limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CheckReport> {
-        check::check(storage, files, repair, limits, monitor)
+    fn new_files(&self, image: &str, guest_bytes: u64, options: &Options) -> Result<Vec<String>> {
+        NewVmdk::new(options)?.files(image, whole_sectors(guest_bytes, image)?)
     }
 
-    fn amends_backing(&self) -> bool {
-        true
-    }
-
-    fn amend(&self, request: &AmendRequest, _monitor: &Monitor<'_>) -> Result<Vec<String>> {
-        amend::amend(request)
+    fn writes_in_order(&self, options: &Options) -> bool {
+        NewVmdk::new(options).is_ok_and(|new| new.subformat == Subformat::Stream)
     }
 
     fn cluster_bytes(&self, options: &Options) -> Result<u64> {
@@ -137,6 +136,16 @@ impl FormatDriver for VmdkDriver {
             )
         };
         Ok(Measured { required: all(data_clusters)?, fully_allocated: all(grains)? })
+    }
+}
+
+impl Amendment for VmdkDriver {
+    fn amends_backing(&self) -> bool {
+        true
+    }
+
+    fn amend(&self, request: &AmendRequest, _monitor: &Monitor<'_>) -> Result<Vec<String>> {
+        amend::amend(request)
     }
 }
 

@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use vdkit_block::{
-    BackingRef, Compressed, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, InFlight,
-    MapCacheStats, Reservation, Reserver, Result, Storage, Ticket,
+    BackingRef, Compressed, CompressedUnits, Error, Extent, FileIndex, Format, FormatCaps,
+    GuestOffset, InFlight, MapCache, MapCacheStats, Overlay, Reservation, Reserver, Result,
+    Storage, Ticket,
 };
 use vdkit_meta::{Engine, PageCache, Reclaim, State, Tickets};
 
@@ -243,14 +244,6 @@ impl Format for Vmdk {
         self.map_cached(at, len)
     }
 
-    fn map_cache(&self) -> Option<MapCacheStats> {
-        let of = |piece: &Piece| {
-            piece.sparse().map_or(0, |s| piece.len.div_ceil(s.grain_bytes).saturating_mul(8))
-        };
-        let map_bytes = self.extents.iter().fold(0u64, |sum, piece| sum.saturating_add(of(piece)));
-        (map_bytes > 0).then(|| self.tables.stats(map_bytes))
-    }
-
     fn note_write(&self, at: GuestOffset, len: u64) -> Result<()> {
         let _ = len;
         let (_, piece) = self.extent_of(at.0);
@@ -261,15 +254,6 @@ impl Format for Vmdk {
         }
         // Durable before the bytes change: a child must never accept a changed parent.
         self.cid.change_durably(&*self.storage)
-    }
-
-    fn unpack(
-        &self,
-        compressed: &Compressed,
-        compressed_bytes: &[u8],
-        out: &mut [u8],
-    ) -> Result<()> {
-        self.unpack_grain(compressed, compressed_bytes, out)
     }
 
     fn reserve(&self, at: GuestOffset, len: u64) -> Result<Option<Reservation<'_>>> {
@@ -283,18 +267,6 @@ impl Format for Vmdk {
         self.in_range(at, len)?;
         let _guard = self.in_flight.enter();
         self.zero_range(at.0..at.0 + len, may_unmap)
-    }
-
-    fn zero_persistent(&self, at: GuestOffset, len: u64) -> Result<Range<u64>> {
-        self.need_writable()?;
-        self.in_range(at, len)?;
-        let _guard = self.in_flight.enter();
-        self.zero_range_for_good(at.0..at.0 + len)
-    }
-
-    fn empty(&self) -> Result<()> {
-        self.need_writable()?;
-        self.empty_map()
     }
 
     fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
@@ -322,6 +294,54 @@ impl Format for Vmdk {
             "not supported: changing the size of a VMDK image in place",
             "convert it to qcow2 or raw, resize that, and convert it back",
         ))
+    }
+
+    fn map_cache(&self) -> Option<&dyn MapCache> {
+        let sparse = self.extents.iter().any(|extent| extent.sparse().is_some());
+        sparse.then_some(self as &dyn MapCache)
+    }
+
+    fn compressed_units(&self) -> Option<&dyn CompressedUnits> {
+        Some(self)
+    }
+
+    fn overlay(&self) -> Option<&dyn Overlay> {
+        Some(self)
+    }
+}
+
+impl MapCache for Vmdk {
+    fn stats(&self) -> MapCacheStats {
+        let of = |piece: &Piece| {
+            piece.sparse().map_or(0, |s| piece.len.div_ceil(s.grain_bytes).saturating_mul(8))
+        };
+        let map_bytes = self.extents.iter().fold(0u64, |sum, piece| sum.saturating_add(of(piece)));
+        self.tables.stats(map_bytes)
+    }
+}
+
+impl CompressedUnits for Vmdk {
+    fn unpack(
+        &self,
+        compressed: &Compressed,
+        compressed_bytes: &[u8],
+        out: &mut [u8],
+    ) -> Result<()> {
+        self.unpack_grain(compressed, compressed_bytes, out)
+    }
+}
+
+impl Overlay for Vmdk {
+    fn zero_persistent(&self, at: GuestOffset, len: u64) -> Result<Range<u64>> {
+        self.need_writable()?;
+        self.in_range(at, len)?;
+        let _guard = self.in_flight.enter();
+        self.zero_range_for_good(at.0..at.0 + len)
+    }
+
+    fn empty(&self) -> Result<()> {
+        self.need_writable()?;
+        self.empty_map()
     }
 }
 

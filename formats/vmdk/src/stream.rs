@@ -14,9 +14,9 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use vdkit_block::{
-    Codec, CompressedFrame, CompressedReservation, CreateRequest, Error, Extent, FileIndex, Format,
-    FormatCaps, GuestOffset, HostOffset, InFlight, Limits, Place, Reservation, Reserver, Result,
-    Storage, Ticket,
+    Codec, CompressedFrame, CompressedReservation, CompressedWriter, CreateRequest, Error, Extent,
+    FileIndex, Format, FormatCaps, GuestOffset, HostOffset, InFlight, Limits, Place, Reservation,
+    Reserver, Result, Storage, Ticket,
 };
 
 use crate::create::{GRAIN_SECTORS, descriptor, descriptor_sectors};
@@ -227,6 +227,49 @@ impl Format for StreamWriter {
         Err(self.backwards(at))
     }
 
+    fn zero(&self, at: GuestOffset, len: u64, _may_unmap: bool) -> Result<Range<u64>> {
+        // Unwritten grains read as zero.
+        self.resolve(at, len).map(|_| at.0..at.0 + len)
+    }
+
+    fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
+        self.resolve(at, len).map(|_| ())
+    }
+
+    fn flush(&self) -> Result<()> {
+        self.storage.sync()
+    }
+
+    fn close(&self) -> Result<()> {
+        let mut state = self.state.lock();
+        if state.closed {
+            return Ok(());
+        }
+        if state.broken {
+            return Err(Error::Invalid(format!(
+                "{}: a part of the stream was not written, so it cannot be completed",
+                self.storage.name()
+            )));
+        }
+        self.finish(&mut state)?;
+        state.closed = true;
+        self.storage.sync()
+    }
+
+    fn resize(&self, _guest_bytes: u64) -> Result<()> {
+        Err(Error::unsupported(
+            self.storage.name(),
+            "not supported: changing the size of a stream",
+            "its size stands in the header that was written first",
+        ))
+    }
+
+    fn compressed_writer(&self) -> Option<&dyn CompressedWriter> {
+        Some(self)
+    }
+}
+
+impl CompressedWriter for StreamWriter {
     fn compressed_frame(&self) -> CompressedFrame {
         CompressedFrame { head_bytes: MARKER_BYTES as u32, align: SECTOR as u32 }
     }
@@ -273,43 +316,6 @@ impl Format for StreamWriter {
         let ticket = Ticket(state.next_ticket);
         state.next_ticket += 1;
         Ok(CompressedReservation::new(self, ticket, FileIndex(0), host, units))
-    }
-
-    fn zero(&self, at: GuestOffset, len: u64, _may_unmap: bool) -> Result<Range<u64>> {
-        // Unwritten grains read as zero.
-        self.resolve(at, len).map(|_| at.0..at.0 + len)
-    }
-
-    fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
-        self.resolve(at, len).map(|_| ())
-    }
-
-    fn flush(&self) -> Result<()> {
-        self.storage.sync()
-    }
-
-    fn close(&self) -> Result<()> {
-        let mut state = self.state.lock();
-        if state.closed {
-            return Ok(());
-        }
-        if state.broken {
-            return Err(Error::Invalid(format!(
-                "{}: a part of the stream was not written, so it cannot be completed",
-                self.storage.name()
-            )));
-        }
-        self.finish(&mut state)?;
-        state.closed = true;
-        self.storage.sync()
-    }
-
-    fn resize(&self, _guest_bytes: u64) -> Result<()> {
-        Err(Error::unsupported(
-            self.storage.name(),
-            "not supported: changing the size of a stream",
-            "its size stands in the header that was written first",
-        ))
     }
 }
 

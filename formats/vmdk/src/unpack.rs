@@ -55,7 +55,7 @@ pub(crate) fn unpack(
 }
 
 impl Vmdk {
-    /// As [`vdkit_block::Format::unpack`].
+    /// As [`vdkit_block::CompressedUnits::unpack`].
     pub(crate) fn unpack_grain(
         &self,
         compressed: &Compressed,

@@ -25,7 +25,7 @@ impl Vmdk {
         self.over_extents(range, Goal::Zero { may_unmap })
     }
 
-    /// As [`vdkit_block::Format::zero_persistent`].
+    /// As [`vdkit_block::Overlay::zero_persistent`].
     pub(crate) fn zero_range_for_good(&self, range: Range<u64>) -> Result<Range<u64>> {
         self.over_extents(range, Goal::ZeroForGood)
     }
@@ -55,7 +55,7 @@ impl Vmdk {
         Ok(())
     }
 
-    /// As [`vdkit_block::Format::empty`].
+    /// As [`vdkit_block::Overlay::empty`].
     pub(crate) fn empty_map(&self) -> Result<()> {
         for (index, piece) in self.extents.iter().enumerate() {
             let Kind::Sparse(sparse) = &piece.kind else { return Err(self.refuse(piece)) };

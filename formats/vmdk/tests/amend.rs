@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use vdkit_block::{
-    AmendRequest, BackingRef, CreateRequest, FormatDriver, HostOffset, Limits, Monitor, Options,
-    Storage,
+    AmendRequest, Amendment, BackingRef, CreateRequest, Creation, FormatDriver, HostOffset, Limits,
+    Monitor, Options, Storage,
 };
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CrashStorage, Rng};

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    BackingRef, CreateRequest, Format, FormatDriver, GuestOffset, Limits, OpenRequest, Options,
-    Place, Storage,
+    BackingRef, CreateRequest, Creation, Format, FormatDriver, GuestOffset, Limits, OpenRequest,
+    Options, Place, Storage,
 };
 use vdkit_storage::MemoryStorage;
 use vdkit_vmdk::VmdkDriver;
@@ -46,7 +46,7 @@ fn a_huge_discard_keeps_no_more_tables_in_memory_than_the_cache_holds() {
             let done = format.zero_persistent(GuestOffset(4096), bytes - 8192).unwrap();
             assert_eq!(done, 65536..bytes - 65536);
         }
-        let cache = format.map_cache().unwrap();
+        let cache = format.map_cache().unwrap().stats();
         assert!(cache.used_bytes <= cache.capacity_bytes, "{cache:?}");
         let extent = format.resolve(GuestOffset(65536), bytes - 2 * 65536).unwrap();
         assert_eq!(extent.place, Place::Zero { allocated: false });

@@ -41,7 +41,7 @@ pub struct CreateOptions<'a> {
     pub driver: &'static dyn FormatDriver,
     /// Bytes of the guest disk; `None` for the size of the backing image or the device.
     pub guest_bytes: Option<u64>,
-    /// The format's options, checked against [`FormatDriver::options`].
+    /// The format's options, checked against [`vdkit_block::Creation::options`].
     pub options: Options,
     /// Its backing image.
     pub backing: Option<NewBacking>,
@@ -342,12 +342,13 @@ fn make(
     written: &AtomicU64,
     monitor: &Monitor<'_>,
 ) -> Result<()> {
-    let create = || image.driver.create(request).map_err(|error| error_of(image, error));
+    let creation = image.driver.creates(request.storage.name())?;
+    let create = || creation.create(request).map_err(|error| error_of(image, error));
     if image.options.text("preallocation") != Some("full") {
         return create();
     }
-    let clusters = request.guest_bytes.div_ceil(image.driver.cluster_bytes(&image.options)?);
-    let measured = image.driver.measure(request.guest_bytes, &image.options, clusters);
+    let clusters = request.guest_bytes.div_ceil(creation.cluster_bytes(&image.options)?);
+    let measured = creation.measure(request.guest_bytes, &image.options, clusters);
     let total = measured.map_err(|error| error_of(image, error))?.fully_allocated;
     let total = total.max(request.guest_bytes);
     std::thread::scope(|scope| {

@@ -145,9 +145,12 @@ impl Target {
         guest_bytes: u64,
     ) -> Result<Self> {
         let driver = registry.driver(format)?;
-        if !driver.writes_in_order(options) {
-            let able = registry.drivers().filter(|driver| driver.writes_in_order(options));
-            let able: Vec<_> = able.map(FormatDriver::name).collect();
+        let in_order = |driver: &dyn FormatDriver| {
+            driver.creation().is_some_and(|creation| creation.writes_in_order(options))
+        };
+        if !in_order(driver) {
+            let able = registry.drivers().filter(|driver| in_order(*driver));
+            let able: Vec<_> = able.map(|driver| driver.name()).collect();
             return Err(Error::unsupported(
                 pipe.name(),
                 format!(
@@ -166,6 +169,7 @@ impl Target {
             backing_bytes: None,
         };
         let format = driver
+            .creates(pipe.name())?
             .create_open(&request, &Limits::default())
             .map_err(|error| limit_of_new(pipe.name(), driver.name(), error))?;
         let info = ImageInfo::new(driver.name(), guest_bytes);
@@ -205,7 +209,10 @@ impl Target {
         let files = NewFiles::create(&wanted, cancel).map_err(too_large)?;
         let storages = files.storages().map(|file| file.clone() as Arc<dyn Storage>).collect();
         let request = new.request(pending.storage().clone(), storages, bytes, base.as_ref());
-        let format = driver.create_open(&request, &Limits::default()).map_err(too_large)?;
+        let format = driver
+            .creates(&name)
+            .and_then(|new| new.create_open(&request, &Limits::default()))
+            .map_err(too_large)?;
         let options = OpenOptions { writable: true, cache, ..OpenOptions::default() };
         let info = if format.caps().one_pass {
             ImageInfo::new(driver.name(), bytes)

@@ -5,7 +5,7 @@ use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use vdkit_block::{
-    CancelToken, Error, FormatDriver, GuestOffset, Monitor, NoProgress, Options, Repair,
+    CancelToken, Creation, Error, FormatDriver, GuestOffset, Monitor, NoProgress, Options, Repair,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry, TruncationCheck};
 use vdkit_copy::{CompareOptions, ConvertOptions, Destination, NewImage, Source, compare, convert};

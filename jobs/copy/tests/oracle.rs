@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use vdkit_block::{
-    CancelToken, Codec, CompressionSpec, Error, FormatDriver, Monitor, Options, Progress,
+    CancelToken, Codec, CompressionSpec, Creation, Error, FormatDriver, Monitor, Options, Progress,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_copy::{CompareOptions, ConvertOptions, Destination, NewImage, Source, compare, convert};

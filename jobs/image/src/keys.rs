@@ -47,7 +47,11 @@ impl Image {
         let options = OpenOptions { writable, ..options.clone() };
         let file = path.display().to_string();
         let image = open_image(registry, path, &options)?;
-        let Some(slots) = image.driver.key_slots(&image.storage, &options.limits)? else {
+        let slots = match image.driver.keyed_images() {
+            Some(keyed) => keyed.key_slots(&image.storage, &options.limits)?,
+            None => None,
+        };
+        let Some(slots) = slots else {
             let what = match image.info.encryption {
                 Some(method) => format!("its encryption ({method}) has no key slots"),
                 None => "is not encrypted, so it has no key slots".to_owned(),

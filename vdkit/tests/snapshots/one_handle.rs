@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use vdkit_block::{
     CreateRequest, Error, Format, GuestOffset, HostOffset, Limits, Monitor, NewSnapshot,
-    OpenRequest, Options, Repair, Snapshots, Storage,
+    OpenRequest, Options, Overlay, Repair, Snapshots, Storage,
 };
 use vdkit_qcow2::Qcow2;
 use vdkit_storage::MemoryStorage;

@@ -6,7 +6,9 @@ use std::path::Path;
 use std::sync::{Arc, LazyLock};
 
 use parking_lot::Mutex;
-use vdkit_block::{BackingRef, CreateRequest, FormatDriver, HostOffset, Options, Secret, Storage};
+use vdkit_block::{
+    BackingRef, CreateRequest, Creation, FormatDriver, HostOffset, Options, Secret, Storage,
+};
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::Rng;

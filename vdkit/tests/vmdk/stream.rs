@@ -156,32 +156,42 @@ fn a_stream_goes_forward_only_and_must_be_whole() {
             backing: None,
             backing_bytes: None,
         };
-        driver.create_open(&request, &Limits::default()).unwrap()
+        driver.creates("stream").unwrap().create_open(&request, &Limits::default()).unwrap()
     };
     let memory = Arc::new(MemoryStorage::new("image"));
     let format = begin(&memory);
-    let place = format.reserve_compressed(GuestOffset(131_072), &[512]).unwrap();
+    let place = format
+        .writes_compressed()
+        .unwrap()
+        .reserve_compressed(GuestOffset(131_072), &[512])
+        .unwrap();
     let mut framed = vec![0; 512];
-    format.frame_compressed(GuestOffset(131_072), &mut framed, 20);
+    format.writes_compressed().unwrap().frame_compressed(GuestOffset(131_072), &mut framed, 20);
     assert_eq!((framed[0], framed[1], framed[8]), (0, 1, 20));
     format.file(place.file).write_at(&framed, place.host).unwrap();
     place.publish().unwrap();
     for at in [0, 131_072] {
         assert!(matches!(
-            format.reserve_compressed(GuestOffset(at), &[512]),
+            format.writes_compressed().unwrap().reserve_compressed(GuestOffset(at), &[512]),
             Err(Error::Unsupported { .. })
         ));
         assert!(format.resolve(GuestOffset(at), 1).is_err());
     }
     for (at, len) in [(200_000, 512), (196_608, 100), (196_608, 0), (1 << 20, 512)] {
         assert!(matches!(
-            format.reserve_compressed(GuestOffset(at), &[len]),
+            format.writes_compressed().unwrap().reserve_compressed(GuestOffset(at), &[len]),
             Err(Error::Invalid(_))
         ));
     }
     assert!(format.reserve(GuestOffset(196_608), 65536).is_err());
     // A grain that was reserved and dropped cannot be left out.
-    drop(format.reserve_compressed(GuestOffset(196_608), &[512]).unwrap());
+    drop(
+        format
+            .writes_compressed()
+            .unwrap()
+            .reserve_compressed(GuestOffset(196_608), &[512])
+            .unwrap(),
+    );
     assert!(format.close().is_err());
     // A truncated stream is detected at any length.
     let memory = Arc::new(MemoryStorage::new("image"));

@@ -74,9 +74,9 @@ impl From<&dyn FormatDriver> for FormatAnswer {
     fn from(driver: &dyn FormatDriver) -> Self {
         Self {
             name: driver.name(),
-            description: driver.description(),
+            description: driver.info().description,
             reads: true,
-            writes: driver.writes(),
+            writes: driver.creation().is_some(),
             options: driver.options().iter().map(OptionAnswer::from).collect(),
         }
     }

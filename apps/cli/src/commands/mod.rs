@@ -204,7 +204,7 @@ pub(crate) fn target_driver(
             path.display()
         ))),
         Some((_, name)) => match vdkit::format(name) {
-            Ok(driver) if driver.writes() => Ok(driver),
+            Ok(driver) if driver.creation().is_some() => Ok(driver),
             _ => Err(Failure::failed(format!(
                 "{}: its name asks for the {name} format, which vdkit does not write",
                 path.display()

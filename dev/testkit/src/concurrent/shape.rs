@@ -225,7 +225,12 @@ impl Shape {
         let mut options = Options::parse(self.driver.name(), self.driver.options(), [self.options])
             .expect("good options");
         options.set_key(self.keys().pop());
-        let names = self.driver.new_files("image", self.guest_bytes, &options).expect("names");
+        let names = self
+            .driver
+            .creates("image")
+            .expect("writable")
+            .new_files("image", self.guest_bytes, &options)
+            .expect("names");
         let new = |name: &str| Arc::new(MemoryStorage::new(name));
         let made: Vec<Arc<MemoryStorage>> =
             std::iter::once("image").chain(names.iter().map(String::as_str)).map(new).collect();

@@ -8,7 +8,7 @@ use vdkit_block::{
     Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
-use vdkit_legacy::{BochsDriver, CloopDriver, DmgDriver, ParallelsDriver, QcowDriver, QedDriver};
+use vdkit_legacy::{BOCHS, CLOOP, DMG, PARALLELS, QCOW, QED};
 use vdkit_storage::MemoryStorage;
 use vdkit_vdi::VdiDriver;
 use vdkit_vhd::VhdDriver;
@@ -18,17 +18,8 @@ use super::LIMITS;
 use crate::CountingStorage;
 
 /// The formats, by the input's first byte without its highest bit.
-const DRIVERS: &[&dyn FormatDriver] = &[
-    &VdiDriver,
-    &VhdDriver,
-    &VmdkDriver,
-    &QcowDriver,
-    &QedDriver,
-    &ParallelsDriver,
-    &DmgDriver,
-    &CloopDriver,
-    &BochsDriver,
-];
+const DRIVERS: &[&dyn FormatDriver] =
+    &[&VdiDriver, &VhdDriver, &VmdkDriver, QCOW, QED, PARALLELS, DMG, CLOOP, BOCHS];
 /// The first byte behind the formats: a VMDK's descriptor and what its extents hold.
 const SPLIT: u8 = DRIVERS.len() as u8;
 /// The first byte's highest bit: checksums are put right.
@@ -118,7 +109,7 @@ pub fn format_open(input: &[u8]) {
     let driver = DRIVERS[usize::from(kind)];
     let len = u64::from(number) * LEN_UNIT;
     let mut rest = rest.to_vec();
-    if which & SEALED != 0 && driver.name() == VhdDriver.name() {
+    if which & SEALED != 0 && driver.name() == VhdDriver.info().name {
         seal(&mut rest);
     }
     judge(driver, 8, || {
@@ -155,7 +146,7 @@ pub(super) fn judge(driver: &dyn FormatDriver, reads_max: u64, fresh: impl Fn() 
         read_edges(&disk);
     }
     let Ok(report) = read_only.check(driver, Repair::Nothing) else { return };
-    if !driver.writes() {
+    if driver.creation().is_none() {
         return;
     }
     if report.corruptions == 0 {

@@ -149,8 +149,11 @@ impl Files {
         let options = Options::parse(driver.name(), driver.options(), [kind.options]);
         let options = options.expect("options of this format");
         let new = |name: &str| -> Arc<dyn Storage> { Arc::new(MemoryStorage::new(name)) };
-        let others =
-            driver.new_files(name, guest_bytes, &options).expect("a size that it can have");
+        let others = driver
+            .creates(name)
+            .expect("writable")
+            .new_files(name, guest_bytes, &options)
+            .expect("a size that it can have");
         let files =
             Self { storage: new(name), others: others.iter().map(|name| new(name)).collect() };
         let backing = base.map(|base| {

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    Error, FormatDriver, GuestOffset, HostOffset, ImageInfo, KeySlots, Limits, OpenRequest, Result,
-    Secret, Storage,
+    Error, FormatDriver, GuestOffset, HostOffset, ImageInfo, KeySlots, KeyedImages, Limits,
+    OpenRequest, Result, Secret, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_luks::{HEADER_BYTES, Header, HeaderPlace, LuksDriver, LuksSlots, SLOTS};

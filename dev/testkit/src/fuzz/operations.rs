@@ -5,9 +5,9 @@ use std::io::Write;
 use std::sync::Arc;
 
 use vdkit_block::{
-    BackingRef, CancelToken, CheckReport, Codec, CompactOptions, CreateRequest, Error,
-    FormatDriver, GuestOffset, HostOffset, ImageInfo, Monitor, NewBitmap, NewSnapshot, NoProgress,
-    Options, Repair, Storage,
+    BackingRef, CancelToken, CheckReport, Codec, CompactOptions, Compaction, CreateRequest,
+    Creation, Error, GuestOffset, HostOffset, ImageInfo, Monitor, NewBitmap, NewSnapshot,
+    NoProgress, Options, Repair, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_qcow2::Qcow2Driver;

@@ -4,8 +4,8 @@
 use std::sync::{Arc, LazyLock};
 
 use vdkit_block::{
-    BackingRef, CreateRequest, FormatDriver, GuestOffset, HostOffset, ImageInfo, OpenRequest,
-    Options, Storage, StorageExt,
+    BackingRef, CreateRequest, Creation, FormatDriver, GuestOffset, HostOffset, ImageInfo,
+    OpenRequest, Options, Storage, StorageExt,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_storage::MemoryStorage;

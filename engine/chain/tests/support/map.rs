@@ -8,10 +8,11 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use vdkit_block::{
-    BackingRef, CheckReport, Codec, Compressed, CompressedReservation, CreateRequest, Error,
-    Extent, FileIndex, Fill, Format, FormatCaps, FormatDriver, GuestOffset, HostOffset, ImageInfo,
-    InFlight, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Place, Probe, Repair,
-    Reservation, Reserver, Result, Storage, Ticket, ZeroMode,
+    BackingRef, CheckReport, Codec, Compressed, CompressedReservation, CompressedUnits,
+    CompressedWriter, CreateRequest, Creation, DriverInfo, Error, Extent, FileIndex, Fill, Format,
+    FormatCaps, FormatDriver, GuestOffset, HostOffset, ImageInfo, InFlight, Limits, Measured,
+    Monitor, OpenRequest, OptionSpec, Options, Place, Probe, Repair, Reservation, Reserver, Result,
+    Storage, Ticket, ZeroMode,
 };
 
 use super::memory::STEP;
@@ -328,17 +329,6 @@ impl Format for MapFormat {
         None
     }
 
-    fn unpack(&self, compressed: &Compressed, bytes: &[u8], out: &mut [u8]) -> Result<()> {
-        self.unpacked.fetch_add(1, Ordering::SeqCst);
-        std::thread::sleep(STEP);
-        if bytes.first() != Some(&0xC5) || bytes.len() != out.len() + 1 {
-            let name = self.storage.name();
-            return Err(Error::corrupt(name, compressed.offset.0, "unit", "rubbish", "a unit"));
-        }
-        out.iter_mut().zip(&bytes[1..]).for_each(|(out, byte)| *out = byte ^ 0x5A);
-        Ok(())
-    }
-
     fn reserve(&self, at: GuestOffset, len: u64) -> Result<Option<Reservation<'_>>> {
         let mut clusters = Self::clusters(at.0, len);
         clusters.end = clusters.end.min(clusters.start + 3);
@@ -378,28 +368,6 @@ impl Format for MapFormat {
         let write = at.0..(at.0 + len).min(guest.end);
         let place = (FileIndex(0), HostOffset(host));
         Ok(Some(Reservation::new(self, Ticket(ticket), guest, write, place.0, place.1, head, tail)))
-    }
-
-    fn reserve_compressed(
-        &self,
-        at: GuestOffset,
-        lens: &[u32],
-    ) -> Result<CompressedReservation<'_>> {
-        let first = at.0 / CLUSTER;
-        let clusters = first..first + 1;
-        let mut state = self.wait_clear(self.state.lock().unwrap(), &clusters);
-        self.reclaim(&mut state);
-        let host = state.free_compressed.pop();
-        self.reused_compressed.fetch_add(usize::from(host.is_some()), Ordering::SeqCst);
-        let host = host.unwrap_or_else(|| {
-            state.fresh_compressed += PACKED_SLOT;
-            state.fresh_compressed - PACKED_SLOT
-        });
-        let ticket = state.tickets;
-        state.tickets += 1;
-        let compressed = Some(vec![lens[0]]);
-        state.reserved.insert(ticket, Held { clusters, host, compressed });
-        Ok(CompressedReservation::new(self, Ticket(ticket), FileIndex(0), HostOffset(host), 1))
     }
 
     fn zero(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<Range<u64>> {
@@ -455,6 +423,51 @@ impl Format for MapFormat {
         }
         self.guest_bytes.store(guest_bytes, Ordering::SeqCst);
         Ok(())
+    }
+
+    fn compressed_units(&self) -> Option<&dyn CompressedUnits> {
+        Some(self)
+    }
+
+    fn compressed_writer(&self) -> Option<&dyn CompressedWriter> {
+        Some(self)
+    }
+}
+
+impl CompressedUnits for MapFormat {
+    fn unpack(&self, compressed: &Compressed, bytes: &[u8], out: &mut [u8]) -> Result<()> {
+        self.unpacked.fetch_add(1, Ordering::SeqCst);
+        std::thread::sleep(STEP);
+        if bytes.first() != Some(&0xC5) || bytes.len() != out.len() + 1 {
+            let name = self.storage.name();
+            return Err(Error::corrupt(name, compressed.offset.0, "unit", "rubbish", "a unit"));
+        }
+        out.iter_mut().zip(&bytes[1..]).for_each(|(out, byte)| *out = byte ^ 0x5A);
+        Ok(())
+    }
+}
+
+impl CompressedWriter for MapFormat {
+    fn reserve_compressed(
+        &self,
+        at: GuestOffset,
+        lens: &[u32],
+    ) -> Result<CompressedReservation<'_>> {
+        let first = at.0 / CLUSTER;
+        let clusters = first..first + 1;
+        let mut state = self.wait_clear(self.state.lock().unwrap(), &clusters);
+        self.reclaim(&mut state);
+        let host = state.free_compressed.pop();
+        self.reused_compressed.fetch_add(usize::from(host.is_some()), Ordering::SeqCst);
+        let host = host.unwrap_or_else(|| {
+            state.fresh_compressed += PACKED_SLOT;
+            state.fresh_compressed - PACKED_SLOT
+        });
+        let ticket = state.tickets;
+        state.tickets += 1;
+        let compressed = Some(vec![lens[0]]);
+        state.reserved.insert(ticket, Held { clusters, host, compressed });
+        Ok(CompressedReservation::new(self, Ticket(ticket), FileIndex(0), HostOffset(host), 1))
     }
 }
 
@@ -517,18 +530,10 @@ impl MapDriver {
 }
 
 impl FormatDriver for MapDriver {
-    fn name(&self) -> &'static str {
-        "testmap"
+    fn info(&self) -> DriverInfo {
+        DriverInfo { name: "testmap", aliases: &[], description: "for tests" }
     }
-    fn description(&self) -> &'static str {
-        "for tests"
-    }
-    fn options(&self) -> &'static [OptionSpec] {
-        &[]
-    }
-    fn writes(&self) -> bool {
-        true
-    }
+
     fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {
         if head.starts_with(MAGIC) { Probe::Yes } else { Probe::No }
     }
@@ -544,9 +549,6 @@ impl FormatDriver for MapDriver {
         }
         Ok(Arc::new(format))
     }
-    fn create(&self, _request: &CreateRequest) -> Result<()> {
-        Err(Error::Invalid("written by hand".to_owned()))
-    }
     fn check(
         &self,
         _storage: &Arc<dyn Storage>,
@@ -557,9 +559,25 @@ impl FormatDriver for MapDriver {
     ) -> Result<CheckReport> {
         Ok(CheckReport::default())
     }
+
+    fn creation(&self) -> Option<&dyn Creation> {
+        Some(self)
+    }
+}
+
+impl Creation for MapDriver {
+    fn options(&self) -> &'static [OptionSpec] {
+        &[]
+    }
+
+    fn create(&self, _request: &CreateRequest) -> Result<()> {
+        Err(Error::Invalid("written by hand".to_owned()))
+    }
+
     fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
         Ok(CLUSTER)
     }
+
     fn measure(&self, guest_bytes: u64, _: &Options, _data_clusters: u64) -> Result<Measured> {
         Ok(Measured { required: guest_bytes, fully_allocated: guest_bytes })
     }

@@ -10,13 +10,12 @@ use std::sync::Arc;
 use base64::prelude::{BASE64_STANDARD, Engine};
 use vdkit_block::{FormatDriver, GuestOffset, Limits, Monitor, OpenRequest, Repair, Storage};
 use vdkit_chain::{Disk, OpenOptions, Registry};
-use vdkit_legacy::{BochsDriver, CloopDriver, DmgDriver, ParallelsDriver, QcowDriver, QedDriver};
+use vdkit_legacy::{BOCHS, CLOOP, DMG, PARALLELS, QCOW, QED};
 use vdkit_raw::RawDriver;
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::Rng;
 
-pub static ALL: [&dyn FormatDriver; 6] =
-    [&QcowDriver, &QedDriver, &ParallelsDriver, &DmgDriver, &CloopDriver, &BochsDriver];
+pub static ALL: [&dyn FormatDriver; 6] = [QCOW, QED, PARALLELS, DMG, CLOOP, BOCHS];
 
 pub type Shared = Arc<dyn Storage>;
 

@@ -31,7 +31,7 @@ use crate::header::{Header, field};
 use crate::image::Qcow2;
 use crate::layout::incompatible;
 
-/// As [`vdkit_block::FormatDriver::amend`].
+/// As [`vdkit_block::Amendment::amend`].
 pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
     let storage = &request.storage;
     let read = || Header::read(&**storage, &request.limits);

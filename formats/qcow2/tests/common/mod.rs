@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use serde_json::Value;
 use vdkit_block::{
-    CacheMode, CreateRequest, FormatDriver, ImageInfo, Limits, Options, Result, SnapshotInfo,
-    Storage,
+    CacheMode, CreateRequest, Creation, FormatDriver, ImageInfo, Limits, Options, Result,
+    SnapshotInfo, Storage,
 };
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_storage::{CreateMode, FileOptions, FileStorage};

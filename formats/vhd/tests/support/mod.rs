@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    BackingRef, CreateRequest, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Options,
-    Repair, Storage,
+    BackingRef, CreateRequest, Creation, FormatDriver, GuestOffset, HostOffset, Limits, Monitor,
+    Options, Repair, Storage,
 };
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::trials::Trial;

@@ -6,8 +6,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use vdkit_block::{
-    BackingRef, CheckReport, CreateRequest, Format, FormatDriver, GuestOffset, HostOffset, Limits,
-    Monitor, OpenRequest, Options, Repair, Result, Storage,
+    BackingRef, CheckReport, CreateRequest, Creation, Format, FormatDriver, GuestOffset,
+    HostOffset, Limits, Monitor, OpenRequest, Options, Repair, Result, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_storage::MemoryStorage;

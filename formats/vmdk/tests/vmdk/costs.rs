@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CreateRequest, FormatDriver, GuestOffset, Limits, OpenRequest, Options, Storage,
+    CreateRequest, Creation, FormatDriver, GuestOffset, Limits, OpenRequest, Options, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_storage::MemoryStorage;

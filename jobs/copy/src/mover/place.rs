@@ -98,8 +98,8 @@ impl Mover<'_> {
         at: u64,
     ) -> Result<()> {
         let Buffers { bytes, compressed, lens, compressor, .. } = buffers;
-        let (format, caps) = (target.top(), target.top().caps());
-        let (frame, cluster) = (format.compressed_frame(), caps.cluster_bytes as usize);
+        let (writer, caps) = (target.top().writes_compressed()?, target.top().caps());
+        let (frame, cluster) = (writer.compressed_frame(), caps.cluster_bytes as usize);
         compressed.clear();
         lens.clear();
         let compressor = match compressor {
@@ -130,7 +130,7 @@ impl Mover<'_> {
             let framed = (compressed.len() - start).next_multiple_of(frame.align.max(1) as usize);
             compressed.resize(start + framed, 0);
             let unit_at = GuestOffset(at + (index * cluster) as u64);
-            format.frame_compressed(unit_at, &mut compressed[start..], payload_bytes);
+            writer.frame_compressed(unit_at, &mut compressed[start..], payload_bytes);
             lens.push(framed as u32);
         }
         Ok(())
@@ -250,7 +250,7 @@ impl Mover<'_> {
         payload: &mut usize,
         placed: &mut Vec<Placed<'t>>,
     ) -> Result<usize> {
-        let space = target.top().reserve_compressed(at, lens)?;
+        let space = target.top().writes_compressed()?.reserve_compressed(at, lens)?;
         let units = space.units;
         let bytes: usize = lens[..units].iter().map(|&l| l as usize).sum();
         placed.push(Placed::Compressed { space, bytes: *payload..*payload + bytes });

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CreateRequest, FormatDriver, GuestOffset, Limits, Monitor, Options, Repair, Storage,
+    CreateRequest, Creation, FormatDriver, GuestOffset, Limits, Monitor, Options, Repair, Storage,
 };
 use vdkit_chain::Disk;
 use vdkit_qcow2::Qcow2Driver;

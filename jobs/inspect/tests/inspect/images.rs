@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CreateRequest, FormatDriver, GuestOffset, ImageInfo, Limits, OpenRequest, Options, Storage,
+    CreateRequest, Creation, FormatDriver, GuestOffset, ImageInfo, Limits, OpenRequest, Options,
+    Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_qcow2::Qcow2Driver;

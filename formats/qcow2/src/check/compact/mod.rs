@@ -51,7 +51,7 @@ const BATCH_BYTES: u64 = if cfg!(test) { 64 << 10 } else { 16 << 20 };
 /// Most clusters of one batch.
 const BATCH_CLUSTERS_MAX: u64 = 65536;
 
-/// As [`vdkit_block::FormatDriver::compact`].
+/// As [`vdkit_block::Compaction::compact`].
 pub(crate) fn compact(
     storage: &Arc<dyn Storage>,
     data_file: Option<&Arc<dyn Storage>>,

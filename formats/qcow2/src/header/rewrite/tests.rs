@@ -1,7 +1,7 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    BackingRef, CreateRequest, FormatDriver, HostOffset, Limits, Options, Storage, StorageExt,
+    BackingRef, CreateRequest, Creation, HostOffset, Limits, Options, Storage, StorageExt,
 };
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CrashStorage, Rng};
