@@ -7,7 +7,7 @@
 //! | one flat disk over a chain of images | [`Disk`], [`OpenOptions`] |
 //! | an image's metadata | [`describe_chain`], [`ImageInfo`] |
 //! | jobs: convert, compare, check, create, resize, measure | [`jobs`] |
-//! | a disk for a running guest: the common part of all servers, NBD, and vhost-user | [`export`], [`nbd`], [`vhost_user`] |
+//! | a disk for a running guest: the common part of all servers, NBD, and vhost-user | [`serve`], [`nbd`], [`vhost_user`] |
 //! | the formats and their options | [`FORMATS`], [`registry`], [`FormatDriver`] |
 //! | storages of images: files, devices and memory | [`storage`], [`Storage`] |
 //! | appliances (OVA): disks in one tar file | [`ova`], [`jobs::extract`], [`jobs::pack`] |
@@ -103,10 +103,10 @@
 
 pub use vdkit_block::*;
 pub use vdkit_chain::*;
-pub use vdkit_export as export;
-pub use vdkit_export_fuse as fuse;
-pub use vdkit_export_nbd as nbd;
-pub use vdkit_export_vhost as vhost_user;
+pub use vdkit_serve as serve;
+pub use vdkit_fuse as fuse;
+pub use vdkit_nbd as nbd;
+pub use vdkit_vhost as vhost_user;
 pub use vdkit_ova as ova;
 pub use vdkit_storage as storage;
 pub use vdkit_stream as stream;

@@ -31,72 +31,23 @@ pub static FORMATS: &[&dyn FormatDriver] = &[
 
 /// An appliance: a guest that got it as a raw disk would see a tar file.
 const APPLIANCE: RejectedKind = RejectedKind {
-    is_one: Package::looks_like,
+    matches: Package::looks_like,
     what: "is an appliance (OVA), a tar file with disk images in it, and no disk itself",
     hint: "'vdkit info FILE' lists its disks, 'vdkit convert FILE FOLDER/' takes them out (one of \
            them: --disk N); '-f raw' takes the tar file itself for a disk",
 };
 
-/// A file with a format's extension but no known content: more often a damaged or empty image than
-/// a raw disk.
-macro_rules! misnamed {
-    ($format:literal: $($ending:literal)|+) => {
-        RejectedKind {
-            is_one: |name, _| named(name, &[$($ending),+]),
-            what: concat!(
-                "its name says that it is a ", $format,
-                " image, and its content is none: it is damaged, empty, or something else"
-            ),
-            hint: concat!(
-                "'vdkit check -f ", $format, " FILE' says what is wrong with it; if every byte of it \
-                 belongs to the disk, say so with '-f raw'"
-            ),
-        }
-    };
-}
-
-const MISNAMED: [RejectedKind; 8] = [
-    misnamed!("qcow2": "qcow2"),
-    misnamed!("qcow": "qcow"),
-    misnamed!("vmdk": "vmdk"),
-    misnamed!("vdi": "vdi"),
-    misnamed!("vhd": "vhd" | "vpc"),
-    misnamed!("vhdx": "vhdx"),
-    misnamed!("qed": "qed"),
-    misnamed!("dmg": "dmg"),
-];
-
-/// The format for a file extension. Raw disks have no fixed extension.
+/// The format that a file's extension names, if images of it can be written. Raw disks have no
+/// extension of their own.
 pub fn format_of_name(name: &str) -> Option<&'static str> {
-    const ENDINGS: [(&str, &str); 7] = [
-        ("qcow2", "qcow2"),
-        ("vmdk", "vmdk"),
-        ("vdi", "vdi"),
-        ("vhd", "vhd"),
-        ("vpc", "vhd"),
-        ("vhdx", "vhdx"),
-        ("luks", "luks"),
-    ];
-    ENDINGS.iter().find(|(ending, _)| named(name, &[ending])).map(|(_, format)| *format)
+    let driver = registry().find_by_file_name(name)?;
+    (driver.creation().is_some() && driver.name() != "raw").then(|| driver.name())
 }
 
-/// Whether a file has one of these extensions. Extents of a flat VMDK are excluded: they have its
-/// extension and are raw.
-fn named(name: &str, endings: &[&str]) -> bool {
-    let path = std::path::Path::new(name);
-    let stem = path.file_stem().and_then(|part| part.to_str()).unwrap_or_default();
-    let ending = path.extension().and_then(|part| part.to_str()).unwrap_or_default();
-    let extent = stem.rsplit_once('-').is_some_and(|(_, last)| {
-        let number = last.strip_prefix('f').unwrap_or_default();
-        last == "flat" || (number.len() >= 3 && number.bytes().all(|b| b.is_ascii_digit()))
-    });
-    endings.iter().any(|known| known.eq_ignore_ascii_case(ending)) && !extent
-}
-
-/// A registry of all formats. Without an explicit format it rejects appliances (OVA), and files
-/// whose content does not match their extension.
+/// A registry of all formats. Without an explicit format it rejects appliances (OVA), and files whose
+/// content does not match their extension.
 pub fn registry() -> Registry {
-    Registry::new(FORMATS.iter().copied()).refusing([APPLIANCE]).refusing(MISNAMED)
+    Registry::new(FORMATS.iter().copied()).rejecting([APPLIANCE])
 }
 
 /// The driver of a user-supplied format name.
@@ -113,9 +64,25 @@ mod tests {
 
     #[test]
     fn a_name_says_a_format_but_for_extents_of_a_vmdk() {
-        assert!(named("dir.d/a.QCOW2", &["qcow2"]) && named("a.b.vpc", &["vhd", "vpc"]));
-        for name in ["qcow2", "a.qcow2.bak", "a.raw", "a.qcow2/b", "a-flat.vmdk", "a-f001.vmdk"] {
-            assert!(!named(name, &["qcow2", "vmdk"]), "{name}");
+        let of = |name| registry().find_by_file_name(name).map(|driver| driver.name());
+        assert_eq!(of("dir.d/a.QCOW2"), Some("qcow2"));
+        assert_eq!(of("a.b.vpc"), Some("vpc"));
+        for name in ["qcow2", "a.qcow2.bak", "a.qcow2/b", "a-flat.vmdk", "a-f001.vmdk"] {
+            assert_eq!(of(name), None, "{name}");
+        }
+        assert_eq!((format_of_name("a.raw"), format_of_name("a.qed")), (None, None));
+        assert_eq!(format_of_name("a.vmdk"), Some("vmdk"));
+    }
+
+    #[test]
+    fn what_a_name_says_and_the_content_does_not_is_rejected() {
+        let probe = |name: &str| registry().probe_bytes(name, &[0; 512], &[0; 512], 512);
+        for name in ["a.qcow2", "b.VHD", "c.vpc", "d.vmdk", "e.luks", "f.dmg"] {
+            let error = probe(name).unwrap_err().to_string();
+            assert!(error.contains("its content is none"), "{error}");
+        }
+        for name in ["a.raw", "b.img", "c.hdd", "d", "e-flat.vmdk", "f.qcow2.bak"] {
+            assert!(probe(name).unwrap().fallback, "{name}");
         }
     }
 

@@ -246,7 +246,7 @@ fn message_of(error: &Error) -> String {
         }
         Error::File { file, action: IoAction::Open, source } => not_opened(file, source),
         Error::Guessed { file, format } => format!(
-            "{file}: no header says which format it has, and written as {format} its guest could make it \
+            "{file}: its format was not detected, and a guest that writes to it as {format} could make it \
              look like another format"
         ),
         other => other.to_string(),

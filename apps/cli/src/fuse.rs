@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
-use vdkit::export::Export;
+use vdkit::serve::Export;
 pub use vdkit::fuse::Server;
 use vdkit::fuse::{Ending, MountError, ServerOptions};
 

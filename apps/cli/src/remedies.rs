@@ -8,11 +8,16 @@ use crate::failure::{Context, quoted};
 pub(crate) fn worded(remedy: &Remedy, error: &Error, context: &Context<'_>) -> String {
     let file = match error {
         Error::Corrupt(fault) => quoted(&fault.file),
+        Error::Unsupported { file, .. } => quoted(file),
         _ => "IMAGE".to_owned(),
     };
     match remedy {
         Remedy::Check if context.command == "check" => String::new(),
         Remedy::Check => format!("'vdkit check {file}' lists what is damaged"),
+        Remedy::CheckAs { format } => format!(
+            "'vdkit check -f {format} {file}' says what is wrong with it; if every byte of it belongs to \
+             the disk, say so with '-f raw'"
+        ),
         Remedy::Repair { repair, force } => {
             let what = if *repair == Repair::Leaks { "leaks" } else { "all" };
             let force = if *force { " --force" } else { "" };

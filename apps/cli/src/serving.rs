@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use vdkit::export::{Export, OnNoSpace, Scrape, ScrapeAddress};
+use vdkit::serve::{Export, OnNoSpace, Scrape, ScrapeAddress};
 use vdkit::{CancelToken, Disk, OpenOptions};
 
 use crate::arguments::{CacheOption, Force, References, SnapshotOption, size};

@@ -254,7 +254,7 @@ fn what_only_a_new_image_can_have() {
     scratch.fails(1, "no-such", &["amend", "no-such", "-o", "compat=1.1"]);
     scratch.ok(&["amend", "image", "-o", "cluster_size=64K,extended_l2=on"]);
     scratch.write("raw.img", &[0; 4096]);
-    scratch.fails(2, "no header says", &["amend", "raw.img", "-o", "size=1M"]);
+    scratch.fails(2, "format was not detected", &["amend", "raw.img", "-o", "size=1M"]);
     let writer = common::Writer::start(&scratch.path(""), "image");
     drop(writer);
     assert!(std::fs::read(scratch.path("image")).unwrap() == before);

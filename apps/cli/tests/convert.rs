@@ -311,7 +311,7 @@ fn into_what_exists() {
     assert_eq!(scratch.json_of("info", 0, &["old.qcow2"])["cluster-size"], 4096);
     // A raw target has to be named as raw, and one that is too small is not cut.
     scratch.write("small.raw", &[1; 512]);
-    scratch.fails(2, "no header says", &["convert", "--into", "disk.raw", "small.raw"]);
+    scratch.fails(2, "format was not detected", &["convert", "--into", "disk.raw", "small.raw"]);
     let answer =
         scratch.fails(2, "512", &["convert", "--into", "-O", "raw", "disk.raw", "small.raw"]);
     assert!(answer.stderr.contains("resize"), "{answer:?}");

@@ -73,7 +73,7 @@ fn a_service_tells_and_obeys() {
     scratch.json_of("ctl", 0, &["c.sock", "resize", "96M"]);
     let read = io(&scratch, &["read -P 0 64M 32M", "write -P 3 95M 1M"]);
     assert!(!read.contains("failed"), "{read}");
-    scratch.fails(1, "fewer than its", &["ctl", "c.sock", "resize", "32M"]);
+    scratch.fails(1, "is not shrunk", &["ctl", "c.sock", "resize", "32M"]);
 
     scratch.json_of("ctl", 0, &["c.sock", "flush"]);
     scratch.ok(&["ctl", "c.sock", "quit"]);

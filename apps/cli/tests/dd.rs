@@ -108,7 +108,7 @@ fn into_an_image_that_exists() {
     let answer = scratch.fails(2, "too few", &["dd", "if=a.raw", "of=d.qcow2", "bs=1M", "seek=2"]);
     assert!(answer.stderr.contains("d.qcow2"), "{answer:?}");
     scratch.write("e.raw", &vec![1; 1 << 20]);
-    scratch.fails(2, "no header says", &["dd", "if=a.raw", "of=e.raw"]);
+    scratch.fails(2, "format was not detected", &["dd", "if=a.raw", "of=e.raw"]);
     scratch.ok(&["dd", "-O", "raw", "if=a.raw", "of=e.raw"]);
     assert!(std::fs::read(scratch.path("e.raw")).unwrap() == bytes);
 }

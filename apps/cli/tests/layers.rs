@@ -35,7 +35,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
     ),
     (
         "serve",
-        &[&["vdkit-export"], &["vdkit-export-nbd", "vdkit-export-vhost", "vdkit-export-fuse"]],
+        &[&["vdkit-serve"], &["vdkit-nbd", "vdkit-vhost", "vdkit-fuse"]],
     ),
     ("vdkit", &[&["vdkit"]]),
     ("apps", &[&["vdkit-lab"], &["vdkit-cli"]]),

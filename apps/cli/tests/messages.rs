@@ -37,11 +37,11 @@ fn the_format_of_a_target_is_asked_for_by_its_own_option() {
     scratch.ok(&["create", "a.qcow2", "1M"]);
     scratch.ok(&["create", "a.img", "1M"]);
     for command in [&["convert", "-n", "a.qcow2", "a.img"][..], &["dd", "if=a.qcow2", "of=a.img"]] {
-        says(&scratch.fails(2, "no header says", command), &["'-O raw'"]);
+        says(&scratch.fails(2, "format was not detected", command), &["'-O raw'"]);
     }
     scratch.ok(&["convert", "-n", "-O", "raw", "a.qcow2", "a.img"]);
     says(
-        &scratch.fails(2, "no header says", &["write", "a.img", "0", "1", "--zero"]),
+        &scratch.fails(2, "format was not detected", &["write", "a.img", "0", "1", "--zero"]),
         &["'-f raw'"],
     );
 }

@@ -136,7 +136,7 @@ fn hostile_input_is_a_clear_error() {
     let scratch = Scratch::new();
     scratch.fails(1, "no-such", &["resize", "no-such", "1M"]);
     scratch.write("a.raw", &[0; 512]);
-    scratch.fails(2, "no header says", &["resize", "a.raw", "1M"]);
+    scratch.fails(2, "format was not detected", &["resize", "a.raw", "1M"]);
     scratch.fails(2, "not a size", &["resize", "a.raw", "1Z"]);
     scratch.ok(&["create", "a.qcow2", "1M"]);
     let _writer = common::Writer::start(&scratch.path(""), "a.qcow2");

@@ -549,7 +549,7 @@ impl ReadPaths for CrashStorage {
 }
 
 impl AccessExchange for CrashStorage {
-    fn let_others_read(&self) -> Result<()> {
+    fn downgrade_lock(&self) -> Result<()> {
         Ok(())
     }
 

@@ -109,7 +109,7 @@ pub trait KernelCopy {
 pub trait AccessExchange: Storage {
     /// Releases the locks that exclude readers and keeps those that exclude writers, for a storage
     /// that will not be written any more. No other process can lock it for writing in between.
-    fn let_others_read(&self) -> Result<()>;
+    fn downgrade_lock(&self) -> Result<()>;
 
     /// Reopens the same bytes for writing. If this storage excluded other writers, both storages
     /// then exclude all other processes; no other process can lock it for writing in between. On
@@ -205,9 +205,9 @@ impl dyn Storage + '_ {
         self.kernel_copy().map_or(Ok(0), |copy| copy.copy_from(to, source, from, len, method))
     }
 
-    /// See [`AccessExchange::let_others_read`]. A storage without locks does nothing.
-    pub fn let_others_read(&self) -> Result<()> {
-        self.access_exchange().map_or(Ok(()), |access| access.let_others_read())
+    /// See [`AccessExchange::downgrade_lock`]. A storage without locks does nothing.
+    pub fn downgrade_lock(&self) -> Result<()> {
+        self.access_exchange().map_or(Ok(()), |access| access.downgrade_lock())
     }
 
     /// See [`AccessExchange::reopen_for_writing`].

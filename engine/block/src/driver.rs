@@ -215,9 +215,10 @@ pub enum Repair {
     Nothing,
     /// Free leaked space.
     Leaks,
-    /// Repair everything that cannot lose guest data.
+    /// Repair all damage. Invalid entries are cleared, unless there are unreferenced tables from
+    /// which a human could still recover data.
     All,
-    /// Also repairs that may lose guest data.
+    /// Repair all damage, and free such tables and their data.
     AllForced,
 }
 
@@ -329,6 +330,10 @@ pub struct DriverInfo {
     pub name: &'static str,
     /// Other accepted names.
     pub aliases: &'static [&'static str],
+    /// File name extensions, without the dot.
+    pub extensions: &'static [&'static str],
+    /// File name extensions, without the dot.
+    pub extensions: &'static [&'static str],
     /// One-line description.
     pub description: &'static str,
 }
@@ -504,7 +509,7 @@ impl dyn FormatDriver + '_ {
     ///
     /// # Errors
     /// [`Error::Unsupported`] about `file` for a format that is only read.
-    pub fn creates(&self, file: &str) -> Result<&dyn Creation> {
+    pub fn require_creation(&self, file: &str) -> Result<&dyn Creation> {
         self.creation().ok_or_else(|| {
             Error::unsupported(
                 file,
@@ -516,7 +521,7 @@ impl dyn FormatDriver + '_ {
 
     /// See [`Creation::create`].
     pub fn create(&self, request: &CreateRequest) -> Result<()> {
-        self.creates(request.storage.name())?.create(request)
+        self.require_creation(request.storage.name())?.create(request)
     }
 
     /// See [`Creation::encrypts`].

@@ -208,8 +208,8 @@ pub enum Error {
     },
     /// The backing image is not the one that the overlay was created on, or its data changed since.
     #[error(
-        "{file}: stands on a disk with the identity {expected}, and {parent} has {found}: it was \
-         changed since or is another one"
+        "{file}: records the identity {expected} for its backing image, but {parent} has {found}: \
+         that was changed since, or is another image"
     )]
     Parent {
         /// The overlay, as the user named it.
@@ -263,8 +263,8 @@ pub enum Error {
     },
     /// A write to an image whose format was neither given nor detected.
     #[error(
-        "{file}: no header says which format it has, and written as {format} its guest could make it look \
-         like another format; name its format"
+        "{file}: its format was not detected. If a guest writes to it as {format}, the guest could write the \
+         header of another format; name its format"
     )]
     Guessed {
         /// The file, as the user named it.
@@ -273,7 +273,7 @@ pub enum Error {
         format: String,
     },
     /// A write to a backing image whose format neither its header nor its overlay names.
-    #[error("{file}: no header says which format it has, and its overlay {overlay} names none")]
+    #[error("{file}: its format was not detected, and its overlay {overlay} names none")]
     Unnamed {
         /// The backing image.
         file: String,

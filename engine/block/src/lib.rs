@@ -22,11 +22,11 @@
 //! # The life of an allocating write
 //!
 //! ```text
-//!     │ reserve(at, len) ────────►│ finds host space; its refcount is already durable
+//!     │ reserve(at, len) ────────►│ allocates host space
 //!     │◄────────────  Reservation │ { host offset, fill for head and tail }
 //!     │ write fill and data ──────┼──────────────────────────►│
 //!     │ reservation.publish() ───►│ map entry changes in the cache
-//!     │ flush() ─────────────────►│ barriers in dependency order ─────► sync
+//!     │ flush() ─────────────────►│ refcounts before entries, with barriers ► sync
 //! ```
 //!
 //! Dropping a [`Reservation`] that was not published gives the space back. No lock of the format

@@ -14,6 +14,11 @@ pub enum Remedy {
     Advice(String),
     /// Check the image, which reports all damage.
     Check,
+    /// Check the image as one of this format, or name raw if it is a raw disk.
+    CheckAs {
+        /// The format's name.
+        format: String,
+    },
     /// Repair the image.
     Repair {
         /// What to repair.
@@ -82,6 +87,9 @@ impl fmt::Display for Remedy {
         match self {
             Self::Advice(text) => f.write_str(text),
             Self::Check => f.write_str("check the image"),
+            Self::CheckAs { format } => {
+                write!(f, "check it as {format}; if it is a raw disk, name that format")
+            }
             Self::Repair { force: true, .. } => f.write_str("repair the image by force"),
             Self::Repair { .. } => f.write_str("repair the image"),
             Self::GiveKey => f.write_str("give its key"),

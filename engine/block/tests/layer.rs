@@ -126,8 +126,8 @@ impl KernelCopy for Recorder {
 
 #[deny(clippy::missing_trait_methods)]
 impl AccessExchange for Recorder {
-    fn let_others_read(&self) -> Result<()> {
-        self.note("let_others_read", Ok(()))
+    fn downgrade_lock(&self) -> Result<()> {
+        self.note("downgrade_lock", Ok(()))
     }
     fn reopen_for_writing(&self) -> Result<Arc<dyn Storage>> {
         self.note("reopen_for_writing", Ok(Arc::new(Self::default())))
@@ -192,7 +192,7 @@ fn call_capabilities(storage: &dyn Storage) -> (bool, u64, bool) {
     storage.forget(at, 1).unwrap();
     let source = Recorder::default();
     let copied = storage.copy_from(at, &source, at, 5, CopyMethod::Reflink).unwrap();
-    storage.let_others_read().unwrap();
+    storage.downgrade_lock().unwrap();
     (ready, copied, storage.reopen_for_writing().is_ok())
 }
 
@@ -210,7 +210,7 @@ fn a_wrapper_passes_on_what_it_leaves_out() {
         "write_new",
         "forget",
         "copy_from",
-        "let_others_read",
+        "downgrade_lock",
         "reopen_for_writing",
     ];
     let all = [&CORE[..], &SPACE, &capabilities].concat();

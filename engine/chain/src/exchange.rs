@@ -31,8 +31,8 @@ impl Layer {
     ///
     /// # Errors
     /// Errors of the system; the locks are then unchanged.
-    pub fn let_others_read(&self) -> Result<()> {
-        self.storages().into_iter().try_for_each(|storage| storage.let_others_read())
+    pub fn downgrade_lock(&self) -> Result<()> {
+        self.storages().into_iter().try_for_each(|storage| storage.downgrade_lock())
     }
 
     /// Opens its map a second time, for writing. On success, its files are locked exclusively.
@@ -84,7 +84,7 @@ impl Disk {
             Ok(format) => format,
             Err(error) => {
                 // Report the first error.
-                let _ = layer.let_others_read();
+                let _ = layer.downgrade_lock();
                 return Err(error);
             }
         };
@@ -105,10 +105,10 @@ impl Disk {
     /// Ends writing to the backing image: other processes may read it.
     ///
     /// # Errors
-    /// As [`Layer::let_others_read`].
+    /// As [`Layer::downgrade_lock`].
     pub fn end_sharing_beneath(&mut self) -> Result<()> {
         self.beneath_changes = false;
-        self.layers.get(1).map_or(Ok(()), Layer::let_others_read)
+        self.layers.get(1).map_or(Ok(()), Layer::downgrade_lock)
     }
 
     /// Replaces this disk by `base`, without the top image. Returns the former disk.

@@ -1,6 +1,11 @@
 //! The registry of formats, and format probing.
 
-use vdkit_block::{Error, FormatDriver, HostOffset, Probe, Result, Storage};
+use std::ffi::OsStr;
+use std::path::Path;
+
+use vdkit_block::{
+    DriverInfo, Error, FormatDriver, HostOffset, Probe, Remedy, Result, Storage,
+};
 
 /// Bytes of the image's start for probing.
 const HEAD_BYTES: usize = 64 << 10;
@@ -11,14 +16,14 @@ const TAIL_BYTES: u64 = 512;
 #[derive(Clone, Debug, Default)]
 pub struct Registry {
     drivers: Vec<&'static dyn FormatDriver>,
-    strangers: Vec<RejectedKind>,
+    rejected_kinds: Vec<RejectedKind>,
 }
 
 /// A known file type that is no disk image. Without it, probing would return raw.
 #[derive(Clone, Copy, Debug)]
 pub struct RejectedKind {
     /// Matches the file by its name and its first 64 KiB.
-    pub is_one: fn(name: &str, head: &[u8]) -> bool,
+    pub matches: fn(name: &str, head: &[u8]) -> bool,
     /// What it is, to follow the file's name in a message.
     pub what: &'static str,
     /// What to do instead; `FILE` stands for the file's name.
@@ -37,13 +42,13 @@ pub struct Probed {
 impl Registry {
     /// A registry of these formats.
     pub fn new(drivers: impl IntoIterator<Item = &'static dyn FormatDriver>) -> Self {
-        Self { drivers: drivers.into_iter().collect(), strangers: Vec::new() }
+        Self { drivers: drivers.into_iter().collect(), rejected_kinds: Vec::new() }
     }
 
     /// Rejects these file types where probing would otherwise return raw. Does not apply to an
     /// explicit format.
-    pub fn refusing(mut self, strangers: impl IntoIterator<Item = RejectedKind>) -> Self {
-        self.strangers.extend(strangers);
+    pub fn rejecting(mut self, rejected_kinds: impl IntoIterator<Item = RejectedKind>) -> Self {
+        self.rejected_kinds.extend(rejected_kinds);
         self
     }
 
@@ -56,6 +61,24 @@ impl Registry {
     pub fn find(&self, name: &str) -> Option<&'static dyn FormatDriver> {
         self.drivers()
             .find(|driver| driver.info().name == name || driver.info().aliases.contains(&name))
+    }
+
+    /// The driver with this file name extension, without the dot, in any case.
+    pub fn find_by_extension(&self, extension: &str) -> Option<&'static dyn FormatDriver> {
+        self.drivers().find(|driver| {
+            driver.info().extensions.iter().any(|known| known.eq_ignore_ascii_case(extension))
+        })
+    }
+
+    /// The driver with the extension of this file name. Extents of a flat VMDK (`NAME-flat.vmdk`,
+    /// `NAME-f001.vmdk`) are raw, although they have its extension.
+    pub fn find_by_file_name(&self, name: &str) -> Option<&'static dyn FormatDriver> {
+        let (stem, extension) = stem_and_extension(name);
+        let extent = stem.rsplit_once('-').is_some_and(|(_, last)| {
+            let number = last.strip_prefix('f').unwrap_or_default();
+            last == "flat" || (number.len() >= 3 && number.bytes().all(|b| b.is_ascii_digit()))
+        });
+        self.find_by_extension(extension).filter(|_| !extent)
     }
 
     /// The driver of a user-supplied format name.
@@ -121,19 +144,22 @@ impl Registry {
     fn decide(&self, file: &str, head: &[u8], judged: Judged) -> Result<Probed> {
         let Judged { certain, fallback } = judged;
         if certain.is_empty()
-            && let Some(known) = self.strangers.iter().find(|known| (known.is_one)(file, head))
+            && let Some(known) = self.rejected_kinds.iter().find(|known| (known.matches)(file, head))
         {
             return Err(Error::unsupported(file, known.what, known.hint.replace("FILE", file)));
         }
         match certain.as_slice() {
             [driver] => Ok(Probed { driver: *driver, fallback: false }),
-            [] => fallback.map(|driver| Probed { driver, fallback: true }).ok_or_else(|| {
-                Error::unsupported(
-                    file,
-                    "its format is not recognised",
-                    format!("name it with -f; known: {}", self.names()),
-                )
-            }),
+            [] => {
+                self.reject_misnamed(file)?;
+                fallback.map(|driver| Probed { driver, fallback: true }).ok_or_else(|| {
+                    Error::unsupported(
+                        file,
+                        "its format is not recognised",
+                        format!("name its format; known: {}", self.names()),
+                    )
+                })
+            }
             several => {
                 let names: Vec<_> = several.iter().map(|driver| driver.name()).collect();
                 Err(Error::unsupported(
@@ -144,6 +170,34 @@ impl Registry {
             }
         }
     }
+}
+
+impl Registry {
+    /// Rejects a file whose extension is a format's name while its content is of no known format:
+    /// more often a damaged or empty image than a raw disk.
+    fn reject_misnamed(&self, file: &str) -> Result<()> {
+        let (_, extension) = stem_and_extension(file);
+        let Some(driver) = self.find_by_file_name(file) else { return Ok(()) };
+        let format = extension.to_ascii_lowercase();
+        let DriverInfo { name, aliases, .. } = driver.info();
+        if name != format && !aliases.contains(&&*format) {
+            return Ok(());
+        }
+        if driver.probe(&[], &[], 0) == Probe::Fallback {
+            return Ok(());
+        }
+        let what = format!(
+            "its name says that it is a {format} image, and its content is none: it is damaged, \
+             empty, or something else"
+        );
+        Err(Error::unsupported(file, what, Remedy::CheckAs { format }))
+    }
+}
+
+fn stem_and_extension(name: &str) -> (&str, &str) {
+    let path = Path::new(name);
+    let part = |part: Option<&'_ OsStr>| part.and_then(OsStr::to_str).unwrap_or_default();
+    (part(path.file_stem()), part(path.extension()))
 }
 
 /// Probe results of all drivers.
@@ -170,7 +224,7 @@ mod tests {
     use std::sync::Arc;
 
     use vdkit_block::{
-        CheckReport, DriverInfo, Format, ImageInfo, Limits, Monitor, OpenRequest, Repair,
+        CheckReport, Format, ImageInfo, Limits, Monitor, OpenRequest, Repair,
     };
     use vdkit_storage::MemoryStorage;
 
@@ -186,7 +240,7 @@ mod tests {
 
     impl FormatDriver for ByByte {
         fn info(&self) -> DriverInfo {
-            DriverInfo { name: self.0, aliases: &[], description: "for tests" }
+            DriverInfo { name: self.0, aliases: &[], extensions: &[], description: "for tests" }
         }
         fn probe(&self, head: &[u8], tail: &[u8], _len: u64) -> Probe {
             match self.1 {
@@ -256,12 +310,12 @@ mod tests {
         static RAW: ByByte = ByByte("raw", None);
         static A: ByByte = ByByte("a", Some(b't'));
         let tar = RejectedKind {
-            is_one: |name, head| name == "image" && head.starts_with(b"tar"),
+            matches: |name, head| name == "image" && head.starts_with(b"tar"),
             what: "is a tar file",
             hint: "unpack FILE",
         };
         let probe = |drivers: &[&'static dyn FormatDriver], bytes: &[u8]| {
-            let registry = Registry::new(drivers.iter().copied()).refusing([tar]);
+            let registry = Registry::new(drivers.iter().copied()).rejecting([tar]);
             let by_bytes = registry.probe_bytes("image", bytes, bytes, bytes.len() as u64);
             let probed = registry.probe(&MemoryStorage::from_bytes("image", bytes));
             assert_eq!(by_bytes.is_ok(), probed.is_ok());

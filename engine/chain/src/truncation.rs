@@ -72,7 +72,7 @@ impl TruncationCheck {
             "guest data",
             format!("the end of the file, which has {len} bytes"),
             format!(
-                "what the disk has at guest offset {at}: the file was cut. Bring it back whole"
+                "the data of guest offset {at}: the file was truncated. Restore it from a complete copy"
             ),
         )
         .with_remedy(remedy))

@@ -231,7 +231,7 @@ impl<'a> Walk<'a> {
         let (backing, identity) = (info.backing(), info.backing_identity.clone());
         if self.depth > 0 && backing.is_none() && identity.is_none() {
             return Err(Error::Invalid(format!(
-                "{}: stands on nothing, and '{}' is given for its parent: one parent too many",
+                "{}: has no backing file, but '{}' was given as its parent: leave it out",
                 namer.name(),
                 path.display()
             )));

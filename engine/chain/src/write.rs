@@ -104,7 +104,7 @@ impl Disk {
     ///
     /// # Errors
     /// As [`Disk::write_at`].
-    pub fn write_zeroes_for_good(&self, at: GuestOffset, len: u64) -> Result<()> {
+    pub fn write_zeroes_persistent(&self, at: GuestOffset, len: u64) -> Result<()> {
         self.check_writable()?;
         self.check_range(at, len)?;
         if len == 0 {

@@ -43,13 +43,14 @@ impl<O> Commit<O> {
         Self { drawn: AtomicU64::new(0), leader: Mutex::new(Leader { durable: 0, order }) }
     }
 
-    /// The number of the changes made before this call. Must be drawn after the change was made.
+    /// Returns a new sequence number. Call it after a change: [`Commit::durable_up_to`] with this
+    /// number makes that change durable.
     pub fn draw(&self) -> u64 {
         self.drawn.fetch_add(1, Ordering::SeqCst) + 1
     }
 
-    /// Returns when all changes up to `number` are durable: `commit`, or that of another caller
-    /// meanwhile, makes everything durable that was changed before it began.
+    /// Returns when all changes up to `number` are durable. Runs `commit` unless another caller's
+    /// commit has covered `number`. A commit covers all changes numbered before it began.
     ///
     /// # Errors
     /// Those of `commit`. The numbers that it would have covered stay open: each of their callers
@@ -91,7 +92,7 @@ impl<O> Lead<'_, O> {
     }
 
     /// State that only the leader uses.
-    pub fn order(&mut self) -> &mut O {
+    pub fn leader_state(&mut self) -> &mut O {
         &mut self.leader.order
     }
 }

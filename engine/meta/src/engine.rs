@@ -20,7 +20,7 @@ pub trait Metadata {
     /// State that writers change.
     type State: State;
     /// State that only the leader of a commit uses.
-    type Order;
+    type LeaderState;
     /// Copies of dirty metadata at one moment.
     type Dirty;
 
@@ -37,15 +37,15 @@ pub trait Metadata {
     ///
     /// # Errors
     /// What the storage returns.
-    fn write(&self, dirty: &Self::Dirty, order: &mut Self::Order) -> Result<()>;
+    fn write(&self, dirty: &Self::Dirty, order: &mut Self::LeaderState) -> Result<()>;
 
     /// Marks the taken metadata as clean if `durable`, else as dirty again.
-    fn settle(&self, state: &mut Self::State, dirty: Self::Dirty, durable: bool);
+    fn end_write(&self, state: &mut Self::State, dirty: Self::Dirty, durable: bool);
 
     /// Whether the map has changed since the last `take`.
     fn is_dirty(&self, state: &Self::State) -> bool;
 
-    /// Frees space that no request can use any more; see [`Reclaim::expired`].
+    /// Frees space that no request can use any more; see [`Reclaim::take_expired`].
     ///
     /// # Errors
     /// What the storage returns.
@@ -59,7 +59,7 @@ pub trait Metadata {
     fn trim(
         &self,
         _state: &mut MutexGuard<'_, Self::State>,
-        _order: &mut Self::Order,
+        _order: &mut Self::LeaderState,
     ) -> Result<()> {
         Ok(())
     }
@@ -69,7 +69,7 @@ pub trait Metadata {
     ///
     /// # Errors
     /// What the storage returns.
-    fn finish(&self, _order: &mut Self::Order) -> Result<()> {
+    fn finish(&self, _order: &mut Self::LeaderState) -> Result<()> {
         Ok(())
     }
 }
@@ -179,11 +179,11 @@ impl<S: State, O> Engine<S, O> {
     {
         format.recycle()?;
         let (mut lead, mut state) = self.quiesce(format)?;
-        let trimmed = format.trim(&mut state, lead.order());
+        let trimmed = format.trim(&mut state, lead.leader_state());
         drop(state);
         trimmed?;
         lead.run(|lead| self.commit_dirty(format, lead, true))?;
-        format.finish(lead.order())
+        format.finish(lead.leader_state())
     }
 
     fn commit_dirty<F>(&self, format: &F, lead: &mut Lead<'_, O>, alone: bool) -> Result<()>
@@ -196,9 +196,9 @@ impl<S: State, O> Engine<S, O> {
         state.reclaim().begin_commit();
         // Unless `alone`, copies are written without the lock, so that writers can continue.
         let held = alone.then_some(state);
-        let written = format.write(&dirty, lead.order());
+        let written = format.write(&dirty, lead.leader_state());
         let mut state = held.unwrap_or_else(|| self.lock());
-        format.settle(&mut state, dirty, written.is_ok());
+        format.end_write(&mut state, dirty, written.is_ok());
         state.reclaim().end_commit(written.is_ok());
         drop(state);
         self.ended();

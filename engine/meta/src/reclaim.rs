@@ -6,12 +6,12 @@
 //! | released | neither refers to it; in-flight requests may still use it | the end of these requests |
 //! | free | no request can use it | the allocator |
 //!
-//! [`Reclaim::unlink`] takes the stamp of the grace period, so after the caller has removed the
-//! reference: a request that resolved the old reference entered before the stamp.
+//! The caller removes the reference first and then calls [`Reclaim::unlink`], which records the
+//! start of the grace period. Every request that resolved the old reference entered before that.
 
 use crate::sync::{InFlight, Stamp};
 
-/// A run of freed host space, in the format's units (clusters, bytes).
+/// A run of host space that is being freed, in the format's units (clusters, bytes).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Freed {
     /// Index of the image's file.
@@ -94,14 +94,14 @@ impl Reclaim {
     }
 
     /// Takes released runs that no request can use any more.
-    pub fn expired(&mut self, flights: &InFlight) -> Vec<Stamped> {
+    pub fn take_expired(&mut self, flights: &InFlight) -> Vec<Stamped> {
         let (ready, waiting) =
             std::mem::take(&mut self.released).into_iter().partition(|s| flights.passed(s.stamp));
         self.released = waiting;
         ready
     }
 
-    /// Returns runs from [`Reclaim::expired`], or parts of them, that could not be freed.
+    /// Returns runs from [`Reclaim::take_expired`], or parts of them, that could not be freed.
     pub fn put_back(&mut self, runs: impl IntoIterator<Item = Stamped>) {
         self.released.extend(runs);
     }

@@ -483,8 +483,8 @@ impl SpaceMap for FileStorage {
         if used >= len {
             return Ok(false);
         }
-        // tmpfs examines each page to find the next hole, at half the cost of reading it: few holes
-        // are not worth that.
+        // tmpfs examines each page to find the next hole, so holes are searched only if a large part
+        // of the file is unallocated.
         Ok(!self.in_memory || len - used >= len / 4)
     }
 
@@ -570,7 +570,7 @@ impl KernelCopy for FileStorage {
 }
 
 impl AccessExchange for FileStorage {
-    fn let_others_read(&self) -> Result<()> {
+    fn downgrade_lock(&self) -> Result<()> {
         let Some(lock) = &self.lock else { return Ok(()) };
         lock.lock().become_reader(&self.name, &self.file)
     }

@@ -19,7 +19,7 @@ pub struct Copies {
 
 impl<E: Envelope> Metadata for BlockImage<E> {
     type State = State;
-    type Order = ();
+    type LeaderState = ();
     type Dirty = Copies;
 
     fn take(&self, state: &mut MutexGuard<'_, State>, _alone: bool) -> Result<Copies> {
@@ -43,7 +43,7 @@ impl<E: Envelope> Metadata for BlockImage<E> {
         storage.sync()
     }
 
-    fn settle(&self, _state: &mut State, _copies: Copies, durable: bool) {
+    fn end_write(&self, _state: &mut State, _copies: Copies, durable: bool) {
         self.table.end_write(durable);
         if let Some(sectors) = &self.sectors {
             sectors.end_write(durable);

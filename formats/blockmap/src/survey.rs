@@ -43,11 +43,11 @@ pub struct Job<'a> {
 /// storage.
 pub fn survey(job: &Job<'_>, report: &mut CheckReport) -> Result<Surveyed> {
     let Job { storage, geometry, tail_bytes, repair, monitor, .. } = *job;
-    let mending = matches!(repair, Repair::All | Repair::AllForced);
+    let repairing = matches!(repair, Repair::All | Repair::AllForced);
     report.total_clusters = geometry.entries;
     let mut surveyed = Surveyed { end: geometry.first_block, ..Surveyed::default() };
     monitor.cancel.check()?;
-    surveyed.changed |= judge_entries(job, mending, report)?;
+    surveyed.changed |= judge_entries(job, repairing, report)?;
     let blocks = sound(job)?;
     count(geometry, &blocks, report);
     surveyed.blocks = blocks.len() as u64;
@@ -56,7 +56,7 @@ pub fn survey(job: &Job<'_>, report: &mut CheckReport) -> Result<Surveyed> {
     let mut end = blocks.last().map_or(geometry.first_block, |last| last.start + geometry.stride());
     let host_bytes = storage.len()?;
     if end > host_bytes {
-        let repaired = mending && storage.caps().growable;
+        let repaired = repairing && storage.caps().growable;
         if repaired {
             storage.set_len(end + tail_bytes)?;
             surveyed.changed = true;
@@ -70,7 +70,7 @@ pub fn survey(job: &Job<'_>, report: &mut CheckReport) -> Result<Surveyed> {
         });
     }
     // A hostile table must not fill the disk with copies, so the number of blocks at most doubles.
-    let copies = mending && (overlaps.len() * 2 <= blocks.len() || repair == Repair::AllForced);
+    let copies = repairing && (overlaps.len() * 2 <= blocks.len() || repair == Repair::AllForced);
     for (a, b) in overlaps.iter() {
         bad_entry(report, geometry.entry_at(b.index), copies, || {
             format!(
@@ -126,7 +126,7 @@ fn bad_entry(
 }
 
 /// Checks for invalid entries.
-fn judge_entries(job: &Job<'_>, mending: bool, report: &mut CheckReport) -> Result<bool> {
+fn judge_entries(job: &Job<'_>, repairing: bool, report: &mut CheckReport) -> Result<bool> {
     let Job { storage, geometry, monitor, .. } = *job;
     let host_bytes = storage.len()?;
     let mut changed = false;
@@ -147,7 +147,7 @@ fn judge_entries(job: &Job<'_>, mending: bool, report: &mut CheckReport) -> Resu
             let Slot::At(start) = geometry.slot(*word) else { continue };
             let index = first + n as u64;
             let Some(expected) = geometry.fault(start, host_bytes) else { continue };
-            bad_entry(report, geometry.entry_at(index), mending, || {
+            bad_entry(report, geometry.entry_at(index), repairing, || {
                 format!(
                     "entry {index} names a block at {start:#x} of a file of {host_bytes:#x} bytes; \
                      expected {expected}"
@@ -155,7 +155,7 @@ fn judge_entries(job: &Job<'_>, mending: bool, report: &mut CheckReport) -> Resu
             });
             bad.push(index);
         }
-        if mending {
+        if repairing {
             for index in bad.drain(..) {
                 words[(index - first) as usize] = HOLE;
                 changed = true;
@@ -214,8 +214,8 @@ fn gaps(job: &Job<'_>, report: &mut CheckReport, surveyed: &mut Surveyed) -> Res
         at = (block.start + stride).max(geometry.kept_end);
     }
     // No block is moved in an image with remaining damage.
-    let mending = repair != Repair::Nothing && report.corruptions_left() == 0;
-    if mending && !leaks.is_empty() {
+    let repairing = repair != Repair::Nothing && report.corruptions_left() == 0;
+    if repairing && !leaks.is_empty() {
         surveyed.end = close_gaps(storage, geometry, None)?.end;
         surveyed.changed = true;
         report.image_end_offset = surveyed.end;
@@ -225,7 +225,7 @@ fn gaps(job: &Job<'_>, report: &mut CheckReport, surveyed: &mut Surveyed) -> Res
     if behind > 0 && storage.caps().growable {
         leaks.push((at, behind));
         // The envelope truncates the file.
-        surveyed.changed |= mending;
+        surveyed.changed |= repairing;
     }
     for (offset, count) in leaks {
         for n in 0..count {
@@ -234,13 +234,13 @@ fn gaps(job: &Job<'_>, report: &mut CheckReport, surveyed: &mut Surveyed) -> Res
                 offset: offset + n * stride,
                 structure: "block",
                 message: "no entry names this block".to_owned(),
-                repaired: mending,
+                repaired: repairing,
             };
             if report.findings.len() < CheckReport::FINDINGS_MAX {
                 report.add(finding);
             } else {
                 report.leaks += count - n;
-                report.leaks_fixed += if mending { count - n } else { 0 };
+                report.leaks_fixed += if repairing { count - n } else { 0 };
                 break;
             }
         }

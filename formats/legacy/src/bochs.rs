@@ -69,6 +69,7 @@ impl Map for Bochs {
     const INFO: DriverInfo = DriverInfo {
         name: "bochs",
         aliases: &[],
+        extensions: &["bochs"],
         description: "Bochs' growing disk images, for reading",
     };
 

@@ -26,6 +26,7 @@ impl Map for Cloop {
     const INFO: DriverInfo = DriverInfo {
         name: "cloop",
         aliases: &[],
+        extensions: &["cloop"],
         description: "compressed loopback images (Knoppix), for reading",
     };
 

@@ -229,6 +229,7 @@ impl Map for Dmg {
     const INFO: DriverInfo = DriverInfo {
         name: "dmg",
         aliases: &[],
+        extensions: &["dmg"],
         description: "Apple's disk images (UDIF): raw, zlib, bzip2, LZMA and ADC chunks, for reading",
     };
 

@@ -57,6 +57,7 @@ impl Map for Parallels {
     const INFO: DriverInfo = DriverInfo {
         name: "parallels",
         aliases: &[],
+        extensions: &["hdd", "hds"],
         description: "Parallels' disk images (.hdd, .hds), for reading",
     };
 

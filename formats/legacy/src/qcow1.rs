@@ -93,6 +93,7 @@ impl Map for Qcow {
     const INFO: DriverInfo = DriverInfo {
         name: "qcow",
         aliases: &[],
+        extensions: &["qcow"],
         description: "QEMU's first copy-on-write format, for reading",
     };
 

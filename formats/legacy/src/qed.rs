@@ -94,6 +94,7 @@ impl Map for Qed {
     const INFO: DriverInfo = DriverInfo {
         name: "qed",
         aliases: &[],
+        extensions: &["qed"],
         description: "QEMU enhanced disk, the format before qcow2 version 3, for reading",
     };
 

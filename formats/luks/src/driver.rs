@@ -40,6 +40,8 @@ impl FormatDriver for LuksDriver {
         DriverInfo {
             name: "luks",
             aliases: &[],
+            extensions: &["luks"],
+            extensions: &["luks"],
             description: "a raw disk, encrypted: LUKS version 1, as cryptsetup and QEMU know it",
         }
     }

@@ -238,7 +238,7 @@ impl Qcow2 {
 
     /// Returns freed clusters to the pool once no in-flight request can read them.
     fn reclaim(&self, meta: &mut Meta) -> Result<()> {
-        let (runs, result) = self.take_released(meta);
+        let (runs, result) = self.drop_expired_references(meta);
         for run in runs {
             meta.add_reclaimed(run);
         }
@@ -248,9 +248,9 @@ impl Qcow2 {
     /// Drops the references of all freed clusters that no in-flight request can read any more.
     /// Returns those that had only this reference and are in no list now: the caller puts them into
     /// the pool.
-    pub(crate) fn take_released(&self, meta: &mut Meta) -> (Vec<Freed>, Result<()>) {
+    pub(crate) fn drop_expired_references(&self, meta: &mut Meta) -> (Vec<Freed>, Result<()>) {
         let (mut last, mut result) = (Vec::<Freed>::new(), Ok(()));
-        for freed in meta.reclaim.expired(&self.in_flight) {
+        for freed in meta.reclaim.take_expired(&self.in_flight) {
             if result.is_err() {
                 meta.reclaim.put_back([freed]);
                 continue;

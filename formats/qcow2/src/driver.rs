@@ -22,6 +22,8 @@ impl FormatDriver for Qcow2Driver {
         DriverInfo {
             name: "qcow2",
             aliases: &[],
+            extensions: &["qcow2"],
+            extensions: &["qcow2"],
             description: "QEMU's own format: sparse, on backing files, compressed, with snapshots",
         }
     }

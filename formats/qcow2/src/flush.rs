@@ -2,11 +2,12 @@
 //!
 //! | first group | second group, after a barrier | after another barrier |
 //! |---|---|---|
-//! | refcounts and refcount table, guest data, copied L2 tables, bits of dirty bitmaps | L2 slices, L1 sectors, entries of bitmap tables | clusters that lost a reference may be released |
+//! | refcounts and refcount table, bits of dirty bitmaps; the barrier also covers guest data and copied L2 tables, which were written before | L2 slices, L1 sectors, entries of bitmap tables | clusters that lost a reference may be released |
 //!
-//! The barrier between the groups is omitted if nothing in the second group depends on the first:
-//! all host clusters that the L2 slices refer to were reserved by an earlier flush, none of them
-//! exposes data that must not be torn, and no bitmap has new bits. Lazy refcounts make no
+//! The barrier between the groups is omitted if nothing in the second group depends on the first: an
+//! earlier flush made the refcounts of all clusters in the L2 slices durable, no slice exposes
+//! copied data or clusters with stale bytes, no L2 table was copied or zeroed, and no bitmap has new
+//! bits. Lazy refcounts make no
 //! difference: the file's length must be durable before an entry points beyond the old end, and the
 //! same flush makes the refcounts of a batch durable.
 
@@ -27,7 +28,8 @@ use crate::refcounts::DirtyRefcounts;
 /// reuse. A multiple of every slice length.
 pub(crate) const PIECE_BYTES: usize = 64 << 10;
 
-/// Host clusters that lost one reference each.
+/// Host clusters, each of which lost one reference. They keep their refcount until the reference is
+/// gone on disk and no request uses them.
 pub(crate) fn freed(first: u64, count: u64, punch: bool) -> Freed {
     Freed { file: 0, first, count, punch }
 }
@@ -75,7 +77,7 @@ impl Taken {
 
 impl Metadata for Qcow2 {
     type State = Meta;
-    type Order = ();
+    type LeaderState = ();
     type Dirty = Taken;
 
     fn take(&self, meta: &mut MutexGuard<'_, Meta>, alone: bool) -> Result<Taken> {
@@ -100,7 +102,7 @@ impl Metadata for Qcow2 {
         )
     }
 
-    fn settle(&self, meta: &mut Meta, taken: Taken, durable: bool) {
+    fn end_write(&self, meta: &mut Meta, taken: Taken, durable: bool) {
         meta.flush_running = false;
         if durable {
             self.flushed(meta, taken);
@@ -119,7 +121,7 @@ impl Metadata for Qcow2 {
     /// In this order: a late hole would erase a new owner's data.
     fn recycle(&self) -> Result<()> {
         // If a refcount cannot be read, its clusters stay in the list.
-        let (runs, _) = self.take_released(&mut self.meta.lock());
+        let (runs, _) = self.drop_expired_references(&mut self.meta.lock());
         self.punch(&runs);
         let mut meta = self.meta.lock();
         for run in runs {
@@ -155,7 +157,7 @@ impl Qcow2 {
             || meta.space.refcounts.write(&taken.refcounts, &*self.storage),
             || self.write_slices(&taken.l2),
         );
-        self.settle(meta, taken, result.is_ok());
+        self.end_write(meta, taken, result.is_ok());
         meta.reclaim.end_commit(result.is_ok());
         result
     }

@@ -114,7 +114,7 @@ impl Qcow2 {
             let table = meta.space.refcounts.table.len();
             let lasting = self.blocks_ahead(meta, batch.end, usize::MAX).end <= table;
             if lasting && self.reach(meta, &batch, meta.space.spares.len()) >= least {
-                self.settle_refcounts(meta)?;
+                self.sync_refcounts(meta)?;
                 reach = self.reach(meta, &batch, self.usable_spares(meta));
             }
         }
@@ -310,7 +310,7 @@ impl Qcow2 {
             meta.space.refcounts.set(cluster, 1, storage)?;
         }
         if table_clusters == 0 {
-            self.settle_refcounts(meta)?;
+            self.sync_refcounts(meta)?;
             for &index in own {
                 meta.space
                     .refcounts
@@ -328,7 +328,7 @@ impl Qcow2 {
     }
 
     /// Makes all refcounts durable: one barrier.
-    fn settle_refcounts(&self, meta: &mut Meta) -> Result<()> {
+    fn sync_refcounts(&self, meta: &mut Meta) -> Result<()> {
         self.write_refcounts(meta, |_| self.storage.sync())
     }
 

@@ -69,17 +69,18 @@ pub struct Meta {
     pub(crate) space: HostSpace,
     pub(crate) dirty: Dirty,
     pub(crate) tickets: Tickets<Pending>,
-    /// Host clusters that lost one reference each.
+    /// Host clusters, each of which lost one reference.
     pub(crate) reclaim: Reclaim,
     pub(crate) header: HeaderState,
     pub(crate) snapshots: SnapshotList,
     /// A running flush holds copies of dirty metadata.
     pub(crate) flush_running: bool,
-    /// New reservations block; see [`Qcow2::exclusively`].
-    pub(crate) closed: bool,
+    /// An exclusive operation runs, and new reservations wait until it has ended; see
+    /// [`Qcow2::exclusively`].
+    pub(crate) exclusive: bool,
 }
 
-/// Header state that may differ from memory.
+/// State of the header on disk.
 #[derive(Debug, Default)]
 pub(crate) struct HeaderState {
     /// The dirty bit of lazy refcounts is set on disk.
@@ -336,7 +337,7 @@ impl Qcow2 {
                 bytes: u64::from(header.snapshot_count) * 40,
             },
             flush_running: false,
-            closed: false,
+            exclusive: false,
         })
     }
 
@@ -625,7 +626,7 @@ impl Overlay for Qcow2 {
         self.in_range(at, len, IoAction::WriteZeroes)?;
         let _guard = self.in_flight.enter();
         self.note(at.0..at.0 + len)?;
-        self.zero_range_for_good(at, len)
+        self.zero_range_persistent(at, len)
     }
 
     fn empty(&self) -> Result<()> {

@@ -66,7 +66,8 @@ impl Cut {
             "L1 entry",
             format!("{:#018x}", words[index]),
             format!(
-                "an L2 table within the file, which has {} bytes: it was cut. Bring it back whole",
+                "an L2 table within the file of {} bytes: the file was truncated. Restore it from a \
+                 complete copy",
                 self.len
             ),
         )

@@ -18,10 +18,10 @@
 //!
 //! # The life of a host cluster
 //!
-//! free → reserved (refcount 1, durable before its use) → referenced → unlinked (removed from the
-//! map in memory) → released (removed on disk too) → reserved again or free, once no in-flight
-//! request uses it. A crash at any moment leaves a consistent image; reserved and unlinked clusters
-//! become leaks.
+//! free → reserved (refcount 1, durable before an L2 entry that refers to it) → referenced →
+//! unlinked (removed from the map in memory) → released (removed on disk too) → reserved again,
+//! after all requests that resolved it have ended. Closing the image frees reserved clusters. A
+//! crash at any moment leaves a consistent image; reserved and unlinked clusters become leaks.
 
 mod allocator;
 mod amend;

@@ -51,15 +51,15 @@ impl Qcow2 {
         self.need_writable()?;
         {
             let mut meta = self.meta.lock();
-            self.meta.wait_until(&mut meta, |meta| !meta.closed);
-            meta.closed = true;
+            self.meta.wait_until(&mut meta, |meta| !meta.exclusive);
+            meta.exclusive = true;
             self.meta.wait_until(&mut meta, State::idle);
         }
         let mut lead = self.meta.lead();
         let result = before(&mut lead).and_then(|prepared| {
             let done = {
                 let mut meta = self.meta.lock();
-                self.settle(&mut meta).and_then(|()| act(&mut meta))
+                self.flush_and_reclaim(&mut meta).and_then(|()| act(&mut meta))
             };
             let after = after(&mut lead, prepared);
             done.and_then(|done| after.map(|()| done))
@@ -70,7 +70,7 @@ impl Qcow2 {
         while !self.in_flight.passed(stamp) {
             std::thread::sleep(DRAIN_STEP);
         }
-        self.meta.lock().closed = false;
+        self.meta.lock().exclusive = false;
         self.meta.ended();
         let recycled = self.recycle();
         result.and_then(|done| recycled.map(|()| done))
@@ -82,7 +82,7 @@ impl Qcow2 {
         loop {
             let lead = self.meta.lead();
             let mut meta = self.meta.lock();
-            if !meta.closed {
+            if !meta.exclusive {
                 return lead;
             }
             drop(lead);
@@ -91,10 +91,10 @@ impl Qcow2 {
     }
 
     /// Makes everything durable, and frees clusters that no request can read any more.
-    fn settle(&self, meta: &mut MutexGuard<'_, Meta>) -> Result<()> {
+    fn flush_and_reclaim(&self, meta: &mut MutexGuard<'_, Meta>) -> Result<()> {
         self.place_bitmaps(meta)?;
         self.flush_locked(meta)?;
-        let (runs, result) = self.take_released(meta);
+        let (runs, result) = self.drop_expired_references(meta);
         self.punch(&runs);
         for run in runs {
             meta.add_reclaimed(run);

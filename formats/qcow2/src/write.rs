@@ -79,7 +79,7 @@ impl Qcow2 {
         let span = self.geometry.l2_span();
         let end = end.min((at.0 / span + 1) * span);
         loop {
-            self.meta.wait_until(meta, |meta| !meta.closed);
+            self.meta.wait_until(meta, |meta| !meta.exclusive);
             match meta.tickets.find(&(start..end), at.0, |_| true) {
                 Some(end) => return end,
                 None => self.meta.wait(meta),

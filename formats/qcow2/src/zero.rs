@@ -49,11 +49,11 @@ impl Qcow2 {
     }
 
     /// As [`vdkit_block::Overlay::zero_persistent`].
-    pub(crate) fn zero_range_for_good(&self, at: GuestOffset, len: u64) -> Result<Range<u64>> {
+    pub(crate) fn zero_range_persistent(&self, at: GuestOffset, len: u64) -> Result<Range<u64>> {
         if self.header.version() < 3 {
             return Ok(at.0..at.0); // no zero flag; holes expose a backing file added later
         }
-        self.zero_range_how(at, len, true, true)
+        self.zero_range_with(at, len, true, true)
     }
 
     /// As [`vdkit_block::Format::zero`].
@@ -63,16 +63,16 @@ impl Qcow2 {
         len: u64,
         may_unmap: bool,
     ) -> Result<Range<u64>> {
-        self.zero_range_how(at, len, may_unmap, false)
+        self.zero_range_with(at, len, may_unmap, false)
     }
 
-    /// With `for_good`, clusters without an entry get a zero entry.
-    fn zero_range_how(
+    /// With `persistent`, clusters without an entry get a zero entry.
+    fn zero_range_with(
         &self,
         at: GuestOffset,
         len: u64,
         may_unmap: bool,
-        for_good: bool,
+        persistent: bool,
     ) -> Result<Range<u64>> {
         let nothing = at.0..at.0;
         if self.header.data_file_raw() {
@@ -105,13 +105,13 @@ impl Qcow2 {
         } else {
             range.end
         };
-        self.for_clusters(&range, for_good || self.has_backing(), |at, old| {
+        self.for_clusters(&range, persistent || self.has_backing(), |at, old| {
             let from = range.start.max(at) - at;
             let to = end.min(at + cluster) - at;
             let bits =
                 (((1u128 << to.div_ceil(unit)) - 1) >> (from / unit) << (from / unit)) as u32;
             let bits = if self.geometry.extended { bits } else { u32::MAX };
-            if for_good && old == L2Entry::default() {
+            if persistent && old == L2Entry::default() {
                 self.zero_mark(bits)
             } else {
                 self.zeroed(old, bits, may_unmap)

@@ -31,6 +31,8 @@ impl FormatDriver for RawDriver {
         DriverInfo {
             name: "raw",
             aliases: &[],
+            extensions: &["raw", "img"],
+            extensions: &["raw", "img"],
             description: "the guest's bytes as they are, in a file or on a block device",
         }
     }

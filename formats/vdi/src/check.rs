@@ -25,7 +25,7 @@ pub(crate) fn check(
     let surveyed = survey::survey(&job, &mut report)?;
     let counted = u64::from(header.allocated);
     let wanted = surveyed.end.saturating_sub(geometry.base).div_ceil(geometry.stride());
-    let mending = match repair {
+    let repairing = match repair {
         Repair::Nothing => false,
         Repair::Leaks => counted > wanted && report.corruptions_left() == 0,
         Repair::All | Repair::AllForced => true,
@@ -39,10 +39,10 @@ pub(crate) fn check(
             offset: field::ALLOCATED as u64,
             structure: "header",
             message: format!("blocks allocated is {counted}, and the table names {wanted}"),
-            repaired: mending,
+            repaired: repairing,
         });
     }
-    if surveyed.changed || (counted != wanted && mending) {
+    if surveyed.changed || (counted != wanted && repairing) {
         let envelope = VdiEnvelope::new(&header);
         envelope.before_map(storage, &geometry, surveyed.end)?;
         storage.sync()?;

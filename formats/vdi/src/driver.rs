@@ -29,6 +29,8 @@ impl FormatDriver for VdiDriver {
         DriverInfo {
             name: "vdi",
             aliases: &[],
+            extensions: &["vdi"],
+            extensions: &["vdi"],
             description: "VirtualBox's disk images: dynamic and static; differencing ones for reading",
         }
     }

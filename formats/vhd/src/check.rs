@@ -91,22 +91,22 @@ fn check_dynamic(
     limits: &Limits,
     monitor: &Monitor<'_>,
 ) -> Result<CheckReport> {
-    let mending = matches!(repair, Repair::All | Repair::AllForced);
+    let repairing = matches!(repair, Repair::All | Repair::AllForced);
     let mut header = DynamicHeader::read(storage, footer.data_offset())?;
     let geometry = header.geometry();
     judge_capacity(storage.name(), footer, &header)?;
     let mut report = CheckReport::default();
-    let front = judge_front(footers, mending, &mut report);
+    let front = judge_front(footers, repairing, &mut report);
     let back = judge_back(footers, repair != Repair::Nothing, &mut report);
     if !header.sound {
         let message = "the checksum of the dynamic header is wrong".to_owned();
-        report.add(damage(header.at + 36, "dynamic header", message, mending));
-        if mending {
+        report.add(damage(header.at + 36, "dynamic header", message, repairing));
+        if repairing {
             header = header.summed();
             storage.write_at(header.bytes(), HostOffset(header.at))?;
         }
     }
-    if mending && front {
+    if repairing && front {
         storage.write_at(footer.bytes(), HostOffset(0))?;
         storage.sync()?;
     }
@@ -133,15 +133,15 @@ pub(crate) fn judge_capacity(file: &str, footer: &Footer, header: &DynamicHeader
 }
 
 /// Whether the footer copy at the start must be rewritten.
-fn judge_front(footers: &Footers, mending: bool, report: &mut CheckReport) -> bool {
+fn judge_front(footers: &Footers, repairing: bool, report: &mut CheckReport) -> bool {
     let Err(no) = &footers.front else { return false };
     let message = format!("the footer's copy at the start: {}, expected {}", no.found, no.expected);
-    report.add(damage(no.at as u64, "footer", message, mending));
+    report.add(damage(no.at as u64, "footer", message, repairing));
     true
 }
 
 /// Whether the footer at the end must be rewritten.
-fn judge_back(footers: &Footers, mending: bool, report: &mut CheckReport) -> bool {
+fn judge_back(footers: &Footers, repairing: bool, report: &mut CheckReport) -> bool {
     let message = match (&footers.front, &footers.back) {
         (_, Err(no)) => format!("at the end of the file: {}, expected {}", no.found, no.expected),
         (Ok(front), Ok(back)) if front != back => "differs from its copy at the start".to_owned(),
@@ -150,6 +150,6 @@ fn judge_back(footers: &Footers, mending: bool, report: &mut CheckReport) -> boo
     // A crash while the file grows leaves this, and the next writer repairs it.
     let severity = Severity::Leak;
     let offset = footers.back_at;
-    report.add(Finding { severity, offset, structure: "footer", message, repaired: mending });
+    report.add(Finding { severity, offset, structure: "footer", message, repaired: repairing });
     true
 }

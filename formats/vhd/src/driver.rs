@@ -62,6 +62,8 @@ impl FormatDriver for VhdDriver {
         DriverInfo {
             name: "vpc",
             aliases: &["vhd"],
+            extensions: &["vhd", "vpc"],
+            extensions: &["vhd", "vpc"],
             description: "VHD, the disk images of Virtual PC, Hyper-V and Azure: fixed, dynamic, differencing",
         }
     }

@@ -109,7 +109,7 @@ impl Vhdx {
 
     fn region(&self, guid: Uuid) -> Result<Region> {
         let mut lead = self.meta.lead();
-        let found = lead.order().regions.iter().find(|region| region.guid == guid).copied();
+        let found = lead.leader_state().regions.iter().find(|region| region.guid == guid).copied();
         found.ok_or_else(|| Error::Invalid(format!("{}: has no {guid}", self.storage.name())))
     }
 

@@ -48,9 +48,9 @@ pub(crate) fn check(
     }
     let parts = Parts::read(storage, true, limits)?;
     let found = Survey::take(&parts, limits, monitor)?;
-    mend_copies(storage, &parts)?;
+    repair_copies(storage, &parts)?;
     if repair != Repair::Leaks && !found.bad.is_empty() {
-        mend_entries(storage, &found, repair, limits)?;
+        repair_entries(storage, &found, repair, limits)?;
     }
     let mut report = found.report;
     // Rereads the image, so that reported repairs are verified.
@@ -392,7 +392,7 @@ impl Used {
 }
 
 /// Rewrites the damaged one of two headers or region tables.
-fn mend_copies(storage: &Arc<dyn Storage>, parts: &Parts) -> Result<()> {
+fn repair_copies(storage: &Arc<dyn Storage>, parts: &Parts) -> Result<()> {
     if !parts.headers.spare_sound {
         let mut headers = parts.headers;
         headers.update(&**storage, headers.current)?;
@@ -408,7 +408,7 @@ fn mend_copies(storage: &Arc<dyn Storage>, parts: &Parts) -> Result<()> {
 }
 
 /// Replaces invalid entries, through the log.
-fn mend_entries(
+fn repair_entries(
     storage: &Arc<dyn Storage>,
     found: &Survey<'_>,
     repair: Repair,

@@ -22,6 +22,8 @@ impl FormatDriver for VhdxDriver {
         DriverInfo {
             name: "vhdx",
             aliases: &[],
+            extensions: &["vhdx"],
+            extensions: &["vhdx"],
             description: "Hyper-V's format: fixed, dynamic or on a parent, its metadata kept by a log",
         }
     }

@@ -38,7 +38,7 @@ pub struct Copies {
 
 impl Metadata for Vhdx {
     type State = Meta;
-    type Order = Log;
+    type LeaderState = Log;
     type Dirty = Copies;
 
     fn take(&self, meta: &mut MutexGuard<'_, Meta>, _alone: bool) -> Result<Copies> {
@@ -54,7 +54,7 @@ impl Metadata for Vhdx {
         self.write_copies(order, copies)
     }
 
-    fn settle(&self, meta: &mut Meta, _copies: Copies, durable: bool) {
+    fn end_write(&self, meta: &mut Meta, _copies: Copies, durable: bool) {
         self.pages.end_write(durable);
         meta.data_first |= !durable;
     }
@@ -73,7 +73,7 @@ impl Metadata for Vhdx {
         if meta.space.is_none() && !self.finds_gaps() {
             self.space(&mut meta)?;
         }
-        let ready = meta.reclaim.expired(&self.in_flight);
+        let ready = meta.reclaim.take_expired(&self.in_flight);
         meta.freed |= !ready.is_empty();
         for freed in ready.iter().map(|freed| freed.run) {
             let (host, bytes) = (HostOffset(freed.first), freed.count);
@@ -119,7 +119,7 @@ impl Vhdx {
         if self.session.load(Ordering::Acquire) {
             return Ok(());
         }
-        let headers = &mut lead.order().headers;
+        let headers = &mut lead.leader_state().headers;
         let now = headers.current;
         let next = Header {
             file_write: random_uuid()?,
@@ -187,7 +187,7 @@ impl Vhdx {
             return Ok(());
         }
         self.meta.flush_led(self, lead)?;
-        self.empty_log(lead.order())?;
+        self.empty_log(lead.leader_state())?;
         let freed = |host: &u64| Freed { file: 0, first: *host, count: BITMAP_BYTES, punch: true };
         self.meta.lock().reclaim.release(&self.in_flight, hosts.iter().map(freed));
         self.recycle()

@@ -51,11 +51,11 @@ impl Vhdx {
 
     fn grow(&self, lead: &mut Lead<'_>, old: u64, new: u64, beneath: u64) -> Result<()> {
         let needed = self.geometry.bat_region_bytes(new);
-        let region = lead.order().regions.iter().find(|region| region.guid == BAT_REGION).copied();
+        let region = lead.leader_state().regions.iter().find(|region| region.guid == BAT_REGION).copied();
         if let Some(region) = region
             && needed > region.bytes
         {
-            self.move_table(lead.order(), region, needed)?;
+            self.move_table(lead.leader_state(), region, needed)?;
         }
         self.own_tail(old, new, beneath)?;
         let blocks = self.geometry.blocks(old)..self.geometry.blocks(new);

@@ -31,6 +31,8 @@ impl FormatDriver for VmdkDriver {
         DriverInfo {
             name: "vmdk",
             aliases: &[],
+            extensions: &["vmdk"],
+            extensions: &["vmdk"],
             description: "VMware's format: sparse or flat, in one file or several, on parents, as a stream",
         }
     }

@@ -50,7 +50,7 @@ pub struct Copies {
 
 impl Metadata for Vmdk {
     type State = Meta;
-    type Order = ();
+    type LeaderState = ();
     type Dirty = Copies;
 
     fn take(&self, meta: &mut MutexGuard<'_, Meta>, _alone: bool) -> Result<Copies> {
@@ -70,7 +70,7 @@ impl Metadata for Vmdk {
         self.sync_all()
     }
 
-    fn settle(&self, meta: &mut Meta, copies: Copies, durable: bool) {
+    fn end_write(&self, meta: &mut Meta, copies: Copies, durable: bool) {
         self.tables.end_write(durable);
         if !durable {
             for (key, bits) in copies.dirty.tables {
@@ -94,7 +94,7 @@ impl Metadata for Vmdk {
     /// Discards unreferenced grains in the file system, and then frees them. In this order: a late
     /// hole would erase a new owner's data.
     fn recycle(&self) -> Result<()> {
-        let ready = self.meta.lock().reclaim.expired(&self.in_flight);
+        let ready = self.meta.lock().reclaim.take_expired(&self.in_flight);
         for freed in ready.iter().map(|freed| freed.run) {
             if let Some(sparse) = self.piece(freed.file).sparse() {
                 // Errors are ignored: the image owns the space either way.

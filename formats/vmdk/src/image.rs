@@ -336,7 +336,7 @@ impl Overlay for Vmdk {
         self.need_writable()?;
         self.in_range(at, len)?;
         let _guard = self.in_flight.enter();
-        self.zero_range_for_good(at.0..at.0 + len)
+        self.zero_range_persistent(at.0..at.0 + len)
     }
 
     fn empty(&self) -> Result<()> {

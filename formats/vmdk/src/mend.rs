@@ -15,7 +15,7 @@ const TABLES_MAX: usize = 65536;
 ///
 /// # Errors
 /// I/O.
-pub(crate) fn mend_copies(sparse: &Sparse, storage: &dyn Storage, len: u64) -> Result<bool> {
+pub(crate) fn sync_copies(sparse: &Sparse, storage: &dyn Storage, len: u64) -> Result<bool> {
     let (tables, copies) = (sparse.directory.read(), sparse.redundant.read());
     if tables.len() > TABLES_MAX {
         return Ok(false);

@@ -17,7 +17,7 @@ use crate::descriptor::{Access, ExtentLine, ExtentType, NO_PARENT};
 use crate::header::{SECTOR, SparseHeader, flag};
 use crate::image::{Flat, Kind, Meta, Piece, Vmdk};
 use crate::map::CHUNKS_MIN;
-use crate::mend::mend_copies;
+use crate::mend::sync_copies;
 use crate::source::{AnyHeader, Source, any_header};
 use crate::space::Space;
 use crate::sparse::{Flavor, Sparse, check_directory};
@@ -231,7 +231,7 @@ impl Opening<'_> {
             }
         };
         let marked = matches!(header, AnyHeader::Hosted(header) if header.unclean);
-        let unclean = marked && !(writable && mend_copies(&sparse, &*storage, len)?);
+        let unclean = marked && !(writable && sync_copies(&sparse, &*storage, len)?);
         if unclean {
             self.warnings.push(format!(
                 "{}: was not closed cleanly; a check reports whether its tables and their \

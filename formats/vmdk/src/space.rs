@@ -213,7 +213,7 @@ impl Vmdk {
 
     /// Frees grains once no in-flight request can read them.
     pub(crate) fn reclaim(&self, meta: &mut Meta) {
-        for freed in meta.reclaim.expired(&self.in_flight) {
+        for freed in meta.reclaim.take_expired(&self.in_flight) {
             let Freed { file, first, count, .. } = freed.run;
             meta.space[file as usize].give_back(first, count);
         }

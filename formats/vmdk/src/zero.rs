@@ -26,7 +26,7 @@ impl Vmdk {
     }
 
     /// As [`vdkit_block::Overlay::zero_persistent`].
-    pub(crate) fn zero_range_for_good(&self, range: Range<u64>) -> Result<Range<u64>> {
+    pub(crate) fn zero_range_persistent(&self, range: Range<u64>) -> Result<Range<u64>> {
         self.over_extents(range, Goal::ZeroForGood)
     }
 

@@ -243,7 +243,7 @@ fn own_what_lies_beyond(above: &Disk, base: &Disk, monitor: &Monitor<'_>) -> Res
         let run = above.extent_at(GuestOffset(at), to - at)?;
         let (len, hole) = (run.len, matches!(run.place, DiskPlace::Hole));
         if hole {
-            above.write_zeroes_for_good(GuestOffset(at), len)?;
+            above.write_zeroes_persistent(GuestOffset(at), len)?;
         }
         at += len;
     }

@@ -198,7 +198,7 @@ impl NewBacking {
         let looked = look_at(registry, &path, &options)?;
         if looked.probed && looked.format == "raw" {
             return Err(Error::Invalid(format!(
-                "{}: no header says which format it has, and its guest could make it look like any; if it \
+                "{}: its format was not detected, and its guest could make it look like any; if it \
                  is raw, say so: '--backing-format raw' (-F raw)",
                 path.display()
             )));
@@ -342,7 +342,7 @@ fn make(
     written: &AtomicU64,
     monitor: &Monitor<'_>,
 ) -> Result<()> {
-    let creation = image.driver.creates(request.storage.name())?;
+    let creation = image.driver.require_creation(request.storage.name())?;
     let create = || creation.create(request).map_err(|error| error_of(image, error));
     if image.options.text("preallocation") != Some("full") {
         return create();

@@ -44,8 +44,8 @@ const ZERO_BYTES_MAX: u64 = 8 << 20;
 /// Options of a mover.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MoveOptions {
-    /// Maximum threads; `None` for one per core. The cores are counted only when several threads
-    /// are needed, since reading the control group's files takes a part of a short job.
+    /// Maximum threads; `None` for one per core. The cores are counted only when a second thread is
+    /// needed, since that reads the control group's files.
     pub(crate) threads: Option<usize>,
     /// Granularity in bytes of zero detection; `None` disables it.
     pub(crate) detect_zeroes: Option<usize>,

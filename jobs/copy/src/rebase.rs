@@ -483,7 +483,7 @@ impl Taking<'_> {
     fn put(&self, part: &Pair, bytes: &[u8], zero: bool) -> Result<()> {
         if zero {
             add(&self.counts.zeroed, part.len);
-            return self.disk.write_zeroes_for_good(GuestOffset(part.at), part.len);
+            return self.disk.write_zeroes_persistent(GuestOffset(part.at), part.len);
         }
         // If the new chain has no data, sharing was already tried.
         let all = part.at..part.at + part.len;

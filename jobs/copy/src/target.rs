@@ -73,8 +73,8 @@ pub fn new_file_options(wanted: Option<CacheMode>) -> FileOptions {
     FileOptions::read_write().cache(cache_until_named(wanted)).share(share)
 }
 
-/// Durability of the rename of a new file. A crash after the rename must not leave neither the old
-/// nor the new file.
+/// Durability of the rename of a new file. Syncs the new file before the rename if it replaces
+/// another one, so that a crash leaves the old or the new file.
 pub fn commit_options(wanted: Option<CacheMode>, replaces: bool) -> CommitOptions {
     match wanted {
         Some(CacheMode::Unsafe) => CommitOptions::default(),
@@ -169,7 +169,7 @@ impl Target {
             backing_bytes: None,
         };
         let format = driver
-            .creates(pipe.name())?
+            .require_creation(pipe.name())?
             .create_open(&request, &Limits::default())
             .map_err(|error| limit_of_new(pipe.name(), driver.name(), error))?;
         let info = ImageInfo::new(driver.name(), guest_bytes);
@@ -210,7 +210,7 @@ impl Target {
         let storages = files.storages().map(|file| file.clone() as Arc<dyn Storage>).collect();
         let request = new.request(pending.storage().clone(), storages, bytes, base.as_ref());
         let format = driver
-            .creates(&name)
+            .require_creation(&name)
             .and_then(|new| new.create_open(&request, &Limits::default()))
             .map_err(too_large)?;
         let options = OpenOptions { writable: true, cache, ..OpenOptions::default() };

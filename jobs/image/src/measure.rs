@@ -35,7 +35,7 @@ pub fn measure(
     options: &Options,
     monitor: &Monitor<'_>,
 ) -> Result<MeasureReport> {
-    let cluster_bytes = driver.creates("a new image")?.cluster_bytes(options)?.max(1);
+    let cluster_bytes = driver.require_creation("a new image")?.cluster_bytes(options)?.max(1);
     let total = disks.iter().fold(0u64, |sum, disk| sum.saturating_add(disk.guest_bytes()));
     let mut data_clusters = 0;
     // The first cluster not yet counted.
@@ -77,7 +77,7 @@ fn report(
     options: &Options,
     data_clusters: u64,
 ) -> Result<MeasureReport> {
-    let creation = driver.creates("a new image")?;
+    let creation = driver.require_creation("a new image")?;
     let Measured { required, fully_allocated } =
         creation.measure(guest_bytes, options, data_clusters)?;
     let cluster_bytes = creation.cluster_bytes(options)?;

@@ -392,8 +392,8 @@ impl Export {
         error.kind() == ErrorKind::NoSpace && !lost
     }
 
-    /// Whether to retry a failed change soon: the disk cannot grow under a job that is about to
-    /// end.
+    /// Whether a failed growth is temporary: a running job blocks it, and the change is retried
+    /// when the job has ended.
     pub(crate) fn is_for_a_moment(change: &Change, error: &Error) -> bool {
         matches!(change, Change::Append(_) | Change::Grow) && matches!(error, Error::Busy { .. })
     }
@@ -471,8 +471,8 @@ impl Export {
             let now = disk.guest_bytes();
             if guest_bytes < now {
                 return Err(Error::Invalid(format!(
-                    "{}: {guest_bytes} bytes are fewer than its {now}; a disk in use is not made \
-                     smaller: end the service, then: vdkit resize --shrink",
+                    "{}: a served disk is not shrunk, from {now} to {guest_bytes} bytes: end the \
+                     service, then: vdkit resize --shrink",
                     disk.name()
                 )));
             }

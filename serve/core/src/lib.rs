@@ -29,6 +29,7 @@
 //! [`ChangeMap`]. The layer above opens images ([`Images`]); one such job runs at a time
 //! ([`Export::begin_job`]).
 
+mod backoff;
 mod bitmaps;
 mod changes;
 mod client;
@@ -43,6 +44,7 @@ mod requests;
 mod scrape;
 mod socket;
 
+pub use backoff::SlowWriteBackoff;
 pub use bitmaps::BitmapList;
 pub use changes::ChangeMap;
 pub use client::Client;

@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use vdkit_block::{Error, ErrorKind, GuestOffset, NewBitmap, Storage};
-use vdkit_export::{Change, ChangeMap, Claim, Client, Export, ExportOptions, Served};
+use vdkit_serve::{Change, ChangeMap, Claim, Client, Export, ExportOptions, Served};
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::disks::{MIB, qcow2, reopen};
 use vdkit_testkit::{CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, Watched};

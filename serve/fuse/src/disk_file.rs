@@ -222,9 +222,9 @@ impl Filesystem for DiskFile {
         }
         let Some(sought) = Sought::of(whence) else { return reply.error(Errno::EINVAL) };
         let Ok(at) = u64::try_from(offset) else { return reply.error(Errno::ENXIO) };
-        let lanes = Arc::clone(&self.0);
+        let dispatcher = Arc::clone(&self.0);
         self.0.pool.run(0, move || {
-            let disk = lanes.export.hold();
+            let disk = dispatcher.export.hold();
             let found = holes::seek(&disk, at, sought);
             drop(disk);
             match found {

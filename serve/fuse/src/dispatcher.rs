@@ -1,25 +1,18 @@
 //! Runs reads, writes and other requests inline, or on a thread that may block.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use fuser::{Errno, ReplyData, ReplyEmpty, ReplyWrite};
 use vdkit_block::{Error, Result};
 use vdkit_chain::Ready;
-use vdkit_export::{Change, Claim, Client, Export, OpKind};
+use vdkit_serve::{Change, Claim, Client, Export, OpKind, SlowWriteBackoff};
 
 use crate::attributes::Attributes;
 use crate::buffer;
 use crate::errno::errno_of;
 use crate::pool::Pool;
-
-/// A write on the non-blocking path that took longer than this per started [`PROMPT_BYTES`] has
-/// waited; the next writes then go to the blocking path.
-const PROMPT: Duration = Duration::from_millis(2);
-const PROMPT_BYTES: u32 = 64 << 10;
-/// Number of such writes.
-const WARY_WRITES: u32 = 32;
 
 /// State shared by the threads of a mount.
 #[derive(Debug)]
@@ -33,7 +26,7 @@ pub struct Dispatcher {
     pub growable: bool,
     /// The mount has ended: later requests fail.
     pub ended: AtomicBool,
-    wary: AtomicU32,
+    backoff: SlowWriteBackoff,
 }
 
 /// Reply to a change.
@@ -75,7 +68,7 @@ impl Dispatcher {
             attributes,
             growable,
             ended: AtomicBool::new(false),
-            wary: AtomicU32::new(0),
+            backoff: SlowWriteBackoff::default(),
         }
     }
 
@@ -118,9 +111,9 @@ impl Dispatcher {
             None
         });
         if let Some(reply) = declined {
-            let lanes = Arc::clone(self);
+            let dispatcher = Arc::clone(self);
             self.export.counters().lane(false);
-            self.pool.run(0, move || lanes.read_slowly(at, len, began, reply));
+            self.pool.run(0, move || dispatcher.read_slowly(at, len, began, reply));
         }
     }
 
@@ -148,13 +141,11 @@ impl Dispatcher {
             if within == 0 {
                 return reply.error(Errno::ENOSPC);
             }
-        } else if within == whole && !durable && !self.is_wary() {
+        } else if within == whole && !durable && !self.backoff.applies() {
             let done = self.export.write_ready(data, at);
             if let Some(done) = done {
                 let took = began.elapsed();
-                if took > PROMPT * (data.len() as u32 / PROMPT_BYTES + 1) {
-                    self.wary.store(WARY_WRITES, Ordering::Relaxed);
-                }
+                self.backoff.record(took, data.len());
                 self.export.counters().lane(true);
                 self.export.counters().done(OpKind::Write, whole, took, done.is_ok());
                 self.attributes.touch();
@@ -168,22 +159,22 @@ impl Dispatcher {
             true => Change::Append(data.to_vec()),
             false => Change::Write(data[..within as usize].to_vec()),
         };
-        let lanes = Arc::clone(self);
+        let dispatcher = Arc::clone(self);
         self.export.counters().lane(false);
-        self.pool.run(data.len(), move || lanes.change(at, change, durable, began, reply));
+        self.pool.run(data.len(), move || dispatcher.change(at, change, durable, began, reply));
     }
 
     /// Writes zeroes, except past the end.
     pub fn zero(self: &Arc<Self>, at: u64, len: u64, may_unmap: bool, reply: ReplyEmpty) {
         let began = Instant::now();
-        let lanes = Arc::clone(self);
+        let dispatcher = Arc::clone(self);
         self.export.counters().lane(false);
         self.pool.run(0, move || {
-            let len = lanes.within(at, len);
+            let len = dispatcher.within(at, len);
             if len == 0 {
                 return reply.ok();
             }
-            lanes.change(at, Change::Zero { len, may_unmap }, false, began, reply);
+            dispatcher.change(at, Change::Zero { len, may_unmap }, false, began, reply);
         });
     }
 
@@ -202,17 +193,17 @@ impl Dispatcher {
             Change::Flush { .. } => (Some(OpKind::Flush), 0),
             Change::Grow => (None, 0),
         };
-        let lanes = Arc::clone(self);
+        let dispatcher = Arc::clone(self);
         let answer = move |done: Result<()>| {
             if let Some(kind) = kind {
-                lanes.count(kind, len, began, done.is_ok());
+                dispatcher.count(kind, len, began, done.is_ok());
             }
             if kind != Some(OpKind::Flush) {
-                lanes.attributes.touch();
+                dispatcher.attributes.touch();
             }
             match done {
                 Ok(()) => reply.done(len),
-                Err(error) => reply.failed(lanes.failure(&error)),
+                Err(error) => reply.failed(dispatcher.failure(&error)),
             }
         };
         // It may have waited for a thread while the mount was ended by force.
@@ -234,25 +225,16 @@ impl Dispatcher {
     /// Flushes.
     pub fn flush(self: &Arc<Self>, reply: ReplyEmpty) {
         let began = Instant::now();
-        let lanes = Arc::clone(self);
+        let dispatcher = Arc::clone(self);
         self.export.counters().lane(false);
         self.pool.run(0, move || {
-            lanes.change(0, Change::Flush { requests: 1 }, true, began, reply);
+            dispatcher.change(0, Change::Flush { requests: 1 }, true, began, reply);
         });
     }
 
     /// Grows the disk to `bytes`.
     pub fn grow(self: &Arc<Self>, bytes: u64, reply: impl ChangeReply) {
-        let (began, lanes) = (Instant::now(), Arc::clone(self));
-        self.pool.run(0, move || lanes.change(bytes, Change::Grow, false, began, reply));
-    }
-
-    /// Whether recent writes waited.
-    fn is_wary(&self) -> bool {
-        let wary = self.wary.load(Ordering::Relaxed);
-        if wary > 0 {
-            self.wary.store(wary - 1, Ordering::Relaxed);
-        }
-        wary > 0
+        let (began, dispatcher) = (Instant::now(), Arc::clone(self));
+        self.pool.run(0, move || dispatcher.change(bytes, Change::Grow, false, began, reply));
     }
 }

@@ -7,7 +7,7 @@
 //! ```text
 //!  kernel ─► /dev/fuse ─► a few threads that read requests (fuser)
 //!               │  disk_file   request handlers
-//!               │  lanes       run inline, or on the pool
+//!               │  dispatcher       run inline, or on the pool
 //!               │  pool        threads that may block
 //!               │  attributes  file attributes
 //!               │  holes       SEEK_HOLE and SEEK_DATA

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use fuser::{Config, MountOption, Session, SessionACL, SessionUnmounter};
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec};
-use vdkit_export::{Client, Export};
+use vdkit_serve::{Client, Export};
 
 use crate::attributes::Attributes;
 use crate::disk_file::DiskFile;
@@ -47,7 +47,7 @@ pub enum Ending {
 /// A mounted disk. Dropping it without [`Server::stop`] unmounts it without waiting.
 #[derive(Debug)]
 pub struct Server {
-    lanes: Arc<Dispatcher>,
+    dispatcher: Arc<Dispatcher>,
     point: MountPoint,
     unmounter: SessionUnmounter,
     /// `None` after it was joined.
@@ -81,18 +81,18 @@ impl Server {
         let device = Arc::new(Mutex::new(None));
         let watched = Arc::clone(&device);
         let client = Arc::new(Client::new(move || watched.lock().as_ref().is_some_and(is_cut_off)));
-        let lanes =
+        let dispatcher =
             Arc::new(Dispatcher::new(export, Arc::clone(&client), attributes, options.growable));
         let failed = |source: io::Error| match source.kind() {
             io::ErrorKind::NotFound => MountError::NoHelper { file: file.to_owned() },
             _ => MountError::Mount { file: file.to_owned(), source },
         };
-        let disk_file = DiskFile(Arc::clone(&lanes));
+        let disk_file = DiskFile(Arc::clone(&dispatcher));
         let mut session = Session::new(disk_file, point.path(), &config).map_err(failed)?;
         *device.lock() = Some(session.as_fd().try_clone_to_owned().map_err(failed)?);
         let unmounter = session.unmount_callable();
         let (tell, ended) = mpsc::channel();
-        let served = Arc::clone(&lanes);
+        let served = Arc::clone(&dispatcher);
         let session = std::thread::Builder::new()
             .name("fuse".to_owned())
             .spawn(move || {
@@ -110,7 +110,7 @@ impl Server {
             let number = rustix::fs::minor(stat.st_dev);
             PathBuf::from(format!("/sys/fs/fuse/connections/{number}/abort"))
         });
-        Ok(Self { lanes, point, unmounter, session: Some(session), ended, abort })
+        Ok(Self { dispatcher, point, unmounter, session: Some(session), ended, abort })
     }
 
     /// The file's absolute path.
@@ -136,7 +136,7 @@ impl Server {
             Ok(()) | Err(mpsc::RecvTimeoutError::Disconnected) => true,
             Err(mpsc::RecvTimeoutError::Timeout) => false,
         };
-        self.lanes.ended.store(true, Ordering::Relaxed);
+        self.dispatcher.ended.store(true, Ordering::Relaxed);
         if clean {
             if let Some(Ok(Err(error))) = session.map(JoinHandle::join) {
                 tracing::warn!("{}: {error}", self.point.path().display());
@@ -147,7 +147,7 @@ impl Server {
             let _ = std::fs::write(abort, "1");
         }
         let rest = end.saturating_duration_since(Instant::now()).max(LAST_WORK);
-        let drained = self.lanes.pool.close(rest);
+        let drained = self.dispatcher.pool.close(rest);
         Ok(if clean && drained { Ending::Clean } else { Ending::InUse })
     }
 

@@ -46,9 +46,9 @@ impl Session {
         if gathered == 0 {
             return self.settle_sending(out);
         }
-        let brief = self.is_brief(command::FLUSH);
+        let short = self.is_likely_short(command::FLUSH);
         // A client with a single outstanding request sends nothing before the reply.
-        let alone = gathered == 1 && brief;
+        let alone = gathered == 1 && short;
         let tries = gathered < GATHERED_MAX && !alone;
         if let Some(needed) = needed.filter(|_| tries)
             && receiver.fill_ready(&*self.channel, needed)
@@ -58,7 +58,7 @@ impl Session {
         if !self.gathered.begin(batch) {
             return self.settle_sending(out);
         }
-        if !brief {
+        if !short {
             self.replier.send_all_ready(out)?;
             return Ok(Some(Turn::Commit));
         }

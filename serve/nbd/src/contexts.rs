@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use vdkit_block::{Error, GuestOffset, Result};
 use vdkit_chain::{Disk, DiskPlace};
-use vdkit_export::Export;
+use vdkit_serve::Export;
 
 const ALLOCATION: &str = "base:allocation";
 const DEPTH: &str = "qemu:allocation-depth";

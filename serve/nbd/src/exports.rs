@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use vdkit_export::Export;
+use vdkit_serve::Export;
 
 /// Exports by name. The first one also answers to the empty name, which clients request by default.
 #[derive(Clone, Debug, Default)]

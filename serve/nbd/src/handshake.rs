@@ -7,7 +7,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vdkit_export::Export;
+use vdkit_serve::Export;
 
 use crate::channel::Channel;
 use crate::contexts::{self, Context};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use vdkit_block::Error;
-use vdkit_export::{Change, Claim};
+use vdkit_serve::{Change, Claim};
 
 use crate::channel::Channel;
 use crate::commit::{Batch, Unanswered};

@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
-use vdkit_export::{ACCEPT_PAUSE, Access, UnixSocket, Wake};
+use vdkit_serve::{ACCEPT_PAUSE, Access, UnixSocket, Wake};
 
 use crate::channel::{Channel, Socket};
 use crate::exports::Exports;

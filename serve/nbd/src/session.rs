@@ -14,14 +14,14 @@
 use std::io;
 use std::net::Shutdown;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::Scope;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
 use vdkit_block::Error;
 use vdkit_chain::Ready;
-use vdkit_export::{Client, Export, OpKind, Written};
+use vdkit_serve::{Client, Export, OpKind, SlowWriteBackoff, Written};
 
 use crate::buffer::{Buffer, Buffers};
 use crate::channel::Channel;
@@ -41,15 +41,10 @@ const THREADS_MAX: usize = 16;
 const INLINE_PAYLOAD_MAX: usize = 64 << 10;
 /// The leader may run reads up to this size; larger ones are worth another thread.
 pub const INLINE_READ_MAX: u64 = 128 << 10;
-/// A leader's write that took longer than this has waited; the next writes then go to the blocking
-/// path.
-const PROMPT: Duration = Duration::from_millis(2);
-/// Number of such writes.
-const WARY_WRITES: u32 = 32;
 /// If the last blocking request of the same kind took at most this long, the leader runs the
 /// request itself: passing the lead costs about as much. (Examples: a flush of a file in memory, a
 /// durable write to a disk with a persistent cache.)
-const BRIEF: Duration = Duration::from_micros(100);
+const SHORT_REQUEST: Duration = Duration::from_micros(100);
 /// A connection runs at most one request with more than this many bytes in memory.
 pub const ALONE_BYTES: u64 = 1 << 20;
 
@@ -84,7 +79,7 @@ pub struct Session {
     pub(crate) replier: Arc<Replier>,
     /// Done requests that are answered after a flush.
     pub(crate) gathered: Gathered<Unanswered>,
-    wary: AtomicU32,
+    backoff: SlowWriteBackoff,
     /// Nanoseconds that the last blocking request of each kind took.
     pub(crate) took: [AtomicU64; command::KINDS],
     /// The client of all requests.
@@ -126,7 +121,7 @@ impl Session {
             lead: Lead::new(Receiver::new(), THREADS_MAX),
             replier,
             gathered: Gathered::new(GATHERED_MAX, COMMITTERS),
-            wary: AtomicU32::new(0),
+            backoff: SlowWriteBackoff::default(),
             took: std::array::from_fn(|_| AtomicU64::new(u64::MAX)),
             buffers: Buffers::default(),
             large_payloads: Mutex::new(()),
@@ -297,7 +292,7 @@ impl Session {
             Fast::Gathered => {}
             Fast::Unsent => return Ok(fast),
             Fast::Declined => {
-                return self.try_brief(request, began, payload, out);
+                return self.try_on_leader(request, began, payload, out);
             }
         }
         self.export.counters().lane(request.command != command::FLUSH);
@@ -307,21 +302,21 @@ impl Session {
     /// Runs a blocking request on the leader's thread if it is likely to be brief. If it turns out
     /// long, no other request may depend on it: other threads commit gathered requests and keep
     /// changes without space.
-    fn try_brief(
+    fn try_on_leader(
         &self,
         request: &Request,
         began: Instant,
         payload: &[u8],
         out: &mut Outbox,
     ) -> io::Result<Fast> {
-        let brief = self.is_brief(request.command) && self.fault(request).is_none();
-        if !brief || self.gathered.len() > 0 || !self.replier.send_all_ready(out)? {
+        let short = self.is_likely_short(request.command) && self.fault(request).is_none();
+        if !short || self.gathered.len() > 0 || !self.replier.send_all_ready(out)? {
             return Ok(Fast::Declined);
         }
         let start = Instant::now();
         if !matches!(self.change(request, payload), Performed::Done(Ok(()))) {
             // The blocking path reports the error, or keeps the request.
-            self.note_took(request.command, 2 * BRIEF);
+            self.note_took(request.command, 2 * SHORT_REQUEST);
             return Ok(Fast::Declined);
         }
         self.note_took(request.command, start.elapsed());
@@ -374,7 +369,7 @@ impl Session {
                 Ok(Fast::Answered)
             }
             command::WRITE if !payload.is_empty() => {
-                if self.fault(request).is_some() || self.is_wary() {
+                if self.fault(request).is_some() || self.backoff.applies() {
                     return Ok(Fast::Declined);
                 }
                 let start = Instant::now();
@@ -384,9 +379,7 @@ impl Session {
                 else {
                     return Ok(Fast::Declined);
                 };
-                if start.elapsed() > PROMPT {
-                    self.wary.store(WARY_WRITES, Ordering::Relaxed);
-                }
+                self.backoff.record(start.elapsed(), payload.len());
                 if written == Written::NeedsFlush {
                     return Ok(self.gather(request, began));
                 }
@@ -403,20 +396,11 @@ impl Session {
         Fast::Gathered
     }
 
-    /// Whether recent writes waited.
-    fn is_wary(&self) -> bool {
-        let wary = self.wary.load(Ordering::Relaxed);
-        if wary > 0 {
-            self.wary.store(wary - 1, Ordering::Relaxed);
-        }
-        wary > 0
-    }
-
     /// Whether a blocking request of this kind is likely to be brief.
-    pub(crate) fn is_brief(&self, command: u16) -> bool {
+    pub(crate) fn is_likely_short(&self, command: u16) -> bool {
         let changes = [command::WRITE, command::FLUSH, command::TRIM, command::WRITE_ZEROES];
         changes.contains(&command)
-            && self.took[usize::from(command)].load(Ordering::Relaxed) <= BRIEF.as_nanos() as u64
+            && self.took[usize::from(command)].load(Ordering::Relaxed) <= SHORT_REQUEST.as_nanos() as u64
     }
 
     /// The error of an invalid request.

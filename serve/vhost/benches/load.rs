@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! cargo build --release
-//! cargo bench -p vdkit-export-vhost --bench load -- target/release/vdkit FOLDER [SECONDS [ROUNDS]]
+//! cargo bench -p vdkit-vhost --bench load -- target/release/vdkit FOLDER [SECONDS [ROUNDS]]
 //! ```
 //! FOLDER holds the images (1 GiB each): tmpfs or a file system. For each workload it prints the
 //! median requests per second, and requests per second of the server's processor time.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use vdkit_export::{Client, Export};
+use vdkit_serve::{Client, Export};
 
 use crate::wire::CONFIG_MAX;
 

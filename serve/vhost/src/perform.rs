@@ -3,12 +3,11 @@
 //! A request runs to its end even if the monitor has disconnected: the next monitor is accepted
 //! only when no request is running, and an error would reach a guest whose monitor reconnects.
 
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use vdkit_block::Error;
 use vdkit_chain::Ready;
-use vdkit_export::{Change, OpKind};
+use vdkit_serve::{Change, OpKind, SlowWriteBackoff};
 
 use crate::device::{Device, RANGE_SECTORS_MAX, RANGES_MAX, SECTOR_BYTES};
 use crate::memory::{Mem, Outside, copy_in, copy_out};
@@ -18,11 +17,6 @@ use crate::request::{Kind, Request};
 const READ_HERE_MAX: u64 = 128 << 10;
 /// The same for writes.
 const WRITE_HERE_MAX: u64 = 64 << 10;
-/// A write on the non-blocking path that took longer than this has waited; the next writes then go
-/// to the blocking path.
-const PROMPT: Duration = Duration::from_millis(2);
-/// Number of such writes.
-const WARY_WRITES: u32 = 32;
 /// Larger requests are done in pieces of this size, which bounds their memory.
 const PIECE_BYTES: u64 = 1 << 20;
 /// Bytes of a discard or write-zeroes range: sector u64, sectors u32, flags u32.
@@ -69,24 +63,6 @@ pub enum Slow {
     Full(Full),
 }
 
-/// Whether writes avoid the non-blocking path, because recent ones waited.
-#[derive(Debug, Default)]
-pub struct SlowWriteBackoff(AtomicU32);
-
-impl SlowWriteBackoff {
-    fn now(&self) -> bool {
-        let left = self.0.load(Ordering::Relaxed);
-        if left > 0 {
-            self.0.store(left - 1, Ordering::Relaxed);
-        }
-        left > 0
-    }
-
-    fn begin(&self) {
-        self.0.store(WARY_WRITES, Ordering::Relaxed);
-    }
-}
-
 /// The statistics kind of a request, if any.
 pub fn op_kind(kind: Kind) -> Option<OpKind> {
     match kind {
@@ -123,7 +99,7 @@ fn contains(device: &Device, sector: u64, sectors: u64) -> bool {
 /// Runs a request without waiting, or returns `None` with nothing done.
 pub fn fast(
     device: &Device,
-    wary: &SlowWriteBackoff,
+    backoff: &SlowWriteBackoff,
     mem: &Mem,
     request: &Request,
     bounce: &mut Vec<u8>,
@@ -134,7 +110,7 @@ pub fn fast(
     match request.kind {
         Kind::Read if request.bytes <= READ_HERE_MAX => fast_read(device, mem, request, bounce),
         Kind::Write if request.bytes <= WRITE_HERE_MAX && !device.writes_durable() => {
-            if wary.now() {
+            if backoff.applies() {
                 return None;
             }
             let data = room(bounce, request.bytes);
@@ -144,9 +120,7 @@ pub fn fast(
             let began = Instant::now();
             // The blocking path retries and reports the error.
             let Some(Ok(())) = device.export.write_ready(data, at(request)) else { return None };
-            if began.elapsed() > PROMPT {
-                wary.begin();
-            }
+            backoff.record(began.elapsed(), data.len());
             Some(Status::Ok.into())
         }
         Kind::GetId => {

@@ -18,14 +18,14 @@ use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags};
-use vdkit_export::Claim;
+use vdkit_serve::{Claim, SlowWriteBackoff};
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::device::{Device, QUEUE_SIZE_MAX};
 use crate::inflight::Tracker;
 use crate::memory::Mem;
-use crate::perform::{self, Finished, Full, Slow, SlowWriteBackoff, Status};
+use crate::perform::{self, Finished, Full, Slow, Status};
 use crate::pool::Pool;
 use crate::request::{InvalidChain, Request, Table};
 
@@ -79,7 +79,7 @@ pub struct Ring {
     core: Mutex<Core>,
     /// A request was put back, or waits for space.
     changed: Condvar,
-    wary: SlowWriteBackoff,
+    backoff: SlowWriteBackoff,
 }
 
 /// A request that may block.
@@ -159,8 +159,8 @@ impl Ring {
             running: false,
             broken: false,
         };
-        let (core, changed, wary) = (Mutex::new(core), Condvar::new(), SlowWriteBackoff::default());
-        Arc::new(Self { index, device, pool, core, changed, wary })
+        let (core, changed, backoff) = (Mutex::new(core), Condvar::new(), SlowWriteBackoff::default());
+        Arc::new(Self { index, device, pool, core, changed, backoff })
     }
 
     pub fn set_mem(&self, mem: Arc<Mem>) {
@@ -297,7 +297,7 @@ impl Ring {
             let mut batch = std::mem::take(&mut own.batch);
             for request in batch.drain(..) {
                 let finished =
-                    perform::fast(&self.device, &self.wary, &mem, &request, &mut own.bounce);
+                    perform::fast(&self.device, &self.backoff, &mem, &request, &mut own.bounce);
                 self.device.export.counters().lane(finished.is_some());
                 let Some(finished) = finished else {
                     self.submit(request, &mem, now);

@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags};
-use vdkit_export::{Access, Export, UnixSocket};
+use vdkit_serve::{Access, Export, UnixSocket};
 
 use crate::device::WriteCache;
 use crate::session::Session;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use vdkit_export::{Client, Export};
+use vdkit_serve::{Client, Export};
 
 use crate::channel::{Channel, Message};
 use crate::device::{Device, QUEUE_SIZE_MAX, QUEUES_MAX, WriteCache, feature};

@@ -28,7 +28,7 @@ use std::time::Instant;
 
 use vdkit_block::{Error, GuestOffset, Monitor, NoProgress, Result, is_zero};
 use vdkit_chain::{Disk, DiskPlace, Layer, TruncationCheck};
-use vdkit_export::{ChangeMap, Committed, Export, Job};
+use vdkit_serve::{ChangeMap, Committed, Export, Job};
 use vdkit_tree::refuse_dependents;
 
 use super::{LiveImages, check_writable, is_encrypted};
@@ -43,7 +43,7 @@ const REST_BYTES: u64 = 8 << 20;
 /// copied with the disk locked, which slows them down.
 const ROUNDS_MAX: u32 = 8;
 
-/// See [`vdkit_export::Images::commit`].
+/// See [`vdkit_serve::Images::commit`].
 pub(super) fn commit(images: &LiveImages, export: &Export, force: bool) -> Result<Committed> {
     let began = Instant::now();
     let job = export.begin_job("commit")?;

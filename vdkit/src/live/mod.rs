@@ -11,7 +11,7 @@ use std::path::Path;
 
 use vdkit_block::{Error, Result};
 use vdkit_chain::{Layer, OpenOptions, Registry};
-use vdkit_export::{Committed, Export, ImageChain, Images};
+use vdkit_serve::{Committed, Export, ImageChain, Images};
 
 /// Changes the images of a disk that was opened with these options.
 #[derive(Clone, Debug)]

@@ -12,14 +12,14 @@ use std::path::{Component, Path, PathBuf};
 use vdkit_block::{Error, Monitor, Result, Storage};
 use vdkit_chain::{BackingChoice, Disk, OpenOptions};
 use vdkit_copy::{CreateOptions, NewBacking, create};
-use vdkit_export::{Export, ImageChain};
+use vdkit_serve::{Export, ImageChain};
 
 use super::{LiveImages, check_writable, is_encrypted};
 
 /// The overlay's format: the one that supports backing files here.
 const FORMAT: &str = "qcow2";
 
-/// See [`vdkit_export::Images::snapshot_external`].
+/// See [`vdkit_serve::Images::snapshot_external`].
 pub(super) fn snapshot_external(
     images: &LiveImages,
     export: &Export,
@@ -142,7 +142,7 @@ fn go_on_with(images: &LiveImages, export: &Export, path: &Path) -> Result<Image
         served.disk.put_on_top(overlay);
         Ok(())
     })?;
-    if let Err(error) = export.disk().layers()[1].let_others_read() {
+    if let Err(error) = export.disk().layers()[1].downgrade_lock() {
         tracing::warn!(
             export = export.name(),
             "the image beneath stays locked against readers: {error}"

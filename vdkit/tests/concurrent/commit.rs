@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use vdkit_block::StorageExt;
 
-use vdkit::export::{Export, ExportOptions, Images};
+use vdkit::serve::{Export, ExportOptions, Images};
 use vdkit::live::LiveImages;
 use vdkit::storage::MemoryStorage;
 use vdkit::{

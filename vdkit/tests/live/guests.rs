@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use vdkit::export::Export;
+use vdkit::serve::Export;
 use vdkit_testkit::Rng;
 
 /// Stripe size in bytes; stripes cross clusters of every size.

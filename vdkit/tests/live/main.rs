@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use guests::{Guests, let_work};
-use vdkit::export::{Export, ExportOptions, Images};
+use vdkit::serve::{Export, ExportOptions, Images};
 use vdkit::jobs::{CreateOptions, create};
 use vdkit::live::LiveImages;
 use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options, Place, RefPolicy};
@@ -348,7 +348,7 @@ fn an_overlay_that_was_cut_is_not_committed() {
     assert!(len > 1 << 20);
     file.set_len(768 << 10).unwrap();
     let error = stage.live.commit(&export, false).unwrap_err().to_string();
-    assert!(error.contains("the file was cut"), "{error}");
+    assert!(error.contains("the file was truncated"), "{error}");
     assert_eq!(export.chain().chain.len(), 2);
     assert!(content_of(&base, "qcow2")[..1 << 20] == [1; 1 << 20]);
     file.set_len(len).unwrap();

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use vdkit::export::{Export, ExportOptions, Images};
+use vdkit::serve::{Export, ExportOptions, Images};
 use vdkit::live::LiveImages;
 use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options, Repair};
 use vdkit_block::{BackingRef, CreateRequest, FormatDriver, Limits, OpenRequest, Storage};

@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum, ValueHint};
 use serde_json::Value;
 use vdkit::Progress;
-use vdkit::export::{Command, ask};
+use vdkit::serve::{Command, ask};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Json, ProgressOption, print_notes, size};

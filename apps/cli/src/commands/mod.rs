@@ -194,23 +194,29 @@ pub(crate) fn target_driver(
         return Ok(vdkit::format(name)?);
     }
     let ending = path.extension().and_then(OsStr::to_str).unwrap_or_default();
-    match FORMATS_OF_ENDINGS.iter().find(|(known, _)| known.eq_ignore_ascii_case(ending)) {
-        Some((_, "ova")) => Err(Failure::failed(format!(
+    let not_written = |format: &str| {
+        Err(Failure::failed(format!(
+            "{}: its name asks for the {format} format, which vdkit does not write",
+            path.display()
+        ))
+        .hint("choose another name, or the format with -f or -O"))
+    };
+    if ending.eq_ignore_ascii_case("ova") {
+        return Err(Failure::failed(format!(
             "{}: its name asks for an appliance (OVA), a package of finished disks, not a disk to write to",
             path.display()
         ))
         .hint(format!(
             "make the disk under another name, and pack it when it is finished: 'vdkit convert DISK… {}'",
             path.display()
-        ))),
-        Some((_, name)) => match vdkit::format(name) {
-            Ok(driver) if driver.creation().is_some() => Ok(driver),
-            _ => Err(Failure::failed(format!(
-                "{}: its name asks for the {name} format, which vdkit does not write",
-                path.display()
-            ))
-            .hint("choose another name, or the format with -f or -O")),
-        },
+        )));
+    }
+    if ending.eq_ignore_ascii_case("iso") {
+        return not_written("ISO 9660");
+    }
+    match vdkit::registry().find_by_extension(ending) {
+        Some(driver) if driver.creation().is_some() => Ok(driver),
+        Some(driver) => not_written(driver.name()),
         None => {
             if !ending.is_empty() && !RAW_ENDINGS.iter().any(|raw| raw.eq_ignore_ascii_case(ending)) {
                 let name = path.display();
@@ -242,29 +248,6 @@ pub(crate) fn preset_driver(
         _ => Ok(driver),
     }
 }
-
-/// Formats by the ending of the file name. A target whose name has one of these endings gets
-/// another format only if the user names that format.
-const FORMATS_OF_ENDINGS: &[(&str, &str)] = &[
-    ("qcow2", "qcow2"),
-    ("raw", "raw"),
-    ("img", "raw"),
-    ("vmdk", "vmdk"),
-    ("vdi", "vdi"),
-    ("vhd", "vhd"),
-    ("vpc", "vhd"),
-    ("vhdx", "vhdx"),
-    ("luks", "luks"),
-    ("ova", "ova"),
-    ("qcow", "qcow"),
-    ("qed", "qed"),
-    ("hdd", "parallels"),
-    ("hds", "parallels"),
-    ("dmg", "dmg"),
-    ("cloop", "cloop"),
-    ("bochs", "bochs"),
-    ("iso", "ISO 9660"),
-];
 
 /// Further endings that people use for raw disks.
 const RAW_ENDINGS: &[&str] = &["bin", "dd", "disk", "ima", "image"];

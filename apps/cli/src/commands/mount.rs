@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use clap::{Args, ValueHint};
 use serde::Serialize;
-use vdkit::export::{Export, ExportOptions, Scrape};
+use vdkit::serve::{Export, ExportOptions, Scrape};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::Json;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::{Args, ValueHint};
 use listenfd::ListenFd;
 use serde::Serialize;
-use vdkit::export::{Control, Controller, Export, ExportOptions, Scrape};
+use vdkit::serve::{Control, Controller, Export, ExportOptions, Scrape};
 use vdkit::live::LiveImages;
 use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions, Tls};
 use vdkit::{CancelToken, Disk, vhost_user};

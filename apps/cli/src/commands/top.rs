@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueHint};
 use vdkit::CancelToken;
-use vdkit::export::{Command, ask};
+use vdkit::serve::{Command, ask};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::Json;

@@ -227,7 +227,7 @@ impl Shape {
         options.set_key(self.keys().pop());
         let names = self
             .driver
-            .creates("image")
+            .require_creation("image")
             .expect("writable")
             .new_files("image", self.guest_bytes, &options)
             .expect("names");

@@ -150,7 +150,7 @@ impl Files {
         let options = options.expect("options of this format");
         let new = |name: &str| -> Arc<dyn Storage> { Arc::new(MemoryStorage::new(name)) };
         let others = driver
-            .creates(name)
+            .require_creation(name)
             .expect("writable")
             .new_files(name, guest_bytes, &options)
             .expect("a size that it can have");
@@ -304,7 +304,7 @@ impl World {
             }
             7 => {
                 let (at, len) = self.sectors(input);
-                let done = self.disk().write_zeroes_for_good(GuestOffset(at), len);
+                let done = self.disk().write_zeroes_persistent(GuestOffset(at), len);
                 self.zeroed(done, at, len);
             }
             8 | 9 => {

@@ -531,7 +531,7 @@ impl MapDriver {
 
 impl FormatDriver for MapDriver {
     fn info(&self) -> DriverInfo {
-        DriverInfo { name: "testmap", aliases: &[], description: "for tests" }
+        DriverInfo { name: "testmap", aliases: &[], extensions: &[], description: "for tests" }
     }
 
     fn probe(&self, head: &[u8], _tail: &[u8], _len: u64) -> Probe {

@@ -97,7 +97,7 @@ impl State for Meta {
 
 impl Metadata for Image {
     type State = Meta;
-    type Order = ();
+    type LeaderState = ();
     type Dirty = u64;
 
     fn take(&self, meta: &mut MutexGuard<'_, Meta>, _alone: bool) -> Result<u64> {
@@ -110,14 +110,14 @@ impl Metadata for Image {
         Ok(())
     }
 
-    fn settle(&self, _meta: &mut Meta, _entry: u64, _durable: bool) {}
+    fn end_write(&self, _meta: &mut Meta, _entry: u64, _durable: bool) {}
 
     fn is_dirty(&self, meta: &Meta) -> bool {
         meta.entry != meta.taken
     }
 
     fn recycle(&self) -> Result<()> {
-        let freed = self.meta.lock().reclaim.expired(&self.flights);
+        let freed = self.meta.lock().reclaim.take_expired(&self.flights);
         if !freed.is_empty() {
             self.hand_out();
         }

@@ -22,7 +22,7 @@ pub(super) struct Image {
     /// Lost tables that a repair found and keeps.
     pub(super) kept: Arc<Kept>,
     /// Host bytes that no entry may name: the header and the encryption header.
-    sacred: Vec<Range<u64>>,
+    protected: Vec<Range<u64>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +36,7 @@ pub(super) enum L1Fault {
     /// Beyond the end of the file.
     BeyondEnd,
     /// In the header or the encryption header.
-    Sacred,
+    Protected,
 }
 
 /// Faults of an L2 entry, as a set of bits.
@@ -51,7 +51,7 @@ impl L2Faults {
     /// Beyond the end of the file.
     pub(super) const BEYOND_END: Self = Self(1 << 2);
     /// In the header or the encryption header.
-    pub(super) const SACRED: Self = Self(1 << 3);
+    pub(super) const PROTECTED: Self = Self(1 << 3);
     /// A compressed cluster with the COPIED flag.
     pub(super) const COMPRESSED_COPIED: Self = Self(1 << 4);
     /// A compressed cluster in an image with a data file.
@@ -78,7 +78,7 @@ impl L2Faults {
 
     /// Whether the corrected entry loses its host cluster.
     pub(super) fn lost(self) -> bool {
-        self.0 & (Self::UNALIGNED.0 | Self::BEYOND_END.0 | Self::SACRED.0) != 0
+        self.0 & (Self::UNALIGNED.0 | Self::BEYOND_END.0 | Self::PROTECTED.0) != 0
     }
 
     /// What was expected, for each fault.
@@ -113,11 +113,11 @@ impl Image {
             limits: *limits,
             file_len: storage.len()?,
             kept: Arc::default(),
-            sacred: Vec::new(),
+            protected: Vec::new(),
         };
-        image.sacred.push(0..cluster);
+        image.protected.push(0..cluster);
         if let Some(Ok((offset, bytes))) = image.encryption_header() {
-            image.sacred.push(offset..offset + bytes);
+            image.protected.push(offset..offset + bytes);
         }
         Ok(image)
     }
@@ -175,9 +175,9 @@ impl Image {
         offset >> bits..(offset.saturating_add(bytes - 1) >> bits) + 1
     }
 
-    fn is_sacred(&self, offset: u64, bytes: u64) -> bool {
+    fn is_protected(&self, offset: u64, bytes: u64) -> bool {
         let clusters = self.clusters_of(offset, bytes);
-        self.sacred.iter().any(|range| {
+        self.protected.iter().any(|range| {
             let taken = self.clusters_of(range.start, range.end - range.start);
             clusters.start < taken.end && taken.start < clusters.end
         })
@@ -195,8 +195,8 @@ impl Image {
             (0, Some(L1Fault::Unaligned))
         } else if !self.in_file(offset, self.cluster_bytes()) {
             (0, Some(L1Fault::BeyondEnd))
-        } else if self.is_sacred(offset, self.cluster_bytes()) {
-            (0, Some(L1Fault::Sacred))
+        } else if self.is_protected(offset, self.cluster_bytes()) {
+            (0, Some(L1Fault::Protected))
         } else if raw & L1_RESERVED != 0 {
             (raw & (OFFSET_MASK | COPIED), Some(L1Fault::Reserved))
         } else {
@@ -207,12 +207,12 @@ impl Image {
     /// The corrected L2 entry of the cluster at `guest`, and its faults.
     pub(super) fn judge_l2(&self, entry: L2Entry, guest: u64) -> (L2Entry, L2Faults) {
         let mut faults = L2Faults::default();
-        let mended = if entry.is_compressed() {
+        let corrected = if entry.is_compressed() {
             self.judge_compressed(entry, guest, &mut faults)
         } else {
             self.judge_standard(entry, guest, &mut faults)
         };
-        (mended, faults)
+        (corrected, faults)
     }
 
     fn judge_compressed(&self, entry: L2Entry, guest: u64, faults: &mut L2Faults) -> L2Entry {
@@ -221,7 +221,7 @@ impl Image {
         }
         if self.header.has_data_file() {
             faults.set(L2Faults::COMPRESSED_IN_DATA_FILE);
-            return self.at_home(guest);
+            return self.at_identity(guest);
         }
         if self.geometry().extended && entry.bitmap != 0 {
             faults.set(L2Faults::COMPRESSED_BITMAP);
@@ -229,8 +229,8 @@ impl Image {
         let place = entry.compressed_place(self.geometry());
         if place.offset.0 >= layout::HOST_OFFSET_END || !self.in_file(place.offset.0, place.bytes) {
             faults.set(L2Faults::BEYOND_END);
-        } else if self.is_sacred(place.offset.0, place.bytes) {
-            faults.set(L2Faults::SACRED);
+        } else if self.is_protected(place.offset.0, place.bytes) {
+            faults.set(L2Faults::PROTECTED);
         }
         if faults.lost() {
             return self.detached(L2Entry { word: 0, bitmap: u64::from(u32::MAX) });
@@ -241,18 +241,18 @@ impl Image {
     fn judge_standard(&self, entry: L2Entry, guest: u64, faults: &mut L2Faults) -> L2Entry {
         let geometry = self.geometry();
         let data_file = self.header.has_data_file();
-        let mut mended = entry;
+        let mut corrected = entry;
         if self.header.version < 3 && entry.word & ZERO != 0 {
             faults.set(L2Faults::ZERO_IN_V2);
-            mended.word &= !ZERO;
+            corrected.word &= !ZERO;
         }
-        let reserved = mended.reserved_bits(geometry);
+        let reserved = corrected.reserved_bits(geometry);
         if reserved != 0 {
             faults.set(L2Faults::RESERVED);
-            mended.word &= !reserved;
+            corrected.word &= !reserved;
         }
-        if mended.has_space(data_file) {
-            let host = mended.host().0;
+        if corrected.has_space(data_file) {
+            let host = corrected.host().0;
             if host & (geometry.cluster_bytes() - 1) != 0 {
                 faults.set(L2Faults::UNALIGNED);
             } else if data_file {
@@ -261,29 +261,29 @@ impl Image {
                 }
             } else if host >= self.file_len {
                 faults.set(L2Faults::BEYOND_END);
-            } else if self.is_sacred(host, geometry.cluster_bytes()) {
-                faults.set(L2Faults::SACRED);
+            } else if self.is_protected(host, geometry.cluster_bytes()) {
+                faults.set(L2Faults::PROTECTED);
             }
             if data_file && (faults.lost() || host != guest) {
-                mended.word = guest | COPIED | (mended.word & ZERO);
+                corrected.word = guest | COPIED | (corrected.word & ZERO);
             } else if faults.lost() {
-                return self.detached(mended);
+                return self.detached(corrected);
             }
         }
         if geometry.extended {
-            let both = mended.bitmap & (mended.bitmap >> 32) & u64::from(u32::MAX);
+            let both = corrected.bitmap & (corrected.bitmap >> 32) & u64::from(u32::MAX);
             if both != 0 {
                 // Reading such a subcluster fails. Keeps the data, since it is more likely wanted
                 // than not.
                 faults.set(L2Faults::SUBCLUSTER_BOTH);
-                mended.bitmap &= !(both << 32);
+                corrected.bitmap &= !(both << 32);
             }
-            if mended.bitmap & u64::from(u32::MAX) != 0 && !mended.has_space(data_file) {
+            if corrected.bitmap & u64::from(u32::MAX) != 0 && !corrected.has_space(data_file) {
                 faults.set(L2Faults::SUBCLUSTER_NO_SPACE);
-                return self.detached(mended);
+                return self.detached(corrected);
             }
         }
-        mended
+        corrected
     }
 
     /// The entry without its host cluster. Its data reads as zeroes, or becomes a hole in version
@@ -300,7 +300,7 @@ impl Image {
     }
 
     /// The only valid entry of a data cluster in a data file.
-    fn at_home(&self, guest: u64) -> L2Entry {
+    fn at_identity(&self, guest: u64) -> L2Entry {
         L2Entry::data(HostOffset(guest), self.geometry())
     }
 }

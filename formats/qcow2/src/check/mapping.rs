@@ -24,7 +24,7 @@ pub(super) struct L2Table {
     /// Entries with faults.
     pub(super) faulty: u32,
     /// Entries with faults that a truncated file does not explain.
-    pub(super) nonsense: u32,
+    pub(super) implausible: u32,
     /// Entries whose COPIED flag disagrees with the refcount.
     pub(super) copied_wrong: u32,
     /// A repair of some entry loses its data.
@@ -38,7 +38,7 @@ impl L2Table {
     }
 
     /// Most of its entries are faulty: this is not an L2 table.
-    pub(super) fn is_garbage(&self) -> bool {
+    pub(super) fn is_mostly_invalid(&self) -> bool {
         self.faulty * 2 > self.used
     }
 
@@ -201,23 +201,23 @@ impl Scan<'_> {
     fn entry(&mut self, table: &mut L2Table, index: usize, entry: L2Entry, run: &mut Run) {
         let image = self.image;
         let guest = table.guest(index as u64, image);
-        let (mended, faults) = image.judge_l2(entry, guest);
+        let (corrected, faults) = image.judge_l2(entry, guest);
         let at = table.offset + index as u64 * image.geometry().l2_entry_bytes();
         table.used += 1;
         if !faults.is_empty() {
             table.faulty += 1;
-            table.nonsense += u32::from(faults != L2Faults::BEYOND_END);
+            table.implausible += u32::from(faults != L2Faults::BEYOND_END);
             table.lossy |= faults.lost();
             self.report_faults(at, guest, entry, faults);
         }
-        if mended.is_compressed() {
-            let place = mended.compressed_place(image.geometry());
+        if corrected.is_compressed() {
+            let place = corrected.compressed_place(image.geometry());
             for cluster in image.clusters_of(place.offset.0, place.bytes) {
                 self.refer(cluster, table.weight(), at, guest);
             }
             run.compressed();
-        } else if mended.has_space(image.header.has_data_file()) {
-            let host = mended.host().0;
+        } else if corrected.has_space(image.header.has_data_file()) {
+            let host = corrected.host().0;
             run.cluster(host, image.cluster_bytes());
             let single = if image.header.has_data_file() {
                 true
@@ -225,7 +225,7 @@ impl Scan<'_> {
                 let cluster = host >> image.geometry().cluster_bits;
                 self.refer(cluster, table.weight(), at, guest) & SINGLE != 0
             };
-            if table.active > 0 && single != mended.is_copied() {
+            if table.active > 0 && single != corrected.is_copied() {
                 table.copied_wrong += 1;
                 self.findings.corruption(at, "L2 entry", || {
                     format!(
@@ -282,7 +282,7 @@ impl Scan<'_> {
 }
 
 /// Corrects each entry of a table.
-pub(super) fn mend_table(image: &Image, table: &L2Table, bytes: &mut [u8]) {
+pub(super) fn repair_table(image: &Image, table: &L2Table, bytes: &mut [u8]) {
     let extended = image.geometry().extended;
     let entry_bytes = image.geometry().l2_entry_bytes() as usize;
     for index in 0..bytes.len() / entry_bytes {
@@ -290,9 +290,9 @@ pub(super) fn mend_table(image: &Image, table: &L2Table, bytes: &mut [u8]) {
         if entry == L2Entry::default() {
             continue;
         }
-        let (mended, faults) = image.judge_l2(entry, table.guest(index as u64, image));
+        let (corrected, faults) = image.judge_l2(entry, table.guest(index as u64, image));
         if !faults.is_empty() {
-            put_entry(bytes, index, extended, mended);
+            put_entry(bytes, index, extended, corrected);
         }
     }
 }

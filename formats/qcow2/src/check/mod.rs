@@ -41,9 +41,9 @@ use survey::{Mode, Survey};
 ///
 /// The image must not be open for writing elsewhere; the storage must be writable for a repair.
 /// `data_file` holds no metadata and is not read. A repair still requires it, so that one flipped
-/// header bit cannot make an image appear to have its data elsewhere. With [`Repair::Leaks`],
-/// refcounts are lowered only if nothing else is wrong: an apparent leak may be what a damaged
-/// entry pointed to.
+/// header bit cannot make an image appear to have its data elsewhere. [`Repair::Leaks`] lowers
+/// refcounts only if the mapping is undamaged; wrong refcounts and COPIED flags do not prevent it. A
+/// leaked cluster may otherwise be the target of a damaged entry.
 ///
 /// If most of the mapping is invalid under this header, the header is more likely wrong than the
 /// mapping, and nothing is repaired. If a reference to an L2 table is damaged and an unreferenced

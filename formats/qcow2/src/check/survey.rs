@@ -244,15 +244,15 @@ impl Survey {
             if raw == 0 {
                 continue;
             }
-            let (mended, fault) = image.judge_l1(raw);
+            let (corrected, fault) = image.judge_l1(raw);
             let at = offset + index as u64 * 8;
             if let Some(fault) = fault {
                 self.l1_faulty = true;
                 self.l1_fault(image, at, "active L1 entry", index, raw, fault);
             }
-            if mended != 0 {
-                uses.add(mended & OFFSET_MASK, index as u32, true);
-                self.l1_copied(image, at, index, mended);
+            if corrected != 0 {
+                uses.add(corrected & OFFSET_MASK, index as u32, true);
+                self.l1_copied(image, at, index, corrected);
             }
         }
         self.l1 = l1;
@@ -278,7 +278,7 @@ impl Survey {
                 L1Fault::NoTable => "the offset of an L2 table, or zero",
                 L1Fault::Unaligned => "an L2 table at a cluster boundary",
                 L1Fault::BeyondEnd => "an L2 table within the file",
-                L1Fault::Sacred => "an L2 table outside of the header",
+                L1Fault::Protected => "an L2 table outside of the header",
             };
             let lost = if lossy {
                 format!("; the mapping of {span} guest bytes is lost")
@@ -342,14 +342,14 @@ impl Survey {
             let l1 = reader::read_table(&*image.storage, offset, bytes)?;
             for (index, raw) in l1.chunks_exact(8).enumerate() {
                 let raw = be64(raw);
-                let (mended, fault) = image.judge_l1(raw);
+                let (corrected, fault) = image.judge_l1(raw);
                 if let Some(fault) = fault {
                     self.snapshot_l1_faulty.insert(i);
                     let at = offset + index as u64 * 8;
                     self.l1_fault(image, at, "snapshot L1 entry", index, raw, fault);
                 }
-                if mended != 0 {
-                    uses.add(mended & OFFSET_MASK, index as u32, false);
+                if corrected != 0 {
+                    uses.add(corrected & OFFSET_MASK, index as u32, false);
                 }
             }
             uses.check_limit(image)?;
@@ -560,7 +560,7 @@ impl L2Uses {
                 l1_index,
                 used: 0,
                 faulty: 0,
-                nonsense: 0,
+                implausible: 0,
                 copied_wrong: 0,
                 lossy: false,
             })

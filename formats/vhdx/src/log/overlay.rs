@@ -147,7 +147,7 @@ impl SpaceMap for Replayed {
 }
 
 impl AccessExchange for Replayed {
-    fn let_others_read(&self) -> Result<()> {
-        self.inner.let_others_read()
+    fn downgrade_lock(&self) -> Result<()> {
+        self.inner.downgrade_lock()
     }
 }

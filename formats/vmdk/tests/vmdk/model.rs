@@ -32,7 +32,7 @@ pub fn step(disk: &Disk, model: &mut [u8], rng: &mut Rng) {
         }
         8 => {
             model[range].fill(0);
-            disk.write_zeroes_for_good(GuestOffset(at), len).unwrap();
+            disk.write_zeroes_persistent(GuestOffset(at), len).unwrap();
         }
         9 => {
             disk.discard(GuestOffset(at), len).unwrap();

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vdkit_block::{Error, Storage};
-use vdkit_export::Change;
+use vdkit_serve::Change;
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::disks::MIB;
 use vdkit_testkit::nbd::Rig;
@@ -70,7 +70,7 @@ fn a_write_that_waits_to_be_kept_is_given_up_when_its_client_leaves() {
 fn a_leader_does_not_wait_for_room_to_keep_a_write() {
     let (faulty, rig) = served();
     let mut client = rig.client(Style::Structured);
-    // All are brief, so the leader itself runs the next one.
+    // All are short, so the leader itself runs the next one.
     for at in 2..50 {
         client.write(at * MIB, &[3; 4096]).unwrap();
     }

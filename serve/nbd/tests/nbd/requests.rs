@@ -211,7 +211,7 @@ fn a_bitmap_of_an_image_that_is_not_served_any_more_is_not_told_as_clean() {
     early.write(3 * MIB, &[1; 100]).unwrap();
     assert_eq!(statuses(&mut early, 64 * MIB)[1], (65536, 1));
     let mut exchange = || {
-        let swap = |served: &mut vdkit_export::Served| {
+        let swap = |served: &mut vdkit_serve::Served| {
             std::mem::swap(&mut served.disk, &mut other);
             Ok(())
         };

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use vdkit_export_vhost::Listener;
+use vdkit_vhost::Listener;
 
 use crate::guest::*;
 use crate::rig::Rig;

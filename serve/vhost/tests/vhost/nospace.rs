@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vdkit_export::OnNoSpace;
+use vdkit_serve::OnNoSpace;
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage};
 

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vdkit_block::{FormatDriver, Limits, Monitor, Repair, Storage};
-use vdkit_export::{Export, ExportOptions};
-use vdkit_export_vhost::{Listener, Server};
+use vdkit_serve::{Export, ExportOptions};
+use vdkit_vhost::{Listener, Server};
 use vdkit_storage::MemoryStorage;
 
 use vdkit_testkit::disks::qcow2;

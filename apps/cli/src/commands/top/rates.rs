@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use vdkit::MapCacheStats;
-use vdkit::export::{LatencyBucket, OpKind, OpStats, Stats, quantile};
+use vdkit::serve::{LatencyBucket, OpKind, OpStats, Stats, quantile};
 
 /// A service's answers at one time.
 #[derive(Clone, Debug)]

@@ -36,7 +36,7 @@ pub(super) fn drop_zeroes(
         let old = reader::read_table(&*space.image.storage, table.offset, cluster)?;
         let mut new = old.clone();
         if !space.image.header.has_data_file() {
-            Zeroes { space, table, scan }.mend(&mut new, &mut freed, report)?;
+            Zeroes { space, table, scan }.free(&mut new, &mut freed, report)?;
         }
         if is_empty(&space.image, &new) {
             empty.insert(table.offset, 0);
@@ -111,7 +111,7 @@ struct Zeroes<'a, 'b> {
 
 impl Zeroes<'_, '_> {
     /// Changes the entries of clusters that hold zeroes; adds released clusters to `freed`.
-    fn mend(
+    fn free(
         &self,
         bytes: &mut [u8],
         freed: &mut Vec<(u64, i64)>,

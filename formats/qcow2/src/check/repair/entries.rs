@@ -17,7 +17,7 @@ pub(super) fn apply(image: &Image, survey: &Survey) -> Result<bool> {
     let mut changed = forget_bitmaps(image, survey)?;
     if !survey.owner_in_conflict(Owner::ActiveL1) {
         let offset = image.header.l1_offset.0;
-        changed |= mend_l1(image, survey, offset, &survey.l1)?;
+        changed |= repair_l1(image, survey, offset, &survey.l1)?;
     }
     for (i, snapshot) in survey.snapshots.snapshots.iter().enumerate() {
         let suspect = survey.snapshot_l1_faulty.contains(&i) || !survey.conflicts.is_empty();
@@ -25,19 +25,19 @@ pub(super) fn apply(image: &Image, survey: &Survey) -> Result<bool> {
             continue;
         }
         let l1 = reader::read_table(&*image.storage, snapshot.l1_offset, snapshot.l1_bytes())?;
-        changed |= mend_l1(image, survey, snapshot.l1_offset, &l1)?;
+        changed |= repair_l1(image, survey, snapshot.l1_offset, &l1)?;
     }
     for table in &survey.tables {
         if table.faulty == 0 || survey.in_conflict(image, table) {
             continue;
         }
-        if image.header.has_data_file() && table.is_garbage() {
+        if image.header.has_data_file() && table.is_mostly_invalid() {
             // Most entries are at the wrong offset: a repair would be a guess.
             continue;
         }
         let old = reader::read_table(&*image.storage, table.offset, image.cluster_bytes())?;
         let mut new = old.clone();
-        mapping::mend_table(image, table, &mut new);
+        mapping::repair_table(image, table, &mut new);
         changed |= write_changed(image, table.offset, &old, &new)?;
     }
     if changed {
@@ -89,14 +89,14 @@ fn drop_bitmaps(image: &Image, broken: &[usize]) -> Result<()> {
     write_autoclear(image, image.header.autoclear)
 }
 
-fn mend_l1(image: &Image, survey: &Survey, offset: u64, old: &[u8]) -> Result<bool> {
-    let new = mended_l1(image, survey, old, |offset| offset);
+fn repair_l1(image: &Image, survey: &Survey, offset: u64, old: &[u8]) -> Result<bool> {
+    let new = corrected_l1(image, survey, old, |offset| offset);
     write_changed(image, offset, old, &new)
 }
 
 /// The L1 table with corrected entries, without clusters that are not tables, and with each L2
 /// table at its new `place`.
-pub(super) fn mended_l1(
+pub(super) fn corrected_l1(
     image: &Image,
     survey: &Survey,
     l1: &[u8],
@@ -108,17 +108,17 @@ pub(super) fn mended_l1(
         if entry == 0 {
             continue;
         }
-        let (mut mended, _) = image.judge_l1(entry);
-        let offset = mended & OFFSET_MASK;
+        let (mut corrected, _) = image.judge_l1(entry);
+        let offset = corrected & OFFSET_MASK;
         let garbage = survey
             .table_at(offset)
-            .is_some_and(|table| survey.in_conflict(image, table) && table.is_garbage());
+            .is_some_and(|table| survey.in_conflict(image, table) && table.is_mostly_invalid());
         if garbage {
-            mended = 0;
-        } else if mended != 0 {
-            mended = mended & !OFFSET_MASK | place(offset);
+            corrected = 0;
+        } else if corrected != 0 {
+            corrected = corrected & !OFFSET_MASK | place(offset);
         }
-        raw.copy_from_slice(&mended.to_be_bytes());
+        raw.copy_from_slice(&corrected.to_be_bytes());
     }
     new
 }

@@ -10,8 +10,12 @@
 //! 4. COPIED flags are set according to the refcounts.
 //! 5. The dirty and the corrupt bit are cleared.
 //!
-//! Before the first round, [`suspicion`] and [`orphans`] decide whether a repair would lose data
-//! that a human could still recover, and [`search`] finds that data.
+//! Unknown autoclear bits are cleared before anything else is written. Step 2 also makes refcounts
+//! for clusters whose refcount block is missing or damaged. Step 5 is done once, at the end.
+//!
+//! Before the first round, [`suspicion`] refuses the repair if the header is probably wrong.
+//! [`orphans`] refuses it if it would free L2 tables whose reference is damaged; [`search`] finds
+//! those tables.
 
 mod dangling;
 mod entries;
@@ -41,7 +45,7 @@ const ROUNDS_MAX: usize = 24;
 /// Allowed repairs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Policy {
-    /// Lower refcounts, if nothing else is wrong.
+    /// Lower refcounts that are too high and set COPIED flags, if the mapping is undamaged.
     Leaks,
     All,
     /// Refcounts and COPIED flags; other damage is an error.
@@ -73,7 +77,7 @@ pub(in crate::check) fn run(
     let mut first = Survey::take(&image, Mode::Compare, monitor)?;
     suspicion::refuse_wrong_header(&image, &first, monitor)?;
     let mut report = first.findings.report.clone();
-    if repair != Repair::AllForced && needs_work(&first) {
+    if repair != Repair::AllForced && has_findings(&first) {
         let kept = orphans::find(&image, &first, Scope::Everything, monitor)?;
         if repair == Repair::All {
             orphans::refuse_to_forget(&image, &first, &kept)?;
@@ -85,12 +89,12 @@ pub(in crate::check) fn run(
     }
     let mut last = rounds(&mut image, first, policy, monitor)?;
     orphans::report(&image, &mut last.findings.report);
-    summarise(&image, &mut report, &last.findings.report);
+    merge_reports(&image, &mut report, &last.findings.report);
     Ok(report)
 }
 
-/// Whether a repair will change refcounts.
-fn needs_work(survey: &Survey) -> bool {
+/// Whether there is any damage or leak, or a refcount beyond the end of the file.
+fn has_findings(survey: &Survey) -> bool {
     let report = &survey.findings.report;
     report.leaks + report.corruptions + survey.ahead > 0
 }
@@ -114,7 +118,7 @@ pub(super) fn recover(
     let mut first = Survey::take(&image, Mode::Compare, monitor)?;
     refuse_damage(&image, &first)?;
     suspicion::refuse_wrong_header(&image, &first, monitor)?;
-    if needs_work(&first) {
+    if has_findings(&first) {
         // Opening an image does not search all its free space, unless the whole L1 table is lost.
         let empty = vdkit_block::is_zero(&first.l1);
         let scope = if empty { Scope::Everything } else { Scope::Leaks };
@@ -128,8 +132,8 @@ pub(super) fn recover(
             image.name(),
             field::INCOMPATIBLE,
             "refcounts",
-            "refcounts that cannot be set right",
-            "an image that can be repaired",
+            "refcounts that cannot be corrected",
+            "refcounts equal to the number of references",
         )
         .with_remedy(Remedy::REPAIR));
     }
@@ -206,7 +210,7 @@ fn rounds(
         *image = image.again()?;
         survey = Survey::take(image, Mode::Compare, monitor)?;
     }
-    if clear_marks(image, &survey, policy)? {
+    if clear_dirty_and_corrupt(image, &survey, policy)? {
         *image = image.again()?;
         survey = Survey::take(image, Mode::Compare, monitor)?;
     }
@@ -282,7 +286,7 @@ fn write_autoclear(image: &Image, bits: u64) -> Result<()> {
 }
 
 /// Clears the dirty bit if the refcounts are correct, and the corrupt bit if everything is.
-fn clear_marks(image: &Image, survey: &Survey, policy: Policy) -> Result<bool> {
+fn clear_dirty_and_corrupt(image: &Image, survey: &Survey, policy: Policy) -> Result<bool> {
     let marked = u64::from(image.header.has(incompatible::CORRUPT));
     let report = &survey.findings.report;
     if report.corruptions > marked || report.leaks > 0 && policy != Policy::Recover {
@@ -302,7 +306,7 @@ fn clear_marks(image: &Image, survey: &Survey, policy: Policy) -> Result<bool> {
 }
 
 /// Adds the repaired findings to the report.
-fn summarise(image: &Image, report: &mut CheckReport, last: &CheckReport) {
+fn merge_reports(image: &Image, report: &mut CheckReport, last: &CheckReport) {
     // Remaining findings come first: the list is bounded, and a repair may have revealed new ones.
     let left: FxHashSet<(u64, &str)> =
         last.findings.iter().map(|finding| (finding.offset, finding.structure)).collect();

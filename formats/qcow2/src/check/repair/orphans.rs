@@ -75,7 +75,8 @@ pub(super) fn find(
     search.run(flagless, monitor)
 }
 
-/// [`Error::Corrupt`] if repairing damaged references would erase the way to lost tables.
+/// [`Error::Corrupt`] if the repair would clear damaged L1 entries that may have referred to these
+/// tables.
 pub(super) fn refuse_to_forget(image: &Image, survey: &Survey, kept: &Kept) -> Result<()> {
     if kept.is_empty() || !references_damaged(image, survey) {
         return Ok(());
@@ -95,8 +96,8 @@ pub(super) fn refuse_to_forget(image: &Image, survey: &Survey, kept: &Kept) -> R
              changed)",
             places.join(", ")
         ),
-        "tables that something names: a repair would free them and the data that they map. Put \
-             the references right by hand; or do without that data",
+        "L2 tables with a reference. A repair would free these tables and their data. Restore \
+             the L1 entries by hand, or discard the data",
     )
     .with_remedy(Remedy::Repair { repair: Repair::All, force: true }))
 }
@@ -115,8 +116,8 @@ pub(super) fn report(image: &Image, report: &mut CheckReport) {
         structure: "L2 table",
         message: format!(
             "nothing refers to this cluster, which looks like an L2 table, nor to {mapped} clusters \
-             that it maps: kept, as an L1 table may have lost its entries. Put those right by hand; \
-             or, to do without that data, repair by force"
+             that it maps. They are kept, since an L1 table may have lost its entries. Restore those \
+             by hand; or, to discard the data, repair by force"
         ),
         repaired: false,
     });
@@ -131,7 +132,7 @@ fn references_damaged(image: &Image, survey: &Survey) -> bool {
         || survey.snapshots.cut_short
         || survey.snapshots.snapshots.iter().any(|snapshot| snapshot.lost)
         // The entry names something else instead.
-        || survey.tables.iter().any(|table| table.is_garbage() || survey.in_conflict(image, table))
+        || survey.tables.iter().any(|table| table.is_mostly_invalid() || survey.in_conflict(image, table))
 }
 
 /// Whether the active L1 table lacks a table for some part of the disk: that entry may have been

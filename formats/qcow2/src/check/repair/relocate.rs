@@ -185,12 +185,12 @@ impl Plan<'_> {
         let image = self.image;
         for i in 0..self.target.tables.len() {
             let table = self.target.tables[i];
-            if !self.target.in_conflict(image, &table) || table.is_garbage() {
+            if !self.target.in_conflict(image, &table) || table.is_mostly_invalid() {
                 continue;
             }
             let mut bytes =
                 reader::read_table(&*image.storage, table.offset, image.cluster_bytes())?;
-            mapping::mend_table(image, &table, &mut bytes);
+            mapping::repair_table(image, &table, &mut bytes);
             let offset = self.allocate(image.cluster_bytes(), table.weight())?;
             self.tables.insert(table.offset, offset);
             self.writes.push((offset, bytes));
@@ -199,7 +199,7 @@ impl Plan<'_> {
     }
 
     fn new_l1(&self, l1: &[u8]) -> Vec<u8> {
-        entries::mended_l1(self.image, &self.target, l1, |offset| {
+        entries::corrected_l1(self.image, &self.target, l1, |offset| {
             self.tables.get(&offset).copied().unwrap_or(offset)
         })
     }

@@ -55,12 +55,12 @@ pub(super) fn refuse_wrong_header(
         }
     }
     // A single cluster may not be a table, but most of them must be.
-    let nonsense = survey.tables.iter().filter(|table| table.nonsense * 2 > table.used).count();
-    if nonsense > 1 && nonsense * 2 > survey.tables.len() {
+    let implausible = survey.tables.iter().filter(|table| table.implausible * 2 > table.used).count();
+    if implausible > 1 && implausible * 2 > survey.tables.len() {
         return refuse(
             image,
             &format!(
-                "a header under which {nonsense} of {} L2 tables make no sense",
+                "a header under which {implausible} of {} L2 tables make no sense",
                 survey.tables.len()
             ),
             "one that fits the mapping",

@@ -34,12 +34,12 @@ fn raw(image: &Image) -> Vec<u8> {
     std::fs::read(out).unwrap()
 }
 
-fn assert_guest(sound: &Image, mended: &Image, guest: &Guest, name: &str) {
+fn assert_guest(sound: &Image, corrected: &Image, guest: &Guest, name: &str) {
     let Except(range) = guest else {
-        assert!(same_guest(&sound.path, &mended.path), "{name}");
+        assert!(same_guest(&sound.path, &corrected.path), "{name}");
         return;
     };
-    let (before, after) = (raw(sound), raw(mended));
+    let (before, after) = (raw(sound), raw(corrected));
     assert_eq!(before.len(), after.len(), "{name}");
     let outside = (0..before.len())
         .step_by(512)
