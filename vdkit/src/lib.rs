@@ -103,13 +103,13 @@
 
 pub use vdkit_block::*;
 pub use vdkit_chain::*;
-pub use vdkit_serve as serve;
 pub use vdkit_fuse as fuse;
 pub use vdkit_nbd as nbd;
-pub use vdkit_vhost as vhost_user;
 pub use vdkit_ova as ova;
+pub use vdkit_serve as serve;
 pub use vdkit_storage as storage;
 pub use vdkit_stream as stream;
+pub use vdkit_vhost as vhost_user;
 
 /// Long work on images: each job reports to a [`Monitor`] and returns a report that serializes to JSON.
 pub mod jobs {

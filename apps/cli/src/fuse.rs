@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
-use vdkit::serve::Export;
 pub use vdkit::fuse::Server;
 use vdkit::fuse::{Ending, MountError, ServerOptions};
+use vdkit::serve::Export;
 
 use crate::failure::Failure;
 

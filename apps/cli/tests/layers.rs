@@ -33,10 +33,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             &["vdkit-image", "vdkit-doctor", "vdkit-appliance"],
         ],
     ),
-    (
-        "serve",
-        &[&["vdkit-serve"], &["vdkit-nbd", "vdkit-vhost", "vdkit-fuse"]],
-    ),
+    ("serve", &[&["vdkit-serve"], &["vdkit-nbd", "vdkit-vhost", "vdkit-fuse"]]),
     ("vdkit", &[&["vdkit"]]),
     ("apps", &[&["vdkit-lab"], &["vdkit-cli"]]),
 ];

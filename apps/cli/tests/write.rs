@@ -56,8 +56,11 @@ fn qemu_reads_what_was_written_to_qcow2() {
 fn an_image_probed_as_raw_is_not_written_to() {
     let scratch = Scratch::new();
     raw(&scratch, 4096);
-    let answer =
-        scratch.fails(2, "format was not detected", &["write", "disk.raw", "0", "1", "--pattern", "1"]);
+    let answer = scratch.fails(
+        2,
+        "format was not detected",
+        &["write", "disk.raw", "0", "1", "--pattern", "1"],
+    );
     assert!(answer.stderr.contains("disk.raw"), "{answer:?}");
     assert!(std::fs::read(scratch.path("disk.raw")).unwrap().iter().all(|&byte| byte == 0));
 }

@@ -332,8 +332,6 @@ pub struct DriverInfo {
     pub aliases: &'static [&'static str],
     /// File name extensions, without the dot.
     pub extensions: &'static [&'static str],
-    /// File name extensions, without the dot.
-    pub extensions: &'static [&'static str],
     /// One-line description.
     pub description: &'static str,
 }

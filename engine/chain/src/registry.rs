@@ -3,9 +3,7 @@
 use std::ffi::OsStr;
 use std::path::Path;
 
-use vdkit_block::{
-    DriverInfo, Error, FormatDriver, HostOffset, Probe, Remedy, Result, Storage,
-};
+use vdkit_block::{DriverInfo, Error, FormatDriver, HostOffset, Probe, Remedy, Result, Storage};
 
 /// Bytes of the image's start for probing.
 const HEAD_BYTES: usize = 64 << 10;
@@ -144,7 +142,8 @@ impl Registry {
     fn decide(&self, file: &str, head: &[u8], judged: Judged) -> Result<Probed> {
         let Judged { certain, fallback } = judged;
         if certain.is_empty()
-            && let Some(known) = self.rejected_kinds.iter().find(|known| (known.matches)(file, head))
+            && let Some(known) =
+                self.rejected_kinds.iter().find(|known| (known.matches)(file, head))
         {
             return Err(Error::unsupported(file, known.what, known.hint.replace("FILE", file)));
         }
@@ -196,8 +195,10 @@ impl Registry {
 
 fn stem_and_extension(name: &str) -> (&str, &str) {
     let path = Path::new(name);
-    let part = |part: Option<&'_ OsStr>| part.and_then(OsStr::to_str).unwrap_or_default();
-    (part(path.file_stem()), part(path.extension()))
+    (
+        path.file_stem().and_then(OsStr::to_str).unwrap_or_default(),
+        path.extension().and_then(OsStr::to_str).unwrap_or_default(),
+    )
 }
 
 /// Probe results of all drivers.
@@ -223,9 +224,7 @@ fn tail_of(storage: &dyn Storage, head: &[u8], len: u64) -> Result<Vec<u8>> {
 mod tests {
     use std::sync::Arc;
 
-    use vdkit_block::{
-        CheckReport, Format, ImageInfo, Limits, Monitor, OpenRequest, Repair,
-    };
+    use vdkit_block::{CheckReport, Format, ImageInfo, Limits, Monitor, OpenRequest, Repair};
     use vdkit_storage::MemoryStorage;
 
     use super::*;

@@ -124,7 +124,7 @@ impl<S: State, O> Engine<S, O> {
     /// What the storage returns.
     pub fn flush<F>(&self, format: &F) -> Result<()>
     where
-        F: Metadata<State = S, Order = O>,
+        F: Metadata<State = S, LeaderState = O>,
     {
         let number = self.commit.draw();
         self.commit.durable_up_to(number, |lead| self.commit_dirty(format, lead, false))
@@ -136,7 +136,7 @@ impl<S: State, O> Engine<S, O> {
     /// As [`Engine::flush`].
     pub fn flush_led<F>(&self, format: &F, lead: &mut Lead<'_, O>) -> Result<()>
     where
-        F: Metadata<State = S, Order = O>,
+        F: Metadata<State = S, LeaderState = O>,
     {
         lead.run(|lead| self.commit_dirty(format, lead, false))
     }
@@ -148,7 +148,7 @@ impl<S: State, O> Engine<S, O> {
     /// As [`Engine::flush`].
     pub fn quiesce<F>(&self, format: &F) -> Result<(Lead<'_, O>, MutexGuard<'_, S>)>
     where
-        F: Metadata<State = S, Order = O>,
+        F: Metadata<State = S, LeaderState = O>,
     {
         let mut lead = self.lead();
         loop {
@@ -175,7 +175,7 @@ impl<S: State, O> Engine<S, O> {
     /// As [`Engine::flush`]. The image is then as after a crash, and closing can be retried.
     pub fn close<F>(&self, format: &F) -> Result<()>
     where
-        F: Metadata<State = S, Order = O>,
+        F: Metadata<State = S, LeaderState = O>,
     {
         format.recycle()?;
         let (mut lead, mut state) = self.quiesce(format)?;
@@ -188,7 +188,7 @@ impl<S: State, O> Engine<S, O> {
 
     fn commit_dirty<F>(&self, format: &F, lead: &mut Lead<'_, O>, alone: bool) -> Result<()>
     where
-        F: Metadata<State = S, Order = O>,
+        F: Metadata<State = S, LeaderState = O>,
     {
         let mut state = self.lock();
         let dirty = format.take(&mut state, alone)?;

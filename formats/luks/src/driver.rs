@@ -41,7 +41,6 @@ impl FormatDriver for LuksDriver {
             name: "luks",
             aliases: &[],
             extensions: &["luks"],
-            extensions: &["luks"],
             description: "a raw disk, encrypted: LUKS version 1, as cryptsetup and QEMU know it",
         }
     }

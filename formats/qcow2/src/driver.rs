@@ -23,7 +23,6 @@ impl FormatDriver for Qcow2Driver {
             name: "qcow2",
             aliases: &[],
             extensions: &["qcow2"],
-            extensions: &["qcow2"],
             description: "QEMU's own format: sparse, on backing files, compressed, with snapshots",
         }
     }

@@ -32,7 +32,6 @@ impl FormatDriver for RawDriver {
             name: "raw",
             aliases: &[],
             extensions: &["raw", "img"],
-            extensions: &["raw", "img"],
             description: "the guest's bytes as they are, in a file or on a block device",
         }
     }

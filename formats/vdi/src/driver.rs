@@ -30,7 +30,6 @@ impl FormatDriver for VdiDriver {
             name: "vdi",
             aliases: &[],
             extensions: &["vdi"],
-            extensions: &["vdi"],
             description: "VirtualBox's disk images: dynamic and static; differencing ones for reading",
         }
     }

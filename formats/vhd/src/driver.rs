@@ -63,7 +63,6 @@ impl FormatDriver for VhdDriver {
             name: "vpc",
             aliases: &["vhd"],
             extensions: &["vhd", "vpc"],
-            extensions: &["vhd", "vpc"],
             description: "VHD, the disk images of Virtual PC, Hyper-V and Azure: fixed, dynamic, differencing",
         }
     }

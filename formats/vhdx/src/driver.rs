@@ -23,7 +23,6 @@ impl FormatDriver for VhdxDriver {
             name: "vhdx",
             aliases: &[],
             extensions: &["vhdx"],
-            extensions: &["vhdx"],
             description: "Hyper-V's format: fixed, dynamic or on a parent, its metadata kept by a log",
         }
     }

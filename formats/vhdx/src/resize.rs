@@ -51,7 +51,8 @@ impl Vhdx {
 
     fn grow(&self, lead: &mut Lead<'_>, old: u64, new: u64, beneath: u64) -> Result<()> {
         let needed = self.geometry.bat_region_bytes(new);
-        let region = lead.leader_state().regions.iter().find(|region| region.guid == BAT_REGION).copied();
+        let region =
+            lead.leader_state().regions.iter().find(|region| region.guid == BAT_REGION).copied();
         if let Some(region) = region
             && needed > region.bytes
         {

@@ -32,7 +32,6 @@ impl FormatDriver for VmdkDriver {
             name: "vmdk",
             aliases: &[],
             extensions: &["vmdk"],
-            extensions: &["vmdk"],
             description: "VMware's format: sparse or flat, in one file or several, on parents, as a stream",
         }
     }

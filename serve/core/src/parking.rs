@@ -224,7 +224,9 @@ impl Parking {
                 state.since = None;
                 drop(state);
                 for parked in failed {
-                    let what = "the change cannot be retried, since no thread could be started for that".to_owned();
+                    let what =
+                        "the change cannot be retried, since no thread could be started for that"
+                            .to_owned();
                     let file = export.name().to_owned();
                     parked.answer(Err(Error::NoSpace { file, what }));
                 }

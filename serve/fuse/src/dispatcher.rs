@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use fuser::{Errno, ReplyData, ReplyEmpty, ReplyWrite};
 use vdkit_block::{Error, Result};

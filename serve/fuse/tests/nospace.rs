@@ -9,8 +9,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use vdkit_block::Error;
-use vdkit_serve::{Change, Export, ExportOptions};
 use vdkit_fuse::{Server, ServerOptions};
+use vdkit_serve::{Change, Export, ExportOptions};
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::disks::{MIB, qcow2};
 use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage, require_fuse};

@@ -400,7 +400,8 @@ impl Session {
     pub(crate) fn is_likely_short(&self, command: u16) -> bool {
         let changes = [command::WRITE, command::FLUSH, command::TRIM, command::WRITE_ZEROES];
         changes.contains(&command)
-            && self.took[usize::from(command)].load(Ordering::Relaxed) <= SHORT_REQUEST.as_nanos() as u64
+            && self.took[usize::from(command)].load(Ordering::Relaxed)
+                <= SHORT_REQUEST.as_nanos() as u64
     }
 
     /// The error of an invalid request.

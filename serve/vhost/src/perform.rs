@@ -3,7 +3,7 @@
 //! A request runs to its end even if the monitor has disconnected: the next monitor is accepted
 //! only when no request is running, and an error would reach a guest whose monitor reconnects.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use vdkit_block::Error;
 use vdkit_chain::Ready;

@@ -159,7 +159,8 @@ impl Ring {
             running: false,
             broken: false,
         };
-        let (core, changed, backoff) = (Mutex::new(core), Condvar::new(), SlowWriteBackoff::default());
+        let (core, changed, backoff) =
+            (Mutex::new(core), Condvar::new(), SlowWriteBackoff::default());
         Arc::new(Self { index, device, pool, core, changed, backoff })
     }
 

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use vdkit_block::StorageExt;
 
-use vdkit::serve::{Export, ExportOptions, Images};
 use vdkit::live::LiveImages;
+use vdkit::serve::{Export, ExportOptions, Images};
 use vdkit::storage::MemoryStorage;
 use vdkit::{
     BackingRef, CacheMode, CreateRequest, Disk, GuestOffset, HostOffset, Limits, Monitor,

@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use guests::{Guests, let_work};
-use vdkit::serve::{Export, ExportOptions, Images};
 use vdkit::jobs::{CreateOptions, create};
 use vdkit::live::LiveImages;
+use vdkit::serve::{Export, ExportOptions, Images};
 use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options, Place, RefPolicy};
 use vdkit_testkit::Rng;
 

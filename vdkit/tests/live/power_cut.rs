@@ -5,8 +5,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use vdkit::serve::{Export, ExportOptions, Images};
 use vdkit::live::LiveImages;
+use vdkit::serve::{Export, ExportOptions, Images};
 use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options, Repair};
 use vdkit_block::{BackingRef, CreateRequest, FormatDriver, Limits, OpenRequest, Storage};
 use vdkit_testkit::{CrashClock, CrashStorage, Rng};

@@ -156,7 +156,11 @@ fn a_stream_goes_forward_only_and_must_be_whole() {
             backing: None,
             backing_bytes: None,
         };
-        driver.require_creation("stream").unwrap().create_open(&request, &Limits::default()).unwrap()
+        driver
+            .require_creation("stream")
+            .unwrap()
+            .create_open(&request, &Limits::default())
+            .unwrap()
     };
     let memory = Arc::new(MemoryStorage::new("image"));
     let format = begin(&memory);

@@ -218,9 +218,11 @@ pub(crate) fn target_driver(
         Some(driver) if driver.creation().is_some() => Ok(driver),
         Some(driver) => not_written(driver.name()),
         None => {
-            if !ending.is_empty() && !RAW_ENDINGS.iter().any(|raw| raw.eq_ignore_ascii_case(ending)) {
+            if !ending.is_empty() && !RAW_ENDINGS.iter().any(|raw| raw.eq_ignore_ascii_case(ending))
+            {
                 let name = path.display();
-                let text = format!("{name}: '.{ending}' is the name of no format: this is a raw disk");
+                let text =
+                    format!("{name}: '.{ending}' is the name of no format: this is a raw disk");
                 print_line(Tone::Warning, &text);
             }
             Ok(vdkit::format("raw")?)

@@ -7,9 +7,9 @@ use std::time::Duration;
 use clap::{Args, ValueHint};
 use listenfd::ListenFd;
 use serde::Serialize;
-use vdkit::serve::{Control, Controller, Export, ExportOptions, Scrape};
 use vdkit::live::LiveImages;
 use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions, Tls};
+use vdkit::serve::{Control, Controller, Export, ExportOptions, Scrape};
 use vdkit::{CancelToken, Disk, vhost_user};
 
 use super::{Group, Run, Subcommand, augment, run};

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use vdkit_block::{FormatDriver, Limits, Monitor, Repair, Storage};
 use vdkit_chain::Disk;
-use vdkit_serve::{Export, ExportOptions};
 use vdkit_nbd::{Address, Exports, Listener, Server, ServerOptions};
+use vdkit_serve::{Export, ExportOptions};
 use vdkit_storage::MemoryStorage;
 
 use super::client::{Client, Style};

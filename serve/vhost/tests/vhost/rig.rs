@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use vdkit_block::{FormatDriver, Limits, Monitor, Repair, Storage};
 use vdkit_serve::{Export, ExportOptions};
-use vdkit_vhost::{Listener, Server};
 use vdkit_storage::MemoryStorage;
+use vdkit_vhost::{Listener, Server};
 
 use vdkit_testkit::disks::qcow2;
 

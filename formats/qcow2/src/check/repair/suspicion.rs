@@ -55,7 +55,8 @@ pub(super) fn refuse_wrong_header(
         }
     }
     // A single cluster may not be a table, but most of them must be.
-    let implausible = survey.tables.iter().filter(|table| table.implausible * 2 > table.used).count();
+    let implausible =
+        survey.tables.iter().filter(|table| table.implausible * 2 > table.used).count();
     if implausible > 1 && implausible * 2 > survey.tables.len() {
         return refuse(
             image,
