@@ -133,7 +133,7 @@ fn judge_entries(job: &Job<'_>, repairing: bool, report: &mut CheckReport) -> Re
     let mut bad = Vec::new();
     walk(storage, geometry, |first, words| {
         monitor.cancel.check()?;
-        // Skips a run of equal entries at once: a table may be gigabytes of a hole.
+        // Skips a run of equal entries at once: a table may hold billions of them.
         if let [one, rest @ ..] = &*words
             && rest == &words[..rest.len()]
             && match geometry.slot(*one) {
@@ -155,15 +155,13 @@ fn judge_entries(job: &Job<'_>, repairing: bool, report: &mut CheckReport) -> Re
             });
             bad.push(index);
         }
-        if repairing {
-            for index in bad.drain(..) {
-                words[(index - first) as usize] = HOLE;
-                changed = true;
-            }
-            return Ok(changed);
+        let clear = repairing && !bad.is_empty();
+        if clear {
+            bad.iter().for_each(|index| words[(index - first) as usize] = HOLE);
+            changed = true;
         }
         bad.clear();
-        Ok(false)
+        Ok(clear)
     })?;
     Ok(changed)
 }

@@ -4,10 +4,12 @@
 //!
 //! All functions panic where a promise is broken, naming the seed.
 
+mod faults;
 mod oracle;
 mod promised;
 mod resizes;
 
+pub use faults::FaultScript;
 pub use oracle::Oracle;
 pub use promised::{Promised, cut_in_each_step};
 pub use resizes::{Cut, Resizes};
