@@ -45,15 +45,14 @@ fn a_sound_image_is_accepted_within_a_whole_sandbox() {
     assert_eq!(answer.stderr, "");
 }
 
-#[test]
-fn images_of_qemus_formats() {
-    let scratch = Scratch::new();
-    qcow2(&scratch, "a.qcow2");
+/// Images of all formats and kinds that QEMU makes, `a.qcow2` among them.
+fn make_images_of_qemus_formats(scratch: &Scratch) {
+    qcow2(scratch, "a.qcow2");
     let create = |format: &str, options: &[&str], name: &str| {
         let mut all = vec!["create", "-q", "-f", format];
         all.extend(options);
         all.extend([name, "16M"]);
-        img(&scratch, &all);
+        img(scratch, &all);
     };
     let secret = ["--object", "secret,id=s,data=abc"];
     create("raw", &[], "disk.raw");
@@ -75,13 +74,35 @@ fn images_of_qemus_formats() {
     create("qcow2", &["-o", "compat=0.10"], "old.qcow2");
     create("qcow2", &["-o", "preallocation=metadata"], "full.qcow2");
     img(
-        &scratch,
+        scratch,
         &["convert", "-O", "vmdk", "-o", "subformat=streamOptimized", "a.qcow2", "s.vmdk"],
     );
-    img(&scratch, &["convert", "-c", "-O", "qcow2", "a.qcow2", "small.qcow2"]);
-    img(&scratch, &["convert", "-f", "raw", "-O", "qcow2", "a.qcow2", "nested.qcow2"]);
-    qcow2(&scratch, "snap.qcow2");
-    img(&scratch, &["snapshot", "-c", "one", "snap.qcow2"]);
+    img(scratch, &["convert", "-c", "-O", "qcow2", "a.qcow2", "small.qcow2"]);
+    img(scratch, &["convert", "-f", "raw", "-O", "qcow2", "a.qcow2", "nested.qcow2"]);
+    qcow2(scratch, "snap.qcow2");
+    img(scratch, &["snapshot", "-c", "one", "snap.qcow2"]);
+}
+
+/// Asserts what the policy may say of the images of [`make_images_of_qemus_formats`].
+fn assert_policies_hold(scratch: &Scratch) {
+    for (name, what) in [
+        ("over.qcow2", "backing"),
+        ("data.qcow2", "data-file"),
+        ("luks.qcow2", "encryption"),
+        ("extended.qcow2", "extended-l2"),
+        ("nested.qcow2", "nested"),
+    ] {
+        scratch.json_of("inspect", 0, &["--allow", what, name]);
+    }
+    scratch.json_of("inspect", 5, &["--strict", "snap.qcow2"]);
+    scratch.json_of("inspect", 0, &["--strict", "--allow", "snapshots", "snap.qcow2"]);
+    scratch.json_of("inspect", 5, &["--max-size", "32M", "a.qcow2"]);
+}
+
+#[test]
+fn images_of_qemus_formats() {
+    let scratch = Scratch::new();
+    make_images_of_qemus_formats(&scratch);
     for (name, format, code, heavy) in [
         ("disk.raw", "raw", 0, &[][..]),
         ("sparse.vmdk", "vmdk", 0, &["contents-not-checked"]),
@@ -116,19 +137,7 @@ fn images_of_qemus_formats() {
     );
     scratch.json_of("inspect", 0, &["-f", "qcow2", "a.qcow2"]);
     scratch.json_of("inspect", 0, &["-f", "vpc", "dynamic.vhd"]);
-    // What the policy may say.
-    for (name, what) in [
-        ("over.qcow2", "backing"),
-        ("data.qcow2", "data-file"),
-        ("luks.qcow2", "encryption"),
-        ("extended.qcow2", "extended-l2"),
-        ("nested.qcow2", "nested"),
-    ] {
-        scratch.json_of("inspect", 0, &["--allow", what, name]);
-    }
-    scratch.json_of("inspect", 5, &["--strict", "snap.qcow2"]);
-    scratch.json_of("inspect", 0, &["--strict", "--allow", "snapshots", "snap.qcow2"]);
-    scratch.json_of("inspect", 5, &["--max-size", "32M", "a.qcow2"]);
+    assert_policies_hold(&scratch);
     // A backing file need not be there to be told of, and is not opened.
     std::fs::remove_file(scratch.path("a.qcow2")).unwrap();
     assert_eq!(scratch.run(&["inspect", "over.qcow2"]).code, Some(5));

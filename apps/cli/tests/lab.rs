@@ -13,7 +13,7 @@ use rustix::pty::OpenptFlags;
 use serde_json::Value;
 use vdkit_lab::model::{Cell, Outcome, Run};
 use vdkit_lab::store::Store;
-use vdkit_testkit::fs::{loop_device, mounted};
+use vdkit_testkit::fs::{LoopDevice, loop_device, mounted};
 use vdkit_testkit::{require_fuse, require_peer, require_root};
 
 /// A plan with these axes (TOML).
@@ -107,6 +107,50 @@ fn wrong_plans_and_places_are_refused() {
     assert_eq!(scratch.names(), ["tiny.toml"]);
 }
 
+/// A cell of the profile `rnd4k-q1-write`, run for 0.3 seconds, has all its values.
+fn assert_measured(cell: &Cell) {
+    assert_eq!(cell.outcome, Outcome::Measured, "{}", cell.key);
+    let sample = &cell.samples[0];
+    let value = |key: &str| sample.values[key];
+    assert!(value("iops") > 0.0, "{}: {:?}", cell.key, sample.values);
+    assert!((value("bytes_per_second") / value("iops") - 4096.0).abs() < 1.0);
+    assert!(value("latency_p50_ns") <= value("latency_p9999_ns"));
+    assert!(value("final_fsync_seconds") >= 0.0 && value("host_bytes") > 0.0);
+    let requests = sample.latencies.as_ref().unwrap().count() as f64;
+    // (A busy machine makes a load longer than it was to be.)
+    assert!(requests > value("iops") * 0.3 / 2.0, "{}: {requests}", cell.key);
+    let commands = cell.commands.join("\n");
+    if cell.axis("front") != Some("in-process") {
+        assert!(commands.contains("fio ") && commands.contains("--rw=randwrite"), "{commands}");
+        assert_eq!(sample.raw.as_ref().unwrap()["jobs"][0]["jobname"], "load");
+    }
+}
+
+fn assert_has_series(run: &Run) {
+    // In the lab's own process the intervals are counted, so all are there.
+    for cell in run.cells.iter().filter(|cell| cell.axis("front") == Some("in-process")) {
+        let series = &cell.samples[0].series;
+        assert_eq!(series.len(), 2, "{}", cell.key);
+        assert!(series[1].values.len() >= 2 && series[1].values.iter().any(|iops| *iops > 0.0));
+    }
+    // A load this short has no second interval where the machine is busy.
+    let series = run.cells.iter().flat_map(|cell| &cell.samples).flat_map(|s| &s.series).count();
+    assert!(series > 0, "no cell has a series");
+}
+
+/// The run is exported for other programs.
+fn assert_exports(scratch: &Scratch, run: &Run) {
+    let exported = scratch.json_of("lab-export", 0, &["run.sqlite"]);
+    assert_eq!(exported["id"], run.id.as_str());
+    let text = scratch.ok(&["lab", "export", "run.sqlite"]).stdout;
+    assert!(text.trim_end() == serde_json::to_string_pretty(run).unwrap());
+    let csv = scratch.ok(&["lab", "export", "run.sqlite", "--csv"]).stdout;
+    assert!(
+        csv.starts_with("backend,layout,front,profile,outcome,reason,round,metric,unit,value\n")
+    );
+    assert!(csv.contains("\next4,qcow2,nbd,rnd4k-q1-write,measured,,0,iops,1/s,"), "{csv}");
+}
+
 #[test]
 fn a_plan_is_measured_on_two_file_systems() {
     if !require_peer("fio") || !require_peer("qemu-nbd") {
@@ -141,31 +185,9 @@ fn a_plan_is_measured_on_two_file_systems() {
             assert!(matches!(&cell.outcome, Outcome::Skipped(why) if why.contains("qcow2 image")));
             continue;
         }
-        assert_eq!(cell.outcome, Outcome::Measured, "{}", cell.key);
-        let sample = &cell.samples[0];
-        let value = |key: &str| sample.values[key];
-        assert!(value("iops") > 0.0, "{}: {:?}", cell.key, sample.values);
-        assert!((value("bytes_per_second") / value("iops") - 4096.0).abs() < 1.0);
-        assert!(value("latency_p50_ns") <= value("latency_p9999_ns"));
-        assert!(value("final_fsync_seconds") >= 0.0 && value("host_bytes") > 0.0);
-        let requests = sample.latencies.as_ref().unwrap().count() as f64;
-        // (A busy machine makes a load longer than it was to be.)
-        assert!(requests > value("iops") * 0.3 / 2.0, "{}: {requests}", cell.key);
-        let commands = cell.commands.join("\n");
-        if cell.axis("front") != Some("in-process") {
-            assert!(commands.contains("fio ") && commands.contains("--rw=randwrite"), "{commands}");
-            assert_eq!(sample.raw.as_ref().unwrap()["jobs"][0]["jobname"], "load");
-        }
+        assert_measured(cell);
     }
-    // In the lab's own process the intervals are counted, so all are there.
-    for cell in run.cells.iter().filter(|cell| cell.axis("front") == Some("in-process")) {
-        let series = &cell.samples[0].series;
-        assert_eq!(series.len(), 2, "{}", cell.key);
-        assert!(series[1].values.len() >= 2 && series[1].values.iter().any(|iops| *iops > 0.0));
-    }
-    // A load this short has no second interval where the machine is busy.
-    let series = run.cells.iter().flat_map(|cell| &cell.samples).flat_map(|s| &s.series).count();
-    assert!(series > 0, "no cell has a series");
+    assert_has_series(&run);
     let commands = cell(&run, "ext4/layout=qcow2/front=nbd/").commands.join("\n");
     assert!(commands.contains("vdkit create -f qcow2"), "{commands}");
     assert!(commands.contains("vdkit serve -f qcow2 --cache writeback --nbd"), "{commands}");
@@ -173,17 +195,7 @@ fn a_plan_is_measured_on_two_file_systems() {
     assert!(ext4_info.beneath[0].contains("loop device over"), "{ext4_info:?}");
     nothing_left(tmpfs.path());
     nothing_left(ext4.path());
-
-    // For other programs.
-    let exported = scratch.json_of("lab-export", 0, &["run.sqlite"]);
-    assert_eq!(exported["id"], run.id.as_str());
-    let text = scratch.ok(&["lab", "export", "run.sqlite"]).stdout;
-    assert!(text.trim_end() == serde_json::to_string_pretty(&run).unwrap());
-    let csv = scratch.ok(&["lab", "export", "run.sqlite", "--csv"]).stdout;
-    assert!(
-        csv.starts_with("backend,layout,front,profile,outcome,reason,round,metric,unit,value\n")
-    );
-    assert!(csv.contains("\next4,qcow2,nbd,rnd4k-q1-write,measured,,0,iops,1/s,"), "{csv}");
+    assert_exports(&scratch, &run);
     // Results are not overwritten, a seed gives the same order.
     scratch.fails(1, "there already", &[&["lab", "run"][..], &arguments[..]].concat());
 }
@@ -301,6 +313,57 @@ fn an_installation_and_a_full_pool() {
     nothing_left(place.path());
 }
 
+/// Runs a program that is to succeed, without its output.
+fn succeed(program: &str, arguments: &[&str]) {
+    let status = Command::new(program).args(arguments).stdout(Stdio::null()).status();
+    assert!(status.unwrap().success(), "{program} {arguments:?}");
+}
+
+/// With a file system on it, a device is refused and stays untouched; when it is mounted, whatever
+/// the user says.
+fn assert_file_system_is_refused(scratch: &Scratch, device: &LoopDevice, run: &[&str]) {
+    let name = device.path().to_str().unwrap();
+    let read = || std::fs::read(device.file()).unwrap();
+    succeed("mkfs.ext4", &["-q", "-F", name]);
+    succeed("sync", &[]);
+    let before = read();
+    let answer = scratch.fails(5, "a signature (ext4) is on it", run);
+    assert!(answer.stderr.contains(&format!("--erase {name}")), "{answer:?}");
+    assert!(before == read(), "a device that was refused was written to");
+    let at = scratch.path("at");
+    std::fs::create_dir(&at).unwrap();
+    succeed("mount", &[name, at.to_str().unwrap()]);
+    scratch.fails(5, "mounted at", &[run, &["--erase", name]].concat());
+    succeed("umount", &[at.to_str().unwrap()]);
+    std::fs::remove_dir(&at).unwrap();
+    assert!(scratch.names() == ["tiny.toml"], "{:?}", scratch.names());
+}
+
+/// A device that begins with zeroes is confirmed for each run all the same, by its own name.
+fn assert_must_be_confirmed(scratch: &Scratch, device: &LoopDevice, run: &[&str]) {
+    let name = device.path().to_str().unwrap();
+    let read = || std::fs::read(device.file()).unwrap();
+    let before = read();
+    let answer = scratch.fails(5, "was not confirmed", run);
+    assert!(answer.stderr.contains(&format!("--erase {name}")), "{answer:?}");
+    scratch.fails(2, "with --device", &[run, &["--erase", "/dev/loop-control"]].concat());
+    scratch.ok(&[run, &["--dry-run"]].concat());
+    assert!(before == read() && scratch.names() == ["tiny.toml"], "{:?}", scratch.names());
+}
+
+/// On a terminal the name of a device is typed.
+fn assert_is_confirmed_by_typing(scratch: &Scratch, name: &str, run: &[&str]) {
+    let run_quietly = [run, &["--progress", "none"]].concat();
+    for (typed, code) in [("yes", 5), ("", 5), (name, 0)] {
+        let (found, told) = answered(scratch, &run_quietly, typed);
+        assert!(told.contains("Type the device's name") && told.contains("96 MiB"), "{told}");
+        assert_eq!(found, Some(code), "{typed}: {told}");
+        assert_eq!(scratch.path("run.sqlite").exists(), code == 0);
+    }
+    let other = load(scratch);
+    assert!(other.cells.iter().all(|cell| cell.outcome == Outcome::Measured));
+}
+
 #[test]
 fn devices_are_used_only_when_nothing_is_on_them() {
     if !require_peer("fio") {
@@ -313,30 +376,10 @@ fn devices_are_used_only_when_nothing_is_on_them() {
         [("layout", "\"raw\", \"qcow2\""), ("front", "\"nbd\""), ("profile", "\"rnd4k-q1-write\"")];
     let file = plan(&scratch, 1, 0.1, &axes);
     let run = ["lab", "run", "--plan", &file, "--out", "run.sqlite", "--device", name];
-    let read = || std::fs::read(device.file()).unwrap();
-    let command = |program: &str, arguments: &[&str]| {
-        let status = Command::new(program).args(arguments).stdout(Stdio::null()).status();
-        assert!(status.unwrap().success(), "{program} {arguments:?}");
-    };
-
-    // A file system: refused, untouched, also when another device is confirmed.
-    command("mkfs.ext4", &["-q", "-F", name]);
-    command("sync", &[]);
-    let before = read();
-    let answer = scratch.fails(5, "a signature (ext4) is on it", &run);
-    assert!(answer.stderr.contains(&format!("--erase {name}")), "{answer:?}");
-    assert!(before == read(), "a device that was refused was written to");
-    // Mounted: refused, whatever the user says.
-    let at = scratch.path("at");
-    std::fs::create_dir(&at).unwrap();
-    command("mount", &[name, at.to_str().unwrap()]);
-    let erase = [&run[..], &["--erase", name]].concat();
-    scratch.fails(5, "mounted at", &erase);
-    command("umount", &[at.to_str().unwrap()]);
-    std::fs::remove_dir(&at).unwrap();
-    assert!(scratch.names() == ["tiny.toml"], "{:?}", scratch.names());
+    assert_file_system_is_refused(&scratch, &device, &run);
 
     // Confirmed by name. Nobody wants to hear of progress.
+    let erase = [&run[..], &["--erase", name]].concat();
     let quiet = scratch.ok(&[&erase[..], &["--progress", "none"]].concat());
     assert_eq!(quiet.stderr, "");
     let measured = load(&scratch);
@@ -345,24 +388,9 @@ fn devices_are_used_only_when_nothing_is_on_them() {
         assert!(cell.samples[0].values["iops"] > 0.0);
     }
     assert!(measured.environment.places[0].beneath[0].contains("loop device over"));
-    // It begins with zeroes, and is confirmed for the next run all the same.
     std::fs::remove_file(scratch.path("run.sqlite")).unwrap();
-    let before = read();
-    let answer = scratch.fails(5, "was not confirmed", &run);
-    assert!(answer.stderr.contains(&format!("--erase {name}")), "{answer:?}");
-    scratch.fails(2, "with --device", &[&run[..], &["--erase", "/dev/loop-control"]].concat());
-    scratch.ok(&[&run[..], &["--dry-run"]].concat());
-    assert!(before == read() && scratch.names() == ["tiny.toml"], "{:?}", scratch.names());
-    // On a terminal the name is typed.
-    let run_quietly = [&run[..], &["--progress", "none"]].concat();
-    for (typed, code) in [("yes", 5), ("", 5), (name, 0)] {
-        let (found, told) = answered(&scratch, &run_quietly, typed);
-        assert!(told.contains("Type the device's name") && told.contains("96 MiB"), "{told}");
-        assert_eq!(found, Some(code), "{typed}: {told}");
-        assert_eq!(scratch.path("run.sqlite").exists(), code == 0);
-    }
-    let other = Store::load(&scratch.path("run.sqlite")).unwrap();
-    assert!(other.cells.iter().all(|cell| cell.outcome == Outcome::Measured));
+    assert_must_be_confirmed(&scratch, &device, &run);
+    assert_is_confirmed_by_typing(&scratch, name, &run);
     // Progress for programs is JSON, what a run will take too; what wipefs does not know counts.
     std::fs::remove_file(scratch.path("run.sqlite")).unwrap();
     let answer = scratch.ok(&[&erase[..], &["--progress", "json"]].concat());

@@ -273,9 +273,71 @@ fn a_plain_file_goes_on_over_new_overlays_and_commits() {
     peer(&folder(&scratch), "qemu-io", &["-r", "-c", "read -P 9 63M 64k", "last.qcow2"]);
 }
 
+/// Blocks of 64 KiB that are written while a commit is killed.
+const BLOCKS: u64 = 64;
+
+/// Each block holds what was flushed last, or a part of what was under way.
+struct Written {
+    flushed: [u8; BLOCKS as usize],
+    under_way: [u8; BLOCKS as usize],
+}
+
+impl Written {
+    /// Writes rounds of blocks until the service answers no more.
+    fn until_the_end(scratch: &Scratch) -> Self {
+        let mut written = Self { flushed: [0; BLOCKS as usize], under_way: [0; BLOCKS as usize] };
+        let mut round = 0_u8;
+        loop {
+            // (Far more rounds than usual are possible where the killer is late.)
+            round = round % 250 + 1;
+            let first = u64::from(round) * 13 % BLOCKS;
+            let blocks: Vec<u64> = (0..12).map(|step| (first + step * 5) % BLOCKS).collect();
+            for block in &blocks {
+                written.under_way[*block as usize] = round;
+            }
+            if !write_and_flush(scratch, &blocks, round) {
+                return written;
+            }
+            for block in blocks {
+                written.flushed[block as usize] = round;
+            }
+        }
+    }
+
+    fn assert_is_in(&self, scratch: &Scratch, image: &str, what: &str) {
+        for block in 0..BLOCKS {
+            let at = (block * 65536).to_string();
+            let bytes = scratch.ok(&["read", image, &at, "49152"]).bytes;
+            let (old, new) = (self.flushed[block as usize], self.under_way[block as usize]);
+            let fine = bytes.iter().all(|byte| *byte == old || *byte == new);
+            assert!(fine, "{what}, block {block}: {old} or {new}");
+        }
+    }
+}
+
+/// Fills blocks with the number of a round and flushes them; returns whether all of it succeeded.
+fn write_and_flush(scratch: &Scratch, blocks: &[u64], round: u8) -> bool {
+    let mut arguments = vec!["-f".to_owned(), "raw".to_owned(), URI.to_owned()];
+    for block in blocks {
+        arguments.push("-c".to_owned());
+        arguments.push(format!("write -P {round} {} 48k", block * 65536));
+    }
+    arguments.extend(["-c".to_owned(), "flush".to_owned()]);
+    let mut command = Command::new("qemu-io");
+    let done = command.current_dir(folder(scratch)).args(&arguments).output().unwrap();
+    let said =
+        String::from_utf8_lossy(&done.stdout).into_owned() + &String::from_utf8_lossy(&done.stderr);
+    done.status.success() && !said.contains("failed") && !said.contains("rror")
+}
+
+/// Leaks are what a crash leaves; damage is not.
+fn assert_not_damaged(scratch: &Scratch, image: &str) {
+    let code = scratch.run(&["check", image]).code;
+    assert!(matches!(code, Some(0 | 3)), "{image}: {code:?}");
+}
+
 #[test]
 fn a_commit_that_is_killed_loses_nothing_that_was_flushed() {
-    const BLOCKS: u64 = 64;
     for attempt in 0_u64..6 {
         let scratch = Scratch::new();
         scratch.ok(&["create", "base.qcow2", "256M"]);
@@ -291,57 +353,20 @@ fn a_commit_that_is_killed_loses_nothing_that_was_flushed() {
         let mut commit = commit.unwrap();
         let began = std::time::Instant::now();
         let enough = std::time::Duration::from_millis(60 + 170 * attempt);
-        // Each block holds what was flushed last, or a part of what was under way.
-        let (mut flushed, mut under_way) = ([0_u8; BLOCKS as usize], [0_u8; BLOCKS as usize]);
-        let mut round = 0_u8;
-        let killer = std::thread::scope(|scope| {
+        let (written, killed) = std::thread::scope(|scope| {
             let child = &mut service.0;
             let killer = scope.spawn(move || {
                 std::thread::sleep(enough.saturating_sub(began.elapsed()));
                 child.kill().unwrap();
                 child.wait().unwrap()
             });
-            loop {
-                // (Far more rounds than usual are possible where the killer is late.)
-                round = round % 250 + 1;
-                let mut arguments = vec!["-f".to_owned(), "raw".to_owned(), URI.to_owned()];
-                let first = u64::from(round) * 13 % BLOCKS;
-                let blocks: Vec<u64> = (0..12).map(|step| (first + step * 5) % BLOCKS).collect();
-                for block in &blocks {
-                    under_way[*block as usize] = round;
-                    arguments.push("-c".to_owned());
-                    arguments.push(format!("write -P {round} {} 48k", block * 65536));
-                }
-                arguments.extend(["-c".to_owned(), "flush".to_owned()]);
-                let mut command = Command::new("qemu-io");
-                let done = command.current_dir(folder(&scratch)).args(&arguments).output().unwrap();
-                let said = String::from_utf8_lossy(&done.stdout).into_owned()
-                    + &String::from_utf8_lossy(&done.stderr);
-                if !done.status.success() || said.contains("failed") || said.contains("rror") {
-                    break;
-                }
-                for block in blocks {
-                    flushed[block as usize] = round;
-                }
-            }
-            killer.join().unwrap()
+            (Written::until_the_end(&scratch), killer.join().unwrap())
         });
-        assert!(!killer.success());
+        assert!(!killed.success());
         let _ = commit.wait().unwrap();
-        // Leaks are what a crash leaves; damage is not.
-        let sound = |image: &str| {
-            let code = scratch.run(&["check", image]).code;
-            assert!(matches!(code, Some(0 | 3)), "{image}: {code:?}");
-        };
-        sound("base.qcow2");
-        sound("top.qcow2");
-        for block in 0..BLOCKS {
-            let at = (block * 65536).to_string();
-            let bytes = scratch.ok(&["read", "top.qcow2", &at, "49152"]).bytes;
-            let (old, new) = (flushed[block as usize], under_way[block as usize]);
-            let fine = bytes.iter().all(|byte| *byte == old || *byte == new);
-            assert!(fine, "attempt {attempt}, block {block}: {old} or {new}");
-        }
+        assert_not_damaged(&scratch, "base.qcow2");
+        assert_not_damaged(&scratch, "top.qcow2");
+        written.assert_is_in(&scratch, "top.qcow2", &format!("attempt {attempt}"));
         let most = ["-f", "qcow2", "-r", "-c", "read -P 3 64M 128M", "top.qcow2"];
         let said = peer(&folder(&scratch), "qemu-io", &most).stdout;
         assert!(!String::from_utf8_lossy(&said).contains("failed"));
@@ -350,7 +375,7 @@ fn a_commit_that_is_killed_loses_nothing_that_was_flushed() {
         scratch.ok(&["ctl", "c.sock", "commit"]);
         service.quit(&scratch);
         peer(&folder(&scratch), "qemu-img", &["compare", "top.qcow2", "base.qcow2"]);
-        sound("base.qcow2");
+        assert_not_damaged(&scratch, "base.qcow2");
     }
 }
 

@@ -178,16 +178,7 @@ impl Qcow2 {
             bitmaps =
                 BitmapState::open(&mut header, &*storage, &mut metadata, &limits, &mut warnings)?;
             let end = metadata.iter().max().map_or(0, |&last| last + 1);
-            if !storage.caps().growable {
-                // Where refcount blocks are missing, metadata may lie beyond those that there are.
-                meta.space.raise_frontier(end);
-            } else if is_blank(&header, &l1, &meta.space.refcounts) {
-                // An image without L2 tables, snapshots and bitmaps, such as a new one, refers to
-                // no cluster beyond its metadata and the end of its file. Refcounts there are zero
-                // and need not be read.
-                let from = end.max(meta.space.frontier);
-                meta.space.refcounts.zero_from(from);
-            }
+            settle_space_from(end, &mut meta.space, &header, &l1, storage.caps().growable);
         }
         let backing =
             header.backing_name.clone().map(|name| BackingRef::new(name, header.backing_format()));
@@ -419,6 +410,20 @@ impl Qcow2 {
             expected,
         )
         .with_remedy(Remedy::Check)
+    }
+}
+
+/// Settles what is known of the host clusters from `end` on, where the metadata ends.
+fn settle_space_from(end: u64, space: &mut HostSpace, header: &Header, l1: &[u64], growable: bool) {
+    if !growable {
+        // Where refcount blocks are missing, metadata may lie beyond those that there are.
+        space.raise_frontier(end);
+    } else if is_blank(header, l1, &space.refcounts) {
+        // An image without L2 tables, snapshots and bitmaps, such as a new one, refers to no
+        // cluster beyond its metadata and the end of its file. Refcounts there are zero and need
+        // not be read.
+        let from = end.max(space.frontier);
+        space.refcounts.zero_from(from);
     }
 }
 

@@ -107,13 +107,39 @@ impl SparseHeader {
         file: &str,
         limits: &Limits,
     ) -> Result<Self> {
-        let fault = |at: u64, what, found: String, expected: &str| {
-            Err(Error::corrupt(file, base + at, what, found, expected))
-        };
         if &bytes[..4] != MAGIC {
-            return fault(0, "magic number", format!("{:02x?}", &bytes[..4]), "KDMV");
+            let found = format!("{:02x?}", &bytes[..4]);
+            return Err(Error::corrupt(file, base, "magic number", found, "KDMV"));
         }
-        let header = Self {
+        let header = Self::decode(bytes);
+        if !(1..=3).contains(&header.version) {
+            return Err(Error::unsupported(
+                file,
+                format!("not supported: version {} of the sparse extent header", header.version),
+                "versions 1 to 3 are known",
+            ));
+        }
+        let ends = &bytes[field::LINE_ENDS as usize..][..4];
+        if header.has(flag::LINE_ENDS) && ends != LINE_ENDS {
+            let (at, found) = (base + field::LINE_ENDS, format!("{ends:02x?}"));
+            let expected = "LF, space, CR, LF: the file was changed by a transfer as text";
+            return Err(Error::corrupt(file, at, "line end detection", found, expected));
+        }
+        header.check_sizes(base, file)?;
+        if header.compression > 1 {
+            return Err(Error::unsupported(
+                file,
+                format!("not supported: compression method {}", header.compression),
+                "only deflate (1) is known",
+            ));
+        }
+        header.check_limits(file, limits)?;
+        Ok(header)
+    }
+
+    /// The fields of a header, unchecked.
+    fn decode(bytes: &[u8; SECTOR as usize]) -> Self {
+        Self {
             version: le32(bytes, field::VERSION as usize),
             flags: le32(bytes, field::FLAGS as usize),
             capacity: le64(bytes, field::CAPACITY as usize),
@@ -126,40 +152,33 @@ impl SparseHeader {
             overhead: le64(bytes, field::OVERHEAD as usize),
             unclean: bytes[field::UNCLEAN as usize] != 0,
             compression: le32(bytes, field::COMPRESSION as usize) as u16,
+        }
+    }
+
+    /// Checks the sizes of grains, grain tables and the extent against the specification.
+    fn check_sizes(&self, base: u64, file: &str) -> Result<()> {
+        let fault = |at: u64, what, found: String, expected: &str| {
+            Err(Error::corrupt(file, base + at, what, found, expected))
         };
-        if !(1..=3).contains(&header.version) {
-            return Err(Error::unsupported(
-                file,
-                format!("not supported: version {} of the sparse extent header", header.version),
-                "versions 1 to 3 are known",
-            ));
-        }
-        let ends = &bytes[field::LINE_ENDS as usize..][..4];
-        if header.has(flag::LINE_ENDS) && ends != LINE_ENDS {
-            let expected = "LF, space, CR, LF: the file was changed by a transfer as text";
-            return fault(field::LINE_ENDS, "line end detection", format!("{ends:02x?}"), expected);
-        }
-        if !header.grain_sectors.is_power_of_two() || header.grain_sectors > GRAIN_SECTORS_MAX {
-            let found = format!("{} sectors", header.grain_sectors);
+        if !self.grain_sectors.is_power_of_two() || self.grain_sectors > GRAIN_SECTORS_MAX {
+            let found = format!("{} sectors", self.grain_sectors);
             return fault(field::GRAIN, "grain size", found, "a power of two, at most 1 GiB");
         }
-        if !(1..=TABLE_ENTRIES).contains(&header.table_entries) {
-            let found = header.table_entries.to_string();
+        if !(1..=TABLE_ENTRIES).contains(&self.table_entries) {
+            let found = self.table_entries.to_string();
             return fault(field::TABLE_ENTRIES, "entries of a grain table", found, "512");
         }
-        if header.capacity > (i64::MAX as u64) / SECTOR {
-            let found = format!("{} sectors", header.capacity);
+        if self.capacity > (i64::MAX as u64) / SECTOR {
+            let found = format!("{} sectors", self.capacity);
             return fault(field::CAPACITY, "capacity", found, "less than 2^63 bytes");
         }
-        if header.compression > 1 {
-            return Err(Error::unsupported(
-                file,
-                format!("not supported: compression method {}", header.compression),
-                "only deflate (1) is known",
-            ));
-        }
-        let unit = header.grain_bytes();
-        if header.is_compressed() && unit > limits.compressed_bytes_max {
+        Ok(())
+    }
+
+    /// Checks that compressed grains and the grain directory are within `limits`.
+    fn check_limits(&self, file: &str, limits: &Limits) -> Result<()> {
+        let unit = self.grain_bytes();
+        if self.is_compressed() && unit > limits.compressed_bytes_max {
             let (file, what) = (file.to_owned(), "size of a compressed grain");
             return Err(Error::Limit {
                 file,
@@ -169,12 +188,12 @@ impl SparseHeader {
             });
         }
         let (found, limit) =
-            (header.directory_bytes(), limits.table_bytes_max.min(DIRECTORY_BYTES_MAX));
+            (self.directory_bytes(), limits.table_bytes_max.min(DIRECTORY_BYTES_MAX));
         if found > limit {
             let (file, what) = (file.to_owned(), "size of the grain directory");
             return Err(Error::Limit { file, what, found, limit });
         }
-        Ok(header)
+        Ok(())
     }
 
     /// The sector that [`SparseHeader::parse`] reads.

@@ -45,6 +45,18 @@ struct Case {
     overlay: &'static str,
 }
 
+impl Case {
+    /// The case of a number below 6.
+    fn numbered(number: u64) -> Self {
+        Self {
+            base: [("raw", ""), ("qcow2", "cluster_size=4K"), ("qcow2", "")][number as usize % 3],
+            base_bytes: if number < 3 { DISK_BYTES } else { DISK_BYTES / 2 },
+            overlay: ["cluster_size=8K", "", "cluster_size=16K,lazy_refcounts=on"]
+                [number as usize / 2],
+        }
+    }
+}
+
 struct Stage {
     clock: CrashClock,
     base: Arc<CrashStorage>,
@@ -175,53 +187,83 @@ fn assert_not_corrupt(format: &str, storage: &Arc<dyn Storage>, what: &str) {
     assert_eq!(report.corruptions, 0, "{what}: {:#?}", report.findings);
 }
 
+/// Commits while another thread writes, before, meanwhile and after; returns the moment at which
+/// the commit was done.
+fn commit_beside_writes(
+    live: &LiveImages,
+    export: &Export,
+    stage: &mut Stage,
+    rng: &mut Rng,
+) -> usize {
+    let (under_way, over) = (AtomicBool::new(false), AtomicBool::new(false));
+    let clock = stage.clock.clone();
+    let committed = std::thread::scope(|scope| {
+        let (under_way, over) = (&under_way, &over);
+        scope.spawn(move || {
+            while !over.load(Ordering::Relaxed) {
+                stage.step(export, rng);
+                under_way.store(true, Ordering::Relaxed);
+                // Let the commit finish.
+                std::thread::yield_now();
+            }
+            for _ in 0..40 {
+                stage.step(export, rng);
+            }
+        });
+        while !under_way.load(Ordering::Relaxed) {
+            std::thread::yield_now();
+        }
+        let done = live.commit(export, true);
+        let at = clock.now();
+        over.store(true, Ordering::Relaxed);
+        done.map(|_| at)
+    });
+    committed.unwrap()
+}
+
+/// Moments of power cuts from `began` to `end`, more of them around the exchange than elsewhere.
+fn moments_of_cuts(began: usize, committed: usize, end: usize, rng: &mut Rng) -> Vec<usize> {
+    let mut moments: Vec<usize> =
+        (0..MOMENTS).map(|_| rng.within(began as u64..end as u64) as usize).collect();
+    moments.extend((committed.saturating_sub(15)..=(committed + 5)).filter(|at| *at <= end));
+    moments.push(end);
+    moments.retain(|moment| *moment >= began);
+    moments
+}
+
+/// The images of a survivor are not corrupt, and the overlay on its base holds what it may; so
+/// does the base alone, if it was committed to.
+fn assert_survives(
+    base: (&str, Arc<dyn Storage>),
+    overlay: Arc<dyn Storage>,
+    committed: bool,
+    allowed: &[Vec<u32>],
+    what: &str,
+) {
+    let (format, base) = base;
+    assert_not_corrupt("qcow2", &overlay, what);
+    if format == "qcow2" {
+        assert_not_corrupt(format, &base, what);
+    }
+    let disk = open("qcow2", overlay, false).over(open(format, base.clone(), false));
+    assert_holds(&disk, allowed, &format!("{what}: the overlay"));
+    if committed {
+        assert_holds(&open(format, base, false), allowed, &format!("{what}: the base"));
+    }
+}
+
 #[test]
 fn what_was_flushed_survives_a_cut_in_a_commit() {
     for number in 0..6 {
         let mut rng = Rng::from_env(number);
-        let case = Case {
-            base: [("raw", ""), ("qcow2", "cluster_size=4K"), ("qcow2", "")][number as usize % 3],
-            base_bytes: if number < 3 { DISK_BYTES } else { DISK_BYTES / 2 },
-            overlay: ["cluster_size=8K", "", "cluster_size=16K,lazy_refcounts=on"]
-                [number as usize / 2],
-        };
         let name = format!("case {number}, seed {}", rng.seed());
-        let mut stage = Stage::new(case, &mut rng);
+        let mut stage = Stage::new(Case::numbered(number), &mut rng);
         let export = Export::new(stage.chain(true), ExportOptions::default());
         let began = stage.clock.now();
         let live = LiveImages::new(vdkit::registry(), OpenOptions::read_write());
-        let (under_way, over) = (AtomicBool::new(false), AtomicBool::new(false));
-        let committed = std::thread::scope(|scope| {
-            let (stage, rng) = (&mut stage, &mut rng);
-            let (export, under_way, over) = (&export, &under_way, &over);
-            let clock = stage.clock.clone();
-            scope.spawn(move || {
-                while !over.load(Ordering::Relaxed) {
-                    stage.step(export, rng);
-                    under_way.store(true, Ordering::Relaxed);
-                    // Let the commit finish.
-                    std::thread::yield_now();
-                }
-                for _ in 0..40 {
-                    stage.step(export, rng);
-                }
-            });
-            while !under_way.load(Ordering::Relaxed) {
-                std::thread::yield_now();
-            }
-            let done = live.commit(export, true);
-            let at = clock.now();
-            over.store(true, Ordering::Relaxed);
-            done.map(|_| at)
-        });
-        let committed = committed.unwrap();
+        let committed = commit_beside_writes(&live, &export, &mut stage, &mut rng);
         let end = stage.clock.now();
-        // More often around the moment of the exchange than elsewhere.
-        let mut moments: Vec<usize> =
-            (0..MOMENTS).map(|_| rng.within(began as u64..end as u64) as usize).collect();
-        moments.extend((committed.saturating_sub(15)..=(committed + 5)).filter(|at| *at <= end));
-        moments.push(end);
-        for moment in moments.into_iter().filter(|moment| *moment >= began) {
+        for moment in moments_of_cuts(began, committed, end, &mut rng) {
             let allowed = stage.allowed(moment);
             let (lower, upper) =
                 (stage.base.crash_at_tick(moment), stage.overlay.crash_at_tick(moment));
@@ -231,20 +273,8 @@ fn what_was_flushed_survives_a_cut_in_a_commit() {
                 );
                 let base: Arc<dyn Storage> = Arc::new(lower.survivor(&mut rng));
                 let overlay: Arc<dyn Storage> = Arc::new(upper.survivor(&mut rng));
-                let format = stage.case.base.0;
-                assert_not_corrupt("qcow2", &overlay, &what);
-                if format == "qcow2" {
-                    assert_not_corrupt(format, &base, &what);
-                }
-                let disk = open("qcow2", overlay, false).over(open(format, base.clone(), false));
-                assert_holds(&disk, &allowed, &format!("{what}: the overlay"));
-                if moment >= committed {
-                    assert_holds(
-                        &open(format, base, false),
-                        &allowed,
-                        &format!("{what}: the base"),
-                    );
-                }
+                let base = (stage.case.base.0, base);
+                assert_survives(base, overlay, moment >= committed, &allowed, &what);
             }
         }
     }

@@ -202,68 +202,93 @@ pub fn xz(bytes: &[u8]) -> Vec<u8> {
 pub fn dmg_with(disk: &[u8], fork: Fork, other: u32, pack: fn(&[u8]) -> Vec<u8>) -> Vec<u8> {
     assert_eq!(disk.len() % 512, 0);
     let mut image = Vec::new();
-    let chunk = 32 << 10;
-    let half = disk.len() / 2 / chunk * chunk;
+    let half = disk.len() / 2 / DMG_CHUNK * DMG_CHUNK;
     let mut tables = Vec::new();
     let mut turn = 0;
     for (first, part) in [(0, &disk[..half]), (half, &disk[half..])] {
-        let mut table = vec![0; 204];
-        table[..4].copy_from_slice(b"mish");
-        table[8..16].copy_from_slice(&(first as u64 / 512).to_be_bytes());
-        table[16..24].copy_from_slice(&(part.len() as u64 / 512).to_be_bytes());
-        let mut entry = |kind: u32, sector: u64, sectors: u64, at: u64, len: u64| {
-            table.extend(kind.to_be_bytes());
-            table.extend([0; 4]);
-            [sector, sectors, at, len].iter().for_each(|word| table.extend(word.to_be_bytes()));
-        };
-        for (n, piece) in part.chunks(chunk).enumerate() {
-            let (sector, sectors) = ((n * chunk / 512) as u64, (piece.len() / 512) as u64);
-            let at = image.len() as u64;
+        let packed = part.chunks(DMG_CHUNK).map(|piece| {
             turn += 1;
-            let (kind, bytes) = match turn % 3 {
+            match turn % 3 {
                 _ if piece.iter().all(|byte| *byte == 0) => (turn % 2 * 2, Vec::new()),
                 0 => (1, piece.to_vec()),
                 1 => (0x8000_0005, zlib(piece)),
                 _ => (other, pack(piece)),
-            };
-            entry(kind, sector, sectors, at, bytes.len() as u64);
-            image.extend(bytes);
-            if n == 1 {
-                entry(0x7fff_fffe, 0, 0, 0, 0);
             }
-        }
-        entry(u32::MAX, (part.len() / 512) as u64, 0, image.len() as u64, 0);
-        let count = (table.len() as u32 - 204) / 40;
-        table[200..204].copy_from_slice(&count.to_be_bytes());
-        tables.push(table);
+        });
+        tables.push(dmg_table(&mut image, first, part, packed));
     }
     let at = image.len() as u64;
-    match fork {
-        Fork::PropertyList => {
-            image.extend(
-                b"<?xml version=\"1.0\"?><plist version=\"1.0\"><dict><key>resource-fork</key>",
-            );
-            image.extend(b"<dict><key>blkx</key><array>");
-            for table in &tables {
-                image.extend(b"<dict><key>Data</key><data>\n");
-                image.extend(BASE64_STANDARD.encode(table).bytes());
-                image.extend(b"\n</data></dict>");
-            }
-            image.extend(b"</array></dict></dict></plist>");
-        }
-        Fork::Resources => {
-            let data: Vec<u8> = tables
-                .iter()
-                .flat_map(|table| [&(table.len() as u32).to_be_bytes()[..], table].concat())
-                .collect();
-            image.extend(256_u32.to_be_bytes());
-            image.extend((256 + data.len() as u32).to_be_bytes());
-            image.extend((data.len() as u32).to_be_bytes());
-            image.resize(at as usize + 256, 0);
-            image.extend(data);
+    image.extend(match fork {
+        Fork::PropertyList => property_list(&tables),
+        Fork::Resources => resource_fork(&tables),
+    });
+    let len = image.len() as u64 - at;
+    image.extend(dmg_trailer(disk, fork, at, len));
+    image
+}
+
+/// Bytes of the chunks of a DMG.
+const DMG_CHUNK: usize = 32 << 10;
+
+/// Adds the chunks of a part of a disk (kinds and packed bytes) to the image; returns their table.
+fn dmg_table(
+    image: &mut Vec<u8>,
+    first: usize,
+    part: &[u8],
+    packed: impl Iterator<Item = (u32, Vec<u8>)>,
+) -> Vec<u8> {
+    let mut table = vec![0; 204];
+    table[..4].copy_from_slice(b"mish");
+    table[8..16].copy_from_slice(&(first as u64 / 512).to_be_bytes());
+    table[16..24].copy_from_slice(&(part.len() as u64 / 512).to_be_bytes());
+    let mut entry = |kind: u32, sector: u64, sectors: u64, at: u64, len: u64| {
+        table.extend(kind.to_be_bytes());
+        table.extend([0; 4]);
+        [sector, sectors, at, len].iter().for_each(|word| table.extend(word.to_be_bytes()));
+    };
+    for (n, (piece, (kind, bytes))) in part.chunks(DMG_CHUNK).zip(packed).enumerate() {
+        let (sector, sectors) = ((n * DMG_CHUNK / 512) as u64, (piece.len() / 512) as u64);
+        entry(kind, sector, sectors, image.len() as u64, bytes.len() as u64);
+        image.extend(bytes);
+        if n == 1 {
+            entry(0x7fff_fffe, 0, 0, 0, 0);
         }
     }
-    let len = image.len() as u64 - at;
+    entry(u32::MAX, (part.len() / 512) as u64, 0, image.len() as u64, 0);
+    let count = (table.len() as u32 - 204) / 40;
+    table[200..204].copy_from_slice(&count.to_be_bytes());
+    table
+}
+
+fn property_list(tables: &[Vec<u8>]) -> Vec<u8> {
+    let mut list =
+        b"<?xml version=\"1.0\"?><plist version=\"1.0\"><dict><key>resource-fork</key>".to_vec();
+    list.extend(b"<dict><key>blkx</key><array>");
+    for table in tables {
+        list.extend(b"<dict><key>Data</key><data>\n");
+        list.extend(BASE64_STANDARD.encode(table).bytes());
+        list.extend(b"\n</data></dict>");
+    }
+    list.extend(b"</array></dict></dict></plist>");
+    list
+}
+
+fn resource_fork(tables: &[Vec<u8>]) -> Vec<u8> {
+    let data: Vec<u8> = tables
+        .iter()
+        .flat_map(|table| [&(table.len() as u32).to_be_bytes()[..], table].concat())
+        .collect();
+    let mut fork = Vec::new();
+    fork.extend(256_u32.to_be_bytes());
+    fork.extend((256 + data.len() as u32).to_be_bytes());
+    fork.extend((data.len() as u32).to_be_bytes());
+    fork.resize(256, 0);
+    fork.extend(data);
+    fork
+}
+
+/// The last sector of a DMG whose tables are in `len` bytes at `at`.
+fn dmg_trailer(disk: &[u8], fork: Fork, at: u64, len: u64) -> [u8; 512] {
     let mut koly = [0; 512];
     koly[..4].copy_from_slice(b"koly");
     koly[4..8].copy_from_slice(&4_u32.to_be_bytes());
@@ -273,6 +298,5 @@ pub fn dmg_with(disk: &[u8], fork: Fork, other: u32, pack: fn(&[u8]) -> Vec<u8>)
     koly[place..place + 8].copy_from_slice(&at.to_be_bytes());
     koly[place + 8..place + 16].copy_from_slice(&len.to_be_bytes());
     koly[492..500].copy_from_slice(&(disk.len() as u64 / 512).to_be_bytes());
-    image.extend(koly);
-    image
+    koly
 }

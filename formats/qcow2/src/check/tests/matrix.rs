@@ -313,6 +313,62 @@ fn views_of(memory: &MemoryStorage) -> Vec<Option<u64>> {
     guest_view(memory)
 }
 
+/// Asserts that a check finds the damage, and that a repair of leaks alone does not hide it.
+fn assert_found(storage: &Arc<dyn Storage>, leaks_only: bool, what: &str) {
+    let found = run(storage, Repair::Nothing).unwrap_or_else(|e| panic!("{what}: {e}"));
+    assert_eq!(found.corruptions > 0, !leaks_only, "{what}: {:#?}", found.findings);
+    assert!(found.corruptions + found.leaks > 0, "{what}");
+    if !leaks_only {
+        // An apparent leak may be what a damaged entry pointed to.
+        let leaks = run(storage, Repair::Leaks).unwrap();
+        assert!(leaks.corruptions_left() > 0 || leaks.corruptions_fixed > 0, "{what}");
+    }
+}
+
+/// Repairs the image, with force where it must be; asserts that a repair is refused only where it
+/// may be, and then changes nothing. Returns the mode that repaired it, or nothing if none does.
+fn repair_or_refuse(
+    crash: &Arc<CrashStorage>,
+    kind_name: &str,
+    name: &str,
+    leaks_only: bool,
+) -> Option<Repair> {
+    let what = format!("{name} ({kind_name})");
+    let storage = Arc::clone(crash) as Arc<dyn Storage>;
+    let mut repair = if leaks_only { Repair::Leaks } else { Repair::All };
+    let mut repaired = run(&storage, repair);
+    let lost = |error: &vdkit_block::Error| error.to_string().contains("looks like L2 tables");
+    let refused = repaired.as_ref().is_err_and(lost);
+    assert!(!refused || LOSING.contains(&name), "{what}: {:?}", repaired.as_ref().err());
+    let alone = !kind(kind_name).snapshots;
+    assert!(
+        refused || !alone || !LOSING[..LOSING_FOR_SURE].contains(&name),
+        "{what}: {:?}",
+        repaired.as_ref().err()
+    );
+    if refused {
+        assert_eq!(crash.ops(), 0, "{what}: refused, and changed");
+        repair = Repair::AllForced;
+        repaired = run(&storage, repair);
+    }
+    let report = match repaired {
+        Ok(report) => report,
+        Err(error) => {
+            assert!(REFUSED.contains(&name), "{what}: {error}");
+            assert!(error.to_string().contains("header"), "{what}: {error}");
+            assert_eq!(crash.ops(), 0, "{what}");
+            return None;
+        }
+    };
+    assert_eq!(
+        (report.corruptions_left(), report.leaks_left()),
+        (0, 0),
+        "{what}: {:#?}",
+        report.findings
+    );
+    Some(repair)
+}
+
 /// Checks, repairs and checks again; then repeats it with power cuts. Returns whether the damage
 /// applied.
 fn one(kind_name: &str, (name, damage): &Damage, leaks_only: bool, rng: &mut Rng) -> bool {
@@ -326,47 +382,10 @@ fn one(kind_name: &str, (name, damage): &Damage, leaks_only: bool, rng: &mut Rng
     let damaged = memory(&image);
     let before = views_of(&damaged);
     let storage: Arc<dyn Storage> = Arc::new(damaged.clone());
-    let found = run(&storage, Repair::Nothing).unwrap_or_else(|e| panic!("{what}: {e}"));
-    assert_eq!(found.corruptions > 0, !leaks_only, "{what}: {:#?}", found.findings);
-    assert!(found.corruptions + found.leaks > 0, "{what}");
-    if !leaks_only {
-        // An apparent leak may be what a damaged entry pointed to.
-        let leaks = run(&storage, Repair::Leaks).unwrap();
-        assert!(leaks.corruptions_left() > 0 || leaks.corruptions_fixed > 0, "{what}");
-    }
+    assert_found(&storage, leaks_only, &what);
     let crash = CrashStorage::holding(&damaged);
-    let storage = Arc::clone(&crash) as Arc<dyn Storage>;
-    let mut repair = if leaks_only { Repair::Leaks } else { Repair::All };
-    let mut repaired = run(&storage, repair);
-    let lost = |error: &vdkit_block::Error| error.to_string().contains("looks like L2 tables");
-    let refused = repaired.as_ref().is_err_and(lost);
-    assert!(!refused || LOSING.contains(name), "{what}: {:?}", repaired.as_ref().err());
-    let alone = !kind(kind_name).snapshots;
-    assert!(
-        refused || !alone || !LOSING[..LOSING_FOR_SURE].contains(name),
-        "{what}: {:?}",
-        repaired.as_ref().err()
-    );
-    if refused {
-        assert_eq!(crash.ops(), 0, "{what}: refused, and changed");
-        repair = Repair::AllForced;
-        repaired = run(&storage, repair);
-    }
-    let report = match repaired {
-        Ok(report) => report,
-        Err(error) => {
-            assert!(REFUSED.contains(name), "{what}: {error}");
-            assert!(error.to_string().contains("header"), "{what}: {error}");
-            assert_eq!(crash.ops(), 0, "{what}");
-            return true;
-        }
-    };
-    assert_eq!(
-        (report.corruptions_left(), report.leaks_left()),
-        (0, 0),
-        "{what}: {:#?}",
-        report.findings
-    );
+    let Some(repair) = repair_or_refuse(&crash, kind_name, name, leaks_only) else { return true };
+    let storage: Arc<dyn Storage> = crash.clone();
     let after = guest_view(&*storage);
     assert_no_worse(&sound_view, &before, &after, &what);
     assert_clean(&storage, &image, &what);
