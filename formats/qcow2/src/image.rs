@@ -178,7 +178,7 @@ impl Qcow2 {
             bitmaps =
                 BitmapState::open(&mut header, &*storage, &mut metadata, &limits, &mut warnings)?;
             let end = metadata.iter().max().map_or(0, |&last| last + 1);
-            settle_space_from(end, &mut meta.space, &header, &l1, storage.caps().growable);
+            set_space_after(end, &mut meta.space, &header, &l1, storage.caps().growable);
         }
         let backing =
             header.backing_name.clone().map(|name| BackingRef::new(name, header.backing_format()));
@@ -413,8 +413,8 @@ impl Qcow2 {
     }
 }
 
-/// Settles what is known of the host clusters from `end` on, where the metadata ends.
-fn settle_space_from(end: u64, space: &mut HostSpace, header: &Header, l1: &[u64], growable: bool) {
+/// Records what is known of the host clusters after the last metadata, from `end` on.
+fn set_space_after(end: u64, space: &mut HostSpace, header: &Header, l1: &[u64], growable: bool) {
     if !growable {
         // Where refcount blocks are missing, metadata may lie beyond those that there are.
         space.raise_frontier(end);
