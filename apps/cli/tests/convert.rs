@@ -189,7 +189,7 @@ fn vhd_overlays_know_their_parents() {
     assert!(chain.contains("base.vhd"), "{chain}");
     std::fs::remove_file(scratch.path("base.vhd")).unwrap();
     scratch.ok(&["create", "base.vhd", "8M", "-o", "force_size=on"]);
-    scratch.fails(4, "stands on a disk with the identity", &["convert", "top.vhd", "x.raw"]);
+    scratch.fails(4, "for its backing image", &["convert", "top.vhd", "x.raw"]);
 }
 
 /// A differencing VDI says whose child it is and not where that is.
