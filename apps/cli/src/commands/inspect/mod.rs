@@ -119,8 +119,8 @@ impl InspectArgs {
     fn options(&self) -> InspectOptions {
         let usual = InspectOptions::default();
         let named = || vdkit::format_of_name(&self.image.to_string_lossy());
-        let format = self.format.as_deref().map(|name| if name == "vpc" { "vhd" } else { name });
-        let format = format.or_else(named);
+        let format = self.format.as_deref().or_else(named);
+        let format = format.map(|name| if name == "vpc" { "vhd" } else { name });
         InspectOptions {
             allow: self.allow.clone(),
             format: format.map(str::to_owned),
