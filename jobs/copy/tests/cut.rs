@@ -99,7 +99,7 @@ fn monitor() -> Monitor<'static> {
 }
 
 fn is_cut(error: &Error) -> bool {
-    matches!(error, Error::Corrupt(fault) if fault.expected.contains("cut"))
+    matches!(error, Error::Corrupt(fault) if fault.expected.contains("truncated"))
 }
 
 const LAYOUTS: &[(&str, &[&str])] = &[
