@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use vdkit::storage::MemoryStorage;
-use vdkit::{Disk, GuestOffset, HostOffset, Monitor, Result, Storage};
+use vdkit::{Disk, GuestOffset, HostOffset, Monitor, Storage};
 use vdkit_block::NewSnapshot;
 use vdkit_testkit::trials::FaultScript;
 use vdkit_testkit::{CountingStorage, FaultKind, FaultPlan, FaultyStorage, LoggedOp};
