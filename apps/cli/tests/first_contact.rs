@@ -36,6 +36,8 @@ fn what_is_not_the_image_that_its_name_says_is_told_by_every_command() {
         }
         let doctor = scratch.run(&["doctor", name]);
         assert!(doctor.stdout.contains(&said), "doctor {name}: {doctor:?}");
+        let mend = format!("vdkit check -f {format} {name}");
+        assert!(doctor.stdout.contains(&mend), "doctor {name}: {doctor:?}");
         assert_ne!(doctor.code, Some(0), "doctor {name}");
         let inspect = scratch.run(&["inspect", name]);
         assert!(!inspect.stdout.contains("accept"), "inspect {name}: {inspect:?}");

@@ -203,7 +203,7 @@ pub trait Format: Send + Sync + fmt::Debug {
         None
     }
 
-    /// Writing compressed units, for formats with [`FormatCaps::compressed`].
+    /// Writing compressed units. [`FormatCaps::compressed`] says whether this image takes them.
     fn compressed_writer(&self) -> Option<&dyn CompressedWriter> {
         None
     }

@@ -38,7 +38,8 @@ pub struct Probed {
 }
 
 impl Registry {
-    /// A registry of these formats.
+    /// A registry of these formats. Probing without an explicit format rejects files whose extension is
+    /// a format's name, or an alias of it, while their content is of no format.
     pub fn new(drivers: impl IntoIterator<Item = &'static dyn FormatDriver>) -> Self {
         Self { drivers: drivers.into_iter().collect(), rejected_kinds: Vec::new() }
     }
@@ -98,10 +99,22 @@ impl Registry {
     /// by its last 512 bytes, with a second read.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if no format matches, for a [`RejectedKind`], or if several magic numbers
-    /// match: a guess could expose the wrong bytes, so the user must name the format. Errors of
-    /// reading.
+    /// [`Error::Unsupported`] if no format matches, for a [`RejectedKind`], for a file that is not what
+    /// its extension says, or if several magic numbers match: a guess could expose the wrong bytes, so
+    /// the user must name the format. Errors of reading.
     pub fn probe(&self, storage: &dyn Storage) -> Result<Probed> {
+        let probed = self.probe_content(storage)?;
+        if probed.fallback {
+            self.reject_misnamed(storage.name())?;
+        }
+        Ok(probed)
+    }
+
+    /// As [`Registry::probe`], whatever the file's name says.
+    ///
+    /// # Errors
+    /// As [`Registry::probe`].
+    pub fn probe_content(&self, storage: &dyn Storage) -> Result<Probed> {
         // On the stack, whose pages are reused.
         let mut head = [0; HEAD_BYTES];
         let got = storage.read_up_to(&mut head, HostOffset(0))?;
@@ -124,7 +137,11 @@ impl Registry {
         if judged.certain.is_empty() {
             judged = self.judge(head, tail, len);
         }
-        self.decide(name, head, judged)
+        let probed = self.decide(name, head, judged)?;
+        if probed.fallback {
+            self.reject_misnamed(name)?;
+        }
+        Ok(probed)
     }
 
     fn judge(&self, head: &[u8], tail: &[u8], len: u64) -> Judged {
@@ -149,16 +166,13 @@ impl Registry {
         }
         match certain.as_slice() {
             [driver] => Ok(Probed { driver: *driver, fallback: false }),
-            [] => {
-                self.reject_misnamed(file)?;
-                fallback.map(|driver| Probed { driver, fallback: true }).ok_or_else(|| {
-                    Error::unsupported(
-                        file,
-                        "its format is not recognised",
-                        format!("name its format; known: {}", self.names()),
-                    )
-                })
-            }
+            [] => fallback.map(|driver| Probed { driver, fallback: true }).ok_or_else(|| {
+                Error::unsupported(
+                    file,
+                    "its format is not recognised",
+                    format!("name its format; known: {}", self.names()),
+                )
+            }),
             several => {
                 let names: Vec<_> = several.iter().map(|driver| driver.name()).collect();
                 Err(Error::unsupported(

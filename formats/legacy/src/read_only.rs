@@ -89,8 +89,8 @@ impl<M: Map> FormatDriver for ReadOnlyDriver<M> {
         }
         let warnings = info.dirty.then(|| {
             format!(
-                "{file}: was not closed cleanly and may be damaged; QEMU repairs it: \
-                 qemu-img check -r all"
+                "{file}: was not closed cleanly, or is in use; if no program has it open, QEMU \
+                 repairs it: qemu-img check -r all"
             )
         });
         Ok(Arc::new(ReadOnly {

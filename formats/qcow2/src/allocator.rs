@@ -64,12 +64,6 @@ impl HostSpace {
         }
     }
 
-    /// Counts clusters up to `end` as possibly in use, before anything is allocated.
-    pub(crate) fn raise_frontier(&mut self, end: u64) {
-        self.frontier = self.frontier.max(end);
-        self.scan_end = self.frontier;
-    }
-
     /// Whether the refcounts of `space` are durable.
     pub(crate) fn is_durable(&self, space: &Space) -> bool {
         space.sequence < self.durable_sequence

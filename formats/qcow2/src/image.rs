@@ -177,8 +177,11 @@ impl Qcow2 {
             metadata = metadata_clusters(&header, &meta.space.refcounts, &l1);
             bitmaps =
                 BitmapState::open(&mut header, &*storage, &mut metadata, &limits, &mut warnings)?;
-            let end = metadata.iter().max().map_or(0, |&last| last + 1);
-            set_space_after(end, &mut meta.space, &header, &l1, storage.caps().growable);
+            if !storage.caps().growable {
+                refuse_uncounted(&metadata, &meta.space.refcounts, geometry, &*storage)?;
+            } else if is_blank(&header, &l1, &meta.space.refcounts) {
+                zero_after(&metadata, &mut meta.space);
+            }
         }
         let backing =
             header.backing_name.clone().map(|name| BackingRef::new(name, header.backing_format()));
@@ -413,18 +416,33 @@ impl Qcow2 {
     }
 }
 
-/// Records what is known of the host clusters after the last metadata, from `end` on.
-fn set_space_after(end: u64, space: &mut HostSpace, header: &Header, l1: &[u64], growable: bool) {
-    if !growable {
-        // Where refcount blocks are missing, metadata may lie beyond those that there are.
-        space.raise_frontier(end);
-    } else if is_blank(header, l1, &space.refcounts) {
-        // An image without L2 tables, snapshots and bitmaps, such as a new one, refers to no
-        // cluster beyond its metadata and the end of its file. Refcounts there are zero and need
-        // not be read.
-        let from = end.max(space.frontier);
-        space.refcounts.zero_from(from);
-    }
+/// Fails if a metadata cluster has no refcount block. On a device, clusters without one count as
+/// free, and allocations would overwrite the metadata there, and the data around it.
+fn refuse_uncounted(
+    metadata: &FxHashSet<u64>,
+    refcounts: &Refcounts,
+    geometry: Geometry,
+    storage: &dyn Storage,
+) -> Result<()> {
+    let Some(&cluster) = metadata.iter().filter(|&&cluster| !refcounts.covered(cluster)).min()
+    else {
+        return Ok(());
+    };
+    Err(Error::corrupt(
+        storage.name(),
+        cluster << geometry.cluster_bits,
+        "refcount table",
+        "no refcount block for a cluster that holds metadata",
+        "one",
+    )
+    .with_remedy(Remedy::REPAIR))
+}
+
+/// An image without L2 tables, snapshots and bitmaps, such as a new one, refers to no cluster beyond
+/// its metadata and the end of its file. Refcounts there are zero and need not be read.
+fn zero_after(metadata: &FxHashSet<u64>, space: &mut HostSpace) {
+    let end = metadata.iter().max().map_or(0, |&last| last + 1);
+    space.refcounts.zero_from(end.max(space.frontier));
 }
 
 /// Whether only the header and its empty tables refer to clusters, and no two refcount table

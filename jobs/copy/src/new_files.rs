@@ -49,7 +49,11 @@ impl NewFiles {
     pub(crate) fn create(wanted: &WantedFiles<'_>, cancel: &CancelToken) -> Result<Self> {
         let WantedFiles { registry, driver, path, guest_bytes, options, replace, .. } = *wanted;
         let image = path.file_name().unwrap_or_default().to_string_lossy();
-        let names = driver.require_creation(&image)?.new_files(&image, guest_bytes, options)?;
+        let names = driver.require_creation(&path.display().to_string())?.new_files(
+            &image,
+            guest_bytes,
+            options,
+        )?;
         let limit = Limits::default().files_max;
         if names.len() > limit {
             return Err(Error::Invalid(format!(

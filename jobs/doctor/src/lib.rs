@@ -25,7 +25,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
-use vdkit_block::{Error, Monitor, RefPolicy, Result};
+use vdkit_block::{Error, Monitor, RefPolicy, Remedy, Result};
 use vdkit_chain::{BackingChoice, ChainLink, OpenOptions, Registry, describe_chain};
 
 use vdkit_tree::{TreeOptions, tree};
@@ -168,7 +168,7 @@ fn folder(
         report.images.push(examine(registry, &image.path, &options, monitor)?);
     }
     for fault in found.faults {
-        report.images.push(unreadable(&fault.path, fault.error));
+        report.images.push(unreadable(&fault.path, fault.error, None));
     }
     report.images.sort_by(|a, b| a.path.cmp(&b.path));
     report.orphans = found.orphans;
@@ -218,9 +218,15 @@ fn overcommitted(images: &[DoctorImage]) -> Vec<DoctorFinding> {
 }
 
 /// The result for an unreadable image.
-fn unreadable(path: &Path, message: String) -> DoctorImage {
+fn unreadable(path: &Path, message: String, remedy: Option<Remedy>) -> DoctorImage {
     let mut findings = Findings::default();
-    findings.add(DoctorCode::Unreadable, message, None);
+    let mend = match remedy {
+        Some(Remedy::CheckAs { format }) => {
+            command(&["vdkit", "check", "-f", &format, &word_of(path)])
+        }
+        _ => None,
+    };
+    findings.add(DoctorCode::Unreadable, message, mend);
     DoctorImage {
         path: path.to_owned(),
         format: None,
@@ -293,7 +299,7 @@ fn examine(
         ) => {
             return Err(error);
         }
-        Err(error) => return Ok(unreadable(path, error.to_string())),
+        Err(error) => return Ok(unreadable(path, error.to_string(), error.remedy())),
     };
     let mut patient = Examination {
         registry,

@@ -157,7 +157,7 @@ impl fmt::Display for Occupied {
 pub fn occupied(registry: &Registry, device: &Path) -> Result<Option<Occupied>> {
     let options = FileOptions::read_only().lock(LockMode::Off);
     let storage = FileStorage::open(device, &options)?;
-    let image = registry.probe(&storage)?.driver.name();
+    let image = registry.probe_content(&storage)?.driver.name();
     if image != "raw" {
         return Ok(Some(Occupied::Image(image)));
     }

@@ -91,7 +91,7 @@ impl Pool {
         self.wake.notify_all();
         for thread in threads {
             if thread.join().is_err() {
-                tracing::error!("a thread of the slow lane has panicked");
+                tracing::error!("a thread of the blocking path has panicked");
             }
         }
     }
