@@ -53,9 +53,9 @@ impl InFlight {
         }
     }
 
-    /// Takes a stamp for something that lost its last reference. Take it after the reference is
-    /// gone: if the phase moved between an earlier stamp and the change, a request entering then
-    /// could resolve the old reference without being waited for.
+    /// Returns the current phase. Call it after removing the last reference to something: if the phase
+    /// moved between an earlier call and the removal, a request that enters then could resolve the
+    /// old reference, and nobody would wait for it.
     pub fn stamp(&self) -> Stamp {
         Stamp(self.phase.load(Ordering::SeqCst))
     }

@@ -26,9 +26,9 @@ pub(crate) struct HostSpace {
     pub(crate) pool: Pool,
     /// Clusters that are reserved for future refcount blocks.
     pub(crate) spares: VecDeque<Space>,
-    /// Where the file grows: no cluster from here on is in use.
+    /// Where the file grows: no cluster from here on has a refcount.
     pub(crate) frontier: u64,
-    /// Clusters below the frontier are searched for free ones from here, once.
+    /// Next cluster below the frontier to be searched for refcount 0. Each cluster is searched once.
     pub(crate) scan: u64,
     pub(crate) scan_end: u64,
     /// Clusters to reserve ahead next time.
@@ -41,7 +41,7 @@ pub(crate) struct HostSpace {
     pub(crate) compressed_at: Option<HostOffset>,
     /// Clusters of the refcount table.
     pub(crate) table_clusters: u64,
-    /// Something may have been written beyond the frontier.
+    /// Clusters beyond the frontier may hold data, so they do not read as zero.
     pub(crate) tail_written: bool,
 }
 
@@ -286,6 +286,7 @@ impl Qcow2 {
                     .compressed_at
                     .is_some_and(|at| self.geometry.host_cluster(at) == cluster)
                 {
+                    // The cluster may be reused before it is full.
                     meta.space.compressed_at = None;
                 }
                 Ok(true)

@@ -293,7 +293,7 @@ impl Qcow2 {
         self.storage.sync()
     }
 
-    /// Frees all preallocated clusters, and truncates the file after the rest.
+    /// Frees all preallocated clusters, and truncates the file after the last used cluster.
     fn give_back(&self, meta: &mut Meta) -> Result<()> {
         let mut runs: Vec<Space> = meta.space.pool.drain();
         let end = end_without(meta.space.frontier, runs.iter().chain(&meta.space.spares));

@@ -9,7 +9,7 @@
 //!   zero, and the next flush makes its refcount durable. From then on it may be linked without a
 //!   barrier, in the first group of any flush: until its content is durable, a block reads as "all
 //!   free", and nothing refers to the clusters that it describes.
-//! * A batch ends at the end of the linked and linkable blocks, rather than cost a barrier.
+//! * A batch ends where a further refcount block would need a barrier.
 //! * A clean close links the spares, so that the next open has them.
 //!
 //! If that was not enough, one barrier makes the refcounts of all spares durable, or creates blocks

@@ -60,7 +60,7 @@ struct Slot {
     changed: bool,
 }
 
-/// The caller's verdict on a slice of a walk; see [`SliceCache::walk`].
+/// Whether a walk continues, and whether the slice is cached; see [`SliceCache::walk`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Seen {
     /// The slice continues the run, and the walk goes on. The slice is cached.

@@ -36,7 +36,7 @@ impl Export {
     /// As [`Requests::write`], for this process.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Requests::write`].
     pub fn write(&self, data: &[u8], at: u64, durable: bool) -> Result<()> {
         self.requests(&STAYS).write(data, at, durable)
     }
@@ -44,7 +44,7 @@ impl Export {
     /// As [`Requests::zero`], for this process.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Requests::zero`].
     pub fn zero(&self, at: u64, len: u64, may_unmap: bool, durable: bool) -> Result<()> {
         self.requests(&STAYS).zero(at, len, may_unmap, durable)
     }
@@ -52,7 +52,7 @@ impl Export {
     /// As [`Requests::discard`], for this process.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Requests::discard`].
     pub fn discard(&self, at: u64, len: u64, durable: bool) -> Result<()> {
         self.requests(&STAYS).discard(at, len, durable)
     }

@@ -21,7 +21,7 @@ pub(super) struct Image {
     pub(super) file_len: u64,
     /// Lost tables that a repair found and keeps.
     pub(super) kept: Arc<Kept>,
-    /// Host bytes that no entry may name: the header and the encryption header.
+    /// Host ranges that no mapping entry may refer to: the header and the encryption header.
     protected: Vec<Range<u64>>,
 }
 

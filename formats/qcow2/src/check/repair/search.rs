@@ -223,7 +223,7 @@ impl<'a> Search<'a> {
         Ok(kept)
     }
 
-    /// Adds clusters that only untrusted refcounts declare as free.
+    /// Adds unreferenced clusters whose refcount is 0 but not trusted.
     fn unbelieved(
         &mut self,
         part: &mut Vec<u64>,
