@@ -38,15 +38,23 @@ use std::process::ExitCode;
 
 use failure::{Context, Exit, Failure};
 use session::Session;
+use vdkit_qemu::Program;
 
 /// Runs the command line of this process.
 pub fn main() -> ExitCode {
-    let mut arguments = std::env::args_os().skip(1);
-    if arguments.next().is_some_and(|first| first == commands::inspect::child::CHILD) {
-        return commands::inspect::child::main(&arguments.collect::<Vec<_>>());
+    let arguments: Vec<_> = std::env::args_os().collect();
+    if let [first, rest @ ..] = arguments.get(1..).unwrap_or_default()
+        && first == commands::inspect::child::CHILD
+    {
+        return commands::inspect::child::main(rest);
     }
-    let exit = run(std::env::args_os());
-    ExitCode::from(exit as u8)
+    // By its own name, or as `vdkit qemu-img …`.
+    for (i, name) in arguments.iter().enumerate().take(2) {
+        if let Some(program) = Program::named(name) {
+            return program.run(&arguments[i + 1..]);
+        }
+    }
+    ExitCode::from(run(arguments) as u8)
 }
 
 /// Runs one command line, which begins with the program's name.

@@ -35,7 +35,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
     ),
     ("serve", &[&["vdkit-serve"], &["vdkit-nbd", "vdkit-vhost", "vdkit-fuse"]]),
     ("vdkit", &[&["vdkit"]]),
-    ("apps", &[&["vdkit-lab"], &["vdkit-cli"]]),
+    ("apps", &[&["vdkit-lab", "vdkit-qemu"], &["vdkit-cli"]]),
 ];
 
 /// Formats know storages only as the trait that they are handed. A format imports the contract, the engine of metadata,

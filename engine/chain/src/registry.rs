@@ -15,6 +15,7 @@ const TAIL_BYTES: u64 = 512;
 pub struct Registry {
     drivers: Vec<&'static dyn FormatDriver>,
     rejected_kinds: Vec<RejectedKind>,
+    content_only: bool,
 }
 
 /// A known file type that is no disk image. Without it, probing would return raw.
@@ -41,7 +42,17 @@ impl Registry {
     /// A registry of these formats. Probing without an explicit format rejects files whose extension is
     /// a format's name, or an alias of it, while their content is of no format.
     pub fn new(drivers: impl IntoIterator<Item = &'static dyn FormatDriver>) -> Self {
-        Self { drivers: drivers.into_iter().collect(), rejected_kinds: Vec::new() }
+        Self {
+            drivers: drivers.into_iter().collect(),
+            rejected_kinds: Vec::new(),
+            content_only: false,
+        }
+    }
+
+    /// Probing looks at the content alone: a file whose extension says another format is raw.
+    pub fn probing_content_only(mut self) -> Self {
+        self.content_only = true;
+        self
     }
 
     /// Rejects these file types where probing would otherwise return raw. Does not apply to an
@@ -189,6 +200,9 @@ impl Registry {
     /// Rejects a file whose extension is a format's name while its content is of no known format:
     /// more often a damaged or empty image than a raw disk.
     fn reject_misnamed(&self, file: &str) -> Result<()> {
+        if self.content_only {
+            return Ok(());
+        }
         let (_, extension) = stem_and_extension(file);
         let Some(driver) = self.find_by_file_name(file) else { return Ok(()) };
         let format = extension.to_ascii_lowercase();

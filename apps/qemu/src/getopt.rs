@@ -1,0 +1,227 @@
+//! Command-line options as GNU `getopt_long` reads them: grouped short options, attached values,
+//! long options by unique prefix, options after operands, and `--`.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+
+/// One option of a command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Opt {
+    /// The letter after one dash, if there is one.
+    pub short: Option<char>,
+    /// The word after two dashes; empty if there is none.
+    pub long: &'static str,
+    /// Name of its value in the help; `None` if it takes no value.
+    pub value: Option<&'static str>,
+    /// One line of help; empty for an option that is accepted and not listed.
+    pub help: &'static str,
+}
+
+/// An option that takes no value.
+pub const fn flag(short: char, long: &'static str, help: &'static str) -> Opt {
+    Opt { short: Some(short), long, value: None, help }
+}
+
+/// An option with a value.
+pub const fn valued(
+    short: char,
+    long: &'static str,
+    value: &'static str,
+    help: &'static str,
+) -> Opt {
+    Opt { short: Some(short), long, value: Some(value), help }
+}
+
+/// An option that has only a long name.
+pub const fn long(long: &'static str, value: Option<&'static str>, help: &'static str) -> Opt {
+    Opt { short: None, long, value, help }
+}
+
+impl Opt {
+    /// The name by which code refers to the option: the long one, or the letter.
+    pub fn name(&self) -> String {
+        match self.short {
+            Some(letter) if self.long.is_empty() => letter.to_string(),
+            _ => self.long.to_owned(),
+        }
+    }
+}
+
+/// The options and operands of one command line, in the order in which they were given.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Parsed {
+    given: Vec<(String, String)>,
+    /// What is left: file names, sizes.
+    pub operands: Vec<String>,
+}
+
+impl Parsed {
+    /// Whether an option was given.
+    pub fn has(&self, name: &str) -> bool {
+        self.given.iter().any(|(given, _)| given == name)
+    }
+
+    /// The last value of an option.
+    pub fn last(&self, name: &str) -> Option<&str> {
+        self.given.iter().rev().find(|(given, _)| given == name).map(|(_, value)| value.as_str())
+    }
+
+    /// All values of an option.
+    pub fn all<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a str> + 'a {
+        self.given.iter().filter(move |(given, _)| given == name).map(|(_, value)| value.as_str())
+    }
+
+    /// All options with their values, as given. An option without a value has an empty one.
+    pub fn in_order(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.given.iter().map(|(name, value)| (name.as_str(), value.as_str()))
+    }
+}
+
+/// Parses `args`. With `stop_at_operand`, everything from the first operand on is an operand.
+///
+/// # Errors
+/// The words that GNU libc prints after the program's name.
+pub fn parse(args: &[OsString], options: &[Opt], stop_at_operand: bool) -> Result<Parsed, String> {
+    let mut parsed = Parsed::default();
+    let mut rest = args.iter();
+    while let Some(arg) = rest.next() {
+        let bytes = arg.as_bytes();
+        if bytes == b"--" {
+            break;
+        }
+        if let Some(word) = bytes.strip_prefix(b"--") {
+            let (option, value) = long_option(word, options, &mut rest)?;
+            parsed.given.push((option.name(), value));
+        } else if bytes.len() > 1 && bytes[0] == b'-' {
+            short_options(&bytes[1..], options, &mut rest, &mut parsed)?;
+        } else {
+            parsed.operands.push(text(arg));
+            if stop_at_operand {
+                break;
+            }
+        }
+    }
+    parsed.operands.extend(rest.map(|arg| text(arg)));
+    Ok(parsed)
+}
+
+/// A name that is no UTF-8 keeps its bytes where they can be read, and is replaced elsewhere.
+fn text(arg: &OsStr) -> String {
+    arg.to_string_lossy().into_owned()
+}
+
+fn bytes_text(bytes: &[u8]) -> String {
+    text(&OsString::from_vec(bytes.to_vec()))
+}
+
+fn long_option<'a>(
+    word: &[u8],
+    options: &'a [Opt],
+    rest: &mut std::slice::Iter<'_, OsString>,
+) -> Result<(&'a Opt, String), String> {
+    let (name, attached) = match word.iter().position(|&byte| byte == b'=') {
+        Some(at) => (bytes_text(&word[..at]), Some(bytes_text(&word[at + 1..]))),
+        None => (bytes_text(word), None),
+    };
+    let option = find_long(&name, options)?;
+    match (option.value, attached) {
+        (None, Some(_)) => Err(format!("option '--{}' doesn't allow an argument", option.long)),
+        (None, None) => Ok((option, String::new())),
+        (Some(_), Some(value)) => Ok((option, value)),
+        (Some(_), None) => match rest.next() {
+            Some(value) => Ok((option, text(value))),
+            None => Err(format!("option '--{}' requires an argument", option.long)),
+        },
+    }
+}
+
+fn find_long<'a>(name: &str, options: &'a [Opt]) -> Result<&'a Opt, String> {
+    let named = options.iter().filter(|option| !option.long.is_empty());
+    if let Some(exact) = named.clone().find(|option| option.long == name) {
+        return Ok(exact);
+    }
+    let close: Vec<_> = named.filter(|option| option.long.starts_with(name)).collect();
+    match close[..] {
+        [] => Err(format!("unrecognized option '--{name}'")),
+        [one] => Ok(one),
+        [..] => {
+            let names: String =
+                close.iter().map(|option| format!(" '--{}'", option.long)).collect();
+            Err(format!("option '--{name}' is ambiguous; possibilities:{names}"))
+        }
+    }
+}
+
+fn short_options(
+    letters: &[u8],
+    options: &[Opt],
+    rest: &mut std::slice::Iter<'_, OsString>,
+    parsed: &mut Parsed,
+) -> Result<(), String> {
+    for (i, &letter) in letters.iter().enumerate() {
+        let letter = char::from(letter);
+        let Some(option) = options.iter().find(|option| option.short == Some(letter)) else {
+            return Err(format!("invalid option -- '{letter}'"));
+        };
+        if option.value.is_none() {
+            parsed.given.push((option.name(), String::new()));
+            continue;
+        }
+        let attached = &letters[i + 1..];
+        let value = match (attached.is_empty(), rest.as_slice().first()) {
+            (false, _) => bytes_text(attached),
+            (true, Some(next)) => {
+                rest.next();
+                text(next)
+            }
+            (true, None) => return Err(format!("option requires an argument -- '{letter}'")),
+        };
+        parsed.given.push((option.name(), value));
+        break;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OPTIONS: &[Opt] = &[
+        valued('f', "format", "FMT", ""),
+        flag('U', "force-share", ""),
+        flag('p', "progress", ""),
+        flag('n', "", ""),
+        long("output", Some("human|json"), ""),
+    ];
+
+    fn run(line: &str) -> Result<Parsed, String> {
+        let args: Vec<OsString> = line.split(' ').map(Into::into).collect();
+        parse(&args, OPTIONS, false)
+    }
+
+    #[test]
+    fn every_spelling_of_a_value_is_read() {
+        for line in ["-fraw x", "-f raw x", "--format=raw x", "--format raw x", "x --form raw"] {
+            let parsed = run(line).unwrap();
+            assert_eq!(parsed.last("format"), Some("raw"), "{line}");
+            assert_eq!(parsed.operands, ["x"], "{line}");
+        }
+        let parsed = run("-pnfraw x -- -y").unwrap();
+        assert!(parsed.has("progress") && parsed.has("n"));
+        assert_eq!(parsed.operands, ["x", "-y"]);
+    }
+
+    #[test]
+    fn mistakes_are_told_in_the_words_of_the_c_library() {
+        for (line, words) in [
+            ("-X", "invalid option -- 'X'"),
+            ("-f", "option requires an argument -- 'f'"),
+            ("--format", "option '--format' requires an argument"),
+            ("--fo", "option '--fo' is ambiguous; possibilities: '--format' '--force-share'"),
+            ("--progress=3", "option '--progress' doesn't allow an argument"),
+            ("--nothing", "unrecognized option '--nothing'"),
+        ] {
+            assert_eq!(run(line).unwrap_err(), words, "{line}");
+        }
+    }
+}

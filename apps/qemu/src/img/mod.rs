@@ -1,0 +1,194 @@
+//! `qemu-img`: the table of subcommands, the options before the subcommand, and help.
+
+mod info;
+mod snapshot;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use crate::failure::{Failure, Origin};
+use crate::getopt::{self, Opt, Parsed, flag, long, valued};
+use crate::output::Output;
+
+/// The version of QEMU whose options and answers these are.
+const QEMU_VERSION: &str = "10.0.2";
+
+/// A subcommand.
+#[derive(Clone, Copy, Debug)]
+pub struct Command {
+    /// Its name.
+    pub name: &'static str,
+    /// One line of help.
+    pub about: &'static str,
+    /// Its operands, as the help shows them.
+    pub operands: &'static str,
+    /// Its options. `-h` and `--help` are added.
+    pub options: &'static [Opt],
+    /// Runs it; returns the exit code.
+    pub run: fn(&Parsed, &mut Call) -> Result<u8, Failure>,
+}
+
+/// One run of a subcommand.
+#[derive(Debug, Default)]
+pub struct Call {
+    /// The results.
+    pub out: Output,
+}
+
+/// All subcommands.
+pub const COMMANDS: &[Command] = &[info::COMMAND];
+
+const PROGRAM: &str = "qemu-img";
+
+/// The options before the subcommand.
+const STANDARD: &[Opt] = &[
+    flag('h', "help", "print this help"),
+    flag('V', "version", "print the version"),
+    valued('T', "trace", "TRACE", "accepted; vdkit has no trace events of QEMU"),
+];
+
+/// The options that most subcommands share.
+pub const FORMAT: Opt = valued('f', "format", "FMT", "format of the image");
+/// See [`FORMAT`].
+pub const IMAGE_OPTS: Opt =
+    long("image-opts", None, "image names are options: driver=…,file.filename=…");
+/// See [`FORMAT`].
+pub const OBJECT: Opt = long("object", Some("OBJDEF"), "a secret or credentials (repeatable)");
+/// See [`FORMAT`].
+pub const OUTPUT: Opt = long("output", Some("human|json"), "for people or for programs");
+/// See [`FORMAT`].
+pub const FORCE_SHARE: Opt =
+    flag('U', "force-share", "open the image even if another program writes to it");
+/// See [`FORMAT`].
+pub const QUIET: Opt = flag('q', "quiet", "print no messages");
+/// See [`FORMAT`].
+pub const PROGRESS: Opt = flag('p', "progress", "show progress");
+/// See [`FORMAT`].
+pub const CACHE: Opt = valued('t', "cache", "CACHE", "cache mode of the image that is written");
+/// See [`FORMAT`].
+pub const SRC_CACHE: Opt =
+    valued('T', "source-cache", "CACHE", "cache mode of the images that are read");
+
+/// Runs `qemu-img` with these arguments.
+pub fn main(args: &[OsString]) -> ExitCode {
+    let mut call = Call::default();
+    let ended = standard(args, &mut call);
+    let flushed = call.out.flush();
+    match (ended, flushed) {
+        (Ok(code), Ok(())) => ExitCode::from(code),
+        (Ok(_), Err(_)) => ExitCode::FAILURE,
+        (Err((failure, command)), _) => {
+            failure.print(PROGRAM, command);
+            ExitCode::from(failure.code)
+        }
+    }
+}
+
+type Ended = Result<u8, (Failure, Option<&'static str>)>;
+
+fn standard(args: &[OsString], call: &mut Call) -> Ended {
+    let top = |failure: Failure| (failure, None);
+    let getopt = |text: String| Failure { text, code: 1, from: Origin::Getopt };
+    let parsed = getopt::parse(args, STANDARD, true).map_err(|text| top(getopt(text)))?;
+    if parsed.has("help") {
+        call.out.text(help()).map_err(|error| top(error.into()))?;
+        return Ok(0);
+    }
+    if parsed.has("version") {
+        call.out.text(version()).map_err(|error| top(error.into()))?;
+        return Ok(0);
+    }
+    let Some(name) = parsed.operands.first() else {
+        return Err(top(Failure::usage("Not enough arguments")));
+    };
+    let Some(command) = COMMANDS.iter().find(|command| command.name == name) else {
+        return Err(top(Failure::usage(format!("Command not found: {name}"))));
+    };
+    let own = |failure: Failure| (failure, Some(command.name));
+    let rest = &args[args.len() + 1 - parsed.operands.len()..];
+    let mut options = command.options.to_vec();
+    options.push(flag('h', "help", "print this help"));
+    let parsed = getopt::parse(rest, &options, false).map_err(|text| own(getopt(text)))?;
+    if parsed.has("help") {
+        call.out.text(help_of(command, &options)).map_err(|error| own(error.into()))?;
+        return Ok(0);
+    }
+    (command.run)(&parsed, call).map_err(own)
+}
+
+fn version() -> String {
+    format!(
+        "qemu-img version {QEMU_VERSION} (vdkit {})\n\
+         vdkit's own engine, with the options and answers of this version of QEMU.\n",
+        env!("CARGO_PKG_VERSION")
+    )
+}
+
+fn help() -> String {
+    let commands: String = COMMANDS
+        .iter()
+        .map(|command| format!("  {} - {}\n", command.name, command.about))
+        .collect();
+    let mut formats: Vec<_> =
+        vdkit::FORMATS.iter().map(|driver| crate::open::qemu_name(driver.name())).collect();
+    formats.extend(["file", "host_device", "nbd", "null-co"]);
+    formats.sort_unstable();
+    format!(
+        "{}Disk images of QEMU's formats.  Usage:\n\n  qemu-img [standard options] COMMAND [--help | \
+         command options]\n\nStandard options:\n{}\nRecognized commands (run qemu-img COMMAND --help \
+         for command-specific help):\n\n{commands}\nSupported image formats:\n\n  {}\n",
+        version(),
+        options_help(STANDARD),
+        formats.join(" "),
+    )
+}
+
+fn help_of(command: &Command, options: &[Opt]) -> String {
+    format!(
+        "{}.  Usage:\n\n  qemu-img {} [OPTIONS] {}\n\nOptions:\n{}",
+        command.about,
+        command.name,
+        command.operands,
+        options_help(options)
+    )
+}
+
+fn options_help(options: &[Opt]) -> String {
+    let mut text = String::new();
+    for option in options.iter().filter(|option| !option.help.is_empty()) {
+        let names: Vec<_> = option
+            .short
+            .map(|letter| format!("-{letter}"))
+            .into_iter()
+            .chain((!option.long.is_empty()).then(|| format!("--{}", option.long)))
+            .collect();
+        let value = option.value.map(|value| format!(" {value}")).unwrap_or_default();
+        text += &format!("  {}{value}\n     {}\n", names.join(", "), option.help);
+    }
+    text
+}
+
+/// Whether `--output` asks for JSON.
+///
+/// # Errors
+/// A word that is neither `human` nor `json`.
+pub fn wants_json(parsed: &Parsed) -> Result<bool, Failure> {
+    match parsed.last("output") {
+        None | Some("human") => Ok(false),
+        Some("json") => Ok(true),
+        Some(other) => {
+            Err(Failure::usage(format!("--output expects 'human' or 'json' not '{other}'")))
+        }
+    }
+}
+
+/// The one operand of a command that takes one image.
+///
+/// # Errors
+/// There is none, or more than one.
+pub fn one_image(parsed: &Parsed) -> Result<&str, Failure> {
+    match &parsed.operands[..] {
+        [name] => Ok(name),
+        _ => Err(Failure::usage("Expecting one image file name")),
+    }
+}

@@ -1,0 +1,487 @@
+//! How an image is named: a path, a protocol, `json:{…}`, or `--image-opts key=value,…`.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde_json::Value;
+
+use crate::sizes;
+
+/// Properties by dotted keys: `file.filename` is the member `filename` of the member `file`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Flat(BTreeMap<String, String>);
+
+impl Flat {
+    /// Reads `key=value,key=value`; a doubled comma is a comma of a value. The first part may be
+    /// the value of `implied` without its key.
+    ///
+    /// # Errors
+    /// A part without a key.
+    pub fn from_keys(text: &str, implied: Option<&str>) -> Result<Self, String> {
+        let mut flat = Self::default();
+        for (i, part) in split_commas(text).into_iter().enumerate() {
+            match (part.split_once('='), implied) {
+                (Some((key, value)), _) => flat.put(key, value),
+                (None, Some(implied)) if i == 0 => flat.put(implied, &part),
+                (None, _) if part.is_empty() => {}
+                // A key alone is a switch that is on.
+                (None, _) => match part.strip_prefix("no") {
+                    Some(key) if !key.is_empty() => flat.put(key, "off"),
+                    _ => flat.put(&part, "on"),
+                },
+            }
+        }
+        Ok(flat)
+    }
+
+    /// Reads a JSON object.
+    ///
+    /// # Errors
+    /// It is no object.
+    pub fn from_json(text: &str) -> Result<Self, String> {
+        let value: Value = serde_json::from_str(text)
+            .map_err(|_| "Could not parse the JSON options".to_owned())?;
+        if !value.is_object() {
+            return Err("Invalid JSON object given".to_owned());
+        }
+        let mut flat = Self::default();
+        flat.put_json("", &value);
+        Ok(flat)
+    }
+
+    fn put_json(&mut self, key: &str, value: &Value) {
+        let below = |name: &str| match key {
+            "" => name.to_owned(),
+            _ => format!("{key}.{name}"),
+        };
+        match value {
+            Value::Object(members) => {
+                members.iter().for_each(|(name, value)| self.put_json(&below(name), value));
+            }
+            Value::Array(items) => {
+                let items = items.iter().enumerate();
+                items.for_each(|(i, value)| self.put_json(&below(&i.to_string()), value));
+            }
+            Value::String(text) => self.put(key, text),
+            Value::Bool(on) => self.put(key, if *on { "on" } else { "off" }),
+            Value::Null => self.put(key, ""),
+            Value::Number(number) => self.put(key, &number.to_string()),
+        }
+    }
+
+    /// Sets a property.
+    pub fn put(&mut self, key: &str, value: &str) {
+        self.0.insert(key.to_owned(), value.to_owned());
+    }
+
+    /// Removes a property and returns it.
+    pub fn take(&mut self, key: &str) -> Option<String> {
+        self.0.remove(key)
+    }
+
+    /// A property.
+    pub fn get(&self, key: &str) -> Option<&str> {
+        self.0.get(key).map(String::as_str)
+    }
+
+    /// Removes the properties beneath a key, and returns them without it.
+    pub fn take_below(&mut self, key: &str) -> Self {
+        let prefix = format!("{key}.");
+        let (below, rest) = std::mem::take(&mut self.0)
+            .into_iter()
+            .partition(|(name, _)| name.starts_with(&prefix));
+        self.0 = rest;
+        let below: BTreeMap<String, String> = below;
+        Self(
+            below
+                .into_iter()
+                .map(|(name, value)| (name[prefix.len()..].to_owned(), value))
+                .collect(),
+        )
+    }
+
+    /// The first key, if any property is left.
+    pub fn first_key(&self) -> Option<&str> {
+        self.0.keys().next().map(String::as_str)
+    }
+
+    /// Whether no property is left.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+/// Splits at single commas; a doubled comma stands for one.
+pub fn split_commas(text: &str) -> Vec<String> {
+    let mut parts = vec![String::new()];
+    let mut letters = text.chars().peekable();
+    while let Some(letter) = letters.next() {
+        match letter {
+            ',' if letters.peek() == Some(&',') => {
+                letters.next();
+                parts.last_mut().expect("never empty").push(',');
+            }
+            ',' => parts.push(String::new()),
+            _ => parts.last_mut().expect("never empty").push(letter),
+        }
+    }
+    parts
+}
+
+/// Where an image's bytes are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// A file or device.
+    File(PathBuf),
+    /// No file: reads return zeroes, writes are dropped. Bytes of the disk.
+    Null(u64),
+    /// An NBD export, as a URI.
+    Nbd(String),
+}
+
+/// An image as the user named it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Image {
+    /// The user's own words, for messages.
+    pub typed: String,
+    /// The format, if it is named.
+    pub format: Option<String>,
+    /// Where its bytes are.
+    pub place: Place,
+    /// The part of the file that is the disk (raw): bytes before it, and its length.
+    pub window: Option<(u64, Option<u64>)>,
+    /// The backing image to open instead of the one that the image names; `Some(None)` is none.
+    pub backing: Option<Option<Box<Image>>>,
+    /// The data file to open instead of the one that the image names.
+    pub data_file: Option<PathBuf>,
+    /// Ids of the secrets that open it.
+    pub secrets: Vec<String>,
+}
+
+impl Image {
+    fn at(typed: &str, place: Place) -> Self {
+        Self {
+            typed: typed.to_owned(),
+            format: None,
+            place,
+            window: None,
+            backing: None,
+            data_file: None,
+            secrets: Vec::new(),
+        }
+    }
+
+    /// The path, if it is a file.
+    pub fn path(&self) -> Option<&std::path::Path> {
+        match &self.place {
+            Place::File(path) => Some(path),
+            _ => None,
+        }
+    }
+
+    /// The name that answers show: that of the file, whatever options named it.
+    pub fn shown(&self) -> String {
+        match &self.place {
+            Place::File(path) => path.display().to_string(),
+            Place::Null(_) => "null-co://".to_owned(),
+            Place::Nbd(uri) => uri.clone(),
+        }
+    }
+}
+
+/// Bytes of a null disk if no size is given.
+const NULL_BYTES: u64 = 1 << 30;
+
+/// Protocols of QEMU that vdkit does not have.
+const OTHER_PROTOCOLS: &[&str] = &[
+    "blkdebug",
+    "blklogwrites",
+    "blkverify",
+    "fat",
+    "ftp",
+    "ftps",
+    "gluster",
+    "gluster+rdma",
+    "gluster+tcp",
+    "gluster+unix",
+    "host_cdrom",
+    "http",
+    "https",
+    "iscsi",
+    "iser",
+    "nfs",
+    "nvme",
+    "rbd",
+    "ssh",
+    "vvfat",
+];
+
+/// Filters that change nothing of what is read or written, and are passed through.
+const FILTERS: &[&str] = &["copy-on-read", "throttle", "compress", "preallocate"];
+
+/// Reads a name as `qemu-img` takes it on the command line.
+///
+/// # Errors
+/// QEMU's words after `Could not open 'NAME': `.
+pub fn parse(text: &str) -> Result<Image, String> {
+    if let Some(json) = text.strip_prefix("json:") {
+        return from_properties(text, Flat::from_json(json)?);
+    }
+    let end = text.find([':', '/']).unwrap_or(text.len());
+    if !text[end..].starts_with(':') {
+        return Ok(Image::at(text, Place::File(text.into())));
+    }
+    let rest = &text[end + 1..];
+    match &text[..end] {
+        "file" | "host_device" => Ok(Image::at(text, Place::File(rest.into()))),
+        "null-co" | "null-aio" => {
+            let mut image = Image::at(text, Place::Null(NULL_BYTES));
+            image.format = Some("raw".to_owned());
+            Ok(image)
+        }
+        "nbd" | "nbd+unix" | "nbd+tcp" | "nbds" | "nbds+unix" => {
+            Ok(Image::at(text, Place::Nbd(text.to_owned())))
+        }
+        known if OTHER_PROTOCOLS.contains(&known) => {
+            Err(format!("vdkit does not have the protocol '{known}'"))
+        }
+        unknown => Err(format!("Unknown protocol '{unknown}'")),
+    }
+}
+
+/// Reads the value of an image argument with `--image-opts`.
+///
+/// # Errors
+/// As [`parse`].
+pub fn parse_options(text: &str) -> Result<Image, String> {
+    let flat = Flat::from_keys(text, Some("file"))?;
+    from_properties(text, flat)
+}
+
+fn from_properties(typed: &str, mut flat: Flat) -> Result<Image, String> {
+    let driver = flat.take("driver");
+    let Some(driver) = driver else {
+        return without_driver(typed, flat);
+    };
+    if FILTERS.contains(&driver.as_str()) {
+        let mut file = child(&mut flat, "file", typed)?
+            .ok_or_else(|| "A block device must be specified for \"file\"".to_owned())?;
+        typed.clone_into(&mut file.typed);
+        return Ok(file);
+    }
+    match driver.as_str() {
+        "file" | "host_device" | "host_cdrom" => {
+            let name = flat
+                .take("filename")
+                .ok_or_else(|| format!("The '{driver}' block driver requires a file name"))?;
+            let mut image = Image::at(typed, Place::File(name.into()));
+            image.format = Some("raw".to_owned());
+            finish(&driver, flat, image)
+        }
+        "null-co" | "null-aio" => {
+            let bytes = flat.take("size").map_or(Ok(NULL_BYTES), |size| size_of("size", &size))?;
+            let mut image = Image::at(typed, Place::Null(bytes));
+            image.format = Some("raw".to_owned());
+            flat.take("latency-ns");
+            flat.take("read-zeroes");
+            finish(&driver, flat, image)
+        }
+        "nbd" => {
+            let uri = nbd_uri(&mut flat)?;
+            let mut image = Image::at(typed, Place::Nbd(uri));
+            image.format = Some("raw".to_owned());
+            finish(&driver, flat, image)
+        }
+        known if OTHER_PROTOCOLS.contains(&known) => {
+            Err(format!("vdkit does not have the driver '{known}'"))
+        }
+        format if crate::open::driver(format).is_some() => of_format(typed, format, flat),
+        unknown => Err(format!("Unknown driver '{unknown}'")),
+    }
+}
+
+/// Properties that name a file or a child and leave the format to be probed.
+fn without_driver(typed: &str, mut flat: Flat) -> Result<Image, String> {
+    if let Some(name) = flat.take("filename") {
+        let mut image = parse(&name)?;
+        typed.clone_into(&mut image.typed);
+        return finish("raw", flat, image);
+    }
+    if let Some(node) = flat.get("file") {
+        return Err(format!("Cannot find device='{node}' nor node-name='{node}'"));
+    }
+    let mut file = child(&mut flat, "file", typed)?
+        .ok_or_else(|| "Must specify either driver or file".to_owned())?;
+    typed.clone_into(&mut file.typed);
+    file.format = None;
+    finish("raw", flat, file)
+}
+
+/// The child of that name: an object of properties.
+fn child(flat: &mut Flat, name: &str, typed: &str) -> Result<Option<Image>, String> {
+    if let Some(node) = flat.take(name) {
+        return Err(format!("Cannot find device='{node}' nor node-name='{node}'"));
+    }
+    let below = flat.take_below(name);
+    if below.is_empty() {
+        return Ok(None);
+    }
+    from_properties(typed, below).map(Some)
+}
+
+fn of_format(typed: &str, format: &str, mut flat: Flat) -> Result<Image, String> {
+    let file = match flat.take("filename") {
+        Some(name) => Some(parse(&name)?),
+        None => child(&mut flat, "file", typed)?,
+    };
+    let mut image =
+        file.ok_or_else(|| "A block device must be specified for \"file\"".to_owned())?;
+    typed.clone_into(&mut image.typed);
+    image.format = Some(format.to_owned());
+    if format == "raw" {
+        let offset = flat.take("offset").map(|text| size_of("offset", &text)).transpose()?;
+        let size = flat.take("size").map(|text| size_of("size", &text)).transpose()?;
+        if offset.is_some() || size.is_some() {
+            image.window = Some((offset.unwrap_or(0), size));
+        }
+    }
+    image.backing = match flat.take("backing") {
+        Some(name) if name.is_empty() => Some(None),
+        Some(node) => {
+            return Err(format!("Cannot find device='{node}' nor node-name='{node}'"));
+        }
+        None => child(&mut flat, "backing", typed)?.map(|backing| Some(Box::new(backing))),
+    };
+    if let Some(data) = child(&mut flat, "data-file", typed)? {
+        image.data_file = data.path().map(Into::into);
+    }
+    for key in ["key-secret", "encrypt.key-secret"] {
+        image.secrets.extend(flat.take(key));
+    }
+    flat.take("encrypt.format");
+    finish(format, flat, image)
+}
+
+/// Properties that every node takes, and that change nothing of what a command of ours does.
+const COMMON: &[&str] = &[
+    "read-only",
+    "auto-read-only",
+    "discard",
+    "detect-zeroes",
+    "cache.direct",
+    "cache.no-flush",
+    "force-share",
+    "node-name",
+];
+/// Those of files.
+const OF_FILES: &[&str] =
+    &["aio", "aio-max-batch", "locking", "pr-manager", "drop-cache", "x-check-cache-dropped"];
+/// Those of qcow2 images.
+const OF_QCOW2: &[&str] = &[
+    "lazy-refcounts",
+    "pass-discard-request",
+    "pass-discard-snapshot",
+    "pass-discard-other",
+    "discard-no-unref",
+    "overlap-check",
+    "cache-size",
+    "l2-cache-size",
+    "l2-cache-entry-size",
+    "refcount-cache-size",
+    "cache-clean-interval",
+];
+
+/// Refuses properties that nothing takes.
+fn finish(driver: &str, mut flat: Flat, image: Image) -> Result<Image, String> {
+    let known = COMMON.iter().chain(match driver {
+        "file" | "host_device" | "host_cdrom" => OF_FILES,
+        "qcow2" => OF_QCOW2,
+        _ => &[],
+    });
+    for key in known {
+        flat.take(key);
+    }
+    if driver == "qcow2" {
+        flat.take_below("overlap-check");
+    }
+    match flat.first_key() {
+        None => Ok(image),
+        Some(key) => Err(match driver {
+            "file" | "host_device" | "host_cdrom" | "null-co" | "null-aio" | "nbd" => {
+                format!("Block protocol '{driver}' doesn't support the option '{key}'")
+            }
+            _ => format!("Block format '{driver}' does not support the option '{key}'"),
+        }),
+    }
+}
+
+fn size_of(name: &str, text: &str) -> Result<u64, String> {
+    sizes::parse(text)
+        .map_err(|_| format!("Parameter '{name}' expects a non-negative number below 2^64"))
+}
+
+/// The URI of an NBD export from its properties.
+fn nbd_uri(flat: &mut Flat) -> Result<String, String> {
+    let export = flat.take("export").unwrap_or_default();
+    let mut take = |key: &str| flat.take(&format!("server.{key}")).or_else(|| flat.take(key));
+    let (host, path) = (take("host"), take("path"));
+    let (port, _kind) = (take("port"), take("type"));
+    match (host, path) {
+        (None, Some(path)) => Ok(format!("nbd+unix:///{export}?socket={path}")),
+        (Some(host), None) => {
+            Ok(format!("nbd://{host}:{}/{export}", port.unwrap_or_else(|| "10809".to_owned())))
+        }
+        (Some(_), Some(_)) => Err("path and host may not be used at the same time".to_owned()),
+        (None, None) => Err("NBD server address missing".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_way_to_name_a_file_gives_its_path() {
+        for (text, format) in [
+            ("a b.qcow2", None),
+            ("./x:y", None),
+            ("file:x", None),
+            (
+                "json:{\"driver\":\"qcow2\",\"file\":{\"driver\":\"file\",\"filename\":\"x\"}}",
+                Some("qcow2"),
+            ),
+            (
+                "json:{\"driver\":\"qcow2\",\"file.filename\":\"x\",\"file.driver\":\"file\"}",
+                Some("qcow2"),
+            ),
+        ] {
+            let image = parse(text).unwrap();
+            assert_eq!(image.format.as_deref(), format, "{text}");
+            assert!(image.path().is_some(), "{text}");
+        }
+        let image =
+            parse_options("driver=raw,offset=1k,size=512,file.driver=file,file.filename=a,,b")
+                .unwrap();
+        assert_eq!(image.window, Some((1024, Some(512))));
+        assert_eq!(image.path().unwrap().to_str(), Some("a,b"));
+    }
+
+    #[test]
+    fn wrong_names_are_told_in_qemus_words() {
+        for (text, words) in [
+            ("foo:bar", "Unknown protocol 'foo'"),
+            ("json:{}", "Must specify either driver or file"),
+            ("json:{\"driver\":\"foo\"}", "Unknown driver 'foo'"),
+            (
+                "json:{\"driver\":\"file\",\"filename\":\"x\",\"foo\":1}",
+                "Block protocol 'file' doesn't support the option 'foo'",
+            ),
+        ] {
+            assert_eq!(parse(text).unwrap_err(), words, "{text}");
+        }
+        assert_eq!(
+            parse_options("foo").unwrap_err(),
+            "Cannot find device='foo' nor node-name='foo'"
+        );
+    }
+}

@@ -1,0 +1,262 @@
+//! From a name to an open image, with QEMU's defaults: formats are probed by content alone, a raw
+//! image that was probed is written with a warning, and backing files are opened wherever they are.
+
+use std::path::{Path, PathBuf};
+
+use vdkit::storage::{FileOptions, FileStorage, LockMode};
+use vdkit::{
+    BackingChoice, CacheMode, Disk, Error, FORMATS, FormatDriver, OpenOptions, RefPolicy, Registry,
+};
+
+use crate::failure::{Failure, could_not_open, words};
+use crate::names::{self, Image, Place};
+use crate::secrets::Objects;
+
+/// The formats, probed by content alone.
+pub fn registry() -> Registry {
+    Registry::new(FORMATS.iter().copied()).probing_content_only()
+}
+
+/// The driver that QEMU calls by this name.
+pub fn driver(name: &str) -> Option<&'static dyn FormatDriver> {
+    // vdkit has aliases that QEMU has not; a name is QEMU's own here.
+    match name {
+        "vhd" | "qcow1" => None,
+        _ => FORMATS.iter().copied().find(|driver| qemu_name(driver.name()) == name),
+    }
+}
+
+/// QEMU's name of a format.
+pub fn qemu_name(name: &str) -> &str {
+    match name {
+        "vhd" => "vpc",
+        other => other,
+    }
+}
+
+/// The policy for files that an image names: any, as with QEMU, or vdkit's own with
+/// `VDKIT_REFS=strict`.
+pub fn references() -> RefPolicy {
+    match std::env::var("VDKIT_REFS").as_deref() {
+        Ok("strict") => RefPolicy::OwnFolder,
+        _ => RefPolicy::Folders(vec![PathBuf::from("/")]),
+    }
+}
+
+/// How an image is opened.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Access {
+    /// For writing.
+    pub writable: bool,
+    /// `-U`: locks are ignored.
+    pub share: bool,
+    /// Through the page cache, or beside it.
+    pub cache: CacheMode,
+    /// The image alone, without its backing files.
+    pub alone: bool,
+}
+
+impl Access {
+    /// For reading.
+    pub fn read() -> Self {
+        Self::default()
+    }
+
+    /// For writing.
+    pub fn write() -> Self {
+        Self { writable: true, ..Self::default() }
+    }
+}
+
+/// An image argument: its name, what `-f` and `--image-opts` say of it, and the objects that it
+/// refers to.
+#[derive(Clone, Copy, Debug)]
+pub struct Named<'a> {
+    /// The operand or option value.
+    pub text: &'a str,
+    /// The format that `-f` (or `-F`) names.
+    pub format: Option<&'a str>,
+    /// The name consists of options.
+    pub options: bool,
+}
+
+impl Named<'_> {
+    /// Reads the name.
+    ///
+    /// # Errors
+    /// A protocol, driver or option that is unknown.
+    pub fn parse(&self) -> Result<Image, Failure> {
+        let parsed = match self.options {
+            true => names::parse_options(self.text),
+            false => names::parse(self.text),
+        };
+        let mut image = parsed.map_err(|why| could_not_open(self.text, why))?;
+        if let Some(format) = self.format {
+            if driver(format).is_none() && !is_protocol(format) {
+                return Err(could_not_open(self.text, format!("Unknown driver '{format}'")));
+            }
+            if self.options {
+                return Err(Failure::new("--image-opts and --format are mutually exclusive"));
+            }
+            // `-f file` is the file's bytes.
+            let format = if is_protocol(format) { "raw" } else { format };
+            image.format.get_or_insert_with(|| format.to_owned());
+        }
+        Ok(image)
+    }
+}
+
+/// Whether a driver is one of QEMU's for plain bytes, so that its content is raw.
+pub fn is_protocol(driver: &str) -> bool {
+    matches!(driver, "file" | "host_device" | "null-co" | "null-aio" | "nbd")
+}
+
+/// The format of an image, and whether it was probed.
+///
+/// # Errors
+/// The file cannot be opened or read.
+pub fn format_of(
+    image: &Image,
+    access: Access,
+) -> Result<(&'static dyn FormatDriver, bool), Failure> {
+    if let Some(name) = &image.format {
+        let found = driver(name)
+            .ok_or_else(|| could_not_open(&image.typed, format!("Unknown driver '{name}'")))?;
+        return Ok((found, false));
+    }
+    let Some(path) = image.path() else {
+        return Ok((vdkit::format("raw")?, false));
+    };
+    let lock = if access.share { LockMode::Off } else { LockMode::Auto };
+    let storage = regular(path)
+        .and_then(|()| Ok(FileStorage::open(path, &FileOptions::read_only().lock(lock))?))
+        .map_err(|failure| in_opening(&image.typed, failure))?;
+    match registry().probe(&storage) {
+        Ok(probed) => Ok((probed.driver, probed.fallback)),
+        Err(error) => Err(could_not_open(&image.typed, words(&error))),
+    }
+}
+
+/// Refuses a folder in QEMU's words.
+fn regular(path: &Path) -> Result<(), Failure> {
+    if path.is_dir() {
+        return Err(Failure::new(format!(
+            "'file' driver requires '{}' to be a regular file",
+            path.display()
+        )));
+    }
+    Ok(())
+}
+
+fn in_opening(typed: &str, failure: Failure) -> Failure {
+    could_not_open(typed, failure.text)
+}
+
+/// Warns of writing to an image that was probed as raw.
+pub fn warn_probed_raw(image: &Image) {
+    eprintln!(
+        "WARNING: Image format was not specified for '{}' and probing guessed raw.\n         \
+         Automatically detecting the format is dangerous for raw images, write operations on block 0 \
+         will be restricted.\n         Specify the 'raw' format explicitly to remove the restrictions.",
+        image.shown()
+    );
+}
+
+/// The engine's options for an image.
+///
+/// # Errors
+/// A secret is missing; errors of probing.
+pub fn open_options(
+    image: &Image,
+    access: Access,
+    objects: &Objects,
+) -> Result<OpenOptions, Failure> {
+    let (driver, probed) = format_of(image, access)?;
+    if access.writable && probed {
+        warn_probed_raw(image);
+    }
+    let mut options = OpenOptions::read_only().format(driver.name()).cache(access.cache);
+    options.writable = access.writable;
+    options.lock = !access.share;
+    options.refs = references();
+    options.data_file.clone_from(&image.data_file);
+    options.keys =
+        image.secrets.iter().map(|id| objects.secret(id)).collect::<Result<_, Failure>>()?;
+    options.backing = match &image.backing {
+        _ if access.alone => BackingChoice::Ignore,
+        None => BackingChoice::Follow,
+        Some(None) => BackingChoice::Ignore,
+        Some(Some(backing)) => match backing.path() {
+            Some(path) => {
+                BackingChoice::Override { path: path.into(), format: backing.format.clone() }
+            }
+            None => {
+                return Err(could_not_open(&image.typed, "the backing image must be a file"));
+            }
+        },
+    };
+    Ok(options)
+}
+
+/// Opens an image with its backing chain.
+///
+/// # Errors
+/// `Could not open 'NAME': …`.
+pub fn open(image: &Image, access: Access, objects: &Objects) -> Result<Disk, Failure> {
+    let options = open_options(image, access, objects)?;
+    open_with(image, &options)
+}
+
+/// Opens an image with the engine's own options.
+///
+/// # Errors
+/// `Could not open 'NAME': …`.
+pub fn open_with(image: &Image, options: &OpenOptions) -> Result<Disk, Failure> {
+    let opened = match &image.place {
+        Place::File(path) => Disk::open(&registry(), path, options),
+        Place::Null(_) | Place::Nbd(_) => {
+            return Err(could_not_open(&image.typed, "this place cannot be opened yet"));
+        }
+    };
+    opened.map_err(|error| failed_open(image, options.format.as_deref(), &error))
+}
+
+/// The failure to open an image, in QEMU's words.
+pub fn failed_open(image: &Image, format: Option<&str>, error: &Error) -> Failure {
+    let typed = &image.typed;
+    match (error, image.path(), format.and_then(vdkit_driver)) {
+        (
+            Error::Corrupt(_) | Error::Unsupported { .. } | Error::Limit { .. },
+            Some(path),
+            Some(driver),
+        ) if is_another_format(path, driver) => could_not_open(typed, not_in(driver.name(), path)),
+        _ => could_not_open(typed, words(error)),
+    }
+}
+
+fn vdkit_driver(name: &str) -> Option<&'static dyn FormatDriver> {
+    FORMATS.iter().copied().find(|driver| driver.name() == name)
+}
+
+/// Whether the content of a file is not of the format that the user named.
+fn is_another_format(path: &Path, driver: &dyn FormatDriver) -> bool {
+    let options = FileOptions::read_only().lock(LockMode::Off);
+    let probed = FileStorage::open(path, &options).and_then(|file| registry().probe(&file));
+    probed.is_ok_and(|probed| probed.driver.name() != driver.name())
+}
+
+/// QEMU's words for a file that has not the format that was named.
+fn not_in(format: &str, path: &Path) -> String {
+    match format {
+        "qcow2" => "Image is not in qcow2 format".to_owned(),
+        "vmdk" => "invalid VMDK image descriptor".to_owned(),
+        "vdi" => "Image not in VDI format (bad signature 00000000)".to_owned(),
+        "vhd" | "vpc" => "invalid VPC image".to_owned(),
+        "luks" => "Volume is not in LUKS format".to_owned(),
+        "qcow" | "qed" => {
+            format!("Image not in {} format", if format == "qed" { "QED" } else { "qcow" })
+        }
+        "parallels" => "Image not in Parallels format".to_owned(),
+        _ => format!("Could not open '{}': Invalid argument", path.display()),
+    }
+}

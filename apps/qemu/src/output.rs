@@ -1,0 +1,157 @@
+//! Results on stdout, progress, and the end of a job by a signal.
+
+use std::io::{self, BufWriter, Stdout, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
+use signal_hook::flag;
+use vdkit::{CancelToken, Progress as Sink};
+
+use crate::failure::Failure;
+
+/// Buffered results.
+#[derive(Debug)]
+pub struct Output {
+    out: BufWriter<Stdout>,
+    quiet: bool,
+}
+
+impl Default for Output {
+    fn default() -> Self {
+        Self { out: BufWriter::new(io::stdout()), quiet: false }
+    }
+}
+
+impl Output {
+    /// With `quiet`, [`Output::said`] prints nothing.
+    pub fn quiet(&mut self, quiet: bool) {
+        self.quiet = quiet;
+    }
+
+    /// Prints text that was asked for.
+    ///
+    /// # Errors
+    /// Writing fails.
+    pub fn text(&mut self, text: impl AsRef<str>) -> io::Result<()> {
+        self.out.write_all(text.as_ref().as_bytes())
+    }
+
+    /// Prints a line that was asked for.
+    ///
+    /// # Errors
+    /// Writing fails.
+    pub fn line(&mut self, text: impl AsRef<str>) -> io::Result<()> {
+        self.text(text)?;
+        self.text("\n")
+    }
+
+    /// Prints a line that `-q` suppresses.
+    ///
+    /// # Errors
+    /// Writing fails.
+    pub fn said(&mut self, text: impl AsRef<str>) -> io::Result<()> {
+        if self.quiet { Ok(()) } else { self.line(text) }
+    }
+
+    /// Prints raw bytes.
+    ///
+    /// # Errors
+    /// Writing fails.
+    pub fn bytes(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.out.write_all(bytes)
+    }
+
+    /// Writes out what is buffered.
+    ///
+    /// # Errors
+    /// Writing fails.
+    pub fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
+}
+
+/// A token that SIGINT and SIGTERM cancel: the job cleans up, and the program ends with the code
+/// of QEMU's program that a signal ended.
+///
+/// # Errors
+/// The system refuses the handlers.
+pub fn cancel_on_signal() -> Result<CancelToken, Failure> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        // A second signal ends the process at once; this must be registered first.
+        flag::register_conditional_shutdown(signal, 1, Arc::clone(&stop))
+            .and_then(|_| flag::register(signal, Arc::clone(&stop)))?;
+    }
+    // Exceeding the file size limit is an error then, and not a fatal signal.
+    flag::register(SIGXFSZ, Arc::default())?;
+    Ok(CancelToken::from_flag(stop))
+}
+
+/// Progress as `qemu-img -p` prints it: `    (12.34/100%)`, over itself. Without `-p` SIGUSR1 asks
+/// for one line.
+#[derive(Debug)]
+pub struct Progress {
+    shown: bool,
+    asked: Arc<AtomicBool>,
+    /// The percentage last printed, in hundredths; `u64::MAX` before the first.
+    last: AtomicU64,
+}
+
+impl Progress {
+    /// Shows progress if `shown`, or when SIGUSR1 arrives.
+    ///
+    /// # Errors
+    /// The system refuses the handler.
+    pub fn new(shown: bool) -> Result<Self, Failure> {
+        let asked = Arc::new(AtomicBool::new(false));
+        flag::register(SIGUSR1, Arc::clone(&asked))?;
+        let progress = Self { shown, asked, last: AtomicU64::new(u64::MAX) };
+        progress.show(0);
+        Ok(progress)
+    }
+
+    fn show(&self, hundredths: u64) {
+        let asked = self.asked.swap(false, Ordering::Relaxed);
+        if !self.shown && !asked {
+            return;
+        }
+        // A step is shown when it is at least one percent, as QEMU does.
+        let last = self.last.load(Ordering::Relaxed);
+        let far = last == u64::MAX || hundredths >= last + 100 || hundredths == 10_000;
+        if !asked && (!far || last == hundredths) {
+            return;
+        }
+        self.last.store(hundredths, Ordering::Relaxed);
+        let percent = hundredths as f64 / 100.0;
+        let mut out = io::stdout().lock();
+        // Nothing can be done about a terminal that went away.
+        let _ = match self.shown {
+            true => write!(out, "    ({percent:.2}/100%)\r"),
+            false => writeln!(out, "    ({percent:.2}/100%)"),
+        };
+        let _ = out.flush();
+    }
+
+    /// Prints the end of the line.
+    pub fn finish(&self, complete: bool) {
+        if complete {
+            self.show(10_000);
+        }
+        if self.shown {
+            println!();
+        }
+    }
+}
+
+impl Sink for Progress {
+    fn update(&self, done: u64, total: u64) {
+        if total > 0 {
+            self.show((u128::from(done.min(total)) * 10_000 / u128::from(total)) as u64);
+        }
+    }
+
+    fn message(&self, text: &str) {
+        eprintln!("qemu-img: warning: {text}");
+    }
+}

@@ -1,0 +1,105 @@
+//! Sizes on QEMU's command lines.
+
+use crate::failure::Failure;
+
+/// Why a text is no size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BadSize {
+    /// It is not a number with at most one suffix.
+    Form,
+    /// It is 2^64 or more.
+    Range,
+}
+
+/// Reads `512`, `64k`, `1.5G`, `0x200`; suffixes b, k, m, g, t, p, e in either case mean powers of 1024.
+///
+/// # Errors
+/// See [`BadSize`].
+pub fn parse(text: &str) -> Result<u64, BadSize> {
+    parse_unit(text, 1)
+}
+
+/// As [`parse`]; a number without a suffix counts `unit` bytes.
+///
+/// # Errors
+/// See [`BadSize`].
+pub fn parse_unit(text: &str, unit: u64) -> Result<u64, BadSize> {
+    let text = text.trim_start();
+    if let Some(digits) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        // A hexadecimal number takes no suffix but the unit that is implied.
+        let digits_end = digits.find(|c: char| !c.is_ascii_hexdigit()).unwrap_or(digits.len());
+        if digits_end == 0 || digits_end < digits.len() {
+            return Err(BadSize::Form);
+        }
+        let value = u64::from_str_radix(digits, 16).map_err(|_| BadSize::Range)?;
+        return value.checked_mul(unit).ok_or(BadSize::Range);
+    }
+    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, suffix) = text.split_at(end);
+    let multiple = match suffix.to_ascii_lowercase().as_str() {
+        "" => unit,
+        "b" => 1,
+        "k" => 1 << 10,
+        "m" => 1 << 20,
+        "g" => 1 << 30,
+        "t" => 1 << 40,
+        "p" => 1 << 50,
+        "e" => 1 << 60,
+        _ => return Err(BadSize::Form),
+    };
+    let (whole, fraction) = match number.split_once('.') {
+        Some((whole, fraction)) => (whole, fraction),
+        None => (number, ""),
+    };
+    if whole.is_empty() || fraction.contains('.') {
+        return Err(BadSize::Form);
+    }
+    let whole: u64 = whole.parse().map_err(|_| BadSize::Range)?;
+    // A fraction of a byte is no size.
+    let part = match fraction.trim_end_matches('0') {
+        "" => 0.0,
+        _ if multiple == 1 => return Err(BadSize::Form),
+        digits => format!("0.{digits}").parse::<f64>().map_err(|_| BadSize::Form)?,
+    };
+    let part = (part * multiple as f64 + 0.5) as u64;
+    whole.checked_mul(multiple).and_then(|bytes| bytes.checked_add(part)).ok_or(BadSize::Range)
+}
+
+/// A size that a command takes as an option or operand called `what`.
+///
+/// # Errors
+/// QEMU's words for a wrong size.
+pub fn option(what: &str, text: &str) -> Result<u64, Failure> {
+    match parse(text) {
+        Ok(bytes) if i64::try_from(bytes).is_ok() => Ok(bytes),
+        Ok(_) | Err(BadSize::Range) => Err(Failure::new(format!(
+            "Invalid {what} specified. Must be between 0 and {}.",
+            i64::MAX
+        ))),
+        Err(BadSize::Form) => Err(Failure::new(format!("Invalid {what} specified: '{text}'."))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_as_qemu_reads_them() {
+        for (text, bytes) in [
+            ("0", Ok(0)),
+            ("512", Ok(512)),
+            ("64k", Ok(64 << 10)),
+            ("1.5G", Ok(3 << 29)),
+            ("0x200", Ok(512)),
+            ("16E", Err(BadSize::Range)),
+            ("xx", Err(BadSize::Form)),
+            ("1kk", Err(BadSize::Form)),
+            ("-1", Err(BadSize::Form)),
+            ("1.5", Err(BadSize::Form)),
+            ("", Err(BadSize::Form)),
+        ] {
+            assert_eq!(parse(text), bytes, "{text}");
+        }
+    }
+}
