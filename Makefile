@@ -8,7 +8,7 @@ export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
 .DEFAULT_GOAL := help
 # Recipes are cargo calls that use every core themselves, and their order matters.
 .NOTPARALLEL:
-.PHONY: help build demo test peers lint doc unit bench fuzz clean
+.PHONY: help build demo install install-qemu-names test peers lint doc unit bench fuzz clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -18,6 +18,22 @@ build: ## the command, at target/release/vdkit
 
 demo: ## builds, then converts and checks an image made of this machine's own files
 	scripts/demo
+
+# Where `make install` puts things. DESTDIR is put before it, for those who make packages.
+PREFIX ?= /usr/local
+PLACE = $(DESTDIR)$(PREFIX)
+
+install: build ## the command, man pages and completions, below PREFIX (/usr/local)
+	install -D -m 755 target/release/vdkit $(PLACE)/bin/vdkit
+	install -d $(PLACE)/share/man/man1 $(PLACE)/share/bash-completion/completions \
+		$(PLACE)/share/zsh/site-functions $(PLACE)/share/fish/vendor_completions.d
+	target/release/vdkit man $(PLACE)/share/man/man1
+	target/release/vdkit completions bash > $(PLACE)/share/bash-completion/completions/vdkit
+	target/release/vdkit completions zsh > $(PLACE)/share/zsh/site-functions/_vdkit
+	target/release/vdkit completions fish > $(PLACE)/share/fish/vendor_completions.d/vdkit.fish
+
+install-qemu-names: ## links qemu-img and qemu-nbd to the installed vdkit; QEMU's own stay without REPLACE=1
+	scripts/install-qemu-names $(PLACE)/bin $(if $(REPLACE),--replace)
 
 test: peers lint doc unit ## everything that must hold: installs the peers, then format, lints, documents, tests
 

@@ -101,6 +101,8 @@ pub fn overview() -> String {
 fn overview_help() -> String {
     format!(
         "{}\nSizes take binary units: 512, 64K, 10G, 1.5T. '--json' makes answers for programs.\n\
+         By the names qemu-img and qemu-nbd (links to it; or 'vdkit qemu-img ...') vdkit takes\n\
+         QEMU's options and gives QEMU's answers.\n\
          Exit codes: {EXIT_CODES}.",
         overview()
     )

@@ -51,7 +51,7 @@ pub fn main() -> ExitCode {
     // By its own name, or as `vdkit qemu-img …`.
     for (i, name) in arguments.iter().enumerate().take(2) {
         if let Some(program) = Program::named(name) {
-            return program.run(&arguments[i + 1..]);
+            return program.run(name, &arguments[i + 1..]);
         }
     }
     ExitCode::from(run(arguments) as u8)

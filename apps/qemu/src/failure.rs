@@ -44,21 +44,22 @@ impl Failure {
         Self { code, ..self }
     }
 
-    /// Prints it on stderr.
-    pub fn print(&self, program: &str, command: Option<&str>) {
+    /// Prints it on stderr. `called` is the name by which the program was called: the C library
+    /// prints that one, with the command's name after it.
+    pub fn print(&self, program: &str, called: &str, command: Option<&str>) {
         if self.text.is_empty() {
             return;
         }
-        let whole = match command {
-            Some(command) => format!("{program} {command}"),
-            None => program.to_owned(),
+        let with_command = |name: &str| match command {
+            Some(command) => format!("{name} {command}"),
+            None => name.to_owned(),
         };
         match self.from {
-            Origin::Getopt => eprintln!("{whole}: {}", self.text),
+            Origin::Getopt => eprintln!("{}: {}", with_command(called), self.text),
             Origin::Usage | Origin::Work => eprintln!("{program}: {}", self.text),
         }
         if self.from != Origin::Work {
-            eprintln!("Try '{whole} --help' for more info");
+            eprintln!("Try '{} --help' for more info", with_command(program));
         }
     }
 }

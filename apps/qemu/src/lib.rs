@@ -11,28 +11,37 @@
 //! | `open` | from a name to a disk, with QEMU's defaults |
 //! | `json`, `human` | answers for programs and for people |
 //! | `img` | a file for each subcommand of `qemu-img` |
+//! | `nbd` | `qemu-nbd` |
 
+mod creation;
 mod failure;
 mod getopt;
 mod human;
 mod img;
 mod json;
 mod names;
+mod nbd;
 mod open;
 mod output;
 mod secrets;
 mod sizes;
 mod specific;
+mod storages;
 
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
 use std::process::ExitCode;
+
+/// The version of QEMU whose options and answers these are.
+const QEMU_VERSION: &str = "10.0.2";
 
 /// A program whose name vdkit answers to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Program {
     /// `qemu-img`.
     Img,
+    /// `qemu-nbd`.
+    Nbd,
 }
 
 impl Program {
@@ -40,14 +49,16 @@ impl Program {
     pub fn named(name: &OsStr) -> Option<Self> {
         match Path::new(name).file_name()?.to_str()? {
             "qemu-img" => Some(Self::Img),
+            "qemu-nbd" => Some(Self::Nbd),
             _ => None,
         }
     }
 
-    /// Runs the program with the arguments that follow its name.
-    pub fn run(self, args: &[OsString]) -> ExitCode {
+    /// Runs the program by this name, with the arguments that follow it.
+    pub fn run(self, name: &OsStr, args: &[OsString]) -> ExitCode {
         match self {
-            Self::Img => img::main(args),
+            Self::Img => img::main(&name.to_string_lossy(), args),
+            Self::Nbd => nbd::main(args),
         }
     }
 }

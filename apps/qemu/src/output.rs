@@ -135,7 +135,9 @@ impl Progress {
 
     /// Prints the end of the line.
     pub fn finish(&self, complete: bool) {
-        if complete {
+        if complete && self.shown {
+            // Also if the last step was complete already, as QEMU does.
+            self.last.store(u64::MAX, Ordering::Relaxed);
             self.show(10_000);
         }
         if self.shown {
@@ -154,4 +156,26 @@ impl Sink for Progress {
     fn message(&self, text: &str) {
         eprintln!("qemu-img: warning: {text}");
     }
+}
+
+/// Shows nothing: QEMU's programs do not comment on what is copied.
+#[derive(Clone, Copy, Debug)]
+pub struct Silent;
+
+impl Sink for Silent {
+    fn update(&self, _done: u64, _total: u64) {}
+
+    fn message(&self, _text: &str) {}
+}
+
+/// Shows progress and no messages.
+#[derive(Clone, Copy, Debug)]
+pub struct WithoutMessages<'a>(pub &'a Progress);
+
+impl Sink for WithoutMessages<'_> {
+    fn update(&self, done: u64, total: u64) {
+        self.0.update(done, total);
+    }
+
+    fn message(&self, _text: &str) {}
 }

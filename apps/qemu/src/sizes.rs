@@ -80,6 +80,24 @@ pub fn option(what: &str, text: &str) -> Result<u64, Failure> {
     }
 }
 
+/// A number or size that a command takes as an option called `what`, within bounds.
+///
+/// # Errors
+/// QEMU's words for a wrong number.
+pub fn within(what: &str, text: &str, least: u64, most: u64) -> Result<u64, Failure> {
+    let digits = text.trim_start().strip_prefix('-');
+    let negative = digits.is_some_and(|digits| parse(digits).is_ok());
+    match parse(text) {
+        Ok(value) if (least..=most).contains(&value) => Ok(value),
+        Err(BadSize::Form) if !negative => {
+            Err(Failure::new(format!("Invalid {what} specified: '{text}'.")))
+        }
+        _ => Err(Failure::new(format!(
+            "Invalid {what} specified. Must be between {least} and {most}."
+        ))),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -72,6 +72,12 @@ pub struct ImageInfo {
     pub snapshots: Vec<SnapshotInfo>,
     /// Persistent dirty bitmaps.
     pub bitmaps: Vec<BitmapInfo>,
+    /// The header with the key slots, if the image is encrypted with one that is readable.
+    #[serde(skip)]
+    pub key_header: Option<KeyHeader>,
+    /// The pieces of a disk that a list in the metadata names, in the disk's order (VMDK).
+    #[serde(skip)]
+    pub extents: Vec<ExtentInfo>,
     /// Format-specific properties, in a fixed order, as (key, value) texts.
     pub properties: Vec<(String, String)>,
 }
@@ -96,6 +102,8 @@ impl ImageInfo {
             data_file_raw: false,
             snapshots: Vec::new(),
             bitmaps: Vec::new(),
+            key_header: None,
+            extents: Vec::new(),
             properties: Vec::new(),
         }
     }
@@ -159,6 +167,53 @@ pub struct BitmapInfo {
     pub in_use: bool,
     /// Records writes.
     pub enabled: bool,
+}
+
+/// The header of an encrypted image (LUKS).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeyHeader {
+    /// The cipher, such as `aes`.
+    pub cipher: String,
+    /// Mode of the cipher and how a sector's number enters it, such as `xts-plain64`.
+    pub mode: String,
+    /// Bits of the image's key.
+    pub key_bits: u64,
+    /// Hash of the key derivation.
+    pub hash: String,
+    /// The image's id.
+    pub uuid: String,
+    /// Bytes from the start of the header to the encrypted data.
+    pub payload_offset: u64,
+    /// Rounds of the derivation of the image key's digest.
+    pub digest_iterations: u64,
+    /// All key slots.
+    pub slots: Vec<KeySlotInfo>,
+}
+
+/// A key slot, as the header describes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeySlotInfo {
+    /// It holds a key.
+    pub active: bool,
+    /// Rounds of the key derivation, if active.
+    pub iterations: u64,
+    /// Bytes from the start of the header to the key material.
+    pub material_offset: u64,
+    /// Number of stripes of the key material.
+    pub stripes: u64,
+}
+
+/// A piece of a disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExtentInfo {
+    /// Bytes of the disk.
+    pub guest_bytes: u64,
+    /// The file, as the metadata names it; `None` is the image itself.
+    pub file: Option<String>,
+    /// How its bytes are stored, in the format's own word.
+    pub kind: &'static str,
+    /// Its bytes are compressed, as far as the image's own file says.
+    pub compressed: bool,
 }
 
 /// Arguments of [`FormatDriver::open`]. The caller opens other files, under its policy.

@@ -66,8 +66,8 @@ pub use codec::{Codec, CompressionSpec};
 pub use compact::{CompactOptions, CompactReport, LeftAlone, compact_flat, punch_zeroes};
 pub use driver::{
     AmendRequest, Amendment, BitmapInfo, CheckReport, Compaction, CreateRequest, Creation,
-    DriverInfo, Finding, FormatDriver, ImageInfo, KeyedImages, Measured, NotedTime, OpenRequest,
-    Probe, Repair, Severity, SnapshotInfo,
+    DriverInfo, ExtentInfo, Finding, FormatDriver, ImageInfo, KeyHeader, KeySlotInfo, KeyedImages,
+    Measured, NotedTime, OpenRequest, Probe, Repair, Severity, SnapshotInfo,
 };
 pub use encryption::{
     CIPHER_SECTOR_BYTES, Encryption, KeySlot, KeySlots, Secret, SectorCipher, SectorNumbering,

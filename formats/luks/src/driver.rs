@@ -57,6 +57,7 @@ impl FormatDriver for LuksDriver {
         let virtual_size = guest_bytes_of(&header, &**storage)?;
         Ok(ImageInfo {
             encryption: Some("luks".to_owned()),
+            key_header: Some(header.describe()),
             properties,
             ..ImageInfo::new(self.info().name, virtual_size)
         })

@@ -6,7 +6,7 @@
 use std::ops::Range;
 use vdkit_block::bytes::{array, be16, be32};
 
-use vdkit_block::{Error, HostOffset, Result, Storage};
+use vdkit_block::{Error, HostOffset, KeyHeader, KeySlotInfo, Result, Storage};
 
 use crate::cipher::{CipherSpec, KNOWN};
 use crate::hash::{HASH_NAMES, Hash};
@@ -312,6 +312,26 @@ impl Header {
             put(field::SLOTS + number * field::SLOT_BYTES, &slot.encode());
         }
         out
+    }
+
+    /// The header as [`vdkit_block::ImageInfo`] describes it.
+    pub fn describe(&self) -> KeyHeader {
+        let slot = |slot: &Slot| KeySlotInfo {
+            active: slot.active,
+            iterations: u64::from(slot.iterations),
+            material_offset: u64::from(slot.material) * SECTOR_BYTES,
+            stripes: STRIPES as u64,
+        };
+        KeyHeader {
+            cipher: self.cipher_name.clone(),
+            mode: self.cipher_mode.clone(),
+            key_bits: u64::from(self.key_bytes) * 8,
+            hash: self.hash_name.clone(),
+            uuid: self.uuid.clone(),
+            payload_offset: self.payload_offset(),
+            digest_iterations: u64::from(self.digest_iterations),
+            slots: self.slots.iter().map(slot).collect(),
+        }
     }
 
     /// The encryption properties of an image, as (key, value) texts.

@@ -1,6 +1,6 @@
 //! Describes an image.
 
-use vdkit_block::{ImageInfo, Limits, Result, Storage};
+use vdkit_block::{ImageInfo, KeyHeader, Limits, Result, Storage};
 
 use crate::bitmaps::Bitmaps;
 use crate::encrypted::luks_place;
@@ -27,8 +27,11 @@ pub(crate) fn describe(storage: &dyn Storage, limits: &Limits) -> Result<ImageIn
     };
     let bitmaps = Bitmaps::read(storage, &header, limits)?;
     let mut properties = properties(&header, &bitmaps);
+    let mut key_header = None;
     if header.encryption == Encryption::Luks {
-        properties.extend(encryption_properties(&header, storage));
+        let (described, more) = key_header_of(&header, storage);
+        key_header = described;
+        properties.extend(more);
     }
     Ok(ImageInfo {
         format: "qcow2",
@@ -54,16 +57,21 @@ pub(crate) fn describe(storage: &dyn Storage, limits: &Limits) -> Result<ImageIn
             Bitmaps::Valid(bitmaps) => bitmaps.iter().map(|b| b.info()).collect(),
             Bitmaps::None | Bitmaps::Stale(_) => Vec::new(),
         },
+        key_header,
+        extents: Vec::new(),
         properties,
         backing_file: header.backing_name,
     })
 }
 
-/// Properties of the LUKS header. Damage is reported as a property; opening the image fails on it.
-fn encryption_properties(header: &Header, storage: &dyn Storage) -> Vec<(String, String)> {
+/// The LUKS header and its properties. Damage is reported as a property; opening the image fails on it.
+fn key_header_of(
+    header: &Header,
+    storage: &dyn Storage,
+) -> (Option<KeyHeader>, Vec<(String, String)>) {
     match luks_place(header, storage).and_then(|place| vdkit_luks::Header::read(storage, place)) {
-        Ok(luks) => luks.properties(),
-        Err(error) => vec![("encryption-fault".to_owned(), error.to_string())],
+        Ok(luks) => (Some(luks.describe()), luks.properties()),
+        Err(error) => (None, vec![("encryption-fault".to_owned(), error.to_string())]),
     }
 }
 

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use vdkit_block::{ImageInfo, Limits, Result, Storage};
+use vdkit_block::{ExtentInfo, ImageInfo, Limits, Result, Storage};
 
-use crate::descriptor::NO_PARENT;
-use crate::header::flag;
+use crate::descriptor::{ExtentType, NO_PARENT};
+use crate::header::{SECTOR, flag};
 use crate::source::{AnyHeader, Source};
 
 /// As [`vdkit_block::FormatDriver::describe`].
@@ -42,6 +42,7 @@ pub(crate) fn describe(storage: &Arc<dyn Storage>, limits: &Limits) -> Result<Im
             property("extents", descriptor.extents.len().to_string());
         }
     }
+    info.extents = extents(&source, info.virtual_size);
     if let Some(header) = &source.header {
         info.cluster_size = Some(header.grain_bytes());
         let kind = match header {
@@ -60,4 +61,26 @@ pub(crate) fn describe(storage: &Arc<dyn Storage>, limits: &Limits) -> Result<Im
     }
     info.properties = properties;
     Ok(info)
+}
+
+/// The pieces of the disk.
+fn extents(source: &Source, guest_bytes: u64) -> Vec<ExtentInfo> {
+    if let Some(header) = &source.header {
+        let compressed = matches!(header, AnyHeader::Hosted(header) if header.is_compressed());
+        return vec![ExtentInfo { guest_bytes, file: None, kind: "SPARSE", compressed }];
+    }
+    let lines = source.placed.iter().flat_map(|placed| &placed.descriptor.extents);
+    lines
+        .map(|line| ExtentInfo {
+            guest_bytes: line.sectors.saturating_mul(SECTOR),
+            file: (line.kind != ExtentType::Zero).then(|| line.name.clone()),
+            kind: match line.kind {
+                ExtentType::Flat => "FLAT",
+                ExtentType::Sparse => "SPARSE",
+                ExtentType::SeSparse => "SESPARSE",
+                ExtentType::Zero => "ZERO",
+            },
+            compressed: false,
+        })
+        .collect()
 }

@@ -294,6 +294,7 @@ fn move_all(
         zero_max: zero_max(base),
         layers: usize::MAX,
         skip_absent: true,
+        fill: false,
     };
     let moving = MoveOptions {
         threads,

@@ -38,6 +38,9 @@ pub struct ConvertOptions {
     pub threads: Option<usize>,
     /// Granularity in bytes of zero detection; `None` disables it.
     pub detect_zeroes: Option<u32>,
+    /// Write zeroes like data: the target allocates space for the whole disk. Zeroes are not
+    /// detected then.
+    pub fill: bool,
     /// Read everything back and compare.
     pub verify: bool,
     /// Maximum bytes per second.
@@ -60,6 +63,9 @@ pub struct Backing {
     pub path: PathBuf,
     /// How to open it. [`ConvertOptions::keys`] are tried too.
     pub opening: OpenOptions,
+    /// If the source's chain does not have it: the caller says that it shows what the source shows
+    /// beneath its first image. Without this such a backing image is refused.
+    pub trusted: bool,
 }
 
 impl Backing {
@@ -78,6 +84,7 @@ impl ConvertOptions {
             compress: None,
             threads: None,
             detect_zeroes: Some(4096),
+            fill: false,
             verify: false,
             rate: None,
             backing: None,
@@ -278,9 +285,13 @@ impl Moving {
         let mut plan = plan_options(compress.is_some(), target, layers);
         // Zero detection has to read the bytes.
         plan.in_kernel &= options.detect_zeroes.is_none();
+        plan.fill = options.fill;
         let options = MoveOptions {
             threads: options.threads,
-            detect_zeroes: options.detect_zeroes.map(|step| step as usize),
+            detect_zeroes: options
+                .detect_zeroes
+                .filter(|_| !options.fill)
+                .map(|step| step as usize),
             compress,
             in_order: target.is_some_and(|disk| disk.top().storage().caps().sequential),
             // New space already reads as zero, except where zeroes must hide a backing image.
@@ -385,6 +396,7 @@ fn plan_options(compressed: bool, target: Option<&Disk>, layers: usize) -> PlanO
             zero_max: u64::MAX,
             layers,
             skip_absent: false,
+            fill: false,
         };
     }
     let caps = target.map(|t| t.top().caps());
@@ -406,6 +418,7 @@ fn plan_options(compressed: bool, target: Option<&Disk>, layers: usize) -> PlanO
         zero_max: target.map_or(u64::MAX, zero_max),
         layers,
         skip_absent: layers != usize::MAX,
+        fill: false,
     }
 }
 
@@ -430,7 +443,8 @@ impl Base {
             return Err(Error::Invalid("--backing needs one source, not several pieces".into()));
         };
         let same = |path: &Path| same_file(path, &backing.path);
-        let Some(layers) = disk.layers().iter().skip(1).position(|l| same(l.path())) else {
+        let found = disk.layers().iter().skip(1).position(|l| same(l.path()));
+        let Some(layers) = found.or(backing.trusted.then_some(0)) else {
             return Err(Error::Invalid(format!(
                 "{}: does not stand on {}; convert without --backing, or rebase it first",
                 disk.name(),

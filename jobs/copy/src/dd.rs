@@ -25,12 +25,22 @@ pub struct DdOptions {
     pub sparse: bool,
     /// Sync the target at the end, and the name of a new one.
     pub sync: bool,
+    /// A new target's size is rounded up to a multiple of this.
+    pub size_unit: u64,
 }
 
 impl Default for DdOptions {
     /// The whole source, in blocks of 512 bytes.
     fn default() -> Self {
-        Self { block_bytes: 512, count: None, skip: 0, seek: 0, sparse: false, sync: false }
+        Self {
+            block_bytes: 512,
+            count: None,
+            skip: 0,
+            seek: 0,
+            sparse: false,
+            sync: false,
+            size_unit: 1,
+        }
     }
 }
 
@@ -156,7 +166,8 @@ pub fn dd_new(
     monitor: &Monitor<'_>,
 ) -> Result<DdReport> {
     let plan = DdPlan::new(source.guest_bytes(), options)?;
-    let mut target = Target::create(registry, new, plan.target_bytes()?, None, &monitor.cancel)?;
+    let bytes = plan.target_bytes()?.next_multiple_of(options.size_unit.max(1));
+    let mut target = Target::create(registry, new, bytes, None, &monitor.cancel)?;
     if options.sync {
         target.make_durable();
     }

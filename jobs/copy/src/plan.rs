@@ -73,6 +73,8 @@ pub struct PlanOptions {
     pub layers: usize,
     /// Skip bytes that those layers do not hold, instead of zeroing them.
     pub skip_absent: bool,
+    /// Copy zeroes like data, so that the target allocates space for them.
+    pub fill: bool,
 }
 
 /// A run of the source, with holes of host files distinguished from data.
@@ -184,6 +186,12 @@ impl<'a> Planner<'a> {
         let PlanOptions { grid, chunk, .. } = self.options;
         let Some((kind, mut end)) = self.cells(self.at)? else { return Ok(None) };
         match kind {
+            Cell::Absent if self.options.skip_absent => return Ok(Some((kind, end))),
+            // Copied like data, up to the end of the chunk.
+            Cell::Absent | Cell::Zero if self.options.fill => {
+                let limit = align_down(self.at, chunk) + chunk;
+                return Ok(Some((Cell::Copy, end.min(limit))));
+            }
             Cell::Absent | Cell::Zero => {
                 let limit = self.at.saturating_add(self.options.zero_max);
                 return Ok(Some((kind, end.min(limit))));

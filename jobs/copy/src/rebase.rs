@@ -176,8 +176,8 @@ fn find(
         Some(folder) => folder.join(&backing.name),
         None => PathBuf::from(&backing.name),
     };
-    if !path.exists() && header_only {
-        // It may be created later.
+    if header_only && !(backing.open && path.exists()) {
+        // It may be created later, or the caller knows better.
         return NewBacking { open: false, ..backing.clone() }.find(registry, image, opening);
     }
     let looking = OpenOptions { lock: false, ..opening.of_other(backing.format.clone()) };

@@ -492,6 +492,7 @@ impl ConvertArgs {
         let backing = found.map(|found| Backing {
             path: found.path,
             opening: self.source_options().of_other(found.reference.format),
+            trusted: false,
         });
         Ok(Goal { destination, compress, backing })
     }

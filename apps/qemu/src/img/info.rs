@@ -7,14 +7,14 @@ use vdkit::{BackingChoice, ChainLink, SnapshotInfo, describe_chain};
 use super::{
     Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, one_image, wants_json,
 };
-use crate::failure::Failure;
-use crate::getopt::{Parsed, long, valued};
+use crate::failure::{Failure, could_not_open};
+use crate::getopt::{Parsed, flag, valued};
 use crate::human;
-use crate::json::{Dict, Value, pretty};
-use crate::names::Image;
+use crate::json::{Dict, Value, pretty, quote};
+use crate::names::{Flat, Image, Place};
 use crate::open::{Access, Named, failed_open, open_options, qemu_name, registry};
 use crate::secrets::Objects;
-use crate::specific;
+use crate::specific::{self, ExtentFile};
 
 /// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
@@ -24,7 +24,7 @@ pub const COMMAND: Command = Command {
     options: &[
         FORMAT,
         IMAGE_OPTS,
-        long("backing-chain", None, "describe each image of the backing chain"),
+        flag('b', "backing-chain", "describe each image of the backing chain"),
         FORCE_SHARE,
         valued('t', "cache", "CACHE", "cache mode"),
         OUTPUT,
@@ -40,6 +40,38 @@ struct Described {
     name: String,
     /// The path of the backing file, if the image names one.
     backing: Option<String>,
+    /// The files of its extents.
+    extents: Vec<ExtentFile>,
+    /// The file itself is described, not its content.
+    protocol: bool,
+}
+
+impl Described {
+    /// Shows the part of the file that is the disk, and names it as QEMU does.
+    fn show_window(&mut self, named: &Named<'_>, window: Option<(u64, Option<u64>)>) {
+        let Some((offset, bytes)) = window else { return };
+        let rest = self.link.info.virtual_size.saturating_sub(offset);
+        self.link.info.virtual_size = bytes.unwrap_or(rest);
+        let mut flat = properties(named).unwrap_or_default();
+        let file = Dict::default().with("driver", "file").with("filename", self.name.as_str());
+        let dict = Dict::default()
+            .with("driver", "raw")
+            .with("file", file)
+            .with_some("offset", flat.take("offset"))
+            .with_some("size", flat.take("size"));
+        self.name = format!("json:{}", inline(&dict.into()));
+    }
+
+    /// Bytes of a cluster; QEMU names none for parallels.
+    fn cluster_size(&self) -> Option<u64> {
+        self.link.info.cluster_size.filter(|_| self.link.info.format != "parallels")
+    }
+
+    /// Bytes that the image takes in all of its files.
+    fn allocated(&self) -> u64 {
+        let extents = self.extents.iter().map(|extent| extent.allocated).sum::<u64>();
+        self.link.host.allocated_bytes + extents
+    }
 }
 
 fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
@@ -53,7 +85,15 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let image = named.parse()?;
     let chain = parsed.has("backing-chain");
     let access = Access { share: parsed.has("force-share"), ..Access::read() };
-    let (images, broken) = describe(&image, chain, access, &objects)?;
+    if let Place::Null(bytes) = image.place {
+        null(&named, bytes, json, call)?;
+        return Ok(0);
+    }
+    let mut images = describe(&image, chain, access, &objects)?;
+    if let Some(top) = images.first_mut() {
+        top.protocol = driver(&named).is_some_and(|driver| driver == "file");
+        top.show_window(&named, image.window);
+    }
     if json {
         let mut values: Vec<Value> = images.iter().map(|image| value(image).into()).collect();
         let whole = match (chain, values.pop()) {
@@ -68,9 +108,79 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         let texts: Vec<_> = images.iter().map(text).collect();
         call.out.text(texts.join("\n"))?;
     }
-    match broken {
-        Some(failure) => Err(failure),
-        None => Ok(0),
+    Ok(0)
+}
+
+/// The driver that the name or `-f` asks for.
+fn driver(named: &Named<'_>) -> Option<String> {
+    if let Some(format) = named.format {
+        return Some(format.to_owned());
+    }
+    properties(named)?.take("driver")
+}
+
+/// The properties that make up a name.
+fn properties(named: &Named<'_>) -> Option<Flat> {
+    match named.text.strip_prefix("json:") {
+        Some(json) => Flat::from_json(json).ok(),
+        None if named.options => Flat::from_keys(named.text, Some("file")).ok(),
+        None => None,
+    }
+}
+
+/// Describes a disk that is in no file.
+fn null(named: &Named<'_>, bytes: u64, json: bool, call: &mut Call) -> Result<(), Failure> {
+    let direct = driver(named).is_some_and(|driver| driver.starts_with("null-"));
+    let mut name = "null-co://".to_owned();
+    if let Some(size) = properties(named).and_then(|mut flat| flat.take("size")) {
+        let dict = Dict::default().with("driver", "null-co").with("size", size);
+        name = format!("json:{}", inline(&dict.into()));
+    }
+    if !json {
+        let size = human::size(bytes);
+        let format = if direct { "null-co" } else { "raw" };
+        call.out.text(format!(
+            "image: {name}\nfile format: {format}\nvirtual size: {size} ({bytes} bytes)\ndisk size: 0 B\n"
+        ))?;
+        if !direct {
+            call.out.text(format!(
+                "Child node '/file':\n    filename: {name}\n    protocol type: null-co\n    file length: \
+                 {size} ({bytes} bytes)\n    disk size: 0 B\n"
+            ))?;
+        }
+        return Ok(());
+    }
+    let of = |format: &str| {
+        Dict::default()
+            .with("filename", name.as_str())
+            .with("format", format)
+            .with("actual-size", 0_u64)
+            .with("virtual-size", bytes)
+    };
+    let below = of("null-co").with("children", Vec::new());
+    let whole = match direct {
+        true => below,
+        false => {
+            let child = Dict::default().with("name", "file").with("info", below);
+            of("raw").with("children", vec![child.into()])
+        }
+    };
+    call.out.line(pretty(&whole.into()))?;
+    Ok(())
+}
+
+/// A value on one line, as it stands in a name.
+fn inline(value: &Value) -> String {
+    match value {
+        Value::Dict(dict) => {
+            let members = dict.in_order().into_iter().map(|(key, value)| {
+                let mut text = String::new();
+                quote(&mut text, key);
+                text + ": " + &inline(value)
+            });
+            format!("{{{}}}", members.collect::<Vec<_>>().join(", "))
+        }
+        other => pretty(other),
     }
 }
 
@@ -79,7 +189,7 @@ fn describe(
     chain: bool,
     access: Access,
     objects: &Objects,
-) -> Result<(Vec<Described>, Option<Failure>), Failure> {
+) -> Result<Vec<Described>, Failure> {
     let mut options = open_options(image, access, objects)?;
     if !chain {
         options.backing = BackingChoice::Ignore;
@@ -92,17 +202,28 @@ fn describe(
     };
     let report = describe_chain(&registry(), path, &options)
         .map_err(|error| failed_open(image, options.format.as_deref(), &error))?;
-    let described = report
-        .links
-        .into_iter()
-        .map(|link| Described {
+    if let Some(error) = report.broken {
+        let why = crate::failure::words(&error);
+        let why = why.strip_prefix("Could not open backing file: ").unwrap_or(&why);
+        let name = why.split('\'').nth(1).unwrap_or(&image.typed);
+        return Err(could_not_open(name, why));
+    }
+    let mut images = Vec::new();
+    for mut link in report.links {
+        let extents = specific::extent_files(&link)
+            .map_err(|error| could_not_open(&image.typed, crate::failure::words(&error)))?;
+        if link.info.format == "vmdk" && link.info.cluster_size.is_none() {
+            link.info.cluster_size = extents.iter().find_map(|extent| extent.cluster);
+        }
+        images.push(Described {
             name: link.path.display().to_string(),
             backing: link.info.backing_file.as_deref().map(|name| beside(&link.path, name)),
+            extents,
+            protocol: false,
             link,
-        })
-        .collect();
-    let broken = report.broken.map(|error| Failure::new(crate::failure::words(&error)));
-    Ok((described, broken))
+        });
+    }
+    Ok(images)
 }
 
 /// The path that a relative name in an image means.
@@ -135,7 +256,11 @@ fn file_value(name: &str, bytes: u64, allocated: u64) -> Dict {
 }
 
 fn value(image: &Described) -> Dict {
-    let (info, host) = (&image.link.info, &image.link.host);
+    let info = &image.link.info;
+    if image.protocol {
+        let host = &image.link.host;
+        return file_value(&image.name, host.file_bytes, host.allocated_bytes);
+    }
     let snapshots: Vec<Value> = info.snapshots.iter().map(|one| snapshot(one).into()).collect();
     let format = qemu_name(info.format);
     let children: Vec<Value> = children(image)
@@ -151,18 +276,21 @@ fn value(image: &Described) -> Dict {
     let mut dict = Dict::default()
         .with("filename", image.name.as_str())
         .with("format", format)
-        .with("dirty-flag", info.dirty && format != "qed")
-        .with("actual-size", host.allocated_bytes)
+        .with("actual-size", image.allocated())
         .with("virtual-size", info.virtual_size)
-        .with_some("cluster-size", info.cluster_size)
+        .with_some("cluster-size", image.cluster_size())
         .with_some("encrypted", info.encryption.is_some().then_some(true))
         .with_some("backing-filename", info.backing_file.as_deref())
         .with_some("full-backing-filename", image.backing.as_deref())
         .with_some("backing-filename-format", backing_format);
+    // QEMU's driver for parallels describes nothing but the size.
+    if format != "parallels" {
+        dict.put("dirty-flag", info.dirty && format == "qcow2");
+    }
     if !snapshots.is_empty() {
         dict.put("snapshots", snapshots);
     }
-    if let Some(data) = specific::of(&image.link) {
+    if let Some(data) = specific::of(&image.link, &image.extents) {
         dict.put("format-specific", Dict::default().with("type", format).with("data", data));
     }
     dict.with("children", children)
@@ -172,8 +300,23 @@ fn value(image: &Described) -> Dict {
 /// in which QEMU lists them.
 fn children(image: &Described) -> Vec<(String, String, u64, u64)> {
     let host = &image.link.host;
-    let mut files = specific::extent_files(&image.link);
-    files.push(("file".to_owned(), image.name.clone(), host.file_bytes, host.allocated_bytes));
+    if image.protocol {
+        return Vec::new();
+    }
+    // The newest child comes first.
+    let extents = image.extents.iter().enumerate().rev();
+    let mut files: Vec<_> = extents
+        .filter_map(|(i, extent)| {
+            let path = extent.path.as_ref()?.display().to_string();
+            Some((format!("extents.{i}"), path, extent.bytes, extent.allocated))
+        })
+        .collect();
+    files.push((
+        "file".to_owned(),
+        image.link.path.display().to_string(),
+        host.file_bytes,
+        host.allocated_bytes,
+    ));
     files
 }
 
@@ -191,19 +334,19 @@ fn snapshot(one: &SnapshotInfo) -> Dict {
 }
 
 fn text(image: &Described) -> String {
-    let (info, host) = (&image.link.info, &image.link.host);
+    let info = &image.link.info;
     let mut text = format!(
         "image: {}\nfile format: {}\nvirtual size: {} ({} bytes)\ndisk size: {}\n",
         image.name,
-        qemu_name(info.format),
+        if image.protocol { "file" } else { qemu_name(info.format) },
         human::size(info.virtual_size),
         info.virtual_size,
-        human::size(host.allocated_bytes),
+        human::size(image.allocated()),
     );
     if info.encryption.is_some() {
         text += "encrypted: yes\n";
     }
-    if let Some(bytes) = info.cluster_size {
+    if let Some(bytes) = image.cluster_size() {
         text += &format!("cluster_size: {bytes}\n");
     }
     if info.dirty && info.format == "qcow2" {
@@ -219,11 +362,8 @@ fn text(image: &Described) -> String {
             text += &format!("backing file format: {}\n", qemu_name(format));
         }
     }
-    if !info.snapshots.is_empty() {
-        text += "Snapshot list:\n";
-        text += &super::snapshot::table(&info.snapshots);
-    }
-    if let Some(data) = specific::of(&image.link).filter(|data| !data.is_empty()) {
+    text += &super::snapshot::list(&info.snapshots);
+    if let Some(data) = specific::of(&image.link, &image.extents).filter(|data| !data.is_empty()) {
         text += "Format specific information:\n";
         human::dump(&mut text, &data.into(), 1);
     }

@@ -1,7 +1,22 @@
 //! `qemu-img`: the table of subcommands, the options before the subcommand, and help.
 
+mod amend;
+mod bench;
+mod bitmap;
+mod check;
+mod commit;
+mod compare;
+mod convert;
+mod create;
+mod dd;
 mod info;
+mod map;
+mod measure;
+mod opening;
+mod rebase;
+mod resize;
 mod snapshot;
+mod time;
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -9,9 +24,6 @@ use std::process::ExitCode;
 use crate::failure::{Failure, Origin};
 use crate::getopt::{self, Opt, Parsed, flag, long, valued};
 use crate::output::Output;
-
-/// The version of QEMU whose options and answers these are.
-const QEMU_VERSION: &str = "10.0.2";
 
 /// A subcommand.
 #[derive(Clone, Copy, Debug)]
@@ -36,7 +48,23 @@ pub struct Call {
 }
 
 /// All subcommands.
-pub const COMMANDS: &[Command] = &[info::COMMAND];
+pub const COMMANDS: &[Command] = &[
+    amend::COMMAND,
+    bench::COMMAND,
+    bitmap::COMMAND,
+    check::COMMAND,
+    commit::COMMAND,
+    compare::COMMAND,
+    convert::COMMAND,
+    create::COMMAND,
+    dd::COMMAND,
+    info::COMMAND,
+    map::COMMAND,
+    measure::COMMAND,
+    rebase::COMMAND,
+    resize::COMMAND,
+    snapshot::COMMAND,
+];
 
 const PROGRAM: &str = "qemu-img";
 
@@ -69,8 +97,8 @@ pub const CACHE: Opt = valued('t', "cache", "CACHE", "cache mode of the image th
 pub const SRC_CACHE: Opt =
     valued('T', "source-cache", "CACHE", "cache mode of the images that are read");
 
-/// Runs `qemu-img` with these arguments.
-pub fn main(args: &[OsString]) -> ExitCode {
+/// Runs `qemu-img`, which was called by `name`, with these arguments.
+pub fn main(name: &str, args: &[OsString]) -> ExitCode {
     let mut call = Call::default();
     let ended = standard(args, &mut call);
     let flushed = call.out.flush();
@@ -78,7 +106,7 @@ pub fn main(args: &[OsString]) -> ExitCode {
         (Ok(code), Ok(())) => ExitCode::from(code),
         (Ok(_), Err(_)) => ExitCode::FAILURE,
         (Err((failure, command)), _) => {
-            failure.print(PROGRAM, command);
+            failure.print(PROGRAM, name, command);
             ExitCode::from(failure.code)
         }
     }
@@ -108,6 +136,8 @@ fn standard(args: &[OsString], call: &mut Call) -> Ended {
     let rest = &args[args.len() + 1 - parsed.operands.len()..];
     let mut options = command.options.to_vec();
     options.push(flag('h', "help", "print this help"));
+    let signed = command.name == "resize";
+    let rest = if signed { &signed_operands_last(rest) } else { rest };
     let parsed = getopt::parse(rest, &options, false).map_err(|text| own(getopt(text)))?;
     if parsed.has("help") {
         call.out.text(help_of(command, &options)).map_err(|error| own(error.into()))?;
@@ -116,10 +146,22 @@ fn standard(args: &[OsString], call: &mut Call) -> Ended {
     (command.run)(&parsed, call).map_err(own)
 }
 
+/// Moves operands such as `-1M` behind `--`: no option of the command is a digit.
+fn signed_operands_last(args: &[OsString]) -> Vec<OsString> {
+    let end = args.iter().position(|arg| arg == "--").unwrap_or(args.len());
+    let signed = |arg: &&OsString| matches!(arg.as_encoded_bytes(), [b'-', digit, ..] if digit.is_ascii_digit());
+    let before = &args[..end];
+    let kept = before.iter().filter(|arg| !signed(arg));
+    let moved = before.iter().filter(signed);
+    let dashes = OsString::from("--");
+    kept.chain([&dashes]).chain(moved).chain(args.iter().skip(end + 1)).cloned().collect()
+}
+
 fn version() -> String {
     format!(
-        "qemu-img version {QEMU_VERSION} (vdkit {})\n\
+        "qemu-img version {} (vdkit {})\n\
          vdkit's own engine, with the options and answers of this version of QEMU.\n",
+        crate::QEMU_VERSION,
         env!("CARGO_PKG_VERSION")
     )
 }

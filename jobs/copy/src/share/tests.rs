@@ -56,6 +56,7 @@ fn move_all(source: &Source, target: &Disk, grid: u64) -> vdkit_block::Result<Mo
         zero_max: u64::MAX,
         layers: usize::MAX,
         skip_absent: false,
+        fill: false,
     };
     let moving = MoveOptions {
         threads: Some(2),

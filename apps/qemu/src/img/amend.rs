@@ -1,0 +1,444 @@
+//! `qemu-img amend`: changes options of an image, and the keys of an encrypted one.
+
+use vdkit::jobs::{self, ResizeOptions};
+use vdkit::{Error, ImageInfo, Monitor, OpenOptions, Progress as Sink};
+
+use super::{CACHE, Call, Command, FORMAT, IMAGE_OPTS, OBJECT, PROGRESS, QUIET, opening};
+use crate::creation::{self, Asked, Kind, asked, bad_size};
+use crate::failure::{Failure, words};
+use crate::getopt::{Parsed, long, valued};
+use crate::names::Image;
+use crate::open::{Access, open, open_options, qemu_name, registry};
+use crate::output::{Progress, cancel_on_signal};
+use crate::secrets::Objects;
+use crate::sizes;
+
+/// Entry in the table of subcommands.
+pub const COMMAND: Command = Command {
+    name: "amend",
+    about: "Change options of an image",
+    operands: "FILE",
+    options: &[
+        QUIET,
+        PROGRESS,
+        FORMAT,
+        IMAGE_OPTS,
+        CACHE,
+        long("force", None, "also changes that may make all data unreadable"),
+        valued('o', "options", "OPTIONS", "the options with their new values"),
+        OBJECT,
+    ],
+    run,
+};
+
+/// An option that can be changed: its name, type and a line of help.
+type Key = (&'static str, Kind, &'static str);
+
+const LUKS: &[Key] = &[
+    ("iter-time", Kind::Number, "milliseconds of the key derivation"),
+    ("keyslot", Kind::Number, "the one key slot that is changed"),
+    ("new-secret", Kind::Text, "id of the secret that a key slot gets"),
+    ("old-secret", Kind::Text, "id of the secret whose key slots are changed"),
+    ("state", Kind::Text, "new state of the key slots: active or inactive"),
+];
+
+const QCOW2: &[Key] = &[
+    ("backing_file", Kind::Text, "name of the backing image"),
+    ("backing_fmt", Kind::Text, "format of the backing image"),
+    ("compat", Kind::Text, "version of the format: v2 (0.10) or v3 (1.1)"),
+    ("data_file", Kind::Text, "name of the file for guest data"),
+    ("data_file_raw", Kind::Switch, "the data file stays readable as a raw image"),
+    ("encrypt.iter-time", Kind::Number, "milliseconds of the key derivation"),
+    ("encrypt.keyslot", Kind::Number, "the one key slot that is changed"),
+    ("encrypt.new-secret", Kind::Text, "id of the secret that a key slot gets"),
+    ("encrypt.old-secret", Kind::Text, "id of the secret whose key slots are changed"),
+    ("encrypt.state", Kind::Text, "new state of the key slots: active or inactive"),
+    ("lazy_refcounts", Kind::Switch, "refcounts are updated late"),
+    ("refcount_bits", Kind::Number, "bits of a refcount"),
+    ("size", Kind::Size, "size of the guest disk"),
+];
+
+/// The options of a format that can be changed.
+fn keys(format: &str) -> Result<&'static [Key], Failure> {
+    match format {
+        "qcow2" => Ok(QCOW2),
+        "luks" => Ok(LUKS),
+        _ => {
+            Err(Failure::new(format!("Format driver '{format}' does not support option amendment")))
+        }
+    }
+}
+
+fn help(format: &str) -> Result<String, Failure> {
+    let mut text = format!("Amend options for '{format}':\n");
+    for (name, kind, about) in keys(format)? {
+        let kind = match kind {
+            Kind::Size => "size",
+            Kind::Switch => "bool (on/off)",
+            Kind::Number => "num",
+            Kind::Text => "str",
+        };
+        text += &format!("  {:<22} - {about}\n", format!("{name}=<{kind}>"));
+    }
+    Ok(text)
+}
+
+fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+    if !parsed.has("options") {
+        return Err(Failure::usage("Must specify options (-o)"));
+    }
+    let asked = asked(parsed.all("options"))?;
+    if let (Asked::Help, Some(format)) = (&asked, parsed.last("format")) {
+        if crate::open::driver(format).is_none() {
+            return Err(Failure::new(format!("Unknown file format '{format}'")));
+        }
+        call.out.text(help(format)?)?;
+        return Ok(0);
+    }
+    let [file] = &parsed.operands[..] else {
+        return Err(Failure::new("Expecting one image file name"));
+    };
+    let cache = opening::cache(parsed.last("cache"), "cache option")?;
+    let (objects, image) = opening::image(parsed, file)?;
+    let access = Access { cache, ..Access::write() };
+    let options = open_options(&image, access, &objects)?;
+    // Closed again before the image is changed.
+    let info = {
+        let disk = open(&image, Access { writable: false, ..access }, &objects)?;
+        disk.layers()[0].info().clone()
+    };
+    let format = qemu_name(info.format);
+    let known = keys(format)?;
+    let values = match asked {
+        Asked::Values(values) => values,
+        Asked::Help => {
+            call.out.text(help(format)?)?;
+            return Ok(0);
+        }
+    };
+    let values = checked(format, known, values)?;
+    let amending =
+        Amending { objects: &objects, image: &image, options: &options, info: &info, values };
+    let progress = Progress::new(parsed.has("progress") && !parsed.has("quiet"))?;
+    let monitor = Monitor { cancel: cancel_on_signal()?, progress: &progress };
+    let amended = amending.amend(&monitor, parsed.has("force"));
+    if amended.is_ok() {
+        progress.update(1, 1);
+    }
+    progress.finish(false);
+    amended.map(|()| 0)
+}
+
+/// Values by the names of their options, in order.
+type Values = Vec<(&'static str, String)>;
+
+/// Checks names and types.
+fn checked(
+    format: &str,
+    known: &'static [Key],
+    values: Vec<(String, String)>,
+) -> Result<Values, Failure> {
+    let mut out: Values = Vec::new();
+    for (name, value) in values {
+        let is_known = |name: &str| known.iter().any(|(key, ..)| *key == name);
+        let (name, value) = match (value.as_str(), name.strip_prefix("no")) {
+            ("\0", Some(rest)) if !is_known(&name) => (rest.to_owned(), "off".to_owned()),
+            _ => (name, value),
+        };
+        let Some((key, kind, _)) = known.iter().find(|(key, ..)| *key == name) else {
+            let creates = creation::table(format)
+                .is_ok_and(|table| table.all(false).any(|key| key.name == name));
+            let hint =
+                if creates { "\nThis option is only supported for image creation" } else { "" };
+            return Err(Failure::new(format!("Invalid parameter '{name}'{hint}")));
+        };
+        let value = match kind {
+            Kind::Size => sizes::parse(&value).map_err(|_| bad_size(key))?.to_string(),
+            Kind::Number => value
+                .parse::<u64>()
+                .map_err(|_| Failure::new(format!("Parameter '{key}' expects a number")))?
+                .to_string(),
+            Kind::Switch => match value.as_str() {
+                "\0" | "on" | "yes" | "true" | "y" => "on".to_owned(),
+                "off" | "no" | "false" | "n" => "off".to_owned(),
+                _ => return Err(Failure::new(format!("Parameter '{key}' expects 'on' or 'off'"))),
+            },
+            Kind::Text => value,
+        };
+        out.retain(|(other, _)| other != key);
+        out.push((key, value));
+    }
+    Ok(out)
+}
+
+/// The image, and what is asked of it.
+struct Amending<'a> {
+    objects: &'a Objects,
+    image: &'a Image,
+    options: &'a OpenOptions,
+    /// The image as it is.
+    info: &'a ImageInfo,
+    values: Values,
+}
+
+impl Amending<'_> {
+    fn get(&self, key: &str) -> Option<&str> {
+        self.values.iter().find(|(name, _)| *name == key).map(|(_, value)| value.as_str())
+    }
+
+    fn amend(&self, monitor: &Monitor<'_>, force: bool) -> Result<(), Failure> {
+        if self.info.format == "luks" {
+            return self.change_keys("", force);
+        }
+        let texts = self.texts()?;
+        if self.values.iter().any(|(key, _)| key.starts_with("encrypt.")) {
+            if self.info.encryption.as_deref() != Some("luks") {
+                return Err(Failure::new(
+                    "Can't amend encryption options - encryption not present",
+                ));
+            }
+            self.change_keys("encrypt.", force)?;
+        }
+        let Some(path) = self.image.path() else {
+            return Err(Failure::new("only files can be amended"));
+        };
+        if !texts.is_empty() {
+            let texts = texts.iter().map(String::as_str);
+            jobs::amend(&registry(), path, self.options, texts, monitor).map_err(failed)?;
+        }
+        let Some(bytes) = self.get("size").and_then(|size| size.parse::<u64>().ok()) else {
+            return Ok(());
+        };
+        if bytes == self.info.virtual_size {
+            return Ok(());
+        }
+        let disk = crate::open::open_with(self.image, self.options)?;
+        let how = ResizeOptions { shrink: true, ..ResizeOptions::default() };
+        let resized = jobs::resize(&disk, bytes, &how, monitor);
+        let closed = disk.close();
+        resized.and(closed).map_err(failed)
+    }
+
+    /// The options of the format for the engine, without the size.
+    fn texts(&self) -> Result<Vec<String>, Failure> {
+        let info = self.info;
+        let mut texts = Vec::new();
+        for (key, value) in &self.values {
+            match *key {
+                "backing_file"
+                    if info.backing_file.as_ref() != Some(value)
+                        || self.get("backing_fmt") != info.backing_format.as_deref() =>
+                {
+                    return Err(Failure::new(
+                        "Cannot amend the backing file\nYou can use 'qemu-img rebase' instead.",
+                    ));
+                }
+                "backing_fmt" if info.backing_format.as_ref() != Some(value) => {
+                    return Err(Failure::new(
+                        "Cannot amend the backing format\nYou can use 'qemu-img rebase' instead.",
+                    ));
+                }
+                "data_file" if info.files.is_empty() => {
+                    return Err(Failure::new(
+                        "data-file can only be set for images that use an external data file",
+                    ));
+                }
+                "data_file_raw" if value == "on" && !info.data_file_raw => {
+                    return Err(Failure::new("data-file-raw cannot be set on existing images"));
+                }
+                "backing_file" | "backing_fmt" | "size" => {}
+                "data_file_raw" if value == "on" => {}
+                "refcount_bits"
+                    if !matches!(value.as_str(), "1" | "2" | "4" | "8" | "16" | "32" | "64") =>
+                {
+                    return Err(Failure::new(
+                        "Refcount width must be a power of two and may not exceed 64 bits",
+                    ));
+                }
+                "compat" => texts.push(format!("compat={}", compat(value)?)),
+                key if key.starts_with("encrypt.") => {}
+                key => texts.push(format!("{key}={}", value.replace(',', ",,"))),
+            }
+        }
+        self.check_version(&texts)?;
+        Ok(texts)
+    }
+
+    /// What version 2 of the format cannot have.
+    fn check_version(&self, texts: &[String]) -> Result<(), Failure> {
+        let properties = &self.info.properties;
+        let now = |key: &str| properties.iter().find(|(k, _)| k == key).map(|(_, v)| v.as_str());
+        let then = texts.iter().find_map(|text| text.strip_prefix("compat="));
+        if then.or_else(|| now("compat")) != Some("0.10") {
+            return Ok(());
+        }
+        let bits = self.get("refcount_bits").or_else(|| now("refcount-bits"));
+        if bits.is_some_and(|bits| bits != "16") {
+            return Err(Failure::new("compat=0.10 requires refcount_bits=16"));
+        }
+        if self.get("lazy_refcounts") == Some("on") {
+            return Err(Failure::new(
+                "Lazy refcounts only supported with compatibility level 1.1 and above (use compat=1.1 or \
+                 greater)",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Fills or wipes key slots. The options' names begin with `prefix`.
+    fn change_keys(&self, prefix: &str, force: bool) -> Result<(), Failure> {
+        let get = |key: &str| self.get(&format!("{prefix}{key}"));
+        let Some(path) = self.image.path() else {
+            return Err(Failure::new("only files can be amended"));
+        };
+        let slot = get("keyslot").map(|slot| slot.parse::<u32>().unwrap_or(u32::MAX));
+        let listed = jobs::list_keys(&registry(), path, &self.reading())?;
+        let is_active =
+            |number: u32| listed.slots.iter().any(|slot| slot.number == number && slot.active);
+        let Some(state) = get("state") else {
+            return Err(Failure::new(format!("Parameter '{prefix}state' is missing")));
+        };
+        if let Some(number) = slot.filter(|number| *number as usize >= listed.slots.len()) {
+            return Err(Failure::new(format!(
+                "Invalid keyslot {number} specified, must be between 0 and {}",
+                listed.slots.len() - 1
+            )));
+        }
+        match state {
+            "active" => {
+                let Some(new) = get("new-secret") else {
+                    return Err(Failure::new("'new-secret' is required to activate a keyslot"));
+                };
+                if get("old-secret").is_some() {
+                    return Err(Failure::new(
+                        "'old-secret' must not be given when activating keyslots",
+                    ));
+                }
+                if let Some(number) = slot.filter(|number| is_active(*number) && !force) {
+                    return Err(Failure::new(format!(
+                        "Refusing to overwrite active keyslot {number} - please erase it first"
+                    )));
+                }
+                let new = self.objects.secret(new)?;
+                let free = listed.slots.iter().find(|slot| !slot.active).map(|slot| slot.number);
+                if free.is_none() && slot.is_none() {
+                    return Err(Failure::new("Can't add a keyslot - all keyslots are in use"));
+                }
+                if slot.is_some() && slot != free {
+                    return Err(Failure::new(
+                        "vdkit fills the first free keyslot only: leave out 'keyslot'",
+                    ));
+                }
+                let time = get("iter-time").and_then(|time| time.parse().ok()).unwrap_or(2000);
+                jobs::add_key(&registry(), path, self.options, &new, time)?;
+                Ok(())
+            }
+            "inactive" => self.wipe_keys(path, &listed, slot, get("old-secret"), force),
+            other => Err(Failure::new(format!(
+                "Parameter '{prefix}state' does not accept value '{other}'"
+            ))),
+        }
+    }
+
+    fn reading(&self) -> OpenOptions {
+        OpenOptions { writable: false, ..self.options.clone() }
+    }
+
+    fn wipe_keys(
+        &self,
+        path: &std::path::Path,
+        listed: &jobs::ListedKeys,
+        slot: Option<u32>,
+        old: Option<&str>,
+        force: bool,
+    ) -> Result<(), Failure> {
+        let active: Vec<u32> =
+            listed.slots.iter().filter(|slot| slot.active).map(|slot| slot.number).collect();
+        let wiped = match (slot, old) {
+            (None, None) => {
+                return Err(Failure::new(
+                    "To erase keyslot(s), either explicit keyslot index or the password currently \
+                     contained in them must be given",
+                ));
+            }
+            (Some(number), None) if !active.contains(&number) => {
+                if force {
+                    return Ok(());
+                }
+                return Err(Failure::new(format!(
+                    "Given keyslot {number} is already erased (inactive) "
+                )));
+            }
+            (Some(number), None) => vec![number],
+            (slot, Some(old)) => {
+                let options =
+                    OpenOptions { keys: vec![self.objects.secret(old)?], ..self.reading() };
+                let opened = jobs::list_keys(&registry(), path, &options)?.opened;
+                match slot {
+                    Some(number) if !opened.contains(&number) => {
+                        return Err(Failure::new(format!(
+                            "Given keyslot {number} doesn't contain the given old password / all keyslots \
+                             are already erased"
+                        )));
+                    }
+                    Some(number) => vec![number],
+                    None if opened.is_empty() => {
+                        return Err(Failure::new(
+                            "No keyslots match given (old) password for erase operation",
+                        ));
+                    }
+                    None => opened,
+                }
+            }
+        };
+        if !force && active.iter().all(|number| wiped.contains(number)) {
+            return Err(Failure::new(match wiped[..] {
+                [number] if old.is_none() => format!(
+                    "Attempt to erase the only active keyslot {number} which will erase all the data in \
+                     the image irreversibly - refusing operation"
+                ),
+                _ => "All the active keyslots match the (old) password that was given and erasing them \
+                      will erase all the data in the image irreversibly - refusing operation"
+                    .to_owned(),
+            }));
+        }
+        for number in wiped {
+            jobs::remove_key(&registry(), path, self.options, number, true)?;
+        }
+        Ok(())
+    }
+}
+
+/// A version of the format in the engine's notation.
+fn compat(value: &str) -> Result<&'static str, Failure> {
+    match value {
+        "0.10" | "v2" => Ok("0.10"),
+        "1.1" | "v3" => Ok("1.1"),
+        other => Err(Failure::new(format!("Unknown compatibility level {other}"))),
+    }
+}
+
+fn failed(error: Error) -> Failure {
+    Failure::new(words(&error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_are_checked_in_qemus_words() {
+        let check = |key: &str, value: &str| {
+            checked("qcow2", QCOW2, vec![(key.to_owned(), value.to_owned())])
+                .map_err(|failure| failure.text)
+        };
+        assert_eq!(check("size", "1k"), Ok(vec![("size", "1024".to_owned())]));
+        assert_eq!(check("foo", "1"), Err("Invalid parameter 'foo'".to_owned()));
+        assert_eq!(
+            check("cluster_size", "4k"),
+            Err("Invalid parameter 'cluster_size'\nThis option is only supported for image creation"
+                .to_owned())
+        );
+        assert_eq!(compat("3").unwrap_err().text, "Unknown compatibility level 3");
+    }
+}

@@ -1,0 +1,92 @@
+//! `qemu-img commit`: copies an overlay's content into an image beneath it.
+
+use std::path::{Path, PathBuf};
+
+use vdkit::jobs::{self, CommitOptions};
+use vdkit::{ChainLink, Monitor, OpenOptions, describe_chain, same_file};
+
+use super::convert::{cache_option, rate_option};
+use super::{CACHE, Call, Command, FORMAT, IMAGE_OPTS, OBJECT, PROGRESS, QUIET, one_image};
+use crate::failure::{Failure, could_not_open};
+use crate::getopt::{Parsed, flag, valued};
+use crate::names::Image;
+use crate::open::{Access, Named, failed_open, open_options, registry};
+use crate::output::{Progress, WithoutMessages, cancel_on_signal};
+use crate::secrets::Objects;
+
+/// Entry in the table of subcommands.
+pub const COMMAND: Command = Command {
+    name: "commit",
+    about: "Copy the content of an image into its backing image",
+    operands: "FILENAME",
+    options: &[
+        QUIET,
+        PROGRESS,
+        FORMAT,
+        IMAGE_OPTS,
+        CACHE,
+        flag('d', "drop", "do not empty the image afterwards"),
+        valued('b', "base", "BASE_IMG", "the image of the chain to write to; implies -d"),
+        valued('r', "rate", "RATE", "accepted"),
+        OBJECT,
+    ],
+    run,
+};
+
+fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+    let quiet = parsed.has("quiet");
+    call.out.quiet(quiet);
+    rate_option(parsed)?;
+    let named = Named {
+        text: one_image(parsed)?,
+        format: parsed.last("format"),
+        options: parsed.has("image-opts"),
+    };
+    let cache = cache_option(parsed, "cache", "cache")?.unwrap_or_default();
+    let objects = Objects::parse(parsed.all("object"))?;
+    let image = named.parse()?;
+    let Some(path) = image.path() else {
+        return Err(could_not_open(&image.typed, "vdkit commits images in files only"));
+    };
+    let opening = open_options(&image, Access { cache, ..Access::write() }, &objects)?;
+    let links = links(&image, path, &opening)?;
+    if links.len() < 2 {
+        return Err(Failure::new("Image does not have a backing file"));
+    }
+    let base = parsed.last("base");
+    let to = base.map(|base| found(base, &links, &image.typed)).transpose()?;
+    let keep = parsed.has("drop") || base.is_some();
+    let options = CommitOptions { to, empty: Some(!keep), force: true, threads: None };
+    let progress = Progress::new(parsed.has("progress") && !quiet)?;
+    let monitor = Monitor { cancel: cancel_on_signal()?, progress: &WithoutMessages(&progress) };
+    let done = jobs::commit(&registry(), path, &opening, &options, &monitor);
+    progress.finish(done.is_ok());
+    done.map_err(|error| failed_open(&image, None, &error))?;
+    call.out.said("Image committed.")?;
+    Ok(0)
+}
+
+/// The images of the chain, from the top.
+fn links(image: &Image, path: &Path, opening: &OpenOptions) -> Result<Vec<ChainLink>, Failure> {
+    let reading = OpenOptions { writable: false, ..opening.clone() };
+    let failed = |error| failed_open(image, opening.format.as_deref(), &error);
+    let report = describe_chain(&registry(), path, &reading).map_err(failed)?;
+    match report.broken {
+        Some(error) => Err(failed(error)),
+        None => Ok(report.links),
+    }
+}
+
+/// The image of the chain that `-b` names: a path, or the name by which the chain refers to it.
+fn found(base: &str, links: &[ChainLink], overlay: &str) -> Result<PathBuf, Failure> {
+    let beneath = links.windows(2).find(|pair| {
+        let referred = pair[0].info.backing_file.as_deref();
+        referred == Some(base) || same_file(&pair[1].path, Path::new(base))
+    });
+    match beneath {
+        Some(pair) => Ok(pair[1].path.clone()),
+        None => {
+            Err(Failure::new(format!("Did not find '{base}' in the backing chain of '{overlay}'")))
+        }
+    }
+}

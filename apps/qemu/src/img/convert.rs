@@ -1,0 +1,434 @@
+//! `qemu-img convert`: copies disks into a new image, or into an existing one.
+
+use std::path::{Path, PathBuf};
+
+use vdkit::jobs::{
+    self, Backing, BrokenBitmaps, ConvertOptions, Destination, NewBacking, NewImage, Source,
+};
+use vdkit::{
+    BackingChoice, CacheMode, Codec, CompressionSpec, Disk, Error, Monitor, OpenOptions,
+    describe_chain,
+};
+
+use super::create::{create_at, target_path};
+use super::{Call, Command, FORCE_SHARE, OBJECT, PROGRESS, QUIET};
+use crate::creation::{Asked, Wanted, asked, failed_creation, table};
+use crate::failure::{Failure, could_not_open, words};
+use crate::getopt::{Opt, Parsed, flag, long, valued};
+use crate::names::{Flat, Image, Place};
+use crate::open::{Access, Named, open_options, open_with, references, registry};
+use crate::output::{Progress, WithoutMessages, cancel_on_signal};
+use crate::secrets::Objects;
+use crate::sizes;
+
+/// Bytes of the smallest run of zeroes that is not written.
+const SPARSE_BYTES: u32 = 4096;
+
+const OPTIONS: &[Opt] = &[
+    QUIET,
+    PROGRESS,
+    valued('f', "source-format", "SRC_FMT", "format of the sources"),
+    long("source-image-opts", None, "sources are options: driver=…,file.filename=…"),
+    long("image-opts", None, ""),
+    valued('l', "source-snapshot", "SNAPSHOT_PARAMS", "the snapshot of the source to copy"),
+    valued('T', "source-cache", "SRC_CACHE", "cache mode of the sources (writeback)"),
+    valued('O', "target-format", "TGT_FMT", "format of the target (raw)"),
+    long("target-image-opts", None, "the target is options; needs -n"),
+    valued('o', "target-options", "TGT_OPTS", "options of the target's format"),
+    flag('c', "compress", "compress the target's data (qcow2 only)"),
+    valued('t', "target-cache", "TGT_CACHE", "cache mode of the target (unsafe)"),
+    valued('B', "backing", "BACKING_FILENAME", "the image that the target stands on"),
+    valued('F', "backing-format", "BACKING_FMT", "format of the backing image"),
+    flag('n', "no-create", "write into an existing target"),
+    long("target-is-zero", None, "the existing target reads as zeroes"),
+    valued('S', "sparse-size", "SPARSE_SIZE", "bytes of zeroes that are left out; 0 fills"),
+    long("bitmaps", None, "copy the dirty bitmaps"),
+    long("skip-broken-bitmaps", None, "leave out bitmaps that are inconsistent"),
+    FORCE_SHARE,
+    valued('r', "rate", "RATE", "bytes per second at most"),
+    valued('m', "parallel", "NUM_COROUTINES", "accepted; a thread runs on each core"),
+    flag('C', "copy-range-offloading", "accepted; blocks are shared where that is possible"),
+    long("salvage", None, "accepted"),
+    flag('W', "oob-writes", "accepted; writes are not ordered"),
+    OBJECT,
+];
+
+/// Entry in the table of subcommands.
+pub const COMMAND: Command = Command {
+    name: "convert",
+    about: "Copy one image to another, and convert its format",
+    operands: "SRC_FILENAME [SRC_FILENAME2 [...]] TGT_FILENAME",
+    options: OPTIONS,
+    run,
+};
+
+/// A cache mode by QEMU's name.
+pub fn cache_mode(name: &str) -> Option<CacheMode> {
+    match name {
+        "none" | "off" => Some(CacheMode::None),
+        "writeback" => Some(CacheMode::Writeback),
+        "writethrough" => Some(CacheMode::Writethrough),
+        "directsync" => Some(CacheMode::DirectSync),
+        "unsafe" => Some(CacheMode::Unsafe),
+        _ => None,
+    }
+}
+
+/// The cache mode that an option names.
+///
+/// # Errors
+/// There is no mode of this name. `what` is QEMU's word for the option.
+pub fn cache_option(
+    parsed: &Parsed,
+    option: &str,
+    what: &str,
+) -> Result<Option<CacheMode>, Failure> {
+    let Some(name) = parsed.last(option) else { return Ok(None) };
+    let found = cache_mode(name);
+    found.map(Some).ok_or_else(|| Failure::new(format!("Invalid {what} option: {name}")))
+}
+
+/// The rate that `-r` gives; 0 is none.
+///
+/// # Errors
+/// It is no size.
+pub fn rate_option(parsed: &Parsed) -> Result<Option<u64>, Failure> {
+    let Some(text) = parsed.last("rate") else { return Ok(None) };
+    Ok(Some(sizes::within("rate limit", text, 0, i64::MAX as u64)?).filter(|&rate| rate > 0))
+}
+
+/// What the numbers and flags say, checked.
+struct Settings<'a> {
+    parsed: &'a Parsed,
+    objects: Objects,
+    values: Vec<(String, String)>,
+    format: Option<&'a str>,
+    into: bool,
+    compress: bool,
+    detect: Option<u32>,
+    snapshot: Option<String>,
+    rate: Option<u64>,
+    cache: Option<CacheMode>,
+    source_cache: Option<CacheMode>,
+}
+
+fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+    let format = parsed.last("target-format");
+    let values = match asked(parsed.all("target-options"))? {
+        Asked::Values(values) => values,
+        Asked::Help => {
+            let named = parsed.operands.len() > 1;
+            call.out.text(table(format.unwrap_or("raw"))?.help(named))?;
+            return Ok(0);
+        }
+    };
+    if let Some(count) = parsed.last("parallel") {
+        sizes::within("number of coroutines", count, 1, 16)?;
+    }
+    let settings = Settings {
+        parsed,
+        values,
+        format,
+        into: parsed.has("no-create"),
+        compress: parsed.has("compress"),
+        detect: sparse_size(parsed)?,
+        snapshot: snapshot_option(parsed)?,
+        rate: rate_option(parsed)?,
+        cache: cache_option(parsed, "target-cache", "cache")?,
+        source_cache: cache_option(parsed, "source-cache", "source cache")?,
+        objects: Objects::parse(parsed.all("object"))?,
+    };
+    settings.refuse_contradictions()?;
+    let [sources @ .., target] = &parsed.operands[..] else {
+        return Err(Failure::new("Must specify image file name"));
+    };
+    if sources.is_empty() {
+        return Err(Failure::new("Must specify image file name"));
+    }
+    settings.convert(sources, target)
+}
+
+/// The unit of zero detection; `None` fills the target.
+fn sparse_size(parsed: &Parsed) -> Result<Option<u32>, Failure> {
+    const MOST: u64 = 16 << 20;
+    /// The engine's largest unit.
+    const ENGINE_MOST: u64 = 1 << 20;
+    let Some(text) = parsed.last("sparse-size") else { return Ok(Some(SPARSE_BYTES)) };
+    let bytes = sizes::within("buffer size for sparse output", text, 0, i64::MAX as u64)?;
+    if !bytes.is_multiple_of(512) || bytes > MOST {
+        return Err(Failure::new(format!(
+            "Invalid buffer size for sparse output specified. Valid sizes are multiples of 512 up to \
+             {MOST}. Select 0 to disable sparse detection (fully allocates output)."
+        )));
+    }
+    Ok((bytes > 0).then(|| 1 << bytes.min(ENGINE_MOST).ilog2()))
+}
+
+/// The snapshot that `-l` names: by itself, or as `snapshot.id=…,snapshot.name=…`.
+fn snapshot_option(parsed: &Parsed) -> Result<Option<String>, Failure> {
+    let Some(text) = parsed.last("source-snapshot") else { return Ok(None) };
+    if !text.starts_with("snapshot.") {
+        return Ok(Some(text.to_owned()));
+    }
+    let mut flat = Flat::from_keys(text, None).map_err(Failure::new)?;
+    let (id, name) = (flat.take("snapshot.id"), flat.take("snapshot.name"));
+    if let Some(key) = flat.first_key() {
+        return Err(Failure::new(format!(
+            "Invalid parameter '{key}'\nqemu-img: Failed in parsing snapshot param '{text}'"
+        )));
+    }
+    Ok(id.or(name))
+}
+
+impl Settings<'_> {
+    fn refuse_contradictions(&self) -> Result<(), Failure> {
+        let has = |name: &str| self.parsed.has(name);
+        let target_options = has("target-image-opts");
+        let said = match () {
+            () if has("copy-range-offloading") && self.compress => {
+                "Cannot enable copy offloading when -c is used"
+            }
+            () if has("copy-range-offloading") && has("sparse-size") => {
+                "Cannot enable copy offloading when -S is used"
+            }
+            () if has("copy-range-offloading") && has("salvage") => {
+                "Cannot use copy offloading in salvaging mode"
+            }
+            () if has("target-is-zero") && !self.into => "--target-is-zero requires use of -n flag",
+            () if target_options && !self.into => "--target-image-opts requires use of -n flag",
+            () if target_options && self.format.is_some() => {
+                "--image-opts and --format are mutually exclusive"
+            }
+            () if self.image_opts() && has("source-format") => {
+                "--image-opts and --format are mutually exclusive"
+            }
+            () if has("skip-broken-bitmaps") && !has("bitmaps") => {
+                "Use of --skip-broken-bitmaps requires --bitmaps"
+            }
+            () if self.into && !self.values.is_empty() => {
+                "-o has no effect when skipping image creation"
+            }
+            () => return Ok(()),
+        };
+        Err(Failure::new(said))
+    }
+
+    fn image_opts(&self) -> bool {
+        self.parsed.has("source-image-opts") || self.parsed.has("image-opts")
+    }
+
+    fn convert(&self, sources: &[String], target: &str) -> Result<u8, Failure> {
+        if self.snapshot.is_some() && sources.len() > 1 {
+            return Err(Failure::new("No support for concatenating multiple snapshot"));
+        }
+        let disks = sources.iter().map(|name| self.source(name)).collect::<Result<Vec<_>, _>>()?;
+        self.refuse_bitmaps(&disks)?;
+        let source = Source::new(disks);
+        let cancel = cancel_on_signal()?;
+        let Goal { destination, compress, backing, keys } = self.goal(&source, target)?;
+        let options = ConvertOptions {
+            compress,
+            detect_zeroes: self.detect,
+            fill: self.detect.is_none(),
+            rate: self.rate,
+            backing,
+            bitmaps: match (self.parsed.has("bitmaps"), self.parsed.has("skip-broken-bitmaps")) {
+                (false, _) => None,
+                (true, false) => Some(BrokenBitmaps::Refuse),
+                (true, true) => Some(BrokenBitmaps::Skip),
+            },
+            size_unit: 512,
+            keys,
+            ..ConvertOptions::new(destination)
+        };
+        let shown = self.parsed.has("progress") && !self.parsed.has("quiet");
+        let progress = Progress::new(shown)?;
+        let monitor = Monitor { cancel, progress: &WithoutMessages(&progress) };
+        let done = jobs::convert(&registry(), &source, &options, &monitor);
+        progress.finish(done.is_ok());
+        done.map(|_| 0).map_err(|error| self.failed(target, &error))
+    }
+
+    /// The failure of the whole job: what concerns the new file is told as a failed creation.
+    fn failed(&self, target: &str, error: &Error) -> Failure {
+        let format = self.format.unwrap_or("raw");
+        match error {
+            Error::File { .. } | Error::Locked { .. } | Error::Invalid(_) if !self.into => {
+                let why = failed_creation(Path::new(target), error).text;
+                Failure::new(format!("{target}: error while converting {format}: {why}"))
+            }
+            other => Failure::new(words(other)),
+        }
+    }
+
+    fn source(&self, name: &str) -> Result<Disk, Failure> {
+        let format = self.parsed.last("source-format");
+        let image = Named { text: name, format, options: self.image_opts() }.parse()?;
+        let access = Access {
+            share: self.parsed.has("force-share"),
+            cache: self.source_cache.unwrap_or_default(),
+            ..Access::read()
+        };
+        let mut options = open_options(&image, access, &self.objects)?;
+        options.snapshot.clone_from(&self.snapshot);
+        let Some(snapshot) = &self.snapshot else { return open_with(&image, &options) };
+        let found = image.path().is_none_or(|path| holds_snapshot(path, &options, snapshot));
+        if !found {
+            return Err(Failure::new("Failed to load snapshot: Can't find snapshot"));
+        }
+        open_with(&image, &options)
+    }
+
+    fn refuse_bitmaps(&self, disks: &[Disk]) -> Result<(), Failure> {
+        let able = |disk: &Disk| disk.layers()[0].info().format == "qcow2";
+        if !self.parsed.has("bitmaps") {
+            return Ok(());
+        }
+        match disks {
+            [one] if able(one) => Ok(()),
+            [_] => Err(Failure::new("Source lacks bitmap support")),
+            _ => Err(Failure::new("Copying bitmaps only possible with single source")),
+        }
+    }
+}
+
+/// Whether an image holds a snapshot of this id or name.
+fn holds_snapshot(path: &Path, options: &OpenOptions, snapshot: &str) -> bool {
+    let alone = OpenOptions { snapshot: None, backing: BackingChoice::Ignore, ..options.clone() };
+    let Ok(report) = describe_chain(&registry(), path, &alone) else { return true };
+    let Some(link) = report.links.first() else { return true };
+    link.info.snapshots.iter().any(|one| one.id == snapshot || one.name == snapshot)
+}
+
+/// Where the data goes.
+struct Goal {
+    destination: Destination,
+    compress: Option<CompressionSpec>,
+    backing: Option<Backing>,
+    keys: Vec<vdkit::Secret>,
+}
+
+impl Settings<'_> {
+    fn goal(&self, source: &Source, target: &str) -> Result<Goal, Failure> {
+        if self.into {
+            let options = self.parsed.has("target-image-opts");
+            let format = (!options).then(|| self.format.unwrap_or("raw"));
+            let image = Named { text: target, format, options }.parse()?;
+            return self.existing(source, &image);
+        }
+        let format = self.format.unwrap_or("raw");
+        let table = table(format)?;
+        let path = target_path(target)?;
+        let mut wanted = Wanted::new(table, self.values.clone())?;
+        wanted.set_backing(self.parsed.last("backing"), self.parsed.last("backing-format"))?;
+        let compress = self.compression(&wanted)?;
+        let backing = self.backing(source, &path, &wanted)?;
+        let told = |failure: Failure| {
+            let text = format!("{target}: error while converting {format}: {}", failure.text);
+            Failure { text, ..failure }
+        };
+        let driver = table.driver()?;
+        let options = wanted.options(&self.objects, source.bytes()).map_err(told)?;
+        if is_device(&path) {
+            if driver.name() != "raw" {
+                create_at(&path, driver, source.bytes(), options, None).map_err(told)?;
+            }
+            let format = Some(driver.name().to_owned());
+            return Ok(Goal { compress, ..self.into_file(path, format, Vec::new()) });
+        }
+        let (backing, reference) = backing.unzip();
+        let destination = Destination::New(NewImage {
+            path,
+            format: driver.name().to_owned(),
+            options,
+            backing: reference,
+            cache: self.cache,
+        });
+        Ok(Goal { destination, compress, backing, keys: Vec::new() })
+    }
+
+    fn into_file(&self, path: PathBuf, format: Option<String>, keys: Vec<vdkit::Secret>) -> Goal {
+        let destination = Destination::Into { path, format, cache: self.cache, refs: references() };
+        Goal { destination, compress: None, backing: None, keys }
+    }
+
+    /// `-n`: the target exists.
+    fn existing(&self, source: &Source, image: &Image) -> Result<Goal, Failure> {
+        let path = match &image.place {
+            Place::File(path) => path.clone(),
+            Place::Null(_) => {
+                let destination = Destination::Null;
+                return Ok(Goal { destination, compress: None, backing: None, keys: Vec::new() });
+            }
+            Place::Nbd(_) => {
+                let why = "vdkit converts into files and devices only";
+                return Err(could_not_open(&image.typed, why));
+            }
+        };
+        let options = open_options(image, Access::read(), &self.objects)?;
+        let disk = open_with(image, &options)?;
+        if disk.guest_bytes() < source.bytes() {
+            return Err(Failure::new("output file is smaller than input file"));
+        }
+        let info = disk.layers()[0].info();
+        let codec = if info.compression == Some("zstd") { Codec::Zstd } else { Codec::Deflate };
+        if self.compress && !matches!(info.format, "qcow2" | "vmdk") {
+            return Err(Failure::new("Compression not supported for this file format"));
+        }
+        let compress = self.compress && info.format == "qcow2";
+        let compress = compress.then_some(CompressionSpec { codec, level: None });
+        let (format, keys) = (Some(info.format.to_owned()), options.keys);
+        drop(disk);
+        Ok(Goal { compress, ..self.into_file(path, format, keys) })
+    }
+
+    fn compression(&self, wanted: &Wanted) -> Result<Option<CompressionSpec>, Failure> {
+        if !self.compress {
+            return Ok(None);
+        }
+        match wanted.table.format {
+            "qcow2" => {
+                let zstd = wanted.get("compression_type") == Some("zstd");
+                let codec = if zstd { Codec::Zstd } else { Codec::Deflate };
+                Ok(Some(CompressionSpec { codec, level: None }))
+            }
+            // A stream is always compressed, and other subformats never.
+            "vmdk" | "qcow" => Ok(None),
+            _ => Err(Failure::new("Compression not supported for this file format")),
+        }
+    }
+
+    fn backing(
+        &self,
+        source: &Source,
+        target: &Path,
+        wanted: &Wanted,
+    ) -> Result<Option<(Backing, vdkit::BackingRef)>, Failure> {
+        let Some(name) = wanted.get("backing_file") else { return Ok(None) };
+        if source.disks().len() > 1 {
+            return Err(Failure::new(
+                "Having a backing file for the target makes no sense when concatenating multiple \
+                 input images",
+            ));
+        }
+        let Some(format) = wanted.get("backing_fmt") else {
+            return Err(Failure::new("Use of backing file requires explicit backing format"));
+        };
+        let driver = crate::open::driver(format)
+            .ok_or_else(|| Failure::new(format!("Unknown driver '{format}'")))?;
+        let new =
+            NewBacking { name: name.to_owned(), format: Some(driver.name().into()), open: true };
+        let opening = OpenOptions { refs: references(), lock: true, ..OpenOptions::read_only() };
+        let found = new
+            .find(&registry(), target, &opening)
+            .map_err(|error| could_not_open(&target.display().to_string(), words(&error)))?;
+        let opening = opening.of_other(found.reference.format.clone());
+        Ok(Some((Backing { path: found.path, opening, trusted: true }, found.reference)))
+    }
+}
+
+/// Whether a path is a block device.
+pub fn is_device(path: &Path) -> bool {
+    use std::os::unix::fs::FileTypeExt;
+    path.metadata().is_ok_and(|found| found.file_type().is_block_device())
+}

@@ -1,0 +1,222 @@
+//! `qemu-img create`: makes an image, empty or on a backing image.
+
+use std::path::{Path, PathBuf};
+
+use vdkit::jobs::{self, CreateOptions, NewBacking};
+use vdkit::{FormatDriver, Monitor, OpenOptions, Options, storage};
+
+use super::{Call, Command, OBJECT, QUIET};
+use crate::creation::{Asked, Table, Wanted, asked, failed_creation, table};
+use crate::failure::{Failure, words};
+use crate::getopt::{Parsed, flag, valued};
+use crate::names::{self, Place};
+use crate::open::{Access, Named, open, references, registry};
+use crate::output::{Silent, cancel_on_signal};
+use crate::secrets::Objects;
+use crate::sizes;
+
+/// Entry in the table of subcommands.
+pub const COMMAND: Command = Command {
+    name: "create",
+    about: "Create a new image",
+    operands: "FILENAME [SIZE[bkKMGTPE]]",
+    options: &[
+        QUIET,
+        valued('f', "format", "FMT", "format of the new image (raw)"),
+        valued('o', "options", "FMT_OPTS", "options of the format; '-o help' lists them"),
+        valued('b', "backing", "BACKING_FILENAME", "the image that the new one stands on"),
+        valued('F', "backing-format", "BACKING_FMT", "format of the backing image"),
+        flag('u', "backing-unsafe", "do not open the backing image"),
+        OBJECT,
+    ],
+    run,
+};
+
+fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+    call.out.quiet(parsed.has("quiet"));
+    let format = parsed.last("format").unwrap_or("raw");
+    let values = match asked(parsed.all("options"))? {
+        Asked::Values(values) => values,
+        Asked::Help => {
+            call.out.text(table(format)?.help(!parsed.operands.is_empty()))?;
+            return Ok(0);
+        }
+    };
+    let (name, size) = match &parsed.operands[..] {
+        [] => return Err(Failure::usage("Expecting image file name")),
+        [name] => (name, None),
+        [name, size] => (name, Some(sizes::within("image size", size, 0, i64::MAX as u64)?)),
+        [_, _, extra, ..] => return Err(Failure::usage(format!("Unexpected argument: {extra}"))),
+    };
+    let objects = Objects::parse(parsed.all("object"))?;
+    let named = |failure: Failure| Failure { text: format!("{name}: {}", failure.text), ..failure };
+    let request = Request { name, table: table(format).map_err(named)?, objects: &objects };
+    let mut wanted = Wanted::new(request.table, values).map_err(named)?;
+    wanted.set_backing(parsed.last("backing"), parsed.last("backing-format")).map_err(named)?;
+    let path = target_path(name).map_err(named)?;
+    let backing = request.backing(&path, &wanted, !parsed.has("backing-unsafe")).map_err(named)?;
+    let bytes = request.bytes(&wanted, size, backing.as_ref()).map_err(named)?;
+    wanted.set("size", &bytes.to_string());
+    call.out.said(wanted.formatting(name))?;
+    call.out.flush()?;
+    request.create(&path, &wanted, bytes, backing).map_err(named)?;
+    Ok(0)
+}
+
+/// The file or device that a name of a new image means.
+///
+/// # Errors
+/// An unknown protocol, or one that takes no new images.
+pub fn target_path(name: &str) -> Result<PathBuf, Failure> {
+    if name.starts_with("json:") {
+        return Err(Failure::new("Unknown protocol 'json'"));
+    }
+    match names::parse(name).map_err(Failure::new)?.place {
+        Place::File(path) if path.as_os_str().is_empty() => {
+            Err(Failure::new("Could not create '': No such file or directory"))
+        }
+        Place::File(path) => Ok(path),
+        _ => Err(Failure::new("vdkit makes new images in files and on devices only")),
+    }
+}
+
+/// A new image is rounded to whole sectors, since QEMU counts in these.
+pub fn whole_sectors(bytes: u64) -> u64 {
+    bytes.next_multiple_of(512).min(i64::MAX as u64)
+}
+
+/// The backing image of a new image.
+struct Backing {
+    new: NewBacking,
+    /// Bytes of its disk, if it was opened.
+    bytes: Option<u64>,
+}
+
+struct Request<'a> {
+    name: &'a str,
+    table: &'static Table,
+    objects: &'a Objects,
+}
+
+impl Request<'_> {
+    fn backing(
+        &self,
+        path: &Path,
+        wanted: &Wanted,
+        check: bool,
+    ) -> Result<Option<Backing>, Failure> {
+        let Some(name) = wanted.get("backing_file") else { return Ok(None) };
+        if name.is_empty() {
+            return Err(Failure::new("Expected backing file name, got empty string"));
+        }
+        if name == self.name {
+            return Err(Failure::new(
+                "Error: Trying to create an image with the same filename as the backing file",
+            ));
+        }
+        let format = wanted.get("backing_fmt");
+        let opened = |failure: Failure| Failure {
+            text: format!("{}\nCould not open backing image.", failure.text),
+            ..failure
+        };
+        if let Some(format) = format.filter(|format| crate::open::driver(format).is_none()) {
+            return Err(opened(Failure::new(format!("Unknown driver '{format}'"))));
+        }
+        let engine = format.and_then(crate::open::driver).map(|driver| driver.name().to_owned());
+        let mut new = NewBacking { name: name.to_owned(), format: engine, open: true };
+        // A name with a protocol is stored as it is.
+        let protocol = name.split_once(':').is_some_and(|(before, _)| !before.contains('/'));
+        let bytes = match (check, protocol) {
+            (false, _) => None,
+            (true, true) => {
+                let named = Named { text: name, format, options: false };
+                let disk = open(&named.parse()?, Access::read(), self.objects).map_err(opened)?;
+                Some(disk.guest_bytes())
+            }
+            (true, false) => {
+                let opening = OpenOptions { refs: references(), ..OpenOptions::read_only() };
+                let guessed =
+                    NewBacking { format: new.format.clone().or(probed(path, name)), ..new.clone() };
+                let found = guessed
+                    .find(&registry(), path, &opening)
+                    .map_err(|error| opened(Failure::new(words(&error))))?;
+                if format.is_none() {
+                    let found = found.reference.format.unwrap_or_default();
+                    return Err(Failure::new(format!(
+                        "Backing file specified without backing format\nDetected format of {}.",
+                        crate::open::qemu_name(&found)
+                    )));
+                }
+                found.guest_bytes
+            }
+        };
+        if format.is_none() {
+            return Err(Failure::new("Backing file specified without backing format"));
+        }
+        new.open = check && !protocol;
+        Ok(Some(Backing { new, bytes }))
+    }
+
+    fn bytes(
+        &self,
+        wanted: &Wanted,
+        operand: Option<u64>,
+        backing: Option<&Backing>,
+    ) -> Result<u64, Failure> {
+        match (operand, wanted.bytes("size")) {
+            (Some(_), Some(_)) => Err(Failure::new("The image size must be specified only once")),
+            (Some(bytes), None) | (None, Some(bytes)) => Ok(bytes),
+            (None, None) => backing
+                .and_then(|backing| backing.bytes)
+                .map(whole_sectors)
+                .ok_or_else(|| Failure::new("Image creation needs a size parameter")),
+        }
+    }
+
+    fn create(
+        &self,
+        path: &Path,
+        wanted: &Wanted,
+        bytes: u64,
+        backing: Option<Backing>,
+    ) -> Result<(), Failure> {
+        let options = wanted.options(self.objects, bytes)?;
+        let driver = self.table.driver()?;
+        let backing = backing.map(|backing| backing.new);
+        create_at(path, driver, whole_sectors(bytes), options, backing)
+    }
+}
+
+/// The format of a backing image that was not named: whatever it looks like.
+fn probed(image: &Path, backing: &str) -> Option<String> {
+    let path = image.parent().unwrap_or(Path::new("")).join(backing);
+    let options = storage::FileOptions::read_only().lock(storage::LockMode::Off);
+    let file = storage::FileStorage::open(&path, &options).ok()?;
+    Some(registry().probe(&file).ok()?.driver.name().to_owned())
+}
+
+/// Creates an image in a file, whatever it holds, or on a device.
+///
+/// # Errors
+/// QEMU's words where the file cannot be made, or is in use.
+pub fn create_at(
+    path: &Path,
+    driver: &'static dyn FormatDriver,
+    guest_bytes: u64,
+    options: Options,
+    backing: Option<NewBacking>,
+) -> Result<(), Failure> {
+    let create = CreateOptions {
+        path,
+        driver,
+        guest_bytes: Some(guest_bytes),
+        options,
+        backing,
+        replace: true,
+        refs: references(),
+    };
+    let monitor = Monitor { cancel: cancel_on_signal()?, progress: &Silent };
+    jobs::create(&registry(), &create, &monitor)
+        .map(drop)
+        .map_err(|error| failed_creation(path, &error))
+}

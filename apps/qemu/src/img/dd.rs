@@ -1,0 +1,157 @@
+//! `qemu-img dd`: copies a part of a disk into a new image.
+
+use vdkit::jobs::{self, DdOptions, DdPlan, NewImage};
+use vdkit::{Disk, Monitor, OpenOptions};
+
+use super::convert::is_device;
+use super::create::{create_at, target_path};
+use super::{Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT};
+use crate::creation::{Wanted, failed_creation, table};
+use crate::failure::Failure;
+use crate::getopt::{Parsed, valued};
+use crate::open::{Access, Named, open, references, registry};
+use crate::output::{Silent, cancel_on_signal};
+use crate::secrets::Objects;
+use crate::sizes;
+
+/// Entry in the table of subcommands.
+pub const COMMAND: Command = Command {
+    name: "dd",
+    about: "Copy a part of a disk into a new image",
+    operands: "[bs=BLOCK_SIZE] [count=BLOCKS] [skip=BLOCKS] if=INPUT of=OUTPUT",
+    options: &[
+        FORMAT,
+        IMAGE_OPTS,
+        valued('O', "output-format", "OUTPUT_FMT", "format of the output (raw)"),
+        FORCE_SHARE,
+        OBJECT,
+    ],
+    run,
+};
+
+/// The operands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Operands<'a> {
+    input: Option<&'a str>,
+    output: Option<&'a str>,
+    block_bytes: u64,
+    count: Option<u64>,
+    skip: u64,
+}
+
+impl<'a> Operands<'a> {
+    fn parse(texts: &'a [String]) -> Result<Self, Failure> {
+        const MOST: u64 = i64::MAX as u64;
+        let mut operands =
+            Self { input: None, output: None, block_bytes: 512, count: None, skip: 0 };
+        for text in texts {
+            let (key, value) = text.split_once('=').unwrap_or((text, ""));
+            match key {
+                "if" => operands.input = Some(value),
+                "of" => operands.output = Some(value),
+                "bs" => operands.block_bytes = sizes::within("bs", value, 1, i32::MAX as u64)?,
+                "count" => operands.count = Some(sizes::within("count", value, 0, MOST)?),
+                "skip" => operands.skip = sizes::within("skip", value, 0, MOST)?,
+                _ => return Err(Failure::new(format!("unrecognized operand {key}"))),
+            }
+        }
+        Ok(operands)
+    }
+
+    /// The part of a disk of `bytes` to copy: its start and length. `count` limits the end of the
+    /// part before `skip` moves its start. `None` if the start lies behind the end.
+    fn part(&self, bytes: u64) -> Option<(u64, u64)> {
+        let wanted = self.count.map_or(u64::MAX, |count| count.saturating_mul(self.block_bytes));
+        let end = bytes.min(wanted);
+        let start = self.skip.saturating_mul(self.block_bytes);
+        Some((start, end.checked_sub(start)?))
+    }
+}
+
+fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
+    let operands = Operands::parse(&parsed.operands)?;
+    let (Some(input), Some(output)) = (operands.input, operands.output) else {
+        return Err(Failure::new("Must specify both input and output files"));
+    };
+    let objects = Objects::parse(parsed.all("object"))?;
+    let named =
+        Named { text: input, format: parsed.last("format"), options: parsed.has("image-opts") };
+    let access = Access { share: parsed.has("force-share"), ..Access::read() };
+    let source = open(&named.parse()?, access, &objects)?;
+    let (from, len) = operands.part(source.guest_bytes()).unwrap_or_else(|| {
+        eprintln!("qemu-img: {input}: cannot skip to specified offset");
+        (0, 0)
+    });
+    let format = parsed.last("output-format").unwrap_or("raw");
+    // A block of one byte: the part need not consist of whole sectors.
+    let options = DdOptions {
+        block_bytes: 1,
+        count: Some(len),
+        skip: from,
+        size_unit: 512,
+        ..DdOptions::default()
+    };
+    let output = Output { name: output, format, objects: &objects };
+    output.copy(&source, &options)?;
+    Ok(0)
+}
+
+/// The new image.
+struct Output<'a> {
+    name: &'a str,
+    format: &'a str,
+    objects: &'a Objects,
+}
+
+impl Output<'_> {
+    fn copy(&self, source: &Disk, dd: &DdOptions) -> Result<(), Failure> {
+        let (name, table) = (self.name, table(self.format)?);
+        let path = target_path(name)?;
+        let told = |failure: Failure| {
+            let text = format!("{name}: error while creating output image: {}", failure.text);
+            Failure { text, ..failure }
+        };
+        let bytes = dd.count.unwrap_or(0).next_multiple_of(512);
+        let driver = table.driver()?;
+        let options = Wanted::new(table, Vec::new())?.options(self.objects, bytes).map_err(told)?;
+        let monitor = Monitor { cancel: cancel_on_signal()?, progress: &Silent };
+        let format = driver.name().to_owned();
+        if !is_device(&path) {
+            let new = NewImage { path: path.clone(), format, options, backing: None, cache: None };
+            return jobs::dd_new(&registry(), source, &new, dd, &monitor)
+                .map(drop)
+                .map_err(|error| told(failed_creation(&path, &error)));
+        }
+        if format != "raw" {
+            create_at(&path, driver, bytes, options, None).map_err(told)?;
+        }
+        let opening =
+            OpenOptions { refs: references(), ..OpenOptions::read_write().format(&format) };
+        let target = Disk::open(&registry(), &path, &opening)?;
+        let plan = DdPlan::new(source.guest_bytes(), dd)?;
+        let copied = plan.run(source, &target, dd, &monitor);
+        let closed = target.close();
+        copied?;
+        Ok(closed?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn count_ends_the_part_and_skip_starts_it() {
+        let part = |line: &str| {
+            let texts: Vec<_> = line.split(' ').map(str::to_owned).collect();
+            Operands::parse(&texts).unwrap().part(10 << 20)
+        };
+        assert_eq!(part("bs=1M count=3 skip=1"), Some((1 << 20, 2 << 20)));
+        assert_eq!(part("bs=1M count=1 skip=1"), Some((1 << 20, 0)));
+        assert_eq!(part("bs=1M skip=10"), Some((10 << 20, 0)));
+        assert_eq!(part("bs=1M skip=12"), None);
+        assert_eq!(part("bs=1000 count=3"), Some((0, 3000)));
+        let wrong = ["foo".to_owned()];
+        assert_eq!(Operands::parse(&wrong).unwrap_err().text, "unrecognized operand foo");
+    }
+}

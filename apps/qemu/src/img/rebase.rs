@@ -1,0 +1,102 @@
+//! `qemu-img rebase`: gives an image another backing image, or none.
+
+use vdkit::jobs::{self, NewBacking, RebaseOptions};
+use vdkit::{Error, Monitor, describe_chain};
+
+use super::convert::cache_option;
+use super::{
+    CACHE, Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, PROGRESS, QUIET, one_image,
+};
+use crate::failure::{Failure, could_not_open, words};
+use crate::getopt::{Parsed, flag, valued};
+use crate::names::Image;
+use crate::open::{Access, Named, driver, failed_open, open_options, registry};
+use crate::output::{Progress, WithoutMessages, cancel_on_signal};
+use crate::secrets::Objects;
+
+/// Entry in the table of subcommands.
+pub const COMMAND: Command = Command {
+    name: "rebase",
+    about: "Change the backing image of an image",
+    operands: "FILENAME",
+    options: &[
+        QUIET,
+        PROGRESS,
+        FORMAT,
+        IMAGE_OPTS,
+        CACHE,
+        valued('b', "backing", "BACKING_FILENAME", "the new backing image; \"\" is none"),
+        valued('F', "backing-format", "BACKING_FMT", "format of the new backing image"),
+        valued('T', "backing-cache", "CACHE", "cache mode of the backing images (writeback)"),
+        flag('u', "backing-unsafe", "change the name only"),
+        flag('c', "compress", "accepted; what is copied is not compressed"),
+        FORCE_SHARE,
+        OBJECT,
+    ],
+    run,
+};
+
+fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
+    let header_only = parsed.has("backing-unsafe");
+    let named = Named {
+        text: one_image(parsed)?,
+        format: parsed.last("format"),
+        options: parsed.has("image-opts"),
+    };
+    if parsed.last("backing").is_none() && !header_only {
+        return Err(Failure::usage("Must specify backing file (-b) or use unsafe mode (-u)"));
+    }
+    let cache = cache_option(parsed, "cache", "cache")?.unwrap_or_default();
+    cache_option(parsed, "backing-cache", "source cache")?;
+    let objects = Objects::parse(parsed.all("object"))?;
+    let image = named.parse()?;
+    let Some(path) = image.path() else {
+        return Err(could_not_open(&image.typed, "vdkit rebases images in files only"));
+    };
+    let access =
+        Access { cache, share: parsed.has("force-share"), alone: header_only, ..Access::write() };
+    let opening = open_options(&image, access, &objects)?;
+    let report = describe_chain(&registry(), path, &opening)
+        .map_err(|error| failed_open(&image, opening.format.as_deref(), &error))?;
+    if let Some(error) = report.broken.filter(|_| !header_only) {
+        return Err(failed_open(&image, None, &error));
+    }
+    let backing = new_backing(parsed, header_only)?;
+    let options = RebaseOptions { backing, header_only, force: true, threads: None };
+    let progress = Progress::new(parsed.has("progress") && !parsed.has("quiet"))?;
+    let monitor = Monitor { cancel: cancel_on_signal()?, progress: &WithoutMessages(&progress) };
+    let done = jobs::rebase(&registry(), path, &opening, &options, &monitor);
+    progress.finish(done.is_ok());
+    done.map(|_| 0).map_err(|error| failed(&image, parsed.last("backing").unwrap_or(""), &error))
+}
+
+/// The new backing image, if there shall be one.
+fn new_backing(parsed: &Parsed, header_only: bool) -> Result<Option<NewBacking>, Failure> {
+    let format = parsed.last("backing-format");
+    let engine = format.map(|name| {
+        let found = driver(name).map(|driver| driver.name().to_owned());
+        found.ok_or_else(|| Failure::new(format!("Invalid format name: '{name}'")))
+    });
+    let engine = engine.transpose()?;
+    let Some(name) = parsed.last("backing").filter(|name| !name.is_empty()) else {
+        return Ok(None);
+    };
+    if engine.is_none() {
+        return Err(Failure::new(format!(
+            "Could not change the backing file to '{name}': backing format must be specified"
+        )));
+    }
+    Ok(Some(NewBacking { name: name.to_owned(), format: engine, open: !header_only }))
+}
+
+fn failed(image: &Image, backing: &str, error: &Error) -> Failure {
+    match error {
+        Error::Unsupported { .. } => Failure::new(format!(
+            "Could not change the backing file to '{backing}': Operation not supported"
+        )),
+        Error::File { file, .. } if file.ends_with(backing) && !backing.is_empty() => {
+            Failure::new(format!("Could not open new backing file '{backing}': {}", words(error)))
+        }
+        other => failed_open(image, None, other),
+    }
+}

@@ -1,0 +1,138 @@
+//! `qemu-img resize`: enlarges or shrinks a disk.
+
+use vdkit::jobs::{self, Preallocation, ResizeOptions};
+use vdkit::{Disk, Error, Monitor};
+
+use super::{Call, Command, FORMAT, IMAGE_OPTS, OBJECT, QUIET};
+use crate::creation::bad_size;
+use crate::failure::{Failure, words};
+use crate::getopt::{Parsed, long};
+use crate::open::{Access, Named, open};
+use crate::output::{Silent, cancel_on_signal};
+use crate::secrets::Objects;
+use crate::sizes;
+
+/// Entry in the table of subcommands.
+pub const COMMAND: Command = Command {
+    name: "resize",
+    about: "Enlarge or shrink a disk",
+    operands: "FILENAME [+-]SIZE[bkKMGTPE]",
+    options: &[
+        QUIET,
+        FORMAT,
+        IMAGE_OPTS,
+        long("shrink", None, "allow a smaller disk"),
+        long("preallocation", Some("PREALLOC"), "allocation of the new part"),
+        OBJECT,
+    ],
+    run,
+};
+
+/// The size operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Change {
+    To(u64),
+    By(u64),
+    Less(u64),
+}
+
+impl Change {
+    fn parse(text: &str) -> Result<Self, Failure> {
+        let bytes = |text: &str| sizes::parse(text).map_err(|_| bad_size("size"));
+        Ok(match (text.strip_prefix('+'), text.strip_prefix('-')) {
+            (Some(more), _) => Self::By(bytes(more)?),
+            (_, Some(less)) => Self::Less(bytes(less)?),
+            _ => Self::To(bytes(text)?),
+        })
+    }
+
+    /// The resulting size of a disk of `old` bytes, if that is a size.
+    fn applied_to(self, old: u64) -> Option<u64> {
+        let new = match self {
+            Self::To(bytes) => Some(bytes),
+            Self::By(bytes) => old.checked_add(bytes),
+            Self::Less(bytes) => old.checked_sub(bytes),
+        };
+        new.filter(|&bytes| bytes > 0 && i64::try_from(bytes).is_ok())
+    }
+}
+
+fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+    call.out.quiet(parsed.has("quiet"));
+    let (name, size) = match &parsed.operands[..] {
+        [name, size] => (name, size),
+        [] | [_] => return Err(Failure::usage("Expecting image file name and size")),
+        _ => return Err(Failure::usage("Extra argument(s) in command line")),
+    };
+    let preallocation = preallocation(parsed)?;
+    let change = Change::parse(size)?;
+    let objects = Objects::parse(parsed.all("object"))?;
+    let named =
+        Named { text: name, format: parsed.last("format"), options: parsed.has("image-opts") };
+    let disk = open(&named.parse()?, Access::write(), &objects)?;
+    let resized = resize(&disk, change, preallocation, parsed.has("shrink"));
+    let closed = disk.close();
+    resized?;
+    closed?;
+    call.out.said("Image resized.")?;
+    Ok(0)
+}
+
+fn preallocation(parsed: &Parsed) -> Result<Preallocation, Failure> {
+    Ok(match parsed.last("preallocation") {
+        None | Some("off") => Preallocation::Off,
+        Some("metadata") => Preallocation::Metadata,
+        Some("falloc") => Preallocation::Falloc,
+        Some("full") => Preallocation::Full,
+        Some(other) => return Err(Failure::new(format!("Invalid preallocation mode '{other}'"))),
+    })
+}
+
+fn resize(
+    disk: &Disk,
+    change: Change,
+    preallocation: Preallocation,
+    shrink: bool,
+) -> Result<(), Failure> {
+    let old = disk.guest_bytes();
+    let format = disk.layers()[0].info().format;
+    let bytes =
+        change.applied_to(old).ok_or_else(|| Failure::new("New image size must be positive"))?;
+    if bytes <= old && preallocation != Preallocation::Off {
+        return Err(Failure::new("Preallocation can only be used for growing images"));
+    }
+    if bytes < old && !shrink {
+        return Err(Failure::new(
+            "Use the --shrink option to perform a shrink operation.\n\
+             qemu-img: warning: Shrinking an image will delete all data beyond the shrunken image's \
+             end. Before performing such an operation, make sure there is no important data there.",
+        ));
+    }
+    if !matches!(format, "raw" | "qcow2" | "luks") {
+        return Err(Failure::new("Image format driver does not support resize"));
+    }
+    let bytes = if format == "qcow2" { bytes.next_multiple_of(512) } else { bytes };
+    let options = ResizeOptions { shrink, preallocation };
+    let monitor = Monitor { cancel: cancel_on_signal()?, progress: &Silent };
+    jobs::resize(disk, bytes, &options, &monitor).map_err(|error| match error {
+        Error::Unsupported { .. } => Failure::new(words(&error)),
+        other => other.into(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_absolute_or_a_change() {
+        let applied = |text: &str| Change::parse(text).unwrap().applied_to(4096);
+        assert_eq!(applied("1k"), Some(1024));
+        assert_eq!(applied("+1k"), Some(5120));
+        assert_eq!(applied("-1k"), Some(3072));
+        for text in ["0", "-4096", "-1M", "8E", "+8E"] {
+            assert_eq!(applied(text), None, "{text}");
+        }
+        assert!(Change::parse("x").is_err() && Change::parse("+x").is_err());
+    }
+}

@@ -1,0 +1,85 @@
+//! `--fork`: the program starts itself again, and returns when the second process says that clients
+//! can connect.
+
+use std::ffi::OsString;
+use std::io::{Read, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+
+use crate::failure::Failure;
+
+/// Tells the second process that it is one.
+const MARK: &str = "VDKIT_QEMU_NBD_READY";
+/// What the second process writes to its stdout when clients can connect.
+const READY: &[u8] = b"ready";
+
+/// Starts the second process with the same arguments, and waits until it serves.
+///
+/// # Errors
+/// It cannot be started, or it ended before it served; it has said why on stderr.
+pub fn start(args: &[OsString]) -> Result<(), Failure> {
+    let mut child = Command::new(std::env::current_exe()?)
+        .arg0("qemu-nbd")
+        .args(without_fork(args))
+        .env(MARK, "1")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()?;
+    let mut said = Vec::new();
+    if let Some(out) = child.stdout.as_mut() {
+        out.take(READY.len() as u64).read_to_end(&mut said)?;
+    }
+    if said == READY {
+        return Ok(());
+    }
+    let code = child.wait()?.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1);
+    Err(Failure::new("").code(code.max(1)))
+}
+
+/// The arguments without `--fork`, in each spelling that is not ambiguous.
+fn without_fork(args: &[OsString]) -> impl Iterator<Item = &OsString> {
+    let end = args.iter().position(|arg| arg == "--").unwrap_or(args.len());
+    args.iter()
+        .enumerate()
+        .filter(move |(i, arg)| {
+            let fork = arg.to_str().is_some_and(|arg| matches!(arg, "--fork" | "--for" | "--fo"));
+            !(fork && *i < end)
+        })
+        .map(|(_, arg)| arg)
+}
+
+/// Reports that clients can connect, if this is a second process, and leaves the terminal.
+///
+/// # Errors
+/// The first process is gone.
+pub fn ready() -> Result<(), Failure> {
+    if std::env::var_os(MARK).is_none() {
+        return Ok(());
+    }
+    // Scripts end it by its name.
+    rustix::thread::set_name(c"qemu-nbd").map_err(std::io::Error::from)?;
+    // Signals of the terminal end the first process alone. It fails only for the leader of a
+    // group, which has its own already.
+    let _ = rustix::process::setsid();
+    let null = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null")?;
+    let mut out = std::io::stdout();
+    out.write_all(READY)?;
+    out.flush()?;
+    // A caller that waits for the end of these pipes must not wait for the server.
+    rustix::stdio::dup2_stdout(&null).map_err(std::io::Error::from)?;
+    rustix::stdio::dup2_stderr(&null).map_err(std::io::Error::from)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_option_is_left_out() {
+        let args: Vec<OsString> =
+            ["-x", "a", "--fork", "--", "--fork"].into_iter().map(Into::into).collect();
+        let left: Vec<_> = without_fork(&args).collect();
+        assert_eq!(left, ["-x", "a", "--", "--fork"]);
+    }
+}

@@ -1,0 +1,427 @@
+//! `qemu-nbd`: serves one image over NBD until the last client leaves.
+
+mod background;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use listenfd::ListenFd;
+use vdkit::jobs::{CreateOptions, NewBacking, create};
+use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions, Tls};
+use vdkit::serve::{Export, ExportOptions, OnNoSpace};
+use vdkit::{CacheMode, CancelToken, Disk, Monitor, Options};
+
+use crate::failure::{Failure, system_words, words};
+use crate::getopt::{self, Opt, Parsed, flag, long, valued};
+use crate::open::{self, Access, Named, format_of, open_options};
+use crate::output::cancel_on_signal;
+use crate::secrets::Objects;
+
+const PROGRAM: &str = "qemu-nbd";
+
+/// The port of NBD.
+const PORT: &str = "10809";
+
+/// Interval between two checks for the end.
+const POLL: Duration = Duration::from_millis(20);
+
+/// The time limit of a negotiation that has none.
+const NO_LIMIT: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// How long the last requests may take at the end.
+const DRAIN: Duration = Duration::from_secs(30);
+
+const OPTIONS: &[Opt] = &[
+    flag('h', "help", "print this help"),
+    flag('V', "version", "print the version"),
+    valued('p', "port", "PORT", "TCP port (default 10809)"),
+    valued('b', "bind", "ADDRESS", "address to listen at (default 0.0.0.0)"),
+    valued('k', "socket", "PATH", "listen at this Unix socket"),
+    valued('e', "shared", "N", "number of clients at once; 0 for any number (default 1)"),
+    flag('t', "persistent", "go on when the last client has left"),
+    flag('v', "verbose", "accepted"),
+    valued('x', "export-name", "NAME", "name of the export (default: empty)"),
+    valued('D', "description", "TEXT", "description of the export"),
+    long("handshake-limit", Some("SECONDS"), "time limit of the negotiation; 0 for none"),
+    valued('o', "offset", "OFFSET", "serve from this offset on (raw images)"),
+    flag('A', "allocation-depth", "accepted: the allocation depth is always there"),
+    valued('B', "bitmap", "NAME", "let clients query this dirty bitmap (repeatable)"),
+    flag('L', "list", "list the exports of a server"),
+    long("object", Some("OBJDEF"), "a secret or credentials (repeatable)"),
+    long("tls-creds", Some("ID"), "require TLS with these credentials"),
+    long(
+        "tls-authz",
+        Some("ID"),
+        "not supported: who may connect is decided by certificates or keys",
+    ),
+    long("tls-hostname", Some("NAME"), "accepted: only a client needs it"),
+    valued('T', "trace", "TRACE", "accepted; vdkit has no trace events of QEMU"),
+    long("fork", None, "serve in the background; return when clients can connect"),
+    long("pid-file", Some("PATH"), "write the server's process id to this file"),
+    long("selinux-label", Some("LABEL"), "not supported"),
+    valued('c', "connect", "DEV", "not supported: attach it by nbd-client"),
+    flag('d', "disconnect", "not supported: detach it by nbd-client"),
+    valued('f', "format", "FORMAT", "format of the image"),
+    flag('r', "read-only", "refuse writes"),
+    flag('s', "snapshot", "writes go to a temporary overlay"),
+    valued('l', "load-snapshot", "SNAPSHOT", "serve this internal snapshot, read-only"),
+    flag('n', "nocache", "as --cache=none"),
+    long("cache", Some("MODE"), "cache mode"),
+    long("aio", Some("MODE"), "accepted: native, io_uring or threads"),
+    long("discard", Some("MODE"), "ignore or unmap; vdkit always frees what clients trim"),
+    long("detect-zeroes", Some("MODE"), "off, on or unmap"),
+    long("image-opts", None, "FILE is options: driver=…,file.filename=…"),
+];
+
+/// Runs `qemu-nbd` with these arguments.
+pub fn main(args: &[OsString]) -> ExitCode {
+    match run(args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            if !failure.text.is_empty() {
+                eprintln!("{PROGRAM}: {}", failure.text);
+            }
+            ExitCode::from(failure.code)
+        }
+    }
+}
+
+/// A wrong command line, with where to find help.
+fn usage(text: impl std::fmt::Display) -> Failure {
+    Failure::new(format!("{text}\nTry `qemu-nbd --help' for more information."))
+}
+
+fn run(args: &[OsString]) -> Result<(), Failure> {
+    let parsed = getopt::parse(args, OPTIONS, false).map_err(|text| {
+        Failure::new(format!("{text}\n{PROGRAM}: Try `qemu-nbd --help' for more information."))
+    })?;
+    if parsed.has("help") {
+        print!("{}", help());
+        return Ok(());
+    }
+    if parsed.has("version") {
+        println!("qemu-nbd {} (vdkit {})", crate::QEMU_VERSION, env!("CARGO_PKG_VERSION"));
+        return Ok(());
+    }
+    refuse_unsupported(&parsed)?;
+    let request = Request::parse(&parsed)?;
+    if parsed.has("fork") {
+        return background::start(args);
+    }
+    serve(&request)
+}
+
+fn help() -> String {
+    let mut text =
+        "Serves an image over NBD.\n\nUsage: qemu-nbd [OPTIONS] FILE\n  or:  qemu-nbd -L \
+                    [OPTIONS]\n\n"
+            .to_owned();
+    for option in OPTIONS {
+        let short = option.short.map_or("    ".to_owned(), |letter| format!("-{letter}, "));
+        let value = option.value.map(|value| format!("={value}")).unwrap_or_default();
+        let names = format!("{short}--{}{value}", option.long);
+        text += &format!("  {names:<30} {}\n", option.help);
+    }
+    text
+}
+
+fn refuse_unsupported(parsed: &Parsed) -> Result<(), Failure> {
+    if let Some(device) = parsed.last("connect") {
+        return Err(not_attached(device, "attach"));
+    }
+    if parsed.has("disconnect") {
+        let device = parsed.operands.first().map_or("/dev/nbd0", String::as_str);
+        return Err(not_attached(device, "detach"));
+    }
+    if parsed.has("list") {
+        return Err(Failure::new("--list is not supported: use nbdinfo --list"));
+    }
+    if parsed.has("tls-authz") {
+        return Err(Failure::new(
+            "--tls-authz is not supported: a client is let in by its certificate or its key",
+        ));
+    }
+    if parsed.has("selinux-label") {
+        return Err(Failure::new("--selinux-label is not supported"));
+    }
+    Ok(())
+}
+
+fn not_attached(device: &str, what: &str) -> Failure {
+    if !std::path::Path::new(device).exists() {
+        return Failure::new(format!("Failed to open {device}: No such file or directory"));
+    }
+    Failure::new(format!(
+        "vdkit does not {what} {device} itself: serve the image at a socket, and use nbd-client"
+    ))
+}
+
+/// The command line, checked.
+struct Request {
+    image: crate::names::Image,
+    objects: Objects,
+    access: Access,
+    export: ExportOptions,
+    snapshot: Option<String>,
+    temporary: bool,
+    persistent: bool,
+    clients: usize,
+    handshake: Option<Duration>,
+    tls: Option<Tls>,
+    addresses: Vec<Address>,
+    pid_file: Option<PathBuf>,
+}
+
+impl Request {
+    fn parse(parsed: &Parsed) -> Result<Self, Failure> {
+        let [file] = &parsed.operands[..] else {
+            return Err(usage("Invalid number of arguments"));
+        };
+        check_modes(parsed)?;
+        let cache = cache_mode(parsed)?;
+        let snapshot = parsed.last("load-snapshot").map(snapshot_name);
+        let read_only = parsed.has("read-only") || snapshot.is_some();
+        let objects = Objects::parse(parsed.all("object"))?;
+        let named =
+            Named { text: file, format: parsed.last("format"), options: parsed.has("image-opts") };
+        let mut image = named.parse().map_err(|failure| opening(file, &failure.text))?;
+        if let Some(offset) = parsed.last("offset") {
+            image.window = Some((number("offset", offset)?, None));
+        }
+        let clients = match number("shared device number", parsed.last("shared").unwrap_or("1"))? {
+            0 => usize::MAX,
+            clients => clients as usize,
+        };
+        let handshake =
+            match number("handshake limit", parsed.last("handshake-limit").unwrap_or("10"))? {
+                0 => None,
+                seconds => Some(Duration::from_secs(seconds)),
+            };
+        Ok(Self {
+            image,
+            access: Access { writable: !read_only, cache, ..Access::default() },
+            export: ExportOptions {
+                name: parsed.last("export-name").unwrap_or_default().to_owned(),
+                description: parsed.last("description").unwrap_or_default().to_owned(),
+                read_only,
+                on_nospace: OnNoSpace::Report,
+                bitmaps: parsed.all("bitmap").map(str::to_owned).collect(),
+            },
+            snapshot,
+            temporary: parsed.has("snapshot"),
+            persistent: parsed.has("persistent"),
+            clients,
+            handshake,
+            tls: tls(parsed, &objects)?,
+            addresses: addresses(parsed),
+            pid_file: parsed.last("pid-file").map(PathBuf::from),
+            objects,
+        })
+    }
+}
+
+fn number(what: &str, text: &str) -> Result<u64, Failure> {
+    text.parse().map_err(|_| Failure::new(format!("Invalid {what} '{text}'")))
+}
+
+/// The name or id within `snapshot.id=…,snapshot.name=…`, or the text itself.
+fn snapshot_name(text: &str) -> String {
+    let part = |key: &str| {
+        text.split(',')
+            .find_map(|part| part.strip_prefix(key)?.strip_prefix('='))
+            .map(str::to_owned)
+    };
+    part("snapshot.id").or_else(|| part("snapshot.name")).unwrap_or_else(|| text.to_owned())
+}
+
+fn check_modes(parsed: &Parsed) -> Result<(), Failure> {
+    if let Some(mode) = parsed.last("aio")
+        && !["native", "io_uring", "threads"].contains(&mode)
+    {
+        return Err(Failure::new(format!("Invalid aio mode '{mode}'")));
+    }
+    if let Some(mode) = parsed.last("discard")
+        && !["ignore", "off", "unmap", "on"].contains(&mode)
+    {
+        return Err(Failure::new(format!("Invalid discard mode `{mode}'")));
+    }
+    match parsed.last("detect-zeroes") {
+        Some(mode) if !["off", "on", "unmap"].contains(&mode) => Err(Failure::new(format!(
+            "Failed to parse detect_zeroes mode: invalid parameter value: {mode}"
+        ))),
+        Some("unmap") if !matches!(parsed.last("discard"), Some("unmap" | "on")) => {
+            Err(Failure::new(
+                "setting detect-zeroes to unmap is not allowed without setting discard operation to \
+                 unmap",
+            ))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn cache_mode(parsed: &Parsed) -> Result<CacheMode, Failure> {
+    let mode = match (parsed.has("nocache"), parsed.last("cache")) {
+        (true, Some(_)) => return Err(Failure::new("-n and --cache can only be specified once")),
+        (true, None) => "none",
+        (false, mode) => mode.unwrap_or("writeback"),
+    };
+    mode.parse().map_err(|_| Failure::new(format!("Invalid cache mode `{mode}'")))
+}
+
+/// The credentials of `--tls-creds`: a folder, as QEMU's objects name it.
+fn tls(parsed: &Parsed, objects: &Objects) -> Result<Option<Tls>, Failure> {
+    let Some(id) = parsed.last("tls-creds") else { return Ok(None) };
+    let found = objects.other(id);
+    let found = found.ok_or_else(|| Failure::new(format!("No TLS credentials with id '{id}'")))?;
+    let folder = found.get("dir").ok_or_else(|| Failure::new("Missing 'dir' property value"))?;
+    if found.get("endpoint") == Some("client") {
+        return Err(Failure::new("Expecting TLS credentials with a server endpoint"));
+    }
+    let tls = Tls::from_folder(std::path::Path::new(folder));
+    tls.map(Some).map_err(|error| Failure::new(system_words(&error)))
+}
+
+fn addresses(parsed: &Parsed) -> Vec<Address> {
+    if let Some(path) = parsed.last("socket") {
+        return vec![Address::Unix(path.into())];
+    }
+    let host = parsed.last("bind").unwrap_or("0.0.0.0");
+    let host = if host.contains(':') { format!("[{host}]") } else { host.to_owned() };
+    vec![Address::Tcp(format!("{host}:{}", parsed.last("port").unwrap_or(PORT)))]
+}
+
+/// Sockets that systemd handed over, or those that the command line names.
+fn listeners(addresses: &[Address]) -> Result<Vec<Listener>, Failure> {
+    let mut handed = ListenFd::from_env();
+    let mut listeners = Vec::new();
+    for index in 0..handed.len() {
+        match (handed.take_unix_listener(index), handed.take_tcp_listener(index)) {
+            (Ok(Some(socket)), _) => listeners.push(Listener::Handed(socket)),
+            (_, Ok(Some(socket))) => listeners.push(Listener::Tcp(socket)),
+            _ => return Err(Failure::new(format!("socket {index} of systemd cannot be used"))),
+        }
+    }
+    if listeners.is_empty() {
+        for address in addresses {
+            let listener = Listener::bind(address).map_err(|error| {
+                let place = match address {
+                    Address::Unix(path) => path.display().to_string(),
+                    Address::Tcp(place) => place.clone(),
+                };
+                Failure::new(format!("Failed to bind to {place}: {}", system_words(&error)))
+            })?;
+            listeners.push(listener);
+        }
+    }
+    Ok(listeners)
+}
+
+fn opening(name: &str, why: &str) -> Failure {
+    Failure::new(format!("Failed to blk_new_open '{name}': {why}"))
+}
+
+/// Opens the disk; the folder holds the overlay of `--snapshot` for as long as it is served.
+fn open_disk(request: &Request) -> Result<(Disk, Option<tempfile::TempDir>), Failure> {
+    if !request.temporary {
+        let options = open_options(&request.image, request.access, &request.objects)?;
+        let mut options = options;
+        options.snapshot.clone_from(&request.snapshot);
+        return Ok((open::open_with(&request.image, &options)?, None));
+    }
+    let (driver, _) = format_of(&request.image, Access::read())?;
+    let path = request.image.path().ok_or_else(|| Failure::new("--snapshot needs a file"))?;
+    let backing = std::path::absolute(path)?;
+    let folder = tempfile::Builder::new().prefix("vl.").tempdir_in("/var/tmp")?;
+    let overlay = folder.path().join("overlay.qcow2");
+    let format = vdkit::format("qcow2")?;
+    create(
+        &open::registry(),
+        &CreateOptions {
+            path: &overlay,
+            driver: format,
+            guest_bytes: None,
+            options: Options::default(),
+            backing: Some(NewBacking {
+                name: backing.display().to_string(),
+                format: Some(driver.name().to_owned()),
+                open: true,
+            }),
+            replace: false,
+            refs: open::references(),
+        },
+        &Monitor::default(),
+    )?;
+    let image = crate::names::parse(&overlay.display().to_string()).map_err(Failure::new)?;
+    // Nobody needs the overlay after a crash.
+    let access = Access { writable: true, cache: CacheMode::Unsafe, ..Access::default() };
+    Ok((open::open(&image, access, &request.objects)?, Some(folder)))
+}
+
+fn check_bitmaps(disk: &Disk, names: &[String]) -> Result<(), Failure> {
+    let there = match disk.top().bitmaps() {
+        Some(bitmaps) if !names.is_empty() => bitmaps.list()?,
+        _ => Vec::new(),
+    };
+    for name in names {
+        let Some(bitmap) = there.iter().find(|bitmap| bitmap.info.name == *name) else {
+            return Err(Failure::new(format!("Bitmap '{name}' is not found")));
+        };
+        if bitmap.info.in_use && bitmap.dirty_bytes.is_none() {
+            return Err(Failure::new(format!(
+                "Bitmap '{name}' is inconsistent and cannot be used"
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn serve(request: &Request) -> Result<(), Failure> {
+    let stop = cancel_on_signal()?;
+    let (disk, overlay) = open_disk(request).map_err(|failure| {
+        let why = failure.text.strip_prefix(&format!("Could not open '{}': ", request.image.typed));
+        opening(&request.image.typed, why.unwrap_or(&failure.text))
+    })?;
+    check_bitmaps(&disk, &request.export.bitmaps)?;
+    let listeners = listeners(&request.addresses)?;
+    let export = Export::new(disk, request.export.clone());
+    let options = ServerOptions {
+        connections_max: request.clients,
+        tls: request.tls.clone(),
+        handshake_time: request.handshake.unwrap_or(NO_LIMIT),
+        ..ServerOptions::default()
+    };
+    let started = Server::start(Exports::new(vec![Arc::clone(&export)]), listeners, options)
+        .map_err(Failure::from)
+        .and_then(|server| {
+            let ready = write_pid(request.pid_file.as_deref()).and_then(|()| background::ready());
+            if ready.is_ok() {
+                wait(&server, request.persistent, &stop);
+            }
+            export.end_waiting();
+            server.stop(DRAIN);
+            ready
+        });
+    // Close the image after a failure too, so that it is marked clean.
+    let closed = export.close();
+    drop(overlay);
+    started?;
+    closed.map_err(|error| Failure::new(words(&error)))
+}
+
+fn wait(server: &Server, persistent: bool, stop: &CancelToken) {
+    while !stop.is_cancelled() {
+        if !persistent && server.served() > 0 && server.connections() == 0 {
+            return;
+        }
+        std::thread::sleep(POLL);
+    }
+}
+
+fn write_pid(file: Option<&std::path::Path>) -> Result<(), Failure> {
+    let Some(file) = file else { return Ok(()) };
+    std::fs::write(file, format!("{}\n", std::process::id()))
+        .map_err(|error| Failure::new(format!("cannot create PID file: {}", system_words(&error))))
+}

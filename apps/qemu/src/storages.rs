@@ -1,0 +1,190 @@
+//! Storages that only QEMU's names ask for: a disk of nothing, and a part of a file.
+
+use std::sync::Arc;
+
+use vdkit::{HostOffset, Result, SpaceMap, Storage, StorageCaps, StorageExtent, ZeroMode};
+
+/// Reads as zeroes, and drops what is written (`null-co`).
+#[derive(Debug)]
+pub struct NullStorage {
+    bytes: u64,
+}
+
+impl NullStorage {
+    /// A disk of this many bytes.
+    pub fn new(bytes: u64) -> Self {
+        Self { bytes }
+    }
+}
+
+impl Storage for NullStorage {
+    fn name(&self) -> &str {
+        "null-co://"
+    }
+
+    fn caps(&self) -> StorageCaps {
+        StorageCaps {
+            writable: true,
+            volatile: true,
+            prompt_writes: true,
+            ..StorageCaps::default()
+        }
+    }
+
+    fn len(&self) -> Result<u64> {
+        Ok(self.bytes)
+    }
+
+    fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
+        let there = self.bytes.saturating_sub(offset.0).min(buf.len() as u64) as usize;
+        buf[..there].fill(0);
+        Ok(there)
+    }
+
+    fn write_at(&self, _buf: &[u8], _offset: HostOffset) -> Result<()> {
+        Ok(())
+    }
+
+    fn write_zeroes(&self, _offset: HostOffset, _len: u64, _mode: ZeroMode) -> Result<()> {
+        Ok(())
+    }
+
+    fn discard(&self, _offset: HostOffset, _len: u64) -> Result<()> {
+        Ok(())
+    }
+
+    fn allocate(&self, _offset: HostOffset, _len: u64) -> Result<()> {
+        Ok(())
+    }
+
+    fn sync(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A part of another storage, of fixed length (`driver=raw,offset=…,size=…`).
+#[derive(Debug)]
+pub struct PartOf {
+    inner: Arc<dyn Storage>,
+    start: u64,
+    bytes: u64,
+}
+
+impl PartOf {
+    /// The `bytes` from `start` on; `None` is all to the end.
+    ///
+    /// # Errors
+    /// The length of the storage cannot be read.
+    pub fn new(inner: Arc<dyn Storage>, start: u64, bytes: Option<u64>) -> Result<Option<Self>> {
+        let len = inner.len()?;
+        let Some(there) = len.checked_sub(start) else { return Ok(None) };
+        let bytes = bytes.unwrap_or(there);
+        Ok((bytes <= there).then_some(Self { inner, start, bytes }))
+    }
+
+    /// The part of a range that lies within, at its place in the inner storage.
+    fn within(&self, offset: HostOffset, len: u64) -> (HostOffset, u64) {
+        let there = self.bytes.saturating_sub(offset.0).min(len);
+        (HostOffset(self.start + offset.0.min(self.bytes)), there)
+    }
+
+    /// As [`PartOf::within`], for a change: a change that reaches past the end is refused.
+    fn to_change(&self, offset: HostOffset, len: u64) -> Result<HostOffset> {
+        match self.within(offset, len) {
+            (at, there) if there == len => Ok(at),
+            _ => Err(vdkit::Error::Invalid(format!(
+                "{}: the part of it that was named ends before byte {}",
+                self.inner.name(),
+                offset.0.saturating_add(len)
+            ))),
+        }
+    }
+}
+
+impl Storage for PartOf {
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn caps(&self) -> StorageCaps {
+        StorageCaps { growable: false, ..self.inner.caps() }
+    }
+
+    fn len(&self) -> Result<u64> {
+        Ok(self.bytes)
+    }
+
+    fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
+        let (at, there) = self.within(offset, buf.len() as u64);
+        self.inner.read_up_to(&mut buf[..there as usize], at)
+    }
+
+    fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
+        self.inner.write_at(buf, self.to_change(offset, buf.len() as u64)?)
+    }
+
+    fn write_zeroes(&self, offset: HostOffset, len: u64, mode: ZeroMode) -> Result<()> {
+        self.inner.write_zeroes(self.to_change(offset, len)?, len, mode)
+    }
+
+    fn discard(&self, offset: HostOffset, len: u64) -> Result<()> {
+        let (at, there) = self.within(offset, len);
+        self.inner.discard(at, there)
+    }
+
+    fn allocate(&self, offset: HostOffset, len: u64) -> Result<()> {
+        self.inner.allocate(self.to_change(offset, len)?, len)
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.inner.sync()
+    }
+
+    fn space_map(&self) -> Option<&dyn SpaceMap> {
+        self.inner.space_map().map(|_| self as &dyn SpaceMap)
+    }
+}
+
+impl SpaceMap for PartOf {
+    fn may_have_holes(&self) -> Result<bool> {
+        self.inner.space_map().map_or(Ok(false), SpaceMap::may_have_holes)
+    }
+
+    fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {
+        let (at, there) = self.within(offset, len);
+        match self.inner.space_map() {
+            Some(map) if there > 0 => map.extent_at(at, there),
+            _ => Ok(StorageExtent { len, data: false }),
+        }
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        self.inner.allocated_bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vdkit::storage::MemoryStorage;
+
+    use super::*;
+
+    #[test]
+    fn a_part_begins_and_ends_where_it_was_told() {
+        let bytes: Vec<u8> = (0..100).collect();
+        let inner: Arc<dyn Storage> = Arc::new(MemoryStorage::from_bytes("a", &bytes));
+        let part = PartOf::new(inner.clone(), 10, Some(20)).unwrap().unwrap();
+        let mut buf = [0; 30];
+        assert_eq!(part.read_up_to(&mut buf, HostOffset(5)).unwrap(), 15);
+        assert_eq!(buf[..15], bytes[15..30]);
+        assert_eq!(part.read_up_to(&mut buf, HostOffset(20)).unwrap(), 0);
+        part.write_at(&[9; 20], HostOffset(0)).unwrap();
+        assert!(part.write_at(&[9; 20], HostOffset(1)).is_err());
+        let mut all = [0; 100];
+        inner.read_up_to(&mut all, HostOffset(0)).unwrap();
+        assert_eq!((all[9], all[10], all[29], all[30]), (9, 9, 9, 30));
+        assert_eq!(all[..10], bytes[..10]);
+        assert!(PartOf::new(inner.clone(), 90, Some(11)).unwrap().is_none());
+        assert!(PartOf::new(inner, 101, None).unwrap().is_none());
+    }
+}
