@@ -5,7 +5,7 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 
-use vdkit_testbase::peers::require_peer;
+use vdkit_testkit::require_peer;
 
 const SECRET: &str = "--object secret,id=s,data=x";
 

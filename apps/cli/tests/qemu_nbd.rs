@@ -5,8 +5,9 @@ mod common;
 use std::os::unix::fs::symlink;
 use std::process::{Command, Output};
 
-use common::{Scratch, peer};
+use common::Scratch;
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use vdkit_testkit::require_peer;
 
 /// A scratch folder with vdkit's link, and the servers in the background that run there.
 struct Shop {
@@ -38,7 +39,8 @@ impl Shop {
     /// Starts the server in the background. It can be connected to when the command returns, and
     /// its process id is in the file by then.
     fn serve(&mut self, arguments: &[&str]) {
-        let mut all = vec!["--fork", "-k", "s", "--pid-file=pid"];
+        let socket = self.scratch.path("s").display().to_string();
+        let mut all = vec!["--fork", "-k", &socket, "--pid-file=pid"];
         all.extend(arguments);
         let done = self.run("./qemu-nbd", &all);
         assert!(done.status.success(), "{arguments:?}: {done:?}");
@@ -54,8 +56,7 @@ impl Shop {
         }
         arguments.push("nbd+unix:///?socket=s");
         let done = self.run("qemu-io", &arguments);
-        String::from_utf8_lossy(&done.stdout).into_owned()
-            + &String::from_utf8_lossy(&done.stderr)
+        String::from_utf8_lossy(&done.stdout).into_owned() + &String::from_utf8_lossy(&done.stderr)
     }
 
     /// Waits until the server in the background has ended.
@@ -83,7 +84,7 @@ impl Drop for Shop {
 
 #[test]
 fn a_forked_server_serves_until_the_last_client_leaves() {
-    if !peer("qemu-img") {
+    if !require_peer("qemu-img") {
         return;
     }
     let mut shop = Shop::new();
@@ -99,7 +100,7 @@ fn a_forked_server_serves_until_the_last_client_leaves() {
 
 #[test]
 fn writes_to_a_temporary_snapshot_are_gone_afterwards() {
-    if !peer("qemu-img") {
+    if !require_peer("qemu-img") {
         return;
     }
     let mut shop = Shop::new();
@@ -115,7 +116,7 @@ fn writes_to_a_temporary_snapshot_are_gone_afterwards() {
 
 #[test]
 fn read_only_snapshots_and_bitmaps_are_served() {
-    if !peer("qemu-img") || !peer("nbdinfo") {
+    if !require_peer("qemu-img") || !require_peer("nbdinfo") {
         return;
     }
     let mut shop = Shop::new();
@@ -144,7 +145,8 @@ fn read_only_snapshots_and_bitmaps_are_served() {
 #[test]
 fn a_server_that_cannot_start_says_so_through_fork() {
     let shop = Shop::new();
-    let done = shop.run("./qemu-nbd", &["--fork", "-k", "s", "nothing.raw"]);
+    let socket = shop.scratch.path("s").display().to_string();
+    let done = shop.run("./qemu-nbd", &["--fork", "-k", &socket, "nothing.raw"]);
     assert_eq!(done.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&done.stderr).contains("No such file"), "{done:?}");
     assert!(!shop.scratch.path("s").exists());
@@ -152,7 +154,7 @@ fn a_server_that_cannot_start_says_so_through_fork() {
 
 #[test]
 fn wrong_command_lines_are_told_as_by_qemu() {
-    if !peer("qemu-nbd") {
+    if !require_peer("qemu-nbd") {
         return;
     }
     let shop = Shop::new();
@@ -167,7 +169,8 @@ fn wrong_command_lines_are_told_as_by_qemu() {
         "--aio=fast a.qcow2",
         "--discard=x a.qcow2",
         "--detect-zeroes=x a.qcow2",
-        "-k s -f qcow2 -B nothing a.qcow2",
+        "-k s a.qcow2",
+        "-k /nowhere/s -f qcow2 -B nothing a.qcow2",
         "-f nothing a.qcow2",
         "-f vdi a.qcow2",
         "--nothing a.qcow2",
@@ -178,7 +181,11 @@ fn wrong_command_lines_are_told_as_by_qemu() {
         let [theirs, ours] = shop.both(&arguments);
         assert_eq!(ours.status.code(), theirs.status.code(), "{line}: {ours:?}");
         let first = |done: &Output| {
-            String::from_utf8_lossy(&done.stderr).lines().next().unwrap_or_default().replace("./", "")
+            String::from_utf8_lossy(&done.stderr)
+                .lines()
+                .next()
+                .unwrap_or_default()
+                .replace("./", "")
         };
         if line != "-d /dev/nothing" {
             assert_eq!(first(&ours), first(&theirs), "{line}");

@@ -334,7 +334,10 @@ impl Wanted {
     /// Sets an option; returns whether the format has it.
     pub fn set(&mut self, name: &str, value: &str) -> bool {
         match self.table.key(name) {
-            Some(key) => self.values.insert(key.name, value.to_owned()).is_some() || true,
+            Some(key) => {
+                self.values.insert(key.name, value.to_owned());
+                true
+            }
             None => false,
         }
     }
@@ -448,8 +451,9 @@ impl Wanted {
         if self.get("backing_fmt").is_some() && self.get("backing_file").is_none() {
             return Err(Failure::new("Backing format cannot be used without backing file"));
         }
-        let inner = |key: &&'static str| key.starts_with("encrypt.");
-        if self.get("encrypt.format").is_none() && self.values.keys().any(|key| inner(&key)) {
+        if self.get("encrypt.format").is_none()
+            && self.values.keys().any(|key| key.starts_with("encrypt."))
+        {
             return Err(Failure::new("Parameter 'encrypt.format' is missing"));
         }
         if self.get("encryption") == Some("on") {

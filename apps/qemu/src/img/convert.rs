@@ -11,7 +11,7 @@ use vdkit::{
 };
 
 use super::create::{create_at, target_path};
-use super::{Call, Command, FORCE_SHARE, OBJECT, PROGRESS, QUIET};
+use super::{Call, Command, FORCE_SHARE, OBJECT, PROGRESS, QUIET, SRC_CACHE};
 use crate::creation::{Asked, Wanted, asked, failed_creation, table};
 use crate::failure::{Failure, could_not_open, words};
 use crate::getopt::{Opt, Parsed, flag, long, valued};
@@ -31,7 +31,7 @@ const OPTIONS: &[Opt] = &[
     long("source-image-opts", None, "sources are options: driver=…,file.filename=…"),
     long("image-opts", None, ""),
     valued('l', "source-snapshot", "SNAPSHOT_PARAMS", "the snapshot of the source to copy"),
-    valued('T', "source-cache", "SRC_CACHE", "cache mode of the sources (writeback)"),
+    SRC_CACHE,
     valued('O', "target-format", "TGT_FMT", "format of the target (raw)"),
     long("target-image-opts", None, "the target is options; needs -n"),
     valued('o', "target-options", "TGT_OPTS", "options of the target's format"),
@@ -334,7 +334,7 @@ impl Settings<'_> {
                 create_at(&path, driver, source.bytes(), options, None).map_err(told)?;
             }
             let format = Some(driver.name().to_owned());
-            return Ok(Goal { compress, ..self.into_file(path, format, Vec::new()) });
+            return Ok(Goal { compress, ..self.write_to(path, format, Vec::new()) });
         }
         let (backing, reference) = backing.unzip();
         let destination = Destination::New(NewImage {
@@ -347,7 +347,7 @@ impl Settings<'_> {
         Ok(Goal { destination, compress, backing, keys: Vec::new() })
     }
 
-    fn into_file(&self, path: PathBuf, format: Option<String>, keys: Vec<vdkit::Secret>) -> Goal {
+    fn write_to(&self, path: PathBuf, format: Option<String>, keys: Vec<vdkit::Secret>) -> Goal {
         let destination = Destination::Into { path, format, cache: self.cache, refs: references() };
         Goal { destination, compress: None, backing: None, keys }
     }
@@ -379,7 +379,7 @@ impl Settings<'_> {
         let compress = compress.then_some(CompressionSpec { codec, level: None });
         let (format, keys) = (Some(info.format.to_owned()), options.keys);
         drop(disk);
-        Ok(Goal { compress, ..self.into_file(path, format, keys) })
+        Ok(Goal { compress, ..self.write_to(path, format, keys) })
     }
 
     fn compression(&self, wanted: &Wanted) -> Result<Option<CompressionSpec>, Failure> {

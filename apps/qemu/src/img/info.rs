@@ -47,18 +47,23 @@ struct Described {
 }
 
 impl Described {
-    /// Shows the part of the file that is the disk, and names it as QEMU does.
-    fn show_window(&mut self, named: &Named<'_>, window: Option<(u64, Option<u64>)>) {
-        let Some((offset, bytes)) = window else { return };
-        let rest = self.link.info.virtual_size.saturating_sub(offset);
-        self.link.info.virtual_size = bytes.unwrap_or(rest);
+    /// Shows the part of the file that is the disk, and names an image as QEMU does that needs more
+    /// than a path.
+    fn show_options(&mut self, named: &Named<'_>, window: Option<(u64, Option<u64>)>) {
+        const SHOWN: &[&str] = &["offset", "size", "key-secret", "encrypt.key-secret"];
+        if let Some((offset, bytes)) = window {
+            let rest = self.link.info.virtual_size.saturating_sub(offset);
+            self.link.info.virtual_size = bytes.unwrap_or(rest);
+        }
         let mut flat = properties(named).unwrap_or_default();
+        let shown: Vec<_> = SHOWN.iter().filter_map(|key| Some((*key, flat.take(key)?))).collect();
+        if shown.is_empty() {
+            return;
+        }
         let file = Dict::default().with("driver", "file").with("filename", self.name.as_str());
-        let dict = Dict::default()
-            .with("driver", "raw")
-            .with("file", file)
-            .with_some("offset", flat.take("offset"))
-            .with_some("size", flat.take("size"));
+        let dict =
+            Dict::default().with("driver", qemu_name(self.link.info.format)).with("file", file);
+        let dict = shown.into_iter().fold(dict, |dict, (key, value)| dict.with(key, value));
         self.name = format!("json:{}", inline(&dict.into()));
     }
 
@@ -92,7 +97,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let mut images = describe(&image, chain, access, &objects)?;
     if let Some(top) = images.first_mut() {
         top.protocol = driver(&named).is_some_and(|driver| driver == "file");
-        top.show_window(&named, image.window);
+        top.show_options(&named, image.window);
     }
     if json {
         let mut values: Vec<Value> = images.iter().map(|image| value(image).into()).collect();

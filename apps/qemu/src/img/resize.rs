@@ -111,7 +111,9 @@ fn resize(
     if !matches!(format, "raw" | "qcow2" | "luks") {
         return Err(Failure::new("Image format driver does not support resize"));
     }
-    let bytes = if format == "qcow2" { bytes.next_multiple_of(512) } else { bytes };
+    if format == "qcow2" && !bytes.is_multiple_of(512) {
+        return Err(Failure::new("The new size must be a multiple of 512"));
+    }
     let options = ResizeOptions { shrink, preallocation };
     let monitor = Monitor { cancel: cancel_on_signal()?, progress: &Silent };
     jobs::resize(disk, bytes, &options, &monitor).map_err(|error| match error {

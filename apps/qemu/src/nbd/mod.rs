@@ -181,6 +181,9 @@ impl Request {
             return Err(usage("Invalid number of arguments"));
         };
         check_modes(parsed)?;
+        if parsed.last("socket").is_some_and(|path| !path.starts_with('/')) {
+            return Err(Failure::new("socket path must be absolute"));
+        }
         let cache = cache_mode(parsed)?;
         let snapshot = parsed.last("load-snapshot").map(snapshot_name);
         let read_only = parsed.has("read-only") || snapshot.is_some();
