@@ -1,0 +1,20 @@
+//! Runs the cases by two programs: `run REFERENCE CANDIDATE [--filter TEXT] [--shown N] [--jobs N]`.
+
+use std::path::Path;
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let value = |name: &str| {
+        let at = arguments.iter().position(|argument| argument == name)?;
+        arguments.get(at + 1).cloned()
+    };
+    let mut cases = vdkit_differential::cases::all();
+    if let Some(filter) = value("--filter") {
+        cases.retain(|case| case.line().contains(&filter));
+    }
+    let shown = value("--shown").and_then(|text| text.parse().ok()).unwrap_or(2);
+    let jobs = value("--jobs").and_then(|text| text.parse().ok()).unwrap_or(2);
+    let programs = [&arguments[0], &arguments[1]].map(Path::new);
+    let summary = vdkit_differential::run(programs[0], programs[1], &cases, jobs);
+    print!("{}", summary.report(shown));
+}
