@@ -1,4 +1,5 @@
-//! Runs the cases by two programs: `run REFERENCE CANDIDATE [--filter TEXT] [--shown N] [--jobs N]`.
+//! Runs the cases by two programs: `run --candidate PATH [--reference PATH] [--filter TEXT]
+//! [--shown N] [--jobs N]`.
 
 use std::path::Path;
 
@@ -14,7 +15,9 @@ fn main() {
     }
     let shown = value("--shown").and_then(|text| text.parse().ok()).unwrap_or(2);
     let jobs = value("--jobs").and_then(|text| text.parse().ok()).unwrap_or(2);
-    let programs = [&arguments[0], &arguments[1]].map(Path::new);
-    let summary = vdkit_differential::run(programs[0], programs[1], &cases, jobs);
+    let reference = value("--reference").unwrap_or_else(|| "/usr/bin/qemu-img".to_owned());
+    let candidate = value("--candidate").expect("--candidate PATH");
+    let (reference, candidate) = (Path::new(&reference), Path::new(&candidate));
+    let summary = vdkit_differential::run(reference, candidate, &cases, jobs);
     print!("{}", summary.report(shown));
 }
