@@ -92,9 +92,10 @@ impl<'a> Twins<'a> {
                     found.push(Difference { step, what, theirs, ours });
                 }
             };
+            let names = self.programs.map(|program| program.display().to_string());
             note(What::Code, code(&theirs), code(&ours));
             note(What::Stdout, stdout(&theirs, command), stdout(&ours, command));
-            note(What::Stderr, stderr(&theirs), stderr(&ours));
+            note(What::Stderr, stderr(&theirs, &names[0]), stderr(&ours, &names[1]));
         }
         let step = case.commands.len() - 1;
         let [theirs, ours] = folders.each_ref().map(|folder| names(folder));
@@ -263,9 +264,9 @@ fn stdout(done: &Output, command: &[String]) -> String {
         .collect()
 }
 
-/// The kind of message that programs match, or nothing.
-fn stderr(done: &Output) -> String {
-    let text = String::from_utf8_lossy(&done.stderr).replace("./qemu-img", "qemu-img");
+/// The kind of message that programs match, or nothing. `name` is the program's path.
+fn stderr(done: &Output, name: &str) -> String {
+    let text = String::from_utf8_lossy(&done.stderr).replace(name, "qemu-img");
     let first = text.lines().next().unwrap_or_default();
     let matched = [
         "No such file or directory",
