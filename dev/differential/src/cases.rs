@@ -1,0 +1,713 @@
+//! The command lines.
+
+/// Command lines that are run one after the other in one folder.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Case {
+    /// What kind of case it is.
+    pub kind: Kind,
+    /// The arguments of each command, the subcommand first.
+    pub commands: Vec<Vec<String>>,
+}
+
+/// Kinds of cases.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    /// One subcommand on one image, without options.
+    Plain,
+    /// One option.
+    Single,
+    /// One option in another spelling.
+    Spelling,
+    /// Two options.
+    Pair,
+    /// A wrong command line.
+    Wrong,
+    /// Names of images.
+    Name,
+    /// Several commands in turn.
+    Sequence,
+}
+
+impl Case {
+    fn new(kind: Kind, commands: &[&str]) -> Self {
+        let words = |line: &&str| line.split(' ').map(|word| word.replace('~', " ")).collect();
+        Self { kind, commands: commands.iter().map(words).collect() }
+    }
+
+    /// The subcommand of the first command.
+    pub fn subcommand(&self) -> &str {
+        self.commands.first().and_then(|words| words.first()).map_or("", String::as_str)
+    }
+
+    /// Whether a word stands in any of its commands.
+    pub fn has(&self, word: &str) -> bool {
+        self.commands.iter().flatten().any(|other| other == word)
+    }
+
+    /// Whether any of its words contains a text.
+    pub fn mentions(&self, text: &str) -> bool {
+        self.commands.iter().flatten().any(|other| other.contains(text))
+    }
+
+    /// The commands as a user would type them.
+    pub fn line(&self) -> String {
+        let quoted = |word: &String| match word.contains([' ', '"', '{', '*']) || word.is_empty() {
+            true => format!("'{word}'"),
+            false => word.clone(),
+        };
+        let commands = self.commands.iter();
+        let commands = commands.map(|words| {
+            format!("qemu-img {}", words.iter().map(quoted).collect::<Vec<_>>().join(" "))
+        });
+        commands.collect::<Vec<_>>().join("; ")
+    }
+}
+
+/// An option as the cases use it.
+struct Opt {
+    short: &'static str,
+    long: &'static str,
+    /// Values to try; none if it takes no value.
+    values: &'static [&'static str],
+}
+
+const fn flag(short: &'static str, long: &'static str) -> Opt {
+    Opt { short, long, values: &[] }
+}
+
+const fn valued(short: &'static str, long: &'static str, values: &'static [&'static str]) -> Opt {
+    Opt { short, long, values }
+}
+
+/// A subcommand: its options, and the operands to which each is applied.
+struct Sub {
+    name: &'static str,
+    options: &'static [Opt],
+    operands: &'static [&'static str],
+}
+
+const CACHES: &[&str] = &["writeback", "unsafe", "bad"];
+const ALL: &[&str] = &[
+    "empty.raw",
+    "full.raw",
+    "a.qcow2",
+    "v2.qcow2",
+    "small.qcow2",
+    "sub.qcow2",
+    "pre.qcow2",
+    "ext.qcow2",
+    "zstd.qcow2",
+    "zlib.qcow2",
+    "top.qcow2",
+    "onraw.qcow2",
+    "a.vdi",
+    "a.vpc",
+    "fixed.vpc",
+    "a.vhdx",
+    "a.vmdk",
+    "flat.vmdk",
+    "a.qcow",
+    "a.qed",
+    "a.parallels",
+    "a.luks",
+    "enc.qcow2",
+    "text",
+    "nothing",
+    "cut.qcow2",
+    "leak.qcow2",
+    "missing",
+    ".",
+];
+const FORMATS: &[&str] = &["qcow2", "raw", "vmdk", "bad"];
+const OUTPUT: Opt = valued("", "output", &["json", "human", "bad"]);
+const QUIET: Opt = flag("-q", "quiet");
+const SHARE: Opt = flag("-U", "force-share");
+const FORMAT: Opt = valued("-f", "format", FORMATS);
+
+const SUBCOMMANDS: &[Sub] = &[
+    Sub {
+        name: "info",
+        options: &[FORMAT, OUTPUT, SHARE, flag("", "backing-chain")],
+        operands: ALL,
+    },
+    Sub {
+        name: "check",
+        options: &[
+            FORMAT,
+            OUTPUT,
+            SHARE,
+            QUIET,
+            valued("-r", "repair", &["leaks", "all", "bad"]),
+            valued("-T", "cache", CACHES),
+        ],
+        operands: ALL,
+    },
+    Sub {
+        name: "map",
+        options: &[
+            FORMAT,
+            OUTPUT,
+            SHARE,
+            valued("", "start-offset", &["64k", "1M", "100G", "bad"]),
+            valued("", "max-length", &["64k", "513", "bad"]),
+        ],
+        operands: ALL,
+    },
+    Sub {
+        name: "snapshot",
+        options: &[
+            FORMAT,
+            SHARE,
+            QUIET,
+            flag("-l", "list"),
+            valued("-c", "create", &["new", "first"]),
+            valued("-a", "apply", &["first", "1", "none"]),
+            valued("-d", "delete", &["first", "none"]),
+        ],
+        operands: &["a.qcow2", "v2.qcow2", "full.raw", "a.vmdk", "top.qcow2", "missing"],
+    },
+    Sub {
+        name: "measure",
+        options: &[
+            FORMAT,
+            OUTPUT,
+            SHARE,
+            valued("-O", "", &["qcow2", "raw", "vmdk", "luks", "bad"]),
+            valued("-o", "", &["cluster_size=4k", "bad=1", "preallocation=full"]),
+            valued("-l", "", &["first", "none"]),
+        ],
+        operands: &["a.qcow2", "full.raw", "top.qcow2", "a.vdi", "missing"],
+    },
+    Sub {
+        name: "compare",
+        options: &[
+            FORMAT,
+            valued("-F", "", FORMATS),
+            SHARE,
+            QUIET,
+            flag("-s", ""),
+            flag("-p", ""),
+            valued("-T", "", CACHES),
+        ],
+        operands: &[
+            "a.qcow2 a.qcow2",
+            "a.qcow2 v2.qcow2",
+            "a.qcow2 full.raw",
+            "empty.raw nothing",
+            "a.vdi a.vmdk",
+            "a.qcow2 missing",
+            "a.qcow2",
+            "zlib.qcow2 full.raw",
+        ],
+    },
+    Sub {
+        name: "create",
+        options: &[
+            FORMAT,
+            QUIET,
+            flag("-u", ""),
+            valued("-b", "", &["a.qcow2", "full.raw", "missing"]),
+            valued("-F", "", FORMATS),
+            valued(
+                "-o",
+                "",
+                &[
+                    "cluster_size=4k",
+                    "preallocation=metadata",
+                    "size=3M",
+                    "compat=0.10",
+                    "help",
+                    "bad=1",
+                    "cluster_size=3",
+                    "backing_file=a.qcow2,backing_fmt=qcow2",
+                    "lazy_refcounts=on",
+                    "refcount_bits=8",
+                    "compression_type=zstd",
+                    "extended_l2=on",
+                    "data_file=d.raw",
+                    "nocow=on",
+                ],
+            ),
+        ],
+        operands: &[
+            "new 2M",
+            "new.qcow2 1.5M",
+            "new",
+            "full.raw 1M",
+            "new 513",
+            "new bad",
+            "new 2M 3M",
+            "no/new 1M",
+        ],
+    },
+    Sub {
+        name: "resize",
+        options: &[
+            FORMAT,
+            QUIET,
+            flag("", "shrink"),
+            valued("", "preallocation", &["off", "metadata", "falloc", "full", "bad"]),
+        ],
+        operands: &[
+            "a.qcow2 8M",
+            "a.qcow2 +1M",
+            "a.qcow2 1M",
+            "a.qcow2 -1M",
+            "a.qcow2 4M",
+            "full.raw 2M",
+            "full.raw 512k",
+            "v2.qcow2 8M",
+            "a.qcow2 bad",
+            "a.qcow2",
+            "missing 1M",
+            "a.vdi 8M",
+            "a.vmdk 8M",
+            "pre.qcow2 1M",
+        ],
+    },
+    Sub {
+        name: "convert",
+        options: &[
+            FORMAT,
+            valued("-O", "", &["qcow2", "raw", "vmdk", "vdi", "vpc", "vhdx", "qed", "bad"]),
+            QUIET,
+            flag("-c", ""),
+            flag("-n", ""),
+            flag("-p", ""),
+            flag("-W", ""),
+            flag("-C", ""),
+            SHARE,
+            valued("-m", "", &["4", "17", "bad"]),
+            valued("-t", "", CACHES),
+            valued("-T", "", CACHES),
+            valued("-S", "", &["0", "4k", "1M", "bad"]),
+            valued("-l", "", &["first", "snapshot.id=1", "none"]),
+            valued("-B", "", &["a.qcow2", "missing"]),
+            valued("-F", "", &["qcow2"]),
+            valued(
+                "-o",
+                "",
+                &["cluster_size=4k", "compat=0.10", "preallocation=metadata", "bad=1", "help"],
+            ),
+            flag("", "target-is-zero"),
+            flag("", "salvage"),
+            flag("", "bitmaps"),
+            flag("", "skip-broken-bitmaps"),
+            valued("-r", "", &["10M", "bad"]),
+        ],
+        operands: &[
+            "a.qcow2 new",
+            "full.raw new",
+            "top.qcow2 new",
+            "a.vdi new",
+            "full.raw a.qcow2 new",
+            "missing new",
+            "a.qcow2",
+        ],
+    },
+    Sub {
+        name: "dd",
+        options: &[FORMAT, valued("-O", "", &["qcow2", "raw", "bad"]), SHARE],
+        operands: &[
+            "if=a.qcow2 of=new",
+            "if=full.raw of=new bs=4k count=3",
+            "if=full.raw of=new skip=1 bs=64k",
+            "if=a.qcow2",
+            "of=new",
+            "if=full.raw of=new bs=bad",
+            "if=full.raw of=new bs=0",
+            "if=full.raw of=new count=1M",
+            "if=missing of=new",
+            "if=full.raw of=new skip=100M",
+        ],
+    },
+    Sub {
+        name: "rebase",
+        options: &[
+            FORMAT,
+            QUIET,
+            flag("-u", ""),
+            flag("-p", ""),
+            flag("-c", ""),
+            valued("-b", "", &["a.qcow2", "full.raw", "missing", ""]),
+            valued("-F", "", FORMATS),
+            valued("-t", "", CACHES),
+            valued("-T", "", CACHES),
+            SHARE,
+        ],
+        operands: &["top.qcow2", "mid.qcow2", "onraw.qcow2", "a.qcow2", "full.raw", "missing"],
+    },
+    Sub {
+        name: "commit",
+        options: &[
+            FORMAT,
+            QUIET,
+            flag("-d", ""),
+            flag("-p", ""),
+            valued("-b", "", &["a.qcow2", "mid.qcow2", "missing"]),
+            valued("-t", "", CACHES),
+            valued("-r", "", &["10M", "bad"]),
+        ],
+        operands: &["top.qcow2", "mid.qcow2", "onraw.qcow2", "a.qcow2", "missing"],
+    },
+    Sub {
+        name: "bitmap",
+        options: &[
+            FORMAT,
+            flag("", "add"),
+            flag("", "remove"),
+            flag("", "clear"),
+            flag("", "enable"),
+            flag("", "disable"),
+            valued("", "merge", &["off", "none"]),
+            valued("-g", "granularity", &["64k", "128k", "3", "bad"]),
+            valued("-b", "", &["a.qcow2", "missing"]),
+            valued("-F", "", &["qcow2", "bad"]),
+        ],
+        operands: &[
+            "a.qcow2 changes",
+            "a.qcow2 off",
+            "a.qcow2 new",
+            "v2.qcow2 new",
+            "full.raw new",
+            "a.qcow2",
+            "missing new",
+        ],
+    },
+    Sub {
+        name: "amend",
+        options: &[
+            FORMAT,
+            QUIET,
+            flag("-p", ""),
+            flag("", "force"),
+            valued("-t", "", CACHES),
+            valued(
+                "-o",
+                "",
+                &[
+                    "compat=0.10",
+                    "compat=1.1",
+                    "lazy_refcounts=on",
+                    "refcount_bits=64",
+                    "size=8M",
+                    "bad=1",
+                    "help",
+                    "cluster_size=4k",
+                ],
+            ),
+        ],
+        operands: &["a.qcow2", "v2.qcow2", "sub.qcow2", "full.raw", "a.vdi", "missing"],
+    },
+    Sub {
+        name: "bench",
+        options: &[
+            FORMAT,
+            QUIET,
+            flag("-n", ""),
+            flag("-w", ""),
+            SHARE,
+            valued("-c", "", &["100", "bad"]),
+            valued("-d", "", &["1", "bad"]),
+            valued("-s", "", &["512", "bad"]),
+            valued("-S", "", &["1024", "bad"]),
+            valued("-o", "", &["64k", "bad"]),
+            valued("-t", "", CACHES),
+            valued("-i", "", &["threads", "bad"]),
+            valued("", "pattern", &["7", "bad"]),
+            valued("", "flush-interval", &["10", "bad"]),
+            flag("", "no-drain"),
+        ],
+        operands: &["a.qcow2", "full.raw", "missing"],
+    },
+];
+
+/// Names of images, each given to `info` and `check`.
+const NAMES: &[&str] = &[
+    "file:a.qcow2",
+    "./a.qcow2",
+    "foo:a.qcow2",
+    "json:{}",
+    "json:{\"driver\":\"qcow2\",\"file\":{\"driver\":\"file\",\"filename\":\"a.qcow2\"}}",
+    "json:{\"driver\":\"qcow2\",\"file.filename\":\"a.qcow2\"}",
+    "json:{\"file.filename\":\"a.qcow2\"}",
+    "json:{\"driver\":\"bad\"}",
+    "json:{",
+    "json:[]",
+    "json:{\"driver\":\"file\",\"filename\":\"a.qcow2\"}",
+    "json:{\"driver\":\"file\",\"filename\":\"a.qcow2\",\"bad\":1}",
+    "--image-opts driver=qcow2,file.filename=a.qcow2",
+    "--image-opts driver=bad",
+    "--image-opts a.qcow2",
+    "--image-opts driver=raw,file.driver=file,file.filename=full.raw",
+    "--image-opts file.filename=a.qcow2",
+    "--image-opts driver=qcow2,file.driver=file,file.filename=a.qcow2,lazy-refcounts=on,l2-cache-size=1M",
+    "--image-opts driver=qcow2",
+    "--image-opts driver=qcow2,file.filename=a.qcow2,bad=1",
+    "-f bad a.qcow2",
+    "-f file a.qcow2",
+    "-f qcow2 full.raw",
+    "nbd://localhost:1/x",
+    "nbd+unix:///?socket=missing",
+];
+
+/// Commands in turn.
+const SEQUENCES: &[&[&str]] = &[
+    &[
+        "create -f qcow2 n.qcow2 2M",
+        "snapshot -c s n.qcow2",
+        "snapshot -l n.qcow2",
+        "snapshot -d s n.qcow2",
+        "check n.qcow2",
+        "info n.qcow2",
+    ],
+    &[
+        "snapshot -c second a.qcow2",
+        "snapshot -a first a.qcow2",
+        "check a.qcow2",
+        "snapshot -d second a.qcow2",
+        "compare a.qcow2 full.raw",
+    ],
+    &[
+        "bitmap --add a.qcow2 more",
+        "bitmap --merge changes a.qcow2 more",
+        "bitmap --disable a.qcow2 more",
+        "info a.qcow2",
+        "info --output=json a.qcow2",
+        "bitmap --remove a.qcow2 more",
+        "check a.qcow2",
+    ],
+    &["commit mid.qcow2", "info mid.qcow2", "check a.qcow2", "map mid.qcow2"],
+    &["commit -d mid.qcow2", "check mid.qcow2", "info mid.qcow2"],
+    &["commit -b a.qcow2 top.qcow2", "info top.qcow2", "check a.qcow2"],
+    &["rebase -b a.qcow2 -F qcow2 top.qcow2", "info top.qcow2", "map top.qcow2"],
+    &[
+        "rebase -u -b missing -F qcow2 top.qcow2",
+        "info top.qcow2",
+        "check top.qcow2",
+        "rebase -u -b mid.qcow2 -F qcow2 top.qcow2",
+        "map top.qcow2",
+    ],
+    &[
+        "convert -O qcow2 top.qcow2 n.qcow2",
+        "check n.qcow2",
+        "map n.qcow2",
+        "map --output=json n.qcow2",
+        "compare n.qcow2 top.qcow2",
+    ],
+    &["convert -O raw top.qcow2 n.raw", "map --output=json n.raw", "compare n.raw top.qcow2"],
+    &[
+        "convert -c -O qcow2 full.raw n.qcow2",
+        "map --output=json n.qcow2",
+        "check n.qcow2",
+        "info n.qcow2",
+    ],
+    &[
+        "create -f qcow2 n.qcow2 1M",
+        "convert -n -O qcow2 full.raw n.qcow2",
+        "compare n.qcow2 full.raw",
+        "check n.qcow2",
+    ],
+    &[
+        "create -f qcow2 n.qcow2 2M",
+        "convert -n --target-is-zero -O qcow2 full.raw n.qcow2",
+        "compare n.qcow2 full.raw",
+    ],
+    &[
+        "resize a.qcow2 8M",
+        "info a.qcow2",
+        "check a.qcow2",
+        "resize --shrink a.qcow2 1M",
+        "info a.qcow2",
+        "check a.qcow2",
+    ],
+    &[
+        "resize -f raw full.raw +1M",
+        "info full.raw",
+        "resize -f raw --shrink full.raw 512k",
+        "map -f raw full.raw",
+    ],
+    &["check -r leaks leak.qcow2", "check leak.qcow2", "info leak.qcow2"],
+    &["check -r all leak.qcow2", "check --output=json leak.qcow2"],
+    &[
+        "amend -o compat=0.10 sub.qcow2",
+        "amend -o lazy_refcounts=off sub.qcow2",
+        "info sub.qcow2",
+        "amend -f qcow2 -o compat=1.1 v2.qcow2",
+        "info v2.qcow2",
+        "check v2.qcow2",
+    ],
+    &[
+        "dd -f raw -O qcow2 bs=64k count=4 skip=1 if=full.raw of=n.qcow2",
+        "info n.qcow2",
+        "check n.qcow2",
+    ],
+    &[
+        "create -f vmdk n.vmdk 2M",
+        "info n.vmdk",
+        "convert -O vmdk full.raw m.vmdk",
+        "compare m.vmdk full.raw",
+    ],
+    &[
+        "create -f vdi n.vdi 2M",
+        "check n.vdi",
+        "convert -O vdi full.raw m.vdi",
+        "check m.vdi",
+        "compare m.vdi full.raw",
+    ],
+    &["create -f vpc n.vpc 2M", "info n.vpc", "convert -O vpc full.raw m.vpc", "info m.vpc"],
+    &[
+        "create -f vhdx n.vhdx 2M",
+        "info n.vhdx",
+        "convert -O vhdx full.raw m.vhdx",
+        "info m.vhdx",
+        "compare m.vhdx full.raw",
+    ],
+    &[
+        "create --object secret,id=s,data=abc -f luks -o key-secret=s,iter-time=10 n.luks 1M",
+        "info n.luks",
+        "convert --object secret,id=s,data=abc --image-opts driver=luks,key-secret=s,file.filename=n.luks n.raw",
+        "info n.raw",
+    ],
+    &[
+        "convert --object secret,id=s,data=abc --image-opts driver=qcow2,encrypt.key-secret=s,file.filename=enc.qcow2 n.raw",
+        "info n.raw",
+    ],
+];
+
+/// Wrong command lines that no table of options gives.
+const WRONG: &[&str] = &[
+    "",
+    "bad",
+    "-X",
+    "--bad",
+    "info -T x a.qcow2",
+    "info a.qcow2 a.qcow2",
+    "snapshot -l -c x a.qcow2",
+    "--help",
+    "-V",
+    "-T",
+    "-T x info a.qcow2",
+    "--version",
+    "-h",
+    "create --o",
+    "info --f a.qcow2",
+];
+
+/// All cases, always in the same order.
+pub fn all() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for sub in SUBCOMMANDS {
+        plain(sub, &mut cases);
+        singles(sub, &mut cases);
+        pairs(sub, &mut cases);
+    }
+    for name in NAMES {
+        for command in ["info", "info --output=json", "check", "map"] {
+            cases.push(Case::new(Kind::Name, &[&format!("{command} {name}")]));
+        }
+    }
+    cases.extend(WRONG.iter().map(|line| match *line {
+        "" => Case { kind: Kind::Wrong, commands: vec![Vec::new()] },
+        line => Case::new(Kind::Wrong, &[line]),
+    }));
+    cases.extend(SEQUENCES.iter().map(|lines| Case::new(Kind::Sequence, lines)));
+    cases
+}
+
+fn plain(sub: &Sub, cases: &mut Vec<Case>) {
+    cases.push(Case::new(Kind::Wrong, &[sub.name]));
+    cases.push(Case::new(Kind::Wrong, &[&format!("{} --help", sub.name)]));
+    cases.push(Case::new(Kind::Wrong, &[&format!("{} --bad x", sub.name)]));
+    cases.push(Case::new(Kind::Wrong, &[&format!("{} -Y x", sub.name)]));
+    for operands in sub.operands {
+        cases.push(Case::new(Kind::Plain, &[&format!("{} {operands}", sub.name)]));
+    }
+}
+
+/// The option with a value, as words.
+fn spelled(option: &Opt, value: &str) -> String {
+    match (option.short, option.values.is_empty()) {
+        ("", true) => format!("--{}", option.long),
+        ("", false) => format!("--{}={value}", option.long),
+        (short, true) => short.to_owned(),
+        (short, false) => format!("{short} {value}"),
+    }
+}
+
+fn singles(sub: &Sub, cases: &mut Vec<Case>) {
+    for option in sub.options {
+        let values = if option.values.is_empty() { &[""][..] } else { option.values };
+        for (i, value) in values.iter().enumerate() {
+            for (j, operands) in sub.operands.iter().enumerate() {
+                // Each value meets the first two operands, and every operand meets some value.
+                if j < 2 || j % values.len() == i {
+                    let line = format!("{} {} {operands}", sub.name, spelled(option, value));
+                    cases.push(Case::new(Kind::Single, &[&line]));
+                }
+            }
+        }
+        spellings(sub, option, cases);
+    }
+}
+
+fn spellings(sub: &Sub, option: &Opt, cases: &mut Vec<Case>) {
+    let operands = sub.operands[0];
+    let mut add = |line: String| cases.push(Case::new(Kind::Spelling, &[&line]));
+    let name = sub.name;
+    let Some(value) = option.values.first() else {
+        add(format!("{name} {operands} {}", spelled(option, "")));
+        if !option.long.is_empty() {
+            add(format!("{name} --{}=3 {operands}", option.long));
+            add(format!("{name} --{} {operands}", &option.long[..option.long.len() - 1]));
+        }
+        return;
+    };
+    add(format!("{name} {operands} {}", spelled(option, value)));
+    if !option.short.is_empty() {
+        add(format!("{name} {}{value} {operands}", option.short));
+        add(format!("{name} {operands} {}", option.short));
+    }
+    if !option.long.is_empty() {
+        add(format!("{name} --{} {value} {operands}", option.long));
+        add(format!("{name} --{}={value} -- {operands}", option.long));
+        add(format!("{name} --{}={value} {operands}", &option.long[..option.long.len() - 1]));
+        add(format!("{name} {operands} --{}", option.long));
+    }
+}
+
+/// Each pair of options with a value of each; the values and operands change from pair to pair.
+fn pairs(sub: &Sub, cases: &mut Vec<Case>) {
+    let mut turn = 0;
+    for (i, first) in sub.options.iter().enumerate() {
+        for second in &sub.options[i + 1..] {
+            for _ in 0..2 {
+                turn += 1;
+                let pick = |values: &'static [&'static str], by: usize| match values.len() {
+                    0 => "",
+                    len => values[(turn / by) % len],
+                };
+                let line = format!(
+                    "{} {} {} {}",
+                    sub.name,
+                    spelled(first, pick(first.values, 1)),
+                    spelled(second, pick(second.values, 2)),
+                    sub.operands[turn % sub.operands.len()]
+                );
+                cases.push(Case::new(Kind::Pair, &[&line]));
+            }
+        }
+    }
+}
+
+/// The subcommands with their options, for the page.
+pub fn covered() -> impl Iterator<Item = (&'static str, Vec<String>)> {
+    SUBCOMMANDS.iter().map(|sub| {
+        let names = sub.options.iter().map(|option| match (option.short, option.long) {
+            ("", long) => format!("--{long}"),
+            (short, "") => short.to_owned(),
+            (short, long) => format!("{short} (--{long})"),
+        });
+        (sub.name, names.collect())
+    })
+}

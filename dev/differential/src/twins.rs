@@ -1,0 +1,300 @@
+//! One case by both programs, each in a copy of the images' folder.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use crate::cases::Case;
+
+/// What differs between the programs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Difference {
+    /// Which of the case's commands, from 0.
+    pub step: usize,
+    /// What was compared.
+    pub what: What,
+    /// The reference's.
+    pub theirs: String,
+    /// The candidate's.
+    pub ours: String,
+}
+
+/// What is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum What {
+    /// The exit code.
+    Code,
+    /// Everything on stdout.
+    Stdout,
+    /// The kind of the first message on stderr, where programs match it.
+    Stderr,
+    /// The names of files in the folder afterwards.
+    Files,
+    /// What the reference says of a resulting image: format, size, backing, content.
+    Image,
+}
+
+impl Difference {
+    /// A short text that is equal for differences with one cause.
+    pub fn kind(&self) -> String {
+        let first = self
+            .theirs
+            .lines()
+            .zip(self.ours.lines().chain(std::iter::repeat("")))
+            .find(|(theirs, ours)| theirs != ours)
+            .map_or("", |(theirs, _)| theirs);
+        let letters: String = first.chars().filter(|c| !c.is_ascii_digit()).take(60).collect();
+        format!("{:?}: {letters}", self.what)
+    }
+
+    /// Both sides.
+    pub fn text(&self) -> String {
+        format!(
+            "  step {} {:?}\n  theirs: {}\n  ours:   {}",
+            self.step,
+            self.what,
+            self.theirs.trim_end().replace('\n', "\n          "),
+            self.ours.trim_end().replace('\n', "\n          ")
+        )
+    }
+}
+
+/// The two programs, and the folder of images.
+#[derive(Debug)]
+pub struct Twins<'a> {
+    programs: [&'a Path; 2],
+    template: &'a Path,
+    scratch: tempfile::TempDir,
+}
+
+impl<'a> Twins<'a> {
+    /// Twins with a scratch folder of their own.
+    ///
+    /// # Panics
+    /// The folder cannot be made.
+    pub fn new(reference: &'a Path, candidate: &'a Path, template: &'a Path) -> Self {
+        let scratch = tempfile::tempdir().expect("a scratch folder");
+        Self { programs: [reference, candidate], template, scratch }
+    }
+
+    /// Runs one case, and returns what differs.
+    ///
+    /// # Panics
+    /// A program cannot be started.
+    pub fn run(&self, case: &Case) -> Vec<Difference> {
+        let folders = ["reference", "candidate"].map(|name| self.fresh(name, case));
+        let mut found = Vec::new();
+        for (step, command) in case.commands.iter().enumerate() {
+            let [theirs, ours] =
+                [0, 1].map(|which| answer(self.programs[which], &folders[which], command));
+            let mut note = |what, theirs: String, ours: String| {
+                if theirs != ours {
+                    found.push(Difference { step, what, theirs, ours });
+                }
+            };
+            let names = self.programs.map(|program| program.display().to_string());
+            note(What::Code, code(&theirs), code(&ours));
+            note(What::Stdout, stdout(&theirs, command), stdout(&ours, command));
+            note(What::Stderr, stderr(&theirs, &names[0]), stderr(&ours, &names[1]));
+        }
+        let step = case.commands.len() - 1;
+        let [theirs, ours] = folders.each_ref().map(|folder| names(folder));
+        if theirs != ours {
+            let text = |names: BTreeSet<String>| names.into_iter().collect::<Vec<_>>().join(" ");
+            found.push(Difference {
+                step,
+                what: What::Files,
+                theirs: text(theirs),
+                ours: text(ours),
+            });
+        } else if found.is_empty() {
+            for name in self.changed(&theirs, &folders[0]) {
+                let [theirs, ours] = folders.each_ref().map(|folder| self.image(folder, &name));
+                let same = self.same_content(&folders, &name);
+                if theirs != ours || !same {
+                    let ours = if same { ours } else { format!("{ours}other content") };
+                    found.push(Difference { step, what: What::Image, theirs, ours });
+                }
+            }
+        }
+        found
+    }
+
+    /// A folder with the images that the case names.
+    fn fresh(&self, name: &str, case: &Case) -> PathBuf {
+        let folder = self.scratch.path().join(name);
+        let _ = std::fs::remove_dir_all(&folder);
+        std::fs::create_dir(&folder).expect("a scratch folder");
+        let words: Vec<&str> = case.commands.iter().flatten().map(String::as_str).collect();
+        for entry in std::fs::read_dir(self.template).expect("the images") {
+            let entry = entry.expect("the images");
+            let file = entry.file_name().to_string_lossy().into_owned();
+            let stem = file.split('.').next().unwrap_or(&file).to_owned();
+            // An image brings what stands beneath it along.
+            let beneath = |other: &str, file: &str| match other {
+                "top.qcow2" => file == "mid.qcow2" || file == "a.qcow2",
+                "mid.qcow2" => file == "a.qcow2",
+                "onraw.qcow2" => file == "full.raw",
+                "ext.qcow2" => file == "ext.data",
+                "flat.vmdk" => stem.starts_with("flat"),
+                _ => false,
+            };
+            let named = words.iter().any(|word| {
+                word.contains(&file)
+                    || ["top.qcow2", "mid.qcow2", "onraw.qcow2", "ext.qcow2", "flat.vmdk"]
+                        .iter()
+                        .any(|other| word.contains(other) && beneath(other, &file))
+            });
+            if named {
+                std::fs::copy(entry.path(), folder.join(&file)).expect("a copy");
+            }
+        }
+        folder
+    }
+
+    /// Files that are new or not as in the template.
+    fn changed(&self, names: &BTreeSet<String>, folder: &Path) -> Vec<String> {
+        let differs = |name: &&String| {
+            let old = std::fs::read(self.template.join(name)).ok();
+            old != std::fs::read(folder.join(name)).ok()
+        };
+        names.iter().filter(differs).cloned().collect()
+    }
+
+    /// What the reference says of an image: the lines that do not depend on how it is laid out.
+    fn image(&self, folder: &Path, name: &str) -> String {
+        let done = answer(
+            self.programs[0],
+            folder,
+            &["info".to_owned(), "-U".to_owned(), name.to_owned()],
+        );
+        let told = [
+            "file format:",
+            "virtual size:",
+            "cluster_size:",
+            "backing file",
+            "    compat:",
+            "    compression",
+            "    lazy",
+            "    refcount bits",
+            "    extended",
+            "    data file",
+            "encrypted:",
+            "    create type",
+        ];
+        let mut text: String = String::from_utf8_lossy(&done.stdout)
+            .lines()
+            .filter(|line| told.iter().any(|start| line.starts_with(start)))
+            .map(|line| format!("{line}\n"))
+            .collect();
+        if text.contains("format: qcow2")
+            || text.contains("format: vdi")
+            || text.contains("format: vmdk")
+        {
+            let done = answer(
+                self.programs[0],
+                folder,
+                &["check".to_owned(), "-U".to_owned(), name.to_owned()],
+            );
+            text += &format!("check: {}\n", code(&done));
+        }
+        text
+    }
+
+    fn same_content(&self, folders: &[PathBuf; 2], name: &str) -> bool {
+        let paths = folders.each_ref().map(|folder| folder.join(name).display().to_string());
+        let encrypted = self.image(&folders[0], name).contains("encrypted");
+        if encrypted {
+            return true;
+        }
+        let command = ["compare", "-U", &paths[0], &paths[1]].map(str::to_owned);
+        let done = answer(self.programs[0], &folders[0], &command);
+        match done.status.code() {
+            Some(0) => true,
+            // A file that is no image of its own, such as an extent.
+            Some(1) => false,
+            _ => std::fs::read(&paths[0]).ok() == std::fs::read(&paths[1]).ok(),
+        }
+    }
+}
+
+fn answer(program: &Path, folder: &Path, arguments: &[String]) -> Output {
+    Command::new(program)
+        .args(arguments)
+        .current_dir(folder)
+        .env("LC_ALL", "C")
+        .env("TZ", "UTC")
+        .stdin(Stdio::null())
+        .output()
+        .unwrap_or_else(|error| panic!("{}: {error}", program.display()))
+}
+
+fn code(done: &Output) -> String {
+    done.status.code().map_or("a signal".to_owned(), |code| code.to_string())
+}
+
+/// Stdout without what truly varies: dates, times, sizes on this host's disk, new UUIDs.
+fn stdout(done: &Output, command: &[String]) -> String {
+    let text = String::from_utf8_lossy(&done.stdout);
+    if command.iter().any(|word| word == "--help" || word == "-h")
+        || command.iter().any(|word| word == "-V" || word == "--version")
+    {
+        // The help is in each program's own words.
+        return String::new();
+    }
+    let varies = [
+        "disk size:",
+        "\"actual-size\":",
+        "Run completed in",
+        "\"date-sec\":",
+        "\"date-nsec\":",
+        "cid:",
+        "\"cid\":",
+        "uuid:",
+        "\"uuid\":",
+        "iters:",
+        "\"iters\":",
+        "master key iters:",
+        "\"master-key-iters\":",
+    ];
+    text.lines()
+        .filter(|line| !varies.iter().any(|start| line.trim_start().starts_with(start)))
+        .map(|line| line.rsplit('\r').next().unwrap_or_default().to_owned())
+        .map(|line| format!("{line}\n"))
+        .collect()
+}
+
+/// The kind of message that programs match, or nothing. `name` is the program's path.
+fn stderr(done: &Output, name: &str) -> String {
+    let text = String::from_utf8_lossy(&done.stderr).replace(name, "qemu-img");
+    let first = text.lines().next().unwrap_or_default();
+    let matched = [
+        "No such file or directory",
+        "Permission denied",
+        "No space left",
+        "Unknown protocol",
+        "Unknown driver",
+        "Unknown file format",
+        "unrecognized option",
+        "invalid option",
+        "requires an argument",
+        "is ambiguous",
+        "doesn't allow an argument",
+        "Is another process using",
+        "Invalid image size",
+        "Command not found",
+        "Expecting",
+    ];
+    match matched.iter().find(|words| text.contains(**words)) {
+        Some(_) => first.to_owned(),
+        None if first.is_empty() => String::new(),
+        None => "a message".to_owned(),
+    }
+}
+
+fn names(folder: &Path) -> BTreeSet<String> {
+    let entries = std::fs::read_dir(folder).expect("a scratch folder");
+    entries
+        .filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned()))
+        .collect()
+}
