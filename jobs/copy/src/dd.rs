@@ -230,6 +230,7 @@ mod tests {
                 seek: 3,
                 sparse,
                 sync: true,
+                size_unit: 512,
             };
             let plan = DdPlan::new(source.guest_bytes(), &options).unwrap();
             let report = plan.run(&source, &target, &options, &Monitor::default()).unwrap();
