@@ -8,7 +8,7 @@ export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
 .DEFAULT_GOAL := help
 # Recipes are cargo calls that use every core themselves, and their order matters.
 .NOTPARALLEL:
-.PHONY: help build demo install install-qemu-names test peers lint doc unit bench fuzz clean
+.PHONY: help build demo install install-qemu-names test peers lint doc unit bench qemu-compat fuzz clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -56,6 +56,9 @@ unit: ## unit, model, crash, oracle and command tests
 
 bench: build ## measures vdkit beside qemu-img; BENCH='--quick --group null' passes arguments
 	$(CARGO) run --release --locked --package vdkit-bench -- $(BENCH)
+
+qemu-compat: ## writes docs/qemu-compat.md from the table of differences that are left
+	VDKIT_UPDATE_PAGE=1 $(CARGO) test --locked --package vdkit-cli --test qemu_differential the_page
 
 fuzz: ## fuzzes each target for FUZZ_SECONDS (60) with the nightly toolchain
 	scripts/fuzz $(or $(FUZZ_SECONDS),60) $(FUZZ_TARGETS)

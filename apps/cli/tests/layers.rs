@@ -49,7 +49,8 @@ const KNOW_NO_FORMAT: &[&str] = &["sources", "jobs", "serve"];
 const KNOWS_FORMATS: &str = "vdkit-inspect";
 
 /// Kept for tests and benchmarks: any crate may have these as dev-dependencies.
-const FOR_TESTS: &[&str] = &["vdkit-testbase", "vdkit-testkit", "vdkit-supervisor", "vdkit-bench"];
+const FOR_TESTS: &[&str] =
+    &["vdkit-testbase", "vdkit-testkit", "vdkit-supervisor", "vdkit-bench", "vdkit-differential"];
 
 /// Boots Linux: for tests, and for the lab, which measures guests.
 const GUEST: &str = "vdkit-guest";

@@ -116,7 +116,7 @@ fn maps_checks_and_measures_are_qemus() {
         "map lost.qcow2",
         "check base.qcow2",
         "check --output=json top.qcow2",
-        "check -r all base.qcow2",
+        "check -r all top.qcow2",
         "check disk.raw",
         "check disk.vdi",
         "check lost.qcow2",

@@ -121,6 +121,13 @@ fn a_sparse_file_says_how_long_the_disk_is() {
     assert_eq!(text("encryption-cipher"), "aes-cbc-essiv:sha256");
     assert_eq!(text("encryption-key-bits"), "128");
     assert_eq!(text("encryption-slots"), "1 of 8 active");
+    let header = info.key_header.unwrap();
+    assert_eq!((header.cipher.as_str(), header.mode.as_str()), ("aes", "cbc-essiv:sha256"));
+    assert_eq!((header.key_bits, header.slots.len()), (128, 8));
+    assert!(header.slots[0].active && header.slots[0].iterations > 0);
+    assert!(!header.slots[1].active);
+    assert_eq!(header.slots[0].material_offset, 4096);
+    assert!(header.payload_offset > header.slots[7].material_offset);
     let options = Options::parse("luks", LuksDriver.options(), ["cipher-alg=aes-128"]).unwrap();
     let measured = LuksDriver.measure(1 << 20, &options, 0).unwrap();
     let made = made(1 << 20, "cipher-alg=aes-128").unwrap();
