@@ -239,7 +239,9 @@ impl Run for ConvertArgs {
             return Err(Failure::usage("the TARGET is missing")
                 .hint("'vdkit convert SOURCE null:' reads without writing"));
         };
-        if let Some(source) = sources.iter().find(|source| same_file(source, target)) {
+        if let Some(source) = sources.iter().find(|source| {
+            same_file(source, target) || (*source == target && super::is_export(target))
+        }) {
             return Err(Failure::usage(format!(
                 "{} and {} are one file, which cannot be source and target at once",
                 source.display(),
