@@ -395,6 +395,7 @@ impl Storage for NbdStorage {
             alignment: agreed.minimum,
             block_bytes: agreed.preferred.clamp(4096, 64 << 10),
             volatile: self.options.cache == CacheMode::Unsafe,
+            remote: true,
             ..StorageCaps::default()
         }
     }
