@@ -10,6 +10,7 @@
 //! | a disk for a running guest: the common part of all servers, NBD, and vhost-user | [`serve`], [`nbd`], [`vhost_user`] |
 //! | the formats and their options | [`FORMATS`], [`registry`], [`FormatDriver`] |
 //! | storages of images: files, devices and memory | [`storage`], [`Storage`] |
+//! | exports of NBD servers, as images and as storages | [`nbd_client`] |
 //! | appliances (OVA): disks in one tar file | [`ova`], [`jobs::extract`], [`jobs::pack`] |
 //! | errors, and their classes, from which exit codes derive | [`Error`], [`ErrorKind`] |
 //!
@@ -105,6 +106,7 @@ pub use vdkit_block::*;
 pub use vdkit_chain::*;
 pub use vdkit_fuse as fuse;
 pub use vdkit_nbd as nbd;
+pub use vdkit_nbd_client as nbd_client;
 pub use vdkit_ova as ova;
 pub use vdkit_serve as serve;
 pub use vdkit_storage as storage;

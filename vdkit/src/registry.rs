@@ -4,6 +4,7 @@ use vdkit_block::{FormatDriver, Result};
 use vdkit_chain::{Registry, RejectedKind};
 use vdkit_legacy::{BOCHS, CLOOP, DMG, PARALLELS, QCOW, QED};
 use vdkit_luks::LuksDriver;
+use vdkit_nbd_client::NBD;
 use vdkit_ova::Package;
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_raw::RawDriver;
@@ -44,10 +45,10 @@ pub fn format_of_name(name: &str) -> Option<&'static str> {
     (driver.creation().is_some() && driver.name() != "raw").then(|| driver.name())
 }
 
-/// A registry of all formats. Without an explicit format it rejects appliances (OVA), and files whose
-/// content does not match their extension.
+/// A registry of all formats, which opens NBD URIs too. Without an explicit format it rejects appliances
+/// (OVA), and files whose content does not match their extension.
 pub fn registry() -> Registry {
-    Registry::new(FORMATS.iter().copied()).rejecting([APPLIANCE])
+    Registry::new(FORMATS.iter().copied()).rejecting([APPLIANCE]).with_protocols([NBD])
 }
 
 /// The driver of a user-supplied format name.

@@ -53,7 +53,8 @@ pub fn refuse_replacing(image: &Path, cancel: &CancelToken) -> Result<(), Failur
 /// # Errors
 /// Exit code 5, with what the device holds.
 pub fn refuse_occupied(device: &Path, force: bool, but: Option<&str>) -> Result<(), Failure> {
-    if force || !super::commands::is_device(device) {
+    // Some servers end after their first connection, so an export is opened only to be written.
+    if force || !super::commands::is_device(device) || super::commands::is_export(device) {
         return Ok(());
     }
     let Some(found) = jobs::occupied(&vdkit::registry(), device)? else { return Ok(()) };

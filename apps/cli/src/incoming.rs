@@ -104,6 +104,10 @@ impl Opening<'_> {
         if let Some(url) = path.to_str().filter(|name| is_url(name)) {
             return self.remote(url, monitor);
         }
+        if self.checksum.is_some() && self.registry.protocol_of(path).is_some() {
+            let text = "--checksum is for files and streams, not for NBD exports";
+            return Err(Failure::usage(text));
+        }
         if path == Path::new(STANDARD) {
             let name = Path::new("/dev/stdin");
             // If the shell redirected stdin from a regular file, use that file.
@@ -221,6 +225,9 @@ pub fn head_of(path: &Path) -> Vec<u8> {
 pub fn spool_folder(target: &Path) -> PathBuf {
     if let Some(folder) = std::env::var_os("TMPDIR").filter(|folder| !folder.is_empty()) {
         return folder.into();
+    }
+    if crate::commands::is_export(target) {
+        return PathBuf::from("/var/tmp");
     }
     if target.is_dir() {
         return target.to_owned();

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use crate::commands::is_export;
 use crate::failure::{Exit, Failure, quoted};
 
 /// The answer to one kind of name. `NAME` stands for the name itself, quoted for a shell.
@@ -18,6 +19,9 @@ const fn of(schemes: &'static [&'static str], read: &'static str, write: &'stati
     Protocol { schemes, read, write }
 }
 
+/// Schemes that the registry opens. Commands that open files without it refuse them.
+const NBD: &[&str] = &["nbd", "nbds", "nbd+unix", "nbds+unix"];
+
 const PROTOCOLS: &[Protocol] = &[
     of(
         &["s3"],
@@ -30,9 +34,9 @@ const PROTOCOLS: &[Protocol] = &[
         "send it: 'vdkit convert SOURCE -O raw - | gcloud storage cp - NAME'",
     ),
     of(
-        &["nbd", "nbds", "nbd+unix", "nbds+unix"],
-        "have it sent: 'nbdcopy URI - | vdkit convert - TARGET'; or attach it ('nbd-client') and name the device",
-        "send it: 'vdkit convert SOURCE -O raw - | nbdcopy - URI'; or attach it ('nbd-client') and name the device",
+        NBD,
+        "'vdkit convert NAME FILE' makes a file of it first",
+        "'vdkit convert SOURCE NAME' writes to an export; its server makes it",
     ),
     of(
         &["rbd"],
@@ -96,6 +100,9 @@ pub(crate) fn unread(name: &str) -> Option<(String, String)> {
     let (scheme, protocol) = protocol_of(name)?;
     let message = match scheme {
         "http" | "https" => format!("{name}: this command does not read URLs"),
+        scheme if NBD.contains(&scheme) => {
+            format!("{name}: this command does not use NBD exports")
+        }
         _ => format!("{name}: vdkit does not read '{scheme}:' names"),
     };
     Some((message, protocol.read.replace("NAME", &quoted(name))))
@@ -117,7 +124,8 @@ pub(crate) fn refuse_target(target: &Path) -> Result<(), Failure> {
         }
         _ => {}
     }
-    let Some((scheme, protocol)) = protocol_of(&name).filter(|_| !target.exists()) else {
+    let written = |scheme| !target.exists() && !(NBD.contains(&scheme) && is_export(target));
+    let Some((scheme, protocol)) = protocol_of(&name).filter(|(scheme, _)| written(*scheme)) else {
         return Ok(());
     };
     Err(Failure::Told(

@@ -100,6 +100,9 @@ pub struct StorageCaps {
     /// [`Storage::write_at`] usually copies to the page cache or memory and does not wait for a
     /// disk.
     pub prompt_writes: bool,
+    /// Requests wait for another host or process: more of them in flight than there are cores make
+    /// the storage faster.
+    pub remote: bool,
 }
 
 impl Default for StorageCaps {
@@ -114,6 +117,7 @@ impl Default for StorageCaps {
             block_bytes: 4096,
             volatile: false,
             prompt_writes: false,
+            remote: false,
         }
     }
 }

@@ -49,7 +49,7 @@ pub use disk::{Disk, Layer, RequestGuard};
 pub use extent::{DiskExtent, DiskPlace, Extents};
 pub use nonblocking::Ready;
 pub use options::{BackingChoice, OpenOptions};
-pub use registry::{Probed, Registry, RejectedKind};
+pub use registry::{Probed, Protocol, Registry, RejectedKind};
 pub use split::{Split, links_down_to, open_split, same_file};
 pub use truncation::TruncationCheck;
 pub use walk::{

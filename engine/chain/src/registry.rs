@@ -1,20 +1,39 @@
 //! The registry of formats, and format probing.
 
 use std::ffi::OsStr;
+use std::fmt;
 use std::path::Path;
+use std::sync::Arc;
 
-use vdkit_block::{DriverInfo, Error, FormatDriver, HostOffset, Probe, Remedy, Result, Storage};
+use vdkit_block::{
+    CacheMode, DriverInfo, Error, FormatDriver, HostOffset, Probe, Remedy, Result, Storage,
+};
+use vdkit_storage::{FileOptions, FileStorage};
 
 /// Bytes of the image's start for probing.
 const HEAD_BYTES: usize = 64 << 10;
 /// Bytes of the image's end for probing.
 const TAIL_BYTES: u64 = 512;
 
+/// Opens storages by names that are not file names, such as URIs.
+pub trait Protocol: Send + Sync + fmt::Debug {
+    /// Whether this protocol opens the name. A file that exists takes precedence, and a path with a
+    /// slash before the colon, such as `./nbd:x`, is always a file.
+    fn matches(&self, name: &str) -> bool;
+
+    /// Opens a storage.
+    ///
+    /// # Errors
+    /// Errors of the name, of the peer, and [`Error::ReadOnly`].
+    fn open(&self, name: &str, writable: bool, cache: CacheMode) -> Result<Arc<dyn Storage>>;
+}
+
 /// A set of formats. The facade provides the one with all formats.
 #[derive(Clone, Debug, Default)]
 pub struct Registry {
     drivers: Vec<&'static dyn FormatDriver>,
     rejected_kinds: Vec<RejectedKind>,
+    protocols: Vec<&'static dyn Protocol>,
     content_only: bool,
 }
 
@@ -45,6 +64,7 @@ impl Registry {
         Self {
             drivers: drivers.into_iter().collect(),
             rejected_kinds: Vec::new(),
+            protocols: Vec::new(),
             content_only: false,
         }
     }
@@ -53,6 +73,34 @@ impl Registry {
     pub fn probing_content_only(mut self) -> Self {
         self.content_only = true;
         self
+    }
+
+    /// Opens names of these protocols, where a user gives them. A name in an image's metadata never
+    /// is one.
+    pub fn with_protocols(
+        mut self,
+        protocols: impl IntoIterator<Item = &'static dyn Protocol>,
+    ) -> Self {
+        self.protocols.extend(protocols);
+        self
+    }
+
+    /// The protocol of a name that a user gave; `None` for a file name, and for a file that exists.
+    pub fn protocol_of(&self, path: &Path) -> Option<(&'static dyn Protocol, String)> {
+        let name = path.to_str()?;
+        let protocol = self.protocols.iter().find(|protocol| protocol.matches(name))?;
+        path.symlink_metadata().is_err().then(|| (*protocol, name.to_owned()))
+    }
+
+    /// Opens the storage of a name that a user gave: by its protocol, or else as a file.
+    ///
+    /// # Errors
+    /// Errors of the protocol, or of [`FileStorage::open`].
+    pub fn open_storage(&self, path: &Path, options: &FileOptions) -> Result<Arc<dyn Storage>> {
+        match self.protocol_of(path) {
+            Some((protocol, name)) => protocol.open(&name, options.writable, options.cache),
+            None => Ok(Arc::new(FileStorage::open(path, options)?)),
+        }
     }
 
     /// Rejects these file types where probing would otherwise return raw. Does not apply to an
@@ -115,7 +163,8 @@ impl Registry {
     /// the user must name the format. Errors of reading.
     pub fn probe(&self, storage: &dyn Storage) -> Result<Probed> {
         let probed = self.probe_content(storage)?;
-        if probed.fallback {
+        // An export's name says nothing about its content.
+        if probed.fallback && self.protocol_of(Path::new(storage.name())).is_none() {
             self.reject_misnamed(storage.name())?;
         }
         Ok(probed)

@@ -140,8 +140,16 @@ impl<'a> Walk<'a> {
             Next::User { path, format, expected } => {
                 wanted = expected;
                 self.check_depth(&path.display().to_string())?;
-                let storage = file(self, FileStorage::open(&path, &file_options)?, &path)?;
-                let namer = Namer::of_user_path(&path);
+                let (storage, namer) = match self.registry.protocol_of(&path) {
+                    Some((protocol, name)) => {
+                        let storage = protocol.open(&name, writable, self.options.cache)?;
+                        (storage, Namer::nowhere(&name))
+                    }
+                    None => {
+                        let storage = FileStorage::open(&path, &file_options)?;
+                        (file(self, storage, &path)?, Namer::of_user_path(&path))
+                    }
+                };
                 (path, storage, format, namer)
             }
             Next::Metadata { namer, backing } => {

@@ -22,6 +22,8 @@ use crate::verify::verify;
 const CHUNK_BYTES: u64 = 512 << 10;
 /// Bytes per piece that is read and discarded.
 const READ_DISCARD_BYTES: u64 = 8 << 20;
+/// Minimum threads by default if a side is remote.
+const REMOTE_THREADS: usize = 4;
 /// Maximum bytes per reflink, which bounds the delay of a cancellation.
 const SHARE_BYTES_MAX: u64 = 256 << 20;
 /// Cell size of the plan for a target without clusters: a file system block.
@@ -237,7 +239,7 @@ pub fn convert_uncommitted(
         disk.warnings().for_each(|warning| monitor.progress.message(warning));
     }
     let format = disk.map(|disk| disk.top().name().to_owned());
-    let moving = Moving::new(options, disk, layers)?;
+    let moving = Moving::new(options, disk, layers)?.for_remote(source, disk);
     let bitmaps = match options.bitmaps {
         Some(broken) => bitmaps_to_copy(source, disk, broken, monitor)?,
         None => Vec::new(),
@@ -302,6 +304,16 @@ impl Moving {
             rate: options.rate,
         };
         Ok(Self { plan, options, worked: AtomicUsize::new(1) })
+    }
+
+    /// If a side is remote, more threads by default: some wait for the peer while others move bytes.
+    fn for_remote(mut self, source: &Source, target: Option<&Disk>) -> Self {
+        let remote = |disk: &Disk| disk.top().storage().caps().remote;
+        if source.disks().iter().chain(target).any(remote) {
+            let threads = || default_threads().max(REMOTE_THREADS);
+            self.options.threads = Some(self.options.threads.unwrap_or_else(threads));
+        }
+        self
     }
 
     /// For a source that can only be read, each byte once.

@@ -12,7 +12,7 @@ use vdkit_block::{
     Result, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry, describe_chain};
-use vdkit_storage::{CommitOptions, FileKind, FileOptions, FileStorage, PendingFile, classify};
+use vdkit_storage::{CommitOptions, FileKind, FileOptions, PendingFile, classify};
 
 use crate::cancellable::CancellableStorage;
 use crate::new_files::{NewFiles, WantedFiles, beside};
@@ -73,6 +73,7 @@ pub fn create(
     monitor: &Monitor<'_>,
 ) -> Result<Created> {
     let device = match classify(image.path) {
+        _ if registry.protocol_of(image.path).is_some() => true,
         Ok(kind) => kind == FileKind::BlockDevice,
         Err(Error::File { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => false,
         Err(error) => return Err(error),
@@ -260,8 +261,8 @@ fn create_file(
     let files = new_files(registry, image, guest_bytes, monitor)?;
     let written = Arc::default();
     let request = CreateRequest {
-        storage: watched(pending.storage(), monitor, &written),
-        files: files.storages().map(|file| watched(file, monitor, &written)).collect(),
+        storage: watched(pending.storage().clone(), monitor, &written),
+        files: files.storages().map(|file| watched(file.clone(), monitor, &written)).collect(),
         guest_bytes,
         options: image.options.clone(),
         backing: base.map(|base| base.reference.clone()),
@@ -305,7 +306,7 @@ fn create_on_device(
     base: Option<&FoundBacking>,
     monitor: &Monitor<'_>,
 ) -> Result<u64> {
-    let device = Arc::new(FileStorage::open(image.path, &FileOptions::read_write())?);
+    let device = registry.open_storage(image.path, &FileOptions::read_write())?;
     let guest_bytes = match guest_bytes {
         Some(bytes) => bytes,
         None if image.driver.name() == "raw" => device.len()?,
@@ -316,8 +317,8 @@ fn create_on_device(
     let files = new_files(registry, image, guest_bytes, monitor)?;
     let written = Arc::default();
     let request = CreateRequest {
-        storage: watched(&device, monitor, &written),
-        files: files.storages().map(|file| watched(file, monitor, &written)).collect(),
+        storage: watched(device.clone(), monitor, &written),
+        files: files.storages().map(|file| watched(file.clone(), monitor, &written)).collect(),
         guest_bytes,
         options: image.options.clone(),
         backing: base.map(|base| base.reference.clone()),
@@ -331,8 +332,7 @@ fn create_on_device(
     if image.driver.name() == "raw" {
         return Ok(guest_bytes);
     }
-    let storage: Arc<dyn Storage> = device;
-    Ok(image.driver.describe(&storage, &Limits::default())?.virtual_size)
+    Ok(image.driver.describe(&device, &Limits::default())?.virtual_size)
 }
 
 /// Creates the image, and reports progress from `written` if that takes long.
@@ -367,11 +367,10 @@ fn make(
 }
 
 fn watched(
-    storage: &Arc<FileStorage>,
+    storage: Arc<dyn Storage>,
     monitor: &Monitor<'_>,
     written: &Arc<AtomicU64>,
 ) -> Arc<dyn Storage> {
-    let storage = Arc::clone(storage) as Arc<dyn Storage>;
     Arc::new(CancellableStorage::new(storage, monitor.cancel.clone(), Arc::clone(written)))
 }
 

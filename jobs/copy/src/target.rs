@@ -238,16 +238,22 @@ impl Target {
     ) -> Result<Self> {
         // The user named it as the target.
         let file = FileOptions::read_only().lock(LockMode::Off);
-        let storage = FileStorage::open(path, &file)?;
-        let device = storage.caps().device;
-        if options.format.is_none() && (device || storage.len()? == 0) {
+        // Some servers end after their first connection, so an export is opened once.
+        let remote = registry.protocol_of(path).is_some();
+        let (device, empty) = match remote {
+            true => (true, false),
+            false => {
+                let storage = FileStorage::open(path, &file)?;
+                (storage.caps().device, storage.len()? == 0)
+            }
+        };
+        if options.format.is_none() && (device || empty) {
             options.format = Some("raw".into());
         }
-        drop(storage);
         let open = |cache| Disk::open(registry, path, &options.clone().cache(cache));
         let disk = match cache {
             Some(cache) => open(cache)?,
-            None if device => match open(CacheMode::None) {
+            None if device && !remote => match open(CacheMode::None) {
                 // A file of its chain has no direct I/O.
                 Err(Error::Unsupported { .. }) => open(CacheMode::Writeback)?,
                 opened => opened?,
@@ -257,6 +263,9 @@ impl Target {
         if disk.guest_bytes() < bytes {
             let name = path.display();
             let larger = match device {
+                true if remote => {
+                    "choose a larger export, or make it larger on its server".to_owned()
+                }
                 true => "it is a device: make it larger (LVM: lvextend), or choose another one"
                     .to_owned(),
                 false => format!("make it larger first, as with 'vdkit resize {name} {bytes}'"),

@@ -43,12 +43,12 @@ Copies the guest disk of SOURCE (through its backing chain) into a new image TAR
 cheapest way: blocks are shared if the file system can share them, regions without data are \
 skipped, and zeroes are not stored. Several sources are pieces of one disk, one after the other.
 
-SOURCE may also be '-' (standard input) or an http:// or https:// URL. Each source may be \
+SOURCE may also be '-' (standard input), an http:// or https:// URL, or an NBD URI. Each source may be \
 compressed by gzip, xz or zstd, which vdkit recognizes from the content; with -f raw the bytes are \
 the disk's. A stream that must be read at random offsets is first written to a file without a name \
 (in TMPDIR, or else next to the target); a raw disk never needs that.
 
-TARGET is a new file (which gets its name only when it is complete), a block device, an existing \
+TARGET is a new file (which gets its name only when it is complete), a block device or NBD export, an existing \
 file with --into, '-' (standard output, for formats that can be written in order), or 'null:', \
 which reads everything that is needed and writes nothing. Its format is given by -O, or by the \
 ending of its name, or is raw.
@@ -68,6 +68,7 @@ vdkit convert --snapshot golden disk.qcow2 old.raw  the disk of a snapshot
 vdkit convert disk.qcow2 null:                     how fast can it be read?
 vdkit convert https://example.com/cloud.img.xz disk.qcow2 --checksum sha256:…
 ssh host cat /dev/vg0/guest | vdkit convert - disk.qcow2
+vdkit convert nbd://host/export disk.qcow2         an export of an NBD server
 vdkit convert disk.qcow2 -O raw - | zstd > disk.raw.zst
 vdkit convert disk.qcow2 disk.vhd --for azure      format, options and size for Azure
 vdkit convert appliance.ova disks/                 every disk of an appliance, as qcow2
@@ -239,7 +240,9 @@ impl Run for ConvertArgs {
             return Err(Failure::usage("the TARGET is missing")
                 .hint("'vdkit convert SOURCE null:' reads without writing"));
         };
-        if let Some(source) = sources.iter().find(|source| same_file(source, target)) {
+        if let Some(source) = sources.iter().find(|source| {
+            same_file(source, target) || (*source == target && super::is_export(target))
+        }) {
             return Err(Failure::usage(format!(
                 "{} and {} are one file, which cannot be source and target at once",
                 source.display(),

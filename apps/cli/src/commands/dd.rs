@@ -175,7 +175,8 @@ impl Run for DdArgs {
         let source = Disk::open(&registry, &request.source, &self.keys.apply(reading))?;
         let progress = self.progress.reporter("dd");
         let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
-        let into = request.must_exist || request.target.exists();
+        let into =
+            request.must_exist || request.target.exists() || super::is_export(&request.target);
         let copied = if into {
             self.copy_into(&source, &request, &monitor)
         } else {

@@ -199,7 +199,9 @@ fn print_image(link: &ChainLink, out: &mut Output) -> std::io::Result<()> {
     let probed = if link.probed { "" } else { " (as told)" };
     fields.add("format", format!("{}{probed}", info.format));
     fields.add("virtual size", bytes_long(info.virtual_size));
-    if link.host.device {
+    if super::is_export(&link.path) {
+        fields.add("on", "an NBD server");
+    } else if link.host.device {
         fields.add("on", "a block device");
     } else {
         fields.add("disk size", bytes_long(link.host.allocated_bytes));

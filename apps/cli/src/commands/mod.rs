@@ -267,7 +267,13 @@ pub(crate) fn tell_half_written(target: &Path, progress: &Reporter) {
     }
 }
 
-/// Whether a path names a block device.
+/// Whether a name is of a block device or of an NBD export: the target is there already, and has a
+/// fixed length.
 pub(crate) fn is_device(path: &Path) -> bool {
-    path.metadata().is_ok_and(|found| found.file_type().is_block_device())
+    path.metadata().is_ok_and(|found| found.file_type().is_block_device()) || is_export(path)
+}
+
+/// Whether a name is of an NBD export.
+pub(crate) fn is_export(path: &Path) -> bool {
+    vdkit::registry().protocol_of(path).is_some()
 }

@@ -1,0 +1,189 @@
+//! The byte stream of a connection: a socket, or TLS over one.
+
+use std::fmt;
+use std::io::{self, IoSlice};
+use std::net::{Shutdown, TcpStream, ToSocketAddrs};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg, sockopt};
+
+use crate::tls::TlsStream;
+use crate::uri::Place;
+
+/// The kernel notices a dead host after about this time without traffic.
+const KEEPALIVE: Duration = Duration::from_secs(15);
+
+#[derive(Debug)]
+enum Stream {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+/// A plain socket.
+#[derive(Debug)]
+pub(crate) struct Socket(Stream);
+
+impl Socket {
+    /// Connects to a server.
+    ///
+    /// # Errors
+    /// Errors of the system; `TimedOut` after `until`.
+    pub(crate) fn connect(place: &Place, until: Instant) -> io::Result<Self> {
+        match place {
+            Place::Unix(path) => Ok(Self(Stream::Unix(UnixStream::connect(path)?))),
+            Place::Tcp { host, port } => {
+                let mut failed = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
+                for address in (host.as_str(), *port).to_socket_addrs()? {
+                    let left = until.saturating_duration_since(Instant::now());
+                    if left.is_zero() {
+                        return Err(io::ErrorKind::TimedOut.into());
+                    }
+                    match TcpStream::connect_timeout(&address, left) {
+                        Ok(stream) => return Self::tcp(stream),
+                        Err(error) => failed = error,
+                    }
+                }
+                Err(failed)
+            }
+        }
+    }
+
+    fn tcp(stream: TcpStream) -> io::Result<Self> {
+        stream.set_nodelay(true)?;
+        sockopt::set_socket_keepalive(&stream, true)?;
+        sockopt::set_tcp_keepidle(&stream, KEEPALIVE)?;
+        sockopt::set_tcp_keepintvl(&stream, KEEPALIVE / 3)?;
+        sockopt::set_tcp_keepcnt(&stream, 3)?;
+        Ok(Self(Stream::Tcp(stream)))
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        match &self.0 {
+            Stream::Unix(stream) => stream.as_fd(),
+            Stream::Tcp(stream) => stream.as_fd(),
+        }
+    }
+
+    /// Receives some bytes; 0 at the end.
+    pub(crate) fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
+        let flags = RecvFlags::empty();
+        let got = rustix::io::retry_on_intr(|| recv(self.fd(), &mut *buf, flags));
+        Ok(got.map(|(got, _)| got)?)
+    }
+
+    /// Sends all bytes of a header and of a payload.
+    pub(crate) fn send(&self, mut head: &[u8], mut payload: &[u8]) -> io::Result<()> {
+        while !head.is_empty() || !payload.is_empty() {
+            let slices = [IoSlice::new(head), IoSlice::new(payload)];
+            let flags = SendFlags::NOSIGNAL;
+            let mut control = SendAncillaryBuffer::default();
+            let sent =
+                rustix::io::retry_on_intr(|| sendmsg(self.fd(), &slices, &mut control, flags))?;
+            let of_head = sent.min(head.len());
+            head = &head[of_head..];
+            payload = &payload[sent - of_head..];
+        }
+        Ok(())
+    }
+
+    pub(crate) fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
+        match &self.0 {
+            Stream::Unix(stream) => {
+                stream.set_read_timeout(most)?;
+                stream.set_write_timeout(most)
+            }
+            Stream::Tcp(stream) => {
+                stream.set_read_timeout(most)?;
+                stream.set_write_timeout(most)
+            }
+        }
+    }
+
+    fn shutdown(&self) {
+        // An error means that the connection has ended already.
+        let _ = match &self.0 {
+            Stream::Unix(stream) => stream.shutdown(Shutdown::Both),
+            Stream::Tcp(stream) => stream.shutdown(Shutdown::Both),
+        };
+    }
+}
+
+/// A connection's byte stream. At most one thread receives and one sends at a time.
+pub(crate) enum Channel {
+    /// Without TLS.
+    Plain(Socket),
+    /// Within TLS.
+    Tls(Box<TlsStream>),
+}
+
+impl fmt::Debug for Channel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Channel").field(self.socket()).finish()
+    }
+}
+
+impl Channel {
+    fn socket(&self) -> &Socket {
+        match self {
+            Self::Plain(socket) => socket,
+            Self::Tls(stream) => stream.socket(),
+        }
+    }
+
+    /// Receives some bytes; 0 at the end.
+    ///
+    /// # Errors
+    /// Errors of the socket; `WouldBlock` after the time limit; `InvalidData` if TLS fails.
+    pub(crate) fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Plain(socket) => socket.recv(buf),
+            Self::Tls(stream) => stream.recv(buf),
+        }
+    }
+
+    /// Sends all bytes of a header and of a payload.
+    ///
+    /// # Errors
+    /// As [`Channel::recv`].
+    pub(crate) fn send(&self, head: &[u8], payload: &[u8]) -> io::Result<()> {
+        match self {
+            Self::Plain(socket) => socket.send(head, payload),
+            Self::Tls(stream) => stream.send(head, payload),
+        }
+    }
+
+    /// Time limit of each call of [`Channel::recv`], and of each wait for room in
+    /// [`Channel::send`].
+    pub(crate) fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
+        self.socket().set_timeout(most)
+    }
+
+    /// Ends both directions; wakes threads that wait.
+    pub(crate) fn shutdown(&self) {
+        self.socket().shutdown();
+    }
+
+    /// Fills `buf` before `until`.
+    ///
+    /// # Errors
+    /// Errors of the socket; `UnexpectedEof`; `TimedOut`.
+    pub(crate) fn recv_exact(&self, buf: &mut [u8], until: Instant) -> io::Result<()> {
+        let mut done = 0;
+        while done < buf.len() {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            self.set_timeout(Some(left))?;
+            match self.recv(&mut buf[done..]) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(got) => done += got,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,438 @@
+//! An export over several connections, and what happens when they are lost.
+//!
+//! ```text
+//!   run ─► the connection with the fewest requests in flight ─► call ─► done
+//!            │ all are busy: more are opened, by another thread       │ lost
+//!            │                                                        ▼
+//!            └──────────────── connected again, within a time limit ◄─ all connections end together
+//! ```
+//!
+//! # Lost connections
+//! All connections of a client are of one *generation*. If one is lost, all end, and a new
+//! generation begins with the first connection that can be made within the time limit. Requests
+//! that were not answered are sent again: a read changes nothing, and a write, a trim or zeroes
+//! done twice leave the same bytes. If the server only stopped answering, or broke the protocol,
+//! nothing is sent again: the old request could still run, at a time that nobody knows.
+//!
+//! # The rule of the flush
+//! An answered write is durable only after a flush that the same generation answered. If a
+//! generation ends while there are answered writes without such a flush, the server may have lost
+//! them (it crashed with them in its cache), and nobody keeps their bytes. From then on each flush
+//! fails, as after a failed fdatasync. If all answered writes were flushed, or were FUA writes,
+//! nothing is lost, and flushes go on. So a flush never claims more than what is known. An answer that
+//! arrives after its generation has ended does not count: the request is sent again.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::channel::Socket;
+use crate::connection::{Connection, Request};
+use crate::failure::{Broken, Failure};
+use crate::handshake::{Agreed, Handshake, ListedExport, Wanted};
+use crate::reply::Expected;
+use crate::tls::Tls;
+use crate::uri::NbdUri;
+use crate::wire::{command, errno, flag, option, request_flag};
+
+/// Time limit for connecting and negotiating, of the first connection.
+const CONNECT: Duration = Duration::from_secs(30);
+/// The same for each further connection. Some servers accept only as many clients as they were told
+/// and let further ones wait.
+const CONNECT_FURTHER: Duration = Duration::from_secs(5);
+/// A server that neither sends nor takes a byte for this long, while a request waits, is considered
+/// dead. Servers may let writes wait for a full file system, and flush for long.
+const SILENCE: Duration = Duration::from_secs(600);
+/// Pauses between attempts to connect; each doubles the one before.
+const PAUSE_MIN: Duration = Duration::from_millis(50);
+const PAUSE_MAX: Duration = Duration::from_secs(2);
+
+/// Time limits; tests shorten them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    pub(crate) connect: Duration,
+    pub(crate) silence: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { connect: CONNECT, silence: SILENCE }
+    }
+}
+
+/// What is needed to connect.
+#[derive(Debug)]
+struct Target {
+    uri: NbdUri,
+    tls: Option<Tls>,
+    contexts: Vec<String>,
+    limits: Limits,
+}
+
+impl Target {
+    fn new(uri: NbdUri, contexts: Vec<String>, limits: Limits) -> std::io::Result<Self> {
+        let tls = match &uri.tls {
+            Some(names) => Some(Tls::new(names, &uri.place)?),
+            None => None,
+        };
+        Ok(Self { uri, tls, contexts, limits })
+    }
+
+    fn begin(&self, until: Instant) -> std::io::Result<Handshake> {
+        let socket = Socket::connect(&self.uri.place, until)?;
+        Handshake::begin(socket, self.tls.as_ref(), until)
+    }
+
+    fn connect(&self, most: Duration) -> std::io::Result<Connection> {
+        let until = Instant::now() + most;
+        let (export, contexts) = (&*self.uri.export, &self.contexts[..]);
+        let wanted = Wanted { export, contexts };
+        let (channel, agreed) = self.begin(until)?.go(&wanted)?;
+        Connection::new(channel, agreed, self.limits.silence)
+    }
+}
+
+/// State of the connections.
+#[derive(Debug)]
+enum Phase {
+    /// There are connections.
+    Connected,
+    /// A thread connects again.
+    Reconnecting,
+    /// There are none.
+    Down,
+}
+
+#[derive(Debug)]
+struct Shared {
+    phase: Phase,
+    /// Counts the generations of connections.
+    generation: u64,
+    connections: Vec<Arc<Connection>>,
+    /// Maximum connections of this generation.
+    most: usize,
+    /// A thread opens further connections.
+    opening: bool,
+    /// When the last generation ended, and why.
+    lost: Option<(Instant, Broken)>,
+    /// Answered writes in all, and those of them that an answered flush covers.
+    written: u64,
+    flushed: u64,
+    /// Why writes may be lost; every later flush fails.
+    doubtful: Option<Broken>,
+    closed: bool,
+}
+
+/// An export on a server. Shared by threads.
+#[derive(Debug)]
+pub(crate) struct Client {
+    target: Arc<Target>,
+    /// As of the first connection. Later ones must agree on the same.
+    agreed: Agreed,
+    shared: Arc<Mutex<Shared>>,
+    /// The phase changed.
+    changed: Condvar,
+}
+
+impl Client {
+    /// Connects to an export.
+    ///
+    /// # Errors
+    /// Errors of the system, of TLS and of the negotiation.
+    pub(crate) fn connect(
+        uri: NbdUri,
+        contexts: Vec<String>,
+        limits: Limits,
+    ) -> std::io::Result<Self> {
+        let target = Target::new(uri, contexts, limits)?;
+        let connection = target.connect(target.limits.connect)?;
+        let agreed = connection.agreed().clone();
+        let multi = agreed.has(flag::CAN_MULTI_CONN);
+        let shared = Shared {
+            phase: Phase::Connected,
+            generation: 0,
+            connections: vec![Arc::new(connection)],
+            most: if multi { target.uri.connections } else { 1 },
+            opening: false,
+            lost: None,
+            written: 0,
+            flushed: 0,
+            doubtful: None,
+            closed: false,
+        };
+        let shared = Arc::new(Mutex::new(shared));
+        Ok(Self { target: Arc::new(target), agreed, shared, changed: Condvar::new() })
+    }
+
+    /// The parsed name.
+    pub(crate) fn uri(&self) -> &NbdUri {
+        &self.target.uri
+    }
+
+    /// What was negotiated.
+    pub(crate) fn agreed(&self) -> &Agreed {
+        &self.agreed
+    }
+
+    /// Sends a request and waits for its reply, through lost connections if need be.
+    ///
+    /// # Errors
+    /// The server's error; why the connection is unusable.
+    pub(crate) fn run(
+        &self,
+        request: &Request<'_>,
+        mut expected: Expected<'_>,
+    ) -> Result<(), Failure> {
+        let mut first_lost = None;
+        let mut pause = PAUSE_MIN;
+        loop {
+            let (generation, connection) = self.connection()?;
+            let covers = self.shared.lock().written;
+            if let Expected::Status(status) = &mut expected {
+                status.clear();
+            }
+            let broken = match connection.call(request, expected.again()) {
+                Ok(()) if self.count(request, generation, covers) => return Ok(()),
+                // The generation ended meanwhile.
+                Ok(()) => continue,
+                Err(Failure::Refused { errno: errno::SHUTDOWN, .. }) => {
+                    Broken::lost("the server is shutting down")
+                }
+                Err(refused @ Failure::Refused { .. }) => return Err(refused),
+                Err(Failure::Broken(broken)) => broken,
+            };
+            self.end_generation(generation, &broken);
+            if !broken.lost {
+                return Err(broken.into());
+            }
+            // A server that ends each connection at this request is given up on too.
+            let first = *first_lost.get_or_insert_with(Instant::now);
+            if first.elapsed() + pause > self.target.uri.reconnect {
+                return Err(broken.into());
+            }
+            if first.elapsed() > PAUSE_MIN {
+                std::thread::sleep(pause);
+                pause = (pause * 2).min(PAUSE_MAX);
+            }
+        }
+    }
+
+    /// Counts an answered request; `false` if the answer is of a generation that has ended.
+    fn count(&self, request: &Request<'_>, generation: u64, covers: u64) -> bool {
+        let writes =
+            matches!(request.command, command::WRITE | command::WRITE_ZEROES | command::TRIM);
+        let flushes = request.command == command::FLUSH;
+        if !writes && !flushes {
+            return true;
+        }
+        let mut shared = self.shared.lock();
+        if shared.generation != generation {
+            return false;
+        }
+        if flushes {
+            shared.flushed = shared.flushed.max(covers);
+        } else if request.flags & request_flag::FUA == 0 {
+            shared.written += 1;
+        }
+        true
+    }
+
+    /// Makes all writes durable that were answered before this call.
+    ///
+    /// # Errors
+    /// As [`Client::run`]; and if a lost connection leaves the fate of an answered write unknown.
+    pub(crate) fn flush(&self) -> Result<(), Failure> {
+        let flush = Request { command: command::FLUSH, flags: 0, offset: 0, len: 0, payload: &[] };
+        let flushed = match self.agreed.has(flag::SEND_FLUSH) {
+            true => self.run(&flush, Expected::Nothing),
+            false => Ok(()),
+        };
+        let mut shared = self.shared.lock();
+        if let Err(failure) = &flushed {
+            // As after a failed fdatasync: what was lost stays lost.
+            let why = match failure {
+                Failure::Broken(broken) => broken.clone(),
+                Failure::Refused { .. } => {
+                    Broken { why: "an earlier flush failed".into(), lost: false }
+                }
+            };
+            shared.doubtful.get_or_insert(why);
+        }
+        match &shared.doubtful {
+            Some(why) if flushed.is_ok() => Err(why.clone().into()),
+            _ => flushed,
+        }
+    }
+
+    /// Ends a generation, unless another thread has ended it.
+    fn end_generation(&self, generation: u64, broken: &Broken) {
+        let mut shared = self.shared.lock();
+        if shared.generation != generation {
+            return;
+        }
+        shared.generation += 1;
+        shared.phase = Phase::Down;
+        shared.lost = Some((Instant::now(), broken.clone()));
+        if shared.written > shared.flushed {
+            let why = format!(
+                "{}, before the answered writes were flushed: the server may have lost some of them",
+                broken.why
+            );
+            shared.doubtful.get_or_insert(Broken { why: why.into(), lost: false });
+        }
+        shared.flushed = shared.written;
+        let connections = std::mem::take(&mut shared.connections);
+        drop(shared);
+        connections.iter().for_each(|one| one.break_off(broken.clone()));
+        self.changed.notify_all();
+    }
+
+    /// A connection, and its generation.
+    fn connection(&self) -> Result<(u64, Arc<Connection>), Failure> {
+        let mut shared = self.shared.lock();
+        loop {
+            match shared.phase {
+                Phase::Connected => {
+                    let best = shared.connections.iter().min_by_key(|one| one.busy()).cloned();
+                    if let Some(best) = best {
+                        let generation = shared.generation;
+                        if best.busy() > 0 {
+                            self.open_further(&mut shared);
+                        }
+                        return Ok((generation, best));
+                    }
+                    shared.phase = Phase::Down;
+                }
+                Phase::Reconnecting => self.changed.wait(&mut shared),
+                Phase::Down => {
+                    shared.phase = Phase::Reconnecting;
+                    let lost = shared.lost.clone();
+                    drop(shared);
+                    let connected = self.reconnect(lost.as_ref());
+                    shared = self.shared.lock();
+                    self.changed.notify_all();
+                    match connected {
+                        Ok(connection) => {
+                            shared.connections = vec![Arc::new(connection)];
+                            shared.phase = Phase::Connected;
+                        }
+                        Err(broken) => {
+                            shared.phase = Phase::Down;
+                            return Err(broken.into());
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Connects again until the time limit after the loss. After that there is one attempt.
+    fn reconnect(&self, lost: Option<&(Instant, Broken)>) -> Result<Connection, Broken> {
+        let limit = self.target.uri.reconnect;
+        let (since, why) = match lost {
+            Some((since, broken)) => (*since, broken.why.clone()),
+            None => (Instant::now(), "it was never there".into()),
+        };
+        if limit.is_zero() {
+            return Err(Broken::lost(why));
+        }
+        let mut pause = PAUSE_MIN;
+        loop {
+            let left = limit.saturating_sub(since.elapsed()).max(PAUSE_MIN * 10);
+            let failed = match self.target.connect(left.min(self.target.limits.connect)) {
+                Ok(connection) if connection.agreed() == &self.agreed => return Ok(connection),
+                Ok(connection) => {
+                    connection.end();
+                    let why = "after the connection was lost the server has another export there";
+                    return Err(Broken { why: why.into(), lost: false });
+                }
+                Err(error) => vdkit_block::plain(&error),
+            };
+            if since.elapsed() + pause > limit {
+                let seconds = limit.as_secs();
+                let why = format!("{why}, and there was no new one in {seconds} s: {failed}");
+                return Err(Broken { why: why.into(), lost: false });
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(PAUSE_MAX);
+        }
+    }
+
+    /// Opens further connections in the background, if the server allows several.
+    fn open_further(&self, shared: &mut Shared) {
+        if shared.opening || shared.connections.len() >= shared.most {
+            return;
+        }
+        shared.opening = true;
+        let (target, state) = (self.target.clone(), self.shared.clone());
+        let (generation, agreed) = (shared.generation, self.agreed.clone());
+        let open = move || {
+            loop {
+                let connected = target.connect(CONNECT_FURTHER);
+                let mut shared = state.lock();
+                let connected = connected.ok().filter(|one| one.agreed() == &agreed);
+                let Some(connection) = connected else {
+                    // As many as the server accepts.
+                    shared.most = shared.connections.len().max(1);
+                    break shared.opening = false;
+                };
+                if shared.generation != generation || shared.closed {
+                    connection.end();
+                    break shared.opening = false;
+                }
+                shared.connections.push(Arc::new(connection));
+                if shared.connections.len() >= shared.most {
+                    break shared.opening = false;
+                }
+            }
+        };
+        let name = "nbd connections".to_owned();
+        if std::thread::Builder::new().name(name).spawn(open).is_err() {
+            // One connection is enough to work.
+            (shared.most, shared.opening) = (1, false);
+        }
+    }
+
+    /// Number of connections; for tests.
+    #[cfg(test)]
+    pub(crate) fn connections(&self) -> usize {
+        self.shared.lock().connections.len()
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let mut shared = self.shared.lock();
+        shared.closed = true;
+        let connections = std::mem::take(&mut shared.connections);
+        drop(shared);
+        connections.iter().for_each(|connection| connection.end());
+    }
+}
+
+/// The exports that a server lists.
+///
+/// # Errors
+/// Errors of the system, of TLS and of the negotiation; `PermissionDenied` if the server does not
+/// list its exports.
+pub(crate) fn exports(uri: &NbdUri) -> std::io::Result<Vec<ListedExport>> {
+    let target = Target::new(uri.clone(), Vec::new(), Limits::default())?;
+    let handshake = target.begin(Instant::now() + target.limits.connect)?;
+    let exports = handshake.exports();
+    handshake.abort();
+    exports
+}
+
+/// The metadata contexts that a server has for an export.
+///
+/// # Errors
+/// As [`exports`].
+pub(crate) fn contexts(uri: &NbdUri) -> std::io::Result<Vec<String>> {
+    let target = Target::new(uri.clone(), Vec::new(), Limits::default())?;
+    let handshake = target.begin(Instant::now() + target.limits.connect)?;
+    handshake.structured()?;
+    let contexts = handshake.contexts(option::LIST_META_CONTEXT, &uri.export, &[]);
+    handshake.abort();
+    Ok(contexts?.into_iter().map(|(name, _)| name).collect())
+}

@@ -1,0 +1,45 @@
+//! An export of an NBD server as a [`Storage`](vdkit_block::Storage).
+//!
+//! ```text
+//!   nbd://host/export ─► uri ─► client ─► connection ─► [tls] ─► socket
+//!                                │ several     │ many requests in flight, each reply
+//!                                │             │ straight into its caller's buffer
+//!                                └─ lost: connected again, and sent again
+//! ```
+//!
+//! | what | where |
+//! |---|---|
+//! | names: NBD URIs, and QEMU's old style | `uri` |
+//! | negotiation: TLS, structured replies, metadata contexts, block sizes, list of exports | `handshake` |
+//! | requests in flight on one connection; which thread reads | `connection` |
+//! | replies: each length, offset and type is checked | `reply` |
+//! | several connections; reconnection; what a flush promises after a connection was lost | `client` |
+//! | the storage: alignment, zeroes, holes by block status | `storage` |
+//!
+//! # The server is untrusted
+//! It cannot make the client allocate more than 8 MiB, write outside of a caller's buffer, or wait for ever:
+//! a negotiation has a deadline, and a connection on which nothing moves for ten minutes while a
+//! request waits is closed. What a server sends against the protocol ends the connection, with an
+//! error that names the export.
+//!
+//! # What is missing
+//! Extended headers (requests above 4 GiB), FAST_ZERO (no caller asks for it), NBD_CMD_CACHE, TLS with
+//! pre-shared keys, and resizing, which the protocol lacks.
+
+mod channel;
+mod client;
+mod connection;
+mod failure;
+mod handshake;
+mod reply;
+mod storage;
+#[cfg(test)]
+mod tests;
+mod tls;
+mod uri;
+mod wire;
+
+pub use handshake::ListedExport;
+pub use reply::StatusRun;
+pub use storage::{BASE_ALLOCATION, NBD, NbdOptions, NbdStorage, list_contexts, list_exports};
+pub use uri::{NbdUri, Place, SCHEMES, TlsNames};

@@ -1,0 +1,436 @@
+//! The client against a server that does what a test says.
+
+mod server;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use vdkit_block::{CacheMode, Error, HostOffset, Result, Storage, StorageExt, ZeroMode};
+
+use self::server::*;
+use crate::client::Limits;
+use crate::connection::IN_FLIGHT_MAX;
+use crate::storage::{BASE_ALLOCATION, NbdOptions, NbdStorage};
+use crate::wire::{chunk, command, errno, flag, request_flag};
+
+const MIB: usize = 1 << 20;
+
+fn limits() -> Limits {
+    Limits { connect: Duration::from_secs(2), silence: Duration::from_millis(500) }
+}
+
+fn open(uri: &str) -> Result<NbdStorage> {
+    let options = NbdOptions { writable: true, ..NbdOptions::default() };
+    NbdStorage::open_within(uri, options, limits())
+}
+
+fn scripted(script: impl Fn(&Asked) -> Act + Send + Sync + 'static) -> (Server, NbdStorage) {
+    let setup = Setup { script: Box::new(script), ..Setup::default() };
+    let server = Server::start(MIB, setup);
+    let storage = open(&format!("{}&reconnect=1", server.uri())).unwrap();
+    (server, storage)
+}
+
+/// The error of a read for which the server sends this.
+fn read_error(reply: impl Fn(&Asked) -> Act + Send + Sync + 'static) -> String {
+    let (server, storage) = scripted(reply);
+    let error = storage.read_at(&mut [0; 4096], HostOffset(8192)).unwrap_err().to_string();
+    assert!(error.starts_with(&server.uri()), "{error}");
+    error
+}
+
+#[test]
+fn simple_and_structured_replies_hold_the_same_bytes() {
+    for structured in [false, true] {
+        for sizes in [None, Some([512, 4096, 65536])] {
+            let server = Server::start(MIB, Setup { structured, sizes, ..Setup::default() });
+            let storage = open(&server.uri()).unwrap();
+            let bytes: Vec<u8> = (0..200_000u32).map(|i| (i % 251) as u8).collect();
+            storage.write_at(&bytes, HostOffset(777)).unwrap();
+            let mut read = vec![0; bytes.len()];
+            storage.read_at(&mut read, HostOffset(777)).unwrap();
+            assert!(read == bytes, "{structured} {sizes:?}");
+            storage.write_zeroes(HostOffset(1000), 9000, ZeroMode::KeepAllocated).unwrap();
+            storage.discard(HostOffset(1000), 9000).unwrap();
+            storage.sync().unwrap();
+            let disk = server.disk.lock();
+            assert!(disk[777..1000] == bytes[..223] && disk[1000..10_000] == [0; 9000]);
+            assert!(disk[10_000..200_777] == bytes[9223..]);
+            let asked = server.requests.lock();
+            let zeroes = asked.iter().find(|asked| asked.command == command::WRITE_ZEROES).unwrap();
+            assert_eq!(zeroes.flags, request_flag::NO_HOLE);
+            assert!(asked.iter().any(|asked| asked.command == command::TRIM));
+        }
+    }
+}
+
+#[test]
+fn chunks_may_come_in_any_order_with_holes() {
+    let (_server, storage) = scripted(|asked| {
+        let at = asked.offset;
+        let mut bytes = data(asked.cookie, 0, at + 1024, &[3; 1024]);
+        bytes.extend(hole(asked.cookie, 0, at + 2048, 2048));
+        bytes.extend(piece(asked.cookie, 0, chunk::NONE, b""));
+        bytes.extend(data(asked.cookie, chunk::DONE, at, &[5; 1024]));
+        Act::Send(bytes)
+    });
+    let mut read = [9; 4096];
+    storage.read_at(&mut read, HostOffset(512)).unwrap();
+    assert!(read[..1024] == [5; 1024] && read[1024..2048] == [3; 1024]);
+    assert!(read[2048..] == [0; 2048]);
+}
+
+#[test]
+fn an_error_in_the_middle_of_a_reply_leaves_the_connection_usable() {
+    let first = AtomicU32::new(0);
+    let (_server, storage) = scripted(move |asked| {
+        if first.fetch_add(1, Ordering::SeqCst) > 0 {
+            return Act::Follow;
+        }
+        let mut bytes = data(asked.cookie, 0, asked.offset, &[3; 1024]);
+        bytes.extend(error(asked.cookie, 0, errno::IO, "bad\nsector"));
+        bytes.extend(hole(asked.cookie, chunk::DONE, asked.offset + 2048, 2048));
+        Act::Send(bytes)
+    });
+    let failed = storage.read_at(&mut [0; 4096], HostOffset(0)).unwrap_err().to_string();
+    assert!(failed.contains("input/output error (bad sector)"), "{failed}");
+    storage.read_at(&mut [0; 4096], HostOffset(0)).unwrap();
+}
+
+#[test]
+fn what_breaks_the_protocol_is_an_error_at_once() {
+    let begun = Instant::now();
+    type Reply = fn(&Asked) -> Vec<u8>;
+    let cases: [(&str, Reply); 14] = [
+        ("begins with", |_| vec![0xff; 64]),
+        ("was not sent", |asked| data(asked.cookie + 1, 1, asked.offset, &[0; 4096])),
+        ("was not sent", |asked| data(asked.cookie + 16, 1, asked.offset, &[0; 4096])),
+        ("simple reply to a read", |asked| simple(asked.cookie, 0, &[0; 4096])),
+        ("bytes of data for", |asked| {
+            let mut bytes = data(asked.cookie, 1, asked.offset, b"");
+            bytes[16..20].copy_from_slice(&u32::MAX.to_be_bytes());
+            bytes
+        }),
+        ("for a read of", |asked| data(asked.cookie, 1, asked.offset - 1, &[0; 4096])),
+        ("for a read of", |asked| data(asked.cookie, 1, u64::MAX, &[0; 16])),
+        ("for a read of", |asked| hole(asked.cookie, 1, asked.offset, u32::MAX)),
+        ("for a read of", |asked| hole(asked.cookie, 1, asked.offset, 0)),
+        ("or twice", |asked| {
+            let mut bytes = data(asked.cookie, 0, asked.offset, &[0; 4096]);
+            bytes.extend(data(asked.cookie, 1, asked.offset, &[0; 16]));
+            bytes
+        }),
+        ("without all", |asked| data(asked.cookie, 1, asked.offset, &[0; 4095])),
+        ("endless", |asked| piece(asked.cookie, 0, chunk::NONE, b"").repeat(5000)),
+        ("an error of", |asked| piece(asked.cookie, 1, chunk::ERROR_BIT + 1, &[1; 9000])),
+        ("chunk of type 5", |asked| status(asked.cookie, 1, 7, &[(1, 1)])),
+    ];
+    for (why, reply) in cases {
+        let error = read_error(move |asked| Act::Send(reply(asked)));
+        assert!(error.contains(why) && error.contains("broke the protocol"), "{why}: {error}");
+    }
+    // None of them was sent again.
+    assert!(begun.elapsed() < Duration::from_secs(8), "{:?}", begun.elapsed());
+}
+
+#[test]
+fn a_reply_that_is_cut_off_is_asked_for_again_for_a_while() {
+    let count = Arc::new(AtomicUsize::new(0));
+    let counter = count.clone();
+    let error = read_error(move |asked| {
+        counter.fetch_add(1, Ordering::SeqCst);
+        let whole = data(asked.cookie, chunk::DONE, asked.offset, &[0; 4096]);
+        Act::SendAndEnd(whole[..2000].to_vec())
+    });
+    assert!(error.contains("closed the connection"), "{error}");
+    assert!(count.load(Ordering::SeqCst) > 1);
+    let first = AtomicU32::new(0);
+    let (_server, storage) = scripted(move |_| match first.fetch_add(1, Ordering::SeqCst) {
+        0 => Act::End,
+        _ => Act::Follow,
+    });
+    storage.read_at(&mut [0; 4096], HostOffset(0)).unwrap();
+}
+
+#[test]
+fn a_server_that_is_silent_is_given_up_on_and_nothing_is_sent_again() {
+    let count = Arc::new(AtomicUsize::new(0));
+    let counter = count.clone();
+    let (_server, storage) = scripted(move |_| {
+        counter.fetch_add(1, Ordering::SeqCst);
+        Act::Ignore
+    });
+    let error = storage.write_at(&[1; 512], HostOffset(0)).unwrap_err().to_string();
+    assert!(error.contains("does not answer"), "{error}");
+    assert_eq!(count.load(Ordering::SeqCst), 1);
+}
+
+#[test]
+fn negotiations_that_break_the_protocol_end() {
+    let mut huge = b"NBDMAGICIHAVEOPT\0\x03".to_vec();
+    huge.extend(crate::wire::OPTION_REPLY_MAGIC.to_be_bytes());
+    huge.extend([0, 0, 0, 8, 0, 0, 0, 1, 0xff, 0xff, 0xff, 0xff]);
+    let mut other = huge[..26].to_vec();
+    other.extend([0, 0, 0, 7, 0, 0, 0, 1, 0, 0, 0, 0]);
+    for (hello, why) in [
+        (b"SSH-2.0-OpenSSH_9.6 something".to_vec(), "no NBD server"),
+        (b"NBDMAGIC\0\0\x42\x02\x81\x86\x12\x53\0\0".to_vec(), "oldstyle"),
+        (b"NBDMAGICIHAVEOPT\0\0".to_vec(), "fixed newstyle"),
+        (huge, "4294967295 bytes"),
+        (other, "option 7 instead of 8"),
+        (b"NBDMAG".to_vec(), "timed out"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        std::thread::spawn(move || {
+            let (mut socket, _) = listener.accept().unwrap();
+            std::io::Write::write_all(&mut socket, &hello).unwrap();
+            std::thread::sleep(Duration::from_secs(4));
+        });
+        let uri = format!("nbd+unix:///disk?socket={}", path.display());
+        let error = open(&uri).unwrap_err();
+        assert!(matches!(error, Error::File { .. }), "{error:?}");
+        assert!(error.to_string().contains(why), "{why}: {error}");
+    }
+}
+
+#[test]
+fn an_unknown_export_is_answered_with_those_that_exist() {
+    let server = Server::start(MIB, Setup::default());
+    let error = open(&server.uri().replace("disk?", "dusk?")).unwrap_err().to_string();
+    assert!(error.contains("'dusk'") && error.contains("it has: disk, other"), "{error}");
+    let names: Vec<_> =
+        crate::list_exports(&server.uri()).unwrap().into_iter().map(|one| one.name).collect();
+    assert_eq!(names, ["disk", "other"]);
+}
+
+#[test]
+fn bad_block_sizes_and_read_only_exports_are_refused() {
+    for sizes in [[0, 4096, 65536], [3, 4096, 65536], [512, 256, 65536], [4096, 4096, 100]] {
+        let setup = Setup { sizes: Some(sizes), ..Setup::default() };
+        let server = Server::start(MIB, setup);
+        assert!(open(&server.uri()).unwrap_err().to_string().contains("blocks of"));
+    }
+    let setup = Setup { flags: FLAGS | flag::READ_ONLY, ..Setup::default() };
+    let server = Server::start(MIB, setup);
+    assert!(matches!(open(&server.uri()), Err(Error::ReadOnly { .. })));
+}
+
+#[test]
+fn block_status_of_two_contexts() {
+    let setup = Setup {
+        script: Box::new(|asked| {
+            let mut bytes = status(asked.cookie, 0, 9, &[(4096, 1), (asked.len, 0)]);
+            let runs = [(4096, 3), (4096, 2), (8192, 0), (4096, 1), (1 << 30, 3)];
+            bytes.extend(status(asked.cookie, chunk::DONE, 7, &runs));
+            Act::Send(bytes)
+        }),
+        ..Setup::default()
+    };
+    let server = Server::start(MIB, setup);
+    let options = NbdOptions { contexts: vec!["x:other".to_owned()], ..NbdOptions::default() };
+    let storage = NbdStorage::open_within(&server.uri(), options, limits()).unwrap();
+    let extent = |offset, len| {
+        let found = (&storage as &dyn Storage).extent_at(HostOffset(offset), len).unwrap();
+        (found.data, found.len)
+    };
+    assert_eq!(extent(0, MIB as u64), (false, 8192));
+    assert_eq!(extent(4096, MIB as u64), (false, 4096));
+    // A hole that is not said to read as zero is data.
+    assert_eq!(extent(8192, MIB as u64), (true, 12288));
+    assert_eq!(extent(20480, MIB as u64), (false, MIB as u64 - 20480));
+    assert_eq!(extent(20480, 10), (false, 10));
+    assert_eq!(server.count(command::BLOCK_STATUS), 1);
+    let runs = storage.status("x:other", 0, MIB as u64).unwrap();
+    assert_eq!((runs[0].bytes, runs[0].flags, runs.len()), (4096, 1, 2));
+    let lacking = NbdOptions { contexts: vec!["x:lacking".to_owned()], ..NbdOptions::default() };
+    let error = NbdStorage::open_within(&server.uri(), lacking, limits()).unwrap_err();
+    assert!(error.to_string().contains("x:lacking"), "{error}");
+    assert_eq!(BASE_ALLOCATION, "base:allocation");
+}
+
+#[test]
+fn a_killed_server_is_found_again_within_the_time_limit() {
+    let server = Server::start(MIB, Setup::default());
+    let uri = format!("{}&reconnect=20", server.uri());
+    let path = uri.split("socket=").nth(1).unwrap().split('&').next().unwrap().to_owned();
+    let storage = open(&uri).unwrap();
+    storage.write_at(&[7; 512], HostOffset(0)).unwrap();
+    storage.sync().unwrap();
+    let disk = server.disk.clone();
+    server.kill();
+    let again = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(400));
+        Server::start_at(path.into(), disk, Setup::default())
+    });
+    let mut read = [0; 512];
+    storage.read_at(&mut read, HostOffset(0)).unwrap();
+    assert_eq!(read, [7; 512]);
+    let again = again.join().unwrap();
+    // All writes were flushed before, so nothing is in doubt.
+    storage.write_at(&[8; 512], HostOffset(512)).unwrap();
+    storage.sync().unwrap();
+    again.kill();
+    let short = storage.read_at(&mut read, HostOffset(0));
+    drop(again);
+    assert!(short.is_err());
+}
+
+#[test]
+fn after_the_time_limit_requests_fail_and_say_so() {
+    let server = Server::start(MIB, Setup::default());
+    let storage = open(&format!("{}&reconnect=1", server.uri())).unwrap();
+    server.kill();
+    let begun = Instant::now();
+    let error = storage.read_at(&mut [0; 512], HostOffset(0)).unwrap_err().to_string();
+    assert!(error.contains("no new one in 1 s"), "{error}");
+    assert!(begun.elapsed() < Duration::from_secs(5));
+    // Without a time for reconnections, a lost connection is an error.
+    let server = Server::start(MIB, Setup::default());
+    let storage = open(&format!("{}&reconnect=0", server.uri())).unwrap();
+    server.cut();
+    assert!(storage.read_at(&mut [0; 512], HostOffset(0)).is_err());
+}
+
+#[test]
+fn a_flush_fails_after_an_answered_write_may_be_lost() {
+    let server = Server::start(MIB, Setup::default());
+    let storage = open(&server.uri()).unwrap();
+    storage.write_at(&[7; 512], HostOffset(0)).unwrap();
+    server.cut();
+    // The connection is made again, and reads and writes go on.
+    storage.write_at(&[8; 512], HostOffset(512)).unwrap();
+    for _ in 0..2 {
+        let error = storage.sync().unwrap_err().to_string();
+        assert!(error.contains("before the answered writes were flushed"), "{error}");
+    }
+    storage.read_at(&mut [0; 512], HostOffset(0)).unwrap();
+}
+
+#[test]
+fn a_write_that_was_not_answered_is_sent_again_and_then_flushed() {
+    let first = AtomicU32::new(0);
+    let (server, storage) = scripted(move |asked| match asked.command {
+        command::WRITE if first.fetch_add(1, Ordering::SeqCst) == 0 => Act::End,
+        _ => Act::Follow,
+    });
+    storage.write_at(&[7; 512], HostOffset(0)).unwrap();
+    storage.sync().unwrap();
+    assert_eq!((server.count(command::WRITE), server.count(command::FLUSH)), (2, 1));
+    assert_eq!(server.disk.lock()[..512], [7; 512]);
+}
+
+#[test]
+fn fua_writes_are_never_in_doubt() {
+    let server = Server::start(MIB, Setup::default());
+    let cache = CacheMode::Writethrough;
+    let options = NbdOptions { writable: true, cache, ..NbdOptions::default() };
+    let storage = NbdStorage::open_within(&server.uri(), options, limits()).unwrap();
+    storage.write_at(&[7; 512], HostOffset(0)).unwrap();
+    server.cut();
+    storage.write_at(&[7; 512], HostOffset(0)).unwrap();
+    storage.sync().unwrap();
+    let asked = server.requests.lock();
+    let mut writes = asked.iter().filter(|asked| asked.command == command::WRITE);
+    assert!(writes.all(|asked| asked.flags == request_flag::FUA));
+}
+
+#[test]
+fn a_failed_flush_stays_failed() {
+    let first = AtomicU32::new(0);
+    let (_server, storage) = scripted(move |asked| match asked.command {
+        command::FLUSH if first.fetch_add(1, Ordering::SeqCst) == 0 => {
+            Act::Send(error(asked.cookie, chunk::DONE, errno::NOSPC, ""))
+        }
+        _ => Act::Follow,
+    });
+    assert!(storage.sync().unwrap_err().to_string().contains("no space left"));
+    assert!(storage.sync().unwrap_err().to_string().contains("an earlier flush failed"));
+}
+
+#[test]
+fn requests_in_flight_are_bounded() {
+    // Replies are held back until no further request comes.
+    let held: Arc<Mutex<Vec<u64>>> = Arc::default();
+    let (most, holding) = (Arc::new(AtomicUsize::new(0)), held.clone());
+    let counter = most.clone();
+    let setup = Setup {
+        flags: FLAGS & !flag::CAN_MULTI_CONN,
+        script: Box::new(move |asked| {
+            let mut held = holding.lock();
+            held.push(asked.cookie);
+            counter.fetch_max(held.len(), Ordering::SeqCst);
+            if held.len() < IN_FLIGHT_MAX {
+                return Act::Ignore;
+            }
+            // In the reverse order.
+            let replies = held.drain(..).rev().flat_map(|cookie| simple(cookie, 0, b""));
+            Act::Send(replies.collect())
+        }),
+        ..Setup::default()
+    };
+    let server = Server::start(MIB, setup);
+    let storage = open(&server.uri()).unwrap();
+    std::thread::scope(|scope| {
+        for i in 0..4 * IN_FLIGHT_MAX as u64 {
+            let storage = &storage;
+            scope.spawn(move || storage.write_at(&[1; 512], HostOffset(i * 512)).unwrap());
+        }
+    });
+    assert_eq!(most.load(Ordering::SeqCst), IN_FLIGHT_MAX);
+    assert_eq!(server.count(command::WRITE), 4 * IN_FLIGHT_MAX);
+}
+
+#[test]
+fn eight_threads_agree_with_a_model_while_connections_are_cut() {
+    const THREADS: u64 = 8;
+    let server = Server::start(MIB, Setup::default());
+    let storage = open(&server.uri()).unwrap();
+    let part = MIB as u64 / THREADS;
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS {
+            let storage = &storage;
+            scope.spawn(move || {
+                let mut model = vec![0u8; part as usize];
+                let mut seed = 0x9e37_79b9_7f4a_7c15 ^ thread;
+                let mut random = |below: u64| {
+                    seed ^= seed << 13;
+                    seed ^= seed >> 7;
+                    seed ^= seed << 17;
+                    seed % below
+                };
+                for round in 0..600u64 {
+                    let at = random(part);
+                    let len = (1 + random(9000)).min(part - at);
+                    let (own, offset) = (at as usize..(at + len) as usize, thread * part + at);
+                    match random(5) {
+                        0 | 1 => {
+                            let bytes = vec![round as u8; len as usize];
+                            storage.write_at(&bytes, HostOffset(offset)).unwrap();
+                            model[own].fill(round as u8);
+                        }
+                        2 => {
+                            storage
+                                .write_zeroes(HostOffset(offset), len, ZeroMode::MayUnmap)
+                                .unwrap();
+                            model[own].fill(0);
+                        }
+                        _ => {
+                            let mut read = vec![0xee; len as usize];
+                            storage.read_at(&mut read, HostOffset(offset)).unwrap();
+                            assert!(read == model[own], "thread {thread}, round {round}");
+                        }
+                    }
+                }
+            });
+        }
+        for _ in 0..5 {
+            std::thread::sleep(Duration::from_millis(10));
+            server.cut();
+        }
+    });
+    assert!(storage.client_connections() > 1);
+}

@@ -1,0 +1,232 @@
+//! TLS with certificates, by rustls.
+//!
+//! The files have QEMU's names: `ca-cert.pem`, and `client-cert.pem` with `client-key.pem` if the
+//! server asks clients for a certificate.
+
+use std::fmt;
+use std::io::{self, Read, Write};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use parking_lot::Mutex;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{ClientConfig, ClientConnection, RootCertStore};
+
+use crate::channel::Socket;
+use crate::uri::{Place, TlsNames};
+
+/// Ciphertext received at once: somewhat more than a record.
+const RECEIVE_BYTES: usize = 32 << 10;
+/// Maximum plaintext per encryption step, which bounds memory.
+const SEND_BYTES: usize = 256 << 10;
+
+const CA_CERTIFICATE: &str = "ca-cert.pem";
+const CERTIFICATE: &str = "client-cert.pem";
+const PRIVATE_KEY: &str = "client-key.pem";
+
+/// TLS configuration of a client.
+#[derive(Clone, Debug)]
+pub(crate) struct Tls {
+    config: Arc<ClientConfig>,
+    server: ServerName<'static>,
+}
+
+fn bad(path: &Path, why: impl fmt::Display) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, format!("{}: {why}", path.display()))
+}
+
+fn invalid(error: impl fmt::Display) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("TLS: {error}"))
+}
+
+fn certificates(path: &Path) -> io::Result<Vec<CertificateDer<'static>>> {
+    let found: Result<Vec<_>, _> =
+        CertificateDer::pem_file_iter(path).map_err(|error| bad(path, error))?.collect();
+    let found = found.map_err(|error| bad(path, error))?;
+    if found.is_empty() { Err(bad(path, "holds no certificate")) } else { Ok(found) }
+}
+
+impl Tls {
+    /// Reads certificates and key.
+    ///
+    /// # Errors
+    /// `InvalidInput` for missing or ill-formed files, naming the file.
+    pub(crate) fn new(names: &TlsNames, place: &Place) -> io::Result<Self> {
+        let host = match (&names.hostname, place) {
+            (Some(name), _) => name.as_str(),
+            (None, Place::Tcp { host, .. }) => host.as_str(),
+            (None, Place::Unix(_)) => "localhost",
+        };
+        let server = ServerName::try_from(host.to_owned()).map_err(|_| {
+            let why = format!(
+                "'{host}' is no name that a certificate could have: name it by 'tls-hostname'"
+            );
+            io::Error::new(io::ErrorKind::InvalidInput, why)
+        })?;
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let builder = ClientConfig::builder_with_provider(provider.clone())
+            .with_safe_default_protocol_versions()
+            .map_err(invalid)?;
+        let Some(folder) = &names.certificates else {
+            let verifier = rustls_platform_verifier::Verifier::new(provider).map_err(invalid)?;
+            let config = builder
+                .dangerous()
+                .with_custom_certificate_verifier(Arc::new(verifier))
+                .with_no_client_auth();
+            return Ok(Self { config: Arc::new(config), server });
+        };
+        let ca = folder.join(CA_CERTIFICATE);
+        let mut roots = RootCertStore::empty();
+        for certificate in certificates(&ca)? {
+            roots.add(certificate).map_err(|error| bad(&ca, error))?;
+        }
+        let builder = builder.with_root_certificates(roots);
+        let (own, key) = (folder.join(CERTIFICATE), folder.join(PRIVATE_KEY));
+        // A dangling link counts as existing: reading the file reports it.
+        let config = if own.symlink_metadata().is_err() && key.symlink_metadata().is_err() {
+            builder.with_no_client_auth()
+        } else {
+            let chain = certificates(&own)?;
+            let private = PrivateKeyDer::from_pem_file(&key).map_err(|error| bad(&key, error))?;
+            builder.with_client_auth_cert(chain, private).map_err(|error| bad(&key, error))?
+        };
+        Ok(Self { config: Arc::new(config), server })
+    }
+
+    /// Starts TLS on a connection.
+    ///
+    /// # Errors
+    /// Errors of the socket; `InvalidData` if the server's certificate is not accepted;
+    /// `TimedOut` after `until`.
+    pub(crate) fn start(&self, socket: Socket, until: Instant) -> io::Result<TlsStream> {
+        let mut session =
+            ClientConnection::new(self.config.clone(), self.server.clone()).map_err(invalid)?;
+        session.set_buffer_limit(None);
+        let stream = TlsStream {
+            socket,
+            session: Mutex::new(session),
+            incoming: Mutex::new(Incoming { buf: vec![0; RECEIVE_BYTES], start: 0, end: 0 }),
+            outgoing: Mutex::default(),
+        };
+        loop {
+            stream.push()?;
+            if !stream.session.lock().is_handshaking() {
+                return Ok(stream);
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            stream.socket.set_timeout(Some(left))?;
+            match stream.pull() {
+                Ok(true) => {}
+                Ok(false) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => {
+                    // Tells the server why, if it still listens.
+                    let _ = stream.push();
+                    return Err(error);
+                }
+            }
+        }
+    }
+}
+
+/// Ciphertext not yet taken by the session: `buf[start..end]`.
+struct Incoming {
+    buf: Vec<u8>,
+    start: usize,
+    end: usize,
+}
+
+/// A socket within TLS.
+pub(crate) struct TlsStream {
+    socket: Socket,
+    /// Never locked while waiting for the socket.
+    session: Mutex<ClientConnection>,
+    /// Received ciphertext; locked by the receiving thread.
+    incoming: Mutex<Incoming>,
+    /// Ciphertext to send, in the order of its encryption.
+    outgoing: Mutex<Vec<u8>>,
+}
+
+impl fmt::Debug for TlsStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TlsStream").field("socket", &self.socket).finish_non_exhaustive()
+    }
+}
+
+impl TlsStream {
+    pub(crate) fn socket(&self) -> &Socket {
+        &self.socket
+    }
+
+    /// Passes ciphertext to the session, receiving more only if none is left; `false` at the end.
+    /// (The session takes nothing while it holds unread plaintext.)
+    fn pull(&self) -> io::Result<bool> {
+        let mut incoming = self.incoming.lock();
+        let Incoming { buf, start, end } = &mut *incoming;
+        if start == end {
+            (*start, *end) = (0, self.socket.recv(buf)?);
+            if *end == 0 {
+                return Ok(false);
+            }
+        }
+        let mut session = self.session.lock();
+        *start += session.read_tls(&mut &buf[*start..*end])?;
+        session.process_new_packets().map_err(invalid)?;
+        Ok(true)
+    }
+
+    /// Sends the session's output.
+    fn push(&self) -> io::Result<()> {
+        let mut outgoing = self.outgoing.lock();
+        self.push_held(&mut outgoing)
+    }
+
+    fn push_held(&self, outgoing: &mut Vec<u8>) -> io::Result<()> {
+        outgoing.clear();
+        let mut session = self.session.lock();
+        while session.wants_write() {
+            session.write_tls(outgoing)?;
+        }
+        drop(session);
+        if outgoing.is_empty() { Ok(()) } else { self.socket.send(outgoing, &[]) }
+    }
+
+    /// As [`crate::channel::Channel::recv`].
+    pub(crate) fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
+        if buf.is_empty() {
+            return Ok(0);
+        }
+        loop {
+            let wants_write = {
+                let mut session = self.session.lock();
+                match session.reader().read(buf) {
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    read => return read,
+                }
+                session.wants_write()
+            };
+            if wants_write {
+                self.push()?;
+            }
+            if !self.pull()? {
+                return Ok(0);
+            }
+        }
+    }
+
+    /// As [`crate::channel::Channel::send`].
+    pub(crate) fn send(&self, head: &[u8], payload: &[u8]) -> io::Result<()> {
+        let mut outgoing = self.outgoing.lock();
+        self.session.lock().writer().write_all(head)?;
+        for piece in payload.chunks(SEND_BYTES) {
+            self.session.lock().writer().write_all(piece)?;
+            self.push_held(&mut outgoing)?;
+        }
+        self.push_held(&mut outgoing)
+    }
+}

@@ -1,0 +1,129 @@
+//! Constants of the protocol that a client needs. Source: the NBD project's `doc/proto.md`. All
+//! integers are big-endian.
+//!
+//! The server (`vdkit-nbd`) has its own list: it stands on a higher floor and speaks the other side
+//! of the protocol.
+
+/// First word of a server ("NBDMAGIC").
+pub const MAGIC: u64 = 0x4e42_444d_4147_4943;
+/// Before the server's flags and each option ("IHAVEOPT").
+pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
+/// Second word of a server that knows only the oldstyle negotiation.
+pub const OLDSTYLE_MAGIC: u64 = 0x0000_4202_8186_1253;
+/// Before each reply to an option.
+pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
+/// Before a request.
+pub const REQUEST_MAGIC: u32 = 0x2560_9513;
+/// Before a simple reply.
+pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
+/// Before a chunk of a structured reply.
+pub const CHUNK_MAGIC: u32 = 0x668e_33ef;
+
+/// Handshake flags, of both sides.
+pub mod handshake {
+    pub const FIXED_NEWSTYLE: u16 = 1;
+    pub const NO_ZEROES: u16 = 2;
+}
+
+/// Options of the handshake.
+pub mod option {
+    pub const EXPORT_NAME: u32 = 1;
+    pub const ABORT: u32 = 2;
+    pub const LIST: u32 = 3;
+    pub const STARTTLS: u32 = 5;
+    pub const GO: u32 = 7;
+    pub const STRUCTURED_REPLY: u32 = 8;
+    pub const LIST_META_CONTEXT: u32 = 9;
+    pub const SET_META_CONTEXT: u32 = 10;
+}
+
+/// Types of replies to options.
+pub mod answer {
+    pub const ACK: u32 = 1;
+    pub const SERVER: u32 = 2;
+    pub const INFO: u32 = 3;
+    pub const META_CONTEXT: u32 = 4;
+    pub const ERROR: u32 = 1 << 31;
+    pub const UNSUPPORTED: u32 = ERROR + 1;
+    pub const POLICY: u32 = ERROR + 2;
+    pub const INVALID: u32 = ERROR + 3;
+    pub const PLATFORM: u32 = ERROR + 4;
+    pub const TLS_REQUIRED: u32 = ERROR + 5;
+    pub const UNKNOWN: u32 = ERROR + 6;
+    pub const SHUTDOWN: u32 = ERROR + 7;
+    pub const BLOCK_SIZE_REQUIRED: u32 = ERROR + 8;
+    pub const TOO_BIG: u32 = ERROR + 9;
+}
+
+/// Pieces of information about an export.
+pub mod info {
+    pub const EXPORT: u16 = 0;
+    pub const BLOCK_SIZE: u16 = 3;
+}
+
+/// Transmission flags.
+pub mod flag {
+    pub const HAS_FLAGS: u16 = 1;
+    pub const READ_ONLY: u16 = 1 << 1;
+    pub const SEND_FLUSH: u16 = 1 << 2;
+    pub const SEND_FUA: u16 = 1 << 3;
+    pub const SEND_TRIM: u16 = 1 << 5;
+    pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
+    pub const CAN_MULTI_CONN: u16 = 1 << 8;
+}
+
+/// Requests.
+pub mod command {
+    pub const READ: u16 = 0;
+    pub const WRITE: u16 = 1;
+    pub const DISC: u16 = 2;
+    pub const FLUSH: u16 = 3;
+    pub const TRIM: u16 = 4;
+    pub const WRITE_ZEROES: u16 = 6;
+    pub const BLOCK_STATUS: u16 = 7;
+}
+
+/// Flags of requests.
+pub mod request_flag {
+    pub const FUA: u16 = 1;
+    pub const NO_HOLE: u16 = 1 << 1;
+}
+
+/// Types of chunks.
+pub mod chunk {
+    pub const NONE: u16 = 0;
+    pub const OFFSET_DATA: u16 = 1;
+    pub const OFFSET_HOLE: u16 = 2;
+    pub const BLOCK_STATUS: u16 = 5;
+    /// Bit of all types that report an error.
+    pub const ERROR_BIT: u16 = 1 << 15;
+    pub const ERROR_OFFSET: u16 = ERROR_BIT + 2;
+    /// Flag of the last chunk of a reply.
+    pub const DONE: u16 = 1;
+}
+
+/// Errors in replies.
+pub mod errno {
+    pub const PERM: u32 = 1;
+    pub const IO: u32 = 5;
+    pub const NOMEM: u32 = 12;
+    pub const INVAL: u32 = 22;
+    pub const NOSPC: u32 = 28;
+    pub const OVERFLOW: u32 = 75;
+    pub const NOTSUP: u32 = 95;
+    pub const SHUTDOWN: u32 = 108;
+}
+
+/// The largest payload of a request or chunk, unless the server names a smaller one.
+pub const PAYLOAD_MAX: u32 = 32 << 20;
+/// The longest name or other string.
+pub const STRING_MAX: usize = 4096;
+/// The port that IANA assigned.
+pub const PORT: u16 = 10809;
+
+/// Bytes of a request header.
+pub const REQUEST_BYTES: usize = 28;
+/// Bytes of a simple reply header.
+pub const SIMPLE_REPLY_BYTES: usize = 16;
+/// Bytes of a chunk header.
+pub const CHUNK_BYTES: usize = 20;
