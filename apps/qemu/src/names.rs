@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-use crate::sizes;
+use crate::{sizes, storages};
 
 /// Properties by dotted keys: `file.filename` is the member `filename` of the member `file`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -171,11 +171,21 @@ impl Image {
         }
     }
 
-    /// The path, if it is a file.
+    /// The path, if it is a whole file.
     pub fn path(&self) -> Option<&std::path::Path> {
         match &self.place {
-            Place::File(path) => Some(path),
+            Place::File(path) if self.window.is_none() => Some(path),
             _ => None,
+        }
+    }
+
+    /// The name under which the engine opens it.
+    pub fn opened(&self) -> PathBuf {
+        match (&self.place, self.window) {
+            (Place::File(path), None) => path.clone(),
+            (Place::File(path), Some((start, bytes))) => storages::part_path(path, start, bytes),
+            (Place::Null(bytes), _) => storages::null_path(*bytes),
+            (Place::Nbd(uri), _) => uri.into(),
         }
     }
 

@@ -9,12 +9,15 @@ use vdkit::{
 };
 
 use crate::failure::{Failure, could_not_open, words};
-use crate::names::{self, Image, Place};
+use crate::names::{self, Image};
 use crate::secrets::Objects;
+use crate::storages::Places;
 
 /// The formats, probed by content alone.
 pub fn registry() -> Registry {
-    Registry::new(FORMATS.iter().copied()).probing_content_only()
+    Registry::new(FORMATS.iter().copied())
+        .probing_content_only()
+        .with_protocols([vdkit::nbd_client::NBD, &Places])
 }
 
 /// The driver that QEMU calls by this name.
@@ -124,14 +127,14 @@ pub fn format_of(
             .ok_or_else(|| could_not_open(&image.typed, format!("Unknown driver '{name}'")))?;
         return Ok((found, false));
     }
-    let Some(path) = image.path() else {
-        return Ok((vdkit::format("raw")?, false));
-    };
     let lock = if access.share { LockMode::Off } else { LockMode::Auto };
-    let storage = regular(path)
-        .and_then(|()| Ok(FileStorage::open(path, &FileOptions::read_only().lock(lock))?))
+    let options = FileOptions::read_only().lock(lock);
+    let storage = image
+        .path()
+        .map_or(Ok(()), regular)
+        .and_then(|()| Ok(registry().open_storage(&image.opened(), &options)?))
         .map_err(|failure| in_opening(&image.typed, failure))?;
-    match registry().probe(&storage) {
+    match registry().probe(&*storage) {
         Ok(probed) => Ok((probed.driver, probed.fallback)),
         Err(error) => Err(could_not_open(&image.typed, words(&error))),
     }
@@ -212,12 +215,7 @@ pub fn open(image: &Image, access: Access, objects: &Objects) -> Result<Disk, Fa
 /// # Errors
 /// `Could not open 'NAME': …`.
 pub fn open_with(image: &Image, options: &OpenOptions) -> Result<Disk, Failure> {
-    let opened = match &image.place {
-        Place::File(path) => Disk::open(&registry(), path, options),
-        Place::Null(_) | Place::Nbd(_) => {
-            return Err(could_not_open(&image.typed, "this place cannot be opened yet"));
-        }
-    };
+    let opened = Disk::open(&registry(), image.opened(), options);
     opened.map_err(|error| failed_open(image, options.format.as_deref(), &error))
 }
 

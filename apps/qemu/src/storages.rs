@@ -1,8 +1,62 @@
 //! Storages that only QEMU's names ask for: a disk of nothing, and a part of a file.
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use vdkit::{HostOffset, Result, SpaceMap, Storage, StorageCaps, StorageExtent, ZeroMode};
+use vdkit::storage::{FileOptions, FileStorage};
+use vdkit::{
+    CacheMode, Error, HostOffset, Protocol, Result, SpaceMap, Storage, StorageCaps, StorageExtent,
+    ZeroMode,
+};
+
+/// What the names that [`null_path`] and [`part_path`] make begin with. No user can give such a
+/// name: to `names::parse` it is an unknown protocol.
+const NULL: &str = "vdkit-null:";
+const PART: &str = "vdkit-part:";
+
+/// A name under which the engine opens a [`NullStorage`].
+pub fn null_path(bytes: u64) -> PathBuf {
+    format!("{NULL}{bytes}").into()
+}
+
+/// A name under which the engine opens a [`PartOf`] a file.
+pub fn part_path(file: &Path, start: u64, bytes: Option<u64>) -> PathBuf {
+    let bytes = bytes.map(|bytes| bytes.to_string()).unwrap_or_default();
+    format!("{PART}{start}:{bytes}:{}", file.display()).into()
+}
+
+/// Opens these names.
+#[derive(Debug)]
+pub struct Places;
+
+impl Protocol for Places {
+    fn matches(&self, name: &str) -> bool {
+        name.starts_with(NULL) || name.starts_with(PART)
+    }
+
+    fn open(&self, name: &str, writable: bool, cache: CacheMode) -> Result<Arc<dyn Storage>> {
+        let wrong = || Error::Invalid(format!("{name}: is no name of a part"));
+        if let Some(bytes) = name.strip_prefix(NULL) {
+            return Ok(Arc::new(NullStorage::new(bytes.parse().map_err(|_| wrong())?)));
+        }
+        let mut parts = name[PART.len()..].splitn(3, ':');
+        let mut next = || parts.next().ok_or_else(wrong);
+        let start = next()?.parse().map_err(|_| wrong())?;
+        let bytes = match next()? {
+            "" => None,
+            bytes => Some(bytes.parse().map_err(|_| wrong())?),
+        };
+        let file = next()?;
+        let options = FileOptions { writable, ..FileOptions::default() }.cache(cache);
+        let inner = Arc::new(FileStorage::open(file, &options)?);
+        match PartOf::new(inner, start, bytes)? {
+            Some(part) => Ok(Arc::new(part)),
+            None => Err(Error::Invalid(format!(
+                "{file}: ends before the part that was named"
+            ))),
+        }
+    }
+}
 
 /// Reads as zeroes, and drops what is written (`null-co`).
 #[derive(Debug)]

@@ -160,6 +160,10 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
             "aio=native was specified, but it requires cache.direct=on, which was not specified.",
         ));
     }
+    if load.write && parsed.has("force-share") {
+        let why = "force-share=on can only be used with read-only images";
+        return Err(could_not_open(&image.typed, why));
+    }
     let objects = Objects::parse(parsed.all("object"))?;
     let access = Access {
         writable: load.write,

@@ -67,9 +67,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     if !CHECKED.contains(&name) {
         return Err(Failure::new("This image format does not support checks").code(NOT_CHECKED));
     }
-    let Some(path) = image.path() else {
-        return Err(could_not_open(file, "only files can be checked"));
-    };
+    let path = &image.opened();
     let monitor = Monitor { cancel: cancel_on_signal()?, progress: &Silent };
     let checked = jobs::check(&registry(), path, &options, repair, &monitor)
         .map_err(|error| failed_open(&image, options.format.as_deref(), &error))?;

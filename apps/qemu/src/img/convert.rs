@@ -354,17 +354,11 @@ impl Settings<'_> {
 
     /// `-n`: the target exists.
     fn existing(&self, source: &Source, image: &Image) -> Result<Goal, Failure> {
-        let path = match &image.place {
-            Place::File(path) => path.clone(),
-            Place::Null(_) => {
-                let destination = Destination::Null;
-                return Ok(Goal { destination, compress: None, backing: None, keys: Vec::new() });
-            }
-            Place::Nbd(_) => {
-                let why = "vdkit converts into files and devices only";
-                return Err(could_not_open(&image.typed, why));
-            }
-        };
+        if matches!(image.place, Place::Null(_)) {
+            let destination = Destination::Null;
+            return Ok(Goal { destination, compress: None, backing: None, keys: Vec::new() });
+        }
+        let path = image.opened();
         let options = open_options(image, Access::read(), &self.objects)?;
         let disk = open_with(image, &options)?;
         if disk.guest_bytes() < source.bytes() {

@@ -41,7 +41,6 @@ struct Operands<'a> {
 
 impl<'a> Operands<'a> {
     fn parse(texts: &'a [String]) -> Result<Self, Failure> {
-        const MOST: u64 = i64::MAX as u64;
         let mut operands =
             Self { input: None, output: None, block_bytes: 512, count: None, skip: 0 };
         for text in texts {
@@ -50,8 +49,8 @@ impl<'a> Operands<'a> {
                 "if" => operands.input = Some(value),
                 "of" => operands.output = Some(value),
                 "bs" => operands.block_bytes = sizes::within("bs", value, 1, i32::MAX as u64)?,
-                "count" => operands.count = Some(sizes::within("count", value, 0, MOST)?),
-                "skip" => operands.skip = sizes::within("skip", value, 0, MOST)?,
+                "count" => operands.count = Some(blocks("count", value)?),
+                "skip" => operands.skip = blocks("skip", value)?,
                 _ => return Err(Failure::new(format!("unrecognized operand {key}"))),
             }
         }
@@ -66,6 +65,15 @@ impl<'a> Operands<'a> {
         let start = self.skip.saturating_mul(self.block_bytes);
         Some((start, end.checked_sub(start)?))
     }
+}
+
+/// A number of blocks, which takes no unit.
+fn blocks(what: &str, text: &str) -> Result<u64, Failure> {
+    let unit = text.ends_with(|letter: char| letter.is_ascii_alphabetic());
+    if unit && !text.starts_with("0x") {
+        return Err(Failure::new(format!("Invalid {what} specified: '{text}'.")));
+    }
+    sizes::within(what, text, 0, i64::MAX as u64)
 }
 
 fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
@@ -151,6 +159,7 @@ mod tests {
         assert_eq!(part("bs=1M skip=10"), Some((10 << 20, 0)));
         assert_eq!(part("bs=1M skip=12"), None);
         assert_eq!(part("bs=1000 count=3"), Some((0, 3000)));
+        assert_eq!(blocks("count", "1M").unwrap_err().text, "Invalid count specified: '1M'.");
         let wrong = ["foo".to_owned()];
         assert_eq!(Operands::parse(&wrong).unwrap_err().text, "unrecognized operand foo");
     }

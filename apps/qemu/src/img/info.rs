@@ -199,13 +199,7 @@ fn describe(
     if !chain {
         options.backing = BackingChoice::Ignore;
     }
-    let Some(path) = image.path() else {
-        return Err(crate::failure::could_not_open(
-            &image.typed,
-            "this place cannot be described yet",
-        ));
-    };
-    let report = describe_chain(&registry(), path, &options)
+    let report = describe_chain(&registry(), image.opened(), &options)
         .map_err(|error| failed_open(image, options.format.as_deref(), &error))?;
     if let Some(error) = report.broken {
         let why = crate::failure::words(&error);
