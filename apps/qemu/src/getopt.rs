@@ -15,11 +15,13 @@ pub struct Opt {
     pub value: Option<&'static str>,
     /// One line of help; empty for an option that is accepted and not listed.
     pub help: &'static str,
+    /// The name by which code refers to it: the long one, or the one that it has elsewhere.
+    key: &'static str,
 }
 
 /// An option that takes no value.
 pub const fn flag(short: char, long: &'static str, help: &'static str) -> Opt {
-    Opt { short: Some(short), long, value: None, help }
+    Opt { short: Some(short), long, value: None, help, key: long }
 }
 
 /// An option with a value.
@@ -29,20 +31,25 @@ pub const fn valued(
     value: &'static str,
     help: &'static str,
 ) -> Opt {
-    Opt { short: Some(short), long, value: Some(value), help }
+    Opt { short: Some(short), long, value: Some(value), help, key: long }
 }
 
 /// An option that has only a long name.
 pub const fn long(long: &'static str, value: Option<&'static str>, help: &'static str) -> Opt {
-    Opt { short: None, long, value, help }
+    Opt { short: None, long, value, help, key: long }
 }
 
 impl Opt {
-    /// The name by which code refers to the option: the long one, or the letter.
+    /// The same option where QEMU gives it no long name.
+    pub const fn short_only(self) -> Self {
+        Self { long: "", ..self }
+    }
+
+    /// The name by which code refers to the option: a long one, or the letter.
     pub fn name(&self) -> String {
         match self.short {
-            Some(letter) if self.long.is_empty() => letter.to_string(),
-            _ => self.long.to_owned(),
+            Some(letter) if self.key.is_empty() => letter.to_string(),
+            _ => self.key.to_owned(),
         }
     }
 }
@@ -123,7 +130,7 @@ fn long_option<'a>(
         Some(at) => (bytes_text(&word[..at]), Some(bytes_text(&word[at + 1..]))),
         None => (bytes_text(word), None),
     };
-    let option = find_long(&name, options)?;
+    let option = find_long(&name, &bytes_text(word), options)?;
     match (option.value, attached) {
         (None, Some(_)) => Err(format!("option '--{}' doesn't allow an argument", option.long)),
         (None, None) => Ok((option, String::new())),
@@ -135,19 +142,20 @@ fn long_option<'a>(
     }
 }
 
-fn find_long<'a>(name: &str, options: &'a [Opt]) -> Result<&'a Opt, String> {
+/// The option of a name or unique prefix; `word` is the argument without its dashes.
+fn find_long<'a>(name: &str, word: &str, options: &'a [Opt]) -> Result<&'a Opt, String> {
     let named = options.iter().filter(|option| !option.long.is_empty());
     if let Some(exact) = named.clone().find(|option| option.long == name) {
         return Ok(exact);
     }
     let close: Vec<_> = named.filter(|option| option.long.starts_with(name)).collect();
     match close[..] {
-        [] => Err(format!("unrecognized option '--{name}'")),
+        [] => Err(format!("unrecognized option '--{word}'")),
         [one] => Ok(one),
         [..] => {
             let names: String =
                 close.iter().map(|option| format!(" '--{}'", option.long)).collect();
-            Err(format!("option '--{name}' is ambiguous; possibilities:{names}"))
+            Err(format!("option '--{word}' is ambiguous; possibilities:{names}"))
         }
     }
 }

@@ -8,8 +8,8 @@ use vdkit::{
     BackingChoice, CacheMode, Disk, Error, FORMATS, FormatDriver, OpenOptions, RefPolicy, Registry,
 };
 
-use crate::failure::{Failure, could_not_open, words};
-use crate::names::{self, Image};
+use crate::failure::{Failure, could_not_open, system_words, words};
+use crate::names::{self, Image, Place};
 use crate::secrets::Objects;
 use crate::storages::Places;
 
@@ -222,6 +222,13 @@ pub fn open_with(image: &Image, options: &OpenOptions) -> Result<Disk, Failure> 
 /// The failure to open an image, in QEMU's words.
 pub fn failed_open(image: &Image, format: Option<&str>, error: &Error) -> Failure {
     let typed = &image.typed;
+    if let (Place::Nbd(uri), Error::File { source, .. }) = (&image.place, error) {
+        let socket = uri.split_once("socket=").map_or(uri.as_str(), |(_, socket)| socket);
+        return could_not_open(
+            typed,
+            format!("Failed to connect to '{socket}': {}", system_words(source)),
+        );
+    }
     match (error, image.path(), format.and_then(vdkit_driver)) {
         (
             Error::Corrupt(_) | Error::Unsupported { .. } | Error::Limit { .. },

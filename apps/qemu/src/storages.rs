@@ -51,9 +51,7 @@ impl Protocol for Places {
         let inner = Arc::new(FileStorage::open(file, &options)?);
         match PartOf::new(inner, start, bytes)? {
             Some(part) => Ok(Arc::new(part)),
-            None => Err(Error::Invalid(format!(
-                "{file}: ends before the part that was named"
-            ))),
+            None => Err(Error::Invalid(format!("{file}: ends before the part that was named"))),
         }
     }
 }

@@ -260,6 +260,8 @@ fn stdout(done: &Output, command: &[String]) -> String {
     text.lines()
         .filter(|line| !varies.iter().any(|start| line.trim_start().starts_with(start)))
         .map(|line| line.rsplit('\r').next().unwrap_or_default().to_owned())
+        // How often progress is shown depends on the machine.
+        .filter(|line| !line.trim_end().ends_with("/100%)") && !line.trim().is_empty())
         .map(|line| format!("{line}\n"))
         .collect()
 }
@@ -267,7 +269,12 @@ fn stdout(done: &Output, command: &[String]) -> String {
 /// The kind of message that programs match, or nothing. `name` is the program's path.
 fn stderr(done: &Output, name: &str) -> String {
     let text = String::from_utf8_lossy(&done.stderr).replace(name, "qemu-img");
-    let first = text.lines().next().unwrap_or_default();
+    // A warning of three lines may come before or after an error.
+    let warning = ["WARNING:", "         ", "qemu-img: warning:"];
+    let first = text
+        .lines()
+        .find(|line| !warning.iter().any(|start| line.starts_with(start)))
+        .unwrap_or_default();
     let matched = [
         "No such file or directory",
         "Permission denied",

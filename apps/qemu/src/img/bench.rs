@@ -17,7 +17,7 @@ use crate::sizes;
 const THREADS_MAX: u64 = 16;
 
 const OPTIONS: &[Opt] = &[
-    QUIET,
+    QUIET.short_only(),
     FORMAT,
     IMAGE_OPTS,
     valued('t', "cache", "CACHE", "cache mode of the image (writeback)"),

@@ -16,7 +16,7 @@ pub const COMMAND: Command = Command {
     about: "Change the dirty bitmaps of an image",
     operands: "FILE BITMAP",
     options: &[
-        FORMAT,
+        FORMAT.short_only(),
         IMAGE_OPTS,
         long("add", None, "add BITMAP, which records changes from now on"),
         valued('g', "granularity", "SIZE", "with --add: bytes that one bit stands for"),

@@ -21,13 +21,13 @@ pub const COMMAND: Command = Command {
     about: "Create a new image",
     operands: "FILENAME [SIZE[bkKMGTPE]]",
     options: &[
+        OBJECT,
         QUIET,
         valued('f', "format", "FMT", "format of the new image (raw)"),
         valued('o', "options", "FMT_OPTS", "options of the format; '-o help' lists them"),
         valued('b', "backing", "BACKING_FILENAME", "the image that the new one stands on"),
         valued('F', "backing-format", "BACKING_FMT", "format of the backing image"),
         flag('u', "backing-unsafe", "do not open the backing image"),
-        OBJECT,
     ],
     run,
 };

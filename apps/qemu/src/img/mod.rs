@@ -153,6 +153,10 @@ fn signed_operands_last(args: &[OsString]) -> Vec<OsString> {
     let before = &args[..end];
     let kept = before.iter().filter(|arg| !signed(arg));
     let moved = before.iter().filter(signed);
+    // Without a signed operand nothing moves: an option at the end then lacks its value.
+    if moved.clone().next().is_none() {
+        return args.to_vec();
+    }
     let dashes = OsString::from("--");
     kept.chain([&dashes]).chain(moved).chain(args.iter().skip(end + 1)).cloned().collect()
 }

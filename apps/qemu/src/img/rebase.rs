@@ -1,5 +1,7 @@
 //! `qemu-img rebase`: gives an image another backing image, or none.
 
+use std::path::Path;
+
 use vdkit::jobs::{self, NewBacking, RebaseOptions};
 use vdkit::{Error, Monitor, describe_chain};
 
@@ -7,7 +9,7 @@ use super::convert::cache_option;
 use super::{
     CACHE, Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, PROGRESS, QUIET, one_image,
 };
-use crate::failure::{Failure, could_not_open, words};
+use crate::failure::{Failure, could_not_open, system_words, words};
 use crate::getopt::{Parsed, flag, valued};
 use crate::names::Image;
 use crate::open::{Access, Named, driver, failed_open, open_options, registry};
@@ -61,7 +63,7 @@ fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
     if let Some(error) = report.broken.filter(|_| !header_only) {
         return Err(failed_open(&image, None, &error));
     }
-    let backing = new_backing(parsed, header_only)?;
+    let backing = new_backing(parsed, path, header_only)?;
     let options = RebaseOptions { backing, header_only, force: true, threads: None };
     let progress = Progress::new(parsed.has("progress") && !parsed.has("quiet"))?;
     let monitor = Monitor { cancel: cancel_on_signal()?, progress: &WithoutMessages(&progress) };
@@ -71,7 +73,11 @@ fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
 }
 
 /// The new backing image, if there shall be one.
-fn new_backing(parsed: &Parsed, header_only: bool) -> Result<Option<NewBacking>, Failure> {
+fn new_backing(
+    parsed: &Parsed,
+    image: &Path,
+    header_only: bool,
+) -> Result<Option<NewBacking>, Failure> {
     let format = parsed.last("backing-format");
     let engine = format.map(|name| {
         let found = driver(name).map(|driver| driver.name().to_owned());
@@ -82,6 +88,13 @@ fn new_backing(parsed: &Parsed, header_only: bool) -> Result<Option<NewBacking>,
         return Ok(None);
     };
     if engine.is_none() {
+        let folder = image.parent().unwrap_or(Path::new(""));
+        if !header_only && let Err(error) = folder.join(name).metadata() {
+            let why = system_words(&error);
+            return Err(Failure::new(format!(
+                "Could not open new backing file '{name}': Could not open '{name}': {why}"
+            )));
+        }
         return Err(Failure::new(format!(
             "Could not change the backing file to '{name}': backing format must be specified"
         )));
