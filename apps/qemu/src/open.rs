@@ -129,11 +129,12 @@ pub fn format_of(
     }
     let lock = if access.share { LockMode::Off } else { LockMode::Auto };
     let options = FileOptions::read_only().lock(lock);
-    let storage = image
-        .path()
-        .map_or(Ok(()), regular)
-        .and_then(|()| Ok(registry().open_storage(&image.opened(), &options)?))
-        .map_err(|failure| in_opening(&image.typed, failure))?;
+    if let Some(path) = image.path() {
+        regular(path).map_err(|failure| in_opening(&image.typed, failure))?;
+    }
+    let storage = registry()
+        .open_storage(&image.opened(), &options)
+        .map_err(|error| failed_open(image, None, &error))?;
     match registry().probe(&*storage) {
         Ok(probed) => Ok((probed.driver, probed.fallback)),
         Err(error) => Err(could_not_open(&image.typed, words(&error))),

@@ -54,14 +54,6 @@ impl Output {
         if self.quiet { Ok(()) } else { self.line(text) }
     }
 
-    /// Prints raw bytes.
-    ///
-    /// # Errors
-    /// Writing fails.
-    pub fn bytes(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.out.write_all(bytes)
-    }
-
     /// Writes out what is buffered.
     ///
     /// # Errors

@@ -113,7 +113,7 @@ struct Output<'a> {
 
 impl Output<'_> {
     fn copy(&self, source: &Disk, dd: &DdOptions) -> Result<(), Failure> {
-        let (name, table) = (self.name, table(self.format)?);
+        let (name, table) = (self.name, table(self.format).map_err(unnamed_format)?);
         let path = target_path(name)?;
         let told = |failure: Failure| {
             let text = format!("{name}: error while creating output image: {}", failure.text);
@@ -141,6 +141,14 @@ impl Output<'_> {
         let closed = target.close();
         copied?;
         Ok(closed?)
+    }
+}
+
+/// QEMU's `dd` does not name the format that it does not know.
+fn unnamed_format(failure: Failure) -> Failure {
+    match failure.text.starts_with("Unknown file format") {
+        true => Failure::new("Unknown file format"),
+        false => failure,
     }
 }
 
