@@ -50,18 +50,14 @@ fn in_folder(scratch: &Scratch, program: &str, arguments: &[&str]) -> Command {
 fn serve(scratch: &Scratch, server: &str, file: &str, socket: &str) -> Served {
     let command = match server {
         "qemu-nbd" => {
-            in_folder(scratch, server, &["-t", "-e", "8", "-f", "raw", "-k", socket, file])
+            let mut command = in_folder(scratch, server, &["-t", "-e", "8", "-f", "raw", "-k"]);
+            // It takes absolute paths only.
+            command.arg(scratch.path(socket)).arg(file);
+            command
         }
         "nbdkit" => in_folder(scratch, server, &["-f", "-U", socket, "file", file]),
         _ => scratch.command(&["serve", "-f", "raw", file, "--nbd", &format!("unix:{socket}")]),
     };
-    let mut command = command;
-    if server == "qemu-nbd" {
-        // It takes absolute paths only.
-        let socket = scratch.path(socket);
-        command = in_folder(scratch, server, &["-t", "-e", "8", "-f", "raw", "-k"]);
-        command.arg(&socket).arg(file);
-    }
     Served::start(command, &scratch.path(socket))
 }
 
@@ -97,7 +93,7 @@ fn each_server_is_source_and_target() {
         let (from, to) =
             (format!("nbd+unix:///?socket={from}"), format!("nbd+unix:///?socket={to}"));
         scratch.ok(&["convert", &from, "c.qcow2"]);
-        scratch.ok(&["compare", "-f", "raw", "a.raw", "-F", "qcow2", "c.qcow2"]);
+        scratch.ok(&["compare", "-f", "raw", "full", "-F", "qcow2", "c.qcow2"]);
         scratch.ok(&["convert", "--verify", "c.qcow2", &to]);
         scratch.ok(&["compare", &from, &to]);
         let map = scratch.ok(&["map", &from]).stdout;
@@ -108,11 +104,11 @@ fn each_server_is_source_and_target() {
         scratch.fails(2, "format", &["write", &to, "1M", "4K", "--pattern", "0x5a"]);
         scratch.ok(&["write", "-f", "raw", &to, "1M", "4K", "--pattern", "0x5a"]);
         assert_eq!(scratch.ok(&["read", &to, "1M", "4K"]).bytes, [0x5a; 4096]);
-        scratch.fails(3, "", &["compare", &from, &to]);
+        assert_eq!(scratch.run(&["compare", &from, &to]).code, Some(3));
         scratch.ok(&["dd", &format!("if={from}"), &format!("of={to}"), "bs=1M", "-O", "raw"]);
         scratch.ok(&["compare", &from, &to]);
         // A format within an export.
-        scratch.ok(&["convert", "a.raw", "-O", "qcow2", &to]);
+        scratch.ok(&["convert", "full", "-O", "qcow2", &to]);
         scratch.ok(&["check", &to]);
         scratch.ok(&["compare", &from, &to]);
     }
@@ -145,7 +141,7 @@ fn filters_that_delay_and_end_connections_do_not_change_the_bytes() {
         ["-f", "-U", "s", "--filter=delay", "--filter=cow", "file", "a.raw", "rdelay=5ms"];
     let _served = Served::start(in_folder(&scratch, "nbdkit", &arguments), &scratch.path("s"));
     scratch.ok(&["convert", "-m", "8", "nbd+unix:///?socket=s", "b.raw"]);
-    scratch.ok(&["compare", "a.raw", "b.raw"]);
+    scratch.ok(&["compare", "full", "b.raw"]);
     let failing =
         ["-f", "-U", "e", "--filter=error", "file", "a.raw", "error=EIO", "error-pread-rate=100%"];
     let _failing = Served::start(in_folder(&scratch, "nbdkit", &failing), &scratch.path("e"));
@@ -171,7 +167,7 @@ fn a_server_that_was_killed_and_started_again_is_read_on() {
     let _ = std::fs::remove_file(scratch.path("s"));
     let _second = serve(&scratch, "vdkit", "a.raw", "s");
     assert_eq!(convert.wait().unwrap().code(), Some(0));
-    scratch.ok(&["compare", "a.raw", "b.raw"]);
+    scratch.ok(&["compare", "full", "b.raw"]);
 }
 
 #[test]
@@ -216,7 +212,7 @@ fn certificates_are_shown_and_verified() {
     let _served = Served::start(scratch.command(&serve), &scratch.path("s"));
     let uri = "nbds+unix:///?socket=s&tls-certificates=pki";
     scratch.ok(&["convert", uri, "b.raw"]);
-    scratch.ok(&["compare", "a.raw", "b.raw"]);
+    scratch.ok(&["compare", "full", "b.raw"]);
     scratch.ok(&["write", "-f", "raw", uri, "1M", "4M", "--pattern", "7"]);
     assert!(scratch.ok(&["read", uri, "1M", "4M"]).bytes.iter().all(|byte| *byte == 7));
     scratch.fails(1, "TLS", &["info", "nbd+unix:///?socket=s"]);
