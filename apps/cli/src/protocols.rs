@@ -124,8 +124,9 @@ pub(crate) fn refuse_target(target: &Path) -> Result<(), Failure> {
         }
         _ => {}
     }
-    let written = |scheme| !target.exists() && !(NBD.contains(&scheme) && is_export(target));
-    let Some((scheme, protocol)) = protocol_of(&name).filter(|(scheme, _)| written(*scheme)) else {
+    let written = |scheme| target.exists() || (NBD.contains(&scheme) && is_export(target));
+    let Some((scheme, protocol)) = protocol_of(&name).filter(|(scheme, _)| !written(*scheme))
+    else {
         return Ok(());
     };
     Err(Failure::Told(

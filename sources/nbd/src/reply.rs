@@ -258,7 +258,7 @@ impl<'a> Reply<'a> {
     }
 
     fn status(&mut self, len: u32, source: &mut dyn Source) -> Result<(), Broken> {
-        if len < 12 || (len - 4) % 8 != 0 || len > STATUS_BYTES_MAX {
+        if len < 12 || !(len - 4).is_multiple_of(8) || len > STATUS_BYTES_MAX {
             return Err(Broken::protocol(format!("block status of {len} bytes")));
         }
         let mut bytes = vec![0; len as usize];
