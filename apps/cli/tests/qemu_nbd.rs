@@ -170,13 +170,15 @@ fn wrong_command_lines_are_told_as_by_qemu() {
         "--discard=x a.qcow2",
         "--detect-zeroes=x a.qcow2",
         "-k s a.qcow2",
-        "-k /nowhere/s -f qcow2 -B nothing a.qcow2",
+        "-k /nowhere/s -f qcow2 a.qcow2",
+        "-k SOCKET -f qcow2 -B nothing a.qcow2",
         "-f nothing a.qcow2",
         "-f vdi a.qcow2",
         "--nothing a.qcow2",
         "-k",
         "-d /dev/nothing",
     ] {
+        let line = line.replace("SOCKET", &shop.scratch.path("s").display().to_string());
         let arguments: Vec<_> = line.split_whitespace().collect();
         let [theirs, ours] = shop.both(&arguments);
         assert_eq!(ours.status.code(), theirs.status.code(), "{line}: {ours:?}");

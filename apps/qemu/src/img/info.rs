@@ -199,7 +199,12 @@ fn describe(
     if !chain {
         options.backing = BackingChoice::Ignore;
     }
-    let report = describe_chain(&registry(), image.opened(), &options)
+    // A part of a file is described as its file; `show_options` then says which part it is.
+    let path = match &image.place {
+        Place::File(path) => path.clone(),
+        _ => image.opened(),
+    };
+    let report = describe_chain(&registry(), path, &options)
         .map_err(|error| failed_open(image, options.format.as_deref(), &error))?;
     if let Some(error) = report.broken {
         let why = crate::failure::words(&error);

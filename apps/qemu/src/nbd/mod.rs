@@ -311,10 +311,10 @@ fn listeners(addresses: &[Address]) -> Result<Vec<Listener>, Failure> {
         for address in addresses {
             let listener = Listener::bind(address).map_err(|error| {
                 let place = match address {
-                    Address::Unix(path) => path.display().to_string(),
-                    Address::Tcp(place) => place.clone(),
+                    Address::Unix(path) => format!("socket to {}", path.display()),
+                    Address::Tcp(place) => format!("to {place}"),
                 };
-                Failure::new(format!("Failed to bind to {place}: {}", system_words(&error)))
+                Failure::new(format!("Failed to bind {place}: {}", system_words(&error)))
             })?;
             listeners.push(listener);
         }
