@@ -68,7 +68,10 @@ impl Socket {
 
     /// Receives some bytes; 0 at the end.
     pub(crate) fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
-        let flags = RecvFlags::empty();
+        self.recv_with(buf, RecvFlags::empty())
+    }
+
+    fn recv_with(&self, buf: &mut [u8], flags: RecvFlags) -> io::Result<usize> {
         let got = rustix::io::retry_on_intr(|| recv(self.fd(), &mut *buf, flags));
         Ok(got.map(|(got, _)| got)?)
     }
@@ -139,6 +142,18 @@ impl Channel {
     pub(crate) fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
         match self {
             Self::Plain(socket) => socket.recv(buf),
+            Self::Tls(stream) => stream.recv(buf),
+        }
+    }
+
+    /// As [`Channel::recv`], for bytes that the peer is about to send: one system call receives more
+    /// of them.
+    ///
+    /// # Errors
+    /// As [`Channel::recv`].
+    pub(crate) fn recv_much(&self, buf: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Plain(socket) => socket.recv_with(buf, RecvFlags::WAITALL),
             Self::Tls(stream) => stream.recv(buf),
         }
     }

@@ -71,8 +71,8 @@ struct Incoming<'a> {
 }
 
 impl Incoming<'_> {
-    fn recv(channel: &Channel, buf: &mut [u8]) -> Result<usize, Broken> {
-        match channel.recv(buf) {
+    fn counted(received: std::io::Result<usize>) -> Result<usize, Broken> {
+        match received {
             Ok(0) => Err(Broken::lost("the server closed the connection")),
             Ok(got) => Ok(got),
             Err(error) => Err(Broken::of(&error)),
@@ -111,10 +111,10 @@ impl Source for Incoming<'_> {
                 *start += step;
                 done += step;
             } else if buf.len() - done >= ahead.len() {
-                done += Self::recv(self.channel, &mut buf[done..])?;
+                done += Self::counted(self.channel.recv_much(&mut buf[done..]))?;
             } else {
                 (*start, *end) = (0, 0);
-                *end = Self::recv(self.channel, ahead)?;
+                *end = Self::counted(self.channel.recv(ahead))?;
             }
         }
         Ok(())
