@@ -173,7 +173,6 @@ fn wrong_command_lines_are_told_as_by_qemu() {
         "-k /nowhere/s -f qcow2 a.qcow2",
         "-k SOCKET -f qcow2 -B nothing a.qcow2",
         "-f nothing a.qcow2",
-        "-f vdi a.qcow2",
         "--nothing a.qcow2",
         "-k",
         "-d /dev/nothing",

@@ -323,6 +323,8 @@ fn listeners(addresses: &[Address]) -> Result<Vec<Listener>, Failure> {
 }
 
 fn opening(name: &str, why: &str) -> Failure {
+    // The engine's words name the image too.
+    let why = why.strip_prefix(&format!("Could not open '{name}': ")).unwrap_or(why);
     Failure::new(format!("Failed to blk_new_open '{name}': {why}"))
 }
 
@@ -383,10 +385,8 @@ fn check_bitmaps(disk: &Disk, names: &[String]) -> Result<(), Failure> {
 
 fn serve(request: &Request) -> Result<(), Failure> {
     let stop = cancel_on_signal()?;
-    let (disk, overlay) = open_disk(request).map_err(|failure| {
-        let why = failure.text.strip_prefix(&format!("Could not open '{}': ", request.image.typed));
-        opening(&request.image.typed, why.unwrap_or(&failure.text))
-    })?;
+    let (disk, overlay) =
+        open_disk(request).map_err(|failure| opening(&request.image.typed, &failure.text))?;
     check_bitmaps(&disk, &request.export.bitmaps)?;
     let listeners = listeners(&request.addresses)?;
     let export = Export::new(disk, request.export.clone());
