@@ -84,7 +84,10 @@ fn a_file_that_may_not_be_read_is_told() {
     }
     // Root may read everything, so the command runs as nobody, from a place that nobody reaches.
     let binary = scratch.path("vdkit");
-    std::fs::copy(env!("CARGO_BIN_EXE_vdkit"), &binary).unwrap();
+    // By a process of its own: a child that another test starts meanwhile would inherit the open
+    // file, and a program that somebody has open for writing cannot be started.
+    let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_vdkit")).arg(&binary).status().unwrap();
+    assert!(copied.success());
     std::fs::set_permissions(&binary, PermissionsExt::from_mode(0o755)).unwrap();
     std::fs::set_permissions(scratch.path(""), PermissionsExt::from_mode(0o755)).unwrap();
     for arguments in [
