@@ -223,10 +223,10 @@ mod tests {
 
     #[test]
     fn empty_lists_take_two_lines_and_other_letters_are_escaped() {
-        let dict = Dict::default().with("children", Vec::new()).with("n", "ä\u{1F600}\u{7f}");
+        let dict = Dict::default().with("list", Vec::new()).with("text", "ä\u{1F600}\u{7f}");
         assert_eq!(
             pretty(&dict.into()),
-            "{\n    \"children\": [\n    ],\n    \"n\": \"\\u00E4\\uD83D\\uDE00\\u007F\"\n}"
+            "{\n    \"text\": \"\\u00E4\\uD83D\\uDE00\\u007F\",\n    \"list\": [\n    ]\n}"
         );
     }
 }

@@ -473,7 +473,8 @@ mod tests {
             parse_options("driver=raw,offset=1k,size=512,file.driver=file,file.filename=a,,b")
                 .unwrap();
         assert_eq!(image.window, Some((1024, Some(512))));
-        assert_eq!(image.path().unwrap().to_str(), Some("a,b"));
+        assert_eq!(image.place, Place::File("a,b".into()));
+        assert!(image.path().is_none(), "it is not the whole file");
     }
 
     #[test]

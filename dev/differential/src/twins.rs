@@ -17,6 +17,8 @@ pub struct Difference {
     pub theirs: String,
     /// The candidate's.
     pub ours: String,
+    /// The reference failed at this step, or for files and images at any.
+    pub failed: bool,
 }
 
 /// What is compared.
@@ -84,12 +86,15 @@ impl<'a> Twins<'a> {
     pub fn run(&self, case: &Case) -> Vec<Difference> {
         let folders = ["reference", "candidate"].map(|name| self.fresh(name, case));
         let mut found = Vec::new();
+        let mut any_failed = false;
         for (step, command) in case.commands.iter().enumerate() {
             let [theirs, ours] =
                 [0, 1].map(|which| answer(self.programs[which], &folders[which], command));
+            let failed = !theirs.status.success();
+            any_failed |= failed;
             let mut note = |what, theirs: String, ours: String| {
                 if theirs != ours {
-                    found.push(Difference { step, what, theirs, ours });
+                    found.push(Difference { step, what, theirs, ours, failed });
                 }
             };
             let names = self.programs.map(|program| program.display().to_string());
@@ -99,22 +104,21 @@ impl<'a> Twins<'a> {
         }
         let step = case.commands.len() - 1;
         let [theirs, ours] = folders.each_ref().map(|folder| names(folder));
+        // Files that only one program left are reported once; the others are compared in any case.
+        let both: BTreeSet<String> = theirs.intersection(&ours).cloned().collect();
         if theirs != ours {
             let text = |names: BTreeSet<String>| names.into_iter().collect::<Vec<_>>().join(" ");
-            found.push(Difference {
-                step,
-                what: What::Files,
-                theirs: text(theirs),
-                ours: text(ours),
-            });
-        } else if found.is_empty() {
-            for name in self.changed(&theirs, &folders[0]) {
-                let [theirs, ours] = folders.each_ref().map(|folder| self.image(folder, &name));
-                let same = self.same_content(&folders, &name);
-                if theirs != ours || !same {
-                    let ours = if same { ours } else { format!("{ours}other content") };
-                    found.push(Difference { step, what: What::Image, theirs, ours });
-                }
+            let (theirs, ours) = (text(theirs), text(ours));
+            let (what, failed) = (What::Files, any_failed);
+            found.push(Difference { step, what, theirs, ours, failed });
+        }
+        for name in self.changed(&both, &folders) {
+            let [theirs, ours] = folders.each_ref().map(|folder| self.image(folder, &name));
+            let same = self.same_content(&folders, &name);
+            if theirs != ours || !same {
+                let ours = if same { ours } else { format!("{ours}other content") };
+                let (what, failed) = (What::Image, any_failed);
+                found.push(Difference { step, what, theirs, ours, failed });
             }
         }
         found
@@ -152,11 +156,11 @@ impl<'a> Twins<'a> {
         folder
     }
 
-    /// Files that are new or not as in the template.
-    fn changed(&self, names: &BTreeSet<String>, folder: &Path) -> Vec<String> {
+    /// Files that differ from the template in either folder.
+    fn changed(&self, names: &BTreeSet<String>, folders: &[PathBuf; 2]) -> Vec<String> {
         let differs = |name: &&String| {
             let old = std::fs::read(self.template.join(name)).ok();
-            old != std::fs::read(folder.join(name)).ok()
+            folders.iter().any(|folder| old != std::fs::read(folder.join(name)).ok())
         };
         names.iter().filter(differs).cloned().collect()
     }
