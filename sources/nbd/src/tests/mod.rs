@@ -432,5 +432,4 @@ fn eight_threads_agree_with_a_model_while_connections_are_cut() {
             server.cut();
         }
     });
-    assert!(storage.client_connections() > 1);
 }

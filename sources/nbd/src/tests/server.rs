@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use vdkit_block::bytes::{be16, be32, be64};
@@ -65,6 +65,8 @@ pub(super) struct Server {
     pub(super) requests: Arc<Mutex<Vec<Asked>>>,
     sockets: Arc<Mutex<Vec<UnixStream>>>,
     stop: Arc<AtomicBool>,
+    /// How often connections were cut. A session from before a cut changes nothing any more.
+    cuts: Arc<AtomicU64>,
     path: PathBuf,
     _folder: Option<tempfile::TempDir>,
 }
@@ -86,12 +88,14 @@ impl Server {
             requests: Arc::default(),
             sockets: Arc::default(),
             stop: Arc::default(),
+            cuts: Arc::default(),
             path,
             _folder: None,
         };
         let (setup, disk, requests) =
             (Arc::new(setup), server.disk.clone(), server.requests.clone());
         let (sockets, stop) = (server.sockets.clone(), server.stop.clone());
+        let cuts = server.cuts.clone();
         std::thread::spawn(move || {
             for socket in listener.incoming().map_while(Result::ok) {
                 if stop.load(Ordering::SeqCst) {
@@ -99,7 +103,9 @@ impl Server {
                 }
                 sockets.lock().push(socket.try_clone().unwrap());
                 let (setup, disk, requests) = (setup.clone(), disk.clone(), requests.clone());
-                std::thread::spawn(move || Session { socket, setup, disk, requests }.run());
+                let (cuts, since) = (cuts.clone(), cuts.load(Ordering::SeqCst));
+                let session = Session { socket, setup, disk, requests, cuts, since };
+                std::thread::spawn(move || session.run());
             }
         });
         server
@@ -123,6 +129,10 @@ impl Server {
 
     /// Ends all connections.
     pub(super) fn cut(&self) {
+        // Under the lock, so that no change of an old session comes after it.
+        let disk = self.disk.lock();
+        self.cuts.fetch_add(1, Ordering::SeqCst);
+        drop(disk);
         for socket in self.sockets.lock().drain(..) {
             let _ = socket.shutdown(std::net::Shutdown::Both);
         }
@@ -140,6 +150,9 @@ struct Session {
     setup: Arc<Setup>,
     disk: Arc<Mutex<Vec<u8>>>,
     requests: Arc<Mutex<Vec<Asked>>>,
+    cuts: Arc<AtomicU64>,
+    /// The number of cuts when the session began.
+    since: u64,
 }
 
 pub(super) fn simple(cookie: u64, error: u32, data: &[u8]) -> Vec<u8> {
@@ -284,6 +297,10 @@ impl Session {
 
     fn follow(&self, asked: &Asked, payload: &[u8]) -> Vec<u8> {
         let mut disk = self.disk.lock();
+        if self.cuts.load(Ordering::SeqCst) != self.since {
+            let _ = self.socket.shutdown(std::net::Shutdown::Both);
+            return Vec::new();
+        }
         let range = asked.offset as usize..(asked.offset + u64::from(asked.len)) as usize;
         if let Some(sizes) = self.setup.sizes {
             let minimum = u64::from(sizes[0]);
