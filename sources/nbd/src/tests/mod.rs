@@ -432,4 +432,6 @@ fn eight_threads_agree_with_a_model_while_connections_are_cut() {
             server.cut();
         }
     });
+    storage.read_at(&mut [0; 512], HostOffset(0)).unwrap();
+    assert!(storage.client_connections() >= 1);
 }
