@@ -316,6 +316,10 @@ impl Connection {
     /// Passes the lead to the thread that waits for this reply.
     fn pass_lead(&self, head: Head) -> Result<(), Broken> {
         let mut state = self.state.lock();
+        // After the connection broke, requests give up their slots while replies still arrive.
+        if let Some(broken) = &state.broken {
+            return Err(broken.clone());
+        }
         let Some(slot) = state.slot_of(head.cookie()) else {
             return Err(Broken::protocol("a reply to a request that was not sent"));
         };
