@@ -14,6 +14,7 @@
 //! | `nbd` | `qemu-nbd` |
 
 mod creation;
+pub mod dates;
 mod failure;
 mod getopt;
 mod human;

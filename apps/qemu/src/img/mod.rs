@@ -16,7 +16,6 @@ mod opening;
 mod rebase;
 mod resize;
 mod snapshot;
-mod time;
 
 use std::ffi::OsString;
 use std::process::ExitCode;

@@ -114,7 +114,7 @@ pub fn table(snapshots: &[SnapshotInfo]) -> String {
             &one.id,
             &one.name,
             &human::size(one.vm_state_bytes),
-            &super::time::local(one.date_seconds),
+            &crate::dates::local(one.date_seconds),
             &clock(one.vm_clock_nanoseconds),
             &one.icount.map_or_else(String::new, |count| count.to_string()),
         );

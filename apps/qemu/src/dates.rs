@@ -1,13 +1,21 @@
-//! Dates in the time zone of the machine.
+//! Dates as text, in UTC and in the time zone of the machine.
 
 use std::path::PathBuf;
 
 /// Seconds since 1970 as `2026-11-21 04:06:18`, in local time.
 pub fn local(seconds: u32) -> String {
-    let local =
-        i64::from(seconds) + zone().map_or(0, |zone| offset_at(&zone, seconds).unwrap_or(0));
-    let (year, month, day) = civil(local.div_euclid(86_400));
-    let rest = local.rem_euclid(86_400);
+    let offset = zone().and_then(|zone| offset_at(&zone, seconds)).unwrap_or(0);
+    text(i64::from(seconds) + offset)
+}
+
+/// Seconds since 1970 as `2026-11-21 04:06:18`, in UTC.
+pub fn utc(seconds: u32) -> String {
+    text(seconds.into())
+}
+
+fn text(seconds: i64) -> String {
+    let (year, month, day) = civil(seconds.div_euclid(86_400));
+    let rest = seconds.rem_euclid(86_400);
     format!(
         "{year:04}-{month:02}-{day:02} {:02}:{:02}:{:02}",
         rest / 3600,
