@@ -31,7 +31,10 @@ pub const ALL: &[Allowed] = &[
             let ours = difference.ours.is_empty() || difference.ours == "a message";
             let theirs = difference.theirs.is_empty() || difference.theirs == "a message";
             let two = ["bad", "help", "17", "-n"].iter().any(|word| case.mentions(word));
-            difference.what == What::Stderr && (theirs || (ours && two))
+            // A failure is silent only if that was asked for.
+            let quiet = case.has("-q") || case.mentions("--q");
+            let silent = difference.failed && difference.ours.is_empty() && !quiet;
+            difference.what == What::Stderr && !silent && (theirs || (ours && two))
         },
     },
     Allowed {
