@@ -72,13 +72,27 @@ impl Summary {
 /// # Panics
 /// The reference cannot make the images, or a folder cannot be made.
 pub fn run(reference: &Path, candidate: &Path, cases: &[Case], threads: usize) -> Summary {
-    let template = tempfile::tempdir().expect("a scratch folder");
-    images::make(reference, template.path());
+    let images = tempfile::tempdir().expect("a scratch folder");
+    images::make(reference, images.path());
+    run_on(images.path(), reference, candidate, cases, threads)
+}
+
+/// As [`run`], on images that [`images::make`] made.
+///
+/// # Panics
+/// A program cannot be started, or a folder cannot be made.
+pub fn run_on(
+    images: &Path,
+    reference: &Path,
+    candidate: &Path,
+    cases: &[Case],
+    threads: usize,
+) -> Summary {
     let (next, summary) = (AtomicUsize::new(0), Mutex::new(Summary::default()));
     std::thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(|| {
-                let twins = Twins::new(reference, candidate, template.path());
+                let twins = Twins::new(reference, candidate, images);
                 while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let found = twins.run(case);
                     let mut summary = summary.lock().expect("no thread panics");
