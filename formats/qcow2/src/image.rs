@@ -40,6 +40,8 @@ pub struct Qcow2 {
     pub(crate) data: Arc<dyn Storage>,
     pub(crate) writable: bool,
     pub(crate) guest_bytes: AtomicU64,
+    /// Size to which the disk grows just now; 0 otherwise.
+    pub(crate) growing_to: AtomicU64,
     backing: Option<BackingRef>,
     pub(crate) l1: RwLock<Vec<u64>>,
     /// Host offset of the active L1 table; changed under `meta`.
@@ -190,6 +192,7 @@ impl Qcow2 {
             data,
             writable,
             guest_bytes: AtomicU64::new(header.guest_bytes),
+            growing_to: AtomicU64::new(0),
             backing,
             l1: RwLock::new(l1),
             l1_offset: AtomicU64::new(header.l1_offset.0),
@@ -252,6 +255,7 @@ impl Qcow2 {
             data: self.data.clone(),
             writable: false,
             guest_bytes: AtomicU64::new(header.guest_bytes),
+            growing_to: AtomicU64::new(0),
             backing: self.backing.clone(),
             l1: RwLock::new(l1),
             l1_offset: AtomicU64::new(header.l1_offset.0),

@@ -41,7 +41,13 @@ impl Qcow2 {
         self.before_change(&mut self.meta.lock())?;
         let resizing = self.bitmaps_before_resize(old, new)?;
         let resized = match new > old {
-            true => self.enlarge(&mut lead, old, new, beneath),
+            true => {
+                // Stored before `hide_tail` waits for the reservations made without it.
+                self.growing_to.store(new, Ordering::Release);
+                let grown = self.enlarge(&mut lead, old, new, beneath);
+                self.growing_to.store(0, Ordering::Release);
+                grown
+            }
             false => self.shrink(&mut lead, old, new),
         };
         resized.and(self.bitmaps_after_resize(&mut lead, &resizing))

@@ -1,6 +1,7 @@
 //! Reserves host space for a write and publishes it.
 
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 
 use vdkit_block::{
     FileIndex, Fill, GuestOffset, HostOffset, IoAction, Reservation, Result, Ticket, align_down,
@@ -296,8 +297,10 @@ impl Qcow2 {
         let guest_start = align_down(at.0, unit(plan.first));
         let mut guest_end = write_end.next_multiple_of(unit(last));
         if self.has_data_file() {
-            // The data file may be a raw image, so it must end with the disk.
-            guest_end = guest_end.min(self.guest_len()).max(write_end);
+            // The data file may be a raw image, so it must end with the disk. A growth that has
+            // hidden the old bytes behind the end does not look at this cluster again.
+            let disk_end = self.guest_len().max(self.growing_to.load(Ordering::Acquire));
+            guest_end = guest_end.min(disk_end).max(write_end);
         }
         // In an image file, the rest of the cluster beyond the end of the disk is zeroed too: other
         // programs rely on that when they enlarge a disk.

@@ -1,9 +1,17 @@
 //! Resizes that require another cluster for the L1 table.
 
+use std::sync::Arc;
+
+use vdkit_block::{
+    CreateRequest, Creation, FormatDriver, GuestOffset, ImageInfo, Limits, OpenRequest, Options,
+    Storage,
+};
+use vdkit_chain::{Disk, OpenOptions};
 use vdkit_qcow2::Qcow2Driver;
-use vdkit_testbase::FaultKind;
+use vdkit_storage::MemoryStorage;
 use vdkit_testbase::trials::{Resizes, Trial};
 use vdkit_testbase::units::{GIB, KIB, MIB, TIB};
+use vdkit_testbase::{FaultKind, GatedStorage};
 
 const fn trial(options: &'static str, guest_bytes: u64) -> Trial {
     Trial { driver: &Qcow2Driver, options, guest_bytes, write_bytes_max: MIB, resizes: true }
@@ -41,4 +49,53 @@ fn a_resize_may_fail_at_any_call() {
 #[test]
 fn a_power_cut_in_a_resize_leaves_one_of_both_sizes() {
     (3..).zip(&ALL).for_each(|(seed, images)| images.power_cut(seed));
+}
+
+/// Unallocated clusters of a data file hold any bytes, such as those of a disk that was larger once. A
+/// write that allocates the last cluster while the disk grows must fill it up to the new end, also
+/// when it ends after the resize.
+#[test]
+fn a_write_beside_a_growth_shows_no_old_bytes_of_the_data_file() {
+    const LAST: u64 = 128 * KIB;
+    const OLD: u64 = 132 * KIB;
+    const NEW: u64 = 192 * KIB;
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("a.qcow2"));
+    // It is shorter than the new size, so that growing the disk changes its length.
+    let data: Arc<dyn Storage> = Arc::new(MemoryStorage::from_bytes("a.data", &[0xee; 160 << 10]));
+    let options = ["cluster_size=64K,data_file=a.data"];
+    let options = Options::parse("qcow2", Qcow2Driver.options(), options).unwrap();
+    let made: Arc<dyn Storage> = Arc::new(MemoryStorage::new("made.data"));
+    let request = CreateRequest {
+        storage: storage.clone(),
+        files: vec![made],
+        guest_bytes: OLD,
+        options,
+        backing: None,
+        backing_bytes: None,
+    };
+    Qcow2Driver.creation().unwrap().create(&request).unwrap();
+    // One gate for the growth, one for the data of the write.
+    let writes = GatedStorage::new(data);
+    let growth = GatedStorage::new(writes.clone());
+    let files: Vec<Arc<dyn Storage>> = vec![growth.clone()];
+    let limits = Limits::default();
+    let image = Qcow2Driver.open(OpenRequest { storage, files, writable: true, limits }).unwrap();
+    let disk = Disk::from_format(image, ImageInfo::new("qcow2", OLD), &OpenOptions::read_write());
+    growth.hold(|call| call.kind == FaultKind::SetLen && !call.done);
+    writes.hold(|call| call.kind == FaultKind::Write && call.offset == LAST && !call.done);
+    std::thread::scope(|scope| {
+        let grown = scope.spawn(|| disk.resize(NEW));
+        growth.reached();
+        let written = scope.spawn(|| disk.write_at(&[7; 512], GuestOffset(LAST)));
+        writes.reached();
+        growth.release();
+        grown.join().unwrap().unwrap();
+        writes.release();
+        written.join().unwrap().unwrap();
+    });
+    let mut bytes = vec![0xff; (NEW - LAST) as usize];
+    disk.read_at(&mut bytes, GuestOffset(LAST)).unwrap();
+    assert!(bytes[..512].iter().all(|&byte| byte == 7));
+    assert!(bytes[512..].iter().all(|&byte| byte == 0), "old bytes of the data file are shown");
+    disk.close().unwrap();
 }
