@@ -118,6 +118,43 @@ const ALL: &[&str] = &[
     "missing",
     ".",
 ];
+/// Images of rarer kinds: each is told about, checked, mapped and copied.
+const RARE: &[&str] = &[
+    "tiny.qcow2",
+    "big.qcow2",
+    "dirty.qcow2",
+    "corrupt.qcow2",
+    "unknown.qcow2",
+    "static.vdi",
+    "sized.vpc",
+    "fixed.vhdx",
+    "one.vmdk",
+    "two.vmdk",
+    "lsi.vmdk",
+    "stream.vmdk",
+];
+
+/// What is done with each of them.
+const ON_RARE: &[&[&str]] = &[
+    &["info @"],
+    &["info --output=json @"],
+    &["check @"],
+    &["check --output=json @"],
+    &["map @"],
+    &["map --output=json @"],
+    &["measure -O qcow2 @"],
+    &["measure --output=json -O raw @"],
+    &["convert -O raw @ new", "compare @ new"],
+    &["convert -O qcow2 @ new", "check new"],
+    &["resize @ 16M", "info @"],
+    &["check -r all @", "check @"],
+    &["bench -w -c 10 @"],
+    &["create -f qcow2 -b @ new", "info new"],
+    &["rebase -b a.qcow2 -F qcow2 @"],
+    &["commit @"],
+    &["snapshot -c s @", "snapshot -l @"],
+];
+
 const FORMATS: &[&str] = &["qcow2", "raw", "vmdk", "bad"];
 const OUTPUT: Opt = valued("", "output", &["json", "human", "bad"]);
 const QUIET: Opt = flag("-q", "quiet");
@@ -611,6 +648,14 @@ pub fn all() -> Vec<Case> {
         "" => Case { kind: Kind::Wrong, commands: vec![Vec::new()] },
         line => Case::new(Kind::Wrong, &[line]),
     }));
+    for name in RARE {
+        for commands in ON_RARE {
+            let commands: Vec<String> =
+                commands.iter().map(|command| command.replace('@', name)).collect();
+            let commands: Vec<&str> = commands.iter().map(String::as_str).collect();
+            cases.push(Case::new(Kind::Sequence, &commands));
+        }
+    }
     cases.extend(SEQUENCES.iter().map(|lines| Case::new(Kind::Sequence, lines)));
     cases
 }

@@ -26,12 +26,20 @@ const MAKE: &[&str] = &[
     "create -q -f qcow2 -o extended_l2=on,cluster_size=16k,lazy_refcounts=on sub.qcow2 4M",
     "create -q -f qcow2 -o preallocation=metadata pre.qcow2 4M",
     "create -q -f qcow2 -o data_file=ext.data,data_file_raw=on ext.qcow2 4M",
+    "create -q -f qcow2 -o cluster_size=512,refcount_bits=64 tiny.qcow2 1M",
+    "create -q -f qcow2 -o cluster_size=2M big.qcow2 8M",
     "create -q -f vdi a.vdi 4M",
+    "create -q -f vdi -o static=on static.vdi 2M",
     "create -q -f vpc a.vpc 4M",
     "create -q -f vpc -o subformat=fixed fixed.vpc 4M",
+    "create -q -f vpc -o force_size=on sized.vpc 4M",
     "create -q -f vhdx a.vhdx 4M",
+    "create -q -f vhdx -o subformat=fixed,block_size=1M fixed.vhdx 2M",
     "create -q -f vmdk a.vmdk 4M",
     "create -q -f vmdk -o subformat=twoGbMaxExtentFlat flat.vmdk 4M",
+    "create -q -f vmdk -o subformat=monolithicFlat one.vmdk 2M",
+    "create -q -f vmdk -o subformat=twoGbMaxExtentSparse two.vmdk 2M",
+    "create -q -f vmdk -o adapter_type=lsilogic,compat6=on lsi.vmdk 2M",
     "create -q -f qcow a.qcow 4M",
     "create -q -f qed a.qed 4M",
     "create -q -f parallels a.parallels 4M",
@@ -47,6 +55,14 @@ const WRITTEN: &[(&str, &str)] = &[
     ("qcow2", "small.qcow2"),
     ("qcow2", "sub.qcow2"),
     ("qcow2", "ext.qcow2"),
+    ("qcow2", "tiny.qcow2"),
+    ("qcow2", "big.qcow2"),
+    ("vdi", "static.vdi"),
+    ("vpc", "sized.vpc"),
+    ("vhdx", "fixed.vhdx"),
+    ("vmdk", "one.vmdk"),
+    ("vmdk", "two.vmdk"),
+    ("vmdk", "lsi.vmdk"),
     ("vdi", "a.vdi"),
     ("vpc", "a.vpc"),
     ("vhdx", "a.vhdx"),
@@ -63,6 +79,7 @@ const FINISH: &[&str] = &[
     "bitmap --add --disable -g 128k a.qcow2 off",
     "convert -q -c -O qcow2 -o compression_type=zstd full.raw zstd.qcow2",
     "convert -q -c -O qcow2 full.raw zlib.qcow2",
+    "convert -q -O vmdk -o subformat=streamOptimized full.raw stream.vmdk",
     "create -q -f qcow2 -b a.qcow2 -F qcow2 mid.qcow2",
     "create -q -f qcow2 -b mid.qcow2 -F qcow2 top.qcow2",
     "create -q -f qcow2 -b full.raw -F raw onraw.qcow2 2M",
@@ -98,6 +115,12 @@ pub fn make(reference: &Path, folder: &Path) {
     std::fs::write(folder.join("nothing"), "").expect("a scratch folder");
     let whole = std::fs::read(folder.join("a.qcow2")).expect("was made");
     std::fs::write(folder.join("cut.qcow2"), &whole[..whole.len() / 2]).expect("a scratch folder");
+    for (name, flags) in [("dirty.qcow2", 1), ("corrupt.qcow2", 2), ("unknown.qcow2", 1 << 7)] {
+        let mut marked = whole.clone();
+        // The lowest byte of the header's incompatible features.
+        marked[79] |= flags;
+        std::fs::write(folder.join(name), marked).expect("a scratch folder");
+    }
     let mut leaky = whole;
     // One more cluster than anything refers to, with a refcount: the file's last entry plus one.
     let clusters = leaky.len().div_ceil(65536);

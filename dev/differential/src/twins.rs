@@ -6,6 +6,19 @@ use std::process::{Command, Output, Stdio};
 
 use crate::cases::Case;
 
+/// Seconds that a command may take; the slowest takes two.
+const LIMIT_SECONDS: u32 = 60;
+
+/// Images that others stand beneath, or that have other files.
+const STANDING: [&str; 7] =
+    ["top.qcow2", "mid.qcow2", "onraw.qcow2", "ext.qcow2", "flat.vmdk", "one.vmdk", "two.vmdk"];
+
+/// The passwords of the cases' images.
+const PASSWORDS: [&str; 2] = ["abc", "def"];
+
+/// The exit code of `timeout` for a program that it ended.
+const HUNG: i32 = 124;
+
 /// What differs between the programs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Difference {
@@ -67,6 +80,7 @@ pub struct Twins<'a> {
     programs: [&'a Path; 2],
     template: &'a Path,
     scratch: tempfile::TempDir,
+    limit_seconds: u32,
 }
 
 impl<'a> Twins<'a> {
@@ -76,7 +90,13 @@ impl<'a> Twins<'a> {
     /// The folder cannot be made.
     pub fn new(reference: &'a Path, candidate: &'a Path, template: &'a Path) -> Self {
         let scratch = tempfile::tempdir().expect("a scratch folder");
-        Self { programs: [reference, candidate], template, scratch }
+        let programs = [reference, candidate];
+        Self { programs, template, scratch, limit_seconds: LIMIT_SECONDS }
+    }
+
+    /// Twins whose commands may take so many seconds.
+    pub fn with_limit(self, limit_seconds: u32) -> Self {
+        Self { limit_seconds, ..self }
     }
 
     /// Runs one case, and returns what differs.
@@ -89,7 +109,7 @@ impl<'a> Twins<'a> {
         let mut any_failed = false;
         for (step, command) in case.commands.iter().enumerate() {
             let [theirs, ours] =
-                [0, 1].map(|which| answer(self.programs[which], &folders[which], command));
+                [0, 1].map(|which| self.answer(self.programs[which], &folders[which], command));
             let failed = !theirs.status.success();
             any_failed |= failed;
             let mut note = |what, theirs: String, ours: String| {
@@ -141,13 +161,13 @@ impl<'a> Twins<'a> {
                 "onraw.qcow2" => file == "full.raw",
                 "ext.qcow2" => file == "ext.data",
                 "flat.vmdk" => stem.starts_with("flat"),
+                "one.vmdk" => stem.starts_with("one"),
+                "two.vmdk" => stem.starts_with("two"),
                 _ => false,
             };
             let named = words.iter().any(|word| {
                 word.contains(&file)
-                    || ["top.qcow2", "mid.qcow2", "onraw.qcow2", "ext.qcow2", "flat.vmdk"]
-                        .iter()
-                        .any(|other| word.contains(other) && beneath(other, &file))
+                    || STANDING.iter().any(|other| word.contains(other) && beneath(other, &file))
             });
             if named {
                 std::fs::copy(entry.path(), folder.join(&file)).expect("a copy");
@@ -167,7 +187,7 @@ impl<'a> Twins<'a> {
 
     /// What the reference says of an image: the lines that do not depend on how it is laid out.
     fn image(&self, folder: &Path, name: &str) -> String {
-        let done = answer(
+        let done = self.answer(
             self.programs[0],
             folder,
             &["info".to_owned(), "-U".to_owned(), name.to_owned()],
@@ -195,7 +215,7 @@ impl<'a> Twins<'a> {
             || text.contains("format: vdi")
             || text.contains("format: vmdk")
         {
-            let done = answer(
+            let done = self.answer(
                 self.programs[0],
                 folder,
                 &["check".to_owned(), "-U".to_owned(), name.to_owned()],
@@ -207,12 +227,12 @@ impl<'a> Twins<'a> {
 
     fn same_content(&self, folders: &[PathBuf; 2], name: &str) -> bool {
         let paths = folders.each_ref().map(|folder| folder.join(name).display().to_string());
-        let encrypted = self.image(&folders[0], name).contains("encrypted");
-        if encrypted {
-            return true;
+        let told = self.image(&folders[0], name);
+        if told.contains("encrypted: yes") {
+            return self.same_plaintext(&folders[0], &paths, &told);
         }
         let command = ["compare", "-U", &paths[0], &paths[1]].map(str::to_owned);
-        let done = answer(self.programs[0], &folders[0], &command);
+        let done = self.answer(self.programs[0], &folders[0], &command);
         match done.status.code() {
             Some(0) => true,
             // A file that is no image of its own, such as an extent.
@@ -220,21 +240,58 @@ impl<'a> Twins<'a> {
             _ => std::fs::read(&paths[0]).ok() == std::fs::read(&paths[1]).ok(),
         }
     }
-}
 
-fn answer(program: &Path, folder: &Path, arguments: &[String]) -> Output {
-    Command::new(program)
-        .args(arguments)
-        .current_dir(folder)
-        .env("LC_ALL", "C")
-        .env("TZ", "UTC")
-        .stdin(Stdio::null())
-        .output()
-        .unwrap_or_else(|error| panic!("{}: {error}", program.display()))
+    /// The answer of a program; its exit code is [`HUNG`] if it does not end.
+    fn answer(&self, program: &Path, folder: &Path, arguments: &[String]) -> Output {
+        Command::new("timeout")
+            .args(["--kill-after=5", &self.limit_seconds.to_string()])
+            .arg(program)
+            .args(arguments)
+            .current_dir(folder)
+            .env("LC_ALL", "C")
+            .env("TZ", "UTC")
+            .stdin(Stdio::null())
+            .output()
+            .unwrap_or_else(|error| panic!("{}: {error}", program.display()))
+    }
+
+    /// Compares two encrypted images, with each of the passwords that cases use. Images that none of
+    /// them opens are equal if it opens neither.
+    fn same_plaintext(&self, folder: &Path, paths: &[String; 2], told: &str) -> bool {
+        let (driver, key) = match told.contains("file format: luks") {
+            true => ("luks", "key-secret"),
+            false => ("qcow2", "encrypt.key-secret"),
+        };
+        let run = |command: &[&str], password: &str, images: &[&String]| {
+            let secret = format!("secret,id=s,data={password}");
+            let mut words = command.to_vec();
+            let names: Vec<String> = images
+                .iter()
+                .map(|path| format!("driver={driver},{key}=s,file.filename={path}"))
+                .collect();
+            words.extend(["--object", &secret, "--image-opts"]);
+            words.extend(names.iter().map(String::as_str));
+            let words: Vec<String> = words.into_iter().map(str::to_owned).collect();
+            self.answer(self.programs[0], folder, &words).status.code()
+        };
+        PASSWORDS.iter().all(|password| {
+            let opens = paths.each_ref().map(|path| {
+                run(&["bench", "-c", "1", "-s", "512", "-q"], password, &[path]) == Some(0)
+            });
+            match opens {
+                [true, true] => run(&["compare"], password, &[&paths[0], &paths[1]]) == Some(0),
+                [theirs, ours] => theirs == ours,
+            }
+        })
+    }
 }
 
 fn code(done: &Output) -> String {
-    done.status.code().map_or("a signal".to_owned(), |code| code.to_string())
+    match done.status.code() {
+        Some(code) if code == HUNG => "no end".to_owned(),
+        Some(code) => code.to_string(),
+        None => "a signal".to_owned(),
+    }
 }
 
 /// Stdout without what truly varies: dates, times, sizes on this host's disk, new UUIDs.
@@ -266,8 +323,22 @@ fn stdout(done: &Output, command: &[String]) -> String {
         .map(|line| line.rsplit('\r').next().unwrap_or_default().to_owned())
         // How often progress is shown depends on the machine.
         .filter(|line| !line.trim_end().ends_with("/100%)") && !line.trim().is_empty())
-        .map(|line| format!("{line}\n"))
+        .map(|line| format!("{}\n", without_time(&line)))
         .collect()
+}
+
+/// A line in which each date with a time is `DATE TIME`: when a command ran.
+fn without_time(line: &str) -> String {
+    let shape = |word: &str| -> String {
+        word.chars().map(|c| if c.is_ascii_digit() { '0' } else { c }).collect()
+    };
+    let mut words: Vec<&str> = line.split(' ').collect();
+    for i in 1..words.len() {
+        if shape(words[i - 1]) == "0000-00-00" && shape(words[i]) == "00:00:00" {
+            (words[i - 1], words[i]) = ("DATE", "TIME");
+        }
+    }
+    words.join(" ")
 }
 
 /// The kind of message that programs match, or nothing. `name` is the program's path.

@@ -4,6 +4,7 @@
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use vdkit_differential::twins::{Twins, What};
 use vdkit_differential::{cases, images, run_on};
 use vdkit_testbase::require_peer;
 
@@ -15,22 +16,28 @@ fn reference() -> PathBuf {
         .expect("require_peer found it")
 }
 
-/// Number of the cases with this text that differ, if the candidate is this script.
-fn differing(images: &Path, script: &str, filter: &str) -> usize {
-    let folder = tempfile::tempdir().unwrap();
+/// A program in `folder` that is this script.
+fn program(folder: &Path, script: &str) -> PathBuf {
     let reference = reference();
-    let candidate = folder.path().join("qemu-img");
+    let candidate = folder.join("qemu-img");
     let script = script.replace("QEMU", &reference.display().to_string());
     // By a process of its own: a program that somebody has open for writing cannot be started.
-    let text = folder.path().join("script");
+    let text = folder.join("script");
     std::fs::write(&text, format!("#!/bin/sh\n{script}\n")).unwrap();
     let copied = std::process::Command::new("cp").arg(&text).arg(&candidate).status().unwrap();
     assert!(copied.success());
     std::fs::set_permissions(&candidate, PermissionsExt::from_mode(0o755)).unwrap();
+    candidate
+}
+
+/// Number of the cases with this text that differ, if the candidate is this script.
+fn differing(images: &Path, script: &str, filter: &str) -> usize {
+    let folder = tempfile::tempdir().unwrap();
+    let candidate = program(folder.path(), script);
     let mut cases = cases::all();
     cases.retain(|case| case.line() == filter);
     assert_eq!(cases.len(), 1, "{filter}");
-    run_on(images, &reference, &candidate, &cases, 1).differing.len()
+    run_on(images, &reference(), &candidate, &cases, 1).differing.len()
 }
 
 #[test]
@@ -61,4 +68,23 @@ fn each_kind_of_fault_is_seen() {
         assert_eq!(differing("exec QEMU \"$@\"", case), 0, "{case}");
         assert_eq!(differing(script, case), 1, "{fault}");
     }
+}
+
+#[test]
+fn a_program_that_does_not_end_is_seen() {
+    if !require_peer("qemu-img") || !require_peer("qemu-io") {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let images = folder.path().join("images");
+    std::fs::create_dir(&images).unwrap();
+    images::make(&reference(), &images);
+    let (reference, candidate) = (reference(), program(folder.path(), "sleep 1000"));
+    let twins = Twins::new(&reference, &candidate, &images).with_limit(2);
+    let case = cases::all().into_iter().find(|case| case.line() == "qemu-img info a.qcow2");
+    let found = twins.run(&case.expect("such a case"));
+    assert!(
+        found.iter().any(|one| one.what == What::Code && one.ours.contains("no end")),
+        "{found:?}"
+    );
 }

@@ -157,7 +157,7 @@ impl Survey {
             });
         }
         if image.header.has(incompatible::CORRUPT) {
-            self.findings.corruption(field::INCOMPATIBLE, "header", || {
+            self.findings.corruption(field::INCOMPATIBLE, "corrupt bit", || {
                 "the image is marked corrupt: some program found it damaged while using it"
                     .to_owned()
             });
