@@ -8,7 +8,7 @@ export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
 .DEFAULT_GOAL := help
 # Recipes are cargo calls that use every core themselves, and their order matters.
 .NOTPARALLEL:
-.PHONY: help build demo install install-qemu-names test peers lint doc unit bench qemu-compat fuzz clean
+.PHONY: help build demo install install-qemu-names lib install-lib c-header test peers lint doc unit bench qemu-compat fuzz clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -35,6 +35,15 @@ install: build ## the command, man pages and completions, below PREFIX (/usr/loc
 install-qemu-names: ## links qemu-img and qemu-nbd to the installed vdkit; QEMU's own stay without REPLACE=1
 	scripts/install-qemu-names $(PLACE)/bin $(if $(REPLACE),--replace)
 
+lib: ## the C library, at target/libvdkit
+	scripts/make-libvdkit target/libvdkit $(PREFIX)
+
+install-lib: lib ## the C library, header and pkg-config file, below PREFIX
+	install -D -m 644 -t $(PLACE)/lib target/libvdkit/libvdkit.a
+	install -D -m 644 -t $(PLACE)/lib/pkgconfig target/libvdkit/vdkit.pc
+	install -D -m 644 -t $(PLACE)/include bindings/c/include/vdkit.h
+	cp -d target/libvdkit/libvdkit.so* $(PLACE)/lib
+
 test: peers lint doc unit ## everything that must hold: installs the peers, then format, lints, documents, tests
 
 peers: ## installs the programs that the tests compare with (QEMU's tools and others), fetches a guest
@@ -59,6 +68,9 @@ bench: build ## measures vdkit beside qemu-img; BENCH='--quick --group null' pas
 
 qemu-compat: ## writes docs/qemu-compat.md from the table of differences that are left
 	VDKIT_UPDATE_PAGE=1 $(CARGO) test --locked --package vdkit-cli --test qemu_differential the_page
+
+c-header: ## writes bindings/c/include/vdkit.h from the sources of the C library
+	VDKIT_UPDATE_PAGE=1 $(CARGO) test --locked --package vdkit-c --test c the_header_is_made
 
 fuzz: ## fuzzes each target for FUZZ_SECONDS (60) with the nightly toolchain
 	scripts/fuzz $(or $(FUZZ_SECONDS),60) $(FUZZ_TARGETS)

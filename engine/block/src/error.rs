@@ -344,6 +344,38 @@ impl Error {
         }
     }
 
+    /// The file that the error is about, as the user named it.
+    pub fn file(&self) -> Option<&str> {
+        match self {
+            Self::Io { file, .. }
+            | Self::File { file, .. }
+            | Self::Reference { file, .. }
+            | Self::Unsupported { file, .. }
+            | Self::Key { file, .. }
+            | Self::Dependents { file, .. }
+            | Self::Parent { file, .. }
+            | Self::Locked { file, .. }
+            | Self::Busy { file, .. }
+            | Self::NoSpace { file, .. }
+            | Self::Limit { file, .. }
+            | Self::Guessed { file, .. }
+            | Self::Unnamed { file, .. }
+            | Self::ReadOnly { file } => Some(file),
+            Self::Corrupt(fault) => Some(&fault.file),
+            Self::Refused(refusal) => Some(&refusal.file),
+            Self::Invalid(_) | Self::Interrupted => None,
+        }
+    }
+
+    /// The byte offset in that file at which a request failed or damage was found.
+    pub fn offset(&self) -> Option<u64> {
+        match self {
+            Self::Io { offset, .. } => Some(*offset),
+            Self::Corrupt(fault) => Some(fault.offset),
+            _ => None,
+        }
+    }
+
     /// A fault in an image; see [`Fault`].
     pub fn corrupt(
         file: &str,

@@ -83,7 +83,7 @@ pub use layer::StorageLayer;
 pub use limits::Limits;
 pub use monitor::{CancelToken, Monitor, NoProgress, Progress};
 pub use options::{OptionKind, OptionSpec, Options, parse_size};
-pub use policy::RefPolicy;
+pub use policy::{RefJudge, RefPolicy};
 pub use remedy::Remedy;
 pub use reservation::{
     CompressedFrame, CompressedReservation, Fill, Reservation, Reserver, Ticket,

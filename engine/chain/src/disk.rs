@@ -145,7 +145,20 @@ impl Disk {
         options: &OpenOptions,
     ) -> Result<Self> {
         let options = OpenOptions { writable: false, ..options.clone() };
-        Self::open_walk(Walk::of_storage(registry, storage, &options), &options)
+        Self::open_given(registry, storage, &options)
+    }
+
+    /// As [`Disk::open_storage`], but for writing if the options say so. Locks are the caller's
+    /// business.
+    ///
+    /// # Errors
+    /// As [`Disk::open`].
+    pub fn open_given(
+        registry: &Registry,
+        storage: Arc<dyn Storage>,
+        options: &OpenOptions,
+    ) -> Result<Self> {
+        Self::open_walk(Walk::of_storage(registry, storage, options), options)
     }
 
     fn open_walk(mut walk: Walk<'_>, options: &OpenOptions) -> Result<Self> {

@@ -117,6 +117,11 @@ pub(crate) fn open(
     if *policy == RefPolicy::Nothing {
         return refuse("references are switched off", Remedy::FollowReferences);
     }
+    if let RefPolicy::Ask(judge) = policy
+        && !judge.allows(&namer.name, target)
+    {
+        return refuse("the program does not allow it", "name the file itself".into());
+    }
     let path = namer.folder.join(target);
     let looked_at = match look_at(&path) {
         Ok(fd) => fd,
@@ -202,7 +207,12 @@ fn open_again(fd: &OwnedFd, device: bool, options: &FileOptions) -> io::Result<F
 
 /// The allowed folders, resolved.
 fn folders(policy: &RefPolicy) -> Result<Vec<PathBuf>> {
-    let RefPolicy::Folders(folders) = policy else { return Ok(Vec::new()) };
+    let folders = match policy {
+        RefPolicy::Folders(folders) => folders.as_slice(),
+        // The program was asked about the name itself.
+        RefPolicy::Ask(_) => return Ok(vec![PathBuf::from("/")]),
+        RefPolicy::OwnFolder | RefPolicy::Nothing => &[],
+    };
     folders
         .iter()
         .map(|folder| {

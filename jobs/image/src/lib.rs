@@ -6,6 +6,7 @@
 mod amend;
 mod check;
 mod compact;
+mod described;
 mod keys;
 mod map;
 mod measure;
@@ -16,6 +17,7 @@ mod snapshot;
 pub use amend::{AmendReport, amend};
 pub use check::{Checked, check};
 pub use compact::{Compacted, compact};
+pub use described::Described;
 pub use keys::{KeysAfter, ListedKeys, add_key, change_key, list_keys, remove_key};
 pub use map::{Map, MapRow, map};
 pub use measure::{MeasureReport, measure, measure_empty};

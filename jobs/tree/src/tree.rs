@@ -335,6 +335,9 @@ fn allowed(image: &Path, target: &Path, refs: &RefPolicy) -> bool {
                 .any(|f| target.starts_with(f))
         }
         RefPolicy::Nothing => false,
+        RefPolicy::Ask(judge) => {
+            judge.allows(&image.display().to_string(), &target.display().to_string())
+        }
     }
 }
 

@@ -5,7 +5,7 @@ mod appliance;
 use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
-use serde::Serialize;
+use vdkit::jobs::Described;
 use vdkit::{
     BackingChoice, BitmapInfo, ChainLink, ChainReport, ChangedParent, Error, ImageInfo,
     SnapshotInfo,
@@ -50,80 +50,6 @@ pub struct InfoArgs {
     opening: Opening,
     #[command(flatten)]
     json: Json,
-}
-
-/// An image in the JSON answer. Keys that qemu-img also has keep its names.
-#[derive(Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct InfoAnswer<'a> {
-    filename: String,
-    format: &'a str,
-    format_probed: bool,
-    virtual_size: u64,
-    actual_size: u64,
-    file_length: u64,
-    device: bool,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    cluster_size: Option<u64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    compression_type: Option<&'a str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    encryption: Option<&'a str>,
-    dirty_flag: bool,
-    corrupt_flag: bool,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    backing_filename: Option<&'a str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    backing_filename_format: Option<&'a str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    data_file: Option<&'a str>,
-    data_file_raw: bool,
-    #[serde(skip_serializing_if = "<[_]>::is_empty")]
-    files: &'a [String],
-    #[serde(skip_serializing_if = "Option::is_none")]
-    identity: Option<&'a str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    backing_identity: Option<&'a str>,
-    snapshots: &'a [SnapshotInfo],
-    bitmaps: &'a [BitmapInfo],
-    properties: serde_json::Map<String, serde_json::Value>,
-}
-
-impl<'a> From<&'a ChainLink> for InfoAnswer<'a> {
-    fn from(link: &'a ChainLink) -> Self {
-        let info = &link.info;
-        Self {
-            filename: link.path.display().to_string(),
-            format: info.format,
-            format_probed: link.probed,
-            virtual_size: info.virtual_size,
-            actual_size: link.host.allocated_bytes,
-            file_length: link.host.file_bytes,
-            device: link.host.device,
-            cluster_size: info.cluster_size,
-            compression_type: info.compression,
-            encryption: info.encryption.as_deref(),
-            dirty_flag: info.dirty,
-            corrupt_flag: info.corrupt,
-            backing_filename: info.backing_file.as_deref(),
-            backing_filename_format: info.backing_format.as_deref(),
-            data_file: match &info.files[..] {
-                [name] => Some(name),
-                _ => None,
-            },
-            data_file_raw: info.data_file_raw,
-            files: &info.files,
-            identity: info.identity.as_deref(),
-            backing_identity: info.backing_identity.as_deref(),
-            snapshots: &info.snapshots,
-            bitmaps: &info.bitmaps,
-            properties: info
-                .properties
-                .iter()
-                .map(|(key, value)| (key.clone(), value.as_str().into()))
-                .collect(),
-        }
-    }
 }
 
 impl Run for InfoArgs {
@@ -173,11 +99,11 @@ impl InfoArgs {
 fn print(report: &ChainReport, chain: bool, json: Json, out: &mut Output) -> Result<(), Failure> {
     match (json.json, chain) {
         (true, true) => {
-            out.json(&report.links.iter().map(InfoAnswer::from).collect::<Vec<_>>())?;
+            out.json(&report.links.iter().map(Described::from).collect::<Vec<_>>())?;
         }
         (true, false) => {
             for link in &report.links {
-                out.json(&InfoAnswer::from(link))?;
+                out.json(&Described::from(link))?;
             }
         }
         (false, _) => {

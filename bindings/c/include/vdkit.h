@@ -1,0 +1,566 @@
+/* libvdkit: disk images in C programs. Made from bindings/c/src by `make c-header`.
+ *
+ * Results: every function that can fail returns 0 for success or one of the negative VDKIT_E_ codes.
+ * vdkit_error_message() and its kin then tell more, for the calling thread, until that thread's next
+ * call into libvdkit.
+ * Ownership: what a function hands out is freed by the function that its comment names. Strings that
+ * are passed in are UTF-8 and are copied; NULL is allowed where a comment says so.
+ * Threads: every function may be called from any thread. One vdkit_disk may be used from many threads
+ * at once; vdkit_close must be the last call.
+ * Offsets and lengths are in bytes of the guest disk.
+ */
+
+#ifndef VDKIT_H
+#define VDKIT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Rises when functions are added; programs compiled against an older one keep working. */
+#define VDKIT_API_VERSION 1
+
+// For vdkit_write_zeroes(): the space may be freed.
+#define VDKIT_MAY_UNMAP 1
+
+// For vdkit_resize(): the disk may become smaller, and what lies beyond is lost.
+#define VDKIT_SHRINK 1
+
+// In vdkit_extent: the bytes read as zero.
+#define VDKIT_EXTENT_ZERO 1
+
+// In vdkit_extent: space is allocated for the bytes.
+#define VDKIT_EXTENT_ALLOCATED 2
+
+// In vdkit_extent: the bytes are compressed.
+#define VDKIT_EXTENT_COMPRESSED 4
+
+// In vdkit_extent: `host_file` and `host_offset` say where the bytes lie.
+#define VDKIT_EXTENT_HOST 8
+
+// Any other error, such as an I/O error.
+#define VDKIT_E_FAILED -1
+
+// The call makes no sense: a NULL pointer, an unknown name, a range beyond the disk.
+#define VDKIT_E_USAGE -2
+
+// The image is damaged, or its chain is incomplete.
+#define VDKIT_E_CORRUPT -3
+
+// The policy for references forbids it, or other images would be damaged.
+#define VDKIT_E_REFUSED -4
+
+// Another process uses the file.
+#define VDKIT_E_LOCKED -5
+
+// No space is left.
+#define VDKIT_E_NO_SPACE -6
+
+// A callback ended the work.
+#define VDKIT_E_INTERRUPTED -7
+
+// A bug in libvdkit; the message is for its authors.
+#define VDKIT_E_PANIC -8
+
+// For vdkit_create(): an existing file is replaced.
+#define VDKIT_CREATE_REPLACE 1
+
+// For vdkit_convert(): compress the new image's clusters.
+#define VDKIT_CONVERT_COMPRESS 1
+
+// For vdkit_convert(): read everything back and compare.
+#define VDKIT_CONVERT_VERIFY 2
+
+// For vdkit_convert(): write into an existing image, file or device, which keeps its format.
+#define VDKIT_CONVERT_INTO 4
+
+// For vdkit_check(): only reports.
+#define VDKIT_REPAIR_NOTHING 0
+
+// For vdkit_check(): frees leaked space.
+#define VDKIT_REPAIR_LEAKS 1
+
+// For vdkit_check(): repairs all damage that can be repaired.
+#define VDKIT_REPAIR_ALL 2
+
+// For vdkit_compare(): disks of different sizes differ, also if the rest of the longer one is zero.
+#define VDKIT_COMPARE_STRICT 1
+
+// For vdkit_commit() and vdkit_rebase(): also if images or snapshots that depend on it are damaged.
+#define VDKIT_FORCE 1
+
+// For vdkit_rebase(): changes only the name in the header, so that the disk may change.
+#define VDKIT_HEADER_ONLY 2
+
+// For vdkit_snapshot(): takes one.
+#define VDKIT_SNAPSHOT_CREATE 0
+
+// For vdkit_snapshot(): takes the disk back to it.
+#define VDKIT_SNAPSHOT_APPLY 1
+
+// For vdkit_snapshot(): deletes it.
+#define VDKIT_SNAPSHOT_DELETE 2
+
+// For vdkit_bitmap(): adds one that records from now on.
+#define VDKIT_BITMAP_ADD 0
+
+// For vdkit_bitmap(): removes it.
+#define VDKIT_BITMAP_REMOVE 1
+
+// For vdkit_bitmap(): clears it.
+#define VDKIT_BITMAP_CLEAR 2
+
+// For vdkit_bitmap(): records from now on.
+#define VDKIT_BITMAP_ENABLE 3
+
+// For vdkit_bitmap(): records no more.
+#define VDKIT_BITMAP_DISABLE 4
+
+// vdkit_inspect(): nothing speaks against the image.
+#define VDKIT_ACCEPT 0
+
+// vdkit_inspect(): do not use it.
+#define VDKIT_REFUSE 1
+
+// vdkit_inspect(): it could not be judged, so do not use it.
+#define VDKIT_UNKNOWN 2
+
+// For vdkit_inspect(): findings that only warn refuse the image too.
+#define VDKIT_INSPECT_STRICT 1
+
+// For vdkit_serve_nbd(): clients may not write.
+#define VDKIT_SERVE_READ_ONLY 1
+
+// An open disk: an image with the images that it stands on. May be used from many threads at once.
+typedef struct vdkit_disk vdkit_disk;
+
+// How to open an image. New ones open for reading, with locks, with the format found in the file, and
+// follow references only within the image's own folder.
+typedef struct vdkit_open_options vdkit_open_options;
+
+// Requests of one disk in the background. May be used from many threads at once.
+typedef struct vdkit_queue vdkit_queue;
+
+// A running NBD server.
+typedef struct vdkit_server vdkit_server;
+
+// A piece of memory: laid out as struct iovec of <sys/uio.h>, which may be passed for it.
+typedef struct {
+  // Where it begins.
+  void *base;
+  // Bytes.
+  size_t len;
+} vdkit_iovec;
+
+// A run of bytes of a disk.
+typedef struct {
+  // Offset of the first byte on the disk.
+  uint64_t offset;
+  // Bytes; never 0.
+  uint64_t length;
+  // Offset in `host_file`, for a compressed run that of its cluster.
+  uint64_t host_offset;
+  // The file that holds the bytes, or NULL; valid during the callback.
+  const char *host_file;
+  // The image that holds the bytes: 0 for the one that was opened, 1 for its backing image, ...
+  uint32_t depth;
+  // VDKIT_EXTENT_ZERO, ...
+  uint32_t flags;
+} vdkit_extent;
+
+// Is told of an extent; anything but 0 ends the walk.
+typedef int (*vdkit_extent_fn)(void *user, const vdkit_extent *extent);
+
+// How a program watches a job, and ends it. The functions are called from any thread, and must be
+// quick. NULL may be given for the whole and for each function.
+typedef struct {
+  // `done` of `total` bytes are finished; `total` may grow. Anything but 0 ends the job with
+  // VDKIT_E_INTERRUPTED.
+  int (*progress)(void *user, uint64_t done, uint64_t total);
+  // A note for the user.
+  void (*message)(void *user, const char *text);
+  // Passed to both.
+  void *user;
+} vdkit_monitor;
+
+// Decides whether an image may open another file that it names: returns nonzero to allow it. `file`
+// is the image, `target` the name as it stands there. Called from the thread that opens the image.
+typedef int (*vdkit_reference_fn)(void *user, const char *file, const char *target);
+
+// A finished request.
+typedef struct {
+  // The number that was submitted with it.
+  uint64_t cookie;
+  // 0, or a VDKIT_E_ code.
+  int result;
+} vdkit_completion;
+
+// How an image's bytes are read and written. Functions return 0 (or a count) for success, and the
+// negative number of an error (-EIO, -ENOSPC, ...) otherwise. They are called from any thread, and
+// from several at once.
+typedef struct {
+  // sizeof(vdkit_storage_ops), so that later versions can add functions.
+  size_t struct_size;
+  // The length in bytes.
+  int64_t (*size)(void *user);
+  // Reads up to `len` bytes at `offset` and returns how many; fewer only at the end.
+  int64_t (*pread)(void *user, void *buf, size_t len, uint64_t offset);
+  // Writes all of `buf`, making the storage longer if needed. NULL if it cannot be written.
+  int (*pwrite)(void *user, const void *buf, size_t len, uint64_t offset);
+  // Makes bytes read as zero, also beyond the end, which moves. NULL writes zeroes instead.
+  int (*zero)(void *user, uint64_t len, uint64_t offset);
+  // Frees space; the bytes then read as zero or as before. NULL does nothing.
+  int (*discard)(void *user, uint64_t len, uint64_t offset);
+  // Makes all writes that have returned durable. NULL if they always are.
+  int (*sync)(void *user);
+  // Sets the length; new bytes read as zero. NULL if the length is fixed.
+  int (*set_size)(void *user, uint64_t size);
+  // Called once when the storage is not used any more. NULL does nothing.
+  void (*free)(void *user);
+} vdkit_storage_ops;
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+// Opens an image and what it stands on. `options` may be NULL. NBD URIs are paths too. Closed by
+// vdkit_close().
+int vdkit_open(const char *path,
+               const vdkit_open_options *options,
+               vdkit_disk **disk);
+
+// Opens an image by a file descriptor, which is duplicated: the caller closes its own. `name` is for
+// messages. References within the image reach only folders that the options allow.
+int vdkit_open_fd(int fd,
+                  const char *name,
+                  const vdkit_open_options *options,
+                  vdkit_disk **disk);
+
+// Flushes and closes a disk; it is freed also after an error. No other call may use it any more, and
+// its queues must have been freed. NULL is allowed.
+int vdkit_close(vdkit_disk *disk);
+
+// The size of the disk in bytes; 0 for NULL.
+uint64_t vdkit_size(const vdkit_disk *disk);
+
+// 1 if the disk can be written, 0 if not.
+int vdkit_is_writable(const vdkit_disk *disk);
+
+// Reads exactly `len` bytes at `offset`; a range beyond the end is an error.
+int vdkit_pread(const vdkit_disk *disk, void *buf, size_t len, uint64_t offset);
+
+// Writes exactly `len` bytes at `offset`; a range beyond the end is an error. Durable after the next
+// vdkit_flush(), or at once in the cache modes that say so.
+int vdkit_pwrite(const vdkit_disk *disk,
+                 const void *buf,
+                 size_t len,
+                 uint64_t offset);
+
+// Reads into several pieces of memory in turn.
+int vdkit_preadv(const vdkit_disk *disk, const vdkit_iovec *pieces, int count, uint64_t offset);
+
+// Writes several pieces of memory in turn.
+int vdkit_pwritev(const vdkit_disk *disk,
+                  const vdkit_iovec *pieces,
+                  int count,
+                  uint64_t offset);
+
+// Makes `len` bytes at `offset` read as zero, without writing them where the format can say so.
+// `flags`: VDKIT_MAY_UNMAP, or 0.
+int vdkit_write_zeroes(const vdkit_disk *disk, uint64_t len, uint64_t offset, uint32_t flags);
+
+// Frees space, as a hint: the bytes then read as zero or as before.
+int vdkit_discard(const vdkit_disk *disk, uint64_t len, uint64_t offset);
+
+// Makes every write that has returned durable.
+int vdkit_flush(const vdkit_disk *disk);
+
+// Changes the size; durable on return. `flags`: VDKIT_SHRINK, or 0.
+int vdkit_resize(const vdkit_disk *disk, uint64_t size, uint32_t flags);
+
+// Tells `each` of all extents of a range, in order. If `each` ends the walk, the result is
+// VDKIT_E_INTERRUPTED.
+int vdkit_extents(const vdkit_disk *disk,
+                  uint64_t len,
+                  uint64_t offset,
+                  vdkit_extent_fn each,
+                  void *user);
+
+// What `vdkit info --chain --json` says: an array with an image and those beneath it, as a string for
+// vdkit_free(). No data is read. `options` may be NULL.
+int vdkit_info(const char *path,
+               const vdkit_open_options *options,
+               char **json);
+
+// The result of this thread's last call: 0, or a code.
+int vdkit_error_code(void);
+
+// The message of this thread's last call, in one line; empty if that did not fail. Valid until the
+// thread's next call; do not free it.
+const char *vdkit_error_message(void);
+
+// The file that the error of this thread's last call is about, or NULL. Valid until the thread's
+// next call; do not free it.
+const char *vdkit_error_file(void);
+
+// The byte offset in that file, or -1.
+int64_t vdkit_error_offset(void);
+
+// What can be done about the error of this thread's last call, or NULL. Valid until the thread's
+// next call; do not free it.
+const char *vdkit_error_hint(void);
+
+// The version of the library, such as "0.1.0". Do not free it.
+const char *vdkit_version(void);
+
+// Frees a string that a function handed out. NULL is allowed.
+void vdkit_free(char *text);
+
+// The formats' names with a comma between them, as a string for vdkit_free(). NULL if memory is
+// short.
+char *vdkit_formats(void);
+
+// Makes a new image. `size`: bytes of its disk; 0 takes those of the backing image. `options`: those
+// of the format as "key=value,..." (as `vdkit create -o`), or NULL. `backing` with `backing_format`:
+// the image that it stands on, as a name from its own folder; both may be NULL. Nothing is left behind
+// after an error.
+int vdkit_create(const char *path,
+                 const char *format,
+                 uint64_t size,
+                 const char *options,
+                 const char *backing,
+                 const char *backing_format,
+                 uint32_t flags);
+
+// Copies a disk into a new image of another format. The new image gets its name when it is complete;
+// nothing is left behind after an error. `opening` is for the source. `target_format` may be NULL with
+// VDKIT_CONVERT_INTO (it is found) and is required otherwise. `options`: those of the target's format
+// as "key=value,...", or NULL. `report` may be NULL; its string is for vdkit_free().
+int vdkit_convert(const char *source,
+                  const vdkit_open_options *opening,
+                  const char *target,
+                  const char *target_format,
+                  const char *options,
+                  uint32_t flags,
+                  const vdkit_monitor *monitor,
+                  char **report);
+
+// As vdkit_convert(), from a disk that is open, whose bytes may be the program's own. It is taken
+// over, also after an error: do not use or close it any more.
+int vdkit_convert_disk(vdkit_disk *source,
+                       const char *target,
+                       const char *target_format,
+                       const char *options,
+                       uint32_t flags,
+                       const vdkit_monitor *monitor,
+                       char **report);
+
+// Checks an image's metadata, and repairs it. `errors` gets the number of damages and of leaks that
+// are left. A damaged image is a result and no error. `errors` and `report` may be NULL.
+int vdkit_check(const char *path,
+                const vdkit_open_options *opening,
+                uint32_t repair,
+                const vdkit_monitor *monitor,
+                uint64_t *errors,
+                char **report);
+
+// Compares what two disks hold. `equal` gets 1 or 0; `report` may be NULL.
+int vdkit_compare(const vdkit_disk *a,
+                  const vdkit_disk *b,
+                  uint32_t flags,
+                  const vdkit_monitor *monitor,
+                  int *equal,
+                  char **report);
+
+// Tells how many bytes an image of a format would have with the data of this one: `required` now,
+// `full` with every byte of the disk allocated. Both, and `options`, may be NULL.
+int vdkit_measure(const char *path,
+                  const vdkit_open_options *opening,
+                  const char *format,
+                  const char *options,
+                  uint64_t *required,
+                  uint64_t *full);
+
+// Writes an overlay's data into the image that it stands on, or into `to`, a deeper one of its chain
+// (NULL: the first). `flags`: VDKIT_FORCE, or 0. `report` may be NULL.
+int vdkit_commit(const char *overlay,
+                 const vdkit_open_options *opening,
+                 const char *to,
+                 uint32_t flags,
+                 const vdkit_monitor *monitor,
+                 char **report);
+
+// Puts an overlay on another image, and keeps what its disk holds. `backing`: as a name from the
+// overlay's folder; NULL makes it stand alone. `flags`: VDKIT_FORCE, VDKIT_HEADER_ONLY. `report` may
+// be NULL.
+int vdkit_rebase(const char *overlay,
+                 const vdkit_open_options *opening,
+                 const char *backing,
+                 const char *backing_format,
+                 uint32_t flags,
+                 const vdkit_monitor *monitor,
+                 char **report);
+
+// Takes, applies or deletes an internal snapshot of a disk that is open for writing; durable on
+// return. `name` is a name, or an id for the latter two.
+int vdkit_snapshot(const vdkit_disk *disk, uint32_t action, const char *name);
+
+// The internal snapshots of a disk as JSON, a string for vdkit_free().
+int vdkit_snapshots(const vdkit_disk *disk, char **json);
+
+// Changes a dirty bitmap of a disk that is open for writing; durable on return. `granularity`: bytes
+// of the disk for each bit of a new one, a power of two; 0 takes the format's own.
+int vdkit_bitmap(const vdkit_disk *disk,
+                 uint32_t action,
+                 const char *name,
+                 uint64_t granularity);
+
+// Makes an image smaller on the host, in place. `report` may be NULL.
+int vdkit_compact(const char *path,
+                  const vdkit_open_options *opening,
+                  const vdkit_monitor *monitor,
+                  char **report);
+
+// Judges an image from a stranger without opening what it names: reads little, within limits of time
+// and memory. `format`: what it must be, or NULL. `verdict` gets VDKIT_ACCEPT, VDKIT_REFUSE
+// or VDKIT_UNKNOWN; a bad image is a result and no error. `report` may be NULL.
+int vdkit_inspect(const char *path,
+                  const char *format,
+                  uint32_t flags,
+                  int *verdict,
+                  char **report);
+
+// Makes options. Freed by vdkit_open_options_free().
+int vdkit_open_options_new(vdkit_open_options **options);
+
+// Frees options. They may be freed as soon as the functions that took them have returned. NULL is
+// allowed.
+void vdkit_open_options_free(vdkit_open_options *options);
+
+// Opens the image for writing if `writable` is not 0. The format must then be named if the image is
+// raw.
+int vdkit_open_options_writable(vdkit_open_options *options,
+                                int writable);
+
+// Names the format: one of vdkit_formats(); NULL finds it in the file.
+int vdkit_open_options_format(vdkit_open_options *options, const char *format);
+
+// Sets the cache mode: "writeback" (the default), "none", "writethrough", "directsync" or "unsafe",
+// as in QEMU.
+int vdkit_open_options_cache(vdkit_open_options *options,
+                             const char *cache);
+
+// Opens without QEMU's locks if `lock` is 0: for an image that another process writes, whose content
+// may then be inconsistent.
+int vdkit_open_options_lock(vdkit_open_options *options,
+                            int lock);
+
+// Opens an internal snapshot, by name or id; NULL opens the current disk.
+int vdkit_open_options_snapshot(vdkit_open_options *options, const char *snapshot);
+
+// Opens this file as the backing image; an empty name opens the image alone, and NULL the file that
+// the image names. `format` may be NULL.
+int vdkit_open_options_backing(vdkit_open_options *options,
+                               const char *backing,
+                               const char *format);
+
+// Adds a passphrase or key for encrypted images: `len` bytes, which are copied, and wiped when the
+// options and all disks that use them are freed.
+int vdkit_open_options_add_key(vdkit_open_options *options,
+                               const void *key,
+                               size_t len);
+
+// Sets which files an image may name: "own-folder" (the default: beneath the image's folder),
+// "nothing", or "folder:PATH" (the own folder and this one; several calls add folders).
+int vdkit_open_options_references(vdkit_open_options *options, const char *policy);
+
+// Asks a function of the program about each reference.
+int vdkit_open_options_ask(vdkit_open_options *options, vdkit_reference_fn decide, void *user);
+
+// Makes a queue for a disk, with so many threads; 0 takes one per processor. Freed by
+// vdkit_queue_free().
+int vdkit_queue_new(const vdkit_disk *disk, int threads, vdkit_queue **queue);
+
+// Waits until all submitted requests are done, and frees a queue. NULL is allowed.
+void vdkit_queue_free(vdkit_queue *queue);
+
+// A descriptor that is readable while completions wait to be reaped, for poll() and its kin. It
+// belongs to the queue: neither read nor close it. -1 for NULL.
+int vdkit_queue_fd(const vdkit_queue *queue);
+
+// Submits a read. The buffer is the queue's until the completion with this cookie is reaped.
+// Requests are done in any order.
+int vdkit_queue_pread(const vdkit_queue *queue,
+                      void *buf,
+                      size_t len,
+                      uint64_t offset,
+                      uint64_t cookie);
+
+// Submits a write; see vdkit_queue_pread(). The buffer must not be changed meanwhile.
+int vdkit_queue_pwrite(const vdkit_queue *queue,
+                       const void *buf,
+                       size_t len,
+                       uint64_t offset,
+                       uint64_t cookie);
+
+// Submits vdkit_write_zeroes().
+int vdkit_queue_write_zeroes(const vdkit_queue *queue,
+                             uint64_t len,
+                             uint64_t offset,
+                             uint32_t flags,
+                             uint64_t cookie);
+
+// Submits vdkit_discard().
+int vdkit_queue_discard(const vdkit_queue *queue,
+                        uint64_t len,
+                        uint64_t offset,
+                        uint64_t cookie);
+
+// Submits vdkit_flush(): makes durable what was completed before this call.
+int vdkit_queue_flush(const vdkit_queue *queue, uint64_t cookie);
+
+// Reaps up to `max` completions into `completions` and returns how many: waits until there is one, at
+// most `timeout_ms` milliseconds (0: does not wait; negative: for any time). Returns 0 at once if no
+// request is open. A completion has only the code of an error.
+int vdkit_queue_reap(const vdkit_queue *queue,
+                     vdkit_completion *completions,
+                     int max,
+                     int timeout_ms);
+
+// The number of requests that are submitted and not reaped; 0 for NULL.
+size_t vdkit_queue_open(const vdkit_queue *queue);
+
+// Serves a disk to NBD clients, on threads of its own, at "unix:PATH" or "tcp:HOST:PORT" (port 0: any
+// free one). `name` is the export's; NULL is the empty one. The server takes the disk over, also if it
+// cannot be started: do not use or close it any more. Ended by vdkit_server_stop().
+int vdkit_serve_nbd(vdkit_disk *disk,
+                    const char *address,
+                    const char *name,
+                    uint32_t flags,
+                    vdkit_server **server);
+
+// The URI of the export, for clients; it lives as long as the server. NULL for NULL.
+const char *vdkit_server_uri(const vdkit_server *server);
+
+// The number of clients that are connected; 0 for NULL.
+int vdkit_server_clients(const vdkit_server *server);
+
+// Ends a server: no new requests are taken, those that have begun are answered within `drain_ms`
+// milliseconds, then the disk is flushed and closed. Everything is freed also after an error. NULL is
+// allowed.
+int vdkit_server_stop(vdkit_server *server,
+                      uint32_t drain_ms);
+
+// Opens an image whose bytes the program reads and writes. `ops` is copied; `user` is passed to its
+// functions, and must live until `free` is called, which happens also if this function fails. `name`
+// is for messages. References within the image reach only folders that the options allow.
+int vdkit_open_storage(const vdkit_storage_ops *ops,
+                       void *user,
+                       const char *name,
+                       const vdkit_open_options *options,
+                       vdkit_disk **disk);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* VDKIT_H */

@@ -1,0 +1,164 @@
+//! What crosses between C and Rust. Every dereference of a pointer that is not a parameter's own
+//! type happens here.
+
+use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
+use std::mem::MaybeUninit;
+use std::os::unix::ffi::OsStrExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+
+use vdkit::Error;
+
+use crate::error::{self, VDKIT_E_PANIC};
+
+pub(crate) type Result<T> = std::result::Result<T, Error>;
+
+/// Runs a call of the library: its error becomes the thread's last one, and no panic leaves it.
+pub(crate) fn call(act: impl FnOnce() -> Result<()>) -> c_int {
+    match catch_unwind(AssertUnwindSafe(act)) {
+        Ok(Ok(())) => {
+            error::clear();
+            0
+        }
+        Ok(Err(found)) => error::note(&found),
+        Err(panic) => {
+            let text = panic
+                .downcast_ref::<String>()
+                .map(String::as_str)
+                .or_else(|| panic.downcast_ref::<&str>().copied())
+                .unwrap_or("no message");
+            error::note_text(VDKIT_E_PANIC, &format!("libvdkit has a bug: {text}"))
+        }
+    }
+}
+
+/// An error in how a function was called.
+pub(crate) fn misuse(text: impl Into<String>) -> Error {
+    Error::Invalid(text.into())
+}
+
+/// A parameter that must not be NULL.
+pub(crate) fn given<T>(parameter: Option<T>, name: &str) -> Result<T> {
+    parameter.ok_or_else(|| misuse(format!("{name} is NULL")))
+}
+
+/// Stores a result.
+pub(crate) fn put<T>(out: Option<&mut MaybeUninit<T>>, value: T) -> Result<()> {
+    given(out, "the place for the result")?.write(value);
+    Ok(())
+}
+
+/// Stores a result for which the caller may not have asked.
+pub(crate) fn put_if_asked<T>(out: Option<&mut MaybeUninit<T>>, value: impl FnOnce() -> T) {
+    if let Some(out) = out {
+        out.write(value());
+    }
+}
+
+/// A new string that [`crate::error::vdkit_free`] frees.
+pub(crate) fn new_text(text: &str) -> *mut c_char {
+    // JSON and messages have no NUL.
+    CString::new(text.replace('\0', "")).unwrap_or_default().into_raw()
+}
+
+/// A string; `None` for NULL.
+///
+/// # Safety
+/// NULL, or a string that ends with a NUL and is not changed during the call.
+pub(crate) unsafe fn maybe_text<'a>(text: *const c_char) -> Result<Option<&'a str>> {
+    if text.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: the caller's promise.
+    let text = unsafe { CStr::from_ptr(text) };
+    text.to_str().map(Some).map_err(|_| misuse(format!("{text:?} is not UTF-8")))
+}
+
+/// A string.
+///
+/// # Safety
+/// As [`maybe_text`].
+pub(crate) unsafe fn text<'a>(pointer: *const c_char, name: &str) -> Result<&'a str> {
+    // SAFETY: the caller's promise.
+    given(unsafe { maybe_text(pointer) }?, name)
+}
+
+/// A path: any bytes but NUL.
+///
+/// # Safety
+/// As [`maybe_text`].
+pub(crate) unsafe fn path<'a>(path: *const c_char, name: &str) -> Result<&'a Path> {
+    if path.is_null() {
+        return Err(misuse(format!("{name} is NULL")));
+    }
+    // SAFETY: the caller's promise.
+    let bytes = unsafe { CStr::from_ptr(path) }.to_bytes();
+    Ok(Path::new(OsStr::from_bytes(bytes)))
+}
+
+/// Memory to read from.
+///
+/// # Safety
+/// `len` bytes at `bytes` are readable and not changed while the result is in use.
+pub(crate) unsafe fn bytes<'a>(bytes: *const c_void, len: usize) -> Result<&'a [u8]> {
+    match (bytes.is_null(), check_len(len)?) {
+        (true, 0) => Ok(&[]),
+        (true, _) => Err(misuse("the buffer is NULL")),
+        // SAFETY: the caller's promise, and the length is checked.
+        (false, len) => Ok(unsafe { std::slice::from_raw_parts(bytes.cast(), len) }),
+    }
+}
+
+/// Memory to write to.
+///
+/// # Safety
+/// `len` bytes at `bytes` are writable, and nobody else uses them while the result is in use.
+pub(crate) unsafe fn bytes_mut<'a>(bytes: *mut c_void, len: usize) -> Result<&'a mut [u8]> {
+    match (bytes.is_null(), check_len(len)?) {
+        (true, 0) => Ok(&mut []),
+        (true, _) => Err(misuse("the buffer is NULL")),
+        // SAFETY: the caller's promise, and the length is checked.
+        (false, len) => Ok(unsafe { std::slice::from_raw_parts_mut(bytes.cast(), len) }),
+    }
+}
+
+/// A list of `count` values.
+///
+/// # Safety
+/// As [`bytes`].
+pub(crate) unsafe fn list<'a, T>(list: *const T, count: c_int) -> Result<&'a [T]> {
+    match usize::try_from(count) {
+        Ok(0) => Ok(&[]),
+        Ok(count) if !list.is_null() => {
+            // SAFETY: the caller's promise.
+            Ok(unsafe { std::slice::from_raw_parts(list, count) })
+        }
+        _ => Err(misuse(format!("{count} entries of a list that is NULL or negative in length"))),
+    }
+}
+
+/// Slices cannot be longer.
+fn check_len(len: usize) -> Result<usize> {
+    match isize::try_from(len) {
+        Ok(_) => Ok(len),
+        Err(_) => Err(misuse(format!("a buffer of {len} bytes"))),
+    }
+}
+
+/// Frees what a function handed out.
+///
+/// # Safety
+/// `pointer` is NULL or comes from `Box::into_raw`, and is not used again.
+pub(crate) unsafe fn take<T>(pointer: *mut T) -> Option<Box<T>> {
+    // SAFETY: the caller's promise.
+    (!pointer.is_null()).then(|| unsafe { Box::from_raw(pointer) })
+}
+
+/// The program's own pointer, which is passed back to its callbacks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct User(pub *mut c_void);
+
+// SAFETY: libvdkit never looks at it; the header says from which threads callbacks are called.
+unsafe impl Send for User {}
+// SAFETY: as above.
+unsafe impl Sync for User {}

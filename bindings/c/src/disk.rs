@@ -1,0 +1,343 @@
+//! An open disk.
+
+use std::ffi::{CString, c_char, c_int, c_void};
+use std::fs::File;
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, RawFd};
+use std::sync::Arc;
+
+use vdkit::storage::{FileOptions, FileStorage, LockMode};
+use vdkit::{Disk, DiskExtent, DiskPlace, Error, GuestOffset, Monitor, jobs};
+
+use crate::border::{self, Result, call, given, misuse};
+use crate::options::{opening, vdkit_open_options};
+
+/// An open disk: an image with the images that it stands on. May be used from many threads at once.
+pub struct vdkit_disk(pub(crate) Arc<Disk>);
+
+impl vdkit_disk {
+    pub(crate) fn new(disk: Disk) -> *mut Self {
+        Box::into_raw(Box::new(Self(Arc::new(disk))))
+    }
+}
+
+/// Opens an image and what it stands on. `options` may be NULL. NBD URIs are paths too. Closed by
+/// vdkit_close().
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_open(
+    path: *const c_char,
+    options: Option<&vdkit_open_options>,
+    disk: Option<&mut MaybeUninit<*mut vdkit_disk>>,
+) -> c_int {
+    call(|| {
+        // SAFETY: the header's promise.
+        let path = unsafe { border::path(path, "path") }?;
+        let opened = Disk::open(&vdkit::registry(), path, &opening(options))?;
+        border::put(disk, vdkit_disk::new(opened))
+    })
+}
+
+/// Opens an image by a file descriptor, which is duplicated: the caller closes its own. `name` is for
+/// messages. References within the image reach only folders that the options allow.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_open_fd(
+    fd: c_int,
+    name: *const c_char,
+    options: Option<&vdkit_open_options>,
+    disk: Option<&mut MaybeUninit<*mut vdkit_disk>>,
+) -> c_int {
+    call(|| {
+        // SAFETY: the header's promise.
+        let name = unsafe { border::text(name, "name") }?;
+        let options = opening(options);
+        let lock = if options.lock { LockMode::Auto } else { LockMode::Off };
+        let file = duplicate(fd)?;
+        let how = FileOptions {
+            writable: options.writable,
+            cache: options.cache,
+            lock,
+            ..FileOptions::default()
+        };
+        let storage = Arc::new(FileStorage::from_file(file, name, &how)?);
+        let opened = Disk::open_given(&vdkit::registry(), storage, &options)?;
+        border::put(disk, vdkit_disk::new(opened))
+    })
+}
+
+fn duplicate(fd: RawFd) -> Result<File> {
+    if fd < 0 {
+        return Err(misuse(format!("{fd} is no file descriptor")));
+    }
+    // SAFETY: it is only duplicated, and the caller keeps it open meanwhile, says the header.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+    fd.try_clone_to_owned()
+        .map(File::from)
+        .map_err(|error| misuse(format!("the file descriptor cannot be duplicated: {error}")))
+}
+
+/// Flushes and closes a disk; it is freed also after an error. No other call may use it any more, and
+/// its queues must have been freed. NULL is allowed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_close(disk: *mut vdkit_disk) -> c_int {
+    call(|| {
+        // SAFETY: the header's promise.
+        let Some(disk) = (unsafe { border::take(disk) }) else { return Ok(()) };
+        if Arc::strong_count(&disk.0) > 1 {
+            return Err(misuse("a queue of this disk is not freed; the disk is closed with it"));
+        }
+        disk.0.close()
+    })
+}
+
+/// The size of the disk in bytes; 0 for NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_size(disk: Option<&vdkit_disk>) -> u64 {
+    disk.map_or(0, |disk| disk.0.guest_bytes())
+}
+
+/// 1 if the disk can be written, 0 if not.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_is_writable(disk: Option<&vdkit_disk>) -> c_int {
+    disk.is_some_and(|disk| disk.0.writable()).into()
+}
+
+/// Reads exactly `len` bytes at `offset`; a range beyond the end is an error.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_pread(
+    disk: Option<&vdkit_disk>,
+    buf: *mut c_void,
+    len: usize,
+    offset: u64,
+) -> c_int {
+    call(|| {
+        // SAFETY: the header's promise.
+        let buf = unsafe { border::bytes_mut(buf, len) }?;
+        given(disk, "disk")?.0.read_at(buf, GuestOffset(offset))
+    })
+}
+
+/// Writes exactly `len` bytes at `offset`; a range beyond the end is an error. Durable after the next
+/// vdkit_flush(), or at once in the cache modes that say so.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_pwrite(
+    disk: Option<&vdkit_disk>,
+    buf: *const c_void,
+    len: usize,
+    offset: u64,
+) -> c_int {
+    call(|| {
+        // SAFETY: the header's promise.
+        let buf = unsafe { border::bytes(buf, len) }?;
+        given(disk, "disk")?.0.write_at(buf, GuestOffset(offset))
+    })
+}
+
+/// A piece of memory: laid out as struct iovec of <sys/uio.h>, which may be passed for it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct vdkit_iovec {
+    /// Where it begins.
+    pub base: *mut c_void,
+    /// Bytes.
+    pub len: usize,
+}
+
+/// Calls `act` for each piece of memory with its guest offset.
+///
+/// # Safety
+/// As [`border::list`].
+unsafe fn each_piece(
+    pieces: *const vdkit_iovec,
+    count: c_int,
+    offset: u64,
+    mut act: impl FnMut(&vdkit_iovec, GuestOffset) -> Result<()>,
+) -> Result<()> {
+    let mut at = offset;
+    // SAFETY: the caller's promise.
+    for piece in unsafe { border::list(pieces, count) }? {
+        act(piece, GuestOffset(at))?;
+        at = at.checked_add(piece.len as u64).ok_or_else(|| misuse("the pieces are too long"))?;
+    }
+    Ok(())
+}
+
+/// Reads into several pieces of memory in turn.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_preadv(
+    disk: Option<&vdkit_disk>,
+    pieces: *const vdkit_iovec,
+    count: c_int,
+    offset: u64,
+) -> c_int {
+    call(|| {
+        let disk = &given(disk, "disk")?.0;
+        // SAFETY: the header's promise, for the list and for its pieces.
+        unsafe {
+            each_piece(pieces, count, offset, |piece, at| {
+                disk.read_at(border::bytes_mut(piece.base, piece.len)?, at)
+            })
+        }
+    })
+}
+
+/// Writes several pieces of memory in turn.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_pwritev(
+    disk: Option<&vdkit_disk>,
+    pieces: *const vdkit_iovec,
+    count: c_int,
+    offset: u64,
+) -> c_int {
+    call(|| {
+        let disk = &given(disk, "disk")?.0;
+        // SAFETY: the header's promise, for the list and for its pieces.
+        unsafe {
+            each_piece(pieces, count, offset, |piece, at| {
+                disk.write_at(border::bytes(piece.base, piece.len)?, at)
+            })
+        }
+    })
+}
+
+/// For vdkit_write_zeroes(): the space may be freed.
+pub const VDKIT_MAY_UNMAP: u32 = 1;
+/// For vdkit_resize(): the disk may become smaller, and what lies beyond is lost.
+pub const VDKIT_SHRINK: u32 = 1;
+
+/// Makes `len` bytes at `offset` read as zero, without writing them where the format can say so.
+/// `flags`: VDKIT_MAY_UNMAP, or 0.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_write_zeroes(
+    disk: Option<&vdkit_disk>,
+    len: u64,
+    offset: u64,
+    flags: u32,
+) -> c_int {
+    call(|| {
+        let may_unmap = flags & VDKIT_MAY_UNMAP != 0;
+        given(disk, "disk")?.0.write_zeroes(GuestOffset(offset), len, may_unmap)
+    })
+}
+
+/// Frees space, as a hint: the bytes then read as zero or as before.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_discard(disk: Option<&vdkit_disk>, len: u64, offset: u64) -> c_int {
+    call(|| given(disk, "disk")?.0.discard(GuestOffset(offset), len))
+}
+
+/// Makes every write that has returned durable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_flush(disk: Option<&vdkit_disk>) -> c_int {
+    call(|| given(disk, "disk")?.0.flush())
+}
+
+/// Changes the size; durable on return. `flags`: VDKIT_SHRINK, or 0.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_resize(disk: Option<&vdkit_disk>, size: u64, flags: u32) -> c_int {
+    call(|| {
+        let options = jobs::ResizeOptions {
+            shrink: flags & VDKIT_SHRINK != 0,
+            ..jobs::ResizeOptions::default()
+        };
+        jobs::resize(&given(disk, "disk")?.0, size, &options, &Monitor::default())
+    })
+}
+
+/// In vdkit_extent: the bytes read as zero.
+pub const VDKIT_EXTENT_ZERO: u32 = 1;
+/// In vdkit_extent: space is allocated for the bytes.
+pub const VDKIT_EXTENT_ALLOCATED: u32 = 2;
+/// In vdkit_extent: the bytes are compressed.
+pub const VDKIT_EXTENT_COMPRESSED: u32 = 4;
+/// In vdkit_extent: `host_file` and `host_offset` say where the bytes lie.
+pub const VDKIT_EXTENT_HOST: u32 = 8;
+
+/// A run of bytes of a disk.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct vdkit_extent {
+    /// Offset of the first byte on the disk.
+    pub offset: u64,
+    /// Bytes; never 0.
+    pub length: u64,
+    /// Offset in `host_file`, for a compressed run that of its cluster.
+    pub host_offset: u64,
+    /// The file that holds the bytes, or NULL; valid during the callback.
+    pub host_file: *const c_char,
+    /// The image that holds the bytes: 0 for the one that was opened, 1 for its backing image, ...
+    pub depth: u32,
+    /// VDKIT_EXTENT_ZERO, ...
+    pub flags: u32,
+}
+
+/// Is told of an extent; anything but 0 ends the walk.
+pub type vdkit_extent_fn =
+    Option<unsafe extern "C" fn(user: *mut c_void, extent: *const vdkit_extent) -> c_int>;
+
+/// Tells `each` of all extents of a range, in order. If `each` ends the walk, the result is
+/// VDKIT_E_INTERRUPTED.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_extents(
+    disk: Option<&vdkit_disk>,
+    len: u64,
+    offset: u64,
+    each: vdkit_extent_fn,
+    user: *mut c_void,
+) -> c_int {
+    call(|| {
+        let (disk, each) = (&given(disk, "disk")?.0, given(each, "the callback")?);
+        for extent in disk.extents(GuestOffset(offset), len)? {
+            let (extent, _file) = shown(&extent?);
+            // SAFETY: the program's own function with its own pointer.
+            if unsafe { each(user, &raw const extent) } != 0 {
+                return Err(Error::Interrupted);
+            }
+        }
+        Ok(())
+    })
+}
+
+/// An extent for C, and the string that it points to.
+fn shown(extent: &DiskExtent<'_>) -> (vdkit_extent, Option<CString>) {
+    let (flags, host) = match &extent.place {
+        DiskPlace::Data { storage, offset } => {
+            (VDKIT_EXTENT_ALLOCATED | VDKIT_EXTENT_HOST, Some((storage.name(), *offset)))
+        }
+        DiskPlace::Compressed { storage, compressed } => (
+            VDKIT_EXTENT_ALLOCATED | VDKIT_EXTENT_COMPRESSED | VDKIT_EXTENT_HOST,
+            Some((storage.name(), compressed.offset)),
+        ),
+        DiskPlace::Zero { allocated: true } => (VDKIT_EXTENT_ZERO | VDKIT_EXTENT_ALLOCATED, None),
+        DiskPlace::Zero { allocated: false } | DiskPlace::Hole => (VDKIT_EXTENT_ZERO, None),
+    };
+    let file = host.map(|(name, _)| CString::new(name).unwrap_or_default());
+    let extent = vdkit_extent {
+        offset: extent.at.0,
+        length: extent.len,
+        host_offset: host.map_or(0, |(_, offset)| offset.0),
+        host_file: file.as_ref().map_or(std::ptr::null(), |file| file.as_ptr()),
+        depth: u32::try_from(extent.depth).unwrap_or(u32::MAX),
+        flags,
+    };
+    (extent, file)
+}
+
+/// What `vdkit info --chain --json` says: an array with an image and those beneath it, as a string for
+/// vdkit_free(). No data is read. `options` may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_info(
+    path: *const c_char,
+    options: Option<&vdkit_open_options>,
+    json: Option<&mut MaybeUninit<*mut c_char>>,
+) -> c_int {
+    call(|| {
+        // SAFETY: the header's promise.
+        let path = unsafe { border::path(path, "path") }?;
+        let report = vdkit::describe_chain(&vdkit::registry(), path, &opening(options))?;
+        if let Some(broken) = report.broken {
+            return Err(broken);
+        }
+        let chain: Vec<_> = report.links.iter().map(jobs::Described::from).collect();
+        border::put(json, border::new_text(&crate::jobs::json_of(&chain)))
+    })
+}

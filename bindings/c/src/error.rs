@@ -1,0 +1,141 @@
+//! The last error of each thread.
+
+use std::cell::RefCell;
+use std::ffi::{CString, c_char, c_int};
+
+use vdkit::{Error, ErrorKind};
+
+use crate::border;
+
+/// Any other error, such as an I/O error.
+pub const VDKIT_E_FAILED: c_int = -1;
+/// The call makes no sense: a NULL pointer, an unknown name, a range beyond the disk.
+pub const VDKIT_E_USAGE: c_int = -2;
+/// The image is damaged, or its chain is incomplete.
+pub const VDKIT_E_CORRUPT: c_int = -3;
+/// The policy for references forbids it, or other images would be damaged.
+pub const VDKIT_E_REFUSED: c_int = -4;
+/// Another process uses the file.
+pub const VDKIT_E_LOCKED: c_int = -5;
+/// No space is left.
+pub const VDKIT_E_NO_SPACE: c_int = -6;
+/// A callback ended the work.
+pub const VDKIT_E_INTERRUPTED: c_int = -7;
+/// A bug in libvdkit; the message is for its authors.
+pub const VDKIT_E_PANIC: c_int = -8;
+
+#[derive(Default)]
+struct Last {
+    code: c_int,
+    message: CString,
+    file: Option<CString>,
+    offset: Option<u64>,
+    hint: Option<CString>,
+}
+
+thread_local! {
+    static LAST: RefCell<Last> = RefCell::default();
+}
+
+fn c_text(text: &str) -> CString {
+    CString::new(text.replace('\0', "\u{fffd}")).unwrap_or_default()
+}
+
+/// The code of an error.
+pub(crate) fn code_of(error: &Error) -> c_int {
+    match error.kind() {
+        ErrorKind::Failed => VDKIT_E_FAILED,
+        ErrorKind::Usage => VDKIT_E_USAGE,
+        ErrorKind::Corrupt => VDKIT_E_CORRUPT,
+        ErrorKind::Refused => VDKIT_E_REFUSED,
+        ErrorKind::Locked => VDKIT_E_LOCKED,
+        ErrorKind::NoSpace => VDKIT_E_NO_SPACE,
+        ErrorKind::Interrupted => VDKIT_E_INTERRUPTED,
+    }
+}
+
+/// Keeps an error as the thread's last one; returns its code.
+pub(crate) fn note(error: &Error) -> c_int {
+    let code = code_of(error);
+    let last = Last {
+        code,
+        message: c_text(&error.to_string()),
+        file: error.file().map(c_text),
+        offset: error.offset(),
+        hint: error.remedy().map(|remedy| c_text(&remedy.to_string())),
+    };
+    LAST.set(last);
+    code
+}
+
+/// As [`note`], for an error that is only a text.
+pub(crate) fn note_text(code: c_int, text: &str) -> c_int {
+    LAST.set(Last { code, message: c_text(text), ..Last::default() });
+    code
+}
+
+/// The thread's last call did not fail.
+pub(crate) fn clear() {
+    LAST.with_borrow_mut(|last| {
+        if last.code != 0 {
+            *last = Last::default();
+        }
+    });
+}
+
+/// The result of this thread's last call: 0, or a code.
+#[unsafe(no_mangle)]
+pub extern "C" fn vdkit_error_code() -> c_int {
+    LAST.with_borrow(|last| last.code)
+}
+
+/// The message of this thread's last call, in one line; empty if that did not fail. Valid until the
+/// thread's next call; do not free it.
+#[unsafe(no_mangle)]
+pub extern "C" fn vdkit_error_message() -> *const c_char {
+    LAST.with_borrow(|last| last.message.as_ptr())
+}
+
+/// The file that the error of this thread's last call is about, or NULL. Valid until the thread's
+/// next call; do not free it.
+#[unsafe(no_mangle)]
+pub extern "C" fn vdkit_error_file() -> *const c_char {
+    LAST.with_borrow(|last| last.file.as_ref().map_or(std::ptr::null(), |file| file.as_ptr()))
+}
+
+/// The byte offset in that file, or -1.
+#[unsafe(no_mangle)]
+pub extern "C" fn vdkit_error_offset() -> i64 {
+    LAST.with_borrow(|last| last.offset.and_then(|offset| i64::try_from(offset).ok()).unwrap_or(-1))
+}
+
+/// What can be done about the error of this thread's last call, or NULL. Valid until the thread's
+/// next call; do not free it.
+#[unsafe(no_mangle)]
+pub extern "C" fn vdkit_error_hint() -> *const c_char {
+    LAST.with_borrow(|last| last.hint.as_ref().map_or(std::ptr::null(), |hint| hint.as_ptr()))
+}
+
+/// The version of the library, such as "0.1.0". Do not free it.
+#[unsafe(no_mangle)]
+pub extern "C" fn vdkit_version() -> *const c_char {
+    const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
+    VERSION.as_ptr().cast()
+}
+
+/// Frees a string that a function handed out. NULL is allowed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_free(text: *mut c_char) {
+    if !text.is_null() {
+        // SAFETY: `border::new_text` made it, says the header.
+        drop(unsafe { CString::from_raw(text) });
+    }
+}
+
+/// The formats' names with a comma between them, as a string for vdkit_free(). NULL if memory is
+/// short.
+#[unsafe(no_mangle)]
+pub extern "C" fn vdkit_formats() -> *mut c_char {
+    let names: Vec<&str> = vdkit::FORMATS.iter().map(|driver| driver.name()).collect();
+    border::new_text(&names.join(","))
+}

@@ -1,0 +1,566 @@
+//! Long work on images. Reports are the JSON that the command `vdkit` prints with --json.
+
+use std::ffi::{CString, c_char, c_int, c_void};
+use std::mem::MaybeUninit;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use vdkit::jobs::inspect::{InspectOptions, Verdict, inspect};
+use vdkit::jobs::{
+    self, CommitOptions, CompareOptions, ConvertOptions, CreateOptions, Destination, NewBacking,
+    NewImage, RebaseOptions, SnapshotAction, Source,
+};
+use vdkit::storage::FileOptions;
+use vdkit::{
+    CancelToken, Codec, CompressionSpec, Disk, Monitor, NewBitmap, OpenOptions, Options, Progress,
+    Repair,
+};
+
+use crate::border::{self, Result, User, call, given, misuse};
+use crate::disk::vdkit_disk;
+use crate::options::{opening, vdkit_open_options};
+
+/// How a program watches a job, and ends it. The functions are called from any thread, and must be
+/// quick. NULL may be given for the whole and for each function.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct vdkit_monitor {
+    /// `done` of `total` bytes are finished; `total` may grow. Anything but 0 ends the job with
+    /// VDKIT_E_INTERRUPTED.
+    pub progress: Option<unsafe extern "C" fn(user: *mut c_void, done: u64, total: u64) -> c_int>,
+    /// A note for the user.
+    pub message: Option<unsafe extern "C" fn(user: *mut c_void, text: *const c_char)>,
+    /// Passed to both.
+    pub user: *mut c_void,
+}
+
+/// A program's monitor, and the token that its function cancels.
+struct Watch {
+    progress: Option<unsafe extern "C" fn(*mut c_void, u64, u64) -> c_int>,
+    message: Option<unsafe extern "C" fn(*mut c_void, *const c_char)>,
+    user: User,
+    cancel: CancelToken,
+}
+
+impl Watch {
+    fn new(monitor: Option<&vdkit_monitor>) -> Self {
+        let (progress, message, user) = monitor.map_or((None, None, std::ptr::null_mut()), |one| {
+            (one.progress, one.message, one.user)
+        });
+        Self { progress, message, user: User(user), cancel: CancelToken::default() }
+    }
+
+    fn monitor(&self) -> Monitor<'_> {
+        Monitor { cancel: self.cancel.clone(), progress: self }
+    }
+}
+
+impl Progress for Watch {
+    fn update(&self, done: u64, total: u64) {
+        if let Some(progress) = self.progress {
+            // SAFETY: the program's own function with its own pointer.
+            if unsafe { progress(self.user.0, done, total) } != 0 {
+                self.cancel.cancel();
+            }
+        }
+    }
+
+    fn message(&self, text: &str) {
+        if let Some(message) = self.message {
+            let text = CString::new(text).unwrap_or_default();
+            // SAFETY: as above; the string lives until it returns.
+            unsafe { message(self.user.0, text.as_ptr()) };
+        }
+    }
+}
+
+/// A report as JSON.
+pub(crate) fn json_of(report: &impl serde::Serialize) -> String {
+    // Only maps with keys that are no strings cannot be written, and no report has one.
+    serde_json::to_string(report).unwrap_or_default()
+}
+
+type Report<'a> = Option<&'a mut MaybeUninit<*mut c_char>>;
+
+fn put_report(place: Report<'_>, report: &impl serde::Serialize) {
+    border::put_if_asked(place, || border::new_text(&json_of(report)));
+}
+
+/// Options of a format by the text "key=value,...".
+fn format_options(format: &str, text: Option<&str>) -> Result<Options> {
+    Options::parse(format, vdkit::format(format)?.options(), text)
+}
+
+/// For vdkit_create(): an existing file is replaced.
+pub const VDKIT_CREATE_REPLACE: u32 = 1;
+
+/// Makes a new image. `size`: bytes of its disk; 0 takes those of the backing image. `options`: those
+/// of the format as "key=value,..." (as `vdkit create -o`), or NULL. `backing` with `backing_format`:
+/// the image that it stands on, as a name from its own folder; both may be NULL. Nothing is left behind
+/// after an error.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_create(
+    path: *const c_char,
+    format: *const c_char,
+    size: u64,
+    options: *const c_char,
+    backing: *const c_char,
+    backing_format: *const c_char,
+    flags: u32,
+) -> c_int {
+    call(|| {
+        // SAFETY: the header's promise.
+        let (path, format, options, backing, backing_format) = unsafe {
+            (
+                border::path(path, "path")?,
+                border::text(format, "format")?,
+                border::maybe_text(options)?,
+                border::maybe_text(backing)?,
+                border::maybe_text(backing_format)?,
+            )
+        };
+        let image = CreateOptions {
+            path,
+            driver: vdkit::format(format)?,
+            guest_bytes: (size > 0 || backing.is_none()).then_some(size),
+            options: format_options(format, options)?,
+            backing: backing.map(|name| NewBacking {
+                name: name.to_owned(),
+                format: backing_format.map(str::to_owned),
+                open: true,
+            }),
+            replace: flags & VDKIT_CREATE_REPLACE != 0,
+            refs: vdkit::RefPolicy::default(),
+        };
+        jobs::create(&vdkit::registry(), &image, &Monitor::default()).map(|_| ())
+    })
+}
+
+/// For vdkit_convert(): compress the new image's clusters.
+pub const VDKIT_CONVERT_COMPRESS: u32 = 1;
+/// For vdkit_convert(): read everything back and compare.
+pub const VDKIT_CONVERT_VERIFY: u32 = 2;
+/// For vdkit_convert(): write into an existing image, file or device, which keeps its format.
+pub const VDKIT_CONVERT_INTO: u32 = 4;
+
+/// Copies a disk into a new image of another format. The new image gets its name when it is complete;
+/// nothing is left behind after an error. `opening` is for the source. `target_format` may be NULL with
+/// VDKIT_CONVERT_INTO (it is found) and is required otherwise. `options`: those of the target's format
+/// as "key=value,...", or NULL. `report` may be NULL; its string is for vdkit_free().
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_convert(
+    source: *const c_char,
+    opening: Option<&vdkit_open_options>,
+    target: *const c_char,
+    target_format: *const c_char,
+    options: *const c_char,
+    flags: u32,
+    monitor: Option<&vdkit_monitor>,
+    report: Option<&mut MaybeUninit<*mut c_char>>,
+) -> c_int {
+    call(|| {
+        // SAFETY: the header's promise.
+        let source = unsafe { border::path(source, "source") }?;
+        let disk = Disk::open(&vdkit::registry(), source, &self::opening(opening))?;
+        // SAFETY: as above.
+        let target = unsafe { Target::new(target, target_format, options, flags) }?;
+        copy(disk, target, monitor, report)
+    })
+}
+
+/// As vdkit_convert(), from a disk that is open, whose bytes may be the program's own. It is taken
+/// over, also after an error: do not use or close it any more.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_convert_disk(
+    source: *mut vdkit_disk,
+    target: *const c_char,
+    target_format: *const c_char,
+    options: *const c_char,
+    flags: u32,
+    monitor: Option<&vdkit_monitor>,
+    report: Option<&mut MaybeUninit<*mut c_char>>,
+) -> c_int {
+    call(|| {
+        // SAFETY: the header's promise.
+        let source = given(unsafe { border::take(source) }, "source")?;
+        let disk =
+            Arc::into_inner(source.0).ok_or_else(|| misuse("a queue of this disk is not freed"))?;
+        // SAFETY: as above.
+        let target = unsafe { Target::new(target, target_format, options, flags) }?;
+        copy(disk, target, monitor, report)
+    })
+}
+
+/// Where a conversion goes.
+struct Target {
+    destination: Destination,
+    compress: Option<CompressionSpec>,
+    verify: bool,
+}
+
+impl Target {
+    /// # Safety
+    /// As [`border::maybe_text`], for each string.
+    unsafe fn new(
+        path: *const c_char,
+        format: *const c_char,
+        options: *const c_char,
+        flags: u32,
+    ) -> Result<Self> {
+        // SAFETY: the caller's promise.
+        let (path, format, options) = unsafe {
+            (
+                border::path(path, "target")?,
+                border::maybe_text(format)?,
+                border::maybe_text(options)?,
+            )
+        };
+        let destination = if flags & VDKIT_CONVERT_INTO != 0 {
+            Destination::Into {
+                path: path.to_owned(),
+                format: format.map(str::to_owned),
+                cache: None,
+                refs: vdkit::RefPolicy::default(),
+            }
+        } else {
+            let format = given(format, "target_format")?;
+            Destination::New(NewImage {
+                path: path.to_owned(),
+                format: format.to_owned(),
+                options: format_options(format, options)?,
+                backing: None,
+                cache: None,
+            })
+        };
+        let codec = match options {
+            Some(options) if options.contains("compression_type=zstd") => Codec::Zstd,
+            _ => Codec::Deflate,
+        };
+        let compress =
+            (flags & VDKIT_CONVERT_COMPRESS != 0).then_some(CompressionSpec { codec, level: None });
+        Ok(Self { destination, compress, verify: flags & VDKIT_CONVERT_VERIFY != 0 })
+    }
+}
+
+fn copy(
+    disk: Disk,
+    target: Target,
+    monitor: Option<&vdkit_monitor>,
+    report: Report<'_>,
+) -> Result<()> {
+    let options = ConvertOptions {
+        compress: target.compress,
+        verify: target.verify,
+        ..ConvertOptions::new(target.destination)
+    };
+    let watch = Watch::new(monitor);
+    let source = Source::new(vec![disk]);
+    let done = jobs::convert(&vdkit::registry(), &source, &options, &watch.monitor())?;
+    put_report(report, &done);
+    Ok(())
+}
+
+/// For vdkit_check(): only reports.
+pub const VDKIT_REPAIR_NOTHING: u32 = 0;
+/// For vdkit_check(): frees leaked space.
+pub const VDKIT_REPAIR_LEAKS: u32 = 1;
+/// For vdkit_check(): repairs all damage that can be repaired.
+pub const VDKIT_REPAIR_ALL: u32 = 2;
+
+/// Checks an image's metadata, and repairs it. `errors` gets the number of damages and of leaks that
+/// are left. A damaged image is a result and no error. `errors` and `report` may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_check(
+    path: *const c_char,
+    opening: Option<&vdkit_open_options>,
+    repair: u32,
+    monitor: Option<&vdkit_monitor>,
+    errors: Option<&mut MaybeUninit<u64>>,
+    report: Option<&mut MaybeUninit<*mut c_char>>,
+) -> c_int {
+    call(|| {
+        // SAFETY: the header's promise.
+        let path = unsafe { border::path(path, "path") }?;
+        let repair = match repair {
+            VDKIT_REPAIR_NOTHING => Repair::Nothing,
+            VDKIT_REPAIR_LEAKS => Repair::Leaks,
+            VDKIT_REPAIR_ALL => Repair::All,
+            other => return Err(misuse(format!("unknown repair {other}"))),
+        };
+        let watch = Watch::new(monitor);
+        let opening = self::opening(opening);
+        let checked = jobs::check(&vdkit::registry(), path, &opening, repair, &watch.monitor())?;
+        border::put_if_asked(errors, || {
+            checked.report.corruptions_left() + checked.report.leaks_left()
+        });
+        put_report(report, &checked.report);
+        Ok(())
+    })
+}
+
+/// For vdkit_compare(): disks of different sizes differ, also if the rest of the longer one is zero.
+pub const VDKIT_COMPARE_STRICT: u32 = 1;
+
+/// Compares what two disks hold. `equal` gets 1 or 0; `report` may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_compare(
+    a: Option<&vdkit_disk>,
+    b: Option<&vdkit_disk>,
+    flags: u32,
+    monitor: Option<&vdkit_monitor>,
+    equal: Option<&mut MaybeUninit<c_int>>,
+    report: Option<&mut MaybeUninit<*mut c_char>>,
+) -> c_int {
+    call(|| {
+        let (a, b) = (&given(a, "a")?.0, &given(b, "b")?.0);
+        let options = CompareOptions {
+            strict: flags & VDKIT_COMPARE_STRICT != 0,
+            ..CompareOptions::default()
+        };
+        let watch = Watch::new(monitor);
+        let compared = jobs::compare(a, b, &options, &watch.monitor())?;
+        put_report(report, &compared);
+        border::put(equal, compared.identical.into())
+    })
+}
+
+/// Tells how many bytes an image of a format would have with the data of this one: `required` now,
+/// `full` with every byte of the disk allocated. Both, and `options`, may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_measure(
+    path: *const c_char,
+    opening: Option<&vdkit_open_options>,
+    format: *const c_char,
+    options: *const c_char,
+    required: Option<&mut MaybeUninit<u64>>,
+    full: Option<&mut MaybeUninit<u64>>,
+) -> c_int {
+    call(|| {
+        // SAFETY: the header's promise.
+        let (path, format, options) = unsafe {
+            (
+                border::path(path, "path")?,
+                border::text(format, "format")?,
+                border::maybe_text(options)?,
+            )
+        };
+        let disk = Disk::open(&vdkit::registry(), path, &self::opening(opening))?;
+        let driver = vdkit::format(format)?;
+        let options = format_options(format, options)?;
+        let found = jobs::measure(&[disk], driver, &options, &Monitor::default())?;
+        border::put_if_asked(required, || found.required);
+        border::put_if_asked(full, || found.fully_allocated);
+        Ok(())
+    })
+}
+
+/// For vdkit_commit() and vdkit_rebase(): also if images or snapshots that depend on it are damaged.
+pub const VDKIT_FORCE: u32 = 1;
+/// For vdkit_rebase(): changes only the name in the header, so that the disk may change.
+pub const VDKIT_HEADER_ONLY: u32 = 2;
+
+/// Writes an overlay's data into the image that it stands on, or into `to`, a deeper one of its chain
+/// (NULL: the first). `flags`: VDKIT_FORCE, or 0. `report` may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_commit(
+    overlay: *const c_char,
+    opening: Option<&vdkit_open_options>,
+    to: *const c_char,
+    flags: u32,
+    monitor: Option<&vdkit_monitor>,
+    report: Option<&mut MaybeUninit<*mut c_char>>,
+) -> c_int {
+    call(|| {
+        // SAFETY: the header's promise.
+        let (overlay, to) = unsafe { (border::path(overlay, "overlay")?, border::maybe_text(to)?) };
+        let options = CommitOptions {
+            to: to.map(PathBuf::from),
+            force: flags & VDKIT_FORCE != 0,
+            ..CommitOptions::default()
+        };
+        let watch = Watch::new(monitor);
+        let opening = OpenOptions { writable: true, ..self::opening(opening) };
+        let registry = vdkit::registry();
+        let done = jobs::commit(&registry, overlay, &opening, &options, &watch.monitor())?;
+        put_report(report, &done);
+        Ok(())
+    })
+}
+
+/// Puts an overlay on another image, and keeps what its disk holds. `backing`: as a name from the
+/// overlay's folder; NULL makes it stand alone. `flags`: VDKIT_FORCE, VDKIT_HEADER_ONLY. `report` may
+/// be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_rebase(
+    overlay: *const c_char,
+    opening: Option<&vdkit_open_options>,
+    backing: *const c_char,
+    backing_format: *const c_char,
+    flags: u32,
+    monitor: Option<&vdkit_monitor>,
+    report: Option<&mut MaybeUninit<*mut c_char>>,
+) -> c_int {
+    call(|| {
+        // SAFETY: the header's promise.
+        let (overlay, backing, format) = unsafe {
+            (
+                border::path(overlay, "overlay")?,
+                border::maybe_text(backing)?,
+                border::maybe_text(backing_format)?,
+            )
+        };
+        let options = RebaseOptions {
+            backing: backing.map(|name| NewBacking {
+                name: name.to_owned(),
+                format: format.map(str::to_owned),
+                open: flags & VDKIT_HEADER_ONLY == 0,
+            }),
+            header_only: flags & VDKIT_HEADER_ONLY != 0,
+            force: flags & VDKIT_FORCE != 0,
+            ..RebaseOptions::default()
+        };
+        let watch = Watch::new(monitor);
+        let opening = OpenOptions { writable: true, ..self::opening(opening) };
+        let registry = vdkit::registry();
+        let done = jobs::rebase(&registry, overlay, &opening, &options, &watch.monitor())?;
+        put_report(report, &done);
+        Ok(())
+    })
+}
+
+/// For vdkit_snapshot(): takes one.
+pub const VDKIT_SNAPSHOT_CREATE: u32 = 0;
+/// For vdkit_snapshot(): takes the disk back to it.
+pub const VDKIT_SNAPSHOT_APPLY: u32 = 1;
+/// For vdkit_snapshot(): deletes it.
+pub const VDKIT_SNAPSHOT_DELETE: u32 = 2;
+
+/// Takes, applies or deletes an internal snapshot of a disk that is open for writing; durable on
+/// return. `name` is a name, or an id for the latter two.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_snapshot(
+    disk: Option<&vdkit_disk>,
+    action: u32,
+    name: *const c_char,
+) -> c_int {
+    call(|| {
+        // SAFETY: the header's promise.
+        let name = unsafe { border::text(name, "name") }?.to_owned();
+        let action = match action {
+            VDKIT_SNAPSHOT_CREATE => SnapshotAction::Create(name),
+            VDKIT_SNAPSHOT_APPLY => SnapshotAction::Apply(name),
+            VDKIT_SNAPSHOT_DELETE => SnapshotAction::Delete(name),
+            other => return Err(misuse(format!("unknown action {other}"))),
+        };
+        let disk = &given(disk, "disk")?.0;
+        jobs::snapshot(disk, &action, &Monitor::default()).map(|_| ())
+    })
+}
+
+/// The internal snapshots of a disk as JSON, a string for vdkit_free().
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_snapshots(
+    disk: Option<&vdkit_disk>,
+    json: Option<&mut MaybeUninit<*mut c_char>>,
+) -> c_int {
+    call(|| {
+        let all = jobs::snapshots(&given(disk, "disk")?.0)?;
+        border::put(json, border::new_text(&json_of(&all)))
+    })
+}
+
+/// For vdkit_bitmap(): adds one that records from now on.
+pub const VDKIT_BITMAP_ADD: u32 = 0;
+/// For vdkit_bitmap(): removes it.
+pub const VDKIT_BITMAP_REMOVE: u32 = 1;
+/// For vdkit_bitmap(): clears it.
+pub const VDKIT_BITMAP_CLEAR: u32 = 2;
+/// For vdkit_bitmap(): records from now on.
+pub const VDKIT_BITMAP_ENABLE: u32 = 3;
+/// For vdkit_bitmap(): records no more.
+pub const VDKIT_BITMAP_DISABLE: u32 = 4;
+
+/// Changes a dirty bitmap of a disk that is open for writing; durable on return. `granularity`: bytes
+/// of the disk for each bit of a new one, a power of two; 0 takes the format's own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_bitmap(
+    disk: Option<&vdkit_disk>,
+    action: u32,
+    name: *const c_char,
+    granularity: u64,
+) -> c_int {
+    call(|| {
+        // SAFETY: the header's promise.
+        let name = unsafe { border::text(name, "name") }?;
+        let bitmaps = jobs::bitmaps(&given(disk, "disk")?.0)?;
+        let granularity = (granularity > 0).then_some(granularity);
+        match action {
+            VDKIT_BITMAP_ADD => bitmaps.add(&NewBitmap { name, granularity, enabled: true }),
+            VDKIT_BITMAP_REMOVE => bitmaps.remove(name),
+            VDKIT_BITMAP_CLEAR => bitmaps.clear(name),
+            VDKIT_BITMAP_ENABLE => bitmaps.set_enabled(name, true),
+            VDKIT_BITMAP_DISABLE => bitmaps.set_enabled(name, false),
+            other => Err(misuse(format!("unknown action {other}"))),
+        }
+    })
+}
+
+/// Makes an image smaller on the host, in place. `report` may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_compact(
+    path: *const c_char,
+    opening: Option<&vdkit_open_options>,
+    monitor: Option<&vdkit_monitor>,
+    report: Option<&mut MaybeUninit<*mut c_char>>,
+) -> c_int {
+    call(|| {
+        // SAFETY: the header's promise.
+        let path = unsafe { border::path(path, "path") }?;
+        let (watch, opening) = (Watch::new(monitor), self::opening(opening));
+        let how = vdkit::CompactOptions { zero_scan: false };
+        let done = jobs::compact(&vdkit::registry(), path, &opening, how, &watch.monitor())?;
+        put_report(report, &done.report);
+        Ok(())
+    })
+}
+
+/// vdkit_inspect(): nothing speaks against the image.
+pub const VDKIT_ACCEPT: c_int = 0;
+/// vdkit_inspect(): do not use it.
+pub const VDKIT_REFUSE: c_int = 1;
+/// vdkit_inspect(): it could not be judged, so do not use it.
+pub const VDKIT_UNKNOWN: c_int = 2;
+
+/// For vdkit_inspect(): findings that only warn refuse the image too.
+pub const VDKIT_INSPECT_STRICT: u32 = 1;
+
+/// Judges an image from a stranger without opening what it names: reads little, within limits of time
+/// and memory. `format`: what it must be, or NULL. `verdict` gets VDKIT_ACCEPT, VDKIT_REFUSE
+/// or VDKIT_UNKNOWN; a bad image is a result and no error. `report` may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_inspect(
+    path: *const c_char,
+    format: *const c_char,
+    flags: u32,
+    verdict: Option<&mut MaybeUninit<c_int>>,
+    report: Option<&mut MaybeUninit<*mut c_char>>,
+) -> c_int {
+    call(|| {
+        // SAFETY: the header's promise.
+        let (path, format) = unsafe { (border::path(path, "path")?, border::maybe_text(format)?) };
+        let storage = vdkit::registry().open_storage(path, &FileOptions::read_only())?;
+        let options = InspectOptions {
+            format: format.map(str::to_owned),
+            strict: flags & VDKIT_INSPECT_STRICT != 0,
+            ..InspectOptions::default()
+        };
+        let found = inspect(storage, &options)?;
+        put_report(report, &found);
+        let code = match found.verdict {
+            Verdict::Accept => VDKIT_ACCEPT,
+            Verdict::Refuse => VDKIT_REFUSE,
+            Verdict::Unknown => VDKIT_UNKNOWN,
+        };
+        border::put(verdict, code)
+    })
+}

@@ -1,0 +1,27 @@
+//! libvdkit: the facade as a C library. The header `include/vdkit.h` is made from these sources
+//! (`make c-header`), so the comments here are written for C programmers.
+//!
+//! ```text
+//!   border   raw pointers to Rust values, and results to codes: what the functions share
+//!   error    the last error of each thread
+//!   options  how images are opened
+//!   storage  images whose bytes the program itself reads and writes
+//!   disk     an open disk: reads, writes, extents
+//!   queue    requests in the background, with an event descriptor
+//!   jobs     create, convert, check and the other long work
+//!   server   a disk for NBD clients
+//! ```
+//!
+//! Each function is `unsafe` for one reason: its pointers must be as the header says.
+
+#![allow(non_camel_case_types)] // The names are those of C.
+#![allow(clippy::missing_safety_doc)] // Said once, above and at the head of the header.
+
+mod border;
+pub mod disk;
+pub mod error;
+pub mod jobs;
+pub mod options;
+pub mod queue;
+pub mod server;
+pub mod storage;

@@ -1,0 +1,524 @@
+/* Every function of the library, called from C: good calls, bad ones, faults in callbacks, 8 threads.
+ * Run in an empty folder; prints a line for what does not hold. */
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <vdkit.h>
+
+static int bad;
+
+#define CHECK(what)                                                                        \
+    do {                                                                                   \
+        if (!(what)) {                                                                     \
+            printf("line %d: %s: %s\n", __LINE__, #what, vdkit_error_message());           \
+            bad = 1;                                                                       \
+        }                                                                                  \
+    } while (0)
+#define OK(call) CHECK((call) == 0)
+#define MIB (1 << 20)
+
+static vdkit_open_options *writing(const char *format)
+{
+    vdkit_open_options *options = NULL;
+
+    OK(vdkit_open_options_new(&options));
+    OK(vdkit_open_options_writable(options, 1));
+    OK(vdkit_open_options_format(options, format));
+    return options;
+}
+
+static void errors(void)
+{
+    vdkit_disk *disk = NULL;
+    char *json = NULL;
+    FILE *file;
+
+    CHECK(vdkit_open("missing.qcow2", NULL, &disk) == VDKIT_E_FAILED);
+    CHECK(disk == NULL);
+    CHECK(vdkit_error_code() == VDKIT_E_FAILED);
+    CHECK(strcmp(vdkit_error_file(), "missing.qcow2") == 0);
+    CHECK(strstr(vdkit_error_message(), "No such file") != NULL);
+    CHECK(vdkit_error_offset() == -1);
+    CHECK(vdkit_open(NULL, NULL, &disk) == VDKIT_E_USAGE);
+    CHECK(vdkit_open("missing.qcow2", NULL, NULL) < 0);
+    CHECK(vdkit_pread(NULL, &json, 1, 0) == VDKIT_E_USAGE);
+    CHECK(vdkit_size(NULL) == 0);
+    OK(vdkit_close(NULL));
+    vdkit_free(NULL);
+    vdkit_open_options_free(NULL);
+    vdkit_queue_free(NULL);
+    OK(vdkit_server_stop(NULL, 0));
+    CHECK(vdkit_create("x.qcow2", "nonsense", MIB, NULL, NULL, NULL, 0) == VDKIT_E_USAGE);
+    CHECK(vdkit_create("x.qcow2", "qcow2", MIB, "nonsense=1", NULL, NULL, 0) == VDKIT_E_USAGE);
+
+    /* A damaged header: the kind, the file, the offset. */
+    OK(vdkit_create("damaged.qcow2", "qcow2", MIB, NULL, NULL, NULL, 0));
+    file = fopen("damaged.qcow2", "r+b");
+    fseek(file, 20, SEEK_SET);
+    fwrite("\0\0\0\1", 1, 4, file); /* clusters of two bytes */
+    fclose(file);
+    CHECK(vdkit_open("damaged.qcow2", NULL, &disk) == VDKIT_E_CORRUPT);
+    CHECK(vdkit_error_offset() == 20);
+    CHECK(strcmp(vdkit_error_file(), "damaged.qcow2") == 0);
+
+    /* A policy for references. */
+    OK(vdkit_create("base.qcow2", "qcow2", MIB, NULL, NULL, NULL, 0));
+    OK(vdkit_create("top.qcow2", "qcow2", 0, NULL, "base.qcow2", "qcow2", 0));
+    vdkit_open_options *options;
+    OK(vdkit_open_options_new(&options));
+    OK(vdkit_open_options_references(options, "nothing"));
+    CHECK(vdkit_open("top.qcow2", options, &disk) == VDKIT_E_REFUSED);
+    CHECK(vdkit_error_hint() != NULL);
+    CHECK(vdkit_open_options_references(options, "nonsense") == VDKIT_E_USAGE);
+    vdkit_open_options_free(options);
+    OK(vdkit_info("top.qcow2", NULL, &json));
+    CHECK(strstr(json, "\"base.qcow2\"") != NULL);
+    CHECK(vdkit_error_code() == 0);
+    vdkit_free(json);
+}
+
+static int asked;
+
+static int decide(void *user, const char *file, const char *target)
+{
+    CHECK(strcmp(file, "top.qcow2") == 0 && strcmp(target, "base.qcow2") == 0);
+    asked++;
+    return *(int *)user;
+}
+
+static void judge(void)
+{
+    vdkit_open_options *options;
+    vdkit_disk *disk;
+    int answer = 0;
+
+    OK(vdkit_open_options_new(&options));
+    OK(vdkit_open_options_ask(options, decide, &answer));
+    CHECK(vdkit_open("top.qcow2", options, &disk) == VDKIT_E_REFUSED);
+    answer = 1;
+    OK(vdkit_open("top.qcow2", options, &disk));
+    CHECK(asked == 2);
+    OK(vdkit_close(disk));
+    vdkit_open_options_free(options);
+}
+
+static int count_extents(void *user, const vdkit_extent *extent)
+{
+    CHECK(extent->length > 0);
+    return ++*(int *)user == 2;
+}
+
+static void reading_and_writing(void)
+{
+    vdkit_open_options *options = writing("qcow2");
+    vdkit_disk *disk = NULL;
+    char buf[4096], *json = NULL;
+    struct iovec pieces[2] = { { buf, 100 }, { buf + 200, 412 } };
+    int extents = 0;
+
+    OK(vdkit_create("a.qcow2", "qcow2", 4 * MIB, "cluster_size=4K", NULL, NULL, 0));
+    CHECK(vdkit_create("a.qcow2", "qcow2", MIB, NULL, NULL, NULL, 0) < 0);
+    OK(vdkit_open("a.qcow2", options, &disk));
+    CHECK(vdkit_size(disk) == 4 * MIB && vdkit_is_writable(disk));
+    memset(buf, 7, sizeof buf);
+    OK(vdkit_pwrite(disk, buf, sizeof buf, 8192));
+    OK(vdkit_pwritev(disk, (vdkit_iovec *)pieces, 2, MIB));
+    OK(vdkit_flush(disk));
+    memset(buf, 1, sizeof buf);
+    OK(vdkit_pread(disk, buf, sizeof buf, 8192 - 1));
+    CHECK(buf[0] == 0 && buf[1] == 7 && buf[4095] == 7);
+    OK(vdkit_preadv(disk, (vdkit_iovec *)pieces, 2, MIB));
+    CHECK(buf[99] == 7 && buf[200] == 7);
+    CHECK(vdkit_pread(disk, buf, 2, 4 * MIB - 1) < 0);
+    CHECK(vdkit_pwrite(disk, NULL, 5, 0) == VDKIT_E_USAGE);
+    CHECK(vdkit_preadv(disk, NULL, -1, 0) == VDKIT_E_USAGE);
+    OK(vdkit_pread(disk, NULL, 0, 0));
+    OK(vdkit_write_zeroes(disk, 4096, 8192, VDKIT_MAY_UNMAP));
+    OK(vdkit_pread(disk, buf, 1, 8192));
+    CHECK(buf[0] == 0);
+    OK(vdkit_discard(disk, MIB, 2 * MIB));
+    CHECK(vdkit_extents(disk, 4 * MIB, 0, count_extents, &extents) == VDKIT_E_INTERRUPTED);
+    CHECK(extents == 2);
+    CHECK(vdkit_resize(disk, MIB, 0) == VDKIT_E_USAGE);
+    OK(vdkit_resize(disk, 5 * MIB, 0));
+    OK(vdkit_resize(disk, 4 * MIB, VDKIT_SHRINK));
+    OK(vdkit_snapshot(disk, VDKIT_SNAPSHOT_CREATE, "one"));
+    OK(vdkit_pwrite(disk, "x", 1, 0));
+    OK(vdkit_snapshots(disk, &json));
+    CHECK(strstr(json, "\"one\"") != NULL);
+    vdkit_free(json);
+    OK(vdkit_snapshot(disk, VDKIT_SNAPSHOT_APPLY, "one"));
+    OK(vdkit_pread(disk, buf, 1, 0));
+    CHECK(buf[0] == 0);
+    OK(vdkit_snapshot(disk, VDKIT_SNAPSHOT_DELETE, "one"));
+    CHECK(vdkit_snapshot(disk, VDKIT_SNAPSHOT_DELETE, "one") < 0);
+    CHECK(vdkit_snapshot(disk, 77, "one") == VDKIT_E_USAGE);
+    OK(vdkit_bitmap(disk, VDKIT_BITMAP_ADD, "b", 65536));
+    OK(vdkit_bitmap(disk, VDKIT_BITMAP_DISABLE, "b", 0));
+    OK(vdkit_bitmap(disk, VDKIT_BITMAP_ENABLE, "b", 0));
+    OK(vdkit_bitmap(disk, VDKIT_BITMAP_CLEAR, "b", 0));
+    OK(vdkit_bitmap(disk, VDKIT_BITMAP_REMOVE, "b", 0));
+    OK(vdkit_close(disk));
+
+    /* By a descriptor, and through a raw file. */
+    int fd = open("a.qcow2", O_RDWR);
+    OK(vdkit_open_fd(fd, "my image", options, &disk));
+    close(fd);
+    OK(vdkit_pwrite(disk, "fd", 2, 0));
+    OK(vdkit_close(disk));
+    CHECK(vdkit_open_fd(-1, "no image", options, &disk) == VDKIT_E_USAGE);
+    vdkit_open_options_free(options);
+}
+
+struct storage {
+    char bytes[2 * MIB];
+    int64_t len;
+    int fail_after, freed; /* calls until they fail; -1 for never */
+    pthread_mutex_t lock;
+};
+
+static int faulty(struct storage *s)
+{
+    return s->fail_after >= 0 && s->fail_after-- == 0 ? (s->fail_after = 0, 1) : 0;
+}
+
+static int64_t s_size(void *user)
+{
+    return ((struct storage *)user)->len;
+}
+
+static int64_t s_pread(void *user, void *buf, size_t len, uint64_t offset)
+{
+    struct storage *s = user;
+    int64_t got = -EIO;
+
+    pthread_mutex_lock(&s->lock);
+    if (!faulty(s)) {
+        got = (int64_t)offset >= s->len ? 0 : s->len - (int64_t)offset;
+        got = got > (int64_t)len ? (int64_t)len : got;
+        memcpy(buf, s->bytes + offset, (size_t)got);
+        if (got > 1)
+            got = (got + 1) / 2; /* short reads are allowed */
+    }
+    pthread_mutex_unlock(&s->lock);
+    return got;
+}
+
+static int s_pwrite(void *user, const void *buf, size_t len, uint64_t offset)
+{
+    struct storage *s = user;
+    int result = -ENOSPC;
+
+    pthread_mutex_lock(&s->lock);
+    if (!faulty(s) && offset + len <= sizeof s->bytes) {
+        memcpy(s->bytes + offset, buf, len);
+        if ((int64_t)(offset + len) > s->len)
+            s->len = (int64_t)(offset + len);
+        result = 0;
+    }
+    pthread_mutex_unlock(&s->lock);
+    return result;
+}
+
+static int s_set_size(void *user, uint64_t size)
+{
+    struct storage *s = user;
+
+    if (faulty(s) || size > sizeof s->bytes)
+        return -ENOSPC;
+    if ((int64_t)size < s->len)
+        memset(s->bytes + size, 0, (size_t)(s->len - (int64_t)size));
+    s->len = (int64_t)size;
+    return 0;
+}
+
+static int s_sync(void *user)
+{
+    return faulty(user) ? -EIO : 0;
+}
+
+static void s_free(void *user)
+{
+    ((struct storage *)user)->freed++;
+}
+
+static const vdkit_storage_ops ops = {
+    .struct_size = sizeof ops, .size = s_size, .pread = s_pread, .pwrite = s_pwrite,
+    .sync = s_sync, .set_size = s_set_size, .free = s_free,
+};
+
+static void load(struct storage *s, const char *path)
+{
+    FILE *file = fopen(path, "rb");
+
+    s->len = (int64_t)fread(s->bytes, 1, sizeof s->bytes, file);
+    fclose(file);
+    s->fail_after = -1;
+    s->freed = 0;
+}
+
+/* A fault at each callback in turn: an error comes back, and everything is freed. */
+static void callbacks(void)
+{
+    static struct storage s;
+    vdkit_open_options *options = writing("qcow2");
+    vdkit_disk *disk = NULL;
+    char buf[512];
+    int done = 0;
+
+    pthread_mutex_init(&s.lock, NULL);
+    OK(vdkit_create("small.qcow2", "qcow2", MIB, "cluster_size=4K", NULL, NULL, 0));
+    for (int fault = 0; !done && fault < 500; fault++) {
+        int result;
+
+        load(&s, "small.qcow2");
+        s.fail_after = fault;
+        result = vdkit_open_storage(&ops, &s, "memory", options, &disk);
+        if (result == 0) {
+            memset(buf, 9, sizeof buf);
+            result = vdkit_pwrite(disk, buf, sizeof buf, 4096 * 3 + 512);
+            if (result == 0)
+                result = vdkit_flush(disk);
+            int closed = vdkit_close(disk);
+            result = result ? result : closed;
+        }
+        CHECK(s.freed == 1);
+        done = result == 0 && s.fail_after > 0;
+        CHECK(done || result < 0 || s.fail_after == 0);
+    }
+    CHECK(done);
+    s.fail_after = -1;
+    OK(vdkit_open_storage(&ops, &s, "memory", NULL, &disk));
+    OK(vdkit_pread(disk, buf, 512, 4096 * 3 + 512));
+    CHECK(buf[0] == 9 && buf[511] == 9);
+    OK(vdkit_convert_disk(disk, "out.raw", "raw", NULL, 0, NULL, NULL));
+    CHECK(s.freed == 2);
+
+    vdkit_storage_ops wrong = ops;
+    wrong.struct_size = 0;
+    CHECK(vdkit_open_storage(&wrong, &s, "memory", NULL, &disk) == VDKIT_E_USAGE);
+    wrong = (vdkit_storage_ops){ .struct_size = sizeof wrong, .free = s_free };
+    CHECK(vdkit_open_storage(&wrong, &s, "memory", NULL, &disk) == VDKIT_E_USAGE);
+    CHECK(vdkit_open_storage(NULL, &s, "memory", NULL, &disk) == VDKIT_E_USAGE);
+    vdkit_open_options_free(options);
+}
+
+static vdkit_disk *shared;
+
+static void *client(void *number)
+{
+    char buf[512], back[512];
+    int id = (int)(intptr_t)number;
+
+    for (int i = 0; i < 64; i++) {
+        uint64_t at = (uint64_t)(id * 64 + i) * 4096;
+
+        memset(buf, id + 1, sizeof buf);
+        OK(vdkit_pwrite(shared, buf, sizeof buf, at));
+        OK(vdkit_pread(shared, back, sizeof back, at));
+        CHECK(memcmp(buf, back, sizeof buf) == 0);
+        CHECK(vdkit_pread(shared, back, 1, 1ull << 40) < 0); /* each thread has an error of its own */
+        CHECK(vdkit_error_code() != 0);
+        if (i % 16 == 0)
+            OK(vdkit_flush(shared));
+    }
+    return NULL;
+}
+
+static void threads(void)
+{
+    vdkit_open_options *options = writing("qcow2");
+    pthread_t all[8];
+
+    OK(vdkit_create("threads.qcow2", "qcow2", 4 * MIB, NULL, NULL, NULL, 0));
+    OK(vdkit_open("threads.qcow2", options, &shared));
+    for (int i = 0; i < 8; i++)
+        pthread_create(&all[i], NULL, client, (void *)(intptr_t)i);
+    for (int i = 0; i < 8; i++)
+        pthread_join(all[i], NULL);
+    OK(vdkit_close(shared));
+    vdkit_open_options_free(options);
+}
+
+static void queue(void)
+{
+    static char buf[64][512];
+    vdkit_open_options *options = writing("qcow2");
+    vdkit_completion done[64];
+    vdkit_queue *queue = NULL;
+    vdkit_disk *disk = NULL;
+    int reaped = 0;
+
+    OK(vdkit_create("queue.qcow2", "qcow2", 4 * MIB, NULL, NULL, NULL, 0));
+    OK(vdkit_open("queue.qcow2", options, &disk));
+    OK(vdkit_queue_new(disk, 4, &queue));
+    CHECK(vdkit_queue_new(disk, -1, &queue) == VDKIT_E_USAGE);
+    struct pollfd event = { .fd = vdkit_queue_fd(queue), .events = POLLIN };
+    CHECK(poll(&event, 1, 0) == 0);
+    CHECK(vdkit_queue_reap(queue, done, 64, -1) == 0); /* nothing is open */
+    for (int i = 0; i < 64; i++) {
+        memset(buf[i], i, 512);
+        OK(vdkit_queue_pwrite(queue, buf[i], 512, (uint64_t)i * 65536, (uint64_t)i));
+    }
+    while (reaped < 64) {
+        CHECK(poll(&event, 1, 10000) == 1);
+        int got = vdkit_queue_reap(queue, done, 10, 0);
+        CHECK(got > 0);
+        for (int i = 0; i < got; i++)
+            CHECK(done[i].result == 0 && done[i].cookie < 64);
+        reaped += got > 0 ? got : 64;
+    }
+    CHECK(vdkit_queue_open(queue) == 0);
+    CHECK(poll(&event, 1, 0) == 0);
+    OK(vdkit_queue_flush(queue, 100));
+    CHECK(vdkit_queue_reap(queue, done, 64, 10000) == 1 && done[0].cookie == 100);
+    OK(vdkit_queue_pread(queue, buf[0], 512, 63 * 65536, 101));
+    OK(vdkit_queue_pread(queue, buf[1], 512, 1ull << 40, 102)); /* beyond the end */
+    for (reaped = 0; reaped < 2;) {
+        CHECK(vdkit_queue_reap(queue, done, 1, -1) == 1);
+        CHECK((done[0].cookie == 102) == (done[0].result < 0));
+        reaped++;
+    }
+    CHECK(buf[0][0] == 63);
+    OK(vdkit_queue_write_zeroes(queue, 65536, 0, VDKIT_MAY_UNMAP, 1));
+    OK(vdkit_queue_discard(queue, 65536, 65536, 2));
+    vdkit_queue_free(queue); /* waits for both */
+    OK(vdkit_pread(disk, buf[0], 512, 0));
+    CHECK(buf[0][0] == 0);
+    OK(vdkit_close(disk));
+    vdkit_open_options_free(options);
+}
+
+static int updates;
+
+static int count_updates(void *user, uint64_t done, uint64_t total)
+{
+    CHECK(done <= total);
+    __atomic_add_fetch(&updates, 1, __ATOMIC_RELAXED);
+    return *(int *)user;
+}
+
+static void jobs(void)
+{
+    int stop = 0, equal = -1, verdict = -1;
+    vdkit_monitor monitor = { .progress = count_updates, .user = &stop };
+    uint64_t errors = 99, required = 0, full = 0;
+    vdkit_disk *a = NULL, *b = NULL;
+    char *report = NULL;
+
+    OK(vdkit_convert("threads.qcow2", NULL, "copy.vmdk", "vmdk", NULL, VDKIT_CONVERT_VERIFY, &monitor,
+                     &report));
+    CHECK(updates > 0 && strstr(report, "virtual-size") != NULL);
+    vdkit_free(report);
+    OK(vdkit_convert("threads.qcow2", NULL, "packed.qcow2", "qcow2", "compression_type=zstd",
+                     VDKIT_CONVERT_COMPRESS, NULL, NULL));
+    OK(vdkit_create("into.qcow2", "qcow2", 4 * MIB, NULL, NULL, NULL, 0));
+    OK(vdkit_convert("threads.qcow2", NULL, "into.qcow2", NULL, NULL, VDKIT_CONVERT_INTO, NULL, NULL));
+    stop = 1;
+    CHECK(vdkit_convert("threads.qcow2", NULL, "never.raw", "raw", NULL, 0, &monitor, NULL) ==
+          VDKIT_E_INTERRUPTED);
+    CHECK(access("never.raw", F_OK) != 0);
+    OK(vdkit_open("threads.qcow2", NULL, &a));
+    for (const char **name = (const char *[]){ "copy.vmdk", "packed.qcow2", "into.qcow2", NULL }; *name;
+         name++) {
+        OK(vdkit_open(*name, NULL, &b));
+        OK(vdkit_compare(a, b, 0, NULL, &equal, NULL));
+        CHECK(equal == 1);
+        OK(vdkit_close(b));
+    }
+    OK(vdkit_open("base.qcow2", NULL, &b));
+    OK(vdkit_compare(a, b, VDKIT_COMPARE_STRICT, NULL, &equal, &report));
+    CHECK(equal == 0);
+    vdkit_free(report);
+    OK(vdkit_close(b));
+    OK(vdkit_close(a));
+    OK(vdkit_check("threads.qcow2", NULL, VDKIT_REPAIR_NOTHING, NULL, &errors, &report));
+    CHECK(errors == 0 && strstr(report, "corruptions") != NULL);
+    vdkit_free(report);
+    CHECK(vdkit_check("threads.qcow2", NULL, 9, NULL, NULL, NULL) == VDKIT_E_USAGE);
+    OK(vdkit_measure("threads.qcow2", NULL, "qcow2", NULL, &required, &full));
+    CHECK(required > 0 && full > required);
+    OK(vdkit_compact("into.qcow2", NULL, NULL, NULL));
+    OK(vdkit_inspect("threads.qcow2", "qcow2", 0, &verdict, &report));
+    CHECK(verdict == VDKIT_ACCEPT);
+    vdkit_free(report);
+    OK(vdkit_inspect("threads.qcow2", "vmdk", VDKIT_INSPECT_STRICT, &verdict, NULL));
+    CHECK(verdict == VDKIT_REFUSE);
+
+    vdkit_open_options *options = writing("qcow2");
+    OK(vdkit_open("top.qcow2", options, &a));
+    OK(vdkit_pwrite(a, "top", 3, 0));
+    OK(vdkit_close(a));
+    vdkit_open_options_free(options);
+    OK(vdkit_rebase("top.qcow2", NULL, NULL, NULL, 0, NULL, NULL));
+    OK(vdkit_rebase("top.qcow2", NULL, "base.qcow2", "qcow2", 0, NULL, &report));
+    vdkit_free(report);
+    OK(vdkit_commit("top.qcow2", NULL, NULL, 0, NULL, &report));
+    vdkit_free(report);
+    char buf[3];
+    OK(vdkit_open("base.qcow2", NULL, &a));
+    OK(vdkit_pread(a, buf, 3, 0));
+    CHECK(memcmp(buf, "top", 3) == 0);
+    OK(vdkit_close(a));
+}
+
+static void serving(void)
+{
+    vdkit_server *server = NULL;
+    vdkit_disk *disk = NULL, *remote = NULL;
+    char buf[3];
+
+    OK(vdkit_open("base.qcow2", NULL, &disk));
+    OK(vdkit_serve_nbd(disk, "unix:nbd.sock", NULL, VDKIT_SERVE_READ_ONLY, &server));
+    OK(vdkit_open(vdkit_server_uri(server), NULL, &remote));
+    CHECK(vdkit_server_clients(server) > 0);
+    OK(vdkit_pread(remote, buf, 3, 0));
+    CHECK(memcmp(buf, "top", 3) == 0);
+    OK(vdkit_close(remote));
+    OK(vdkit_server_stop(server, 1000));
+    OK(vdkit_open("base.qcow2", NULL, &disk));
+    CHECK(vdkit_serve_nbd(disk, "nonsense", NULL, 0, &server) == VDKIT_E_USAGE);
+}
+
+/* A child of fork() may use what it opens itself. */
+static void forked(void)
+{
+    pid_t child = fork();
+    int status = -1;
+
+    if (child == 0) {
+        vdkit_disk *disk;
+        _exit(vdkit_open("base.qcow2", NULL, &disk) == 0 && vdkit_close(disk) == 0 ? 0 : 1);
+    }
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+}
+
+int main(int argc, char **argv)
+{
+    char *formats = vdkit_formats();
+
+    CHECK(VDKIT_API_VERSION == 1 && strlen(vdkit_version()) > 2);
+    CHECK(strstr(formats, "qcow2") != NULL);
+    vdkit_free(formats);
+    errors();
+    judge();
+    reading_and_writing();
+    callbacks();
+    threads();
+    queue();
+    jobs();
+    serving();
+    (void)argv;
+    if (argc == 1) /* valgrind calls what other threads held lost, in a child */
+        forked();
+    if (!bad)
+        puts("all good");
+    return bad;
+}
