@@ -35,7 +35,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
     ),
     ("serve", &[&["vdkit-serve"], &["vdkit-nbd", "vdkit-vhost", "vdkit-fuse"]]),
     ("vdkit", &[&["vdkit"]]),
-    ("bindings", &[&["vdkit-c"]]),
+    ("bindings", &[&["vdkit-c", "vdkit-python"]]),
     ("apps", &[&["vdkit-lab", "vdkit-qemu"], &["vdkit-cli"]]),
 ];
 

@@ -1,0 +1,478 @@
+"""Disk images (qcow2, raw, VMDK, VHD, VHDX, VDI and others): read, write, convert, check, serve.
+
+>>> import vdkit
+>>> vdkit.create("first.qcow2", "qcow2", 1 << 20)
+1048576
+>>> with vdkit.open("first.qcow2", writable=True) as disk:
+...     disk.write(512, b"hello")
+...     disk[512:517]
+b'hello'
+>>> vdkit.convert("first.qcow2", "second.vmdk", "vmdk").virtual_size
+1048576
+
+Images are untrusted: opening one follows references only within its own folder, unless ``folders`` allows
+others. Errors are those of :mod:`vdkit.errors`. Functions that may wait release the interpreter's lock;
+Ctrl-C ends a job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import tempfile
+from typing import Any, BinaryIO, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Union
+
+from . import _vdkit, errors
+from ._reports import (
+    Checked,
+    Compared,
+    Converted,
+    Extent,
+    Extents,
+    Info,
+    Measured,
+    Verdict,
+)
+from ._vdkit import __version__
+from .errors import Error
+
+__all__ = [
+    "Checked",
+    "Compared",
+    "Converted",
+    "Disk",
+    "Error",
+    "Extent",
+    "Extents",
+    "Info",
+    "Measured",
+    "RawDisk",
+    "Verdict",
+    "check",
+    "commit",
+    "compare",
+    "convert",
+    "create",
+    "errors",
+    "formats",
+    "info",
+    "inspect",
+    "measure",
+    "open",
+    "rebase",
+    "serve",
+]
+
+Path = Union[str, "os.PathLike[str]"]
+Options = Dict[str, Any]
+Progress = Callable[[int, int], Any]
+Source = Union[Path, "Disk", BinaryIO]
+
+# Extents that are asked for at a time.
+_EXTENTS = 1 << 20
+
+
+def _opening(
+    writable: bool = False,
+    format: Optional[str] = None,
+    cache: Optional[str] = None,
+    snapshot: Optional[str] = None,
+    backing: Union[Path, None, bool] = None,
+    keys: Sequence[Union[bytes, str]] = (),
+    folders: Optional[Sequence[Path]] = None,
+    lock: bool = True,
+) -> Dict[str, Any]:
+    return {
+        "writable": writable,
+        "format": format,
+        "cache": cache,
+        "snapshot": snapshot,
+        "backing": None if backing is None or isinstance(backing, bool) else os.fspath(backing),
+        "alone": backing is False,
+        "keys": [list(key.encode() if isinstance(key, str) else key) for key in keys],
+        "folders": None if folders is None else [os.fspath(folder) for folder in folders],
+        "lock": lock,
+    }
+
+
+def _pairs(options: Optional[Options]) -> List[str]:
+    def text(value: Any) -> str:
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        return str(value).replace(",", ",,")
+
+    return [f"{key}={text(value)}" for key, value in (options or {}).items()]
+
+
+class Disk:
+    """An open disk: an image with those that it stands on. Made by :func:`open`; may be used from many
+    threads at once."""
+
+    def __init__(self, disk: _vdkit.Disk, name: str) -> None:
+        self._disk = disk
+        self.name = name
+        """The path, or the name of the file object."""
+
+    def __enter__(self) -> "Disk":
+        return self
+
+    def __exit__(self, *_exception: Any) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        try:
+            return f"<vdkit.Disk {self.name!r}, {self.format}, {self.size:,} bytes>"
+        except Error:
+            return f"<vdkit.Disk {self.name!r}, closed>"
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, range_: Union[slice, int]) -> bytes:
+        """Bytes by a slice, such as ``disk[0:512]``, or one of them."""
+        if isinstance(range_, int):
+            at = range_ + self.size if range_ < 0 else range_
+            if not 0 <= at < self.size:
+                raise IndexError(range_)
+            return self.read(at, 1)
+        start, stop, step = range_.indices(self.size)
+        if step != 1:
+            raise ValueError("a disk has no steps")
+        return self.read(start, max(stop - start, 0))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the disk."""
+        return self._disk.size
+
+    @property
+    def format(self) -> str:
+        """The format of the image."""
+        return self._disk.format
+
+    @property
+    def writable(self) -> bool:
+        return self._disk.writable
+
+    @property
+    def info(self) -> Info:
+        """What the image's header says; only of disks that were opened by a path."""
+        # Without locks: if this disk is writable, its own would be in the way.
+        return info(self.name, lock=False)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly ``length`` bytes; a range beyond the end is an error."""
+        return self._disk.read(offset, length)
+
+    def write(self, offset: int, data: Union[bytes, bytearray, memoryview]) -> None:
+        """Writes all of ``data``; durable after the next :meth:`flush`."""
+        if not isinstance(data, (bytes, bytearray)):
+            data = bytes(data)
+        self._disk.write(offset, data)
+
+    def write_zeroes(self, offset: int, length: int, unmap: bool = True) -> None:
+        """Makes bytes read as zero, without writing them where the format can say so."""
+        self._disk.write_zeroes(offset, length, unmap)
+
+    def discard(self, offset: int, length: int) -> None:
+        """Frees space, as a hint: the bytes then read as zero or as before."""
+        self._disk.discard(offset, length)
+
+    def flush(self) -> None:
+        """Makes every write that has returned durable."""
+        self._disk.flush()
+
+    def resize(self, size: int, shrink: bool = False) -> None:
+        """Changes the size; durable on return. ``shrink`` allows losing what lies beyond."""
+        self._disk.resize(size, shrink)
+
+    def extents(self, offset: int = 0, length: Optional[int] = None) -> Extents:
+        """Where each run of bytes lies."""
+        end = self.size if length is None else offset + length
+        rows: List[Extent] = []
+        while offset < end:
+            rows += [Extent(*row) for row in self._disk.extents(offset, end - offset, _EXTENTS)]
+            offset = rows[-1].end
+        return Extents(rows)
+
+    @property
+    def snapshots(self) -> List[Dict[str, Any]]:
+        """The internal snapshots."""
+        return json.loads(self._disk.snapshots())
+
+    def snapshot(self, name: str) -> None:
+        """Takes an internal snapshot."""
+        self._disk.snapshot("create", name)
+
+    def revert(self, name: str) -> None:
+        """Takes the disk back to a snapshot, by name or id."""
+        self._disk.snapshot("apply", name)
+
+    def delete_snapshot(self, name: str) -> None:
+        """Deletes a snapshot, by name or id."""
+        self._disk.snapshot("delete", name)
+
+    @property
+    def bitmaps(self) -> List[Dict[str, Any]]:
+        """The dirty bitmaps; only of disks that were opened by a path."""
+        return self.info.bitmaps
+
+    def raw(self, buffering: int = 1 << 16) -> Union["RawDisk", io.BufferedIOBase]:
+        """The disk as a seekable binary file object, for everything that reads one. ``buffering`` 0 gives
+        it without a buffer."""
+        raw = RawDisk(self)
+        if not buffering:
+            return raw
+        return io.BufferedRandom(raw, buffering) if self.writable else io.BufferedReader(raw, buffering)
+
+    def close(self) -> None:
+        """Flushes and closes; may be called again."""
+        self._disk.close()
+
+
+class RawDisk(io.RawIOBase):
+    """A disk as a seekable binary file. Closing it does not close the disk."""
+
+    def __init__(self, disk: Disk) -> None:
+        super().__init__()
+        self._of = disk
+        self._at = 0
+        self.name = disk.name
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return self._of.writable
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._of.size}[whence]
+        if base + offset < 0:
+            raise ValueError("a negative offset")
+        self._at = base + offset
+        return self._at
+
+    def _left(self, length: int) -> int:
+        return max(0, min(length, self._of.size - self._at))
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        length = self._left(len(view))
+        if length:
+            view[:length] = self._of.read(self._at, length)
+            self._at += length
+        return length
+
+    def read(self, size: int = -1) -> bytes:
+        length = self._left(self._of.size if size is None or size < 0 else size)
+        data = self._of.read(self._at, length) if length else b""
+        self._at += length
+        return data
+
+    def readall(self) -> bytes:
+        return self.read()
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        length = self._left(len(view))
+        if length < len(view) and not length:
+            raise errors.NoSpaceError(f"{self.name}: the disk ends at {self._of.size}", self.name, self._at)
+        self._of.write(self._at, bytes(view[:length]))
+        self._at += length
+        return length
+
+    def truncate(self, size: Optional[int] = None) -> int:
+        size = self._at if size is None else size
+        self._of.resize(size, shrink=True)
+        return size
+
+    def flush(self) -> None:
+        if not self.closed and self._of.writable:
+            self._of.flush()
+
+
+def open(source: Union[Path, BinaryIO], **opening: Any) -> Disk:
+    """Opens an image and what it stands on.
+
+    ``source``: a path, an NBD URI, or a seekable binary file object (which is read only). By name:
+    ``writable``; ``format`` (otherwise it is found); ``cache`` ("writeback", "none", ...); ``snapshot``, by
+    name or id; ``backing``, a path instead of the backing image that the image names, or False for none;
+    ``keys`` for encrypted images; ``folders`` that references may lead to, beside the image's own; ``lock``
+    (False for an image that another process writes).
+    """
+    if hasattr(source, "read") and hasattr(source, "seek"):
+        name = str(getattr(source, "name", type(source).__name__))
+        return Disk(_vdkit.Disk.open_file(source, name, _opening(**opening)), name)
+    path = os.fspath(source)
+    return Disk(_vdkit.Disk.open(path, _opening(**opening)), path)
+
+
+@contextlib.contextmanager
+def _opened(source: Source, **opening: Any) -> Iterator[Disk]:
+    if isinstance(source, Disk):
+        yield source
+    else:
+        with open(source, **opening) as disk:
+            yield disk
+
+
+def formats() -> List[str]:
+    """The names of all formats."""
+    return _vdkit.formats()
+
+
+def create(
+    path: Path,
+    format: str,
+    size: Optional[int] = None,
+    *,
+    options: Optional[Options] = None,
+    backing: Optional[str] = None,
+    backing_format: Optional[str] = None,
+    replace: bool = False,
+) -> int:
+    """Makes a new image, and returns the bytes of its disk.
+
+    ``options``: those of the format, such as ``{"cluster_size": "4K", "lazy_refcounts": True}``.
+    ``backing``: the image that it stands on, by a name from its own folder; its size is taken if none is
+    given. Nothing is left behind after an error.
+    """
+    path = os.fspath(path)
+    return _vdkit.create(path, format, size, _pairs(options), backing, backing_format, replace)
+
+
+def convert(
+    source: Source,
+    target: Path,
+    format: Optional[str] = None,
+    *,
+    options: Optional[Options] = None,
+    compress: bool = False,
+    verify: bool = False,
+    into: bool = False,
+    progress: Optional[Progress] = None,
+    **opening: Any,
+) -> Converted:
+    """Copies a disk into a new image of another format, or ``into`` an existing image, file or device.
+
+    ``source``: a path, a file object, or a disk (which is closed afterwards); ``opening`` as for
+    :func:`open`. ``progress`` is called with the bytes done and all bytes; what it raises ends the job. A
+    ``tqdm`` bar fits: ``progress=lambda done, total: bar.update(done - bar.n)``.
+    """
+    with _opened(source, **opening) as disk:
+        report = _vdkit.convert(
+            disk._disk, os.fspath(target), format, _pairs(options), compress, verify, into, progress
+        )
+    found = json.loads(report)
+    return Converted(found["virtual-size"], found["seconds"], found)
+
+
+def check(path: Path, *, repair: str = "", progress: Optional[Progress] = None, **opening: Any) -> Checked:
+    """Checks an image's metadata; ``repair``: "leaks", or "all" that can be repaired."""
+    found = json.loads(_vdkit.check(os.fspath(path), _opening(**opening), repair, progress))
+    fixed = (found["corruptions-fixed"], found["leaks-fixed"])
+    return Checked(
+        found["corruptions"] - fixed[0],
+        found["leaks"] - fixed[1],
+        sum(fixed),
+        found["findings"],
+        found,
+    )
+
+
+def compare(
+    a: Source, b: Source, *, strict: bool = False, progress: Optional[Progress] = None
+) -> Compared:
+    """Compares what two disks hold; ``strict``: different sizes differ."""
+    with _opened(a) as one, _opened(b) as other:
+        found = json.loads(_vdkit.compare(one._disk, other._disk, strict, progress))
+    return Compared(found["identical"], found["first-difference"], found["sizes-differ"], found)
+
+
+def measure(
+    source: Source, format: str, *, options: Optional[Options] = None, **opening: Any
+) -> Measured:
+    """Tells how many bytes an image of a format would have. A disk that is given is closed afterwards."""
+    with _opened(source, **opening) as disk:
+        found = json.loads(_vdkit.measure(disk._disk, format, _pairs(options)))
+    return Measured(found["required"], found["fully-allocated"], found)
+
+
+def commit(
+    overlay: Path,
+    *,
+    to: Optional[Path] = None,
+    force: bool = False,
+    progress: Optional[Progress] = None,
+    **opening: Any,
+) -> Dict[str, Any]:
+    """Writes an overlay's data into the image that it stands on, or ``to`` a deeper one of its chain."""
+    base = None if to is None else os.fspath(to)
+    return json.loads(_vdkit.commit(os.fspath(overlay), _opening(**opening), base, force, progress))
+
+
+def rebase(
+    overlay: Path,
+    backing: Optional[str] = None,
+    backing_format: Optional[str] = None,
+    *,
+    header_only: bool = False,
+    force: bool = False,
+    progress: Optional[Progress] = None,
+    **opening: Any,
+) -> Dict[str, Any]:
+    """Puts an overlay on another image, by a name from its folder, or on none, and keeps what its disk
+    holds (unless ``header_only``)."""
+    report = _vdkit.rebase(
+        os.fspath(overlay), _opening(**opening), backing, backing_format, header_only, force, progress
+    )
+    return json.loads(report)
+
+
+def info(path: Path, **opening: Any) -> Info:
+    """What the headers of an image and of those beneath it say. No data is read."""
+    return Info._of(json.loads(_vdkit.describe(os.fspath(path), _opening(**opening))))
+
+
+def inspect(path: Path, format: Optional[str] = None, *, strict: bool = False) -> Verdict:
+    """Judges an image from a stranger, within limits of time and memory, without opening what it names.
+
+    ``format``: what it must be. ``strict``: findings that only warn refuse it too.
+    """
+    found = json.loads(_vdkit.inspect(os.fspath(path), format, strict))
+    return Verdict(found["verdict"] == "accept", found.get("format"), found["findings"], found)
+
+
+@contextlib.contextmanager
+def serve(
+    source: Source,
+    address: Optional[str] = None,
+    *,
+    name: str = "",
+    read_only: bool = True,
+    drain: float = 1.0,
+    **opening: Any,
+) -> Iterator[str]:
+    """Serves a disk to NBD clients while the block runs; gives the URI.
+
+    ``address``: "unix:PATH" or "tcp:HOST:PORT"; without one, a Unix socket in a new folder. A disk that is
+    given is closed afterwards. At the end, requests that have begun have ``drain`` seconds.
+    """
+    with contextlib.ExitStack() as stack:
+        if address is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vdkit-"))
+            address = f"unix:{folder}/nbd.sock"
+        disk = stack.enter_context(_opened(source, writable=not read_only, **opening))
+        server = _vdkit.serve(disk._disk, address, name, read_only)
+        try:
+            yield server.uri
+        finally:
+            server.stop(drain)

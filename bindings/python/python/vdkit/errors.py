@@ -1,0 +1,52 @@
+"""What goes wrong, as exceptions."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+
+class Error(Exception):
+    """An error of vdkit.
+
+    ``file`` is the file that it is about, ``offset`` the byte offset in that file, ``hint`` what can be
+    done about it; each is None if it is not known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        file: Optional[str] = None,
+        offset: Optional[int] = None,
+        hint: Optional[str] = None,
+    ) -> None:
+        super().__init__(message)
+        self.file = file
+        self.offset = offset
+        self.hint = hint
+
+    def __reduce__(self):
+        return type(self), (str(self), self.file, self.offset, self.hint)
+
+
+class UsageError(Error, ValueError):
+    """The call makes no sense: an unknown name, a range beyond the disk."""
+
+
+class CorruptError(Error):
+    """The image is damaged, or its chain is incomplete."""
+
+
+class RefusedError(Error, PermissionError):
+    """The policy for references forbids it, or other images would be damaged."""
+
+
+class LockedError(Error, BlockingIOError):
+    """Another process uses the file."""
+
+
+class NoSpaceError(Error):
+    """No space is left."""
+
+
+class InterruptedError(Error):
+    """The job was cancelled."""

@@ -1,0 +1,38 @@
+//! vdkit's errors as exceptions of `vdkit.errors`.
+
+use pyo3::prelude::*;
+use vdkit::{Error, ErrorKind};
+
+/// The class in `vdkit.errors`.
+fn class(error: &Error) -> &'static str {
+    match error.kind() {
+        ErrorKind::Failed => "Error",
+        ErrorKind::Usage => "UsageError",
+        ErrorKind::Corrupt => "CorruptError",
+        ErrorKind::Refused => "RefusedError",
+        ErrorKind::Locked => "LockedError",
+        ErrorKind::NoSpace => "NoSpaceError",
+        ErrorKind::Interrupted => "InterruptedError",
+    }
+}
+
+/// An exception with the error's message, file, offset and hint.
+pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
+    let made = py.import("vdkit.errors").and_then(|module| {
+        module.getattr(class(error))?.call1((
+            error.to_string(),
+            error.file(),
+            error.offset(),
+            error.remedy().map(|remedy| remedy.to_string()),
+        ))
+    });
+    match made {
+        Ok(exception) => PyErr::from_value(exception),
+        Err(other) => other,
+    }
+}
+
+/// An exception for a call that makes no sense.
+pub(crate) fn misuse(py: Python<'_>, text: impl Into<String>) -> PyErr {
+    raise(py, &Error::Invalid(text.into()))
+}

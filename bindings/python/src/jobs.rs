@@ -1,0 +1,368 @@
+//! Long work: it runs on a thread of its own, while the calling thread looks for signals.
+
+use std::path::PathBuf;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use vdkit::jobs::inspect::{InspectOptions, inspect as judge};
+use vdkit::jobs::{
+    self, CommitOptions, CompareOptions, ConvertOptions, CreateOptions, Destination, NewBacking,
+    NewImage, RebaseOptions, Source,
+};
+use vdkit::nbd::{Address, Exports, Listener, ServerOptions};
+use vdkit::serve::{Export, ExportOptions};
+use vdkit::storage::FileOptions;
+use vdkit::{
+    CancelToken, Codec, CompressionSpec, Error, IoAction, Monitor, OpenOptions, Options, Progress,
+    RefPolicy, Repair, Result,
+};
+
+use crate::disk::{Disk, Opening};
+use crate::errors::{misuse, raise};
+
+/// How often the calling thread looks for signals such as Ctrl-C, and tells of progress.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// A report as JSON.
+pub(crate) fn json_of(report: &impl serde::Serialize) -> String {
+    serde_json::to_string(report).unwrap_or_default()
+}
+
+/// What a job says, for the thread that waits for it.
+#[derive(Default)]
+struct Board {
+    done: u64,
+    total: u64,
+    notes: Vec<String>,
+}
+
+struct Teller(Mutex<Board>);
+
+impl Progress for Teller {
+    fn update(&self, done: u64, total: u64) {
+        let mut board = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        (board.done, board.total) = (done, total);
+    }
+
+    fn message(&self, text: &str) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).notes.push(text.to_owned());
+    }
+}
+
+/// Runs a job on another thread. `progress` is called as `progress(done, total)` from this one; its
+/// exceptions, and those of signal handlers, cancel the job and are raised when it has ended. Notes
+/// become warnings.
+fn run<T: Send>(
+    py: Python<'_>,
+    progress: Option<&Bound<'_, PyAny>>,
+    job: impl FnOnce(&Monitor<'_>) -> Result<T> + Send,
+) -> PyResult<T> {
+    let teller = Teller(Mutex::default());
+    let cancel = CancelToken::default();
+    let (ended, end) = channel();
+    let (end, teller) = (Mutex::new(end), &teller);
+    std::thread::scope(|scope| {
+        let monitor = Monitor { cancel: cancel.clone(), progress: teller };
+        let work = scope.spawn(move || {
+            // Tells also if the job panics.
+            let _ended = ended;
+            job(&monitor)
+        });
+        let mut raised = None;
+        let mut told = (0, 0);
+        loop {
+            let waited =
+                py.detach(|| end.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(LOOK));
+            let over = !matches!(waited, Err(RecvTimeoutError::Timeout) | Ok(()));
+            let board =
+                std::mem::take(&mut *teller.0.lock().unwrap_or_else(PoisonError::into_inner));
+            let looked = py.check_signals().and_then(|()| tell(py, progress, board, &mut told));
+            if let Err(found) = looked
+                && raised.is_none()
+            {
+                cancel.cancel();
+                raised = Some(found);
+            }
+            if over {
+                break;
+            }
+        }
+        let result = py.detach(|| work.join());
+        match (raised, result) {
+            (Some(found), _) => Err(found),
+            (None, Ok(result)) => result.map_err(|error| raise(py, &error)),
+            (None, Err(_)) => Err(misuse(py, "vdkit has a bug: the job panicked")),
+        }
+    })
+}
+
+fn tell(
+    py: Python<'_>,
+    progress: Option<&Bound<'_, PyAny>>,
+    board: Board,
+    told: &mut (u64, u64),
+) -> PyResult<()> {
+    for note in board.notes {
+        py.import("warnings")?.call_method1("warn", (note,))?;
+    }
+    let now = (board.done, board.total);
+    if let Some(progress) = progress
+        && board.total > 0
+        && now != *told
+    {
+        progress.call1(now)?;
+        *told = now;
+    }
+    Ok(())
+}
+
+fn format_options(format: &str, options: &[String]) -> Result<Options> {
+    let specs = vdkit::format(format)?.options();
+    Options::parse(format, specs, options.iter().map(String::as_str))
+}
+
+/// The names of all formats.
+#[pyfunction]
+pub(crate) fn formats() -> Vec<&'static str> {
+    vdkit::FORMATS.iter().map(|driver| driver.name()).collect()
+}
+
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "the Python side has them by name")]
+pub(crate) fn create(
+    py: Python<'_>,
+    path: PathBuf,
+    format: &str,
+    size: Option<u64>,
+    options: Vec<String>,
+    backing: Option<String>,
+    backing_format: Option<String>,
+    replace: bool,
+) -> PyResult<u64> {
+    py.detach(|| {
+        let image = CreateOptions {
+            path: &path,
+            driver: vdkit::format(format)?,
+            guest_bytes: size,
+            options: format_options(format, &options)?,
+            backing: backing.map(|name| NewBacking { name, format: backing_format, open: true }),
+            replace,
+            refs: RefPolicy::default(),
+        };
+        jobs::create(&vdkit::registry(), &image, &Monitor::default())
+    })
+    .map(|made| made.guest_bytes)
+    .map_err(|error| raise(py, &error))
+}
+
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "the Python side has them by name")]
+pub(crate) fn convert(
+    py: Python<'_>,
+    source: &Bound<'_, Disk>,
+    target: PathBuf,
+    format: Option<String>,
+    options: Vec<String>,
+    compress: bool,
+    verify: bool,
+    into: bool,
+    progress: Option<&Bound<'_, PyAny>>,
+) -> PyResult<String> {
+    let disk = source.get().take(py)?;
+    let report = run(py, progress, move |monitor| {
+        let destination = if into {
+            Destination::Into { path: target, format, cache: None, refs: RefPolicy::default() }
+        } else {
+            let format =
+                format.ok_or_else(|| Error::Invalid("a new image needs a format".into()))?;
+            let options = format_options(&format, &options)?;
+            Destination::New(NewImage { path: target, format, options, backing: None, cache: None })
+        };
+        let zstd = options.iter().any(|option| option == "compression_type=zstd");
+        let codec = if zstd { Codec::Zstd } else { Codec::Deflate };
+        let how = ConvertOptions {
+            compress: compress.then_some(CompressionSpec { codec, level: None }),
+            verify,
+            ..ConvertOptions::new(destination)
+        };
+        jobs::convert(&vdkit::registry(), &Source::new(vec![disk]), &how, monitor)
+    })?;
+    Ok(json_of(&report))
+}
+
+#[pyfunction]
+pub(crate) fn check(
+    py: Python<'_>,
+    path: PathBuf,
+    opening: Opening,
+    repair: &str,
+    progress: Option<&Bound<'_, PyAny>>,
+) -> PyResult<String> {
+    let repair = match repair {
+        "" => Repair::Nothing,
+        "leaks" => Repair::Leaks,
+        "all" => Repair::All,
+        other => return Err(misuse(py, format!("unknown repair '{other}': use leaks or all"))),
+    };
+    let report = run(py, progress, |monitor| {
+        jobs::check(&vdkit::registry(), &path, &opening.options()?, repair, monitor)
+    })?;
+    Ok(json_of(&report.report))
+}
+
+#[pyfunction]
+pub(crate) fn compare(
+    py: Python<'_>,
+    a: &Bound<'_, Disk>,
+    b: &Bound<'_, Disk>,
+    strict: bool,
+    progress: Option<&Bound<'_, PyAny>>,
+) -> PyResult<String> {
+    let (a, b) = (a.get().get(py)?, b.get().get(py)?);
+    let options = CompareOptions { strict, ..CompareOptions::default() };
+    let report = run(py, progress, |monitor| jobs::compare(&a, &b, &options, monitor))?;
+    Ok(json_of(&report))
+}
+
+#[pyfunction]
+pub(crate) fn measure(
+    py: Python<'_>,
+    source: &Bound<'_, Disk>,
+    format: &str,
+    options: Vec<String>,
+) -> PyResult<String> {
+    let disk = source.get().take(py)?;
+    let report = run(py, None, move |monitor| {
+        let driver = vdkit::format(format)?;
+        jobs::measure(&[disk], driver, &format_options(format, &options)?, monitor)
+    })?;
+    Ok(json_of(&report))
+}
+
+#[pyfunction]
+pub(crate) fn commit(
+    py: Python<'_>,
+    overlay: PathBuf,
+    opening: Opening,
+    to: Option<PathBuf>,
+    force: bool,
+    progress: Option<&Bound<'_, PyAny>>,
+) -> PyResult<String> {
+    let report = run(py, progress, |monitor| {
+        let opening = OpenOptions { writable: true, ..opening.options()? };
+        let options = CommitOptions { to, force, ..CommitOptions::default() };
+        jobs::commit(&vdkit::registry(), &overlay, &opening, &options, monitor)
+    })?;
+    Ok(json_of(&report))
+}
+
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "the Python side has them by name")]
+pub(crate) fn rebase(
+    py: Python<'_>,
+    overlay: PathBuf,
+    opening: Opening,
+    backing: Option<String>,
+    backing_format: Option<String>,
+    header_only: bool,
+    force: bool,
+    progress: Option<&Bound<'_, PyAny>>,
+) -> PyResult<String> {
+    let report = run(py, progress, |monitor| {
+        let opening = OpenOptions { writable: true, ..opening.options()? };
+        let backing =
+            backing.map(|name| NewBacking { name, format: backing_format, open: !header_only });
+        let options = RebaseOptions { backing, header_only, force, ..RebaseOptions::default() };
+        jobs::rebase(&vdkit::registry(), &overlay, &opening, &options, monitor)
+    })?;
+    Ok(json_of(&report))
+}
+
+#[pyfunction]
+pub(crate) fn describe(py: Python<'_>, path: PathBuf, opening: Opening) -> PyResult<String> {
+    let described = py.detach(|| {
+        let report = vdkit::describe_chain(&vdkit::registry(), &path, &opening.options()?)?;
+        match report.broken {
+            Some(broken) => Err(broken),
+            None => {
+                Ok(json_of(&report.links.iter().map(jobs::Described::from).collect::<Vec<_>>()))
+            }
+        }
+    });
+    described.map_err(|error| raise(py, &error))
+}
+
+#[pyfunction]
+pub(crate) fn inspect(
+    py: Python<'_>,
+    path: PathBuf,
+    format: Option<String>,
+    strict: bool,
+) -> PyResult<String> {
+    let report = run(py, None, |_monitor| {
+        let storage = vdkit::registry().open_storage(&path, &FileOptions::read_only())?;
+        judge(storage, &InspectOptions { format, strict, ..InspectOptions::default() })
+    })?;
+    Ok(json_of(&report))
+}
+
+/// A running NBD server.
+#[pyclass(frozen, module = "vdkit._vdkit")]
+pub(crate) struct Server {
+    export: Arc<Export>,
+    running: Mutex<Option<vdkit::nbd::Server>>,
+    uri: String,
+}
+
+#[pyfunction]
+pub(crate) fn serve(
+    py: Python<'_>,
+    disk: &Bound<'_, Disk>,
+    address: &str,
+    name: String,
+    read_only: bool,
+) -> PyResult<Server> {
+    let disk = disk.get().take(py)?;
+    let started = py.detach(|| {
+        let parsed: Address = address.parse().map_err(Error::Invalid)?;
+        let failed =
+            |source| Error::File { file: address.to_owned(), action: IoAction::Open, source };
+        let listener = Listener::bind(&parsed).map_err(failed)?;
+        let uri = listener.uri(&name, false);
+        let export =
+            Export::new(disk, ExportOptions { name, read_only, ..ExportOptions::default() });
+        let exports = Exports::new(vec![export.clone()]);
+        let running = vdkit::nbd::Server::start(exports, vec![listener], ServerOptions::default());
+        let running = Mutex::new(Some(running.map_err(failed)?));
+        Ok(Server { export, running, uri })
+    });
+    started.map_err(|error| raise(py, &error))
+}
+
+#[pymethods]
+impl Server {
+    #[getter]
+    fn uri(&self) -> &str {
+        &self.uri
+    }
+
+    #[getter]
+    fn clients(&self) -> usize {
+        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        running.as_ref().map_or(0, vdkit::nbd::Server::connections)
+    }
+
+    /// Ends it; requests that have begun have so many seconds. May be called again.
+    fn stop(&self, py: Python<'_>, drain: f64) -> PyResult<()> {
+        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(running) = running else { return Ok(()) };
+        let drain = Duration::try_from_secs_f64(drain).unwrap_or_default();
+        py.detach(|| {
+            running.stop(drain);
+            self.export.close()
+        })
+        .map_err(|error| raise(py, &error))
+    }
+}

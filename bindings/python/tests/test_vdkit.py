@@ -1,0 +1,339 @@
+"""The package as its users see it."""
+
+import io
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import vdkit
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def image():
+    vdkit.create("a.qcow2", "qcow2", 4 * MIB, options={"cluster_size": "4K", "lazy_refcounts": True})
+    with vdkit.open("a.qcow2", writable=True) as disk:
+        disk.write(MIB, b"hello")
+    return "a.qcow2"
+
+
+def test_reading_and_writing(image):
+    with vdkit.open(image, writable=True) as disk:
+        assert (disk.size, len(disk), disk.format, disk.writable) == (4 * MIB, 4 * MIB, "qcow2", True)
+        assert disk[MIB : MIB + 5] == b"hello" and disk[MIB] == b"h" and disk[-1] == b"\0"
+        disk.write(0, bytearray(b"x" * 10))
+        disk.write(10, memoryview(b"yz"))
+        assert disk[:12] == b"x" * 10 + b"yz"
+        disk.write_zeroes(0, 5)
+        disk.discard(MIB * 2, MIB)
+        disk.flush()
+        assert disk[:6] == b"\0" * 5 + b"x"
+        with pytest.raises(IndexError):
+            disk[4 * MIB]
+        with pytest.raises(vdkit.errors.UsageError):
+            disk.read(4 * MIB - 1, 2)
+        with pytest.raises(ValueError):
+            disk[0:10:2]
+        disk.resize(5 * MIB)
+        with pytest.raises(vdkit.errors.UsageError):
+            disk.resize(MIB)
+        disk.resize(MIB, shrink=True)
+    disk.close()
+    with pytest.raises(vdkit.Error):
+        disk.read(0, 1)
+    assert "closed" in repr(disk)
+
+
+def test_snapshots(image):
+    with vdkit.open(image, writable=True) as disk:
+        disk.snapshot("one")
+        disk.write(MIB, b"HELLO")
+        assert [one["name"] for one in disk.snapshots] == ["one"]
+    with vdkit.open(image, snapshot="one") as disk:
+        assert disk[MIB : MIB + 5] == b"hello"
+    with vdkit.open(image, writable=True) as disk:
+        disk.revert("one")
+        assert disk[MIB : MIB + 5] == b"hello"
+        disk.delete_snapshot("one")
+        assert disk.snapshots == [] and disk.bitmaps == []
+
+
+def test_a_raw_file_object(image):
+    with vdkit.open(image) as disk:
+        raw = disk.raw(buffering=0)
+        assert isinstance(raw, io.RawIOBase) and raw.seekable() and not raw.writable()
+        assert raw.seek(-3 * MIB, io.SEEK_END) == MIB and raw.read(5) == b"hello" and raw.tell() == MIB + 5
+        buffer = bytearray(7)
+        raw.seek(MIB - 1)
+        assert raw.readinto(buffer) == 7 and bytes(buffer) == b"\0hello\0"
+        raw.seek(0)
+        assert len(raw.readall()) == 4 * MIB and raw.read(1) == b""
+        buffered = disk.raw()
+        buffered.seek(MIB)
+        assert buffered.peek(5)[:5] == b"hello"
+        with pytest.raises(ValueError):
+            raw.seek(-1)
+    with vdkit.open(image, writable=True) as disk, disk.raw() as file:
+        file.seek(100)
+        file.write(b"by the file")
+        file.flush()
+        assert disk[100:111] == b"by the file"
+        raw = disk.raw(buffering=0)
+        raw.seek(-3, io.SEEK_END)
+        assert raw.write(b"beyond") == 3
+        with pytest.raises(vdkit.errors.NoSpaceError):
+            raw.write(b"ond")
+
+
+def test_extents(image):
+    with vdkit.open(image) as disk:
+        extents = disk.extents()
+        assert sum(one.length for one in extents) == disk.size
+        data = [one for one in extents if not one.zero]
+        assert len(data) == 1 and data[0].offset == MIB and data[0].file == image
+        with open(image, "rb") as file:
+            file.seek(data[0].file_offset)
+            assert file.read(5) == b"hello"
+        assert "<svg" in extents._repr_html_() and "extents" in repr(extents)
+        assert disk.extents(0, 10)[0].end == 10
+
+
+def test_jobs(image):
+    told = []
+    done = vdkit.convert(image, "b.vmdk", "vmdk", verify=True, progress=lambda *both: told.append(both))
+    assert done.virtual_size == 4 * MIB and told and told[-1][0] <= told[-1][1]
+    assert vdkit.compare(image, "b.vmdk")
+    vdkit.convert(image, "c.qcow2", "qcow2", compress=True, options={"compression_type": "zstd"})
+    with vdkit.open("c.qcow2") as disk:
+        assert any(one.compressed for one in disk.extents())
+    with open("d.raw", "wb") as file:
+        file.truncate(4 * MIB)
+    assert not vdkit.compare(image, "d.raw") and vdkit.compare(image, "d.raw").first_difference == MIB
+    vdkit.convert(image, "d.raw", "raw", into=True)
+    assert vdkit.compare(image, "d.raw", strict=True)
+    assert vdkit.check(image) and vdkit.check(image, repair="all").repaired == 0
+    assert vdkit.measure(image, "qcow2").required < vdkit.measure(image, "raw").fully_allocated
+    verdict = vdkit.inspect(image, "qcow2")
+    assert verdict and verdict.format == "qcow2"
+    assert not vdkit.inspect(image, "vmdk")
+    assert "qcow2" in vdkit.formats()
+
+
+def test_chains(image):
+    vdkit.create("top.qcow2", "qcow2", backing="a.qcow2", backing_format="qcow2")
+    info = vdkit.info("top.qcow2")
+    assert info.backing_filename == "a.qcow2" and [one.format for one in info.chain] == ["qcow2"] * 2
+    with vdkit.open("top.qcow2", writable=True) as disk:
+        disk.write(0, b"top")
+        assert {one.depth for one in disk.extents() if not one.zero} == {0, 1}
+    with vdkit.open("top.qcow2", backing=False) as disk:
+        assert disk[MIB : MIB + 5] == b"\0" * 5
+    vdkit.commit("top.qcow2")
+    with vdkit.open(image) as disk:
+        assert disk[:3] == b"top"
+    vdkit.rebase("top.qcow2")
+    assert vdkit.info("top.qcow2").backing_filename is None
+    os.mkdir("elsewhere")
+    vdkit.create("elsewhere/up.qcow2", "qcow2", backing="../a.qcow2", backing_format="qcow2")
+    with pytest.raises(vdkit.errors.RefusedError) as refused:
+        vdkit.open("elsewhere/up.qcow2")
+    assert refused.value.hint and refused.value.file == "elsewhere/up.qcow2"
+    vdkit.open("elsewhere/up.qcow2", folders=["."]).close()
+
+
+def test_errors(image):
+    with pytest.raises(vdkit.Error) as missing:
+        vdkit.open("missing.qcow2")
+    assert missing.value.file == "missing.qcow2" and missing.value.offset is None
+    with open(image, "r+b") as file:
+        file.seek(20)
+        file.write(b"\0\0\0\1")
+    with pytest.raises(vdkit.errors.CorruptError) as damaged:
+        vdkit.open(image)
+    assert damaged.value.offset == 20
+    again = pickle.loads(pickle.dumps(damaged.value))
+    assert (str(again), again.offset) == (str(damaged.value), 20)
+    with pytest.raises(vdkit.errors.UsageError):
+        vdkit.create("x", "nonsense", MIB)
+    with pytest.raises(TypeError):
+        vdkit.open(image, nonsense=1)
+    with pytest.raises(vdkit.errors.UsageError):
+        vdkit.open(image, cache="nonsense")
+    vdkit.create("locked.qcow2", "qcow2", MIB)
+    with vdkit.open("locked.qcow2", writable=True):
+        with pytest.raises(vdkit.errors.LockedError):
+            vdkit.open("locked.qcow2", writable=True)
+        vdkit.open("locked.qcow2", lock=False).close()
+
+
+def test_keys():
+    key = {"encrypt.format": "luks"}
+    with pytest.raises(vdkit.Error):
+        vdkit.create("e.qcow2", "qcow2", MIB, options=key)
+
+
+class Faulty(io.BytesIO):
+    """Fails after so many reads."""
+
+    left = 1000
+
+    def read(self, size=-1):
+        self.left -= 1
+        if self.left < 0:
+            raise OSError("no more reads")
+        return super().read(min(size, 1000))  # short reads are allowed
+
+
+def test_file_objects_as_sources(image):
+    with open(image, "rb") as file:
+        data = file.read()
+    with vdkit.open(Faulty(data)) as disk:
+        assert disk[MIB : MIB + 5] == b"hello" and not disk.writable
+    faulty = Faulty(data)
+    with vdkit.open(faulty) as disk:
+        faulty.left = 0
+        with pytest.raises(vdkit.Error, match="no more reads"):
+            disk.read(MIB, 5)
+    vdkit.convert(io.BytesIO(data), "from-memory.raw", "raw")
+    assert vdkit.compare("from-memory.raw", image)
+
+
+def test_file_objects_of_others(image):
+    import fsspec
+    import zipfile
+
+    with open(image, "rb") as file:
+        data = file.read()
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/disk.qcow2", data)
+    with memory.open("/disk.qcow2") as file, vdkit.open(file) as disk:
+        assert disk[MIB : MIB + 5] == b"hello"
+    with zipfile.ZipFile("z.zip", "w") as archive:
+        archive.write(image)
+    with zipfile.ZipFile("z.zip") as archive, archive.open(image) as file, vdkit.open(file) as disk:
+        assert disk[MIB : MIB + 5] == b"hello"
+
+
+def test_many_threads(image):
+    bad = []
+    with vdkit.open(image, writable=True) as disk:
+
+        def work(number):
+            rng = random.Random(number)
+            for _ in range(100):
+                at = number * 256 * 1024 + rng.randrange(200 * 1024)
+                data = bytes([number + 1]) * rng.randrange(1, 9000)
+                disk.write(at, data)
+                if disk.read(at, len(data)) != data:
+                    bad.append((number, at))
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not bad and vdkit.check(image)
+
+
+def test_other_threads_run_meanwhile(image):
+    """The interpreter's lock is released while a slow read waits."""
+    ticks = 0
+    with vdkit.serve(image) as uri, vdkit.open(uri) as disk:
+        stop = threading.Event()
+
+        def tick():
+            nonlocal ticks
+            while not stop.is_set():
+                ticks += 1
+                time.sleep(0)
+
+        thread = threading.Thread(target=tick)
+        thread.start()
+        for _ in range(50):
+            disk.read(0, MIB)
+        stop.set()
+        thread.join()
+    assert ticks > 50
+
+
+def test_what_progress_raises_ends_the_job():
+    with open("big.raw", "wb") as file:
+        for _ in range(200):
+            file.write(os.urandom(MIB))
+
+    class Enough(Exception):
+        pass
+
+    def progress(done, total):
+        raise Enough
+
+    with pytest.raises(Enough):
+        vdkit.convert("big.raw", "never.qcow2", "qcow2", compress=True, progress=progress)
+    assert not os.path.exists("never.qcow2")
+
+
+def test_ctrl_c_ends_a_job():
+    program = (
+        "import os, signal, threading, time, vdkit\n"
+        "with open('big.raw', 'wb') as file:\n"
+        "    for _ in range(400): file.write(os.urandom(1 << 20))\n"
+        "threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
+        "try:\n"
+        "    vdkit.convert('big.raw', 'c.qcow2', 'qcow2', compress=True, format_='')\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted', os.path.exists('c.qcow2'))\n"
+    ).replace(", format_=''", "")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "interrupted False\n", done
+
+
+def test_serving(image):
+    sys.path.append("/usr/lib/python3/dist-packages")  # Debian packages it for its own Python alone
+    import nbd
+
+    with vdkit.serve(image) as uri:
+        handle = nbd.NBD()
+        handle.connect_uri(uri)
+        assert handle.pread(5, MIB) == b"hello" and handle.is_read_only()
+        handle.shutdown()
+    with vdkit.serve(image, "tcp:127.0.0.1:0", name="disk", read_only=False) as uri:
+        handle = nbd.NBD()
+        handle.connect_uri(uri)
+        handle.pwrite(b"HELLO", MIB)
+        handle.shutdown()
+    with vdkit.open(image) as disk:
+        assert disk[MIB : MIB + 5] == b"HELLO"
+
+
+def test_tqdm(image):
+    import tqdm
+
+    with tqdm.tqdm(file=io.StringIO()) as bar:
+        vdkit.convert(image, "t.raw", "raw", progress=lambda done, total: bar.update(done - bar.n))
+        assert bar.n > 0
+
+
+def test_numpy_free_buffers(image):
+    """Whatever has the buffer protocol is filled and written."""
+    import array
+
+    with vdkit.open(image, writable=True) as disk:
+        raw = disk.raw(buffering=0)
+        numbers = array.array("I", range(1024))
+        raw.write(numbers)
+        raw.seek(0)
+        back = array.array("I", [0] * 1024)
+        assert raw.readinto(back) == 4096 and back == numbers
