@@ -7,10 +7,10 @@
 //! | one flat disk over a chain of images | [`Disk`], [`OpenOptions`] |
 //! | an image's metadata | [`describe_chain`], [`ImageInfo`] |
 //! | jobs: convert, compare, check, create, resize, measure | [`jobs`] |
-//! | a disk for a running guest: the common part of all servers, NBD, and vhost-user | [`serve`], [`nbd`], [`vhost_user`] |
+//! | a disk for a running guest: the common part of all servers, NBD, and vhost-user | `serve`, `nbd`, `vhost_user` (features) |
 //! | the formats and their options | [`FORMATS`], [`registry`], [`FormatDriver`] |
 //! | storages of images: files, devices and memory | [`storage`], [`Storage`] |
-//! | exports of NBD servers, as images and as storages | [`nbd_client`] |
+//! | exports of NBD servers, as images and as storages | `nbd_client` (feature) |
 //! | appliances (OVA): disks in one tar file | [`ova`], [`jobs::extract`], [`jobs::pack`] |
 //! | errors, and their classes, from which exit codes derive | [`Error`], [`ErrorKind`] |
 //!
@@ -102,15 +102,32 @@
 //!
 //! A [`Monitor`] holds a job's progress sink and cancel token.
 
+//!
+//! # Features
+//! None is on by default: disks and jobs need none.
+//!
+//! | feature | what it adds |
+//! |---|---|
+//! | `serve` | `nbd`, `serve`, `live`: NBD servers, and images exchanged under a served disk |
+//! | `fuse` | `fuse`: a disk as a file |
+//! | `vhost` | `vhost_user`: virtio disks over shared memory |
+//! | `nbd-client` | `nbd_client`, and NBD URIs as names of images |
+//! | `tls-psk` | NBD over TLS with pre-shared keys, by a second TLS library |
+
 pub use vdkit_block::*;
 pub use vdkit_chain::*;
+#[cfg(feature = "fuse")]
 pub use vdkit_fuse as fuse;
+#[cfg(feature = "serve")]
 pub use vdkit_nbd as nbd;
+#[cfg(feature = "nbd-client")]
 pub use vdkit_nbd_client as nbd_client;
 pub use vdkit_ova as ova;
+#[cfg(feature = "serve")]
 pub use vdkit_serve as serve;
 pub use vdkit_storage as storage;
 pub use vdkit_stream as stream;
+#[cfg(feature = "vhost")]
 pub use vdkit_vhost as vhost_user;
 
 /// Long work on images: each job reports to a [`Monitor`] and returns a report that serializes to JSON.
@@ -123,6 +140,7 @@ pub mod jobs {
     pub use vdkit_tree::*;
     pub use {vdkit_inspect as inspect, vdkit_libvirt as libvirt};
 }
+#[cfg(feature = "serve")]
 pub mod live;
 mod registry;
 

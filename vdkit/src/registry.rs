@@ -4,6 +4,7 @@ use vdkit_block::{FormatDriver, Result};
 use vdkit_chain::{Registry, RejectedKind};
 use vdkit_legacy::{BOCHS, CLOOP, DMG, PARALLELS, QCOW, QED};
 use vdkit_luks::LuksDriver;
+#[cfg(feature = "nbd-client")]
 use vdkit_nbd_client::NBD;
 use vdkit_ova::Package;
 use vdkit_qcow2::Qcow2Driver;
@@ -45,10 +46,13 @@ pub fn format_of_name(name: &str) -> Option<&'static str> {
     (driver.creation().is_some() && driver.name() != "raw").then(|| driver.name())
 }
 
-/// A registry of all formats, which opens NBD URIs too. Without an explicit format it rejects appliances
+/// A registry of all formats; with the feature `nbd-client` it opens NBD URIs too. Without an explicit format it rejects appliances
 /// (OVA), and files whose content does not match their extension.
 pub fn registry() -> Registry {
-    Registry::new(FORMATS.iter().copied()).rejecting([APPLIANCE]).with_protocols([NBD])
+    let registry = Registry::new(FORMATS.iter().copied()).rejecting([APPLIANCE]);
+    #[cfg(feature = "nbd-client")]
+    let registry = registry.with_protocols([NBD]);
+    registry
 }
 
 /// The driver of a user-supplied format name.
