@@ -9,8 +9,6 @@
 mod certificates;
 #[cfg(feature = "tls-psk")]
 mod psk;
-#[cfg(feature = "tls-psk")]
-mod wires;
 
 use std::fmt;
 use std::io;
@@ -43,7 +41,7 @@ pub struct Tls(Kind);
 enum Kind {
     Certificates(Arc<ServerConfig>),
     #[cfg(feature = "tls-psk")]
-    Keys(Arc<psk::Keys>),
+    Keys(Arc<vdkit_nbd_wire::psk::Keys>),
 }
 
 fn bad(path: &Path, why: impl fmt::Display) -> io::Error {
@@ -84,7 +82,7 @@ impl Tls {
 
     #[cfg(feature = "tls-psk")]
     fn from_keys(keys: &Path) -> io::Result<Self> {
-        Ok(Self(Kind::Keys(psk::load(keys)?)))
+        Ok(Self(Kind::Keys(vdkit_nbd_wire::psk::load(keys)?)))
     }
 
     #[cfg(not(feature = "tls-psk"))]
@@ -96,7 +94,7 @@ impl Tls {
         Ok(match &self.0 {
             Kind::Certificates(config) => Box::new(certificates::session(config)?),
             #[cfg(feature = "tls-psk")]
-            Kind::Keys(keys) => Box::new(psk::PskSession::new(keys)?),
+            Kind::Keys(keys) => Box::new(psk::session(keys)?),
         })
     }
 
