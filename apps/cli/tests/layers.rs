@@ -24,7 +24,7 @@ const FLOORS: &[(&str, &[&[&str]])] = &[
             ],
         ],
     ),
-    ("sources", &[&["vdkit-stream", "vdkit-nbd-client"], &["vdkit-ova"]]),
+    ("sources", &[&["vdkit-stream", "vdkit-nbd-wire"], &["vdkit-nbd-client"], &["vdkit-ova"]]),
     (
         "jobs",
         &[

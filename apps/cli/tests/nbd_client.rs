@@ -220,3 +220,33 @@ fn certificates_are_shown_and_verified() {
     scratch.fails(1, "certificate", &["info", "nbds+unix:///?socket=s"]);
     scratch.fails(1, "ca-cert.pem", &["info", "nbds+unix:///?socket=s&tls-certificates=x"]);
 }
+
+#[test]
+fn a_pre_shared_key_opens_the_exports_of_both_servers() {
+    let scratch = Scratch::new();
+    if !require_peer("qemu-nbd") {
+        return;
+    }
+    disk(&scratch, "a.raw");
+    std::fs::create_dir(scratch.path("psk")).unwrap();
+    let keys = "alice:000102030405060708090a0b0c0d0e0f\nqemu:101112131415161718191a1b1c1d1e1f\n";
+    scratch.write("psk/keys.psk", keys.as_bytes());
+    scratch.write("wrong.psk", keys.replace(":0001", ":0002").as_bytes());
+    let serve = ["serve", "-f", "raw", "a.raw", "--nbd", "unix:s", "--tls", "psk"];
+    let _ours = Served::start(scratch.command(&serve), &scratch.path("s"));
+    let mut theirs = Command::new("qemu-nbd");
+    theirs.current_dir(scratch.path("")).args(["-t", "-e", "0", "-r", "-f", "raw", "-k"]);
+    let folder = scratch.path("psk").display().to_string();
+    let object = format!("tls-creds-psk,id=t,dir={folder},endpoint=server");
+    theirs.arg(scratch.path("q")).args(["--object", &object, "--tls-creds=t", "full"]);
+    let _theirs = Served::start(theirs, &scratch.path("q"));
+    for socket in ["s", "q"] {
+        let uri = |user: &str, file: &str| {
+            format!("nbds+unix://{user}/?socket={socket}&tls-psk-file={file}")
+        };
+        scratch.ok(&["compare", "full", &uri("alice@", "psk/keys.psk")]);
+        scratch.ok(&["compare", "full", &uri("", "psk/keys.psk")]);
+        scratch.fails(1, "no key for 'bob'", &["info", &uri("bob@", "psk/keys.psk")]);
+        scratch.fails(1, "cannot open", &["info", &uri("alice@", "wrong.psk")]);
+    }
+}

@@ -193,3 +193,155 @@ fn wrong_command_lines_are_told_as_by_qemu() {
         }
     }
 }
+
+/// A server of any kind, killed at the end.
+struct Server(std::process::Child);
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Shop {
+    fn server(&self, socket: &str, program: &str, arguments: &[&str]) -> Server {
+        let mut command = Command::new(program);
+        command.current_dir(self.scratch.path("")).args(arguments);
+        let server = Server(command.spawn().unwrap());
+        common::wait_until(|| self.scratch.path(socket).exists());
+        server
+    }
+
+    fn full(&self, name: &str) -> String {
+        self.scratch.path(name).display().to_string()
+    }
+}
+
+#[test]
+fn exports_of_each_server_are_listed_as_by_qemu() {
+    if !require_peer("qemu-nbd") || !require_peer("nbdkit") {
+        return;
+    }
+    let shop = Shop::new();
+    for image in ["a.qcow2", "b.qcow2"] {
+        shop.qemu_img(&["create", "-q", "-f", "qcow2", image, "4M"]);
+        shop.qemu_img(&["bitmap", "--add", image, "b0"]);
+    }
+    let [q, n, old, v] = ["q", "n", "old", "v"].map(|name| shop.full(name));
+    let named = ["-x", "disk", "-D", "some text", "-A", "-B", "b0", "-e", "0", "-t", "-f", "qcow2"];
+    let ours = [&named[..], &["-k", &v, "b.qcow2"]].concat();
+    let theirs = [&named[..], &["-k", &q, "a.qcow2"]].concat();
+    let two = ["exportname=a", "exportname=b", "exportname-list=explicit"];
+    let sizes = ["blocksize-minimum=512", "blocksize-preferred=4096", "blocksize-maximum=1M"];
+    let kit = ["-f", "-U", &n, "--filter=exportname", "--filter=blocksize-policy", "memory", "1M"];
+    let kit = [&kit[..], &two, &sizes].concat();
+    let _servers = [
+        shop.server("q", "qemu-nbd", &theirs),
+        shop.server("v", "./qemu-nbd", &ours),
+        shop.server("n", "nbdkit", &kit),
+        shop.server("old", "nbdkit", &["-f", "-r", "--no-sr", "-U", &old, "null", "5000"]),
+    ];
+    for socket in [&q, &v, &n, &old] {
+        let [theirs, ours] = shop.both(&["-L", "-k", socket]);
+        assert!(theirs.status.success() && !theirs.stdout.is_empty(), "{theirs:?}");
+        assert_eq!(theirs, ours, "{socket}");
+    }
+    for wrong in [
+        &["-L", "-k", "/nothere"][..],
+        &["-L", "-b", "127.0.0.1", "-p", "1"],
+        &["-L", "file"],
+        &["-L", "-f", "raw"],
+        &["-L", "--fork"],
+        &["-L", "-k", "relative"],
+        &["-L", "--tls-hostname", "x"],
+        &["-L", "--tls-creds", "x"],
+    ] {
+        let [theirs, ours] = shop.both(wrong);
+        assert_eq!(theirs, ours, "{wrong:?}");
+    }
+}
+
+#[test]
+fn a_part_of_a_disk_of_any_format_is_served() {
+    if !require_peer("qemu-io") {
+        return;
+    }
+    let mut shop = Shop::new();
+    shop.qemu_img(&["create", "-q", "-f", "qcow2", "a.qcow2", "4M"]);
+    let written = shop.run("qemu-io", &["-f", "qcow2", "-c", "write -P 17 1M 1M", "a.qcow2"]);
+    assert!(written.status.success());
+    shop.serve(&["-t", "-f", "qcow2", "-o", "1049088", "a.qcow2"]);
+    let said = shop.qemu_io(&[
+        "read -P 17 0 1048064",
+        "read -P 0 1048064 2M",
+        "write -P 5 0 512",
+        "write -z 512 512",
+        "discard 64k 64k",
+        "flush",
+        "length",
+    ]);
+    assert!(!said.contains("failed") && said.contains("\n3 MiB"), "{said}");
+    shop.end();
+    let commands = ["read -P 17 1M 512", "read -P 5 1049088 512", "read -P 0 1049600 512"];
+    let mut line = vec!["-f", "qcow2"];
+    commands.iter().for_each(|command| line.extend(["-c", command]));
+    line.push("a.qcow2");
+    let read = shop.run("qemu-io", &line);
+    assert!(!String::from_utf8_lossy(&read.stdout).contains("failed"), "{read:?}");
+    shop.qemu_img(&["check", "-q", "a.qcow2"]);
+    let past = shop.run("./qemu-nbd", &["-f", "qcow2", "-o", "5000000", "a.qcow2"]);
+    assert_eq!(past.status.code(), Some(1), "{past:?}");
+}
+
+#[test]
+fn certificates_and_keys_decide_who_may_connect() {
+    let shop = Shop::new();
+    if !require_peer("qemu-nbd") || !common::pki::certificates(&shop.scratch) {
+        return;
+    }
+    shop.qemu_img(&["create", "-q", "-f", "raw", "a.raw", "1M"]);
+    std::fs::create_dir(shop.scratch.path("psk")).unwrap();
+    shop.scratch.write("psk/keys.psk", b"alice:000102030405060708090a0b0c0d0e0f\n");
+    let (pki, psk) = (shop.full("pki"), shop.full("psk"));
+    let of = |kind: &str, dir: &str, side: &str| {
+        format!("tls-creds-{kind},id=t,dir={dir},endpoint={side}")
+    };
+    let own = "authz-simple,id=a,identity=CN=localhost";
+    let list = "authz-list,id=a,rules.0.match=CN=local*,rules.0.format=glob,rules.0.policy=allow";
+    let (x509, keys) = (of("x509", &pki, "server"), of("psk", &psk, "server"));
+    let unasked = format!("{x509},verify-peer=no");
+    for (number, (object, authz, admitted)) in [
+        (&x509, own, true),
+        (&x509, list, true),
+        (&x509, "authz-list,id=a", false),
+        (&x509, "authz-simple,id=a,identity=CN=other", false),
+        // As with QEMU, clients without a certificate are not asked about.
+        (&unasked, "authz-list,id=a", true),
+        (&keys, "authz-list,id=a", true),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let socket = shop.full(&format!("s{number}"));
+        let options = ["-t", "-e0", "-r", "-f", "raw", "--tls-creds=t", "--tls-authz=a"];
+        let line = [&options[..], &["-k", &socket, "--object", object, "--object", authz, "a.raw"]];
+        let _server = shop.server(&socket, "./qemu-nbd", &line.concat());
+        let client = match std::ptr::eq(object, &keys) {
+            true => of("psk", &psk, "client") + ",username=alice",
+            false => of("x509", &pki, "client"),
+        };
+        let ask = ["-L", "-k", &socket, "--tls-creds=t", "--tls-hostname=localhost", "--object"];
+        for done in shop.both(&[&ask[..], &[&client]].concat()) {
+            assert_eq!(done.status.success(), admitted, "{object} {authz}: {done:?}");
+        }
+    }
+    for line in [
+        &["--tls-authz=a", "a.raw"][..],
+        &["--tls-creds=t", "a.raw"],
+        &["--tls-creds=t", "--object", &of("x509", &pki, "client"), "a.raw"],
+    ] {
+        let [theirs, ours] = shop.both(line);
+        assert_eq!(theirs, ours, "{line:?}");
+    }
+}

@@ -9,12 +9,14 @@
 //! | `getopt` | options as GNU `getopt_long` reads them |
 //! | `names` | image names: paths, `json:`, `--image-opts`, protocols |
 //! | `open` | from a name to a disk, with QEMU's defaults |
+//! | `storages`, `debug` | what only QEMU's names ask for: parts, storages that fail or compare |
 //! | `json`, `human` | answers for programs and for people |
 //! | `img` | a file for each subcommand of `qemu-img` |
 //! | `nbd` | `qemu-nbd` |
 
 mod creation;
 pub mod dates;
+mod debug;
 mod failure;
 mod getopt;
 mod human;

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
+use crate::debug::{self, Debug};
 use crate::{sizes, storages};
 
 /// Properties by dotted keys: `file.filename` is the member `filename` of the member `file`.
@@ -137,6 +138,8 @@ pub enum Place {
     Null(u64),
     /// An NBD export, as a URI.
     Nbd(String),
+    /// An image behind a storage that fails by rules, or that compares.
+    Debug(Box<Debug>),
 }
 
 /// An image as the user named it.
@@ -186,6 +189,7 @@ impl Image {
             (Place::File(path), Some((start, bytes))) => storages::part_path(path, start, bytes),
             (Place::Null(bytes), _) => storages::null_path(*bytes),
             (Place::Nbd(uri), _) => uri.into(),
+            (Place::Debug(debug), _) => debug::path(&self.typed, self.format.as_deref(), debug),
         }
     }
 
@@ -194,7 +198,8 @@ impl Image {
         match &self.place {
             Place::File(path) => path.display().to_string(),
             Place::Null(_) => "null-co://".to_owned(),
-            Place::Nbd(uri) => uri.clone(),
+            Place::Nbd(uri) => shown_uri(uri),
+            Place::Debug(_) => self.typed.clone(),
         }
     }
 }
@@ -204,9 +209,7 @@ const NULL_BYTES: u64 = 1 << 30;
 
 /// Protocols of QEMU that vdkit does not have.
 const OTHER_PROTOCOLS: &[&str] = &[
-    "blkdebug",
     "blklogwrites",
-    "blkverify",
     "fat",
     "ftp",
     "ftps",
@@ -252,6 +255,8 @@ pub fn parse(text: &str) -> Result<Image, String> {
         "nbd" | "nbd+unix" | "nbd+tcp" | "nbds" | "nbds+unix" => {
             Ok(Image::at(text, Place::Nbd(text.to_owned())))
         }
+        "blkdebug" => Ok(Image::at(text, Place::Debug(Box::new(debug::parse_faulty(rest)?)))),
+        "blkverify" => Ok(Image::at(text, Place::Debug(Box::new(debug::parse_verify(rest)?)))),
         known if OTHER_PROTOCOLS.contains(&known) => {
             Err(format!("vdkit does not have the protocol '{known}'"))
         }
@@ -302,12 +307,35 @@ fn from_properties(typed: &str, mut flat: Flat) -> Result<Image, String> {
             image.format = Some("raw".to_owned());
             finish(&driver, flat, image)
         }
+        "blkdebug" => {
+            let image = needed_child(&mut flat, "image", typed)?;
+            let debug = debug::faulty_properties(&mut flat, image)?;
+            finish(&driver, flat, debugged(typed, &driver, debug))
+        }
+        "blkverify" => {
+            let raw = Box::new(needed_child(&mut flat, "raw", typed)?);
+            let test = Box::new(needed_child(&mut flat, "test", typed)?);
+            let debug = Debug::Verify { raw, test };
+            finish(&driver, flat, debugged(typed, &driver, debug))
+        }
         known if OTHER_PROTOCOLS.contains(&known) => {
             Err(format!("vdkit does not have the driver '{known}'"))
         }
         format if crate::open::driver(format).is_some() => of_format(typed, format, flat),
         unknown => Err(format!("Unknown driver '{unknown}'")),
     }
+}
+
+/// A node of a debugging driver. Alone it is a disk of plain bytes.
+fn debugged(typed: &str, driver: &str, debug: Debug) -> Image {
+    let mut image = Image::at(typed, Place::Debug(Box::new(debug)));
+    image.format = Some(driver.to_owned());
+    image
+}
+
+fn needed_child(flat: &mut Flat, name: &str, typed: &str) -> Result<Image, String> {
+    child(flat, name, typed)?
+        .ok_or_else(|| format!("A block device must be specified for \"{name}\""))
 }
 
 /// Properties that name a file or a child and leave the format to be probed.
@@ -417,12 +445,43 @@ fn finish(driver: &str, mut flat: Flat, image: Image) -> Result<Image, String> {
     match flat.first_key() {
         None => Ok(image),
         Some(key) => Err(match driver {
-            "file" | "host_device" | "host_cdrom" | "null-co" | "null-aio" | "nbd" => {
+            "file" | "host_device" | "host_cdrom" | "null-co" | "null-aio" | "nbd" | "blkdebug"
+            | "blkverify" => {
                 format!("Block protocol '{driver}' doesn't support the option '{key}'")
             }
             _ => format!("Block format '{driver}' does not support the option '{key}'"),
         }),
     }
+}
+
+/// The name of an export as QEMU shows it, whatever form named it. Names with TLS stay as they are.
+fn shown_uri(uri: &str) -> String {
+    use vdkit::nbd_client::{NbdUri, Place};
+    let Ok(parsed) = NbdUri::parse(uri) else { return uri.to_owned() };
+    let export = &parsed.export;
+    match &parsed.place {
+        _ if parsed.tls.is_some() => uri.to_owned(),
+        Place::Unix(path) if export.is_empty() => format!("nbd+unix://?socket={}", path.display()),
+        Place::Unix(path) => format!("nbd+unix:///{export}?socket={}", path.display()),
+        Place::Tcp { host, port } => {
+            let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
+            let slash = if export.is_empty() { "" } else { "/" };
+            format!("nbd://{host}:{port}{slash}{export}")
+        }
+    }
+}
+
+/// Percent-encodes text for a part of a URI.
+pub fn percent(text: &str) -> String {
+    let mut out = String::new();
+    for byte in text.bytes() {
+        match byte {
+            b'-' | b'.' | b'_' | b'~' | b'/' => out.push(char::from(byte)),
+            _ if byte.is_ascii_alphanumeric() => out.push(char::from(byte)),
+            _ => out += &format!("%{byte:02X}"),
+        }
+    }
+    out
 }
 
 fn size_of(name: &str, text: &str) -> Result<u64, String> {

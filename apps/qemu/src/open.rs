@@ -111,7 +111,10 @@ impl Named<'_> {
 
 /// Whether a driver is one of QEMU's for plain bytes, so that its content is raw.
 pub fn is_protocol(driver: &str) -> bool {
-    matches!(driver, "file" | "host_device" | "null-co" | "null-aio" | "nbd")
+    matches!(
+        driver,
+        "file" | "host_device" | "null-co" | "null-aio" | "nbd" | "blkdebug" | "blkverify"
+    )
 }
 
 /// The format of an image, and whether it was probed.
@@ -123,6 +126,8 @@ pub fn format_of(
     access: Access,
 ) -> Result<(&'static dyn FormatDriver, bool), Failure> {
     if let Some(name) = &image.format {
+        // A debugging driver is a disk of plain bytes.
+        let name = if is_protocol(name) { "raw" } else { name };
         let found = driver(name)
             .ok_or_else(|| could_not_open(&image.typed, format!("Unknown driver '{name}'")))?;
         return Ok((found, false));
@@ -137,6 +142,10 @@ pub fn format_of(
         .map_err(|error| failed_open(image, None, &error))?;
     match registry().probe(&*storage) {
         Ok(probed) => Ok((probed.driver, probed.fallback)),
+        Err(error @ Error::Io { .. }) => {
+            let why = format!("Could not read image for determining its format: {}", words(&error));
+            Err(could_not_open(&image.typed, why))
+        }
         Err(error) => Err(could_not_open(&image.typed, words(&error))),
     }
 }
@@ -224,7 +233,12 @@ pub fn open_with(image: &Image, options: &OpenOptions) -> Result<Disk, Failure> 
 pub fn failed_open(image: &Image, format: Option<&str>, error: &Error) -> Failure {
     let typed = &image.typed;
     if let (Place::Nbd(uri), Error::File { source, .. }) = (&image.place, error) {
-        let socket = uri.split_once("socket=").map_or(uri.as_str(), |(_, socket)| socket);
+        use vdkit::nbd_client::{NbdUri, Place};
+        let socket = match NbdUri::parse(uri).map(|parsed| parsed.place) {
+            Ok(Place::Unix(path)) => path.display().to_string(),
+            Ok(Place::Tcp { host, port }) => format!("{host}:{port}"),
+            Err(_) => uri.clone(),
+        };
         return could_not_open(
             typed,
             format!("Failed to connect to '{socket}': {}", system_words(source)),

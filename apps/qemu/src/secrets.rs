@@ -43,7 +43,8 @@ impl Objects {
                     objects.secrets.insert(id, bytes);
                 }
                 "tls-creds-x509" | "tls-creds-psk" | "authz-simple" | "authz-list"
-                | "authz-list-file" | "authz-pam" => {
+                | "authz-list-file" | "authz-listfile" | "authz-pam" => {
+                    properties.put("qom-type", &kind);
                     objects.others.insert(id, properties);
                 }
                 _ => return Err(Failure::new(format!("Invalid parameter '{kind}'"))),
@@ -63,7 +64,12 @@ impl Objects {
         }
     }
 
-    /// The properties of another object.
+    /// Whether there is a secret with this id.
+    pub fn has_secret(&self, id: &str) -> bool {
+        self.secrets.contains_key(id)
+    }
+
+    /// The properties of another object; `qom-type` is its kind.
     pub fn other(&self, id: &str) -> Option<&Flat> {
         self.others.get(id)
     }

@@ -1,13 +1,16 @@
-//! Storages that only QEMU's names ask for: a disk of nothing, and a part of a file.
+//! Storages that only QEMU's names ask for: a disk of nothing, a part of a file, and the disk of an
+//! image as bytes.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vdkit::storage::{FileOptions, FileStorage};
 use vdkit::{
-    CacheMode, Error, HostOffset, Protocol, Result, SpaceMap, Storage, StorageCaps, StorageExtent,
-    ZeroMode,
+    CacheMode, Disk, Error, GuestOffset, HostOffset, Protocol, Result, SpaceMap, Storage,
+    StorageCaps, StorageExtent, ZeroMode,
 };
+
+use crate::debug;
 
 /// What the names that [`null_path`] and [`part_path`] make begin with. No user can give such a
 /// name: to `names::parse` it is an unknown protocol.
@@ -31,10 +34,13 @@ pub struct Places;
 
 impl Protocol for Places {
     fn matches(&self, name: &str) -> bool {
-        name.starts_with(NULL) || name.starts_with(PART)
+        [NULL, PART, debug::PREFIX].iter().any(|prefix| name.starts_with(prefix))
     }
 
     fn open(&self, name: &str, writable: bool, cache: CacheMode) -> Result<Arc<dyn Storage>> {
+        if name.starts_with(debug::PREFIX) {
+            return debug::open(name, writable, cache);
+        }
         let wrong = || Error::Invalid(format!("{name}: is no name of a part"));
         if let Some(bytes) = name.strip_prefix(NULL) {
             return Ok(Arc::new(NullStorage::new(bytes.parse().map_err(|_| wrong())?)));
@@ -212,6 +218,93 @@ impl SpaceMap for PartOf {
 
     fn allocated_bytes(&self) -> Result<u64> {
         self.inner.allocated_bytes()
+    }
+}
+
+/// A disk as a storage of bytes.
+#[derive(Debug)]
+pub struct DiskStorage {
+    disk: Disk,
+    name: String,
+}
+
+impl DiskStorage {
+    /// The bytes of this disk. The disk is closed with the storage.
+    pub fn new(disk: Disk) -> Self {
+        let name = disk.name().to_owned();
+        Self { disk, name }
+    }
+}
+
+impl Storage for DiskStorage {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn caps(&self) -> StorageCaps {
+        StorageCaps { writable: self.disk.writable(), device: true, ..StorageCaps::default() }
+    }
+
+    fn len(&self) -> Result<u64> {
+        Ok(self.disk.guest_bytes())
+    }
+
+    fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
+        let there = self.disk.guest_bytes().saturating_sub(offset.0).min(buf.len() as u64) as usize;
+        self.disk.read_at(&mut buf[..there], GuestOffset(offset.0))?;
+        Ok(there)
+    }
+
+    fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
+        self.disk.write_at(buf, GuestOffset(offset.0))
+    }
+
+    fn write_zeroes(&self, offset: HostOffset, len: u64, mode: ZeroMode) -> Result<()> {
+        self.disk.write_zeroes(GuestOffset(offset.0), len, mode == ZeroMode::MayUnmap)
+    }
+
+    fn discard(&self, offset: HostOffset, len: u64) -> Result<()> {
+        self.disk.discard(GuestOffset(offset.0), len)
+    }
+
+    fn allocate(&self, _offset: HostOffset, _len: u64) -> Result<()> {
+        // The disk's format finds the space when bytes are written.
+        Ok(())
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.disk.flush()
+    }
+
+    fn space_map(&self) -> Option<&dyn SpaceMap> {
+        Some(self)
+    }
+}
+
+impl SpaceMap for DiskStorage {
+    fn may_have_holes(&self) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {
+        let there = self.disk.guest_bytes().saturating_sub(offset.0).min(len);
+        if there == 0 {
+            return Ok(StorageExtent { len, data: false });
+        }
+        let _resolving = self.disk.enter();
+        let extent = self.disk.extent_at(GuestOffset(offset.0), there)?;
+        Ok(StorageExtent { len: extent.len, data: !extent.place.reads_zero() })
+    }
+
+    fn allocated_bytes(&self) -> Result<u64> {
+        Ok(self.disk.guest_bytes())
+    }
+}
+
+impl Drop for DiskStorage {
+    fn drop(&mut self) {
+        // What was written was flushed; an unclean mark is all that an error could leave.
+        let _ = self.disk.close();
     }
 }
 

@@ -187,4 +187,30 @@ pub const ALL: &[Allowed] = &[
                 && case.has("stream.vmdk")
         },
     },
+    Allowed {
+        id: "blkdebug-events",
+        reason: "`blkdebug:` stands beneath the format and sees requests, not what the format does: it raises \
+                 `read_aio`, `write_aio`, `l1_update`, `l2_load`, `l2_update`, `refblock_load`, `refblock_update`, \
+                 `reftable_load` and `reftable_update` by what the bytes hold (qcow2, raw), `pwritev`, \
+                 `pwritev_zero`, `pwritev_done`, `flush_to_os`, `flush_to_disk` and `none`. Rules for other events \
+                 never count. `check` raises `l2_load` too.",
+        applies: |case, _| {
+            case.mentions("l2.rules") && matches!(case.subcommand(), "check" | "map")
+        },
+    },
+    Allowed {
+        id: "blkdebug-flush",
+        reason: "A flush that fails, by rules of `blkdebug:` too, is a failure of the command; QEMU ends some commands \
+                 without a flush, or does not look at its result.",
+        applies: |case, _| case.mentions("flush.rules"),
+    },
+    Allowed {
+        id: "blkverify-info",
+        reason: "`info blkverify:…` names the raw copy beneath and does not describe the image.",
+        applies: |case, difference| {
+            case.subcommand() == "info"
+                && case.mentions("blkverify:")
+                && difference.what == What::Stdout
+        },
+    },
 ];

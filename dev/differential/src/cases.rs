@@ -488,6 +488,60 @@ const NAMES: &[&str] = &[
     "nbd+unix:///?socket=missing",
 ];
 
+/// Names of the debugging drivers, and commands on them. The rules' files are in `images`.
+const DEBUGGING: &[&str] = &[
+    "info blkdebug::a.qcow2",
+    "info --output=json blkdebug:read.rules:a.qcow2",
+    "info blkdebug::full.raw",
+    "info -f blkdebug blkdebug::a.qcow2",
+    "info blkdebug:a.qcow2",
+    "info blkdebug:",
+    "info blkdebug::missing",
+    "info blkdebug:missing.rules:a.qcow2",
+    "info blkdebug:bad.rules:a.qcow2",
+    "info blkdebug:any.rules:a.qcow2",
+    "check blkdebug:read.rules:a.qcow2",
+    "check blkdebug:l2.rules:a.qcow2",
+    "map blkdebug:read.rules:a.qcow2",
+    "map --output=json blkdebug::a.qcow2",
+    "map blkdebug:l2.rules:a.qcow2",
+    "compare blkdebug::a.qcow2 a.qcow2",
+    "compare -s blkdebug:read.rules:a.qcow2 full.raw",
+    "measure -O qcow2 blkdebug::a.qcow2",
+    "convert -O raw blkdebug::a.qcow2 n.raw",
+    "convert -O raw blkdebug:read.rules:a.qcow2 n.raw",
+    "convert -O raw blkdebug:any.rules:a.qcow2 n.raw",
+    "convert -n -O qcow2 full.raw blkdebug::small.qcow2",
+    "convert -n -O raw full.raw blkdebug:flush.rules:empty.raw",
+    "bench -c 10 blkdebug::a.qcow2",
+    "bench -c 40 blkdebug:read.rules:a.qcow2",
+    "bench -c 10 -f raw blkdebug:read.rules:full.raw",
+    "bench -c 10 -f raw blkdebug:states.rules:full.raw",
+    "bench -w -c 10 -f raw blkdebug:states.rules:full.raw",
+    "bench -w -c 10 -f raw blkdebug:write.rules:full.raw",
+    "bench -w -c 10 -d 1 -f raw --flush-interval 5 blkdebug:flush.rules:full.raw",
+    "bench -w -c 10 blkdebug::a.qcow2",
+    "resize blkdebug::small.qcow2 +1M",
+    "bench -c 10 --image-opts driver=raw,file.driver=blkdebug,file.image.driver=file,file.image.filename=full.raw,file.inject-error.0.event=read_aio,file.inject-error.0.errno=28",
+    "bench -c 10 --image-opts driver=blkdebug,image.driver=file,image.filename=full.raw,inject-error.0.event=read_aio",
+    "bench -c 10 --image-opts driver=raw,file.driver=blkdebug,file.config=write.rules,file.align=512,file.max-transfer=64k,file.opt-write-zero=4k,file.image.driver=file,file.image.filename=full.raw",
+    "info --image-opts driver=raw,file.driver=blkdebug,file.align=3,file.image.driver=file,file.image.filename=full.raw",
+    "info --image-opts driver=raw,file.driver=blkdebug,file.bad=3,file.image.driver=file,file.image.filename=full.raw",
+    "info --image-opts driver=raw,file.driver=blkdebug",
+    "bench -c 10 json:{\"driver\":\"raw\",\"file\":{\"driver\":\"blkdebug\",\"image\":{\"driver\":\"file\",\"filename\":\"full.raw\"},\"set-state\":[{\"event\":\"read_aio\",\"state\":1,\"new_state\":2}],\"inject-error\":[{\"event\":\"read_aio\",\"state\":2,\"errno\":28}]}}",
+    "info blkverify:full.raw",
+    "info blkverify:missing:a.qcow2",
+    "info blkverify:full.raw:missing",
+    "info blkverify:full.raw:full.raw",
+    "convert -O raw blkverify:full.raw:zlib.qcow2 n.raw",
+    "convert -O raw blkverify:empty.raw:zlib.qcow2 n.raw",
+    "compare blkverify:full.raw:zlib.qcow2 full.raw",
+    "compare blkverify:empty.raw:full.raw full.raw",
+    "bench -c 10 blkverify:full.raw:zlib.qcow2",
+    "bench -w -c 10 --pattern 3 -f raw blkverify:full.raw:zlib.qcow2",
+    "bench -c 10 --image-opts driver=blkverify,raw.driver=file,raw.filename=full.raw,test.driver=qcow2,test.file.filename=zlib.qcow2",
+];
+
 /// Commands in turn.
 const SEQUENCES: &[&[&str]] = &[
     &[
@@ -644,6 +698,7 @@ pub fn all() -> Vec<Case> {
             cases.push(Case::new(Kind::Name, &[&format!("{command} {name}")]));
         }
     }
+    cases.extend(DEBUGGING.iter().map(|line| Case::new(Kind::Name, &[line])));
     cases.extend(WRONG.iter().map(|line| match *line {
         "" => Case { kind: Kind::Wrong, commands: vec![Vec::new()] },
         line => Case::new(Kind::Wrong, &[line]),

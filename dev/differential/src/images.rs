@@ -85,6 +85,27 @@ const FINISH: &[&str] = &[
     "create -q -f qcow2 -b full.raw -F raw onraw.qcow2 2M",
 ];
 
+/// Rules of `blkdebug`.
+const RULES: &[(&str, &str)] = &[
+    ("read.rules", "[inject-error]\nevent = \"read_aio\"\nerrno = \"5\"\n"),
+    (
+        "write.rules",
+        "# once\n[inject-error]\nevent = \"write_aio\"\nerrno = \"28\"\nonce = \"on\"\n",
+    ),
+    ("l2.rules", "[inject-error]\nevent = \"l2_load\"\nerrno = \"5\"\n"),
+    (
+        "flush.rules",
+        "[inject-error]\nevent = \"flush_to_disk\"\nerrno = \"5\"\niotype = \"flush\"\n",
+    ),
+    ("any.rules", "[inject-error]\nevent = \"none\"\nerrno = \"5\"\niotype = \"read\"\n"),
+    ("bad.rules", "[inject-error]\nevent = \"no_such_event\"\n"),
+    (
+        "states.rules",
+        "[set-state]\nevent = \"read_aio\"\nstate = \"1\"\nnew_state = \"2\"\n\n[inject-error]\n\
+         event = \"read_aio\"\nstate = \"2\"\nerrno = \"28\"\nonce = \"on\"\n",
+    ),
+];
+
 /// Makes all images in a folder.
 ///
 /// # Panics
@@ -111,6 +132,9 @@ pub fn make(reference: &Path, folder: &Path) {
     }
     write("qcow2", "mid.qcow2", "write -P 33 1M 64k");
     write("qcow2", "top.qcow2", "write -z 64k 64k");
+    for (name, rules) in RULES {
+        std::fs::write(folder.join(name), rules).expect("a scratch folder");
+    }
     std::fs::write(folder.join("text"), "no image\n").expect("a scratch folder");
     std::fs::write(folder.join("nothing"), "").expect("a scratch folder");
     let whole = std::fs::read(folder.join("a.qcow2")).expect("was made");

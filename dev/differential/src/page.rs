@@ -24,6 +24,10 @@ const WITHOUT_EFFECT: &[(&str, &str)] = &[
         "the engine always does what they ask for, or does not need them",
     ),
     (
+        "`blkdebug`: `immediately`, `align`, `max-transfer`, `opt-write-zero`, `max-write-zero`, `opt-discard`, `max-discard`, `take-child-perms`",
+        "the engine chooses the size of its requests; a request fails when it is made",
+    ),
+    (
         "`qemu-nbd --aio`, `--detect-zeroes`, `-A`, `-v`",
         "the allocation depth is always there; written zeroes are stored as such",
     ),
@@ -31,8 +35,8 @@ const WITHOUT_EFFECT: &[(&str, &str)] = &[
 
 /// What QEMU's programs have and these do not.
 const MISSING: &[&str] = &[
-    "`qemu-nbd`: `-c` and `-d` (the kernel's client), `--list`, `--tls-authz`, `--selinux-label`, `--offset` of formats other than raw",
-    "`blkdebug:` and `blkverify:` names, and network protocols other than NBD",
+    "`qemu-nbd`: `-c` and `-d` (the kernel's client), `--selinux-label`, `authz-pam` objects",
+    "network protocols other than NBD",
     "writing qcow, qed and parallels images, and legacy AES encryption of new ones",
     "`amend` of a key slot by its number, other than the first free one",
     "`secret` objects that are themselves encrypted (`keyid`)",

@@ -106,8 +106,9 @@ impl<'d> Data<'d> {
 
     /// A string with a length prefix.
     fn string(&mut self) -> Option<String> {
-        let len = self.u32().filter(|len| *len <= wire::STRING_MAX)?;
-        String::from_utf8(self.take(len as usize)?.to_vec()).ok()
+        let len = self.u32()? as usize;
+        let bytes = self.take(len).filter(|_| len <= wire::STRING_MAX)?;
+        String::from_utf8(bytes.to_vec()).ok()
     }
 }
 

@@ -45,4 +45,4 @@ mod wire;
 
 pub use exports::Exports;
 pub use server::{Address, Listener, Server, ServerOptions};
-pub use tls::Tls;
+pub use tls::{Admission, Tls};

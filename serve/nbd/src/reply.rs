@@ -337,7 +337,7 @@ impl Replier {
 
 /// Common start of all error chunks.
 fn error_payload(errno: u32, text: &str) -> Vec<u8> {
-    let text = &text.as_bytes()[..text.len().min(wire::STRING_MAX as usize)];
+    let text = &text.as_bytes()[..text.len().min(wire::STRING_MAX)];
     let mut payload = Vec::with_capacity(14 + text.len());
     payload.extend(errno.to_be_bytes());
     payload.extend((text.len() as u16).to_be_bytes());

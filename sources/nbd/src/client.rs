@@ -30,7 +30,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::channel::Socket;
 use crate::connection::{Connection, Request};
 use crate::failure::{Broken, Failure};
-use crate::handshake::{Agreed, Handshake, ListedExport, Wanted};
+use crate::handshake::{Agreed, DescribedExport, Handshake, ListedExport, Wanted};
 use crate::reply::Expected;
 use crate::tls::Tls;
 use crate::uri::NbdUri;
@@ -422,6 +422,28 @@ pub(crate) fn exports(uri: &NbdUri) -> std::io::Result<Vec<ListedExport>> {
     let exports = handshake.exports();
     handshake.abort();
     exports
+}
+
+/// The exports that a server lists, each described.
+///
+/// # Errors
+/// As [`exports`].
+pub(crate) fn described(uri: &NbdUri) -> std::io::Result<Vec<DescribedExport>> {
+    let target = Target::new(uri.clone(), Vec::new(), Limits::default())?;
+    let handshake = target.begin(Instant::now() + target.limits.connect)?;
+    let (extended, structured) = handshake.extended()?;
+    let describe = |listed: ListedExport| {
+        let info = handshake.info(&listed.name)?;
+        let contexts = match structured {
+            true => handshake.contexts(option::LIST_META_CONTEXT, &listed.name, &[])?,
+            false => Vec::new(),
+        };
+        let contexts = contexts.into_iter().map(|(name, _)| name).collect();
+        Ok(DescribedExport { listed, info, extended, contexts })
+    };
+    let described = handshake.exports()?.into_iter().map(describe).collect();
+    handshake.abort();
+    described
 }
 
 /// The metadata contexts that a server has for an export.

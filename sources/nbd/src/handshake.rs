@@ -197,6 +197,48 @@ impl Handshake {
         }
     }
 
+    /// Asks for extended headers, or else for structured replies: whether the server has the
+    /// extended ones, and whether it has either.
+    ///
+    /// # Errors
+    /// As [`Handshake::structured`].
+    pub(crate) fn extended(&self) -> io::Result<(bool, bool)> {
+        let (kind, data) = self.ask(option::EXTENDED_HEADERS, &[])?;
+        match kind {
+            answer::ACK => Ok((true, true)),
+            answer::TLS_REQUIRED => Err(refused("plain connections", kind, &data)),
+            kind if kind & answer::ERROR != 0 => Ok((false, self.structured()?)),
+            kind => Err(bad(format!("reply {kind} to NBD_OPT_EXTENDED_HEADERS"))),
+        }
+    }
+
+    /// What the server tells of an export without opening it; `None` if it does not know
+    /// NBD_OPT_INFO, or refuses the export.
+    ///
+    /// # Errors
+    /// As [`Handshake::begin`].
+    pub(crate) fn info(&self, export: &str) -> io::Result<Option<ExportInfo>> {
+        let mut data = string(export);
+        data.extend([1u16, info::BLOCK_SIZE].into_iter().flat_map(u16::to_be_bytes));
+        let (replies, (kind, _)) = self.ask_all(option::INFO, &data)?;
+        if kind != answer::ACK {
+            return Ok(None);
+        }
+        let mut told = ExportInfo::default();
+        for (_, data) in replies.iter().filter(|(kind, _)| *kind == answer::INFO) {
+            match (data.get(..2).map(|kind| be16(kind, 0)), data.len()) {
+                (Some(info::EXPORT), 12) => {
+                    (told.bytes, told.flags) = (be64(data, 2), be16(data, 10));
+                }
+                (Some(info::BLOCK_SIZE), 14) => {
+                    told.block_bytes = Some([be32(data, 2), be32(data, 6), be32(data, 10)]);
+                }
+                _ => {}
+            }
+        }
+        Ok(Some(told))
+    }
+
     /// Negotiates an export.
     ///
     /// # Errors
@@ -351,6 +393,30 @@ pub struct ListedExport {
     pub name: String,
     /// The server's description of it.
     pub description: Option<String>,
+}
+
+/// What a server tells of an export.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ExportInfo {
+    /// Its length in bytes.
+    pub bytes: u64,
+    /// Transmission flags; 0 if the server told none.
+    pub flags: u16,
+    /// Minimum, preferred and maximum bytes of a request, as the server told them.
+    pub block_bytes: Option<[u32; 3]>,
+}
+
+/// An export, with all that a server tells of it without opening it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DescribedExport {
+    /// Its name, and the server's description.
+    pub listed: ListedExport,
+    /// Length, flags and block sizes; `None` if the server tells these only when it opens it.
+    pub info: Option<ExportInfo>,
+    /// The server has extended headers, with lengths of 64 bits.
+    pub extended: bool,
+    /// Its metadata contexts.
+    pub contexts: Vec<String>,
 }
 
 /// A string with its length before it.

@@ -23,8 +23,8 @@
 //! error that names the export.
 //!
 //! # What is missing
-//! Extended headers (requests above 4 GiB), FAST_ZERO (no caller asks for it), NBD_CMD_CACHE, TLS with
-//! pre-shared keys, and resizing, which the protocol lacks.
+//! Extended headers (requests above 4 GiB), FAST_ZERO (no caller asks for it), NBD_CMD_CACHE, and
+//! resizing, which the protocol lacks.
 
 mod channel;
 mod client;
@@ -37,9 +37,14 @@ mod storage;
 mod tests;
 mod tls;
 mod uri;
-mod wire;
 
-pub use handshake::ListedExport;
+pub use handshake::{DescribedExport, ExportInfo, ListedExport};
 pub use reply::StatusRun;
-pub use storage::{BASE_ALLOCATION, NBD, NbdOptions, NbdStorage, list_contexts, list_exports};
+pub use storage::{
+    BASE_ALLOCATION, NBD, NbdOptions, NbdStorage, describe_exports, list_contexts, list_exports,
+};
+use vdkit_nbd_wire as wire;
+/// Transmission flags of an export.
+pub use wire::flag;
+
 pub use uri::{NbdUri, Place, SCHEMES, TlsNames};

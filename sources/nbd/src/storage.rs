@@ -12,7 +12,7 @@ use vdkit_block::{
 use crate::client::{self, Client, Limits};
 use crate::connection::Request;
 use crate::failure::Failure;
-use crate::handshake::ListedExport;
+use crate::handshake::{DescribedExport, ListedExport};
 use crate::reply::{Expected, StatusRun};
 use crate::uri::NbdUri;
 use crate::wire::{command, flag, request_flag};
@@ -103,6 +103,14 @@ fn parsed(name: &str) -> Result<NbdUri> {
 /// not list its exports.
 pub fn list_exports(name: &str) -> Result<Vec<ListedExport>> {
     client::exports(&parsed(name)?).map_err(|error| open_error(name, error))
+}
+
+/// As [`list_exports`], with all that the server tells of each export without opening it.
+///
+/// # Errors
+/// As [`list_exports`].
+pub fn describe_exports(name: &str) -> Result<Vec<DescribedExport>> {
+    client::described(&parsed(name)?).map_err(|error| open_error(name, error))
 }
 
 /// The metadata contexts that a server has for an export.

@@ -1,4 +1,4 @@
-//! TLS with certificates, by rustls.
+//! TLS with certificates, by rustls, or with a pre-shared key.
 //!
 //! The files have QEMU's names: `ca-cert.pem`, and `client-cert.pem` with `client-key.pem` if the
 //! server asks clients for a certificate.
@@ -26,11 +26,18 @@ const CA_CERTIFICATE: &str = "ca-cert.pem";
 const CERTIFICATE: &str = "client-cert.pem";
 const PRIVATE_KEY: &str = "client-key.pem";
 
+/// The name of a client that gives none.
+#[cfg(feature = "tls-psk")]
+const USER: &str = "qemu";
+
 /// TLS configuration of a client.
 #[derive(Clone, Debug)]
-pub(crate) struct Tls {
-    config: Arc<ClientConfig>,
-    server: ServerName<'static>,
+pub(crate) enum Tls {
+    /// With certificates.
+    Certificates(Arc<ClientConfig>, ServerName<'static>),
+    /// With a pre-shared key.
+    #[cfg(feature = "tls-psk")]
+    Key(Arc<vdkit_nbd_wire::psk::Keys>),
 }
 
 fn bad(path: &Path, why: impl fmt::Display) -> io::Error {
@@ -49,11 +56,28 @@ fn certificates(path: &Path) -> io::Result<Vec<CertificateDer<'static>>> {
 }
 
 impl Tls {
-    /// Reads certificates and key.
+    /// Reads certificates and key, or the pre-shared key.
     ///
     /// # Errors
     /// `InvalidInput` for missing or ill-formed files, naming the file.
     pub(crate) fn new(names: &TlsNames, place: &Place) -> io::Result<Self> {
+        match &names.keys {
+            Some(file) => Self::with_key(file, names.user.as_deref()),
+            None => Self::with_certificates(names, place),
+        }
+    }
+
+    #[cfg(feature = "tls-psk")]
+    fn with_key(file: &Path, user: Option<&str>) -> io::Result<Self> {
+        vdkit_nbd_wire::psk::load_one(file, user.unwrap_or(USER)).map(Self::Key)
+    }
+
+    #[cfg(not(feature = "tls-psk"))]
+    fn with_key(file: &Path, _user: Option<&str>) -> io::Result<Self> {
+        Err(bad(file, "this build has no pre-shared keys; build it with the feature tls-psk"))
+    }
+
+    fn with_certificates(names: &TlsNames, place: &Place) -> io::Result<Self> {
         let host = match (&names.hostname, place) {
             (Some(name), _) => name.as_str(),
             (None, Place::Tcp { host, .. }) => host.as_str(),
@@ -75,7 +99,7 @@ impl Tls {
                 .dangerous()
                 .with_custom_certificate_verifier(Arc::new(verifier))
                 .with_no_client_auth();
-            return Ok(Self { config: Arc::new(config), server });
+            return Ok(Self::Certificates(Arc::new(config), server));
         };
         let ca = folder.join(CA_CERTIFICATE);
         let mut roots = RootCertStore::empty();
@@ -92,7 +116,20 @@ impl Tls {
             let private = PrivateKeyDer::from_pem_file(&key).map_err(|error| bad(&key, error))?;
             builder.with_client_auth_cert(chain, private).map_err(|error| bad(&key, error))?
         };
-        Ok(Self { config: Arc::new(config), server })
+        Ok(Self::Certificates(Arc::new(config), server))
+    }
+
+    fn session(&self) -> io::Result<Session> {
+        match self {
+            Self::Certificates(config, server) => {
+                let mut session =
+                    ClientConnection::new(config.clone(), server.clone()).map_err(invalid)?;
+                session.set_buffer_limit(None);
+                Ok(Session::Certificates(Box::new(session)))
+            }
+            #[cfg(feature = "tls-psk")]
+            Self::Key(key) => vdkit_nbd_wire::psk::PskSession::client(key).map(Session::Key),
+        }
     }
 
     /// Starts TLS on a connection.
@@ -101,9 +138,7 @@ impl Tls {
     /// Errors of the socket; `InvalidData` if the server's certificate is not accepted;
     /// `TimedOut` after `until`.
     pub(crate) fn start(&self, socket: Socket, until: Instant) -> io::Result<TlsStream> {
-        let mut session =
-            ClientConnection::new(self.config.clone(), self.server.clone()).map_err(invalid)?;
-        session.set_buffer_limit(None);
+        let session = self.session()?;
         let stream = TlsStream {
             socket,
             session: Mutex::new(session),
@@ -134,6 +169,76 @@ impl Tls {
     }
 }
 
+/// The TLS state of a connection, between plaintext and ciphertext. No method blocks.
+enum Session {
+    Certificates(Box<ClientConnection>),
+    #[cfg(feature = "tls-psk")]
+    Key(vdkit_nbd_wire::psk::PskSession),
+}
+
+impl Session {
+    fn is_handshaking(&self) -> bool {
+        match self {
+            Self::Certificates(session) => session.is_handshaking(),
+            #[cfg(feature = "tls-psk")]
+            Self::Key(session) => session.is_handshaking(),
+        }
+    }
+
+    fn has_output(&self) -> bool {
+        match self {
+            Self::Certificates(session) => session.wants_write(),
+            #[cfg(feature = "tls-psk")]
+            Self::Key(session) => session.has_output(),
+        }
+    }
+
+    /// Takes ciphertext from the server, and returns how many bytes were taken.
+    fn take_in(&mut self, ciphertext: &[u8]) -> io::Result<usize> {
+        match self {
+            Self::Certificates(session) => {
+                let taken = session.read_tls(&mut &*ciphertext)?;
+                session.process_new_packets().map_err(invalid)?;
+                Ok(taken)
+            }
+            #[cfg(feature = "tls-psk")]
+            Self::Key(session) => session.take_in(ciphertext),
+        }
+    }
+
+    /// Appends the ciphertext to send to `out`.
+    fn give_out(&mut self, out: &mut Vec<u8>) -> io::Result<()> {
+        match self {
+            Self::Certificates(session) => {
+                while session.wants_write() {
+                    session.write_tls(out)?;
+                }
+            }
+            #[cfg(feature = "tls-psk")]
+            Self::Key(session) => session.give_out(out),
+        }
+        Ok(())
+    }
+
+    /// Reads plaintext; `WouldBlock` if there is none yet.
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Certificates(session) => session.reader().read(buf),
+            #[cfg(feature = "tls-psk")]
+            Self::Key(session) => session.read(buf),
+        }
+    }
+
+    /// Encrypts all bytes.
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        match self {
+            Self::Certificates(session) => session.writer().write_all(bytes),
+            #[cfg(feature = "tls-psk")]
+            Self::Key(session) => session.write(bytes),
+        }
+    }
+}
+
 /// Ciphertext not yet taken by the session: `buf[start..end]`.
 struct Incoming {
     buf: Vec<u8>,
@@ -145,7 +250,7 @@ struct Incoming {
 pub(crate) struct TlsStream {
     socket: Socket,
     /// Never locked while waiting for the socket.
-    session: Mutex<ClientConnection>,
+    session: Mutex<Session>,
     /// Received ciphertext; locked by the receiving thread.
     incoming: Mutex<Incoming>,
     /// Ciphertext to send, in the order of its encryption.
@@ -174,9 +279,7 @@ impl TlsStream {
                 return Ok(false);
             }
         }
-        let mut session = self.session.lock();
-        *start += session.read_tls(&mut &buf[*start..*end])?;
-        session.process_new_packets().map_err(invalid)?;
+        *start += self.session.lock().take_in(&buf[*start..*end])?;
         Ok(true)
     }
 
@@ -188,11 +291,7 @@ impl TlsStream {
 
     fn push_held(&self, outgoing: &mut Vec<u8>) -> io::Result<()> {
         outgoing.clear();
-        let mut session = self.session.lock();
-        while session.wants_write() {
-            session.write_tls(outgoing)?;
-        }
-        drop(session);
+        self.session.lock().give_out(outgoing)?;
         if outgoing.is_empty() { Ok(()) } else { self.socket.send(outgoing, &[]) }
     }
 
@@ -204,11 +303,11 @@ impl TlsStream {
         loop {
             let wants_write = {
                 let mut session = self.session.lock();
-                match session.reader().read(buf) {
+                match session.read(buf) {
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                     read => return read,
                 }
-                session.wants_write()
+                session.has_output()
             };
             if wants_write {
                 self.push()?;
@@ -222,9 +321,9 @@ impl TlsStream {
     /// As [`crate::channel::Channel::send`].
     pub(crate) fn send(&self, head: &[u8], payload: &[u8]) -> io::Result<()> {
         let mut outgoing = self.outgoing.lock();
-        self.session.lock().writer().write_all(head)?;
+        self.session.lock().write(head)?;
         for piece in payload.chunks(SEND_BYTES) {
-            self.session.lock().writer().write_all(piece)?;
+            self.session.lock().write(piece)?;
             self.push_held(&mut outgoing)?;
         }
         self.push_held(&mut outgoing)

@@ -41,6 +41,10 @@ pub struct TlsNames {
     pub certificates: Option<PathBuf>,
     /// The name that the server's certificate must have; `None` for the host's.
     pub hostname: Option<String>,
+    /// File with pre-shared keys, one `NAME:HEXKEY` a line; no certificates are used then.
+    pub keys: Option<PathBuf>,
+    /// The name whose key is used; `None` for `qemu`.
+    pub user: Option<String>,
 }
 
 /// A parsed name of an export.
@@ -101,7 +105,14 @@ impl NbdUri {
             None => (rest, ""),
         };
         let export = decoded(path.strip_prefix('/').unwrap_or(path))?;
-        let mut tls = scheme.starts_with("nbds").then(TlsNames::default);
+        let (user, authority) = match authority.rsplit_once('@') {
+            Some((user, authority)) => (Some(decoded(user)?), authority),
+            None => (None, authority),
+        };
+        if user.is_some() && !scheme.starts_with("nbds") {
+            return Err("a user's name is for TLS: the name begins with 'nbds'".to_owned());
+        }
+        let mut tls = scheme.starts_with("nbds").then(|| TlsNames { user, ..TlsNames::default() });
         let mut socket = None;
         let (mut reconnect, mut connections) = (RECONNECT, CONNECTIONS);
         for pair in query.split(['&', ';']).filter(|pair| !pair.is_empty()) {
@@ -111,7 +122,8 @@ impl NbdUri {
                 ("socket", _) => socket = Some(value),
                 ("tls-certificates", Some(tls)) => tls.certificates = Some(value.into()),
                 ("tls-hostname", Some(tls)) => tls.hostname = Some(value),
-                ("tls-certificates" | "tls-hostname", None) => {
+                ("tls-psk-file", Some(tls)) => tls.keys = Some(value.into()),
+                ("tls-certificates" | "tls-hostname" | "tls-psk-file", None) => {
                     return Err(format!("'{key}' is for TLS: the name begins with 'nbds'"));
                 }
                 // A misspelled option must not weaken TLS.
@@ -138,6 +150,16 @@ impl NbdUri {
             }
             (false, None) => host_and_port(authority)?,
         };
+        if let Some(TlsNames { certificates, keys, user, .. }) = &tls {
+            if keys.is_some() && certificates.is_some() {
+                return Err("'tls-psk-file' and 'tls-certificates' exclude one another".to_owned());
+            }
+            if user.is_some() && keys.is_none() {
+                return Err("a user's name belongs to a pre-shared key: name its file by \
+                            'tls-psk-file'"
+                    .to_owned());
+            }
+        }
         Ok(Self { tls, reconnect, connections, ..Self::plain(name, place, export)? })
     }
 
@@ -159,11 +181,6 @@ fn number(key: &str, text: &str, max: u64) -> Result<u64, String> {
 }
 
 fn host_and_port(authority: &str) -> Result<Place, String> {
-    if authority.contains('@') {
-        return Err("a user's name belongs to TLS with pre-shared keys, which is not supported \
-                    here; use certificates"
-            .to_owned());
-    }
     let (host, port) = match authority.strip_prefix('[') {
         Some(rest) => {
             let (host, rest) = rest.split_once(']').ok_or("']' is missing after the address")?;
@@ -251,6 +268,9 @@ mod tests {
         let tls = uri.tls.unwrap();
         assert_eq!(tls.certificates, Some("/pki x".into()));
         assert_eq!(tls.hostname.as_deref(), Some("n"));
+        let uri = NbdUri::parse("nbds+unix://al%69ce@/?socket=s&tls-psk-file=k").unwrap();
+        let tls = uri.tls.unwrap();
+        assert_eq!((tls.user.as_deref(), tls.keys), (Some("alice"), Some("k".into())));
         let uri = NbdUri::parse("nbd://h/?reconnect=3&connections=2").unwrap();
         assert_eq!((uri.reconnect, uri.connections), (Duration::from_secs(3), 2));
     }
@@ -272,7 +292,10 @@ mod tests {
             ("nbd://h/?tls-certificates=x", "nbds"),
             ("nbds://h/?tls-certificats=x", "not supported"),
             ("nbds://h/?tls-verify-peer=false", "not supported"),
-            ("nbds://alice@h/", "pre-shared"),
+            ("nbds://alice@h/", "tls-psk-file"),
+            ("nbd://h/?tls-psk-file=k", "nbds"),
+            ("nbd://alice@h/", "nbds"),
+            ("nbds://a@h/?tls-psk-file=k&tls-certificates=d", "exclude"),
             ("nbd://h/?connections=99", "up to 16"),
             ("nbd://h/?reconnect=soon", "number"),
             ("nbd:", "nbd:HOST:PORT"),

@@ -12,7 +12,7 @@ use crate::getopt::{Parsed, flag, valued};
 use crate::human;
 use crate::json::{Dict, Value, pretty, quote};
 use crate::names::{Flat, Image, Place};
-use crate::open::{Access, Named, failed_open, open_options, qemu_name, registry};
+use crate::open::{Access, Named, failed_open, is_protocol, open_options, qemu_name, registry};
 use crate::secrets::Objects;
 use crate::specific::{self, ExtentFile};
 
@@ -44,6 +44,8 @@ struct Described {
     extents: Vec<ExtentFile>,
     /// The file itself is described, not its content.
     protocol: bool,
+    /// What the image is in.
+    place: Place,
 }
 
 impl Described {
@@ -72,10 +74,19 @@ impl Described {
         self.link.info.cluster_size.filter(|_| self.link.info.format != "parallels")
     }
 
-    /// Bytes that the image takes in all of its files.
-    fn allocated(&self) -> u64 {
+    /// Bytes that the image takes in all of its files; `None` if nothing tells them.
+    fn allocated(&self) -> Option<u64> {
         let extents = self.extents.iter().map(|extent| extent.allocated).sum::<u64>();
-        self.link.host.allocated_bytes + extents
+        matches!(self.place, Place::File(_)).then(|| self.link.host.allocated_bytes + extents)
+    }
+
+    /// The driver of the file beneath, by QEMU's name.
+    fn protocol_name(&self) -> &'static str {
+        match &self.place {
+            Place::Nbd(_) => "nbd",
+            Place::Debug(debug) => debug.driver(),
+            Place::File(_) | Place::Null(_) => "file",
+        }
     }
 }
 
@@ -96,7 +107,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     }
     let mut images = describe(&image, chain, access, &objects)?;
     if let Some(top) = images.first_mut() {
-        top.protocol = driver(&named).is_some_and(|driver| driver == "file");
+        top.protocol = driver(&named).is_some_and(|driver| is_protocol(&driver));
         top.show_options(&named, image.window);
     }
     if json {
@@ -219,8 +230,10 @@ fn describe(
         if link.info.format == "vmdk" && link.info.cluster_size.is_none() {
             link.info.cluster_size = extents.iter().find_map(|extent| extent.cluster);
         }
+        let top = images.is_empty();
         images.push(Described {
-            name: link.path.display().to_string(),
+            name: if top { image.shown() } else { link.path.display().to_string() },
+            place: if top { image.place.clone() } else { Place::File(link.path.clone()) },
             backing: link.info.backing_file.as_deref().map(|name| beside(&link.path, name)),
             extents,
             protocol: false,
@@ -259,28 +272,60 @@ fn file_value(name: &str, bytes: u64, allocated: u64) -> Dict {
         .with("children", Vec::new())
 }
 
+/// A child by its name.
+fn child_value(name: &str, info: Dict) -> Value {
+    Dict::default().with("name", name).with("info", info).into()
+}
+
+/// The members of what an image is in, if that is no file.
+fn below_value(image: &Described) -> Dict {
+    let dict = Dict::default()
+        .with("filename", image.name.as_str())
+        .with("format", image.protocol_name())
+        .with("virtual-size", whole_sectors(image.link.host.file_bytes));
+    match &image.place {
+        Place::Debug(debug) => {
+            let files = debug.files().into_iter().map(|(name, path)| {
+                let (bytes, allocated) = sizes_of(&path);
+                child_value(name, file_value(&path.display().to_string(), bytes, allocated))
+            });
+            dict.with("dirty-flag", false).with("children", files.collect::<Vec<_>>())
+        }
+        _ => dict.with("children", Vec::new()),
+    }
+}
+
+/// Length and allocated bytes of a file; zeroes if it is gone meanwhile.
+fn sizes_of(path: &Path) -> (u64, u64) {
+    use std::os::unix::fs::MetadataExt;
+    std::fs::metadata(path).map_or((0, 0), |file| (file.len(), file.blocks() * 512))
+}
+
 fn value(image: &Described) -> Dict {
     let info = &image.link.info;
     if image.protocol {
         let host = &image.link.host;
-        return file_value(&image.name, host.file_bytes, host.allocated_bytes);
+        return match image.place {
+            Place::File(_) => file_value(&image.name, host.file_bytes, host.allocated_bytes),
+            _ => below_value(image),
+        };
     }
     let snapshots: Vec<Value> = info.snapshots.iter().map(|one| snapshot(one).into()).collect();
     let format = qemu_name(info.format);
-    let children: Vec<Value> = children(image)
-        .into_iter()
-        .map(|(name, file, bytes, allocated)| {
-            Dict::default()
-                .with("name", name)
-                .with("info", file_value(&file, bytes, allocated))
-                .into()
-        })
-        .collect();
+    let children: Vec<Value> = match image.place {
+        Place::File(_) => children(image)
+            .into_iter()
+            .map(|(name, file, bytes, allocated)| {
+                child_value(&name, file_value(&file, bytes, allocated))
+            })
+            .collect(),
+        _ => vec![child_value("file", below_value(image))],
+    };
     let backing_format = info.backing_format.as_deref().map(qemu_name);
     let mut dict = Dict::default()
         .with("filename", image.name.as_str())
         .with("format", format)
-        .with("actual-size", image.allocated())
+        .with_some("actual-size", image.allocated())
         .with("virtual-size", info.virtual_size)
         .with_some("cluster-size", image.cluster_size())
         .with_some("encrypted", info.encryption.is_some().then_some(true))
@@ -288,7 +333,8 @@ fn value(image: &Described) -> Dict {
         .with_some("full-backing-filename", image.backing.as_deref())
         .with_some("backing-filename-format", backing_format);
     // QEMU's driver for parallels describes nothing but the size.
-    if format != "parallels" {
+    let bare = format == "raw" && matches!(image.place, Place::Nbd(_));
+    if format != "parallels" && !bare {
         dict.put("dirty-flag", info.dirty && format == "qcow2");
     }
     if !snapshots.is_empty() {
@@ -342,10 +388,10 @@ fn text(image: &Described) -> String {
     let mut text = format!(
         "image: {}\nfile format: {}\nvirtual size: {} ({} bytes)\ndisk size: {}\n",
         image.name,
-        if image.protocol { "file" } else { qemu_name(info.format) },
+        if image.protocol { image.protocol_name() } else { qemu_name(info.format) },
         human::size(info.virtual_size),
         info.virtual_size,
-        human::size(image.allocated()),
+        image.allocated().map_or_else(|| "unavailable".to_owned(), human::size),
     );
     if info.encryption.is_some() {
         text += "encrypted: yes\n";
@@ -371,14 +417,54 @@ fn text(image: &Described) -> String {
         text += "Format specific information:\n";
         human::dump(&mut text, &data.into(), 1);
     }
-    for (name, file, bytes, allocated) in children(image) {
-        let bytes = whole_sectors(bytes);
-        text += &format!(
-            "Child node '/{name}':\n    filename: {file}\n    protocol type: file\n    file length: \
-             {} ({bytes} bytes)\n    disk size: {}\n",
-            human::size(bytes),
-            human::size(allocated),
-        );
+    match image.place {
+        Place::File(_) => {
+            for (name, file, bytes, allocated) in children(image) {
+                text += &file_text(0, &name, &file, bytes, allocated);
+            }
+        }
+        _ => text += &below_text(image),
     }
     text
+}
+
+/// A file as the child of that name, `depth` nodes beneath an image's child.
+fn file_text(depth: usize, name: &str, file: &str, bytes: u64, allocated: u64) -> String {
+    let (indent, bytes) = ("    ".repeat(depth), whole_sectors(bytes));
+    format!(
+        "{indent}Child node '/{name}':\n{indent}    filename: {file}\n{indent}    protocol type: \
+         file\n{indent}    file length: {} ({bytes} bytes)\n{indent}    disk size: {}\n",
+        human::size(bytes),
+        human::size(allocated),
+    )
+}
+
+/// What an image is in, if that is no file.
+fn below_text(image: &Described) -> String {
+    let (driver, bytes) = (image.protocol_name(), whole_sectors(image.link.host.file_bytes));
+    let size = human::size(bytes);
+    let files = match &image.place {
+        Place::Debug(debug) => debug.files(),
+        _ => Vec::new(),
+    };
+    let depth = usize::from(!image.protocol);
+    let prefix = if image.protocol { "" } else { "file/" };
+    let files = files.into_iter().map(|(name, path)| {
+        let (bytes, allocated) = sizes_of(&path);
+        file_text(depth, &format!("{prefix}{name}"), &path.display().to_string(), bytes, allocated)
+    });
+    let files: String = files.collect();
+    match (image.protocol, &image.place) {
+        (true, _) => files,
+        (false, Place::Debug(_)) => format!(
+            "Child node '/file':\n    image: {}\n    file format: {driver}\n    virtual size: {size} \
+             ({bytes} bytes)\n    disk size: unavailable\n{files}",
+            image.name
+        ),
+        (false, _) => format!(
+            "Child node '/file':\n    filename: {}\n    protocol type: {driver}\n    file length: \
+             {size} ({bytes} bytes)\n    disk size: unavailable\n",
+            image.name
+        ),
+    }
 }

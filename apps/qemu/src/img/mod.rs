@@ -101,6 +101,9 @@ pub fn main(name: &str, args: &[OsString]) -> ExitCode {
     let mut call = Call::default();
     let ended = standard(args, &mut call);
     let flushed = call.out.flush();
+    if crate::debug::mismatched() {
+        return ExitCode::FAILURE;
+    }
     match (ended, flushed) {
         (Ok(code), Ok(())) => ExitCode::from(code),
         (Ok(_), Err(_)) => ExitCode::FAILURE,

@@ -1,6 +1,9 @@
 //! `qemu-nbd`: serves one image over NBD until the last client leaves.
 
 mod background;
+mod list;
+mod part;
+mod tls;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -46,18 +49,14 @@ const OPTIONS: &[Opt] = &[
     valued('x', "export-name", "NAME", "name of the export (default: empty)"),
     valued('D', "description", "TEXT", "description of the export"),
     long("handshake-limit", Some("SECONDS"), "time limit of the negotiation; 0 for none"),
-    valued('o', "offset", "OFFSET", "serve from this offset on (raw images)"),
+    valued('o', "offset", "OFFSET", "serve from this offset on"),
     flag('A', "allocation-depth", "accepted: the allocation depth is always there"),
     valued('B', "bitmap", "NAME", "let clients query this dirty bitmap (repeatable)"),
     flag('L', "list", "list the exports of a server"),
     long("object", Some("OBJDEF"), "a secret or credentials (repeatable)"),
     long("tls-creds", Some("ID"), "require TLS with these credentials"),
-    long(
-        "tls-authz",
-        Some("ID"),
-        "not supported: who may connect is decided by certificates or keys",
-    ),
-    long("tls-hostname", Some("NAME"), "accepted: only a client needs it"),
+    long("tls-authz", Some("ID"), "clients whose certificate this object admits may connect"),
+    long("tls-hostname", Some("NAME"), "--list: the name in the server's certificate"),
     valued('T', "trace", "TRACE", "accepted; vdkit has no trace events of QEMU"),
     long("fork", None, "serve in the background; return when clients can connect"),
     long("pid-file", Some("PATH"), "write the server's process id to this file"),
@@ -106,6 +105,9 @@ fn run(args: &[OsString]) -> Result<(), Failure> {
         println!("qemu-nbd {} (vdkit {})", crate::QEMU_VERSION, env!("CARGO_PKG_VERSION"));
         return Ok(());
     }
+    if parsed.has("list") {
+        return list::run(&parsed);
+    }
     refuse_unsupported(&parsed)?;
     let request = Request::parse(&parsed)?;
     if parsed.has("fork") {
@@ -136,14 +138,6 @@ fn refuse_unsupported(parsed: &Parsed) -> Result<(), Failure> {
         let device = parsed.operands.first().map_or("/dev/nbd0", String::as_str);
         return Err(not_attached(device, "detach"));
     }
-    if parsed.has("list") {
-        return Err(Failure::new("--list is not supported: use nbdinfo --list"));
-    }
-    if parsed.has("tls-authz") {
-        return Err(Failure::new(
-            "--tls-authz is not supported: a client is let in by its certificate or its key",
-        ));
-    }
     if parsed.has("selinux-label") {
         return Err(Failure::new("--selinux-label is not supported"));
     }
@@ -162,6 +156,8 @@ fn not_attached(device: &str, what: &str) -> Failure {
 /// The command line, checked.
 struct Request {
     image: crate::names::Image,
+    /// Bytes of the disk before the part that is served.
+    offset: u64,
     objects: Objects,
     access: Access,
     export: ExportOptions,
@@ -190,10 +186,8 @@ impl Request {
         let objects = Objects::parse(parsed.all("object"))?;
         let named =
             Named { text: file, format: parsed.last("format"), options: parsed.has("image-opts") };
-        let mut image = named.parse().map_err(|failure| opening(file, &failure.text))?;
-        if let Some(offset) = parsed.last("offset") {
-            image.window = Some((number("offset", offset)?, None));
-        }
+        let image = named.parse().map_err(|failure| opening(file, &failure.text))?;
+        let offset = parsed.last("offset").map_or(Ok(0), |text| number("offset", text))?;
         let clients = match number("shared device number", parsed.last("shared").unwrap_or("1"))? {
             0 => usize::MAX,
             clients => clients as usize,
@@ -205,6 +199,7 @@ impl Request {
             };
         Ok(Self {
             image,
+            offset,
             access: Access { writable: !read_only, cache, ..Access::default() },
             export: ExportOptions {
                 name: parsed.last("export-name").unwrap_or_default().to_owned(),
@@ -218,7 +213,7 @@ impl Request {
             persistent: parsed.has("persistent"),
             clients,
             handshake,
-            tls: tls(parsed, &objects)?,
+            tls: tls::server(parsed, &objects)?,
             addresses: addresses(parsed),
             pid_file: parsed.last("pid-file").map(PathBuf::from),
             objects,
@@ -272,19 +267,6 @@ fn cache_mode(parsed: &Parsed) -> Result<CacheMode, Failure> {
         (false, mode) => mode.unwrap_or("writeback"),
     };
     mode.parse().map_err(|_| Failure::new(format!("Invalid cache mode `{mode}'")))
-}
-
-/// The credentials of `--tls-creds`: a folder, as QEMU's objects name it.
-fn tls(parsed: &Parsed, objects: &Objects) -> Result<Option<Tls>, Failure> {
-    let Some(id) = parsed.last("tls-creds") else { return Ok(None) };
-    let found = objects.other(id);
-    let found = found.ok_or_else(|| Failure::new(format!("No TLS credentials with id '{id}'")))?;
-    let folder = found.get("dir").ok_or_else(|| Failure::new("Missing 'dir' property value"))?;
-    if found.get("endpoint") == Some("client") {
-        return Err(Failure::new("Expecting TLS credentials with a server endpoint"));
-    }
-    let tls = Tls::from_folder(std::path::Path::new(folder));
-    tls.map(Some).map_err(|error| Failure::new(system_words(&error)))
 }
 
 fn addresses(parsed: &Parsed) -> Vec<Address> {
@@ -388,6 +370,7 @@ fn serve(request: &Request) -> Result<(), Failure> {
     let (disk, overlay) =
         open_disk(request).map_err(|failure| opening(&request.image.typed, &failure.text))?;
     check_bitmaps(&disk, &request.export.bitmaps)?;
+    let disk = if request.offset > 0 { part::of(disk, request.offset)? } else { disk };
     let listeners = listeners(&request.addresses)?;
     let export = Export::new(disk, request.export.clone());
     let options = ServerOptions {

@@ -13,8 +13,9 @@ use rustls::{RootCertStore, ServerConfig, ServerConnection};
 
 use super::{CA_CERTIFICATE, CERTIFICATE, PRIVATE_KEY, REVOKED, Session, bad, is_named};
 
-/// Reads the folder's certificates and key.
-pub(super) fn load(folder: &Path) -> io::Result<Arc<ServerConfig>> {
+/// Reads the folder's certificates and key. `asks`: clients must present a certificate if the folder
+/// has an authority's.
+pub(super) fn load(folder: &Path, asks: bool) -> io::Result<Arc<ServerConfig>> {
     let certificates = |name: &str| -> io::Result<Vec<CertificateDer<'static>>> {
         let path = folder.join(name);
         let found: Result<Vec<_>, _> =
@@ -29,7 +30,8 @@ pub(super) fn load(folder: &Path) -> io::Result<Arc<ServerConfig>> {
     let builder = ServerConfig::builder_with_provider(provider.clone())
         .with_safe_default_protocol_versions()
         .map_err(|error| bad(folder, error))?;
-    let builder = match clients(folder, &certificates, provider)? {
+    let verifier = if asks { clients(folder, &certificates, provider)? } else { None };
+    let builder = match verifier {
         Some(verifier) => builder.with_client_cert_verifier(verifier),
         None => builder.with_no_client_auth(),
     };
@@ -131,5 +133,9 @@ impl Session for ServerConnection {
 
     fn say_goodbye(&mut self) {
         self.send_close_notify();
+    }
+
+    fn certificate(&self) -> Option<Vec<u8>> {
+        self.peer_certificates()?.first().map(|first| first.to_vec())
     }
 }

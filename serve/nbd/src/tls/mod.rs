@@ -9,8 +9,7 @@
 mod certificates;
 #[cfg(feature = "tls-psk")]
 mod psk;
-#[cfg(feature = "tls-psk")]
-mod wires;
+mod subject;
 
 use std::fmt;
 use std::io;
@@ -35,15 +34,36 @@ const CA_CERTIFICATE: &str = "ca-cert.pem";
 const REVOKED: &str = "ca-crl.pem";
 const KEYS: &str = "keys.psk";
 
+/// Decides by the subject of a client's certificate whether the client may connect. The text is as
+/// GnuTLS writes it: `C=GB,O=Example,CN=client`.
+#[derive(Clone)]
+pub struct Admission(Arc<dyn Fn(&str) -> bool + Send + Sync>);
+
+impl Admission {
+    /// A client may connect if this returns true.
+    pub fn new(admits: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
+        Self(Arc::new(admits))
+    }
+}
+
+impl fmt::Debug for Admission {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Admission").finish_non_exhaustive()
+    }
+}
+
 /// TLS configuration of a server.
 #[derive(Clone, Debug)]
-pub struct Tls(Kind);
+pub struct Tls {
+    kind: Kind,
+    admission: Option<Admission>,
+}
 
 #[derive(Clone, Debug)]
 enum Kind {
     Certificates(Arc<ServerConfig>),
     #[cfg(feature = "tls-psk")]
-    Keys(Arc<psk::Keys>),
+    Keys(Arc<vdkit_nbd_wire::psk::Keys>),
 }
 
 fn bad(path: &Path, why: impl fmt::Display) -> io::Error {
@@ -68,7 +88,7 @@ impl Tls {
     pub fn from_folder(folder: &Path) -> io::Result<Self> {
         let keys = folder.join(KEYS);
         if !is_named(&keys)? {
-            return Ok(Self(Kind::Certificates(certificates::load(folder)?)));
+            return Self::from_certificates(folder, true);
         }
         for other in [CERTIFICATE, REVOKED] {
             if is_named(&folder.join(other))? {
@@ -82,21 +102,49 @@ impl Tls {
         Self::from_keys(&keys)
     }
 
-    #[cfg(feature = "tls-psk")]
-    fn from_keys(keys: &Path) -> io::Result<Self> {
-        Ok(Self(Kind::Keys(psk::load(keys)?)))
+    /// Reads the folder's certificates and key. `clients`: if there is an authority's certificate,
+    /// clients must present a certificate of that authority.
+    ///
+    /// # Errors
+    /// `InvalidInput` for missing or ill-formed files, naming the file.
+    pub fn from_certificates(folder: &Path, clients: bool) -> io::Result<Self> {
+        Ok(Self::of(Kind::Certificates(certificates::load(folder, clients)?)))
     }
 
+    fn of(kind: Kind) -> Self {
+        Self { kind, admission: None }
+    }
+
+    /// Asks this about each client that presents a certificate. Clients without one are not asked
+    /// about.
+    #[must_use]
+    pub fn with_admission(self, admission: Admission) -> Self {
+        Self { admission: Some(admission), ..self }
+    }
+
+    /// Reads a file of pre-shared keys.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a missing or ill-formed file, and in builds without the feature `tls-psk`.
+    #[cfg(feature = "tls-psk")]
+    pub fn from_keys(keys: &Path) -> io::Result<Self> {
+        Ok(Self::of(Kind::Keys(vdkit_nbd_wire::psk::load(keys)?)))
+    }
+
+    /// Pre-shared keys are not in this build.
+    ///
+    /// # Errors
+    /// Always `InvalidInput`.
     #[cfg(not(feature = "tls-psk"))]
-    fn from_keys(keys: &Path) -> io::Result<Self> {
+    pub fn from_keys(keys: &Path) -> io::Result<Self> {
         Err(bad(keys, "this build has no pre-shared keys; build it with the feature tls-psk"))
     }
 
     fn session(&self) -> io::Result<Box<dyn Session>> {
-        Ok(match &self.0 {
+        Ok(match &self.kind {
             Kind::Certificates(config) => Box::new(certificates::session(config)?),
             #[cfg(feature = "tls-psk")]
-            Kind::Keys(keys) => Box::new(psk::PskSession::new(keys)?),
+            Kind::Keys(keys) => Box::new(psk::session(keys)?),
         })
     }
 
@@ -133,7 +181,20 @@ impl Tls {
             }
         }
         channel.push()?;
+        self.admit(&channel)?;
         Ok(channel)
+    }
+
+    fn admit(&self, channel: &TlsChannel) -> io::Result<()> {
+        let Some(Admission(admits)) = &self.admission else { return Ok(()) };
+        let Some(certificate) = channel.session.lock().certificate() else { return Ok(()) };
+        match subject::of(&certificate) {
+            Some(subject) if admits(&subject) => Ok(()),
+            _ => {
+                let why = "the client's certificate is not among those that may connect";
+                Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
+            }
+        }
     }
 }
 
@@ -172,6 +233,11 @@ trait Session: Send {
 
     /// Encrypts a close_notify.
     fn say_goodbye(&mut self);
+
+    /// The certificate (DER) that the client presented and that was verified.
+    fn certificate(&self) -> Option<Vec<u8>> {
+        None
+    }
 }
 
 /// Ciphertext not yet taken by the session: `buf[start..end]`.

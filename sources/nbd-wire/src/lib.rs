@@ -1,8 +1,19 @@
-//! Constants of the protocol that a client needs. Source: the NBD project's `doc/proto.md`. All
-//! integers are big-endian.
+//! What both sides of the NBD protocol share. The client (`vdkit-nbd-client`) and the server
+//! (`vdkit-nbd`) are on different floors and do not import one another; both import this crate.
 //!
-//! The server (`vdkit-nbd`) has its own list: it stands on a higher floor and speaks the other side
-//! of the protocol.
+//! | what | where |
+//! |---|---|
+//! | the protocol's numbers, by the section names of the NBD project's `doc/proto.md` | here |
+//! | TLS with pre-shared keys, without a socket (feature `tls-psk`) | `psk`, `wires` |
+//!
+//! All integers of the protocol are big-endian.
+
+#![allow(missing_docs, reason = "the names are the protocol's own")]
+
+#[cfg(feature = "tls-psk")]
+pub mod psk;
+#[cfg(feature = "tls-psk")]
+mod wires;
 
 /// First word of a server ("NBDMAGIC").
 pub const MAGIC: u64 = 0x4e42_444d_4147_4943;
@@ -14,14 +25,20 @@ pub const OLDSTYLE_MAGIC: u64 = 0x0000_4202_8186_1253;
 pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 /// Before a request.
 pub const REQUEST_MAGIC: u32 = 0x2560_9513;
+/// Before a request with an extended header.
+pub const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
 /// Before a simple reply.
 pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 /// Before a chunk of a structured reply.
 pub const CHUNK_MAGIC: u32 = 0x668e_33ef;
+/// Before a chunk with an extended header.
+pub const EXTENDED_CHUNK_MAGIC: u32 = 0x6e8a_278c;
 
 /// Handshake flags, of both sides.
 pub mod handshake {
+    /// Fixed newstyle.
     pub const FIXED_NEWSTYLE: u16 = 1;
+    /// No padding after the answer to NBD_OPT_EXPORT_NAME.
     pub const NO_ZEROES: u16 = 2;
 }
 
@@ -31,10 +48,12 @@ pub mod option {
     pub const ABORT: u32 = 2;
     pub const LIST: u32 = 3;
     pub const STARTTLS: u32 = 5;
+    pub const INFO: u32 = 6;
     pub const GO: u32 = 7;
     pub const STRUCTURED_REPLY: u32 = 8;
     pub const LIST_META_CONTEXT: u32 = 9;
     pub const SET_META_CONTEXT: u32 = 10;
+    pub const EXTENDED_HEADERS: u32 = 11;
 }
 
 /// Types of replies to options.
@@ -43,6 +62,7 @@ pub mod answer {
     pub const SERVER: u32 = 2;
     pub const INFO: u32 = 3;
     pub const META_CONTEXT: u32 = 4;
+    /// Bit of all types that report an error.
     pub const ERROR: u32 = 1 << 31;
     pub const UNSUPPORTED: u32 = ERROR + 1;
     pub const POLICY: u32 = ERROR + 2;
@@ -58,6 +78,8 @@ pub mod answer {
 /// Pieces of information about an export.
 pub mod info {
     pub const EXPORT: u16 = 0;
+    pub const NAME: u16 = 1;
+    pub const DESCRIPTION: u16 = 2;
     pub const BLOCK_SIZE: u16 = 3;
 }
 
@@ -67,9 +89,15 @@ pub mod flag {
     pub const READ_ONLY: u16 = 1 << 1;
     pub const SEND_FLUSH: u16 = 1 << 2;
     pub const SEND_FUA: u16 = 1 << 3;
+    pub const ROTATIONAL: u16 = 1 << 4;
     pub const SEND_TRIM: u16 = 1 << 5;
     pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
+    pub const SEND_DF: u16 = 1 << 7;
     pub const CAN_MULTI_CONN: u16 = 1 << 8;
+    pub const SEND_RESIZE: u16 = 1 << 9;
+    pub const SEND_CACHE: u16 = 1 << 10;
+    pub const SEND_FAST_ZERO: u16 = 1 << 11;
+    pub const BLOCK_STATUS_PAYLOAD: u16 = 1 << 12;
 }
 
 /// Requests.
@@ -79,14 +107,21 @@ pub mod command {
     pub const DISC: u16 = 2;
     pub const FLUSH: u16 = 3;
     pub const TRIM: u16 = 4;
+    pub const CACHE: u16 = 5;
     pub const WRITE_ZEROES: u16 = 6;
     pub const BLOCK_STATUS: u16 = 7;
+    /// Number of request types.
+    pub const KINDS: usize = 8;
 }
 
 /// Flags of requests.
 pub mod request_flag {
     pub const FUA: u16 = 1;
     pub const NO_HOLE: u16 = 1 << 1;
+    pub const DF: u16 = 1 << 2;
+    pub const REQ_ONE: u16 = 1 << 3;
+    pub const FAST_ZERO: u16 = 1 << 4;
+    pub const PAYLOAD_LEN: u16 = 1 << 5;
 }
 
 /// Types of chunks.
@@ -95,8 +130,10 @@ pub mod chunk {
     pub const OFFSET_DATA: u16 = 1;
     pub const OFFSET_HOLE: u16 = 2;
     pub const BLOCK_STATUS: u16 = 5;
+    pub const BLOCK_STATUS_EXT: u16 = 6;
     /// Bit of all types that report an error.
     pub const ERROR_BIT: u16 = 1 << 15;
+    pub const ERROR: u16 = ERROR_BIT + 1;
     pub const ERROR_OFFSET: u16 = ERROR_BIT + 2;
     /// Flag of the last chunk of a reply.
     pub const DONE: u16 = 1;
@@ -114,16 +151,20 @@ pub mod errno {
     pub const SHUTDOWN: u32 = 108;
 }
 
-/// The largest payload of a request or chunk, unless the server names a smaller one.
+/// The largest payload in bytes of a request or chunk, unless the server names a smaller one.
 pub const PAYLOAD_MAX: u32 = 32 << 20;
-/// The longest name or other string.
+/// The longest name or other string, in bytes.
 pub const STRING_MAX: usize = 4096;
 /// The port that IANA assigned.
 pub const PORT: u16 = 10809;
 
 /// Bytes of a request header.
 pub const REQUEST_BYTES: usize = 28;
+/// Bytes of a request with an extended header.
+pub const EXTENDED_REQUEST_BYTES: usize = 32;
 /// Bytes of a simple reply header.
 pub const SIMPLE_REPLY_BYTES: usize = 16;
 /// Bytes of a chunk header.
 pub const CHUNK_BYTES: usize = 20;
+/// Bytes of a chunk with an extended header.
+pub const EXTENDED_CHUNK_BYTES: usize = 32;

@@ -1,0 +1,179 @@
+//! `blkdebug:` and `blkverify:` names: storages that fail by rules, and that compare reads.
+//!
+//! | module | content |
+//! |---|---|
+//! | `rules` | rules files, properties, the state machine of rules |
+//! | `areas` | what a byte of an image holds, from which QEMU's events follow |
+//! | `faulty` | the storage that fails by rules |
+//! | `verify` | the storage that compares |
+//!
+//! The engine opens storages by name, so each of these images is noted in a list of this process, and
+//! its name is a number there.
+
+mod areas;
+mod faulty;
+mod rules;
+mod verify;
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use vdkit::{CacheMode, Error, Result, Storage};
+
+use crate::names::{Flat, Image};
+use crate::open::registry;
+pub use rules::Rules;
+pub use verify::mismatched;
+
+/// What the names begin with. No user can give such a name: to `names::parse` it is an unknown
+/// protocol.
+pub const PREFIX: &str = "vdkit-debug:";
+
+/// An image behind a storage of this module.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Debug {
+    /// `blkdebug`: the image, and when requests to it fail.
+    Faulty {
+        /// The image beneath.
+        image: Box<Image>,
+        /// The rules.
+        rules: Rules,
+    },
+    /// `blkverify`: the raw copy, and the image whose disk is compared with it.
+    Verify {
+        /// The raw copy.
+        raw: Box<Image>,
+        /// The image.
+        test: Box<Image>,
+    },
+}
+
+impl Debug {
+    /// QEMU's name of the driver.
+    pub fn driver(&self) -> &'static str {
+        match self {
+            Self::Faulty { .. } => "blkdebug",
+            Self::Verify { .. } => "blkverify",
+        }
+    }
+
+    /// The files beneath, by QEMU's names of the children. (The image that is verified is no plain
+    /// file.)
+    pub fn files(&self) -> Vec<(&'static str, PathBuf)> {
+        let (name, image) = match self {
+            Self::Faulty { image, .. } => ("image", image),
+            Self::Verify { raw, .. } => ("raw", raw),
+        };
+        image.path().map(|path| (name, path.to_owned())).into_iter().collect()
+    }
+}
+
+/// An image that is opened by a number.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Noted {
+    name: String,
+    format: Option<String>,
+    debug: Debug,
+}
+
+static NOTED: Mutex<Vec<Noted>> = Mutex::new(Vec::new());
+
+/// A name under which the engine opens the storage. `format` is the one that the user named for
+/// the content.
+pub fn path(name: &str, format: Option<&str>, debug: &Debug) -> PathBuf {
+    let noted =
+        Noted { name: name.to_owned(), format: format.map(str::to_owned), debug: debug.clone() };
+    let mut all = NOTED.lock().expect("no thread panics with it");
+    let index = all.iter().position(|other| *other == noted).unwrap_or_else(|| {
+        all.push(noted);
+        all.len() - 1
+    });
+    format!("{PREFIX}{index}").into()
+}
+
+/// Opens the storage of a name that [`path`] made.
+///
+/// # Errors
+/// Errors of opening the image beneath, and of rules that fail requests at once.
+pub fn open(path: &str, writable: bool, cache: CacheMode) -> Result<Arc<dyn Storage>> {
+    let index = path.strip_prefix(PREFIX).and_then(|index| index.parse::<usize>().ok());
+    let noted = {
+        let all = NOTED.lock().expect("no thread panics with it");
+        index.and_then(|index| all.get(index).cloned())
+    };
+    let Some(Noted { name, format, debug }) = noted else {
+        return Err(Error::Invalid(format!("{path}: is no name of an image")));
+    };
+    match debug {
+        Debug::Faulty { image, rules } => {
+            let inner = storage(&image, writable, cache)?;
+            Ok(Arc::new(faulty::Faulty::new(name, inner, rules, format.as_deref())?))
+        }
+        Debug::Verify { raw, test } => {
+            let raw = storage(&raw, writable, cache)?;
+            Ok(Arc::new(verify::Verify::open(name, raw, &test, writable, cache)?))
+        }
+    }
+}
+
+fn storage(image: &Image, writable: bool, cache: CacheMode) -> Result<Arc<dyn Storage>> {
+    let options =
+        vdkit::storage::FileOptions { writable, ..vdkit::storage::FileOptions::default() };
+    registry().open_storage(&image.opened(), &options.cache(cache))
+}
+
+/// `RULES:IMAGE` after `blkdebug:`; the rules' file may be left out.
+///
+/// # Errors
+/// QEMU's words after `Could not open 'NAME': `.
+pub fn parse_faulty(rest: &str) -> std::result::Result<Debug, String> {
+    let (file, image) =
+        rest.split_once(':').ok_or("blkdebug requires both config file and image path")?;
+    let rules = Rules::read((!file.is_empty()).then_some(file))?;
+    Ok(Debug::Faulty { image: Box::new(crate::names::parse(image)?), rules })
+}
+
+/// `RAW:IMAGE` after `blkverify:`.
+///
+/// # Errors
+/// As [`parse_faulty`].
+pub fn parse_verify(rest: &str) -> std::result::Result<Debug, String> {
+    let (raw, test) =
+        rest.split_once(':').ok_or("blkverify requires raw copy and original image path")?;
+    let (raw, test) = (crate::names::parse(raw)?, crate::names::parse(test)?);
+    Ok(Debug::Verify { raw: Box::new(raw), test: Box::new(test) })
+}
+
+/// Options of `blkdebug` that change the size of QEMU's requests, and nothing of vdkit's.
+const LIMITS: &[&str] = &[
+    "max-transfer",
+    "opt-write-zero",
+    "max-write-zero",
+    "opt-discard",
+    "max-discard",
+    "take-child-perms",
+    "unshare-child-perms",
+];
+
+/// The properties of a `blkdebug` node without its image; what is not known is left.
+///
+/// # Errors
+/// As [`parse_faulty`].
+pub fn faulty_properties(flat: &mut Flat, image: Image) -> std::result::Result<Debug, String> {
+    let mut rules = Rules::read(flat.take("config").as_deref())?;
+    rules.add_properties(flat)?;
+    let align = flat.take("align");
+    if let Some(align) = align.filter(|align| !align.parse::<u64>().is_ok_and(fits)) {
+        return Err(format!("Cannot meet constraints with align {align}"));
+    }
+    for key in LIMITS {
+        flat.take(key);
+        flat.take_below(key);
+    }
+    Ok(Debug::Faulty { image: Box::new(image), rules })
+}
+
+/// An alignment that QEMU takes; 0 is none.
+fn fits(align: u64) -> bool {
+    align == 0 || align.is_power_of_two() && align < 1 << 31
+}
