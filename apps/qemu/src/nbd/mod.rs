@@ -222,7 +222,21 @@ impl Request {
 }
 
 fn number(what: &str, text: &str) -> Result<u64, Failure> {
-    text.parse().map_err(|_| Failure::new(format!("Invalid {what} '{text}'")))
+    integer(text).ok_or_else(|| Failure::new(format!("Invalid {what} '{text}'")))
+}
+
+/// As C's `strtol` with base 0: virtnbdbackup passes `-e " 2"`, with the space.
+fn integer(text: &str) -> Option<u64> {
+    let text = text.trim_start();
+    let digits = text.strip_prefix('+').unwrap_or(text);
+    let hexadecimal = digits.strip_prefix("0x").or_else(|| digits.strip_prefix("0X"));
+    let (digits, radix) = match hexadecimal {
+        Some(digits) => (digits, 16),
+        None if digits.starts_with('0') => (digits, 8),
+        None => (digits, 10),
+    };
+    // A second sign is none of C's, but Rust takes it.
+    if digits.starts_with('+') { None } else { u64::from_str_radix(digits, radix).ok() }
 }
 
 /// The name or id within `snapshot.id=…,snapshot.name=…`, or the text itself.
@@ -275,7 +289,7 @@ fn addresses(parsed: &Parsed) -> Vec<Address> {
     }
     let host = parsed.last("bind").unwrap_or("0.0.0.0");
     let host = if host.contains(':') { format!("[{host}]") } else { host.to_owned() };
-    vec![Address::Tcp(format!("{host}:{}", parsed.last("port").unwrap_or(PORT)))]
+    vec![Address::Tcp(format!("{host}:{}", parsed.last("port").unwrap_or(PORT).trim_start()))]
 }
 
 /// Sockets that systemd handed over, or those that the command line names.
@@ -410,4 +424,29 @@ fn write_pid(file: Option<&std::path::Path>) -> Result<(), Failure> {
     let Some(file) = file else { return Ok(()) };
     std::fs::write(file, format!("{}\n", std::process::id()))
         .map_err(|error| Failure::new(format!("cannot create PID file: {}", system_words(&error))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::integer;
+
+    #[test]
+    fn numbers_are_read_as_strtol_reads_them() {
+        for (text, value) in [
+            ("2", Some(2)),
+            (" 2", Some(2)),
+            ("+2", Some(2)),
+            ("0x1F", Some(31)),
+            ("010", Some(8)),
+            ("0", Some(0)),
+            ("2 ", None),
+            ("", None),
+            ("++2", None),
+            ("-1", None),
+            ("08", None),
+            ("0x+1", None),
+        ] {
+            assert_eq!(integer(text), value, "{text}");
+        }
+    }
 }
