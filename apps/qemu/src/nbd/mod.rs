@@ -146,7 +146,8 @@ fn refuse_unsupported(parsed: &Parsed) -> Result<(), Failure> {
 
 fn not_attached(device: &str, what: &str) -> Failure {
     if !std::path::Path::new(device).exists() {
-        return Failure::new(format!("Failed to open {device}: No such file or directory"));
+        let verb = if what == "detach" { "Cannot open" } else { "Failed to open" };
+        return Failure::new(format!("{verb} {device}: No such file or directory"));
     }
     Failure::new(format!(
         "vdkit does not {what} {device} itself: serve the image at a socket, and use nbd-client"
