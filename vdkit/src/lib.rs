@@ -145,4 +145,5 @@ pub mod live;
 mod registry;
 
 pub use registry::{FORMATS, format, format_of_name, registry};
+pub use vdkit_luks::decrypt_cbc_padded;
 pub use vdkit_vhd::azure_faults;

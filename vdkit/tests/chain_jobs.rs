@@ -9,7 +9,7 @@ use vdkit_block::StorageExt;
 
 use support::disks::{SimDisk, Survival, Timeline, power_cut, survivors};
 use support::guest::{Guest, pattern};
-use vdkit::jobs::{commit_disks, take_over};
+use vdkit::jobs::{CommitOptions, commit_disks, take_over};
 use vdkit::storage::MemoryStorage;
 use vdkit::{
     AmendRequest, BackingRef, CreateRequest, Disk, FormatDriver, GuestOffset, HostOffset,
@@ -163,7 +163,8 @@ impl Stack {
     fn commit(&self) -> Result<()> {
         let base = self.open(1, true)?;
         let top = self.open_alone(0, true)?;
-        commit_disks(top, &base, true, Some(1), &Monitor::default()).map(|_| ())
+        let options = CommitOptions { threads: Some(1), ..CommitOptions::default() };
+        commit_disks(top, &base, true, &options, &Monitor::default()).map(|_| ())
     }
 }
 

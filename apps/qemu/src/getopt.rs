@@ -17,11 +17,13 @@ pub struct Opt {
     pub help: &'static str,
     /// The name by which code refers to it: the long one, or the one that it has elsewhere.
     key: &'static str,
+    /// The long name must be given in full.
+    whole: bool,
 }
 
 /// An option that takes no value.
 pub const fn flag(short: char, long: &'static str, help: &'static str) -> Opt {
-    Opt { short: Some(short), long, value: None, help, key: long }
+    Opt { short: Some(short), long, value: None, help, key: long, whole: false }
 }
 
 /// An option with a value.
@@ -31,18 +33,29 @@ pub const fn valued(
     value: &'static str,
     help: &'static str,
 ) -> Opt {
-    Opt { short: Some(short), long, value: Some(value), help, key: long }
+    Opt { short: Some(short), long, value: Some(value), help, key: long, whole: false }
 }
 
 /// An option that has only a long name.
 pub const fn long(long: &'static str, value: Option<&'static str>, help: &'static str) -> Opt {
-    Opt { short: None, long, value, help, key: long }
+    Opt { short: None, long, value, help, key: long, whole: false }
+}
+
+/// Another long name of the option `key` with a value; the help does not show it.
+pub const fn alias(long: &'static str, key: &'static str) -> Opt {
+    Opt { short: None, long, value: Some(""), help: "", key, whole: false }
 }
 
 impl Opt {
     /// The same option where QEMU gives it no long name.
     pub const fn short_only(self) -> Self {
         Self { long: "", ..self }
+    }
+
+    /// The same option where QEMU's help shows the long name and its program does not know it. The
+    /// whole name is taken; a beginning means the options that QEMU's program knows.
+    pub const fn whole_name_only(self) -> Self {
+        Self { whole: true, ..self }
     }
 
     /// The name by which code refers to the option: a long one, or the letter.
@@ -148,10 +161,11 @@ fn find_long<'a>(name: &str, word: &str, options: &'a [Opt]) -> Result<&'a Opt, 
     if let Some(exact) = named.clone().find(|option| option.long == name) {
         return Ok(exact);
     }
-    let close: Vec<_> = named.filter(|option| option.long.starts_with(name)).collect();
+    let close: Vec<_> =
+        named.filter(|option| !option.whole && option.long.starts_with(name)).collect();
     match close[..] {
         [] => Err(format!("unrecognized option '--{word}'")),
-        [one] => Ok(one),
+        [one, ref others @ ..] if others.iter().all(|other| other.key == one.key) => Ok(one),
         [..] => {
             let names: String =
                 close.iter().map(|option| format!(" '--{}'", option.long)).collect();
@@ -200,6 +214,9 @@ mod tests {
         flag('p', "progress", ""),
         flag('n', "", ""),
         long("output", Some("human|json"), ""),
+        valued('t', "target", "NAME", "").whole_name_only(),
+        alias("to", "target"),
+        alias("towards", "target"),
     ];
 
     fn run(line: &str) -> Result<Parsed, String> {
@@ -217,6 +234,14 @@ mod tests {
         let parsed = run("-pnfraw x -- -y").unwrap();
         assert!(parsed.has("progress") && parsed.has("n"));
         assert_eq!(parsed.operands, ["x", "-y"]);
+    }
+
+    #[test]
+    fn other_names_of_an_option_mean_it() {
+        for line in ["-t x", "--target x", "--to x", "--towards=x", "--tow x", "--t x"] {
+            assert_eq!(run(line).unwrap().last("target"), Some("x"), "{line}");
+        }
+        assert_eq!(run("--ta x").unwrap_err(), "unrecognized option '--ta'");
     }
 
     #[test]

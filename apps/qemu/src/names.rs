@@ -159,6 +159,10 @@ pub struct Image {
     pub data_file: Option<PathBuf>,
     /// Ids of the secrets that open it.
     pub secrets: Vec<String>,
+    /// Ids of the throttle groups that it is in.
+    pub throttle_groups: Vec<String>,
+    /// A null disk promises to read as zeroes (`read-zeroes=on`).
+    pub reads_zeroes: bool,
 }
 
 impl Image {
@@ -171,6 +175,8 @@ impl Image {
             backing: None,
             data_file: None,
             secrets: Vec::new(),
+            throttle_groups: Vec::new(),
+            reads_zeroes: false,
         }
     }
 
@@ -203,6 +209,9 @@ impl Image {
         }
     }
 }
+
+/// The sizes of disks are multiples of this.
+const SECTOR_BYTES: u64 = 512;
 
 /// Bytes of a null disk if no size is given.
 const NULL_BYTES: u64 = 1 << 30;
@@ -282,6 +291,10 @@ fn from_properties(typed: &str, mut flat: Flat) -> Result<Image, String> {
         let mut file = child(&mut flat, "file", typed)?
             .ok_or_else(|| "A block device must be specified for \"file\"".to_owned())?;
         typed.clone_into(&mut file.typed);
+        if driver == "throttle" {
+            let group = flat.take("throttle-group");
+            file.throttle_groups.push(group.ok_or("Please specify a throttle group")?);
+        }
         return Ok(file);
     }
     match driver.as_str() {
@@ -298,7 +311,7 @@ fn from_properties(typed: &str, mut flat: Flat) -> Result<Image, String> {
             let mut image = Image::at(typed, Place::Null(bytes));
             image.format = Some("raw".to_owned());
             flat.take("latency-ns");
-            flat.take("read-zeroes");
+            image.reads_zeroes = flat.take("read-zeroes").is_some_and(|value| value == "on");
             finish(&driver, flat, image)
         }
         "nbd" => {
@@ -379,6 +392,9 @@ fn of_format(typed: &str, format: &str, mut flat: Flat) -> Result<Image, String>
     if format == "raw" {
         let offset = flat.take("offset").map(|text| size_of("offset", &text)).transpose()?;
         let size = flat.take("size").map(|text| size_of("size", &text)).transpose()?;
+        if size.is_some_and(|bytes| !bytes.is_multiple_of(SECTOR_BYTES)) {
+            return Err("Specified size is not multiple of 512".to_owned());
+        }
         if offset.is_some() || size.is_some() {
             image.window = Some((offset.unwrap_or(0), size));
         }
@@ -542,6 +558,14 @@ mod tests {
             ("foo:bar", "Unknown protocol 'foo'"),
             ("json:{}", "Must specify either driver or file"),
             ("json:{\"driver\":\"foo\"}", "Unknown driver 'foo'"),
+            (
+                "json:{\"driver\":\"throttle\",\"file.driver\":\"file\",\"file.filename\":\"x\"}",
+                "Please specify a throttle group",
+            ),
+            (
+                "json:{\"driver\":\"raw\",\"size\":1000,\"file.filename\":\"x\"}",
+                "Specified size is not multiple of 512",
+            ),
             (
                 "json:{\"driver\":\"file\",\"filename\":\"x\",\"foo\":1}",
                 "Block protocol 'file' doesn't support the option 'foo'",

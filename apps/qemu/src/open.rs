@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
+use vdkit::Storage;
 use vdkit::storage::{FileOptions, FileStorage, LockMode};
 use vdkit::{
     BackingChoice, CacheMode, Disk, Error, FORMATS, FormatDriver, OpenOptions, RefPolicy, Registry,
@@ -150,6 +151,34 @@ pub fn format_of(
     }
 }
 
+/// Refuses a part of a file that reaches past the file's last sector.
+fn check_window(image: &Image) -> Result<(), Failure> {
+    let (Some((offset, size)), Place::File(path)) = (image.window, &image.place) else {
+        return match image.window {
+            None => Ok(()),
+            Some(_) => {
+                Err(could_not_open(&image.typed, "vdkit takes offset and size of files only"))
+            }
+        };
+    };
+    let options = FileOptions::read_only().lock(LockMode::Off);
+    let file = FileStorage::open(path, &options)
+        .and_then(|file| file.len())
+        .map_err(|error| failed_open(image, None, &error))?;
+    let file = file.next_multiple_of(512);
+    let why = match size {
+        _ if offset > file => {
+            format!("Offset ({offset}) cannot be greater than size of the containing file ({file})")
+        }
+        Some(size) if offset.checked_add(size).is_none_or(|end| end > file) => format!(
+            "The sum of offset ({offset}) and size ({size}) has to be smaller or equal to the  actual \
+             size of the containing file ({file})"
+        ),
+        _ => return Ok(()),
+    };
+    Err(could_not_open(&image.typed, why))
+}
+
 /// Refuses a folder in QEMU's words.
 fn regular(path: &Path) -> Result<(), Failure> {
     if path.is_dir() {
@@ -184,6 +213,13 @@ pub fn open_options(
     access: Access,
     objects: &Objects,
 ) -> Result<OpenOptions, Failure> {
+    check_window(image)?;
+    if let Some(group) = image.throttle_groups.iter().find(|id| !objects.has_throttle_group(id)) {
+        return Err(could_not_open(
+            &image.typed,
+            format!("Throttle group '{group}' does not exist"),
+        ));
+    }
     let (driver, probed) = format_of(image, access)?;
     if access.writable && probed {
         warn_probed_raw(image);

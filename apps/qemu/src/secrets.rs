@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 
 use base64::Engine;
-use base64::engine::general_purpose::STANDARD;
-use vdkit::Secret;
+use base64::alphabet;
+use base64::engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig};
+use vdkit::{Secret, decrypt_cbc_padded};
 
 use crate::failure::Failure;
 use crate::names::Flat;
@@ -32,6 +33,12 @@ impl Objects {
             let missing = |name: &str| Failure::new(format!("Parameter '{name}' is missing"));
             let kind = properties.take("qom-type").ok_or_else(|| missing("qom-type"))?;
             let id = properties.take("id").ok_or_else(|| missing("id"))?;
+            if !is_identifier(&id) {
+                return Err(Failure::new(
+                    "Parameter 'id' expects an identifier\nIdentifiers consist of letters, digits, '-', \
+                     '.', '_', starting with a letter.",
+                ));
+            }
             if objects.secrets.contains_key(&id) || objects.others.contains_key(&id) {
                 return Err(Failure::new(format!(
                     "attempt to add duplicate property '{id}' to object (type 'container')"
@@ -39,12 +46,17 @@ impl Objects {
             }
             match kind.as_str() {
                 "secret" => {
-                    let bytes = secret(&mut properties)?;
+                    let bytes = objects.read_secret(&mut properties)?;
                     objects.secrets.insert(id, bytes);
                 }
                 "tls-creds-x509" | "tls-creds-psk" | "authz-simple" | "authz-list"
                 | "authz-list-file" | "authz-listfile" | "authz-pam" => {
                     properties.put("qom-type", &kind);
+                    objects.others.insert(id, properties);
+                }
+                "throttle-group" => {
+                    check_limits(&properties)?;
+                    properties.put("qom-type", "throttle-group");
                     objects.others.insert(id, properties);
                 }
                 _ => return Err(Failure::new(format!("Invalid parameter '{kind}'"))),
@@ -69,23 +81,87 @@ impl Objects {
         self.secrets.contains_key(id)
     }
 
+    /// Whether there is a throttle group with this id. Its limits are not kept: requests are as fast
+    /// as they can be.
+    pub fn has_throttle_group(&self, id: &str) -> bool {
+        self.others.get(id).is_some_and(|found| found.get("qom-type") == Some("throttle-group"))
+    }
+
+    /// The bytes of a new secret, which may be encrypted with one that was read before.
+    fn read_secret(&self, properties: &mut Flat) -> Result<Vec<u8>, Failure> {
+        let (key, vector) = (properties.take("keyid"), properties.take("iv"));
+        let (bytes, encoded) = secret(properties)?;
+        let Some(key) = key else {
+            return if encoded { decode_base64(&bytes) } else { Ok(bytes) };
+        };
+        let master = self.secret(&key)?;
+        if master.bytes().len() != KEY_BYTES {
+            return Err(Failure::new(format!("Key should be {KEY_BYTES} bytes in length")));
+        }
+        let vector = vector.ok_or_else(|| Failure::new("IV is required to decrypt secret"))?;
+        let vector = decode_base64(vector.as_bytes())?;
+        let vector = <[u8; VECTOR_BYTES]>::try_from(vector).map_err(|vector| {
+            let found = vector.len();
+            Failure::new(format!("IV should be {VECTOR_BYTES} bytes in length not {found}"))
+        })?;
+        let bytes = if encoded { decode_base64(&bytes)? } else { bytes };
+        if !bytes.len().is_multiple_of(VECTOR_BYTES) {
+            let found = bytes.len();
+            let why = format!("Length {found} must be a multiple of block size {VECTOR_BYTES}");
+            return Err(Failure::new(why));
+        }
+        if bytes.is_empty() {
+            return Ok(bytes);
+        }
+        Ok(decrypt_cbc_padded(master.bytes(), &vector, &bytes)?)
+    }
+
     /// The properties of another object; `qom-type` is its kind.
     pub fn other(&self, id: &str) -> Option<&Flat> {
         self.others.get(id)
     }
 }
 
-fn secret(properties: &mut Flat) -> Result<Vec<u8>, Failure> {
+/// Bytes of the key of an encrypted secret (AES-256).
+const KEY_BYTES: usize = 32;
+/// Bytes of the initialization vector of an encrypted secret, and of a block of the cipher.
+const VECTOR_BYTES: usize = 16;
+
+/// Whether a text may be an object's id.
+fn is_identifier(text: &str) -> bool {
+    text.starts_with(|first: char| first.is_ascii_alphabetic())
+        && text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_'))
+}
+
+/// Refuses properties that no throttle group has.
+fn check_limits(properties: &Flat) -> Result<(), Failure> {
+    let mut rest = properties.clone();
+    rest.take_below("limits");
+    while let Some(key) = rest.first_key().map(str::to_owned) {
+        if !["x-bps-", "x-iops-"].iter().any(|start| key.starts_with(start)) {
+            return Err(Failure::new(format!("Parameter '{key}' is unexpected")));
+        }
+        rest.take(&key);
+    }
+    Ok(())
+}
+
+/// The bytes of a secret as they are given, and whether they are base64.
+fn secret(properties: &mut Flat) -> Result<(Vec<u8>, bool), Failure> {
     let (data, file) = (properties.take("data"), properties.take("file"));
     let format = properties.take("format");
-    if properties.take("keyid").is_some() {
-        return Err(Failure::new(
-            "secrets that are encrypted with another one (keyid) are not supported",
-        ));
-    }
     if let Some(key) = properties.first_key() {
-        return Err(Failure::new(format!("Invalid parameter '{key}'")));
+        return Err(Failure::new(format!("Parameter '{key}' is unexpected")));
     }
+    let encoded = match format.as_deref() {
+        None | Some("raw") => false,
+        Some("base64") => true,
+        Some(other) => {
+            return Err(Failure::new(format!(
+                "Parameter 'format' does not accept value '{other}'"
+            )));
+        }
+    };
     let bytes = match (data, file) {
         (Some(_), Some(_)) => {
             return Err(Failure::new("'file' and 'data' are mutually exclusive"));
@@ -99,21 +175,27 @@ fn secret(properties: &mut Flat) -> Result<Vec<u8>, Failure> {
             ))
         })?,
     };
-    match format.as_deref() {
-        None | Some("raw") => Ok(bytes),
-        Some("base64") => {
-            decode_base64(&bytes).ok_or_else(|| Failure::new("Invalid base64 data in secret"))
-        }
-        Some(other) => {
-            Err(Failure::new(format!("Parameter 'format' does not accept value '{other}'")))
-        }
-    }
+    Ok((bytes, encoded))
 }
 
-/// Decodes base64; white space is skipped.
-fn decode_base64(text: &[u8]) -> Option<Vec<u8>> {
-    let text: Vec<u8> = text.iter().copied().filter(|byte| !byte.is_ascii_whitespace()).collect();
-    STANDARD.decode(text).ok()
+/// Decodes base64 as QEMU does: line ends are skipped, and a last group that is not complete and has
+/// no padding is dropped.
+fn decode_base64(text: &[u8]) -> Result<Vec<u8>, Failure> {
+    const LENIENT: GeneralPurpose = GeneralPurpose::new(
+        &alphabet::STANDARD,
+        GeneralPurposeConfig::new()
+            .with_decode_padding_mode(DecodePaddingMode::Indifferent)
+            .with_decode_allow_trailing_bits(true),
+    );
+    let wrong = || Failure::new("Base64 data contains invalid characters");
+    let mut text: Vec<u8> = text.iter().copied().filter(|byte| *byte != b'\n').collect();
+    if !text.iter().all(|byte| byte.is_ascii_alphanumeric() || b"+/=".contains(byte)) {
+        return Err(wrong());
+    }
+    let padded = text.len().is_multiple_of(4);
+    let digits = text.iter().rposition(|byte| *byte != b'=').map_or(0, |last| last + 1);
+    text.truncate(if padded { digits } else { digits / 4 * 4 });
+    LENIENT.decode(text).map_err(|_| wrong())
 }
 
 #[cfg(test)]
@@ -128,12 +210,52 @@ mod tests {
         .unwrap();
         assert_eq!(objects.secrets["a"], b"abc");
         assert_eq!(objects.secrets["b"], b"abcd");
+        for (text, bytes) in [("YWJj\n", &b"abc"[..]), ("YWJ", b""), ("YWJj=", b"abc"), ("", b"")] {
+            assert_eq!(decode_base64(text.as_bytes()).unwrap(), bytes, "{text}");
+        }
         for (text, words) in [
             ("secret,id=a", "Either 'file' or 'data' must be provided"),
             ("secret,data=x", "Parameter 'id' is missing"),
             ("thing,id=a", "Invalid parameter 'thing'"),
+            ("secret,id=a,data=###,format=base64", "Base64 data contains invalid characters"),
+            ("secret,id=a,data=x,foo=y", "Parameter 'foo' is unexpected"),
+            ("secret,id=a,data=x,keyid=m", "No secret with id 'm'"),
         ] {
             assert_eq!(Objects::parse([text].into_iter()).unwrap_err().text, words);
         }
+    }
+    #[test]
+    fn ids_begin_with_a_letter() {
+        for id in ["a.b", "a-b", "a_1"] {
+            assert!(is_identifier(id), "{id}");
+        }
+        for id in ["1bad", "_a", "a b", "a/b", "é", ""] {
+            assert!(!is_identifier(id), "{id}");
+        }
+    }
+
+    #[test]
+    fn a_secret_may_be_encrypted_with_another_one() {
+        // Made by `openssl enc -aes-256-cbc`.
+        const KEY: &str = "secret,id=m,data=kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk";
+        const VECTOR: &str = "aXZpdml2aXZpdml2aXZpdg==";
+        const DATA: &str = "PLB43kImNKYTVsvfebWI6A==";
+        let text = format!("secret,id=s,keyid=m,iv={VECTOR},format=base64,data={DATA}");
+        let objects = Objects::parse([KEY, &text].into_iter()).unwrap();
+        assert_eq!(objects.secrets["s"], b"abc");
+        for (text, words) in [
+            (
+                format!("secret,id=s,keyid=m,format=base64,data={DATA}"),
+                "IV is required to decrypt secret",
+            ),
+            (text.replace(VECTOR, "YWJj"), "IV should be 16 bytes in length not 3"),
+            (text.replace(DATA, "YWJj"), "Length 3 must be a multiple of block size 16"),
+        ] {
+            let refused = Objects::parse([KEY, &text].into_iter()).unwrap_err();
+            assert_eq!(refused.text, words);
+        }
+        let short = "secret,id=m,data=short";
+        let refused = Objects::parse([short, &text].into_iter()).unwrap_err();
+        assert_eq!(refused.text, "Key should be 32 bytes in length");
     }
 }

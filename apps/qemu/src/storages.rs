@@ -129,14 +129,18 @@ pub struct PartOf {
 }
 
 impl PartOf {
-    /// The `bytes` from `start` on; `None` is all to the end.
+    /// The `bytes` from `start` on; `None` is all to the end. It may end within the last sector that
+    /// the storage fills only in part; the rest of that sector reads as zero. Returns `None` if it
+    /// would end later.
     ///
     /// # Errors
     /// The length of the storage cannot be read.
     pub fn new(inner: Arc<dyn Storage>, start: u64, bytes: Option<u64>) -> Result<Option<Self>> {
+        const SECTOR_BYTES: u64 = 512;
         let len = inner.len()?;
-        let Some(there) = len.checked_sub(start) else { return Ok(None) };
-        let bytes = bytes.unwrap_or(there);
+        let whole = len.next_multiple_of(SECTOR_BYTES);
+        let Some(there) = whole.checked_sub(start) else { return Ok(None) };
+        let bytes = bytes.unwrap_or(len.saturating_sub(start));
         Ok((bytes <= there).then_some(Self { inner, start, bytes }))
     }
 
@@ -174,7 +178,16 @@ impl Storage for PartOf {
 
     fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
         let (at, there) = self.within(offset, buf.len() as u64);
-        self.inner.read_up_to(&mut buf[..there as usize], at)
+        let buf = &mut buf[..there as usize];
+        let mut read = 0;
+        while read < buf.len() {
+            match self.inner.read_up_to(&mut buf[read..], HostOffset(at.0 + read as u64))? {
+                0 => break,
+                more => read += more,
+            }
+        }
+        buf[read..].fill(0);
+        Ok(buf.len())
     }
 
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
@@ -329,7 +342,11 @@ mod tests {
         inner.read_up_to(&mut all, HostOffset(0)).unwrap();
         assert_eq!((all[9], all[10], all[29], all[30]), (9, 9, 9, 30));
         assert_eq!(all[..10], bytes[..10]);
-        assert!(PartOf::new(inner.clone(), 90, Some(11)).unwrap().is_none());
-        assert!(PartOf::new(inner, 101, None).unwrap().is_none());
+        assert!(PartOf::new(inner.clone(), 90, Some(423)).unwrap().is_none());
+        assert!(PartOf::new(inner.clone(), 513, None).unwrap().is_none());
+        let last = PartOf::new(inner, 0, Some(512)).unwrap().unwrap();
+        let mut sector = [1; 512];
+        assert_eq!(last.read_up_to(&mut sector, HostOffset(0)).unwrap(), 512);
+        assert_eq!((sector[99], sector[100], sector[511]), (99, 0, 0));
     }
 }

@@ -1,5 +1,7 @@
 //! The command lines.
 
+use crate::lines::{NAMES, ON_RARE, RARE, SEQUENCES, WRONG};
+
 /// Command lines that are run one after the other in one folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Case {
@@ -118,43 +120,6 @@ const ALL: &[&str] = &[
     "missing",
     ".",
 ];
-/// Images of rarer kinds: each is told about, checked, mapped and copied.
-const RARE: &[&str] = &[
-    "tiny.qcow2",
-    "big.qcow2",
-    "dirty.qcow2",
-    "corrupt.qcow2",
-    "unknown.qcow2",
-    "static.vdi",
-    "sized.vpc",
-    "fixed.vhdx",
-    "one.vmdk",
-    "two.vmdk",
-    "lsi.vmdk",
-    "stream.vmdk",
-];
-
-/// What is done with each of them.
-const ON_RARE: &[&[&str]] = &[
-    &["info @"],
-    &["info --output=json @"],
-    &["check @"],
-    &["check --output=json @"],
-    &["map @"],
-    &["map --output=json @"],
-    &["measure -O qcow2 @"],
-    &["measure --output=json -O raw @"],
-    &["convert -O raw @ new", "compare @ new"],
-    &["convert -O qcow2 @ new", "check new"],
-    &["resize @ 16M", "info @"],
-    &["check -r all @", "check @"],
-    &["bench -w -c 10 @"],
-    &["create -f qcow2 -b @ new", "info new"],
-    &["rebase -b a.qcow2 -F qcow2 @"],
-    &["commit @"],
-    &["snapshot -c s @", "snapshot -l @"],
-];
-
 const FORMATS: &[&str] = &["qcow2", "raw", "vmdk", "bad"];
 const OUTPUT: Opt = valued("", "output", &["json", "human", "bad"]);
 const QUIET: Opt = flag("-q", "quiet");
@@ -459,35 +424,6 @@ const SUBCOMMANDS: &[Sub] = &[
     },
 ];
 
-/// Names of images, each given to `info` and `check`.
-const NAMES: &[&str] = &[
-    "file:a.qcow2",
-    "./a.qcow2",
-    "foo:a.qcow2",
-    "json:{}",
-    "json:{\"driver\":\"qcow2\",\"file\":{\"driver\":\"file\",\"filename\":\"a.qcow2\"}}",
-    "json:{\"driver\":\"qcow2\",\"file.filename\":\"a.qcow2\"}",
-    "json:{\"file.filename\":\"a.qcow2\"}",
-    "json:{\"driver\":\"bad\"}",
-    "json:{",
-    "json:[]",
-    "json:{\"driver\":\"file\",\"filename\":\"a.qcow2\"}",
-    "json:{\"driver\":\"file\",\"filename\":\"a.qcow2\",\"bad\":1}",
-    "--image-opts driver=qcow2,file.filename=a.qcow2",
-    "--image-opts driver=bad",
-    "--image-opts a.qcow2",
-    "--image-opts driver=raw,file.driver=file,file.filename=full.raw",
-    "--image-opts file.filename=a.qcow2",
-    "--image-opts driver=qcow2,file.driver=file,file.filename=a.qcow2,lazy-refcounts=on,l2-cache-size=1M",
-    "--image-opts driver=qcow2",
-    "--image-opts driver=qcow2,file.filename=a.qcow2,bad=1",
-    "-f bad a.qcow2",
-    "-f file a.qcow2",
-    "-f qcow2 full.raw",
-    "nbd://localhost:1/x",
-    "nbd+unix:///?socket=missing",
-];
-
 /// Names of the debugging drivers, and commands on them. The rules' files are in `images`.
 const DEBUGGING: &[&str] = &[
     "info blkdebug::a.qcow2",
@@ -540,149 +476,6 @@ const DEBUGGING: &[&str] = &[
     "bench -c 10 blkverify:full.raw:zlib.qcow2",
     "bench -w -c 10 --pattern 3 -f raw blkverify:full.raw:zlib.qcow2",
     "bench -c 10 --image-opts driver=blkverify,raw.driver=file,raw.filename=full.raw,test.driver=qcow2,test.file.filename=zlib.qcow2",
-];
-
-/// Commands in turn.
-const SEQUENCES: &[&[&str]] = &[
-    &[
-        "create -f qcow2 n.qcow2 2M",
-        "snapshot -c s n.qcow2",
-        "snapshot -l n.qcow2",
-        "snapshot -d s n.qcow2",
-        "check n.qcow2",
-        "info n.qcow2",
-    ],
-    &[
-        "snapshot -c second a.qcow2",
-        "snapshot -a first a.qcow2",
-        "check a.qcow2",
-        "snapshot -d second a.qcow2",
-        "compare a.qcow2 full.raw",
-    ],
-    &[
-        "bitmap --add a.qcow2 more",
-        "bitmap --merge changes a.qcow2 more",
-        "bitmap --disable a.qcow2 more",
-        "info a.qcow2",
-        "info --output=json a.qcow2",
-        "bitmap --remove a.qcow2 more",
-        "check a.qcow2",
-    ],
-    &["commit mid.qcow2", "info mid.qcow2", "check a.qcow2", "map mid.qcow2"],
-    &["commit -d mid.qcow2", "check mid.qcow2", "info mid.qcow2"],
-    &["commit -b a.qcow2 top.qcow2", "info top.qcow2", "check a.qcow2"],
-    &["rebase -b a.qcow2 -F qcow2 top.qcow2", "info top.qcow2", "map top.qcow2"],
-    &[
-        "rebase -u -b missing -F qcow2 top.qcow2",
-        "info top.qcow2",
-        "check top.qcow2",
-        "rebase -u -b mid.qcow2 -F qcow2 top.qcow2",
-        "map top.qcow2",
-    ],
-    &[
-        "convert -O qcow2 top.qcow2 n.qcow2",
-        "check n.qcow2",
-        "map n.qcow2",
-        "map --output=json n.qcow2",
-        "compare n.qcow2 top.qcow2",
-    ],
-    &["convert -O raw top.qcow2 n.raw", "map --output=json n.raw", "compare n.raw top.qcow2"],
-    &[
-        "convert -c -O qcow2 full.raw n.qcow2",
-        "map --output=json n.qcow2",
-        "check n.qcow2",
-        "info n.qcow2",
-    ],
-    &[
-        "create -f qcow2 n.qcow2 1M",
-        "convert -n -O qcow2 full.raw n.qcow2",
-        "compare n.qcow2 full.raw",
-        "check n.qcow2",
-    ],
-    &[
-        "create -f qcow2 n.qcow2 2M",
-        "convert -n --target-is-zero -O qcow2 full.raw n.qcow2",
-        "compare n.qcow2 full.raw",
-    ],
-    &[
-        "resize a.qcow2 8M",
-        "info a.qcow2",
-        "check a.qcow2",
-        "resize --shrink a.qcow2 1M",
-        "info a.qcow2",
-        "check a.qcow2",
-    ],
-    &[
-        "resize -f raw full.raw +1M",
-        "info full.raw",
-        "resize -f raw --shrink full.raw 512k",
-        "map -f raw full.raw",
-    ],
-    &["check -r leaks leak.qcow2", "check leak.qcow2", "info leak.qcow2"],
-    &["check -r all leak.qcow2", "check --output=json leak.qcow2"],
-    &[
-        "amend -o compat=0.10 sub.qcow2",
-        "amend -o lazy_refcounts=off sub.qcow2",
-        "info sub.qcow2",
-        "amend -f qcow2 -o compat=1.1 v2.qcow2",
-        "info v2.qcow2",
-        "check v2.qcow2",
-    ],
-    &[
-        "dd -f raw -O qcow2 bs=64k count=4 skip=1 if=full.raw of=n.qcow2",
-        "info n.qcow2",
-        "check n.qcow2",
-    ],
-    &[
-        "create -f vmdk n.vmdk 2M",
-        "info n.vmdk",
-        "convert -O vmdk full.raw m.vmdk",
-        "compare m.vmdk full.raw",
-    ],
-    &[
-        "create -f vdi n.vdi 2M",
-        "check n.vdi",
-        "convert -O vdi full.raw m.vdi",
-        "check m.vdi",
-        "compare m.vdi full.raw",
-    ],
-    &["create -f vpc n.vpc 2M", "info n.vpc", "convert -O vpc full.raw m.vpc", "info m.vpc"],
-    &[
-        "create -f vhdx n.vhdx 2M",
-        "info n.vhdx",
-        "convert -O vhdx full.raw m.vhdx",
-        "info m.vhdx",
-        "compare m.vhdx full.raw",
-    ],
-    &[
-        "create --object secret,id=s,data=abc -f luks -o key-secret=s,iter-time=10 n.luks 1M",
-        "info n.luks",
-        "convert --object secret,id=s,data=abc --image-opts driver=luks,key-secret=s,file.filename=n.luks n.raw",
-        "info n.raw",
-    ],
-    &[
-        "convert --object secret,id=s,data=abc --image-opts driver=qcow2,encrypt.key-secret=s,file.filename=enc.qcow2 n.raw",
-        "info n.raw",
-    ],
-];
-
-/// Wrong command lines that no table of options gives.
-const WRONG: &[&str] = &[
-    "",
-    "bad",
-    "-X",
-    "--bad",
-    "info -T x a.qcow2",
-    "info a.qcow2 a.qcow2",
-    "snapshot -l -c x a.qcow2",
-    "--help",
-    "-V",
-    "-T",
-    "-T x info a.qcow2",
-    "--version",
-    "-h",
-    "create --o",
-    "info --f a.qcow2",
 ];
 
 /// All cases, always in the same order.

@@ -4,6 +4,7 @@
 //! ```text
 //!   images   a folder of images, made once by the reference
 //!   cases    command lines: each option alone, in each spelling; pairs; wrong ones; names; sequences
+//!   lines    those of them that no table of options gives
 //!   twins    a case by both programs, each in a copy of the folder; what differs
 //!   allowed  the one table of differences that may stay, each with its reason
 //!   page     docs/qemu-compat.md, made from the cases and that table
@@ -12,6 +13,7 @@
 pub mod allowed;
 pub mod cases;
 pub mod images;
+mod lines;
 pub mod page;
 pub mod twins;
 

@@ -10,7 +10,6 @@ const WITHOUT_EFFECT: &[(&str, &str)] = &[
     ),
     ("`convert --salvage`", "a read error still ends the conversion, as without it"),
     ("`convert --target-is-zero`", "zeroes are written all the same"),
-    ("`commit -r`", "there is no limit of the rate"),
     (
         "`rebase -c`, `-T`",
         "copied clusters are not compressed; the backing images' cache mode stays",
@@ -18,6 +17,10 @@ const WITHOUT_EFFECT: &[(&str, &str)] = &[
     (
         "`-o nocow`, `extent_size_hint`; `preallocation` of vdi, vpc, vhdx and vmdk",
         "the engine has no such option",
+    ),
+    (
+        "limits of a `throttle-group`",
+        "requests are as fast as they can be; `info` describes the node beneath a filter",
     ),
     (
         "`lazy-refcounts`, `l2-cache-size`, `overlap-check`, `locking`, `discard` and other run-time options of nodes",
@@ -39,7 +42,6 @@ const MISSING: &[&str] = &[
     "network protocols other than NBD",
     "writing qcow, qed and parallels images, and legacy AES encryption of new ones",
     "`amend` of a key slot by its number, other than the first free one",
-    "`secret` objects that are themselves encrypted (`keyid`)",
 ];
 
 /// Programs that call `qemu-img` or `qemu-nbd`, and what they did with vdkit under these names.

@@ -11,7 +11,7 @@ use crate::monitor::Monitor;
 /// Name and time of a new snapshot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NewSnapshot {
-    /// Its name, 1 to 255 bytes. Names need not be unique, ids are.
+    /// Its name, at most 255 bytes. Names need not be unique, ids are.
     pub name: String,
     /// Seconds since 1970.
     pub date_seconds: u32,

@@ -7,7 +7,7 @@ use aes::cipher::{Array, BlockCipherDecrypt, BlockCipherEncrypt, KeyInit, consts
 use aes::{Aes128, Aes192, Aes256};
 use std::fmt;
 
-use vdkit_block::{CIPHER_SECTOR_BYTES, SectorCipher};
+use vdkit_block::{CIPHER_SECTOR_BYTES, Error, Result, SectorCipher};
 use zeroize::Zeroizing;
 
 use crate::hash::Hash;
@@ -173,6 +173,30 @@ pub fn legacy_qcow2(password: &[u8]) -> Option<AesSectors> {
     let len = password.len().min(16);
     key[..len].copy_from_slice(&password[..len]);
     CipherSpec { aes_bytes: 16, mode: Mode::Cbc, vector: Vector::Plain64 }.with_key(&*key)
+}
+
+/// Decrypts `bytes` with AES-CBC under a key of 16, 24 or 32 bytes and removes the padding (PKCS
+/// #7), as secrets on QEMU's command lines are encrypted.
+///
+/// # Errors
+/// [`Error::Invalid`]: a key of another length, bytes that are not whole blocks of 16, or padding of
+/// another length than 1 to 16 bytes (the key is probably wrong).
+pub fn decrypt_cbc_padded(key: &[u8], vector: &[u8; 16], bytes: &[u8]) -> Result<Vec<u8>> {
+    let wrong = |what: String| Error::Invalid(format!("an encrypted secret: {what}"));
+    let aes = Aes::new(key).ok_or_else(|| wrong(format!("a key of {} bytes", key.len())))?;
+    if bytes.is_empty() || !bytes.len().is_multiple_of(BLOCK) {
+        return Err(wrong(format!("{} bytes are no whole blocks of {BLOCK}", bytes.len())));
+    }
+    let mut plain = bytes.to_vec();
+    aes.decrypt(Array::slice_as_chunks_mut(&mut plain).0);
+    let before = vector.iter().chain(bytes);
+    plain.iter_mut().zip(before).for_each(|(byte, before)| *byte ^= before);
+    let padding = usize::from(*plain.last().expect("not empty"));
+    if !(1..=BLOCK).contains(&padding) {
+        return Err(wrong(format!("{padding} bytes of padding; the key is probably wrong")));
+    }
+    plain.truncate(plain.len() - padding);
+    Ok(plain)
 }
 
 /// AES over sectors. The expanded keys are wiped on drop.

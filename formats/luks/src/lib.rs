@@ -32,7 +32,7 @@ mod header;
 mod new;
 mod slots;
 
-pub use cipher::{AesSectors, CipherSpec, Mode, Vector, legacy_qcow2};
+pub use cipher::{AesSectors, CipherSpec, Mode, Vector, decrypt_cbc_padded, legacy_qcow2};
 pub use driver::LuksDriver;
 pub use format::LuksFormat;
 pub use hash::Hash;

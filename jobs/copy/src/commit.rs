@@ -48,6 +48,8 @@ pub struct CommitOptions {
     pub force: bool,
     /// Threads; `None` for one per core.
     pub threads: Option<usize>,
+    /// Maximum bytes per second.
+    pub rate: Option<u64>,
 }
 
 /// Result of a commit.
@@ -97,7 +99,7 @@ pub fn commit(
     let Split { above, base } = open_split(registry, overlay, &links, &opening)?;
     above.warnings().chain(base.warnings()).for_each(|warning| monitor.progress.message(warning));
     let (virtual_size, old_base_size) = (above.guest_bytes(), base.guest_bytes());
-    let moved = commit_disks(above, &base, empty, options.threads, monitor)?;
+    let moved = commit_disks(above, &base, empty, options, monitor)?;
     let base_size = base.guest_bytes();
     drop(base);
     if let [top, direct] = &links[..] {
@@ -186,7 +188,7 @@ fn refuse_damage(registry: &Registry, links: &[ChainLink], monitor: &Monitor<'_>
 }
 
 /// Commits open disks: moves the data of `above` to `base` and closes `base`; empties `above`, if
-/// requested, and closes it too.
+/// requested, and closes it too. Of `options`, threads and rate are used.
 ///
 /// # Errors
 /// Errors of the formats and storages; [`Error::Interrupted`]. Both disks are closed nevertheless
@@ -195,12 +197,12 @@ pub fn commit_disks(
     above: Disk,
     base: &Disk,
     empty: bool,
-    threads: Option<usize>,
+    options: &CommitOptions,
     monitor: &Monitor<'_>,
 ) -> Result<MovedBytes> {
     let source = Source::new(vec![above]);
     let above = &source.disks()[0];
-    let moved = move_all(&source, base, threads, monitor);
+    let moved = move_all(&source, base, options, monitor);
     // The base must be durable before the overlay drops anything.
     let durable = base.flush().and_then(|()| base.close());
     let done = moved.and_then(|moved| durable.map(|()| moved)).and_then(|moved| {
@@ -272,7 +274,7 @@ fn own_cluster(above: &Disk, base: &Disk, start: u64, end: u64) -> Result<()> {
 fn move_all(
     source: &Source,
     base: &Disk,
-    threads: Option<usize>,
+    options: &CommitOptions,
     monitor: &Monitor<'_>,
 ) -> Result<MovedBytes> {
     let bytes = source.bytes();
@@ -297,13 +299,13 @@ fn move_all(
         fill: false,
     };
     let moving = MoveOptions {
-        threads,
+        threads: options.threads,
         detect_zeroes: Some(DETECT_BYTES),
         compress: None,
         in_order: false,
         write_zeroes: true,
         new: false,
-        rate: None,
+        rate: options.rate,
     };
     let mover = Mover::new(source, Some(base), Planner::new(source, plan), moving, monitor);
     mover.run()?;

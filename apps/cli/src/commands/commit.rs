@@ -72,7 +72,7 @@ impl Run for CommitArgs {
                 _ => None,
             },
             force: self.force.force,
-            threads: None,
+            ..CommitOptions::default()
         };
         let progress = self.progress.reporter("commit");
         let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum, ValueHint};
 use serde::Serialize;
 use vdkit::jobs::{self, SnapshotAction};
@@ -60,7 +61,7 @@ pub struct SnapshotArgs {
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
     /// The snapshot, by name or id; for create, and last for rename, the new name
-    #[arg(value_name = "SNAPSHOT", num_args = 0..=2)]
+    #[arg(value_name = "SNAPSHOT", num_args = 0..=2, value_parser = NonEmptyStringValueParser::new())]
     names: Vec<String>,
     #[command(flatten)]
     force: Force,

@@ -24,9 +24,9 @@ pub const COMMAND: Command = Command {
         FORMAT,
         IMAGE_OPTS,
         CACHE,
+        OBJECT,
         long("force", None, "also changes that may make all data unreadable"),
         valued('o', "options", "OPTIONS", "the options with their new values"),
-        OBJECT,
     ],
     run,
 };

@@ -33,7 +33,7 @@ const OPTIONS: &[Opt] = &[
     long("flush-interval", Some("FLUSH_INTERVAL"), "flush after this number of requests"),
     long("no-drain", None, "accepted"),
     FORCE_SHARE,
-    OBJECT,
+    OBJECT.whole_name_only(),
 ];
 
 /// Entry in the table of subcommands.

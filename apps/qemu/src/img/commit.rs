@@ -27,7 +27,7 @@ pub const COMMAND: Command = Command {
         CACHE,
         flag('d', "drop", "do not empty the image afterwards"),
         valued('b', "base", "BASE_IMG", "the image of the chain to write to; implies -d"),
-        valued('r', "rate", "RATE", "accepted"),
+        valued('r', "rate", "RATE", "bytes per second at most"),
         OBJECT,
     ],
     run,
@@ -36,7 +36,7 @@ pub const COMMAND: Command = Command {
 fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let quiet = parsed.has("quiet");
     call.out.quiet(quiet);
-    rate_option(parsed)?;
+    let rate = rate_option(parsed)?;
     let named = Named {
         text: one_image(parsed)?,
         format: parsed.last("format"),
@@ -56,7 +56,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let base = parsed.last("base");
     let to = base.map(|base| found(base, &links, &image.typed)).transpose()?;
     let keep = parsed.has("drop") || base.is_some();
-    let options = CommitOptions { to, empty: Some(!keep), force: true, threads: None };
+    let options = CommitOptions { to, empty: Some(!keep), force: true, threads: None, rate };
     let progress = Progress::new(parsed.has("progress") && !quiet)?;
     let monitor = Monitor { cancel: cancel_on_signal()?, progress: &WithoutMessages(&progress) };
     let done = jobs::commit(&registry(), path, &opening, &options, &monitor);

@@ -6,7 +6,7 @@ use vdkit::{Disk, Monitor, Progress as Sink};
 use super::map::each_row;
 use super::{Call, Command, FORCE_SHARE, IMAGE_OPTS, OBJECT, PROGRESS, QUIET, opening};
 use crate::failure::Failure;
-use crate::getopt::{Parsed, flag, valued};
+use crate::getopt::{Parsed, alias, flag, valued};
 use crate::open::{Access, Named, open};
 use crate::output::{Progress, cancel_on_signal};
 use crate::secrets::Objects;
@@ -20,7 +20,9 @@ pub const COMMAND: Command = Command {
         QUIET,
         PROGRESS,
         valued('f', "a-format", "FMT", "format of FILE1"),
+        alias("left-format", "a-format"),
         valued('F', "b-format", "FMT", "format of FILE2"),
+        alias("right-format", "b-format"),
         IMAGE_OPTS,
         flag('s', "strict", "sizes and allocation must be equal too"),
         valued('T', "cache", "CACHE", "cache mode of both images (writeback)"),

@@ -14,7 +14,7 @@ use super::create::{create_at, target_path};
 use super::{Call, Command, FORCE_SHARE, OBJECT, PROGRESS, QUIET, SRC_CACHE};
 use crate::creation::{Asked, Wanted, asked, failed_creation, table};
 use crate::failure::{Failure, could_not_open, words};
-use crate::getopt::{Opt, Parsed, flag, long, valued};
+use crate::getopt::{Opt, Parsed, alias, flag, long, valued};
 use crate::names::{Flat, Image, Place};
 use crate::open::{Access, Named, open_options, open_with, references, registry};
 use crate::output::{Progress, WithoutMessages, cancel_on_signal};
@@ -24,33 +24,39 @@ use crate::sizes;
 /// Bytes of the smallest run of zeroes that is not written.
 const SPARSE_BYTES: u32 = 4096;
 
+/// In the order in which QEMU names those that a beginning may mean.
 const OPTIONS: &[Opt] = &[
     QUIET,
-    PROGRESS,
-    valued('f', "source-format", "SRC_FMT", "format of the sources"),
-    long("source-image-opts", None, "sources are options: driver=…,file.filename=…"),
+    PROGRESS.whole_name_only(),
+    OBJECT,
     long("image-opts", None, ""),
-    valued('l', "source-snapshot", "SNAPSHOT_PARAMS", "the snapshot of the source to copy"),
+    long("source-image-opts", None, "sources are options: driver=…,file.filename=…"),
+    valued('f', "source-format", "SRC_FMT", "format of the sources"),
     SRC_CACHE,
-    valued('O', "target-format", "TGT_FMT", "format of the target (raw)"),
+    valued('l', "source-snapshot", "SNAPSHOT_PARAMS", "the snapshot of the source to copy")
+        .whole_name_only(),
+    alias("snapshot", "source-snapshot"),
     long("target-image-opts", None, "the target is options; needs -n"),
-    valued('o', "target-options", "TGT_OPTS", "options of the target's format"),
-    flag('c', "compress", "compress the target's data (qcow2 only)"),
-    valued('t', "target-cache", "TGT_CACHE", "cache mode of the target (unsafe)"),
+    valued('O', "target-format", "TGT_FMT", "format of the target (raw)").whole_name_only(),
+    alias("output-format", "target-format"),
+    valued('o', "target-options", "TGT_OPTS", "options of the target's format").whole_name_only(),
+    alias("options", "target-options"),
+    valued('t', "target-cache", "TGT_CACHE", "cache mode of the target (unsafe)").whole_name_only(),
+    alias("output-cache", "target-cache"),
     valued('B', "backing", "BACKING_FILENAME", "the image that the target stands on"),
     valued('F', "backing-format", "BACKING_FMT", "format of the backing image"),
-    flag('n', "no-create", "write into an existing target"),
-    long("target-is-zero", None, "the existing target reads as zeroes"),
+    flag('c', "compress", "compress the target's data (qcow2 only)").whole_name_only(),
+    flag('n', "no-create", "write into an existing target").whole_name_only(),
     valued('S', "sparse-size", "SPARSE_SIZE", "bytes of zeroes that are left out; 0 fills"),
+    long("target-is-zero", None, "the existing target reads as zeroes"),
+    long("salvage", None, "accepted"),
+    flag('W', "oob-writes", "accepted; writes are not ordered"),
     long("bitmaps", None, "copy the dirty bitmaps"),
     long("skip-broken-bitmaps", None, "leave out bitmaps that are inconsistent"),
     FORCE_SHARE,
     valued('r', "rate", "RATE", "bytes per second at most"),
     valued('m', "parallel", "NUM_COROUTINES", "accepted; a thread runs on each core"),
     flag('C', "copy-range-offloading", "accepted; blocks are shared where that is possible"),
-    long("salvage", None, "accepted"),
-    flag('W', "oob-writes", "accepted; writes are not ordered"),
-    OBJECT,
 ];
 
 /// Entry in the table of subcommands.

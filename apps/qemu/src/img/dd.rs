@@ -22,9 +22,9 @@ pub const COMMAND: Command = Command {
     options: &[
         FORMAT,
         IMAGE_OPTS,
+        OBJECT,
         valued('O', "output-format", "OUTPUT_FMT", "format of the output (raw)"),
         FORCE_SHARE,
-        OBJECT,
     ],
     run,
 };

@@ -8,7 +8,7 @@ use super::{
     Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, one_image, wants_json,
 };
 use crate::failure::{Failure, could_not_open};
-use crate::getopt::{Parsed, flag, valued};
+use crate::getopt::{Parsed, flag};
 use crate::human;
 use crate::json::{Dict, Value, pretty, quote};
 use crate::names::{Flat, Image, Place};
@@ -26,7 +26,6 @@ pub const COMMAND: Command = Command {
         IMAGE_OPTS,
         flag('b', "backing-chain", "describe each image of the backing chain"),
         FORCE_SHARE,
-        valued('t', "cache", "CACHE", "cache mode"),
         OUTPUT,
         OBJECT,
     ],
@@ -55,7 +54,7 @@ impl Described {
         const SHOWN: &[&str] = &["offset", "size", "key-secret", "encrypt.key-secret"];
         if let Some((offset, bytes)) = window {
             let rest = self.link.info.virtual_size.saturating_sub(offset);
-            self.link.info.virtual_size = bytes.unwrap_or(rest);
+            self.link.info.virtual_size = bytes.unwrap_or(rest.next_multiple_of(512));
         }
         let mut flat = properties(named).unwrap_or_default();
         let shown: Vec<_> = SHOWN.iter().filter_map(|key| Some((*key, flat.take(key)?))).collect();
@@ -148,8 +147,13 @@ fn properties(named: &Named<'_>) -> Option<Flat> {
 fn null(named: &Named<'_>, bytes: u64, json: bool, call: &mut Call) -> Result<(), Failure> {
     let direct = driver(named).is_some_and(|driver| driver.starts_with("null-"));
     let mut name = "null-co://".to_owned();
-    if let Some(size) = properties(named).and_then(|mut flat| flat.take("size")) {
-        let dict = Dict::default().with("driver", "null-co").with("size", size);
+    let given = properties(named).unwrap_or_default();
+    let (size, zeroes) = (given.get("size"), given.get("read-zeroes"));
+    if size.is_some() || zeroes.is_some() {
+        let dict = Dict::default()
+            .with_some("read-zeroes", zeroes)
+            .with("driver", "null-co")
+            .with_some("size", size);
         name = format!("json:{}", inline(&dict.into()));
     }
     if !json {
@@ -243,11 +247,11 @@ fn describe(
     Ok(images)
 }
 
-/// The path that a relative name in an image means.
+/// The path that a relative name in an image means. A name with a protocol stays as it is.
 fn beside(image: &Path, name: &str) -> String {
-    let name = name.strip_prefix("file:").unwrap_or(name);
+    let protocol = name.find([':', '/']).is_some_and(|at| name[at..].starts_with(':'));
     match image.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() && !name.starts_with('/') => {
+        Some(folder) if !folder.as_os_str().is_empty() && !name.starts_with('/') && !protocol => {
             folder.join(name).display().to_string()
         }
         _ => name.to_owned(),

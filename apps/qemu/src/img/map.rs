@@ -8,6 +8,7 @@ use super::{
 };
 use crate::failure::Failure;
 use crate::getopt::{Parsed, valued};
+use crate::names;
 use crate::sizes;
 
 /// Entry in the table of subcommands.
@@ -129,10 +130,15 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         begun = true;
         Ok(())
     };
+    let (_, image) = opening::image(parsed, file)?;
     if start >= end {
         print(&Row { start, ..Row::default() })?;
+    } else if let names::Place::Null(_) = image.place {
+        let zero = image.reads_zeroes;
+        let (length, offset) = (end - start, zero.then_some(start));
+        print(&Row { start, length, present: zero, zero, offset, ..Row::default() })?;
     } else {
-        let window = opening::image(parsed, file)?.1.window.map_or(0, |(offset, _)| offset);
+        let window = image.window.map_or(0, |(offset, _)| offset);
         each_row(&disk, start, end - start, &mut |mut row| {
             if row.depth == 0 {
                 row.offset = row.offset.map(|offset| offset + window);

@@ -6,7 +6,7 @@ use super::map::each_row;
 use super::{Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, opening, wants_json};
 use crate::creation::{Asked, Wanted, asked, table};
 use crate::failure::Failure;
-use crate::getopt::{Parsed, valued};
+use crate::getopt::{Parsed, long, valued};
 use crate::json::{Dict, pretty};
 use crate::open::{Access, open_options, open_with};
 use crate::secrets::Objects;
@@ -20,12 +20,13 @@ pub const COMMAND: Command = Command {
     options: &[
         valued('O', "target-format", "FMT", "format of the new image (raw)"),
         valued('o', "options", "OPTIONS", "options of the new image"),
-        valued('s', "size", "SIZE", "the new image is an empty disk of this size"),
         FORMAT,
         IMAGE_OPTS,
         valued('l', "snapshot", "SNAPSHOT", "the new image holds this snapshot of FILE"),
-        OUTPUT,
         OBJECT,
+        OUTPUT,
+        // QEMU's help shows `-s` too, which its program does not take.
+        long("size", Some("SIZE"), "the new image is an empty disk of this size"),
         FORCE_SHARE,
     ],
     run,

@@ -63,6 +63,8 @@ fn change(disk: &Disk, action: &SnapshotAction) -> Result<(), Failure> {
     let has = |which: &str| {
         known.as_ref().is_some_and(|all| all.iter().any(|s| s.id == which || s.name == which))
     };
+    // QEMU deletes by name alone, and applies by id or name.
+    let named = |which: &str| known.as_ref().is_some_and(|all| all.iter().any(|s| s.name == which));
     let why = match action {
         SnapshotAction::Create(_) if known.is_none() => Some("Operation not supported"),
         SnapshotAction::Apply(_) if known.is_none() => {
@@ -74,7 +76,7 @@ fn change(disk: &Disk, action: &SnapshotAction) -> Result<(), Failure> {
         SnapshotAction::Apply(_) if !disk.layers()[0].info().bitmaps.is_empty() => {
             Some("Device has active dirty bitmaps")
         }
-        SnapshotAction::Delete(which) if !has(which) => Some("snapshot not found"),
+        SnapshotAction::Delete(which) if !named(which) => Some("snapshot not found"),
         _ => None,
     };
     if let Some(why) = why {
