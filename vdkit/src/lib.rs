@@ -4,7 +4,7 @@
 //!
 //! | what | where |
 //! |---|---|
-//! | one flat disk over a chain of images | [`Disk`], [`OpenOptions`] |
+//! | one flat disk over a chain of images | [`Disk`], [`OpenOptions`]; as a file: [`Disk::stream`] |
 //! | an image's metadata | [`describe_chain`], [`ImageInfo`] |
 //! | jobs: convert, compare, check, create, resize, measure | [`jobs`] |
 //! | a disk for a running guest: the common part of all servers, NBD, and vhost-user | `serve`, `nbd`, `vhost_user` (features) |

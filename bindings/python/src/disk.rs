@@ -72,10 +72,14 @@ impl Disk {
         py.detach(|| act(&disk)).map_err(|error| raise(py, &error))
     }
 
+    /// Takes the disk for a job or a server, if no other call uses it.
     pub(crate) fn take(&self, py: Python<'_>) -> PyResult<vdkit::Disk> {
-        let disk = self.0.write().unwrap_or_else(PoisonError::into_inner).take();
-        let disk = disk.ok_or_else(|| misuse(py, "the disk is closed"))?;
-        Arc::into_inner(disk).ok_or_else(|| misuse(py, "another thread uses the disk"))
+        let mut place = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let disk = place.take().ok_or_else(|| misuse(py, "the disk is closed"))?;
+        Arc::try_unwrap(disk).map_err(|used| {
+            *place = Some(used);
+            misuse(py, "another thread uses the disk")
+        })
     }
 }
 

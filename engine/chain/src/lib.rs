@@ -40,6 +40,7 @@ mod reference;
 mod registry;
 mod scratch;
 mod split;
+mod stream;
 mod truncation;
 mod unit_cache;
 mod walk;
@@ -51,6 +52,7 @@ pub use nonblocking::Ready;
 pub use options::{BackingChoice, OpenOptions};
 pub use registry::{Probed, Protocol, Registry, RejectedKind};
 pub use split::{Split, links_down_to, open_split, same_file};
+pub use stream::DiskStream;
 pub use truncation::TruncationCheck;
 pub use walk::{
     ChainLink, ChainReport, ChangedParent, HostInfo, OpenedImage, changed_parent, describe_chain,
