@@ -4,7 +4,7 @@
 
 static int progress(void *user, uint64_t done, uint64_t total)
 {
-    int *shown = user; /* called from several threads: the last one wins, which is good enough */
+    int *shown = user;
     int tenths = total ? (int)(done * 40 / total) : 0;
 
     if (tenths != *shown) {
@@ -17,7 +17,7 @@ static int progress(void *user, uint64_t done, uint64_t total)
 int main(int argc, char **argv)
 {
     int shown = -1;
-    vdkit_monitor monitor = { .progress = progress, .user = &shown };
+    vdkit_monitor monitor = { .struct_size = sizeof monitor, .progress = progress, .user = &shown };
     char *report;
 
     if (argc != 4) {

@@ -1,12 +1,15 @@
 /* libvdkit: disk images in C programs. Made from bindings/c/src by `make c-header`.
  *
- * Results: every function that can fail returns 0 for success or one of the negative VDKIT_E_ codes.
- * vdkit_error_message() and its kin then tell more, for the calling thread, until that thread's next
- * call into libvdkit.
+ * Results: functions that can fail return 0 for success or one of the negative VDKIT_E_ codes
+ * (vdkit_queue_reap() a count). vdkit_error_message() and its kin then tell more, for the calling thread,
+ * until that thread's next call of such a function; others, such as those that free, change nothing.
+ * After an error, a place for a handle or a string holds NULL. Reports, and what else may be NULL, are
+ * then unchanged.
  * Ownership: what a function hands out is freed by the function that its comment names. Strings that
  * are passed in are UTF-8 and are copied; NULL is allowed where a comment says so.
  * Threads: every function may be called from any thread. One vdkit_disk may be used from many threads
- * at once; vdkit_close must be the last call.
+ * at once; vdkit_close must be the last call. Callbacks may call libvdkit, but for what their comments
+ * say.
  * Offsets and lengths are in bytes of the guest disk.
  */
 
@@ -134,7 +137,8 @@
 typedef struct vdkit_disk vdkit_disk;
 
 // How to open an image. New ones open for reading, with locks, with the format found in the file, and
-// follow references only within the image's own folder.
+// follow references only within the image's own folder. One may be used to open from many threads at
+// once, but not while another thread changes it.
 typedef struct vdkit_open_options vdkit_open_options;
 
 // Requests of one disk in the background. May be used from many threads at once.
@@ -170,9 +174,11 @@ typedef struct {
 // Is told of an extent; anything but 0 ends the walk.
 typedef int (*vdkit_extent_fn)(void *user, const vdkit_extent *extent);
 
-// How a program watches a job, and ends it. The functions are called from any thread, and must be
-// quick. NULL may be given for the whole and for each function.
+// How a program watches a job, and ends it. The functions are called from any thread, `progress` from
+// one at a time, and must be quick. NULL may be given for the whole and for each function.
 typedef struct {
+  // sizeof(vdkit_monitor), so that later versions can add members.
+  size_t struct_size;
   // `done` of `total` bytes are finished; `total` may grow. Anything but 0 ends the job with
   // VDKIT_E_INTERRUPTED.
   int (*progress)(void *user, uint64_t done, uint64_t total);
@@ -192,11 +198,13 @@ typedef struct {
   uint64_t cookie;
   // 0, or a VDKIT_E_ code.
   int result;
+  // 0; for later versions.
+  int reserved;
 } vdkit_completion;
 
-// How an image's bytes are read and written. Functions return 0 (or a count) for success, and the
-// negative number of an error (-EIO, -ENOSPC, ...) otherwise. They are called from any thread, and
-// from several at once.
+// How an image's bytes are read and written. Functions return 0 for success (`size` and `pread` a
+// count), and the negative number of an error (-EIO, -ENOSPC, ...) otherwise; anything else is EIO. They
+// are called from any thread, and from several at once, and must not use the disk that stands on them.
 typedef struct {
   // sizeof(vdkit_storage_ops), so that later versions can add functions.
   size_t struct_size;
@@ -228,15 +236,16 @@ int vdkit_open(const char *path,
                const vdkit_open_options *options,
                vdkit_disk **disk);
 
-// Opens an image by a file descriptor, which is duplicated: the caller closes its own. `name` is for
-// messages. References within the image reach only folders that the options allow.
+// Opens an image by a file descriptor. The file is opened again where the system allows it, and the
+// descriptor duplicated elsewhere (two disks by one descriptor then share their locks); the caller
+// closes its own. `name` is for messages. References within the image reach only folders that the options allow.
 int vdkit_open_fd(int fd,
                   const char *name,
                   const vdkit_open_options *options,
                   vdkit_disk **disk);
 
-// Flushes and closes a disk; it is freed also after an error. No other call may use it any more, and
-// its queues must have been freed. NULL is allowed.
+// Flushes and closes a disk; it is freed also after an error. No other call may use it any more. If one
+// of its queues is not freed, the result is VDKIT_E_USAGE, and the disk stays open. NULL is allowed.
 int vdkit_close(vdkit_disk *disk);
 
 // The size of the disk in bytes; 0 for NULL.
@@ -309,6 +318,9 @@ int64_t vdkit_error_offset(void);
 // next call; do not free it.
 const char *vdkit_error_hint(void);
 
+// The VDKIT_API_VERSION of the library that is loaded.
+int vdkit_api_version(void);
+
 // The version of the library, such as "0.1.0". Do not free it.
 const char *vdkit_version(void);
 
@@ -345,7 +357,8 @@ int vdkit_convert(const char *source,
                   char **report);
 
 // As vdkit_convert(), from a disk that is open, whose bytes may be the program's own. It is taken
-// over, also after an error: do not use or close it any more.
+// over, and closed also after an error: do not use or close it any more. (Only if a queue of it is not
+// freed does it stay the caller's.)
 int vdkit_convert_disk(vdkit_disk *source,
                        const char *target,
                        const char *target_format,
@@ -530,8 +543,9 @@ int vdkit_queue_reap(const vdkit_queue *queue,
 size_t vdkit_queue_open(const vdkit_queue *queue);
 
 // Serves a disk to NBD clients, on threads of its own, at "unix:PATH" or "tcp:HOST:PORT" (port 0: any
-// free one). `name` is the export's; NULL is the empty one. The server takes the disk over, also if it
-// cannot be started: do not use or close it any more. Ended by vdkit_server_stop().
+// free one). `name` is the export's; NULL is the empty one. The server takes the disk over, and closes it
+// also if it cannot be started: do not use or close it any more. (Only if a queue of it is not freed does
+// it stay the caller's.) Ended by vdkit_server_stop().
 int vdkit_serve_nbd(vdkit_disk *disk,
                     const char *address,
                     const char *name,
@@ -551,8 +565,8 @@ int vdkit_server_stop(vdkit_server *server,
                       uint32_t drain_ms);
 
 // Opens an image whose bytes the program reads and writes. `ops` is copied; `user` is passed to its
-// functions, and must live until `free` is called, which happens also if this function fails. `name`
-// is for messages. References within the image reach only folders that the options allow.
+// functions, and must live until `free` is called, which happens also if this function fails (but not
+// where `ops`, `name` or `disk` is wrong). `name` is for messages. References within the image reach only folders that the options allow.
 int vdkit_open_storage(const vdkit_storage_ops *ops,
                        void *user,
                        const char *name,

@@ -42,10 +42,29 @@ pub(crate) fn given<T>(parameter: Option<T>, name: &str) -> Result<T> {
     parameter.ok_or_else(|| misuse(format!("{name} is NULL")))
 }
 
-/// Stores a result.
-pub(crate) fn put<T>(out: Option<&mut MaybeUninit<T>>, value: T) -> Result<()> {
-    given(out, "the place for the result")?.write(value);
-    Ok(())
+/// The place for a result, which gets NULL or 0 until there is one.
+pub(crate) fn place<T>(
+    out: Option<&mut MaybeUninit<T>>,
+    nothing: T,
+) -> Result<&mut MaybeUninit<T>> {
+    let out = given(out, "the place for the result")?;
+    out.write(nothing);
+    Ok(out)
+}
+
+/// The place for a handle or a string.
+pub(crate) fn place_of<T>(
+    out: Option<&mut MaybeUninit<*mut T>>,
+) -> Result<&mut MaybeUninit<*mut T>> {
+    place(out, std::ptr::null_mut())
+}
+
+/// Refuses flags that this version does not know.
+pub(crate) fn known(flags: u32, all: u32) -> Result<()> {
+    match flags & !all {
+        0 => Ok(()),
+        others => Err(misuse(format!("unknown flags {others:#x}"))),
+    }
 }
 
 /// Stores a result for which the caller may not have asked.

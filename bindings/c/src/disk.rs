@@ -19,6 +19,21 @@ impl vdkit_disk {
     pub(crate) fn new(disk: Disk) -> *mut Self {
         Box::into_raw(Box::new(Self(Arc::new(disk))))
     }
+
+    /// The disk of a handle, which is freed; nothing changes if a queue uses the disk.
+    ///
+    /// # Safety
+    /// As [`border::take`].
+    pub(crate) unsafe fn take(handle: *mut Self) -> Result<Disk> {
+        let used = || misuse("a queue of this disk is not freed");
+        // SAFETY: the caller's promise.
+        if Arc::strong_count(&given(unsafe { handle.as_ref() }, "disk")?.0) > 1 {
+            return Err(used());
+        }
+        // SAFETY: as above.
+        let handle = given(unsafe { border::take(handle) }, "disk")?;
+        Arc::into_inner(handle.0).ok_or_else(used)
+    }
 }
 
 /// Opens an image and what it stands on. `options` may be NULL. NBD URIs are paths too. Closed by
@@ -30,15 +45,18 @@ pub unsafe extern "C" fn vdkit_open(
     disk: Option<&mut MaybeUninit<*mut vdkit_disk>>,
 ) -> c_int {
     call(|| {
+        let place = border::place_of(disk)?;
         // SAFETY: the header's promise.
         let path = unsafe { border::path(path, "path") }?;
         let opened = Disk::open(&vdkit::registry(), path, &opening(options))?;
-        border::put(disk, vdkit_disk::new(opened))
+        place.write(vdkit_disk::new(opened));
+        Ok(())
     })
 }
 
-/// Opens an image by a file descriptor, which is duplicated: the caller closes its own. `name` is for
-/// messages. References within the image reach only folders that the options allow.
+/// Opens an image by a file descriptor. The file is opened again where the system allows it, and the
+/// descriptor duplicated elsewhere (two disks by one descriptor then share their locks); the caller
+/// closes its own. `name` is for messages. References within the image reach only folders that the options allow.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_open_fd(
     fd: c_int,
@@ -47,11 +65,12 @@ pub unsafe extern "C" fn vdkit_open_fd(
     disk: Option<&mut MaybeUninit<*mut vdkit_disk>>,
 ) -> c_int {
     call(|| {
+        let place = border::place_of(disk)?;
         // SAFETY: the header's promise.
         let name = unsafe { border::text(name, "name") }?;
         let options = opening(options);
         let lock = if options.lock { LockMode::Auto } else { LockMode::Off };
-        let file = duplicate(fd)?;
+        let file = reopen(fd, options.writable)?;
         let how = FileOptions {
             writable: options.writable,
             cache: options.cache,
@@ -60,13 +79,19 @@ pub unsafe extern "C" fn vdkit_open_fd(
         };
         let storage = Arc::new(FileStorage::from_file(file, name, &how)?);
         let opened = Disk::open_given(&vdkit::registry(), storage, &options)?;
-        border::put(disk, vdkit_disk::new(opened))
+        place.write(vdkit_disk::new(opened));
+        Ok(())
     })
 }
 
-fn duplicate(fd: RawFd) -> Result<File> {
+/// The file by a description of its own, which has its own locks; or else by the caller's.
+fn reopen(fd: RawFd, writable: bool) -> Result<File> {
     if fd < 0 {
         return Err(misuse(format!("{fd} is no file descriptor")));
+    }
+    let again = File::options().read(true).write(writable).open(format!("/proc/self/fd/{fd}"));
+    if let Ok(file) = again {
+        return Ok(file);
     }
     // SAFETY: it is only duplicated, and the caller keeps it open meanwhile, says the header.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
@@ -75,17 +100,16 @@ fn duplicate(fd: RawFd) -> Result<File> {
         .map_err(|error| misuse(format!("the file descriptor cannot be duplicated: {error}")))
 }
 
-/// Flushes and closes a disk; it is freed also after an error. No other call may use it any more, and
-/// its queues must have been freed. NULL is allowed.
+/// Flushes and closes a disk; it is freed also after an error. No other call may use it any more. If one
+/// of its queues is not freed, the result is VDKIT_E_USAGE, and the disk stays open. NULL is allowed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_close(disk: *mut vdkit_disk) -> c_int {
     call(|| {
-        // SAFETY: the header's promise.
-        let Some(disk) = (unsafe { border::take(disk) }) else { return Ok(()) };
-        if Arc::strong_count(&disk.0) > 1 {
-            return Err(misuse("a queue of this disk is not freed; the disk is closed with it"));
+        if disk.is_null() {
+            return Ok(());
         }
-        disk.0.close()
+        // SAFETY: the header's promise.
+        unsafe { vdkit_disk::take(disk) }?.close()
     })
 }
 
@@ -214,6 +238,7 @@ pub unsafe extern "C" fn vdkit_write_zeroes(
     flags: u32,
 ) -> c_int {
     call(|| {
+        border::known(flags, VDKIT_MAY_UNMAP)?;
         let may_unmap = flags & VDKIT_MAY_UNMAP != 0;
         given(disk, "disk")?.0.write_zeroes(GuestOffset(offset), len, may_unmap)
     })
@@ -331,6 +356,7 @@ pub unsafe extern "C" fn vdkit_info(
     json: Option<&mut MaybeUninit<*mut c_char>>,
 ) -> c_int {
     call(|| {
+        let place = border::place_of(json)?;
         // SAFETY: the header's promise.
         let path = unsafe { border::path(path, "path") }?;
         let report = vdkit::describe_chain(&vdkit::registry(), path, &opening(options))?;
@@ -338,6 +364,7 @@ pub unsafe extern "C" fn vdkit_info(
             return Err(broken);
         }
         let chain: Vec<_> = report.links.iter().map(jobs::Described::from).collect();
-        border::put(json, border::new_text(&crate::jobs::json_of(&chain)))
+        place.write(border::new_text(&crate::jobs::json_of(&chain)));
+        Ok(())
     })
 }

@@ -64,56 +64,73 @@ pub(crate) fn note(error: &Error) -> c_int {
         offset: error.offset(),
         hint: error.remedy().map(|remedy| c_text(&remedy.to_string())),
     };
-    LAST.set(last);
+    keep(last);
     code
 }
 
 /// As [`note`], for an error that is only a text.
 pub(crate) fn note_text(code: c_int, text: &str) -> c_int {
-    LAST.set(Last { code, message: c_text(text), ..Last::default() });
+    keep(Last { code, message: c_text(text), ..Last::default() });
     code
+}
+
+/// A thread that ends may have lost its place already; its error is then only a code.
+fn keep(last: Last) {
+    let _ = LAST.try_with(|place| place.replace(last));
 }
 
 /// The thread's last call did not fail.
 pub(crate) fn clear() {
-    LAST.with_borrow_mut(|last| {
-        if last.code != 0 {
-            *last = Last::default();
-        }
-    });
+    if look(|last| last.code, 0) != 0 {
+        keep(Last::default());
+    }
+}
+
+fn look<T>(at: impl FnOnce(&Last) -> T, nothing: T) -> T {
+    LAST.try_with(|last| at(&last.borrow())).unwrap_or(nothing)
+}
+
+fn pointer(text: Option<&CString>) -> *const c_char {
+    text.map_or(std::ptr::null(), |text| text.as_ptr())
 }
 
 /// The result of this thread's last call: 0, or a code.
 #[unsafe(no_mangle)]
 pub extern "C" fn vdkit_error_code() -> c_int {
-    LAST.with_borrow(|last| last.code)
+    look(|last| last.code, 0)
 }
 
 /// The message of this thread's last call, in one line; empty if that did not fail. Valid until the
 /// thread's next call; do not free it.
 #[unsafe(no_mangle)]
 pub extern "C" fn vdkit_error_message() -> *const c_char {
-    LAST.with_borrow(|last| last.message.as_ptr())
+    look(|last| last.message.as_ptr(), c"".as_ptr())
 }
 
 /// The file that the error of this thread's last call is about, or NULL. Valid until the thread's
 /// next call; do not free it.
 #[unsafe(no_mangle)]
 pub extern "C" fn vdkit_error_file() -> *const c_char {
-    LAST.with_borrow(|last| last.file.as_ref().map_or(std::ptr::null(), |file| file.as_ptr()))
+    look(|last| pointer(last.file.as_ref()), std::ptr::null())
 }
 
 /// The byte offset in that file, or -1.
 #[unsafe(no_mangle)]
 pub extern "C" fn vdkit_error_offset() -> i64 {
-    LAST.with_borrow(|last| last.offset.and_then(|offset| i64::try_from(offset).ok()).unwrap_or(-1))
+    look(|last| last.offset.and_then(|offset| i64::try_from(offset).ok()).unwrap_or(-1), -1)
 }
 
 /// What can be done about the error of this thread's last call, or NULL. Valid until the thread's
 /// next call; do not free it.
 #[unsafe(no_mangle)]
 pub extern "C" fn vdkit_error_hint() -> *const c_char {
-    LAST.with_borrow(|last| last.hint.as_ref().map_or(std::ptr::null(), |hint| hint.as_ptr()))
+    look(|last| pointer(last.hint.as_ref()), std::ptr::null())
+}
+
+/// The VDKIT_API_VERSION of the library that is loaded.
+#[unsafe(no_mangle)]
+pub extern "C" fn vdkit_api_version() -> c_int {
+    1
 }
 
 /// The version of the library, such as "0.1.0". Do not free it.

@@ -3,8 +3,8 @@
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::mem::MaybeUninit;
 use std::path::PathBuf;
-use std::sync::Arc;
 
+use parking_lot::Mutex;
 use vdkit::jobs::inspect::{InspectOptions, Verdict, inspect};
 use vdkit::jobs::{
     self, CommitOptions, CompareOptions, ConvertOptions, CreateOptions, Destination, NewBacking,
@@ -20,11 +20,13 @@ use crate::border::{self, Result, User, call, given, misuse};
 use crate::disk::vdkit_disk;
 use crate::options::{opening, vdkit_open_options};
 
-/// How a program watches a job, and ends it. The functions are called from any thread, and must be
-/// quick. NULL may be given for the whole and for each function.
+/// How a program watches a job, and ends it. The functions are called from any thread, `progress` from
+/// one at a time, and must be quick. NULL may be given for the whole and for each function.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct vdkit_monitor {
+    /// sizeof(vdkit_monitor), so that later versions can add members.
+    pub struct_size: usize,
     /// `done` of `total` bytes are finished; `total` may grow. Anything but 0 ends the job with
     /// VDKIT_E_INTERRUPTED.
     pub progress: Option<unsafe extern "C" fn(user: *mut c_void, done: u64, total: u64) -> c_int>,
@@ -40,14 +42,20 @@ struct Watch {
     message: Option<unsafe extern "C" fn(*mut c_void, *const c_char)>,
     user: User,
     cancel: CancelToken,
+    /// What was told last; held while the program is told.
+    told: Mutex<(u64, u64)>,
 }
 
 impl Watch {
-    fn new(monitor: Option<&vdkit_monitor>) -> Self {
+    fn new(monitor: Option<&vdkit_monitor>) -> Result<Self> {
+        if monitor.is_some_and(|one| one.struct_size != size_of::<vdkit_monitor>()) {
+            return Err(misuse("struct_size of the monitor is not set"));
+        }
         let (progress, message, user) = monitor.map_or((None, None, std::ptr::null_mut()), |one| {
             (one.progress, one.message, one.user)
         });
-        Self { progress, message, user: User(user), cancel: CancelToken::default() }
+        let told = Mutex::default();
+        Ok(Self { progress, message, user: User(user), cancel: CancelToken::default(), told })
     }
 
     fn monitor(&self) -> Monitor<'_> {
@@ -57,7 +65,12 @@ impl Watch {
 
 impl Progress for Watch {
     fn update(&self, done: u64, total: u64) {
-        if let Some(progress) = self.progress {
+        // While one thread tells the program, others go on. Their figures come with later ones.
+        let (Some(progress), Some(mut told)) = (self.progress, self.told.try_lock()) else {
+            return;
+        };
+        if (done, total) > *told || total != told.1 {
+            *told = (done, total);
             // SAFETY: the program's own function with its own pointer.
             if unsafe { progress(self.user.0, done, total) } != 0 {
                 self.cancel.cancel();
@@ -119,6 +132,7 @@ pub unsafe extern "C" fn vdkit_create(
                 border::maybe_text(backing_format)?,
             )
         };
+        border::known(flags, VDKIT_CREATE_REPLACE)?;
         let image = CreateOptions {
             path,
             driver: vdkit::format(format)?,
@@ -161,15 +175,16 @@ pub unsafe extern "C" fn vdkit_convert(
     call(|| {
         // SAFETY: the header's promise.
         let source = unsafe { border::path(source, "source") }?;
-        let disk = Disk::open(&vdkit::registry(), source, &self::opening(opening))?;
         // SAFETY: as above.
         let target = unsafe { Target::new(target, target_format, options, flags) }?;
-        copy(disk, target, monitor, report)
+        let disk = Disk::open(&vdkit::registry(), source, &self::opening(opening))?;
+        copy(disk, Ok(target), monitor, report)
     })
 }
 
 /// As vdkit_convert(), from a disk that is open, whose bytes may be the program's own. It is taken
-/// over, also after an error: do not use or close it any more.
+/// over, and closed also after an error: do not use or close it any more. (Only if a queue of it is not
+/// freed does it stay the caller's.)
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_convert_disk(
     source: *mut vdkit_disk,
@@ -182,11 +197,9 @@ pub unsafe extern "C" fn vdkit_convert_disk(
 ) -> c_int {
     call(|| {
         // SAFETY: the header's promise.
-        let source = given(unsafe { border::take(source) }, "source")?;
-        let disk =
-            Arc::into_inner(source.0).ok_or_else(|| misuse("a queue of this disk is not freed"))?;
+        let disk = unsafe { vdkit_disk::take(source) }?;
         // SAFETY: as above.
-        let target = unsafe { Target::new(target, target_format, options, flags) }?;
+        let target = unsafe { Target::new(target, target_format, options, flags) };
         copy(disk, target, monitor, report)
     })
 }
@@ -215,7 +228,11 @@ impl Target {
                 border::maybe_text(options)?,
             )
         };
+        border::known(flags, VDKIT_CONVERT_COMPRESS | VDKIT_CONVERT_VERIFY | VDKIT_CONVERT_INTO)?;
         let destination = if flags & VDKIT_CONVERT_INTO != 0 {
+            if options.is_some() {
+                return Err(misuse("an image that exists keeps its options"));
+            }
             Destination::Into {
                 path: path.to_owned(),
                 format: format.map(str::to_owned),
@@ -244,20 +261,24 @@ impl Target {
 
 fn copy(
     disk: Disk,
-    target: Target,
+    target: Result<Target>,
     monitor: Option<&vdkit_monitor>,
     report: Report<'_>,
 ) -> Result<()> {
-    let options = ConvertOptions {
-        compress: target.compress,
-        verify: target.verify,
-        ..ConvertOptions::new(target.destination)
-    };
-    let watch = Watch::new(monitor);
     let source = Source::new(vec![disk]);
-    let done = jobs::convert(&vdkit::registry(), &source, &options, &watch.monitor())?;
-    put_report(report, &done);
-    Ok(())
+    let done = target.and_then(|target| {
+        let options = ConvertOptions {
+            compress: target.compress,
+            verify: target.verify,
+            ..ConvertOptions::new(target.destination)
+        };
+        let watch = Watch::new(monitor)?;
+        jobs::convert(&vdkit::registry(), &source, &options, &watch.monitor())
+    });
+    // What was written to it before may not be durable yet.
+    let closed = source.disks().iter().try_for_each(Disk::close);
+    put_report(report, &done?);
+    closed
 }
 
 /// For vdkit_check(): only reports.
@@ -287,7 +308,7 @@ pub unsafe extern "C" fn vdkit_check(
             VDKIT_REPAIR_ALL => Repair::All,
             other => return Err(misuse(format!("unknown repair {other}"))),
         };
-        let watch = Watch::new(monitor);
+        let watch = Watch::new(monitor)?;
         let opening = self::opening(opening);
         let checked = jobs::check(&vdkit::registry(), path, &opening, repair, &watch.monitor())?;
         border::put_if_asked(errors, || {
@@ -312,15 +333,18 @@ pub unsafe extern "C" fn vdkit_compare(
     report: Option<&mut MaybeUninit<*mut c_char>>,
 ) -> c_int {
     call(|| {
+        let place = border::place(equal, 0)?;
+        border::known(flags, VDKIT_COMPARE_STRICT)?;
         let (a, b) = (&given(a, "a")?.0, &given(b, "b")?.0);
         let options = CompareOptions {
             strict: flags & VDKIT_COMPARE_STRICT != 0,
             ..CompareOptions::default()
         };
-        let watch = Watch::new(monitor);
+        let watch = Watch::new(monitor)?;
         let compared = jobs::compare(a, b, &options, &watch.monitor())?;
         put_report(report, &compared);
-        border::put(equal, compared.identical.into())
+        place.write(compared.identical.into());
+        Ok(())
     })
 }
 
@@ -373,12 +397,13 @@ pub unsafe extern "C" fn vdkit_commit(
     call(|| {
         // SAFETY: the header's promise.
         let (overlay, to) = unsafe { (border::path(overlay, "overlay")?, border::maybe_text(to)?) };
+        border::known(flags, VDKIT_FORCE)?;
         let options = CommitOptions {
             to: to.map(PathBuf::from),
             force: flags & VDKIT_FORCE != 0,
             ..CommitOptions::default()
         };
-        let watch = Watch::new(monitor);
+        let watch = Watch::new(monitor)?;
         let opening = OpenOptions { writable: true, ..self::opening(opening) };
         let registry = vdkit::registry();
         let done = jobs::commit(&registry, overlay, &opening, &options, &watch.monitor())?;
@@ -409,6 +434,7 @@ pub unsafe extern "C" fn vdkit_rebase(
                 border::maybe_text(backing_format)?,
             )
         };
+        border::known(flags, VDKIT_FORCE | VDKIT_HEADER_ONLY)?;
         let options = RebaseOptions {
             backing: backing.map(|name| NewBacking {
                 name: name.to_owned(),
@@ -419,7 +445,7 @@ pub unsafe extern "C" fn vdkit_rebase(
             force: flags & VDKIT_FORCE != 0,
             ..RebaseOptions::default()
         };
-        let watch = Watch::new(monitor);
+        let watch = Watch::new(monitor)?;
         let opening = OpenOptions { writable: true, ..self::opening(opening) };
         let registry = vdkit::registry();
         let done = jobs::rebase(&registry, overlay, &opening, &options, &watch.monitor())?;
@@ -464,8 +490,10 @@ pub unsafe extern "C" fn vdkit_snapshots(
     json: Option<&mut MaybeUninit<*mut c_char>>,
 ) -> c_int {
     call(|| {
+        let place = border::place_of(json)?;
         let all = jobs::snapshots(&given(disk, "disk")?.0)?;
-        border::put(json, border::new_text(&json_of(&all)))
+        place.write(border::new_text(&json_of(&all)));
+        Ok(())
     })
 }
 
@@ -516,7 +544,7 @@ pub unsafe extern "C" fn vdkit_compact(
     call(|| {
         // SAFETY: the header's promise.
         let path = unsafe { border::path(path, "path") }?;
-        let (watch, opening) = (Watch::new(monitor), self::opening(opening));
+        let (watch, opening) = (Watch::new(monitor)?, self::opening(opening));
         let how = vdkit::CompactOptions { zero_scan: false };
         let done = jobs::compact(&vdkit::registry(), path, &opening, how, &watch.monitor())?;
         put_report(report, &done.report);
@@ -546,6 +574,8 @@ pub unsafe extern "C" fn vdkit_inspect(
     report: Option<&mut MaybeUninit<*mut c_char>>,
 ) -> c_int {
     call(|| {
+        let place = border::place(verdict, VDKIT_UNKNOWN)?;
+        border::known(flags, VDKIT_INSPECT_STRICT)?;
         // SAFETY: the header's promise.
         let (path, format) = unsafe { (border::path(path, "path")?, border::maybe_text(format)?) };
         let storage = vdkit::registry().open_storage(path, &FileOptions::read_only())?;
@@ -561,6 +591,7 @@ pub unsafe extern "C" fn vdkit_inspect(
             Verdict::Refuse => VDKIT_REFUSE,
             Verdict::Unknown => VDKIT_UNKNOWN,
         };
-        border::put(verdict, code)
+        place.write(code);
+        Ok(())
     })
 }

@@ -9,7 +9,8 @@ use vdkit::{BackingChoice, OpenOptions, RefJudge, RefPolicy, Secret};
 use crate::border::{self, User, call, given, misuse};
 
 /// How to open an image. New ones open for reading, with locks, with the format found in the file, and
-/// follow references only within the image's own folder.
+/// follow references only within the image's own folder. One may be used to open from many threads at
+/// once, but not while another thread changes it.
 pub struct vdkit_open_options(pub(crate) OpenOptions);
 
 /// Decides whether an image may open another file that it names: returns nonzero to allow it. `file`
@@ -25,7 +26,8 @@ pub unsafe extern "C" fn vdkit_open_options_new(
 ) -> c_int {
     call(|| {
         let new = Box::new(vdkit_open_options(OpenOptions::read_only()));
-        border::put(options, Box::into_raw(new))
+        border::place_of(options)?.write(Box::into_raw(new));
+        Ok(())
     })
 }
 

@@ -50,6 +50,8 @@ pub struct vdkit_completion {
     pub cookie: u64,
     /// 0, or a VDKIT_E_ code.
     pub result: c_int,
+    /// 0; for later versions.
+    pub reserved: c_int,
 }
 
 struct Request {
@@ -94,7 +96,7 @@ impl Shared {
             };
             let result = call(|| request.run(&self.disk));
             let mut state = self.state.lock();
-            state.done.push_back(vdkit_completion { cookie: request.cookie, result });
+            state.done.push_back(vdkit_completion { cookie: request.cookie, result, reserved: 0 });
             if state.done.len() == 1 {
                 // Written under the lock, so that it is readable exactly while something is done.
                 let _ = rustix::io::write(&self.event, &1_u64.to_ne_bytes());
@@ -126,6 +128,7 @@ pub unsafe extern "C" fn vdkit_queue_new(
     queue: Option<&mut MaybeUninit<*mut vdkit_queue>>,
 ) -> c_int {
     call(|| {
+        let place = border::place_of(queue)?;
         let disk = given(disk, "disk")?.0.clone();
         let failed =
             |source| Error::File { file: disk.name().to_owned(), action: IoAction::Open, source };
@@ -153,7 +156,8 @@ pub unsafe extern "C" fn vdkit_queue_new(
                 .map_err(failed)?;
             new.workers.push(worker);
         }
-        border::put(queue, Box::into_raw(new))
+        place.write(Box::into_raw(new));
+        Ok(())
     })
 }
 
@@ -227,6 +231,10 @@ pub unsafe extern "C" fn vdkit_queue_write_zeroes(
     flags: u32,
     cookie: u64,
 ) -> c_int {
+    let known = call(|| border::known(flags, VDKIT_MAY_UNMAP));
+    if known != 0 {
+        return known;
+    }
     submit(queue, cookie, offset, What::Zero { len, may_unmap: flags & VDKIT_MAY_UNMAP != 0 })
 }
 

@@ -12,9 +12,9 @@ use crate::border::{self, User, call, given, misuse};
 use crate::disk::vdkit_disk;
 use crate::options::{opening, vdkit_open_options};
 
-/// How an image's bytes are read and written. Functions return 0 (or a count) for success, and the
-/// negative number of an error (-EIO, -ENOSPC, ...) otherwise. They are called from any thread, and
-/// from several at once.
+/// How an image's bytes are read and written. Functions return 0 for success (`size` and `pread` a
+/// count), and the negative number of an error (-EIO, -ENOSPC, ...) otherwise; anything else is EIO. They
+/// are called from any thread, and from several at once, and must not use the disk that stands on them.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct vdkit_storage_ops {
@@ -82,7 +82,9 @@ impl Callbacks {
     }
 
     fn done(&self, action: IoAction, offset: u64, len: u64, answer: c_int) -> Result<()> {
-        self.judge(action, offset, len, answer.min(0).into()).map(|_| ())
+        // A count, as pwrite() returns it, would hide a short write.
+        let answer = if answer > 0 { -libc::EIO } else { answer };
+        self.judge(action, offset, len, answer.into()).map(|_| ())
     }
 }
 
@@ -116,10 +118,10 @@ impl Storage for Callbacks {
             let got = self.judge(IoAction::Read, at, len as u64, unsafe {
                 pread(self.user.0, to, len, at)
             })?;
-            // A count beyond the buffer is a fault of the program.
+            // A count beyond the buffer, or an end before the end, is a fault of the program.
             match usize::try_from(got) {
-                Ok(0) => break,
-                Ok(got) if got <= len => done += got,
+                Ok(0) if at >= self.len()? => break,
+                Ok(got @ 1..) if got <= len => done += got,
                 _ => {
                     return self
                         .judge(IoAction::Read, at, len as u64, -i64::from(libc::EIO))
@@ -190,8 +192,8 @@ impl Storage for Callbacks {
 }
 
 /// Opens an image whose bytes the program reads and writes. `ops` is copied; `user` is passed to its
-/// functions, and must live until `free` is called, which happens also if this function fails. `name`
-/// is for messages. References within the image reach only folders that the options allow.
+/// functions, and must live until `free` is called, which happens also if this function fails (but not
+/// where `ops`, `name` or `disk` is wrong). `name` is for messages. References within the image reach only folders that the options allow.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_open_storage(
     ops: *const vdkit_storage_ops,
@@ -201,21 +203,23 @@ pub unsafe extern "C" fn vdkit_open_storage(
     disk: Option<&mut MaybeUninit<*mut vdkit_disk>>,
 ) -> c_int {
     call(|| {
+        let place = border::place_of(disk)?;
         let user = User(user);
         // SAFETY: the header's promise: `struct_size` bytes are there.
         let ops = unsafe { read_ops(ops) }?;
         let options = opening(options);
         let writable = options.writable;
-        let mut storage = Callbacks { ops, user, name: String::new(), writable };
         // SAFETY: the header's promise.
-        storage.name = unsafe { border::text(name, "name") }?.to_owned();
+        let name = unsafe { border::text(name, "name") }?.to_owned();
         if ops.size.is_none() || ops.pread.is_none() || (writable && ops.pwrite.is_none()) {
             return Err(misuse(
                 "a storage needs the functions size and pread, and pwrite for writing",
             ));
         }
-        let opened = Disk::open_given(&vdkit::registry(), Arc::new(storage), &options)?;
-        border::put(disk, vdkit_disk::new(opened))
+        let storage = Arc::new(Callbacks { ops, user, name, writable });
+        let opened = Disk::open_given(&vdkit::registry(), storage, &options)?;
+        place.write(vdkit_disk::new(opened));
+        Ok(())
     })
 }
 
@@ -227,8 +231,13 @@ unsafe fn read_ops(ops: *const vdkit_storage_ops) -> Result<vdkit_storage_ops> {
     let first = given((!ops.is_null()).then_some(ops), "ops")?;
     // SAFETY: the first member is there in every version.
     let bytes = unsafe { first.cast::<usize>().read() };
-    if bytes < size_of::<usize>() {
+    if bytes < size_of::<usize>() || !bytes.is_multiple_of(size_of::<usize>()) {
         return Err(misuse("struct_size of the functions is not set"));
+    }
+    if bytes > size_of::<vdkit_storage_ops>() {
+        return Err(misuse(
+            "the program knows more functions than this libvdkit, which is too old",
+        ));
     }
     let mut known = vdkit_storage_ops {
         struct_size: size_of::<vdkit_storage_ops>(),
@@ -241,7 +250,6 @@ unsafe fn read_ops(ops: *const vdkit_storage_ops) -> Result<vdkit_storage_ops> {
         set_size: None,
         free: None,
     };
-    let bytes = bytes.min(size_of::<vdkit_storage_ops>());
     // SAFETY: both have that many bytes, and a function pointer of zero bytes is `None`.
     unsafe {
         std::ptr::copy_nonoverlapping(first.cast::<u8>(), (&raw mut known).cast::<u8>(), bytes);

@@ -47,7 +47,11 @@ static void errors(void)
     CHECK(strstr(vdkit_error_message(), "No such file") != NULL);
     CHECK(vdkit_error_offset() == -1);
     CHECK(vdkit_open(NULL, NULL, &disk) == VDKIT_E_USAGE);
-    CHECK(vdkit_open("missing.qcow2", NULL, NULL) < 0);
+    disk = (vdkit_disk *)0x1234; /* a place that nobody has set */
+    CHECK(vdkit_open("missing.qcow2", NULL, &disk) < 0 && disk == NULL);
+    CHECK(vdkit_open("missing.qcow2", NULL, NULL) == VDKIT_E_USAGE);
+    CHECK(vdkit_api_version() == VDKIT_API_VERSION);
+    CHECK(vdkit_create("x.qcow2", "qcow2", MIB, NULL, NULL, NULL, 0x80) == VDKIT_E_USAGE);
     CHECK(vdkit_pread(NULL, &json, 1, 0) == VDKIT_E_USAGE);
     CHECK(vdkit_size(NULL) == 0);
     OK(vdkit_close(NULL));
@@ -244,6 +248,16 @@ static int s_sync(void *user)
     return faulty(user) ? -EIO : 0;
 }
 
+static int s_counts(void *user, const void *buf, size_t len, uint64_t offset)
+{
+    return s_pwrite(user, buf, len / 2, offset) ? -EIO : (int)(len / 2);
+}
+
+static int64_t s_ends(void *user, void *buf, size_t len, uint64_t offset)
+{
+    return offset < 100 ? s_pread(user, buf, len > 100 ? 100 : len, offset) : 0;
+}
+
 static void s_free(void *user)
 {
     ((struct storage *)user)->freed++;
@@ -307,6 +321,18 @@ static void callbacks(void)
     wrong = (vdkit_storage_ops){ .struct_size = sizeof wrong, .free = s_free };
     CHECK(vdkit_open_storage(&wrong, &s, "memory", NULL, &disk) == VDKIT_E_USAGE);
     CHECK(vdkit_open_storage(NULL, &s, "memory", NULL, &disk) == VDKIT_E_USAGE);
+    CHECK(s.freed == 2);
+    /* A count instead of 0, and an end before the end, are faults of the program. */
+    load(&s, "small.qcow2");
+    wrong = ops;
+    wrong.pwrite = s_counts;
+    OK(vdkit_open_storage(&wrong, &s, "memory", options, &disk));
+    CHECK(vdkit_pwrite(disk, buf, sizeof buf, 0) < 0 || vdkit_flush(disk) < 0);
+    CHECK(vdkit_close(disk) < 0);
+    load(&s, "small.qcow2");
+    wrong = ops;
+    wrong.pread = s_ends;
+    CHECK(vdkit_open_storage(&wrong, &s, "memory", NULL, &disk) == VDKIT_E_FAILED);
     vdkit_open_options_free(options);
 }
 
@@ -359,7 +385,9 @@ static void queue(void)
     OK(vdkit_create("queue.qcow2", "qcow2", 4 * MIB, NULL, NULL, NULL, 0));
     OK(vdkit_open("queue.qcow2", options, &disk));
     OK(vdkit_queue_new(disk, 4, &queue));
-    CHECK(vdkit_queue_new(disk, -1, &queue) == VDKIT_E_USAGE);
+    vdkit_queue *none = NULL;
+    CHECK(vdkit_queue_new(disk, -1, &none) == VDKIT_E_USAGE);
+    CHECK(vdkit_close(disk) == VDKIT_E_USAGE); /* the queue is there: the disk stays open */
     struct pollfd event = { .fd = vdkit_queue_fd(queue), .events = POLLIN };
     CHECK(poll(&event, 1, 0) == 0);
     CHECK(vdkit_queue_reap(queue, done, 64, -1) == 0); /* nothing is open */
@@ -408,7 +436,7 @@ static int count_updates(void *user, uint64_t done, uint64_t total)
 static void jobs(void)
 {
     int stop = 0, equal = -1, verdict = -1;
-    vdkit_monitor monitor = { .progress = count_updates, .user = &stop };
+    vdkit_monitor monitor = { .struct_size = sizeof monitor, .progress = count_updates, .user = &stop };
     uint64_t errors = 99, required = 0, full = 0;
     vdkit_disk *a = NULL, *b = NULL;
     char *report = NULL;
@@ -469,6 +497,32 @@ static void jobs(void)
     OK(vdkit_close(a));
 }
 
+/* What takes a disk over makes durable what was written before, also when it fails. */
+static void taken_over(void)
+{
+    vdkit_open_options *options = writing("qcow2");
+    vdkit_server *server;
+    vdkit_disk *disk;
+    char buf[5];
+
+    for (int how = 0; how < 3; how++) {
+        OK(vdkit_create("taken.qcow2", "qcow2", MIB, NULL, NULL, NULL, VDKIT_CREATE_REPLACE));
+        OK(vdkit_open("taken.qcow2", options, &disk));
+        OK(vdkit_pwrite(disk, "taken", 5, 4096));
+        if (how == 0)
+            OK(vdkit_convert_disk(disk, "taken.raw", "raw", NULL, 0, NULL, NULL));
+        else if (how == 1)
+            CHECK(vdkit_convert_disk(disk, "no/folder", "raw", NULL, 0, NULL, NULL) < 0);
+        else
+            CHECK(vdkit_serve_nbd(disk, "unix:no/folder", NULL, 0, &server) < 0);
+        OK(vdkit_open("taken.qcow2", NULL, &disk));
+        OK(vdkit_pread(disk, buf, 5, 4096));
+        CHECK(memcmp(buf, "taken", 5) == 0);
+        OK(vdkit_close(disk));
+    }
+    vdkit_open_options_free(options);
+}
+
 static void serving(void)
 {
     vdkit_server *server = NULL;
@@ -485,19 +539,28 @@ static void serving(void)
     OK(vdkit_server_stop(server, 1000));
     OK(vdkit_open("base.qcow2", NULL, &disk));
     CHECK(vdkit_serve_nbd(disk, "nonsense", NULL, 0, &server) == VDKIT_E_USAGE);
+    CHECK(server == NULL);
+    taken_over();
 }
 
-/* A child of fork() may use what it opens itself. */
+/* A child of fork() may use what it opens itself, and what it inherits does not lose its locks. */
 static void forked(void)
 {
-    pid_t child = fork();
+    vdkit_open_options *options = writing("qcow2");
+    vdkit_disk *held, *other;
     int status = -1;
 
+    OK(vdkit_open("taken.qcow2", options, &held));
+    pid_t child = fork();
     if (child == 0) {
         vdkit_disk *disk;
+        vdkit_close(held);
         _exit(vdkit_open("base.qcow2", NULL, &disk) == 0 && vdkit_close(disk) == 0 ? 0 : 1);
     }
     CHECK(waitpid(child, &status, 0) == child && status == 0);
+    CHECK(vdkit_open("taken.qcow2", options, &other) == VDKIT_E_LOCKED);
+    OK(vdkit_close(held));
+    vdkit_open_options_free(options);
 }
 
 int main(int argc, char **argv)

@@ -62,12 +62,14 @@ const DENIED: &[u64] = &[WRITE, RESIZE];
 pub struct ImageLock {
     used: &'static [u64],
     denied: &'static [u64],
+    /// The process that took them. A child shares them by the descriptors that it inherits.
+    owner: u32,
 }
 
 impl ImageLock {
     /// Takes a reader's or a writer's locks.
     pub fn take(name: &str, file: &File, writable: bool) -> Result<Self> {
-        let lock = Self { used: if writable { WRITER } else { READER }, denied: DENIED };
+        let lock = Self { used: if writable { WRITER } else { READER }, ..Self::of_writer() };
         let taken = lock.take_and_test(name, file).inspect_err(|_| lock.release(file));
         taken.map(|()| lock)
     }
@@ -75,7 +77,7 @@ impl ImageLock {
     /// Takes a writer's locks without testing for conflicts: for a file that this process holds
     /// locked as a writer through another descriptor, which the test would report.
     pub fn take_beside(name: &str, file: &File) -> Result<Self> {
-        let lock = Self { used: WRITER, denied: DENIED };
+        let lock = Self::of_writer();
         lock.set(file, OfdLock::Shared).map_err(|source| {
             lock.release(file);
             file_error(name, IoAction::Lock, source)
@@ -86,7 +88,7 @@ impl ImageLock {
     /// Upgrades a reader's locks to a writer's; on failure they are unchanged. No other process can
     /// become a writer meanwhile, since the reader's locks stay.
     pub fn become_writer(&mut self, name: &str, file: &File) -> Result<()> {
-        let writer = Self { used: WRITER, denied: DENIED };
+        let writer = Self::of_writer();
         writer.take_and_test(name, file).inspect_err(|_| {
             // Report the first error.
             let _ = self.become_reader(name, file);
@@ -128,8 +130,15 @@ impl ImageLock {
         Err(error)
     }
 
-    /// Releases the locks.
+    fn of_writer() -> Self {
+        Self { used: WRITER, denied: DENIED, owner: std::process::id() }
+    }
+
+    /// Releases the locks, but not from a child that inherited them: its parent still relies on them.
     pub fn release(&self, file: &File) {
+        if self.owner != std::process::id() {
+            return;
+        }
         // Unlocking fails only if the file is gone, and its locks with it.
         let _ = self.set(file, OfdLock::None);
     }
