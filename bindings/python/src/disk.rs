@@ -7,14 +7,15 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 use vdkit::{
-    BackingChoice, DiskPlace, GuestOffset, Monitor, OpenOptions, RefPolicy, Result, Secret, jobs,
+    BackingChoice, DiskPlace, Error, GuestOffset, Monitor, OpenOptions, RefPolicy, Result, Secret,
+    jobs,
 };
 
-use crate::errors::{misuse, raise};
-use crate::source::FileObject;
+use crate::errors::{misuse, raise, raise_from};
+use crate::source::{FileObject, Raised};
 
 /// The options by which images are opened, as Python passes them.
-#[derive(Debug, Default, FromPyObject)]
+#[derive(Default, FromPyObject)]
 #[pyo3(from_item_all)]
 pub(crate) struct Opening {
     format: Option<String>,
@@ -51,36 +52,49 @@ impl Opening {
     }
 }
 
-/// An open disk; `vdkit.Disk` wraps it.
+/// An open disk; `vdkit.Disk` wraps it. Each call holds the lock for reading, so that closing waits for
+/// it. The lock is only ever waited for without the interpreter's.
 #[pyclass(frozen, module = "vdkit._vdkit")]
-pub(crate) struct Disk(RwLock<Option<Arc<vdkit::Disk>>>);
+pub(crate) struct Disk {
+    disk: RwLock<Option<vdkit::Disk>>,
+    /// What a file object beneath it raised.
+    pub(crate) raised: Option<Arc<Raised>>,
+}
 
 impl Disk {
-    /// The disk, if it is open. It is closed when the last call that has it returns.
-    pub(crate) fn get(&self, py: Python<'_>) -> PyResult<Arc<vdkit::Disk>> {
-        let disk = self.0.read().unwrap_or_else(PoisonError::into_inner).clone();
-        disk.ok_or_else(|| misuse(py, "the disk is closed"))
+    fn new(disk: vdkit::Disk, raised: Option<Arc<Raised>>) -> Self {
+        Self { disk: RwLock::new(Some(disk)), raised }
     }
 
     /// Calls the engine without the interpreter's lock.
+    pub(crate) fn call<T>(&self, act: impl FnOnce(&vdkit::Disk) -> Result<T>) -> Result<T> {
+        match &*self.disk.read().unwrap_or_else(PoisonError::into_inner) {
+            Some(disk) => act(disk),
+            None => Err(closed()),
+        }
+    }
+
     fn with<T: Send>(
         &self,
         py: Python<'_>,
         act: impl FnOnce(&vdkit::Disk) -> Result<T> + Send,
     ) -> PyResult<T> {
-        let disk = self.get(py)?;
-        py.detach(|| act(&disk)).map_err(|error| raise(py, &error))
+        py.detach(|| self.call(act)).map_err(|error| self.raise(py, &error))
     }
 
-    /// Takes the disk for a job or a server, if no other call uses it.
-    pub(crate) fn take(&self, py: Python<'_>) -> PyResult<vdkit::Disk> {
-        let mut place = self.0.write().unwrap_or_else(PoisonError::into_inner);
-        let disk = place.take().ok_or_else(|| misuse(py, "the disk is closed"))?;
-        Arc::try_unwrap(disk).map_err(|used| {
-            *place = Some(used);
-            misuse(py, "another thread uses the disk")
-        })
+    pub(crate) fn raise(&self, py: Python<'_>, error: &Error) -> PyErr {
+        raise_from(py, error, self.raised.as_ref().and_then(|raised| raised.take()))
     }
+
+    /// Takes the disk for a job or a server, which closes it, once no other call uses it.
+    pub(crate) fn take(&self, py: Python<'_>) -> PyResult<vdkit::Disk> {
+        let taken = py.detach(|| self.disk.write().unwrap_or_else(PoisonError::into_inner).take());
+        taken.ok_or_else(|| raise(py, &closed()))
+    }
+}
+
+fn closed() -> Error {
+    Error::Invalid("the disk is closed".to_owned())
 }
 
 type ExtentRow = (u64, u64, u32, bool, bool, bool, Option<String>, Option<u64>);
@@ -91,8 +105,7 @@ impl Disk {
     fn open(py: Python<'_>, path: PathBuf, opening: Opening) -> PyResult<Self> {
         let opened =
             py.detach(|| vdkit::Disk::open(&vdkit::registry(), &path, &opening.options()?));
-        let disk = opened.map_err(|error| raise(py, &error))?;
-        Ok(Self(RwLock::new(Some(Arc::new(disk)))))
+        opened.map(|disk| Self::new(disk, None)).map_err(|error| raise(py, &error))
     }
 
     #[staticmethod]
@@ -102,32 +115,45 @@ impl Disk {
         name: String,
         opening: Opening,
     ) -> PyResult<Self> {
-        let storage = Arc::new(FileObject::new(file, name)?);
-        let opened = py
-            .detach(|| vdkit::Disk::open_storage(&vdkit::registry(), storage, &opening.options()?));
-        let disk = opened.map_err(|error| raise(py, &error))?;
-        Ok(Self(RwLock::new(Some(Arc::new(disk)))))
+        let storage = FileObject::new(file, name)?;
+        let raised = storage.raised.clone();
+        let opened = py.detach(|| {
+            vdkit::Disk::open_storage(&vdkit::registry(), Arc::new(storage), &opening.options()?)
+        });
+        match opened {
+            Ok(disk) => Ok(Self::new(disk, Some(raised))),
+            Err(error) => Err(raise_from(py, &error, raised.take())),
+        }
     }
 
     #[getter]
     fn size(&self, py: Python<'_>) -> PyResult<u64> {
-        Ok(self.get(py)?.guest_bytes())
+        self.with(py, |disk| Ok(disk.guest_bytes()))
     }
 
     #[getter]
     fn writable(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(self.get(py)?.writable())
+        self.with(py, |disk| Ok(disk.writable()))
     }
 
     #[getter]
     fn format(&self, py: Python<'_>) -> PyResult<&'static str> {
-        Ok(self.get(py)?.top().name())
+        self.with(py, |disk| Ok(disk.top().name()))
     }
 
     fn read<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> PyResult<Bound<'py, PyBytes>> {
-        let disk = self.get(py)?;
+        // Before memory is taken for it.
+        self.with(py, |disk| {
+            let (end, size) = (offset.saturating_add(len as u64), disk.guest_bytes());
+            if end <= size {
+                return Ok(());
+            }
+            let name = disk.name();
+            let why = format!("{name}: {len} bytes at {offset} end beyond the disk's {size}");
+            Err(Error::Invalid(why))
+        })?;
         PyBytes::new_with(py, len, |buf| {
-            py.detach(|| disk.read_at(buf, GuestOffset(offset))).map_err(|error| raise(py, &error))
+            self.with(py, |disk| disk.read_at(buf, GuestOffset(offset)))
         })
     }
 
@@ -198,12 +224,18 @@ impl Disk {
         })
     }
 
-    /// Flushes and closes; may be called again.
+    /// Whether it is not closed, or taken over by a job or a server.
+    #[getter]
+    fn is_open(&self, py: Python<'_>) -> bool {
+        py.detach(|| self.call(|_| Ok(())).is_ok())
+    }
+
+    /// Flushes and closes, once no other call uses it; may be called again.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let disk = self.0.write().unwrap_or_else(PoisonError::into_inner).take();
-        match disk {
-            Some(disk) => py.detach(|| disk.close()).map_err(|error| raise(py, &error)),
-            None => Ok(()),
-        }
+        let closed = py.detach(|| {
+            let disk = self.disk.write().unwrap_or_else(PoisonError::into_inner).take();
+            disk.map_or(Ok(()), |disk| disk.close())
+        });
+        closed.map_err(|error| self.raise(py, &error))
     }
 }

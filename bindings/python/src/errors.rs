@@ -1,18 +1,39 @@
 //! vdkit's errors as exceptions of `vdkit.errors`.
 
+use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use vdkit::{Error, ErrorKind};
 
 /// The class in `vdkit.errors`.
 fn class(error: &Error) -> &'static str {
     match error.kind() {
+        ErrorKind::Failed if is_missing(error) => "NotFoundError",
         ErrorKind::Failed => "Error",
         ErrorKind::Usage => "UsageError",
         ErrorKind::Corrupt => "CorruptError",
         ErrorKind::Refused => "RefusedError",
         ErrorKind::Locked => "LockedError",
         ErrorKind::NoSpace => "NoSpaceError",
-        ErrorKind::Interrupted => "InterruptedError",
+        ErrorKind::Interrupted => "CancelledError",
+    }
+}
+
+fn is_missing(error: &Error) -> bool {
+    matches!(error, Error::File { source, .. } | Error::Reference { source, .. }
+        if source.kind() == std::io::ErrorKind::NotFound)
+}
+
+/// As [`raise`], for an error whose cause is what a file object raised. What is no `Exception`, such as
+/// `KeyboardInterrupt`, is raised itself.
+pub(crate) fn raise_from(py: Python<'_>, error: &Error, cause: Option<PyErr>) -> PyErr {
+    match cause {
+        Some(cause) if !cause.is_instance_of::<PyException>(py) => cause,
+        Some(cause) => {
+            let raised = raise(py, error);
+            raised.set_cause(py, Some(cause));
+            raised
+        }
+        None => raise(py, error),
     }
 }
 

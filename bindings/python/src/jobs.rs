@@ -20,7 +20,8 @@ use vdkit::{
 };
 
 use crate::disk::{Disk, Opening};
-use crate::errors::{misuse, raise};
+use crate::errors::{misuse, raise, raise_from};
+use crate::source::Raised;
 
 /// How often the calling thread looks for signals such as Ctrl-C, and tells of progress.
 const LOOK: Duration = Duration::from_millis(50);
@@ -57,6 +58,7 @@ impl Progress for Teller {
 fn run<T: Send>(
     py: Python<'_>,
     progress: Option<&Bound<'_, PyAny>>,
+    file_raised: Option<&Raised>,
     job: impl FnOnce(&Monitor<'_>) -> Result<T> + Send,
 ) -> PyResult<T> {
     let teller = Teller(Mutex::default());
@@ -92,7 +94,9 @@ fn run<T: Send>(
         let result = py.detach(|| work.join());
         match (raised, result) {
             (Some(found), _) => Err(found),
-            (None, Ok(result)) => result.map_err(|error| raise(py, &error)),
+            (None, Ok(result)) => {
+                result.map_err(|error| raise_from(py, &error, file_raised.and_then(Raised::take)))
+            }
             (None, Err(_)) => Err(misuse(py, "vdkit has a bug: the job panicked")),
         }
     })
@@ -170,26 +174,45 @@ pub(crate) fn convert(
     into: bool,
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<String> {
-    let disk = source.get().take(py)?;
-    let report = run(py, progress, move |monitor| {
-        let destination = if into {
-            Destination::Into { path: target, format, cache: None, refs: RefPolicy::default() }
-        } else {
-            let format =
-                format.ok_or_else(|| Error::Invalid("a new image needs a format".into()))?;
-            let options = format_options(&format, &options)?;
-            Destination::New(NewImage { path: target, format, options, backing: None, cache: None })
-        };
-        let zstd = options.iter().any(|option| option == "compression_type=zstd");
-        let codec = if zstd { Codec::Zstd } else { Codec::Deflate };
-        let how = ConvertOptions {
-            compress: compress.then_some(CompressionSpec { codec, level: None }),
-            verify,
-            ..ConvertOptions::new(destination)
-        };
-        jobs::convert(&vdkit::registry(), &Source::new(vec![disk]), &how, monitor)
+    let source = source.get();
+    let disk = source.take(py)?;
+    let report = run(py, progress, source.raised.as_deref(), move |monitor| {
+        let source = Source::new(vec![disk]);
+        let converted =
+            convert_to(&source, target, format, &options, [compress, verify, into], monitor);
+        // What was written to it before may not be durable yet.
+        let closed = source.disks().iter().try_for_each(vdkit::Disk::close);
+        converted.and_then(|report| closed.map(|()| report))
     })?;
     Ok(json_of(&report))
+}
+
+fn convert_to(
+    source: &Source,
+    target: PathBuf,
+    format: Option<String>,
+    options: &[String],
+    [compress, verify, into]: [bool; 3],
+    monitor: &Monitor<'_>,
+) -> Result<jobs::ConvertReport> {
+    let destination = if into {
+        if !options.is_empty() {
+            return Err(Error::Invalid("an image that exists keeps its options".into()));
+        }
+        Destination::Into { path: target, format, cache: None, refs: RefPolicy::default() }
+    } else {
+        let format = format.ok_or_else(|| Error::Invalid("a new image needs a format".into()))?;
+        let options = format_options(&format, options)?;
+        Destination::New(NewImage { path: target, format, options, backing: None, cache: None })
+    };
+    let zstd = options.iter().any(|option| option == "compression_type=zstd");
+    let codec = if zstd { Codec::Zstd } else { Codec::Deflate };
+    let how = ConvertOptions {
+        compress: compress.then_some(CompressionSpec { codec, level: None }),
+        verify,
+        ..ConvertOptions::new(destination)
+    };
+    jobs::convert(&vdkit::registry(), source, &how, monitor)
 }
 
 #[pyfunction]
@@ -206,7 +229,7 @@ pub(crate) fn check(
         "all" => Repair::All,
         other => return Err(misuse(py, format!("unknown repair '{other}': use leaks or all"))),
     };
-    let report = run(py, progress, |monitor| {
+    let report = run(py, progress, None, |monitor| {
         jobs::check(&vdkit::registry(), &path, &opening.options()?, repair, monitor)
     })?;
     Ok(json_of(&report.report))
@@ -220,9 +243,11 @@ pub(crate) fn compare(
     strict: bool,
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<String> {
-    let (a, b) = (a.get().get(py)?, b.get().get(py)?);
+    let (a, b) = (a.get(), b.get());
     let options = CompareOptions { strict, ..CompareOptions::default() };
-    let report = run(py, progress, |monitor| jobs::compare(&a, &b, &options, monitor))?;
+    let report = run(py, progress, a.raised.as_deref().or(b.raised.as_deref()), |monitor| {
+        a.call(|a| b.call(|b| jobs::compare(a, b, &options, monitor)))
+    })?;
     Ok(json_of(&report))
 }
 
@@ -233,10 +258,11 @@ pub(crate) fn measure(
     format: &str,
     options: Vec<String>,
 ) -> PyResult<String> {
-    let disk = source.get().take(py)?;
-    let report = run(py, None, move |monitor| {
+    let source = source.get();
+    let report = run(py, None, source.raised.as_deref(), |monitor| {
         let driver = vdkit::format(format)?;
-        jobs::measure(&[disk], driver, &format_options(format, &options)?, monitor)
+        let options = format_options(format, &options)?;
+        source.call(|disk| jobs::measure(std::slice::from_ref(disk), driver, &options, monitor))
     })?;
     Ok(json_of(&report))
 }
@@ -250,7 +276,7 @@ pub(crate) fn commit(
     force: bool,
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<String> {
-    let report = run(py, progress, |monitor| {
+    let report = run(py, progress, None, |monitor| {
         let opening = OpenOptions { writable: true, ..opening.options()? };
         let options = CommitOptions { to, force, ..CommitOptions::default() };
         jobs::commit(&vdkit::registry(), &overlay, &opening, &options, monitor)
@@ -270,7 +296,7 @@ pub(crate) fn rebase(
     force: bool,
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<String> {
-    let report = run(py, progress, |monitor| {
+    let report = run(py, progress, None, |monitor| {
         let opening = OpenOptions { writable: true, ..opening.options()? };
         let backing =
             backing.map(|name| NewBacking { name, format: backing_format, open: !header_only });
@@ -301,7 +327,7 @@ pub(crate) fn inspect(
     format: Option<String>,
     strict: bool,
 ) -> PyResult<String> {
-    let report = run(py, None, |_monitor| {
+    let report = run(py, None, None, |_monitor| {
         let storage = vdkit::registry().open_storage(&path, &FileOptions::read_only())?;
         judge(storage, &InspectOptions { format, strict, ..InspectOptions::default() })
     })?;
@@ -326,17 +352,31 @@ pub(crate) fn serve(
 ) -> PyResult<Server> {
     let disk = disk.get().take(py)?;
     let started = py.detach(|| {
-        let parsed: Address = address.parse().map_err(Error::Invalid)?;
         let failed =
             |source| Error::File { file: address.to_owned(), action: IoAction::Open, source };
-        let listener = Listener::bind(&parsed).map_err(failed)?;
+        let listening = address
+            .parse()
+            .map_err(Error::Invalid)
+            .and_then(|parsed: Address| Listener::bind(&parsed).map_err(failed));
+        let listener = match listening {
+            Ok(listener) => listener,
+            Err(error) => {
+                // The first error is raised.
+                let _ = disk.close();
+                return Err(error);
+            }
+        };
         let uri = listener.uri(&name, false);
         let export =
             Export::new(disk, ExportOptions { name, read_only, ..ExportOptions::default() });
         let exports = Exports::new(vec![export.clone()]);
-        let running = vdkit::nbd::Server::start(exports, vec![listener], ServerOptions::default());
-        let running = Mutex::new(Some(running.map_err(failed)?));
-        Ok(Server { export, running, uri })
+        match vdkit::nbd::Server::start(exports, vec![listener], ServerOptions::default()) {
+            Ok(running) => Ok(Server { export, running: Mutex::new(Some(running)), uri }),
+            Err(source) => {
+                let _ = export.close();
+                Err(failed(source))
+            }
+        }
     });
     started.map_err(|error| raise(py, &error))
 }
@@ -349,9 +389,11 @@ impl Server {
     }
 
     #[getter]
-    fn clients(&self) -> usize {
-        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        running.as_ref().map_or(0, vdkit::nbd::Server::connections)
+    fn clients(&self, py: Python<'_>) -> usize {
+        py.detach(|| {
+            let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+            running.as_ref().map_or(0, vdkit::nbd::Server::connections)
+        })
     }
 
     /// Ends it; requests that have begun have so many seconds. May be called again.

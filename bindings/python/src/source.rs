@@ -2,15 +2,29 @@
 
 use std::fmt;
 use std::io;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::ThreadId;
 
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use vdkit::{Error, HostOffset, IoAction, Result, Storage, StorageCaps};
 
+/// What a file object raised last.
+#[derive(Default)]
+pub(crate) struct Raised(Mutex<Option<PyErr>>);
+
+impl Raised {
+    pub(crate) fn take(&self) -> Option<PyErr> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
 /// A seekable binary file object, read only. One call at a time uses its position.
 pub(crate) struct FileObject {
     file: Mutex<Py<PyAny>>,
+    /// The thread that is in the file object's own code.
+    within: Mutex<Option<ThreadId>>,
+    pub(crate) raised: Arc<Raised>,
     name: String,
     len: u64,
 }
@@ -24,13 +38,36 @@ impl fmt::Debug for FileObject {
 impl FileObject {
     pub(crate) fn new(file: &Bound<'_, PyAny>, name: String) -> PyResult<Self> {
         let len = file.call_method1("seek", (0, 2))?.extract()?;
-        Ok(Self { file: Mutex::new(file.clone().unbind()), name, len })
+        let (file, within) = (Mutex::new(file.clone().unbind()), Mutex::default());
+        Ok(Self { file, within, raised: Arc::default(), name, len })
     }
 
-    fn error(&self, offset: u64, len: u64, found: &PyErr) -> Error {
-        let source = io::Error::other(format!("the file object says: {found}"));
-        Error::io(&self.name, IoAction::Read, offset, len, source)
+    fn error(&self, offset: u64, len: u64, why: String) -> Error {
+        Error::io(&self.name, IoAction::Read, offset, len, io::Error::other(why))
     }
+
+    fn set_within(&self, thread: Option<ThreadId>) {
+        *self.within.lock().unwrap_or_else(PoisonError::into_inner) = thread;
+    }
+}
+
+/// Reads all of `buf`; returns how much there was, and whether the object gave more than asked for.
+fn fill(py: Python<'_>, file: &Py<PyAny>, buf: &mut [u8], offset: u64) -> PyResult<(usize, bool)> {
+    let mut done = 0;
+    file.call_method1(py, "seek", (offset,))?;
+    while done < buf.len() {
+        let left = buf.len() - done;
+        let bytes: PyBackedBytes = file.call_method1(py, "read", (left,))?.extract(py)?;
+        if bytes.len() > left {
+            return Ok((done, true));
+        }
+        if bytes.is_empty() {
+            break;
+        }
+        buf[done..done + bytes.len()].copy_from_slice(&bytes);
+        done += bytes.len();
+    }
+    Ok((done, false))
 }
 
 impl Storage for FileObject {
@@ -47,23 +84,33 @@ impl Storage for FileObject {
     }
 
     fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
+        let wanted = usize::try_from(self.len.saturating_sub(offset.0))
+            .map_or(buf.len(), |left| left.min(buf.len()));
+        let me = std::thread::current().id();
+        if *self.within.lock().unwrap_or_else(PoisonError::into_inner) == Some(me) {
+            let why = "the file object reads the disk that stands on it".to_owned();
+            return Err(self.error(offset.0, wanted as u64, why));
+        }
         // Taken before the interpreter's lock, which the holder of this one needs.
-        let file = self.file.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        self.set_within(Some(me));
         let read = Python::attach(|py| {
-            let mut done = 0;
-            file.call_method1(py, "seek", (offset.0,))?;
-            while done < buf.len() {
-                let bytes: PyBackedBytes =
-                    file.call_method1(py, "read", (buf.len() - done,))?.extract(py)?;
-                if bytes.is_empty() || bytes.len() > buf.len() - done {
-                    break;
-                }
-                buf[done..done + bytes.len()].copy_from_slice(&bytes);
-                done += bytes.len();
-            }
-            Ok::<_, PyErr>(done)
+            fill(py, &file, &mut buf[..wanted], offset.0).map_err(|found| {
+                let why = format!("the file object says: {found}");
+                *self.raised.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(found);
+                why
+            })
         });
-        read.map_err(|found| self.error(offset.0, buf.len() as u64, &found))
+        self.set_within(None);
+        match read {
+            Ok((done, false)) if done == wanted => Ok(done),
+            Ok((done, more)) => {
+                let how = if more { "gave more than it was asked for" } else { "ended" };
+                let why = format!("the file object {how} after {done} of {wanted} bytes");
+                Err(self.error(offset.0, wanted as u64, why))
+            }
+            Err(why) => Err(self.error(offset.0, wanted as u64, why)),
+        }
     }
 
     fn sync(&self) -> Result<()> {

@@ -337,3 +337,135 @@ def test_numpy_free_buffers(image):
         raw.seek(0)
         back = array.array("I", [0] * 1024)
         assert raw.readinto(back) == 4096 and back == numbers
+
+
+def test_what_takes_a_disk_keeps_its_writes(image):
+    for act in (
+        lambda disk: vdkit.convert(disk, "taken.raw", "raw"),
+        lambda disk: vdkit.convert(disk, "no/folder", "raw"),
+        lambda disk: vdkit.convert(disk, "x", "nonsense"),
+        lambda disk: vdkit.measure(disk, "raw"),
+        lambda disk: vdkit.serve(disk, "nonsense").__enter__(),
+    ):
+        text = os.urandom(8)
+        with vdkit.open(image, writable=True) as disk:
+            disk.write(0, text)
+            try:
+                act(disk)
+            except vdkit.Error:
+                pass
+        with vdkit.open(image) as disk:
+            assert disk[:8] == text
+
+
+def test_a_disk_that_is_not_closed_keeps_its_writes(image):
+    disk = vdkit.open(image, writable=True)
+    disk.write(0, b"kept")
+    with pytest.warns(ResourceWarning):
+        del disk
+    with vdkit.open(image) as disk:
+        assert disk[:4] == b"kept"
+    with vdkit.open(image, writable=True) as disk:
+        file = disk.raw()
+        file.write(b"buffered")
+    assert file.closed
+    with vdkit.open(image) as disk:
+        assert disk[:8] == b"buffered"
+
+
+def test_closing_waits_for_writes(image):
+    for turn in range(12):
+        disk, done = vdkit.open(image, writable=True), []
+
+        def work():
+            try:
+                for at in range(0, MIB, 4096):
+                    disk.write(at, bytes([turn + 1]) * 4096)
+                    done.append(at)
+            except vdkit.Error:
+                pass
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        time.sleep(0.002)
+        disk.close()
+        thread.join()
+        with vdkit.open(image) as again:
+            for at in done:
+                assert again[at] == bytes([turn + 1]), (turn, at)
+        assert vdkit.check(image)
+
+
+def test_file_objects_that_misbehave(image):
+    with open(image, "rb") as file:
+        data = file.read()
+
+    class Ends(io.BytesIO):
+        ends = False
+
+        def read(self, size=-1):
+            return b"" if self.ends else super().read(size)
+
+    ends = Ends(data)
+    with vdkit.open(ends) as disk:
+        ends.ends = True
+        with pytest.raises(vdkit.Error, match="ended after 0 of"):
+            disk.read(MIB, 5)
+
+    class Interrupts(Ends):
+        def read(self, size=-1):
+            if self.ends:
+                raise KeyboardInterrupt
+            return super().read(size)
+
+    interrupts = Interrupts(data)
+    with vdkit.open(interrupts) as disk:
+        interrupts.ends = True
+        with pytest.raises(KeyboardInterrupt):
+            disk.read(MIB, 5)
+
+    class Reads(io.BytesIO):
+        disk = None
+
+        def read(self, size=-1):
+            if self.disk:
+                self.disk.read(MIB, 5)
+            return super().read(size)
+
+    reads = Reads(data)
+    with vdkit.open(reads) as disk:
+        reads.disk = disk
+        with pytest.raises(vdkit.Error) as within:
+            disk.read(MIB, 5)
+        assert "stands on it" in str(within.value.__cause__)
+        reads.disk = None
+    with pytest.raises(vdkit.errors.UsageError):
+        vdkit.open(io.BytesIO(data), writable=True)
+    with vdkit.open(io.BytesIO(data)) as disk, pytest.raises(vdkit.errors.UsageError):
+        disk.info
+
+
+def test_small_things(image):
+    with pytest.raises(FileNotFoundError):
+        vdkit.open("missing.qcow2")
+    with vdkit.open(os.fsencode(image)) as disk:
+        with pytest.raises(vdkit.errors.UsageError):
+            disk.read(0, 1 << 40)
+        raw = disk.raw(buffering=0)
+        with pytest.raises(io.UnsupportedOperation):
+            raw.write(b"x")
+        with pytest.raises(ValueError):
+            raw.seek(0, 7)
+        raw.close()
+        with pytest.raises(ValueError):
+            raw.read(1)
+    raw.close()
+    assert vdkit.info(image) == vdkit.info(image)
+    with pytest.raises(TypeError):
+        vdkit.open(image, keys="abc")
+    with open("guest.raw", "wb") as file:
+        file.truncate(MIB)
+    with vdkit.open("guest.raw", writable=True, format="raw") as disk, open(image, "rb") as header:
+        disk.write(0, header.read(4096))
+        disk.flush()
+        assert disk.info.format == "raw" and disk.info.virtual_size == MIB

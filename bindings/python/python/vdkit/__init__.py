@@ -12,7 +12,8 @@ b'hello'
 
 Images are untrusted: opening one follows references only within its own folder, unless ``folders`` allows
 others. Errors are those of :mod:`vdkit.errors`. Functions that may wait release the interpreter's lock;
-Ctrl-C ends a job.
+Ctrl-C ends a job of the main thread. A disk that is not closed is flushed when it is collected, with a
+:class:`ResourceWarning`; a child of ``fork`` opens its own disks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import operator
 import os
 import tempfile
+import warnings
+import weakref
 from typing import Any, BinaryIO, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Union
 
 from . import _vdkit, errors
@@ -84,6 +88,8 @@ def _opening(
     folders: Optional[Sequence[Path]] = None,
     lock: bool = True,
 ) -> Dict[str, Any]:
+    if isinstance(keys, (str, bytes)):
+        raise TypeError("keys is a list of passphrases")
     return {
         "writable": writable,
         "format": format,
@@ -110,10 +116,24 @@ class Disk:
     """An open disk: an image with those that it stands on. Made by :func:`open`; may be used from many
     threads at once."""
 
-    def __init__(self, disk: _vdkit.Disk, name: str) -> None:
+    def __init__(self, disk: _vdkit.Disk, name: str, opening: Optional[Dict[str, Any]] = None) -> None:
         self._disk = disk
+        self._opening = opening
+        self._pid = os.getpid()
+        self._files: "weakref.WeakSet[Any]" = weakref.WeakSet()
         self.name = name
         """The path, or the name of the file object."""
+
+    def __del__(self) -> None:
+        # A child of fork() leaves its parent's disks alone.
+        if getattr(self, "_pid", None) != os.getpid():
+            return
+        try:
+            if self._disk.writable:
+                warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self)
+        except Error:
+            return  # closed
+        self.close()
 
     def __enter__(self) -> "Disk":
         return self
@@ -132,8 +152,9 @@ class Disk:
 
     def __getitem__(self, range_: Union[slice, int]) -> bytes:
         """Bytes by a slice, such as ``disk[0:512]``, or one of them."""
-        if isinstance(range_, int):
-            at = range_ + self.size if range_ < 0 else range_
+        if not isinstance(range_, slice):
+            number = operator.index(range_)
+            at = number + self.size if number < 0 else number
             if not 0 <= at < self.size:
                 raise IndexError(range_)
             return self.read(at, 1)
@@ -159,8 +180,10 @@ class Disk:
     @property
     def info(self) -> Info:
         """What the image's header says; only of disks that were opened by a path."""
+        if self._opening is None:
+            raise errors.UsageError(f"{self.name}: is no path", self.name)
         # Without locks: if this disk is writable, its own would be in the way.
-        return info(self.name, lock=False)
+        return info(self.name, **{**self._opening, "lock": False, "writable": False})
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly ``length`` bytes; a range beyond the end is an error."""
@@ -225,11 +248,20 @@ class Disk:
         raw = RawDisk(self)
         if not buffering:
             return raw
-        return io.BufferedRandom(raw, buffering) if self.writable else io.BufferedReader(raw, buffering)
+        if not self.writable:
+            return io.BufferedReader(raw, buffering)
+        file = io.BufferedRandom(raw, buffering)
+        self._files.add(file)
+        return file
 
     def close(self) -> None:
-        """Flushes and closes; may be called again."""
-        self._disk.close()
+        """Flushes and closes, also the file objects that :meth:`raw` gave; may be called again."""
+        try:
+            for file in list(self._files):
+                if not file.closed:
+                    file.close()
+        finally:
+            self._disk.close()
 
 
 class RawDisk(io.RawIOBase):
@@ -239,22 +271,32 @@ class RawDisk(io.RawIOBase):
         super().__init__()
         self._of = disk
         self._at = 0
+        self._writable = disk.writable
         self.name = disk.name
+
+    def _check(self) -> None:
+        if self.closed:
+            raise ValueError("I/O operation on closed file")
 
     def readable(self) -> bool:
         return True
 
     def writable(self) -> bool:
-        return self._of.writable
+        return self._writable
 
     def seekable(self) -> bool:
         return True
 
     def tell(self) -> int:
+        self._check()
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._of.size}[whence]
+        self._check()
+        if whence not in (io.SEEK_SET, io.SEEK_CUR, io.SEEK_END):
+            raise ValueError(f"whence {whence}")
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at}.get(whence)
+        base = self._of.size if base is None else base
         if base + offset < 0:
             raise ValueError("a negative offset")
         self._at = base + offset
@@ -264,6 +306,7 @@ class RawDisk(io.RawIOBase):
         return max(0, min(length, self._of.size - self._at))
 
     def readinto(self, buffer: Any) -> int:
+        self._check()
         view = memoryview(buffer).cast("B")
         length = self._left(len(view))
         if length:
@@ -272,6 +315,7 @@ class RawDisk(io.RawIOBase):
         return length
 
     def read(self, size: int = -1) -> bytes:
+        self._check()
         length = self._left(self._of.size if size is None or size < 0 else size)
         data = self._of.read(self._at, length) if length else b""
         self._at += length
@@ -281,6 +325,9 @@ class RawDisk(io.RawIOBase):
         return self.read()
 
     def write(self, data: Any) -> int:
+        self._check()
+        if not self._writable:
+            raise io.UnsupportedOperation("not writable")
         view = memoryview(data).cast("B")
         length = self._left(len(view))
         if length < len(view) and not length:
@@ -290,12 +337,13 @@ class RawDisk(io.RawIOBase):
         return length
 
     def truncate(self, size: Optional[int] = None) -> int:
+        self._check()
         size = self._at if size is None else size
         self._of.resize(size, shrink=True)
         return size
 
     def flush(self) -> None:
-        if not self.closed and self._of.writable:
+        if self._writable and self._of._disk.is_open:
             self._of.flush()
 
 
@@ -309,15 +357,19 @@ def open(source: Union[Path, BinaryIO], **opening: Any) -> Disk:
     (False for an image that another process writes).
     """
     if hasattr(source, "read") and hasattr(source, "seek"):
+        if opening.get("writable"):
+            raise errors.UsageError("a disk over a file object is read only")
         name = str(getattr(source, "name", type(source).__name__))
         return Disk(_vdkit.Disk.open_file(source, name, _opening(**opening)), name)
-    path = os.fspath(source)
-    return Disk(_vdkit.Disk.open(path, _opening(**opening)), path)
+    path = os.fsdecode(source)
+    return Disk(_vdkit.Disk.open(path, _opening(**opening)), path, opening)
 
 
 @contextlib.contextmanager
 def _opened(source: Source, **opening: Any) -> Iterator[Disk]:
     if isinstance(source, Disk):
+        if opening:
+            raise errors.UsageError("an open disk has no more options")
         yield source
     else:
         with open(source, **opening) as disk:
@@ -400,7 +452,7 @@ def compare(
 def measure(
     source: Source, format: str, *, options: Optional[Options] = None, **opening: Any
 ) -> Measured:
-    """Tells how many bytes an image of a format would have. A disk that is given is closed afterwards."""
+    """Tells how many bytes an image of a format would have."""
     with _opened(source, **opening) as disk:
         found = json.loads(_vdkit.measure(disk._disk, format, _pairs(options)))
     return Measured(found["required"], found["fully-allocated"], found)
@@ -470,7 +522,11 @@ def serve(
         if address is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vdkit-"))
             address = f"unix:{folder}/nbd.sock"
-        disk = stack.enter_context(_opened(source, writable=not read_only, **opening))
+        disk = stack.enter_context(
+            _opened(source, **opening)
+            if isinstance(source, Disk)
+            else _opened(source, **({} if read_only else {"writable": True}), **opening)
+        )
         server = _vdkit.serve(disk._disk, address, name, read_only)
         try:
             yield server.uri

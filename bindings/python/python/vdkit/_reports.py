@@ -82,8 +82,8 @@ class Info:
     backing_filename: Optional[str]
     snapshots: List[Dict[str, Any]]
     bitmaps: List[Dict[str, Any]]
-    chain: "List[Info]" = field(repr=False)
-    """This image and those beneath it."""
+    chain: "List[Info]" = field(repr=False, compare=False, hash=False)
+    """The image that was asked for and those beneath it; of those beneath it, only they."""
     json: Dict[str, Any] = field(repr=False)
 
     @classmethod
@@ -100,10 +100,12 @@ class Info:
                     link.get("backing-filename"),
                     link["snapshots"],
                     link["bitmaps"],
-                    chain,
+                    [],
                     link,
                 )
             )
+        for depth, one in enumerate(chain):
+            one.chain.extend(chain[depth:] if depth else chain)
         return chain[0]
 
 

@@ -8,6 +8,7 @@ class Disk:
     size: int
     writable: bool
     format: str
+    is_open: bool
     @staticmethod
     def open(path: str, opening: Dict[str, Any]) -> "Disk": ...
     @staticmethod

@@ -28,6 +28,10 @@ class Error(Exception):
         return type(self), (str(self), self.file, self.offset, self.hint)
 
 
+class NotFoundError(Error, FileNotFoundError):
+    """A file, or one that an image names, is not there."""
+
+
 class UsageError(Error, ValueError):
     """The call makes no sense: an unknown name, a range beyond the disk."""
 
@@ -48,5 +52,5 @@ class NoSpaceError(Error):
     """No space is left."""
 
 
-class InterruptedError(Error):
+class CancelledError(Error):
     """The job was cancelled."""
