@@ -469,3 +469,26 @@ def test_small_things(image):
         disk.write(0, header.read(4096))
         disk.flush()
         assert disk.info.format == "raw" and disk.info.virtual_size == MIB
+
+
+def test_a_disk_that_is_open_at_the_end_keeps_its_writes(image):
+    program = (
+        "import vdkit\n"
+        f"disk = vdkit.open({image!r}, writable=True)\n"
+        "closed = vdkit.open('empty.raw')\n"
+        "closed.close()\n"
+        "disk.write(0, b'at the end')\n"
+    )
+    with open("empty.raw", "wb") as file:
+        file.truncate(MIB)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    with vdkit.open(image) as disk:
+        assert disk[:10] == b"at the end"
+
+
+def test_results_print_in_one_line(image):
+    with open(image, "r+b") as file:
+        file.truncate(os.path.getsize(image) - 8192)
+    checked = vdkit.check(image)
+    assert not checked and len(repr(checked)) < 100

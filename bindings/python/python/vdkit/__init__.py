@@ -124,16 +124,17 @@ class Disk:
         self.name = name
         """The path, or the name of the file object."""
 
-    def __del__(self) -> None:
-        # A child of fork() leaves its parent's disks alone.
-        if getattr(self, "_pid", None) != os.getpid():
+    def __del__(self, getpid: Callable[[], int] = os.getpid) -> None:
+        # Also at the interpreter's end, when modules are gone. A child of fork() leaves its parent's
+        # disks alone.
+        disk = getattr(self, "_disk", None)
+        if disk is None or self._pid != getpid() or not disk.is_open:
             return
         try:
-            if self._disk.writable:
+            if disk.writable:
                 warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self)
-        except Error:
-            return  # closed
-        self.close()
+        finally:
+            self.close()
 
     def __enter__(self) -> "Disk":
         return self

@@ -128,7 +128,7 @@ class Checked:
     """Leaked clusters that are left."""
     repaired: int
     """Damages and leaks that were repaired."""
-    findings: List[Dict[str, Any]]
+    findings: List[Dict[str, Any]] = field(repr=False)
     """The first findings: structure, offset, message."""
     json: Dict[str, Any] = field(repr=False)
 
@@ -165,7 +165,7 @@ class Verdict:
 
     accepted: bool
     format: Optional[str]
-    findings: List[Dict[str, Any]]
+    findings: List[Dict[str, Any]] = field(repr=False)
     json: Dict[str, Any] = field(repr=False)
 
     def __bool__(self) -> bool:
