@@ -112,7 +112,9 @@
 //! | `fuse` | `fuse`: a disk as a file |
 //! | `vhost` | `vhost_user`: virtio disks over shared memory |
 //! | `nbd-client` | `nbd_client`, and NBD URIs as names of images |
-//! | `tls-psk` | NBD over TLS with pre-shared keys, by a second TLS library |
+//! | `http` | images at HTTP and HTTPS addresses, in [`stream`] |
+//! | `tls` | NBD over TLS with certificates, in servers and clients that are on |
+//! | `tls-psk` | the same with pre-shared keys, by a second TLS library |
 
 pub use vdkit_block::*;
 pub use vdkit_chain::*;

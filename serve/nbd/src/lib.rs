@@ -15,12 +15,13 @@
 //!  read       reads that may block
 //!  receiver, buffer   receive buffer, and reusable buffers
 //!  reply      sends replies, together
-//!  channel, tls   the byte stream
+//!  channel, tls, admission   the byte stream
 //!  poll       whether to poll for bytes before sleeping
 //!  status, contexts   block status
 //!  wire       constants and structures
 //! ```
 
+mod admission;
 mod buffer;
 mod channel;
 mod commit;
@@ -39,10 +40,15 @@ mod server;
 mod session;
 mod status;
 mod sync;
+#[cfg(feature = "tls")]
+mod tls;
+#[cfg(not(feature = "tls"))]
+#[path = "without_tls.rs"]
 mod tls;
 #[allow(missing_docs, reason = "the names are the protocol's own")]
 mod wire;
 
+pub use admission::Admission;
 pub use exports::Exports;
 pub use server::{Address, Listener, Server, ServerOptions};
-pub use tls::{Admission, Tls};
+pub use tls::Tls;

@@ -364,8 +364,7 @@ fn negotiate(
     let state = if tls.is_some() { TlsState::Required } else { TlsState::None };
     let outcome = Handshake::new(&**channel, exports, state, until, &keep).run(true)?;
     let (Outcome::StartTls, Some(tls)) = (&outcome, tls) else { return Ok(outcome.agreed()) };
-    let inner: Arc<dyn Channel> = Arc::new(tls.accept(channel.clone(), until)?);
-    *channel = inner;
+    *channel = tls.accept(channel.clone(), until)?;
     let outcome = Handshake::new(&**channel, exports, TlsState::Active, until, &keep).run(false)?;
     Ok(outcome.agreed())
 }

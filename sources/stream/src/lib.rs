@@ -1,4 +1,4 @@
-//! Sequential byte streams: pipes, compressed files, HTTP.
+//! Sequential byte streams: pipes, compressed files, HTTP (feature `http`).
 //!
 //! ```text
 //!   stdin ───────────────────────────────┐
@@ -14,6 +14,7 @@
 //! random access need a [`spool`].
 
 mod checksum;
+#[cfg(feature = "http")]
 mod http;
 mod in_pipe;
 mod out_pipe;
@@ -22,6 +23,7 @@ mod stdin;
 mod unpack;
 
 pub use checksum::{Checked, Checksum, HashMethod, Hasher};
+#[cfg(feature = "http")]
 pub use http::{HttpStorage, Remote, is_url, open_url};
 pub use in_pipe::InPipe;
 pub use out_pipe::OutPipe;

@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use rustls::ServerConfig;
 
+use crate::admission::Admission;
 use crate::channel::Channel;
 
 /// Ciphertext received at once: somewhat more than a record.
@@ -33,24 +34,6 @@ const PRIVATE_KEY: &str = "server-key.pem";
 const CA_CERTIFICATE: &str = "ca-cert.pem";
 const REVOKED: &str = "ca-crl.pem";
 const KEYS: &str = "keys.psk";
-
-/// Decides by the subject of a client's certificate whether the client may connect. The text is as
-/// GnuTLS writes it: `C=GB,O=Example,CN=client`.
-#[derive(Clone)]
-pub struct Admission(Arc<dyn Fn(&str) -> bool + Send + Sync>);
-
-impl Admission {
-    /// A client may connect if this returns true.
-    pub fn new(admits: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
-        Self(Arc::new(admits))
-    }
-}
-
-impl fmt::Debug for Admission {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Admission").finish_non_exhaustive()
-    }
-}
 
 /// TLS configuration of a server.
 #[derive(Clone, Debug)]
@@ -152,7 +135,7 @@ impl Tls {
     ///
     /// # Errors
     /// Errors of the socket; `InvalidData` if the peer's TLS is not acceptable; `TimedOut`.
-    pub fn accept(&self, socket: Arc<dyn Channel>, until: Instant) -> io::Result<TlsChannel> {
+    pub fn accept(&self, socket: Arc<dyn Channel>, until: Instant) -> io::Result<Arc<dyn Channel>> {
         let channel = TlsChannel {
             socket,
             session: Mutex::new(self.session()?),
@@ -182,14 +165,14 @@ impl Tls {
         }
         channel.push()?;
         self.admit(&channel)?;
-        Ok(channel)
+        Ok(Arc::new(channel))
     }
 
     fn admit(&self, channel: &TlsChannel) -> io::Result<()> {
-        let Some(Admission(admits)) = &self.admission else { return Ok(()) };
+        let Some(admission) = &self.admission else { return Ok(()) };
         let Some(certificate) = channel.session.lock().certificate() else { return Ok(()) };
         match subject::of(&certificate) {
-            Some(subject) if admits(&subject) => Ok(()),
+            Some(subject) if admission.admits(&subject) => Ok(()),
             _ => {
                 let why = "the client's certificate is not among those that may connect";
                 Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
