@@ -61,7 +61,8 @@ doc: ## builds the documentation, with warnings as errors, and runs its examples
 
 # Last in `make test`, so that its output ends with the test runner's own closing lines.
 unit: ## unit, model, crash, oracle and command tests
-	$(CARGO) test --workspace --locked --lib --bins --tests --examples
+	$(CARGO) build --workspace --locked --examples --profile test
+	$(CARGO) test --workspace --locked --lib --bins --tests
 
 bench: build ## measures vdkit beside qemu-img; BENCH='--quick --group null' passes arguments
 	$(CARGO) run --release --locked --package vdkit-bench -- $(BENCH)
@@ -71,6 +72,9 @@ qemu-compat: ## writes docs/qemu-compat.md from the table of differences that ar
 
 c-header: ## writes bindings/c/include/vdkit.h from the sources of the C library
 	VDKIT_UPDATE_PAGE=1 $(CARGO) test --locked --package vdkit-c --test c the_header_is_made
+
+publish-check: ## packs and builds each crate as it would be published, in order, and publishes nothing
+	$(CARGO) publish --dry-run --workspace --locked --allow-dirty
 
 fuzz: ## fuzzes each target for FUZZ_SECONDS (60) with the nightly toolchain
 	scripts/fuzz $(or $(FUZZ_SECONDS),60) $(FUZZ_TARGETS)

@@ -14,47 +14,34 @@
 //! | appliances (OVA): disks in one tar file | [`ova`], [`jobs::extract`], [`jobs::pack`] |
 //! | errors, and their classes, from which exit codes derive | [`Error`], [`ErrorKind`] |
 //!
-//! # Images are untrusted
-//! Opening an image reads only its header and top table, follows references only as far as
-//! [`OpenOptions::refs`] allows, and locks files as QEMU does. A damaged or hostile image causes an
-//! error with the location of the damage.
-//!
 //! # Creating, writing and reading an image
 //! ```
 //! use vdkit::jobs::{CreateOptions, create};
-//! use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options, RefPolicy};
+//! use vdkit::{Disk, GuestOffset, Monitor, OpenOptions};
 //!
 //! # fn main() -> vdkit::Result<()> {
 //! # let folder = tempfile::tempdir().unwrap();
 //! # let path = folder.path().join("disk.qcow2");
 //! let registry = vdkit::registry();
-//! let driver = vdkit::format("qcow2")?;
-//! create(
-//!     &registry,
-//!     &CreateOptions {
-//!         path: &path,
-//!         driver,
-//!         guest_bytes: Some(64 << 20),
-//!         options: Options::parse("qcow2", driver.options(), ["cluster_size=4K"])?,
-//!         backing: None,
-//!         replace: false,
-//!         refs: RefPolicy::default(),
-//!     },
-//!     &Monitor::default(),
-//! )?;
+//! let new = CreateOptions::new(&path, vdkit::format("qcow2")?).guest_bytes(64 << 20);
+//! create(&registry, &new, &Monitor::default())?;
 //!
 //! let disk = Disk::open(&registry, &path, &OpenOptions::read_write())?;
 //! disk.write_at(b"hello", GuestOffset(1 << 20))?;
-//! disk.close()?;
-//! # drop(disk);
+//! disk.flush()?;
 //!
-//! let disk = Disk::open(&registry, &path, &OpenOptions::read_only())?;
 //! let mut bytes = [0; 7];
 //! disk.read_at(&mut bytes, GuestOffset((1 << 20) - 1))?;
 //! assert_eq!(&bytes, b"\0hello\0");
 //! # Ok(())
 //! # }
 //! ```
+//! More of this kind is in `docs/library.md`, and each job has a program in `examples/`.
+//!
+//! # Images are untrusted
+//! Opening an image reads only its header and top table, follows references only as far as
+//! [`OpenOptions::refs`] allows, and locks files as QEMU does. A damaged or hostile image causes an
+//! error with the location of the damage.
 //!
 //! # Describing, without opening other files
 //! ```
@@ -74,8 +61,8 @@
 //!
 //! # Converting
 //! ```
-//! use vdkit::jobs::{ConvertOptions, Destination, NewImage, Source, compare, convert};
-//! use vdkit::{Disk, Monitor, OpenOptions, Options};
+//! use vdkit::jobs::{CompareOptions, ConvertOptions, Destination, NewImage, Source, compare, convert};
+//! use vdkit::{Disk, Monitor, OpenOptions};
 //!
 //! # fn main() -> vdkit::Result<()> {
 //! # let folder = tempfile::tempdir().unwrap();
@@ -83,25 +70,17 @@
 //! # std::fs::write(&from, vec![7; 1 << 20]).unwrap();
 //! let registry = vdkit::registry();
 //! let source = Source::new(vec![Disk::open(&registry, &from, &OpenOptions::read_only())?]);
-//! let target = Destination::New(NewImage {
-//!     path: to.clone(),
-//!     format: "qcow2".to_owned(),
-//!     options: Options::default(),
-//!     backing: None,
-//!     cache: None,
-//! });
-//! let report = convert(&registry, &source, &ConvertOptions::new(target), &Monitor::default())?;
-//! assert_eq!(report.virtual_size, 1 << 20);
+//! let options = ConvertOptions::new(Destination::New(NewImage::new(&to, "qcow2")));
+//! convert(&registry, &source, &options, &Monitor::default())?;
 //!
 //! let made = Disk::open(&registry, &to, &OpenOptions::read_only())?;
-//! let compared = compare(&source.disks()[0], &made, &Default::default(), &Monitor::default())?;
-//! assert!(compared.identical);
+//! let options = CompareOptions::default();
+//! assert!(compare(&source.disks()[0], &made, &options, &Monitor::default())?.identical);
 //! # Ok(())
 //! # }
 //! ```
 //!
 //! A [`Monitor`] holds a job's progress sink and cancel token.
-
 //!
 //! # Features
 //! None is on by default: disks and jobs need none.

@@ -163,7 +163,8 @@ impl Stack {
     fn commit(&self) -> Result<()> {
         let base = self.open(1, true)?;
         let top = self.open_alone(0, true)?;
-        let options = CommitOptions { threads: Some(1), ..CommitOptions::default() };
+        let mut options = CommitOptions::default();
+        options.threads = Some(1);
         commit_disks(top, &base, true, &options, &Monitor::default()).map(|_| ())
     }
 }

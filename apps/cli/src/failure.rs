@@ -37,13 +37,13 @@ pub enum Exit {
 impl From<ErrorKind> for Exit {
     fn from(kind: ErrorKind) -> Self {
         match kind {
-            ErrorKind::Failed => Self::Failed,
             ErrorKind::Usage => Self::Usage,
             ErrorKind::Corrupt => Self::Corrupt,
             ErrorKind::Refused => Self::Refused,
             ErrorKind::Locked => Self::Locked,
             ErrorKind::NoSpace => Self::NoSpace,
             ErrorKind::Interrupted => Self::Interrupted,
+            _ => Self::Failed,
         }
     }
 }

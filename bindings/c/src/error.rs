@@ -44,13 +44,13 @@ fn c_text(text: &str) -> CString {
 /// The code of an error.
 pub(crate) fn code_of(error: &Error) -> c_int {
     match error.kind() {
-        ErrorKind::Failed => VDKIT_E_FAILED,
         ErrorKind::Usage => VDKIT_E_USAGE,
         ErrorKind::Corrupt => VDKIT_E_CORRUPT,
         ErrorKind::Refused => VDKIT_E_REFUSED,
         ErrorKind::Locked => VDKIT_E_LOCKED,
         ErrorKind::NoSpace => VDKIT_E_NO_SPACE,
         ErrorKind::Interrupted => VDKIT_E_INTERRUPTED,
+        _ => VDKIT_E_FAILED,
     }
 }
 

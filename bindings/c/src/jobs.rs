@@ -133,19 +133,11 @@ pub unsafe extern "C" fn vdkit_create(
             )
         };
         border::known(flags, VDKIT_CREATE_REPLACE)?;
-        let image = CreateOptions {
-            path,
-            driver: vdkit::format(format)?,
-            guest_bytes: (size > 0 || backing.is_none()).then_some(size),
-            options: format_options(format, options)?,
-            backing: backing.map(|name| NewBacking {
-                name: name.to_owned(),
-                format: backing_format.map(str::to_owned),
-                open: true,
-            }),
-            replace: flags & VDKIT_CREATE_REPLACE != 0,
-            refs: vdkit::RefPolicy::default(),
-        };
+        let image = CreateOptions::new(path, vdkit::format(format)?)
+            .guest_bytes((size > 0 || backing.is_none()).then_some(size))
+            .options(format_options(format, options)?)
+            .backing(backing.map(|name| NewBacking::new(name, backing_format.map(str::to_owned))))
+            .replace(flags & VDKIT_CREATE_REPLACE != 0);
         jobs::create(&vdkit::registry(), &image, &Monitor::default()).map(|_| ())
     })
 }
@@ -241,13 +233,7 @@ impl Target {
             }
         } else {
             let format = given(format, "target_format")?;
-            Destination::New(NewImage {
-                path: path.to_owned(),
-                format: format.to_owned(),
-                options: format_options(format, options)?,
-                backing: None,
-                cache: None,
-            })
+            Destination::New(NewImage::new(path, format).options(format_options(format, options)?))
         };
         let codec = match options {
             Some(options) if options.contains("compression_type=zstd") => Codec::Zstd,
@@ -267,11 +253,9 @@ fn copy(
 ) -> Result<()> {
     let source = Source::new(vec![disk]);
     let done = target.and_then(|target| {
-        let options = ConvertOptions {
-            compress: target.compress,
-            verify: target.verify,
-            ..ConvertOptions::new(target.destination)
-        };
+        let mut options = ConvertOptions::new(target.destination);
+        options.compress = target.compress;
+        options.verify = target.verify;
         let watch = Watch::new(monitor)?;
         jobs::convert(&vdkit::registry(), &source, &options, &watch.monitor())
     });
@@ -336,10 +320,8 @@ pub unsafe extern "C" fn vdkit_compare(
         let place = border::place(equal, 0)?;
         border::known(flags, VDKIT_COMPARE_STRICT)?;
         let (a, b) = (&given(a, "a")?.0, &given(b, "b")?.0);
-        let options = CompareOptions {
-            strict: flags & VDKIT_COMPARE_STRICT != 0,
-            ..CompareOptions::default()
-        };
+        let mut options = CompareOptions::default();
+        options.strict = flags & VDKIT_COMPARE_STRICT != 0;
         let watch = Watch::new(monitor)?;
         let compared = jobs::compare(a, b, &options, &watch.monitor())?;
         put_report(report, &compared);
@@ -398,11 +380,9 @@ pub unsafe extern "C" fn vdkit_commit(
         // SAFETY: the header's promise.
         let (overlay, to) = unsafe { (border::path(overlay, "overlay")?, border::maybe_text(to)?) };
         border::known(flags, VDKIT_FORCE)?;
-        let options = CommitOptions {
-            to: to.map(PathBuf::from),
-            force: flags & VDKIT_FORCE != 0,
-            ..CommitOptions::default()
-        };
+        let mut options = CommitOptions::default();
+        options.to = to.map(PathBuf::from);
+        options.force = flags & VDKIT_FORCE != 0;
         let watch = Watch::new(monitor)?;
         let opening = OpenOptions { writable: true, ..self::opening(opening) };
         let registry = vdkit::registry();
@@ -435,16 +415,12 @@ pub unsafe extern "C" fn vdkit_rebase(
             )
         };
         border::known(flags, VDKIT_FORCE | VDKIT_HEADER_ONLY)?;
-        let options = RebaseOptions {
-            backing: backing.map(|name| NewBacking {
-                name: name.to_owned(),
-                format: format.map(str::to_owned),
-                open: flags & VDKIT_HEADER_ONLY == 0,
-            }),
-            header_only: flags & VDKIT_HEADER_ONLY != 0,
-            force: flags & VDKIT_FORCE != 0,
-            ..RebaseOptions::default()
-        };
+        let mut options = RebaseOptions::default();
+        options.backing = backing.map(|name| {
+            NewBacking::new(name, format.map(str::to_owned)).open(flags & VDKIT_HEADER_ONLY == 0)
+        });
+        options.header_only = flags & VDKIT_HEADER_ONLY != 0;
+        options.force = flags & VDKIT_FORCE != 0;
         let watch = Watch::new(monitor)?;
         let opening = OpenOptions { writable: true, ..self::opening(opening) };
         let registry = vdkit::registry();
@@ -579,11 +555,9 @@ pub unsafe extern "C" fn vdkit_inspect(
         // SAFETY: the header's promise.
         let (path, format) = unsafe { (border::path(path, "path")?, border::maybe_text(format)?) };
         let storage = vdkit::registry().open_storage(path, &FileOptions::read_only())?;
-        let options = InspectOptions {
-            format: format.map(str::to_owned),
-            strict: flags & VDKIT_INSPECT_STRICT != 0,
-            ..InspectOptions::default()
-        };
+        let mut options = InspectOptions::default();
+        options.format = format.map(str::to_owned);
+        options.strict = flags & VDKIT_INSPECT_STRICT != 0;
         let found = inspect(storage, &options)?;
         put_report(report, &found);
         let code = match found.verdict {

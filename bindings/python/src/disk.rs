@@ -174,7 +174,8 @@ impl Disk {
     }
 
     fn resize(&self, py: Python<'_>, size: u64, shrink: bool) -> PyResult<()> {
-        let options = jobs::ResizeOptions { shrink, ..jobs::ResizeOptions::default() };
+        let mut options = jobs::ResizeOptions::default();
+        options.shrink = shrink;
         self.with(py, |disk| jobs::resize(disk, size, &options, &Monitor::default()))
     }
 

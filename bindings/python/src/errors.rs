@@ -8,13 +8,13 @@ use vdkit::{Error, ErrorKind};
 fn class(error: &Error) -> &'static str {
     match error.kind() {
         ErrorKind::Failed if is_missing(error) => "NotFoundError",
-        ErrorKind::Failed => "Error",
         ErrorKind::Usage => "UsageError",
         ErrorKind::Corrupt => "CorruptError",
         ErrorKind::Refused => "RefusedError",
         ErrorKind::Locked => "LockedError",
         ErrorKind::NoSpace => "NoSpaceError",
         ErrorKind::Interrupted => "CancelledError",
+        _ => "Error",
     }
 }
 

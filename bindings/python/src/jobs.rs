@@ -146,15 +146,11 @@ pub(crate) fn create(
     replace: bool,
 ) -> PyResult<u64> {
     py.detach(|| {
-        let image = CreateOptions {
-            path: &path,
-            driver: vdkit::format(format)?,
-            guest_bytes: size,
-            options: format_options(format, &options)?,
-            backing: backing.map(|name| NewBacking { name, format: backing_format, open: true }),
-            replace,
-            refs: RefPolicy::default(),
-        };
+        let image = CreateOptions::new(&path, vdkit::format(format)?)
+            .guest_bytes(size)
+            .options(format_options(format, &options)?)
+            .backing(backing.map(|name| NewBacking::new(name, backing_format)))
+            .replace(replace);
         jobs::create(&vdkit::registry(), &image, &Monitor::default())
     })
     .map(|made| made.guest_bytes)
@@ -203,15 +199,13 @@ fn convert_to(
     } else {
         let format = format.ok_or_else(|| Error::Invalid("a new image needs a format".into()))?;
         let options = format_options(&format, options)?;
-        Destination::New(NewImage { path: target, format, options, backing: None, cache: None })
+        Destination::New(NewImage::new(target, format).options(options))
     };
     let zstd = options.iter().any(|option| option == "compression_type=zstd");
     let codec = if zstd { Codec::Zstd } else { Codec::Deflate };
-    let how = ConvertOptions {
-        compress: compress.then_some(CompressionSpec { codec, level: None }),
-        verify,
-        ..ConvertOptions::new(destination)
-    };
+    let mut how = ConvertOptions::new(destination);
+    how.compress = compress.then_some(CompressionSpec { codec, level: None });
+    how.verify = verify;
     jobs::convert(&vdkit::registry(), source, &how, monitor)
 }
 
@@ -244,7 +238,8 @@ pub(crate) fn compare(
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<String> {
     let (a, b) = (a.get(), b.get());
-    let options = CompareOptions { strict, ..CompareOptions::default() };
+    let mut options = CompareOptions::default();
+    options.strict = strict;
     let report = run(py, progress, a.raised.as_deref().or(b.raised.as_deref()), |monitor| {
         a.call(|a| b.call(|b| jobs::compare(a, b, &options, monitor)))
     })?;
@@ -278,7 +273,9 @@ pub(crate) fn commit(
 ) -> PyResult<String> {
     let report = run(py, progress, None, |monitor| {
         let opening = OpenOptions { writable: true, ..opening.options()? };
-        let options = CommitOptions { to, force, ..CommitOptions::default() };
+        let mut options = CommitOptions::default();
+        options.to = to;
+        options.force = force;
         jobs::commit(&vdkit::registry(), &overlay, &opening, &options, monitor)
     })?;
     Ok(json_of(&report))
@@ -298,9 +295,11 @@ pub(crate) fn rebase(
 ) -> PyResult<String> {
     let report = run(py, progress, None, |monitor| {
         let opening = OpenOptions { writable: true, ..opening.options()? };
-        let backing =
-            backing.map(|name| NewBacking { name, format: backing_format, open: !header_only });
-        let options = RebaseOptions { backing, header_only, force, ..RebaseOptions::default() };
+        let backing = backing.map(|name| NewBacking::new(name, backing_format).open(!header_only));
+        let mut options = RebaseOptions::default();
+        options.backing = backing;
+        options.header_only = header_only;
+        options.force = force;
         jobs::rebase(&vdkit::registry(), &overlay, &opening, &options, monitor)
     })?;
     Ok(json_of(&report))
@@ -329,7 +328,10 @@ pub(crate) fn inspect(
 ) -> PyResult<String> {
     let report = run(py, None, None, |_monitor| {
         let storage = vdkit::registry().open_storage(&path, &FileOptions::read_only())?;
-        judge(storage, &InspectOptions { format, strict, ..InspectOptions::default() })
+        let mut options = InspectOptions::default();
+        options.format = format;
+        options.strict = strict;
+        judge(storage, &options)
     })?;
     Ok(json_of(&report))
 }

@@ -305,6 +305,7 @@ pub fn plain(error: &io::Error) -> String {
 
 /// The class of an [`Error`], from which exit codes derive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ErrorKind {
     /// Any other error.
     Failed,

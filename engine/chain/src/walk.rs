@@ -416,6 +416,7 @@ pub fn open_image(
 
 /// Host attributes of an image's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct HostInfo {
     /// Length in bytes.
     pub file_bytes: u64,
@@ -504,6 +505,7 @@ pub struct ChainLink {
 
 /// A chain, as far as it can be followed.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct ChainReport {
     /// The images, top first; never empty.
     pub links: Vec<ChainLink>,

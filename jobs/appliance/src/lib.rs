@@ -41,6 +41,7 @@ const SLACK_BYTES: u64 = 64 << 20;
 /// Result of a job on an appliance.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct ApplianceReport {
     /// The disks.
     pub disks: Vec<ApplianceDisk>,
@@ -55,6 +56,7 @@ pub struct ApplianceReport {
 /// A converted disk of an appliance.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct ApplianceDisk {
     /// Its file in the appliance.
     pub file: String,
@@ -466,13 +468,11 @@ fn pack_one(
         format: "vmdk".to_owned(),
         options: Options::parse("vmdk", specs, [text.as_str()])?,
     };
-    let options = ConvertOptions {
-        compress: new.compress,
-        threads: new.threads,
-        detect_zeroes: new.detect_zeroes,
-        rate: new.rate,
-        ..ConvertOptions::new(destination)
-    };
+    let mut options = ConvertOptions::new(destination);
+    options.compress = new.compress;
+    options.threads = new.threads;
+    options.detect_zeroes = new.detect_zeroes;
+    options.rate = new.rate;
     let report = convert(registry, source, &options, monitor)?;
     let populated = report.moved.clusters_compressed.saturating_mul(GRAIN_BYTES);
     writer.end_disk(&sink, populated.min(report.virtual_size))?;

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use vdkit_appliance::{Extraction, extract, open_packaged};
-use vdkit_block::{Error, HostOffset, Monitor, Options, Progress, Result, Storage, StorageCaps};
+use vdkit_block::{Error, HostOffset, Monitor, Progress, Result, Storage, StorageCaps};
 use vdkit_chain::{OpenOptions, Registry};
 use vdkit_copy::{ConvertOptions, Destination, NewImage, Source};
 use vdkit_ova::{Package, PackageLimits};
@@ -120,13 +120,7 @@ fn a_target_that_cannot_get_its_name_takes_the_others_with_it() {
         let monitor = Monitor::default();
         let opened =
             open_packaged(&registry, &package, disk, &options, folder.path(), &monitor).unwrap();
-        let new = NewImage {
-            path: folder.path().join(name),
-            format: "raw".to_owned(),
-            options: Options::default(),
-            backing: None,
-            cache: None,
-        };
+        let new = NewImage::new(folder.path().join(name), "raw");
         let options = ConvertOptions::new(Destination::New(new));
         Extraction { disk, source: Source::new(vec![opened]), options }
     };

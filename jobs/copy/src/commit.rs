@@ -39,6 +39,7 @@ const DETECT_BYTES: usize = 4096;
 
 /// Options of a commit.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub struct CommitOptions {
     /// The target in its chain; `None` for its backing image.
     pub to: Option<PathBuf>,
@@ -55,6 +56,7 @@ pub struct CommitOptions {
 /// Result of a commit.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct CommitReport {
     /// The overlay.
     pub overlay: PathBuf,

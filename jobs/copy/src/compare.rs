@@ -24,6 +24,7 @@ const PIECE_BYTES: u64 = 256 << 10;
 
 /// Options of a comparison.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CompareOptions {
     /// Disks of different sizes differ. Otherwise they are equal if the rest of the longer one
     /// reads as zero.
@@ -35,6 +36,7 @@ pub struct CompareOptions {
 /// Result of a comparison.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct CompareReport {
     /// The disks are equal under the options.
     pub identical: bool,

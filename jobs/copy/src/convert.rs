@@ -31,6 +31,7 @@ const BLOCK_BYTES: u64 = 4096;
 
 /// Options of a conversion.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct ConvertOptions {
     /// The target.
     pub destination: Destination,
@@ -112,6 +113,7 @@ impl ConvertOptions {
 /// Result of a conversion.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct ConvertReport {
     /// Bytes of the guest disk.
     pub virtual_size: u64,
@@ -132,6 +134,7 @@ pub struct ConvertReport {
 /// Snapshots and bitmaps of images, by name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct LeftBehind {
     /// Internal snapshots.
     pub snapshots: Vec<String>,

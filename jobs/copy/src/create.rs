@@ -22,6 +22,7 @@ const TICK: Duration = Duration::from_millis(50);
 
 /// The backing image of a new image.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct NewBacking {
     /// Its name to store: relative to the new image's folder, or absolute.
     pub name: String,
@@ -32,8 +33,22 @@ pub struct NewBacking {
     pub open: bool,
 }
 
+impl NewBacking {
+    /// A backing image that is opened, to check that it is readable.
+    pub fn new(name: impl Into<String>, format: Option<String>) -> Self {
+        Self { name: name.into(), format, open: true }
+    }
+
+    /// Sets [`Self::open`].
+    #[must_use]
+    pub fn open(self, open: bool) -> Self {
+        Self { open, ..self }
+    }
+}
+
 /// Options of a new image.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct CreateOptions<'a> {
     /// Path of a new file or a block device.
     pub path: &'a Path,
@@ -51,8 +66,55 @@ pub struct CreateOptions<'a> {
     pub refs: RefPolicy,
 }
 
+impl<'a> CreateOptions<'a> {
+    /// An image as large as its backing image or device, without options of the format; an existing
+    /// file is refused.
+    pub fn new(path: &'a Path, driver: &'static dyn FormatDriver) -> Self {
+        Self {
+            path,
+            driver,
+            guest_bytes: None,
+            options: Options::default(),
+            backing: None,
+            replace: false,
+            refs: RefPolicy::default(),
+        }
+    }
+
+    /// Sets [`Self::guest_bytes`].
+    #[must_use]
+    pub fn guest_bytes(self, guest_bytes: impl Into<Option<u64>>) -> Self {
+        Self { guest_bytes: guest_bytes.into(), ..self }
+    }
+
+    /// Sets [`Self::options`].
+    #[must_use]
+    pub fn options(self, options: Options) -> Self {
+        Self { options, ..self }
+    }
+
+    /// Sets [`Self::backing`].
+    #[must_use]
+    pub fn backing(self, backing: impl Into<Option<NewBacking>>) -> Self {
+        Self { backing: backing.into(), ..self }
+    }
+
+    /// Sets [`Self::replace`].
+    #[must_use]
+    pub fn replace(self, replace: bool) -> Self {
+        Self { replace, ..self }
+    }
+
+    /// Sets [`Self::refs`].
+    #[must_use]
+    pub fn refs(self, refs: RefPolicy) -> Self {
+        Self { refs, ..self }
+    }
+}
+
 /// A created image.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Created {
     /// Bytes of the guest disk, as requested or rounded by the format.
     pub guest_bytes: u64,

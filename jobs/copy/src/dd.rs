@@ -12,6 +12,7 @@ const STEP_BYTES: u64 = 1 << 20;
 
 /// Options of dd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DdOptions {
     /// Bytes per block, the unit of the other counts; not 0.
     pub block_bytes: u64,
@@ -58,6 +59,7 @@ pub struct DdPlan {
 /// Result of dd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct DdReport {
     /// Bytes of the source that the target now has.
     pub copied_bytes: u64,

@@ -77,6 +77,7 @@ pub(crate) struct Moved {
 /// Bytes by method, as reported.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct MovedBytes {
     /// Guest bytes read by this process.
     pub read: u64,

@@ -41,6 +41,7 @@ const SHARE_BYTES: u64 = 64 << 20;
 
 /// Options of a rebase.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub struct RebaseOptions {
     /// The new backing image; `None` for a standalone image.
     pub backing: Option<NewBacking>,
@@ -55,6 +56,7 @@ pub struct RebaseOptions {
 /// Result of a rebase.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct RebaseReport {
     /// The image.
     pub image: PathBuf,

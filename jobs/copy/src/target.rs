@@ -47,6 +47,7 @@ pub enum Destination {
 
 /// A new image.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct NewImage {
     /// The path; an existing file is replaced when the new one is finished.
     pub path: PathBuf,
@@ -59,6 +60,37 @@ pub struct NewImage {
     /// Its cache mode; `None` is as fast as copying a file: nothing is synced, unless it replaces
     /// another file.
     pub cache: Option<CacheMode>,
+}
+
+impl NewImage {
+    /// An image of this format, without options of the format and without a backing image.
+    pub fn new(path: impl Into<PathBuf>, format: impl Into<String>) -> Self {
+        Self {
+            path: path.into(),
+            format: format.into(),
+            options: Options::default(),
+            backing: None,
+            cache: None,
+        }
+    }
+
+    /// Sets [`Self::options`].
+    #[must_use]
+    pub fn options(self, options: Options) -> Self {
+        Self { options, ..self }
+    }
+
+    /// Sets [`Self::backing`].
+    #[must_use]
+    pub fn backing(self, backing: Option<BackingRef>) -> Self {
+        Self { backing, ..self }
+    }
+
+    /// Sets [`Self::cache`].
+    #[must_use]
+    pub fn cache(self, cache: Option<CacheMode>) -> Self {
+        Self { cache, ..self }
+    }
 }
 
 /// The cache mode of a new file until it is renamed. It is not visible before, so one sync at the

@@ -73,13 +73,8 @@ impl Case {
         let target = self.raw.with_extension("out");
         let _ = std::fs::remove_file(&target);
         let driver = registry().driver(to).unwrap();
-        let new = NewImage {
-            path: target.clone(),
-            format: to.to_owned(),
-            options: Options::parse(to, driver.options(), [""; 0]).unwrap(),
-            backing: None,
-            cache: None,
-        };
+        let new = NewImage::new(target.clone(), to)
+            .options(Options::parse(to, driver.options(), [""; 0]).unwrap());
         let options = ConvertOptions::new(Destination::New(new));
         let source = Source::new(vec![open(from)?]);
         let done = convert(&registry(), &source, &options, &monitor());

@@ -4,7 +4,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use vdkit_block::{BackingRef, FormatDriver, GuestOffset, Monitor, Options};
+use vdkit_block::{BackingRef, FormatDriver, GuestOffset, Monitor};
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_copy::{Backing, ConvertOptions, Destination, NewImage, Source, convert};
 use vdkit_qcow2::Qcow2Driver;
@@ -22,13 +22,7 @@ fn raw(path: &Path) -> Disk {
 }
 
 fn new_image(path: &Path, format: &str, backing: Option<BackingRef>) -> Destination {
-    Destination::New(NewImage {
-        path: path.to_owned(),
-        format: format.to_owned(),
-        options: Options::default(),
-        backing,
-        cache: None,
-    })
+    Destination::New(NewImage::new(path, format).backing(backing))
 }
 
 #[test]

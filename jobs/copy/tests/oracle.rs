@@ -41,13 +41,8 @@ fn open(path: &Path, format: &str) -> Disk {
 
 fn new_image(path: &Path, format: &str, options: &str) -> NewImage {
     let driver = registry().driver(format).unwrap();
-    NewImage {
-        path: path.to_owned(),
-        format: format.to_owned(),
-        options: Options::parse(format, driver.options(), [options]).unwrap(),
-        backing: None,
-        cache: None,
-    }
+    NewImage::new(path, format)
+        .options(Options::parse(format, driver.options(), [options]).unwrap())
 }
 
 /// A raw disk with text, noise, written zeroes and holes.
@@ -157,7 +152,12 @@ fn every_layout_is_converted_to_and_from_and_measured() {
         let report = compare(
             &open(&ours, "qcow2"),
             &open(&theirs, "qcow2"),
-            &CompareOptions { strict: true, threads: Some(2) },
+            &{
+                let mut new = CompareOptions::default();
+                new.strict = true;
+                new.threads = Some(2);
+                new
+            },
             &Monitor::default(),
         );
         assert!(report.unwrap().identical, "{layout}");

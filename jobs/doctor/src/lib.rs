@@ -39,6 +39,7 @@ pub const METADATA_BYTES_MAX: u64 = 64 << 20;
 
 /// Options of doctor.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub struct DoctorOptions {
     /// The image's format; `None` probes. Not for folders.
     pub format: Option<String>,
@@ -53,6 +54,7 @@ pub struct DoctorOptions {
 /// One finding.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct DoctorFinding {
     /// Its code.
     pub code: DoctorCode,
@@ -68,6 +70,7 @@ pub struct DoctorFinding {
 /// Findings on one image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct DoctorImage {
     /// The file.
     pub path: PathBuf,
@@ -92,6 +95,7 @@ pub struct DoctorImage {
 /// Result of doctor.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct DoctorReport {
     /// The images, by path.
     pub images: Vec<DoctorImage>,
@@ -155,7 +159,9 @@ fn folder(
     monitor: &Monitor<'_>,
     report: &mut DoctorReport,
 ) -> Result<()> {
-    let tree_options = TreeOptions { refs: options.refs.clone(), recursive: options.recursive };
+    let mut tree_options = TreeOptions::default();
+    tree_options.refs = options.refs.clone();
+    tree_options.recursive = options.recursive;
     // (Its progress has other units.)
     let quiet = Monitor { cancel: monitor.cancel.clone(), ..Monitor::default() };
     let found = tree(registry, path, &tree_options, &quiet)?;

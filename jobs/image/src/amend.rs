@@ -22,6 +22,7 @@ const SIZE: OptionSpec = OptionSpec {
 /// Result of an amend.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct AmendReport {
     /// The image.
     pub image: PathBuf,
@@ -107,7 +108,7 @@ fn found_format(
             )));
         }
     }
-    let backing = NewBacking { name: name.to_owned(), format, open: path.exists() };
+    let backing = NewBacking::new(name, format).open(path.exists());
     let found = backing.find(registry, image, opening)?;
     Ok(found.reference.format.unwrap_or_default())
 }

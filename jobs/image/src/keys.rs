@@ -9,6 +9,7 @@ use vdkit_chain::{OpenOptions, Registry, open_image};
 
 /// The key slots of an image.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct ListedKeys {
     /// The image's format.
     pub format: &'static str,
@@ -22,6 +23,7 @@ pub struct ListedKeys {
 
 /// The key slots after a change.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct KeysAfter {
     /// The slot with the new key.
     pub added: Option<u32>,

@@ -7,6 +7,7 @@ use vdkit_chain::{Disk, DiskExtent, DiskPlace, Extents};
 /// A run of guest bytes with the same properties.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct MapRow<'a> {
     /// Guest offset of the first byte.
     pub start: u64,

@@ -9,6 +9,7 @@ use vdkit_copy::runs::Runs;
 /// Required sizes of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct MeasureReport {
     /// Bytes with the current data, uncompressed.
     pub required: u64,

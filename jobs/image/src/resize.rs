@@ -19,6 +19,7 @@ pub enum Preallocation {
 
 /// Options of a resize.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ResizeOptions {
     /// Allow shrinking.
     pub shrink: bool,

@@ -60,6 +60,7 @@ pub enum Allow {
 /// Policy and limits of an inspection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
+#[non_exhaustive]
 pub struct InspectOptions {
     /// Exceptions.
     pub allow: Vec<Allow>,
@@ -137,6 +138,7 @@ pub enum Depth {
 /// Result of an inspection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
+#[non_exhaustive]
 pub struct InspectReport {
     /// The format to open it as.
     pub format: String,

@@ -12,6 +12,7 @@ const TIB: u64 = 1 << 40;
 /// The target platform. `docs/commands/validate.md` lists the sources of each platform's
 /// requirements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Preset {
     /// KVM with QEMU or libvirt.
     Kvm,
@@ -33,6 +34,7 @@ pub enum Preset {
 
 /// Purpose of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Use {
     /// A guest will write to it.
     Disk,

@@ -14,6 +14,7 @@ use crate::preset::Preset;
 /// A violated requirement.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct Objection {
     /// The rule, for programs.
     pub rule: Rule,
@@ -27,6 +28,7 @@ pub struct Objection {
 /// The rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Rule {
     /// The platform reads the format.
     Format,
@@ -53,6 +55,7 @@ pub enum Rule {
 /// Result of a validation.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct ValidateReport {
     /// The image.
     pub image: PathBuf,

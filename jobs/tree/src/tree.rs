@@ -18,6 +18,7 @@ const FOLDERS_DEEP_MAX: usize = 16;
 
 /// Options of a tree.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub struct TreeOptions {
     /// Policy for references; refused ones are marked, not followed.
     pub refs: RefPolicy,
@@ -42,6 +43,7 @@ pub enum ReferenceStatus {
 /// A backing reference.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct TreeBacking {
     /// The stored name.
     pub name: String,
@@ -58,6 +60,7 @@ pub struct TreeBacking {
 /// One image of a tree.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct TreeImage {
     /// The file.
     pub path: PathBuf,
@@ -78,6 +81,7 @@ pub struct TreeImage {
 /// A file that looked like an image but could not be described.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct TreeFault {
     /// The file.
     pub path: PathBuf,
@@ -88,6 +92,7 @@ pub struct TreeFault {
 /// The images at a location, and their backing references.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct TreeReport {
     /// The images, by path. Files without a header are listed only if another image refers to them,
     /// or if requested.

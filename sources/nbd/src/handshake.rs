@@ -388,6 +388,7 @@ impl Handshake {
 
 /// An export that a server lists.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ListedExport {
     /// Its name; empty for the default export.
     pub name: String,
@@ -397,6 +398,7 @@ pub struct ListedExport {
 
 /// What a server tells of an export.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ExportInfo {
     /// Its length in bytes.
     pub bytes: u64,
@@ -408,6 +410,7 @@ pub struct ExportInfo {
 
 /// An export, with all that a server tells of it without opening it.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DescribedExport {
     /// Its name, and the server's description.
     pub listed: ListedExport,

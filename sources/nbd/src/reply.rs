@@ -16,6 +16,7 @@ const EMPTY_CHUNKS_MAX: u32 = 1024;
 
 /// A run of block status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct StatusRun {
     /// Bytes; never 0.
     pub bytes: u64,

@@ -67,7 +67,7 @@ fn backing_of(disk: &Disk, overlay: &Path) -> Result<NewBacking> {
         return Err(Error::Invalid(format!("{name}: an overlay can name UTF-8 names only")));
     };
     // The format was given or detected: an image served for writing is never guessed.
-    Ok(NewBacking { name, format: Some(top.info().format.to_owned()), open: false })
+    Ok(NewBacking::new(name, Some(top.info().format.to_owned())).open(false))
 }
 
 /// The name by which an overlay refers to an image: relative if the image is in or beneath its
@@ -108,15 +108,10 @@ fn is_file(storage: &dyn Storage, name: &Path) -> bool {
 
 /// Creates the overlay. It gets its name when it is complete and durable.
 fn make(images: &LiveImages, path: &Path, backing: NewBacking, guest_bytes: u64) -> Result<()> {
-    let wanted = CreateOptions {
-        path,
-        driver: images.registry.driver(FORMAT)?,
-        guest_bytes: Some(guest_bytes),
-        options: vdkit_block::Options::default(),
-        backing: Some(backing),
-        replace: false,
-        refs: images.options.refs.clone(),
-    };
+    let wanted = CreateOptions::new(path, images.registry.driver(FORMAT)?)
+        .guest_bytes(guest_bytes)
+        .backing(backing)
+        .refs(images.options.refs.clone());
     create(&images.registry, &wanted, &Monitor::default()).map(drop)
 }
 

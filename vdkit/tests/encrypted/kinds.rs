@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use tempfile::TempDir;
 use vdkit::jobs::{self, CreateOptions, NewBacking};
-use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options, RefPolicy, Repair, Secret};
+use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options, Repair, Secret};
 
 /// Bytes of a new disk.
 pub const BYTES: u64 = (1 << 20) + 3 * 512;
@@ -78,15 +78,8 @@ fn make(path: PathBuf, format: &str, options: &str, base: Option<NewBacking>) {
     if driver.encrypts(&options) {
         options.set_key(Some(key()));
     }
-    let create = CreateOptions {
-        path: &path,
-        driver,
-        guest_bytes: Some(BYTES),
-        options,
-        backing: base,
-        replace: false,
-        refs: RefPolicy::default(),
-    };
+    let create =
+        CreateOptions::new(&path, driver).guest_bytes(BYTES).options(options).backing(base);
     jobs::create(&vdkit::registry(), &create, &Monitor::default()).unwrap();
 }
 
@@ -104,7 +97,7 @@ impl Image {
             let content: Vec<u8> = (0..400_000u32).map(|i| (i / 7) as u8 | 1).collect();
             disk.write_at(&content, GuestOffset(100_000)).unwrap();
             disk.close().unwrap();
-            NewBacking { name, format: Some(format.to_owned()), open: true }
+            NewBacking::new(name, Some(format.to_owned()))
         });
         let prefix = if kind.format == "luks" {
             "iter-time=0"

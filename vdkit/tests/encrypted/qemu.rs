@@ -126,15 +126,11 @@ fn make(folder: &Path, format: &str, options: &str) {
     let driver = vdkit::format(format).unwrap();
     let mut options = vdkit::Options::parse(format, driver.options(), [options]).unwrap();
     options.set_key(Some(key()));
-    let new = vdkit::jobs::CreateOptions {
-        path: &folder.join("image"),
-        driver,
-        guest_bytes: Some(1 << 20),
-        options,
-        backing: None,
-        replace: true,
-        refs: vdkit::RefPolicy::default(),
-    };
+    let path = folder.join("image");
+    let new = vdkit::jobs::CreateOptions::new(&path, driver)
+        .guest_bytes(1 << 20)
+        .options(options)
+        .replace(true);
     vdkit::jobs::create(&vdkit::registry(), &new, &vdkit::Monitor::default()).unwrap();
 }
 

@@ -37,20 +37,10 @@ impl Stage {
     fn create(&self, name: &str, format: &str, options: &str) -> PathBuf {
         let path = self.path(name);
         let driver = vdkit::format(format).unwrap();
-        let wanted = CreateOptions {
-            path: &path,
-            driver,
-            guest_bytes: Some(DISK_BYTES),
-            options: Options::parse(
-                format,
-                driver.options(),
-                options.split(',').filter(|o| !o.is_empty()),
-            )
-            .unwrap(),
-            backing: None,
-            replace: false,
-            refs: RefPolicy::default(),
-        };
+        let wanted = CreateOptions::new(&path, driver).guest_bytes(DISK_BYTES).options(
+            Options::parse(format, driver.options(), options.split(',').filter(|o| !o.is_empty()))
+                .unwrap(),
+        );
         create(&vdkit::registry(), &wanted, &Monitor::default()).unwrap();
         path
     }
@@ -291,22 +281,10 @@ fn a_commit_that_would_damage_something_is_refused() {
     assert!(export.grow(DISK_BYTES * 2).unwrap_err().to_string().contains("a test is running"));
     drop(job);
     // Another overlay depends on the base.
-    let backing = Some(vdkit::jobs::NewBacking {
-        name: "base".to_owned(),
-        format: Some("qcow2".to_owned()),
-        open: false,
-    });
+    let backing = Some(vdkit::jobs::NewBacking::new("base", Some("qcow2".to_owned())).open(false));
     let driver = vdkit::format("qcow2").unwrap();
     let path = stage.path("other");
-    let other = CreateOptions {
-        path: &path,
-        driver,
-        guest_bytes: Some(DISK_BYTES),
-        options: Options::default(),
-        backing,
-        replace: false,
-        refs: RefPolicy::default(),
-    };
+    let other = CreateOptions::new(&path, driver).guest_bytes(DISK_BYTES).backing(backing);
     create(&vdkit::registry(), &other, &Monitor::default()).unwrap();
     refused("other", false);
     std::fs::remove_file(&path).unwrap();

@@ -1,7 +1,7 @@
 //! vdkit makes a chain and writes to each image.
 
 use vdkit::jobs::{CreateOptions, NewBacking, create};
-use vdkit::{Disk, GuestOffset, Monitor, Options, RefPolicy};
+use vdkit::{Disk, GuestOffset, Monitor, Options};
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::{Rng, qemu};
 
@@ -62,20 +62,13 @@ fn make(folder: &Folder, case: &Case, index: usize) {
     let driver = vdkit::format(layer.format()).expect("a known format");
     let options = layer.options();
     let options = Some(options.as_str()).filter(|options| !options.is_empty());
-    let backing = case.backing(index).map(|(name, format)| NewBacking {
-        name,
-        format: Some(format.to_owned()),
-        open: true,
-    });
-    let request = CreateOptions {
-        path: &folder.file(layer),
-        driver,
-        guest_bytes: Some(case.sizes[index]),
-        options: Options::parse(layer.format(), driver.options(), options).expect("good options"),
-        backing,
-        replace: false,
-        refs: RefPolicy::default(),
-    };
+    let backing =
+        case.backing(index).map(|(name, format)| NewBacking::new(name, Some(format.to_owned())));
+    let path = folder.file(layer);
+    let request = CreateOptions::new(&path, driver)
+        .guest_bytes(case.sizes[index])
+        .options(Options::parse(layer.format(), driver.options(), options).expect("good options"))
+        .backing(backing);
     create(&vdkit::registry(), &request, &Monitor::default())
         .unwrap_or_else(|error| panic!("making {}: {error}", layer.name));
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use vdkit::jobs::{CreateOptions, create};
-use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options, RefPolicy};
+use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options};
 use vdkit_testkit::{Rng, cases, python, qemu, require_peer};
 
 /// The tested disks: subformat and other options, bytes.
@@ -18,15 +18,9 @@ pub const KINDS: &[(&str, u64)] = &[
 
 pub fn make(path: &Path, bytes: u64, options: &str) {
     let driver = vdkit::format("vmdk").unwrap();
-    let options = CreateOptions {
-        path,
-        driver,
-        guest_bytes: Some(bytes),
-        options: Options::parse("vmdk", driver.options(), [options]).unwrap(),
-        backing: None,
-        replace: false,
-        refs: RefPolicy::default(),
-    };
+    let options = CreateOptions::new(path, driver)
+        .guest_bytes(bytes)
+        .options(Options::parse("vmdk", driver.options(), [options]).unwrap());
     create(&vdkit::registry(), &options, &Monitor::default()).unwrap();
 }
 

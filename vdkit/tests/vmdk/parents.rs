@@ -10,15 +10,9 @@ use super::oracle::{make, open};
 
 fn overlay(path: &Path, base: &str, options: &str) -> vdkit::Result<()> {
     let driver = vdkit::format("vmdk").unwrap();
-    let options = CreateOptions {
-        path,
-        driver,
-        guest_bytes: None,
-        options: Options::parse("vmdk", driver.options(), [options]).unwrap(),
-        backing: Some(NewBacking { name: base.to_owned(), format: None, open: true }),
-        replace: false,
-        refs: RefPolicy::default(),
-    };
+    let options = CreateOptions::new(path, driver)
+        .options(Options::parse("vmdk", driver.options(), [options]).unwrap())
+        .backing(NewBacking::new(base, None));
     create(&vdkit::registry(), &options, &Monitor::default()).map(|_| ())
 }
 
@@ -116,15 +110,7 @@ fn only_sparse_disks_stand_on_vmdks_alone() {
     make(&base, 5 << 20, "");
     let qcow2 = folder.path().join("base.qcow2");
     let driver = vdkit::format("qcow2").unwrap();
-    let options = CreateOptions {
-        path: &qcow2,
-        driver,
-        guest_bytes: Some(5 << 20),
-        options: Options::default(),
-        backing: None,
-        replace: false,
-        refs: RefPolicy::default(),
-    };
+    let options = CreateOptions::new(&qcow2, driver).guest_bytes(5 << 20);
     create(&vdkit::registry(), &options, &Monitor::default()).unwrap();
     let top = folder.path().join("top.vmdk");
     for (name, options) in [

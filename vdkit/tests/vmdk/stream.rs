@@ -38,13 +38,8 @@ fn stream(from: &Path, to: &Path, threads: usize) {
     let registry = vdkit::registry();
     let raw = OpenOptions { format: Some("raw".to_owned()), ..OpenOptions::read_only() };
     let disk = Disk::open(&registry, from, &raw).unwrap();
-    let new = NewImage {
-        path: to.to_owned(),
-        format: "vmdk".to_owned(),
-        options: options("subformat=streamOptimized,adapter_type=lsilogic"),
-        backing: None,
-        cache: None,
-    };
+    let new = NewImage::new(to, "vmdk")
+        .options(options("subformat=streamOptimized,adapter_type=lsilogic"));
     let mut wanted = ConvertOptions::new(Destination::New(new));
     wanted.threads = Some(threads);
     wanted.verify = true;

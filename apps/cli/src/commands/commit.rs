@@ -64,16 +64,14 @@ impl Run for CommitArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
     fn run(self, session: &mut Session) -> Outcome {
-        let options = CommitOptions {
-            to: self.to.clone(),
-            empty: match (self.keep, self.empty) {
-                (true, _) => Some(false),
-                (_, true) => Some(true),
-                _ => None,
-            },
-            force: self.force.force,
-            ..CommitOptions::default()
+        let mut options = CommitOptions::default();
+        options.to = self.to.clone();
+        options.empty = match (self.keep, self.empty) {
+            (true, _) => Some(false),
+            (_, true) => Some(true),
+            _ => None,
         };
+        options.force = self.force.force;
         let progress = self.progress.reporter("commit");
         let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
         let opening = self.keys.apply(self.opening.options());

@@ -93,7 +93,8 @@ impl Run for CompareArgs {
     fn run(self, session: &mut Session) -> Outcome {
         let a = self.open(&self.a, self.format.as_ref(), self.snapshot.as_ref())?;
         let b = self.open(&self.b, self.second_format.as_ref(), self.snapshot_b.as_ref())?;
-        let options = CompareOptions { strict: self.strict, ..CompareOptions::default() };
+        let mut options = CompareOptions::default();
+        options.strict = self.strict;
         let progress = self.progress.reporter("compare");
         let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
         let compared = jobs::compare(&a, &b, &options, &monitor);

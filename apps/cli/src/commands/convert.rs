@@ -365,22 +365,21 @@ impl ConvertArgs {
     ) -> Result<ConvertOptions, Failure> {
         let Goal { destination, compress, backing } =
             self.goal(registry, target, source_bytes, cancel)?;
-        Ok(ConvertOptions {
-            compress,
-            threads: self.threads.map(usize::from),
-            detect_zeroes: self.detection(),
-            verify: self.verify,
-            rate: self.rate,
-            backing,
-            bitmaps: match (self.bitmaps, self.skip_broken_bitmaps) {
-                (false, _) => None,
-                (true, false) => Some(BrokenBitmaps::Refuse),
-                (true, true) => Some(BrokenBitmaps::Skip),
-            },
-            size_unit: self.made_for.map_or(1, Preset::unit),
-            keys: self.target_keys(),
-            ..ConvertOptions::new(destination)
-        })
+        let mut options = ConvertOptions::new(destination);
+        options.compress = compress;
+        options.threads = self.threads.map(usize::from);
+        options.detect_zeroes = self.detection();
+        options.verify = self.verify;
+        options.rate = self.rate;
+        options.backing = backing;
+        options.bitmaps = match (self.bitmaps, self.skip_broken_bitmaps) {
+            (false, _) => None,
+            (true, false) => Some(BrokenBitmaps::Refuse),
+            (true, true) => Some(BrokenBitmaps::Skip),
+        };
+        options.size_unit = self.made_for.map_or(1, Preset::unit);
+        options.keys = self.target_keys();
+        Ok(options)
     }
 
     /// The unit of zero detection; none if zeroes are not detected.
@@ -485,13 +484,12 @@ impl ConvertArgs {
             guard::refuse_replacing(target, cancel)?;
         }
         let found = self.found_backing(registry, target)?;
-        let destination = Destination::New(NewImage {
-            path: target.to_owned(),
-            format: driver.name().to_owned(),
-            options,
-            backing: found.as_ref().map(|found| found.reference.clone()),
-            cache: self.cache,
-        });
+        let destination = Destination::New(
+            NewImage::new(target, driver.name())
+                .options(options)
+                .backing(found.as_ref().map(|found| found.reference.clone()))
+                .cache(self.cache),
+        );
         let backing = found.map(|found| Backing {
             path: found.path,
             opening: self.source_options().of_other(found.reference.format),
@@ -579,15 +577,10 @@ impl ConvertArgs {
             // A raw image on a device needs no creation.
             return Ok(());
         }
-        let create = CreateOptions {
-            path: target,
-            driver,
-            guest_bytes: Some(guest_bytes),
-            options,
-            backing: None,
-            replace: false,
-            refs: self.references.policy(),
-        };
+        let create = CreateOptions::new(target, driver)
+            .guest_bytes(guest_bytes)
+            .options(options)
+            .refs(self.references.policy());
         let monitor = Monitor { cancel: cancel.clone(), ..Monitor::default() };
         jobs::create(registry, &create, &monitor)?;
         Ok(())
@@ -599,8 +592,7 @@ impl ConvertArgs {
         target: &Path,
     ) -> Result<Option<FoundBacking>, Failure> {
         let Some(name) = &self.backing else { return Ok(None) };
-        let backing =
-            NewBacking { name: name.clone(), format: self.backing_format.clone(), open: true };
+        let backing = NewBacking::new(name.clone(), self.backing_format.clone());
         Ok(Some(backing.find(registry, target, &self.source_options())?))
     }
 }

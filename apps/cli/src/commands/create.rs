@@ -111,7 +111,7 @@ impl CreateArgs {
         };
         let format = pick(&self.backing_format, "backing_fmt")?;
         let name = pick(&self.backing, "backing_file")?;
-        Ok(name.map(|name| NewBacking { name, format, open: !self.unsafe_backing }))
+        Ok(name.map(|name| NewBacking::new(name, format).open(!self.unsafe_backing)))
     }
 }
 
@@ -172,15 +172,12 @@ impl Run for CreateArgs {
             return Err(Failure::failed(format!("{image}: is there already"))
                 .hint("'--force' replaces it, with all that is in it"));
         }
-        let create = CreateOptions {
-            path: &self.image,
-            driver,
-            guest_bytes: self.size,
-            options,
-            backing,
-            replace: self.force,
-            refs: self.references.policy(),
-        };
+        let create = CreateOptions::new(&self.image, driver)
+            .guest_bytes(self.size)
+            .options(options)
+            .backing(backing)
+            .replace(self.force)
+            .refs(self.references.policy());
         guard::refuse_occupied(&self.image, self.force, None)?;
         let cancel = session.cancel_on_signal()?;
         // Applies with `--force` too: `--force` gives up the old image, not the overlays that

@@ -133,7 +133,8 @@ struct Request {
 impl Request {
     fn of(operands: &[Operand]) -> Result<Self, Failure> {
         let (mut source, mut target, mut must_exist) = (None, None, false);
-        let mut options = DdOptions { sync: true, ..DdOptions::default() };
+        let mut options = DdOptions::default();
+        options.sync = true;
         for operand in operands {
             match operand.clone() {
                 Operand::Source(path) => source = Some(path),
@@ -184,13 +185,7 @@ impl Run for DdArgs {
             let texts = self.options.options.iter().map(String::as_str);
             let mut options = Options::parse(driver.name(), driver.options(), texts)?;
             key_of_new(driver, &mut options, self.target_key.key())?;
-            let new = NewImage {
-                path: request.target.clone(),
-                format: driver.name().to_owned(),
-                options,
-                backing: None,
-                cache: None,
-            };
+            let new = NewImage::new(&request.target, driver.name()).options(options);
             jobs::dd_new(&registry, &source, &new, &request.options, &monitor)
                 .map_err(Failure::from)
         };

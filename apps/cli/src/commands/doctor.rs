@@ -69,12 +69,11 @@ impl Run for DoctorArgs {
         if folder && self.format.is_some() {
             return Err(Failure::usage("--format is for one image; a folder's images are probed"));
         }
-        let options = DoctorOptions {
-            format: self.format,
-            refs: self.references.policy(),
-            recursive: self.recursive,
-            libvirt: self.libvirt,
-        };
+        let mut options = DoctorOptions::default();
+        options.format = self.format;
+        options.refs = self.references.policy();
+        options.recursive = self.recursive;
+        options.libvirt = self.libvirt;
         let progress = self.progress.reporter("doctor");
         let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
         let report = jobs::doctor(&vdkit::registry(), &self.path, &options, &monitor);

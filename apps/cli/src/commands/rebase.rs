@@ -70,16 +70,11 @@ impl Run for RebaseArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
     fn run(self, session: &mut Session) -> Outcome {
-        let options = RebaseOptions {
-            backing: self.backing.clone().map(|name| NewBacking {
-                name,
-                format: self.backing_format.clone(),
-                open: true,
-            }),
-            header_only: self.header_only,
-            force: self.force,
-            threads: None,
-        };
+        let mut options = RebaseOptions::default();
+        options.backing =
+            self.backing.clone().map(|name| NewBacking::new(name, self.backing_format.clone()));
+        options.header_only = self.header_only;
+        options.force = self.force;
         let progress = self.progress.reporter("rebase");
         let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
         let opening = self.keys.apply(self.opening.options());

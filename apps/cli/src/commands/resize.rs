@@ -138,14 +138,13 @@ impl Run for ResizeArgs {
             ))
             .hint("shrink what is inside first, then repeat this with --shrink"));
         }
-        let options = ResizeOptions {
-            shrink: self.shrink,
-            preallocation: match self.preallocation {
-                PreallocationChoice::Off => Preallocation::Off,
-                PreallocationChoice::Metadata => Preallocation::Metadata,
-                PreallocationChoice::Falloc => Preallocation::Falloc,
-                PreallocationChoice::Full => Preallocation::Full,
-            },
+        let mut options = ResizeOptions::default();
+        options.shrink = self.shrink;
+        options.preallocation = match self.preallocation {
+            PreallocationChoice::Off => Preallocation::Off,
+            PreallocationChoice::Metadata => Preallocation::Metadata,
+            PreallocationChoice::Falloc => Preallocation::Falloc,
+            PreallocationChoice::Full => Preallocation::Full,
         };
         let progress = self.progress.reporter("resize");
         let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };

@@ -53,7 +53,9 @@ impl Run for TreeArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
     fn run(self, session: &mut Session) -> Outcome {
-        let options = TreeOptions { refs: self.references.policy(), recursive: self.recursive };
+        let mut options = TreeOptions::default();
+        options.refs = self.references.policy();
+        options.recursive = self.recursive;
         let cancel = session.cancel_on_signal()?;
         let monitor = Monitor { cancel, ..Monitor::default() };
         let path = self.delete_check.as_ref().unwrap_or(&self.path);

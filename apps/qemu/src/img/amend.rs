@@ -213,7 +213,8 @@ impl Amending<'_> {
             return Ok(());
         }
         let disk = crate::open::open_with(self.image, self.options)?;
-        let how = ResizeOptions { shrink: true, ..ResizeOptions::default() };
+        let mut how = ResizeOptions::default();
+        how.shrink = true;
         let resized = jobs::resize(&disk, bytes, &how, monitor);
         let closed = disk.close();
         resized.and(closed).map_err(failed)

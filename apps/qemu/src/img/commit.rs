@@ -56,7 +56,11 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let base = parsed.last("base");
     let to = base.map(|base| found(base, &links, &image.typed)).transpose()?;
     let keep = parsed.has("drop") || base.is_some();
-    let options = CommitOptions { to, empty: Some(!keep), force: true, threads: None, rate };
+    let mut options = CommitOptions::default();
+    options.to = to;
+    options.empty = Some(!keep);
+    options.force = true;
+    options.rate = rate;
     let progress = Progress::new(parsed.has("progress") && !quiet)?;
     let monitor = Monitor { cancel: cancel_on_signal()?, progress: &WithoutMessages(&progress) };
     let done = jobs::commit(&registry(), path, &opening, &options, &monitor);

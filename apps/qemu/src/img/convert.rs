@@ -232,21 +232,20 @@ impl Settings<'_> {
         let source = Source::new(disks);
         let cancel = cancel_on_signal()?;
         let Goal { destination, compress, backing, keys } = self.goal(&source, target)?;
-        let options = ConvertOptions {
-            compress,
-            detect_zeroes: self.detect,
-            fill: self.detect.is_none(),
-            rate: self.rate,
-            backing,
-            bitmaps: match (self.parsed.has("bitmaps"), self.parsed.has("skip-broken-bitmaps")) {
-                (false, _) => None,
-                (true, false) => Some(BrokenBitmaps::Refuse),
-                (true, true) => Some(BrokenBitmaps::Skip),
-            },
-            size_unit: 512,
-            keys,
-            ..ConvertOptions::new(destination)
+        let mut options = ConvertOptions::new(destination);
+        options.compress = compress;
+        options.detect_zeroes = self.detect;
+        options.fill = self.detect.is_none();
+        options.rate = self.rate;
+        options.backing = backing;
+        options.bitmaps = match (self.parsed.has("bitmaps"), self.parsed.has("skip-broken-bitmaps"))
+        {
+            (false, _) => None,
+            (true, false) => Some(BrokenBitmaps::Refuse),
+            (true, true) => Some(BrokenBitmaps::Skip),
         };
+        options.size_unit = 512;
+        options.keys = keys;
         let shown = self.parsed.has("progress") && !self.parsed.has("quiet");
         let progress = Progress::new(shown)?;
         let monitor = Monitor { cancel, progress: &WithoutMessages(&progress) };
@@ -343,13 +342,12 @@ impl Settings<'_> {
             return Ok(Goal { compress, ..self.write_to(path, format, Vec::new()) });
         }
         let (backing, reference) = backing.unzip();
-        let destination = Destination::New(NewImage {
-            path,
-            format: driver.name().to_owned(),
-            options,
-            backing: reference,
-            cache: self.cache,
-        });
+        let destination = Destination::New(
+            NewImage::new(path, driver.name())
+                .options(options)
+                .backing(reference)
+                .cache(self.cache),
+        );
         Ok(Goal { destination, compress, backing, keys: Vec::new() })
     }
 
@@ -416,8 +414,7 @@ impl Settings<'_> {
         };
         let driver = crate::open::driver(format)
             .ok_or_else(|| Failure::new(format!("Unknown driver '{format}'")))?;
-        let new =
-            NewBacking { name: name.to_owned(), format: Some(driver.name().into()), open: true };
+        let new = NewBacking::new(name, Some(driver.name().into()));
         let opening = OpenOptions { refs: references(), lock: true, ..OpenOptions::read_only() };
         let found = new
             .find(&registry(), target, &opening)

@@ -123,7 +123,7 @@ impl Request<'_> {
             return Err(opened(Failure::new(format!("Unknown driver '{format}'"))));
         }
         let engine = format.and_then(crate::open::driver).map(|driver| driver.name().to_owned());
-        let mut new = NewBacking { name: name.to_owned(), format: engine, open: true };
+        let mut new = NewBacking::new(name, engine);
         // A name with a protocol is stored as it is.
         let protocol = name.split_once(':').is_some_and(|(before, _)| !before.contains('/'));
         let bytes = match (check, protocol) {
@@ -135,8 +135,7 @@ impl Request<'_> {
             }
             (true, false) => {
                 let opening = OpenOptions { refs: references(), ..OpenOptions::read_only() };
-                let guessed =
-                    NewBacking { format: new.format.clone().or(probed(path, name)), ..new.clone() };
+                let guessed = NewBacking::new(name, new.format.clone().or(probed(path, name)));
                 let found = guessed
                     .find(&registry(), path, &opening)
                     .map_err(|error| opened(Failure::new(words(&error))))?;
@@ -206,15 +205,12 @@ pub fn create_at(
     options: Options,
     backing: Option<NewBacking>,
 ) -> Result<(), Failure> {
-    let create = CreateOptions {
-        path,
-        driver,
-        guest_bytes: Some(guest_bytes),
-        options,
-        backing,
-        replace: true,
-        refs: references(),
-    };
+    let create = CreateOptions::new(path, driver)
+        .guest_bytes(guest_bytes)
+        .options(options)
+        .backing(backing)
+        .replace(true)
+        .refs(references());
     let monitor = Monitor { cancel: cancel_on_signal()?, progress: &Silent };
     jobs::create(&registry(), &create, &monitor)
         .map(drop)

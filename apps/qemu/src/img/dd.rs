@@ -92,13 +92,11 @@ fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
     });
     let format = parsed.last("output-format").unwrap_or("raw");
     // A block of one byte: the part need not consist of whole sectors.
-    let options = DdOptions {
-        block_bytes: 1,
-        count: Some(len),
-        skip: from,
-        size_unit: 512,
-        ..DdOptions::default()
-    };
+    let mut options = DdOptions::default();
+    options.block_bytes = 1;
+    options.count = Some(len);
+    options.skip = from;
+    options.size_unit = 512;
     let output = Output { name: output, format, objects: &objects };
     output.copy(&source, &options)?;
     Ok(0)
@@ -125,7 +123,7 @@ impl Output<'_> {
         let monitor = Monitor { cancel: cancel_on_signal()?, progress: &Silent };
         let format = driver.name().to_owned();
         if !is_device(&path) {
-            let new = NewImage { path: path.clone(), format, options, backing: None, cache: None };
+            let new = NewImage::new(path.clone(), format).options(options);
             return jobs::dd_new(&registry(), source, &new, dd, &monitor)
                 .map(drop)
                 .map_err(|error| told(failed_creation(&path, &error)));

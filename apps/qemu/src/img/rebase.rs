@@ -64,7 +64,10 @@ fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
         return Err(failed_open(&image, None, &error));
     }
     let backing = new_backing(parsed, path, header_only)?;
-    let options = RebaseOptions { backing, header_only, force: true, threads: None };
+    let mut options = RebaseOptions::default();
+    options.backing = backing;
+    options.header_only = header_only;
+    options.force = true;
     let progress = Progress::new(parsed.has("progress") && !parsed.has("quiet"))?;
     let monitor = Monitor { cancel: cancel_on_signal()?, progress: &WithoutMessages(&progress) };
     let done = jobs::rebase(&registry(), path, &opening, &options, &monitor);
@@ -99,7 +102,7 @@ fn new_backing(
             "Could not change the backing file to '{name}': backing format must be specified"
         )));
     }
-    Ok(Some(NewBacking { name: name.to_owned(), format: engine, open: !header_only }))
+    Ok(Some(NewBacking::new(name, engine).open(!header_only)))
 }
 
 fn failed(image: &Image, backing: &str, error: &Error) -> Failure {

@@ -114,7 +114,9 @@ fn resize(
     if format == "qcow2" && !bytes.is_multiple_of(512) {
         return Err(Failure::new("The new size must be a multiple of 512"));
     }
-    let options = ResizeOptions { shrink, preallocation };
+    let mut options = ResizeOptions::default();
+    options.shrink = shrink;
+    options.preallocation = preallocation;
     let monitor = Monitor { cancel: cancel_on_signal()?, progress: &Silent };
     jobs::resize(disk, bytes, &options, &monitor).map_err(|error| match error {
         Error::Unsupported { .. } => Failure::new(words(&error)),

@@ -15,7 +15,7 @@ use listenfd::ListenFd;
 use vdkit::jobs::{CreateOptions, NewBacking, create};
 use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions, Tls};
 use vdkit::serve::{Export, ExportOptions, OnNoSpace};
-use vdkit::{CacheMode, CancelToken, Disk, Monitor, Options};
+use vdkit::{CacheMode, CancelToken, Disk, Monitor};
 
 use crate::failure::{Failure, system_words, words};
 use crate::getopt::{self, Opt, Parsed, flag, long, valued};
@@ -341,19 +341,9 @@ fn open_disk(request: &Request) -> Result<(Disk, Option<tempfile::TempDir>), Fai
     let format = vdkit::format("qcow2")?;
     create(
         &open::registry(),
-        &CreateOptions {
-            path: &overlay,
-            driver: format,
-            guest_bytes: None,
-            options: Options::default(),
-            backing: Some(NewBacking {
-                name: backing.display().to_string(),
-                format: Some(driver.name().to_owned()),
-                open: true,
-            }),
-            replace: false,
-            refs: open::references(),
-        },
+        &CreateOptions::new(&overlay, format)
+            .backing(NewBacking::new(backing.display().to_string(), Some(driver.name().to_owned())))
+            .refs(open::references()),
         &Monitor::default(),
     )?;
     let image = crate::names::parse(&overlay.display().to_string()).map_err(Failure::new)?;

@@ -84,6 +84,7 @@ codes! {
 /// One finding.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[non_exhaustive]
 pub struct InspectFinding {
     /// Its code.
     pub code: Code,

@@ -117,21 +117,19 @@ pub struct InspectArgs {
 
 impl InspectArgs {
     fn options(&self) -> InspectOptions {
-        let usual = InspectOptions::default();
         let named = || vdkit::format_of_name(&self.image.to_string_lossy());
         let format = self.format.as_deref().or_else(named);
         let format = format.map(|name| if name == "vpc" { "vhd" } else { name });
-        InspectOptions {
-            allow: self.allow.clone(),
-            format: format.map(str::to_owned),
-            size_max: self.max_size.unwrap_or(usual.size_max),
-            ratio_max: self.max_ratio.unwrap_or(usual.ratio_max),
-            strict: self.strict,
-            time_max: self.timeout.unwrap_or(usual.time_max),
-            memory_max: self.max_memory.unwrap_or(usual.memory_max),
-            read_bytes_max: self.max_read.unwrap_or(usual.read_bytes_max),
-            reads_max: usual.reads_max,
-        }
+        let mut options = InspectOptions::default();
+        options.allow = self.allow.clone();
+        options.format = format.map(str::to_owned);
+        options.size_max = self.max_size.unwrap_or(options.size_max);
+        options.ratio_max = self.max_ratio.unwrap_or(options.ratio_max);
+        options.strict = self.strict;
+        options.time_max = self.timeout.unwrap_or(options.time_max);
+        options.memory_max = self.max_memory.unwrap_or(options.memory_max);
+        options.read_bytes_max = self.max_read.unwrap_or(options.read_bytes_max);
+        options
     }
 }
 
