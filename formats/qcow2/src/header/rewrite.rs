@@ -10,9 +10,10 @@
 //! | a backing name that the new list would overwrite is copied to after the list; barrier; the first sector names the copy; barrier | the old header |
 //! | the rest of the new list and the new name are written to unreferenced bytes; barrier | the old header |
 //! | the first sector; barrier | the new header |
+//! | zeroes over what the old list and name left behind; barrier | the new header |
 //!
-//! Empty steps are skipped: most images need the last two, those with clusters of 512 bytes only
-//! the last.
+//! Empty steps are skipped: most images need two, those with clusters of 512 bytes only that of the
+//! first sector.
 
 use std::ops::Range;
 
@@ -51,6 +52,8 @@ struct Area<'a> {
     /// End of the extension list.
     list_end: usize,
     name: Range<usize>,
+    /// Bytes from here on were never used.
+    used_end: usize,
 }
 
 /// Bytes of the header cluster that are considered: enough for any sensible list and name.
@@ -71,7 +74,8 @@ impl<'a> Area<'a> {
         if name.end > cluster || list_end > cluster {
             return Err(no_room(storage));
         }
-        Ok(Self { storage, bytes, cluster, list_end, name })
+        let used_end = list_end.max(name.end);
+        Ok(Self { storage, bytes, cluster, list_end, name, used_end })
     }
 
     /// The writes, each to be followed by a barrier. They are first applied to the copy in memory.
@@ -113,6 +117,8 @@ impl<'a> Area<'a> {
             self.put(range.start, whole[range].to_vec(), &mut steps);
         }
         self.put(0, whole[..SECTOR].to_vec(), &mut steps);
+        whole.resize(whole.len().max(self.used_end), 0);
+        self.put(SECTOR, whole[SECTOR..].to_vec(), &mut steps);
         self.check(new)?;
         Ok(steps)
     }
@@ -198,6 +204,7 @@ impl<'a> Area<'a> {
             return Err(no_room(self.storage));
         }
         self.name = at..at + name.len();
+        self.used_end = self.used_end.max(self.name.end);
         self.put(at, name, steps);
         let mut first = self.bytes[..SECTOR].to_vec();
         first[8..16].copy_from_slice(&(at as u64).to_be_bytes());

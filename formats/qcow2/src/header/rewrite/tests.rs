@@ -6,7 +6,7 @@ use vdkit_block::{
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CrashStorage, Rng};
 
-use super::{Header, rewrite};
+use super::{AREA_BYTES_MAX, Header, be32, be64, padded, rewrite};
 use crate::Qcow2Driver;
 use crate::header::Extension;
 use crate::layout::{compatible, extension};
@@ -86,8 +86,16 @@ fn try_rewrite(storage: &dyn Storage, new: &Header, rng: &mut Rng, what: &str) -
         new.extension(extension::FEATURE_NAMES).map(|e| &e.data),
         "{what}"
     );
-    // Nothing but the header's cluster has changed.
     let cluster = old.geometry.cluster_bytes();
+    // Nothing is left of what the old header named.
+    let mut bytes = vec![0; cluster.min(AREA_BYTES_MAX) as usize];
+    done.only_durable().read_padded(&mut bytes, HostOffset(0)).unwrap();
+    let last = found.extensions.last().map(|e| e.offset as usize + padded(e.data.len()));
+    let list_end = last.unwrap_or(found.header_bytes as usize) + 8;
+    let name = be64(&bytes, 8) as usize..be64(&bytes, 8) as usize + be32(&bytes, 16) as usize;
+    let stale = (list_end..bytes.len()).find(|at| bytes[*at] != 0 && !name.contains(at));
+    assert_eq!(stale, None, "{what}");
+    // Nothing but the header's cluster has changed.
     let len = storage.len().unwrap();
     let (mut a, mut b) = (vec![0; (len - cluster) as usize], vec![0; (len - cluster) as usize]);
     storage.read_at(&mut a, HostOffset(cluster)).unwrap();
