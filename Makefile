@@ -44,7 +44,7 @@ install-lib: lib ## the C library, header and pkg-config file, below PREFIX
 	install -D -m 644 -t $(PLACE)/include bindings/c/include/vdkit.h
 	cp -d target/libvdkit/libvdkit.so* $(PLACE)/lib
 
-test: peers lint doc unit ## everything that must hold: installs the peers, then format, lints, documents, tests
+test: peers lint doc publish-check unit ## everything that must hold: installs the peers, then format, lints, documents, crates, tests
 
 peers: ## installs the programs that the tests compare with (QEMU's tools and others), fetches a guest
 	scripts/install-peers
