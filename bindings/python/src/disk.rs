@@ -4,7 +4,6 @@ use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use pyo3::prelude::*;
-use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 use vdkit::{
     BackingChoice, DiskPlace, Error, GuestOffset, Monitor, OpenOptions, RefPolicy, Result, Secret,
@@ -12,6 +11,7 @@ use vdkit::{
 };
 
 use crate::errors::{misuse, raise, raise_from};
+use crate::memory::{new_bytes, with_bytes, with_bytes_mut};
 use crate::source::{FileObject, Raised};
 
 /// The options by which images are opened, as Python passes them.
@@ -82,6 +82,14 @@ impl Disk {
         py.detach(|| self.call(act)).map_err(|error| self.raise(py, &error))
     }
 
+    fn fill(&self, disk: &vdkit::Disk, buf: &mut [u8], offset: u64) -> Result<()> {
+        // A file object is asked by the thread that reads, so that it is noticed if it reads this disk.
+        match self.raised {
+            Some(_) => disk.read_at(buf, GuestOffset(offset)),
+            None => crate::parallel::read(disk, buf, offset),
+        }
+    }
+
     pub(crate) fn raise(&self, py: Python<'_>, error: &Error) -> PyErr {
         raise_from(py, error, self.raised.as_ref().and_then(|raised| raised.take()))
     }
@@ -96,6 +104,14 @@ impl Disk {
 fn closed() -> Error {
     Error::Invalid("the disk is closed".to_owned())
 }
+
+/// How many of `len` bytes at `offset` are on the disk.
+fn left(disk: &vdkit::Disk, offset: u64, len: usize) -> usize {
+    usize::try_from(disk.guest_bytes().saturating_sub(offset)).map_or(len, |left| left.min(len))
+}
+
+/// Memory of this size is taken without asking whether the range is on the disk.
+const SMALL: usize = 1 << 20;
 
 type ExtentRow = (u64, u64, u32, bool, bool, bool, Option<String>, Option<u64>);
 
@@ -143,22 +159,40 @@ impl Disk {
 
     fn read<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> PyResult<Bound<'py, PyBytes>> {
         // Before memory is taken for it.
-        self.with(py, |disk| {
-            let (end, size) = (offset.saturating_add(len as u64), disk.guest_bytes());
-            if end <= size {
-                return Ok(());
-            }
-            let name = disk.name();
-            let why = format!("{name}: {len} bytes at {offset} end beyond the disk's {size}");
-            Err(Error::Invalid(why))
-        })?;
-        PyBytes::new_with(py, len, |buf| {
-            self.with(py, |disk| disk.read_at(buf, GuestOffset(offset)))
-        })
+        if len > SMALL {
+            self.with(py, |disk| match left(disk, offset, len) {
+                left if left == len => Ok(()),
+                _ => {
+                    let (name, size) = (disk.name(), disk.guest_bytes());
+                    let why =
+                        format!("{name}: {len} bytes at {offset} end beyond the disk's {size}");
+                    Err(Error::Invalid(why))
+                }
+            })?;
+        }
+        new_bytes(py, len, |buf| self.with(py, |disk| self.fill(disk, buf, offset)))
     }
 
-    fn write(&self, py: Python<'_>, offset: u64, data: PyBackedBytes) -> PyResult<()> {
-        self.with(py, |disk| disk.write_at(&data, GuestOffset(offset)))
+    /// Reads into an object's memory what the disk has from `offset` on, at most `most` bytes; returns how
+    /// many.
+    fn readinto(
+        &self,
+        py: Python<'_>,
+        offset: u64,
+        memory: &Bound<'_, PyAny>,
+        most: usize,
+    ) -> PyResult<usize> {
+        with_bytes_mut(memory, |buf| {
+            self.with(py, |disk| {
+                let len = left(disk, offset, buf.len().min(most));
+                self.fill(disk, &mut buf[..len], offset.min(disk.guest_bytes()))?;
+                Ok(len)
+            })
+        })?
+    }
+
+    fn write(&self, py: Python<'_>, offset: u64, data: &Bound<'_, PyAny>) -> PyResult<()> {
+        with_bytes(data, |data| self.with(py, |disk| disk.write_at(data, GuestOffset(offset))))?
     }
 
     fn write_zeroes(&self, py: Python<'_>, offset: u64, len: u64, unmap: bool) -> PyResult<()> {
