@@ -6,12 +6,13 @@ use std::sync::{Arc, PoisonError, RwLock};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use vdkit::{
-    BackingChoice, DiskPlace, Error, GuestOffset, Monitor, OpenOptions, RefPolicy, Result, Secret,
+    BackingChoice, DiskPlace, Error, GuestOffset, OpenOptions, RefPolicy, Result, Secret,
     jobs,
 };
 
 use crate::errors::{misuse, raise, raise_from};
 use crate::memory::{new_bytes, with_bytes, with_bytes_mut};
+use crate::jobs::{abandonable, run};
 use crate::source::{FileObject, Raised};
 
 /// The options by which images are opened, as Python passes them.
@@ -119,9 +120,10 @@ type ExtentRow = (u64, u64, u32, bool, bool, bool, Option<String>, Option<u64>);
 impl Disk {
     #[staticmethod]
     fn open(py: Python<'_>, path: PathBuf, opening: Opening) -> PyResult<Self> {
-        let opened =
-            py.detach(|| vdkit::Disk::open(&vdkit::registry(), &path, &opening.options()?));
-        opened.map(|disk| Self::new(disk, None)).map_err(|error| raise(py, &error))
+        let opened = abandonable(py, move || {
+            vdkit::Disk::open(&vdkit::registry(), &path, &opening.options()?)
+        });
+        opened.map(|disk| Self::new(disk, None))
     }
 
     #[staticmethod]
@@ -209,7 +211,9 @@ impl Disk {
 
     fn resize(&self, py: Python<'_>, size: u64, shrink: bool) -> PyResult<()> {
         let options = jobs::ResizeOptions { shrink, ..jobs::ResizeOptions::default() };
-        self.with(py, |disk| jobs::resize(disk, size, &options, &Monitor::default()))
+        run(py, None, self.raised.as_deref(), |monitor| {
+            self.call(|disk| jobs::resize(disk, size, &options, monitor))
+        })
     }
 
     fn snapshot(&self, py: Python<'_>, action: &str, name: String) -> PyResult<()> {
@@ -219,7 +223,9 @@ impl Disk {
             "delete" => jobs::SnapshotAction::Delete(name),
             other => return Err(misuse(py, format!("unknown action '{other}'"))),
         };
-        self.with(py, |disk| jobs::snapshot(disk, &action, &Monitor::default()).map(|_| ()))
+        run(py, None, self.raised.as_deref(), |monitor| {
+            self.call(|disk| jobs::snapshot(disk, &action, monitor).map(|_| ()))
+        })
     }
 
     fn snapshots(&self, py: Python<'_>) -> PyResult<String> {

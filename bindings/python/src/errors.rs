@@ -8,6 +8,7 @@ use vdkit::{Error, ErrorKind};
 fn class(error: &Error) -> &'static str {
     match error.kind() {
         ErrorKind::Failed if is_missing(error) => "NotFoundError",
+        ErrorKind::Failed if errno(error).is_some() => "SystemCallError",
         ErrorKind::Failed => "Error",
         ErrorKind::Usage => "UsageError",
         ErrorKind::Corrupt => "CorruptError",
@@ -21,6 +22,16 @@ fn class(error: &Error) -> &'static str {
 fn is_missing(error: &Error) -> bool {
     matches!(error, Error::File { source, .. } | Error::Reference { source, .. }
         if source.kind() == std::io::ErrorKind::NotFound)
+}
+
+/// The number of the system's error, if one was the cause.
+fn errno(error: &Error) -> Option<i32> {
+    match error {
+        Error::Io { source, .. } | Error::File { source, .. } | Error::Reference { source, .. } => {
+            source.raw_os_error()
+        }
+        _ => None,
+    }
 }
 
 /// As [`raise`], for an error whose cause is what a file object raised. What is no `Exception`, such as
@@ -37,7 +48,7 @@ pub(crate) fn raise_from(py: Python<'_>, error: &Error, cause: Option<PyErr>) ->
     }
 }
 
-/// An exception with the error's message, file, offset and hint.
+/// An exception with the error's message, file, offset, hint and number.
 pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
     let made = py.import("vdkit.errors").and_then(|module| {
         module.getattr(class(error))?.call1((
@@ -45,6 +56,7 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
             error.file(),
             error.offset(),
             error.remedy().map(|remedy| remedy.to_string()),
+            errno(error),
         ))
     });
     match made {
