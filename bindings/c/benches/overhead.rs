@@ -35,8 +35,7 @@ fn main() {
     let rust = |at: u64, buf: &mut [u8]| disk.read_at(buf, GuestOffset(at)).expect("a read");
     let c = |at: u64, buf: &mut [u8]| {
         // SAFETY: the handle is open until the end, and the buffer is as long as said.
-        let done =
-            unsafe { vdkit_pread(handle.as_ref(), buf.as_mut_ptr().cast(), buf.len(), at) };
+        let done = unsafe { vdkit_pread(handle.as_ref(), buf.as_mut_ptr().cast(), buf.len(), at) };
         assert_eq!(done, 0);
     };
     let mut pairs = Vec::new();

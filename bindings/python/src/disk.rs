@@ -6,13 +6,12 @@ use std::sync::{Arc, PoisonError, RwLock};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use vdkit::{
-    BackingChoice, DiskPlace, Error, GuestOffset, OpenOptions, RefPolicy, Result, Secret,
-    jobs,
+    BackingChoice, DiskPlace, Error, GuestOffset, OpenOptions, RefPolicy, Result, Secret, jobs,
 };
 
 use crate::errors::{misuse, raise, raise_from};
-use crate::memory::{new_bytes, with_bytes, with_bytes_mut};
 use crate::jobs::{abandonable, run};
+use crate::memory::{new_bytes, with_bytes, with_bytes_mut};
 use crate::source::{FileObject, Raised};
 
 /// The options by which images are opened, as Python passes them.

@@ -8,7 +8,7 @@ use vdkit::{Error, ErrorKind};
 fn class(error: &Error) -> &'static str {
     match error.kind() {
         ErrorKind::Failed if is_missing(error) => "NotFoundError",
-        ErrorKind::Failed if errno(error).is_some() => "SystemCallError",
+        ErrorKind::Failed if error.errno().is_some() => "SystemCallError",
         ErrorKind::Failed => "Error",
         ErrorKind::Usage => "UsageError",
         ErrorKind::Corrupt => "CorruptError",
@@ -22,16 +22,6 @@ fn class(error: &Error) -> &'static str {
 fn is_missing(error: &Error) -> bool {
     matches!(error, Error::File { source, .. } | Error::Reference { source, .. }
         if source.kind() == std::io::ErrorKind::NotFound)
-}
-
-/// The number of the system's error, if one was the cause.
-fn errno(error: &Error) -> Option<i32> {
-    match error {
-        Error::Io { source, .. } | Error::File { source, .. } | Error::Reference { source, .. } => {
-            source.raw_os_error()
-        }
-        _ => None,
-    }
 }
 
 /// As [`raise`], for an error whose cause is what a file object raised. What is no `Exception`, such as
@@ -56,7 +46,7 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
             error.file(),
             error.offset(),
             error.remedy().map(|remedy| remedy.to_string()),
-            errno(error),
+            error.errno(),
         ))
     });
     match made {

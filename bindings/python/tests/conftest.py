@@ -2,4 +2,4 @@
 
 
 def pytest_addoption(parser):
-    parser.addoption("--images", type=int, default=200, help="how many random images other readers read too")
+    parser.addoption("--images", type=int, default=150, help="how many random images other readers read too")
