@@ -1,5 +1,6 @@
 //! Long reads of compressed images, by several threads.
 
+use std::sync::LazyLock;
 use std::thread::{Builder, ScopedJoinHandle, scope};
 
 use vdkit::{Disk, DiskPlace, Error, GuestOffset, IoAction, Result, jobs};
@@ -8,9 +9,13 @@ use vdkit::{Disk, DiskPlace, Error, GuestOffset, IoAction, Result, jobs};
 /// clusters are as long, and lie in one share then.
 const SHARE: usize = 64 << 10;
 
+/// Asked once: the answer comes from files of the system, and takes longer than a read.
+static THREADS: LazyLock<usize> = LazyLock::new(jobs::default_threads);
+
 /// Reads; what is compressed, on as many threads as there are processors.
 pub(crate) fn read(disk: &Disk, buf: &mut [u8], offset: u64) -> Result<()> {
-    let threads = (buf.len() / SHARE).min(jobs::default_threads());
+    let shares = buf.len() / SHARE;
+    let threads = if shares < 2 { 1 } else { shares.min(*THREADS) };
     if threads < 2 || !begins_compressed(disk, offset, buf.len())? {
         return disk.read_at(buf, GuestOffset(offset));
     }
