@@ -1,6 +1,6 @@
 //! An open disk.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use pyo3::prelude::*;
@@ -30,6 +30,12 @@ pub(crate) struct Opening {
 }
 
 impl Opening {
+    /// Whether a server may be asked. A file of this computer is opened in less time than a thread starts.
+    fn may_wait(&self, path: &Path) -> bool {
+        let names = [Some(path), self.backing.as_deref()];
+        names.into_iter().flatten().any(|name| name.as_os_str().as_encoded_bytes().contains(&b':'))
+    }
+
     pub(crate) fn options(&self) -> Result<OpenOptions> {
         Ok(OpenOptions {
             format: self.format.clone(),
@@ -119,9 +125,13 @@ type ExtentRow = (u64, u64, u32, bool, bool, bool, Option<String>, Option<u64>);
 impl Disk {
     #[staticmethod]
     fn open(py: Python<'_>, path: PathBuf, opening: Opening) -> PyResult<Self> {
-        let opened = abandonable(py, move || {
-            vdkit::Disk::open(&vdkit::registry(), &path, &opening.options()?)
-        });
+        let remote = opening.may_wait(&path);
+        let open = move || vdkit::Disk::open(&vdkit::registry(), &path, &opening.options()?);
+        let opened = if remote {
+            abandonable(py, open)
+        } else {
+            py.detach(open).map_err(|error| raise(py, &error))
+        };
         opened.map(|disk| Self::new(disk, None))
     }
 
