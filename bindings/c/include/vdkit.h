@@ -133,7 +133,7 @@
 // For vdkit_key_add(): the key of `opening` goes, once the new one opens the image.
 #define VDKIT_KEY_REPLACE 1
 
-// For vdkit_serve_nbd() and vdkit_serve_vhost_user(): clients may not write.
+// For vdkit_serve_nbd() and its kin: clients may not write.
 #define VDKIT_SERVE_READ_ONLY 1
 
 // An open disk: an image with the images that it stands on. May be used from many threads at once.
@@ -596,6 +596,16 @@ int vdkit_serve_nbd(vdkit_disk *disk,
                     const char *name,
                     uint32_t flags,
                     vdkit_server **server);
+
+// As vdkit_serve_nbd(), for clients with TLS alone. `credentials`: a folder with server-cert.pem and
+// server-key.pem, as libvirt and QEMU name them; with ca-cert.pem too, clients must present a certificate of
+// that authority. Since VDKIT_API_VERSION 2.
+int vdkit_serve_nbd_tls(vdkit_disk *disk,
+                        const char *address,
+                        const char *name,
+                        const char *credentials,
+                        uint32_t flags,
+                        vdkit_server **server);
 
 // Serves a disk as a virtio disk of one virtual machine: its monitor (QEMU, Cloud Hypervisor, crosvm, ...)
 // connects by vhost-user-blk to the Unix socket `path`. Otherwise as vdkit_serve_nbd(). Since

@@ -5,7 +5,7 @@ use std::mem::MaybeUninit;
 use std::sync::Arc;
 use std::time::Duration;
 
-use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions};
+use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions, Tls};
 use vdkit::serve::{Export, ExportOptions};
 use vdkit::{Disk, Error, IoAction, vhost_user};
 
@@ -24,7 +24,7 @@ enum Running {
     Vhost(vhost_user::Server),
 }
 
-/// For vdkit_serve_nbd() and vdkit_serve_vhost_user(): clients may not write.
+/// For vdkit_serve_nbd() and its kin: clients may not write.
 pub const VDKIT_SERVE_READ_ONLY: u32 = 1;
 
 /// Serves a disk to NBD clients, on threads of its own, at "unix:PATH" or "tcp:HOST:PORT" (port 0: any
@@ -45,15 +45,55 @@ pub unsafe extern "C" fn vdkit_serve_nbd(
         let disk = unsafe { vdkit_disk::take(disk) }?;
         // SAFETY: as above.
         let listening = unsafe { listen(address, name, flags) };
-        let new = serve(disk, listening, |export, (listener, address): (Listener, Address)| {
-            let uri = listener.uri(&export.options().name, false);
-            let exports = Exports::new(vec![export.clone()]);
-            let running = Server::start(exports, vec![listener], ServerOptions::default());
-            let failed = |source| failed_to_open(&address.to_string(), source);
-            Ok((Running::Nbd(running.map_err(failed)?), uri))
-        })?;
-        place.write(new);
+        place.write(serve_nbd(disk, listening, None)?);
         Ok(())
+    })
+}
+
+/// As vdkit_serve_nbd(), for clients with TLS alone. `credentials`: a folder with server-cert.pem and
+/// server-key.pem, as libvirt and QEMU name them; with ca-cert.pem too, clients must present a certificate of
+/// that authority. Since VDKIT_API_VERSION 2.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_serve_nbd_tls(
+    disk: *mut vdkit_disk,
+    address: *const c_char,
+    name: *const c_char,
+    credentials: *const c_char,
+    flags: u32,
+    server: Option<&mut MaybeUninit<*mut vdkit_server>>,
+) -> c_int {
+    call(|| {
+        let place = border::place_of(server)?;
+        // SAFETY: the header's promise.
+        let disk = unsafe { vdkit_disk::take(disk) }?;
+        // SAFETY: as above.
+        let tls = unsafe { border::path(credentials, "credentials") }.and_then(|folder| {
+            Tls::from_folder(folder)
+                .map_err(|source| failed_to_open(&folder.display().to_string(), source))
+        });
+        let (tls, listening) = match tls {
+            // SAFETY: as above.
+            Ok(tls) => (Some(tls), unsafe { listen(address, name, flags) }),
+            Err(error) => (None, Err(error)),
+        };
+        place.write(serve_nbd(disk, listening, tls)?);
+        Ok(())
+    })
+}
+
+/// Starts an NBD server, with TLS if there is any.
+fn serve_nbd(
+    disk: Disk,
+    listening: Result<((Listener, Address), ExportOptions)>,
+    tls: Option<Tls>,
+) -> Result<*mut vdkit_server> {
+    serve(disk, listening, |export, (listener, address)| {
+        let uri = listener.uri(&export.options().name, tls.is_some());
+        let exports = Exports::new(vec![export.clone()]);
+        let options = ServerOptions { tls, ..ServerOptions::default() };
+        let running = Server::start(exports, vec![listener], options);
+        let failed = |source| failed_to_open(&address.to_string(), source);
+        Ok((Running::Nbd(running.map_err(failed)?), uri))
     })
 }
 

@@ -547,6 +547,28 @@ static void serving(void)
     taken_over();
 }
 
+/* "pki" has certificates for localhost, says the program that runs this one. */
+static void serving_with_tls(void)
+{
+    vdkit_server *server = NULL;
+    vdkit_disk *disk = NULL, *remote = NULL;
+    char buf[3];
+
+    OK(vdkit_open("base.qcow2", NULL, &disk));
+    OK(vdkit_serve_nbd_tls(disk, "unix:tls.sock", NULL, "pki", VDKIT_SERVE_READ_ONLY, &server));
+    CHECK(strncmp(vdkit_server_uri(server), "nbds+unix:", 10) == 0);
+    CHECK(vdkit_open("nbd+unix:///?socket=tls.sock", NULL, &remote) < 0);
+    CHECK(vdkit_open("nbds+unix:///?socket=tls.sock", NULL, &remote) < 0);
+    OK(vdkit_open("nbds+unix:///?socket=tls.sock&tls-certificates=pki", NULL, &remote));
+    OK(vdkit_pread(remote, buf, 3, 0));
+    CHECK(memcmp(buf, "top", 3) == 0);
+    OK(vdkit_close(remote));
+    OK(vdkit_server_stop(server, 1000));
+    OK(vdkit_open("base.qcow2", NULL, &disk));
+    CHECK(vdkit_serve_nbd_tls(disk, "unix:tls.sock", NULL, "nowhere", 0, &server) == VDKIT_E_FAILED);
+    CHECK(server == NULL && strcmp(vdkit_error_file(), "nowhere") == 0);
+}
+
 /* A monitor may connect by vhost-user, and is told the device's features. */
 static void serving_a_guest(void)
 {
@@ -645,6 +667,7 @@ int main(int argc, char **argv)
     queue();
     jobs();
     serving();
+    serving_with_tls();
     serving_a_guest();
     amending();
     key_slots();

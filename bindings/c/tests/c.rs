@@ -133,11 +133,10 @@ fn the_header_is_good_for_cpp() {
 #[test]
 fn every_function_called_from_c() {
     let program = BUILT.compile("plain", "tests/api.c");
-    if !require_peer("qemu-img") {
+    let folder = tempfile::tempdir().unwrap();
+    if !made_for_the_program(folder.path()) {
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
-    encrypted_image(folder.path());
     let done = must(Command::new(&program).current_dir(folder.path()));
     assert_eq!(text(&done.stdout), "all good\n");
     let used = std::fs::read_to_string(format!("{HERE}/tests/api.c")).unwrap();
@@ -166,26 +165,38 @@ fn comment_of(function: &str, header: &str) -> String {
     lines[above..at].iter().map(|line| line.trim_start_matches("//")).collect()
 }
 
-/// What tests/api.c cannot make itself: an encrypted image.
-fn encrypted_image(folder: &Path) {
-    must(
-        Command::new("qemu-img")
-            .args(["create", "-q", "--object", "secret,id=key,data=first", "-f", "qcow2", "-o"])
-            .arg("encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10")
-            .args(["encrypted.qcow2", "1M"])
-            .current_dir(folder),
-    );
+/// What tests/api.c cannot make itself: an encrypted image, and certificates. Whether it could be made.
+fn made_for_the_program(folder: &Path) -> bool {
+    if !require_peer("qemu-img") || !require_peer("openssl") {
+        return false;
+    }
+    let script = r#"
+        set -e
+        qemu-img create -q --object secret,id=key,data=first -f qcow2 \
+            -o encrypt.format=luks,encrypt.key-secret=key,encrypt.iter-time=10 encrypted.qcow2 1M
+        mkdir pki
+        cd pki
+        openssl req -x509 -newkey rsa:2048 -nodes -keyout ca-key.pem -out ca-cert.pem -days 2 -subj /CN=ca \
+            -addext basicConstraints=critical,CA:TRUE -addext keyUsage=critical,keyCertSign
+        echo 'subjectAltName=DNS:localhost' > ext
+        for who in server client; do
+            openssl req -newkey rsa:2048 -nodes -keyout $who-key.pem -out $who.csr -subj /CN=localhost
+            openssl x509 -req -in $who.csr -CA ca-cert.pem -CAkey ca-key.pem -CAcreateserial \
+                -out $who-cert.pem -days 2 -extfile ext
+        done
+    "#;
+    must(Command::new("bash").args(["-c", script]).current_dir(folder));
+    true
 }
 
 /// The same under valgrind: no invalid access, nothing lost.
 #[test]
 fn no_memory_is_lost_or_misused() {
-    if !require_peer("valgrind") || !require_peer("qemu-img") {
+    let folder = tempfile::tempdir().unwrap();
+    if !require_peer("valgrind") || !made_for_the_program(folder.path()) {
         return;
     }
     let program = BUILT.compile("valgrind", "tests/api.c");
-    let folder = tempfile::tempdir().unwrap();
-    encrypted_image(folder.path());
     let mut valgrind = Command::new("valgrind");
     valgrind
         .args(["--error-exitcode=9", "--leak-check=full", "--errors-for-leak-kinds=definite"])
