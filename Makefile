@@ -8,7 +8,7 @@ export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
 .DEFAULT_GOAL := help
 # Recipes are cargo calls that use every core themselves, and their order matters.
 .NOTPARALLEL:
-.PHONY: help build demo install install-qemu-names lib install-lib c-header test peers lint doc unit bench qemu-compat fuzz clean
+.PHONY: help build demo install install-qemu-names lib install-lib c-header test peers lint doc unit bench python-bench python-readers qemu-compat fuzz clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -66,6 +66,23 @@ unit: ## unit, model, crash, oracle and command tests
 
 bench: build ## measures vdkit beside qemu-img; BENCH='--quick --group null' passes arguments
 	$(CARGO) run --release --locked --package vdkit-bench -- $(BENCH)
+
+# The package as it stands in the sources, with what cargo builds.
+PYTHON = target/peers/python/bin/python3
+PYTHON_PACKAGE = target/python-package
+.PHONY: python-package
+python-package:
+	$(CARGO) build --profile library --locked --package vdkit-python
+	rm -rf $(PYTHON_PACKAGE) && mkdir -p $(PYTHON_PACKAGE)
+	cp -r bindings/python/python/vdkit $(PYTHON_PACKAGE)/vdkit
+	cp target/library/lib_vdkit.so $(PYTHON_PACKAGE)/vdkit/_vdkit.abi3.so
+
+python-bench: python-package ## times the Python package beside dissect and libyal; BENCH='--mib 64' passes arguments
+	PYTHONPATH=$(PYTHON_PACKAGE) $(PYTHON) bindings/python/benches/readers.py $(BENCH)
+
+python-readers: python-package ## reads IMAGES (10000) random images by the Python package, dissect and libyal
+	PYTHONPATH=$(PYTHON_PACKAGE) $(PYTHON) -m pytest -q -s -p no:cacheprovider --import-mode=importlib \
+		bindings/python/tests/test_readers.py --images $(or $(IMAGES),10000)
 
 qemu-compat: ## writes docs/qemu-compat.md from the table of differences that are left
 	VDKIT_UPDATE_PAGE=1 $(CARGO) test --locked --package vdkit-cli --test qemu_differential the_page

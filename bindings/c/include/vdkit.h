@@ -20,7 +20,7 @@
 #include <stdint.h>
 
 /* Rises when functions are added; programs compiled against an older one keep working. */
-#define VDKIT_API_VERSION 1
+#define VDKIT_API_VERSION 2
 
 // For vdkit_write_zeroes(): the space may be freed.
 #define VDKIT_MAY_UNMAP 1
@@ -130,7 +130,10 @@
 // For vdkit_inspect(): findings that only warn refuse the image too.
 #define VDKIT_INSPECT_STRICT 1
 
-// For vdkit_serve_nbd(): clients may not write.
+// For vdkit_key_add(): the key of `opening` goes, once the new one opens the image.
+#define VDKIT_KEY_REPLACE 1
+
+// For vdkit_serve_nbd() and its kin: clients may not write.
 #define VDKIT_SERVE_READ_ONLY 1
 
 // An open disk: an image with the images that it stands on. May be used from many threads at once.
@@ -144,7 +147,7 @@ typedef struct vdkit_open_options vdkit_open_options;
 // Requests of one disk in the background. May be used from many threads at once.
 typedef struct vdkit_queue vdkit_queue;
 
-// A running NBD server.
+// A running server.
 typedef struct vdkit_server vdkit_server;
 
 // A piece of memory: laid out as struct iovec of <sys/uio.h>, which may be passed for it.
@@ -157,6 +160,9 @@ typedef struct {
 
 // A run of bytes of a disk.
 typedef struct {
+  // Bytes of this struct in the library that is loaded. Later versions add members at the end: what
+  // lies beyond this size is not there.
+  size_t struct_size;
   // Offset of the first byte on the disk.
   uint64_t offset;
   // Bytes; never 0.
@@ -187,6 +193,8 @@ typedef struct {
   // Passed to both.
   void *user;
 } vdkit_monitor;
+
+typedef char **Report;
 
 // Decides whether an image may open another file that it names: returns nonzero to allow it. `file`
 // is the image, `target` the name as it stands there. Called from the thread that opens the image.
@@ -318,6 +326,10 @@ int64_t vdkit_error_offset(void);
 // next call; do not free it.
 const char *vdkit_error_hint(void);
 
+// The number of the system's error behind the error of this thread's last call, such as ENOENT or EIO;
+// 0 if there is none. Since VDKIT_API_VERSION 2.
+int vdkit_error_errno(void);
+
 // The VDKIT_API_VERSION of the library that is loaded.
 int vdkit_api_version(void);
 
@@ -442,6 +454,39 @@ int vdkit_inspect(const char *path,
                   int *verdict,
                   char **report);
 
+// Changes options of an existing image: `options` is "key=value,..." (as `vdkit amend -o`). After a crash it
+// can be repeated. `report` may be NULL. Since VDKIT_API_VERSION 2.
+int vdkit_amend(const char *path,
+                const vdkit_open_options *opening,
+                const char *options,
+                const vdkit_monitor *monitor,
+                Report report);
+
+// Lists the key slots of an encrypted image, and those that the keys of `opening` open, as JSON for
+// vdkit_free(). Since VDKIT_API_VERSION 2.
+int vdkit_keys(const char *path,
+               const vdkit_open_options *opening,
+               char **json);
+
+// Adds a key of `len` bytes to an encrypted image that a key of `opening` opens; durable on return.
+// `milliseconds`: how long trying the new key shall take on this machine; 0 takes 2000. `flags`:
+// VDKIT_KEY_REPLACE, or 0. `report` may be NULL. Since VDKIT_API_VERSION 2.
+int vdkit_key_add(const char *path,
+                  const vdkit_open_options *opening,
+                  const void *key,
+                  size_t len,
+                  uint32_t milliseconds,
+                  uint32_t flags,
+                  Report report);
+
+// Wipes a key slot. Without VDKIT_FORCE in `flags`, a key of `opening` must open another slot. `report` may
+// be NULL. Since VDKIT_API_VERSION 2.
+int vdkit_key_remove(const char *path,
+                     const vdkit_open_options *opening,
+                     uint32_t slot,
+                     uint32_t flags,
+                     Report report);
+
 // Makes options. Freed by vdkit_open_options_free().
 int vdkit_open_options_new(vdkit_open_options **options);
 
@@ -552,7 +597,26 @@ int vdkit_serve_nbd(vdkit_disk *disk,
                     uint32_t flags,
                     vdkit_server **server);
 
-// The URI of the export, for clients; it lives as long as the server. NULL for NULL.
+// As vdkit_serve_nbd(), for clients with TLS alone. `credentials`: a folder with server-cert.pem and
+// server-key.pem, as libvirt and QEMU name them; with ca-cert.pem too, clients must present a certificate of
+// that authority. Since VDKIT_API_VERSION 2.
+int vdkit_serve_nbd_tls(vdkit_disk *disk,
+                        const char *address,
+                        const char *name,
+                        const char *credentials,
+                        uint32_t flags,
+                        vdkit_server **server);
+
+// Serves a disk as a virtio disk of one virtual machine: its monitor (QEMU, Cloud Hypervisor, crosvm, ...)
+// connects by vhost-user-blk to the Unix socket `path`. Otherwise as vdkit_serve_nbd(). Since
+// VDKIT_API_VERSION 2.
+int vdkit_serve_vhost_user(vdkit_disk *disk,
+                           const char *path,
+                           uint32_t flags,
+                           vdkit_server **server);
+
+// The URI of the export, for clients ("vhost-user:PATH" for a monitor); it lives as long as the server.
+// NULL for NULL.
 const char *vdkit_server_uri(const vdkit_server *server);
 
 // The number of clients that are connected; 0 for NULL.

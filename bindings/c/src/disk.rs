@@ -279,6 +279,9 @@ pub const VDKIT_EXTENT_HOST: u32 = 8;
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct vdkit_extent {
+    /// Bytes of this struct in the library that is loaded. Later versions add members at the end: what
+    /// lies beyond this size is not there.
+    pub struct_size: usize,
     /// Offset of the first byte on the disk.
     pub offset: u64,
     /// Bytes; never 0.
@@ -335,6 +338,7 @@ fn shown(extent: &DiskExtent<'_>) -> (vdkit_extent, Option<CString>) {
     };
     let file = host.map(|(name, _)| CString::new(name).unwrap_or_default());
     let extent = vdkit_extent {
+        struct_size: size_of::<vdkit_extent>(),
         offset: extent.at.0,
         length: extent.len,
         host_offset: host.map_or(0, |(_, offset)| offset.0),

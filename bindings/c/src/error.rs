@@ -31,6 +31,7 @@ struct Last {
     file: Option<CString>,
     offset: Option<u64>,
     hint: Option<CString>,
+    errno: c_int,
 }
 
 thread_local! {
@@ -63,6 +64,7 @@ pub(crate) fn note(error: &Error) -> c_int {
         file: error.file().map(c_text),
         offset: error.offset(),
         hint: error.remedy().map(|remedy| c_text(&remedy.to_string())),
+        errno: error.errno().unwrap_or(0),
     };
     keep(last);
     code
@@ -127,10 +129,17 @@ pub extern "C" fn vdkit_error_hint() -> *const c_char {
     look(|last| pointer(last.hint.as_ref()), std::ptr::null())
 }
 
+/// The number of the system's error behind the error of this thread's last call, such as ENOENT or EIO;
+/// 0 if there is none. Since VDKIT_API_VERSION 2.
+#[unsafe(no_mangle)]
+pub extern "C" fn vdkit_error_errno() -> c_int {
+    look(|last| last.errno, 0)
+}
+
 /// The VDKIT_API_VERSION of the library that is loaded.
 #[unsafe(no_mangle)]
 pub extern "C" fn vdkit_api_version() -> c_int {
-    1
+    2
 }
 
 /// The version of the library, such as "0.1.0". Do not free it.

@@ -37,7 +37,7 @@ pub struct vdkit_monitor {
 }
 
 /// A program's monitor, and the token that its function cancels.
-struct Watch {
+pub(crate) struct Watch {
     progress: Option<unsafe extern "C" fn(*mut c_void, u64, u64) -> c_int>,
     message: Option<unsafe extern "C" fn(*mut c_void, *const c_char)>,
     user: User,
@@ -47,7 +47,7 @@ struct Watch {
 }
 
 impl Watch {
-    fn new(monitor: Option<&vdkit_monitor>) -> Result<Self> {
+    pub(crate) fn new(monitor: Option<&vdkit_monitor>) -> Result<Self> {
         if monitor.is_some_and(|one| one.struct_size != size_of::<vdkit_monitor>()) {
             return Err(misuse("struct_size of the monitor is not set"));
         }
@@ -58,7 +58,7 @@ impl Watch {
         Ok(Self { progress, message, user: User(user), cancel: CancelToken::default(), told })
     }
 
-    fn monitor(&self) -> Monitor<'_> {
+    pub(crate) fn monitor(&self) -> Monitor<'_> {
         Monitor { cancel: self.cancel.clone(), progress: self }
     }
 }
@@ -93,9 +93,9 @@ pub(crate) fn json_of(report: &impl serde::Serialize) -> String {
     serde_json::to_string(report).unwrap_or_default()
 }
 
-type Report<'a> = Option<&'a mut MaybeUninit<*mut c_char>>;
+pub(crate) type Report<'a> = Option<&'a mut MaybeUninit<*mut c_char>>;
 
-fn put_report(place: Report<'_>, report: &impl serde::Serialize) {
+pub(crate) fn put_report(place: Report<'_>, report: &impl serde::Serialize) {
     border::put_if_asked(place, || border::new_text(&json_of(report)));
 }
 

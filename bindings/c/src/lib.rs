@@ -9,7 +9,8 @@
 //!   disk     an open disk: reads, writes, extents
 //!   queue    requests in the background, with an event descriptor
 //!   jobs     create, convert, check and the other long work
-//!   server   a disk for NBD clients
+//!   keys     options and key slots of existing images
+//!   server   a disk for NBD clients, or for a virtual machine
 //! ```
 //!
 //! Each function is `unsafe` for one reason: its pointers must be as the header says.
@@ -21,6 +22,7 @@ mod border;
 pub mod disk;
 pub mod error;
 pub mod jobs;
+pub mod keys;
 pub mod options;
 pub mod queue;
 pub mod server;

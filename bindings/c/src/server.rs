@@ -1,25 +1,30 @@
-//! A disk for NBD clients.
+//! A disk for NBD clients, or for a virtual machine.
 
 use std::ffi::{CString, c_char, c_int};
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 use std::time::Duration;
 
-use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions};
+use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions, Tls};
 use vdkit::serve::{Export, ExportOptions};
-use vdkit::{Error, IoAction};
+use vdkit::{Disk, Error, IoAction, vhost_user};
 
 use crate::border::{self, Result, call, misuse};
 use crate::disk::vdkit_disk;
 
-/// A running NBD server.
+/// A running server.
 pub struct vdkit_server {
     export: Arc<Export>,
-    server: Option<Server>,
+    running: Option<Running>,
     uri: CString,
 }
 
-/// For vdkit_serve_nbd(): clients may not write.
+enum Running {
+    Nbd(Server),
+    Vhost(vhost_user::Server),
+}
+
+/// For vdkit_serve_nbd() and its kin: clients may not write.
 pub const VDKIT_SERVE_READ_ONLY: u32 = 1;
 
 /// Serves a disk to NBD clients, on threads of its own, at "unix:PATH" or "tcp:HOST:PORT" (port 0: any
@@ -40,28 +45,127 @@ pub unsafe extern "C" fn vdkit_serve_nbd(
         let disk = unsafe { vdkit_disk::take(disk) }?;
         // SAFETY: as above.
         let listening = unsafe { listen(address, name, flags) };
-        let (listener, options, address) = match listening {
-            Ok(listening) => listening,
-            Err(error) => {
-                // The first error is reported.
-                let _ = disk.close();
-                return Err(error);
-            }
+        place.write(serve_nbd(disk, listening, None)?);
+        Ok(())
+    })
+}
+
+/// As vdkit_serve_nbd(), for clients with TLS alone. `credentials`: a folder with server-cert.pem and
+/// server-key.pem, as libvirt and QEMU name them; with ca-cert.pem too, clients must present a certificate of
+/// that authority. Since VDKIT_API_VERSION 2.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_serve_nbd_tls(
+    disk: *mut vdkit_disk,
+    address: *const c_char,
+    name: *const c_char,
+    credentials: *const c_char,
+    flags: u32,
+    server: Option<&mut MaybeUninit<*mut vdkit_server>>,
+) -> c_int {
+    call(|| {
+        let place = border::place_of(server)?;
+        // SAFETY: the header's promise.
+        let disk = unsafe { vdkit_disk::take(disk) }?;
+        // SAFETY: as above.
+        let tls = unsafe { border::path(credentials, "credentials") }.and_then(|folder| {
+            Tls::from_folder(folder)
+                .map_err(|source| failed_to_open(&folder.display().to_string(), source))
+        });
+        let (tls, listening) = match tls {
+            // SAFETY: as above.
+            Ok(tls) => (Some(tls), unsafe { listen(address, name, flags) }),
+            Err(error) => (None, Err(error)),
         };
-        let uri = CString::new(listener.uri(&options.name, false)).unwrap_or_default();
-        let export = Export::new(disk, options);
+        place.write(serve_nbd(disk, listening, tls)?);
+        Ok(())
+    })
+}
+
+/// Starts an NBD server, with TLS if there is any.
+fn serve_nbd(
+    disk: Disk,
+    listening: Result<((Listener, Address), ExportOptions)>,
+    tls: Option<Tls>,
+) -> Result<*mut vdkit_server> {
+    serve(disk, listening, |export, (listener, address)| {
+        let uri = listener.uri(&export.options().name, tls.is_some());
         let exports = Exports::new(vec![export.clone()]);
-        match Server::start(exports, vec![listener], ServerOptions::default()) {
-            Ok(running) => {
-                let new = vdkit_server { export, server: Some(running), uri };
-                place.write(Box::into_raw(Box::new(new)));
-                Ok(())
-            }
-            Err(source) => {
-                let _ = export.close();
-                Err(Error::File { file: address.to_string(), action: IoAction::Open, source })
-            }
+        let options = ServerOptions { tls, ..ServerOptions::default() };
+        let running = Server::start(exports, vec![listener], options);
+        let failed = |source| failed_to_open(&address.to_string(), source);
+        Ok((Running::Nbd(running.map_err(failed)?), uri))
+    })
+}
+
+/// Serves a disk as a virtio disk of one virtual machine: its monitor (QEMU, Cloud Hypervisor, crosvm, ...)
+/// connects by vhost-user-blk to the Unix socket `path`. Otherwise as vdkit_serve_nbd(). Since
+/// VDKIT_API_VERSION 2.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_serve_vhost_user(
+    disk: *mut vdkit_disk,
+    path: *const c_char,
+    flags: u32,
+    server: Option<&mut MaybeUninit<*mut vdkit_server>>,
+) -> c_int {
+    call(|| {
+        let place = border::place_of(server)?;
+        // SAFETY: the header's promise.
+        let disk = unsafe { vdkit_disk::take(disk) }?;
+        // SAFETY: as above.
+        let listening = unsafe { border::path(path, "path") }.and_then(|path| {
+            let options = export_options("", flags)?;
+            let listener = vhost_user::Listener::bind(path)
+                .map_err(|source| failed_to_open(&path.display().to_string(), source))?;
+            Ok(((listener, path), options))
+        });
+        let new = serve(disk, listening, |export, (listener, path)| {
+            let uri = listener.uri();
+            let running = vhost_user::Server::start(export.clone(), listener);
+            let failed = |source| failed_to_open(&path.display().to_string(), source);
+            Ok((Running::Vhost(running.map_err(failed)?), uri))
+        })?;
+        place.write(new);
+        Ok(())
+    })
+}
+
+/// Starts a server for a disk, which is closed if that fails. `listening`: what it listens at.
+fn serve<L>(
+    disk: Disk,
+    listening: Result<(L, ExportOptions)>,
+    start: impl FnOnce(&Arc<Export>, L) -> Result<(Running, String)>,
+) -> Result<*mut vdkit_server> {
+    let (listener, options) = match listening {
+        Ok(listening) => listening,
+        Err(error) => {
+            // The first error is reported.
+            let _ = disk.close();
+            return Err(error);
         }
+    };
+    let export = Export::new(disk, options);
+    match start(&export, listener) {
+        Ok((running, uri)) => {
+            let uri = CString::new(uri).unwrap_or_default();
+            Ok(Box::into_raw(Box::new(vdkit_server { export, running: Some(running), uri })))
+        }
+        Err(error) => {
+            let _ = export.close();
+            Err(error)
+        }
+    }
+}
+
+fn failed_to_open(file: &str, source: std::io::Error) -> Error {
+    Error::File { file: file.to_owned(), action: IoAction::Open, source }
+}
+
+fn export_options(name: &str, flags: u32) -> Result<ExportOptions> {
+    border::known(flags, VDKIT_SERVE_READ_ONLY)?;
+    Ok(ExportOptions {
+        name: name.to_owned(),
+        read_only: flags & VDKIT_SERVE_READ_ONLY != 0,
+        ..ExportOptions::default()
     })
 }
 
@@ -73,22 +177,18 @@ unsafe fn listen(
     address: *const c_char,
     name: *const c_char,
     flags: u32,
-) -> Result<(Listener, ExportOptions, Address)> {
-    border::known(flags, VDKIT_SERVE_READ_ONLY)?;
+) -> Result<((Listener, Address), ExportOptions)> {
     // SAFETY: the caller's promise.
     let (address, name) = unsafe { (border::text(address, "address")?, border::maybe_text(name)?) };
+    let options = export_options(name.unwrap_or_default(), flags)?;
     let address: Address = address.parse().map_err(misuse)?;
-    let options = ExportOptions {
-        name: name.unwrap_or_default().to_owned(),
-        read_only: flags & VDKIT_SERVE_READ_ONLY != 0,
-        ..ExportOptions::default()
-    };
-    let failed = |source| Error::File { file: address.to_string(), action: IoAction::Open, source };
+    let failed = |source| failed_to_open(&address.to_string(), source);
     let listener = Listener::bind(&address).map_err(failed)?;
-    Ok((listener, options, address))
+    Ok(((listener, address), options))
 }
 
-/// The URI of the export, for clients; it lives as long as the server. NULL for NULL.
+/// The URI of the export, for clients ("vhost-user:PATH" for a monitor); it lives as long as the server.
+/// NULL for NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_server_uri(server: Option<&vdkit_server>) -> *const c_char {
     server.map_or(std::ptr::null(), |server| server.uri.as_ptr())
@@ -97,8 +197,11 @@ pub unsafe extern "C" fn vdkit_server_uri(server: Option<&vdkit_server>) -> *con
 /// The number of clients that are connected; 0 for NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_server_clients(server: Option<&vdkit_server>) -> c_int {
-    let server = server.and_then(|server| server.server.as_ref());
-    server.map_or(0, |server| c_int::try_from(server.connections()).unwrap_or(c_int::MAX))
+    match server.and_then(|server| server.running.as_ref()) {
+        Some(Running::Nbd(server)) => c_int::try_from(server.connections()).unwrap_or(c_int::MAX),
+        Some(Running::Vhost(server)) => server.connected().into(),
+        None => 0,
+    }
 }
 
 /// Ends a server: no new requests are taken, those that have begun are answered within `drain_ms`
@@ -109,8 +212,16 @@ pub unsafe extern "C" fn vdkit_server_stop(server: *mut vdkit_server, drain_ms: 
     call(|| {
         // SAFETY: the header's promise.
         let Some(mut server) = (unsafe { border::take(server) }) else { return Ok(()) };
-        if let Some(running) = server.server.take() {
-            running.stop(Duration::from_millis(drain_ms.into()));
+        let drain = Duration::from_millis(drain_ms.into());
+        match server.running.take() {
+            Some(Running::Nbd(running)) => {
+                running.stop(drain);
+            }
+            // What is not done by then is done by the guest's next server.
+            Some(Running::Vhost(running)) => {
+                running.stop(drain);
+            }
+            None => {}
         }
         server.export.close()
     })

@@ -7,7 +7,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <sys/uio.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <vdkit.h>
@@ -45,8 +47,10 @@ static void errors(void)
     CHECK(vdkit_error_code() == VDKIT_E_FAILED);
     CHECK(strcmp(vdkit_error_file(), "missing.qcow2") == 0);
     CHECK(strstr(vdkit_error_message(), "No such file") != NULL);
+    CHECK(vdkit_error_errno() == ENOENT);
     CHECK(vdkit_error_offset() == -1);
     CHECK(vdkit_open(NULL, NULL, &disk) == VDKIT_E_USAGE);
+    CHECK(vdkit_error_errno() == 0);
     disk = (vdkit_disk *)0x1234; /* a place that nobody has set */
     CHECK(vdkit_open("missing.qcow2", NULL, &disk) < 0 && disk == NULL);
     CHECK(vdkit_open("missing.qcow2", NULL, NULL) == VDKIT_E_USAGE);
@@ -115,7 +119,7 @@ static void judge(void)
 
 static int count_extents(void *user, const vdkit_extent *extent)
 {
-    CHECK(extent->length > 0);
+    CHECK(extent->length > 0 && extent->struct_size == sizeof *extent);
     return ++*(int *)user == 2;
 }
 
@@ -543,6 +547,91 @@ static void serving(void)
     taken_over();
 }
 
+/* "pki" has certificates for localhost, says the program that runs this one. */
+static void serving_with_tls(void)
+{
+    vdkit_server *server = NULL;
+    vdkit_disk *disk = NULL, *remote = NULL;
+    char buf[3];
+
+    OK(vdkit_open("base.qcow2", NULL, &disk));
+    OK(vdkit_serve_nbd_tls(disk, "unix:tls.sock", NULL, "pki", VDKIT_SERVE_READ_ONLY, &server));
+    CHECK(strncmp(vdkit_server_uri(server), "nbds+unix:", 10) == 0);
+    CHECK(vdkit_open("nbd+unix:///?socket=tls.sock", NULL, &remote) < 0);
+    CHECK(vdkit_open("nbds+unix:///?socket=tls.sock", NULL, &remote) < 0);
+    OK(vdkit_open("nbds+unix:///?socket=tls.sock&tls-certificates=pki", NULL, &remote));
+    OK(vdkit_pread(remote, buf, 3, 0));
+    CHECK(memcmp(buf, "top", 3) == 0);
+    OK(vdkit_close(remote));
+    OK(vdkit_server_stop(server, 1000));
+    OK(vdkit_open("base.qcow2", NULL, &disk));
+    CHECK(vdkit_serve_nbd_tls(disk, "unix:tls.sock", NULL, "nowhere", 0, &server) == VDKIT_E_FAILED);
+    CHECK(server == NULL && strcmp(vdkit_error_file(), "nowhere") == 0);
+}
+
+/* A monitor may connect by vhost-user, and is told the device's features. */
+static void serving_a_guest(void)
+{
+    struct sockaddr_un address = { .sun_family = AF_UNIX, .sun_path = "guest.sock" };
+    struct { uint32_t request, flags, size; } get_features = { 1, 1, 0 }, answer;
+    uint64_t features = 0;
+    vdkit_server *server = NULL;
+    vdkit_disk *disk = NULL;
+    int monitor = socket(AF_UNIX, SOCK_STREAM, 0);
+
+    OK(vdkit_open("base.qcow2", NULL, &disk));
+    OK(vdkit_serve_vhost_user(disk, "guest.sock", VDKIT_SERVE_READ_ONLY, &server));
+    CHECK(strncmp(vdkit_server_uri(server), "vhost-user:/", 12) == 0);
+    CHECK(vdkit_server_clients(server) == 0);
+    CHECK(connect(monitor, (struct sockaddr *)&address, sizeof address) == 0);
+    CHECK(write(monitor, &get_features, sizeof get_features) == sizeof get_features);
+    CHECK(recv(monitor, &answer, sizeof answer, MSG_WAITALL) == sizeof answer && answer.size == 8);
+    CHECK(recv(monitor, &features, 8, MSG_WAITALL) == 8 && features >> 5 & 1); /* read only */
+    CHECK(vdkit_server_clients(server) == 1);
+    close(monitor);
+    OK(vdkit_server_stop(server, 1000));
+    OK(vdkit_open("base.qcow2", NULL, &disk));
+    CHECK(vdkit_serve_vhost_user(disk, "no/folder/sock", 0, &server) == VDKIT_E_FAILED);
+    CHECK(server == NULL && vdkit_error_errno() == ENOENT);
+}
+
+static void amending(void)
+{
+    char *report = NULL;
+
+    OK(vdkit_create("old.qcow2", "qcow2", MIB, "compat=0.10", NULL, NULL, 0));
+    OK(vdkit_amend("old.qcow2", NULL, "compat=1.1", NULL, &report));
+    CHECK(strstr(report, "\"compat\"") != NULL);
+    vdkit_free(report);
+    CHECK(vdkit_amend("old.qcow2", NULL, "nonsense=1", NULL, NULL) == VDKIT_E_USAGE);
+    CHECK(vdkit_amend("old.qcow2", NULL, NULL, NULL, NULL) == VDKIT_E_USAGE);
+}
+
+/* "encrypted.qcow2" has the key "first", says the program that runs this one. */
+static void key_slots(void)
+{
+    vdkit_open_options *options = writing("qcow2");
+    char *json = NULL;
+
+    CHECK(vdkit_key_add("encrypted.qcow2", options, "second", 6, 10, 0, NULL) < 0);
+    OK(vdkit_open_options_add_key(options, "first", 5));
+    OK(vdkit_key_add("encrypted.qcow2", options, "second", 6, 10, 0, NULL));
+    OK(vdkit_keys("encrypted.qcow2", options, &json));
+    CHECK(strstr(json, "\"opened\":[0]") != NULL);
+    vdkit_free(json);
+    OK(vdkit_key_add("encrypted.qcow2", options, "third", 5, 10, VDKIT_KEY_REPLACE, NULL));
+    CHECK(vdkit_key_add("encrypted.qcow2", options, "fourth", 6, 10, 0, NULL) < 0);
+    vdkit_open_options_free(options);
+    options = writing("qcow2");
+    OK(vdkit_open_options_add_key(options, "third", 5));
+    CHECK(vdkit_key_remove("encrypted.qcow2", options, 1, 0x80, NULL) == VDKIT_E_USAGE);
+    OK(vdkit_key_remove("encrypted.qcow2", options, 1, 0, &json));
+    CHECK(strstr(json, "\"removed-slots\":[1]") != NULL);
+    vdkit_free(json);
+    CHECK(vdkit_keys("old.qcow2", options, &json) < 0 && json == NULL);
+    vdkit_open_options_free(options);
+}
+
 /* A child of fork() may use what it opens itself, and what it inherits does not lose its locks. */
 static void forked(void)
 {
@@ -567,7 +656,7 @@ int main(int argc, char **argv)
 {
     char *formats = vdkit_formats();
 
-    CHECK(VDKIT_API_VERSION == 1 && strlen(vdkit_version()) > 2);
+    CHECK(VDKIT_API_VERSION == 2 && strlen(vdkit_version()) > 2);
     CHECK(strstr(formats, "qcow2") != NULL);
     vdkit_free(formats);
     errors();
@@ -578,6 +667,10 @@ int main(int argc, char **argv)
     queue();
     jobs();
     serving();
+    serving_with_tls();
+    serving_a_guest();
+    amending();
+    key_slots();
     (void)argv;
     if (argc == 1) /* valgrind calls what other threads held lost, in a child */
         forked();

@@ -1,17 +1,17 @@
 //! An open disk.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use pyo3::prelude::*;
-use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 use vdkit::{
-    BackingChoice, DiskPlace, Error, GuestOffset, Monitor, OpenOptions, RefPolicy, Result, Secret,
-    jobs,
+    BackingChoice, DiskPlace, Error, GuestOffset, OpenOptions, RefPolicy, Result, Secret, jobs,
 };
 
 use crate::errors::{misuse, raise, raise_from};
+use crate::jobs::{abandonable, run};
+use crate::memory::{new_bytes, with_bytes, with_bytes_mut};
 use crate::source::{FileObject, Raised};
 
 /// The options by which images are opened, as Python passes them.
@@ -30,6 +30,12 @@ pub(crate) struct Opening {
 }
 
 impl Opening {
+    /// Whether a server may be asked. A file of this computer is opened in less time than a thread starts.
+    fn may_wait(&self, path: &Path) -> bool {
+        let names = [Some(path), self.backing.as_deref()];
+        names.into_iter().flatten().any(|name| name.as_os_str().as_encoded_bytes().contains(&b':'))
+    }
+
     pub(crate) fn options(&self) -> Result<OpenOptions> {
         Ok(OpenOptions {
             format: self.format.clone(),
@@ -82,6 +88,14 @@ impl Disk {
         py.detach(|| self.call(act)).map_err(|error| self.raise(py, &error))
     }
 
+    fn fill(&self, disk: &vdkit::Disk, buf: &mut [u8], offset: u64) -> Result<()> {
+        // A file object is asked by the thread that reads, so that it is noticed if it reads this disk.
+        match self.raised {
+            Some(_) => disk.read_at(buf, GuestOffset(offset)),
+            None => crate::parallel::read(disk, buf, offset),
+        }
+    }
+
     pub(crate) fn raise(&self, py: Python<'_>, error: &Error) -> PyErr {
         raise_from(py, error, self.raised.as_ref().and_then(|raised| raised.take()))
     }
@@ -97,15 +111,28 @@ fn closed() -> Error {
     Error::Invalid("the disk is closed".to_owned())
 }
 
+/// How many of `len` bytes at `offset` are on the disk.
+fn left(disk: &vdkit::Disk, offset: u64, len: usize) -> usize {
+    usize::try_from(disk.guest_bytes().saturating_sub(offset)).map_or(len, |left| left.min(len))
+}
+
+/// Memory of this size is taken without asking whether the range is on the disk.
+const SMALL: usize = 1 << 20;
+
 type ExtentRow = (u64, u64, u32, bool, bool, bool, Option<String>, Option<u64>);
 
 #[pymethods]
 impl Disk {
     #[staticmethod]
     fn open(py: Python<'_>, path: PathBuf, opening: Opening) -> PyResult<Self> {
-        let opened =
-            py.detach(|| vdkit::Disk::open(&vdkit::registry(), &path, &opening.options()?));
-        opened.map(|disk| Self::new(disk, None)).map_err(|error| raise(py, &error))
+        let remote = opening.may_wait(&path);
+        let open = move || vdkit::Disk::open(&vdkit::registry(), &path, &opening.options()?);
+        let opened = if remote {
+            abandonable(py, open)
+        } else {
+            py.detach(open).map_err(|error| raise(py, &error))
+        };
+        opened.map(|disk| Self::new(disk, None))
     }
 
     #[staticmethod]
@@ -143,22 +170,40 @@ impl Disk {
 
     fn read<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> PyResult<Bound<'py, PyBytes>> {
         // Before memory is taken for it.
-        self.with(py, |disk| {
-            let (end, size) = (offset.saturating_add(len as u64), disk.guest_bytes());
-            if end <= size {
-                return Ok(());
-            }
-            let name = disk.name();
-            let why = format!("{name}: {len} bytes at {offset} end beyond the disk's {size}");
-            Err(Error::Invalid(why))
-        })?;
-        PyBytes::new_with(py, len, |buf| {
-            self.with(py, |disk| disk.read_at(buf, GuestOffset(offset)))
-        })
+        if len > SMALL {
+            self.with(py, |disk| match left(disk, offset, len) {
+                left if left == len => Ok(()),
+                _ => {
+                    let (name, size) = (disk.name(), disk.guest_bytes());
+                    let why =
+                        format!("{name}: {len} bytes at {offset} end beyond the disk's {size}");
+                    Err(Error::Invalid(why))
+                }
+            })?;
+        }
+        new_bytes(py, len, |buf| self.with(py, |disk| self.fill(disk, buf, offset)))
     }
 
-    fn write(&self, py: Python<'_>, offset: u64, data: PyBackedBytes) -> PyResult<()> {
-        self.with(py, |disk| disk.write_at(&data, GuestOffset(offset)))
+    /// Reads into an object's memory what the disk has from `offset` on, at most `most` bytes; returns how
+    /// many.
+    fn readinto(
+        &self,
+        py: Python<'_>,
+        offset: u64,
+        memory: &Bound<'_, PyAny>,
+        most: usize,
+    ) -> PyResult<usize> {
+        with_bytes_mut(memory, |buf| {
+            self.with(py, |disk| {
+                let len = left(disk, offset, buf.len().min(most));
+                self.fill(disk, &mut buf[..len], offset.min(disk.guest_bytes()))?;
+                Ok(len)
+            })
+        })?
+    }
+
+    fn write(&self, py: Python<'_>, offset: u64, data: &Bound<'_, PyAny>) -> PyResult<()> {
+        with_bytes(data, |data| self.with(py, |disk| disk.write_at(data, GuestOffset(offset))))?
     }
 
     fn write_zeroes(&self, py: Python<'_>, offset: u64, len: u64, unmap: bool) -> PyResult<()> {
@@ -176,7 +221,9 @@ impl Disk {
     fn resize(&self, py: Python<'_>, size: u64, shrink: bool) -> PyResult<()> {
         let mut options = jobs::ResizeOptions::default();
         options.shrink = shrink;
-        self.with(py, |disk| jobs::resize(disk, size, &options, &Monitor::default()))
+        run(py, None, self.raised.as_deref(), |monitor| {
+            self.call(|disk| jobs::resize(disk, size, &options, monitor))
+        })
     }
 
     fn snapshot(&self, py: Python<'_>, action: &str, name: String) -> PyResult<()> {
@@ -186,7 +233,9 @@ impl Disk {
             "delete" => jobs::SnapshotAction::Delete(name),
             other => return Err(misuse(py, format!("unknown action '{other}'"))),
         };
-        self.with(py, |disk| jobs::snapshot(disk, &action, &Monitor::default()).map(|_| ()))
+        run(py, None, self.raised.as_deref(), |monitor| {
+            self.call(|disk| jobs::snapshot(disk, &action, monitor).map(|_| ()))
+        })
     }
 
     fn snapshots(&self, py: Python<'_>) -> PyResult<String> {

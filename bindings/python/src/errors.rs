@@ -8,6 +8,7 @@ use vdkit::{Error, ErrorKind};
 fn class(error: &Error) -> &'static str {
     match error.kind() {
         ErrorKind::Failed if is_missing(error) => "NotFoundError",
+        ErrorKind::Failed if error.errno().is_some() => "SystemCallError",
         ErrorKind::Usage => "UsageError",
         ErrorKind::Corrupt => "CorruptError",
         ErrorKind::Refused => "RefusedError",
@@ -37,7 +38,7 @@ pub(crate) fn raise_from(py: Python<'_>, error: &Error, cause: Option<PyErr>) ->
     }
 }
 
-/// An exception with the error's message, file, offset and hint.
+/// An exception with the error's message, file, offset, hint and number.
 pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
     let made = py.import("vdkit.errors").and_then(|module| {
         module.getattr(class(error))?.call1((
@@ -45,6 +46,7 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
             error.file(),
             error.offset(),
             error.remedy().map(|remedy| remedy.to_string()),
+            error.errno(),
         ))
     });
     match made {

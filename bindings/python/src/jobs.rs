@@ -55,7 +55,7 @@ impl Progress for Teller {
 /// Runs a job on another thread. `progress` is called as `progress(done, total)` from this one; its
 /// exceptions, and those of signal handlers, cancel the job and are raised when it has ended. Notes
 /// become warnings.
-fn run<T: Send>(
+pub(crate) fn run<T: Send>(
     py: Python<'_>,
     progress: Option<&Bound<'_, PyAny>>,
     file_raised: Option<&Raised>,
@@ -97,9 +97,36 @@ fn run<T: Send>(
             (None, Ok(result)) => {
                 result.map_err(|error| raise_from(py, &error, file_raised.and_then(Raised::take)))
             }
-            (None, Err(_)) => Err(misuse(py, "vdkit has a bug: the job panicked")),
+            (None, Err(_)) => Err(bug(py)),
         }
     })
+}
+
+/// Runs what cannot be cancelled, such as a connection to a server that does not answer. If a signal
+/// handler raises, that is raised at once, and the work goes on until it ends; its result is dropped.
+pub(crate) fn abandonable<T: Send + 'static>(
+    py: Python<'_>,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> PyResult<T> {
+    let (ended, end) = channel();
+    let end = Mutex::new(end);
+    std::thread::Builder::new().spawn(move || {
+        // Nobody waits if a signal came before.
+        let _ = ended.send(work());
+    })?;
+    loop {
+        let waited =
+            py.detach(|| end.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(LOOK));
+        match waited {
+            Ok(result) => return result.map_err(|error| raise(py, &error)),
+            Err(RecvTimeoutError::Disconnected) => return Err(bug(py)),
+            Err(RecvTimeoutError::Timeout) => py.check_signals()?,
+        }
+    }
+}
+
+fn bug(py: Python<'_>) -> PyErr {
+    misuse(py, "vdkit has a bug: the job panicked")
 }
 
 fn tell(
@@ -145,16 +172,15 @@ pub(crate) fn create(
     backing_format: Option<String>,
     replace: bool,
 ) -> PyResult<u64> {
-    py.detach(|| {
+    run(py, None, None, |monitor| {
         let image = CreateOptions::new(&path, vdkit::format(format)?)
             .guest_bytes(size)
             .options(format_options(format, &options)?)
             .backing(backing.map(|name| NewBacking::new(name, backing_format)))
             .replace(replace);
-        jobs::create(&vdkit::registry(), &image, &Monitor::default())
+        jobs::create(&vdkit::registry(), &image, monitor)
     })
     .map(|made| made.guest_bytes)
-    .map_err(|error| raise(py, &error))
 }
 
 #[pyfunction]
@@ -307,7 +333,7 @@ pub(crate) fn rebase(
 
 #[pyfunction]
 pub(crate) fn describe(py: Python<'_>, path: PathBuf, opening: Opening) -> PyResult<String> {
-    let described = py.detach(|| {
+    abandonable(py, move || {
         let report = vdkit::describe_chain(&vdkit::registry(), &path, &opening.options()?)?;
         match report.broken {
             Some(broken) => Err(broken),
@@ -315,8 +341,7 @@ pub(crate) fn describe(py: Python<'_>, path: PathBuf, opening: Opening) -> PyRes
                 Ok(json_of(&report.links.iter().map(jobs::Described::from).collect::<Vec<_>>()))
             }
         }
-    });
-    described.map_err(|error| raise(py, &error))
+    })
 }
 
 #[pyfunction]

@@ -6,6 +6,8 @@
 mod disk;
 mod errors;
 mod jobs;
+mod memory;
+mod parallel;
 mod source;
 
 use pyo3::prelude::*;

@@ -1,5 +1,6 @@
 """The package as its users see it."""
 
+import errno
 import io
 import os
 import pickle
@@ -111,6 +112,26 @@ def test_extents(image):
         assert disk.extents(0, 10)[0].end == 10
 
 
+def test_extents_as_a_strip(image):
+    """In a notebook: a rectangle for each extent, as wide as its share of the disk, with its place as title."""
+    import xml.etree.ElementTree
+
+    vdkit.create("top.qcow2", "qcow2", backing="a.qcow2", backing_format="qcow2")
+    with vdkit.open("top.qcow2", writable=True) as disk:
+        disk.write(2 * MIB, bytes([1]) * MIB)
+        extents = disk.extents()
+    svg, text = extents._repr_html_().split("</svg>")
+    cells = list(xml.etree.ElementTree.fromstring(svg + "</svg>"))
+    assert len(cells) == len(extents) and text == f"&lt;{len(extents)} extents, 1,052,672 bytes of data&gt;"
+    assert abs(sum(float(cell.get("width")) for cell in cells) - 1000) < 1
+    (own,) = [cell for cell in cells if cell[0].text == "2,097,152 to 3,145,728: data of image 0"]
+    assert (float(own.get("x")), float(own.get("width"))) == (500, 250)
+    (below,) = [cell for cell in cells if "data of image 1" in cell[0].text]
+    assert len({cell.get("fill") for cell in (own, below, cells[0])}) == 3
+    with vdkit.open(image) as disk:
+        assert disk.extents(0, 0)._repr_html_() == "<em>no extents</em>"
+
+
 def test_jobs(image):
     told = []
     done = vdkit.convert(image, "b.vmdk", "vmdk", verify=True, progress=lambda *both: told.append(both))
@@ -158,12 +179,19 @@ def test_errors(image):
     with pytest.raises(vdkit.Error) as missing:
         vdkit.open("missing.qcow2")
     assert missing.value.file == "missing.qcow2" and missing.value.offset is None
+    assert missing.value.errno == errno.ENOENT and isinstance(missing.value, FileNotFoundError)
+    assert pickle.loads(pickle.dumps(missing.value)).errno == errno.ENOENT
+    with pytest.raises(OSError) as looping:
+        os.symlink("loop.qcow2", "loop.qcow2")
+        vdkit.open("loop.qcow2")
+    assert isinstance(looping.value, vdkit.errors.SystemCallError) and looping.value.errno == errno.ELOOP
+    assert str(looping.value).startswith("loop.qcow2: cannot open: ")
     with open(image, "r+b") as file:
         file.seek(20)
         file.write(b"\0\0\0\1")
     with pytest.raises(vdkit.errors.CorruptError) as damaged:
         vdkit.open(image)
-    assert damaged.value.offset == 20
+    assert damaged.value.offset == 20 and damaged.value.errno is None
     again = pickle.loads(pickle.dumps(damaged.value))
     assert (str(again), again.offset) == (str(damaged.value), 20)
     with pytest.raises(vdkit.errors.UsageError):
@@ -298,6 +326,42 @@ def test_ctrl_c_ends_a_job():
     ).replace(", format_=''", "")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout == "interrupted False\n", done
+
+
+def test_ctrl_c_ends_the_wait_for_a_server():
+    program = (
+        "import os, signal, socket, threading, vdkit\n"
+        "mute = socket.create_server(('127.0.0.1', 0))\n"
+        "uri = f'nbd://127.0.0.1:{mute.getsockname()[1]}'\n"
+        "for wait in (vdkit.open, vdkit.info):\n"
+        "    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
+        "    try:\n"
+        "        wait(uri)\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('interrupted')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "interrupted\n" * 2, done
+
+
+def test_what_a_signal_handler_raises_ends_a_creation():
+    class Alarm(Exception):
+        pass
+
+    def ring(*_):
+        raise Alarm
+
+    previous = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        with pytest.raises(Alarm):
+            vdkit.create("full.qcow2", "qcow2", 512 * MIB, options={"preallocation": "full"})
+            signal.pause()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    # What was not made leaves nothing behind; what was made is whole.
+    assert not os.path.exists("full.qcow2") or vdkit.check("full.qcow2")
 
 
 def test_serving(image):

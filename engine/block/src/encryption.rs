@@ -8,6 +8,7 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
+use serde::Serialize;
 use zeroize::Zeroizing;
 
 use crate::error::Result;
@@ -111,9 +112,11 @@ impl fmt::Debug for Secret {
 }
 
 /// Facts about a key slot that need no key.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct KeySlot {
     /// Its number, from 0.
+    #[serde(rename = "slot")]
     pub number: u32,
     /// It holds a key.
     pub active: bool,

@@ -377,6 +377,16 @@ impl Error {
         }
     }
 
+    /// The number of the system's error, if one was the cause.
+    pub fn errno(&self) -> Option<i32> {
+        match self {
+            Self::Io { source, .. }
+            | Self::File { source, .. }
+            | Self::Reference { source, .. } => source.raw_os_error(),
+            _ => None,
+        }
+    }
+
     /// A fault in an image; see [`Fault`].
     pub fn corrupt(
         file: &str,

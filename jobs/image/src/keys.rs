@@ -4,11 +4,13 @@
 
 use std::path::Path;
 
+use serde::Serialize;
 use vdkit_block::{Error, KeySlot, KeySlots, Result, Secret};
 use vdkit_chain::{OpenOptions, Registry, open_image};
 
 /// The key slots of an image.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub struct ListedKeys {
     /// The image's format.
@@ -22,12 +24,15 @@ pub struct ListedKeys {
 }
 
 /// The key slots after a change.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub struct KeysAfter {
     /// The slot with the new key.
+    #[serde(rename = "added-slot", skip_serializing_if = "Option::is_none")]
     pub added: Option<u32>,
     /// Wiped slots.
+    #[serde(rename = "removed-slots")]
     pub removed: Vec<u32>,
     /// All slots now.
     pub slots: Vec<KeySlot>,

@@ -9,7 +9,7 @@ class Error(Exception):
     """An error of vdkit.
 
     ``file`` is the file that it is about, ``offset`` the byte offset in that file, ``hint`` what can be
-    done about it; each is None if it is not known.
+    done about it, ``errno`` the number of the system's error behind it; each is None if it is not known.
     """
 
     def __init__(
@@ -18,18 +18,24 @@ class Error(Exception):
         file: Optional[str] = None,
         offset: Optional[int] = None,
         hint: Optional[str] = None,
+        errno: Optional[int] = None,
     ) -> None:
         super().__init__(message)
         self.file = file
         self.offset = offset
         self.hint = hint
+        self.errno = errno
 
     def __reduce__(self):
-        return type(self), (str(self), self.file, self.offset, self.hint)
+        return type(self), (str(self), self.file, self.offset, self.hint, self.errno)
 
 
 class NotFoundError(Error, FileNotFoundError):
     """A file, or one that an image names, is not there."""
+
+
+class SystemCallError(Error, OSError):
+    """A call of the system failed, as ``errno`` says: no permission, an I/O error, ..."""
 
 
 class UsageError(Error, ValueError):
@@ -48,7 +54,7 @@ class LockedError(Error, BlockingIOError):
     """Another process uses the file."""
 
 
-class NoSpaceError(Error):
+class NoSpaceError(Error, OSError):
     """No space is left."""
 
 
