@@ -184,10 +184,24 @@ struct Shared {
     options: ServerOptions,
     /// Stops waiting for clients.
     wake: Wake,
-    connections: Mutex<Vec<Connection>>,
-    gone: Condvar,
+    clients: Arc<Clients>,
     next: AtomicU64,
     served: AtomicU64,
+}
+
+/// Who is connected. Apart from [`Shared`], so that a thread can leave this last, when it no longer
+/// holds an export.
+#[derive(Default)]
+struct Clients {
+    roll: Mutex<Roll>,
+    gone: Condvar,
+}
+
+#[derive(Default)]
+struct Roll {
+    connections: Vec<Connection>,
+    /// Threads of these connections, and of those that were replaced and have not ended yet.
+    threads: usize,
 }
 
 /// A counted connection.
@@ -224,8 +238,7 @@ impl Server {
             exports,
             options,
             wake: Wake::new()?,
-            connections: Mutex::default(),
-            gone: Condvar::new(),
+            clients: Arc::default(),
             next: AtomicU64::new(0),
             served: AtomicU64::new(0),
         });
@@ -244,7 +257,7 @@ impl Server {
 
     /// Current connections.
     pub fn connections(&self) -> usize {
-        self.shared.connections.lock().len()
+        self.shared.clients.roll.lock().connections.len()
     }
 
     /// Finished connections that had reached an export.
@@ -253,24 +266,26 @@ impl Server {
     }
 
     /// Ends the service. Accepts no new connections, and receives nothing more; started requests
-    /// are finished and answered. Waits at most `drain`, then closes all connections.
+    /// are finished and answered. Waits at most `drain`, then closes all connections. On return no
+    /// thread of the server holds an export.
     pub fn stop(self, drain: Duration) {
         self.shared.wake.wake();
         for thread in self.listeners {
             let _ = thread.join();
         }
         let until = Instant::now() + drain;
-        let mut connections = self.shared.connections.lock();
-        for Connection { channel, .. } in connections.iter() {
+        let Clients { roll, gone } = &*self.shared.clients;
+        let mut roll = roll.lock();
+        for Connection { channel, .. } in &roll.connections {
             channel.shutdown(Shutdown::Read);
         }
         let mut cut = false;
-        while !connections.is_empty() {
+        while roll.threads > 0 {
             if cut {
-                self.shared.gone.wait(&mut connections);
-            } else if self.shared.gone.wait_until(&mut connections, until).timed_out() {
+                gone.wait(&mut roll);
+            } else if gone.wait_until(&mut roll, until).timed_out() {
                 cut = true;
-                for Connection { channel, .. } in connections.iter() {
+                for Connection { channel, .. } in &roll.connections {
                     channel.shutdown(Shutdown::Both);
                 }
             }
@@ -298,12 +313,12 @@ fn accept(shared: &Arc<Shared>, listener: &Listener) {
         };
         let channel: Arc<dyn Channel> = Arc::new(socket);
         let id = shared.next.fetch_add(1, Ordering::Relaxed);
-        if !shared.admit(id, &channel) {
-            continue;
-        }
-        let (own, place) = (shared.clone(), Place { shared: shared.clone(), id });
+        let Some(place) = shared.admit(id, &channel) else { continue };
+        let own = shared.clone();
         let spawned = std::thread::Builder::new().name("nbd".to_owned()).spawn(move || {
             serve(&own, channel, &place);
+            drop(own);
+            drop(place);
         });
         if let Err(error) = spawned {
             tracing::warn!("cannot start a thread for a connection: {error}");
@@ -312,43 +327,47 @@ fn accept(shared: &Arc<Shared>, listener: &Listener) {
 }
 
 impl Shared {
-    /// Adds a new connection to the list; `false` if it is rejected.
-    fn admit(&self, id: u64, channel: &Arc<dyn Channel>) -> bool {
-        let mut connections = self.connections.lock();
+    /// Adds a new connection to the list; `None` if it is rejected.
+    fn admit(&self, id: u64, channel: &Arc<dyn Channel>) -> Option<Place> {
+        let mut roll = self.clients.roll.lock();
+        let connections = &mut roll.connections;
         if connections.len() >= self.options.connections_max {
             // New connections are appended, so this is the oldest. An honest client negotiates
             // within milliseconds, so it is rarely the one to close.
             let Some(oldest) = connections.iter().position(|other| !other.agreed) else {
                 tracing::warn!("a connection was turned away: there are {}", connections.len());
-                return false;
+                return None;
             };
             tracing::debug!("a connection that was still negotiating makes room for another");
             connections.remove(oldest).channel.shutdown(Shutdown::Both);
         }
         connections.push(Connection { id, channel: channel.clone(), agreed: false });
-        true
+        roll.threads += 1;
+        Some(Place { clients: self.clients.clone(), id })
     }
 }
 
-/// A connection's entry in the list; dropping it removes the entry.
+/// A connection's entry in the list, and its thread; dropping it removes both.
 struct Place {
-    shared: Arc<Shared>,
+    clients: Arc<Clients>,
     id: u64,
 }
 
 impl Place {
     /// Marks the connection as having reached an export. `false` if it was replaced before.
     fn keep(&self) -> bool {
-        let mut connections = self.shared.connections.lock();
-        let own = connections.iter_mut().find(|connection| connection.id == self.id);
+        let mut roll = self.clients.roll.lock();
+        let own = roll.connections.iter_mut().find(|connection| connection.id == self.id);
         own.map(|connection| connection.agreed = true).is_some()
     }
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.shared.connections.lock().retain(|connection| connection.id != self.id);
-        self.shared.gone.notify_all();
+        let mut roll = self.clients.roll.lock();
+        roll.connections.retain(|connection| connection.id != self.id);
+        roll.threads -= 1;
+        self.clients.gone.notify_all();
     }
 }
 

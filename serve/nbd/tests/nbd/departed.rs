@@ -1,12 +1,14 @@
 //! Clients that leave, and their pending requests.
 
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vdkit_block::{Error, Storage};
-use vdkit_serve::Change;
+use vdkit_nbd::{Address, Exports, Listener, Server, ServerOptions};
+use vdkit_serve::{Change, Export, ExportOptions};
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::disks::MIB;
+use vdkit_testkit::disks::{MIB, qcow2};
 use vdkit_testkit::nbd::Rig;
 use vdkit_testkit::nbd::client::*;
 use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage};
@@ -132,4 +134,25 @@ fn a_block_status_reply_walks_a_bounded_part_of_the_map() {
     let rest = client.status(0, len, CLUSTERS * 512 - len).unwrap().remove(0);
     assert_eq!(rest, [(CLUSTERS * 512 - len, 0)]);
     rig.end();
+}
+
+/// Whoever stops a server opens the image again at once, and its lock must be free by then.
+#[test]
+fn a_stopped_server_holds_no_export() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("socket");
+    let disk = qcow2(Arc::new(MemoryStorage::new("image")), 1 << 20, "");
+    let export = Export::new(disk, ExportOptions::default());
+    for _ in 0..500 {
+        let listener = Listener::bind(&Address::Unix(socket.clone())).unwrap();
+        let exports = Exports::new(vec![export.clone()]);
+        let server = Server::start(exports, vec![listener], ServerOptions::default()).unwrap();
+        let client = UnixStream::connect(&socket).unwrap();
+        while server.connections() == 0 {
+            std::thread::yield_now();
+        }
+        server.stop(Duration::ZERO);
+        assert_eq!(Arc::strong_count(&export), 1);
+        drop(client);
+    }
 }
