@@ -92,6 +92,7 @@ const RULES: &[(&str, &str)] = &[
         "write.rules",
         "# once\n[inject-error]\nevent = \"write_aio\"\nerrno = \"28\"\nonce = \"on\"\n",
     ),
+    ("sector.rules", "[inject-error]\nevent = \"read_aio\"\nerrno = \"5\"\nsector = \"130\"\n"),
     ("l2.rules", "[inject-error]\nevent = \"l2_load\"\nerrno = \"5\"\n"),
     (
         "flush.rules",

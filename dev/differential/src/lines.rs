@@ -147,6 +147,12 @@ pub(crate) const SEQUENCES: &[&[&str]] = &[
         "compare n.qcow2 full.raw",
     ],
     &[
+        "create -f qcow2 n.qcow2 2M",
+        "convert -n --target-is-zero -c -O qcow2 full.raw n.qcow2",
+        "compare n.qcow2 full.raw",
+        "check n.qcow2",
+    ],
+    &[
         "resize a.qcow2 8M",
         "info a.qcow2",
         "check a.qcow2",
@@ -211,6 +217,34 @@ pub(crate) const SEQUENCES: &[&[&str]] = &[
         "convert --object secret,id=s,data=abc --image-opts driver=qcow2,encrypt.key-secret=s,file.filename=enc.qcow2 n.raw",
         "info n.raw",
     ],
+];
+
+/// Sources that cannot be read in part, and targets that are said to read as zeroes.
+pub(crate) const LOST_AND_ZERO: &[&str] = &[
+    "convert --salvage -f raw -O raw blkdebug:sector.rules:full.raw new",
+    "convert --salvage -q -f raw -O raw blkdebug:sector.rules:full.raw new",
+    "convert -f raw -O raw blkdebug:sector.rules:full.raw new",
+    "convert --salvage -f raw -O qcow2 blkdebug:sector.rules:full.raw blkdebug:sector.rules:full.raw new",
+    "convert --salvage -c -f raw -O qcow2 blkdebug:sector.rules:full.raw new",
+    "convert --salvage -S 0 -f raw -O raw blkdebug:sector.rules:full.raw new",
+    "convert --salvage -n -f raw -O raw blkdebug:sector.rules:full.raw full.raw",
+    "convert --salvage -f qcow2 -O raw blkdebug:read.rules:a.qcow2 new",
+    "convert --salvage -f qcow2 -O qcow2 blkdebug:l2.rules:small.qcow2 new",
+    "convert --salvage -f qcow2 -O raw blkdebug:any.rules:a.qcow2 new",
+    "convert --salvage -O raw cut.qcow2 new",
+    "convert --salvage -C -f raw -O raw full.raw new",
+    "convert --salvage -O qcow2 top.qcow2 new",
+    "convert -n --target-is-zero -O raw empty.raw full.raw",
+    "convert -n --target-is-zero -O raw zlib.qcow2 full.raw",
+    "convert -n --target-is-zero -O qcow2 full.raw a.qcow2",
+    "convert -n --target-is-zero -O qcow2 full.raw small.qcow2",
+    "convert -n --target-is-zero -O qcow2 empty.raw top.qcow2",
+    "convert -n --target-is-zero -O qcow2 full.raw top.qcow2",
+    "convert -n --target-is-zero -O vmdk a.vdi a.vmdk",
+    "convert -n --target-is-zero -O vdi a.vmdk a.vdi",
+    "convert -n --target-is-zero -S 0 -O raw empty.raw full.raw",
+    "convert -n --target-is-zero -S 64k -O raw zlib.qcow2 full.raw",
+    "convert -n -O raw empty.raw full.raw",
 ];
 
 /// Wrong command lines that no table of options gives.

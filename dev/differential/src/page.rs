@@ -8,8 +8,6 @@ const WITHOUT_EFFECT: &[(&str, &str)] = &[
         "`convert -m`, `-W`, `-C`; `--aio`, `-n` of `bench`; `--no-drain`",
         "the engine chooses threads, order and mover itself",
     ),
-    ("`convert --salvage`", "a read error still ends the conversion, as without it"),
-    ("`convert --target-is-zero`", "zeroes are written all the same"),
     (
         "`rebase -c`, `-T`",
         "copied clusters are not compressed; the backing images' cache mode stays",

@@ -344,6 +344,12 @@ fn without_time(line: &str) -> String {
 /// The kind of message that programs match, or nothing. `name` is the program's path.
 fn stderr(done: &Output, name: &str) -> String {
     let text = String::from_utf8_lossy(&done.stderr).replace(name, "qemu-img");
+    // In any order, since several threads read.
+    let mut lost: Vec<_> = text.lines().filter(|line| line.contains("reading offset")).collect();
+    if !lost.is_empty() {
+        lost.sort_unstable();
+        return lost.join("\n");
+    }
     // A warning of three lines may come before or after an error.
     let warning = ["WARNING:", "         ", "qemu-img: warning:"];
     let first = text

@@ -11,7 +11,7 @@ use crate::failure::{Failure, could_not_open};
 use crate::getopt::{Parsed, flag, valued};
 use crate::names::Image;
 use crate::open::{Access, Named, failed_open, open_options, registry};
-use crate::output::{Progress, WithoutMessages, cancel_on_signal};
+use crate::output::{Converting, Progress, cancel_on_signal};
 use crate::secrets::Objects;
 
 /// Entry in the table of subcommands.
@@ -58,7 +58,8 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let keep = parsed.has("drop") || base.is_some();
     let options = CommitOptions { to, empty: Some(!keep), force: true, threads: None, rate };
     let progress = Progress::new(parsed.has("progress") && !quiet)?;
-    let monitor = Monitor { cancel: cancel_on_signal()?, progress: &WithoutMessages(&progress) };
+    let progress_only = Converting { progress: &progress, quiet: true };
+    let monitor = Monitor { cancel: cancel_on_signal()?, progress: &progress_only };
     let done = jobs::commit(&registry(), path, &opening, &options, &monitor);
     progress.finish(done.is_ok());
     done.map_err(|error| failed_open(&image, None, &error))?;

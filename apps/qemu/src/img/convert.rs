@@ -17,7 +17,7 @@ use crate::failure::{Failure, could_not_open, words};
 use crate::getopt::{Opt, Parsed, alias, flag, long, valued};
 use crate::names::{Flat, Image, Place};
 use crate::open::{Access, Named, open_options, open_with, references, registry};
-use crate::output::{Progress, WithoutMessages, cancel_on_signal};
+use crate::output::{Converting, Progress, cancel_on_signal};
 use crate::secrets::Objects;
 use crate::sizes;
 
@@ -49,7 +49,7 @@ const OPTIONS: &[Opt] = &[
     flag('n', "no-create", "write into an existing target").whole_name_only(),
     valued('S', "sparse-size", "SPARSE_SIZE", "bytes of zeroes that are left out; 0 fills"),
     long("target-is-zero", None, "the existing target reads as zeroes"),
-    long("salvage", None, "accepted"),
+    long("salvage", None, "what cannot be read becomes zeroes, with a warning"),
     flag('W', "oob-writes", "accepted; writes are not ordered"),
     long("bitmaps", None, "copy the dirty bitmaps"),
     long("skip-broken-bitmaps", None, "leave out bitmaps that are inconsistent"),
@@ -236,6 +236,8 @@ impl Settings<'_> {
             compress,
             detect_zeroes: self.detect,
             fill: self.detect.is_none(),
+            salvage: self.parsed.has("salvage"),
+            target_is_zero: self.parsed.has("target-is-zero"),
             rate: self.rate,
             backing,
             bitmaps: match (self.parsed.has("bitmaps"), self.parsed.has("skip-broken-bitmaps")) {
@@ -247,9 +249,10 @@ impl Settings<'_> {
             keys,
             ..ConvertOptions::new(destination)
         };
-        let shown = self.parsed.has("progress") && !self.parsed.has("quiet");
+        let quiet = self.parsed.has("quiet");
+        let shown = self.parsed.has("progress") && !quiet;
         let progress = Progress::new(shown)?;
-        let monitor = Monitor { cancel, progress: &WithoutMessages(&progress) };
+        let monitor = Monitor { cancel, progress: &Converting { progress: &progress, quiet } };
         let done = jobs::convert(&registry(), &source, &options, &monitor);
         progress.finish(done.is_ok());
         done.map(|_| 0).map_err(|error| self.failed(target, &error))
@@ -263,6 +266,7 @@ impl Settings<'_> {
                 let why = failed_creation(Path::new(target), error).text;
                 Failure::new(format!("{target}: error while converting {format}: {why}"))
             }
+            Error::Locked { .. } => could_not_open(target, words(error)),
             other => Failure::new(words(other)),
         }
     }

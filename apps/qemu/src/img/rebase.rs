@@ -13,7 +13,7 @@ use crate::failure::{Failure, could_not_open, system_words, words};
 use crate::getopt::{Parsed, flag, valued};
 use crate::names::Image;
 use crate::open::{Access, Named, driver, failed_open, open_options, registry};
-use crate::output::{Progress, WithoutMessages, cancel_on_signal};
+use crate::output::{Converting, Progress, cancel_on_signal};
 use crate::secrets::Objects;
 
 /// Entry in the table of subcommands.
@@ -66,7 +66,8 @@ fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
     let backing = new_backing(parsed, path, header_only)?;
     let options = RebaseOptions { backing, header_only, force: true, threads: None };
     let progress = Progress::new(parsed.has("progress") && !parsed.has("quiet"))?;
-    let monitor = Monitor { cancel: cancel_on_signal()?, progress: &WithoutMessages(&progress) };
+    let progress_only = Converting { progress: &progress, quiet: true };
+    let monitor = Monitor { cancel: cancel_on_signal()?, progress: &progress_only };
     let done = jobs::rebase(&registry(), path, &opening, &options, &monitor);
     progress.finish(done.is_ok());
     done.map(|_| 0).map_err(|error| failed(&image, parsed.last("backing").unwrap_or(""), &error))
