@@ -1,6 +1,6 @@
 //! The command lines.
 
-use crate::lines::{LOST_AND_ZERO, NAMES, ON_RARE, RARE, SEQUENCES, WRONG};
+use crate::lines::{LOST_AND_ZERO, MADE, NAMES, ON_RARE, RARE, SEQUENCES, WRONG};
 
 /// Command lines that are run one after the other in one folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -492,6 +492,9 @@ pub fn all() -> Vec<Case> {
         }
     }
     cases.extend(DEBUGGING.iter().map(|line| Case::new(Kind::Name, &[line])));
+    for options in MADE {
+        cases.push(Case::new(Kind::Sequence, &[&format!("create {options} n.img 2M")]));
+    }
     cases.extend(LOST_AND_ZERO.iter().map(|line| Case::new(Kind::Sequence, &[line])));
     cases.extend(WRONG.iter().map(|line| match *line {
         "" => Case { kind: Kind::Wrong, commands: vec![Vec::new()] },

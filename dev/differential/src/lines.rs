@@ -114,6 +114,16 @@ pub(crate) const SEQUENCES: &[&[&str]] = &[
     &["commit -d mid.qcow2", "check mid.qcow2", "info mid.qcow2"],
     &["commit -b a.qcow2 top.qcow2", "info top.qcow2", "check a.qcow2"],
     &["rebase -b a.qcow2 -F qcow2 top.qcow2", "info top.qcow2", "map top.qcow2"],
+    &["rebase -c -b a.qcow2 -F qcow2 top.qcow2", "check top.qcow2", "map top.qcow2"],
+    &[
+        "rebase -c -T none -t directsync -b  mid.qcow2",
+        "check mid.qcow2",
+        "compare mid.qcow2 a.qcow2",
+    ],
+    &["rebase -c -b small.qcow2 -F qcow2 mid.qcow2", "check mid.qcow2", "info mid.qcow2"],
+    &["rebase -c -b  a.vmdk"],
+    &["rebase -c -b  a.vdi"],
+    &["rebase -u -c -b  a.vdi"],
     &[
         "rebase -u -b missing -F qcow2 top.qcow2",
         "info top.qcow2",
@@ -217,6 +227,39 @@ pub(crate) const SEQUENCES: &[&[&str]] = &[
         "convert --object secret,id=s,data=abc --image-opts driver=qcow2,encrypt.key-secret=s,file.filename=enc.qcow2 n.raw",
         "info n.raw",
     ],
+];
+
+/// Images made with options of each format, and of the file beneath.
+pub(crate) const MADE: &[&str] = &[
+    "-f raw -o preallocation=off",
+    "-f raw -o preallocation=falloc",
+    "-f raw -o preallocation=full",
+    "-f raw -o preallocation=metadata",
+    "-f raw -o preallocation=bad",
+    "-f raw -o extent_size_hint=1M",
+    "-f raw -o extent_size_hint=5G",
+    "-f raw -o nocow=on,preallocation=full",
+    "-f qcow2 -o preallocation=falloc,nocow=on",
+    "-f qcow2 -o extent_size_hint=0",
+    "-f vdi -o preallocation=off",
+    "-f vdi -o preallocation=full",
+    "-f vdi -o preallocation=metadata",
+    "-f vdi -o static=on,preallocation=falloc",
+    "-f vpc -o preallocation=full",
+    "-f vpc -o preallocation=metadata",
+    "-f vhdx -o preallocation=full",
+    "-f vhdx -o preallocation=metadata",
+    "-f vhdx -o subformat=fixed",
+    "-f vhdx -o subformat=fixed,block_state_zero=off",
+    "-f vhdx -o block_state_zero=on,block_size=1M",
+    "-f vhdx -o block_state_zero=off,log_size=2M",
+    "-f vmdk -o preallocation=full",
+    "-f vmdk -o preallocation=metadata",
+    "-f vmdk -o subformat=monolithicFlat,preallocation=full",
+    "-f vmdk -o subformat=twoGbMaxExtentFlat",
+    "-f luks --object secret,id=s,data=abc -o key-secret=s,iter-time=10,preallocation=metadata",
+    "-f luks --object secret,id=s,data=abc -o key-secret=s,iter-time=10,preallocation=full",
+    "-f luks --object secret,id=s,data=abc -o key-secret=s,iter-time=10,preallocation=bad",
 ];
 
 /// Sources that cannot be read in part, and targets that are said to read as zeroes.

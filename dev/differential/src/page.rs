@@ -9,12 +9,8 @@ const WITHOUT_EFFECT: &[(&str, &str)] = &[
         "the engine chooses threads, order and mover itself",
     ),
     (
-        "`rebase -c`, `-T`",
-        "copied clusters are not compressed; the backing images' cache mode stays",
-    ),
-    (
-        "`-o nocow`, `extent_size_hint`; `preallocation` of vdi, vpc, vhdx and vmdk",
-        "the engine has no such option",
+        "`-o preallocation` of vdi, vpc, vhdx and vmdk",
+        "QEMU's own changes neither the length of the file nor what is allocated for the disk",
     ),
     (
         "limits of a `throttle-group`",

@@ -391,24 +391,33 @@ fn compression(options: &ConvertOptions, target: Option<&Disk>) -> Result<Option
     let Some(target) = target else {
         return Err(Error::Invalid("--compress needs a target that is written".into()));
     };
-    let compressed = target.top().caps().compressed;
-    if (spec.codec, compressed) == (Codec::Deflate, Some(Codec::Zlib)) {
+    let codec = image_codec(target)?;
+    if (spec.codec, codec) == (Codec::Deflate, Codec::Zlib) {
         // One name for users, two formats.
         spec.codec = Codec::Zlib;
     }
-    match compressed {
-        Some(codec) if codec == spec.codec => Ok(Some(spec)),
-        Some(codec) => Err(Error::Invalid(format!(
-            "{}: holds {codec} clusters, not {}; use --compress={codec}",
-            target.name(),
-            spec.codec
-        ))),
-        None => Err(Error::unsupported(
+    if codec == spec.codec {
+        return Ok(Some(spec));
+    }
+    Err(Error::Invalid(format!(
+        "{}: holds {codec} clusters, not {}; use --compress={codec}",
+        target.name(),
+        spec.codec
+    )))
+}
+
+/// The method of an image's compressed clusters.
+///
+/// # Errors
+/// [`Error::Unsupported`] if it has none.
+pub(crate) fn image_codec(target: &Disk) -> Result<Codec> {
+    target.top().caps().compressed.ok_or_else(|| {
+        Error::unsupported(
             target.name(),
             format!("not supported: compressed data in this {} image", target.top().name()),
             "choose qcow2 without a data file",
-        )),
-    }
+        )
+    })
 }
 
 fn plan_options(compressed: bool, target: Option<&Disk>, layers: usize) -> PlanOptions {

@@ -256,7 +256,7 @@ fn create_file(
     base: Option<&FoundBacking>,
     monitor: &Monitor<'_>,
 ) -> Result<u64> {
-    let options = FileOptions::read_write();
+    let options = FileOptions::read_write().hints(image.options.hints());
     let pending = PendingFile::create(image.path, &options)?;
     let files = new_files(registry, image, guest_bytes, monitor)?;
     let written = Arc::default();
@@ -292,7 +292,7 @@ fn new_files(
         path: image.path,
         guest_bytes,
         options: &image.options,
-        file: &FileOptions::read_write(),
+        file: &FileOptions::read_write().hints(image.options.hints()),
         replace: image.replace,
     };
     NewFiles::create(&wanted, &monitor.cancel).map_err(|error| error_of(image, error))

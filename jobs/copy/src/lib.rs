@@ -23,6 +23,7 @@ mod sequencer;
 mod share;
 mod source;
 mod target;
+mod units;
 mod verify;
 mod zero;
 

@@ -78,6 +78,7 @@ impl Run for RebaseArgs {
             }),
             header_only: self.header_only,
             force: self.force,
+            compress: false,
             threads: None,
         };
         let progress = self.progress.reporter("rebase");

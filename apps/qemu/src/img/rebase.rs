@@ -31,7 +31,7 @@ pub const COMMAND: Command = Command {
         valued('F', "backing-format", "BACKING_FMT", "format of the new backing image"),
         valued('T', "backing-cache", "CACHE", "cache mode of the backing images (writeback)"),
         flag('u', "backing-unsafe", "change the name only"),
-        flag('c', "compress", "accepted; what is copied is not compressed"),
+        flag('c', "compress", "compress what is copied (qcow2)"),
         FORCE_SHARE,
         OBJECT,
     ],
@@ -49,7 +49,7 @@ fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
         return Err(Failure::usage("Must specify backing file (-b) or use unsafe mode (-u)"));
     }
     let cache = cache_option(parsed, "cache", "cache")?.unwrap_or_default();
-    cache_option(parsed, "backing-cache", "source cache")?;
+    let backing_cache = cache_option(parsed, "backing-cache", "source cache")?.unwrap_or_default();
     let objects = Objects::parse(parsed.all("object"))?;
     let image = named.parse()?;
     let Some(path) = image.path() else {
@@ -57,14 +57,20 @@ fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
     };
     let access =
         Access { cache, share: parsed.has("force-share"), alone: header_only, ..Access::write() };
-    let opening = open_options(&image, access, &objects)?;
+    let mut opening = open_options(&image, access, &objects)?;
+    opening.backing_cache = Some(backing_cache);
+    let compress = parsed.has("compress");
+    let able = |format| matches!(format, "qcow2" | "qcow" | "vmdk");
+    if compress && !opening.format.as_deref().is_some_and(able) {
+        return Err(Failure::new("Compression not supported for this file format"));
+    }
     let report = describe_chain(&registry(), path, &opening)
         .map_err(|error| failed_open(&image, opening.format.as_deref(), &error))?;
     if let Some(error) = report.broken.filter(|_| !header_only) {
         return Err(failed_open(&image, None, &error));
     }
     let backing = new_backing(parsed, path, header_only)?;
-    let options = RebaseOptions { backing, header_only, force: true, threads: None };
+    let options = RebaseOptions { backing, header_only, force: true, compress, threads: None };
     let progress = Progress::new(parsed.has("progress") && !parsed.has("quiet"))?;
     let progress_only = Converting { progress: &progress, quiet: true };
     let monitor = Monitor { cancel: cancel_on_signal()?, progress: &progress_only };
