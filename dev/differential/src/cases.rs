@@ -1,6 +1,6 @@
 //! The command lines.
 
-use crate::lines::{LOST_AND_ZERO, MADE, NAMES, ON_RARE, RARE, SEQUENCES, WRONG};
+use crate::lines::{KEYS, LOST_AND_ZERO, MADE, NAMES, ON_RARE, RARE, SEQUENCES, WRONG};
 
 /// Command lines that are run one after the other in one folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -492,6 +492,16 @@ pub fn all() -> Vec<Case> {
         }
     }
     cases.extend(DEBUGGING.iter().map(|line| Case::new(Kind::Name, &[line])));
+    let secrets = "--object secret,id=s,data=abc --object secret,id=n,data=def";
+    let container = "--image-opts driver=luks,key-secret=s,file.filename=a.luks";
+    for options in KEYS {
+        let amend = |options: &str| format!("amend {secrets} {container} -o {options}");
+        let lines = [amend(options), "info a.luks".to_owned()];
+        cases.push(Case::new(Kind::Sequence, &[&lines[0], &lines[1]]));
+        // With a second key in slot 5.
+        let before = amend(KEYS[0]);
+        cases.push(Case::new(Kind::Sequence, &[&before, &lines[0], &lines[1]]));
+    }
     for options in MADE {
         cases.push(Case::new(Kind::Sequence, &[&format!("create {options} n.img 2M")]));
     }

@@ -146,10 +146,36 @@ pub fn make(reference: &Path, folder: &Path) {
         marked[79] |= flags;
         std::fs::write(folder.join(name), marked).expect("a scratch folder");
     }
+    for (name, damaged) in damaged(&whole) {
+        std::fs::write(folder.join(name), damaged).expect("a scratch folder");
+    }
     let mut leaky = whole;
     // One more cluster than anything refers to, with a refcount: the file's last entry plus one.
     let clusters = leaky.len().div_ceil(65536);
     leaky.resize((clusters + 1) * 65536, 0);
     leaky[2 * 65536 + clusters * 2 + 1] = 1;
     std::fs::write(folder.join("leak.qcow2"), leaky).expect("a scratch folder");
+}
+
+/// Images with wrong refcounts and COPIED flags, out of `a.qcow2`.
+fn damaged(whole: &[u8]) -> [(&'static str, Vec<u8>); 4] {
+    let word = |at: usize| {
+        let bytes: [u8; 8] = whole[at..at + 8].try_into().expect("eight bytes");
+        (u64::from_be_bytes(bytes) & 0x00ff_ffff_ffff_fe00) as usize
+    };
+    // The first refcount block, and the L2 entry of the second cluster, which has data.
+    let (block, table) = (word(word(48)), word(word(40)));
+    let entry = table + 8;
+    let refcount_of = |offset: usize| block + offset / 65536 * 2 + 1;
+    let with = |at: usize, byte: u8| {
+        let mut image = whole.to_vec();
+        image[at] = byte;
+        image
+    };
+    [
+        ("data0.qcow2", with(refcount_of(word(entry)), 0)),
+        ("data9.qcow2", with(refcount_of(word(entry)), 9)),
+        ("table0.qcow2", with(refcount_of(table), 0)),
+        ("flag.qcow2", with(entry, whole[entry] ^ 0x80)),
+    ]
 }

@@ -178,6 +178,12 @@ pub(crate) const SEQUENCES: &[&[&str]] = &[
     ],
     &["check -r leaks leak.qcow2", "check leak.qcow2", "info leak.qcow2"],
     &["check -r all leak.qcow2", "check --output=json leak.qcow2"],
+    &["check data0.qcow2", "check -r all data0.qcow2", "check data0.qcow2"],
+    &["check --output=json -r all data0.qcow2", "check data0.qcow2"],
+    &["check data9.qcow2", "check -r all data9.qcow2", "check data9.qcow2"],
+    &["check -r leaks data9.qcow2", "check data9.qcow2"],
+    &["check -r all table0.qcow2", "check table0.qcow2"],
+    &["check --output=json flag.qcow2", "check -r all flag.qcow2", "check flag.qcow2"],
     &[
         "amend -o compat=0.10 sub.qcow2",
         "amend -o lazy_refcounts=off sub.qcow2",
@@ -288,6 +294,21 @@ pub(crate) const LOST_AND_ZERO: &[&str] = &[
     "convert -n --target-is-zero -S 0 -O raw empty.raw full.raw",
     "convert -n --target-is-zero -S 64k -O raw zlib.qcow2 full.raw",
     "convert -n -O raw empty.raw full.raw",
+];
+
+/// Options of `amend` on a LUKS container of one key, whose secret is `s`; `n` is a new one.
+pub(crate) const KEYS: &[&str] = &[
+    "state=active,new-secret=n,keyslot=5,iter-time=10",
+    "state=active,new-secret=n,keyslot=1,iter-time=10",
+    "state=active,new-secret=n,iter-time=10",
+    "state=active,new-secret=n,keyslot=0,iter-time=10",
+    "state=active,new-secret=n,keyslot=8,iter-time=10",
+    "state=active,keyslot=3",
+    "state=inactive,keyslot=3",
+    "state=inactive,keyslot=0",
+    "state=inactive,keyslot=0,old-secret=n",
+    "state=inactive,old-secret=n",
+    "state=bad,keyslot=1",
 ];
 
 /// Wrong command lines that no table of options gives.

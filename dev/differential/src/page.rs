@@ -32,10 +32,9 @@ const WITHOUT_EFFECT: &[(&str, &str)] = &[
 
 /// What QEMU's programs have and these do not.
 const MISSING: &[&str] = &[
-    "`qemu-nbd`: `-c` and `-d` (the kernel's client), `--selinux-label`, `authz-pam` objects",
+    "`qemu-nbd`: `--selinux-label`, `authz-pam` objects",
     "network protocols other than NBD",
     "writing qcow, qed and parallels images, and legacy AES encryption of new ones",
-    "`amend` of a key slot by its number, other than the first free one",
 ];
 
 /// Programs that call `qemu-img` or `qemu-nbd`, and what they did with vdkit under these names.

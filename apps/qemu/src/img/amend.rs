@@ -324,13 +324,12 @@ impl Amending<'_> {
                 if free.is_none() && slot.is_none() {
                     return Err(Failure::new("Can't add a keyslot - all keyslots are in use"));
                 }
-                if slot.is_some() && slot != free {
-                    return Err(Failure::new(
-                        "vdkit fills the first free keyslot only: leave out 'keyslot'",
-                    ));
-                }
                 let time = get("iter-time").and_then(|time| time.parse().ok()).unwrap_or(2000);
-                jobs::add_key(&registry(), path, self.options, &new, time)?;
+                if let Some(number) = slot.filter(|number| is_active(*number)) {
+                    // Another slot must open the image, or a crash would leave none that does.
+                    jobs::remove_key(&registry(), path, self.options, number, false)?;
+                }
+                jobs::add_key(&registry(), path, self.options, &new, slot, time)?;
                 Ok(())
             }
             "inactive" => self.wipe_keys(path, &listed, slot, get("old-secret"), force),
