@@ -21,6 +21,7 @@ const MAKE: &[&str] = &[
     "create -q -f raw empty.raw 1M",
     "create -q -f raw full.raw 1M",
     "create -q -f qcow2 a.qcow2 4M",
+    "create -q -f qcow2 plain.qcow2 4M",
     "create -q -f qcow2 -o compat=0.10 v2.qcow2 4M",
     "create -q -f qcow2 -o cluster_size=4k,refcount_bits=1 small.qcow2 4M",
     "create -q -f qcow2 -o extended_l2=on,cluster_size=16k,lazy_refcounts=on sub.qcow2 4M",
@@ -51,6 +52,7 @@ const MAKE: &[&str] = &[
 const WRITTEN: &[(&str, &str)] = &[
     ("raw", "full.raw"),
     ("qcow2", "a.qcow2"),
+    ("qcow2", "plain.qcow2"),
     ("qcow2", "v2.qcow2"),
     ("qcow2", "small.qcow2"),
     ("qcow2", "sub.qcow2"),
@@ -146,7 +148,8 @@ pub fn make(reference: &Path, folder: &Path) {
         marked[79] |= flags;
         std::fs::write(folder.join(name), marked).expect("a scratch folder");
     }
-    for (name, damaged) in damaged(&whole) {
+    let plain = std::fs::read(folder.join("plain.qcow2")).expect("was made");
+    for (name, damaged) in damaged(&plain) {
         std::fs::write(folder.join(name), damaged).expect("a scratch folder");
     }
     let mut leaky = whole;
@@ -157,7 +160,7 @@ pub fn make(reference: &Path, folder: &Path) {
     std::fs::write(folder.join("leak.qcow2"), leaky).expect("a scratch folder");
 }
 
-/// Images with wrong refcounts and COPIED flags, out of `a.qcow2`.
+/// Images with wrong refcounts and COPIED flags, out of one without snapshots.
 fn damaged(whole: &[u8]) -> [(&'static str, Vec<u8>); 4] {
     let word = |at: usize| {
         let bytes: [u8; 8] = whole[at..at + 8].try_into().expect("eight bytes");

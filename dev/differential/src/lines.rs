@@ -1,5 +1,7 @@
 //! Command lines that no table of options gives.
 
+use crate::cases::Around;
+
 /// Images of rarer kinds: each is told about, checked, mapped and copied.
 pub(crate) const RARE: &[&str] = &[
     "tiny.qcow2",
@@ -266,6 +268,85 @@ pub(crate) const MADE: &[&str] = &[
     "-f luks --object secret,id=s,data=abc -o key-secret=s,iter-time=10,preallocation=metadata",
     "-f luks --object secret,id=s,data=abc -o key-secret=s,iter-time=10,preallocation=full",
     "-f luks --object secret,id=s,data=abc -o key-secret=s,iter-time=10,preallocation=bad",
+];
+
+/// Images that are in use, that may only be read, and that have no space.
+pub(crate) const AROUND: &[(Around, &[&str])] = &[
+    (Around::Writer("a.qcow2"), IN_USE),
+    (Around::Reader("a.qcow2"), IN_USE),
+    (
+        Around::Stranger,
+        &[
+            "info a.qcow2",
+            "check a.qcow2",
+            "check -r all a.qcow2",
+            "map full.raw",
+            "compare a.qcow2 full.raw",
+            "snapshot -c s a.qcow2",
+            "resize a.qcow2 8M",
+            "resize -f raw full.raw 2M",
+            "create -f qcow2 new 1M",
+            "create -f qcow2 a.qcow2 1M",
+            "create -f qcow2 -b a.qcow2 -F qcow2 new",
+            "convert -O qcow2 full.raw new",
+            "convert -n -O qcow2 full.raw a.qcow2",
+            "dd if=full.raw of=new",
+            "rebase -u -b  a.qcow2",
+            "commit mid.qcow2",
+            "amend -o lazy_refcounts=on a.qcow2",
+            "bitmap --add a.qcow2 b",
+            "bench -w a.qcow2",
+            "bench -c 10 a.qcow2",
+        ],
+    ),
+    (
+        Around::Small,
+        &[
+            "create -f raw -o preallocation=full new 4M",
+            "create -f raw -o preallocation=falloc new 4M",
+            "create -f qcow2 -o preallocation=full new 4M",
+            "convert -S 0 -O raw a.vdi new",
+            "convert -S 0 -O qcow2 a.vdi new",
+            "resize -f raw --preallocation=full empty.raw 4M",
+            "resize -f raw --preallocation=falloc empty.raw 4M",
+            "resize --preallocation=full small.qcow2 8M",
+            "create -f vdi -o static=on new 4M",
+            "create -f raw new 4M",
+        ],
+    ),
+];
+
+/// What is done with an image that another process has open.
+const IN_USE: &[&str] = &[
+    "info a.qcow2",
+    "info -U a.qcow2",
+    "info --output=json --force-share a.qcow2",
+    "check a.qcow2",
+    "check -U a.qcow2",
+    "check -r all a.qcow2",
+    "map a.qcow2",
+    "map --force-share --output=json a.qcow2",
+    "measure -O raw a.qcow2",
+    "compare a.qcow2 full.raw",
+    "compare -U a.qcow2 full.raw",
+    "convert -O raw a.qcow2 new",
+    "convert -U -O raw a.qcow2 new",
+    "convert -n -O qcow2 full.raw a.qcow2",
+    "convert -O qcow2 full.raw a.qcow2",
+    "create -f qcow2 a.qcow2 1M",
+    "create -f qcow2 -b a.qcow2 -F qcow2 new",
+    "dd if=a.qcow2 of=new",
+    "snapshot -c s a.qcow2",
+    "snapshot -l a.qcow2",
+    "snapshot -l -U a.qcow2",
+    "resize a.qcow2 8M",
+    "rebase -u -b  a.qcow2",
+    "rebase -b a.qcow2 -F qcow2 top.qcow2",
+    "commit mid.qcow2",
+    "amend -o lazy_refcounts=on a.qcow2",
+    "bitmap --add a.qcow2 b",
+    "bench -c 10 a.qcow2",
+    "bench -w -c 10 a.qcow2",
 ];
 
 /// Sources that cannot be read in part, and targets that are said to read as zeroes.

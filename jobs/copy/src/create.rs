@@ -72,6 +72,19 @@ pub fn create(
     image: &CreateOptions<'_>,
     monitor: &Monitor<'_>,
 ) -> Result<Created> {
+    create_over(registry, image, true, monitor)
+}
+
+/// As [`create`]. Without `lock`, the backing image may be in use by a writer.
+///
+/// # Errors
+/// As [`create`].
+pub fn create_over(
+    registry: &Registry,
+    image: &CreateOptions<'_>,
+    lock: bool,
+    monitor: &Monitor<'_>,
+) -> Result<Created> {
     let device = match classify(image.path) {
         _ if registry.protocol_of(image.path).is_some() => true,
         Ok(kind) => kind == FileKind::BlockDevice,
@@ -83,7 +96,8 @@ pub fn create(
     }
     let base = match &image.backing {
         Some(backing) => {
-            let opening = OpenOptions { refs: image.refs.clone(), ..OpenOptions::read_only() };
+            let refs = image.refs.clone();
+            let opening = OpenOptions { refs, lock, ..OpenOptions::read_only() };
             Some(backing.find(registry, image.path, &opening)?)
         }
         None => None,

@@ -61,7 +61,8 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let options = open_options(&image, access, &objects)?;
     // The whole chain is opened, as QEMU does: a missing backing image is a failure.
     let (format, file_bytes) = {
-        let looking = crate::open::Access { writable: false, ..access };
+        let share = access.share || access.writable;
+        let looking = crate::open::Access { writable: false, share, ..access };
         let disk = open(&image, looking, &objects)?;
         (disk.top().name(), disk.top().storage().len()?)
     };

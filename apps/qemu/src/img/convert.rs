@@ -266,7 +266,7 @@ impl Settings<'_> {
                 let why = failed_creation(Path::new(target), error).text;
                 Failure::new(format!("{target}: error while converting {format}: {why}"))
             }
-            Error::Locked { .. } => could_not_open(target, words(error)),
+            Error::Locked { .. } | Error::File { .. } => could_not_open(target, words(error)),
             other => Failure::new(words(other)),
         }
     }
@@ -369,7 +369,9 @@ impl Settings<'_> {
             return Ok(Goal { destination, compress: None, backing: None, keys: Vec::new() });
         }
         let path = image.opened();
-        let options = open_options(image, Access::read(), &self.objects)?;
+        // Read without a lock first: the writer's follows.
+        let reading = Access { share: true, ..Access::read() };
+        let options = open_options(image, reading, &self.objects)?;
         let disk = open_with(image, &options)?;
         if disk.guest_bytes() < source.bytes() {
             return Err(Failure::new("output file is smaller than input file"));

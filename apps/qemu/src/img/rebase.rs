@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use vdkit::jobs::{self, NewBacking, RebaseOptions};
-use vdkit::{Error, Monitor, describe_chain};
+use vdkit::{Error, Monitor, OpenOptions, describe_chain};
 
 use super::convert::cache_option;
 use super::{
@@ -64,7 +64,9 @@ fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
     if compress && !opening.format.as_deref().is_some_and(able) {
         return Err(Failure::new("Compression not supported for this file format"));
     }
-    let report = describe_chain(&registry(), path, &opening)
+    // The lock is taken, and told about, when the image is opened for the work.
+    let looking = OpenOptions { lock: false, ..opening.clone() };
+    let report = describe_chain(&registry(), path, &looking)
         .map_err(|error| failed_open(&image, opening.format.as_deref(), &error))?;
     if let Some(error) = report.broken.filter(|_| !header_only) {
         return Err(failed_open(&image, None, &error));
