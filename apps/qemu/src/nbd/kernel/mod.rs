@@ -175,8 +175,9 @@ pub fn detach(device: &Path) -> Result<(), Failure> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::net::UnixDatagram;
     use std::thread;
+
+    use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 
     use super::netlink::{message, tests::answer};
     use super::*;
@@ -203,11 +204,19 @@ mod tests {
     /// A peer in the place of the kernel: it knows the family or not, and answers the command with
     /// an error number. Returns what it got.
     fn with_peer(family: Option<u16>, error: i32) -> (Result<(), Failure>, Vec<Vec<u8>>) {
-        let (ours, theirs) = UnixDatagram::pair().unwrap();
+        // Messages stay apart, as with netlink, and the end is seen.
+        let kind = SocketType::SEQPACKET;
+        let (ours, theirs) =
+            rustix::net::socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();
         let peer = thread::spawn(move || {
             let mut got = Vec::new();
             let mut buffer = [0; 4096];
-            while let Ok(len @ 1..) = theirs.recv(&mut buffer) {
+            let send = |bytes: &[u8]| {
+                rustix::net::send(&theirs, bytes, SendFlags::empty()).unwrap();
+            };
+            let receive =
+                |buffer: &mut [u8]| rustix::net::recv(&theirs, buffer, RecvFlags::empty());
+            while let Ok((len @ 1.., _)) = receive(&mut buffer) {
                 let number = got.len() as u32 + 1;
                 got.push(buffer[..len].to_vec());
                 let code = match (got.len(), family) {
@@ -216,12 +225,12 @@ mod tests {
                         // Four bytes of the command come before the attributes.
                         let body =
                             [&[1, 2, 0, 0], &[6, 0, 1, 0][..], &family.to_ne_bytes()].concat();
-                        theirs.send(&answer(0x10, number, &[&body[..], &[0, 0]].concat())).unwrap();
+                        send(&answer(0x10, number, &[&body[..], &[0, 0]].concat()));
                         0
                     }
                     _ => -error,
                 };
-                theirs.send(&answer(ERROR, number, &code.to_ne_bytes())).unwrap();
+                send(&answer(ERROR, number, &code.to_ne_bytes()));
             }
             got
         });
