@@ -112,16 +112,7 @@ pub fn rebase(
     } else {
         let disk = Disk::open(registry, image, opening)?;
         disk.warnings().for_each(|warning| monitor.progress.message(warning));
-        refuse_impossible(&disk, found.is_some())?;
-        let top = disk.layers()[0].info().format;
-        if !registry.driver(top)?.amends_backing() {
-            // Before any copy, which would be wasted.
-            return Err(Error::unsupported(
-                disk.name(),
-                format!("not supported: putting a {top} image on another one in place"),
-                "convert it to a new image: that one stands alone",
-            ));
-        }
+        refuse_impossible(registry, &disk, found.is_some())?;
         if !options.force {
             refuse_for_snapshots(&disk, found.is_some())?;
         }
@@ -213,7 +204,7 @@ fn open_new(registry: &Registry, found: &FoundBacking, opening: &OpenOptions) ->
 }
 
 /// Checks, before any copy, for errors that would occur only at the end.
-fn refuse_impossible(disk: &Disk, backed: bool) -> Result<()> {
+fn refuse_impossible(registry: &Registry, disk: &Disk, backed: bool) -> Result<()> {
     let info = disk.layers()[0].info();
     if info.format == "raw" {
         return Err(Error::unsupported(
@@ -227,6 +218,14 @@ fn refuse_impossible(disk: &Disk, backed: bool) -> Result<()> {
             "{}: a raw data file is the whole disk and cannot show what a backing file holds",
             disk.name()
         )));
+    }
+    let top = info.format;
+    if !registry.driver(top)?.amends_backing() {
+        return Err(Error::unsupported(
+            disk.name(),
+            format!("not supported: putting a {top} image on another one in place"),
+            "convert it to a new image: that one stands alone",
+        ));
     }
     Ok(())
 }
