@@ -3,7 +3,7 @@
 //!
 //! `cargo bench -p vdkit-cli --bench qemu_differential -- [--filter TEXT] [--shown N]`
 
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::PathBuf;
 
 use vdkit_differential::{cases, run};
@@ -20,6 +20,9 @@ fn main() {
         .find(|program| program.exists())
         .expect("qemu-img on PATH");
     let folder = tempfile::tempdir().expect("a scratch folder");
+    // Another user runs it in some cases.
+    let mode = PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(folder.path(), mode).expect("a scratch folder");
     let candidate = folder.path().join("qemu-img");
     symlink(env!("CARGO_BIN_EXE_vdkit"), &candidate).expect("a link");
     let mut cases = cases::all();

@@ -1,7 +1,7 @@
 //! vdkit under the name `qemu-img` beside QEMU's program: a part of the command lines of
 //! `dev/differential`. `cargo bench -p vdkit-cli --bench qemu_differential` runs all.
 
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
 use vdkit_differential::cases::{self, Kind};
@@ -25,6 +25,9 @@ fn command_lines_of_every_kind_give_the_same() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
+    // Another user runs it in some cases.
+    let mode = PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(folder.path(), mode).unwrap();
     let candidate = folder.path().join("qemu-img");
     symlink(env!("CARGO_BIN_EXE_vdkit"), &candidate).unwrap();
     let mut cases = cases::all();

@@ -95,6 +95,53 @@ fn images_are_created_as_qemu_creates_them() {
     }
 }
 
+/// What the file system keeps of an image's hints, as its own tools say.
+fn hints(at: &Path, kind: &str) -> String {
+    let (program, arguments): (_, &[&str]) = match kind {
+        "xfs" => ("xfs_io", &["-c", "extsize"]),
+        _ => ("lsattr", &[]),
+    };
+    let done = Command::new(program).args(arguments).arg(at).output().unwrap();
+    assert!(done.status.success(), "{done:?}");
+    String::from_utf8(done.stdout).unwrap().split_whitespace().next().unwrap().to_owned()
+}
+
+#[test]
+fn file_systems_get_the_hints_that_qemu_gives_them() {
+    if !require_peer("qemu-img") {
+        return;
+    }
+    let scratch = folder();
+    let link = scratch.path("qemu-img");
+    symlink(env!("CARGO_BIN_EXE_vdkit"), &link).unwrap();
+    for (kind, effect) in [("xfs", "[65536]"), ("btrfs", "---------------C------")] {
+        let Some(fs) = vdkit_testkit::fs::mounted(kind, 320 << 20) else { continue };
+        let mut seen = Vec::new();
+        for line in [
+            "create -q -f qcow2 AT 4M",
+            "create -q -o nocow=on,extent_size_hint=64k AT 4M",
+            "create -q -o extent_size_hint=0 AT 4M",
+            "convert -o nocow=on,extent_size_hint=64k s.raw AT",
+            "create -q -f vmdk -o subformat=monolithicFlat,nocow=on AT 4M",
+        ] {
+            let said = [Path::new("qemu-img"), &link].map(|program| {
+                let at = fs.path().join("image.vmdk");
+                let line = line.replace("AT", &at.display().to_string());
+                let done = run(&scratch, program, &line);
+                assert!(done.status.success(), "{line}: {done:?}");
+                let extent = fs.path().join("image-flat.vmdk");
+                let all = [&at, &extent].map(|at| at.exists().then(|| hints(at, kind)));
+                let _ = std::fs::remove_file(&extent);
+                std::fs::remove_file(&at).unwrap();
+                all
+            });
+            assert_eq!(said[1], said[0], "{kind}: {line}");
+            seen.extend(said[1].clone().into_iter().flatten());
+        }
+        assert!(seen.iter().any(|one| one == effect), "{kind}: {seen:?}");
+    }
+}
+
 #[test]
 fn disks_are_copied_as_qemu_copies_them() {
     if !require_peer("qemu-img") {

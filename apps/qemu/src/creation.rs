@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::Path;
 
-use vdkit::{Error, FormatDriver, OptionKind, Options, Secret};
+use vdkit::{Error, FileHints, FormatDriver, OptionKind, Options, Secret};
 
 use crate::failure::{Failure, system_words, words};
 use crate::names::split_commas;
@@ -77,6 +77,9 @@ const FILE_KEYS: &[Key] = &[
     text("preallocation", None, "allocation of the file: off, falloc or full"),
     size("extent_size_hint", None, "extent size hint of the file; 0 is none"),
 ];
+
+/// The extent size hint of a new file if none is given, as with QEMU.
+const EXTENT_HINT_BYTES: u64 = 1 << 20;
 
 /// All formats that QEMU creates.
 pub const TABLES: &[Table] = &[
@@ -404,6 +407,9 @@ impl Wanted {
                         "vdkit does not write images with AES encryption (use encrypt.format=luks)"
                             .to_owned()
                     }
+                    ("preallocation", "metadata") if self.table.format == "raw" => {
+                        "Unsupported preallocation mode: metadata".to_owned()
+                    }
                     ("compat", _) => format!("Parameter 'version' does not accept value '{value}'"),
                     _ => format!("Parameter '{name}' does not accept value '{value}'"),
                 }));
@@ -416,7 +422,17 @@ impl Wanted {
         }
         self.check_combinations()?;
         options.set_key(self.key(objects)?);
+        options.set_hints(self.hints()?);
         Ok(options)
+    }
+
+    /// What the file system is told.
+    fn hints(&self) -> Result<FileHints, Failure> {
+        let bytes = self.bytes("extent_size_hint").unwrap_or(EXTENT_HINT_BYTES);
+        let bytes =
+            u32::try_from(bytes).map_err(|_| Failure::new("Extent size hint is too large"))?;
+        let no_cow = self.get("nocow") == Some("on");
+        Ok(FileHints { no_cow, extent_bytes: (bytes > 0).then_some(bytes) })
     }
 
     /// Whether an option says what is so without it.
@@ -424,6 +440,8 @@ impl Wanted {
         match name {
             "backing_file" | "backing_fmt" => true,
             "block_size" => value == "0",
+            // The container has no metadata that could be allocated.
+            "preallocation" => self.table.format == "luks" && value == "metadata",
             "hwversion" => value == "undefined",
             "ivgen-hash-alg" => self.get("ivgen-alg") != Some("essiv"),
             "encrypt.ivgen-hash-alg" => self.get("encrypt.ivgen-alg") != Some("essiv"),
@@ -434,9 +452,13 @@ impl Wanted {
     /// Checks options of the file, which the engine has no use for.
     fn check_word_of_file(&self, name: &str, value: &str) -> Result<(), Failure> {
         match name {
-            "preallocation" if !matches!(value, "off" | "falloc" | "full") => Err(Failure::new(
-                format!("Parameter 'preallocation' does not accept value '{value}'"),
-            )),
+            "preallocation" => match value {
+                "off" | "falloc" | "full" => Ok(()),
+                "metadata" => {
+                    Err(Failure::new("Unsupported preallocation mode: metadata".to_owned()))
+                }
+                _ => Err(Failure::new(format!("invalid parameter value: {value}"))),
+            },
             "detached-header" => Err(Failure::new("Parameter 'detached-header' is unexpected")),
             _ => Ok(()),
         }

@@ -133,7 +133,8 @@ pub fn format_of(
             .ok_or_else(|| could_not_open(&image.typed, format!("Unknown driver '{name}'")))?;
         return Ok((found, false));
     }
-    let lock = if access.share { LockMode::Off } else { LockMode::Auto };
+    // A writer's lock is taken, and told about, when the image is opened.
+    let lock = if access.share || access.writable { LockMode::Off } else { LockMode::Auto };
     let options = FileOptions::read_only().lock(lock);
     if let Some(path) = image.path() {
         regular(path).map_err(|failure| in_opening(&image.typed, failure))?;
@@ -281,6 +282,9 @@ pub fn failed_open(image: &Image, format: Option<&str>, error: &Error) -> Failur
         );
     }
     match (error, image.path(), format.and_then(vdkit_driver)) {
+        (Error::Locked { file, writing: false, .. }, Some(path), _) if Path::new(file) != path => {
+            could_not_open(typed, format!("Could not open backing file: {}", words(error)))
+        }
         (
             Error::Corrupt(_) | Error::Unsupported { .. } | Error::Limit { .. },
             Some(path),

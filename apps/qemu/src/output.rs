@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 use signal_hook::flag;
-use vdkit::{CancelToken, Progress as Sink};
+use vdkit::{CancelToken, Error, Progress as Sink};
 
-use crate::failure::Failure;
+use crate::failure::{Failure, words};
 
 /// Buffered results.
 #[derive(Debug)]
@@ -160,14 +160,26 @@ impl Sink for Silent {
     fn message(&self, _text: &str) {}
 }
 
-/// Shows progress and no messages.
+/// Shows progress and, of messages, only what could not be read.
 #[derive(Clone, Copy, Debug)]
-pub struct WithoutMessages<'a>(pub &'a Progress);
+pub struct Converting<'a> {
+    /// Shows the progress.
+    pub progress: &'a Progress,
+    /// `-q`.
+    pub quiet: bool,
+}
 
-impl Sink for WithoutMessages<'_> {
+impl Sink for Converting<'_> {
     fn update(&self, done: u64, total: u64) {
-        self.0.update(done, total);
+        self.progress.update(done, total);
     }
 
     fn message(&self, _text: &str) {}
+
+    fn unreadable(&self, offset: u64, error: &Error) {
+        if !self.quiet {
+            let why = words(error);
+            eprintln!("qemu-img: warning: error while reading offset {offset}: {why}");
+        }
+    }
 }

@@ -1,6 +1,6 @@
 //! The command lines.
 
-use crate::lines::{NAMES, ON_RARE, RARE, SEQUENCES, WRONG};
+use crate::lines::{AROUND, KEYS, LOST_AND_ZERO, MADE, NAMES, ON_RARE, RARE, SEQUENCES, WRONG};
 
 /// Command lines that are run one after the other in one folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -9,6 +9,24 @@ pub struct Case {
     pub kind: Kind,
     /// The arguments of each command, the subcommand first.
     pub commands: Vec<Vec<String>>,
+    /// What is around them.
+    pub around: Around,
+}
+
+/// What is around the commands of a case.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Around {
+    /// Nothing.
+    #[default]
+    Nothing,
+    /// A process of the reference holds this qcow2 image open for writing.
+    Writer(&'static str),
+    /// A process of the reference holds this qcow2 image open for reading.
+    Reader(&'static str),
+    /// They are run by a user who may only read the folder and its images. Needs root.
+    Stranger,
+    /// The folder is on a file system of 2 MiB. Needs root.
+    Small,
 }
 
 /// Kinds of cases.
@@ -33,7 +51,8 @@ pub enum Kind {
 impl Case {
     fn new(kind: Kind, commands: &[&str]) -> Self {
         let words = |line: &&str| line.split(' ').map(|word| word.replace('~', " ")).collect();
-        Self { kind, commands: commands.iter().map(words).collect() }
+        let around = Around::Nothing;
+        Self { kind, commands: commands.iter().map(words).collect(), around }
     }
 
     /// The subcommand of the first command.
@@ -61,7 +80,11 @@ impl Case {
         let commands = commands.map(|words| {
             format!("qemu-img {}", words.iter().map(quoted).collect::<Vec<_>>().join(" "))
         });
-        commands.collect::<Vec<_>>().join("; ")
+        let line = commands.collect::<Vec<_>>().join("; ");
+        match self.around {
+            Around::Nothing => line,
+            around => format!("{line} ({around:?})"),
+        }
     }
 }
 
@@ -492,8 +515,28 @@ pub fn all() -> Vec<Case> {
         }
     }
     cases.extend(DEBUGGING.iter().map(|line| Case::new(Kind::Name, &[line])));
+    let secrets = "--object secret,id=s,data=abc --object secret,id=n,data=def";
+    let container = "--image-opts driver=luks,key-secret=s,file.filename=a.luks";
+    for options in KEYS {
+        let amend = |options: &str| format!("amend {secrets} {container} -o {options}");
+        let lines = [amend(options), "info a.luks".to_owned()];
+        cases.push(Case::new(Kind::Sequence, &[&lines[0], &lines[1]]));
+        // With a second key in slot 5.
+        let before = amend(KEYS[0]);
+        cases.push(Case::new(Kind::Sequence, &[&before, &lines[0], &lines[1]]));
+    }
+    for options in MADE {
+        cases.push(Case::new(Kind::Sequence, &[&format!("create {options} n.img 2M")]));
+    }
+    for (around, lines) in AROUND {
+        cases.extend(lines.iter().map(|line| {
+            let case = Case::new(Kind::Sequence, &[line]);
+            Case { around: *around, ..case }
+        }));
+    }
+    cases.extend(LOST_AND_ZERO.iter().map(|line| Case::new(Kind::Sequence, &[line])));
     cases.extend(WRONG.iter().map(|line| match *line {
-        "" => Case { kind: Kind::Wrong, commands: vec![Vec::new()] },
+        "" => Case { commands: vec![Vec::new()], ..Case::new(Kind::Wrong, &[]) },
         line => Case::new(Kind::Wrong, &[line]),
     }));
     for name in RARE {

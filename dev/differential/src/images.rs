@@ -21,6 +21,7 @@ const MAKE: &[&str] = &[
     "create -q -f raw empty.raw 1M",
     "create -q -f raw full.raw 1M",
     "create -q -f qcow2 a.qcow2 4M",
+    "create -q -f qcow2 plain.qcow2 4M",
     "create -q -f qcow2 -o compat=0.10 v2.qcow2 4M",
     "create -q -f qcow2 -o cluster_size=4k,refcount_bits=1 small.qcow2 4M",
     "create -q -f qcow2 -o extended_l2=on,cluster_size=16k,lazy_refcounts=on sub.qcow2 4M",
@@ -51,6 +52,7 @@ const MAKE: &[&str] = &[
 const WRITTEN: &[(&str, &str)] = &[
     ("raw", "full.raw"),
     ("qcow2", "a.qcow2"),
+    ("qcow2", "plain.qcow2"),
     ("qcow2", "v2.qcow2"),
     ("qcow2", "small.qcow2"),
     ("qcow2", "sub.qcow2"),
@@ -92,6 +94,7 @@ const RULES: &[(&str, &str)] = &[
         "write.rules",
         "# once\n[inject-error]\nevent = \"write_aio\"\nerrno = \"28\"\nonce = \"on\"\n",
     ),
+    ("sector.rules", "[inject-error]\nevent = \"read_aio\"\nerrno = \"5\"\nsector = \"130\"\n"),
     ("l2.rules", "[inject-error]\nevent = \"l2_load\"\nerrno = \"5\"\n"),
     (
         "flush.rules",
@@ -145,10 +148,37 @@ pub fn make(reference: &Path, folder: &Path) {
         marked[79] |= flags;
         std::fs::write(folder.join(name), marked).expect("a scratch folder");
     }
+    let plain = std::fs::read(folder.join("plain.qcow2")).expect("was made");
+    for (name, damaged) in damaged(&plain) {
+        std::fs::write(folder.join(name), damaged).expect("a scratch folder");
+    }
     let mut leaky = whole;
     // One more cluster than anything refers to, with a refcount: the file's last entry plus one.
     let clusters = leaky.len().div_ceil(65536);
     leaky.resize((clusters + 1) * 65536, 0);
     leaky[2 * 65536 + clusters * 2 + 1] = 1;
     std::fs::write(folder.join("leak.qcow2"), leaky).expect("a scratch folder");
+}
+
+/// Images with wrong refcounts and COPIED flags, out of one without snapshots.
+fn damaged(whole: &[u8]) -> [(&'static str, Vec<u8>); 4] {
+    let word = |at: usize| {
+        let bytes: [u8; 8] = whole[at..at + 8].try_into().expect("eight bytes");
+        (u64::from_be_bytes(bytes) & 0x00ff_ffff_ffff_fe00) as usize
+    };
+    // The first refcount block, and the L2 entry of the second cluster, which has data.
+    let (block, table) = (word(word(48)), word(word(40)));
+    let entry = table + 8;
+    let refcount_of = |offset: usize| block + offset / 65536 * 2 + 1;
+    let with = |at: usize, byte: u8| {
+        let mut image = whole.to_vec();
+        image[at] = byte;
+        image
+    };
+    [
+        ("data0.qcow2", with(refcount_of(word(entry)), 0)),
+        ("data9.qcow2", with(refcount_of(word(entry)), 9)),
+        ("table0.qcow2", with(refcount_of(table), 0)),
+        ("flag.qcow2", with(entry, whole[entry] ^ 0x80)),
+    ]
 }

@@ -5,12 +5,14 @@
 //!   images   a folder of images, made once by the reference
 //!   cases    command lines: each option alone, in each spelling; pairs; wrong ones; names; sequences
 //!   lines    those of them that no table of options gives
+//!   around   processes that hold an image, another user, a file system without space
 //!   twins    a case by both programs, each in a copy of the folder; what differs
 //!   allowed  the one table of differences that may stay, each with its reason
 //!   page     docs/qemu-compat.md, made from the cases and that table
 //! ```
 
 pub mod allowed;
+mod around;
 pub mod cases;
 pub mod images;
 mod lines;

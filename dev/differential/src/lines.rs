@@ -1,5 +1,7 @@
 //! Command lines that no table of options gives.
 
+use crate::cases::Around;
+
 /// Images of rarer kinds: each is told about, checked, mapped and copied.
 pub(crate) const RARE: &[&str] = &[
     "tiny.qcow2",
@@ -114,6 +116,16 @@ pub(crate) const SEQUENCES: &[&[&str]] = &[
     &["commit -d mid.qcow2", "check mid.qcow2", "info mid.qcow2"],
     &["commit -b a.qcow2 top.qcow2", "info top.qcow2", "check a.qcow2"],
     &["rebase -b a.qcow2 -F qcow2 top.qcow2", "info top.qcow2", "map top.qcow2"],
+    &["rebase -c -b a.qcow2 -F qcow2 top.qcow2", "check top.qcow2", "map top.qcow2"],
+    &[
+        "rebase -c -T none -t directsync -b  mid.qcow2",
+        "check mid.qcow2",
+        "compare mid.qcow2 a.qcow2",
+    ],
+    &["rebase -c -b small.qcow2 -F qcow2 mid.qcow2", "check mid.qcow2", "info mid.qcow2"],
+    &["rebase -c -b  a.vmdk"],
+    &["rebase -c -b  a.vdi"],
+    &["rebase -u -c -b  a.vdi"],
     &[
         "rebase -u -b missing -F qcow2 top.qcow2",
         "info top.qcow2",
@@ -147,6 +159,12 @@ pub(crate) const SEQUENCES: &[&[&str]] = &[
         "compare n.qcow2 full.raw",
     ],
     &[
+        "create -f qcow2 n.qcow2 2M",
+        "convert -n --target-is-zero -c -O qcow2 full.raw n.qcow2",
+        "compare n.qcow2 full.raw",
+        "check n.qcow2",
+    ],
+    &[
         "resize a.qcow2 8M",
         "info a.qcow2",
         "check a.qcow2",
@@ -162,6 +180,12 @@ pub(crate) const SEQUENCES: &[&[&str]] = &[
     ],
     &["check -r leaks leak.qcow2", "check leak.qcow2", "info leak.qcow2"],
     &["check -r all leak.qcow2", "check --output=json leak.qcow2"],
+    &["check data0.qcow2", "check -r all data0.qcow2", "check data0.qcow2"],
+    &["check --output=json -r all data0.qcow2", "check data0.qcow2"],
+    &["check data9.qcow2", "check -r all data9.qcow2", "check data9.qcow2"],
+    &["check -r leaks data9.qcow2", "check data9.qcow2"],
+    &["check -r all table0.qcow2", "check table0.qcow2"],
+    &["check --output=json flag.qcow2", "check -r all flag.qcow2", "check flag.qcow2"],
     &[
         "amend -o compat=0.10 sub.qcow2",
         "amend -o lazy_refcounts=off sub.qcow2",
@@ -211,6 +235,161 @@ pub(crate) const SEQUENCES: &[&[&str]] = &[
         "convert --object secret,id=s,data=abc --image-opts driver=qcow2,encrypt.key-secret=s,file.filename=enc.qcow2 n.raw",
         "info n.raw",
     ],
+];
+
+/// Images made with options of each format, and of the file beneath.
+pub(crate) const MADE: &[&str] = &[
+    "-f raw -o preallocation=off",
+    "-f raw -o preallocation=falloc",
+    "-f raw -o preallocation=full",
+    "-f raw -o preallocation=metadata",
+    "-f raw -o preallocation=bad",
+    "-f raw -o extent_size_hint=1M",
+    "-f raw -o extent_size_hint=5G",
+    "-f raw -o nocow=on,preallocation=full",
+    "-f qcow2 -o preallocation=falloc,nocow=on",
+    "-f qcow2 -o extent_size_hint=0",
+    "-f vdi -o preallocation=off",
+    "-f vdi -o preallocation=full",
+    "-f vdi -o preallocation=metadata",
+    "-f vdi -o static=on,preallocation=falloc",
+    "-f vpc -o preallocation=full",
+    "-f vpc -o preallocation=metadata",
+    "-f vhdx -o preallocation=full",
+    "-f vhdx -o preallocation=metadata",
+    "-f vhdx -o subformat=fixed",
+    "-f vhdx -o subformat=fixed,block_state_zero=off",
+    "-f vhdx -o block_state_zero=on,block_size=1M",
+    "-f vhdx -o block_state_zero=off,log_size=2M",
+    "-f vmdk -o preallocation=full",
+    "-f vmdk -o preallocation=metadata",
+    "-f vmdk -o subformat=monolithicFlat,preallocation=full",
+    "-f vmdk -o subformat=twoGbMaxExtentFlat",
+    "-f luks --object secret,id=s,data=abc -o key-secret=s,iter-time=10,preallocation=metadata",
+    "-f luks --object secret,id=s,data=abc -o key-secret=s,iter-time=10,preallocation=full",
+    "-f luks --object secret,id=s,data=abc -o key-secret=s,iter-time=10,preallocation=bad",
+];
+
+/// Images that are in use, that may only be read, and that have no space.
+pub(crate) const AROUND: &[(Around, &[&str])] = &[
+    (Around::Writer("a.qcow2"), IN_USE),
+    (Around::Reader("a.qcow2"), IN_USE),
+    (
+        Around::Stranger,
+        &[
+            "info a.qcow2",
+            "check a.qcow2",
+            "check -r all a.qcow2",
+            "map full.raw",
+            "compare a.qcow2 full.raw",
+            "snapshot -c s a.qcow2",
+            "resize a.qcow2 8M",
+            "resize -f raw full.raw 2M",
+            "create -f qcow2 new 1M",
+            "create -f qcow2 a.qcow2 1M",
+            "create -f qcow2 -b a.qcow2 -F qcow2 new",
+            "convert -O qcow2 full.raw new",
+            "convert -n -O qcow2 full.raw a.qcow2",
+            "dd if=full.raw of=new",
+            "rebase -u -b  a.qcow2",
+            "commit mid.qcow2",
+            "amend -o lazy_refcounts=on a.qcow2",
+            "bitmap --add a.qcow2 b",
+            "bench -w a.qcow2",
+            "bench -c 10 a.qcow2",
+        ],
+    ),
+    (
+        Around::Small,
+        &[
+            "create -f raw -o preallocation=full new 4M",
+            "create -f raw -o preallocation=falloc new 4M",
+            "create -f qcow2 -o preallocation=full new 4M",
+            "convert -S 0 -O raw a.vdi new",
+            "convert -S 0 -O qcow2 a.vdi new",
+            "resize -f raw --preallocation=full empty.raw 4M",
+            "resize -f raw --preallocation=falloc empty.raw 4M",
+            "resize --preallocation=full small.qcow2 8M",
+            "create -f vdi -o static=on new 4M",
+            "create -f raw new 4M",
+        ],
+    ),
+];
+
+/// What is done with an image that another process has open.
+const IN_USE: &[&str] = &[
+    "info a.qcow2",
+    "info -U a.qcow2",
+    "info --output=json --force-share a.qcow2",
+    "check a.qcow2",
+    "check -U a.qcow2",
+    "check -r all a.qcow2",
+    "map a.qcow2",
+    "map --force-share --output=json a.qcow2",
+    "measure -O raw a.qcow2",
+    "compare a.qcow2 full.raw",
+    "compare -U a.qcow2 full.raw",
+    "convert -O raw a.qcow2 new",
+    "convert -U -O raw a.qcow2 new",
+    "convert -n -O qcow2 full.raw a.qcow2",
+    "convert -O qcow2 full.raw a.qcow2",
+    "create -f qcow2 a.qcow2 1M",
+    "create -f qcow2 -b a.qcow2 -F qcow2 new",
+    "dd if=a.qcow2 of=new",
+    "snapshot -c s a.qcow2",
+    "snapshot -l a.qcow2",
+    "snapshot -l -U a.qcow2",
+    "resize a.qcow2 8M",
+    "rebase -u -b  a.qcow2",
+    "rebase -b a.qcow2 -F qcow2 top.qcow2",
+    "commit mid.qcow2",
+    "amend -o lazy_refcounts=on a.qcow2",
+    "bitmap --add a.qcow2 b",
+    "bench -c 10 a.qcow2",
+    "bench -w -c 10 a.qcow2",
+];
+
+/// Sources that cannot be read in part, and targets that are said to read as zeroes.
+pub(crate) const LOST_AND_ZERO: &[&str] = &[
+    "convert --salvage -f raw -O raw blkdebug:sector.rules:full.raw new",
+    "convert --salvage -q -f raw -O raw blkdebug:sector.rules:full.raw new",
+    "convert -f raw -O raw blkdebug:sector.rules:full.raw new",
+    "convert --salvage -f raw -O qcow2 blkdebug:sector.rules:full.raw blkdebug:sector.rules:full.raw new",
+    "convert --salvage -c -f raw -O qcow2 blkdebug:sector.rules:full.raw new",
+    "convert --salvage -S 0 -f raw -O raw blkdebug:sector.rules:full.raw new",
+    "convert --salvage -n -f raw -O raw blkdebug:sector.rules:full.raw full.raw",
+    "convert --salvage -f qcow2 -O raw blkdebug:read.rules:a.qcow2 new",
+    "convert --salvage -f qcow2 -O qcow2 blkdebug:l2.rules:small.qcow2 new",
+    "convert --salvage -f qcow2 -O raw blkdebug:any.rules:a.qcow2 new",
+    "convert --salvage -O raw cut.qcow2 new",
+    "convert --salvage -C -f raw -O raw full.raw new",
+    "convert --salvage -O qcow2 top.qcow2 new",
+    "convert -n --target-is-zero -O raw empty.raw full.raw",
+    "convert -n --target-is-zero -O raw zlib.qcow2 full.raw",
+    "convert -n --target-is-zero -O qcow2 full.raw a.qcow2",
+    "convert -n --target-is-zero -O qcow2 full.raw small.qcow2",
+    "convert -n --target-is-zero -O qcow2 empty.raw top.qcow2",
+    "convert -n --target-is-zero -O qcow2 full.raw top.qcow2",
+    "convert -n --target-is-zero -O vmdk a.vdi a.vmdk",
+    "convert -n --target-is-zero -O vdi a.vmdk a.vdi",
+    "convert -n --target-is-zero -S 0 -O raw empty.raw full.raw",
+    "convert -n --target-is-zero -S 64k -O raw zlib.qcow2 full.raw",
+    "convert -n -O raw empty.raw full.raw",
+];
+
+/// Options of `amend` on a LUKS container of one key, whose secret is `s`; `n` is a new one.
+pub(crate) const KEYS: &[&str] = &[
+    "state=active,new-secret=n,keyslot=5,iter-time=10",
+    "state=active,new-secret=n,keyslot=1,iter-time=10",
+    "state=active,new-secret=n,iter-time=10",
+    "state=active,new-secret=n,keyslot=0,iter-time=10",
+    "state=active,new-secret=n,keyslot=8,iter-time=10",
+    "state=active,keyslot=3",
+    "state=inactive,keyslot=3",
+    "state=inactive,keyslot=0",
+    "state=inactive,keyslot=0,old-secret=n",
+    "state=inactive,old-secret=n",
+    "state=bad,keyslot=1",
 ];
 
 /// Wrong command lines that no table of options gives.

@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use crate::cases::Case;
+use crate::around::{Holder, as_stranger, is_root, mount_small, stranger_runs, unmount};
+use crate::cases::{Around, Case};
 
 /// Seconds that a command may take; the slowest takes two.
 const LIMIT_SECONDS: u32 = 60;
@@ -90,6 +91,9 @@ impl<'a> Twins<'a> {
     /// The folder cannot be made.
     pub fn new(reference: &'a Path, candidate: &'a Path, template: &'a Path) -> Self {
         let scratch = tempfile::tempdir().expect("a scratch folder");
+        // A stranger must reach what is in it.
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(scratch.path(), mode).expect("a scratch folder");
         let programs = [reference, candidate];
         Self { programs, template, scratch, limit_seconds: LIMIT_SECONDS }
     }
@@ -104,12 +108,33 @@ impl<'a> Twins<'a> {
     /// # Panics
     /// A program cannot be started.
     pub fn run(&self, case: &Case) -> Vec<Difference> {
+        if matches!(case.around, Around::Stranger | Around::Small) && !is_root() {
+            return Vec::new();
+        }
+        if case.around == Around::Stranger && !self.programs.iter().all(|one| stranger_runs(one)) {
+            return Vec::new();
+        }
         let folders = ["reference", "candidate"].map(|name| self.fresh(name, case));
+        let holders = folders.each_ref().map(|f| Holder::of(self.programs[0], f, case.around));
+        let found = self.run_in(case, &folders);
+        drop(holders);
+        if case.around == Around::Small {
+            folders.iter().for_each(|folder| unmount(folder));
+        }
+        found
+    }
+
+    fn run_in(&self, case: &Case, folders: &[PathBuf; 2]) -> Vec<Difference> {
         let mut found = Vec::new();
         let mut any_failed = false;
         for (step, command) in case.commands.iter().enumerate() {
-            let [theirs, ours] =
-                [0, 1].map(|which| self.answer(self.programs[which], &folders[which], command));
+            let [theirs, ours] = [0, 1].map(|which| {
+                let (program, folder) = (self.programs[which], &folders[which]);
+                match case.around {
+                    Around::Stranger => self.run_as(as_stranger(), program, folder, command),
+                    _ => self.answer(program, folder, command),
+                }
+            });
             let failed = !theirs.status.success();
             any_failed |= failed;
             let mut note = |what, theirs: String, ours: String| {
@@ -132,9 +157,9 @@ impl<'a> Twins<'a> {
             let (what, failed) = (What::Files, any_failed);
             found.push(Difference { step, what, theirs, ours, failed });
         }
-        for name in self.changed(&both, &folders) {
+        for name in self.changed(&both, folders) {
             let [theirs, ours] = folders.each_ref().map(|folder| self.image(folder, &name));
-            let same = self.same_content(&folders, &name);
+            let same = self.same_content(folders, &name);
             if theirs != ours || !same {
                 let ours = if same { ours } else { format!("{ours}other content") };
                 let (what, failed) = (What::Image, any_failed);
@@ -149,6 +174,9 @@ impl<'a> Twins<'a> {
         let folder = self.scratch.path().join(name);
         let _ = std::fs::remove_dir_all(&folder);
         std::fs::create_dir(&folder).expect("a scratch folder");
+        if case.around == Around::Small {
+            mount_small(&folder);
+        }
         let words: Vec<&str> = case.commands.iter().flatten().map(String::as_str).collect();
         for entry in std::fs::read_dir(self.template).expect("the images") {
             let entry = entry.expect("the images");
@@ -243,8 +271,20 @@ impl<'a> Twins<'a> {
 
     /// The answer of a program; its exit code is [`HUNG`] if it does not end.
     fn answer(&self, program: &Path, folder: &Path, arguments: &[String]) -> Output {
+        self.run_as(&[], program, folder, arguments)
+    }
+
+    /// As [`Twins::answer`], with words before the program's name.
+    fn run_as(
+        &self,
+        before: &[&str],
+        program: &Path,
+        folder: &Path,
+        arguments: &[String],
+    ) -> Output {
         Command::new("timeout")
             .args(["--kill-after=5", &self.limit_seconds.to_string()])
+            .args(before)
             .arg(program)
             .args(arguments)
             .current_dir(folder)
@@ -344,6 +384,16 @@ fn without_time(line: &str) -> String {
 /// The kind of message that programs match, or nothing. `name` is the program's path.
 fn stderr(done: &Output, name: &str) -> String {
     let text = String::from_utf8_lossy(&done.stderr).replace(name, "qemu-img");
+    // In any order, since several threads read.
+    let mut lost: Vec<_> = text.lines().filter(|line| line.contains("reading offset")).collect();
+    if !lost.is_empty() {
+        lost.sort_unstable();
+        return lost.join("\n");
+    }
+    // Where the space ended depends on the layout.
+    if text.contains("No space left on device") {
+        return "No space left on device".to_owned();
+    }
     // A warning of three lines may come before or after an error.
     let warning = ["WARNING:", "         ", "qemu-img: warning:"];
     let first = text
@@ -353,7 +403,6 @@ fn stderr(done: &Output, name: &str) -> String {
     let matched = [
         "No such file or directory",
         "Permission denied",
-        "No space left",
         "Unknown protocol",
         "Unknown driver",
         "Unknown file format",

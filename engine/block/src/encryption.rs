@@ -142,7 +142,22 @@ pub trait KeySlots: fmt::Debug {
     ///
     /// # Errors
     /// [`crate::Error::Key`] if `key` opens no slot; [`crate::Error::Invalid`] if no slot is free.
-    fn add(&mut self, key: &Secret, new: &Secret, milliseconds: u64) -> Result<u32>;
+    fn add(&mut self, key: &Secret, new: &Secret, milliseconds: u64) -> Result<u32> {
+        self.add_in(None, key, new, milliseconds)
+    }
+
+    /// As [`KeySlots::add`], in this slot, which must be free; `None` is the first free one.
+    ///
+    /// # Errors
+    /// As [`KeySlots::add`]; [`crate::Error::Invalid`] if the slot is in use, or there is no such
+    /// slot.
+    fn add_in(
+        &mut self,
+        slot: Option<u32>,
+        key: &Secret,
+        new: &Secret,
+        milliseconds: u64,
+    ) -> Result<u32>;
 
     /// Wipes a slot, whatever its content.
     ///

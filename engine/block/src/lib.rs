@@ -82,7 +82,7 @@ pub use in_flight::{InFlight, InFlightGuard, Stamp};
 pub use layer::StorageLayer;
 pub use limits::Limits;
 pub use monitor::{CancelToken, Monitor, NoProgress, Progress};
-pub use options::{OptionKind, OptionSpec, Options, parse_size};
+pub use options::{FileHints, OptionKind, OptionSpec, Options, parse_size};
 pub use policy::{RefJudge, RefPolicy};
 pub use remedy::Remedy;
 pub use reservation::{

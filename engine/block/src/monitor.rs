@@ -47,6 +47,13 @@ pub trait Progress: Sync {
     fn update(&self, done: u64, total: u64);
     /// A note for the user, such as a warning.
     fn message(&self, text: &str);
+    /// A sector of a source, at `offset` of its disk, could not be read; the target has zeroes
+    /// there.
+    fn unreadable(&self, offset: u64, error: &Error) {
+        self.message(&format!(
+            "cannot read the sector at {offset}, zeroes take its place: {error}"
+        ));
+    }
 }
 
 /// Ignores progress.

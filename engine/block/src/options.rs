@@ -41,6 +41,17 @@ pub struct OptionSpec {
 pub struct Options {
     values: BTreeMap<String, String>,
     key: Option<Secret>,
+    hints: FileHints,
+}
+
+/// What a new image's file system is told about its files. A file system that has no such thing
+/// does without it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FileHints {
+    /// Write in place (btrfs: no copy-on-write, and so no checksums).
+    pub no_cow: bool,
+    /// Allocate in multiples of so many bytes (XFS).
+    pub extent_bytes: Option<u32>,
 }
 
 impl Options {
@@ -140,6 +151,16 @@ impl Options {
     /// Sets [`Options::key`].
     pub fn set_key(&mut self, key: Option<Secret>) {
         self.key = key;
+    }
+
+    /// Hints for the file system.
+    pub fn hints(&self) -> FileHints {
+        self.hints
+    }
+
+    /// Sets [`Options::hints`].
+    pub fn set_hints(&mut self, hints: FileHints) {
+        self.hints = hints;
     }
 
     /// Whether no option was given.

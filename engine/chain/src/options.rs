@@ -40,6 +40,8 @@ pub struct OpenOptions {
     pub writable: bool,
     /// Cache mode of every file of the chain.
     pub cache: CacheMode,
+    /// Cache mode of the backing images, if it is another one.
+    pub backing_cache: Option<CacheMode>,
     /// Policy for references in image metadata.
     pub refs: RefPolicy,
     /// Resource limits on images.
@@ -63,6 +65,7 @@ impl Default for OpenOptions {
             format: None,
             writable: false,
             cache: CacheMode::default(),
+            backing_cache: None,
             refs: RefPolicy::default(),
             limits: Limits::default(),
             lock: true,

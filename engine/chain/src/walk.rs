@@ -123,7 +123,7 @@ impl<'a> Walk<'a> {
     pub(crate) fn step(&mut self) -> Result<Option<Found>> {
         let top = self.depth == 0;
         let writable = (top && self.options.writable) || self.also_written == Some(self.depth);
-        let file_options = self.file_options(writable);
+        let file_options = self.file_options(writable, self.depth);
         let (mut expected, mut wanted) = (None, None);
         let file = |walk: &mut Self, storage: FileStorage, path: &Path| {
             walk.note(&storage, path)?;
@@ -142,7 +142,7 @@ impl<'a> Walk<'a> {
                 self.check_depth(&path.display().to_string())?;
                 let (storage, namer) = match self.registry.protocol_of(&path) {
                     Some((protocol, name)) => {
-                        let storage = protocol.open(&name, writable, self.options.cache)?;
+                        let storage = protocol.open(&name, writable, file_options.cache)?;
                         (storage, Namer::nowhere(&name))
                     }
                     None => {
@@ -256,7 +256,8 @@ impl<'a> Walk<'a> {
         found: &Found,
         writable: bool,
     ) -> Result<Vec<Arc<dyn Storage>>> {
-        let file_options = self.file_options(writable);
+        // The image's own depth; the walk has passed it.
+        let file_options = self.file_options(writable, self.depth.saturating_sub(1));
         let (refs, names) = (&self.options.refs, &found.info.files);
         self.check_files(found)?;
         let mut files: Vec<FileStorage> = Vec::with_capacity(names.len());
@@ -298,9 +299,11 @@ impl<'a> Walk<'a> {
         Ok(())
     }
 
-    fn file_options(&self, writable: bool) -> FileOptions {
+    fn file_options(&self, writable: bool, depth: usize) -> FileOptions {
+        let OpenOptions { cache, backing_cache, .. } = *self.options;
+        let cache = backing_cache.filter(|_| depth > 0).unwrap_or(cache);
         let lock = if self.options.lock { LockMode::Auto } else { LockMode::Off };
-        FileOptions { writable, ..FileOptions::default() }.cache(self.options.cache).lock(lock)
+        FileOptions { writable, ..FileOptions::default() }.cache(cache).lock(lock)
     }
 
     fn check_depth(&self, file: &str) -> Result<()> {

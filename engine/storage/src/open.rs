@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use std::path::Path;
 
 use rustix::fs::{FileType, Mode, OFlags};
-use vdkit_block::{CacheMode, Error, IoAction, Result};
+use vdkit_block::{CacheMode, Error, FileHints, IoAction, Result};
 
 use crate::held;
 use crate::lock::LockMode;
@@ -75,6 +75,8 @@ pub struct FileOptions {
     /// For jobs that fill a file and do not read it again; applies to the cache modes writeback and
     /// unsafe.
     pub share: CacheShare,
+    /// For a file that is created.
+    pub hints: FileHints,
 }
 
 impl FileOptions {
@@ -96,6 +98,11 @@ impl FileOptions {
     /// Sets the lock mode.
     pub fn lock(self, lock: LockMode) -> Self {
         Self { lock, ..self }
+    }
+
+    /// Sets the hints for a file that is created.
+    pub fn hints(self, hints: FileHints) -> Self {
+        Self { hints, ..self }
     }
 
     /// Sets the share of the page cache.
@@ -173,6 +180,9 @@ pub(crate) fn open_file(path: &Path, options: &FileOptions) -> Result<(File, Fil
         file_error(&name, IoAction::Open, errno)
     })?;
     let file = File::from(file);
+    if options.create.makes() {
+        give_hints(&file, options.hints);
+    }
     // Check the opened file again: the name may lead to another file by now.
     let kind = kind_of_file(&name, &file)?;
     if kind == FileKind::BlockDevice
@@ -182,6 +192,19 @@ pub(crate) fn open_file(path: &Path, options: &FileOptions) -> Result<(File, Fil
         return Err(file_error(&name, IoAction::Open, rustix::io::Errno::ROFS));
     }
     Ok((file, kind))
+}
+
+/// Passes hints on, before the file has any bytes: later they have no effect, or none on the bytes
+/// that are there.
+fn give_hints(file: &File, hints: FileHints) {
+    if hints.no_cow
+        && let Ok(flags) = rustix::fs::ioctl_getflags(file)
+    {
+        let _ = rustix::fs::ioctl_setflags(file, flags | rustix::fs::IFlags::NOCOW);
+    }
+    if let Some(bytes) = hints.extent_bytes {
+        let _ = sys::set_extent_bytes(file.as_fd(), bytes);
+    }
 }
 
 /// Repeats a call that a signal interrupted.

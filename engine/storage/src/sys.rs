@@ -60,6 +60,36 @@ pub fn device_discard(device: BorrowedFd<'_>, offset: u64, len: u64) -> Result<(
     unsafe { ioctl::ioctl(device, Setter::<BLKDISCARD, [u64; 2]>::new([offset, len])) }
 }
 
+/// `struct fsxattr` of linux/fs.h.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct FsXattr {
+    flags: u32,
+    extent_bytes: u32,
+    extents: u32,
+    project: u32,
+    cow_extent_bytes: u32,
+    reserved: [u8; 8],
+}
+
+/// Asks for allocation in multiples of `bytes` (`FS_XFLAG_EXTSIZE`); 0 takes the wish back.
+pub fn set_extent_bytes(file: BorrowedFd<'_>, bytes: u32) -> Result<(), Errno> {
+    const FS_IOC_FSGETXATTR: ioctl::Opcode = opcode::read::<FsXattr>(b'X', 31);
+    const FS_IOC_FSSETXATTR: ioctl::Opcode = opcode::write::<FsXattr>(b'X', 32);
+    const FS_XFLAG_EXTSIZE: u32 = 0x800;
+    // SAFETY: FS_IOC_FSGETXATTR writes one `struct fsxattr`, for which `Getter` provides room; the
+    // layout is the kernel's, and every value of its integers is one.
+    let mut attributes: FsXattr =
+        unsafe { ioctl::ioctl(file, Getter::<FS_IOC_FSGETXATTR, FsXattr>::new()) }?;
+    match bytes {
+        0 => attributes.flags &= !FS_XFLAG_EXTSIZE,
+        _ => attributes.flags |= FS_XFLAG_EXTSIZE,
+    }
+    attributes.extent_bytes = bytes;
+    // SAFETY: FS_IOC_FSSETXATTR reads one `struct fsxattr`, which `Setter` passes by address.
+    unsafe { ioctl::ioctl(file, Setter::<FS_IOC_FSSETXATTR, FsXattr>::new(attributes)) }
+}
+
 /// Lock state of a byte; see [`ofd_set`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OfdLock {

@@ -246,6 +246,34 @@ impl LuksSlots {
         self.at((field::SLOTS + number * field::SLOT_BYTES) as u64)
     }
 
+    /// A slot's number from a caller.
+    fn checked(&self, number: u32) -> Result<usize> {
+        let file = self.storage.name();
+        Some(number as usize).filter(|number| *number < SLOTS).ok_or_else(|| {
+            let last = SLOTS - 1;
+            Error::Invalid(format!("{file}: key slots have numbers from 0 to {last}, not {number}"))
+        })
+    }
+
+    /// The slot that a new key gets: this one, or the first free one.
+    fn free_slot(&self, wanted: Option<u32>) -> Result<usize> {
+        let file = self.storage.name();
+        if let Some(wanted) = wanted {
+            let number = self.checked(wanted)?;
+            return match self.header.slots[number].active {
+                true => Err(Error::Invalid(format!(
+                    "{file}: key slot {number} is in use; remove its key first"
+                ))),
+                false => Ok(number),
+            };
+        }
+        self.header.slots.iter().position(|slot| !slot.active).ok_or_else(|| {
+            Error::Invalid(format!(
+                "{file}: all {SLOTS} key slots are in use; remove the key of one first"
+            ))
+        })
+    }
+
     /// Overwrites a slot's material durably.
     fn overwrite_material(&self, number: usize) -> Result<()> {
         let area = self.header.material_area(number);
@@ -279,17 +307,19 @@ impl KeySlots for LuksSlots {
         Ok(opened)
     }
 
-    fn add(&mut self, key: &Secret, new: &Secret, milliseconds: u64) -> Result<u32> {
+    fn add_in(
+        &mut self,
+        slot: Option<u32>,
+        key: &Secret,
+        new: &Secret,
+        milliseconds: u64,
+    ) -> Result<u32> {
         let file = self.storage.name().to_owned();
         let method = Method::of(&self.header, &file)?;
         let Some((_, volume_key)) = self.find(&method, key)? else {
             return Err(self.wrong_key("the key"));
         };
-        let Some(number) = self.header.slots.iter().position(|slot| !slot.active) else {
-            return Err(Error::Invalid(format!(
-                "{file}: all {SLOTS} key slots are in use; remove the key of one first"
-            )));
-        };
+        let number = self.free_slot(slot)?;
         let mut slot = Slot {
             iterations: method.iterations(milliseconds, &self.limits),
             ..self.header.slots[number].clone()
@@ -319,14 +349,7 @@ impl KeySlots for LuksSlots {
     }
 
     fn wipe(&mut self, number: u32) -> Result<()> {
-        let number = number as usize;
-        if number >= SLOTS {
-            return Err(Error::Invalid(format!(
-                "{}: key slots have numbers from 0 to {}, not {number}",
-                self.storage.name(),
-                SLOTS - 1
-            )));
-        }
+        let number = self.checked(number)?;
         self.overwrite_material(number)?;
         let mut slot = self.header.slots[number].clone();
         slot.active = false;

@@ -296,6 +296,21 @@ fn any_damage_is_an_answer_and_never_a_panic() {
 }
 
 #[test]
+fn a_key_gets_the_slot_that_is_named() {
+    let storage: Arc<dyn Storage> = made(64 << 10, "cipher-alg=aes-128").unwrap();
+    let mut all = slots(storage.clone());
+    assert_eq!(all.add_in(Some(5), &secret("first"), &secret("fifth"), 0).unwrap(), 5);
+    assert_eq!(all.opened_by(&secret("fifth")).unwrap(), [5]);
+    assert_eq!(all.add(&secret("fifth"), &secret("next"), 0).unwrap(), 1);
+    assert_eq!(slots(storage.clone()).opened_by(&secret("fifth")).unwrap(), [5]);
+    for (number, why) in [(5, "is in use"), (0, "is in use"), (8, "from 0 to 7")] {
+        let error = all.add_in(Some(number), &secret("first"), &secret("x"), 0).unwrap_err();
+        assert!(error.to_string().contains(why), "{error}");
+    }
+    assert!(!opens(&storage, "x"));
+}
+
+#[test]
 fn eight_keys_open_and_a_ninth_has_no_place() {
     let storage: Arc<dyn Storage> = made(64 << 10, "cipher-alg=aes-128").unwrap();
     let mut all = slots(storage.clone());

@@ -299,13 +299,16 @@ fn move_all(
         layers: usize::MAX,
         skip_absent: true,
         fill: false,
+        salvage: false,
     };
     let moving = MoveOptions {
         threads: options.threads,
         detect_zeroes: Some(DETECT_BYTES),
         compress: None,
         in_order: false,
+        over: true,
         write_zeroes: true,
+        salvage: false,
         new: false,
         rate: options.rate,
     };

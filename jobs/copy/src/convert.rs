@@ -44,6 +44,11 @@ pub struct ConvertOptions {
     /// Write zeroes like data: the target allocates space for the whole disk. Zeroes are not
     /// detected then.
     pub fill: bool,
+    /// A sector that cannot be read becomes zeroes ([`vdkit_block::Progress::unreadable`]), instead
+    /// of ending the job.
+    pub salvage: bool,
+    /// An existing target reads as zeroes wherever the source does: nothing is written there.
+    pub target_is_zero: bool,
     /// Read everything back and compare.
     pub verify: bool,
     /// Maximum bytes per second.
@@ -88,6 +93,8 @@ impl ConvertOptions {
             threads: None,
             detect_zeroes: Some(4096),
             fill: false,
+            salvage: false,
+            target_is_zero: false,
             verify: false,
             rate: None,
             backing: None,
@@ -291,6 +298,15 @@ impl Moving {
         // Zero detection has to read the bytes.
         plan.in_kernel &= options.detect_zeroes.is_none();
         plan.fill = options.fill;
+        if options.salvage {
+            // Every byte must be seen, to find those that cannot be read.
+            (plan.share, plan.in_kernel, plan.salvage) = (None, false, true);
+        }
+        let existing = matches!(options.destination, Destination::Into { .. });
+        // New space already reads as zero, except where zeroes must hide a backing image.
+        let over = existing
+            || layers != usize::MAX
+            || target.is_some_and(|disk| !disk.top().new_reads_zero());
         let options = MoveOptions {
             threads: options.threads,
             detect_zeroes: options
@@ -299,10 +315,9 @@ impl Moving {
                 .map(|step| step as usize),
             compress,
             in_order: target.is_some_and(|disk| disk.top().storage().caps().sequential),
-            // New space already reads as zero, except where zeroes must hide a backing image.
-            write_zeroes: matches!(options.destination, Destination::Into { .. })
-                || layers != usize::MAX
-                || target.is_some_and(|disk| !disk.top().new_reads_zero()),
+            write_zeroes: over && !(existing && options.target_is_zero),
+            over,
+            salvage: options.salvage,
             new: matches!(options.destination, Destination::New(_) | Destination::Pipe { .. }),
             rate: options.rate,
         };
@@ -379,24 +394,33 @@ fn compression(options: &ConvertOptions, target: Option<&Disk>) -> Result<Option
     let Some(target) = target else {
         return Err(Error::Invalid("--compress needs a target that is written".into()));
     };
-    let compressed = target.top().caps().compressed;
-    if (spec.codec, compressed) == (Codec::Deflate, Some(Codec::Zlib)) {
+    let codec = image_codec(target)?;
+    if (spec.codec, codec) == (Codec::Deflate, Codec::Zlib) {
         // One name for users, two formats.
         spec.codec = Codec::Zlib;
     }
-    match compressed {
-        Some(codec) if codec == spec.codec => Ok(Some(spec)),
-        Some(codec) => Err(Error::Invalid(format!(
-            "{}: holds {codec} clusters, not {}; use --compress={codec}",
-            target.name(),
-            spec.codec
-        ))),
-        None => Err(Error::unsupported(
+    if codec == spec.codec {
+        return Ok(Some(spec));
+    }
+    Err(Error::Invalid(format!(
+        "{}: holds {codec} clusters, not {}; use --compress={codec}",
+        target.name(),
+        spec.codec
+    )))
+}
+
+/// The method of an image's compressed clusters.
+///
+/// # Errors
+/// [`Error::Unsupported`] if it has none.
+pub(crate) fn image_codec(target: &Disk) -> Result<Codec> {
+    target.top().caps().compressed.ok_or_else(|| {
+        Error::unsupported(
             target.name(),
             format!("not supported: compressed data in this {} image", target.top().name()),
             "choose qcow2 without a data file",
-        )),
-    }
+        )
+    })
 }
 
 fn plan_options(compressed: bool, target: Option<&Disk>, layers: usize) -> PlanOptions {
@@ -412,6 +436,7 @@ fn plan_options(compressed: bool, target: Option<&Disk>, layers: usize) -> PlanO
             layers,
             skip_absent: false,
             fill: false,
+            salvage: false,
         };
     }
     let caps = target.map(|t| t.top().caps());
@@ -434,6 +459,7 @@ fn plan_options(compressed: bool, target: Option<&Disk>, layers: usize) -> PlanO
         layers,
         skip_absent: layers != usize::MAX,
         fill: false,
+        salvage: false,
     }
 }
 

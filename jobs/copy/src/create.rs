@@ -134,6 +134,19 @@ pub fn create(
     image: &CreateOptions<'_>,
     monitor: &Monitor<'_>,
 ) -> Result<Created> {
+    create_over(registry, image, true, monitor)
+}
+
+/// As [`create`]. Without `lock`, the backing image may be in use by a writer.
+///
+/// # Errors
+/// As [`create`].
+pub fn create_over(
+    registry: &Registry,
+    image: &CreateOptions<'_>,
+    lock: bool,
+    monitor: &Monitor<'_>,
+) -> Result<Created> {
     let device = match classify(image.path) {
         _ if registry.protocol_of(image.path).is_some() => true,
         Ok(kind) => kind == FileKind::BlockDevice,
@@ -145,7 +158,8 @@ pub fn create(
     }
     let base = match &image.backing {
         Some(backing) => {
-            let opening = OpenOptions { refs: image.refs.clone(), ..OpenOptions::read_only() };
+            let refs = image.refs.clone();
+            let opening = OpenOptions { refs, lock, ..OpenOptions::read_only() };
             Some(backing.find(registry, image.path, &opening)?)
         }
         None => None,
@@ -318,7 +332,7 @@ fn create_file(
     base: Option<&FoundBacking>,
     monitor: &Monitor<'_>,
 ) -> Result<u64> {
-    let options = FileOptions::read_write();
+    let options = FileOptions::read_write().hints(image.options.hints());
     let pending = PendingFile::create(image.path, &options)?;
     let files = new_files(registry, image, guest_bytes, monitor)?;
     let written = Arc::default();
@@ -354,7 +368,7 @@ fn new_files(
         path: image.path,
         guest_bytes,
         options: &image.options,
-        file: &FileOptions::read_write(),
+        file: &FileOptions::read_write().hints(image.options.hints()),
         replace: image.replace,
     };
     NewFiles::create(&wanted, &monitor.cancel).map_err(|error| error_of(image, error))

@@ -23,6 +23,7 @@ mod sequencer;
 mod share;
 mod source;
 mod target;
+mod units;
 mod verify;
 mod zero;
 
@@ -32,7 +33,7 @@ pub use compare::{CompareOptions, CompareReport, compare};
 pub use convert::{
     Backing, ConvertOptions, ConvertReport, Converted, LeftBehind, convert, convert_uncommitted,
 };
-pub use create::{CreateOptions, Created, FoundBacking, NewBacking, create};
+pub use create::{CreateOptions, Created, FoundBacking, NewBacking, create, create_over};
 pub use crew::default_threads;
 pub use dd::{DdOptions, DdPlan, DdReport, dd_new};
 pub use incoming::{Incoming, RawStream, convert_stream, receive};

@@ -53,8 +53,12 @@ pub(crate) struct MoveOptions {
     pub(crate) compress: Option<CompressionSpec>,
     /// Write in guest order: the target is a pipe.
     pub(crate) in_order: bool,
-    /// The target may hold other data, so zeroes must be written.
+    /// The target may hold other data.
+    pub(crate) over: bool,
+    /// Zeroes must be written: what the target holds there is other data.
     pub(crate) write_zeroes: bool,
+    /// A sector that cannot be read becomes zeroes.
+    pub(crate) salvage: bool,
     /// The target was never written.
     pub(crate) new: bool,
     /// Maximum bytes per second.
@@ -278,7 +282,7 @@ impl<'a> Mover<'a> {
         let Neighbours { parts, storage, offset, .. } = pieces;
         let shared = self.in_turn(number, || match &parts[..] {
             // Other threads may be writing zeroes, which waits for reservations.
-            [part] if self.options.write_zeroes => share(target, part.clone(), &**storage, *offset),
+            [part] if self.options.over => share(target, part.clone(), &**storage, *offset),
             parts => share_all(target, parts, &**storage, *offset),
         })?;
         add(&self.moved.shared, shared.bytes);
@@ -300,7 +304,7 @@ impl<'a> Mover<'a> {
             };
             if self.shares.load(Ordering::Relaxed) {
                 queue.number += 1;
-                if self.options.write_zeroes {
+                if self.options.over {
                     return Ok(Some(Next::Work(work, this)));
                 }
                 let first = *at..*at + *len;
@@ -379,7 +383,12 @@ impl<'a> Mover<'a> {
 
     fn read(&self, buffers: &mut Buffers, at: u64, len: u64) -> Result<()> {
         buffers.bytes.resize(len as usize);
-        self.source.read_at(&mut buffers.bytes, at)?;
+        if self.options.salvage {
+            let lost = |offset, error: &Error| self.monitor.progress.unreadable(offset, error);
+            self.source.salvage_at(&mut buffers.bytes, at, lost)?;
+        } else {
+            self.source.read_at(&mut buffers.bytes, at)?;
+        }
         add(&self.moved.read, len);
         Ok(())
     }
@@ -443,7 +452,7 @@ impl<'a> Mover<'a> {
             return Ok(());
         };
         let cluster = target.top().caps().cluster_bytes;
-        if self.options.write_zeroes || cluster == 1 {
+        if self.options.over || cluster == 1 {
             if self.options.in_order {
                 return self.in_turn(number, || self.write_runs(target, buffers, at));
             }

@@ -75,7 +75,12 @@ pub struct PlanOptions {
     pub skip_absent: bool,
     /// Copy zeroes like data, so that the target allocates space for them.
     pub fill: bool,
+    /// What cannot be mapped is copied, so that the reads tell which sectors are lost.
+    pub salvage: bool,
 }
+
+/// Bytes that are copied unmapped where the map cannot be read.
+const UNMAPPED_BYTES: u64 = 64 << 10;
 
 /// A run of the source, with holes of host files distinguished from data.
 #[derive(Clone, Debug)]
@@ -301,13 +306,19 @@ impl<'a> Planner<'a> {
                         self.extents = None;
                         continue;
                     }
-                    Some(extent) => (*start, extent?),
+                    Some(Err(error)) if !self.options.salvage => return Err(error),
+                    Some(Err(_)) => {
+                        let start = *start;
+                        self.push_unmapped(start)?;
+                        continue;
+                    }
+                    Some(Ok(extent)) => (*start, extent),
                 },
             };
             let at = start + extent.at.0;
             let end = at + extent.len;
             let disk = self.disk.checked_sub(1).and_then(|index| self.source.disks().get(index));
-            if let Some(disk) = disk {
+            if let Some(disk) = disk.filter(|_| !self.options.salvage) {
                 self.missing.refuse(disk, &extent)?;
             }
             let hides_holes = disk.is_none_or(|disk| Holes::hides_holes(disk, extent.depth));
@@ -328,6 +339,20 @@ impl<'a> Planner<'a> {
                 }
             }
         }
+        Ok(())
+    }
+
+    /// Adds bytes that could not be mapped, of the disk at `start`, and maps on behind them.
+    fn push_unmapped(&mut self, start: u64) -> Result<()> {
+        let Some(disk) = self.disk.checked_sub(1).and_then(|i| self.source.disks().get(i)) else {
+            return Ok(());
+        };
+        let bytes = disk.guest_bytes();
+        let here = self.found - start;
+        let next = (align_down(here, UNMAPPED_BYTES) + UNMAPPED_BYTES).min(bytes);
+        let rest = disk.extents_of(self.options.layers, GuestOffset(next), bytes - next)?;
+        self.extents = (next < bytes).then_some((start, rest));
+        self.push(self.found, start + next, Kind::Coded);
         Ok(())
     }
 

@@ -28,10 +28,12 @@ use vdkit_chain::{
 };
 
 use crate::compare::{Side, same_place};
+use crate::convert::image_codec;
 use crate::create::{FoundBacking, NewBacking};
 use crate::crew::{Plan, work_off};
 use crate::runs::RunKind;
 use crate::share::share;
+use crate::units::UnitWriter;
 use crate::zero::is_zero;
 
 /// Bytes per piece, or a cluster if that is larger.
@@ -49,6 +51,9 @@ pub struct RebaseOptions {
     pub header_only: bool,
     /// Also if the content of the image's snapshots would change.
     pub force: bool,
+    /// Store what is copied compressed, with the image's method: the clusters of which the image
+    /// holds nothing yet.
+    pub compress: bool,
     /// Threads; `None` for one per core.
     pub threads: Option<usize>,
 }
@@ -109,16 +114,7 @@ pub fn rebase(
     } else {
         let disk = Disk::open(registry, image, opening)?;
         disk.warnings().for_each(|warning| monitor.progress.message(warning));
-        refuse_impossible(&disk, found.is_some())?;
-        let top = disk.layers()[0].info().format;
-        if !registry.driver(top)?.amends_backing() {
-            // Before any copy, which would be wasted.
-            return Err(Error::unsupported(
-                disk.name(),
-                format!("not supported: putting a {top} image on another one in place"),
-                "convert it to a new image: that one stands alone",
-            ));
-        }
+        refuse_impossible(registry, &disk, found.is_some())?;
         if !options.force {
             refuse_for_snapshots(&disk, found.is_some())?;
         }
@@ -126,7 +122,11 @@ pub fn rebase(
             Some(found) => Some(open_new(registry, found, opening)?),
             None => None,
         };
-        let copied = copy_differences(&disk, new.as_ref(), options.threads, &counts, monitor);
+        if options.compress {
+            image_codec(&disk)?;
+        }
+        let (threads, compress) = (options.threads, options.compress);
+        let copied = copy_differences(&disk, new.as_ref(), threads, compress, &counts, monitor);
         let closed = disk.close();
         copied?;
         closed?;
@@ -200,11 +200,13 @@ fn find(
 }
 
 fn open_new(registry: &Registry, found: &FoundBacking, opening: &OpenOptions) -> Result<Disk> {
-    Disk::open(registry, &found.path, &opening.of_other(found.reference.format.clone()))
+    let cache = opening.backing_cache.unwrap_or_default();
+    let opening = opening.of_other(found.reference.format.clone()).cache(cache);
+    Disk::open(registry, &found.path, &opening)
 }
 
 /// Checks, before any copy, for errors that would occur only at the end.
-fn refuse_impossible(disk: &Disk, backed: bool) -> Result<()> {
+fn refuse_impossible(registry: &Registry, disk: &Disk, backed: bool) -> Result<()> {
     let info = disk.layers()[0].info();
     if info.format == "raw" {
         return Err(Error::unsupported(
@@ -218,6 +220,14 @@ fn refuse_impossible(disk: &Disk, backed: bool) -> Result<()> {
             "{}: a raw data file is the whole disk and cannot show what a backing file holds",
             disk.name()
         )));
+    }
+    let top = info.format;
+    if !registry.driver(top)?.amends_backing() {
+        return Err(Error::unsupported(
+            disk.name(),
+            format!("not supported: putting a {top} image on another one in place"),
+            "convert it to a new image: that one stands alone",
+        ));
     }
     Ok(())
 }
@@ -267,19 +277,27 @@ pub fn take_over(
     threads: Option<usize>,
     monitor: &Monitor<'_>,
 ) -> Result<()> {
-    copy_differences(disk, new, threads, &Counts::default(), monitor)
+    copy_differences(disk, new, threads, false, &Counts::default(), monitor)
 }
 
 fn copy_differences(
     disk: &Disk,
     new: Option<&Disk>,
     threads: Option<usize>,
+    compress: bool,
     counts: &Counts,
     monitor: &Monitor<'_>,
 ) -> Result<()> {
     let piece = PIECE_BYTES.max(disk.top().caps().cluster_bytes);
     let end = disk.guest_bytes();
-    let taking = Taking { disk, new, counts, piece, sharing: Sharing::new(disk) };
+    // Shared blocks would not be compressed.
+    let sharing = if compress { Sharing::none() } else { Sharing::new(disk) };
+    let caps = disk.top().caps();
+    let (cell, unit) = match compress {
+        true => (caps.cluster_bytes, caps.cluster_bytes),
+        false => (1, caps.fill_bytes.max(512)),
+    };
+    let taking = Taking { disk, new, counts, piece, unit, compress, sharing };
     let plan = Differing {
         sharing: &taking.sharing,
         old: Side::new(disk)?,
@@ -288,9 +306,10 @@ fn copy_differences(
         at: 0,
         end,
         piece,
+        cell,
     };
-    work_off(plan, threads, monitor, |pair, buffer| {
-        let done = taking.take(&pair, buffer);
+    work_off(plan, threads, monitor, |pair, buffers| {
+        let done = taking.take(&pair, buffers);
         monitor.progress.update(pair.at + pair.len, end);
         done.map(|()| pair.len)
     })?;
@@ -337,6 +356,10 @@ impl Sharing {
         Self { block, works: AtomicBool::new(false), refused: AtomicBool::new(!possible) }
     }
 
+    fn none() -> Self {
+        Self { block: 512, works: AtomicBool::new(false), refused: AtomicBool::new(true) }
+    }
+
     /// Shares a piece as far as possible and returns the rest.
     fn share(&self, disk: &Disk, pair: &Pair, counts: &Counts) -> Result<Vec<Range<u64>>> {
         let all = pair.at..pair.at + pair.len;
@@ -373,6 +396,8 @@ struct Differing<'a> {
     at: u64,
     end: u64,
     piece: u64,
+    /// Bytes that are compared together if any of them may differ.
+    cell: u64,
 }
 
 impl Plan for Differing<'_> {
@@ -393,9 +418,22 @@ impl Plan for Differing<'_> {
             let common = new.map_or(left, |new| new.len.min(left));
             let new_zero = new.is_none_or(|new| new.is_zero());
             let same = new.is_some_and(|new| same_place(&old, &new));
-            if same || (old.is_zero() && new_zero) {
-                self.at += common;
+            // Whole cells, the disk's last one too.
+            let whole = match at + common {
+                end if end == self.end => common,
+                end => align_down(end, self.cell).saturating_sub(at),
+            };
+            let unchanged = same || (old.is_zero() && new_zero);
+            if unchanged && whole > 0 {
+                self.at += whole;
                 continue;
+            }
+            if whole == 0 {
+                // Several runs meet in this cell.
+                let len = (align_down(at, self.cell) + self.cell).min(self.end) - at;
+                self.at += len;
+                let (old_zero, new_zero) = (false, new.is_none());
+                return Ok(Some(Pair { at, len, old_zero, new_zero, source: None }));
             }
             let source = match old.kind {
                 RunKind::Data { storage, offset } if old.is_plain() => {
@@ -406,7 +444,7 @@ impl Plan for Differing<'_> {
             let unread = source.is_some() && new_zero && self.sharing.works.load(Ordering::Relaxed);
             let piece = if unread { self.piece.max(SHARE_BYTES) } else { self.piece };
             let cut = (at / piece + 1) * piece;
-            let len = common.min(cut - at);
+            let len = whole.min(cut - at);
             self.at += len;
             return Ok(Some(Pair { at, len, old_zero: old.is_zero(), new_zero, source }));
         }
@@ -420,21 +458,32 @@ struct Taking<'a> {
     new: Option<&'a Disk>,
     counts: &'a Counts,
     piece: u64,
+    /// Bytes that are copied together.
+    unit: u64,
+    compress: bool,
     sharing: Sharing,
+}
+
+/// What a thread keeps from piece to piece.
+#[derive(Default)]
+struct Buffers {
+    /// The old bytes, then the new ones.
+    bytes: Vec<u8>,
+    units: UnitWriter,
 }
 
 impl Taking<'_> {
     /// Copies what differs of a piece.
-    fn take(&self, pair: &Pair, buffer: &mut Vec<u8>) -> Result<()> {
+    fn take(&self, pair: &Pair, buffers: &mut Buffers) -> Result<()> {
         if !pair.new_zero || pair.source.is_none() {
-            return self.compare(pair, buffer);
+            return self.compare(pair, buffers);
         }
         // The new chain has no data there: share the old data without reading.
         for left in self.sharing.share(self.disk, pair, self.counts)? {
             let mut at = left.start;
             while at < left.end {
                 let end = ((at / self.piece + 1) * self.piece).min(left.end);
-                self.compare(&pair.part(at..end), buffer)?;
+                self.compare(&pair.part(at..end), buffers)?;
                 at = end;
             }
         }
@@ -442,11 +491,12 @@ impl Taking<'_> {
     }
 
     /// Reads both chains, and copies what differs.
-    fn compare(&self, pair: &Pair, buffer: &mut Vec<u8>) -> Result<()> {
+    fn compare(&self, pair: &Pair, buffers: &mut Buffers) -> Result<()> {
+        let Buffers { bytes, units } = buffers;
         let len = pair.len as usize;
-        buffer.clear();
-        buffer.resize(2 * len, 0);
-        let (old_bytes, new_bytes) = buffer.split_at_mut(len);
+        bytes.clear();
+        bytes.resize(2 * len, 0);
+        let (old_bytes, new_bytes) = bytes.split_at_mut(len);
         if !pair.old_zero {
             self.disk.read_at(old_bytes, GuestOffset(pair.at))?;
         }
@@ -455,8 +505,7 @@ impl Taking<'_> {
             new.read_at(&mut new_bytes[..here], GuestOffset(pair.at))?;
         }
         add(&self.counts.compared, pair.len);
-        // In units of the image's allocation.
-        let unit = self.disk.top().caps().fill_bytes.max(512) as usize;
+        let unit = self.unit as usize;
         let mut from = 0;
         while from < len {
             let to = (from + unit - (pair.at as usize + from) % unit).min(len);
@@ -474,7 +523,7 @@ impl Taking<'_> {
                     end = next;
                 }
                 let part = pair.part(pair.at + from as u64..pair.at + end as u64);
-                self.put(&part, &old_bytes[from..end], zero)?;
+                self.put(&part, &old_bytes[from..end], zero, units)?;
             }
             from = end;
         }
@@ -482,10 +531,14 @@ impl Taking<'_> {
     }
 
     /// Writes bytes of the old chain into the image.
-    fn put(&self, part: &Pair, bytes: &[u8], zero: bool) -> Result<()> {
+    fn put(&self, part: &Pair, bytes: &[u8], zero: bool, units: &mut UnitWriter) -> Result<()> {
         if zero {
             add(&self.counts.zeroed, part.len);
             return self.disk.write_zeroes_persistent(GuestOffset(part.at), part.len);
+        }
+        if self.compress {
+            add(&self.counts.copied, part.len);
+            return self.put_compressed(part.at, bytes, units);
         }
         // If the new chain has no data, sharing was already tried.
         let all = part.at..part.at + part.len;
@@ -498,6 +551,19 @@ impl Taking<'_> {
             let len = (range.end - range.start) as usize;
             self.disk.write_at(&bytes[from..from + len], GuestOffset(range.start))?;
             add(&self.counts.copied, len as u64);
+        }
+        Ok(())
+    }
+    /// Writes whole clusters compressed where that is smaller, and parts as they are.
+    fn put_compressed(&self, mut at: u64, mut bytes: &[u8], units: &mut UnitWriter) -> Result<()> {
+        while !bytes.is_empty() {
+            let next = (align_down(at, self.unit) + self.unit).min(self.disk.guest_bytes());
+            let (piece, rest) = bytes.split_at(bytes.len().min((next - at) as usize));
+            let whole = at.is_multiple_of(self.unit) && piece.len() as u64 == next - at;
+            if !(whole && units.write(self.disk, GuestOffset(at), piece)?) {
+                self.disk.write_at(piece, GuestOffset(at))?;
+            }
+            (at, bytes) = (at + piece.len() as u64, rest);
         }
         Ok(())
     }

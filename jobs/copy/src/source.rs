@@ -2,9 +2,12 @@
 
 use std::sync::Arc;
 
-use vdkit_block::{GuestOffset, Result};
+use vdkit_block::{Error, GuestOffset, Result};
 use vdkit_chain::Disk;
 use vdkit_stream::InPipe;
+
+/// The unit in which bytes are lost where a read fails.
+const SECTOR_BYTES: usize = 512;
 
 /// Concatenated disks.
 #[derive(Debug)]
@@ -51,6 +54,37 @@ impl Source {
     /// Each disk with its start offset.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = (u64, &Disk)> {
         self.starts.iter().copied().zip(&self.disks)
+    }
+
+    /// As [`Source::read_at`], but a sector that cannot be read becomes zeroes, and `lost` gets its
+    /// offset in its disk and the error.
+    ///
+    /// # Errors
+    /// The read was interrupted.
+    pub(crate) fn salvage_at(
+        &self,
+        buf: &mut [u8],
+        at: u64,
+        mut lost: impl FnMut(u64, &Error),
+    ) -> Result<()> {
+        match self.read_at(buf, at) {
+            Err(Error::Interrupted) => return Err(Error::Interrupted),
+            Err(_) => {}
+            Ok(()) => return Ok(()),
+        }
+        let sectors = (at..).step_by(SECTOR_BYTES).zip(buf.chunks_mut(SECTOR_BYTES));
+        for (at, sector) in sectors {
+            match self.read_at(sector, at) {
+                Err(Error::Interrupted) => return Err(Error::Interrupted),
+                Err(error) => {
+                    sector.fill(0);
+                    let start = self.starts.iter().rev().find(|start| **start <= at);
+                    lost(at - start.copied().unwrap_or(0), &error);
+                }
+                Ok(()) => {}
+            }
+        }
+        Ok(())
     }
 
     /// Reads across disks; bytes past the end are zero.

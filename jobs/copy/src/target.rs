@@ -225,7 +225,7 @@ impl Target {
         }
         let new = &NewImage { options, ..new.clone() };
         let cache = cache_until_named(new.cache);
-        let file = new_file_options(new.cache);
+        let file = new_file_options(new.cache).hints(new.options.hints());
         let pending = PendingFile::create(&new.path, &file)?;
         let wanted = WantedFiles {
             registry,

@@ -121,21 +121,22 @@ pub fn list_keys(registry: &Registry, path: &Path, options: &OpenOptions) -> Res
     Ok(listed)
 }
 
-/// Adds a key. The new slot is durable on return.
+/// Adds a key, in this slot or the first free one. The new slot is durable on return.
 ///
 /// # Errors
-/// [`Error::Key`] if none of the keys in `options` opens the image; [`Error::Invalid`] if no slot
-/// is free.
+/// [`Error::Key`] if none of the keys in `options` opens the image; [`Error::Invalid`] if the slot
+/// is in use, or none is free.
 pub fn add_key(
     registry: &Registry,
     path: &Path,
     options: &OpenOptions,
     new: &Secret,
+    slot: Option<u32>,
     milliseconds: u64,
 ) -> Result<KeysAfter> {
     let (mut image, _) = Image::open(registry, path, options, true)?;
     let key = image.key(&options.keys)?;
-    let added = image.slots.add(key, new, milliseconds)?;
+    let added = image.slots.add_in(slot, key, new, milliseconds)?;
     Ok(image.after(Some(added), Vec::new()))
 }
 

@@ -212,7 +212,7 @@ impl Run for KeyArgs {
         let after = match self.action {
             Action::List => return self.list(&options, &mut session.out),
             Action::Add => {
-                jobs::add_key(&registry, image, &options, self.new_key()?, milliseconds)?
+                jobs::add_key(&registry, image, &options, self.new_key()?, None, milliseconds)?
             }
             Action::Remove => {
                 let slot = self.slot.ok_or_else(|| {

@@ -5,7 +5,7 @@ use vdkit::{Error, ImageInfo, Monitor, OpenOptions, Progress as Sink};
 
 use super::{CACHE, Call, Command, FORMAT, IMAGE_OPTS, OBJECT, PROGRESS, QUIET, opening};
 use crate::creation::{self, Asked, Kind, asked, bad_size};
-use crate::failure::{Failure, words};
+use crate::failure::{Failure, could_not_open, words};
 use crate::getopt::{Parsed, long, valued};
 use crate::names::Image;
 use crate::open::{Access, open, open_options, qemu_name, registry};
@@ -104,7 +104,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let options = open_options(&image, access, &objects)?;
     // Closed again before the image is changed.
     let info = {
-        let disk = open(&image, Access { writable: false, ..access }, &objects)?;
+        let disk = open(&image, Access { writable: false, share: true, ..access }, &objects)?;
         disk.layers()[0].info().clone()
     };
     let format = qemu_name(info.format);
@@ -204,7 +204,8 @@ impl Amending<'_> {
         };
         if !texts.is_empty() {
             let texts = texts.iter().map(String::as_str);
-            jobs::amend(&registry(), path, self.options, texts, monitor).map_err(failed)?;
+            jobs::amend(&registry(), path, self.options, texts, monitor)
+                .map_err(|error| failed(self.image, error))?;
         }
         let Some(bytes) = self.get("size").and_then(|size| size.parse::<u64>().ok()) else {
             return Ok(());
@@ -217,7 +218,7 @@ impl Amending<'_> {
         how.shrink = true;
         let resized = jobs::resize(&disk, bytes, &how, monitor);
         let closed = disk.close();
-        resized.and(closed).map_err(failed)
+        resized.and(closed).map_err(|error| failed(self.image, error))
     }
 
     /// The options of the format for the engine, without the size.
@@ -325,13 +326,12 @@ impl Amending<'_> {
                 if free.is_none() && slot.is_none() {
                     return Err(Failure::new("Can't add a keyslot - all keyslots are in use"));
                 }
-                if slot.is_some() && slot != free {
-                    return Err(Failure::new(
-                        "vdkit fills the first free keyslot only: leave out 'keyslot'",
-                    ));
-                }
                 let time = get("iter-time").and_then(|time| time.parse().ok()).unwrap_or(2000);
-                jobs::add_key(&registry(), path, self.options, &new, time)?;
+                if let Some(number) = slot.filter(|number| is_active(*number)) {
+                    // Another slot must open the image, or a crash would leave none that does.
+                    jobs::remove_key(&registry(), path, self.options, number, false)?;
+                }
+                jobs::add_key(&registry(), path, self.options, &new, slot, time)?;
                 Ok(())
             }
             "inactive" => self.wipe_keys(path, &listed, slot, get("old-secret"), force),
@@ -342,7 +342,7 @@ impl Amending<'_> {
     }
 
     fn reading(&self) -> OpenOptions {
-        OpenOptions { writable: false, ..self.options.clone() }
+        OpenOptions { writable: false, lock: false, ..self.options.clone() }
     }
 
     fn wipe_keys(
@@ -419,8 +419,11 @@ fn compat(value: &str) -> Result<&'static str, Failure> {
     }
 }
 
-fn failed(error: Error) -> Failure {
-    Failure::new(words(&error))
+fn failed(image: &Image, error: Error) -> Failure {
+    match error {
+        Error::Locked { .. } | Error::File { .. } => could_not_open(&image.typed, words(&error)),
+        other => Failure::new(words(&other)),
+    }
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! `qemu-img check`: checks an image's metadata and repairs it.
 
+use std::collections::BTreeSet;
+
 use vdkit::jobs;
 use vdkit::{CheckReport, Finding, Monitor, Repair, Severity};
 
@@ -59,7 +61,8 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let options = open_options(&image, access, &objects)?;
     // The whole chain is opened, as QEMU does: a missing backing image is a failure.
     let (format, file_bytes) = {
-        let looking = crate::open::Access { writable: false, ..access };
+        let share = access.share || access.writable;
+        let looking = crate::open::Access { writable: false, share, ..access };
         let disk = open(&image, looking, &objects)?;
         (disk.top().name(), disk.top().storage().len()?)
     };
@@ -105,6 +108,9 @@ fn shown(format: &str, mut report: CheckReport, file_bytes: u64) -> CheckReport 
             report.corruptions -= 1;
             report.corruptions_fixed = report.corruptions_fixed.min(report.corruptions);
         }
+        let follow = flags_that_followed(&report.findings);
+        report.corruptions -= follow;
+        report.corruptions_fixed -= follow;
     }
     // QEMU looks for no leaks in a VHDX.
     if format == "vhdx" {
@@ -122,6 +128,27 @@ fn shown(format: &str, mut report: CheckReport, file_bytes: u64) -> CheckReport 
         report.fragmented_clusters = report.fragmented_clusters.max(report.compressed_clusters);
     }
     report
+}
+
+/// COPIED flags that were right again when the refcounts of their clusters had been repaired: QEMU
+/// looks at the flags after that, and does not count these.
+fn flags_that_followed(findings: &[Finding]) -> u64 {
+    /// The host offset in an entry of a qcow2 table.
+    const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
+    let refcounts: BTreeSet<u64> = findings
+        .iter()
+        .filter(|finding| finding.structure == "refcount" && finding.repaired)
+        .map(|finding| finding.offset)
+        .collect();
+    let follows = |finding: &&Finding| {
+        let entry = finding.message.split_once("found 0x").map_or("", |(_, rest)| rest);
+        let digits = entry.split(' ').next().unwrap_or_default();
+        finding.repaired
+            && entry.contains("with COPIED flag")
+            && u64::from_str_radix(digits, 16)
+                .is_ok_and(|entry| refcounts.contains(&(entry & OFFSET)))
+    };
+    findings.iter().filter(follows).count() as u64
 }
 
 /// Prints findings on stderr.

@@ -3,15 +3,15 @@
 use std::path::{Path, PathBuf};
 
 use vdkit::jobs::{self, CommitOptions};
-use vdkit::{ChainLink, Monitor, OpenOptions, describe_chain, same_file};
+use vdkit::{ChainLink, Error, Monitor, OpenOptions, describe_chain, same_file};
 
 use super::convert::{cache_option, rate_option};
 use super::{CACHE, Call, Command, FORMAT, IMAGE_OPTS, OBJECT, PROGRESS, QUIET, one_image};
-use crate::failure::{Failure, could_not_open};
+use crate::failure::{Failure, could_not_open, words};
 use crate::getopt::{Parsed, flag, valued};
 use crate::names::Image;
 use crate::open::{Access, Named, failed_open, open_options, registry};
-use crate::output::{Progress, WithoutMessages, cancel_on_signal};
+use crate::output::{Converting, Progress, cancel_on_signal};
 use crate::secrets::Objects;
 
 /// Entry in the table of subcommands.
@@ -62,17 +62,24 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     options.force = true;
     options.rate = rate;
     let progress = Progress::new(parsed.has("progress") && !quiet)?;
-    let monitor = Monitor { cancel: cancel_on_signal()?, progress: &WithoutMessages(&progress) };
+    let progress_only = Converting { progress: &progress, quiet: true };
+    let monitor = Monitor { cancel: cancel_on_signal()?, progress: &progress_only };
     let done = jobs::commit(&registry(), path, &opening, &options, &monitor);
     progress.finish(done.is_ok());
-    done.map_err(|error| failed_open(&image, None, &error))?;
+    done.map_err(|error| match &error {
+        // It is opened for reading first, and then written to.
+        Error::Locked { file, writing: true, .. } if Path::new(file) != path => {
+            Failure::new(words(&error))
+        }
+        other => failed_open(&image, None, other),
+    })?;
     call.out.said("Image committed.")?;
     Ok(0)
 }
 
 /// The images of the chain, from the top.
 fn links(image: &Image, path: &Path, opening: &OpenOptions) -> Result<Vec<ChainLink>, Failure> {
-    let reading = OpenOptions { writable: false, ..opening.clone() };
+    let reading = OpenOptions { writable: false, lock: false, ..opening.clone() };
     let failed = |error| failed_open(image, opening.format.as_deref(), &error);
     let report = describe_chain(&registry(), path, &reading).map_err(failed)?;
     match report.broken {

@@ -17,7 +17,7 @@ use crate::failure::{Failure, could_not_open, words};
 use crate::getopt::{Opt, Parsed, alias, flag, long, valued};
 use crate::names::{Flat, Image, Place};
 use crate::open::{Access, Named, open_options, open_with, references, registry};
-use crate::output::{Progress, WithoutMessages, cancel_on_signal};
+use crate::output::{Converting, Progress, cancel_on_signal};
 use crate::secrets::Objects;
 use crate::sizes;
 
@@ -49,7 +49,7 @@ const OPTIONS: &[Opt] = &[
     flag('n', "no-create", "write into an existing target").whole_name_only(),
     valued('S', "sparse-size", "SPARSE_SIZE", "bytes of zeroes that are left out; 0 fills"),
     long("target-is-zero", None, "the existing target reads as zeroes"),
-    long("salvage", None, "accepted"),
+    long("salvage", None, "what cannot be read becomes zeroes, with a warning"),
     flag('W', "oob-writes", "accepted; writes are not ordered"),
     long("bitmaps", None, "copy the dirty bitmaps"),
     long("skip-broken-bitmaps", None, "leave out bitmaps that are inconsistent"),
@@ -236,6 +236,8 @@ impl Settings<'_> {
         options.compress = compress;
         options.detect_zeroes = self.detect;
         options.fill = self.detect.is_none();
+        options.salvage = self.parsed.has("salvage");
+        options.target_is_zero = self.parsed.has("target-is-zero");
         options.rate = self.rate;
         options.backing = backing;
         options.bitmaps = match (self.parsed.has("bitmaps"), self.parsed.has("skip-broken-bitmaps"))
@@ -246,9 +248,10 @@ impl Settings<'_> {
         };
         options.size_unit = 512;
         options.keys = keys;
-        let shown = self.parsed.has("progress") && !self.parsed.has("quiet");
+        let quiet = self.parsed.has("quiet");
+        let shown = self.parsed.has("progress") && !quiet;
         let progress = Progress::new(shown)?;
-        let monitor = Monitor { cancel, progress: &WithoutMessages(&progress) };
+        let monitor = Monitor { cancel, progress: &Converting { progress: &progress, quiet } };
         let done = jobs::convert(&registry(), &source, &options, &monitor);
         progress.finish(done.is_ok());
         done.map(|_| 0).map_err(|error| self.failed(target, &error))
@@ -262,6 +265,7 @@ impl Settings<'_> {
                 let why = failed_creation(Path::new(target), error).text;
                 Failure::new(format!("{target}: error while converting {format}: {why}"))
             }
+            Error::Locked { .. } | Error::File { .. } => could_not_open(target, words(error)),
             other => Failure::new(words(other)),
         }
     }
@@ -363,7 +367,9 @@ impl Settings<'_> {
             return Ok(Goal { destination, compress: None, backing: None, keys: Vec::new() });
         }
         let path = image.opened();
-        let options = open_options(image, Access::read(), &self.objects)?;
+        // Read without a lock first: the writer's follows.
+        let reading = Access { share: true, ..Access::read() };
+        let options = open_options(image, reading, &self.objects)?;
         let disk = open_with(image, &options)?;
         if disk.guest_bytes() < source.bytes() {
             return Err(Failure::new("output file is smaller than input file"));

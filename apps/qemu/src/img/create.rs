@@ -130,11 +130,13 @@ impl Request<'_> {
             (false, _) => None,
             (true, true) => {
                 let named = Named { text: name, format, options: false };
-                let disk = open(&named.parse()?, Access::read(), self.objects).map_err(opened)?;
+                let access = Access { share: true, ..Access::read() };
+                let disk = open(&named.parse()?, access, self.objects).map_err(opened)?;
                 Some(disk.guest_bytes())
             }
             (true, false) => {
-                let opening = OpenOptions { refs: references(), ..OpenOptions::read_only() };
+                let opening =
+                    OpenOptions { refs: references(), lock: false, ..OpenOptions::read_only() };
                 let guessed = NewBacking::new(name, new.format.clone().or(probed(path, name)));
                 let found = guessed
                     .find(&registry(), path, &opening)
@@ -212,7 +214,8 @@ pub fn create_at(
         .replace(true)
         .refs(references());
     let monitor = Monitor { cancel: cancel_on_signal()?, progress: &Silent };
-    jobs::create(&registry(), &create, &monitor)
+    // A guest may be writing to the backing image: its overlay is made for that.
+    jobs::create_over(&registry(), &create, false, &monitor)
         .map(drop)
         .map_err(|error| failed_creation(path, &error))
 }

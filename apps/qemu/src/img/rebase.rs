@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use vdkit::jobs::{self, NewBacking, RebaseOptions};
-use vdkit::{Error, Monitor, describe_chain};
+use vdkit::{Error, Monitor, OpenOptions, describe_chain};
 
 use super::convert::cache_option;
 use super::{
@@ -13,7 +13,7 @@ use crate::failure::{Failure, could_not_open, system_words, words};
 use crate::getopt::{Parsed, flag, valued};
 use crate::names::Image;
 use crate::open::{Access, Named, driver, failed_open, open_options, registry};
-use crate::output::{Progress, WithoutMessages, cancel_on_signal};
+use crate::output::{Converting, Progress, cancel_on_signal};
 use crate::secrets::Objects;
 
 /// Entry in the table of subcommands.
@@ -31,7 +31,7 @@ pub const COMMAND: Command = Command {
         valued('F', "backing-format", "BACKING_FMT", "format of the new backing image"),
         valued('T', "backing-cache", "CACHE", "cache mode of the backing images (writeback)"),
         flag('u', "backing-unsafe", "change the name only"),
-        flag('c', "compress", "accepted; what is copied is not compressed"),
+        flag('c', "compress", "compress what is copied (qcow2)"),
         FORCE_SHARE,
         OBJECT,
     ],
@@ -49,7 +49,7 @@ fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
         return Err(Failure::usage("Must specify backing file (-b) or use unsafe mode (-u)"));
     }
     let cache = cache_option(parsed, "cache", "cache")?.unwrap_or_default();
-    cache_option(parsed, "backing-cache", "source cache")?;
+    let backing_cache = cache_option(parsed, "backing-cache", "source cache")?.unwrap_or_default();
     let objects = Objects::parse(parsed.all("object"))?;
     let image = named.parse()?;
     let Some(path) = image.path() else {
@@ -57,8 +57,16 @@ fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
     };
     let access =
         Access { cache, share: parsed.has("force-share"), alone: header_only, ..Access::write() };
-    let opening = open_options(&image, access, &objects)?;
-    let report = describe_chain(&registry(), path, &opening)
+    let mut opening = open_options(&image, access, &objects)?;
+    opening.backing_cache = Some(backing_cache);
+    let compress = parsed.has("compress");
+    let able = |format| matches!(format, "qcow2" | "qcow" | "vmdk");
+    if compress && !opening.format.as_deref().is_some_and(able) {
+        return Err(Failure::new("Compression not supported for this file format"));
+    }
+    // The lock is taken, and told about, when the image is opened for the work.
+    let looking = OpenOptions { lock: false, ..opening.clone() };
+    let report = describe_chain(&registry(), path, &looking)
         .map_err(|error| failed_open(&image, opening.format.as_deref(), &error))?;
     if let Some(error) = report.broken.filter(|_| !header_only) {
         return Err(failed_open(&image, None, &error));
@@ -68,8 +76,10 @@ fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
     options.backing = backing;
     options.header_only = header_only;
     options.force = true;
+    options.compress = compress;
     let progress = Progress::new(parsed.has("progress") && !parsed.has("quiet"))?;
-    let monitor = Monitor { cancel: cancel_on_signal()?, progress: &WithoutMessages(&progress) };
+    let progress_only = Converting { progress: &progress, quiet: true };
+    let monitor = Monitor { cancel: cancel_on_signal()?, progress: &progress_only };
     let done = jobs::rebase(&registry(), path, &opening, &options, &monitor);
     progress.finish(done.is_ok());
     done.map(|_| 0).map_err(|error| failed(&image, parsed.last("backing").unwrap_or(""), &error))

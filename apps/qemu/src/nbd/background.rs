@@ -13,6 +13,11 @@ const MARK: &str = "VDKIT_QEMU_NBD_READY";
 /// What the second process writes to its stdout when clients can connect.
 const READY: &[u8] = b"ready";
 
+/// Whether this is the second process.
+pub fn is_second() -> bool {
+    std::env::var_os(MARK).is_some()
+}
+
 /// Starts the second process with the same arguments, and waits until it serves.
 ///
 /// # Errors
@@ -53,7 +58,7 @@ fn without_fork(args: &[OsString]) -> impl Iterator<Item = &OsString> {
 /// # Errors
 /// The first process is gone.
 pub fn ready() -> Result<(), Failure> {
-    if std::env::var_os(MARK).is_none() {
+    if !is_second() {
         return Ok(());
     }
     // Scripts end it by its name.

@@ -1,6 +1,7 @@
 //! `qemu-nbd`: serves one image over NBD until the last client leaves.
 
 mod background;
+mod kernel;
 mod list;
 mod part;
 mod tls;
@@ -45,7 +46,7 @@ const OPTIONS: &[Opt] = &[
     valued('k', "socket", "PATH", "listen at this Unix socket"),
     valued('e', "shared", "N", "number of clients at once; 0 for any number (default 1)"),
     flag('t', "persistent", "go on when the last client has left"),
-    flag('v', "verbose", "accepted"),
+    flag('v', "verbose", "with -c: stay in the foreground, and tell when it is attached"),
     valued('x', "export-name", "NAME", "name of the export (default: empty)"),
     valued('D', "description", "TEXT", "description of the export"),
     long("handshake-limit", Some("SECONDS"), "time limit of the negotiation; 0 for none"),
@@ -61,8 +62,8 @@ const OPTIONS: &[Opt] = &[
     long("fork", None, "serve in the background; return when clients can connect"),
     long("pid-file", Some("PATH"), "write the server's process id to this file"),
     long("selinux-label", Some("LABEL"), "not supported"),
-    valued('c', "connect", "DEV", "not supported: attach it by nbd-client"),
-    flag('d', "disconnect", "not supported: detach it by nbd-client"),
+    valued('c', "connect", "DEV", "make it a device of the kernel (/dev/nbd0 …)"),
+    flag('d', "disconnect", "detach the device that is named"),
     valued('f', "format", "FORMAT", "format of the image"),
     flag('r', "read-only", "refuse writes"),
     flag('s', "snapshot", "writes go to a temporary overlay"),
@@ -108,9 +109,20 @@ fn run(args: &[OsString]) -> Result<(), Failure> {
     if parsed.has("list") {
         return list::run(&parsed);
     }
-    refuse_unsupported(&parsed)?;
+    if parsed.has("disconnect") {
+        let [device] = &parsed.operands[..] else {
+            return Err(usage("Invalid number of arguments"));
+        };
+        kernel::detach(device.as_ref())?;
+        println!("{device} disconnected");
+        return Ok(());
+    }
+    if parsed.has("selinux-label") {
+        return Err(Failure::new("--selinux-label is not supported"));
+    }
     let request = Request::parse(&parsed)?;
-    if parsed.has("fork") {
+    let attached_aside = request.device.is_some() && !parsed.has("verbose");
+    if !background::is_second() && (parsed.has("fork") || attached_aside) {
         return background::start(args);
     }
     serve(&request)
@@ -130,30 +142,6 @@ fn help() -> String {
     text
 }
 
-fn refuse_unsupported(parsed: &Parsed) -> Result<(), Failure> {
-    if let Some(device) = parsed.last("connect") {
-        return Err(not_attached(device, "attach"));
-    }
-    if parsed.has("disconnect") {
-        let device = parsed.operands.first().map_or("/dev/nbd0", String::as_str);
-        return Err(not_attached(device, "detach"));
-    }
-    if parsed.has("selinux-label") {
-        return Err(Failure::new("--selinux-label is not supported"));
-    }
-    Ok(())
-}
-
-fn not_attached(device: &str, what: &str) -> Failure {
-    if !std::path::Path::new(device).exists() {
-        let verb = if what == "detach" { "Cannot open" } else { "Failed to open" };
-        return Failure::new(format!("{verb} {device}: No such file or directory"));
-    }
-    Failure::new(format!(
-        "vdkit does not {what} {device} itself: serve the image at a socket, and use nbd-client"
-    ))
-}
-
 /// The command line, checked.
 struct Request {
     image: crate::names::Image,
@@ -169,6 +157,9 @@ struct Request {
     handshake: Option<Duration>,
     tls: Option<Tls>,
     addresses: Vec<Address>,
+    /// The kernel's device that it becomes.
+    device: Option<PathBuf>,
+    verbose: bool,
     pid_file: Option<PathBuf>,
 }
 
@@ -198,9 +189,18 @@ impl Request {
                 0 => None,
                 seconds => Some(Duration::from_secs(seconds)),
             };
+        let device = parsed.last("connect").map(PathBuf::from);
+        if let Some(device) = &device {
+            if parsed.last("tls-creds").is_some() {
+                return Err(Failure::new("TLS is not supported with a host device"));
+            }
+            kernel::index(device, "Failed to open")?;
+        }
         Ok(Self {
             image,
             offset,
+            device,
+            verbose: parsed.has("verbose"),
             access: Access { writable: !read_only, cache, ..Access::default() },
             export: ExportOptions {
                 name: parsed.last("export-name").unwrap_or_default().to_owned(),
@@ -376,7 +376,9 @@ fn serve(request: &Request) -> Result<(), Failure> {
         open_disk(request).map_err(|failure| opening(&request.image.typed, &failure.text))?;
     check_bitmaps(&disk, &request.export.bitmaps)?;
     let disk = if request.offset > 0 { part::of(disk, request.offset)? } else { disk };
-    let listeners = listeners(&request.addresses)?;
+    let socket = request.device.as_ref().map(|_| own_socket(&request.addresses)).transpose()?;
+    let own = socket.as_ref().map(|(path, _)| vec![Address::Unix(path.clone())]);
+    let listeners = listeners(own.as_ref().unwrap_or(&request.addresses))?;
     let export = Export::new(disk, request.export.clone());
     let options = ServerOptions {
         connections_max: request.clients,
@@ -387,7 +389,20 @@ fn serve(request: &Request) -> Result<(), Failure> {
     let started = Server::start(Exports::new(vec![Arc::clone(&export)]), listeners, options)
         .map_err(Failure::from)
         .and_then(|server| {
-            let ready = write_pid(request.pid_file.as_deref()).and_then(|()| background::ready());
+            let attached = match (&request.device, &socket) {
+                (Some(device), Some((path, _))) => {
+                    let attached = kernel::attach(device, path, &request.export.name);
+                    if attached.is_ok() && request.verbose {
+                        let (device, image) = (device.display(), &request.image.typed);
+                        eprintln!("NBD device {device} is now connected to {image}");
+                    }
+                    attached
+                }
+                _ => Ok(()),
+            };
+            let ready = attached
+                .and_then(|()| write_pid(request.pid_file.as_deref()))
+                .and_then(|()| background::ready());
             if ready.is_ok() {
                 wait(&server, request.persistent, &stop);
             }
@@ -400,6 +415,16 @@ fn serve(request: &Request) -> Result<(), Failure> {
     drop(overlay);
     started?;
     closed.map_err(|error| Failure::new(words(&error)))
+}
+
+/// The socket at which the kernel's connection is made: the one that was named, or one of our own
+/// with its folder.
+fn own_socket(addresses: &[Address]) -> Result<(PathBuf, Option<tempfile::TempDir>), Failure> {
+    if let [Address::Unix(path)] = addresses {
+        return Ok((path.clone(), None));
+    }
+    let folder = tempfile::Builder::new().prefix("qemu-nbd.").tempdir()?;
+    Ok((folder.path().join("socket"), Some(folder)))
 }
 
 fn wait(server: &Server, persistent: bool, stop: &CancelToken) {

@@ -26,7 +26,7 @@ impl Mover<'_> {
             _ => return self.copy(buffers, number, at, len),
         };
         // If every byte is or may be allocated, nothing is reserved.
-        if self.options.write_zeroes || target.top().caps().fill_bytes == 1 {
+        if self.options.over || target.top().caps().fill_bytes == 1 {
             self.in_turn(number, || Ok(()))?;
             let copied = copy_in_kernel(target, guest, from, offset)?;
             add(&self.moved.kernel_copied, copied.bytes);

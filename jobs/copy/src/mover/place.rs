@@ -6,6 +6,7 @@ use vdkit_block::{CompressedReservation, CompressionSpec, Fill, GuestOffset, Res
 use vdkit_chain::Disk;
 
 use super::{Buffers, Mover, add};
+use crate::units::append_unit;
 use crate::zero::is_zero;
 use vdkit_deflate::Compressor;
 
@@ -98,8 +99,7 @@ impl Mover<'_> {
         at: u64,
     ) -> Result<()> {
         let Buffers { bytes, compressed, lens, compressor, .. } = buffers;
-        let (writer, caps) = (target.top().writes_compressed()?, target.top().caps());
-        let (frame, cluster) = (writer.compressed_frame(), caps.cluster_bytes as usize);
+        let cluster = target.top().caps().cluster_bytes as usize;
         compressed.clear();
         lens.clear();
         let compressor = match compressor {
@@ -113,25 +113,8 @@ impl Mover<'_> {
                 lens.push(ZERO_CLUSTER);
                 continue;
             }
-            let start = compressed.len();
-            let payload = start + frame.head_bytes as usize;
-            compressed.resize(payload, 0);
-            let mut smaller = compressor.compress(unit, compressed);
-            if !smaller && caps.one_pass {
-                compressor.store(unit, compressed)?;
-                smaller = true;
-            }
-            if !smaller {
-                compressed.truncate(start);
-                lens.push(0);
-                continue;
-            }
-            let payload_bytes = (compressed.len() - payload) as u32;
-            let framed = (compressed.len() - start).next_multiple_of(frame.align.max(1) as usize);
-            compressed.resize(start + framed, 0);
-            let unit_at = GuestOffset(at + (index * cluster) as u64);
-            writer.frame_compressed(unit_at, &mut compressed[start..], payload_bytes);
-            lens.push(framed as u32);
+            let at = GuestOffset(at + (index * cluster) as u64);
+            lens.push(append_unit(target, compressor, unit, at, compressed)?);
         }
         Ok(())
     }

@@ -57,13 +57,16 @@ fn move_all(source: &Source, target: &Disk, grid: u64) -> vdkit_block::Result<Mo
         layers: usize::MAX,
         skip_absent: false,
         fill: false,
+        salvage: false,
     };
     let moving = MoveOptions {
         threads: Some(2),
         detect_zeroes: Some(4096),
         compress: None,
         in_order: false,
+        over: false,
         write_zeroes: false,
+        salvage: false,
         new: true,
         rate: None,
     };
