@@ -54,7 +54,7 @@ reproducible: ## builds all packages twice, from two folders, and compares them 
 	scripts/reproducible
 
 test-packages: deb tarball ## installs these packages in a small Debian, uses and removes them; checks the tarball
-	VDKIT_PACKAGES=$(CURDIR)/target/package $(CARGO) test --locked --package vdkit-cli --test packages
+	VDKIT_PACKAGES=$(CURDIR)/target/package $(CARGO) test --locked --package vdkit-cli --test packages -- --include-ignored
 
 audit: ## licenses, sources and duplicates of all crates, by cargo-deny; ADVISORIES=1: known faults too
 	@command -v cargo-deny >/dev/null || { echo "make audit: cargo-deny is missing: cargo install --locked cargo-deny" >&2; exit 1; }
@@ -62,9 +62,10 @@ audit: ## licenses, sources and duplicates of all crates, by cargo-deny; ADVISOR
 
 test: peers lint doc unit ## everything that must hold: installs the peers, then format, lints, documents, tests
 
-peers: ## installs the programs that the tests compare with (QEMU's tools and others), fetches a guest
+peers: ## installs the programs that the tests compare with (QEMU's tools and others), fetches a guest and a Debian
 	scripts/install-peers
 	scripts/fetch-guest
+	scripts/fetch-debian
 
 lint: ## format and lints, with warnings as errors
 	$(CARGO) fmt --all -- --check

@@ -244,6 +244,10 @@ impl Debian {
             return None;
         }
         let archive = said(&mut Command::new(root().join("scripts/fetch-debian")));
+        if archive.is_empty() {
+            missing("there is no Debian to install packages in", "see scripts/fetch-debian");
+            return None;
+        }
         // Device nodes and the size: not /tmp, which may be in memory.
         let folder = tempfile::tempdir_in("/var/tmp").unwrap();
         let mut unpack = Command::new("tar");
@@ -317,7 +321,7 @@ fn boot(debian: &Debian) {
     let mut container = Command::new("timeout");
     container.args(["--kill-after=10", "300", "systemd-nspawn", "--quiet", "--boot"]);
     container.args(["--register=no", "--keep-unit", "--private-network", "--directory"]);
-    container.arg(debian.0.path()).arg("--unit=check.service");
+    container.arg(debian.0.path()).args(["--", "--unit=check.service"]);
     let done = container.output().unwrap();
     let told = std::fs::read_to_string(debian.path("root/units.log"));
     let Ok(told) = told else {

@@ -2,6 +2,6 @@
 set -euxo pipefail
 packages="vdkit libvdkit0 libvdkit-dev python3-vdkit"
 dpkg --remove $packages
-! command -v vdkit
+if command -v vdkit; then exit 1; fi
 dpkg --purge $packages
-! dpkg-query --show $packages
+if dpkg-query --show vdkit; then exit 1; fi

@@ -14,7 +14,7 @@ client read one 1M 4 --hex | grep 'aa aa aa aa'
 systemctl is-active vdkit-serve@one.service
 systemctl show -P StatusText vdkit-serve@one.service | grep 'serving disk.qcow2'
 vdkit ctl /run/vdkit-serve/one/control.sock stats
-[ "$(stat -c %U /proc/"$(systemctl show -P MainPID vdkit-serve@one.service)")" != root ]
+[ "$(stat -c %u /proc/"$(systemctl show -P MainPID vdkit-serve@one.service)")" != 0 ]
 systemctl stop vdkit-serve@one.service
 vdkit check /var/lib/vdkit-serve/one/disk.qcow2
 vdkit read /var/lib/vdkit-serve/one/disk.qcow2 1M 4 --hex | grep 'aa aa aa aa'
@@ -39,7 +39,7 @@ vdkit read /srv/images/two.qcow2 0 4 --hex | grep 'bb bb bb bb'
 
 # An image that is not there is an error of the start.
 echo 'IMAGE=missing.qcow2' > /etc/vdkit/serve/none.conf
-! systemctl start vdkit-serve@none.service
+if systemctl start vdkit-serve@none.service; then exit 1; fi
 journalctl -u vdkit-serve@none.service | grep 'missing.qcow2'
 
 # The administrator's, and not the package's to remove.
