@@ -34,7 +34,7 @@ struct Crate {
 /// All that is built for programs, for tests and during builds.
 fn crates() -> BTreeSet<Crate> {
     let mut tree = Command::new(env!("CARGO"));
-    tree.args(["tree", "--workspace", "--locked", "--offline", "--all-features", "--no-dedupe"]);
+    tree.args(["tree", "--workspace", "--locked", "--offline", "--all-features"]);
     tree.args(["--edges", "normal,build,dev", "--prefix", "none", "--format", "{p}\t{l}"]);
     let output = tree.current_dir(root()).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -42,9 +42,9 @@ fn crates() -> BTreeSet<Crate> {
     lines.lines().filter_map(of_line).collect()
 }
 
-/// `NAME vVERSION (WHERE)`, a tab, the license; `None` for a crate of this tree.
+/// `NAME vVERSION (WHERE)`, a tab, the license, ` (*)` if it was listed before; `None` for a crate of this tree.
 fn of_line(line: &str) -> Option<Crate> {
-    let (package, license) = line.split_once('\t')?;
+    let (package, license) = line.trim_end_matches(" (*)").split_once('\t')?;
     let mut words = package.split(' ');
     let (name, version) = (words.next()?, words.next()?.strip_prefix('v')?);
     if words.any(|word| word.starts_with("(/")) {

@@ -60,7 +60,7 @@ impl Made {
         link(&newest("libvdkit_c", ".a"), "libvdkit_c.a");
         link(&newest("lib_vdkit", ".so"), "lib_vdkit.so");
         let mut make = Command::new(root().join("scripts/make-debs"));
-        must(make.env("PROGRAMS", &programs).env("OUTPUT", &folder));
+        must(make.env("PROGRAMS", &programs).env("OUTPUT", &folder).env("LEVEL", "1"));
         Some(Self { folder, _scratch: Some(scratch) })
     }
 
