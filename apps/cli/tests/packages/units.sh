@@ -1,5 +1,6 @@
 # Runs in a booted Debian: images are served by the units.
 set -euxo pipefail
+trap 'journalctl --no-pager --lines 40' ERR
 client() { # COMMAND NAME ARGUMENTS
   vdkit "$1" -f raw "nbd+unix:///?socket=/run/vdkit-serve/$2.sock" "${@:3}"
 }
