@@ -122,7 +122,10 @@ fn each_license_is_allowed() {
         let mut here = allowed.clone();
         let more = exceptions.get(found.name.as_str()).and_then(|more| more.as_array());
         here.extend(more.into_iter().flatten().map(|license| license.as_str().unwrap()));
-        assert!(satisfied(&found.license, &here), "{found:?}: deny.toml does not allow its license");
+        assert!(
+            satisfied(&found.license, &here),
+            "{found:?}: deny.toml does not allow its license"
+        );
     }
 }
 

@@ -104,7 +104,8 @@ fn the_tarball_is_complete() {
         assert!(sums.lines().any(|line| line.ends_with(&format!("  {file}"))), "{file}");
     }
     let program = unpacked.folder.join("vdkit");
-    let headers = said(Command::new("readelf").args(["--program-headers", "--dynamic"]).arg(&program));
+    let headers =
+        said(Command::new("readelf").args(["--program-headers", "--dynamic"]).arg(&program));
     assert!(!headers.contains("INTERP") && !headers.contains("(NEEDED)"), "{headers}");
     // Nothing says where it was built.
     let strings = std::fs::read(&program).unwrap();
@@ -165,7 +166,8 @@ fn the_static_program_mounts() {
     let vdkit = || Command::new(unpacked.folder.join("vdkit"));
     must(vdkit().args(["create", image, "64M"]));
     must(vdkit().args(["write", image, "1M", "64K", "--pattern", "0xaa"]));
-    let mut child = vdkit().args(["mount", image]).arg(&file).stdout(Stdio::piped()).spawn().unwrap();
+    let mut child =
+        vdkit().args(["mount", image]).arg(&file).stdout(Stdio::piped()).spawn().unwrap();
     let mut line = String::new();
     BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
     assert_eq!(byte_at(&file, 1 << 20), 0xaa, "{line}");
