@@ -44,7 +44,7 @@ impl Alone {
     }
 
     fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new("chroot");
+        let mut command = Command::new("/usr/sbin/chroot");
         command.arg(self.0.path()).arg("/vdkit").args(arguments).env_clear();
         command
     }
