@@ -8,7 +8,7 @@ export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
 .DEFAULT_GOAL := help
 # Recipes are cargo calls that use every core themselves, and their order matters.
 .NOTPARALLEL:
-.PHONY: help build demo install install-qemu-names lib install-lib c-header test peers lint doc unit bench python-bench python-readers qemu-compat fuzz clean
+.PHONY: help build demo install install-qemu-names lib install-lib c-header deb tarball reproducible test-packages audit test peers lint doc publish-check unit bench python-bench python-readers qemu-compat fuzz clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -44,11 +44,28 @@ install-lib: lib ## the C library, header and pkg-config file, below PREFIX
 	install -D -m 644 -t $(PLACE)/include bindings/c/include/vdkit.h
 	cp -d target/libvdkit/libvdkit.so* $(PLACE)/lib
 
+deb: ## Debian packages of the command and the libraries, in target/package
+	scripts/make-debs
+
+tarball: ## the command as one static program with man pages, licenses and a bill of materials, in target/package
+	scripts/make-tarball
+
+reproducible: ## builds all packages twice, from two folders, and compares them byte by byte
+	scripts/reproducible
+
+test-packages: deb tarball ## installs these packages in a small Debian, uses and removes them; checks the tarball
+	VDKIT_PACKAGES=$(CURDIR)/target/package $(CARGO) test --locked --package vdkit-cli --test packages -- --include-ignored
+
+audit: ## licenses, sources and duplicates of all crates, by cargo-deny; ADVISORIES=1: known faults too
+	@command -v cargo-deny >/dev/null || { echo "make audit: cargo-deny is missing: cargo install --locked cargo-deny" >&2; exit 1; }
+	$(CARGO) deny check -D unmatched-skip licenses bans sources $(if $(ADVISORIES),advisories)
+
 test: peers lint doc publish-check unit ## everything that must hold: installs the peers, then format, lints, documents, crates, tests
 
-peers: ## installs the programs that the tests compare with (QEMU's tools and others), fetches a guest
+peers: ## installs the programs that the tests compare with (QEMU's tools and others), fetches a guest and a Debian
 	scripts/install-peers
 	scripts/fetch-guest
+	scripts/fetch-debian
 
 lint: ## format and lints, with warnings as errors
 	$(CARGO) fmt --all -- --check

@@ -24,6 +24,7 @@ pub mod hex;
 mod incoming;
 mod keys;
 mod locks;
+mod notify;
 pub mod output;
 pub mod progress;
 mod protocols;

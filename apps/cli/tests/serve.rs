@@ -540,3 +540,51 @@ fn a_socket_that_was_handed_over_serves_the_next_run_too() {
     // Nor may it take the name away.
     assert!(scratch.path("held.sock").exists());
 }
+
+/// A service manager is told when clients can connect, and of the end.
+#[test]
+fn a_service_manager_is_told() {
+    use std::os::linux::net::SocketAddrExt;
+    use std::os::unix::net::{SocketAddr, UnixDatagram};
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "1M"]);
+    let path = scratch.path("notify.sock");
+    let unique = format!("vdkit-notify-{}", std::process::id());
+    let abstract_name = SocketAddr::from_abstract_name(&unique).unwrap();
+    let sockets = [
+        (path.display().to_string(), UnixDatagram::bind(&path).unwrap()),
+        (format!("@{unique}"), UnixDatagram::bind_addr(&abstract_name).unwrap()),
+    ];
+    for (place, socket) in sockets {
+        socket.set_read_timeout(Some(Duration::from_secs(120))).unwrap();
+        let mut command = scratch.command(&["serve", "a.qcow2", "--nbd", "unix:s.sock"]);
+        command.env("NOTIFY_SOCKET", &place).stdout(Stdio::null()).stderr(Stdio::piped());
+        let spawned = command.spawn().unwrap();
+        let served = Served { child: spawned, uri: String::new() };
+        let told = || {
+            let mut bytes = [0; 256];
+            let length = socket.recv(&mut bytes).unwrap();
+            String::from_utf8(bytes[..length].to_vec()).unwrap()
+        };
+        assert_eq!(told(), "READY=1\nSTATUS=serving a.qcow2");
+        // Not earlier than it is so.
+        let mut client = UnixStream::connect(scratch.path("s.sock")).unwrap();
+        let mut greeting = [0; 8];
+        std::io::Read::read_exact(&mut client, &mut greeting).unwrap();
+        served.end();
+        assert!(told().starts_with("STOPPING=1\n"));
+    }
+    // An image that cannot be served is never announced, and a manager that is gone stops nothing.
+    let socket = UnixDatagram::bind(scratch.path("other.sock")).unwrap();
+    socket.set_nonblocking(true).unwrap();
+    let mut command = scratch.command(&["serve", "missing.qcow2", "--nbd", "unix:s.sock"]);
+    let ended = command.env("NOTIFY_SOCKET", scratch.path("other.sock")).output().unwrap();
+    assert_eq!(ended.status.code(), Some(1));
+    assert!(socket.recv(&mut [0; 8]).is_err());
+    let mut command = scratch.command(&["serve", "a.qcow2", "--nbd", "unix:s.sock"]);
+    command.env("NOTIFY_SOCKET", scratch.path("gone.sock"));
+    let spawned = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut served = Served { child: spawned, uri: String::new() };
+    served.says("warning: NOTIFY_SOCKET ");
+    UnixStream::connect(scratch.path("s.sock")).unwrap();
+}

@@ -78,7 +78,7 @@ pub unsafe extern "C" fn vdkit_key_add(
         let done = if flags & VDKIT_KEY_REPLACE != 0 {
             jobs::change_key(&registry, path, &opening, &key, None, time)?
         } else {
-            jobs::add_key(&registry, path, &opening, &key, time)?
+            jobs::add_key(&registry, path, &opening, &key, None, time)?
         };
         put_report(report, &done);
         Ok(())

@@ -33,6 +33,10 @@ fn package_of(program: &str) -> &str {
         "depmod" => "kmod",
         "virt-xml-validate" => "libvirt-clients",
         "xmllint" => "libxml2-utils",
+        "dpkg-deb" => "dpkg",
+        "dpkg-shlibdeps" => "dpkg-dev",
+        "systemd-analyze" => "systemd",
+        "systemd-nspawn" => "systemd-container",
         other => other,
     }
 }

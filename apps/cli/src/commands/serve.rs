@@ -16,6 +16,7 @@ use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::Json;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::fuse::{self, FuseOptions};
+use crate::notify;
 use crate::serving::{DRAIN, POLL, ServedDisk, SpaceWatch};
 use crate::session::Session;
 
@@ -57,7 +58,7 @@ pub struct ServeArgs {
     /// Serve over NBD at unix:PATH or tcp:HOST:PORT (repeatable)
     ///
     /// With port 0 the system chooses a free port, which is printed. Sockets passed by systemd
-    /// (LISTEN_FDS) are served without this option.
+    /// (LISTEN_FDS) are served without this option; NOTIFY_SOCKET is told when clients can connect.
     #[arg(long, value_name = "ADDRESS")]
     nbd: Vec<Address>,
     /// Serve as a virtio disk (vhost-user-blk) at this Unix socket, for one virtual machine
@@ -336,7 +337,9 @@ impl Run for ServeArgs {
             };
             let announced = self.announce(session, &serving);
             if announced.is_ok() {
+                notify::ready(&format!("serving {}", serving.filename));
                 self.wait(&service, &export, &stop);
+                notify::stopping();
             }
             announced.and(service.end(&export))
         });
