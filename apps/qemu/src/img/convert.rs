@@ -201,6 +201,9 @@ impl Settings<'_> {
                 "Cannot use copy offloading in salvaging mode"
             }
             () if has("target-is-zero") && !self.into => "--target-is-zero requires use of -n flag",
+            () if has("target-is-zero") && has("backing") => {
+                "Cannot use --target-is-zero when the destination image has a backing file"
+            }
             () if target_options && !self.into => "--target-image-opts requires use of -n flag",
             () if target_options && self.format.is_some() => {
                 "--image-opts and --format are mutually exclusive"

@@ -389,7 +389,8 @@ fn serve(request: &Request) -> Result<(), Failure> {
     let started = Server::start(Exports::new(vec![Arc::clone(&export)]), listeners, options)
         .map_err(Failure::from)
         .and_then(|server| {
-            let attached = match (&request.device, &socket) {
+            let written = write_pid(request.pid_file.as_deref());
+            let attached = written.and_then(|()| match (&request.device, &socket) {
                 (Some(device), Some((path, _))) => {
                     let attached = kernel::attach(device, path, &request.export.name);
                     if attached.is_ok() && request.verbose {
@@ -399,12 +400,16 @@ fn serve(request: &Request) -> Result<(), Failure> {
                     attached
                 }
                 _ => Ok(()),
-            };
-            let ready = attached
-                .and_then(|()| write_pid(request.pid_file.as_deref()))
-                .and_then(|()| background::ready());
+            });
+            let connected = request.device.as_deref().filter(|_| attached.is_ok());
+            let ready = attached.and_then(|()| background::ready());
             if ready.is_ok() {
-                wait(&server, request.persistent, &stop);
+                // A device that was disconnected does not come back.
+                wait(&server, request.persistent && connected.is_none(), &stop);
+            }
+            // A device whose server is gone would keep its place, and fail all requests.
+            if let Some(device) = connected.filter(|_| server.connections() > 0) {
+                let _ = kernel::detach(device);
             }
             export.end_waiting();
             server.stop(DRAIN);
