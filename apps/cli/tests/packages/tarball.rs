@@ -19,7 +19,9 @@ impl Unpacked {
         let packages = std::env::var_os("VDKIT_PACKAGES").expect("make test-packages names them");
         let entries = std::fs::read_dir(packages).unwrap().map(|entry| entry.unwrap().path());
         let is_tarball = |path: &PathBuf| path.to_string_lossy().ends_with("-linux.tar.xz");
-        let file = entries.into_iter().find(is_tarball).expect("a tarball");
+        let mut files = entries.into_iter().filter(is_tarball);
+        let file = files.next().expect("a tarball");
+        assert_eq!(files.next(), None, "an older tarball is there too");
         let scratch = tempfile::tempdir().unwrap();
         must(Command::new("tar").arg("-xf").arg(file).current_dir(scratch.path()));
         let mut folders = std::fs::read_dir(scratch.path()).unwrap();

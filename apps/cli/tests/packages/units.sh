@@ -19,6 +19,14 @@ vdkit ctl /run/vdkit-serve/one/control.sock stats
 systemctl stop vdkit-serve@one.service
 vdkit check /var/lib/vdkit-serve/one/disk.qcow2
 vdkit read /var/lib/vdkit-serve/one/disk.qcow2 1M 4 --hex | grep 'aa aa aa aa'
+# What root puts there later is the service's too.
+systemctl stop vdkit-serve@one.socket
+vdkit create /var/lib/vdkit-serve/one/later.qcow2 64M
+echo 'IMAGE=later.qcow2' > /etc/vdkit/serve/one.conf
+systemctl start vdkit-serve@one.socket
+client write one 0 64K --pattern 0xcc
+systemctl stop vdkit-serve@one.service
+echo 'IMAGE=disk.qcow2' > /etc/vdkit/serve/one.conf
 # The socket is there still: the next client starts it again.
 client read one 1M 4 --hex | grep 'aa aa aa aa'
 systemctl is-active vdkit-serve@one.service
@@ -43,9 +51,10 @@ echo 'IMAGE=missing.qcow2' > /etc/vdkit/serve/none.conf
 if systemctl start vdkit-serve@none.service; then exit 1; fi
 journalctl -u vdkit-serve@none.service | grep 'missing.qcow2'
 
-# The administrator's, and not the package's to remove.
-systemctl disable --now vdkit-serve@one.socket vdkit-serve@none.socket
-rm -r /etc/vdkit /etc/systemd/system/vdkit-serve@two.service.d /srv/images
-rm -r /var/lib/vdkit-serve /var/lib/private/vdkit-serve
+# The first one stays enabled, for remove.sh.
+systemctl stop vdkit-serve@none.socket
+rm -r /etc/vdkit/serve/two.conf /etc/vdkit/serve/none.conf
+rm -r /etc/systemd/system/vdkit-serve@two.service.d /srv/images
+rm -rf /var/lib/private/vdkit-serve/two /var/lib/private/vdkit-serve/none
 groupdel images
 echo 'the units serve'
