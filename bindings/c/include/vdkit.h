@@ -20,7 +20,7 @@
 #include <stdint.h>
 
 /* Rises when functions are added; programs compiled against an older one keep working. */
-#define VDKIT_API_VERSION 2
+#define VDKIT_API_VERSION 1
 
 // For vdkit_write_zeroes(): the space may be freed.
 #define VDKIT_MAY_UNMAP 1
@@ -327,7 +327,7 @@ int64_t vdkit_error_offset(void);
 const char *vdkit_error_hint(void);
 
 // The number of the system's error behind the error of this thread's last call, such as ENOENT or EIO;
-// 0 if there is none. Since VDKIT_API_VERSION 2.
+// 0 if there is none.
 int vdkit_error_errno(void);
 
 // The VDKIT_API_VERSION of the library that is loaded.
@@ -455,7 +455,7 @@ int vdkit_inspect(const char *path,
                   char **report);
 
 // Changes options of an existing image: `options` is "key=value,..." (as `vdkit amend -o`). After a crash it
-// can be repeated. `report` may be NULL. Since VDKIT_API_VERSION 2.
+// can be repeated. `report` may be NULL.
 int vdkit_amend(const char *path,
                 const vdkit_open_options *opening,
                 const char *options,
@@ -463,14 +463,14 @@ int vdkit_amend(const char *path,
                 Report report);
 
 // Lists the key slots of an encrypted image, and those that the keys of `opening` open, as JSON for
-// vdkit_free(). Since VDKIT_API_VERSION 2.
+// vdkit_free().
 int vdkit_keys(const char *path,
                const vdkit_open_options *opening,
                char **json);
 
 // Adds a key of `len` bytes to an encrypted image that a key of `opening` opens; durable on return.
 // `milliseconds`: how long trying the new key shall take on this machine; 0 takes 2000. `flags`:
-// VDKIT_KEY_REPLACE, or 0. `report` may be NULL. Since VDKIT_API_VERSION 2.
+// VDKIT_KEY_REPLACE, or 0. `report` may be NULL.
 int vdkit_key_add(const char *path,
                   const vdkit_open_options *opening,
                   const void *key,
@@ -480,7 +480,7 @@ int vdkit_key_add(const char *path,
                   Report report);
 
 // Wipes a key slot. Without VDKIT_FORCE in `flags`, a key of `opening` must open another slot. `report` may
-// be NULL. Since VDKIT_API_VERSION 2.
+// be NULL.
 int vdkit_key_remove(const char *path,
                      const vdkit_open_options *opening,
                      uint32_t slot,
@@ -599,7 +599,7 @@ int vdkit_serve_nbd(vdkit_disk *disk,
 
 // As vdkit_serve_nbd(), for clients with TLS alone. `credentials`: a folder with server-cert.pem and
 // server-key.pem, as libvirt and QEMU name them; with ca-cert.pem too, clients must present a certificate of
-// that authority. Since VDKIT_API_VERSION 2.
+// that authority.
 int vdkit_serve_nbd_tls(vdkit_disk *disk,
                         const char *address,
                         const char *name,
@@ -608,8 +608,7 @@ int vdkit_serve_nbd_tls(vdkit_disk *disk,
                         vdkit_server **server);
 
 // Serves a disk as a virtio disk of one virtual machine: its monitor (QEMU, Cloud Hypervisor, crosvm, ...)
-// connects by vhost-user-blk to the Unix socket `path`. Otherwise as vdkit_serve_nbd(). Since
-// VDKIT_API_VERSION 2.
+// connects by vhost-user-blk to the Unix socket `path`. Otherwise as vdkit_serve_nbd().
 int vdkit_serve_vhost_user(vdkit_disk *disk,
                            const char *path,
                            uint32_t flags,
@@ -622,9 +621,10 @@ const char *vdkit_server_uri(const vdkit_server *server);
 // The number of clients that are connected; 0 for NULL.
 int vdkit_server_clients(const vdkit_server *server);
 
-// Ends a server: no new requests are taken, those that have begun are answered within `drain_ms`
-// milliseconds, then the disk is flushed and closed. Everything is freed also after an error. NULL is
-// allowed.
+// Ends a server: no new requests are taken, those that have begun are answered, then the disk is flushed and
+// closed. NBD clients are cut off after `drain_ms` milliseconds; a virtual machine's requests are waited for.
+// Requests that wait for space fail, or stay with the virtual machine for its next server. Everything is freed
+// also after an error. NULL is allowed.
 int vdkit_server_stop(vdkit_server *server,
                       uint32_t drain_ms);
 

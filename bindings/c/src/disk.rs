@@ -260,6 +260,7 @@ pub unsafe extern "C" fn vdkit_flush(disk: Option<&vdkit_disk>) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_resize(disk: Option<&vdkit_disk>, size: u64, flags: u32) -> c_int {
     call(|| {
+        border::known(flags, VDKIT_SHRINK)?;
         let mut options = jobs::ResizeOptions::default();
         options.shrink = flags & VDKIT_SHRINK != 0;
         jobs::resize(&given(disk, "disk")?.0, size, &options, &Monitor::default())

@@ -130,7 +130,7 @@ pub extern "C" fn vdkit_error_hint() -> *const c_char {
 }
 
 /// The number of the system's error behind the error of this thread's last call, such as ENOENT or EIO;
-/// 0 if there is none. Since VDKIT_API_VERSION 2.
+/// 0 if there is none.
 #[unsafe(no_mangle)]
 pub extern "C" fn vdkit_error_errno() -> c_int {
     look(|last| last.errno, 0)
@@ -139,7 +139,7 @@ pub extern "C" fn vdkit_error_errno() -> c_int {
 /// The VDKIT_API_VERSION of the library that is loaded.
 #[unsafe(no_mangle)]
 pub extern "C" fn vdkit_api_version() -> c_int {
-    2
+    1
 }
 
 /// The version of the library, such as "0.1.0". Do not free it.

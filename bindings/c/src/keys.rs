@@ -13,7 +13,7 @@ use crate::options::{opening, vdkit_open_options};
 const MILLISECONDS: u64 = 2000;
 
 /// Changes options of an existing image: `options` is "key=value,..." (as `vdkit amend -o`). After a crash it
-/// can be repeated. `report` may be NULL. Since VDKIT_API_VERSION 2.
+/// can be repeated. `report` may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_amend(
     path: *const c_char,
@@ -35,7 +35,7 @@ pub unsafe extern "C" fn vdkit_amend(
 }
 
 /// Lists the key slots of an encrypted image, and those that the keys of `opening` open, as JSON for
-/// vdkit_free(). Since VDKIT_API_VERSION 2.
+/// vdkit_free().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_keys(
     path: *const c_char,
@@ -57,7 +57,7 @@ pub const VDKIT_KEY_REPLACE: u32 = 1;
 
 /// Adds a key of `len` bytes to an encrypted image that a key of `opening` opens; durable on return.
 /// `milliseconds`: how long trying the new key shall take on this machine; 0 takes 2000. `flags`:
-/// VDKIT_KEY_REPLACE, or 0. `report` may be NULL. Since VDKIT_API_VERSION 2.
+/// VDKIT_KEY_REPLACE, or 0. `report` may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_key_add(
     path: *const c_char,
@@ -86,7 +86,7 @@ pub unsafe extern "C" fn vdkit_key_add(
 }
 
 /// Wipes a key slot. Without VDKIT_FORCE in `flags`, a key of `opening` must open another slot. `report` may
-/// be NULL. Since VDKIT_API_VERSION 2.
+/// be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_key_remove(
     path: *const c_char,

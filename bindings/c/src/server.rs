@@ -40,9 +40,12 @@ pub unsafe extern "C" fn vdkit_serve_nbd(
     server: Option<&mut MaybeUninit<*mut vdkit_server>>,
 ) -> c_int {
     call(|| {
-        let place = border::place_of(server)?;
         // SAFETY: the header's promise.
         let disk = unsafe { vdkit_disk::take(disk) }?;
+        let place = match border::place_of(server) {
+            Ok(place) => place,
+            Err(error) => return disk.close().and(Err(error)),
+        };
         // SAFETY: as above.
         let listening = unsafe { listen(address, name, flags) };
         place.write(serve_nbd(disk, listening, None)?);
@@ -52,7 +55,7 @@ pub unsafe extern "C" fn vdkit_serve_nbd(
 
 /// As vdkit_serve_nbd(), for clients with TLS alone. `credentials`: a folder with server-cert.pem and
 /// server-key.pem, as libvirt and QEMU name them; with ca-cert.pem too, clients must present a certificate of
-/// that authority. Since VDKIT_API_VERSION 2.
+/// that authority.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_serve_nbd_tls(
     disk: *mut vdkit_disk,
@@ -63,9 +66,12 @@ pub unsafe extern "C" fn vdkit_serve_nbd_tls(
     server: Option<&mut MaybeUninit<*mut vdkit_server>>,
 ) -> c_int {
     call(|| {
-        let place = border::place_of(server)?;
         // SAFETY: the header's promise.
         let disk = unsafe { vdkit_disk::take(disk) }?;
+        let place = match border::place_of(server) {
+            Ok(place) => place,
+            Err(error) => return disk.close().and(Err(error)),
+        };
         // SAFETY: as above.
         let tls = unsafe { border::path(credentials, "credentials") }.and_then(|folder| {
             Tls::from_folder(folder)
@@ -98,8 +104,7 @@ fn serve_nbd(
 }
 
 /// Serves a disk as a virtio disk of one virtual machine: its monitor (QEMU, Cloud Hypervisor, crosvm, ...)
-/// connects by vhost-user-blk to the Unix socket `path`. Otherwise as vdkit_serve_nbd(). Since
-/// VDKIT_API_VERSION 2.
+/// connects by vhost-user-blk to the Unix socket `path`. Otherwise as vdkit_serve_nbd().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_serve_vhost_user(
     disk: *mut vdkit_disk,
@@ -108,9 +113,12 @@ pub unsafe extern "C" fn vdkit_serve_vhost_user(
     server: Option<&mut MaybeUninit<*mut vdkit_server>>,
 ) -> c_int {
     call(|| {
-        let place = border::place_of(server)?;
         // SAFETY: the header's promise.
         let disk = unsafe { vdkit_disk::take(disk) }?;
+        let place = match border::place_of(server) {
+            Ok(place) => place,
+            Err(error) => return disk.close().and(Err(error)),
+        };
         // SAFETY: as above.
         let listening = unsafe { border::path(path, "path") }.and_then(|path| {
             let options = export_options("", flags)?;
@@ -204,9 +212,10 @@ pub unsafe extern "C" fn vdkit_server_clients(server: Option<&vdkit_server>) -> 
     }
 }
 
-/// Ends a server: no new requests are taken, those that have begun are answered within `drain_ms`
-/// milliseconds, then the disk is flushed and closed. Everything is freed also after an error. NULL is
-/// allowed.
+/// Ends a server: no new requests are taken, those that have begun are answered, then the disk is flushed and
+/// closed. NBD clients are cut off after `drain_ms` milliseconds; a virtual machine's requests are waited for.
+/// Requests that wait for space fail, or stay with the virtual machine for its next server. Everything is freed
+/// also after an error. NULL is allowed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_server_stop(server: *mut vdkit_server, drain_ms: u32) -> c_int {
     call(|| {
@@ -215,11 +224,13 @@ pub unsafe extern "C" fn vdkit_server_stop(server: *mut vdkit_server, drain_ms: 
         let drain = Duration::from_millis(drain_ms.into());
         match server.running.take() {
             Some(Running::Nbd(running)) => {
+                server.export.end_waiting();
                 running.stop(drain);
             }
-            // What is not done by then is done by the guest's next server.
             Some(Running::Vhost(running)) => {
-                running.stop(drain);
+                server.export.resume();
+                // A request that is answered after the flush would be lost with the process.
+                running.stop(Duration::MAX);
             }
             None => {}
         }

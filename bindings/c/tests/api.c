@@ -656,7 +656,7 @@ int main(int argc, char **argv)
 {
     char *formats = vdkit_formats();
 
-    CHECK(VDKIT_API_VERSION == 2 && strlen(vdkit_version()) > 2);
+    CHECK(VDKIT_API_VERSION == 1 && strlen(vdkit_version()) > 2);
     CHECK(strstr(formats, "qcow2") != NULL);
     vdkit_free(formats);
     errors();

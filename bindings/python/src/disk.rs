@@ -1,8 +1,10 @@
 //! An open disk.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
+use parking_lot::RecursiveRwLock;
+use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use vdkit::{
@@ -62,19 +64,20 @@ impl Opening {
 /// it. The lock is only ever waited for without the interpreter's.
 #[pyclass(frozen, module = "vdkit._vdkit")]
 pub(crate) struct Disk {
-    disk: RwLock<Option<vdkit::Disk>>,
+    disk: RecursiveRwLock<Option<vdkit::Disk>>,
     /// What a file object beneath it raised.
     pub(crate) raised: Option<Arc<Raised>>,
 }
 
 impl Disk {
     fn new(disk: vdkit::Disk, raised: Option<Arc<Raised>>) -> Self {
-        Self { disk: RwLock::new(Some(disk)), raised }
+        Self { disk: RecursiveRwLock::new(Some(disk)), raised }
     }
 
     /// Calls the engine without the interpreter's lock.
     pub(crate) fn call<T>(&self, act: impl FnOnce(&vdkit::Disk) -> Result<T>) -> Result<T> {
-        match &*self.disk.read().unwrap_or_else(PoisonError::into_inner) {
+        // Recursive, since a call can be within another: a file object that reads the disk, `compare(disk, disk)`.
+        match &*self.disk.read() {
             Some(disk) => act(disk),
             None => Err(closed()),
         }
@@ -88,22 +91,36 @@ impl Disk {
         py.detach(|| self.call(act)).map_err(|error| self.raise(py, &error))
     }
 
-    fn fill(&self, disk: &vdkit::Disk, buf: &mut [u8], offset: u64) -> Result<()> {
-        // A file object is asked by the thread that reads, so that it is noticed if it reads this disk.
-        match self.raised {
-            Some(_) => disk.read_at(buf, GuestOffset(offset)),
-            None => crate::parallel::read(disk, buf, offset),
-        }
-    }
-
     pub(crate) fn raise(&self, py: Python<'_>, error: &Error) -> PyErr {
         raise_from(py, error, self.raised.as_ref().and_then(|raised| raised.take()))
     }
 
     /// Takes the disk for a job or a server, which closes it, once no other call uses it.
     pub(crate) fn take(&self, py: Python<'_>) -> PyResult<vdkit::Disk> {
-        let taken = py.detach(|| self.disk.write().unwrap_or_else(PoisonError::into_inner).take());
+        let taken = py.detach(|| self.disk.write().take());
         taken.ok_or_else(|| raise(py, &closed()))
+    }
+}
+
+/// An opened disk that is closed if nobody wants it any more.
+struct Unwanted(Option<vdkit::Disk>);
+
+impl Unwanted {
+    fn new(disk: vdkit::Disk) -> Self {
+        Self(Some(disk))
+    }
+
+    fn wanted(mut self) -> vdkit::Disk {
+        self.0.take().expect("it is taken once")
+    }
+}
+
+impl Drop for Unwanted {
+    fn drop(&mut self) {
+        if let Some(disk) = self.0.take() {
+            // Nothing was written to it, and nobody is left to tell.
+            let _ = disk.close();
+        }
     }
 }
 
@@ -128,7 +145,7 @@ impl Disk {
         let remote = opening.may_wait(&path);
         let open = move || vdkit::Disk::open(&vdkit::registry(), &path, &opening.options()?);
         let opened = if remote {
-            abandonable(py, open)
+            abandonable(py, move || open().map(Unwanted::new)).map(Unwanted::wanted)
         } else {
             py.detach(open).map_err(|error| raise(py, &error))
         };
@@ -181,7 +198,7 @@ impl Disk {
                 }
             })?;
         }
-        new_bytes(py, len, |buf| self.with(py, |disk| self.fill(disk, buf, offset)))
+        new_bytes(py, len, |buf| self.with(py, |disk| disk.read_at(buf, GuestOffset(offset))))
     }
 
     /// Reads into an object's memory what the disk has from `offset` on, at most `most` bytes; returns how
@@ -196,14 +213,21 @@ impl Disk {
         with_bytes_mut(memory, |buf| {
             self.with(py, |disk| {
                 let len = left(disk, offset, buf.len().min(most));
-                self.fill(disk, &mut buf[..len], offset.min(disk.guest_bytes()))?;
+                disk.read_at(&mut buf[..len], GuestOffset(offset.min(disk.guest_bytes())))?;
                 Ok(len)
             })
         })?
     }
 
     fn write(&self, py: Python<'_>, offset: u64, data: &Bound<'_, PyAny>) -> PyResult<()> {
-        with_bytes(data, |data| self.with(py, |disk| disk.write_at(data, GuestOffset(offset))))?
+        let write = |data: &[u8]| self.with(py, |disk| disk.write_at(data, GuestOffset(offset)));
+        match with_bytes(data, write) {
+            // Not one run of bytes, such as every second one of an array.
+            Err(error) if error.is_instance_of::<PyBufferError>(py) => {
+                with_bytes(&py.get_type::<PyBytes>().call1((data,))?, write)?
+            }
+            written => written?,
+        }
     }
 
     fn write_zeroes(&self, py: Python<'_>, offset: u64, len: u64, unmap: bool) -> PyResult<()> {
@@ -283,7 +307,7 @@ impl Disk {
     /// Flushes and closes, once no other call uses it; may be called again.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let closed = py.detach(|| {
-            let disk = self.disk.write().unwrap_or_else(PoisonError::into_inner).take();
+            let disk = self.disk.write().take();
             disk.map_or(Ok(()), |disk| disk.close())
         });
         closed.map_err(|error| self.raise(py, &error))

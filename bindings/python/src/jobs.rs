@@ -429,6 +429,7 @@ impl Server {
         let Some(running) = running else { return Ok(()) };
         let drain = Duration::try_from_secs_f64(drain).unwrap_or_default();
         py.detach(|| {
+            self.export.end_waiting();
             running.stop(drain);
             self.export.close()
         })

@@ -7,7 +7,6 @@ mod disk;
 mod errors;
 mod jobs;
 mod memory;
-mod parallel;
 mod source;
 
 use pyo3::prelude::*;

@@ -422,6 +422,47 @@ def test_what_takes_a_disk_keeps_its_writes(image):
             assert disk[:8] == text
 
 
+def test_what_takes_a_disk_gets_what_file_objects_have_buffered(image):
+    disk = vdkit.open(image, writable=True)
+    file = disk.raw()
+    file.write(b"buffered")
+    vdkit.convert(disk, "b.raw", "raw")
+    assert open("b.raw", "rb").read(8) == b"buffered"
+
+
+def test_closing_closes_each_file_object(image):
+    disk = vdkit.open(image, writable=True)
+    files = [disk.raw() for _ in range(3)]
+    for number, file in enumerate(files):
+        file.seek(number * MIB)
+        file.write(b"kept")
+    disk.resize(2 * MIB, shrink=True)  # the last one's bytes have no place any more
+    with pytest.raises((vdkit.Error, OSError, ValueError)):
+        disk.close()
+    with vdkit.open(image) as disk:
+        assert disk[:4] == disk[MIB : MIB + 4] == b"kept"
+
+
+def test_memory_that_is_no_single_run(image):
+    with vdkit.open(image, writable=True) as disk:
+        disk.write(0, memoryview(b"a-b-c-")[::2])
+        assert disk[:3] == b"abc"
+        with pytest.raises(BufferError):
+            disk.readinto(0, memoryview(bytearray(6))[::2])
+
+
+def test_a_disk_is_compared_with_itself_while_another_thread_closes_it(image):
+    for _ in range(20):
+        disk = vdkit.open(image)
+        closing = threading.Thread(target=disk.close)
+        closing.start()
+        try:
+            assert vdkit.compare(disk, disk).identical
+        except vdkit.Error as error:
+            assert "closed" in str(error)
+        closing.join()
+
+
 def test_a_disk_that_is_not_closed_keeps_its_writes(image):
     disk = vdkit.open(image, writable=True)
     disk.write(0, b"kept")

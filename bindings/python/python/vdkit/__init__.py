@@ -264,12 +264,17 @@ class Disk:
 
     def close(self) -> None:
         """Flushes and closes, also the file objects that :meth:`raw` gave; may be called again."""
-        try:
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self._disk.close)
+            # Each is closed whatever the others raise.
             for file in list(self._files):
-                if not file.closed:
-                    file.close()
-        finally:
-            self._disk.close()
+                last_first.callback(file.close)
+
+    def _flush_files(self) -> None:
+        """For who takes the disk over: what file objects have buffered is written."""
+        for file in list(self._files):
+            if not file.closed:
+                file.flush()
 
 
 class RawDisk(io.RawIOBase):
@@ -454,6 +459,7 @@ def convert(
     ``tqdm`` bar fits: ``progress=lambda done, total: bar.update(done - bar.n)``.
     """
     with _opened(source, **opening) as disk:
+        disk._flush_files()
         report = _vdkit.convert(
             disk._disk, os.fspath(target), format, _pairs(options), compress, verify, into, progress
         )
@@ -561,6 +567,7 @@ def serve(
             if isinstance(source, Disk)
             else _opened(source, **({} if read_only else {"writable": True}), **opening)
         )
+        disk._flush_files()
         server = _vdkit.serve(disk._disk, address, name, read_only)
         try:
             yield server.uri
