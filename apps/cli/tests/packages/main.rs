@@ -342,7 +342,8 @@ fn boot(debian: &Debian) {
     assert!(told.ends_with("the units serve\n"), "{told}");
     // Its images and what names them are the administrator's: so are the notes of a boot.
     let booted: Vec<String> = debian.names().difference(&before).cloned().collect();
-    for name in booted.iter().rev().filter(|name| !name.contains("vdkit")) {
+    let kept = |name: &str| name.contains("vdkit") && !name.contains("systemd-private");
+    for name in booted.iter().rev().filter(|name| !kept(name)) {
         let path = debian.path(name);
         let _ = std::fs::remove_file(&path).or_else(|_| std::fs::remove_dir(&path));
     }

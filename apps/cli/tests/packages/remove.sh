@@ -13,5 +13,4 @@ if [ -e /root/units.log ]; then
   rmdir --ignore-fail-on-non-empty $wants
   rm /etc/vdkit/serve/one.conf /var/lib/vdkit-serve/one/disk.qcow2
   rm -r /etc/vdkit /var/lib/vdkit-serve /var/lib/private/vdkit-serve
-  rmdir --ignore-fail-on-non-empty /var/lib/private
 fi
