@@ -41,11 +41,7 @@ pub unsafe extern "C" fn vdkit_serve_nbd(
 ) -> c_int {
     call(|| {
         // SAFETY: the header's promise.
-        let disk = unsafe { vdkit_disk::take(disk) }?;
-        let place = match border::place_of(server) {
-            Ok(place) => place,
-            Err(error) => return disk.close().and(Err(error)),
-        };
+        let (disk, place) = unsafe { taken(disk, server) }?;
         // SAFETY: as above.
         let listening = unsafe { listen(address, name, flags) };
         place.write(serve_nbd(disk, listening, None)?);
@@ -67,11 +63,7 @@ pub unsafe extern "C" fn vdkit_serve_nbd_tls(
 ) -> c_int {
     call(|| {
         // SAFETY: the header's promise.
-        let disk = unsafe { vdkit_disk::take(disk) }?;
-        let place = match border::place_of(server) {
-            Ok(place) => place,
-            Err(error) => return disk.close().and(Err(error)),
-        };
+        let (disk, place) = unsafe { taken(disk, server) }?;
         // SAFETY: as above.
         let tls = unsafe { border::path(credentials, "credentials") }.and_then(|folder| {
             Tls::from_folder(folder)
@@ -85,6 +77,22 @@ pub unsafe extern "C" fn vdkit_serve_nbd_tls(
         place.write(serve_nbd(disk, listening, tls)?);
         Ok(())
     })
+}
+
+/// The disk that a server takes over, closed if there is no place for the server.
+///
+/// # Safety
+/// As [`vdkit_disk::take`].
+unsafe fn taken(
+    disk: *mut vdkit_disk,
+    server: Option<&mut MaybeUninit<*mut vdkit_server>>,
+) -> Result<(Disk, &mut MaybeUninit<*mut vdkit_server>)> {
+    // SAFETY: the caller's promise.
+    let disk = unsafe { vdkit_disk::take(disk) }?;
+    match border::place_of(server) {
+        Ok(place) => Ok((disk, place)),
+        Err(error) => disk.close().and(Err(error)),
+    }
 }
 
 /// Starts an NBD server, with TLS if there is any.
@@ -114,11 +122,7 @@ pub unsafe extern "C" fn vdkit_serve_vhost_user(
 ) -> c_int {
     call(|| {
         // SAFETY: the header's promise.
-        let disk = unsafe { vdkit_disk::take(disk) }?;
-        let place = match border::place_of(server) {
-            Ok(place) => place,
-            Err(error) => return disk.close().and(Err(error)),
-        };
+        let (disk, place) = unsafe { taken(disk, server) }?;
         // SAFETY: as above.
         let listening = unsafe { border::path(path, "path") }.and_then(|path| {
             let options = export_options("", flags)?;
