@@ -544,6 +544,18 @@ static void serving(void)
     OK(vdkit_open("base.qcow2", NULL, &disk));
     CHECK(vdkit_serve_nbd(disk, "nonsense", NULL, 0, &server) == VDKIT_E_USAGE);
     CHECK(server == NULL);
+    /* Without a place for the server the disk is closed all the same: its lock is free. */
+    {
+        vdkit_open_options *writable;
+
+        OK(vdkit_open_options_new(&writable));
+        OK(vdkit_open_options_writable(writable, 1));
+        OK(vdkit_open("base.qcow2", writable, &disk));
+        CHECK(vdkit_serve_nbd(disk, "unix:nbd.sock", NULL, 0, NULL) == VDKIT_E_USAGE);
+        OK(vdkit_open("base.qcow2", writable, &disk));
+        OK(vdkit_close(disk));
+        vdkit_open_options_free(writable);
+    }
     taken_over();
 }
 
