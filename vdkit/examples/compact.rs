@@ -5,7 +5,7 @@ use vdkit::{CompactOptions, Monitor, OpenOptions};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let Some(file) = std::env::args().nth(1) else { return Err("usage: compact FILE".into()) };
-    let how = CompactOptions { zero_scan: true };
+    let how = CompactOptions::default().zero_scan(true);
     let opening = OpenOptions::read_write();
     let done = compact(&vdkit::registry(), &file, &opening, how, &Monitor::default())?;
     println!("{} → {} bytes", done.report.allocated_before, done.report.allocated_after);

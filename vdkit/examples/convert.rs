@@ -24,7 +24,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let disk = Disk::open(&registry, from, &OpenOptions::read_only())?;
     let mut options = ConvertOptions::new(Destination::New(NewImage::new(to, format)));
     options.verify = true;
-    let monitor = Monitor { progress: &Bar, ..Monitor::default() };
+    let monitor = Monitor::new(&Bar);
     let report = convert(&registry, &Source::new(vec![disk]), &options, &monitor)?;
     println!("{to}: {} bytes in {:.1} s", report.virtual_size, report.seconds);
     Ok(())

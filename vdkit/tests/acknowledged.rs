@@ -7,32 +7,21 @@ use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
-use vdkit::{
-    CacheMode, CreateRequest, Disk, GuestOffset, Limits, OpenOptions, OpenRequest, Options, Storage,
-};
-use vdkit_testkit::{CrashStorage, FaultKind, GatedStorage};
+use vdkit::{CacheMode, Disk, GuestOffset, Limits, OpenOptions, OpenRequest, Storage};
+use vdkit_testkit::{CrashStorage, FaultKind, GatedStorage, create_image};
 
 fn open(format: &str, storage: Arc<dyn Storage>, cache: CacheMode) -> Disk {
     let (driver, limits) = (vdkit::format(format).unwrap(), Limits::default());
     let info = driver.describe(&storage, &limits).unwrap();
     let request = OpenRequest { storage, files: Vec::new(), writable: true, limits };
-    let options = OpenOptions { writable: true, cache, ..OpenOptions::default() };
+    let options = OpenOptions::read_write().cache(cache);
     Disk::from_format(driver.open(request).unwrap(), info, &options)
 }
 
 fn write_beside_a_flush(format: &'static str, options: &str, cache: CacheMode) {
     let what = format!("{format} '{options}' {cache}");
     let crash = CrashStorage::new();
-    let driver = vdkit::format(format).unwrap();
-    let request = CreateRequest {
-        storage: crash.clone(),
-        files: Vec::new(),
-        guest_bytes: 8 << 20,
-        options: Options::parse(format, driver.options(), [options]).unwrap(),
-        backing: None,
-        backing_bytes: None,
-    };
-    driver.create(&request).unwrap();
+    create_image(vdkit::format(format).unwrap(), crash.clone(), 8 << 20, options);
     crash.sync().unwrap();
     let gated = GatedStorage::new(crash.clone());
     let disk = Arc::new(open(format, gated.clone(), cache));

@@ -13,8 +13,8 @@ use vdkit::jobs::{CommitOptions, commit_disks, take_over};
 use vdkit::storage::MemoryStorage;
 use vdkit::{
     AmendRequest, BackingRef, CreateRequest, Disk, FormatDriver, GuestOffset, HostOffset,
-    ImageInfo, Limits, Monitor, NewSnapshot, OpenOptions, OpenRequest, Options, Repair, Result,
-    Secret, Storage,
+    ImageInfo, Limits, Monitor, NewSnapshot, OfflineImage, OpenOptions, OpenRequest, Options,
+    Repair, Result, Secret, Storage,
 };
 use vdkit_testkit::{FaultKind, FaultPlan, Rng};
 
@@ -84,11 +84,12 @@ fn driver(kind: &Kind) -> &'static dyn FormatDriver {
 
 fn open_one(kind: &Kind, storage: Arc<dyn Storage>, writable: bool) -> Result<Disk> {
     let driver = driver(kind);
-    let limits = Limits { cache_bytes: 64 << 10, ..Limits::default() };
+    let mut limits = Limits::default();
+    limits.cache_bytes = 64 << 10;
     let info = driver.describe(&storage, &limits)?;
     let request = OpenRequest { storage, files: Vec::new(), writable, limits };
     let format = driver.open_with_keys(request, &[key()])?;
-    Ok(Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() }))
+    Ok(Disk::from_format(format, info, &OpenOptions::default().writable(writable)))
 }
 
 /// Images on simulated disks, top first. Each is the overlay of the next, except bottoms.
@@ -147,13 +148,7 @@ impl Stack {
         for (kind, disk) in self.kinds.iter().zip(&self.disks) {
             if kind.format == "qcow2" && !is_dirty(disk) {
                 let report = driver(kind)
-                    .check(
-                        &disk.storage(),
-                        &[],
-                        Repair::Nothing,
-                        &Limits::default(),
-                        &Monitor::default(),
-                    )
+                    .check(&OfflineImage::new(&disk.storage()), Repair::Nothing)
                     .expect("a check of a sound image");
                 assert_eq!(report.corruptions, 0, "{what}: {kind:?}: {:#?}", report.findings);
             }

@@ -56,7 +56,7 @@ fn recipes(folder: &Path) -> Result<(), Box<dyn std::error::Error>> {
     }
 
     let cancel = CancelToken::default(); // cancel.cancel(), from any thread, ends the job
-    let monitor = Monitor { progress: &Percent, cancel: cancel.clone() };
+    let monitor = Monitor::new(&Percent).cancelled_by(cancel.clone());
     let target = folder.join("disk.vmdk");
     let options = ConvertOptions::new(Destination::New(NewImage::new(&target, "vmdk")));
     convert(&registry, &Source::new(vec![disk]), &options, &monitor)?;

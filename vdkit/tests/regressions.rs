@@ -4,7 +4,6 @@ mod support;
 
 use std::path::Path;
 
-use support::disks::save;
 use support::guest::{Guest, pattern, soft_pattern};
 use support::ops::pack;
 use support::qemu;
@@ -13,7 +12,7 @@ use support::shape::{Base, Content, Shape};
 use vdkit_block::{Codec, ErrorKind, HostOffset, Limits};
 use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{FaultKind, FaultPlan, Watched};
+use vdkit_testkit::{FaultKind, FaultPlan, Watched, save_sparse};
 
 /// A snapshot of an image, as QEMU reads it.
 fn snapshot(rig: &Rig, name: &str) -> Vec<u8> {
@@ -200,7 +199,7 @@ fn qemu_enlarges_a_disk_that_ends_in_reused_space() {
     rig.save(dir);
     qemu::img(dir, &["resize", "-q", "-f", "qcow2", "image.qcow2", "8M"]);
     guest.resize(8 << 20);
-    save(&guest.0, &dir.join("guest.raw"));
+    save_sparse(&guest.0, &dir.join("guest.raw"));
     qemu::img(dir, &["compare", "-f", "qcow2", "-F", "raw", "image.qcow2", "guest.raw"]);
 }
 

@@ -4,11 +4,13 @@ use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use clap::{Args, ValueHint};
-use vdkit::{BackingChoice, CacheMode, OpenOptions, RefPolicy, parse_size};
+use vdkit::{BackingChoice, CacheMode, Monitor, OpenOptions, RefPolicy, parse_size};
 
-use crate::failure::{Tone, print_line};
+use crate::failure::{Failure, Tone, print_line};
+use crate::keys::Keys;
 use crate::output::bytes_long;
 use crate::progress::{ProgressMode, Reporter};
+use crate::session::Session;
 
 /// Parses a size with a binary unit. Records a note where other programs use powers of 1000 for the
 /// unit; [`print_notes`] prints it.
@@ -91,12 +93,10 @@ pub struct Opening {
 impl Opening {
     /// The options for opening an image that these arguments select.
     pub fn options(&self) -> OpenOptions {
-        OpenOptions {
-            format: self.format.clone(),
-            refs: self.references.policy(),
-            lock: !self.force_share,
-            ..OpenOptions::read_only()
-        }
+        OpenOptions::read_only()
+            .maybe_format(self.format.clone())
+            .refs(self.references.policy())
+            .lock(!self.force_share)
     }
 }
 
@@ -117,11 +117,39 @@ pub struct OpeningForWriting {
 impl OpeningForWriting {
     /// The options for opening an image that these arguments select.
     pub fn options(&self) -> OpenOptions {
-        OpenOptions {
-            format: self.format.clone(),
-            refs: self.references.policy(),
-            ..OpenOptions::read_write()
-        }
+        OpenOptions::read_write().maybe_format(self.format.clone()).refs(self.references.policy())
+    }
+}
+
+/// Options for opening an image whose data is read.
+#[derive(Args, Clone, Debug, Default)]
+pub struct Reading {
+    #[command(flatten)]
+    pub(crate) opening: Opening,
+    #[command(flatten)]
+    keys: Keys,
+}
+
+impl Reading {
+    /// The options for opening an image that these arguments select.
+    pub fn options(&self) -> OpenOptions {
+        self.keys.apply(self.opening.options())
+    }
+}
+
+/// Options for opening an image whose data is written.
+#[derive(Args, Clone, Debug, Default)]
+pub struct Writing {
+    #[command(flatten)]
+    opening: OpeningForWriting,
+    #[command(flatten)]
+    keys: Keys,
+}
+
+impl Writing {
+    /// The options for opening an image that these arguments select.
+    pub fn options(&self) -> OpenOptions {
+        self.keys.apply(self.opening.options())
     }
 }
 
@@ -203,6 +231,23 @@ impl ProgressOption {
     /// Creates a progress reporter for the job called `job`.
     pub fn reporter(self, job: &'static str) -> Reporter {
         Reporter::new(self.progress, job)
+    }
+
+    /// Runs a job and shows its progress. A signal cancels the job.
+    ///
+    /// # Errors
+    /// Signals cannot be handled.
+    pub fn run<T>(
+        self,
+        job: &'static str,
+        session: &mut Session,
+        work: impl FnOnce(&Monitor<'_>) -> T,
+    ) -> Result<T, Failure> {
+        let progress = self.reporter(job);
+        let monitor = Monitor::new(&progress).cancelled_by(session.cancel_on_signal()?);
+        let done = work(&monitor);
+        progress.finish();
+        Ok(done)
     }
 }
 

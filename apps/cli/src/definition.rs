@@ -65,9 +65,9 @@ pub fn with_texts(command: Command, entry: &Subcommand) -> Command {
 
 /// What the exit codes mean.
 pub const EXIT_CODES: &str = "\
-0 done, 1 failed, 2 wrong usage, 3 the images differ or only leaks were found,
-4 corrupt, 5 refused by policy, 6 in use by another process, 7 no space left,
-8 cannot be checked, 130 interrupted";
+0 done, 1 failed, 2 wrong usage, 3 a negative answer (images differ, only leaks,
+only warnings, not accepted), 4 corrupt, 5 refused, 6 in use by another process,
+7 no space left, 8 cannot be checked, 130 interrupted";
 
 /// First command lines for a new user.
 const START: &str = "\

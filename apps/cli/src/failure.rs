@@ -18,7 +18,7 @@ pub enum Exit {
     Failed = 1,
     /// The command line is wrong.
     Usage = 2,
-    /// The images differ, or only leaks were found.
+    /// A negative answer: images differ, only leaks or warnings were found, an image is not accepted.
     Differs = 3,
     /// The image is corrupt.
     Corrupt = 4,
@@ -38,7 +38,7 @@ impl From<ErrorKind> for Exit {
     fn from(kind: ErrorKind) -> Self {
         match kind {
             ErrorKind::Usage => Self::Usage,
-            ErrorKind::Corrupt => Self::Corrupt,
+            ErrorKind::Corrupt | ErrorKind::Limit => Self::Corrupt,
             ErrorKind::Refused => Self::Refused,
             ErrorKind::Locked => Self::Locked,
             ErrorKind::NoSpace => Self::NoSpace,
@@ -343,8 +343,13 @@ mod tests {
     fn every_kind_has_the_exit_code_of_the_contract() {
         for (kind, code) in [
             (ErrorKind::Failed, 1),
+            (ErrorKind::NotFound, 1),
+            (ErrorKind::ReadOnly, 1),
+            (ErrorKind::Unsupported, 1),
+            (ErrorKind::Key, 1),
             (ErrorKind::Usage, 2),
             (ErrorKind::Corrupt, 4),
+            (ErrorKind::Limit, 4),
             (ErrorKind::Refused, 5),
             (ErrorKind::Locked, 6),
             (ErrorKind::NoSpace, 7),

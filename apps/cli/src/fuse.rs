@@ -32,8 +32,9 @@ pub struct FuseOptions {
 /// # Errors
 /// The mount's error, with a hint on how to enable FUSE.
 pub fn mount(export: &Arc<Export>, file: &Path, options: FuseOptions) -> Result<Server, Failure> {
-    let options = ServerOptions { allow_other: options.allow_other, growable: options.growable };
-    Server::start(Arc::clone(export), file, &options).map_err(|error: MountError| {
+    let mut server = ServerOptions::default();
+    (server.allow_other, server.growable) = (options.allow_other, options.growable);
+    Server::start(Arc::clone(export), file, &server).map_err(|error: MountError| {
         let failure = Failure::failed(error.to_string());
         match error.hint() {
             Some(hint) => failure.hint(hint),

@@ -73,6 +73,6 @@ pub fn refuse_occupied(device: &Path, force: bool, but: Option<&str>) -> Result<
 }
 
 fn refuse(images: &[PathBuf], doing: &str, cancel: &CancelToken) -> Result<(), Failure> {
-    let monitor = Monitor { cancel: cancel.clone(), progress: &Warnings };
+    let monitor = Monitor::new(&Warnings).cancelled_by(cancel.clone());
     Ok(jobs::refuse_dependents(&vdkit::registry(), images, &[], doing, &monitor)?)
 }

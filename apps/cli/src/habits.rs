@@ -1,17 +1,17 @@
-//! Options of qemu-img that vdkit does not have, with the vdkit option that does the same.
+//! Options of qemu-img and qemu-nbd that vdkit does not have, with the vdkit option that does the same.
 
 use std::ffi::OsString;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
-/// One option or word of qemu-img that vdkit does not have.
+/// One option that vdkit does not have, or a value that its option of that name does not take.
 struct Habit {
     /// The subcommand; none if the entry applies to every subcommand.
     command: Option<&'static str>,
     /// The options, in each spelling.
     options: &'static [&'static str],
-    /// The option exists in vdkit too; the entry only applies when its value is empty.
-    empty: bool,
+    /// The option exists in vdkit too; the entry only applies to this value.
+    value: Option<&'static str>,
     /// What to use instead.
     instead: &'static str,
 }
@@ -21,25 +21,29 @@ const fn of(
     options: &'static [&'static str],
     instead: &'static str,
 ) -> Habit {
-    Habit { command: Some(command), options, empty: false, instead }
+    Habit { command: Some(command), options, value: None, instead }
 }
 
-const fn empty(
+const fn value(
     command: &'static str,
     options: &'static [&'static str],
+    value: &'static str,
     instead: &'static str,
 ) -> Habit {
-    Habit { command: Some(command), options, empty: true, instead }
+    Habit { command: Some(command), options, value: Some(value), instead }
 }
 
 const fn any(options: &'static [&'static str], instead: &'static str) -> Habit {
-    Habit { command: None, options, empty: false, instead }
+    Habit { command: None, options, value: None, instead }
 }
 
 /// Answer to options that choose a cache mode, for commands without one.
 const CACHE_READING: &str = "this command reads through the page cache, and changes nothing there";
 const CACHE_WRITING: &str =
     "what this command writes is durable when it is done; there is no cache mode to choose";
+
+/// Answer to an empty name of a backing image.
+const NO_BACKING: &str = "leave the option out for an image without a backing image";
 
 /// The table. Entries of one subcommand come before those of every subcommand.
 const HABITS: &[Habit] = &[
@@ -54,17 +58,12 @@ const HABITS: &[Habit] = &[
     of("bitmap", &["--clear"], "'vdkit bitmap clear IMAGE NAME'"),
     of("bitmap", &["--enable"], "'vdkit bitmap enable IMAGE NAME'"),
     of("bitmap", &["--disable"], "'vdkit bitmap disable IMAGE NAME'"),
-    of("bitmap", &["--merge"], "'vdkit bitmap merge IMAGE NAME SOURCE'"),
+    of("bitmap", &["--merge"], "'vdkit bitmap merge IMAGE SOURCE --into NAME'"),
     of("check", &["-T", "--cache"], CACHE_READING),
     of("commit", &["-d", "--drop"], "'--keep' leaves the overlay's content where it is"),
     of("commit", &["-b", "--base"], "'--to BASE' commits to an image further down"),
     of("commit", &["-t", "--cache"], CACHE_WRITING),
-    of(
-        "commit",
-        &["-r", "--rate"],
-        "there is no limit of its own; 'systemd-run --scope -p IOWriteBandwidthMax=\"/dev/DISK 50M\" \
-         vdkit commit …' has the kernel hold it back",
-    ),
+    of("commit", &["-r", "--rate"], "'vdkit qemu-img commit -r LIMIT' has a limit"),
     of("compare", &["-T", "--cache"], CACHE_READING),
     of("compare", &["--a-format"], "-f names the first image's format"),
     of("compare", &["--b-format"], "-F names the second image's format"),
@@ -95,7 +94,8 @@ const HABITS: &[Habit] = &[
     of(
         "convert",
         &["--salvage"],
-        "vdkit stops at a read error; 'ddrescue' copies what can be read of a failing device",
+        "'vdkit qemu-img convert --salvage' goes on at a read error, with zeroes; 'ddrescue' tries again to read \
+         a failing device",
     ),
     of("convert", &["-D"], "all data files of the target are made anew"),
     of(
@@ -103,9 +103,17 @@ const HABITS: &[Habit] = &[
         &["--source-image-opts"],
         "name the file itself; -f names its format, --key-file its key",
     ),
-    empty("convert", &["-B", "--backing"], "leave the option out for an image that stands alone"),
+    value("convert", &["-B", "--backing"], "", NO_BACKING),
+    value(
+        "convert",
+        &["-S", "--detect-zeros"],
+        "0",
+        "'-o preallocation=full' allocates the whole target, as qemu-img's '-S 0' does; '-S off' only skips the \
+         search for zeroes",
+    ),
     of("create", &["--backing-unsafe"], "'-u' does not open the backing image"),
-    empty("create", &["-b", "--backing"], "leave the option out for an image that stands alone"),
+    value("create", &["-b", "--backing"], "", NO_BACKING),
+    of("dd", &["-n", "--no-create"], "'conv=nocreat' writes only into a target that exists"),
     of("dd", &["--output-format"], "'--target-format FORMAT' (-O FORMAT)"),
     of(
         "info",
@@ -117,11 +125,82 @@ const HABITS: &[Habit] = &[
     of(
         "rebase",
         &["-c", "--compress"],
-        "clusters that are copied are stored as they are; 'vdkit convert --compress' makes a compressed image",
+        "'vdkit qemu-img rebase -c' compresses what it copies; 'vdkit convert --compress' makes a compressed image",
     ),
     of("rebase", &["-t", "--cache", "-T", "--backing-cache"], CACHE_WRITING),
     of("rebase", &["--backing-unsafe"], "'--unsafe' (-u) changes the name only"),
-    empty("rebase", &["-b", "--backing"], "'--no-backing' makes it stand alone"),
+    value(
+        "rebase",
+        &["-b", "--backing"],
+        "",
+        "'--no-backing' makes it independent of a backing image",
+    ),
+    of("serve", &["-A", "--allocation-depth"], "clients can always query qemu:allocation-depth"),
+    of("serve", &["--aio"], "vdkit itself chooses how it reads and writes"),
+    of("serve", &["-b", "--bind", "-p", "--port"], "'--nbd tcp:HOST:PORT'"),
+    of("serve", &["-B"], "'--bitmap NAME'"),
+    of(
+        "serve",
+        &["-c", "--connect"],
+        "'vdkit qemu-nbd -c /dev/nbd0 IMAGE' makes it a device of the kernel, 'vdkit mount IMAGE FILE' a plain \
+         file",
+    ),
+    of(
+        "serve",
+        &["-d", "--disconnect"],
+        "'vdkit qemu-nbd -d /dev/nbd0' detaches a device of the kernel",
+    ),
+    of("serve", &["-D"], "'--description TEXT'"),
+    of(
+        "serve",
+        &["--detect-zeroes"],
+        "written zeroes are stored; 'vdkit compact IMAGE' frees them later",
+    ),
+    of("serve", &["--discard"], "vdkit always frees what clients discard"),
+    of("serve", &["-e", "--shared"], "'--connections N'; without it 1024 at a time"),
+    of(
+        "serve",
+        &["--fork", "--pid-file"],
+        "it stays in the foreground; the unit vdkit-serve@NAME.socket runs it in the background, or 'vdkit \
+         qemu-nbd --fork'",
+    ),
+    of(
+        "serve",
+        &["--handshake-limit"],
+        "a negotiation ends after 15 seconds; 'vdkit qemu-nbd' has the option",
+    ),
+    of("serve", &["-k", "--socket"], "'--nbd unix:PATH'"),
+    of("serve", &["-l", "--load-snapshot"], "'--snapshot NAME' serves a snapshot inside the image"),
+    of(
+        "serve",
+        &["-L", "--list", "--tls-hostname"],
+        "'vdkit qemu-nbd --list' lists the exports of a server",
+    ),
+    of("serve", &["-n", "--nocache"], "'--cache none'"),
+    of("serve", &["-o", "--offset"], "'vdkit qemu-nbd --offset N' serves from an offset on"),
+    of("serve", &["-r"], "'--read-only'"),
+    of("serve", &["-s"], "serve an overlay: 'vdkit create OVERLAY --backing IMAGE'"),
+    of(
+        "serve",
+        &["-t", "--persistent"],
+        "without '--once' it continues when the last client has left",
+    ),
+    of(
+        "serve",
+        &["--tls-authz"],
+        "'--tls DIR' with ca-cert.pem admits the clients of an authority; 'vdkit qemu-nbd' has the option",
+    ),
+    of(
+        "serve",
+        &["--tls-creds"],
+        "'--tls DIR', with server-cert.pem and server-key.pem, or with keys.psk",
+    ),
+    of(
+        "serve",
+        &["-v", "--verbose"],
+        "'vdkit top SOCKET' shows the requests, with '--control SOCKET' here",
+    ),
+    of("serve", &["-x", "--export-name"], "'--name NAME'"),
     of("snapshot", &["-l", "--list"], "'vdkit snapshot list IMAGE'"),
     of("snapshot", &["-c", "--create"], "'vdkit snapshot create IMAGE NAME'"),
     of("snapshot", &["-a", "--apply"], "'vdkit snapshot apply IMAGE NAME'"),
@@ -168,6 +247,30 @@ const WORDS: &[(&str, &str)] = &[
     ("list", "'vdkit tree DIR' shows the images of a folder, 'vdkit info IMAGE' describes one"),
 ];
 
+/// Values of options that mean something to qemu-img alone.
+const VALUES: &[(&str, &str)] = &[
+    (
+        "nocow=",
+        "on btrfs, 'chattr +C DIR' makes new files in DIR without copy-on-write; 'vdkit qemu-img create' has the \
+         option",
+    ),
+    (
+        "extent_size_hint=",
+        "on XFS, \"xfs_io -c 'extsize 1m' DIR\" sets it for new files in DIR; 'vdkit qemu-img create' has the option",
+    ),
+    ("snapshot.name=", "give the name alone: '--snapshot NAME'"),
+    ("snapshot.id=", "give the id alone: '--snapshot ID'"),
+];
+
+/// What to use instead of a value in the arguments of a command that was refused.
+pub(crate) fn instead_of_value(arguments: &[OsString]) -> Option<&'static str> {
+    let mut given = arguments.iter().filter_map(|argument| argument.to_str());
+    given.find_map(|argument| {
+        let value = VALUES.iter().find(|(value, _)| argument.contains(value));
+        value.map(|(_, instead)| *instead)
+    })
+}
+
 /// What to use instead of the argument that `error` reports.
 pub(crate) fn instead_of(error: &clap::Error, arguments: &[OsString]) -> Option<&'static str> {
     let text = |kind| match error.get(kind) {
@@ -178,12 +281,12 @@ pub(crate) fn instead_of(error: &clap::Error, arguments: &[OsString]) -> Option<
     match error.kind() {
         ErrorKind::UnknownArgument => {
             let given = text(ContextKind::InvalidArg)?.split('=').next()?;
-            instead(command?, given, false)
+            instead(command?, given, None)
         }
         // clap reports the option with its value's name: `--backing <NEW>`.
-        ErrorKind::InvalidValue if text(ContextKind::InvalidValue)?.is_empty() => {
+        ErrorKind::InvalidValue | ErrorKind::ValueValidation => {
             let given = text(ContextKind::InvalidArg)?.split(' ').next()?;
-            instead(command?, given, true)
+            instead(command?, given, Some(text(ContextKind::InvalidValue)?))
         }
         ErrorKind::InvalidSubcommand => {
             let word = text(ContextKind::InvalidSubcommand)?;
@@ -193,9 +296,9 @@ pub(crate) fn instead_of(error: &clap::Error, arguments: &[OsString]) -> Option<
     }
 }
 
-fn instead(command: &str, option: &str, empty: bool) -> Option<&'static str> {
+fn instead(command: &str, option: &str, value: Option<&str>) -> Option<&'static str> {
     let habit = HABITS.iter().find(|habit| {
-        habit.empty == empty
+        habit.value == value
             && habit.command.is_none_or(|of| of == command)
             && habit.options.contains(&option)
     });
@@ -220,8 +323,9 @@ mod tests {
         for habit in HABITS {
             for option in habit.options {
                 let commands = ALL.iter().map(|entry| entry.name);
-                let line = |name| {
-                    if habit.empty { [name, "x", *option, ""] } else { [name, option, "a", "b"] }
+                let line = |name| match habit.value {
+                    Some(value) => [name, "x", *option, value],
+                    None => [name, option, "a", "b"],
                 };
                 let answered = commands
                     .filter(|name| habit.command.is_none_or(|of| of == *name))
@@ -236,8 +340,9 @@ mod tests {
         assert_eq!(said(&["info", "--bogus", "x"]), None);
     }
 
-    /// The options of qemu-img 10.0's subcommands, from its manual page and its `--help`.
-    const QEMU_IMG: &[(&str, &str)] = &[
+    /// The options of the subcommands of qemu-img 10.0, from its manual page and its `--help`, and those of
+    /// qemu-nbd (without `--selinux-label`, which vdkit has nothing for) at the subcommand that serves.
+    const QEMU: &[(&str, &str)] = &[
         (
             "amend",
             "-q --quiet -p --progress -f --format --image-opts -t --cache --force -o --object",
@@ -292,6 +397,14 @@ mod tests {
         ),
         ("resize", "-q --quiet -f --format --image-opts --shrink --preallocation --object"),
         (
+            "serve",
+            "-p --port -b --bind -k --socket -e --shared -t --persistent -v --verbose -x --export-name -D \
+             --description --handshake-limit -o --offset -A --allocation-depth -B --bitmap -L --list --object \
+             --tls-creds --tls-authz --tls-hostname -T --trace --fork --pid-file -c --connect -d --disconnect \
+             -f --format -r --read-only -s --snapshot -l --load-snapshot -n --nocache --cache --aio --discard \
+             --detect-zeroes --image-opts",
+        ),
+        (
             "snapshot",
             "-q --quiet -f --format --image-opts -U --force-share --object -l --list -c --create -a \
              --apply -d --delete",
@@ -299,10 +412,10 @@ mod tests {
     ];
 
     #[test]
-    fn each_option_of_qemu_img_is_there_or_answered() {
+    fn each_option_of_qemus_programs_is_there_or_answered() {
         let mut all = command();
         all.build();
-        for (name, options) in QEMU_IMG {
+        for (name, options) in QEMU {
             let subcommand = all.find_subcommand(name).unwrap();
             for option in options.split_whitespace() {
                 let known =

@@ -139,7 +139,7 @@ impl Opening<'_> {
             return Ok(Found::Disk(Box::new(Disk::open_storage(
                 self.registry,
                 storage,
-                self.options,
+                &self.options.clone().writable(false),
             )?)));
         }
         let len = storage.len()?;

@@ -85,6 +85,10 @@ pub fn run(arguments: impl IntoIterator<Item = std::ffi::OsString>) -> Exit {
             // Write the results that were printed before the failure, so that they come before its
             // message.
             let _ = session.out.finish();
+            let failure = match habits::instead_of_value(&arguments) {
+                Some(instead) if failure.exit() == Exit::Usage => failure.hint(instead),
+                _ => failure,
+            };
             let force_share = definition::reads_shared(command);
             failure.print(&Context { command: command.name, force_share });
             failure.exit()

@@ -104,14 +104,12 @@ impl ServedDisk {
     /// The options for opening the image.
     pub fn options(&self) -> OpenOptions {
         let snapshot = self.snapshot.snapshot.clone();
-        let mut options = OpenOptions {
-            format: self.format.clone(),
-            writable: !self.read_only && snapshot.is_none(),
-            cache: self.cache.mode(),
-            refs: self.references.policy(),
-            snapshot,
-            ..OpenOptions::default()
-        };
+        let mut options = OpenOptions::default()
+            .maybe_format(self.format.clone())
+            .writable(!self.read_only && snapshot.is_none())
+            .cache(self.cache.mode())
+            .refs(self.references.policy())
+            .snapshot(snapshot);
         if let Some(bytes) = self.l2_cache {
             options.limits.cache_bytes = bytes;
         }

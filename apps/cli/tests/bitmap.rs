@@ -173,6 +173,13 @@ fn marks_are_merged_from_another_image() {
     scratch.ok(&["bitmap", "merge", "-b", "b.qcow2", "-F", "qcow2", "a.qcow2", "mine", "theirs"]);
     let wanted = [(1 << 20, 4096), (7 << 20, 1 << 20)];
     assert_eq!(assert_alike(&scratch, "a.qcow2", "mine"), wanted);
+    // The target by its option: within one image, and from another.
+    scratch.ok(&["bitmap", "add", "-g", "4K", "a.qcow2", "all"]);
+    scratch.ok(&["bitmap", "merge", "a.qcow2", "mine", "--into", "all"]);
+    assert_eq!(assert_alike(&scratch, "a.qcow2", "all"), wanted);
+    scratch.ok(&["bitmap", "clear", "a.qcow2", "all"]);
+    scratch.ok(&["bitmap", "merge", "--into", "all", "-b", "b.qcow2", "a.qcow2", "theirs"]);
+    assert_eq!(assert_alike(&scratch, "a.qcow2", "all"), wanted);
     scratch.ok(&["resize", "a.qcow2", "9M"]);
     let merge = ["bitmap", "merge", "-b", "b.qcow2", "a.qcow2", "mine", "theirs"];
     scratch.fails(2, "says nothing of the other", &merge);
@@ -259,6 +266,9 @@ fn mistakes_are_told() {
     scratch.fails(2, "NAME", &["bitmap", "add", "a.qcow2"]);
     scratch.fails(2, "SOURCE", &["bitmap", "merge", "a.qcow2", "one"]);
     scratch.fails(2, "too many names", &["bitmap", "list", "a.qcow2", "one"]);
+    let merge = ["bitmap", "merge", "--into", "one", "a.qcow2", "one", "two"];
+    scratch.fails(2, "too many names", &merge);
+    scratch.fails(2, "for merge", &["bitmap", "clear", "--into", "one", "a.qcow2", "one"]);
     scratch.fails(2, "for add", &["bitmap", "clear", "-g", "4K", "a.qcow2", "one"]);
     scratch.fails(2, "for merge", &["bitmap", "clear", "-b", "a.qcow2", "a.qcow2", "one"]);
     scratch.fails(2, "force-share", &["bitmap", "clear", "-U", "a.qcow2", "one"]);

@@ -253,6 +253,8 @@ fn bitmaps_are_changed_while_the_disk_is_served() {
     assert_eq!(dirty_runs(&scratch, "new"), [(1 << 20, 4096), (2 << 20, 65536)]);
     let list = ctl(&["bitmap-merge", "later", "new"]);
     assert_eq!(list["bitmaps"][1]["dirty-bytes"], 4096 + 2 * 65536);
+    let list = ctl(&["bitmap-merge", "new", "--into", "later"]);
+    assert_eq!(list["bitmaps"][2]["dirty-bytes"], 3 * 65536);
     assert_eq!(ctl(&["bitmap-clear", "later"])["bitmaps"][2]["dirty-bytes"], 0);
     ctl(&["bitmap-remove", "new"]);
     let shown = peer(&dir, "nbdinfo", &["--json", "--list", URI]).stdout;
@@ -264,6 +266,12 @@ fn bitmaps_are_changed_while_the_disk_is_served() {
     scratch.fails(1, "already", &["ctl", "c.sock", "bitmap-add", "old"]);
     scratch.fails(2, "needs a INTO", &["ctl", "c.sock", "bitmap-merge", "old"]);
     scratch.fails(2, "for bitmap-add", &["ctl", "c.sock", "bitmap-clear", "old", "-g", "4K"]);
+    scratch.fails(
+        2,
+        "takes SRC alone",
+        &["ctl", "c.sock", "bitmap-merge", "a", "b", "--into", "c"],
+    );
+    scratch.fails(2, "for bitmap-merge", &["ctl", "c.sock", "bitmap-clear", "--into", "old"]);
 
     // Killed: what was flushed is marked, and QEMU believes it.
     io(&scratch, &["write -P 4 4M 64k", "flush"]);

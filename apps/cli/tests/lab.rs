@@ -97,12 +97,16 @@ fn wrong_plans_and_places_are_refused() {
     scratch.fails(2, "name a plan", &["lab", "run", "--on", "."]);
     let swallowed = ["lab", "run", "--quick", "--on", ".", "nospace"];
     scratch.fails(2, "the plan comes first: vdkit lab run nospace --on", &swallowed);
-    scratch.fails(2, "with --device", &["lab", "run", "nospace", "--on", ".", "--erase", "/dev/x"]);
+    scratch.fails(
+        2,
+        "needs --device",
+        &["lab", "run", "nospace", "--on", ".", "--erase", "/dev/x"],
+    );
     scratch.fails(1, "nowhere", &["lab", "run", "nospace", "--on", "nowhere"]);
     let file = plan(&scratch, 1, 0.1, &[("profile", "\"rnd4k-q1-read\""), ("cache", "\"fast\"")]);
     scratch.fails(2, "line 20: unknown cache 'fast'; known: w", &["lab", "show", "--plan", &file]);
     scratch.fails(5, "not a block device", &["lab", "run", "install", "--device", &file]);
-    scratch.fails(1, "no SQLite database", &["lab", "export", &file]);
+    scratch.fails(1, "not a SQLite database", &["lab", "export", &file]);
     scratch.fails(1, "no such file", &["lab", "run", "--resume", "none.sqlite"]);
     assert_eq!(scratch.names(), ["tiny.toml"]);
 }
@@ -197,7 +201,7 @@ fn a_plan_is_measured_on_two_file_systems() {
     nothing_left(ext4.path());
     assert_exports(&scratch, &run);
     // Results are not overwritten, a seed gives the same order.
-    scratch.fails(1, "there already", &[&["lab", "run"][..], &arguments[..]].concat());
+    scratch.fails(1, "already exists", &[&["lab", "run"][..], &arguments[..]].concat());
 }
 
 #[test]
@@ -327,7 +331,7 @@ fn assert_file_system_is_refused(scratch: &Scratch, device: &LoopDevice, run: &[
     succeed("mkfs.ext4", &["-q", "-F", name]);
     succeed("sync", &[]);
     let before = read();
-    let answer = scratch.fails(5, "a signature (ext4) is on it", run);
+    let answer = scratch.fails(5, "contains a signature (ext4)", run);
     assert!(answer.stderr.contains(&format!("--erase {name}")), "{answer:?}");
     assert!(before == read(), "a device that was refused was written to");
     let at = scratch.path("at");
@@ -346,7 +350,7 @@ fn assert_must_be_confirmed(scratch: &Scratch, device: &LoopDevice, run: &[&str]
     let before = read();
     let answer = scratch.fails(5, "was not confirmed", run);
     assert!(answer.stderr.contains(&format!("--erase {name}")), "{answer:?}");
-    scratch.fails(2, "with --device", &[run, &["--erase", "/dev/loop-control"]].concat());
+    scratch.fails(2, "needs --device", &[run, &["--erase", "/dev/loop-control"]].concat());
     scratch.ok(&[run, &["--dry-run"]].concat());
     assert!(before == read() && scratch.names() == ["tiny.toml"], "{:?}", scratch.names());
 }
@@ -397,14 +401,14 @@ fn devices_are_used_only_when_nothing_is_on_them() {
     let lines = answer.stderr.lines().map(|line| serde_json::from_str(line).unwrap());
     let lines: Vec<Value> = lines.collect();
     assert_eq!(lines[0]["event"], "message");
-    assert!(lines[0]["text"].as_str().unwrap().contains("2 cells, rounds: 1"), "{answer:?}");
+    assert!(lines[0]["text"].as_str().unwrap().contains("2 cells, 1 round;"), "{answer:?}");
     std::fs::OpenOptions::new()
         .write(true)
         .open(name)
         .and_then(|file| std::os::unix::fs::FileExt::write_all_at(&file, b"mine", 5000))
         .unwrap();
     std::fs::remove_file(scratch.path("run.sqlite")).unwrap();
-    scratch.fails(5, "is on it", &run);
+    scratch.fails(5, "contains data", &run);
 }
 
 /// Runs a command on a terminal and types a line; gives its exit code and what was on the terminal.

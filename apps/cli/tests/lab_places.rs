@@ -123,7 +123,7 @@ fn installations_opens_and_allocations_have_figures_on_devices() {
     refused(&scratch, &file, 48 * MIB);
     for bytes in [64 * MIB, 256 * MIB] {
         let Some(run) = on_device(&scratch, &file, bytes) else { return };
-        nothing_failed(&run, &["takes files"]);
+        nothing_failed(&run, &["needs files"]);
         all_have_figures(&run, &["front"]);
         let raw = run.cells.iter().find(|cell| cell.axis("layout") == Some("raw")).unwrap();
         let commands = raw.commands.join("\n");
@@ -143,7 +143,7 @@ fn installations_opens_and_allocations_have_figures_on_devices() {
     refused(&scratch, &file, 16 * MIB);
     for bytes in [32 * MIB, 80 * MIB] {
         let Some(run) = on_device(&scratch, &file, bytes) else { return };
-        nothing_failed(&run, &["no space to reserve"]);
+        nothing_failed(&run, &["cannot be preallocated"]);
         all_have_figures(&run, &["layout", "profile"]);
     }
 }
@@ -165,12 +165,12 @@ fn cache_modes_has_figures_on_devices_and_plans_about_folders_say_so() {
     let file = tiny(&scratch, "cache-modes", 32, &changes);
     refused(&scratch, &file, 31 * MIB);
     let Some(run) = on_device(&scratch, &file, 80 * MIB) else { return };
-    nothing_failed(&run, &["no space to reserve"]);
+    nothing_failed(&run, &["cannot be preallocated"]);
     all_have_figures(&run, &["front", "cache"]);
     let file =
         tiny(&scratch, "cache-modes", 32, &[changes[0], (changes[1].0, "quick = [\"none\"]")]);
     let Some(run) = on_device(&scratch, &file, 32 * MIB) else { return };
-    nothing_failed(&run, &["no space to reserve"]);
+    nothing_failed(&run, &["cannot be preallocated"]);
     all_have_figures(&run, &["front"]);
     let Some(device) = loop_device(64 * MIB, 512) else { return };
     let name = device.path().to_str().unwrap();

@@ -82,9 +82,9 @@ fn files_of_others_are_kept() {
     let scratch = Scratch::new();
     run_file(&scratch.path("a.sqlite"), "a", [("qcow2", 100.0), ("raw", 200.0)]);
     scratch.write("mine.html", b"<p>mine</p>");
-    scratch.fails(1, "is no report", &["lab", "report", "a.sqlite", "-o", "mine.html"]);
+    scratch.fails(1, "is not a report", &["lab", "report", "a.sqlite", "-o", "mine.html"]);
     assert_eq!(std::fs::read(scratch.path("mine.html")).unwrap(), b"<p>mine</p>");
-    scratch.fails(1, "is no report", &["lab", "report", "a.sqlite", "-o", "a.sqlite"]);
+    scratch.fails(1, "is not a report", &["lab", "report", "a.sqlite", "-o", "a.sqlite"]);
     scratch.fails(1, "none.sqlite", &["lab", "report", "none.sqlite"]);
     scratch.fails(1, "mine.html", &["lab", "report", "mine.html"]);
     scratch.fails(1, "no/such", &["lab", "report", "a.sqlite", "-o", "no/such/file.html"]);
@@ -114,7 +114,7 @@ fn regressions_are_told_first() {
     assert!(lines[0].starts_with("worse   0.50x (0.4"), "{text}");
     assert!(lines[0].ends_with(")  200 IOPS -> 100 IOPS  layout=raw"), "{text}");
     assert!(lines[1].starts_with("better  1.60x"), "{text}");
-    assert_eq!(lines[2], "1 worse, 1 better, 0 cannot be told; measured: iops");
+    assert_eq!(lines[2], "1 worse, 1 better, 0 not significant; metric: iops");
     let value = scratch.json_of("lab-compare", 0, &all);
     assert_eq!((&value["worse"], &value["cells"][0]["key"]), (&1.into(), &"layout=raw".into()));
     assert_eq!(
@@ -124,7 +124,7 @@ fn regressions_are_told_first() {
     // One run each does not show how far runs lie apart.
     let two = scratch.ok(&["lab", "compare", "old0.sqlite", "new0.sqlite"]).stdout;
     assert!(two.contains("add those runs with --before and --after"), "{two}");
-    assert!(two.ends_with("0 worse, 0 better, 2 cannot be told; measured: iops\n"), "{two}");
+    assert!(two.ends_with("0 worse, 0 better, 2 not significant; metric: iops\n"), "{two}");
     scratch.fails(1, "none.sqlite", &["lab", "compare", "old0.sqlite", "none.sqlite"]);
 }
 
@@ -137,7 +137,7 @@ fn runs_of_the_same_are_counted() {
     }
     let all: Vec<&str> = names.iter().map(String::as_str).collect();
     let text = scratch.ok(&[&["lab", "calibrate"], &all[..]].concat()).stdout;
-    assert!(text.contains("one run against another         6 judged, 0 wrong"), "{text}");
+    assert!(text.contains("one run against another                   6 tested, 0 wrong"), "{text}");
     let value = scratch.json_of("lab-calibrate", 0, &all);
     assert_eq!((&value["runs"], &value["pairs"]["judged"]), (&4.into(), &6.into()));
     assert_eq!(value["turns"]["judged"], 1);

@@ -219,7 +219,7 @@ fn a_guest_goes_on_through_commits() {
         verified(client);
         io(&scratch, &["read -P 9 63M 64k", "write -P 8 62M 64k", "flush"]);
         scratch.fails(1, "no commit is running", &["ctl", "c.sock", "commit-cancel"]);
-        scratch.fails(1, "stands on no other image", &["ctl", "c.sock", "commit"]);
+        scratch.fails(1, "has no backing image", &["ctl", "c.sock", "commit"]);
         service.quit(&scratch);
         if format == "qcow2" {
             check(&scratch, base);

@@ -277,7 +277,7 @@ fn a_target_that_is_half_written_is_told() {
 
 /// `-p`, `--backing-chain`, `-b ""` and so on; the table itself is tested beside it.
 #[test]
-fn habits_of_qemu_img_are_answered_with_what_does_it_here() {
+fn habits_of_qemus_programs_are_answered_with_what_does_it_here() {
     let scratch = Scratch::new();
     scratch.ok(&["create", "a.qcow2", "1M"]);
     for (command, answer) in [
@@ -292,6 +292,16 @@ fn habits_of_qemu_img_are_answered_with_what_does_it_here() {
         (&["rebase", "-b", "", "a.qcow2"], "--no-backing"),
         (&["check", "-T", "none", "a.qcow2"], "page cache"),
         (&["create", "-o", "help", "b.qcow2", "1M"], "cluster_size"),
+        (&["create", "-o", "nocow=on", "b.qcow2", "1M"], "chattr +C"),
+        (&["create", "-f", "raw", "--options=extent_size_hint=1M", "b.raw", "1M"], "extsize"),
+        (&["convert", "-l", "snapshot.name=one", "a.qcow2", "b"], "--snapshot NAME"),
+        (&["convert", "-S", "0", "a.qcow2", "b"], "-o preallocation=full"),
+        (&["dd", "-n", "if=a.qcow2", "of=b"], "conv=nocreat"),
+        (&["serve", "--fork", "a.qcow2"], "vdkit qemu-nbd --fork"),
+        (&["serve", "--offset=512", "a.qcow2"], "vdkit qemu-nbd --offset"),
+        (&["serve", "-c", "/dev/nbd0", "a.qcow2"], "vdkit mount IMAGE FILE"),
+        (&["serve", "-tk", "/run/a.sock", "a.qcow2"], "--once"),
+        (&["serve", "-e", "3", "a.qcow2"], "--connections N"),
     ] {
         let said = scratch.run(command);
         assert_eq!(said.code, Some(2), "{said:?}");

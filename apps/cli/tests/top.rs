@@ -198,7 +198,7 @@ fn the_live_view_takes_the_terminal_and_gives_it_back() {
         terminal.wait_for("\x1b[?1049h");
         terminal.wait_for("a.qcow2  64 MiB");
         terminal.wait_for("requests/s");
-        terminal.wait_for("q: end");
+        terminal.wait_for("q: quit");
         assert_ne!(terminal.modes(), before);
         terminal.master.write_all(keys.as_bytes()).unwrap();
         terminal.wait_for("\x1b[?1049l");

@@ -66,13 +66,13 @@ const AXES: &[(&str, &str, Values)] = &[
         "format and options of the image",
         Values::Words(|| words(LAYOUTS, |l| (l.name, l.about))),
     ),
-    ("cache", "the cache mode", Values::Words(|| CACHES.to_vec())),
+    ("cache", "use of the page cache, and flushes", Values::Words(|| CACHES.to_vec())),
     ("front", "what the load goes through", Values::Words(|| words(FRONTS, |f| (f.name, f.about)))),
     ("profile", "the load", Values::Words(|| words(PROFILES, |p| (p.name, p.about)))),
     ("tool", "which program creates, converts or opens images", Values::Words(|| TOOLS.to_vec())),
     ("content", "content of the disk before the load", Values::Words(|| CONTENTS.to_vec())),
     ("preallocation", "when space is allocated", Values::Words(|| PREALLOCATIONS.to_vec())),
-    ("record", "the record size of ZFS", Values::Words(|| RECORDS.to_vec())),
+    ("record", "of a ZFS data set or volume", Values::Words(|| RECORDS.to_vec())),
     ("size", "size of the disk, such as 16G", Values::Size),
     ("images", "number of images at once", Values::Count),
 ];
@@ -141,7 +141,7 @@ mod tests {
         assert_eq!(check(BACKEND, "anything"), Ok(()));
         for (axis, value, words) in [
             ("cache", "fast", "writethrough"),
-            ("colour", "red", "unknown axis 'colour'; known: backend, layout"),
+            ("color", "red", "unknown axis 'color'; known: backend, layout"),
             ("size", "1", "whole MiB"),
             ("size", "big", "whole MiB"),
             ("images", "0", "from 1"),

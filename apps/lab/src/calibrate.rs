@@ -1,6 +1,6 @@
 //! Measures how often the method reports a difference between equal things. The input is runs of
-//! one plan on one host with nothing changed between them. The module judges them in every way in
-//! which runs are judged, and counts each "better" or "worse" as an error.
+//! one plan on one host with nothing changed between them. It compares them in every way in
+//! which the lab compares runs, and counts each "better" or "worse" as an error.
 //!
 //! - **Verdicts.** The rounds of each way are distributed over two or three copies of it, as a run
 //!   distributes rounds over ways. The copies get a verdict.
@@ -21,7 +21,7 @@ const COPY: &str = "copy";
 /// Largest number of copies of one way.
 const COPIES_MAX: usize = 3;
 
-/// Number of judgments, and number of wrong ones.
+/// Number of tests of the method, and number of wrong results.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Tally {
@@ -29,7 +29,7 @@ pub struct Tally {
     pub judged: usize,
     /// Number of them that reported a difference.
     pub wrong: usize,
-    /// The first wrong judgments.
+    /// The first wrong results.
     pub examples: Vec<String>,
 }
 
@@ -43,7 +43,7 @@ impl Tally {
         self.examples.extend(wrong.filter(|_| self.examples.len() < EXAMPLES_MAX));
     }
 
-    /// Share of the judgments that were wrong.
+    /// Share of the tests with a wrong result.
     pub fn part(&self) -> f64 {
         self.wrong as f64 / self.judged.max(1) as f64
     }
@@ -63,8 +63,8 @@ pub struct Calibration {
     pub turns: Tally,
 }
 
-/// Judges runs of one plan with nothing changed between them. The runs must be in the order of
-/// time.
+/// Tests the method on runs of one plan with nothing changed between them. The runs must be in the
+/// order of time.
 pub fn calibrate(runs: &[Run]) -> Calibration {
     let mut found = Calibration { runs: runs.len(), ..Calibration::default() };
     for run in runs {
@@ -220,12 +220,12 @@ mod tests {
     }
 
     #[test]
-    fn equals_are_dealt_out_and_judged() {
+    fn equals_are_distributed_and_compared() {
         let runs: Vec<Run> = (0..6).map(run).collect();
         let found = calibrate(&runs);
         assert_eq!((found.runs, found.verdicts.judged, found.pairs.judged), (6, 12, 15));
         assert_eq!(found.turns.judged, 2);
-        // Of so few judgments, one may be wrong.
+        // Of so few tests, one may be wrong.
         assert!(found.verdicts.wrong <= 1, "{found:?}");
         assert_eq!((found.pairs.wrong, found.turns.wrong), (0, 0), "{found:?}");
         let copied = copies(&runs[0]);

@@ -5,7 +5,7 @@ use serde::Serialize;
 use crate::matrix::Matrix;
 use crate::model::{Axes, Better, Cell, Metric, Run, SURVIVED, metric};
 use crate::stats::{Decision, RUNS_APART, Rounds, Runs, median};
-use crate::words::times;
+use crate::words::digits;
 
 /// A cell that was measured in both states.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -85,12 +85,12 @@ pub fn compare(before: &[Run], after: &[Run]) -> Option<Comparison> {
         side.iter().map(|run| keys.iter().map(|key| rounds(run, key)).collect()).collect()
     };
     let busy = runs.iter().flat_map(|run| &run.warnings).any(|warning| warning.kind == "load");
-    let judged = Runs::new(&loads(&runs, &keys), side(before), side(after), busy);
+    let statistics = Runs::new(&loads(&runs, &keys), side(before), side(after), busy);
     let mut comparison = Comparison {
         before: before.iter().map(|run| run.id.clone()).collect(),
         after: after.iter().map(|run| run.id.clone()).collect(),
         metric: metric.key.to_owned(),
-        learnt: judged.is_learnt(),
+        learnt: statistics.is_learnt(),
         cells: Vec::new(),
         only_before: Vec::new(),
         only_after: Vec::new(),
@@ -99,7 +99,7 @@ pub fn compare(before: &[Run], after: &[Run]) -> Option<Comparison> {
         ties: 0,
         warnings: differences(first, last),
     };
-    if !judged.is_learnt() && metric.key != SURVIVED {
+    if !statistics.is_learnt() && metric.key != SURVIVED {
         comparison.warnings.push(unlearnt(busy));
     }
     for (at, key) in keys.iter().enumerate() {
@@ -114,7 +114,7 @@ pub fn compare(before: &[Run], after: &[Run]) -> Option<Comparison> {
             (old, new) => {
                 let axes = runs.iter().find_map(|run| find(run, key)).map(|cell| cell.axes.clone());
                 let cell = (*key, axes.unwrap_or_default());
-                comparison.cells.extend(one(cell, at, metric, &judged, &old, &new));
+                comparison.cells.extend(one(cell, at, metric, &statistics, &old, &new));
             }
         }
     }
@@ -135,13 +135,13 @@ pub fn compare(before: &[Run], after: &[Run]) -> Option<Comparison> {
 
 /// Explains what a single run of each state cannot decide, and how to decide it.
 fn unlearnt(busy: bool) -> String {
-    let within = match busy {
-        true => "and other programs had the machine, so nothing can be told".to_owned(),
-        false => format!("so what is within {} times cannot be told", times(RUNS_APART)),
+    let undecided = match busy {
+        true => "other programs used the machine, so no difference is reported".to_owned(),
+        false => format!("differences below a factor of {} are not reported", digits(RUNS_APART)),
     };
     format!(
-        "how far two runs lie apart here with nothing changed is not known, {within}; measure both \
-         states again, in turns, and add those runs with --before and --after"
+        "these runs do not show how much unchanged runs differ here: {undecided}; measure both states \
+         again, alternating, and add those runs with --before and --after"
     )
 }
 
@@ -172,12 +172,12 @@ fn one(
     (key, axes): (&str, Axes),
     at: usize,
     metric: &'static Metric,
-    judged: &Runs,
+    statistics: &Runs,
     before: &[f64],
     after: &[f64],
 ) -> Option<Compared> {
     let (old, new) = (median(before)?, median(after)?);
-    let found = judged.ratio(at).filter(|_| metric.key != SURVIVED);
+    let found = statistics.ratio(at).filter(|_| metric.key != SURVIVED);
     let (ratio, low, high, coverage, decision) = match found {
         Some(gain) if metric.better == Better::Higher => {
             let interval = gain.interval;
@@ -232,7 +232,7 @@ fn differences(before: &Run, after: &Run) -> Vec<String> {
         differ(&format!("the file system of {}", place.name), &system(was), &system(place));
     }
     if before.quick != after.quick {
-        said.push("one of the runs is a quick one".to_owned());
+        said.push("one of the runs is quick (--quick), the other is not".to_owned());
     }
     said
 }
@@ -310,7 +310,7 @@ mod tests {
         busy[0].warnings.push(Warning { kind: "load".to_owned(), ..Warning::default() });
         let found = compare(&one([1.0; 3]), &busy).unwrap();
         assert_eq!((found.worse, found.ties), (0, 3));
-        assert!(found.warnings[0].contains("other programs had the machine"), "{found:?}");
+        assert!(found.warnings[0].contains("other programs used the machine"), "{found:?}");
         // One round on each side does not suffice, even for a factor of a hundred.
         let single = |value: f64| vec![run("one", "iops", &[("a", &[value])])];
         assert_eq!(compare(&single(1.0), &single(100.0)).unwrap().ties, 1);

@@ -143,16 +143,16 @@ fn on_device(
 ) -> Result<u64, Unfit> {
     let refuse = |reason: &str| Err(Unfit::Kind(format!("{}: {reason}", layout.name)));
     if layout.more == More::Backing || layout.format == "vmdk" {
-        return refuse("takes files, and this place is a device");
+        return refuse("needs files, but this place is a device");
     }
     if layout.options.contains("=falloc") {
-        return refuse("a device has no space to reserve beforehand");
+        return refuse("space cannot be preallocated on a device");
     }
     if images_of(axes) > 1 || kind == Kind::Boot {
         return Err(Unfit::Kind("a device holds one image".to_owned()));
     }
     if kind == Kind::NoSpace {
-        return Err(Unfit::Kind("a device does not fill: this is about folders".to_owned()));
+        return Err(Unfit::Kind("a device does not become full; use a folder".to_owned()));
     }
     let small = |needed| Err(Unfit::Small { needed, there: total });
     let empty = stays_empty(axes, layout, kind);
@@ -224,11 +224,11 @@ mod tests {
             Err(Unfit::Small { needed: 1 << 30, there: (1 << 30) - 512 })
         );
         for (values, word) in [
-            (vec![("layout", "qcow2-overlay"), database], "takes files"),
-            (vec![("layout", "vmdk"), database], "takes files"),
-            (vec![("layout", "raw"), ("preallocation", "falloc"), database], "reserve"),
+            (vec![("layout", "qcow2-overlay"), database], "needs files"),
+            (vec![("layout", "vmdk"), database], "needs files"),
+            (vec![("layout", "raw"), ("preallocation", "falloc"), database], "preallocated"),
             (vec![("layout", "raw"), ("images", "8"), ("profile", "open")], "one image"),
-            (vec![("layout", "raw"), ("profile", "nospace")], "does not fill"),
+            (vec![("layout", "raw"), ("profile", "nospace")], "does not become full"),
         ] {
             let Err(Unfit::Kind(told)) = of(&values, 4 << 30) else { panic!("{values:?}") };
             assert!(told.contains(word), "{told}");

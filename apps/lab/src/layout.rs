@@ -236,7 +236,7 @@ fn empty(bench: &mut Bench<'_>, device: &Path) -> Result<()> {
         bench.commands.push(line.text());
         if !line.run_any(&bench.cancel)?.status.success() {
             bench.note(
-                "the device takes no discards: what earlier images have written stays allocated",
+                "the device does not support discards: data of earlier images stays allocated",
             );
         }
     }
@@ -293,11 +293,7 @@ fn over_another(
 }
 
 fn open(bench: &Bench<'_>, image: &Image) -> Result<Disk> {
-    let options = OpenOptions {
-        format: Some(image.format.to_owned()),
-        refs: RefPolicy::OwnFolder,
-        ..OpenOptions::read_write()
-    };
+    let options = OpenOptions::read_write().format(image.format).refs(RefPolicy::OwnFolder);
     Ok(Disk::open(bench.registry, &image.path, &options)?)
 }
 

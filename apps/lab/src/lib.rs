@@ -3,7 +3,7 @@
 //! ```text
 //!   plan ──► cells ──► run ──► store ──► export
 //!                       │         └────► matrix ──► verdict ──► report
-//!                       │                  choices and loads; stats judges the samples
+//!                       │                  choices and loads; stats compares the samples
 //!                       ├ environment   describes the machine, and detects disturbances
 //!                       ├ place, fit    where images can be; the lab destroys nothing
 //!                       └ engine        one round of one cell:

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use crate::model::{Axes, Better, Cell, Metric, Run, SURVIVED, metric};
-use crate::stats::{Gain, Judge, Rounds, Side, Summary, geometric_mean, summary};
+use crate::stats::{Comparator, Gain, Rounds, Side, Summary, geometric_mean, summary};
 
 /// The role of an axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,7 +111,7 @@ pub struct Matrix<'a> {
     /// Whether guests are only compared with guests.
     apart: bool,
     /// Decides whether a difference is larger than noise.
-    judge: Judge,
+    comparator: Comparator,
 }
 
 /// One way to store a disk, with its samples over all conditions.
@@ -143,19 +143,20 @@ impl<'a> Matrix<'a> {
     pub fn of(run: &'a Run, metric: &'a Metric) -> Option<Self> {
         let varying = run.plan.axes.iter().map(String::as_str);
         let varying = varying.filter(|axis| values(run, axis).len() > 1).collect();
-        let mut matrix = Self { run, metric, varying, apart: false, judge: Judge::default() };
+        let mut matrix =
+            Self { run, metric, varying, apart: false, comparator: Comparator::default() };
         let guests = run.cells.iter().filter(|cell| in_guest(&cell.axes)).count();
         matrix.apart = guests > 0
             && guests < run.cells.len()
             && matrix.role("front") == Role::Choice
             && metric.key != SURVIVED;
-        matrix.judge = matrix.new_judge();
+        matrix.comparator = matrix.new_comparator();
         Some(matrix)
     }
 
     /// All comparisons of a verdict share one error probability: cells of one load, ways, and
     /// values of each axis.
-    fn new_judge(&self) -> Judge {
+    fn new_comparator(&self) -> Comparator {
         let mut loads: Vec<Axes> = Vec::new();
         let mut sizes: Vec<usize> = Vec::new();
         let mut cells = Vec::new();
@@ -180,7 +181,7 @@ impl<'a> Matrix<'a> {
         let comparisons = sizes.iter().copied().map(pairs).sum::<usize>()
             + pairs(ways.len())
             + axes.map(|axis| pairs(self.values(axis).len())).sum::<usize>();
-        Judge::new(&cells, comparisons, looks(self.run))
+        Comparator::new(&cells, comparisons, interim_tests(self.run))
     }
 
     /// The values of an axis, in the order of the cells.
@@ -240,7 +241,7 @@ impl<'a> Matrix<'a> {
         let (at, base_at) = (place(cell)?, place(base)?);
         let own = Side { rounds: &own, cells: &[at] };
         let base = Side { rounds: &other, cells: &[base_at] };
-        self.judge.gain(own, base, self.metric.better)
+        self.comparator.gain(own, base, self.metric.better)
     }
 
     /// Whether the advice concerns the cell. If several programs did the same, the advice only
@@ -390,7 +391,7 @@ impl<'a> Matrix<'a> {
 
     /// Compares one way with another.
     pub fn against(&self, pick: &Pick, base: &Pick) -> Option<Gain> {
-        self.judge.gain(pick.side(), base.side(), self.metric.better)
+        self.comparator.gain(pick.side(), base.side(), self.metric.better)
     }
 
     /// Whether one value of the metric is better than another.
@@ -407,7 +408,7 @@ impl<'a> Matrix<'a> {
 
 /// How many times a run has tested whether it may stop: once after its plan's rounds, and once
 /// after each further round.
-fn looks(run: &Run) -> usize {
+fn interim_tests(run: &Run) -> usize {
     let rounds = run.cells.iter().map(|cell| cell.samples.len()).max().unwrap_or(0);
     let planned = run.plan.effort.map_or(rounds, |effort| effort.rounds as usize);
     rounds.saturating_sub(planned) + 1

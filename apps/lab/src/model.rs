@@ -236,7 +236,7 @@ pub struct Series {
 pub struct Steady {
     /// Whether both rules hold.
     pub reached: bool,
-    /// Key of the judged metric.
+    /// Key of the metric that was tested.
     pub metric: String,
     /// Start of the window since the start of the load.
     pub from_seconds: f64,

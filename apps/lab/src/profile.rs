@@ -238,7 +238,7 @@ pub static PROFILES: &[Profile] = &[
     },
     Profile {
         name: "convert",
-        about: "the whole disk is converted to nothing",
+        about: "the whole disk is converted, and the output is discarded",
         kind: Kind::Convert,
     },
     Profile {

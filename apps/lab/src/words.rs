@@ -7,8 +7,9 @@ use crate::model::{Axes, Metric, SURVIVED};
 /// Rates use powers of ten, as fio and vendors print them; space uses powers of two.
 pub fn value(metric: &Metric, number: f64) -> String {
     match metric.unit {
-        "" if metric.key == "score" => format!("{} MB/s", counted(number)),
-        "" if metric.key == SURVIVED => came_through(number),
+        // A score is a throughput in MB/s.
+        "" if metric.key == "score" => value(&Metric { unit: "B/s", ..*metric }, number * 1e6),
+        "" if metric.key == SURVIVED => survived(number),
         "1/s" if metric.key.contains("iops") => format!("{} IOPS", counted(number)),
         "1/s" => format!("{}/s", counted(number)),
         "B/s" => scaled(number, 1000.0, &["B/s", "kB/s", "MB/s", "GB/s", "TB/s"]),
@@ -21,7 +22,7 @@ pub fn value(metric: &Metric, number: f64) -> String {
 }
 
 /// Formats the share of rounds that survived.
-fn came_through(part: f64) -> String {
+fn survived(part: f64) -> String {
     match part {
         0.0 => "no".to_owned(),
         1.0 => "yes".to_owned(),
@@ -139,14 +140,23 @@ pub fn sentence(text: &str) -> String {
     whole
 }
 
-/// Formats a name or value: `raw-sparse` unchanged, `queue_depth` as `queue depth`.
+/// Formats a name for a heading: `queue_depth` as `Queue depth`.
 pub fn title(name: &str) -> String {
-    let plain = name.replace('_', " ");
+    let plain = match name {
+        "cache" => "cache mode".to_owned(),
+        "record" => "record size".to_owned(),
+        _ => name.replace('_', " "),
+    };
     let mut letters = plain.chars();
     match letters.next() {
         Some(first) => first.to_uppercase().chain(letters).collect(),
         None => plain,
     }
+}
+
+/// Formats a number of things: `1 cell`, `2 cells`.
+pub fn plural(count: usize, thing: &str) -> String {
+    format!("{count} {thing}{}", if count == 1 { "" } else { "s" })
 }
 
 /// Lists things in a sentence: `a, b and c`.
@@ -158,7 +168,7 @@ pub fn listed(things: &[String]) -> String {
     }
 }
 
-/// The first few ways, and the number of the others.
+/// Names the first few configurations, and counts the others.
 pub fn first_of(ways: &[Axes]) -> String {
     const NAMED: usize = 3;
     let names: Vec<String> = ways.iter().take(NAMED).map(label).collect();
@@ -222,6 +232,10 @@ mod tests {
         assert_eq!(said("reads", 1935.0), "1,935");
         assert_eq!(said("requests_per_cpu_second", 250_000.0), "250k/s");
         assert_eq!(
+            (said("score", 857.0), said("score", 1164.0)),
+            ("857 MB/s".into(), "1.16 GB/s".into())
+        );
+        assert_eq!(
             (digits(f64::NAN), digits(0.01234), digits(-2.5)),
             ("–".into(), "0.0123".into(), "-2.50".into())
         );
@@ -251,6 +265,7 @@ mod tests {
             (words(&[]), words(&["a"]), words(&["a", "b", "c"])),
             (String::new(), "a".into(), "a, b and c".into())
         );
+        assert_eq!([0, 1, 2].map(|n| plural(n, "cell")), ["0 cells", "1 cell", "2 cells"]);
         assert_eq!((title("queue_depth"), title("")), ("Queue depth".into(), String::new()));
         assert_eq!(
             (quoted("a.qcow2"), quoted("it's"), quoted("")),

@@ -10,6 +10,7 @@ use vdkit::{
 };
 
 use crate::failure::{Failure, could_not_open, system_words, words};
+use crate::getopt::Parsed;
 use crate::names::{self, Image, Place};
 use crate::secrets::Objects;
 use crate::storages::Places;
@@ -84,7 +85,12 @@ pub struct Named<'a> {
     pub options: bool,
 }
 
-impl Named<'_> {
+impl<'a> Named<'a> {
+    /// The name `text`, with what `-f` and `--image-opts` say of it.
+    pub fn of(parsed: &'a Parsed, text: &'a str) -> Self {
+        Self { text, format: parsed.last("format"), options: parsed.has("image-opts") }
+    }
+
     /// Reads the name.
     ///
     /// # Errors

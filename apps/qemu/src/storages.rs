@@ -53,7 +53,7 @@ impl Protocol for Places {
             bytes => Some(bytes.parse().map_err(|_| wrong())?),
         };
         let file = next()?;
-        let options = FileOptions { writable, ..FileOptions::default() }.cache(cache);
+        let options = FileOptions::default().writable(writable).cache(cache);
         let inner = Arc::new(FileStorage::open(file, &options)?);
         match PartOf::new(inner, start, bytes)? {
             Some(part) => Ok(Arc::new(part)),
@@ -289,9 +289,7 @@ impl Storage for DiskStorage {
         self.disk.flush()
     }
 
-    fn space_map(&self) -> Option<&dyn SpaceMap> {
-        Some(self)
-    }
+    vdkit::capabilities!(space_map: SpaceMap);
 }
 
 impl SpaceMap for DiskStorage {

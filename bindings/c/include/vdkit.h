@@ -22,6 +22,9 @@
 /* Rises when functions are added; programs compiled against an older one keep working. */
 #define VDKIT_API_VERSION 1
 
+// For vdkit_create(): an existing file is replaced.
+#define VDKIT_CREATE_REPLACE 1
+
 // For vdkit_write_zeroes(): the space may be freed.
 #define VDKIT_MAY_UNMAP 1
 
@@ -64,8 +67,20 @@
 // A bug in libvdkit; the message is for its authors.
 #define VDKIT_E_PANIC -8
 
-// For vdkit_create(): an existing file is replaced.
-#define VDKIT_CREATE_REPLACE 1
+// It needs more memory or work than the limits allow; the image may be sound.
+#define VDKIT_E_LIMIT -9
+
+// The image is encrypted, and there is no key for it or a wrong one.
+#define VDKIT_E_KEY -10
+
+// The image uses a feature that is not supported, or its format lacks one.
+#define VDKIT_E_UNSUPPORTED -11
+
+// It was opened for reading only.
+#define VDKIT_E_READ_ONLY -12
+
+// A file is not there.
+#define VDKIT_E_NOT_FOUND -13
 
 // For vdkit_convert(): compress the new image's clusters.
 #define VDKIT_CONVERT_COMPRESS 1
@@ -136,6 +151,14 @@
 // For vdkit_serve_nbd() and its kin: clients may not write.
 #define VDKIT_SERVE_READ_ONLY 1
 
+// For vdkit_serve_nbd() and its kin: a request for which no space is left fails. Without it, the request
+// waits until there is space.
+#define VDKIT_SERVE_REPORT_NO_SPACE 2
+
+// What a new image shall be, beside its format and size. New ones have no options of the format, no key
+// and no backing image. One may be used by many threads at once, but not while another thread changes it.
+typedef struct vdkit_create_options vdkit_create_options;
+
 // An open disk: an image with the images that it stands on. May be used from many threads at once.
 typedef struct vdkit_disk vdkit_disk;
 
@@ -194,8 +217,6 @@ typedef struct {
   void *user;
 } vdkit_monitor;
 
-typedef char **Report;
-
 // Decides whether an image may open another file that it names: returns nonzero to allow it. `file`
 // is the image, `target` the name as it stands there. Called from the thread that opens the image.
 typedef int (*vdkit_reference_fn)(void *user, const char *file, const char *target);
@@ -238,6 +259,42 @@ typedef struct {
 extern "C" {
 #endif // __cplusplus
 
+// Makes options. Freed by vdkit_create_options_free().
+int vdkit_create_options_new(vdkit_create_options **options);
+
+// Frees options. They may be freed as soon as the functions that took them have returned. NULL is
+// allowed.
+void vdkit_create_options_free(vdkit_create_options *options);
+
+// Adds options of the format: "key=value,..." (as `vdkit create -o`). Of several values of a key the
+// last one counts. An option that the format does not have is an error of the function that makes the
+// image.
+int vdkit_create_options_add(vdkit_create_options *options,
+                             const char *text);
+
+// Sets the passphrase or key of a new image that is encrypted, such as a qcow2 image with
+// "encrypt.format=luks": `len` bytes, which are copied, and wiped when the options and all that uses
+// them are freed. For any other image a key is an error.
+int vdkit_create_options_key(vdkit_create_options *options,
+                             const void *key,
+                             size_t len);
+
+// Sets the image that the new one stands on, as a name from the new one's folder; NULL for none. `format`
+// may be NULL: it is found then, and must not be raw. `opening` says how the backing image is opened: its
+// keys, references and locks; it is copied, and may be NULL.
+int vdkit_create_options_backing(vdkit_create_options *options,
+                                 const char *backing,
+                                 const char *format,
+                                 const vdkit_open_options *opening);
+
+// Makes a new image. `size`: bytes of its disk; 0 takes those of the backing image. `options` may be
+// NULL. `flags`: VDKIT_CREATE_REPLACE, or 0. Nothing is left behind after an error.
+int vdkit_create(const char *path,
+                 const char *format,
+                 uint64_t size,
+                 const vdkit_create_options *options,
+                 uint32_t flags);
+
 // Opens an image and what it stands on. `options` may be NULL. NBD URIs are paths too. Closed by
 // vdkit_close().
 int vdkit_open(const char *path,
@@ -272,10 +329,16 @@ int vdkit_pwrite(const vdkit_disk *disk,
                  size_t len,
                  uint64_t offset);
 
-// Reads into several pieces of memory in turn.
-int vdkit_preadv(const vdkit_disk *disk, const vdkit_iovec *pieces, int count, uint64_t offset);
+// Reads into several pieces of memory in turn, which are one range of the disk; if it ends beyond the disk,
+// nothing is read. After an error what the pieces hold is undefined.
+int vdkit_preadv(const vdkit_disk *disk,
+                 const vdkit_iovec *pieces,
+                 int count,
+                 uint64_t offset);
 
-// Writes several pieces of memory in turn.
+// Writes several pieces of memory in turn, which are one range of the disk; if it ends beyond the disk,
+// nothing is written. After another error each byte of the range is old or new. In the cache modes in
+// which a write is durable at once, one flush at the end serves all pieces.
 int vdkit_pwritev(const vdkit_disk *disk,
                   const vdkit_iovec *pieces,
                   int count,
@@ -343,27 +406,17 @@ void vdkit_free(char *text);
 // short.
 char *vdkit_formats(void);
 
-// Makes a new image. `size`: bytes of its disk; 0 takes those of the backing image. `options`: those
-// of the format as "key=value,..." (as `vdkit create -o`), or NULL. `backing` with `backing_format`:
-// the image that it stands on, as a name from its own folder; both may be NULL. Nothing is left behind
-// after an error.
-int vdkit_create(const char *path,
-                 const char *format,
-                 uint64_t size,
-                 const char *options,
-                 const char *backing,
-                 const char *backing_format,
-                 uint32_t flags);
-
 // Copies a disk into a new image of another format. The new image gets its name when it is complete;
-// nothing is left behind after an error. `opening` is for the source. `target_format` may be NULL with
-// VDKIT_CONVERT_INTO (it is found) and is required otherwise. `options`: those of the target's format
-// as "key=value,...", or NULL. `report` may be NULL; its string is for vdkit_free().
+// nothing is left behind after an error, but with VDKIT_CONVERT_INTO what was written so far. `opening` is
+// for the source. `target_format` may be NULL with VDKIT_CONVERT_INTO (it is found) and is required
+// otherwise. `options` may be NULL: what the new image shall be; with a backing image, which must be one of
+// the source's chain, only the differences to it are written. With VDKIT_CONVERT_INTO they may only have
+// the target's key. `report` may be NULL; its string is for vdkit_free().
 int vdkit_convert(const char *source,
                   const vdkit_open_options *opening,
                   const char *target,
                   const char *target_format,
-                  const char *options,
+                  const vdkit_create_options *options,
                   uint32_t flags,
                   const vdkit_monitor *monitor,
                   char **report);
@@ -374,7 +427,7 @@ int vdkit_convert(const char *source,
 int vdkit_convert_disk(vdkit_disk *source,
                        const char *target,
                        const char *target_format,
-                       const char *options,
+                       const vdkit_create_options *options,
                        uint32_t flags,
                        const vdkit_monitor *monitor,
                        char **report);
@@ -460,7 +513,7 @@ int vdkit_amend(const char *path,
                 const vdkit_open_options *opening,
                 const char *options,
                 const vdkit_monitor *monitor,
-                Report report);
+                char **report);
 
 // Lists the key slots of an encrypted image, and those that the keys of `opening` open, as JSON for
 // vdkit_free().
@@ -477,7 +530,7 @@ int vdkit_key_add(const char *path,
                   size_t len,
                   uint32_t milliseconds,
                   uint32_t flags,
-                  Report report);
+                  char **report);
 
 // Wipes a key slot. Without VDKIT_FORCE in `flags`, a key of `opening` must open another slot. `report` may
 // be NULL.
@@ -485,7 +538,7 @@ int vdkit_key_remove(const char *path,
                      const vdkit_open_options *opening,
                      uint32_t slot,
                      uint32_t flags,
-                     Report report);
+                     char **report);
 
 // Makes options. Freed by vdkit_open_options_free().
 int vdkit_open_options_new(vdkit_open_options **options);

@@ -71,14 +71,9 @@ pub unsafe extern "C" fn vdkit_open_fd(
         let options = opening(options);
         let lock = if options.lock { LockMode::Auto } else { LockMode::Off };
         let file = reopen(fd, options.writable)?;
-        let how = FileOptions {
-            writable: options.writable,
-            cache: options.cache,
-            lock,
-            ..FileOptions::default()
-        };
+        let how = FileOptions::default().writable(options.writable).cache(options.cache).lock(lock);
         let storage = Arc::new(FileStorage::from_file(file, name, &how)?);
-        let opened = Disk::open_given(&vdkit::registry(), storage, &options)?;
+        let opened = Disk::open_storage(&vdkit::registry(), storage, &options)?;
         place.write(vdkit_disk::new(opened));
         Ok(())
     })
@@ -166,26 +161,35 @@ pub struct vdkit_iovec {
     pub len: usize,
 }
 
-/// Calls `act` for each piece of memory with its guest offset.
+/// The pieces with their guest offsets, if they are within the disk.
 ///
 /// # Safety
 /// As [`border::list`].
-unsafe fn each_piece(
+unsafe fn placed<'a>(
+    disk: &Disk,
     pieces: *const vdkit_iovec,
     count: c_int,
     offset: u64,
-    mut act: impl FnMut(&vdkit_iovec, GuestOffset) -> Result<()>,
-) -> Result<()> {
-    let mut at = offset;
+) -> Result<Vec<(&'a vdkit_iovec, GuestOffset)>> {
+    let mut end = offset;
+    let mut placed = Vec::new();
     // SAFETY: the caller's promise.
     for piece in unsafe { border::list(pieces, count) }? {
-        act(piece, GuestOffset(at))?;
-        at = at.checked_add(piece.len as u64).ok_or_else(|| misuse("the pieces are too long"))?;
+        if piece.base.is_null() && piece.len > 0 {
+            return Err(misuse("the buffer of a piece is NULL"));
+        }
+        placed.push((piece, GuestOffset(end)));
+        end = end.checked_add(piece.len as u64).ok_or_else(|| misuse("the pieces are too long"))?;
     }
-    Ok(())
+    let bytes = disk.guest_bytes();
+    if end > bytes {
+        return Err(misuse(format!("the pieces end at {end}, beyond the disk of {bytes} bytes")));
+    }
+    Ok(placed)
 }
 
-/// Reads into several pieces of memory in turn.
+/// Reads into several pieces of memory in turn, which are one range of the disk; if it ends beyond the disk,
+/// nothing is read. After an error what the pieces hold is undefined.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_preadv(
     disk: Option<&vdkit_disk>,
@@ -195,16 +199,18 @@ pub unsafe extern "C" fn vdkit_preadv(
 ) -> c_int {
     call(|| {
         let disk = &given(disk, "disk")?.0;
-        // SAFETY: the header's promise, for the list and for its pieces.
-        unsafe {
-            each_piece(pieces, count, offset, |piece, at| {
-                disk.read_at(border::bytes_mut(piece.base, piece.len)?, at)
-            })
+        // SAFETY: the header's promise.
+        for (piece, at) in unsafe { placed(disk, pieces, count, offset) }? {
+            // SAFETY: the header's promise.
+            disk.read_at(unsafe { border::bytes_mut(piece.base, piece.len) }?, at)?;
         }
+        Ok(())
     })
 }
 
-/// Writes several pieces of memory in turn.
+/// Writes several pieces of memory in turn, which are one range of the disk; if it ends beyond the disk,
+/// nothing is written. After another error each byte of the range is old or new. In the cache modes in
+/// which a write is durable at once, one flush at the end serves all pieces.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_pwritev(
     disk: Option<&vdkit_disk>,
@@ -214,12 +220,12 @@ pub unsafe extern "C" fn vdkit_pwritev(
 ) -> c_int {
     call(|| {
         let disk = &given(disk, "disk")?.0;
-        // SAFETY: the header's promise, for the list and for its pieces.
-        unsafe {
-            each_piece(pieces, count, offset, |piece, at| {
-                disk.write_at(border::bytes(piece.base, piece.len)?, at)
-            })
+        // SAFETY: the header's promise.
+        for (piece, at) in unsafe { placed(disk, pieces, count, offset) }? {
+            // SAFETY: the header's promise.
+            disk.write_unsettled(unsafe { border::bytes(piece.base, piece.len) }?, at)?;
         }
+        if disk.cache().write_durable() { disk.flush() } else { Ok(()) }
     })
 }
 

@@ -23,6 +23,16 @@ pub const VDKIT_E_NO_SPACE: c_int = -6;
 pub const VDKIT_E_INTERRUPTED: c_int = -7;
 /// A bug in libvdkit; the message is for its authors.
 pub const VDKIT_E_PANIC: c_int = -8;
+/// It needs more memory or work than the limits allow; the image may be sound.
+pub const VDKIT_E_LIMIT: c_int = -9;
+/// The image is encrypted, and there is no key for it or a wrong one.
+pub const VDKIT_E_KEY: c_int = -10;
+/// The image uses a feature that is not supported, or its format lacks one.
+pub const VDKIT_E_UNSUPPORTED: c_int = -11;
+/// It was opened for reading only.
+pub const VDKIT_E_READ_ONLY: c_int = -12;
+/// A file is not there.
+pub const VDKIT_E_NOT_FOUND: c_int = -13;
 
 #[derive(Default)]
 struct Last {
@@ -51,6 +61,11 @@ pub(crate) fn code_of(error: &Error) -> c_int {
         ErrorKind::Locked => VDKIT_E_LOCKED,
         ErrorKind::NoSpace => VDKIT_E_NO_SPACE,
         ErrorKind::Interrupted => VDKIT_E_INTERRUPTED,
+        ErrorKind::Limit => VDKIT_E_LIMIT,
+        ErrorKind::Key => VDKIT_E_KEY,
+        ErrorKind::Unsupported => VDKIT_E_UNSUPPORTED,
+        ErrorKind::ReadOnly => VDKIT_E_READ_ONLY,
+        ErrorKind::NotFound => VDKIT_E_NOT_FOUND,
         _ => VDKIT_E_FAILED,
     }
 }

@@ -7,16 +7,16 @@ use std::path::PathBuf;
 use parking_lot::Mutex;
 use vdkit::jobs::inspect::{InspectOptions, Verdict, inspect};
 use vdkit::jobs::{
-    self, CommitOptions, CompareOptions, ConvertOptions, CreateOptions, Destination, NewBacking,
+    self, CommitOptions, CompareOptions, ConvertOptions, Destination, ExistingImage, NewBacking,
     NewImage, RebaseOptions, SnapshotAction, Source,
 };
 use vdkit::storage::FileOptions;
 use vdkit::{
-    CancelToken, Codec, CompressionSpec, Disk, Monitor, NewBitmap, OpenOptions, Options, Progress,
-    Repair,
+    CancelToken, Codec, CompressionSpec, Disk, Monitor, NewBitmap, Options, Progress, Repair,
 };
 
 use crate::border::{self, Result, User, call, given, misuse};
+use crate::creation::vdkit_create_options;
 use crate::disk::vdkit_disk;
 use crate::options::{opening, vdkit_open_options};
 
@@ -59,7 +59,7 @@ impl Watch {
     }
 
     pub(crate) fn monitor(&self) -> Monitor<'_> {
-        Monitor { cancel: self.cancel.clone(), progress: self }
+        Monitor::new(self).cancelled_by(self.cancel.clone())
     }
 }
 
@@ -93,53 +93,11 @@ pub(crate) fn json_of(report: &impl serde::Serialize) -> String {
     serde_json::to_string(report).unwrap_or_default()
 }
 
-pub(crate) type Report<'a> = Option<&'a mut MaybeUninit<*mut c_char>>;
-
-pub(crate) fn put_report(place: Report<'_>, report: &impl serde::Serialize) {
+pub(crate) fn put_report(
+    place: Option<&mut MaybeUninit<*mut c_char>>,
+    report: &impl serde::Serialize,
+) {
     border::put_if_asked(place, || border::new_text(&json_of(report)));
-}
-
-/// Options of a format by the text "key=value,...".
-fn format_options(format: &str, text: Option<&str>) -> Result<Options> {
-    Options::parse(format, vdkit::format(format)?.options(), text)
-}
-
-/// For vdkit_create(): an existing file is replaced.
-pub const VDKIT_CREATE_REPLACE: u32 = 1;
-
-/// Makes a new image. `size`: bytes of its disk; 0 takes those of the backing image. `options`: those
-/// of the format as "key=value,..." (as `vdkit create -o`), or NULL. `backing` with `backing_format`:
-/// the image that it stands on, as a name from its own folder; both may be NULL. Nothing is left behind
-/// after an error.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn vdkit_create(
-    path: *const c_char,
-    format: *const c_char,
-    size: u64,
-    options: *const c_char,
-    backing: *const c_char,
-    backing_format: *const c_char,
-    flags: u32,
-) -> c_int {
-    call(|| {
-        // SAFETY: the header's promise.
-        let (path, format, options, backing, backing_format) = unsafe {
-            (
-                border::path(path, "path")?,
-                border::text(format, "format")?,
-                border::maybe_text(options)?,
-                border::maybe_text(backing)?,
-                border::maybe_text(backing_format)?,
-            )
-        };
-        border::known(flags, VDKIT_CREATE_REPLACE)?;
-        let image = CreateOptions::new(path, vdkit::format(format)?)
-            .guest_bytes((size > 0 || backing.is_none()).then_some(size))
-            .options(format_options(format, options)?)
-            .backing(backing.map(|name| NewBacking::new(name, backing_format.map(str::to_owned))))
-            .replace(flags & VDKIT_CREATE_REPLACE != 0);
-        jobs::create(&vdkit::registry(), &image, &Monitor::default()).map(|_| ())
-    })
 }
 
 /// For vdkit_convert(): compress the new image's clusters.
@@ -150,16 +108,18 @@ pub const VDKIT_CONVERT_VERIFY: u32 = 2;
 pub const VDKIT_CONVERT_INTO: u32 = 4;
 
 /// Copies a disk into a new image of another format. The new image gets its name when it is complete;
-/// nothing is left behind after an error. `opening` is for the source. `target_format` may be NULL with
-/// VDKIT_CONVERT_INTO (it is found) and is required otherwise. `options`: those of the target's format
-/// as "key=value,...", or NULL. `report` may be NULL; its string is for vdkit_free().
+/// nothing is left behind after an error, but with VDKIT_CONVERT_INTO what was written so far. `opening` is
+/// for the source. `target_format` may be NULL with VDKIT_CONVERT_INTO (it is found) and is required
+/// otherwise. `options` may be NULL: what the new image shall be; with a backing image, which must be one of
+/// the source's chain, only the differences to it are written. With VDKIT_CONVERT_INTO they may only have
+/// the target's key. `report` may be NULL; its string is for vdkit_free().
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_convert(
     source: *const c_char,
     opening: Option<&vdkit_open_options>,
     target: *const c_char,
     target_format: *const c_char,
-    options: *const c_char,
+    options: Option<&vdkit_create_options>,
     flags: u32,
     monitor: Option<&vdkit_monitor>,
     report: Option<&mut MaybeUninit<*mut c_char>>,
@@ -168,9 +128,9 @@ pub unsafe extern "C" fn vdkit_convert(
         // SAFETY: the header's promise.
         let source = unsafe { border::path(source, "source") }?;
         // SAFETY: as above.
-        let target = unsafe { Target::new(target, target_format, options, flags) }?;
+        let wanted = unsafe { conversion(target, target_format, options, flags) }?;
         let disk = Disk::open(&vdkit::registry(), source, &self::opening(opening))?;
-        copy(disk, Ok(target), monitor, report)
+        copy(disk, Ok(wanted), monitor, report)
     })
 }
 
@@ -182,7 +142,7 @@ pub unsafe extern "C" fn vdkit_convert_disk(
     source: *mut vdkit_disk,
     target: *const c_char,
     target_format: *const c_char,
-    options: *const c_char,
+    options: Option<&vdkit_create_options>,
     flags: u32,
     monitor: Option<&vdkit_monitor>,
     report: Option<&mut MaybeUninit<*mut c_char>>,
@@ -191,78 +151,68 @@ pub unsafe extern "C" fn vdkit_convert_disk(
         // SAFETY: the header's promise.
         let disk = unsafe { vdkit_disk::take(source) }?;
         // SAFETY: as above.
-        let target = unsafe { Target::new(target, target_format, options, flags) };
-        copy(disk, target, monitor, report)
+        let wanted = unsafe { conversion(target, target_format, options, flags) };
+        copy(disk, wanted, monitor, report)
     })
 }
 
-/// Where a conversion goes.
-struct Target {
-    destination: Destination,
-    compress: Option<CompressionSpec>,
-    verify: bool,
-}
-
-impl Target {
-    /// # Safety
-    /// As [`border::maybe_text`], for each string.
-    unsafe fn new(
-        path: *const c_char,
-        format: *const c_char,
-        options: *const c_char,
-        flags: u32,
-    ) -> Result<Self> {
-        // SAFETY: the caller's promise.
-        let (path, format, options) = unsafe {
-            (
-                border::path(path, "target")?,
-                border::maybe_text(format)?,
-                border::maybe_text(options)?,
-            )
-        };
-        border::known(flags, VDKIT_CONVERT_COMPRESS | VDKIT_CONVERT_VERIFY | VDKIT_CONVERT_INTO)?;
-        let destination = if flags & VDKIT_CONVERT_INTO != 0 {
-            if options.is_some() {
-                return Err(misuse("an image that exists keeps its options"));
-            }
-            Destination::Into {
-                path: path.to_owned(),
-                format: format.map(str::to_owned),
-                cache: None,
-                refs: vdkit::RefPolicy::default(),
-            }
-        } else {
-            let format = given(format, "target_format")?;
-            Destination::New(NewImage::new(path, format).options(format_options(format, options)?))
-        };
-        let codec = match options {
-            Some(options) if options.contains("compression_type=zstd") => Codec::Zstd,
-            _ => Codec::Deflate,
-        };
-        let compress =
-            (flags & VDKIT_CONVERT_COMPRESS != 0).then_some(CompressionSpec { codec, level: None });
-        Ok(Self { destination, compress, verify: flags & VDKIT_CONVERT_VERIFY != 0 })
+/// Where a conversion goes, and how.
+///
+/// # Safety
+/// As [`border::maybe_text`], for each string.
+unsafe fn conversion(
+    target: *const c_char,
+    format: *const c_char,
+    options: Option<&vdkit_create_options>,
+    flags: u32,
+) -> Result<ConvertOptions> {
+    // SAFETY: the caller's promise.
+    let (path, format) = unsafe { (border::path(target, "target")?, border::maybe_text(format)?) };
+    border::known(flags, VDKIT_CONVERT_COMPRESS | VDKIT_CONVERT_VERIFY | VDKIT_CONVERT_INTO)?;
+    let none = vdkit_create_options::default();
+    let (options, mut codec) = (options.unwrap_or(&none), Codec::Deflate);
+    let mut wanted = if flags & VDKIT_CONVERT_INTO != 0 {
+        let existing = ExistingImage::new(path).format(format.map(str::to_owned));
+        let mut wanted = ConvertOptions::new(Destination::Into(existing));
+        wanted.keys.extend(options.only_key()?);
+        wanted
+    } else {
+        let driver = vdkit::format(given(format, "target_format")?)?;
+        let of_format = options.of_format(driver)?;
+        if of_format.text("compression_type") == Some("zstd") {
+            codec = Codec::Zstd;
+        }
+        let (reference, backing) = options.backing_of(path)?.unzip();
+        let new = NewImage::new(path, driver.name()).options(of_format).backing(reference);
+        let mut wanted = ConvertOptions::new(Destination::New(new));
+        wanted.backing = backing;
+        wanted
+    };
+    if flags & VDKIT_CONVERT_COMPRESS != 0 {
+        wanted.compress = Some(CompressionSpec { codec, level: None });
     }
+    wanted.verify = flags & VDKIT_CONVERT_VERIFY != 0;
+    Ok(wanted)
 }
 
 fn copy(
     disk: Disk,
-    target: Result<Target>,
+    wanted: Result<ConvertOptions>,
     monitor: Option<&vdkit_monitor>,
-    report: Report<'_>,
+    report: Option<&mut MaybeUninit<*mut c_char>>,
 ) -> Result<()> {
     let source = Source::new(vec![disk]);
-    let done = target.and_then(|target| {
-        let mut options = ConvertOptions::new(target.destination);
-        options.compress = target.compress;
-        options.verify = target.verify;
+    let done = wanted.and_then(|wanted| {
         let watch = Watch::new(monitor)?;
-        jobs::convert(&vdkit::registry(), &source, &options, &watch.monitor())
+        jobs::convert(&vdkit::registry(), &source, &wanted, &watch.monitor())
     });
-    // What was written to it before may not be durable yet.
+    // What was written to the source before may not be durable yet. If closing it fails, the complete
+    // target stays, but a report beside an error would be lost.
     let closed = source.disks().iter().try_for_each(Disk::close);
-    put_report(report, &done?);
-    closed
+    let done = done?;
+    closed?;
+    put_report(report, &done);
+    Ok(())
 }
 
 /// For vdkit_check(): only reports.
@@ -352,7 +302,7 @@ pub unsafe extern "C" fn vdkit_measure(
         };
         let disk = Disk::open(&vdkit::registry(), path, &self::opening(opening))?;
         let driver = vdkit::format(format)?;
-        let options = format_options(format, options)?;
+        let options = Options::parse(driver.name(), driver.options(), options)?;
         let found = jobs::measure(&[disk], driver, &options, &Monitor::default())?;
         border::put_if_asked(required, || found.required);
         border::put_if_asked(full, || found.fully_allocated);
@@ -384,7 +334,7 @@ pub unsafe extern "C" fn vdkit_commit(
         options.to = to.map(PathBuf::from);
         options.force = flags & VDKIT_FORCE != 0;
         let watch = Watch::new(monitor)?;
-        let opening = OpenOptions { writable: true, ..self::opening(opening) };
+        let opening = self::opening(opening).writable(true);
         let registry = vdkit::registry();
         let done = jobs::commit(&registry, overlay, &opening, &options, &watch.monitor())?;
         put_report(report, &done);
@@ -422,7 +372,7 @@ pub unsafe extern "C" fn vdkit_rebase(
         options.header_only = flags & VDKIT_HEADER_ONLY != 0;
         options.force = flags & VDKIT_FORCE != 0;
         let watch = Watch::new(monitor)?;
-        let opening = OpenOptions { writable: true, ..self::opening(opening) };
+        let opening = self::opening(opening).writable(true);
         let registry = vdkit::registry();
         let done = jobs::rebase(&registry, overlay, &opening, &options, &watch.monitor())?;
         put_report(report, &done);
@@ -521,7 +471,7 @@ pub unsafe extern "C" fn vdkit_compact(
         // SAFETY: the header's promise.
         let path = unsafe { border::path(path, "path") }?;
         let (watch, opening) = (Watch::new(monitor)?, self::opening(opening));
-        let how = vdkit::CompactOptions { zero_scan: false };
+        let how = vdkit::CompactOptions::default().zero_scan(false);
         let done = jobs::compact(&vdkit::registry(), path, &opening, how, &watch.monitor())?;
         put_report(report, &done.report);
         Ok(())

@@ -3,10 +3,10 @@
 use std::ffi::{c_char, c_int, c_void};
 use std::mem::MaybeUninit;
 
-use vdkit::{OpenOptions, Secret, jobs};
+use vdkit::{Secret, jobs};
 
 use crate::border::{self, call};
-use crate::jobs::{Report, Watch, json_of, put_report, vdkit_monitor};
+use crate::jobs::{Watch, json_of, put_report, vdkit_monitor};
 use crate::options::{opening, vdkit_open_options};
 
 /// How long trying a key takes on this machine if nothing is said, as with `vdkit key`.
@@ -20,14 +20,14 @@ pub unsafe extern "C" fn vdkit_amend(
     opening: Option<&vdkit_open_options>,
     options: *const c_char,
     monitor: Option<&vdkit_monitor>,
-    report: Report<'_>,
+    report: Option<&mut MaybeUninit<*mut c_char>>,
 ) -> c_int {
     call(|| {
         // SAFETY: the header's promise.
         let (path, options) =
             unsafe { (border::path(path, "path")?, border::text(options, "options")?) };
         let watch = Watch::new(monitor)?;
-        let opening = OpenOptions { writable: true, ..self::opening(opening) };
+        let opening = self::opening(opening).writable(true);
         let done = jobs::amend(&vdkit::registry(), path, &opening, [options], &watch.monitor())?;
         put_report(report, &done);
         Ok(())
@@ -66,7 +66,7 @@ pub unsafe extern "C" fn vdkit_key_add(
     len: usize,
     milliseconds: u32,
     flags: u32,
-    report: Report<'_>,
+    report: Option<&mut MaybeUninit<*mut c_char>>,
 ) -> c_int {
     call(|| {
         border::known(flags, VDKIT_KEY_REPLACE)?;
@@ -93,7 +93,7 @@ pub unsafe extern "C" fn vdkit_key_remove(
     opening: Option<&vdkit_open_options>,
     slot: u32,
     flags: u32,
-    report: Report<'_>,
+    report: Option<&mut MaybeUninit<*mut c_char>>,
 ) -> c_int {
     call(|| {
         border::known(flags, crate::jobs::VDKIT_FORCE)?;

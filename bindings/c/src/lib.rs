@@ -5,10 +5,11 @@
 //!   border   raw pointers to Rust values, and results to codes: what the functions share
 //!   error    the last error of each thread
 //!   options  how images are opened
+//!   creation new images
 //!   storage  images whose bytes the program itself reads and writes
 //!   disk     an open disk: reads, writes, extents
 //!   queue    requests in the background, with an event descriptor
-//!   jobs     create, convert, check and the other long work
+//!   jobs     convert, check, compare and the other long work
 //!   keys     options and key slots of existing images
 //!   server   a disk for NBD clients, or for a virtual machine
 //! ```
@@ -19,6 +20,7 @@
 #![allow(clippy::missing_safety_doc)] // Said once, above and at the head of the header.
 
 mod border;
+pub mod creation;
 pub mod disk;
 pub mod error;
 pub mod jobs;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions, Tls};
-use vdkit::serve::{Export, ExportOptions};
+use vdkit::serve::{Export, ExportOptions, OnNoSpace};
 use vdkit::{Disk, Error, IoAction, vhost_user};
 
 use crate::border::{self, Result, call, misuse};
@@ -26,6 +26,9 @@ enum Running {
 
 /// For vdkit_serve_nbd() and its kin: clients may not write.
 pub const VDKIT_SERVE_READ_ONLY: u32 = 1;
+/// For vdkit_serve_nbd() and its kin: a request for which no space is left fails. Without it, the request
+/// waits until there is space.
+pub const VDKIT_SERVE_REPORT_NO_SPACE: u32 = 2;
 
 /// Serves a disk to NBD clients, on threads of its own, at "unix:PATH" or "tcp:HOST:PORT" (port 0: any
 /// free one). `name` is the export's; NULL is the empty one. The server takes the disk over, and closes it
@@ -104,7 +107,8 @@ fn serve_nbd(
     serve(disk, listening, |export, (listener, address)| {
         let uri = listener.uri(&export.options().name, tls.is_some());
         let exports = Exports::new(vec![export.clone()]);
-        let options = ServerOptions { tls, ..ServerOptions::default() };
+        let mut options = ServerOptions::default();
+        options.tls = tls;
         let running = Server::start(exports, vec![listener], options);
         let failed = |source| failed_to_open(&address.to_string(), source);
         Ok((Running::Nbd(running.map_err(failed)?), uri))
@@ -173,12 +177,14 @@ fn failed_to_open(file: &str, source: std::io::Error) -> Error {
 }
 
 fn export_options(name: &str, flags: u32) -> Result<ExportOptions> {
-    border::known(flags, VDKIT_SERVE_READ_ONLY)?;
-    Ok(ExportOptions {
-        name: name.to_owned(),
-        read_only: flags & VDKIT_SERVE_READ_ONLY != 0,
-        ..ExportOptions::default()
-    })
+    border::known(flags, VDKIT_SERVE_READ_ONLY | VDKIT_SERVE_REPORT_NO_SPACE)?;
+    let mut options = ExportOptions::default();
+    options.name = name.to_owned();
+    options.read_only = flags & VDKIT_SERVE_READ_ONLY != 0;
+    if flags & VDKIT_SERVE_REPORT_NO_SPACE != 0 {
+        options.on_nospace = OnNoSpace::Report;
+    }
+    Ok(options)
 }
 
 /// The socket and the export's options.

@@ -217,7 +217,7 @@ pub unsafe extern "C" fn vdkit_open_storage(
             ));
         }
         let storage = Arc::new(Callbacks { ops, user, name, writable });
-        let opened = Disk::open_given(&vdkit::registry(), storage, &options)?;
+        let opened = Disk::open_storage(&vdkit::registry(), storage, &options)?;
         place.write(vdkit_disk::new(opened));
         Ok(())
     })

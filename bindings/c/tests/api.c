@@ -36,15 +36,32 @@ static vdkit_open_options *writing(const char *format)
     return options;
 }
 
+/* With options of the format, and on a backing image in qcow2; both may be NULL. */
+static int create(const char *path, const char *format, uint64_t size, const char *text,
+                  const char *backing)
+{
+    vdkit_create_options *options = NULL;
+    int result;
+
+    OK(vdkit_create_options_new(&options));
+    if (text)
+        OK(vdkit_create_options_add(options, text));
+    if (backing)
+        OK(vdkit_create_options_backing(options, backing, "qcow2", NULL));
+    result = vdkit_create(path, format, size, options, 0);
+    vdkit_create_options_free(options);
+    return result;
+}
+
 static void errors(void)
 {
     vdkit_disk *disk = NULL;
     char *json = NULL;
     FILE *file;
 
-    CHECK(vdkit_open("missing.qcow2", NULL, &disk) == VDKIT_E_FAILED);
+    CHECK(vdkit_open("missing.qcow2", NULL, &disk) == VDKIT_E_NOT_FOUND);
     CHECK(disk == NULL);
-    CHECK(vdkit_error_code() == VDKIT_E_FAILED);
+    CHECK(vdkit_error_code() == VDKIT_E_NOT_FOUND);
     CHECK(strcmp(vdkit_error_file(), "missing.qcow2") == 0);
     CHECK(strstr(vdkit_error_message(), "No such file") != NULL);
     CHECK(vdkit_error_errno() == ENOENT);
@@ -55,19 +72,20 @@ static void errors(void)
     CHECK(vdkit_open("missing.qcow2", NULL, &disk) < 0 && disk == NULL);
     CHECK(vdkit_open("missing.qcow2", NULL, NULL) == VDKIT_E_USAGE);
     CHECK(vdkit_api_version() == VDKIT_API_VERSION);
-    CHECK(vdkit_create("x.qcow2", "qcow2", MIB, NULL, NULL, NULL, 0x80) == VDKIT_E_USAGE);
+    CHECK(vdkit_create("x.qcow2", "qcow2", MIB, NULL, 0x80) == VDKIT_E_USAGE);
     CHECK(vdkit_pread(NULL, &json, 1, 0) == VDKIT_E_USAGE);
     CHECK(vdkit_size(NULL) == 0);
     OK(vdkit_close(NULL));
     vdkit_free(NULL);
     vdkit_open_options_free(NULL);
+    vdkit_create_options_free(NULL);
     vdkit_queue_free(NULL);
     OK(vdkit_server_stop(NULL, 0));
-    CHECK(vdkit_create("x.qcow2", "nonsense", MIB, NULL, NULL, NULL, 0) == VDKIT_E_USAGE);
-    CHECK(vdkit_create("x.qcow2", "qcow2", MIB, "nonsense=1", NULL, NULL, 0) == VDKIT_E_USAGE);
+    CHECK(vdkit_create("x.qcow2", "nonsense", MIB, NULL, 0) == VDKIT_E_USAGE);
+    CHECK(create("x.qcow2", "qcow2", MIB, "nonsense=1", NULL) == VDKIT_E_USAGE);
 
     /* A damaged header: the kind, the file, the offset. */
-    OK(vdkit_create("damaged.qcow2", "qcow2", MIB, NULL, NULL, NULL, 0));
+    OK(vdkit_create("damaged.qcow2", "qcow2", MIB, NULL, 0));
     file = fopen("damaged.qcow2", "r+b");
     fseek(file, 20, SEEK_SET);
     fwrite("\0\0\0\1", 1, 4, file); /* clusters of two bytes */
@@ -77,8 +95,8 @@ static void errors(void)
     CHECK(strcmp(vdkit_error_file(), "damaged.qcow2") == 0);
 
     /* A policy for references. */
-    OK(vdkit_create("base.qcow2", "qcow2", MIB, NULL, NULL, NULL, 0));
-    OK(vdkit_create("top.qcow2", "qcow2", 0, NULL, "base.qcow2", "qcow2", 0));
+    OK(vdkit_create("base.qcow2", "qcow2", MIB, NULL, 0));
+    OK(create("top.qcow2", "qcow2", 0, NULL, "base.qcow2"));
     vdkit_open_options *options;
     OK(vdkit_open_options_new(&options));
     OK(vdkit_open_options_references(options, "nothing"));
@@ -131,8 +149,8 @@ static void reading_and_writing(void)
     struct iovec pieces[2] = { { buf, 100 }, { buf + 200, 412 } };
     int extents = 0;
 
-    OK(vdkit_create("a.qcow2", "qcow2", 4 * MIB, "cluster_size=4K", NULL, NULL, 0));
-    CHECK(vdkit_create("a.qcow2", "qcow2", MIB, NULL, NULL, NULL, 0) < 0);
+    OK(create("a.qcow2", "qcow2", 4 * MIB, "cluster_size=4K", NULL));
+    CHECK(vdkit_create("a.qcow2", "qcow2", MIB, NULL, 0) < 0);
     OK(vdkit_open("a.qcow2", options, &disk));
     CHECK(vdkit_size(disk) == 4 * MIB && vdkit_is_writable(disk));
     memset(buf, 7, sizeof buf);
@@ -145,6 +163,11 @@ static void reading_and_writing(void)
     OK(vdkit_preadv(disk, (vdkit_iovec *)pieces, 2, MIB));
     CHECK(buf[99] == 7 && buf[200] == 7);
     CHECK(vdkit_pread(disk, buf, 2, 4 * MIB - 1) < 0);
+    /* Pieces of which one does not fit: none is written. */
+    CHECK(vdkit_pwritev(disk, (vdkit_iovec *)pieces, 2, 4 * MIB - 200) == VDKIT_E_USAGE);
+    OK(vdkit_pread(disk, buf + 512, 200, 4 * MIB - 200));
+    CHECK(buf[512] == 0 && buf[711] == 0);
+    CHECK(vdkit_preadv(disk, (vdkit_iovec *)pieces, 2, 4 * MIB - 200) == VDKIT_E_USAGE);
     CHECK(vdkit_pwrite(disk, NULL, 5, 0) == VDKIT_E_USAGE);
     CHECK(vdkit_preadv(disk, NULL, -1, 0) == VDKIT_E_USAGE);
     OK(vdkit_pread(disk, NULL, 0, 0));
@@ -188,6 +211,7 @@ static void reading_and_writing(void)
 struct storage {
     char bytes[2 * MIB];
     int64_t len;
+    int syncs;
     int fail_after, freed; /* calls until they fail; -1 for never */
     pthread_mutex_t lock;
 };
@@ -249,7 +273,14 @@ static int s_set_size(void *user, uint64_t size)
 
 static int s_sync(void *user)
 {
+    ((struct storage *)user)->syncs++;
     return faulty(user) ? -EIO : 0;
+}
+
+static int s_never_durable(void *user)
+{
+    (void)user;
+    return -EIO;
 }
 
 static int s_counts(void *user, const void *buf, size_t len, uint64_t offset)
@@ -292,7 +323,7 @@ static void callbacks(void)
     int done = 0;
 
     pthread_mutex_init(&s.lock, NULL);
-    OK(vdkit_create("small.qcow2", "qcow2", MIB, "cluster_size=4K", NULL, NULL, 0));
+    OK(create("small.qcow2", "qcow2", MIB, "cluster_size=4K", NULL));
     for (int fault = 0; !done && fault < 500; fault++) {
         int result;
 
@@ -340,6 +371,37 @@ static void callbacks(void)
     vdkit_open_options_free(options);
 }
 
+/* A sync for all pieces of a write in writethrough; and no report beside an error. */
+static void durable(void)
+{
+    static struct storage s;
+    vdkit_open_options *options = writing("raw");
+    vdkit_storage_ops wrong = ops;
+    vdkit_disk *disk;
+    vdkit_iovec pieces[3] = { { "a", 1 }, { "bc", 2 }, { "d", 1 } };
+    char *report = NULL, buf[4];
+
+    pthread_mutex_init(&s.lock, NULL);
+    s.fail_after = -1;
+    s.len = MIB;
+    OK(vdkit_open_options_cache(options, "writethrough"));
+    OK(vdkit_open_storage(&ops, &s, "memory", options, &disk));
+    s.syncs = 0;
+    OK(vdkit_pwritev(disk, pieces, 3, 100));
+    CHECK(s.syncs == 1);
+    OK(vdkit_pread(disk, buf, 4, 100));
+    CHECK(memcmp(buf, "abcd", 4) == 0);
+    OK(vdkit_close(disk));
+
+    OK(vdkit_open_options_cache(options, "writeback"));
+    wrong.sync = s_never_durable;
+    OK(vdkit_open_storage(&wrong, &s, "memory", options, &disk));
+    OK(vdkit_pwrite(disk, "e", 1, 0));
+    CHECK(vdkit_convert_disk(disk, "whole.raw", "raw", NULL, 0, NULL, &report) == VDKIT_E_FAILED);
+    CHECK(report == NULL && vdkit_error_errno() == EIO && access("whole.raw", F_OK) == 0);
+    vdkit_open_options_free(options);
+}
+
 static vdkit_disk *shared;
 
 static void *client(void *number)
@@ -367,7 +429,7 @@ static void threads(void)
     vdkit_open_options *options = writing("qcow2");
     pthread_t all[8];
 
-    OK(vdkit_create("threads.qcow2", "qcow2", 4 * MIB, NULL, NULL, NULL, 0));
+    OK(vdkit_create("threads.qcow2", "qcow2", 4 * MIB, NULL, 0));
     OK(vdkit_open("threads.qcow2", options, &shared));
     for (int i = 0; i < 8; i++)
         pthread_create(&all[i], NULL, client, (void *)(intptr_t)i);
@@ -386,7 +448,7 @@ static void queue(void)
     vdkit_disk *disk = NULL;
     int reaped = 0;
 
-    OK(vdkit_create("queue.qcow2", "qcow2", 4 * MIB, NULL, NULL, NULL, 0));
+    OK(vdkit_create("queue.qcow2", "qcow2", 4 * MIB, NULL, 0));
     OK(vdkit_open("queue.qcow2", options, &disk));
     OK(vdkit_queue_new(disk, 4, &queue));
     vdkit_queue *none = NULL;
@@ -449,10 +511,16 @@ static void jobs(void)
                      &report));
     CHECK(updates > 0 && strstr(report, "virtual-size") != NULL);
     vdkit_free(report);
-    OK(vdkit_convert("threads.qcow2", NULL, "packed.qcow2", "qcow2", "compression_type=zstd",
-                     VDKIT_CONVERT_COMPRESS, NULL, NULL));
-    OK(vdkit_create("into.qcow2", "qcow2", 4 * MIB, NULL, NULL, NULL, 0));
+    vdkit_create_options *zstd;
+    OK(vdkit_create_options_new(&zstd));
+    OK(vdkit_create_options_add(zstd, "compression_type=zstd"));
+    OK(vdkit_convert("threads.qcow2", NULL, "packed.qcow2", "qcow2", zstd, VDKIT_CONVERT_COMPRESS, NULL,
+                     NULL));
+    OK(vdkit_create("into.qcow2", "qcow2", 4 * MIB, NULL, 0));
     OK(vdkit_convert("threads.qcow2", NULL, "into.qcow2", NULL, NULL, VDKIT_CONVERT_INTO, NULL, NULL));
+    CHECK(vdkit_convert("threads.qcow2", NULL, "into.qcow2", NULL, zstd, VDKIT_CONVERT_INTO, NULL, NULL) ==
+          VDKIT_E_USAGE); /* it keeps its options */
+    vdkit_create_options_free(zstd);
     stop = 1;
     CHECK(vdkit_convert("threads.qcow2", NULL, "never.raw", "raw", NULL, 0, &monitor, NULL) ==
           VDKIT_E_INTERRUPTED);
@@ -510,7 +578,7 @@ static void taken_over(void)
     char buf[5];
 
     for (int how = 0; how < 3; how++) {
-        OK(vdkit_create("taken.qcow2", "qcow2", MIB, NULL, NULL, NULL, VDKIT_CREATE_REPLACE));
+        OK(vdkit_create("taken.qcow2", "qcow2", MIB, NULL, VDKIT_CREATE_REPLACE));
         OK(vdkit_open("taken.qcow2", options, &disk));
         OK(vdkit_pwrite(disk, "taken", 5, 4096));
         if (how == 0)
@@ -603,44 +671,46 @@ static void serving_a_guest(void)
     close(monitor);
     OK(vdkit_server_stop(server, 1000));
     OK(vdkit_open("base.qcow2", NULL, &disk));
-    CHECK(vdkit_serve_vhost_user(disk, "no/folder/sock", 0, &server) == VDKIT_E_FAILED);
+    CHECK(vdkit_serve_vhost_user(disk, "no/folder/sock", 0, &server) == VDKIT_E_NOT_FOUND);
     CHECK(server == NULL && vdkit_error_errno() == ENOENT);
 }
 
-static void amending(void)
-{
-    char *report = NULL;
+#include "keys.h"
 
-    OK(vdkit_create("old.qcow2", "qcow2", MIB, "compat=0.10", NULL, NULL, 0));
-    OK(vdkit_amend("old.qcow2", NULL, "compat=1.1", NULL, &report));
-    CHECK(strstr(report, "\"compat\"") != NULL);
-    vdkit_free(report);
-    CHECK(vdkit_amend("old.qcow2", NULL, "nonsense=1", NULL, NULL) == VDKIT_E_USAGE);
-    CHECK(vdkit_amend("old.qcow2", NULL, NULL, NULL, NULL) == VDKIT_E_USAGE);
+/* Each kind of error has a code of its own. */
+static void kinds_of_errors(void)
+{
+    vdkit_disk *disk;
+
+    OK(vdkit_open("base.qcow2", NULL, &disk));
+    CHECK(vdkit_pwrite(disk, "x", 1, 0) == VDKIT_E_READ_ONLY);
+    OK(vdkit_close(disk));
+    CHECK(vdkit_compact("copy.vmdk", NULL, NULL, NULL) == VDKIT_E_UNSUPPORTED);
 }
 
-/* "encrypted.qcow2" has the key "first", says the program that runs this one. */
-static void key_slots(void)
+/* A client whose write finds no space is told so, if the server shall not wait. */
+static void no_space(void)
 {
+    static struct storage s;
+    static char buf[65536];
     vdkit_open_options *options = writing("qcow2");
-    char *json = NULL;
+    vdkit_server *server;
+    vdkit_disk *disk, *remote;
+    int result = 0;
 
-    CHECK(vdkit_key_add("encrypted.qcow2", options, "second", 6, 10, 0, NULL) < 0);
-    OK(vdkit_open_options_add_key(options, "first", 5));
-    OK(vdkit_key_add("encrypted.qcow2", options, "second", 6, 10, 0, NULL));
-    OK(vdkit_keys("encrypted.qcow2", options, &json));
-    CHECK(strstr(json, "\"opened\":[0]") != NULL);
-    vdkit_free(json);
-    OK(vdkit_key_add("encrypted.qcow2", options, "third", 5, 10, VDKIT_KEY_REPLACE, NULL));
-    CHECK(vdkit_key_add("encrypted.qcow2", options, "fourth", 6, 10, 0, NULL) < 0);
-    vdkit_open_options_free(options);
-    options = writing("qcow2");
-    OK(vdkit_open_options_add_key(options, "third", 5));
-    CHECK(vdkit_key_remove("encrypted.qcow2", options, 1, 0x80, NULL) == VDKIT_E_USAGE);
-    OK(vdkit_key_remove("encrypted.qcow2", options, 1, 0, &json));
-    CHECK(strstr(json, "\"removed-slots\":[1]") != NULL);
-    vdkit_free(json);
-    CHECK(vdkit_keys("old.qcow2", options, &json) < 0 && json == NULL);
+    pthread_mutex_init(&s.lock, NULL);
+    OK(vdkit_create("large.qcow2", "qcow2", 8 * MIB, NULL, 0));
+    load(&s, "large.qcow2");
+    OK(vdkit_open_storage(&ops, &s, "memory", options, &disk));
+    OK(vdkit_serve_nbd(disk, "unix:full.sock", NULL, VDKIT_SERVE_REPORT_NO_SPACE, &server));
+    OK(vdkit_open_options_format(options, "raw"));
+    OK(vdkit_open(vdkit_server_uri(server), options, &remote));
+    memset(buf, 1, sizeof buf);
+    for (uint64_t at = 0; result == 0 && at < 8 * MIB; at += sizeof buf)
+        result = vdkit_pwrite(remote, buf, sizeof buf, at);
+    CHECK(result == VDKIT_E_NO_SPACE);
+    vdkit_close(remote);
+    vdkit_server_stop(server, 1000);
     vdkit_open_options_free(options);
 }
 
@@ -675,6 +745,7 @@ int main(int argc, char **argv)
     judge();
     reading_and_writing();
     callbacks();
+    durable();
     threads();
     queue();
     jobs();
@@ -683,6 +754,9 @@ int main(int argc, char **argv)
     serving_a_guest();
     amending();
     key_slots();
+    encrypted_images();
+    kinds_of_errors();
+    no_space();
     (void)argv;
     if (argc == 1) /* valgrind calls what other threads held lost, in a child */
         forked();

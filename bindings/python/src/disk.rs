@@ -11,10 +11,10 @@ use vdkit::{
     BackingChoice, DiskPlace, Error, GuestOffset, OpenOptions, RefPolicy, Result, Secret, jobs,
 };
 
-use crate::errors::{misuse, raise, raise_from};
+use crate::errors::{misuse, raise};
 use crate::jobs::{abandonable, run};
 use crate::memory::{new_bytes, with_bytes, with_bytes_mut};
-use crate::source::{FileObject, Raised};
+use crate::source::FileObject;
 
 /// The options by which images are opened, as Python passes them.
 #[derive(Default, FromPyObject)]
@@ -39,45 +39,39 @@ impl Opening {
     }
 
     pub(crate) fn options(&self) -> Result<OpenOptions> {
-        Ok(OpenOptions {
-            format: self.format.clone(),
-            writable: self.writable,
-            cache: match &self.cache {
+        Ok(OpenOptions::read_only()
+            .maybe_format(self.format.clone())
+            .writable(self.writable)
+            .cache(match &self.cache {
                 Some(cache) => cache.parse()?,
                 None => Default::default(),
-            },
-            refs: self.folders.clone().map_or(RefPolicy::OwnFolder, RefPolicy::Folders),
-            lock: self.lock,
-            backing: match &self.backing {
+            })
+            .refs(self.folders.clone().map_or(RefPolicy::OwnFolder, RefPolicy::Folders))
+            .lock(self.lock)
+            .backing(match &self.backing {
                 _ if self.alone => BackingChoice::Ignore,
                 Some(path) => BackingChoice::Override { path: path.clone(), format: None },
                 None => BackingChoice::Follow,
-            },
-            snapshot: self.snapshot.clone(),
-            keys: self.keys.iter().map(|key| Secret::new(key.clone())).collect(),
-            ..OpenOptions::read_only()
-        })
+            })
+            .snapshot(self.snapshot.clone())
+            .keys(self.keys.iter().map(|key| Secret::new(key.clone())).collect()))
     }
 }
 
 /// An open disk; `vdkit.Disk` wraps it. Each call holds the lock for reading, so that closing waits for
 /// it. The lock is only ever waited for without the interpreter's.
 #[pyclass(frozen, module = "vdkit._vdkit")]
-pub(crate) struct Disk {
-    disk: RecursiveRwLock<Option<vdkit::Disk>>,
-    /// What a file object beneath it raised.
-    pub(crate) raised: Option<Arc<Raised>>,
-}
+pub(crate) struct Disk(RecursiveRwLock<Option<vdkit::Disk>>);
 
 impl Disk {
-    fn new(disk: vdkit::Disk, raised: Option<Arc<Raised>>) -> Self {
-        Self { disk: RecursiveRwLock::new(Some(disk)), raised }
+    fn new(disk: vdkit::Disk) -> Self {
+        Self(RecursiveRwLock::new(Some(disk)))
     }
 
     /// Calls the engine without the interpreter's lock.
     pub(crate) fn call<T>(&self, act: impl FnOnce(&vdkit::Disk) -> Result<T>) -> Result<T> {
         // Recursive, since a call can be within another: a file object that reads the disk, `compare(disk, disk)`.
-        match &*self.disk.read() {
+        match &*self.0.read() {
             Some(disk) => act(disk),
             None => Err(closed()),
         }
@@ -88,16 +82,12 @@ impl Disk {
         py: Python<'_>,
         act: impl FnOnce(&vdkit::Disk) -> Result<T> + Send,
     ) -> PyResult<T> {
-        py.detach(|| self.call(act)).map_err(|error| self.raise(py, &error))
-    }
-
-    pub(crate) fn raise(&self, py: Python<'_>, error: &Error) -> PyErr {
-        raise_from(py, error, self.raised.as_ref().and_then(|raised| raised.take()))
+        py.detach(|| self.call(act)).map_err(|error| raise(py, &error))
     }
 
     /// Takes the disk for a job or a server, which closes it, once no other call uses it.
     pub(crate) fn take(&self, py: Python<'_>) -> PyResult<vdkit::Disk> {
-        let taken = py.detach(|| self.disk.write().take());
+        let taken = py.detach(|| self.0.write().take());
         taken.ok_or_else(|| raise(py, &closed()))
     }
 }
@@ -149,7 +139,7 @@ impl Disk {
         } else {
             py.detach(open).map_err(|error| raise(py, &error))
         };
-        opened.map(|disk| Self::new(disk, None))
+        opened.map(Self::new)
     }
 
     #[staticmethod]
@@ -160,14 +150,10 @@ impl Disk {
         opening: Opening,
     ) -> PyResult<Self> {
         let storage = FileObject::new(file, name)?;
-        let raised = storage.raised.clone();
         let opened = py.detach(|| {
             vdkit::Disk::open_storage(&vdkit::registry(), Arc::new(storage), &opening.options()?)
         });
-        match opened {
-            Ok(disk) => Ok(Self::new(disk, Some(raised))),
-            Err(error) => Err(raise_from(py, &error, raised.take())),
-        }
+        opened.map(Self::new).map_err(|error| raise(py, &error))
     }
 
     #[getter]
@@ -245,9 +231,7 @@ impl Disk {
     fn resize(&self, py: Python<'_>, size: u64, shrink: bool) -> PyResult<()> {
         let mut options = jobs::ResizeOptions::default();
         options.shrink = shrink;
-        run(py, None, self.raised.as_deref(), |monitor| {
-            self.call(|disk| jobs::resize(disk, size, &options, monitor))
-        })
+        run(py, None, |monitor| self.call(|disk| jobs::resize(disk, size, &options, monitor)))
     }
 
     fn snapshot(&self, py: Python<'_>, action: &str, name: String) -> PyResult<()> {
@@ -257,7 +241,7 @@ impl Disk {
             "delete" => jobs::SnapshotAction::Delete(name),
             other => return Err(misuse(py, format!("unknown action '{other}'"))),
         };
-        run(py, None, self.raised.as_deref(), |monitor| {
+        run(py, None, |monitor| {
             self.call(|disk| jobs::snapshot(disk, &action, monitor).map(|_| ()))
         })
     }
@@ -307,9 +291,9 @@ impl Disk {
     /// Flushes and closes, once no other call uses it; may be called again.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let closed = py.detach(|| {
-            let disk = self.disk.write().take();
+            let disk = self.0.write().take();
             disk.map_or(Ok(()), |disk| disk.close())
         });
-        closed.map_err(|error| self.raise(py, &error))
+        closed.map_err(|error| raise(py, &error))
     }
 }

@@ -4,13 +4,19 @@ use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use vdkit::{Error, ErrorKind};
 
+use crate::source::Raised;
+
 /// The class in `vdkit.errors`.
 fn class(error: &Error) -> &'static str {
     match error.kind() {
-        ErrorKind::Failed if is_missing(error) => "NotFoundError",
         ErrorKind::Failed if error.errno().is_some() => "SystemCallError",
+        ErrorKind::NotFound => "NotFoundError",
         ErrorKind::Usage => "UsageError",
+        ErrorKind::ReadOnly => "ReadOnlyError",
         ErrorKind::Corrupt => "CorruptError",
+        ErrorKind::Limit => "LimitError",
+        ErrorKind::Unsupported => "UnsupportedError",
+        ErrorKind::Key => "EncryptionKeyError",
         ErrorKind::Refused => "RefusedError",
         ErrorKind::Locked => "LockedError",
         ErrorKind::NoSpace => "NoSpaceError",
@@ -19,27 +25,30 @@ fn class(error: &Error) -> &'static str {
     }
 }
 
-fn is_missing(error: &Error) -> bool {
-    matches!(error, Error::File { source, .. } | Error::Reference { source, .. }
-        if source.kind() == std::io::ErrorKind::NotFound)
+/// What a file object raised, if that is the error's cause.
+fn cause(py: Python<'_>, error: &Error) -> Option<PyErr> {
+    let system = std::error::Error::source(error)?.downcast_ref::<std::io::Error>()?;
+    let raised = system.get_ref()?.downcast_ref::<Raised>()?;
+    Some(raised.exception.clone_ref(py))
 }
 
-/// As [`raise`], for an error whose cause is what a file object raised. What is no `Exception`, such as
-/// `KeyboardInterrupt`, is raised itself.
-pub(crate) fn raise_from(py: Python<'_>, error: &Error, cause: Option<PyErr>) -> PyErr {
-    match cause {
+/// An exception for an error. If a file object raised something, that is its cause; what is no
+/// `Exception`, such as `KeyboardInterrupt`, is raised itself.
+pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
+    match cause(py, error) {
         Some(cause) if !cause.is_instance_of::<PyException>(py) => cause,
-        Some(cause) => {
-            let raised = raise(py, error);
-            raised.set_cause(py, Some(cause));
+        cause => {
+            let raised = exception(py, error);
+            if cause.is_some() {
+                raised.set_cause(py, cause);
+            }
             raised
         }
-        None => raise(py, error),
     }
 }
 
 /// An exception with the error's message, file, offset, hint and number.
-pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
+fn exception(py: Python<'_>, error: &Error) -> PyErr {
     let made = py.import("vdkit.errors").and_then(|module| {
         module.getattr(class(error))?.call1((
             error.to_string(),

@@ -8,20 +8,19 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use vdkit::jobs::inspect::{InspectOptions, inspect as judge};
 use vdkit::jobs::{
-    self, CommitOptions, CompareOptions, ConvertOptions, CreateOptions, Destination, NewBacking,
-    NewImage, RebaseOptions, Source,
+    self, CommitOptions, CompareOptions, ConvertOptions, CreateOptions, Destination, ExistingImage,
+    NewBacking, NewImage, RebaseOptions, Source,
 };
 use vdkit::nbd::{Address, Exports, Listener, ServerOptions};
 use vdkit::serve::{Export, ExportOptions};
 use vdkit::storage::FileOptions;
 use vdkit::{
-    CancelToken, Codec, CompressionSpec, Error, IoAction, Monitor, OpenOptions, Options, Progress,
-    RefPolicy, Repair, Result,
+    CancelToken, Codec, CompressionSpec, Error, IoAction, Monitor, Options, Progress, Repair,
+    Result,
 };
 
 use crate::disk::{Disk, Opening};
-use crate::errors::{misuse, raise, raise_from};
-use crate::source::Raised;
+use crate::errors::{misuse, raise};
 
 /// How often the calling thread looks for signals such as Ctrl-C, and tells of progress.
 const LOOK: Duration = Duration::from_millis(50);
@@ -58,7 +57,6 @@ impl Progress for Teller {
 pub(crate) fn run<T: Send>(
     py: Python<'_>,
     progress: Option<&Bound<'_, PyAny>>,
-    file_raised: Option<&Raised>,
     job: impl FnOnce(&Monitor<'_>) -> Result<T> + Send,
 ) -> PyResult<T> {
     let teller = Teller(Mutex::default());
@@ -66,7 +64,7 @@ pub(crate) fn run<T: Send>(
     let (ended, end) = channel();
     let (end, teller) = (Mutex::new(end), &teller);
     std::thread::scope(|scope| {
-        let monitor = Monitor { cancel: cancel.clone(), progress: teller };
+        let monitor = Monitor::new(teller).cancelled_by(cancel.clone());
         let work = scope.spawn(move || {
             // Tells also if the job panics.
             let _ended = ended;
@@ -94,9 +92,7 @@ pub(crate) fn run<T: Send>(
         let result = py.detach(|| work.join());
         match (raised, result) {
             (Some(found), _) => Err(found),
-            (None, Ok(result)) => {
-                result.map_err(|error| raise_from(py, &error, file_raised.and_then(Raised::take)))
-            }
+            (None, Ok(result)) => result.map_err(|error| raise(py, &error)),
             (None, Err(_)) => Err(bug(py)),
         }
     })
@@ -172,7 +168,7 @@ pub(crate) fn create(
     backing_format: Option<String>,
     replace: bool,
 ) -> PyResult<u64> {
-    run(py, None, None, |monitor| {
+    run(py, None, |monitor| {
         let image = CreateOptions::new(&path, vdkit::format(format)?)
             .guest_bytes(size)
             .options(format_options(format, &options)?)
@@ -198,7 +194,7 @@ pub(crate) fn convert(
 ) -> PyResult<String> {
     let source = source.get();
     let disk = source.take(py)?;
-    let report = run(py, progress, source.raised.as_deref(), move |monitor| {
+    let report = run(py, progress, move |monitor| {
         let source = Source::new(vec![disk]);
         let converted =
             convert_to(&source, target, format, &options, [compress, verify, into], monitor);
@@ -221,7 +217,7 @@ fn convert_to(
         if !options.is_empty() {
             return Err(Error::Invalid("an image that exists keeps its options".into()));
         }
-        Destination::Into { path: target, format, cache: None, refs: RefPolicy::default() }
+        Destination::Into(ExistingImage::new(target).format(format))
     } else {
         let format = format.ok_or_else(|| Error::Invalid("a new image needs a format".into()))?;
         let options = format_options(&format, options)?;
@@ -249,7 +245,7 @@ pub(crate) fn check(
         "all" => Repair::All,
         other => return Err(misuse(py, format!("unknown repair '{other}': use leaks or all"))),
     };
-    let report = run(py, progress, None, |monitor| {
+    let report = run(py, progress, |monitor| {
         jobs::check(&vdkit::registry(), &path, &opening.options()?, repair, monitor)
     })?;
     Ok(json_of(&report.report))
@@ -266,7 +262,7 @@ pub(crate) fn compare(
     let (a, b) = (a.get(), b.get());
     let mut options = CompareOptions::default();
     options.strict = strict;
-    let report = run(py, progress, a.raised.as_deref().or(b.raised.as_deref()), |monitor| {
+    let report = run(py, progress, |monitor| {
         a.call(|a| b.call(|b| jobs::compare(a, b, &options, monitor)))
     })?;
     Ok(json_of(&report))
@@ -280,7 +276,7 @@ pub(crate) fn measure(
     options: Vec<String>,
 ) -> PyResult<String> {
     let source = source.get();
-    let report = run(py, None, source.raised.as_deref(), |monitor| {
+    let report = run(py, None, |monitor| {
         let driver = vdkit::format(format)?;
         let options = format_options(format, &options)?;
         source.call(|disk| jobs::measure(std::slice::from_ref(disk), driver, &options, monitor))
@@ -297,8 +293,8 @@ pub(crate) fn commit(
     force: bool,
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<String> {
-    let report = run(py, progress, None, |monitor| {
-        let opening = OpenOptions { writable: true, ..opening.options()? };
+    let report = run(py, progress, |monitor| {
+        let opening = opening.options()?.writable(true);
         let mut options = CommitOptions::default();
         options.to = to;
         options.force = force;
@@ -319,8 +315,8 @@ pub(crate) fn rebase(
     force: bool,
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<String> {
-    let report = run(py, progress, None, |monitor| {
-        let opening = OpenOptions { writable: true, ..opening.options()? };
+    let report = run(py, progress, |monitor| {
+        let opening = opening.options()?.writable(true);
         let backing = backing.map(|name| NewBacking::new(name, backing_format).open(!header_only));
         let mut options = RebaseOptions::default();
         options.backing = backing;
@@ -351,7 +347,7 @@ pub(crate) fn inspect(
     format: Option<String>,
     strict: bool,
 ) -> PyResult<String> {
-    let report = run(py, None, None, |_monitor| {
+    let report = run(py, None, |_monitor| {
         let storage = vdkit::registry().open_storage(&path, &FileOptions::read_only())?;
         let mut options = InspectOptions::default();
         options.format = format;
@@ -394,8 +390,9 @@ pub(crate) fn serve(
             }
         };
         let uri = listener.uri(&name, false);
-        let export =
-            Export::new(disk, ExportOptions { name, read_only, ..ExportOptions::default() });
+        let mut options = ExportOptions::default();
+        (options.name, options.read_only) = (name, read_only);
+        let export = Export::new(disk, options);
         let exports = Exports::new(vec![export.clone()]);
         match vdkit::nbd::Server::start(exports, vec![listener], ServerOptions::default()) {
             Ok(running) => Ok(Server { export, running: Mutex::new(Some(running)), uri }),

@@ -2,29 +2,34 @@
 
 use std::fmt;
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::thread::ThreadId;
 
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use vdkit::{Error, HostOffset, IoAction, Result, Storage, StorageCaps};
 
-/// What a file object raised last.
-#[derive(Default)]
-pub(crate) struct Raised(Mutex<Option<PyErr>>);
+/// What a file object raised: the cause of the error with which its read ends, so that the call that read
+/// raises it, and no other. It has its text with it, since to print an exception takes the interpreter's lock.
+#[derive(Debug)]
+pub(crate) struct Raised {
+    text: String,
+    pub(crate) exception: PyErr,
+}
 
-impl Raised {
-    pub(crate) fn take(&self) -> Option<PyErr> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+impl fmt::Display for Raised {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
     }
 }
+
+impl std::error::Error for Raised {}
 
 /// A seekable binary file object, read only. One call at a time uses its position.
 pub(crate) struct FileObject {
     file: Mutex<Py<PyAny>>,
     /// The thread that is in the file object's own code.
     within: Mutex<Option<ThreadId>>,
-    pub(crate) raised: Arc<Raised>,
     name: String,
     len: u64,
 }
@@ -39,11 +44,11 @@ impl FileObject {
     pub(crate) fn new(file: &Bound<'_, PyAny>, name: String) -> PyResult<Self> {
         let len = file.call_method1("seek", (0, 2))?.extract()?;
         let (file, within) = (Mutex::new(file.clone().unbind()), Mutex::default());
-        Ok(Self { file, within, raised: Arc::default(), name, len })
+        Ok(Self { file, within, name, len })
     }
 
-    fn error(&self, offset: u64, len: u64, why: String) -> Error {
-        Error::io(&self.name, IoAction::Read, offset, len, io::Error::other(why))
+    fn error(&self, offset: u64, len: u64, cause: io::Error) -> Error {
+        Error::io(&self.name, IoAction::Read, offset, len, cause)
     }
 
     fn set_within(&self, thread: Option<ThreadId>) {
@@ -88,17 +93,16 @@ impl Storage for FileObject {
             .map_or(buf.len(), |left| left.min(buf.len()));
         let me = std::thread::current().id();
         if *self.within.lock().unwrap_or_else(PoisonError::into_inner) == Some(me) {
-            let why = "the file object reads the disk that stands on it".to_owned();
+            let why = io::Error::other("the file object reads the disk that stands on it");
             return Err(self.error(offset.0, wanted as u64, why));
         }
         // Taken before the interpreter's lock, which the holder of this one needs.
         let file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
         self.set_within(Some(me));
         let read = Python::attach(|py| {
-            fill(py, &file, &mut buf[..wanted], offset.0).map_err(|found| {
-                let why = format!("the file object says: {found}");
-                *self.raised.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(found);
-                why
+            fill(py, &file, &mut buf[..wanted], offset.0).map_err(|exception| {
+                let text = format!("the file object says: {exception}");
+                io::Error::other(Raised { text, exception })
             })
         });
         self.set_within(None);
@@ -107,7 +111,7 @@ impl Storage for FileObject {
             Ok((done, more)) => {
                 let how = if more { "gave more than it was asked for" } else { "ended" };
                 let why = format!("the file object {how} after {done} of {wanted} bytes");
-                Err(self.error(offset.0, wanted as u64, why))
+                Err(self.error(offset.0, wanted as u64, io::Error::other(why)))
             }
             Err(why) => Err(self.error(offset.0, wanted as u64, why)),
         }

@@ -209,7 +209,7 @@ def test_errors(image):
 
 def test_keys():
     key = {"encrypt.format": "luks"}
-    with pytest.raises(vdkit.Error):
+    with pytest.raises(vdkit.errors.EncryptionKeyError):
         vdkit.create("e.qcow2", "qcow2", MIB, options=key)
 
 
@@ -528,6 +528,32 @@ def test_file_objects_that_misbehave(image):
         interrupts.ends = True
         with pytest.raises(KeyboardInterrupt):
             disk.read(MIB, 5)
+
+    class Names(Ends):
+        def read(self, size=-1):
+            if self.ends:
+                raise ValueError(threading.get_ident())
+            return super().read(size)
+
+    # Each thread gets what its own read raised.
+    names = Names(data)
+    with vdkit.open(names) as disk:
+        names.ends = True
+        wrong = []
+
+        def read_and_note():
+            for _ in range(50):
+                with pytest.raises(vdkit.Error) as found:
+                    disk.read(MIB, 5)
+                if str(found.value.__cause__) != str(threading.get_ident()):
+                    wrong.append(found.value.__cause__)
+
+        threads = [threading.Thread(target=read_and_note) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
 
     class Reads(io.BytesIO):
         disk = None

@@ -2,12 +2,12 @@
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 use vdkit_block::{
-    CopyMethod, HostOffset, InitialWrites, KernelCopy, ReadOp, ReadPaths, Result, SpaceMap,
-    Storage, StorageExtent, ZeroMode,
+    CopyOp, HostOffset, InitialWrites, KernelCopy, ReadOp, ReadPaths, Result, SpaceMap, Storage,
+    StorageExtent, ZeroMode,
 };
 
 /// How often what was asked; see [`CountingStorage::counts`].
@@ -64,35 +64,13 @@ pub enum LoggedOp {
     Copy(u64, u64),
 }
 
-#[derive(Debug, Default)]
-struct Cells {
-    reads: AtomicU64,
-    bytes_read: AtomicU64,
-    read_batches: AtomicU64,
-    writes: AtomicU64,
-    bytes_written: AtomicU64,
-    zeroes: AtomicU64,
-    bytes_zeroed: AtomicU64,
-    discards: AtomicU64,
-    allocates: AtomicU64,
-    syncs: AtomicU64,
-    set_lens: AtomicU64,
-    lens: AtomicU64,
-    extents: AtomicU64,
-    bytes_copied: AtomicU64,
-}
-
 /// Passes everything on to another storage and counts it. Failed calls count too.
 #[derive(Debug)]
 pub struct CountingStorage {
     inner: Arc<dyn Storage>,
-    cells: Cells,
+    counts: Mutex<Counts>,
     logging: AtomicBool,
     log: Mutex<Vec<LoggedOp>>,
-}
-
-fn add(cell: &AtomicU64, n: u64) {
-    cell.fetch_add(n, Ordering::Relaxed);
 }
 
 impl CountingStorage {
@@ -100,7 +78,7 @@ impl CountingStorage {
     pub fn new(inner: Arc<dyn Storage>) -> Arc<Self> {
         Arc::new(Self {
             inner,
-            cells: Cells::default(),
+            counts: Mutex::default(),
             logging: AtomicBool::new(false),
             log: Mutex::default(),
         })
@@ -108,47 +86,12 @@ impl CountingStorage {
 
     /// The counts so far.
     pub fn counts(&self) -> Counts {
-        let get = |cell: &AtomicU64| cell.load(Ordering::Relaxed);
-        let c = &self.cells;
-        Counts {
-            reads: get(&c.reads),
-            bytes_read: get(&c.bytes_read),
-            read_batches: get(&c.read_batches),
-            writes: get(&c.writes),
-            bytes_written: get(&c.bytes_written),
-            zeroes: get(&c.zeroes),
-            bytes_zeroed: get(&c.bytes_zeroed),
-            discards: get(&c.discards),
-            allocates: get(&c.allocates),
-            syncs: get(&c.syncs),
-            set_lens: get(&c.set_lens),
-            lens: get(&c.lens),
-            extents: get(&c.extents),
-            bytes_copied: get(&c.bytes_copied),
-        }
+        *self.counts.lock()
     }
 
     /// Begins again at 0, and forgets the log.
     pub fn reset(&self) {
-        let c = &self.cells;
-        for cell in [
-            &c.reads,
-            &c.bytes_read,
-            &c.read_batches,
-            &c.writes,
-            &c.bytes_written,
-            &c.zeroes,
-            &c.bytes_zeroed,
-            &c.discards,
-            &c.allocates,
-            &c.syncs,
-            &c.set_lens,
-            &c.lens,
-            &c.extents,
-            &c.bytes_copied,
-        ] {
-            cell.store(0, Ordering::Relaxed);
-        }
+        *self.counts.lock() = Counts::default();
         self.log.lock().clear();
     }
 
@@ -168,6 +111,10 @@ impl CountingStorage {
         &self.inner
     }
 
+    fn count(&self, change: impl FnOnce(&mut Counts)) {
+        change(&mut self.counts.lock());
+    }
+
     fn note(&self, op: LoggedOp) {
         if self.logging.load(Ordering::Relaxed) {
             self.log.lock().push(op);
@@ -175,14 +122,18 @@ impl CountingStorage {
     }
 
     fn note_read(&self, offset: HostOffset, len: usize) {
-        add(&self.cells.reads, 1);
-        add(&self.cells.bytes_read, len as u64);
+        self.count(|counts| {
+            counts.reads += 1;
+            counts.bytes_read += len as u64;
+        });
         self.note(LoggedOp::Read(offset.0, len as u64));
     }
 
     fn note_write(&self, offset: HostOffset, len: usize) {
-        add(&self.cells.writes, 1);
-        add(&self.cells.bytes_written, len as u64);
+        self.count(|counts| {
+            counts.writes += 1;
+            counts.bytes_written += len as u64;
+        });
         self.note(LoggedOp::Write(offset.0, len as u64));
     }
 }
@@ -195,7 +146,7 @@ impl vdkit_block::StorageLayer for CountingStorage {
     }
 
     fn len(&self) -> Result<u64> {
-        add(&self.cells.lens, 1);
+        self.count(|counts| counts.lens += 1);
         self.inner.len()
     }
 
@@ -210,32 +161,34 @@ impl vdkit_block::StorageLayer for CountingStorage {
     }
 
     fn write_zeroes(&self, offset: HostOffset, len: u64, mode: ZeroMode) -> Result<()> {
-        add(&self.cells.zeroes, 1);
-        add(&self.cells.bytes_zeroed, len);
+        self.count(|counts| {
+            counts.zeroes += 1;
+            counts.bytes_zeroed += len;
+        });
         self.note(LoggedOp::Zero(offset.0, len));
         self.inner.write_zeroes(offset, len, mode)
     }
 
     fn discard(&self, offset: HostOffset, len: u64) -> Result<()> {
-        add(&self.cells.discards, 1);
+        self.count(|counts| counts.discards += 1);
         self.note(LoggedOp::Discard(offset.0, len));
         self.inner.discard(offset, len)
     }
 
     fn allocate(&self, offset: HostOffset, len: u64) -> Result<()> {
-        add(&self.cells.allocates, 1);
+        self.count(|counts| counts.allocates += 1);
         self.note(LoggedOp::Allocate(offset.0, len));
         self.inner.allocate(offset, len)
     }
 
     fn sync(&self) -> Result<()> {
-        add(&self.cells.syncs, 1);
+        self.count(|counts| counts.syncs += 1);
         self.note(LoggedOp::Sync);
         self.inner.sync()
     }
 
     fn set_len(&self, len: u64) -> Result<()> {
-        add(&self.cells.set_lens, 1);
+        self.count(|counts| counts.set_lens += 1);
         self.note(LoggedOp::SetLen(len));
         self.inner.set_len(len)
     }
@@ -244,20 +197,9 @@ impl vdkit_block::StorageLayer for CountingStorage {
         self.inner.as_fd()
     }
 
-    fn space_map(&self) -> Option<&dyn SpaceMap> {
-        Some(self)
-    }
-
-    fn read_paths(&self) -> Option<&dyn ReadPaths> {
-        Some(self)
-    }
-
-    fn initial_writes(&self) -> Option<&dyn InitialWrites> {
-        Some(self)
-    }
-
-    fn kernel_copy(&self) -> Option<&dyn KernelCopy> {
-        Some(self)
+    vdkit_block::capabilities! {
+        space_map: SpaceMap, read_paths: ReadPaths, initial_writes: InitialWrites,
+        kernel_copy: KernelCopy
     }
 }
 
@@ -267,7 +209,7 @@ impl SpaceMap for CountingStorage {
     }
 
     fn extent_at(&self, offset: HostOffset, len: u64) -> Result<StorageExtent> {
-        add(&self.cells.extents, 1);
+        self.count(|counts| counts.extents += 1);
         self.inner.extent_at(offset, len)
     }
 
@@ -286,7 +228,7 @@ impl ReadPaths for CountingStorage {
     }
 
     fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
-        add(&self.cells.read_batches, 1);
+        self.count(|counts| counts.read_batches += 1);
         for op in ops.iter() {
             self.note_read(op.offset, op.buf.len());
         }
@@ -307,17 +249,10 @@ impl InitialWrites for CountingStorage {
 }
 
 impl KernelCopy for CountingStorage {
-    fn copy_from(
-        &self,
-        to: HostOffset,
-        source: &dyn Storage,
-        from: HostOffset,
-        len: u64,
-        method: CopyMethod,
-    ) -> Result<u64> {
-        let copied = self.inner.copy_from(to, source, from, len, method)?;
-        add(&self.cells.bytes_copied, copied);
-        self.note(LoggedOp::Copy(to.0, copied));
+    fn copy_from(&self, op: &CopyOp<'_>) -> Result<u64> {
+        let copied = self.inner.copy_from(op)?;
+        self.count(|counts| counts.bytes_copied += copied);
+        self.note(LoggedOp::Copy(op.to.0, copied));
         Ok(copied)
     }
 }

@@ -492,16 +492,8 @@ impl Storage for CrashStorage {
         })
     }
 
-    fn space_map(&self) -> Option<&dyn SpaceMap> {
-        Some(self)
-    }
-
-    fn read_paths(&self) -> Option<&dyn ReadPaths> {
-        Some(self)
-    }
-
-    fn access_exchange(&self) -> Option<&dyn AccessExchange> {
-        Some(self)
+    vdkit_block::capabilities! {
+        space_map: SpaceMap, read_paths: ReadPaths, access_exchange: AccessExchange
     }
 }
 

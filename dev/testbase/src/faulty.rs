@@ -257,9 +257,7 @@ impl vdkit_block::StorageLayer for FaultyStorage {
         self.inner.set_len(len)
     }
 
-    fn read_paths(&self) -> Option<&dyn ReadPaths> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(read_paths: ReadPaths);
 }
 
 /// Reads of a batch fail one by one.

@@ -138,9 +138,7 @@ impl vdkit_block::StorageLayer for GatedStorage {
         self.pass(FaultKind::SetLen, len, |inner| inner.set_len(len))
     }
 
-    fn read_paths(&self) -> Option<&dyn ReadPaths> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(read_paths: ReadPaths);
 }
 
 /// A read that does not wait passes no gate; reads of a batch pass it one by one.

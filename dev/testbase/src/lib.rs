@@ -12,13 +12,15 @@
 //! - [`fs`] mounts scratch file systems and attaches loop devices.
 //! - [`appliance`] makes OVAs by hand.
 //! - [`http`] serves bytes, with faults.
-//! - [`disk_of`] and [`disk_on`] open a disk in memory.
+//! - [`disk_of`] and [`disk_on`] open a disk in memory; [`create_image`], [`read_all`],
+//!   [`assert_sound`] and others are steps of most tests of a format.
 //! - [`units`] are the sizes that tests name.
 //! - `loom_sync` (a feature, `model`) runs a protocol of threads in every order of their steps.
 //! - [`Killed`] is a process that does not outlive its test.
 //! - [`for_seeds`] runs a random test many times, and says how to repeat a case.
 //! - [`pairwise`] makes few cases that hold every pair of options.
 //! - [`require_peer`] and [`missing`] say what happens where a program is missing.
+//! - [`run_threadless`] runs a test where no thread can be started.
 //! - [`Watched`] is a thread that is seen to wait.
 //! - [`processor_time`] bounds work also on a busy machine.
 
@@ -43,13 +45,17 @@ pub mod qemu;
 mod rng;
 mod seeds;
 mod sharing;
+mod threadless;
 pub mod trials;
 pub mod units;
 mod watched;
 
 pub use counting::{CountingStorage, Counts, LoggedOp};
 pub use crash::{CrashClock, CrashImage, CrashStorage};
-pub use disks::{disk_of, disk_on, noise};
+pub use disks::{
+    assert_sound, backing_image, content_over, create_image, disk_of, disk_on, noise, open_image,
+    read_all, save_sparse,
+};
 pub use faulty::{FaultKind, FaultPlan, FaultyStorage};
 pub use gated::{GatedCall, GatedStorage};
 pub use killed::Killed;
@@ -60,4 +66,5 @@ pub use peers::{impossible_here, missing, python, require_fuse, require_peer, re
 pub use rng::Rng;
 pub use seeds::{cases, for_seeds, seed};
 pub use sharing::{NoShare, SharingStorage};
+pub use threadless::{run_threadless, threadless_argument};
 pub use watched::Watched;

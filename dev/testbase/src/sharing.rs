@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use rustix::io::Errno;
-use vdkit_block::{CopyMethod, Error, HostOffset, IoAction, KernelCopy, Result, Storage};
+use vdkit_block::{CopyMethod, CopyOp, Error, IoAction, KernelCopy, Result, Storage};
 
 /// What becomes of a request to share once as many as may succeed have done so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,20 +56,12 @@ impl vdkit_block::StorageLayer for SharingStorage {
         &*self.inner
     }
 
-    fn kernel_copy(&self) -> Option<&dyn KernelCopy> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(kernel_copy: KernelCopy);
 }
 
 impl KernelCopy for SharingStorage {
-    fn copy_from(
-        &self,
-        to: HostOffset,
-        source: &dyn Storage,
-        from: HostOffset,
-        len: u64,
-        method: CopyMethod,
-    ) -> Result<u64> {
+    fn copy_from(&self, op: &CopyOp<'_>) -> Result<u64> {
+        let CopyOp { to, source, from, len, method } = *op;
         let whole = [to.0, from.0, len].iter().all(|n| n.is_multiple_of(BLOCK));
         if method != CopyMethod::Reflink || !whole || from.0 + len > source.len()? {
             return Ok(0);

@@ -2,11 +2,10 @@
 
 use std::sync::Arc;
 
-use vdkit_block::{
-    CacheMode, CreateRequest, Creation, FormatDriver, Limits, OpenRequest, Options, Storage,
-};
+use vdkit_block::{CacheMode, FormatDriver, Limits, OpenRequest, Storage};
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_qcow2::Qcow2Driver;
+use vdkit_testbase::create_image;
 
 /// Bytes of a mebibyte.
 pub const MIB: u64 = 1 << 20;
@@ -16,17 +15,7 @@ pub const MIB: u64 = 1 << 20;
 /// # Panics
 /// Where it cannot be made.
 pub fn qcow2(storage: Arc<dyn Storage>, guest_bytes: u64, options: &str) -> Disk {
-    let driver = Qcow2Driver;
-    driver
-        .create(&CreateRequest {
-            storage: storage.clone(),
-            files: Vec::new(),
-            guest_bytes,
-            options: Options::parse("qcow2", driver.options(), [options]).unwrap(),
-            backing: None,
-            backing_bytes: None,
-        })
-        .unwrap();
+    create_image(&Qcow2Driver, storage.clone(), guest_bytes, options);
     reopen(storage, true)
 }
 
@@ -46,5 +35,5 @@ pub fn reopen_in(cache: CacheMode, storage: Arc<dyn Storage>, writable: bool) ->
     let (driver, limits) = (Qcow2Driver, Limits::default());
     let info = driver.describe(&storage, &limits).unwrap();
     let format = driver.open(OpenRequest { storage, files: Vec::new(), writable, limits }).unwrap();
-    Disk::from_format(format, info, &OpenOptions { writable, cache, ..OpenOptions::default() })
+    Disk::from_format(format, info, &OpenOptions::default().writable(writable).cache(cache))
 }

@@ -11,6 +11,20 @@ use crate::error::{Error, IoAction, Result};
 use crate::storage::Storage;
 use crate::units::HostOffset;
 
+/// Answers queries for capabilities with `Some(self)`, in an implementation of a trait that has such
+/// queries: [`Storage`], [`StorageLayer`](crate::StorageLayer), [`Format`](crate::Format) or
+/// [`FormatDriver`](crate::FormatDriver).
+#[macro_export]
+macro_rules! capabilities {
+    ($($query:ident: $capability:ident),+) => {
+        $(
+            fn $query(&self) -> Option<&dyn $crate::$capability> {
+                Some(self)
+            }
+        )+
+    };
+}
+
 /// Bytes per read of [`ReadPaths::read_discard`]; fits in a core's own cache.
 const READ_DISCARD_BYTES: u64 = 256 << 10;
 
@@ -89,19 +103,27 @@ pub enum CopyMethod {
     CopyFileRange,
 }
 
+/// A range to copy from another storage; see [`KernelCopy::copy_from`].
+#[derive(Clone, Copy, Debug)]
+pub struct CopyOp<'a> {
+    /// Where the bytes go.
+    pub to: HostOffset,
+    /// The storage that has the bytes.
+    pub source: &'a dyn Storage,
+    /// Where it has them.
+    pub from: HostOffset,
+    /// Bytes.
+    pub len: u64,
+    /// How they are copied.
+    pub method: CopyMethod,
+}
+
 /// Copying in the kernel.
 pub trait KernelCopy {
-    /// Copies `len` bytes from `source` at `from` to this storage at `to`, in the kernel. Returns
-    /// the bytes copied from the front. If `method` is not possible here, that is fewer than `len`
-    /// (also 0), and the caller copies the rest by other means.
-    fn copy_from(
-        &self,
-        to: HostOffset,
-        source: &dyn Storage,
-        from: HostOffset,
-        len: u64,
-        method: CopyMethod,
-    ) -> Result<u64>;
+    /// Copies a range to this storage in the kernel. Returns the bytes copied from the front. If
+    /// the method is not possible here, that is fewer than [`CopyOp::len`] (also 0), and the caller
+    /// copies the rest by other means.
+    fn copy_from(&self, op: &CopyOp<'_>) -> Result<u64>;
 }
 
 /// Access that changes while the storage is open, without a moment at which another process could
@@ -194,15 +216,8 @@ impl dyn Storage + '_ {
     }
 
     /// See [`KernelCopy::copy_from`].
-    pub fn copy_from(
-        &self,
-        to: HostOffset,
-        source: &dyn Storage,
-        from: HostOffset,
-        len: u64,
-        method: CopyMethod,
-    ) -> Result<u64> {
-        self.kernel_copy().map_or(Ok(0), |copy| copy.copy_from(to, source, from, len, method))
+    pub fn copy_from(&self, op: &CopyOp<'_>) -> Result<u64> {
+        self.kernel_copy().map_or(Ok(0), |copy| copy.copy_from(op))
     }
 
     /// See [`AccessExchange::downgrade_lock`]. A storage without locks does nothing.

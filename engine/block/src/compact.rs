@@ -15,10 +15,19 @@ const STEP_BYTES: u64 = 1 << 20;
 const BLOCK_BYTES_MIN: usize = 4096;
 
 /// Options of a compaction.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CompactOptions {
     /// Read guest data and drop clusters of zeroes.
     pub zero_scan: bool,
+}
+
+impl CompactOptions {
+    /// Sets whether guest data is read and clusters of zeroes are dropped.
+    #[must_use]
+    pub fn zero_scan(self, zero_scan: bool) -> Self {
+        Self { zero_scan, ..self }
+    }
 }
 
 /// Clusters that could not be moved and keep the file from shrinking.

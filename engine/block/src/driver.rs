@@ -263,6 +263,26 @@ pub struct AmendRequest {
     pub limits: Limits,
 }
 
+/// An image that is open nowhere, for [`FormatDriver::check`] and [`Compaction::compact`].
+#[derive(Clone, Debug)]
+pub struct OfflineImage<'a> {
+    /// The image.
+    pub storage: &'a Arc<dyn Storage>,
+    /// The files of [`ImageInfo::files`], in that order.
+    pub files: &'a [Arc<dyn Storage>],
+    /// Resource limits.
+    pub limits: Limits,
+    /// Cancellation and progress.
+    pub monitor: Monitor<'a>,
+}
+
+impl<'a> OfflineImage<'a> {
+    /// An image of one file, with the default limits and no progress.
+    pub fn new(storage: &'a Arc<dyn Storage>) -> Self {
+        Self { storage, files: &[], limits: Limits::default(), monitor: Monitor::default() }
+    }
+}
+
 /// Extent of a repair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Repair {
@@ -394,7 +414,8 @@ pub struct DriverInfo {
 /// The driver of a format. One static value per format, listed in the facade's registry.
 ///
 /// These methods suffice for a format that is only read. What some formats can do besides is in
-/// traits of their own, each reached by a query.
+/// traits of their own, each reached by a query; [`capabilities!`](crate::capabilities!) answers
+/// them.
 pub trait FormatDriver: Send + Sync + fmt::Debug {
     /// The format's names.
     fn info(&self) -> DriverInfo;
@@ -411,15 +432,8 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
     /// Opens an image. The amount read does not grow with the image's data.
     fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>>;
 
-    /// Checks an image and repairs it as `repair` allows (the storage must then be writable).
-    fn check(
-        &self,
-        storage: &Arc<dyn Storage>,
-        files: &[Arc<dyn Storage>],
-        repair: Repair,
-        limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CheckReport>;
+    /// Checks an image and repairs it as `repair` allows (its files must then be writable).
+    fn check(&self, image: &OfflineImage<'_>, repair: Repair) -> Result<CheckReport>;
 
     /// Creating and writing images.
     fn creation(&self) -> Option<&dyn Creation> {
@@ -523,16 +537,9 @@ pub trait KeyedImages {
 
 /// Compacting in place; see [`FormatDriver::compaction`].
 pub trait Compaction {
-    /// Compacts an image in place; the storages must be writable. Guest data stays the same, also
+    /// Compacts an image in place; its files must be writable. Guest data stays the same, also
     /// after an interruption at any point; run it again to finish.
-    fn compact(
-        &self,
-        storage: &Arc<dyn Storage>,
-        files: &[Arc<dyn Storage>],
-        options: CompactOptions,
-        limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CompactReport>;
+    fn compact(&self, image: &OfflineImage<'_>, options: CompactOptions) -> Result<CompactReport>;
 }
 
 /// Changing properties in place; see [`FormatDriver::amendment`].
@@ -593,16 +600,13 @@ impl dyn FormatDriver + '_ {
     /// See [`Compaction::compact`].
     pub fn compact(
         &self,
-        storage: &Arc<dyn Storage>,
-        files: &[Arc<dyn Storage>],
+        image: &OfflineImage<'_>,
         options: CompactOptions,
-        limits: &Limits,
-        monitor: &Monitor<'_>,
     ) -> Result<CompactReport> {
         match self.compaction() {
-            Some(compaction) => compaction.compact(storage, files, options, limits, monitor),
+            Some(compaction) => compaction.compact(image, options),
             None => Err(Error::unsupported(
-                storage.name(),
+                image.storage.name(),
                 format!("not supported: compacting a {} image in place", self.name()),
                 "convert it to a new image, which has no free space in it",
             )),

@@ -120,7 +120,7 @@ impl LockHolder {
 
     fn told(&self) -> String {
         match self.is_this_process() {
-            true => " by this command itself, which was given it twice".to_owned(),
+            true => " by this program itself, which opened it twice".to_owned(),
             false => format!(" by process {} ({})", self.pid, self.command),
         }
     }
@@ -311,8 +311,18 @@ pub enum ErrorKind {
     Failed,
     /// Invalid request.
     Usage,
+    /// A file is not there.
+    NotFound,
+    /// It was opened for reading only.
+    ReadOnly,
     /// The image is damaged, or its chain is incomplete.
     Corrupt,
+    /// It needs more memory or work than the limits allow; the image may be sound.
+    Limit,
+    /// The image uses a feature that is not supported, or the format lacks one.
+    Unsupported,
+    /// An encrypted image, and no key or a wrong one.
+    Key,
     /// The policy forbids it.
     Refused,
     /// Another process uses the file.
@@ -323,6 +333,11 @@ pub enum ErrorKind {
     Interrupted,
 }
 
+/// [`Error::ReadOnly`] about `file`, unless `writable`.
+pub fn require_writable(writable: bool, file: &str) -> Result<()> {
+    if writable { Ok(()) } else { Err(Error::ReadOnly { file: file.to_owned() }) }
+}
+
 impl Error {
     /// The class of this error.
     pub fn kind(&self) -> ErrorKind {
@@ -331,12 +346,14 @@ impl Error {
             | Self::File { source, .. }
             | Self::Reference { source, .. } => match source.kind() {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => ErrorKind::NoSpace,
+                io::ErrorKind::NotFound => ErrorKind::NotFound,
                 _ => ErrorKind::Failed,
             },
-            Self::Corrupt(_) | Self::Limit { .. } | Self::Parent { .. } => ErrorKind::Corrupt,
-            Self::Unsupported { .. } | Self::Key { .. } | Self::ReadOnly { .. } => {
-                ErrorKind::Failed
-            }
+            Self::Corrupt(_) | Self::Parent { .. } => ErrorKind::Corrupt,
+            Self::Limit { .. } => ErrorKind::Limit,
+            Self::Unsupported { .. } => ErrorKind::Unsupported,
+            Self::Key { .. } => ErrorKind::Key,
+            Self::ReadOnly { .. } => ErrorKind::ReadOnly,
             Self::Refused(_) | Self::Dependents { .. } => ErrorKind::Refused,
             Self::Locked { .. } | Self::Busy { .. } => ErrorKind::Locked,
             Self::NoSpace { .. } => ErrorKind::NoSpace,
@@ -468,6 +485,35 @@ impl Error {
             file: file.to_owned(),
             what: what.into(),
             remedy: Box::new(remedy.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Programs tell a limit, a key and a missing file from damage and from each other.
+    #[test]
+    fn each_cause_has_a_kind_of_its_own() {
+        let file = || "a".to_owned();
+        let open = |code| Error::File {
+            file: file(),
+            action: IoAction::Open,
+            source: io::Error::from_raw_os_error(code),
+        };
+        let limit = Error::Limit { file: file(), what: "size", found: 2, limit: 1 };
+        for (error, kind) in [
+            (Error::corrupt("a", 0, "field", "1", "2"), ErrorKind::Corrupt),
+            (limit, ErrorKind::Limit),
+            (Error::unsupported("a", "LUKS", "decrypt it"), ErrorKind::Unsupported),
+            (Error::no_key("a", "LUKS"), ErrorKind::Key),
+            (Error::ReadOnly { file: file() }, ErrorKind::ReadOnly),
+            (open(2), ErrorKind::NotFound),
+            (open(5), ErrorKind::Failed),
+            (open(28), ErrorKind::NoSpace),
+        ] {
+            assert_eq!(error.kind(), kind, "{error}");
         }
     }
 }

@@ -92,6 +92,34 @@ impl MapCacheStats {
     }
 }
 
+/// Methods of [`Format`] that return the image's field of the same name.
+#[macro_export]
+macro_rules! accessors {
+    ($($field:ident),+) => {
+        $($crate::accessors!(@ $field);)+
+    };
+    (@ backing) => {
+        fn backing(&self) -> Option<&$crate::BackingRef> {
+            self.backing.as_ref()
+        }
+    };
+    (@ warnings) => {
+        fn warnings(&self) -> &[String] {
+            &self.warnings
+        }
+    };
+    (@ storage) => {
+        fn storage(&self) -> &std::sync::Arc<dyn $crate::Storage> {
+            &self.storage
+        }
+    };
+    (@ in_flight) => {
+        fn in_flight(&self) -> &$crate::InFlight {
+            &self.in_flight
+        }
+    };
+}
+
 /// A disk format: resolves, reserves, and orders its metadata writes. See the crate's documentation
 /// for the life of a request.
 ///
@@ -132,8 +160,11 @@ pub trait Format: Send + Sync + fmt::Debug {
     /// The storage with the metadata.
     fn storage(&self) -> &Arc<dyn Storage>;
 
-    /// A storage that extents point into.
-    fn file(&self, index: FileIndex) -> &Arc<dyn Storage>;
+    /// A storage that extents point into; by default, [`Format::storage`] has everything.
+    fn file(&self, index: FileIndex) -> &Arc<dyn Storage> {
+        let _ = index;
+        self.storage()
+    }
 
     /// Number of valid indexes for [`Format::file`].
     fn file_count(&self) -> u16 {

@@ -59,7 +59,7 @@ mod zero;
 
 pub use bitmaps::{BitmapStatus, Bitmaps, NewBitmap};
 pub use capabilities::{
-    AccessExchange, CopyMethod, GuestDiscard, InitialWrites, KernelCopy, ReadOp, ReadPaths,
+    AccessExchange, CopyMethod, CopyOp, GuestDiscard, InitialWrites, KernelCopy, ReadOp, ReadPaths,
     SpaceMap, StorageExt, StorageExtent,
 };
 pub use codec::{Codec, CompressionSpec};
@@ -67,12 +67,14 @@ pub use compact::{CompactOptions, CompactReport, LeftAlone, compact_flat, punch_
 pub use driver::{
     AmendRequest, Amendment, BitmapInfo, CheckReport, Compaction, CreateRequest, Creation,
     DriverInfo, ExtentInfo, Finding, FormatDriver, ImageInfo, KeyHeader, KeySlotInfo, KeyedImages,
-    Measured, NotedTime, OpenRequest, Probe, Repair, Severity, SnapshotInfo,
+    Measured, NotedTime, OfflineImage, OpenRequest, Probe, Repair, Severity, SnapshotInfo,
 };
 pub use encryption::{
     CIPHER_SECTOR_BYTES, Encryption, KeySlot, KeySlots, Secret, SectorCipher, SectorNumbering,
 };
-pub use error::{Error, ErrorKind, Fault, IoAction, LockHolder, Refusal, Result, plain};
+pub use error::{
+    Error, ErrorKind, Fault, IoAction, LockHolder, Refusal, Result, plain, require_writable,
+};
 pub use extent::{Compressed, Extent, FileIndex, Place};
 pub use format::{
     BackingRef, CompressedUnits, CompressedWriter, Format, FormatCaps, MapCache, MapCacheStats,

@@ -2,6 +2,7 @@
 
 /// Limits on the memory and work that an untrusted image may demand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Limits {
     /// Bytes of one top-level table (L1, grain directory, BAT).
     pub table_bytes_max: u64,
@@ -22,20 +23,25 @@ pub struct Limits {
     pub key_rounds_max: u64,
 }
 
-impl Default for Limits {
+impl Limits {
     /// 32 MiB tables and 64 MiB of snapshots (QEMU's own bounds), 4096 files per image, 200 images,
     /// 32 MiB of cache, 8 MiB compressed units, 2 GiB for a check (2 bytes per host cluster: 64 TiB
     /// of data in 64 KiB clusters), 2^28 rounds per key slot.
+    pub const DEFAULT: Self = Self {
+        table_bytes_max: 32 << 20,
+        snapshots_bytes_max: 64 << 20,
+        files_max: 4096,
+        chain_depth_max: 200,
+        cache_bytes: 32 << 20,
+        compressed_bytes_max: 8 << 20,
+        check_bytes_max: 2 << 30,
+        key_rounds_max: 1 << 28,
+    };
+}
+
+impl Default for Limits {
+    /// [`Limits::DEFAULT`].
     fn default() -> Self {
-        Self {
-            table_bytes_max: 32 << 20,
-            snapshots_bytes_max: 64 << 20,
-            files_max: 4096,
-            chain_depth_max: 200,
-            cache_bytes: 32 << 20,
-            compressed_bytes_max: 8 << 20,
-            check_bytes_max: 2 << 30,
-            key_rounds_max: 1 << 28,
-        }
+        Self::DEFAULT
     }
 }

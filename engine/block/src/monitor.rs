@@ -67,6 +67,7 @@ impl Progress for NoProgress {
 
 /// Cancellation and progress of a job.
 #[derive(Clone)]
+#[non_exhaustive]
 pub struct Monitor<'a> {
     /// Cancellation.
     pub cancel: CancelToken,
@@ -76,7 +77,26 @@ pub struct Monitor<'a> {
 
 impl Default for Monitor<'_> {
     fn default() -> Self {
-        Self { cancel: CancelToken::default(), progress: &NoProgress }
+        Self::new(&NoProgress)
+    }
+}
+
+impl<'a> Monitor<'a> {
+    /// A monitor that tells `progress`, with a cancel token of its own.
+    pub fn new(progress: &'a dyn Progress) -> Self {
+        Self { cancel: CancelToken::default(), progress }
+    }
+
+    /// Sets the token that cancels the job.
+    #[must_use]
+    pub fn cancelled_by(self, cancel: CancelToken) -> Self {
+        Self { cancel, ..self }
+    }
+
+    /// For a part of the job whose progress is not shown: cancelled with the job.
+    #[must_use]
+    pub fn quiet(&self) -> Monitor<'static> {
+        Monitor::default().cancelled_by(self.cancel.clone())
     }
 }
 

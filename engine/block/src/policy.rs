@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 /// Allowed targets of references *inside* images. Names that the user typed are always allowed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum RefPolicy {
     /// Files beneath the folder of the referring image.
     #[default]

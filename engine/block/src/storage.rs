@@ -6,12 +6,13 @@ use std::os::fd::BorrowedFd;
 use crate::capabilities::{
     AccessExchange, GuestDiscard, InitialWrites, KernelCopy, ReadPaths, SpaceMap,
 };
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, require_writable};
 use crate::units::HostOffset;
 
 /// Cache modes of a disk, as QEMU names them. The storage bypasses the page cache if the mode says
 /// so. The disk flushes after each write if the mode says so.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum CacheMode {
     /// The host's page cache is used; [`Storage::sync`] makes writes durable.
     #[default]
@@ -122,10 +123,6 @@ impl Default for StorageCaps {
     }
 }
 
-fn read_only(file: &str) -> Error {
-    Error::ReadOnly { file: file.to_owned() }
-}
-
 /// A storage of host bytes. All methods may be called from many threads. Concurrent requests to
 /// overlapping ranges leave either request's bytes, as on a disk.
 ///
@@ -159,34 +156,34 @@ pub trait Storage: Send + Sync + fmt::Debug {
     /// Writes all of `buf`, extending the storage if needed and possible.
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
         let _ = (buf, offset);
-        Err(read_only(self.name()))
+        require_writable(false, self.name())
     }
 
     /// Makes `len` bytes read as zero, the cheapest way that `mode` allows. Ranges past the end
     /// extend a growable storage.
     fn write_zeroes(&self, offset: HostOffset, len: u64, mode: ZeroMode) -> Result<()> {
         let _ = (offset, len, mode);
-        Err(read_only(self.name()))
+        require_writable(false, self.name())
     }
 
     /// Frees space, as a hint. The bytes then read as zero or are unchanged. Never changes the
     /// length.
     fn discard(&self, offset: HostOffset, len: u64) -> Result<()> {
         let _ = (offset, len);
-        Err(read_only(self.name()))
+        require_writable(false, self.name())
     }
 
     /// Allocates the range so that later writes cannot run out of space; extends the storage if
     /// needed. Existing data stays.
     fn allocate(&self, offset: HostOffset, len: u64) -> Result<()> {
         let _ = (offset, len);
-        Err(read_only(self.name()))
+        require_writable(false, self.name())
     }
 
     /// Changes the length; new bytes read as zero.
     fn set_len(&self, len: u64) -> Result<()> {
         let _ = len;
-        Err(read_only(self.name()))
+        require_writable(false, self.name())
     }
 
     /// Makes every write that returned before this call durable, and the length (fdatasync). An

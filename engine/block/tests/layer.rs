@@ -4,8 +4,8 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex};
 
 use vdkit_block::{
-    AccessExchange, CopyMethod, GuestDiscard, HostOffset, InitialWrites, KernelCopy, ReadOp,
-    ReadPaths, Result, SpaceMap, Storage, StorageCaps, StorageExtent, ZeroMode,
+    AccessExchange, CopyMethod, CopyOp, GuestDiscard, HostOffset, InitialWrites, KernelCopy,
+    ReadOp, ReadPaths, Result, SpaceMap, Storage, StorageCaps, StorageExtent, ZeroMode,
 };
 
 /// Notes the name of each method that is called.
@@ -54,23 +54,9 @@ impl Storage for Recorder {
     fn as_fd(&self) -> Option<BorrowedFd<'_>> {
         self.note("as_fd", None)
     }
-    fn space_map(&self) -> Option<&dyn SpaceMap> {
-        Some(self)
-    }
-    fn read_paths(&self) -> Option<&dyn ReadPaths> {
-        Some(self)
-    }
-    fn initial_writes(&self) -> Option<&dyn InitialWrites> {
-        Some(self)
-    }
-    fn guest_discard(&self) -> Option<&dyn GuestDiscard> {
-        Some(self)
-    }
-    fn kernel_copy(&self) -> Option<&dyn KernelCopy> {
-        Some(self)
-    }
-    fn access_exchange(&self) -> Option<&dyn AccessExchange> {
-        Some(self)
+    vdkit_block::capabilities! {
+        space_map: SpaceMap, read_paths: ReadPaths, initial_writes: InitialWrites,
+        guest_discard: GuestDiscard, kernel_copy: KernelCopy, access_exchange: AccessExchange
     }
 }
 
@@ -112,15 +98,8 @@ impl GuestDiscard for Recorder {
 }
 
 impl KernelCopy for Recorder {
-    fn copy_from(
-        &self,
-        _: HostOffset,
-        _: &dyn Storage,
-        _: HostOffset,
-        len: u64,
-        _: CopyMethod,
-    ) -> Result<u64> {
-        self.note("copy_from", Ok(len))
+    fn copy_from(&self, op: &CopyOp<'_>) -> Result<u64> {
+        self.note("copy_from", Ok(op.len))
     }
 }
 
@@ -191,7 +170,9 @@ fn call_capabilities(storage: &dyn Storage) -> (bool, u64, bool) {
     storage.write_new(&[1], at).unwrap();
     storage.forget(at, 1).unwrap();
     let source = Recorder::default();
-    let copied = storage.copy_from(at, &source, at, 5, CopyMethod::Reflink).unwrap();
+    let method = CopyMethod::Reflink;
+    let copied =
+        storage.copy_from(&CopyOp { to: at, source: &source, from: at, len: 5, method }).unwrap();
     storage.downgrade_lock().unwrap();
     (ready, copied, storage.reopen_for_writing().is_ok())
 }

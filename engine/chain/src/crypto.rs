@@ -208,7 +208,8 @@ impl Disk {
         }
     }
 
-    /// As [`Disk::write_at`] for a new image: no existing data needs a read-modify-write.
+    /// As [`Disk::write_unsettled`] for an image that is being made: it has no dirty bitmap, and no
+    /// data that a partial write would have to keep.
     ///
     /// # Errors
     /// As [`Disk::write_at`].
@@ -233,7 +234,7 @@ impl Disk {
             }
         }
         drop(guard);
-        self.write_at(bytes, at)
+        self.write_unchecked(bytes, at)
     }
 }
 

@@ -2,11 +2,12 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use vdkit_block::{
     CacheMode, Encryption, Error, Format, GuestOffset, ImageInfo, InFlightGuard, Limits, MapCache,
-    MapCacheStats, Monitor, OpenRequest, Result, Storage,
+    MapCacheStats, OpenRequest, Result, Storage, require_writable,
 };
 
 use crate::extent::{Cursor, DiskExtent, Extents, Purpose};
@@ -18,9 +19,6 @@ use crate::walk::{Found, Walk};
 /// Maximum layer lookups per [`Disk::extent_at`]; bounds the walk over a large, fully allocated
 /// image.
 const ANSWERS_MAX: u32 = 64;
-
-/// Bytes of new space written between two checks of the cancel token.
-const ZERO_STEP: u64 = 8 << 20;
 
 /// One image of a chain. Clones are the same image.
 #[derive(Clone, Debug)]
@@ -97,6 +95,10 @@ pub struct Disk {
     pub(crate) sectors: RwLock<()>,
     /// The backing image is written too; see [`Disk::share_beneath`].
     pub(crate) beneath_changes: bool,
+    /// One resize at a time.
+    pub(crate) resizing: Mutex<()>,
+    /// The disk ends here for everyone but a resize that still prepares the new part.
+    pub(crate) shown: AtomicU64,
     name: String,
     cache: CacheMode,
     writable: bool,
@@ -134,26 +136,12 @@ impl Disk {
         Self::open_walk(Walk::new(registry, path.as_ref(), options), options)
     }
 
-    /// [`Disk::open`] of a storage that the caller opened, read-only. The storage has no own
-    /// folder, so its references reach only the folders that the policy lists.
+    /// [`Disk::open`] of a storage that the caller opened, and locked if that is needed. It has no
+    /// folder of its own, so its references reach only the folders that the policy lists.
     ///
     /// # Errors
     /// As [`Disk::open`].
     pub fn open_storage(
-        registry: &Registry,
-        storage: Arc<dyn Storage>,
-        options: &OpenOptions,
-    ) -> Result<Self> {
-        let options = OpenOptions { writable: false, ..options.clone() };
-        Self::open_given(registry, storage, &options)
-    }
-
-    /// As [`Disk::open_storage`], but for writing if the options say so. Locks are the caller's
-    /// business.
-    ///
-    /// # Errors
-    /// As [`Disk::open`].
-    pub fn open_given(
         registry: &Registry,
         storage: Arc<dyn Storage>,
         options: &OpenOptions,
@@ -206,6 +194,8 @@ impl Disk {
             units: UnitCache::default(),
             sectors: RwLock::default(),
             beneath_changes: false,
+            resizing: Mutex::default(),
+            shown: AtomicU64::new(u64::MAX),
             name,
             cache: options.cache,
             writable,
@@ -267,7 +257,9 @@ impl Disk {
 
     /// Bytes of the disk.
     pub fn guest_bytes(&self) -> u64 {
-        self.top().guest_bytes()
+        // The format's size first: it grows before the new part is shown, and is what it was again
+        // before a failed resize shows everything.
+        self.top().guest_bytes().min(self.shown.load(Ordering::Acquire))
     }
 
     /// Begins a request. Callers that move the bytes of an extent themselves enter before the
@@ -338,7 +330,7 @@ impl Disk {
     }
 
     pub(crate) fn check_writable(&self) -> Result<()> {
-        if self.writable { Ok(()) } else { Err(Error::ReadOnly { file: self.name.clone() }) }
+        require_writable(self.writable, &self.name)
     }
 
     /// Flushes data and map in cache modes in which a change is durable on return. One flush serves
@@ -355,76 +347,12 @@ impl Disk {
         if self.writable { self.top().flush() } else { Ok(()) }
     }
 
-    /// Flushes and marks the image as closed. The disk must not be written afterwards.
+    /// Flushes, and marks the image as closed. A change after that begins as after opening, so that only
+    /// another close ends it.
     ///
     /// # Errors
     /// As [`Disk::flush`].
     pub fn close(&self) -> Result<()> {
         if self.writable { self.top().close() } else { Ok(()) }
-    }
-
-    /// Resizes the disk. New bytes read as zero, even if a longer backing image holds data there,
-    /// or the last cluster still holds data that an earlier shrink cut off.
-    ///
-    /// If new space does not read as zero (raw LUKS), zeroes are written; a power cut can then
-    /// leave the disk larger, with noise in the new part.
-    ///
-    /// # Errors
-    /// [`Error::ReadOnly`]; errors of the format.
-    pub fn resize(&self, guest_bytes: u64) -> Result<()> {
-        self.resize_watched(guest_bytes, &Monitor::default())
-    }
-
-    /// As [`Disk::resize`], with progress and cancellation of the zero writes. Cancelling restores
-    /// the old size.
-    ///
-    /// # Errors
-    /// As [`Disk::resize`]; [`Error::Interrupted`].
-    pub fn resize_watched(&self, guest_bytes: u64, monitor: &Monitor<'_>) -> Result<()> {
-        self.check_writable()?;
-        let before = self.guest_bytes();
-        let beneath = self.layers.get(1).map_or(0, |layer| layer.format.guest_bytes());
-        if before > 0 && before < guest_bytes.min(beneath) {
-            // If the backing image holds the last unit, the rest of that unit would show: copy it
-            // to the top.
-            self.own_byte(before - 1)?;
-        }
-        let hidden = self.top().resize_over(guest_bytes, beneath)?;
-        // Zero what an earlier shrink left in the old last cluster and, for formats that cannot
-        // hide it before they grow, the backing data.
-        let beneath = if hidden { 0 } else { beneath };
-        let cluster_bytes = self.top().caps().cluster_bytes.max(1);
-        let last_cluster = before.checked_next_multiple_of(cluster_bytes).unwrap_or(before);
-        let end = if self.top().new_reads_zero() {
-            self.guest_bytes().min(beneath.max(last_cluster))
-        } else {
-            self.guest_bytes()
-        };
-        let zeroed = match self.top().new_reads_zero() {
-            true if before < end => self.write_zeroes(GuestOffset(before), end - before, true),
-            true => Ok(()),
-            false => self.zero_in_steps(before, end, monitor),
-        };
-        if let Err(error) = zeroed {
-            // Neither noise nor backing data may become part of the disk. Report the first error.
-            let _ = self.top().resize(before);
-            return Err(error);
-        }
-        self.flush_if_write_durable()
-    }
-
-    fn zero_in_steps(&self, mut at: u64, end: u64, monitor: &Monitor<'_>) -> Result<()> {
-        let all = end.saturating_sub(at);
-        while at < end {
-            monitor.cancel.check()?;
-            monitor.progress.update(all - (end - at), all);
-            let step = ZERO_STEP.min(end - at);
-            self.write_zeroes(GuestOffset(at), step, true)?;
-            at += step;
-        }
-        if all > 0 {
-            monitor.progress.update(all, all);
-        }
-        Ok(())
     }
 }

@@ -69,7 +69,7 @@ impl Disk {
     pub fn open_beneath(&self, registry: &Registry) -> Result<Self> {
         let Some(layer) = self.layers.get(1) else {
             return Err(Error::Invalid(format!(
-                "{}: stands on no other image, so there is nothing to commit to",
+                "{}: has no backing image, so there is nothing to commit to",
                 self.name()
             )));
         };

@@ -21,7 +21,8 @@
 //! |---|---|
 //! | an image names only files that the policy allows, also when a link is swapped meanwhile | `reference` |
 //! | no file is in a chain twice; no chain is longer than the limit | `walk` |
-//! | bytes past the end of a shorter backing image read as zero, also after the overlay grew | `extent`, `Disk::resize` |
+//! | bytes past the end of a shorter backing image read as zero, also after the overlay grew | `extent`, `resize` |
+//! | nobody writes to the new part of a disk before it is zeroed | `resize` |
 //! | freed clusters are not reused under a reader | guards of [`InFlight`](vdkit_block::InFlight), `read`, `write` |
 //! | each layer's encrypted bytes use that layer's key; no plaintext is written to them | `seal`, `read`, `write` |
 //! | the cache never serves a decompressed unit that was replaced | `unit_cache` |
@@ -38,6 +39,7 @@ mod options;
 mod read;
 mod reference;
 mod registry;
+mod resize;
 mod scratch;
 mod split;
 mod stream;
@@ -51,6 +53,7 @@ pub use extent::{DiskExtent, DiskPlace, Extents};
 pub use nonblocking::Ready;
 pub use options::{BackingChoice, OpenOptions};
 pub use registry::{Probed, Protocol, Registry, RejectedKind};
+pub use resize::NewPart;
 pub use split::{Split, links_down_to, open_split, same_file};
 pub use stream::DiskStream;
 pub use truncation::TruncationCheck;

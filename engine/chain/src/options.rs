@@ -6,6 +6,7 @@ use vdkit_block::{CacheMode, Limits, RefPolicy, Secret};
 
 /// Choice of the top image's backing image.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum BackingChoice {
     /// Open the image's own reference, as far as [`OpenOptions::refs`] allows.
     #[default]
@@ -30,8 +31,9 @@ pub enum BackingChoice {
 }
 
 /// Options for opening a disk. The default: read-only, with locks, through the page cache,
-/// references restricted to each image's own folder.
+/// references restricted to each image's own folder. Each field has a method that sets it.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct OpenOptions {
     /// The image's format; `None` probes. An image probed as raw is opened read-only: the guest may
     /// have written any header into its first bytes.
@@ -104,12 +106,47 @@ impl OpenOptions {
 
     /// Sets the format.
     pub fn format(self, format: impl Into<String>) -> Self {
-        Self { format: Some(format.into()), ..self }
+        self.maybe_format(Some(format.into()))
+    }
+
+    /// Sets the format; `None` probes.
+    pub fn maybe_format(self, format: Option<String>) -> Self {
+        Self { format, ..self }
+    }
+
+    /// Sets whether the top image is opened for writing.
+    pub fn writable(self, writable: bool) -> Self {
+        Self { writable, ..self }
     }
 
     /// Sets the cache mode.
     pub fn cache(self, cache: CacheMode) -> Self {
         Self { cache, ..self }
+    }
+
+    /// Sets the cache mode of the backing images; `None` for that of the others.
+    pub fn backing_cache(self, backing_cache: Option<CacheMode>) -> Self {
+        Self { backing_cache, ..self }
+    }
+
+    /// Sets the resource limits.
+    pub fn limits(self, limits: Limits) -> Self {
+        Self { limits, ..self }
+    }
+
+    /// Sets whether files are locked.
+    pub fn lock(self, lock: bool) -> Self {
+        Self { lock, ..self }
+    }
+
+    /// Sets the data file; `None` for the one that the image names.
+    pub fn data_file(self, data_file: Option<PathBuf>) -> Self {
+        Self { data_file, ..self }
+    }
+
+    /// Sets the snapshot to open; `None` for the current disk.
+    pub fn snapshot(self, snapshot: Option<String>) -> Self {
+        Self { snapshot, ..self }
     }
 
     /// Sets the reference policy.

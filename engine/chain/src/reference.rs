@@ -211,7 +211,7 @@ fn folders(policy: &RefPolicy) -> Result<Vec<PathBuf>> {
         RefPolicy::Folders(folders) => folders.as_slice(),
         // The program was asked about the name itself.
         RefPolicy::Ask(_) => return Ok(vec![PathBuf::from("/")]),
-        RefPolicy::OwnFolder | RefPolicy::Nothing => &[],
+        _ => &[],
     };
     folders
         .iter()

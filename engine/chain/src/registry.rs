@@ -238,7 +238,7 @@ impl Registry {
                 Err(Error::unsupported(
                     file,
                     format!("it looks like {} at once", names.join(" and ")),
-                    "name the format with -f",
+                    "name its format",
                 ))
             }
         }
@@ -301,7 +301,7 @@ fn tail_of(storage: &dyn Storage, head: &[u8], len: u64) -> Result<Vec<u8>> {
 mod tests {
     use std::sync::Arc;
 
-    use vdkit_block::{CheckReport, Format, ImageInfo, Limits, Monitor, OpenRequest, Repair};
+    use vdkit_block::{CheckReport, Format, ImageInfo, Limits, OfflineImage, OpenRequest, Repair};
     use vdkit_storage::MemoryStorage;
 
     use super::*;
@@ -333,14 +333,7 @@ mod tests {
         fn open(&self, _: OpenRequest) -> Result<Arc<dyn Format>> {
             unused()
         }
-        fn check(
-            &self,
-            _: &Arc<dyn Storage>,
-            _: &[Arc<dyn Storage>],
-            _: Repair,
-            _: &Limits,
-            _: &Monitor<'_>,
-        ) -> Result<CheckReport> {
+        fn check(&self, _: &OfflineImage<'_>, _: Repair) -> Result<CheckReport> {
             unused()
         }
     }
@@ -410,6 +403,6 @@ mod tests {
         static A: ByByte = ByByte("a", Some(1));
         static B: ByByte = ByByte("b", Some(1));
         let error = probe(&[&A, &RAW, &B], &[1]).unwrap_err().to_string();
-        assert!(error.contains("a and b") && error.contains("-f"), "{error}");
+        assert!(error.contains("a and b") && error.contains("name its format"), "{error}");
     }
 }

@@ -47,7 +47,7 @@ pub fn links_down_to(
         }
         (None, Some(broken), _) => Err(broken),
         (None, None, None) => Err(Error::Invalid(format!(
-            "{}: stands on no other image, so there is nothing to commit to",
+            "{}: has no backing image, so there is nothing to commit to",
             path.display()
         ))),
         (None, None, Some(base)) => Err(Error::Invalid(format!(

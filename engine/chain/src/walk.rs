@@ -5,7 +5,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustix::fs::FileType;
-use vdkit_block::{BackingRef, Error, FormatDriver, ImageInfo, NotedTime, Remedy, Result, Storage};
+use vdkit_block::{
+    BackingRef, Error, FormatDriver, ImageInfo, Limits, Monitor, NotedTime, OfflineImage, Remedy,
+    Result, Storage,
+};
 use vdkit_storage::{FileOptions, FileStorage, LockMode};
 
 use crate::options::{BackingChoice, OpenOptions};
@@ -237,7 +240,10 @@ impl<'a> Walk<'a> {
             _ => return Ok(metadata()),
         };
         let (backing, identity) = (info.backing(), info.backing_identity.clone());
-        if self.depth > 0 && backing.is_none() && identity.is_none() {
+        // A format fills the rest of a new cluster from the backing image only if its own metadata
+        // says that there is one.
+        let needed = self.depth > 0 || self.options.writable;
+        if needed && backing.is_none() && identity.is_none() {
             return Err(Error::Invalid(format!(
                 "{}: has no backing file, but '{}' was given as its parent: leave it out",
                 namer.name(),
@@ -303,7 +309,7 @@ impl<'a> Walk<'a> {
         let OpenOptions { cache, backing_cache, .. } = *self.options;
         let cache = backing_cache.filter(|_| depth > 0).unwrap_or(cache);
         let lock = if self.options.lock { LockMode::Auto } else { LockMode::Off };
-        FileOptions { writable, ..FileOptions::default() }.cache(cache).lock(lock)
+        FileOptions::default().writable(writable).cache(cache).lock(lock)
     }
 
     fn check_depth(&self, file: &str) -> Result<()> {
@@ -395,6 +401,14 @@ pub struct OpenedImage {
     pub driver: &'static dyn FormatDriver,
     /// The image's metadata.
     pub info: ImageInfo,
+}
+
+impl OpenedImage {
+    /// The image for its driver's check or compaction.
+    pub fn offline<'a>(&'a self, limits: Limits, monitor: &Monitor<'a>) -> OfflineImage<'a> {
+        let (storage, files, monitor) = (&self.storage, &*self.files, monitor.clone());
+        OfflineImage { storage, files, limits, monitor }
+    }
 }
 
 /// Opens an image's own files, without its backing chain.

@@ -75,6 +75,11 @@ impl Disk {
     pub fn write_unsettled(&self, buf: &[u8], at: GuestOffset) -> Result<()> {
         self.check_writable()?;
         self.check_range(at, buf.len() as u64)?;
+        self.write_unchecked(buf, at)
+    }
+
+    /// As [`Disk::write_unsettled`], for a range that is known to be on the disk.
+    pub(crate) fn write_unchecked(&self, buf: &[u8], at: GuestOffset) -> Result<()> {
         self.write_source(Source::Bytes(buf), at)
     }
 
@@ -86,6 +91,12 @@ impl Disk {
     pub fn write_zeroes(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<()> {
         self.check_writable()?;
         self.check_range(at, len)?;
+        self.zero_unchecked(at, len, may_unmap)?;
+        self.flush_if_write_durable()
+    }
+
+    /// As [`Disk::write_zeroes`] and not durable yet, for a range that is known to be on the disk.
+    pub(crate) fn zero_unchecked(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<()> {
         if len == 0 {
             return Ok(());
         }
@@ -97,7 +108,7 @@ impl Disk {
             self.zero_by_writing(at.0, done.start.clamp(at.0, end))?;
             self.zero_by_writing(done.end.clamp(at.0, end), end)?;
         }
-        self.flush_if_write_durable()
+        Ok(())
     }
 
     /// As [`Disk::write_zeroes`], but the bytes stay zero after a rebase to any backing image.

@@ -40,7 +40,7 @@ fn read_by_qemu(image: &Path) -> Vec<u8> {
 }
 
 fn open_layer(path: &Path, format: &str, writable: bool, cache: CacheMode) -> Disk {
-    let options = FileOptions { writable, ..FileOptions::default() };
+    let options = FileOptions::default().writable(writable);
     let storage = match FileStorage::open(path, &options.cache(cache)) {
         // This file system has no direct I/O.
         Err(Error::Unsupported { .. }) if cache.direct() => FileStorage::open(path, &options),
@@ -53,7 +53,7 @@ fn open_layer(path: &Path, format: &str, writable: bool, cache: CacheMode) -> Di
     let limits = Limits::default();
     let image = Qcow2::open(OpenRequest { storage, files: Vec::new(), writable, limits }).unwrap();
     let info = map::info(image.guest_bytes(), None, None);
-    Disk::from_format(image, info, &OpenOptions { writable, cache, ..OpenOptions::default() })
+    Disk::from_format(image, info, &OpenOptions::default().writable(writable).cache(cache))
 }
 
 /// The flags of `qemu-img create -o` for each shape of image.

@@ -259,7 +259,7 @@ fn a_missing_backing_file_says_who_names_it_and_what_to_do() {
     let place = Place::new();
     let image = place.overlay("images/top.map", "gone.raw", "raw");
     let error = place.open(&image, &OpenOptions::default()).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Failed);
+    assert_eq!(error.kind(), ErrorKind::NotFound);
     let text = error.to_string();
     for part in ["gone.raw", "top.map", "backing file"] {
         assert!(text.contains(part), "{text}");
@@ -365,10 +365,7 @@ fn data_files_follow_the_same_policy() {
     named("../outside/secret.raw");
     let error = place.open(&image, &OpenOptions::read_write()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
-    let options = OpenOptions {
-        data_file: Some(place.path("outside/secret.raw")),
-        ..OpenOptions::read_write()
-    };
+    let options = OpenOptions::read_write().data_file(Some(place.path("outside/secret.raw")));
     place.open(&image, &options).unwrap();
     named("top.map");
     let error = place.open(&image, &OpenOptions::default()).unwrap_err();
@@ -397,11 +394,12 @@ fn several_files_are_opened_in_order_each_once_and_not_too_many() {
     assert_eq!(error.kind(), ErrorKind::Locked, "{error}");
     drop(opened);
 
-    let limits = Limits { files_max: 2, ..Limits::default() };
-    let error = place.open(&image, &OpenOptions { limits, ..OpenOptions::default() }).unwrap_err();
+    let mut limits = Limits::default();
+    limits.files_max = 2;
+    let error = place.open(&image, &OpenOptions::default().limits(limits)).unwrap_err();
     assert!(matches!(error, Error::Limit { found: 3, limit: 2, .. }), "{error}");
     let other = Some(place.path("images/a"));
-    let error = place.open(&image, &OpenOptions { data_file: other, ..OpenOptions::default() });
+    let error = place.open(&image, &OpenOptions::default().data_file(other));
     assert_eq!(error.unwrap_err().kind(), ErrorKind::Usage);
     named("a\nb\n./a");
     let error = place.open(&image, &OpenOptions::default()).unwrap_err();
@@ -477,6 +475,21 @@ fn parents_further_down_are_given_too() {
     assert_eq!(error.unwrap_err().kind(), ErrorKind::Refused);
 }
 
+/// What the image itself does not know would be filled with zeroes by its next write.
+#[test]
+fn an_image_without_a_backing_file_is_written_on_none() {
+    let place = Place::new();
+    let alone = place.path("images/alone.map");
+    fs::write(&alone, header(SIZE, "", "", "")).unwrap();
+    let named = BackingChoice::Override { path: place.path("images/base.raw"), format: None };
+    let reading = OpenOptions::default().backing(named);
+    assert_eq!(place.first_byte(&alone, &reading), 1);
+    let writing = reading.writable(true).format("testmap");
+    let error = place.open(&alone, &writing).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Usage);
+    assert!(error.to_string().contains("has no backing file"), "{error}");
+}
+
 #[test]
 fn a_broken_chain_is_described_as_far_as_it_goes() {
     let place = Place::new();
@@ -508,7 +521,7 @@ fn two_overlays_share_a_base_and_a_writer_of_it_is_kept_away() {
     let writer = OpenOptions::read_write().format("raw");
     let error = place.open(&base, &writer).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Locked, "{error}");
-    place.open(&base, &OpenOptions { lock: false, ..writer.clone() }).unwrap();
+    place.open(&base, &writer.clone().lock(false)).unwrap();
     drop((first, second));
     place.open(&base, &writer).unwrap();
 }

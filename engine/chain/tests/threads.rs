@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 
 use support::map::CLUSTER;
 use support::{MapFormat, Memory, Random, map_disk, pack, raw_disk};
-use vdkit_block::{Format, GuestOffset};
+use vdkit_block::{Error, Format, GuestOffset, Monitor};
 use vdkit_chain::{Disk, OpenOptions};
 
 const THREADS: u64 = 8;
@@ -109,4 +109,55 @@ fn overlapping_operations_leave_whole_clusters() {
     assert_eq!(top.leaked_clusters(), 0);
     assert!(top.reused_compressed.load(Ordering::SeqCst) > 0, "compressed space was never reused");
     assert_eq!(top.guest_bytes(), CLUSTERS * CLUSTER);
+}
+
+/// Who writes to a new part as soon as the disk is that large keeps what was written, although the
+/// new part is zeroed: the backing image is longer, and a shrink left data there.
+#[test]
+fn what_is_written_to_a_new_part_stays() {
+    let (small, large) = (5 * CLUSTER - SECTOR, 8 * CLUSTER);
+    for _ in 0..20 {
+        let (disk, _) = disk();
+        disk.write_at(&[1; CLUSTER as usize], GuestOffset(4 * CLUSTER)).unwrap();
+        disk.resize(small).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while disk.guest_bytes() == small {
+                    std::thread::yield_now();
+                }
+                disk.write_at(&[7; SECTOR as usize], GuestOffset(small)).unwrap();
+            });
+            disk.resize(large).unwrap();
+        });
+        let mut found = vec![0; (large - small) as usize];
+        disk.read_at(&mut found, GuestOffset(small)).unwrap();
+        let (written, zero) = found.split_at(SECTOR as usize);
+        assert!(written.iter().all(|&byte| byte == 7), "{written:?}");
+        assert!(zero.iter().all(|&byte| byte == 0));
+    }
+}
+
+#[test]
+fn a_new_part_is_nobodys_before_it_is_ready() {
+    let (disk, _) = disk();
+    let small = 5 * CLUSTER - SECTOR;
+    disk.resize(small).unwrap();
+    let grown = |fails: bool| {
+        disk.resize_with(8 * CLUSTER, &Monitor::default(), |part| {
+            assert_eq!((part.start().0, part.len()), (small, 3 * CLUSTER + SECTOR));
+            assert_eq!(disk.guest_bytes(), small);
+            assert!(disk.write_at(&[1], part.start()).is_err());
+            assert!(disk.read_at(&mut [0], part.start()).is_err());
+            assert!(part.write_at(&[1], GuestOffset(small - 1)).is_err());
+            part.write_at(&[2], part.start())?;
+            if fails { Err(Error::Interrupted) } else { Ok(()) }
+        })
+    };
+    assert!(matches!(grown(true), Err(Error::Interrupted)));
+    assert_eq!(disk.guest_bytes(), small);
+    grown(false).unwrap();
+    assert_eq!(disk.guest_bytes(), 8 * CLUSTER);
+    let mut found = [0; 2];
+    disk.read_at(&mut found, GuestOffset(small)).unwrap();
+    assert_eq!(found, [2, 0]);
 }

@@ -3,7 +3,9 @@
 use std::os::fd::BorrowedFd;
 
 use rustix::io::Errno;
-use vdkit_block::{CopyMethod, HostOffset, IoAction, Result, Storage, align_down, is_aligned};
+use vdkit_block::{
+    CopyMethod, CopyOp, IoAction, KernelCopy, Result, Storage, align_down, is_aligned,
+};
 
 use crate::file::FileStorage;
 use crate::open::{FileKind, retry};
@@ -29,15 +31,9 @@ fn not_here(errno: Errno) -> bool {
     )
 }
 
-impl FileStorage {
-    pub(crate) fn copy_range(
-        &self,
-        to: HostOffset,
-        source: &dyn Storage,
-        from: HostOffset,
-        len: u64,
-        method: CopyMethod,
-    ) -> Result<u64> {
+impl KernelCopy for FileStorage {
+    fn copy_from(&self, op: &CopyOp<'_>) -> Result<u64> {
+        let CopyOp { to, source, from, len, method } = *op;
         self.check_writable()?;
         let Some(source_fd) = source.as_fd() else { return Ok(0) };
         if len == 0 || self.kind() == FileKind::BlockDevice || source.caps().device {
@@ -60,7 +56,9 @@ impl FileStorage {
         }
         Ok(done)
     }
+}
 
+impl FileStorage {
     /// Shares whole blocks, and a partial block at the end of the source.
     fn reflink(
         &self,

@@ -12,9 +12,9 @@ use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::{Errno, ReadWriteFlags};
 use vdkit_block::{
-    AccessExchange, CacheMode, CopyMethod, Error, GuestDiscard, HostOffset, InitialWrites,
-    IoAction, KernelCopy, ReadOp, ReadPaths, Result, SpaceMap, Storage, StorageCaps, StorageExt,
-    StorageExtent, ZeroMode,
+    AccessExchange, CacheMode, Error, GuestDiscard, HostOffset, InitialWrites, IoAction, ReadOp,
+    ReadPaths, Result, SpaceMap, Storage, StorageCaps, StorageExt, StorageExtent, ZeroMode,
+    require_writable,
 };
 use vdkit_meta::{LANES_MAX, SyncError, Syncs};
 
@@ -286,10 +286,7 @@ impl FileStorage {
     }
 
     pub(crate) fn check_writable(&self) -> Result<()> {
-        if self.caps.writable {
-            return Ok(());
-        }
-        Err(Error::ReadOnly { file: self.name.clone() })
+        require_writable(self.caps.writable, &self.name)
     }
 
     /// The end of a range; fails beyond the maximum file offset.
@@ -447,28 +444,9 @@ impl Storage for FileStorage {
         Some(self.file.as_fd())
     }
 
-    fn space_map(&self) -> Option<&dyn SpaceMap> {
-        Some(self)
-    }
-
-    fn read_paths(&self) -> Option<&dyn ReadPaths> {
-        Some(self)
-    }
-
-    fn initial_writes(&self) -> Option<&dyn InitialWrites> {
-        Some(self)
-    }
-
-    fn guest_discard(&self) -> Option<&dyn GuestDiscard> {
-        Some(self)
-    }
-
-    fn kernel_copy(&self) -> Option<&dyn KernelCopy> {
-        Some(self)
-    }
-
-    fn access_exchange(&self) -> Option<&dyn AccessExchange> {
-        Some(self)
+    vdkit_block::capabilities! {
+        space_map: SpaceMap, read_paths: ReadPaths, initial_writes: InitialWrites,
+        guest_discard: GuestDiscard, kernel_copy: KernelCopy, access_exchange: AccessExchange
     }
 }
 
@@ -553,19 +531,6 @@ impl InitialWrites for FileStorage {
 impl GuestDiscard for FileStorage {
     fn forget(&self, offset: HostOffset, len: u64) -> Result<()> {
         self.discard_range(offset, len, true)
-    }
-}
-
-impl KernelCopy for FileStorage {
-    fn copy_from(
-        &self,
-        to: HostOffset,
-        source: &dyn Storage,
-        from: HostOffset,
-        len: u64,
-        method: CopyMethod,
-    ) -> Result<u64> {
-        self.copy_range(to, source, from, len, method)
     }
 }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use parking_lot::RwLock;
 use vdkit_block::{
     Error, HostOffset, IoAction, ReadPaths, Result, SpaceMap, Storage, StorageCaps, StorageExt,
-    StorageExtent, ZeroMode,
+    StorageExtent, ZeroMode, require_writable,
 };
 
 /// Bytes of a page.
@@ -89,9 +89,7 @@ impl MemoryStorage {
 
     /// Checks a change of `len` bytes at `offset` and returns its end.
     fn check(&self, action: IoAction, offset: HostOffset, len: u64, inner: &Inner) -> Result<u64> {
-        if !self.writable {
-            return Err(Error::ReadOnly { file: self.name.clone() });
-        }
+        require_writable(self.writable, &self.name)?;
         let kind = match offset.checked_add(len) {
             Some(end) if end.0 <= inner.len || (self.growable && end.0 <= LEN_MAX) => {
                 return Ok(end.0);
@@ -220,9 +218,7 @@ impl Storage for MemoryStorage {
 
     fn discard(&self, offset: HostOffset, len: u64) -> Result<()> {
         let mut inner = self.inner.write();
-        if !self.writable {
-            return Err(Error::ReadOnly { file: self.name.clone() });
-        }
+        require_writable(self.writable, &self.name)?;
         let end = offset.0.saturating_add(len).min(inner.len);
         inner.clear(offset.0, end);
         Ok(())
@@ -255,13 +251,7 @@ impl Storage for MemoryStorage {
         Ok(())
     }
 
-    fn space_map(&self) -> Option<&dyn SpaceMap> {
-        Some(self)
-    }
-
-    fn read_paths(&self) -> Option<&dyn ReadPaths> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(space_map: SpaceMap, read_paths: ReadPaths);
 }
 
 impl SpaceMap for MemoryStorage {

@@ -99,9 +99,7 @@ impl Storage for NullStorage {
         ))
     }
 
-    fn space_map(&self) -> Option<&dyn SpaceMap> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(space_map: SpaceMap);
 }
 
 impl SpaceMap for NullStorage {

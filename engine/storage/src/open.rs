@@ -63,6 +63,7 @@ impl CacheShare {
 
 /// Options for opening a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct FileOptions {
     /// Open for writing too.
     pub writable: bool,
@@ -88,6 +89,16 @@ impl FileOptions {
     /// Read-write, through the page cache, locked.
     pub fn read_write() -> Self {
         Self { writable: true, ..Self::default() }
+    }
+
+    /// Sets whether it is opened for writing too.
+    pub fn writable(self, writable: bool) -> Self {
+        Self { writable, ..self }
+    }
+
+    /// Sets whether the file is created.
+    pub fn create(self, create: CreateMode) -> Self {
+        Self { create, ..self }
     }
 
     /// Sets the cache mode.

@@ -6,8 +6,8 @@ use std::path::Path;
 use std::process::Command;
 
 use vdkit_block::{
-    CacheMode, CopyMethod, Error, ErrorKind, HostOffset, IoAction, KernelCopy, ReadOp, ReadPaths,
-    SpaceMap, Storage, StorageExt, ZeroMode,
+    CacheMode, CopyMethod, CopyOp, Error, ErrorKind, HostOffset, IoAction, KernelCopy, ReadOp,
+    ReadPaths, SpaceMap, Storage, StorageExt, ZeroMode,
 };
 use vdkit_storage::{
     AlignedBuf, CreateMode, FileKind, FileOptions, FileStorage, LockMode, MemoryStorage,
@@ -16,6 +16,10 @@ use vdkit_testbase::{Rng, fs, impossible_here, require_peer};
 
 fn new(folder: &Path, name: &str, mode: CacheMode) -> FileStorage {
     FileStorage::create(folder.join(name), &FileOptions::read_write().cache(mode)).unwrap()
+}
+
+fn op(to: u64, source: &dyn Storage, from: u64, len: u64, method: CopyMethod) -> CopyOp<'_> {
+    CopyOp { to: HostOffset(to), source, from: HostOffset(from), len, method }
 }
 
 #[test]
@@ -154,9 +158,8 @@ fn blocks_are_shared_where_the_file_system_can() {
         source.sync().unwrap();
         let len = bytes.len() as u64;
         let target = new(fs.path(), "target", CacheMode::Writeback);
-        let clone = |to, from, len| {
-            target.copy_from(HostOffset(to), &source, HostOffset(from), len, CopyMethod::Reflink)
-        };
+        let clone =
+            |to, from, len| target.copy_from(&op(to, &source, from, len, CopyMethod::Reflink));
         let shares = matches!(kind, "xfs" | "btrfs");
         let expect = |n| if shares { n } else { 0 };
         // With the unaligned end of the source.
@@ -190,8 +193,7 @@ fn the_kernel_copies_what_it_can() {
         source.write_at(&bytes, HostOffset(0)).unwrap();
         let target = new(fs.path(), "target", CacheMode::Writeback);
         let copy = |to, from, len, source: &dyn Storage| {
-            let method = CopyMethod::CopyFileRange;
-            target.copy_from(HostOffset(to), source, HostOffset(from), len, method).unwrap()
+            target.copy_from(&op(to, source, from, len, CopyMethod::CopyFileRange)).unwrap()
         };
         assert_eq!(copy(11, 7, 299_994, &source), 299_994, "{kind}");
         let mut got = vec![0; 299_994];
@@ -213,8 +215,7 @@ fn files_of_two_file_systems_share_nothing() {
     let source = new(a.path(), "source", CacheMode::Writeback);
     source.write_at(&[1; 8192], HostOffset(0)).unwrap();
     let target = new(b.path(), "target", CacheMode::Writeback);
-    let method = CopyMethod::Reflink;
-    let shared = target.copy_from(HostOffset(0), &source, HostOffset(0), 8192, method);
+    let shared = target.copy_from(&op(0, &source, 0, 8192, CopyMethod::Reflink));
     assert_eq!(shared.unwrap(), 0);
 }
 
@@ -301,7 +302,7 @@ fn a_new_file_that_cannot_be_used_does_not_stay() {
     assert_eq!(taken.kind(), ErrorKind::Locked);
     assert!(path.exists(), "a file that was there is not removed");
     drop(file);
-    let none = FileOptions { create: CreateMode::None, ..FileOptions::read_write() };
+    let none = FileOptions::read_write().create(CreateMode::None);
     assert!(FileStorage::open(&path, &none).is_ok());
 }
 

@@ -43,7 +43,7 @@ impl Drop for QemuIo {
 }
 
 fn open(path: &Path, writable: bool) -> Result<FileStorage, Error> {
-    let options = FileOptions { writable, ..FileOptions::default() };
+    let options = FileOptions::default().writable(writable);
     FileStorage::open(path, &options)
 }
 
@@ -53,7 +53,7 @@ fn holder(result: Result<FileStorage, Error>) -> LockHolder {
     let text = error.to_string();
     let Error::Locked { holder: Some(holder), .. } = error else { panic!("{text}") };
     let named = match holder.is_this_process() {
-        true => "by this command itself".to_owned(),
+        true => "by this program itself".to_owned(),
         false => format!("by process {} (", holder.pid),
     };
     assert!(text.contains(&named), "{text}");

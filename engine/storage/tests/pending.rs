@@ -309,7 +309,7 @@ fn a_private_files_successor_is_private_from_its_first_moment_on() {
 fn a_private_file_is_its_owners_alone() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("f");
-    let options = FileOptions { create: CreateMode::Private, ..FileOptions::default() };
+    let options = FileOptions::default().create(CreateMode::Private);
     FileStorage::create(&path, &options).unwrap();
     assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
     FileStorage::create(&path, &options).unwrap_err();

@@ -15,19 +15,11 @@ pub enum ByteOrder {
 }
 
 impl ByteOrder {
-    /// Decodes an entry.
-    pub fn read(self, bytes: [u8; 4]) -> u32 {
+    /// Converts an entry from the order in the file to that of this machine, or back.
+    pub(crate) fn converted(self, word: u32) -> u32 {
         match self {
-            Self::Little => u32::from_le_bytes(bytes),
-            Self::Big => u32::from_be_bytes(bytes),
-        }
-    }
-
-    /// Encodes an entry.
-    pub fn bytes(self, word: u32) -> [u8; 4] {
-        match self {
-            Self::Little => word.to_le_bytes(),
-            Self::Big => word.to_be_bytes(),
+            Self::Little => word.to_le(),
+            Self::Big => word.to_be(),
         }
     }
 }

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use parking_lot::{Mutex, RwLock};
 use vdkit_block::{
     Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, HostOffset, InFlight, IoAction,
-    Limits, MapCache, MapCacheStats, Place, Remedy, Reservation, Reserver, Result, Storage, Ticket,
-    ZeroMode, is_aligned,
+    Limits, MapCache, MapCacheStats, Place, Remedy, Reservation, Result, Storage, ZeroMode,
+    is_aligned, require_writable,
 };
 use vdkit_meta::{Engine, MutexGuard, Reclaim, Tickets};
 
@@ -226,9 +226,7 @@ impl<E: Envelope> BlockImage<E> {
     /// the file, and [`Error::Unsupported`] for an image with a parent.
     pub fn open(envelope: E, opening: Opening) -> Result<Self> {
         let Opening { storage, writable, limits, geometry, guest_bytes, .. } = opening;
-        if writable && !storage.caps().writable {
-            return Err(Error::ReadOnly { file: storage.name().to_owned() });
-        }
+        require_writable(!writable || storage.caps().writable, storage.name())?;
         let host_bytes = storage.len()?;
         let mut used_end = geometry.first_block;
         if writable {
@@ -288,9 +286,7 @@ impl<E: Envelope> BlockImage<E> {
     }
 
     pub(crate) fn need_writable(&self) -> Result<()> {
-        if !self.writable {
-            return Err(Error::ReadOnly { file: self.storage.name().to_owned() });
-        }
+        require_writable(self.writable, self.storage.name())?;
         self.check_lost()
     }
 
@@ -494,21 +490,7 @@ impl<E: Envelope> Format for BlockImage<E> {
         self.guest_len()
     }
 
-    fn warnings(&self) -> &[String] {
-        &self.warnings
-    }
-
-    fn storage(&self) -> &Arc<dyn Storage> {
-        &self.storage
-    }
-
-    fn file(&self, _index: FileIndex) -> &Arc<dyn Storage> {
-        &self.storage
-    }
-
-    fn in_flight(&self) -> &InFlight {
-        &self.in_flight
-    }
+    vdkit_block::accessors!(warnings, storage, in_flight);
 
     fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
         self.in_range(at, len, IoAction::Map)?;
@@ -589,23 +571,11 @@ impl<E: Envelope> Format for BlockImage<E> {
         self.resize_to(guest_bytes)
     }
 
-    fn map_cache(&self) -> Option<&dyn MapCache> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(map_cache: MapCache);
 }
 
 impl<E: Envelope> MapCache for BlockImage<E> {
     fn stats(&self) -> MapCacheStats {
         self.table.stats(self.geometry().table_bytes())
-    }
-}
-
-impl<E: Envelope> Reserver for BlockImage<E> {
-    fn publish(&self, ticket: Ticket) -> Result<()> {
-        self.publish_ticket(ticket)
-    }
-
-    fn release(&self, ticket: Ticket) {
-        self.release_ticket(ticket);
     }
 }

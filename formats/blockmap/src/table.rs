@@ -2,6 +2,7 @@
 
 use vdkit_block::{HostOffset, Result, Storage};
 use vdkit_meta::PageCache;
+use zerocopy::IntoBytes;
 
 use crate::geometry::{Geometry, HOLE};
 
@@ -50,16 +51,15 @@ pub(crate) fn write_pages(
 ///
 /// # Errors
 /// Those of the storage, also for a table that exceeds the file.
-pub fn read_entries(
+pub(crate) fn read_entries(
     storage: &dyn Storage,
     geometry: &Geometry,
     first: u64,
     out: &mut [u32],
 ) -> Result<()> {
-    let mut bytes = vec![0; out.len() * 4];
-    storage.read_at(&mut bytes, HostOffset(geometry.entry_at(first)))?;
-    for (word, bytes) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
-        *word = geometry.order.read(*bytes);
+    storage.read_at(out.as_mut_bytes(), HostOffset(geometry.entry_at(first)))?;
+    for word in out {
+        *word = geometry.order.converted(*word);
     }
     Ok(())
 }
@@ -74,8 +74,8 @@ pub fn write_entries(
     first: u64,
     words: &[u32],
 ) -> Result<()> {
-    let bytes: Vec<u8> = words.iter().flat_map(|word| geometry.order.bytes(*word)).collect();
-    storage.write_at(&bytes, HostOffset(geometry.entry_at(first)))
+    let stored: Vec<u32> = words.iter().map(|word| geometry.order.converted(*word)).collect();
+    storage.write_at(stored.as_bytes(), HostOffset(geometry.entry_at(first)))
 }
 
 /// Writes `count` entries of missing blocks.
@@ -103,15 +103,29 @@ pub fn write_holes(
 pub(crate) fn walk(
     storage: &dyn Storage,
     geometry: &Geometry,
+    look: impl FnMut(u64, &mut [u32]) -> Result<bool>,
+) -> Result<()> {
+    copy_entries(storage, geometry, geometry, look)
+}
+
+/// Calls `look` for all entries of a table in batches, with the index of the first entry and the
+/// entries. If `look` returns true, writes them to the table `to`.
+///
+/// # Errors
+/// Those of the storage and of `look`.
+pub fn copy_entries(
+    storage: &dyn Storage,
+    from: &Geometry,
+    to: &Geometry,
     mut look: impl FnMut(u64, &mut [u32]) -> Result<bool>,
 ) -> Result<()> {
-    let mut words = vec![0; STEP_ENTRIES.min(geometry.entries) as usize];
+    let mut words = vec![0; STEP_ENTRIES.min(from.entries) as usize];
     let mut first = 0;
-    while first < geometry.entries {
-        let count = STEP_ENTRIES.min(geometry.entries - first) as usize;
-        read_entries(storage, geometry, first, &mut words[..count])?;
+    while first < from.entries {
+        let count = STEP_ENTRIES.min(from.entries - first) as usize;
+        read_entries(storage, from, first, &mut words[..count])?;
         if look(first, &mut words[..count])? {
-            write_entries(storage, geometry, first, &words[..count])?;
+            write_entries(storage, to, first, &words[..count])?;
         }
         first += count as u64;
     }

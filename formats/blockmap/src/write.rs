@@ -4,8 +4,8 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use vdkit_block::{
-    Error, FileIndex, Fill, GuestOffset, HostOffset, Reservation, Result, Ticket, align_down,
-    align_up,
+    Error, FileIndex, Fill, GuestOffset, HostOffset, Reservation, Reserver, Result, Ticket,
+    align_down, align_up,
 };
 use vdkit_meta::MutexGuard;
 
@@ -73,7 +73,7 @@ impl<E: Envelope> BlockImage<E> {
             let space = self.allocate(&mut state, 1)?;
             let ticket = state.tickets.open(block..block + 1, Pending { space, patch: None });
             drop(state);
-            self.publish_ticket(ticket)?;
+            self.publish(ticket)?;
             // The map has changed: the caller must resolve again.
             return Ok(None);
         };
@@ -201,24 +201,6 @@ impl<E: Envelope> BlockImage<E> {
         Ok(())
     }
 
-    pub(crate) fn publish_ticket(&self, ticket: Ticket) -> Result<()> {
-        let (blocks, pending) = self.state.lock().tickets.get(ticket).clone();
-        let done = self.show(&blocks, &pending);
-        let mut state = self.state.lock();
-        state.tickets.close(ticket);
-        match done {
-            Ok(()) => {
-                let end = pending.space.start + pending.space.count * self.geometry().stride();
-                state.used_end = state.used_end.max(end);
-                state.unfinished = true;
-            }
-            Err(_) => self.give_back(&mut state, pending.space),
-        }
-        drop(state);
-        self.state.ended();
-        done
-    }
-
     /// Writes the structures before new blocks and changes their entries: of all blocks or of none.
     fn show(&self, blocks: &Range<u64>, pending: &Pending) -> Result<()> {
         if let (Some(patch), Some(sectors)) = (&pending.patch, &self.sectors) {
@@ -258,18 +240,38 @@ impl<E: Envelope> BlockImage<E> {
         Ok(())
     }
 
-    pub(crate) fn release_ticket(&self, ticket: Ticket) {
+    /// The blocks may have been written, so they are no longer fresh.
+    fn give_back(&self, state: &mut MutexGuard<'_, State>, space: NewBlocks) {
+        let stride = self.geometry().stride();
+        state.given_back.extend((0..space.count).map(|n| space.start + n * stride));
+    }
+}
+
+impl<E: Envelope> Reserver for BlockImage<E> {
+    fn publish(&self, ticket: Ticket) -> Result<()> {
+        let (blocks, pending) = self.state.lock().tickets.get(ticket).clone();
+        let done = self.show(&blocks, &pending);
+        let mut state = self.state.lock();
+        state.tickets.close(ticket);
+        match done {
+            Ok(()) => {
+                let end = pending.space.start + pending.space.count * self.geometry().stride();
+                state.used_end = state.used_end.max(end);
+                state.unfinished = true;
+            }
+            Err(_) => self.give_back(&mut state, pending.space),
+        }
+        drop(state);
+        self.state.ended();
+        done
+    }
+
+    fn release(&self, ticket: Ticket) {
         let mut state = self.state.lock();
         let pending = state.tickets.close(ticket).1;
         self.give_back(&mut state, pending.space);
         drop(state);
         self.state.ended();
-    }
-
-    /// The blocks may have been written, so they are no longer fresh.
-    fn give_back(&self, state: &mut MutexGuard<'_, State>, space: NewBlocks) {
-        let stride = self.geometry().stride();
-        state.given_back.extend((0..space.count).map(|n| space.start + n * stride));
     }
 }
 

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use vdkit_block::{
     BackingRef, CheckReport, Compressed, CompressedUnits, DriverInfo, Error, Extent, FileIndex,
     Finding, Format, FormatCaps, FormatDriver, GuestOffset, ImageInfo, InFlight, IoAction, Limits,
-    MapCache, MapCacheStats, Monitor, OpenRequest, Place, Probe, Repair, Reservation, Result,
-    Severity, Storage,
+    MapCache, MapCacheStats, Monitor, OfflineImage, OpenRequest, Place, Probe, Repair, Reservation,
+    Result, Severity, Storage,
 };
 
 use crate::inflate;
@@ -103,15 +103,9 @@ impl<M: Map> FormatDriver for ReadOnlyDriver<M> {
         }))
     }
 
-    fn check(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        _repair: Repair,
-        limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CheckReport> {
-        check(&**storage, &M::read(&**storage, limits)?, monitor)
+    fn check(&self, image: &OfflineImage<'_>, _repair: Repair) -> Result<CheckReport> {
+        let storage = &**image.storage;
+        check(storage, &M::read(storage, &image.limits)?, &image.monitor)
     }
 }
 
@@ -179,25 +173,7 @@ impl<M: Map> Format for ReadOnly<M> {
         self.map.guest_bytes()
     }
 
-    fn backing(&self) -> Option<&BackingRef> {
-        self.backing.as_ref()
-    }
-
-    fn warnings(&self) -> &[String] {
-        &self.warnings
-    }
-
-    fn storage(&self) -> &Arc<dyn Storage> {
-        &self.storage
-    }
-
-    fn file(&self, _index: FileIndex) -> &Arc<dyn Storage> {
-        &self.storage
-    }
-
-    fn in_flight(&self) -> &InFlight {
-        &self.in_flight
-    }
+    vdkit_block::accessors!(backing, warnings, storage, in_flight);
 
     fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
         let size = self.guest_bytes();
@@ -238,13 +214,7 @@ impl<M: Map> Format for ReadOnly<M> {
         refuse_writing(self.storage.name(), M::INFO.name)
     }
 
-    fn map_cache(&self) -> Option<&dyn MapCache> {
-        Some(self)
-    }
-
-    fn compressed_units(&self) -> Option<&dyn CompressedUnits> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(map_cache: MapCache, compressed_units: CompressedUnits);
 }
 
 impl<M: Map> MapCache for ReadOnly<M> {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use vdkit_block::{
     CheckReport, CreateRequest, Creation, DriverInfo, Error, Format, FormatDriver, HostOffset,
-    ImageInfo, KeySlots, KeyedImages, Limits, Measured, Monitor, OpenRequest, OptionKind,
+    ImageInfo, KeySlots, KeyedImages, Limits, Measured, OfflineImage, OpenRequest, OptionKind,
     OptionSpec, Options, Probe, Repair, Result, Secret, SectorCipher, Storage, ZeroMode,
 };
 
@@ -68,26 +68,14 @@ impl FormatDriver for LuksDriver {
     }
 
     /// The header is all the metadata.
-    fn check(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        _repair: Repair,
-        _limits: &Limits,
-        _monitor: &Monitor<'_>,
-    ) -> Result<CheckReport> {
-        let header = Header::read(&**storage, place_of(&**storage)?)?;
-        guest_bytes_of(&header, &**storage)?;
+    fn check(&self, image: &OfflineImage<'_>, _repair: Repair) -> Result<CheckReport> {
+        let storage = &**image.storage;
+        let header = Header::read(storage, place_of(storage)?)?;
+        guest_bytes_of(&header, storage)?;
         Ok(CheckReport { image_end_offset: storage.len()?, ..CheckReport::default() })
     }
 
-    fn creation(&self) -> Option<&dyn Creation> {
-        Some(self)
-    }
-
-    fn keyed_images(&self) -> Option<&dyn KeyedImages> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(creation: Creation, keyed_images: KeyedImages);
 }
 
 impl Creation for LuksDriver {

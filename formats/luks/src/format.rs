@@ -1,15 +1,17 @@
 //! The map of a raw container: guest byte *n* is byte *payload offset + n*, encrypted.
 
+use std::mem::offset_of;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use vdkit_block::{
     Encryption, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, HostOffset, InFlight,
-    OpenRequest, Place, Reservation, Result, Secret, SectorNumbering, Storage,
+    OpenRequest, Place, Reservation, Result, Secret, SectorNumbering, Storage, require_writable,
 };
 
 use crate::header::{Header, HeaderPlace, SECTOR_BYTES};
+use crate::on_disk::RawHeader;
 use crate::slots::LuksSlots;
 
 /// The header of a container is at its start.
@@ -35,7 +37,7 @@ pub(crate) fn guest_bytes_of(header: &Header, storage: &dyn Storage) -> Result<u
         Some(bytes) => Ok(bytes & !(SECTOR_BYTES - 1)),
         None => Err(Error::corrupt(
             file,
-            104,
+            offset_of!(RawHeader, payload_offset) as u64,
             "payload-offset",
             format!("{payload:#x}"),
             format!("at most the file's length, {len:#x}"),
@@ -61,9 +63,7 @@ impl LuksFormat {
     /// As [`LuksSlots::unlock`]; [`Error::ReadOnly`].
     pub fn open(request: OpenRequest, keys: &[Secret]) -> Result<Self> {
         let OpenRequest { storage, writable, limits, .. } = request;
-        if writable && !storage.caps().writable {
-            return Err(Error::ReadOnly { file: storage.name().to_owned() });
-        }
+        require_writable(!writable || storage.caps().writable, storage.name())?;
         let slots = LuksSlots::read(storage.clone(), place_of(&*storage)?, &limits)?;
         let guest_bytes = guest_bytes_of(slots.header(), &*storage)?;
         let cipher = slots.unlock(keys)?;
@@ -83,10 +83,7 @@ impl LuksFormat {
     }
 
     fn check_writable(&self) -> Result<()> {
-        if self.writable {
-            return Ok(());
-        }
-        Err(Error::ReadOnly { file: self.storage.name().to_owned() })
+        require_writable(self.writable, self.storage.name())
     }
 }
 
@@ -121,17 +118,7 @@ impl Format for LuksFormat {
         false
     }
 
-    fn storage(&self) -> &Arc<dyn Storage> {
-        &self.storage
-    }
-
-    fn file(&self, _index: FileIndex) -> &Arc<dyn Storage> {
-        &self.storage
-    }
-
-    fn in_flight(&self) -> &InFlight {
-        &self.in_flight
-    }
+    vdkit_block::accessors!(storage, in_flight);
 
     fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
         Ok(self.data(at, len))

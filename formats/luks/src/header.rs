@@ -1,18 +1,18 @@
 //! The header: parsed from untrusted bytes, and validated into a trusted type.
-//!
-//! Source: LUKS1 on-disk format specification, section 3 "The partition header". All numbers are
-//! big-endian.
 
+use std::mem::offset_of;
 use std::ops::Range;
-use vdkit_block::bytes::{array, be16, be32};
 
 use vdkit_block::{Error, HostOffset, KeyHeader, KeySlotInfo, Result, Storage};
+use zerocopy::FromBytes;
+use zerocopy::big_endian::U32;
 
 use crate::cipher::{CipherSpec, KNOWN};
 use crate::hash::{HASH_NAMES, Hash};
+use crate::on_disk::{ACTIVE, INACTIVE, RawHeader, Slot, slot_at};
 
 /// Bytes of the header itself; key material follows.
-pub const HEADER_BYTES: usize = 592;
+pub const HEADER_BYTES: usize = size_of::<RawHeader>();
 /// The first six bytes.
 pub const MAGIC: [u8; 6] = *b"LUKS\xba\xbe";
 /// Number of key slots.
@@ -24,54 +24,10 @@ pub(crate) const SECTOR_BYTES: u64 = 512;
 /// Maximum accepted key length of the image; the supported ciphers use at most 64 bytes.
 const KEY_BYTES_MAX: u32 = 512;
 
-/// Offsets of the fields.
-pub(crate) mod field {
-    pub(crate) const VERSION: usize = 6;
-    pub(crate) const CIPHER_NAME: usize = 8;
-    pub(crate) const CIPHER_MODE: usize = 40;
-    pub(crate) const HASH: usize = 72;
-    pub(crate) const PAYLOAD: usize = 104;
-    pub(crate) const KEY_BYTES: usize = 108;
-    pub(crate) const DIGEST: usize = 112;
-    pub(crate) const DIGEST_SALT: usize = 132;
-    pub(crate) const DIGEST_ITERATIONS: usize = 164;
-    pub(crate) const UUID: usize = 168;
-    pub(crate) const SLOTS: usize = 208;
-    /// Bytes of a slot: state, iterations, salt, sector of the material, stripes.
-    pub(crate) const SLOT_BYTES: usize = 48;
-    pub(crate) const SLOT_ITERATIONS: usize = 4;
-    pub(crate) const SLOT_SALT: usize = 8;
-    pub(crate) const SLOT_MATERIAL: usize = 40;
-    pub(crate) const SLOT_STRIPES: usize = 44;
-}
-
-/// The state of a key slot.
-pub(crate) const ACTIVE: u32 = 0x00ac_71f3;
-pub(crate) const INACTIVE: u32 = 0x0000_dead;
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Slot {
-    pub(crate) active: bool,
-    pub(crate) iterations: u32,
-    pub(crate) salt: [u8; 32],
-    /// Sectors from the start of the header to the key material.
-    pub(crate) material: u32,
-}
-
 /// A validated header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
-    pub(crate) cipher_name: String,
-    pub(crate) cipher_mode: String,
-    pub(crate) hash_name: String,
-    /// Sectors from the start of the header to the encrypted disk.
-    pub(crate) payload: u32,
-    pub(crate) key_bytes: u32,
-    pub(crate) digest: [u8; 20],
-    pub(crate) digest_salt: [u8; 32],
-    pub(crate) digest_iterations: u32,
-    pub(crate) uuid: String,
-    pub(crate) slots: [Slot; SLOTS],
+    pub(crate) raw: RawHeader,
 }
 
 /// Location of a header in a file.
@@ -99,18 +55,18 @@ impl Faults<'_> {
     ) -> Result<T> {
         Err(Error::corrupt(self.file, self.base + field as u64, what, found, expected))
     }
+}
 
-    /// A NUL-terminated name within its field.
-    fn text(&self, bytes: &[u8], field: usize, len: usize, what: &'static str) -> Result<String> {
-        let bytes = &bytes[field..field + len];
-        let end = bytes.iter().position(|&b| b == 0).unwrap_or(len);
-        match std::str::from_utf8(&bytes[..end]) {
-            Ok(text) if end < len && text.bytes().all(|b| b.is_ascii_graphic()) => {
-                Ok(text.to_owned())
-            }
-            _ => self.of(field, what, format!("{:02x?}", &bytes[..end.min(8)]), "a short name"),
-        }
-    }
+/// The NUL-terminated name in a field, if it is one.
+fn name(field: &[u8]) -> Option<&str> {
+    let end = field.iter().position(|&b| b == 0)?;
+    let text = std::str::from_utf8(&field[..end]).ok()?;
+    text.bytes().all(|b| b.is_ascii_graphic()).then_some(text)
+}
+
+/// The name in a field of a validated header.
+fn text(field: &[u8]) -> &str {
+    name(field).unwrap_or_default()
 }
 
 impl Header {
@@ -132,87 +88,79 @@ impl Header {
     /// As [`Header::read`].
     pub fn parse(file: &str, bytes: &[u8], place: HeaderPlace) -> Result<Self> {
         let faults = Faults { file, base: place.offset.0 };
-        if bytes.len() < HEADER_BYTES {
+        let Ok((raw, _)) = RawHeader::read_from_prefix(bytes) else {
             let found = format!("{} bytes", bytes.len());
             return faults.of(0, "LUKS header", found, format!("{HEADER_BYTES} bytes"));
-        }
-        if bytes[..6] != MAGIC {
-            let found = format!("{:02x?}", &bytes[..6]);
+        };
+        if raw.magic != MAGIC {
+            let found = format!("{:02x?}", raw.magic);
             return faults.of(0, "LUKS magic", found, format!("{MAGIC:02x?}"));
         }
-        let version = be16(bytes, field::VERSION);
-        if version != 1 {
+        if raw.version.get() != 1 {
             return Err(Error::unsupported(
                 file,
-                format!("not supported: LUKS version {version}"),
+                format!("not supported: LUKS version {}", raw.version),
                 "version 1 is known; where its cipher and key derivation allow, 'cryptsetup convert \
                  --type luks1' makes one, else open it with cryptsetup and copy the device",
             ));
         }
-        let header = Self {
-            cipher_name: faults.text(bytes, field::CIPHER_NAME, 32, "cipher-name")?,
-            cipher_mode: faults.text(bytes, field::CIPHER_MODE, 32, "cipher-mode")?,
-            hash_name: faults.text(bytes, field::HASH, 32, "hash-spec")?,
-            payload: be32(bytes, field::PAYLOAD),
-            key_bytes: be32(bytes, field::KEY_BYTES),
-            digest: array(bytes, field::DIGEST),
-            digest_salt: array(bytes, field::DIGEST_SALT),
-            digest_iterations: be32(bytes, field::DIGEST_ITERATIONS),
-            uuid: faults.text(bytes, field::UUID, 40, "uuid")?,
-            slots: Self::parse_slots(&faults, bytes)?,
-        };
+        for (field, at, what) in [
+            (&raw.cipher_name[..], offset_of!(RawHeader, cipher_name), "cipher-name"),
+            (&raw.cipher_mode[..], offset_of!(RawHeader, cipher_mode), "cipher-mode"),
+            (&raw.hash_spec[..], offset_of!(RawHeader, hash_spec), "hash-spec"),
+            (&raw.uuid[..], offset_of!(RawHeader, uuid), "uuid"),
+        ] {
+            if name(field).is_none() {
+                let end = field.iter().position(|&b| b == 0).unwrap_or(field.len());
+                let found = format!("{:02x?}", &field[..end.min(8)]);
+                return faults.of(at, what, found, "a short name");
+            }
+        }
+        let header = Self { raw };
+        header.check_slots(&faults)?;
         header.check(&faults, place.room)?;
         Ok(header)
     }
 
-    fn parse_slots(faults: &Faults<'_>, bytes: &[u8]) -> Result<[Slot; SLOTS]> {
-        let mut slots = std::array::from_fn(|_| Slot {
-            active: false,
-            iterations: 0,
-            salt: [0; 32],
-            material: 0,
-        });
-        for (number, slot) in slots.iter_mut().enumerate() {
-            let at = field::SLOTS + number * field::SLOT_BYTES;
-            slot.active = match be32(bytes, at) {
-                ACTIVE => true,
-                INACTIVE => false,
-                other => {
-                    let expected = format!("{ACTIVE:#x} or {INACTIVE:#x}");
-                    return faults.of(at, "state of a key slot", format!("{other:#x}"), expected);
-                }
-            };
-            slot.iterations = be32(bytes, at + field::SLOT_ITERATIONS);
-            slot.salt = array(bytes, at + field::SLOT_SALT);
-            slot.material = be32(bytes, at + field::SLOT_MATERIAL);
-            let stripes = be32(bytes, at + field::SLOT_STRIPES);
-            if stripes as usize != STRIPES {
-                let (field, expected) = (at + field::SLOT_STRIPES, STRIPES.to_string());
-                return faults.of(field, "stripes of a key slot", stripes.to_string(), expected);
+    fn check_slots(&self, faults: &Faults<'_>) -> Result<()> {
+        for (number, slot) in self.raw.key_slots.iter().enumerate() {
+            let at = slot_at(number);
+            if !slot.is_active() && slot.active != INACTIVE {
+                let found = format!("{:#x}", slot.active);
+                let expected = format!("{ACTIVE:#x} or {INACTIVE:#x}");
+                return faults.of(at, "state of a key slot", found, expected);
             }
-            if slot.active && slot.iterations == 0 {
-                let field = at + field::SLOT_ITERATIONS;
+            if slot.stripes != STRIPES as u32 {
+                let field = at + offset_of!(Slot, stripes);
+                let (found, expected) = (slot.stripes.to_string(), STRIPES.to_string());
+                return faults.of(field, "stripes of a key slot", found, expected);
+            }
+            if slot.is_active() && slot.iterations.get() == 0 {
+                let field = at + offset_of!(Slot, iterations);
                 return faults.of(field, "iterations of a key slot", "0", "at least 1");
             }
         }
-        Ok(slots)
+        Ok(())
     }
 
     fn check(&self, faults: &Faults<'_>, room: u64) -> Result<()> {
-        if self.key_bytes == 0 || self.key_bytes > KEY_BYTES_MAX {
+        let key_bytes = self.key_bytes();
+        if key_bytes == 0 || key_bytes > KEY_BYTES_MAX {
+            let field = offset_of!(RawHeader, key_bytes);
             let expected = format!("1 to {KEY_BYTES_MAX}");
-            return faults.of(field::KEY_BYTES, "key-bytes", self.key_bytes.to_string(), expected);
+            return faults.of(field, "key-bytes", key_bytes.to_string(), expected);
         }
-        if self.digest_iterations == 0 {
-            return faults.of(field::DIGEST_ITERATIONS, "mk-digest-iter", "0", "at least 1");
+        if self.raw.mk_digest_iterations.get() == 0 {
+            let field = offset_of!(RawHeader, mk_digest_iterations);
+            return faults.of(field, "mk-digest-iter", "0", "at least 1");
         }
         // A detached header has no payload after it.
-        let end = match self.payload {
+        let end = match self.payload_offset() {
             0 => room,
-            payload => room.min(u64::from(payload) * SECTOR_BYTES),
+            payload => room.min(payload),
         };
         for number in 0..SLOTS {
-            let at = field::SLOTS + number * field::SLOT_BYTES + field::SLOT_MATERIAL;
+            let at = slot_at(number) + offset_of!(Slot, key_material_offset);
             let area = self.material_area(number);
             if area.start < HEADER_BYTES as u64 || area.end > end {
                 return faults.of(
@@ -237,19 +185,23 @@ impl Header {
         Ok(())
     }
 
+    fn key_bytes(&self) -> u32 {
+        self.raw.key_bytes.get()
+    }
+
     /// The range of a slot's key material, in whole sectors, from the start of the header.
     pub(crate) fn material_area(&self, slot: usize) -> Range<u64> {
-        let start = u64::from(self.slots[slot].material) * SECTOR_BYTES;
+        let start = self.raw.key_slots[slot].material_offset();
         start..start + self.material_bytes().next_multiple_of(SECTOR_BYTES)
     }
 
     pub(crate) fn material_bytes(&self) -> u64 {
-        u64::from(self.key_bytes) * STRIPES as u64
+        u64::from(self.key_bytes()) * STRIPES as u64
     }
 
     /// Bytes from the start of the header to the encrypted disk; 0 for a detached header.
     pub fn payload_offset(&self) -> u64 {
-        u64::from(self.payload) * SECTOR_BYTES
+        u64::from(self.raw.payload_offset) * SECTOR_BYTES
     }
 
     /// The cipher.
@@ -257,13 +209,13 @@ impl Header {
     /// # Errors
     /// [`Error::Unsupported`] for an unknown one.
     pub fn cipher(&self, file: &str) -> Result<CipherSpec> {
-        let (name, mode) = (&self.cipher_name, &self.cipher_mode);
-        CipherSpec::find(name, mode, self.key_bytes as usize).ok_or_else(|| {
+        let (name, mode) = (text(&self.raw.cipher_name), text(&self.raw.cipher_mode));
+        CipherSpec::find(name, mode, self.key_bytes() as usize).ok_or_else(|| {
             Error::unsupported(
                 file,
                 format!(
                     "not supported: the cipher {name}-{mode} with keys of {} bytes",
-                    self.key_bytes
+                    self.key_bytes()
                 ),
                 format!("known are {KNOWN}; open it with cryptsetup and copy the device"),
             )
@@ -275,10 +227,10 @@ impl Header {
     /// # Errors
     /// [`Error::Unsupported`] for an unknown one.
     pub fn hash(&self, file: &str) -> Result<Hash> {
-        Hash::find(&self.hash_name).ok_or_else(|| {
+        Hash::find(text(&self.raw.hash_spec)).ok_or_else(|| {
             Error::unsupported(
                 file,
-                format!("not supported: the hash {}", self.hash_name),
+                format!("not supported: the hash {}", text(&self.raw.hash_spec)),
                 format!(
                     "known are {}; open it with cryptsetup and copy the device",
                     HASH_NAMES.join(", ")
@@ -289,75 +241,43 @@ impl Header {
 
     /// The cost of trying a key on a slot, in rounds of its key derivation.
     pub(crate) fn rounds(&self, slot: usize, hash: Hash) -> u64 {
-        let of = |iterations: u32, bytes: usize| u64::from(iterations) * hash.rounds(bytes);
-        of(self.slots[slot].iterations, self.key_bytes as usize)
-            + of(self.digest_iterations, self.digest.len())
-    }
-
-    pub(crate) fn encode(&self) -> [u8; HEADER_BYTES] {
-        let mut out = [0; HEADER_BYTES];
-        let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
-        put(0, &MAGIC);
-        put(field::VERSION, &1u16.to_be_bytes());
-        put(field::CIPHER_NAME, self.cipher_name.as_bytes());
-        put(field::CIPHER_MODE, self.cipher_mode.as_bytes());
-        put(field::HASH, self.hash_name.as_bytes());
-        put(field::PAYLOAD, &self.payload.to_be_bytes());
-        put(field::KEY_BYTES, &self.key_bytes.to_be_bytes());
-        put(field::DIGEST, &self.digest);
-        put(field::DIGEST_SALT, &self.digest_salt);
-        put(field::DIGEST_ITERATIONS, &self.digest_iterations.to_be_bytes());
-        put(field::UUID, self.uuid.as_bytes());
-        for (number, slot) in self.slots.iter().enumerate() {
-            put(field::SLOTS + number * field::SLOT_BYTES, &slot.encode());
-        }
-        out
+        let raw = &self.raw;
+        let of = |iterations: U32, bytes: usize| u64::from(iterations) * hash.rounds(bytes);
+        of(raw.key_slots[slot].iterations, self.key_bytes() as usize)
+            + of(raw.mk_digest_iterations, raw.mk_digest.len())
     }
 
     /// The header as [`vdkit_block::ImageInfo`] describes it.
     pub fn describe(&self) -> KeyHeader {
         let slot = |slot: &Slot| KeySlotInfo {
-            active: slot.active,
-            iterations: u64::from(slot.iterations),
-            material_offset: u64::from(slot.material) * SECTOR_BYTES,
+            active: slot.is_active(),
+            iterations: slot.iterations.into(),
+            material_offset: slot.material_offset(),
             stripes: STRIPES as u64,
         };
         KeyHeader {
-            cipher: self.cipher_name.clone(),
-            mode: self.cipher_mode.clone(),
-            key_bits: u64::from(self.key_bytes) * 8,
-            hash: self.hash_name.clone(),
-            uuid: self.uuid.clone(),
+            cipher: text(&self.raw.cipher_name).to_owned(),
+            mode: text(&self.raw.cipher_mode).to_owned(),
+            key_bits: u64::from(self.key_bytes()) * 8,
+            hash: text(&self.raw.hash_spec).to_owned(),
+            uuid: text(&self.raw.uuid).to_owned(),
             payload_offset: self.payload_offset(),
-            digest_iterations: u64::from(self.digest_iterations),
-            slots: self.slots.iter().map(slot).collect(),
+            digest_iterations: self.raw.mk_digest_iterations.into(),
+            slots: self.raw.key_slots.iter().map(slot).collect(),
         }
     }
 
     /// The encryption properties of an image, as (key, value) texts.
     pub fn properties(&self) -> Vec<(String, String)> {
-        let active = self.slots.iter().filter(|slot| slot.active).count();
+        let active = self.raw.key_slots.iter().filter(|slot| slot.is_active()).count();
         let text = |key: &str, value: String| (format!("encryption-{key}"), value);
+        let KeyHeader { cipher, mode, key_bits, hash, uuid, .. } = self.describe();
         vec![
-            text("cipher", format!("{}-{}", self.cipher_name, self.cipher_mode)),
-            text("key-bits", (self.key_bytes * 8).to_string()),
-            text("hash", self.hash_name.clone()),
-            text("uuid", self.uuid.clone()),
+            text("cipher", format!("{cipher}-{mode}")),
+            text("key-bits", key_bits.to_string()),
+            text("hash", hash),
+            text("uuid", uuid),
             text("slots", format!("{active} of {SLOTS} active")),
         ]
-    }
-}
-
-impl Slot {
-    pub(crate) fn encode(&self) -> [u8; field::SLOT_BYTES] {
-        let mut out = [0; field::SLOT_BYTES];
-        let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
-        let state = if self.active { ACTIVE } else { INACTIVE };
-        put(0, &state.to_be_bytes());
-        put(field::SLOT_ITERATIONS, &self.iterations.to_be_bytes());
-        put(field::SLOT_SALT, &self.salt);
-        put(field::SLOT_MATERIAL, &self.material.to_be_bytes());
-        put(field::SLOT_STRIPES, &(STRIPES as u32).to_be_bytes());
-        out
     }
 }

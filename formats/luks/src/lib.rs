@@ -30,6 +30,7 @@ mod format;
 mod hash;
 mod header;
 mod new;
+mod on_disk;
 mod slots;
 
 pub use cipher::{AesSectors, CipherSpec, Mode, Vector, decrypt_cbc_padded, legacy_qcow2};

@@ -2,11 +2,14 @@
 
 use vdkit_block::random_uuid;
 use vdkit_block::{Error, Limits, OptionKind, OptionSpec, Options, Result, Secret};
+use zerocopy::IntoBytes;
+use zerocopy::big_endian::{U16, U32};
 use zeroize::Zeroizing;
 
 use crate::cipher::{CipherSpec, Mode, Vector};
 use crate::hash::Hash;
-use crate::header::{HEADER_BYTES, Header, SECTOR_BYTES, SLOTS, STRIPES, Slot};
+use crate::header::{HEADER_BYTES, MAGIC, SECTOR_BYTES, SLOTS, STRIPES};
+use crate::on_disk::{ACTIVE, INACTIVE, RawHeader, Slot};
 use crate::slots::{Method, random, wipe_stack};
 
 /// Start and alignment of key material areas, as in QEMU and cryptsetup.
@@ -123,39 +126,50 @@ impl NewHeader {
     /// [`Error::Key`] if the system has no random numbers.
     pub fn make(&self, file: &str, passphrase: &Secret, limits: &Limits) -> Result<MadeHeader> {
         let method = &self.method;
-        let sector = |bytes: u64| (bytes / SECTOR_BYTES) as u32;
+        let sector = |bytes: u64| U32::new((bytes / SECTOR_BYTES) as u32);
         let mut key = Zeroizing::new(vec![0; method.spec.key_bytes()]);
         random(file, &mut key)?;
         let iterations = method.iterations(self.milliseconds, limits);
         let slots = std::array::from_fn(|number| Slot {
-            active: number == 0,
-            iterations: if number == 0 { iterations } else { 0 },
+            active: U32::new(if number == 0 { ACTIVE } else { INACTIVE }),
+            iterations: U32::new(if number == 0 { iterations } else { 0 }),
             salt: [0; 32],
-            material: sector(MATERIAL_ALIGN + number as u64 * self.area_bytes()),
+            key_material_offset: sector(MATERIAL_ALIGN + number as u64 * self.area_bytes()),
+            stripes: U32::new(STRIPES as u32),
         });
-        let mut header = Header {
-            cipher_name: "aes".to_owned(),
-            cipher_mode: method.spec.mode_name(),
-            hash_name: method.hash.name().to_owned(),
-            payload: sector(self.payload_offset()),
-            key_bytes: key.len() as u32,
-            digest: [0; 20],
-            digest_salt: [0; 32],
+        let mut header = RawHeader {
+            magic: MAGIC,
+            version: U16::new(1),
+            cipher_name: padded("aes"),
+            cipher_mode: padded(&method.spec.mode_name()),
+            hash_spec: padded(method.hash.name()),
+            payload_offset: sector(self.payload_offset()),
+            key_bytes: U32::new(key.len() as u32),
+            mk_digest: [0; 20],
+            mk_digest_salt: [0; 32],
             // An eighth of a slot's time, as in QEMU.
-            digest_iterations: (iterations / 8).max(1000),
-            uuid: random_uuid()?.to_string(),
-            slots,
+            mk_digest_iterations: U32::new((iterations / 8).max(1000)),
+            uuid: padded(&random_uuid()?.to_string()),
+            key_slots: slots,
         };
-        random(file, &mut header.digest_salt)?;
-        random(file, &mut header.slots[0].salt)?;
-        header.digest = method.digest(&key, &header.digest_salt, header.digest_iterations);
-        let material = method.lock(file, &key, passphrase, &header.slots[0])?;
+        random(file, &mut header.mk_digest_salt)?;
+        random(file, &mut header.key_slots[0].salt)?;
+        let iterations = header.mk_digest_iterations.get();
+        header.mk_digest = method.digest(&key, &header.mk_digest_salt, iterations);
+        let material = method.lock(file, &key, passphrase, &header.key_slots[0])?;
         wipe_stack();
         let mut bytes = vec![0; MATERIAL_ALIGN as usize];
-        bytes[..HEADER_BYTES].copy_from_slice(&header.encode());
+        bytes[..HEADER_BYTES].copy_from_slice(header.as_bytes());
         bytes.extend_from_slice(&material);
         Ok(MadeHeader { bytes, method: *method, key })
     }
+}
+
+/// A name in its field.
+fn padded<const N: usize>(text: &str) -> [u8; N] {
+    let mut field = [0; N];
+    field[..text.len()].copy_from_slice(text.as_bytes());
+    field
 }
 
 /// A new header.

@@ -12,12 +12,15 @@ use std::time::{Duration, Instant};
 use vdkit_block::{
     Error, HostOffset, KeySlot, KeySlots, Limits, Result, Secret, SectorCipher, Storage,
 };
+use zerocopy::IntoBytes;
+use zerocopy::big_endian::U32;
 use zeroize::{Zeroize, Zeroizing};
 
 use crate::af;
 use crate::cipher::{AesSectors, CipherSpec};
 use crate::hash::Hash;
-use crate::header::{Header, HeaderPlace, SLOTS, STRIPES, Slot, field};
+use crate::header::{Header, HeaderPlace, SLOTS, STRIPES};
+use crate::on_disk::{ACTIVE, INACTIVE, Slot, slot_at};
 
 /// Minimum iterations of a new slot, by the specification.
 const ITERATIONS_MIN: u32 = 1000;
@@ -59,7 +62,7 @@ impl Method {
     /// The cipher of a slot's material, derived from a passphrase.
     fn cipher(&self, passphrase: &Secret, slot: &Slot) -> Option<AesSectors> {
         let mut key = Zeroizing::new(vec![0; self.spec.key_bytes()]);
-        self.hash.derive(passphrase.bytes(), &slot.salt, slot.iterations, &mut key);
+        self.hash.derive(passphrase.bytes(), &slot.salt, slot.iterations.get(), &mut key);
         self.spec.with_key(&key)
     }
 
@@ -187,10 +190,7 @@ impl LuksSlots {
 
     fn wrong_key(&self, which: &str) -> Error {
         let opens = if which == "the key" { "opens none" } else { "opens any" };
-        let mut active = 0;
-        for slot in &self.header.slots {
-            active += u32::from(slot.active);
-        }
+        let active = self.header.raw.key_slots.iter().filter(|slot| slot.is_active()).count();
         Error::Key {
             file: self.storage.name().to_owned(),
             what: format!("{which} {opens} of its {active} active key slots"),
@@ -223,8 +223,9 @@ impl LuksSlots {
         passphrase: &Secret,
         work: &mut Work,
     ) -> Result<Option<VolumeKey>> {
-        let (header, slot, hash) = (&self.header, &self.header.slots[number], method.hash);
-        if !slot.active {
+        let (header, raw, hash) = (&self.header, &self.header.raw, method.hash);
+        let slot = &raw.key_slots[number];
+        if !slot.is_active() {
             return Ok(None);
         }
         work.take(self.storage.name(), header.rounds(number, hash))?;
@@ -233,8 +234,8 @@ impl LuksSlots {
         self.storage.read_padded(&mut material, self.at(header.material_area(number).start))?;
         cipher.decrypt(&mut material, 0);
         let key = af::merge(&material, STRIPES, hash);
-        let digest = method.digest(&key, &header.digest_salt, header.digest_iterations);
-        Ok((digest == header.digest).then_some(key))
+        let digest = method.digest(&key, &raw.mk_digest_salt, raw.mk_digest_iterations.get());
+        Ok((digest == raw.mk_digest).then_some(key))
     }
 
     /// The host offset of an offset from the header's start.
@@ -243,7 +244,7 @@ impl LuksSlots {
     }
 
     fn slot_at(&self, number: usize) -> HostOffset {
-        self.at((field::SLOTS + number * field::SLOT_BYTES) as u64)
+        self.at(slot_at(number) as u64)
     }
 
     /// A slot's number from a caller.
@@ -260,14 +261,14 @@ impl LuksSlots {
         let file = self.storage.name();
         if let Some(wanted) = wanted {
             let number = self.checked(wanted)?;
-            return match self.header.slots[number].active {
+            return match self.header.raw.key_slots[number].is_active() {
                 true => Err(Error::Invalid(format!(
                     "{file}: key slot {number} is in use; remove its key first"
                 ))),
                 false => Ok(number),
             };
         }
-        self.header.slots.iter().position(|slot| !slot.active).ok_or_else(|| {
+        self.header.raw.key_slots.iter().position(|slot| !slot.is_active()).ok_or_else(|| {
             Error::Invalid(format!(
                 "{file}: all {SLOTS} key slots are in use; remove the key of one first"
             ))
@@ -288,10 +289,10 @@ impl KeySlots for LuksSlots {
     fn slots(&self) -> Vec<KeySlot> {
         let slot = |(number, slot): (usize, &Slot)| KeySlot {
             number: number as u32,
-            active: slot.active,
-            iterations: if slot.active { slot.iterations.into() } else { 0 },
+            active: slot.is_active(),
+            iterations: if slot.is_active() { slot.iterations.into() } else { 0 },
         };
-        self.header.slots.iter().enumerate().map(slot).collect()
+        self.header.raw.key_slots.iter().enumerate().map(slot).collect()
     }
 
     fn opened_by(&self, key: &Secret) -> Result<Vec<u32>> {
@@ -321,27 +322,27 @@ impl KeySlots for LuksSlots {
         };
         let number = self.free_slot(slot)?;
         let mut slot = Slot {
-            iterations: method.iterations(milliseconds, &self.limits),
-            ..self.header.slots[number].clone()
+            iterations: method.iterations(milliseconds, &self.limits).into(),
+            ..self.header.raw.key_slots[number].clone()
         };
         random(&file, &mut slot.salt)?;
         let material = method.lock(&file, &volume_key, new, &slot)?;
         self.storage.write_at(&material, self.at(self.header.material_area(number).start))?;
-        self.storage.write_at(&slot.encode(), self.slot_at(number))?;
+        self.storage.write_at(slot.as_bytes(), self.slot_at(number))?;
         self.storage.sync()?;
         // Update the slot only after the new key is known to open it.
-        slot.active = true;
-        let before = std::mem::replace(&mut self.header.slots[number], slot.clone());
+        slot.active = ACTIVE.into();
+        let before = std::mem::replace(&mut self.header.raw.key_slots[number], slot.clone());
         match self.try_slot(&method, number, new, &mut Work::new(&self.limits)) {
             Ok(Some(found)) if found == volume_key => {}
             other => {
-                self.header.slots[number] = before;
+                self.header.raw.key_slots[number] = before;
                 other?;
                 let (at, found) = (self.slot_at(number).0, "something else than what was written");
                 return Err(Error::corrupt(&file, at, "new key slot", found, "the new key"));
             }
         }
-        self.storage.write_at(&slot.encode()[..4], self.slot_at(number))?;
+        self.storage.write_at(slot.active.as_bytes(), self.slot_at(number))?;
         self.storage.sync()?;
         drop(volume_key);
         wipe_stack();
@@ -351,15 +352,15 @@ impl KeySlots for LuksSlots {
     fn wipe(&mut self, number: u32) -> Result<()> {
         let number = self.checked(number)?;
         self.overwrite_material(number)?;
-        let mut slot = self.header.slots[number].clone();
-        slot.active = false;
-        self.storage.write_at(&slot.encode()[..4], self.slot_at(number))?;
+        let mut slot = self.header.raw.key_slots[number].clone();
+        slot.active = INACTIVE.into();
+        self.storage.write_at(slot.active.as_bytes(), self.slot_at(number))?;
         self.storage.sync()?;
         // The rest of the slot is useless without the material.
-        slot.iterations = 0;
+        slot.iterations = U32::ZERO;
         slot.salt = [0; 32];
-        self.storage.write_at(&slot.encode(), self.slot_at(number))?;
-        self.header.slots[number] = slot;
+        self.storage.write_at(slot.as_bytes(), self.slot_at(number))?;
+        self.header.raw.key_slots[number] = slot;
         self.storage.sync()
     }
 }

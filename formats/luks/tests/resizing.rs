@@ -5,13 +5,7 @@ use vdkit_testbase::FaultKind;
 use vdkit_testbase::trials::{Cut, Resizes, Trial};
 use vdkit_testbase::units::{KIB, MIB};
 
-const TRIAL: Trial = Trial {
-    driver: &LuksDriver,
-    options: "iter-time=0,preallocation=full",
-    guest_bytes: MIB,
-    write_bytes_max: MIB,
-    resizes: true,
-};
+const TRIAL: Trial = Trial::new(&LuksDriver, "iter-time=0,preallocation=full", MIB);
 /// Unwritten space is noise, so growing writes zeroes, in steps of 8 MiB.
 const CONTAINER: Resizes<'_> =
     Resizes { cut: Cut::All, ..Resizes::new(TRIAL, &[9 * MIB + 512, 70 * KIB + 512, 3 * MIB]) };

@@ -15,6 +15,7 @@ use crate::image::{Meta, Qcow2};
 use crate::layout::{COMPRESSED, COPIED, OFFSET_MASK};
 use crate::pool::{Pool, Space};
 use crate::refcounts::Refcounts;
+use crate::structures::words_mut;
 
 /// Most refcount blocks that one allocation scans for free clusters.
 const SCAN_BLOCKS_MAX: usize = 64;
@@ -351,13 +352,10 @@ impl Qcow2 {
         let mut raw = vec![0; self.geometry.cluster_bytes() as usize];
         self.storage.read_padded(&mut raw, from)?;
         if !self.has_data_file() {
-            let entry = self.geometry.l2_entry_bytes() as usize;
-            for bytes in raw.chunks_exact_mut(entry) {
-                let mut word = [0; 8];
-                word.copy_from_slice(&bytes[..8]);
-                let word = u64::from_be_bytes(word);
+            for entry in words_mut(&mut raw).chunks_exact_mut(self.geometry.l2_entry_words()) {
+                let word = entry[0].get();
                 if word & COMPRESSED == 0 && word & OFFSET_MASK != 0 {
-                    bytes[..8].copy_from_slice(&(word & !COPIED).to_be_bytes());
+                    entry[0].set(word & !COPIED);
                 }
             }
         }

@@ -20,21 +20,23 @@ pub(crate) mod state;
 mod switch;
 
 use vdkit_block::{BitmapInfo, Error, HostOffset, Limits, Result, Storage, is_aligned};
+use zerocopy::{FromBytes, IntoBytes};
 
 use crate::header::{BitmapsExtension, Header};
 use crate::layout::{autoclear, extension};
+use crate::structures::BitmapDirectoryEntry;
 
 /// Most bitmaps (QEMU's bound).
 pub(crate) const BITMAPS_MAX: u32 = 65535;
 /// Bytes of the fixed part of an entry.
-const FIXED_BYTES: usize = 24;
+const FIXED_BYTES: usize = size_of::<BitmapDirectoryEntry>();
 /// Longest name in bytes.
 pub(crate) const NAME_BYTES_MAX: usize = 1023;
 /// Largest directory (QEMU's bound).
 pub(crate) const DIRECTORY_BYTES_MAX: u64 =
     BITMAPS_MAX as u64 * (FIXED_BYTES + NAME_BYTES_MAX) as u64;
 /// The only type: a dirty tracking bitmap.
-const TYPE_DIRTY: u8 = 1;
+pub(crate) const TYPE_DIRTY: u8 = 1;
 /// log2 of the bytes that one bit covers (QEMU's bounds).
 pub(crate) const GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
 /// Most entries of a bitmap's table, and most bytes of all its clusters (QEMU's bounds).
@@ -71,11 +73,6 @@ pub struct Bitmap {
 }
 
 impl Bitmap {
-    /// Bytes of its directory entry.
-    fn entry_bytes(&self) -> usize {
-        (FIXED_BYTES + self.extra.len() + self.name.len()).next_multiple_of(8)
-    }
-
     /// Whether it is marked as inconsistent.
     pub(crate) fn in_use(&self) -> bool {
         self.flags & flag::IN_USE != 0
@@ -87,16 +84,25 @@ impl Bitmap {
     }
 
     fn encode(&self, out: &mut Vec<u8>) {
-        let end = out.len() + self.entry_bytes();
-        out.extend_from_slice(&self.table_offset.0.to_be_bytes());
-        out.extend_from_slice(&self.table_entries.to_be_bytes());
-        out.extend_from_slice(&self.flags.to_be_bytes());
-        out.extend_from_slice(&[TYPE_DIRTY, self.granularity_bits]);
-        out.extend_from_slice(&(self.name.len() as u16).to_be_bytes());
-        out.extend_from_slice(&(self.extra.len() as u32).to_be_bytes());
+        let entry = self.entry();
+        let end = out.len() + entry.bytes();
+        out.extend_from_slice(entry.as_bytes());
         out.extend_from_slice(&self.extra);
         out.extend_from_slice(&self.name);
         out.resize(end, 0);
+    }
+
+    /// The fixed part of its directory entry.
+    fn entry(&self) -> BitmapDirectoryEntry {
+        BitmapDirectoryEntry {
+            bitmap_table_offset: self.table_offset.0.into(),
+            bitmap_table_size: self.table_entries.into(),
+            flags: self.flags.into(),
+            kind: TYPE_DIRTY,
+            granularity_bits: self.granularity_bits,
+            name_size: (self.name.len() as u16).into(),
+            extra_data_size: (self.extra.len() as u32).into(),
+        }
     }
 
     /// Description for users.
@@ -205,23 +211,22 @@ fn parse(directory: &[u8], count: u32) -> Result<Vec<Bitmap>, (usize, String, St
     for index in 0..count {
         let fault = |found: String, expected: &str| Err((at, found, expected.to_owned()));
         let ended = "an end within the directory";
-        let Some(fixed) = directory.get(at..at + FIXED_BYTES) else {
+        let entry = directory.get(at..).map(BitmapDirectoryEntry::ref_from_prefix);
+        let Some(Ok((entry, rest))) = entry else {
             return fault(format!("entry {index} of {count} passing the end"), ended);
         };
-        let be32 =
-            |i: usize| u32::from_be_bytes([fixed[i], fixed[i + 1], fixed[i + 2], fixed[i + 3]]);
-        let name_bytes = usize::from(u16::from_be_bytes([fixed[18], fixed[19]]));
-        let extra_bytes = be32(20) as usize;
-        if fixed[16] != TYPE_DIRTY {
-            return fault(format!("bitmap type {}", fixed[16]), "type 1 (dirty tracking)");
+        let name_bytes = usize::from(entry.name_size);
+        let extra_bytes = entry.extra_data_size.get() as usize;
+        if entry.kind != TYPE_DIRTY {
+            return fault(format!("bitmap type {}", entry.kind), "type 1 (dirty tracking)");
         }
-        if !GRANULARITY_BITS.contains(&fixed[17]) {
-            return fault(format!("granularity_bits {}", fixed[17]), "9 to 31");
+        if !GRANULARITY_BITS.contains(&entry.granularity_bits) {
+            return fault(format!("granularity_bits {}", entry.granularity_bits), "9 to 31");
         }
         if name_bytes == 0 || name_bytes > NAME_BYTES_MAX {
             return fault(format!("a name of {name_bytes} bytes"), "1 to 1023");
         }
-        let Some(rest) = directory[at + FIXED_BYTES..].get(..extra_bytes + name_bytes) else {
+        let Some(rest) = rest.get(..entry.variable_bytes()) else {
             return fault(
                 format!("{extra_bytes} bytes of extra data and a name of {name_bytes}"),
                 ended,
@@ -229,14 +234,14 @@ fn parse(directory: &[u8], count: u32) -> Result<Vec<Bitmap>, (usize, String, St
         };
         let (extra, name) = rest.split_at(extra_bytes);
         bitmaps.push(Bitmap {
-            table_offset: HostOffset(u64::from(be32(0)) << 32 | u64::from(be32(4))),
-            table_entries: be32(8),
-            flags: be32(12),
-            granularity_bits: fixed[17],
+            table_offset: HostOffset(entry.bitmap_table_offset.get()),
+            table_entries: entry.bitmap_table_size.get(),
+            flags: entry.flags.get(),
+            granularity_bits: entry.granularity_bits,
             name: name.to_vec(),
             extra: extra.to_vec(),
         });
-        at = (at + FIXED_BYTES + rest.len()).next_multiple_of(8);
+        at += entry.bytes();
     }
     if at < directory.len() {
         return Err((

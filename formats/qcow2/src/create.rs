@@ -13,6 +13,8 @@
 //! few large reads, and the guest data is one contiguous run.
 
 use vdkit_block::{CreateRequest, Error, HostOffset, Limits, Result, Storage, ZeroMode};
+use zerocopy::IntoBytes;
+use zerocopy::big_endian::U64;
 
 use crate::header::{Encryption, Extension, Header};
 use crate::layout::{
@@ -22,6 +24,7 @@ use crate::layout::{
 use crate::measure::{GuestSizes, RefcountClusters};
 use crate::options::{CreateOptions, Preallocation};
 use crate::refcounts::set_refcount;
+use crate::structures::EncryptionExtensionData;
 
 /// Bytes of one write of a table or of zeroes.
 const STEP: u64 = 1 << 20;
@@ -132,8 +135,11 @@ impl Plan {
             name(extension::DATA_FILE, file);
         }
         if options.encryption.is_some() {
-            let mut data = self.bytes(self.luks).0.to_be_bytes().to_vec();
-            data.extend_from_slice(&self.luks_bytes.to_be_bytes());
+            let place = EncryptionExtensionData {
+                offset: self.bytes(self.luks).0.into(),
+                length: self.luks_bytes.into(),
+            };
+            let data = place.as_bytes().to_vec();
             extensions.push(Extension { kind: extension::ENCRYPTION, offset: 0, data });
         }
         if options.data_file_raw {
@@ -292,7 +298,7 @@ fn write_tables(storage: &dyn Storage, plan: &Plan, options: &CreateOptions) -> 
     let cluster = geometry.cluster_bytes();
     let blocks = plan.bytes(plan.refcount_blocks).0;
     write_words(storage, plan.bytes(plan.refcount_table), plan.refcounts.blocks, |i| {
-        (blocks + i * cluster).to_be()
+        (blocks + i * cluster).into()
     })?;
     let per_word = 64 >> geometry.refcount_order;
     let all_one = refcount_word(per_word, geometry.refcount_order);
@@ -304,7 +310,7 @@ fn write_tables(storage: &dyn Storage, plan: &Plan, options: &CreateOptions) -> 
     })?;
     let l2 = plan.bytes(plan.l2).0;
     write_words(storage, plan.bytes(plan.l1), plan.l2_tables, |i| {
-        ((l2 + i * cluster) | COPIED).to_be()
+        ((l2 + i * cluster) | COPIED).into()
     })?;
     if plan.l2_tables == 0 {
         return Ok(());
@@ -313,15 +319,15 @@ fn write_tables(storage: &dyn Storage, plan: &Plan, options: &CreateOptions) -> 
     let data = if options.data_file.is_some() { 0 } else { plan.bytes(plan.data).0 };
     // Unwritten space of an encrypted image decrypts to noise, so the map marks it as zero.
     let zero = if options.encryption.is_some() && !geometry.extended { ZERO } else { 0 };
-    let entry = |i: u64| {
+    let entry = |i: u64| -> U64 {
         let host = data + i * cluster;
         debug_assert_eq!(host & !OFFSET_MASK, 0);
-        (host | COPIED | zero).to_be()
+        (host | COPIED | zero).into()
     };
     if !geometry.extended {
         return write_words(storage, plan.bytes(plan.l2), plan.guest.clusters, entry);
     }
-    let bitmap = subcluster_bitmap(options).to_be();
+    let bitmap = subcluster_bitmap(options).into();
     write_words(storage, plan.bytes(plan.l2), plan.guest.clusters * 2, |i| {
         if i % 2 == 0 { entry(i / 2) } else { bitmap }
     })
@@ -346,28 +352,28 @@ fn subcluster_bitmap(options: &CreateOptions) -> u64 {
     }
 }
 
-/// Eight bytes of a refcount block that begin with `ones` refcounts of 1, in native byte order.
-fn refcount_word(ones: u64, order: u32) -> u64 {
+/// Eight bytes of a refcount block that begin with `ones` refcounts of 1.
+fn refcount_word(ones: u64, order: u32) -> U64 {
     let mut bytes = [0; 8];
     for index in 0..ones {
         set_refcount(&mut bytes, index, order, 1);
     }
-    u64::from_ne_bytes(bytes)
+    bytes.into()
 }
 
-/// Writes `count` words at `at` in large pieces; `word` returns each in native byte order.
+/// Writes `count` words at `at` in large pieces.
 fn write_words(
     storage: &dyn Storage,
     at: HostOffset,
     count: u64,
-    word: impl Fn(u64) -> u64,
+    word: impl Fn(u64) -> U64,
 ) -> Result<()> {
     let mut piece = Vec::with_capacity((count * 8).min(STEP) as usize);
     let mut index = 0;
     in_steps(at, at + count * 8, STEP, |at, len| {
         piece.clear();
         for i in index..index + len / 8 {
-            piece.extend_from_slice(&word(i).to_ne_bytes());
+            piece.extend_from_slice(word(i).as_bytes());
         }
         index += len / 8;
         storage.write_at(&piece, at)

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use vdkit_block::{
     AmendRequest, Amendment, CheckReport, CompactOptions, CompactReport, Compaction, CreateRequest,
     Creation, DriverInfo, Format, FormatDriver, ImageInfo, KeySlots, KeyedImages, Limits, Measured,
-    Monitor, OpenRequest, OptionSpec, Options, Probe, Repair, Result, Secret, Storage,
+    Monitor, OfflineImage, OpenRequest, OptionSpec, Options, Probe, Repair, Result, Secret,
+    Storage,
 };
 use vdkit_luks::LuksSlots;
 
@@ -43,31 +44,12 @@ impl FormatDriver for Qcow2Driver {
         Ok(Qcow2::open(request)?)
     }
 
-    fn check(
-        &self,
-        storage: &Arc<dyn Storage>,
-        files: &[Arc<dyn Storage>],
-        repair: Repair,
-        limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CheckReport> {
-        check::check(storage, files.first(), repair, limits, monitor)
+    fn check(&self, image: &OfflineImage<'_>, repair: Repair) -> Result<CheckReport> {
+        check::check(image.storage, image.files.first(), repair, &image.limits, &image.monitor)
     }
 
-    fn creation(&self) -> Option<&dyn Creation> {
-        Some(self)
-    }
-
-    fn keyed_images(&self) -> Option<&dyn KeyedImages> {
-        Some(self)
-    }
-
-    fn compaction(&self) -> Option<&dyn Compaction> {
-        Some(self)
-    }
-
-    fn amendment(&self) -> Option<&dyn Amendment> {
-        Some(self)
+    vdkit_block::capabilities! {
+        creation: Creation, keyed_images: KeyedImages, compaction: Compaction, amendment: Amendment
     }
 }
 
@@ -117,15 +99,8 @@ impl KeyedImages for Qcow2Driver {
 }
 
 impl Compaction for Qcow2Driver {
-    fn compact(
-        &self,
-        storage: &Arc<dyn Storage>,
-        files: &[Arc<dyn Storage>],
-        options: CompactOptions,
-        limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CompactReport> {
-        check::compact(storage, files.first(), options, limits, monitor)
+    fn compact(&self, image: &OfflineImage<'_>, options: CompactOptions) -> Result<CompactReport> {
+        check::compact(image.storage, image.files.first(), options, &image.limits, &image.monitor)
     }
 }
 

@@ -14,6 +14,7 @@ use vdkit_luks::{HeaderPlace, LuksSlots, legacy_qcow2};
 
 use crate::header::{self, Header};
 use crate::image::Qcow2;
+use crate::structures::header_offset;
 
 /// Bytes of one write of encrypted zeroes.
 const STEP: usize = 1 << 20;
@@ -95,7 +96,7 @@ pub(crate) fn check_sectors(file: &str, guest_bytes: u64) -> Result<()> {
         return Ok(());
     }
     let expected = format!("a multiple of {CIPHER_SECTOR_BYTES} in an encrypted image");
-    Err(Error::corrupt(file, header::field::SIZE, "size", guest_bytes.to_string(), expected))
+    Err(Error::corrupt(file, header_offset!(size), "size", guest_bytes.to_string(), expected))
 }
 
 impl Qcow2 {

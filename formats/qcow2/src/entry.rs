@@ -1,8 +1,10 @@
 //! Encoding of L1 and L2 entries.
 
 use vdkit_block::HostOffset;
+use zerocopy::big_endian::U64;
 
 use crate::layout::{self, COMPRESSED, COPIED, Geometry, OFFSET_MASK, SUBCLUSTERS, ZERO};
+use crate::structures::words;
 
 /// An L2 entry in memory: the first word, and the subcluster bitmap (0 in a standard entry).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -40,6 +42,24 @@ pub struct CompressedPlace {
 }
 
 impl L2Entry {
+    /// The entries of a table as on disk.
+    pub fn all(table: &[u8], geometry: &Geometry) -> impl Iterator<Item = Self> {
+        words(table).chunks_exact(geometry.l2_entry_words()).map(Self::decode)
+    }
+
+    /// An entry of one word, or of two in an image with subclusters.
+    pub(crate) fn decode(words: &[U64]) -> Self {
+        Self { word: words[0].get(), bitmap: words.get(1).map_or(0, |bitmap| bitmap.get()) }
+    }
+
+    /// The reverse of [`L2Entry::decode`].
+    pub(crate) fn encode(self, words: &mut [U64]) {
+        words[0].set(self.word);
+        if let Some(bitmap) = words.get_mut(1) {
+            bitmap.set(self.bitmap);
+        }
+    }
+
     /// Plain data at `host`, referred to once.
     pub fn data(host: HostOffset, geometry: &Geometry) -> Self {
         Self {

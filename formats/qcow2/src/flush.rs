@@ -18,11 +18,12 @@ use vdkit_block::{HostOffset, Result, Storage};
 use vdkit_meta::{Freed, Metadata, MutexGuard};
 
 use crate::bitmaps::record::BitmapCopies;
-use crate::header::field;
+use crate::header::write_features;
 use crate::image::{Meta, Qcow2};
 use crate::layout::incompatible;
 use crate::pool::Space;
 use crate::refcounts::DirtyRefcounts;
+use crate::structures::{encode_words, header_offset};
 
 /// Most bytes of one read or write through a buffer on the stack, whose pages consecutive calls
 /// reuse. A multiple of every slice length.
@@ -184,8 +185,7 @@ impl Qcow2 {
             .map(|&sector| {
                 let first = sector as usize * 64;
                 let last = (first + 64).min(words.len());
-                let bytes = words[first..last].iter().flat_map(|w| w.to_be_bytes()).collect();
-                (self.l1_offset().0 + sector * 512, bytes)
+                (self.l1_offset().0 + sector * 512, encode_words(&words[first..last]))
             })
             .collect();
         let sequence = meta.space.flush_sequence;
@@ -289,8 +289,7 @@ impl Qcow2 {
     }
 
     fn write_incompatible(&self, bits: u64) -> Result<()> {
-        self.storage.write_at(&bits.to_be_bytes(), HostOffset(field::INCOMPATIBLE))?;
-        self.storage.sync()
+        write_features(&*self.storage, header_offset!(incompatible_features), bits)
     }
 
     /// Frees all preallocated clusters, and truncates the file after the last used cluster.

@@ -20,10 +20,10 @@ use std::ops::Range;
 use vdkit_block::{Error, HostOffset, Result, ZeroMode};
 
 use crate::allocator::Grown;
-use crate::header::field;
 use crate::image::{Meta, Qcow2};
 use crate::layout::{HOST_OFFSET_END, REFCOUNT_TABLE_BYTES_MAX};
 use crate::measure::{GuestSizes, RefcountClusters};
+use crate::structures::encode_words;
 
 /// A batch never reserves more than this ahead.
 const BATCH_BYTES_MAX: u64 = 64 << 20;
@@ -319,8 +319,7 @@ impl Qcow2 {
             return Ok(());
         }
         self.write_refcounts(meta, |meta| {
-            let table = &meta.space.refcounts.table;
-            let raw: Vec<u8> = table.iter().flat_map(|e| e.to_be_bytes()).collect();
+            let raw = encode_words(&meta.space.refcounts.table);
             storage.write_at(&raw, HostOffset(first << bits))?;
             // `switch_header` issues the barrier.
             self.switch_table(meta, first, table_clusters)
@@ -356,10 +355,10 @@ impl Qcow2 {
     /// Points the header at a durable new refcount table and releases the old one.
     fn switch_table(&self, meta: &mut Meta, first: u64, clusters: u64) -> Result<()> {
         let bits = self.geometry.cluster_bits;
-        let mut fields = [0; 12];
-        fields[..8].copy_from_slice(&(first << bits).to_be_bytes());
-        fields[8..].copy_from_slice(&(clusters as u32).to_be_bytes());
-        self.switch_header(meta, field::REFCOUNT_TABLE, &fields)?;
+        self.switch_tables(meta, |header| {
+            header.refcount_table_offset.set(first << bits);
+            header.refcount_table_clusters.set(clusters as u32);
+        })?;
         let old = meta.space.refcounts.table_offset;
         let old = self.clusters_of(old, meta.space.table_clusters << bits);
         meta.space.refcounts.table_offset = HostOffset(first << bits);

@@ -6,41 +6,28 @@ mod fixed;
 mod lasting;
 pub(crate) mod rewrite;
 
-use vdkit_block::bytes::{be32, be64};
-use vdkit_block::{Codec, Error, Fault, HostOffset, Limits, Result, Storage};
+use vdkit_block::{Codec, Error, Fault, HostOffset, Limits, Remedy, Result, Storage};
+use zerocopy::{FromBytes, IntoBytes};
 
-use self::fixed::FixedFields;
 pub(crate) use self::lasting::{DiskTables, LastingHeader};
 use crate::layout::{
     BACKING_NAME_BYTES_MAX, Geometry, MAGIC, V2_HEADER_BYTES, V3_HEADER_BYTES, autoclear,
     compatible, extension, incompatible,
 };
+use crate::structures::{
+    BitmapsExtensionData, EncryptionExtensionData, ExtensionHead, FeatureName, FixedHeader,
+    entries, header_offset,
+};
 
-/// Byte offsets of header fields that are changed in place.
-pub mod field {
-    /// Virtual disk size in bytes, 64 bits.
-    pub const SIZE: u64 = 24;
-    /// Entries of the active L1 table, 32 bits; the table's offset, 64 bits, follows.
-    pub const L1: u64 = 36;
-    /// Offset of the refcount table, 64 bits; its clusters, 32 bits, follow.
-    pub const REFCOUNT_TABLE: u64 = 48;
-    /// Number of snapshots, 32 bits; the table's offset, 64 bits, follows.
-    pub const SNAPSHOTS: u64 = 60;
-    /// Incompatible feature bits, 64 bits.
-    pub const INCOMPATIBLE: u64 = 72;
-    /// Autoclear feature bits, 64 bits.
-    pub const AUTOCLEAR: u64 = 88;
-}
-
-/// How the guest data is encrypted.
+/// How the guest data is encrypted, with the values of the header field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Encryption {
     /// Not encrypted.
-    None,
+    None = 0,
     /// AES-CBC with the password as key; insecure.
-    LegacyAes,
+    LegacyAes = 1,
     /// LUKS version 1.
-    Luks,
+    Luks = 2,
 }
 
 /// A header extension, as stored in the file.
@@ -176,11 +163,12 @@ impl Header {
         limits: &Limits,
         faults: Option<&mut Vec<Fault>>,
     ) -> Result<Self, NeedMore> {
-        let fixed = FixedFields::parse(file, bytes)?;
+        let fixed = FixedHeader::parse(file, bytes)?;
         let mut header = fixed.validate(file, file_len, limits, faults)?;
         let there = Bytes { read: bytes, of: header.geometry.cluster_bytes().min(file_len) };
-        header.extensions = parse_extensions(file, there, &header, fixed.backing_offset)?;
-        if fixed.backing_offset != 0 {
+        let backing_offset = fixed.backing_file_offset.get();
+        header.extensions = parse_extensions(file, there, &header, backing_offset)?;
+        if backing_offset != 0 {
             header.backing_name = parse_backing_name(file, there, &fixed, &header)?;
         }
         header.check_features(file)?;
@@ -208,23 +196,40 @@ impl Header {
 
     /// The bitmaps extension, if present and long enough.
     pub fn bitmaps(&self) -> Option<BitmapsExtension> {
-        let e = self.extension(extension::BITMAPS)?;
-        (e.data.len() >= 24).then(|| BitmapsExtension {
-            count: be32(&e.data, 0),
-            directory_bytes: be64(&e.data, 8),
-            directory_offset: HostOffset(be64(&e.data, 16)),
+        let data = &self.extension(extension::BITMAPS)?.data;
+        let (found, _) = BitmapsExtensionData::ref_from_prefix(data).ok()?;
+        Some(BitmapsExtension {
+            count: found.nb_bitmaps.get(),
+            directory_bytes: found.bitmap_directory_size.get(),
+            directory_offset: HostOffset(found.bitmap_directory_offset.get()),
         })
     }
 
     /// Host offset and byte length of the encryption header, if present.
     pub fn encryption_header(&self) -> Option<(HostOffset, u64)> {
-        let e = self.extension(extension::ENCRYPTION)?;
-        (e.data.len() >= 16).then(|| (HostOffset(be64(&e.data, 0)), be64(&e.data, 8)))
+        let data = &self.extension(extension::ENCRYPTION)?.data;
+        let (found, _) = EncryptionExtensionData::ref_from_prefix(data).ok()?;
+        Some((HostOffset(found.offset.get()), found.length.get()))
     }
 
     /// Whether an incompatible feature bit is set.
     pub fn has(&self, incompatible_bit: u64) -> bool {
         self.incompatible & incompatible_bit != 0
+    }
+
+    /// Fails if the image must not be written to.
+    pub(crate) fn refuse_corrupt(&self, file: &str) -> Result<()> {
+        if !self.has(incompatible::CORRUPT) {
+            return Ok(());
+        }
+        Err(Error::corrupt(
+            file,
+            header_offset!(incompatible_features),
+            "incompatible features",
+            "the corrupt bit",
+            "an image without known damage",
+        )
+        .with_remedy(Remedy::REPAIR))
     }
 
     /// Whether the guest data is in another file.
@@ -244,15 +249,16 @@ impl Header {
 
     /// The image's names of feature bits of a kind (0 incompatible, 1 compatible, 2 autoclear).
     pub(crate) fn feature_names(&self, kind: u8, bits: u64) -> String {
-        let table = self.extension(extension::FEATURE_NAMES).map_or(&[][..], |e| &e.data[..]);
+        let table = self.extension(extension::FEATURE_NAMES);
+        let table = table.map_or(&[][..], |e| entries::<FeatureName>(&e.data));
         let mut names = Vec::new();
         for bit in (0..64u8).filter(|b| bits >> b & 1 != 0) {
-            let named = table.chunks_exact(48).find(|row| row[0] == kind && row[1] == bit);
+            let named = table.iter().find(|row| row.kind == kind && row.bit == bit);
             names.push(named.map_or_else(
                 || format!("bit {bit}"),
                 |row| {
-                    let end = row[2..].iter().position(|&b| b == 0).unwrap_or(46);
-                    format!("bit {bit} ({})", String::from_utf8_lossy(&row[2..2 + end]))
+                    let end = row.name.iter().position(|&b| b == 0).unwrap_or(row.name.len());
+                    format!("bit {bit} ({})", String::from_utf8_lossy(&row.name[..end]))
                 },
             ));
         }
@@ -269,15 +275,35 @@ impl Header {
             ));
         }
         if self.has_data_file() && self.encryption == Encryption::LegacyAes {
-            return Err(Error::corrupt(
-                file,
-                32,
-                "crypt_method",
-                "AES with a data file",
-                "no AES encryption of a data file",
-            ));
+            let (at, found) = (header_offset!(crypt_method), "AES with a data file");
+            let expected = "no AES encryption of a data file";
+            return Err(Error::corrupt(file, at, "crypt_method", found, expected));
         }
         Ok(())
+    }
+
+    /// The fixed fields, without the place of the backing name.
+    fn fixed(&self) -> FixedHeader {
+        FixedHeader {
+            magic: MAGIC.into(),
+            version: self.version.into(),
+            cluster_bits: self.geometry.cluster_bits.into(),
+            size: self.guest_bytes.into(),
+            crypt_method: (self.encryption as u32).into(),
+            l1_size: self.l1_entries.into(),
+            l1_table_offset: self.l1_offset.0.into(),
+            refcount_table_offset: self.refcount_table_offset.0.into(),
+            refcount_table_clusters: self.refcount_table_clusters.into(),
+            nb_snapshots: self.snapshot_count.into(),
+            snapshots_offset: self.snapshots_offset.0.into(),
+            incompatible_features: self.incompatible.into(),
+            compatible_features: self.compatible.into(),
+            autoclear_features: self.autoclear.into(),
+            refcount_order: self.geometry.refcount_order.into(),
+            header_length: V3_HEADER_BYTES.into(),
+            compression_type: u8::from(self.codec == Codec::Zstd),
+            ..FixedHeader::default()
+        }
     }
 
     /// The header cluster of a new image: fixed fields, extensions, backing name.
@@ -285,53 +311,17 @@ impl Header {
     /// # Errors
     /// [`Error::Invalid`] if they do not fit in one cluster.
     pub fn encode(&self) -> Result<Vec<u8>> {
-        let v3 = self.version >= 3;
-        let mut out = vec![0u8; if v3 { V3_HEADER_BYTES } else { V2_HEADER_BYTES } as usize];
-        let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
-        put(0, &MAGIC.to_be_bytes());
-        put(4, &self.version.to_be_bytes());
-        put(20, &self.geometry.cluster_bits.to_be_bytes());
-        put(24, &self.guest_bytes.to_be_bytes());
-        let crypt: u32 = match self.encryption {
-            Encryption::None => 0,
-            Encryption::LegacyAes => 1,
-            Encryption::Luks => 2,
-        };
-        put(32, &crypt.to_be_bytes());
-        put(36, &self.l1_entries.to_be_bytes());
-        put(40, &self.l1_offset.0.to_be_bytes());
-        put(48, &self.refcount_table_offset.0.to_be_bytes());
-        put(56, &self.refcount_table_clusters.to_be_bytes());
-        put(60, &self.snapshot_count.to_be_bytes());
-        put(64, &self.snapshots_offset.0.to_be_bytes());
-        if v3 {
-            put(72, &self.incompatible.to_be_bytes());
-            put(80, &self.compatible.to_be_bytes());
-            put(88, &self.autoclear.to_be_bytes());
-            put(96, &self.geometry.refcount_order.to_be_bytes());
-            put(100, &V3_HEADER_BYTES.to_be_bytes());
-            put(104, &[u8::from(self.codec == Codec::Zstd)]);
-        }
-        for e in &self.extensions {
-            out.extend_from_slice(&e.kind.to_be_bytes());
-            out.extend_from_slice(&(e.data.len() as u32).to_be_bytes());
-            out.extend_from_slice(&e.data);
-            out.resize(out.len().next_multiple_of(8), 0);
-        }
-        out.extend_from_slice(&[0; 8]); // the end of the list
+        let bytes = if self.version >= 3 { V3_HEADER_BYTES } else { V2_HEADER_BYTES } as usize;
+        let mut fixed = self.fixed();
+        let mut rest = Vec::new();
+        rewrite::push_extensions(&mut rest, self.extensions.iter());
         if let Some(name) = &self.backing_name {
-            if name.len() > BACKING_NAME_BYTES_MAX as usize {
-                return Err(Error::Invalid(format!(
-                    "the backing file name has {} bytes, at most {BACKING_NAME_BYTES_MAX} are \
-                     possible; use a relative name",
-                    name.len()
-                )));
-            }
-            let at = out.len() as u64;
-            out[8..16].copy_from_slice(&at.to_be_bytes());
-            out[16..20].copy_from_slice(&(name.len() as u32).to_be_bytes());
-            out.extend_from_slice(name.as_bytes());
+            rewrite::check_name(name)?;
+            fixed.backing_file_offset.set((bytes + rest.len()) as u64);
+            fixed.backing_file_size.set(name.len() as u32);
+            rest.extend_from_slice(name.as_bytes());
         }
+        let out = [&fixed.as_bytes()[..bytes], &rest[..]].concat();
         if out.len() as u64 > self.geometry.cluster_bytes() {
             return Err(Error::Invalid(format!(
                 "header, extensions and backing name take {} bytes, more than a cluster of {}; use \
@@ -355,14 +345,20 @@ impl Header {
             (2, 0, "bitmaps"),
             (2, 1, "raw external data"),
         ];
-        let mut data = vec![0; rows.len() * 48];
-        for (row, (kind, bit, name)) in data.chunks_exact_mut(48).zip(rows) {
-            row[0] = kind;
-            row[1] = bit;
-            row[2..2 + name.len()].copy_from_slice(name.as_bytes());
-        }
+        let rows = rows.map(|(kind, bit, text)| {
+            let mut name = [0; 46];
+            name[..text.len()].copy_from_slice(text.as_bytes());
+            FeatureName { kind, bit, name }
+        });
+        let data = rows.as_bytes().to_vec();
         Extension { kind: extension::FEATURE_NAMES, offset: 0, data }
     }
+}
+
+/// Durably writes feature bits to the header field at `at`.
+pub(crate) fn write_features(storage: &dyn Storage, at: u64, bits: u64) -> Result<()> {
+    storage.write_at(&bits.to_be_bytes(), HostOffset(at))?;
+    storage.sync()
 }
 
 /// Why parsing stopped: a fault, or the first read was too short.
@@ -396,6 +392,11 @@ impl<'a> Bytes<'a> {
             None => Err(NeedMore::Bytes(self.of as usize)),
         }
     }
+
+    /// What was expected of a range that the file ends before.
+    fn beyond_file(self) -> String {
+        format!("an end before that of the file, which has {:#x} bytes", self.of)
+    }
 }
 
 fn parse_extensions(
@@ -410,34 +411,25 @@ fn parse_extensions(
     let mut at = u64::from(header.header_bytes);
     let mut found = Vec::new();
     loop {
-        if at + 8 > list_end {
+        let data = at + size_of::<ExtensionHead>() as u64;
+        if data > list_end {
             return Ok(found);
         }
-        let Some(head) = bytes.get(at, at + 8)? else { return Ok(found) };
-        let (kind, len) = (be32(head, 0), u64::from(be32(head, 4)));
+        let head = bytes.get(at, data)?.map(ExtensionHead::ref_from_bytes);
+        let Some(Ok(head)) = head else { return Ok(found) };
+        let (kind, len) = (head.kind.get(), u64::from(head.length));
         if kind == extension::END {
             return Ok(found);
         }
-        let data = at + 8;
+        let fault = |expected: String| {
+            let found = format!("{len} bytes of type {kind:#010x}");
+            Err(Error::corrupt(file, at, "header extension", found, expected).into())
+        };
         if data + len > list_end {
-            return Err(Error::corrupt(
-                file,
-                at,
-                "header extension",
-                format!("{len} bytes of type {kind:#010x}"),
-                format!("an end before {list_end:#x}"),
-            )
-            .into());
+            return fault(format!("an end before {list_end:#x}"));
         }
         let Some(content) = bytes.get(data, data + len)? else {
-            return Err(Error::corrupt(
-                file,
-                at,
-                "header extension",
-                format!("{len} bytes of type {kind:#010x}"),
-                format!("an end before that of the file, which has {:#x} bytes", bytes.of),
-            )
-            .into());
+            return fault(bytes.beyond_file());
         };
         found.push(Extension { kind, offset: data, data: content.to_vec() });
         at = data + len.next_multiple_of(8);
@@ -447,51 +439,35 @@ fn parse_extensions(
 fn parse_backing_name(
     file: &str,
     bytes: Bytes<'_>,
-    fixed: &FixedFields,
+    fixed: &FixedHeader,
     header: &Header,
 ) -> Result<Option<String>, NeedMore> {
     let cluster = header.geometry.cluster_bytes();
-    let len = u64::from(fixed.backing_bytes);
+    let (start, len) = (fixed.backing_file_offset.get(), u64::from(fixed.backing_file_size));
     if len == 0 {
         return Ok(None);
     }
-    let end = fixed.backing_offset.checked_add(len);
+    let fault = |at: u64, found: String, expected: String| {
+        Err(Error::corrupt(file, at, "backing file name", found, expected).into())
+    };
+    let (field, place) =
+        (header_offset!(backing_file_offset), format!("{len} bytes at {start:#x}"));
+    let end = start.checked_add(len);
     if len > u64::from(BACKING_NAME_BYTES_MAX)
-        || fixed.backing_offset < u64::from(V2_HEADER_BYTES)
+        || start < u64::from(V2_HEADER_BYTES)
         || end.is_none_or(|end| end > cluster)
     {
-        return Err(Error::corrupt(
-            file,
-            8,
-            "backing file name",
-            format!("{len} bytes at {:#x}", fixed.backing_offset),
-            format!("at most {BACKING_NAME_BYTES_MAX} bytes within the first cluster"),
-        )
-        .into());
+        let most = format!("at most {BACKING_NAME_BYTES_MAX} bytes within the first cluster");
+        return fault(field, place, most);
     }
-    let start = fixed.backing_offset;
     let Some(name) = bytes.get(start, start + len)? else {
-        return Err(Error::corrupt(
-            file,
-            8,
-            "backing file name",
-            format!("{len} bytes at {start:#x}"),
-            format!("an end before that of the file, which has {:#x} bytes", bytes.of),
-        )
-        .into());
+        return fault(field, place, bytes.beyond_file());
     };
-    let name = std::str::from_utf8(name).map_err(|_| {
-        Error::corrupt(file, start, "backing file name", "bytes that are not UTF-8", "a name")
-    })?;
-    if name.contains('\0') {
-        return Err(Error::corrupt(
-            file,
-            start,
-            "backing file name",
-            "a zero byte in the name",
-            "a name",
-        )
-        .into());
+    match std::str::from_utf8(name) {
+        Err(_) => fault(start, "bytes that are not UTF-8".into(), "a name".into()),
+        Ok(name) if name.contains('\0') => {
+            fault(start, "a zero byte in the name".into(), "a name".into())
+        }
+        Ok(name) => Ok(Some(name.to_owned())),
     }
-    Ok(Some(name.to_owned()))
 }

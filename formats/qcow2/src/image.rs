@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use parking_lot::RwLock;
 use rustc_hash::FxHashSet;
 use vdkit_block::{
-    BackingRef, Bitmaps, CancelToken, Compressed, CompressedReservation, CompressedUnits,
-    CompressedWriter, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, HostOffset,
-    InFlight, IoAction, Limits, MapCache, MapCacheStats, Monitor, NoProgress, OpenRequest, Overlay,
-    Remedy, Reservation, Reserver, Result, Secret, Snapshots, Storage, Ticket,
+    BackingRef, Compressed, CompressedReservation, CompressedUnits, CompressedWriter, Error,
+    Extent, FileIndex, Format, FormatCaps, GuestOffset, HostOffset, InFlight, IoAction, Limits,
+    MapCache, MapCacheStats, Monitor, OpenRequest, Overlay, Remedy, Reservation, Result, Secret,
+    Storage, require_writable,
 };
 use vdkit_meta::{Engine, Reclaim, State, Tickets};
 
@@ -19,11 +19,12 @@ use crate::check;
 use crate::codec;
 use crate::encrypted;
 use crate::flush::Dirty;
-use crate::header::{DiskTables, Encryption, Header, LastingHeader, field};
+use crate::header::{DiskTables, Encryption, Header, LastingHeader, write_features};
 use crate::l1::{Cut, read_l1};
 use crate::layout::{Geometry, OFFSET_MASK, autoclear, incompatible};
 use crate::refcounts::Refcounts;
 use crate::slices::SliceCache;
+use crate::structures::header_offset;
 use crate::write::Pending;
 
 /// A qcow2 image: the map, the allocator and the order of its metadata writes.
@@ -155,7 +156,9 @@ impl Qcow2 {
     ) -> Result<Arc<Self>> {
         let OpenRequest { storage, files, writable, limits } = request;
         let mut header = Header::read(&*storage, &limits)?;
-        Self::refuse(&header, &*storage, writable)?;
+        if writable {
+            header.refuse_corrupt(storage.name())?;
+        }
         let encryption = unlock(&header, &storage, writable, &limits)?;
         let data = Self::data_storage(&header, &storage, files)?;
         let mut warnings = Vec::new();
@@ -219,7 +222,7 @@ impl Qcow2 {
     ) -> Result<Header> {
         let file = storage.name();
         warnings.push(format!("{file}: was not closed cleanly; its refcounts are rebuilt"));
-        let monitor = Monitor { cancel: CancelToken::default(), progress: &NoProgress };
+        let monitor = Monitor::default();
         check::rebuild_refcounts(storage, limits, &monitor)?;
         Header::read(&**storage, limits)
     }
@@ -273,20 +276,6 @@ impl Qcow2 {
         }))
     }
 
-    fn refuse(header: &Header, storage: &dyn Storage, writable: bool) -> Result<()> {
-        if writable && header.has(incompatible::CORRUPT) {
-            return Err(Error::corrupt(
-                storage.name(),
-                field::INCOMPATIBLE,
-                "incompatible features",
-                "the corrupt bit",
-                "an image without known damage",
-            )
-            .with_remedy(Remedy::REPAIR));
-        }
-        Ok(())
-    }
-
     /// Clears the autoclear bits that vdkit does not maintain, and warns about the consequences.
     fn clear_autoclear(
         header: &mut Header,
@@ -303,9 +292,8 @@ impl Qcow2 {
              writer that does not know them",
             storage.name()
         ));
-        storage.write_at(&keep.to_be_bytes(), HostOffset(field::AUTOCLEAR))?;
         // Durable before the first write that would make the bits wrong.
-        storage.sync()?;
+        write_features(storage, header_offset!(autoclear_features), keep)?;
         header.autoclear = keep;
         Ok(())
     }
@@ -364,11 +352,7 @@ impl Qcow2 {
 
     /// Fails if the image was opened read-only.
     pub(crate) fn need_writable(&self) -> Result<()> {
-        if self.writable {
-            Ok(())
-        } else {
-            Err(Error::ReadOnly { file: self.storage.name().to_owned() })
-        }
+        require_writable(self.writable, self.storage.name())
     }
 
     pub(crate) fn in_range(&self, at: GuestOffset, len: u64, action: IoAction) -> Result<()> {
@@ -510,28 +494,14 @@ impl Format for Qcow2 {
         self.guest_len()
     }
 
-    fn backing(&self) -> Option<&BackingRef> {
-        self.backing.as_ref()
-    }
-
-    fn warnings(&self) -> &[String] {
-        &self.warnings
-    }
+    vdkit_block::accessors!(backing, warnings, storage, in_flight);
 
     fn encryption(&self) -> Option<&vdkit_block::Encryption> {
         self.encryption.as_ref()
     }
 
-    fn storage(&self) -> &Arc<dyn Storage> {
-        &self.storage
-    }
-
     fn file(&self, _index: FileIndex) -> &Arc<dyn Storage> {
         &self.data
-    }
-
-    fn in_flight(&self) -> &InFlight {
-        &self.in_flight
     }
 
     fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
@@ -545,10 +515,6 @@ impl Format for Qcow2 {
 
     fn note_write(&self, at: GuestOffset, len: u64) -> Result<()> {
         self.note(at.0..at.0.saturating_add(len))
-    }
-
-    fn bitmaps(&self) -> Option<&dyn Bitmaps> {
-        Some(self)
     }
 
     fn reserve(&self, at: GuestOffset, len: u64) -> Result<Option<Reservation<'_>>> {
@@ -589,24 +555,9 @@ impl Format for Qcow2 {
         self.resize_over(guest_bytes, 0).map(drop)
     }
 
-    fn snapshots(&self) -> Option<&dyn Snapshots> {
-        Some(self)
-    }
-
-    fn map_cache(&self) -> Option<&dyn MapCache> {
-        Some(self)
-    }
-
-    fn compressed_units(&self) -> Option<&dyn CompressedUnits> {
-        Some(self)
-    }
-
-    fn compressed_writer(&self) -> Option<&dyn CompressedWriter> {
-        Some(self)
-    }
-
-    fn overlay(&self) -> Option<&dyn Overlay> {
-        Some(self)
+    vdkit_block::capabilities! {
+        bitmaps: Bitmaps, snapshots: Snapshots, map_cache: MapCache, overlay: Overlay,
+        compressed_units: CompressedUnits, compressed_writer: CompressedWriter
     }
 }
 
@@ -664,15 +615,5 @@ impl Overlay for Qcow2 {
         self.need_writable()?;
         self.resize_to(guest_bytes, beneath)?;
         Ok(true)
-    }
-}
-
-impl Reserver for Qcow2 {
-    fn publish(&self, ticket: Ticket) -> Result<()> {
-        self.publish_ticket(ticket)
-    }
-
-    fn release(&self, ticket: Ticket) {
-        self.release_ticket(ticket);
     }
 }

@@ -9,12 +9,13 @@ use vdkit_block::{Error, HostOffset, Remedy, Result, Storage};
 
 use crate::header::Header;
 use crate::layout::{Geometry, OFFSET_MASK};
+use crate::structures::decode_words;
 
 /// Reads the L1 table: one read.
 pub(crate) fn read_l1(header: &Header, storage: &dyn Storage) -> Result<Vec<u64>> {
     let mut raw = vec![0; header.l1_entries as usize * 8];
     storage.read_at(&mut raw, header.l1_offset)?;
-    Ok(raw.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect())
+    Ok(decode_words(&raw))
 }
 
 /// The length of a file that ends before some L2 tables.

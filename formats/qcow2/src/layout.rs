@@ -3,17 +3,21 @@
 //! Source: the qcow2 specification (QEMU, docs/interop/qcow2), sections "Header", "Host cluster
 //! management", "Cluster mapping" and "Extended L2 Entries".
 
+use std::mem::offset_of;
+
 use vdkit_block::{GuestOffset, HostOffset};
+
+use crate::structures::FixedHeader;
 
 /// The first four bytes of each image: "QFI" and 0xfb.
 pub const MAGIC: u32 = 0x5146_49fb;
 
 /// Bytes of a version 2 header.
-pub const V2_HEADER_BYTES: u32 = 72;
+pub const V2_HEADER_BYTES: u32 = offset_of!(FixedHeader, incompatible_features) as u32;
 /// Bytes of the smallest version 3 header.
-pub const V3_HEADER_BYTES_MIN: u32 = 104;
+pub const V3_HEADER_BYTES_MIN: u32 = offset_of!(FixedHeader, compression_type) as u32;
 /// Bytes of the version 3 headers that vdkit writes (with compression type).
-pub const V3_HEADER_BYTES: u32 = 112;
+pub const V3_HEADER_BYTES: u32 = size_of::<FixedHeader>() as u32;
 
 /// Smallest and largest `cluster_bits`.
 pub const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
@@ -115,6 +119,11 @@ impl Geometry {
     /// Bytes of an L2 entry.
     pub fn l2_entry_bytes(&self) -> u64 {
         if self.extended { 16 } else { 8 }
+    }
+
+    /// 64-bit words of an L2 entry.
+    pub(crate) fn l2_entry_words(&self) -> usize {
+        if self.extended { 2 } else { 1 }
     }
 
     /// log2 of the entries of an L2 table (one cluster).

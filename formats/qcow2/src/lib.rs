@@ -3,7 +3,7 @@
 //! ```text
 //!   driver ── create, describe, measure, check      the format driver
 //!      │      options, bitmaps
-//!   header ── layout, entry      encoding of the bytes
+//!   header ── layout, entry, structures      encoding of the bytes
 //!      │
 //!    image ── map ── slices      guest offset to host offset (cache of L2 tables)
 //!      │
@@ -51,6 +51,7 @@ mod slices;
 #[cfg(test)]
 mod slices_tests;
 pub mod snapshots;
+mod structures;
 mod switch;
 mod sync;
 mod write;

@@ -65,13 +65,13 @@ pub(crate) const SPECS: &[OptionSpec] = &[
         key: "backing_file",
         kind: OptionKind::Text,
         default: "",
-        help: "name of the image that this one stands on",
+        help: "name of the backing image",
     },
     OptionSpec {
         key: "backing_fmt",
         kind: OptionKind::Text,
         default: "",
-        help: "format of the image that this one stands on",
+        help: "format of the backing image",
     },
     OptionSpec {
         key: ENCRYPT_FORMAT,

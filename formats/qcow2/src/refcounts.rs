@@ -7,10 +7,12 @@ use std::ops::Range;
 
 use rustc_hash::FxHashMap;
 use vdkit_block::{Error, HostOffset, Remedy, Result, Storage, is_zero};
+use zerocopy::big_endian::{U16, U32, U64};
 
 use crate::flush::{PIECE_BYTES, Writes, runs, write_pieces};
 use crate::header::Header;
 use crate::layout::{Geometry, HOST_OFFSET_END};
+use crate::structures::{self, entries, entries_mut};
 
 const SLICE_BYTES: u64 = 4096;
 /// Clean slices beyond this number are dropped: 4 MiB.
@@ -63,8 +65,8 @@ impl Refcounts {
             if is_zero(piece) {
                 continue;
             }
-            for (word, bytes) in words.iter_mut().zip(piece.as_chunks::<8>().0) {
-                *word = u64::from_be_bytes(*bytes);
+            for (word, entry) in words.iter_mut().zip(structures::words(piece)) {
+                *word = entry.get();
             }
         }
         // A block beyond the end of the file would read as zeroes, and the clusters that it
@@ -403,15 +405,9 @@ pub(crate) fn get_refcount(block: &[u8], index: u64, order: u32) -> u64 {
             u64::from(block[i / per_byte] >> shift) & ((1 << bits) - 1)
         }
         3 => u64::from(block[i]),
-        4 => u64::from(u16::from_be_bytes([block[2 * i], block[2 * i + 1]])),
-        5 => {
-            let b = &block[4 * i..4 * i + 4];
-            u64::from(u32::from_be_bytes([b[0], b[1], b[2], b[3]]))
-        }
-        _ => {
-            let b = &block[8 * i..8 * i + 8];
-            u64::from_be_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]])
-        }
+        4 => entries::<U16>(block)[i].into(),
+        5 => entries::<U32>(block)[i].into(),
+        _ => entries::<U64>(block)[i].into(),
     }
 }
 
@@ -428,9 +424,9 @@ pub(crate) fn set_refcount(block: &mut [u8], index: u64, order: u32, value: u64)
             *byte = (*byte & !mask) | (((value as u8) << shift) & mask);
         }
         3 => block[i] = value as u8,
-        4 => block[2 * i..2 * i + 2].copy_from_slice(&(value as u16).to_be_bytes()),
-        5 => block[4 * i..4 * i + 4].copy_from_slice(&(value as u32).to_be_bytes()),
-        _ => block[8 * i..8 * i + 8].copy_from_slice(&value.to_be_bytes()),
+        4 => entries_mut::<U16>(block)[i].set(value as u16),
+        5 => entries_mut::<U32>(block)[i].set(value as u32),
+        _ => entries_mut::<U64>(block)[i].set(value),
     }
 }
 
@@ -440,9 +436,9 @@ fn set_refcounts(block: &mut [u8], range: Range<u64>, order: u32, value: u64) {
     match order {
         0..=2 => range.for_each(|index| set_refcount(block, index, order, value)),
         3 => block[bytes].fill(value as u8),
-        4 => block[bytes].as_chunks_mut().0.fill((value as u16).to_be_bytes()),
-        5 => block[bytes].as_chunks_mut().0.fill((value as u32).to_be_bytes()),
-        _ => block[bytes].as_chunks_mut().0.fill(value.to_be_bytes()),
+        4 => entries_mut(&mut block[bytes]).fill(U16::new(value as u16)),
+        5 => entries_mut(&mut block[bytes]).fill(U32::new(value as u32)),
+        _ => entries_mut(&mut block[bytes]).fill(U64::new(value)),
     }
 }
 

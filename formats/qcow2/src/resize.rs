@@ -8,10 +8,10 @@ use vdkit_meta::MutexGuard;
 
 use crate::entry::{L2Entry, State};
 use crate::flush::freed;
-use crate::header::field;
 use crate::image::{Lead, Meta, Qcow2};
 use crate::layout::{L1_BYTES_MAX, OFFSET_MASK, SUBCLUSTERS};
 use crate::pool::Space;
+use crate::structures::{encode_words, header_offset};
 
 /// Bytes of zeroes that are written at a time.
 const ZERO_STEP: u64 = 8 << 20;
@@ -74,7 +74,7 @@ impl Qcow2 {
         }
         let mut meta = self.meta.lock();
         if !self.enlarge_l1(&mut meta, entries, new)? {
-            self.switch_header(&mut meta, field::SIZE, &new.to_be_bytes())?;
+            self.switch_header(&mut meta, header_offset!(size), &new.to_be_bytes())?;
         }
         self.guest_bytes.store(new, Ordering::Release);
         Ok(())
@@ -269,13 +269,19 @@ impl Qcow2 {
     /// caller holds the lead.
     fn replace_l1(&self, meta: &mut MutexGuard<'_, Meta>, entries: u64, new: u64) -> Result<()> {
         let space = self.reserve_table(meta, entries * 8)?;
-        let mut raw: Vec<u8> = self.l1.read().iter().flat_map(|w| w.to_be_bytes()).collect();
+        let mut raw = encode_words(&self.l1.read());
         let old_bytes = raw.len() as u64;
         raw.resize((entries * 8) as usize, 0);
         let switched = self
             .flush_locked(meta)
             .and_then(|()| self.write_table(&space, &raw))
-            .and_then(|offset| self.switch_size_and_l1(meta, new, entries, offset));
+            .and_then(|offset| {
+                self.switch_tables(meta, |header| {
+                    header.size.set(new);
+                    header.l1_size.set(entries as u32);
+                    header.l1_table_offset.set(offset.0);
+                })
+            });
         if let Err(error) = switched {
             Self::unreserve(meta, [space]);
             return Err(error);
@@ -285,22 +291,6 @@ impl Qcow2 {
         self.metadata.write().extend(space.first..space.first + space.count);
         self.retire(meta, self.clusters_of(old, old_bytes));
         Ok(())
-    }
-
-    /// The size, the L1 table's entries and its offset are adjacent in the first sector.
-    fn switch_size_and_l1(
-        &self,
-        meta: &mut Meta,
-        size: u64,
-        entries: u64,
-        offset: HostOffset,
-    ) -> Result<()> {
-        let mut fields = [0; 24];
-        self.storage.read_at(&mut fields, HostOffset(field::SIZE))?;
-        fields[..8].copy_from_slice(&size.to_be_bytes());
-        fields[12..16].copy_from_slice(&(entries as u32).to_be_bytes());
-        fields[16..].copy_from_slice(&offset.0.to_be_bytes());
-        self.switch_header(meta, field::SIZE, &fields)
     }
 
     /// Allocates exactly `count` contiguous clusters.
@@ -325,7 +315,7 @@ impl Qcow2 {
 
     fn shrink(&self, lead: &mut Lead<'_>, old: u64, new: u64) -> Result<()> {
         // The smaller size first: from then on the data beyond it is not needed.
-        self.switch_header(&mut self.meta.lock(), field::SIZE, &new.to_be_bytes())?;
+        self.switch_header(&mut self.meta.lock(), header_offset!(size), &new.to_be_bytes())?;
         self.guest_bytes.store(new, Ordering::Release);
         // Also for other programs, which do not clear this part when they enlarge a disk.
         self.hide_tail(new)?;

@@ -15,10 +15,13 @@ use std::time::Duration;
 
 use vdkit_block::{HostOffset, Result, Storage};
 use vdkit_meta::{Metadata, MutexGuard, State};
+use zerocopy::IntoBytes;
 
 use crate::flush::freed;
 use crate::image::{Lead, Meta, Qcow2};
+use crate::layout::V2_HEADER_BYTES;
 use crate::pool::Space;
+use crate::structures::{FixedHeader, header_offset};
 
 /// Unit that a disk writes atomically.
 const SECTOR_BYTES: u64 = 512;
@@ -150,6 +153,20 @@ impl Qcow2 {
         meta.header.unknown = put(&old).is_err();
         meta.header.before = (at, old);
         Err(error)
+    }
+
+    /// Changes size, tables and snapshots in the header; see [`Qcow2::switch_header`].
+    pub(crate) fn switch_tables(
+        &self,
+        meta: &mut Meta,
+        change: impl FnOnce(&mut FixedHeader),
+    ) -> Result<()> {
+        meta.check_header(&*self.storage)?;
+        let mut header = FixedHeader::read(&*self.storage)?;
+        change(&mut header);
+        let at = header_offset!(size);
+        let bytes = &header.as_bytes()[at as usize..V2_HEADER_BYTES as usize];
+        self.switch_header(meta, at, bytes)
     }
 
     /// Releases clusters of tables that nothing points to any more, also on disk.

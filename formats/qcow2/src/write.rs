@@ -4,7 +4,8 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use vdkit_block::{
-    FileIndex, Fill, GuestOffset, HostOffset, IoAction, Reservation, Result, Ticket, align_down,
+    FileIndex, Fill, GuestOffset, HostOffset, IoAction, Reservation, Reserver, Result, Ticket,
+    align_down,
 };
 use vdkit_meta::{Freed, MutexGuard};
 
@@ -357,36 +358,6 @@ impl Qcow2 {
         }
     }
 
-    /// As [`vdkit_block::Reserver::publish`].
-    pub(crate) fn publish_ticket(&self, ticket: Ticket) -> Result<()> {
-        let mut meta = self.meta.lock();
-        let result = self.load_entries(&meta.tickets.get(ticket).0);
-        let result = match result {
-            // From here on, a failure may leave some entries linked, so the space stays reserved.
-            Ok(()) => match meta.tickets.close(ticket) {
-                (clusters, Pending::Plain(p)) => self.link_data(&mut meta, &clusters, &p),
-                (clusters, Pending::Compressed(p)) => {
-                    self.link_compressed(&mut meta, &clusters, &p)
-                }
-            },
-            Err(error) => {
-                self.drop_pending(&mut meta, ticket);
-                Err(error)
-            }
-        };
-        drop(meta);
-        self.meta.ended();
-        result
-    }
-
-    /// As [`vdkit_block::Reserver::release`].
-    pub(crate) fn release_ticket(&self, ticket: Ticket) {
-        let mut meta = self.meta.lock();
-        self.drop_pending(&mut meta, ticket);
-        drop(meta);
-        self.meta.ended();
-    }
-
     fn drop_pending(&self, meta: &mut Meta, ticket: Ticket) {
         match meta.tickets.close(ticket).1 {
             Pending::Plain(p) => {
@@ -549,5 +520,35 @@ impl Qcow2 {
                 self.lost_reference(old, L2Entry { word: *word, bitmap: 0 }, lost, list);
             }
         })
+    }
+}
+
+impl Reserver for Qcow2 {
+    fn publish(&self, ticket: Ticket) -> Result<()> {
+        let mut meta = self.meta.lock();
+        let result = self.load_entries(&meta.tickets.get(ticket).0);
+        let result = match result {
+            // From here on, a failure may leave some entries linked, so the space stays reserved.
+            Ok(()) => match meta.tickets.close(ticket) {
+                (clusters, Pending::Plain(p)) => self.link_data(&mut meta, &clusters, &p),
+                (clusters, Pending::Compressed(p)) => {
+                    self.link_compressed(&mut meta, &clusters, &p)
+                }
+            },
+            Err(error) => {
+                self.drop_pending(&mut meta, ticket);
+                Err(error)
+            }
+        };
+        drop(meta);
+        self.meta.ended();
+        result
+    }
+
+    fn release(&self, ticket: Ticket) {
+        let mut meta = self.meta.lock();
+        self.drop_pending(&mut meta, ticket);
+        drop(meta);
+        self.meta.ended();
     }
 }

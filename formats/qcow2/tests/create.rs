@@ -8,12 +8,12 @@ use std::sync::Arc;
 
 use common::{assert_described_alike, create, new_file, options, scratch};
 use vdkit_block::{
-    BackingRef, CreateRequest, Creation, Format, FormatDriver, GuestOffset, Limits, OpenRequest,
-    Place, Storage,
+    BackingRef, CreateRequest, Creation, Format, FormatDriver, GuestOffset, Limits, OfflineImage,
+    OpenRequest, Place, Storage,
 };
 use vdkit_qcow2::{Qcow2, Qcow2Driver};
 use vdkit_storage::{FileOptions, FileStorage, MemoryStorage};
-use vdkit_testbase::{CountingStorage, LoggedOp, qemu, require_peer};
+use vdkit_testbase::{CountingStorage, LoggedOp, create_image, qemu, require_peer};
 
 const ALL: [&str; 4] = ["off", "metadata", "falloc", "full"];
 
@@ -50,9 +50,8 @@ fn opens_and_reads_as_zero(path: &Path, text: &str) {
     };
     let storage = open(path);
     let limits = Limits::default();
-    let report = Qcow2Driver
-        .check(&storage, &[], vdkit_block::Repair::Nothing, &limits, &Default::default())
-        .unwrap();
+    let checked = OfflineImage::new(&storage);
+    let report = Qcow2Driver.check(&checked, vdkit_block::Repair::Nothing).unwrap();
     assert!(report.findings.is_empty(), "{text}: {:?}", report.findings);
     let data_file = options(text).text("data_file").map(|name| open(&path.with_file_name(name)));
     let files = data_file.into_iter().collect();
@@ -278,16 +277,7 @@ fn a_terabyte_of_metadata_is_a_few_large_writes_in_bounded_memory() {
     let memory: Arc<dyn Storage> = Arc::new(MemoryStorage::new("big"));
     let storage = CountingStorage::new(memory);
     storage.log_calls(true);
-    Qcow2Driver
-        .create(&CreateRequest {
-            storage: storage.clone(),
-            files: Vec::new(),
-            guest_bytes: 1 << 40,
-            options: options("preallocation=metadata"),
-            backing: None,
-            backing_bytes: None,
-        })
-        .unwrap();
+    create_image(&Qcow2Driver, storage.clone(), 1 << 40, "preallocation=metadata");
     let counts = storage.counts();
     let tables = (128 << 20) + (32 << 20); // L2 tables, refcounts
     assert!(counts.bytes_written < tables + (1 << 20), "{counts:?}");
@@ -337,16 +327,7 @@ fn a_small_image_takes_four_writes_and_one_sync_and_is_the_same_each_time() {
     let make = || {
         let memory = Arc::new(MemoryStorage::new("small"));
         let storage = CountingStorage::new(memory.clone());
-        Qcow2Driver
-            .create(&CreateRequest {
-                storage: storage.clone(),
-                files: Vec::new(),
-                guest_bytes: 10 << 30,
-                options: options(""),
-                backing: None,
-                backing_bytes: None,
-            })
-            .unwrap();
+        create_image(&Qcow2Driver, storage.clone(), 10 << 30, "");
         (storage.counts(), memory.to_vec())
     };
     let (counts, bytes) = make();
@@ -376,9 +357,8 @@ fn stale_bytes_of_a_device_never_show() {
         };
         Qcow2Driver.create(&request).unwrap();
         let limits = Limits::default();
-        let report = Qcow2Driver
-            .check(&storage, &[], vdkit_block::Repair::Nothing, &limits, &Default::default())
-            .unwrap();
+        let checked = OfflineImage::new(&storage);
+        let report = Qcow2Driver.check(&checked, vdkit_block::Repair::Nothing).unwrap();
         assert!(report.findings.is_empty(), "{text}: {:?}", report.findings);
         let open = OpenRequest { storage, files: Vec::new(), writable: false, limits };
         let image = Qcow2Driver.open(open).unwrap();
@@ -402,15 +382,7 @@ fn stale_bytes_of_a_device_never_show() {
 fn what_was_in_the_file_is_gone() {
     let bytes = vec![0xa5; 8 << 20];
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::from_bytes("old", &bytes));
-    let request = CreateRequest {
-        storage: storage.clone(),
-        files: Vec::new(),
-        guest_bytes: 1 << 20,
-        options: options("preallocation=metadata"),
-        backing: None,
-        backing_bytes: None,
-    };
-    Qcow2Driver.create(&request).unwrap();
+    create_image(&Qcow2Driver, storage.clone(), 1 << 20, "preallocation=metadata");
     let mut all = vec![0; storage.len().unwrap() as usize];
     storage.read_at(&mut all, vdkit_block::HostOffset(0)).unwrap();
     assert!(!all.contains(&0xa5));

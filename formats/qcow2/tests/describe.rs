@@ -6,10 +6,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use common::{assert_described_alike, create, describe, property, scratch};
-use vdkit_block::{Creation, Error, FormatDriver, HostOffset, Limits, OpenRequest, Probe, Storage};
+use vdkit_block::{Error, FormatDriver, HostOffset, Limits, OpenRequest, Probe, Storage};
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_storage::{FileOptions, FileStorage, MemoryStorage};
-use vdkit_testbase::{CountingStorage, Counts, qemu, require_peer};
+use vdkit_testbase::{CountingStorage, Counts, create_image, qemu, require_peer};
 
 fn qemu_create(path: &Path, arguments: &[&str]) {
     let file = path.to_str().unwrap();
@@ -210,15 +210,7 @@ fn the_price_does_not_grow_with_the_image() {
     let price = |guest_bytes: u64, text: &str| {
         let storage = CountingStorage::new(Arc::new(MemoryStorage::new("x")));
         let shared: Arc<dyn Storage> = storage.clone();
-        let request = vdkit_block::CreateRequest {
-            storage: shared.clone(),
-            files: Vec::new(),
-            guest_bytes,
-            options: common::options(text),
-            backing: None,
-            backing_bytes: None,
-        };
-        Qcow2Driver.create(&request).unwrap();
+        create_image(&Qcow2Driver, shared.clone(), guest_bytes, text);
         storage.reset();
         let info = Qcow2Driver.describe(&shared, &Limits::default()).unwrap();
         assert_eq!(info.virtual_size, guest_bytes);

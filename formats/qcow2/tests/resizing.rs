@@ -14,7 +14,7 @@ use vdkit_testbase::units::{GIB, KIB, MIB, TIB};
 use vdkit_testbase::{FaultKind, GatedStorage};
 
 const fn trial(options: &'static str, guest_bytes: u64) -> Trial {
-    Trial { driver: &Qcow2Driver, options, guest_bytes, write_bytes_max: MIB, resizes: true }
+    Trial::new(&Qcow2Driver, options, guest_bytes)
 }
 
 /// An L1 table cluster has 64 entries of 32 KiB each.

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use vdkit_block::{
     CheckReport, CompactOptions, CompactReport, Compaction, CreateRequest, Creation, DriverInfo,
-    Error, Format, FormatDriver, HostOffset, ImageInfo, Limits, Measured, Monitor, OpenRequest,
-    OptionKind, OptionSpec, Options, Probe, Repair, Result, Storage, ZeroMode, align_up,
-    compact_flat,
+    Error, Format, FormatDriver, HostOffset, ImageInfo, Limits, Measured, OfflineImage,
+    OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Result, Storage, ZeroMode,
+    align_up, compact_flat,
 };
 
 use crate::SECTOR_BYTES;
@@ -48,25 +48,12 @@ impl FormatDriver for RawDriver {
         Ok(Arc::new(RawFormat::new(request.storage, request.writable)?))
     }
 
-    fn check(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        _repair: Repair,
-        _limits: &Limits,
-        _monitor: &Monitor<'_>,
-    ) -> Result<CheckReport> {
+    fn check(&self, image: &OfflineImage<'_>, _repair: Repair) -> Result<CheckReport> {
         // There is no metadata to check; only the length is known.
-        Ok(CheckReport { image_end_offset: storage.len()?, ..CheckReport::default() })
+        Ok(CheckReport { image_end_offset: image.storage.len()?, ..CheckReport::default() })
     }
 
-    fn creation(&self) -> Option<&dyn Creation> {
-        Some(self)
-    }
-
-    fn compaction(&self) -> Option<&dyn Compaction> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(creation: Creation, compaction: Compaction);
 }
 
 impl Creation for RawDriver {
@@ -122,15 +109,8 @@ impl Creation for RawDriver {
 }
 
 impl Compaction for RawDriver {
-    fn compact(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        options: CompactOptions,
-        _limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CompactReport> {
-        compact_flat(&**storage, options, monitor)
+    fn compact(&self, image: &OfflineImage<'_>, options: CompactOptions) -> Result<CompactReport> {
+        compact_flat(&**image.storage, options, &image.monitor)
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use vdkit_block::{
     Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, HostOffset, InFlight, Place,
-    Reservation, Result, Storage, ZeroMode, align_up,
+    Reservation, Result, Storage, ZeroMode, align_up, require_writable,
 };
 
 use crate::SECTOR_BYTES;
@@ -36,9 +36,7 @@ impl RawFormat {
     /// [`Error::ReadOnly`] if `writable` is set and the storage is not; [`Error::Limit`] for an
     /// invalid length; errors of querying the length.
     pub fn new(storage: Arc<dyn Storage>, writable: bool) -> Result<Self> {
-        if writable && !storage.caps().writable {
-            return Err(Error::ReadOnly { file: storage.name().to_owned() });
-        }
+        require_writable(!writable || storage.caps().writable, storage.name())?;
         let guest_bytes = guest_bytes_of(&*storage)?;
         Ok(Self {
             storage,
@@ -66,10 +64,7 @@ impl RawFormat {
     }
 
     fn check_writable(&self) -> Result<()> {
-        if self.writable {
-            return Ok(());
-        }
-        Err(Error::ReadOnly { file: self.storage.name().to_owned() })
+        require_writable(self.writable, self.storage.name())
     }
 }
 
@@ -108,17 +103,7 @@ impl Format for RawFormat {
         self.guest_bytes.load(Ordering::Acquire)
     }
 
-    fn storage(&self) -> &Arc<dyn Storage> {
-        &self.storage
-    }
-
-    fn file(&self, _index: FileIndex) -> &Arc<dyn Storage> {
-        &self.storage
-    }
-
-    fn in_flight(&self) -> &InFlight {
-        &self.in_flight
-    }
+    vdkit_block::accessors!(storage, in_flight);
 
     fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
         if let Some(known) = self.known_data_from(at.0) {
@@ -182,12 +167,10 @@ impl Format for RawFormat {
     fn resize(&self, guest_bytes: u64) -> Result<()> {
         self.check_writable()?;
         if guest_bytes > GUEST_BYTES_MAX {
-            return Err(Error::Limit {
-                file: self.storage.name().to_owned(),
-                what: "size",
-                found: guest_bytes,
-                limit: GUEST_BYTES_MAX,
-            });
+            return Err(Error::Invalid(format!(
+                "{}: cannot have {guest_bytes} bytes; a raw disk has at most {GUEST_BYTES_MAX}",
+                self.storage.name()
+            )));
         }
         if !self.storage.caps().growable {
             let len = self.storage.len()?;

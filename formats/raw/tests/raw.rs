@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use vdkit_block::{
     CreateRequest, Creation, Error, ErrorKind, FileIndex, Format, FormatDriver, GuestOffset,
-    HostOffset, Limits, Monitor, Options, Place, Probe, Repair, Storage,
+    HostOffset, Limits, OfflineImage, Options, Place, Probe, Repair, Storage,
 };
 use vdkit_raw::{RawDriver, RawFormat};
 use vdkit_storage::{FileOptions, FileStorage, MemoryStorage};
@@ -145,7 +145,7 @@ fn resize_changes_the_file_and_new_bytes_are_zero() {
     assert_eq!(device.resize(8192).unwrap_err().kind(), ErrorKind::Usage);
     device.resize(2048).unwrap();
     assert_eq!((device.guest_bytes(), device.storage().len().unwrap()), (2048, 4096));
-    assert!(matches!(format.resize(u64::MAX).unwrap_err(), Error::Limit { .. }));
+    assert!(matches!(format.resize(u64::MAX).unwrap_err(), Error::Invalid(_)));
 }
 
 fn create(storage: Arc<dyn Storage>, bytes: u64, options: &[&str]) -> vdkit_block::Result<()> {
@@ -213,8 +213,6 @@ fn the_driver_answers() {
     assert_eq!((measured.required, measured.fully_allocated), (1024, 1024));
     assert!(RawDriver.measure(u64::MAX, &options, 0).is_err());
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::from_bytes("m", &[7; 1000]));
-    let report = RawDriver
-        .check(&storage, &[], Repair::All, &Limits::default(), &Monitor::default())
-        .unwrap();
+    let report = RawDriver.check(&OfflineImage::new(&storage), Repair::All).unwrap();
     assert_eq!((report.corruptions, report.leaks, report.image_end_offset), (0, 0, 1000));
 }

@@ -5,13 +5,7 @@ use vdkit_testbase::FaultKind;
 use vdkit_testbase::trials::{Resizes, Trial};
 use vdkit_testbase::units::{KIB, MIB, TIB};
 
-const TRIAL: Trial = Trial {
-    driver: &RawDriver,
-    options: "",
-    guest_bytes: MIB,
-    write_bytes_max: MIB,
-    resizes: true,
-};
+const TRIAL: Trial = Trial::new(&RawDriver, "", MIB);
 const RAW: Resizes<'_> = Resizes::new(TRIAL, &[MIB + 512, 5 * MIB, 70 * KIB + 512, TIB, 3 * MIB]);
 
 #[test]

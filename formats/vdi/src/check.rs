@@ -1,12 +1,14 @@
 //! Checks the table against the file, and the header's block count against the table.
 
+use std::mem::offset_of;
 use std::sync::Arc;
 
 use vdkit_block::{CheckReport, Finding, Limits, Monitor, Repair, Result, Severity, Storage};
 use vdkit_blockmap::{Envelope, survey};
 
 use crate::envelope::VdiEnvelope;
-use crate::header::{Header, field};
+use crate::header::Header;
+use crate::on_disk::RawHeader;
 
 /// As [`vdkit_block::FormatDriver::check`].
 pub(crate) fn check(
@@ -36,7 +38,7 @@ pub(crate) fn check(
         let too_few = counted < wanted;
         report.add(Finding {
             severity: if too_few { Severity::Corruption } else { Severity::Leak },
-            offset: field::ALLOCATED as u64,
+            offset: offset_of!(RawHeader, blocks_allocated) as u64,
             structure: "header",
             message: format!("blocks allocated is {counted}, and the table names {wanted}"),
             repaired: repairing,

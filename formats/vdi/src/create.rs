@@ -3,9 +3,12 @@
 use vdkit_block::random_uuid;
 use vdkit_block::{CreateRequest, Error, HostOffset, Measured, Options, Result, align_up};
 use vdkit_blockmap::{ByteOrder, Geometry, write_entries, write_holes};
+use zerocopy::little_endian::U32;
+use zerocopy::{FromZeros, IntoBytes};
 
 use crate::envelope::ENTRIES_MAX;
-use crate::header::{HEADER_BYTES, MAGIC, VERSION, ZERO, field};
+use crate::header::{HEADER_BYTES, MAGIC, VERSION, ZERO};
+use crate::on_disk::RawHeader;
 
 /// Bytes of a block, as in all other programs; QEMU reads no other size.
 pub(crate) const BLOCK_BYTES: u64 = 1 << 20;
@@ -84,27 +87,27 @@ pub(crate) fn create(request: &CreateRequest) -> Result<()> {
     } else {
         write_holes(storage, &geometry, 0, geometry.entries)?;
     }
-    storage.write_at(&header(&geometry, guest_bytes, fixed)?, HostOffset(0))
+    storage.write_at(header(&geometry, guest_bytes, fixed)?.as_bytes(), HostOffset(0))
 }
 
-fn header(geometry: &Geometry, guest_bytes: u64, fixed: bool) -> Result<[u8; HEADER_BYTES]> {
-    let mut header = [0; HEADER_BYTES];
-    let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
-    put(0, TEXT);
-    put(field::MAGIC, &MAGIC.to_le_bytes());
-    put(field::VERSION, &VERSION.to_le_bytes());
-    put(field::SIZE, &HEADER_SIZE.to_le_bytes());
-    put(field::TYPE, &(if fixed { 2_u32 } else { 1 }).to_le_bytes());
-    put(field::TABLE, &(geometry.table_at as u32).to_le_bytes());
-    put(field::DATA, &(geometry.base as u32).to_le_bytes());
-    put(field::SECTOR_BYTES, &512_u32.to_le_bytes());
-    put(field::DISK_BYTES, &guest_bytes.to_le_bytes());
-    put(field::BLOCK_BYTES, &(geometry.block_bytes as u32).to_le_bytes());
-    put(field::ENTRIES, &(geometry.entries as u32).to_le_bytes());
-    let allocated = if fixed { geometry.entries as u32 } else { 0 };
-    put(field::ALLOCATED, &allocated.to_le_bytes());
-    put(field::UUID, &random_uuid()?.to_bytes_le());
-    put(field::UUID_MODIFY, &random_uuid()?.to_bytes_le());
+fn header(geometry: &Geometry, guest_bytes: u64, fixed: bool) -> Result<RawHeader> {
+    let mut header = RawHeader {
+        magic: MAGIC.into(),
+        version: VERSION.into(),
+        header_bytes: HEADER_SIZE.into(),
+        image_type: U32::new(if fixed { 2 } else { 1 }),
+        table_offset: (geometry.table_at as u32).into(),
+        data_offset: (geometry.base as u32).into(),
+        sector_bytes: U32::new(512),
+        disk_bytes: guest_bytes.into(),
+        block_bytes: (geometry.block_bytes as u32).into(),
+        blocks: (geometry.entries as u32).into(),
+        blocks_allocated: U32::new(if fixed { geometry.entries as u32 } else { 0 }),
+        uuid: random_uuid()?.to_bytes_le(),
+        uuid_modify: random_uuid()?.to_bytes_le(),
+        ..FromZeros::new_zeroed()
+    };
+    header.text[..TEXT.len()].copy_from_slice(TEXT);
     Ok(header)
 }
 

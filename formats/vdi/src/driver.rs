@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use vdkit_block::{
     CheckReport, CompactOptions, CompactReport, Compaction, CreateRequest, Creation, DriverInfo,
-    Error, Format, FormatDriver, ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionKind,
-    OptionSpec, Options, Probe, Repair, Result, Storage,
+    Error, Format, FormatDriver, ImageInfo, Limits, Measured, OfflineImage, OpenRequest,
+    OptionKind, OptionSpec, Options, Probe, Repair, Result, Storage,
 };
 use vdkit_blockmap::{BlockImage, Opening, compact};
 
@@ -85,24 +85,11 @@ impl FormatDriver for VdiDriver {
         Ok(Arc::new(BlockImage::open(VdiEnvelope::new(&header), opening)?))
     }
 
-    fn check(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        repair: Repair,
-        limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CheckReport> {
-        check::check(storage, repair, limits, monitor)
+    fn check(&self, image: &OfflineImage<'_>, repair: Repair) -> Result<CheckReport> {
+        check::check(image.storage, repair, &image.limits, &image.monitor)
     }
 
-    fn creation(&self) -> Option<&dyn Creation> {
-        Some(self)
-    }
-
-    fn compaction(&self) -> Option<&dyn Compaction> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(creation: Creation, compaction: Compaction);
 }
 
 impl Creation for VdiDriver {
@@ -124,15 +111,9 @@ impl Creation for VdiDriver {
 }
 
 impl Compaction for VdiDriver {
-    fn compact(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        options: CompactOptions,
-        _limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CompactReport> {
-        let header = Header::read(&**storage)?;
+    fn compact(&self, image: &OfflineImage<'_>, options: CompactOptions) -> Result<CompactReport> {
+        let storage = &**image.storage;
+        let header = Header::read(storage)?;
         if header.version.0 == 0 {
             return Err(Error::unsupported(
                 storage.name(),
@@ -141,6 +122,6 @@ impl Compaction for VdiDriver {
             ));
         }
         let envelope = VdiEnvelope::new(&header);
-        compact::compact(&**storage, &envelope, &header.geometry(), options, monitor)
+        compact::compact(storage, &envelope, &header.geometry(), options, &image.monitor)
     }
 }

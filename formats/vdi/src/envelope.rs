@@ -1,15 +1,19 @@
 //! Structures around the blocks: the header with its block count.
 
+use std::mem::offset_of;
+
 use parking_lot::Mutex;
 use vdkit_block::random_uuid;
 use vdkit_block::{Error, HostOffset, Result, Storage, align_up};
-use vdkit_blockmap::{Envelope, Geometry, Slot, compact, read_entries, write_entries};
+use vdkit_blockmap::{Envelope, Geometry, Slot, compact, copy_entries};
+use zerocopy::little_endian::U32;
+use zerocopy::{FromZeros, IntoBytes};
 
-use crate::header::{HEADER_BYTES, Header, ImageType, field};
+use crate::header::{Header, ImageType};
+use crate::on_disk::RawHeader;
 
 /// Most blocks that QEMU opens: their table is smaller than 4 GiB.
 pub(crate) const ENTRIES_MAX: u64 = 0x3fff_ffff;
-const STEP_ENTRIES: u64 = 64 << 10;
 
 /// The header of an open image.
 #[derive(Debug)]
@@ -31,9 +35,8 @@ fn blocks_to(geometry: &Geometry, end: u64) -> u64 {
 }
 
 /// A number in the header's encoding.
-fn number(file: &str, what: &str, value: u64) -> Result<[u8; 4]> {
-    let fits = u32::try_from(value).map(u32::to_le_bytes);
-    fits.map_err(|_| Error::NoSpace {
+fn number(file: &str, what: &str, value: u64) -> Result<U32> {
+    U32::try_from(value).map_err(|_| Error::NoSpace {
         file: file.to_owned(),
         what: format!("a VDI header has 32 bits for {what}, which would be {value:#x}"),
     })
@@ -56,8 +59,9 @@ impl Envelope for VdiEnvelope {
         if *allocated == count {
             return Ok(());
         }
-        let bytes = number(storage.name(), "the number of blocks", count)?;
-        storage.write_at(&bytes, HostOffset(field::ALLOCATED as u64))?;
+        let stored = number(storage.name(), "the number of blocks", count)?;
+        let at = offset_of!(RawHeader, blocks_allocated) as u64;
+        storage.write_at(stored.as_bytes(), HostOffset(at))?;
         *allocated = count;
         Ok(())
     }
@@ -116,7 +120,17 @@ impl Envelope for VdiEnvelope {
             kept_end: base,
             ..*geometry
         };
-        copy_table(storage, geometry, &after)?;
+        copy_entries(storage, geometry, &after, |first, words| {
+            for (index, word) in (first..).zip(words) {
+                let Slot::At(start) = geometry.slot(*word) else { continue };
+                *word = after.word(start).ok_or_else(|| {
+                    let (at, found) = (geometry.entry_at(index), format!("{start:#x}"));
+                    let expected = "a block behind the new table";
+                    Error::corrupt(file, at, "block table entry", found, expected)
+                })?;
+            }
+            Ok(true)
+        })?;
         Ok((after, end))
     }
 
@@ -128,16 +142,15 @@ impl Envelope for VdiEnvelope {
         end: u64,
     ) -> Result<()> {
         let file = storage.name();
-        let mut header = [0; HEADER_BYTES];
-        storage.read_at(&mut header, HostOffset(0))?;
+        let mut header = RawHeader::new_zeroed();
+        storage.read_at(header.as_mut_bytes(), HostOffset(0))?;
         let count = blocks_to(geometry, end);
-        let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
-        put(field::TABLE, &number(file, "the offset of the table", geometry.table_at)?);
-        put(field::DATA, &number(file, "the offset of the blocks", geometry.base)?);
-        put(field::DISK_BYTES, &guest_bytes.to_le_bytes());
-        put(field::ENTRIES, &number(file, "the number of blocks", geometry.entries)?);
-        put(field::ALLOCATED, &number(file, "the number of blocks", count)?);
-        storage.write_at(&header, HostOffset(0))?;
+        header.table_offset = number(file, "the offset of the table", geometry.table_at)?;
+        header.data_offset = number(file, "the offset of the blocks", geometry.base)?;
+        header.disk_bytes = guest_bytes.into();
+        header.blocks = number(file, "the number of blocks", geometry.entries)?;
+        header.blocks_allocated = number(file, "the number of blocks", count)?;
+        storage.write_at(header.as_bytes(), HostOffset(0))?;
         storage.sync()?;
         *self.allocated.lock() = count;
         Ok(())
@@ -152,26 +165,6 @@ impl Envelope for VdiEnvelope {
     /// Children identify their parent by this UUID, which changes with the parent's data.
     fn modified(&self, storage: &dyn Storage) -> Result<()> {
         let uuid = random_uuid()?.to_bytes_le();
-        storage.write_at(&uuid, HostOffset(field::UUID_MODIFY as u64))
+        storage.write_at(&uuid, HostOffset(offset_of!(RawHeader, uuid_modify) as u64))
     }
-}
-
-/// Copies the entries to another table with another base offset of blocks.
-fn copy_table(storage: &dyn Storage, from: &Geometry, to: &Geometry) -> Result<()> {
-    let mut first = 0;
-    while first < from.entries {
-        let mut words = vec![0; STEP_ENTRIES.min(from.entries - first) as usize];
-        read_entries(storage, from, first, &mut words)?;
-        for (n, word) in words.iter_mut().enumerate() {
-            let Slot::At(start) = from.slot(*word) else { continue };
-            *word = to.word(start).ok_or_else(|| {
-                let (at, found) = (from.entry_at(first + n as u64), format!("{start:#x}"));
-                let expected = "a block behind the new table";
-                Error::corrupt(storage.name(), at, "block table entry", found, expected)
-            })?;
-        }
-        write_entries(storage, to, first, &words)?;
-        first += words.len() as u64;
-    }
-    Ok(())
 }

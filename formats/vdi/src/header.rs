@@ -1,56 +1,29 @@
-//! The header. Offsets: `docs/formats/vdi.md`.
+//! The header, validated.
+
+use std::mem::offset_of;
 
 use uuid::Uuid;
-use vdkit_block::bytes::{array, le32, le64};
-
 use vdkit_block::{Error, HostOffset, Result, Storage};
 use vdkit_blockmap::{ByteOrder, Geometry};
+use zerocopy::little_endian::U32;
+use zerocopy::{FromBytes, transmute_ref};
+
+use crate::on_disk::{RawHeader, RawHeader0};
 
 /// The magic number, at byte 64.
 pub(crate) const MAGIC: u32 = 0xbeda_107f;
 /// Version 1.1, which vdkit writes.
 pub(crate) const VERSION: u32 = 0x0001_0001;
-/// Bytes of the header that are read; all fields that change are in the first 512.
-pub(crate) const HEADER_BYTES: usize = 512;
+/// Bytes of the header that are read.
+pub(crate) const HEADER_BYTES: usize = size_of::<RawHeader>();
 /// Entry of a block that reads as zero.
 pub(crate) const ZERO: u32 = 0xffff_fffe;
 /// Bytes of the header from its size field on, in images of version 1.0.
 const SIZE_MIN: u32 = 0x180;
+/// Host offset of the table in version 0.
+const TABLE_0_AT: u32 = offset_of!(RawHeader0, table) as u32;
 /// Accepted block sizes; no program has written others.
 const BLOCK_BYTES: std::ops::RangeInclusive<u32> = 4096..=1 << 30;
-
-/// Offsets of fields.
-pub(crate) mod field {
-    pub const MAGIC: usize = 64;
-    pub const VERSION: usize = 68;
-    pub const SIZE: usize = 72;
-    pub const TYPE: usize = 76;
-    pub const TABLE: usize = 0x154;
-    pub const DATA: usize = 0x158;
-    pub const SECTOR_BYTES: usize = 0x168;
-    pub const DISK_BYTES: usize = 0x170;
-    pub const BLOCK_BYTES: usize = 0x178;
-    pub const BLOCK_EXTRA: usize = 0x17c;
-    pub const ENTRIES: usize = 0x180;
-    pub const ALLOCATED: usize = 0x184;
-    pub const UUID: usize = 0x188;
-    pub const UUID_MODIFY: usize = 0x198;
-    pub const UUID_LINK: usize = 0x1a8;
-    pub const UUID_PARENT: usize = 0x1b8;
-}
-
-/// Offsets of fields in version 0, whose table begins at byte 420 and is followed by the blocks.
-mod field_0 {
-    pub const TYPE: usize = 72;
-    pub const DISK_BYTES: usize = 0x160;
-    pub const BLOCK_BYTES: usize = 0x168;
-    pub const ENTRIES: usize = 0x16c;
-    pub const ALLOCATED: usize = 0x170;
-    pub const UUID: usize = 0x174;
-    pub const UUID_MODIFY: usize = 0x184;
-    pub const UUID_LINK: usize = 0x194;
-    pub const END: u32 = 0x1a4;
-}
 
 /// What kind of image it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,7 +89,7 @@ pub struct Header {
 
 /// Whether this is the start of a VDI image.
 pub(crate) fn is_vdi(head: &[u8]) -> bool {
-    head.len() >= HEADER_BYTES && le32(head, field::MAGIC) == MAGIC
+    RawHeader::ref_from_prefix(head).is_ok_and(|(header, _)| header.magic == MAGIC)
 }
 
 impl Header {
@@ -134,17 +107,17 @@ impl Header {
         let corrupt = |at: usize, what, found: String, expected: &str| {
             Err(Error::corrupt(file, at as u64, what, found, expected))
         };
-        if bytes.len() < HEADER_BYTES {
+        let Ok((stored, _)) = RawHeader::ref_from_prefix(bytes) else {
             return corrupt(0, "header", format!("{} bytes", bytes.len()), "at least 512");
+        };
+        if stored.magic != MAGIC {
+            let found = format!("{:#x}", stored.magic);
+            return corrupt(offset_of!(RawHeader, magic), "magic number", found, "0xbeda107f");
         }
-        if le32(bytes, field::MAGIC) != MAGIC {
-            let found = format!("{:#x}", le32(bytes, field::MAGIC));
-            return corrupt(field::MAGIC, "magic number", found, "0xbeda107f");
-        }
-        let version = le32(bytes, field::VERSION);
+        let version = stored.version.get();
         let header = match version >> 16 {
-            0 => Self::parse_0(file, bytes)?,
-            1 => Self::parse_1(file, bytes)?,
+            0 => Self::parse_0(file, transmute_ref!(stored))?,
+            1 => Self::parse_1(file, stored)?,
             major => {
                 return Err(Error::unsupported(
                     file,
@@ -162,17 +135,19 @@ impl Header {
         }
         if header.block_extra > header.block_bytes {
             let found = format!("{} bytes", header.block_extra);
-            return corrupt(field::BLOCK_EXTRA, "block extra", found, "at most a block");
+            let at = offset_of!(RawHeader, block_extra);
+            return corrupt(at, "block extra", found, "at most a block");
         }
         let capacity = u64::from(header.entries) * u64::from(header.block_bytes);
         if header.disk_bytes > capacity {
             let found = format!("{} bytes in {} blocks", header.disk_bytes, header.entries);
-            return corrupt(field::DISK_BYTES, "disk size", found, "what the blocks can hold");
+            let at = offset_of!(RawHeader, disk_bytes);
+            return corrupt(at, "disk size", found, "what the blocks can hold");
         }
         let table_end = u64::from(header.table_at) + u64::from(header.entries) * 4;
         if header.table_at < header.end() || table_end > host_bytes {
             return corrupt(
-                field::TABLE,
+                offset_of!(RawHeader, table_offset),
                 "block table",
                 format!("{} entries at {:#x}", header.entries, header.table_at),
                 "a table behind the header and within the file",
@@ -180,65 +155,64 @@ impl Header {
         }
         if header.data_at < header.end() {
             let found = format!("{:#x}", header.data_at);
-            return corrupt(field::DATA, "offset of the blocks", found, "one behind the header");
+            let at = offset_of!(RawHeader, data_offset);
+            return corrupt(at, "offset of the blocks", found, "one behind the header");
         }
         Ok(header)
     }
 
-    fn parse_1(file: &str, bytes: &[u8]) -> Result<Self> {
-        let size = le32(bytes, field::SIZE);
-        if size < SIZE_MIN {
-            let found = format!("{size}");
-            let what = "header size";
-            return Err(Error::corrupt(file, field::SIZE as u64, what, found, "at least 384"));
+    fn parse_1(file: &str, stored: &RawHeader) -> Result<Self> {
+        if stored.header_bytes.get() < SIZE_MIN {
+            let at = offset_of!(RawHeader, header_bytes) as u64;
+            let found = stored.header_bytes.to_string();
+            return Err(Error::corrupt(file, at, "header size", found, "at least 384"));
         }
-        let at = |at| le32(bytes, at);
         Ok(Self {
-            version: version(at(field::VERSION)),
-            image_type: image_type(file, field::TYPE, at(field::TYPE))?,
-            table_at: at(field::TABLE),
-            data_at: at(field::DATA),
-            disk_bytes: disk_bytes(file, le64(bytes, field::DISK_BYTES))?,
-            block_bytes: at(field::BLOCK_BYTES),
-            block_extra: at(field::BLOCK_EXTRA),
-            entries: at(field::ENTRIES),
-            allocated: at(field::ALLOCATED),
-            uuid: Uuid::from_bytes_le(array(bytes, field::UUID)),
-            uuid_modify: Uuid::from_bytes_le(array(bytes, field::UUID_MODIFY)),
-            uuid_link: Uuid::from_bytes_le(array(bytes, field::UUID_LINK)),
-            uuid_parent: Uuid::from_bytes_le(array(bytes, field::UUID_PARENT)),
+            version: version(stored.version),
+            image_type: image_type(file, offset_of!(RawHeader, image_type), stored.image_type)?,
+            table_at: stored.table_offset.get(),
+            data_at: stored.data_offset.get(),
+            disk_bytes: disk_bytes(file, stored.disk_bytes.get())?,
+            block_bytes: stored.block_bytes.get(),
+            block_extra: stored.block_extra.get(),
+            entries: stored.blocks.get(),
+            allocated: stored.blocks_allocated.get(),
+            uuid: Uuid::from_bytes_le(stored.uuid),
+            uuid_modify: Uuid::from_bytes_le(stored.uuid_modify),
+            uuid_link: Uuid::from_bytes_le(stored.uuid_link),
+            uuid_parent: Uuid::from_bytes_le(stored.uuid_parent),
         })
     }
 
-    fn parse_0(file: &str, bytes: &[u8]) -> Result<Self> {
-        let at = |at| le32(bytes, at);
-        let entries = at(field_0::ENTRIES);
-        let data_at = entries.checked_mul(4).and_then(|bytes| bytes.checked_add(field_0::END));
+    fn parse_0(file: &str, stored: &RawHeader0) -> Result<Self> {
+        let entries = stored.blocks.get();
+        let data_at = entries.checked_mul(4).and_then(|bytes| bytes.checked_add(TABLE_0_AT));
         let Some(data_at) = data_at else {
+            let at = offset_of!(RawHeader0, blocks) as u64;
             let (what, found) = ("block table", format!("{entries} entries"));
-            let expected = "a table that ends below 4 GiB";
-            return Err(Error::corrupt(file, field_0::ENTRIES as u64, what, found, expected));
+            return Err(Error::corrupt(file, at, what, found, "a table that ends below 4 GiB"));
         };
         Ok(Self {
-            version: version(at(field::VERSION)),
-            image_type: image_type(file, field_0::TYPE, at(field_0::TYPE))?,
-            table_at: field_0::END,
+            version: version(stored.version),
+            image_type: image_type(file, offset_of!(RawHeader0, image_type), stored.image_type)?,
+            table_at: TABLE_0_AT,
             data_at,
-            disk_bytes: disk_bytes(file, le64(bytes, field_0::DISK_BYTES))?,
-            block_bytes: at(field_0::BLOCK_BYTES),
+            disk_bytes: disk_bytes(file, stored.disk_bytes.get())?,
+            block_bytes: stored.block_bytes.get(),
             block_extra: 0,
             entries,
-            allocated: at(field_0::ALLOCATED),
-            uuid: Uuid::from_bytes_le(array(bytes, field_0::UUID)),
-            uuid_modify: Uuid::from_bytes_le(array(bytes, field_0::UUID_MODIFY)),
-            uuid_link: Uuid::from_bytes_le(array(bytes, field_0::UUID_LINK)),
+            allocated: stored.blocks_allocated.get(),
+            uuid: Uuid::from_bytes_le(stored.uuid),
+            uuid_modify: Uuid::from_bytes_le(stored.uuid_modify),
+            uuid_link: Uuid::from_bytes_le(stored.uuid_link),
             uuid_parent: Uuid::nil(),
         })
     }
 
     /// End of the header; no table or block may begin before it.
     fn end(&self) -> u32 {
-        if self.version.0 == 0 { field_0::END } else { field::SIZE as u32 + SIZE_MIN }
+        let size_at = offset_of!(RawHeader, header_bytes) as u32;
+        if self.version.0 == 0 { TABLE_0_AT } else { size_at + SIZE_MIN }
     }
 
     /// Whether the image has a parent.
@@ -265,12 +239,13 @@ impl Header {
     }
 }
 
-fn version(number: u32) -> (u16, u16) {
+fn version(number: U32) -> (u16, u16) {
+    let number = number.get();
     ((number >> 16) as u16, number as u16)
 }
 
-fn image_type(file: &str, at: usize, number: u32) -> Result<ImageType> {
-    ImageType::of(number).ok_or_else(|| {
+fn image_type(file: &str, at: usize, number: U32) -> Result<ImageType> {
+    ImageType::of(number.get()).ok_or_else(|| {
         let expected = "1 (dynamic), 2 (static), 3 (undo) or 4 (differencing)";
         Error::corrupt(file, at as u64, "image type", number.to_string(), expected)
     })
@@ -279,7 +254,7 @@ fn image_type(file: &str, at: usize, number: u32) -> Result<ImageType> {
 /// Rounds up to whole sectors, as QEMU does: VirtualBox has created images of unaligned sizes.
 fn disk_bytes(file: &str, bytes: u64) -> Result<u64> {
     vdkit_block::align_up(bytes, 512).filter(|bytes| *bytes <= i64::MAX as u64).ok_or_else(|| {
-        let (at, what) = (field::DISK_BYTES as u64, "disk size");
+        let (at, what) = (offset_of!(RawHeader, disk_bytes) as u64, "disk size");
         Error::corrupt(file, at, what, format!("{bytes:#x}"), "less than 2^63 bytes")
     })
 }

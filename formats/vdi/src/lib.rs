@@ -13,6 +13,7 @@ mod create;
 mod driver;
 mod envelope;
 mod header;
+mod on_disk;
 
 pub use driver::VdiDriver;
 pub use header::{Header, ImageType};

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use support::{DYNAMIC, Shared, content, copy_of, entry, field, put, written};
 use vdkit_block::{
-    CheckReport, Format, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Repair,
+    CheckReport, Format, FormatDriver, GuestOffset, HostOffset, Limits, OfflineImage, Repair,
 };
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CountingStorage, processor_time};
@@ -16,7 +16,8 @@ use vdkit_vdi::VdiDriver;
 /// Runs every operation on an image, without a panic and in bounded time.
 fn survive(storage: &Shared, what: &str) {
     let start = processor_time();
-    let limits = Limits { check_bytes_max: 32 << 20, ..Limits::default() };
+    let mut limits = Limits::default();
+    limits.check_bytes_max = 32 << 20;
     let described = VdiDriver.describe(storage, &limits);
     if let Ok(disk) = DYNAMIC.open(storage, false) {
         let mut buf = vec![0; 4096];
@@ -27,7 +28,8 @@ fn survive(storage: &Shared, what: &str) {
     } else {
         assert!(described.is_err() || storage.len().unwrap() < 1 << 40, "{what}");
     }
-    let _ = VdiDriver.check(storage, &[], Repair::All, &limits, &Monitor::default());
+    let image = OfflineImage { limits, ..OfflineImage::new(storage) };
+    let _ = VdiDriver.check(&image, Repair::All);
     let took = processor_time() - start;
     assert!(took < Duration::from_secs(5), "{what} took {took:?}");
 }
@@ -123,9 +125,7 @@ fn a_giant_table_of_bad_entries_is_counted() {
     storage.write_at(&(1_u64 << 40).to_le_bytes(), HostOffset(field::DISK_BYTES)).unwrap();
     // All zero: each names the first block, which does not exist.
     storage.set_len(8 << 20).unwrap();
-    let limits = Limits::default();
-    let report = VdiDriver.check(&storage, &[], Repair::Nothing, &limits, &Monitor::default());
-    let report = report.unwrap();
+    let report = VdiDriver.check(&OfflineImage::new(&storage), Repair::Nothing).unwrap();
     assert!(report.corruptions >= 1 << 20, "{}", report.corruptions);
     assert_eq!(report.findings.len(), CheckReport::FINDINGS_MAX);
 }

@@ -5,13 +5,7 @@ use vdkit_testbase::{qemu, require_peer};
 use vdkit_vdi::VdiDriver;
 
 const DYNAMIC: Oracle = Oracle {
-    trial: Trial {
-        driver: &VdiDriver,
-        options: "",
-        guest_bytes: (23 << 20) + 512 * 3,
-        write_bytes_max: 1 << 20,
-        resizes: true,
-    },
+    trial: Trial::new(&VdiDriver, "", (23 << 20) + 512 * 3),
     format: "vdi",
     options: &[],
     checks: true,
@@ -51,10 +45,7 @@ fn qemu_sees_the_sizes_that_were_asked_for() {
         let path = dir.path().join("image");
         let file = vdkit_storage::FileStorage::open(
             &path,
-            &vdkit_storage::FileOptions {
-                create: vdkit_storage::CreateMode::New,
-                ..vdkit_storage::FileOptions::read_write()
-            },
+            &vdkit_storage::FileOptions::read_write().create(vdkit_storage::CreateMode::New),
         )
         .unwrap();
         Trial { guest_bytes: bytes, ..DYNAMIC.trial }.create(&(std::sync::Arc::new(file) as _));

@@ -5,7 +5,7 @@ mod support;
 use std::sync::Arc;
 
 use support::{DYNAMIC, Shared, content, copy_of, entry, field, found, get, put, written};
-use vdkit_block::{CompactOptions, Compaction, GuestOffset, Limits, Monitor, Repair};
+use vdkit_block::{CompactOptions, Compaction, GuestOffset, OfflineImage, Repair};
 use vdkit_testbase::CrashStorage;
 use vdkit_vdi::VdiDriver;
 
@@ -90,9 +90,9 @@ fn a_file_that_ends_within_a_block_is_made_whole() {
 }
 
 fn compact(storage: &Shared, zero_scan: bool) -> vdkit_block::CompactReport {
-    let options = CompactOptions { zero_scan };
-    let (limits, monitor) = (Limits::default(), Monitor::default());
-    VdiDriver.compact(storage, &[], options, &limits, &monitor).unwrap()
+    VdiDriver
+        .compact(&OfflineImage::new(storage), CompactOptions::default().zero_scan(zero_scan))
+        .unwrap()
 }
 
 #[test]

@@ -4,13 +4,8 @@ use vdkit_testbase::FaultKind;
 use vdkit_testbase::trials::Trial;
 use vdkit_vdi::VdiDriver;
 
-const DYNAMIC: Trial = Trial {
-    driver: &VdiDriver,
-    options: "",
-    guest_bytes: (7 << 20) + 512 * 9,
-    write_bytes_max: 3 << 20,
-    resizes: true,
-};
+const DYNAMIC: Trial =
+    Trial { write_bytes_max: 3 << 20, ..Trial::new(&VdiDriver, "", (7 << 20) + 512 * 9) };
 const STATIC: Trial = Trial { options: "static=on", ..DYNAMIC };
 
 #[test]

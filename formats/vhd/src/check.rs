@@ -1,5 +1,6 @@
 //! Checks footers, the dynamic header, and the table against the file.
 
+use std::mem::offset_of;
 use std::sync::Arc;
 
 use vdkit_block::{
@@ -12,6 +13,7 @@ use crate::fixed;
 use crate::footer::{DiskType, FOOTER_BYTES, Footer};
 use crate::header::DynamicHeader;
 use crate::locate::Footers;
+use crate::on_disk::RawHeader;
 
 /// As [`vdkit_block::FormatDriver::check`].
 pub(crate) fn check(
@@ -100,7 +102,8 @@ fn check_dynamic(
     let back = judge_back(footers, repair != Repair::Nothing, &mut report);
     if !header.sound {
         let message = "the checksum of the dynamic header is wrong".to_owned();
-        report.add(damage(header.at + 36, "dynamic header", message, repairing));
+        let at = header.at + offset_of!(RawHeader, checksum) as u64;
+        report.add(damage(at, "dynamic header", message, repairing));
         if repairing {
             header = header.summed();
             storage.write_at(header.bytes(), HostOffset(header.at))?;
@@ -129,7 +132,8 @@ pub(crate) fn judge_capacity(file: &str, footer: &Footer, header: &DynamicHeader
         return Ok(());
     }
     let found = format!("{} bytes in {} blocks", footer.disk_bytes(), header.entries());
-    Err(Error::corrupt(file, header.at + 28, "table entries", found, "a block for each byte"))
+    let at = header.at + offset_of!(RawHeader, max_table_entries) as u64;
+    Err(Error::corrupt(file, at, "table entries", found, "a block for each byte"))
 }
 
 /// Whether the footer copy at the start must be rewritten.

@@ -5,9 +5,11 @@ use vdkit_block::{
     BackingRef, CreateRequest, Error, HostOffset, Measured, Options, Result, Storage, ZeroMode,
 };
 use vdkit_blockmap::write_holes;
+use zerocopy::big_endian::U32;
 
 use crate::footer::{DiskGeometry, DiskType, FOOTER_BYTES, Footer, SECTOR, size_of};
-use crate::header::{DynamicHeader, HEADER_BYTES, Locator};
+use crate::header::{DynamicHeader, HEADER_BYTES};
+use crate::on_disk::ParentLocator;
 use crate::parent;
 
 /// Bytes of a block, as in all other programs.
@@ -91,9 +93,16 @@ fn create_dynamic(
     if let Some(backing) = backing {
         let (parent, name) = (identity(file, backing)?, &backing.name);
         let (platform, bytes) = parent::stored(name);
-        let locator = Locator { platform, len: bytes.len() as u32, at: table_end };
+        let len = bytes.len() as u32;
+        let locator = ParentLocator {
+            platform_code: platform,
+            platform_data_space: len.next_multiple_of(512).into(),
+            platform_data_length: len.into(),
+            reserved: U32::ZERO,
+            platform_data_offset: table_end.into(),
+        };
         let time = parent::stamp(backing.modified);
-        header = header.over(parent, time, &parent::file_name(name), &[locator]);
+        header = header.over(parent, time, &parent::file_name(name), locator);
         end = table_end + (bytes.len() as u64).next_multiple_of(SECTOR);
         make_room(storage, end + FOOTER_BYTES as u64)?;
         storage.write_at(&bytes, HostOffset(table_end))?;

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use vdkit_block::{
     AmendRequest, Amendment, CheckReport, CompactOptions, CompactReport, Compaction, CreateRequest,
-    Creation, DriverInfo, Format, FormatDriver, ImageInfo, Limits, Measured, Monitor, OpenRequest,
-    OptionKind, OptionSpec, Options, Probe, Repair, Result, Storage, compact_flat,
+    Creation, DriverInfo, Format, FormatDriver, ImageInfo, Limits, Measured, Monitor, OfflineImage,
+    OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Result, Storage, compact_flat,
 };
 use vdkit_blockmap::{BlockImage, Opening, compact};
 
@@ -142,28 +142,11 @@ impl FormatDriver for VhdDriver {
         Ok(Arc::new(BlockImage::open(envelope, opening)?))
     }
 
-    fn check(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        repair: Repair,
-        limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CheckReport> {
-        check::check(storage, repair, limits, monitor)
+    fn check(&self, image: &OfflineImage<'_>, repair: Repair) -> Result<CheckReport> {
+        check::check(image.storage, repair, &image.limits, &image.monitor)
     }
 
-    fn creation(&self) -> Option<&dyn Creation> {
-        Some(self)
-    }
-
-    fn compaction(&self) -> Option<&dyn Compaction> {
-        Some(self)
-    }
-
-    fn amendment(&self) -> Option<&dyn Amendment> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(creation: Creation, compaction: Compaction, amendment: Amendment);
 }
 
 impl Creation for VhdDriver {
@@ -185,22 +168,16 @@ impl Creation for VhdDriver {
 }
 
 impl Compaction for VhdDriver {
-    fn compact(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        options: CompactOptions,
-        _limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CompactReport> {
-        let footers = Footers::read(&**storage)?;
+    fn compact(&self, image: &OfflineImage<'_>, options: CompactOptions) -> Result<CompactReport> {
+        let storage = &**image.storage;
+        let footers = Footers::read(storage)?;
         if footers.best(storage.name())?.disk_type == DiskType::Fixed {
-            return compact_flat(&**storage, options, monitor);
+            return compact_flat(storage, options, &image.monitor);
         }
-        let parts = Dynamic::read(&**storage, &footers)?;
+        let parts = Dynamic::read(storage, &footers)?;
         let (geometry, over_parent) = (parts.header.geometry(), parts.over_parent());
         let envelope = VhdEnvelope::new(parts.footer, parts.header, over_parent);
-        compact::compact(&**storage, &envelope, &geometry, options, monitor)
+        compact::compact(storage, &envelope, &geometry, options, &image.monitor)
     }
 }
 

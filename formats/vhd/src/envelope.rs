@@ -4,14 +4,13 @@
 use parking_lot::Mutex;
 use rustc_hash::FxHashSet;
 use vdkit_block::{Error, HostOffset, Result, Storage};
-use vdkit_blockmap::{Envelope, Geometry, read_entries, write_entries};
+use vdkit_blockmap::{Envelope, Geometry, copy_entries};
 
 use crate::check::judge_capacity;
 use crate::footer::{FOOTER_BYTES, Footer, SECTOR, size_of};
 use crate::header::DynamicHeader;
 use crate::locate::Footers;
 
-const STEP_ENTRIES: u64 = 64 << 10;
 /// Most blocks with full bitmaps to cache.
 const FULL_MAX: usize = 1 << 20;
 
@@ -147,13 +146,7 @@ impl Envelope for VhdEnvelope {
             self.lengthen(storage, table_at + bytes, entries)?;
             Geometry { table_at, ..*geometry }
         };
-        let mut first = 0;
-        while first < geometry.entries {
-            let mut words = vec![0; STEP_ENTRIES.min(geometry.entries - first) as usize];
-            read_entries(storage, geometry, first, &mut words)?;
-            write_entries(storage, &after, first, &words)?;
-            first += words.len() as u64;
-        }
+        copy_entries(storage, geometry, &after, |_, _| Ok(true))?;
         // New blocks continue after the last one, and skip the table.
         Ok((after, end))
     }

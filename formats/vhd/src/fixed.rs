@@ -1,5 +1,6 @@
 //! Fixed images: guest byte *n* is byte *n* of the file; the footer follows.
 
+use std::mem::offset_of;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,11 +8,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 use vdkit_block::{
     Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, HostOffset, InFlight, Place,
-    Reservation, Result, Storage, ZeroMode,
+    Reservation, Result, Storage, ZeroMode, require_writable,
 };
 
 use crate::footer::{FOOTER_BYTES, Footer, size_of};
 use crate::locate::Footers;
+use crate::on_disk::RawFooter;
 
 /// An open fixed image.
 #[derive(Debug)]
@@ -44,9 +46,7 @@ impl FixedVhd {
         footers: &Footers,
         writable: bool,
     ) -> Result<Self> {
-        if writable && !storage.caps().writable {
-            return Err(Error::ReadOnly { file: storage.name().to_owned() });
-        }
+        require_writable(!writable || storage.caps().writable, storage.name())?;
         let (guest_bytes, footer_at) = (footer.disk_bytes(), footers.back_at);
         judge_size(storage.name(), guest_bytes, footer_at)?;
         if writable && footers.behind > 0 {
@@ -69,10 +69,7 @@ impl FixedVhd {
     }
 
     fn need_writable(&self) -> Result<()> {
-        if self.writable {
-            return Ok(());
-        }
-        Err(Error::ReadOnly { file: self.storage.name().to_owned() })
+        require_writable(self.writable, self.storage.name())
     }
 
     /// Grows the disk: the footer keeps the old size until the added range is zero, so that no old
@@ -130,7 +127,7 @@ pub(crate) fn judge_size(file: &str, guest_bytes: u64, footer_at: u64) -> Result
     }
     Err(Error::corrupt(
         file,
-        footer_at + crate::footer::field::CURRENT_SIZE as u64,
+        footer_at + offset_of!(RawFooter, current_size) as u64,
         "current size",
         format!("{guest_bytes} bytes"),
         format!("at most the {footer_at} bytes before the footer"),
@@ -158,21 +155,7 @@ impl Format for FixedVhd {
         self.guest_bytes.load(Ordering::Acquire)
     }
 
-    fn storage(&self) -> &Arc<dyn Storage> {
-        &self.storage
-    }
-
-    fn file(&self, _index: FileIndex) -> &Arc<dyn Storage> {
-        &self.storage
-    }
-
-    fn in_flight(&self) -> &InFlight {
-        &self.in_flight
-    }
-
-    fn warnings(&self) -> &[String] {
-        &self.warnings
-    }
+    vdkit_block::accessors!(warnings, storage, in_flight);
 
     fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
         if !self.storage.may_have_holes()? {

@@ -1,13 +1,15 @@
 //! The footer: 512 bytes at the end of every image, and also at the start of images with a table.
-//! Offsets: `docs/formats/vpc.md`.
+
+use std::mem::{self, offset_of};
 
 use uuid::Uuid;
-use vdkit_block::bytes::{array, be32, be64};
-use vdkit_block::random_uuid;
+use vdkit_block::{Error, Result, random_uuid};
+use zerocopy::big_endian::{U32, U64};
+use zerocopy::{FromZeros, IntoBytes, transmute_ref};
 
-use vdkit_block::{Error, Result};
+use crate::on_disk::{RawFooter, checksum};
 
-pub(crate) const FOOTER_BYTES: usize = 512;
+pub(crate) const FOOTER_BYTES: usize = mem::size_of::<RawFooter>();
 pub(crate) const COOKIE: &[u8; 8] = b"conectix";
 /// No further structure follows.
 pub(crate) const NO_OFFSET: u64 = u64::MAX;
@@ -19,24 +21,7 @@ pub(crate) const EPOCH: u64 = 946_684_800;
 /// vdkit's application code.
 const CREATOR: &[u8; 4] = b"vdk ";
 /// Applications that use the geometry as the size of the disk.
-const BY_GEOMETRY: [&[u8; 4]; 2] = [b"vpc ", b"qemu"];
-
-/// Offsets of fields.
-pub(crate) mod field {
-    pub const FEATURES: usize = 8;
-    pub const VERSION: usize = 12;
-    pub const DATA_OFFSET: usize = 16;
-    pub const TIME: usize = 24;
-    pub const CREATOR: usize = 28;
-    pub const CREATOR_VERSION: usize = 32;
-    pub const CREATOR_OS: usize = 36;
-    pub const ORIGINAL_SIZE: usize = 40;
-    pub const CURRENT_SIZE: usize = 48;
-    pub const GEOMETRY: usize = 56;
-    pub const TYPE: usize = 60;
-    pub const CHECKSUM: usize = 64;
-    pub const UUID: usize = 68;
-}
+const BY_GEOMETRY: [[u8; 4]; 2] = [*b"vpc ", *b"qemu"];
 
 /// What kind of image it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,18 +114,10 @@ impl DiskGeometry {
     }
 }
 
-/// The checksum of headers and footers: the complement of the sum of all bytes except its own.
-pub(crate) fn checksum(bytes: &[u8], own: usize) -> u32 {
-    let sum = bytes.iter().enumerate().fold(0_u32, |sum, (n, byte)| {
-        if (own..own + 4).contains(&n) { sum } else { sum.wrapping_add(u32::from(*byte)) }
-    });
-    !sum
-}
-
-/// A footer with a valid cookie and checksum. Keeps the raw bytes, so unknown fields are preserved.
+/// A footer with a valid cookie and checksum. Unknown fields are preserved.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Footer {
-    bytes: [u8; FOOTER_BYTES],
+    raw: RawFooter,
     /// What kind of image it is.
     pub disk_type: DiskType,
 }
@@ -157,23 +134,23 @@ impl Footer {
     /// Parses a footer; missing bytes count as zeroes, since Virtual PC before 2004 wrote 511
     /// bytes.
     pub(crate) fn parse(found: &[u8]) -> std::result::Result<Self, NoFooter> {
-        let mut bytes = [0; FOOTER_BYTES];
+        let mut raw = RawFooter::new_zeroed();
         let len = found.len().min(FOOTER_BYTES);
-        bytes[..len].copy_from_slice(&found[..len]);
+        raw.as_mut_bytes()[..len].copy_from_slice(&found[..len]);
         let no = |at, found: String, expected| Err(NoFooter { at, found, expected });
-        if !bytes.starts_with(COOKIE) {
+        if raw.cookie != *COOKIE {
             return no(0, "other bytes".to_owned(), "a footer, which begins with 'conectix'");
         }
-        let (stored, sum) = (be32(&bytes, field::CHECKSUM), checksum(&bytes, field::CHECKSUM));
-        if stored != sum {
-            return no(field::CHECKSUM, format!("the checksum {stored:#x}"), "that of the footer");
+        if raw.checksum != checksum(raw.as_bytes(), raw.checksum) {
+            let found = format!("the checksum {:#x}", raw.checksum);
+            return no(offset_of!(RawFooter, checksum), found, "that of the footer");
         }
-        let number = be32(&bytes, field::TYPE);
-        let Some(disk_type) = DiskType::of(number) else {
+        let Some(disk_type) = DiskType::of(raw.disk_type.get()) else {
+            let found = format!("disk type {}", raw.disk_type);
             let expected = "2 (fixed), 3 (dynamic) or 4 (differencing)";
-            return no(field::TYPE, format!("disk type {number}"), expected);
+            return no(offset_of!(RawFooter, disk_type), found, expected);
         };
-        Ok(Self { bytes, disk_type })
+        Ok(Self { raw, disk_type })
     }
 
     /// The footer of a new image.
@@ -182,90 +159,81 @@ impl Footer {
         guest_bytes: u64,
         geometry: DiskGeometry,
     ) -> Result<Self> {
-        let mut footer = Self { bytes: [0; FOOTER_BYTES], disk_type };
-        footer.put(0, COOKIE);
-        // A reserved bit that must be set.
-        footer.put(field::FEATURES, &2_u32.to_be_bytes());
-        footer.put(field::VERSION, &0x0001_0000_u32.to_be_bytes());
-        let data_offset = if disk_type == DiskType::Fixed { NO_OFFSET } else { 512 };
-        footer.put(field::DATA_OFFSET, &data_offset.to_be_bytes());
-        footer.put(field::TIME, &now().to_be_bytes());
-        footer.put(field::CREATOR, CREATOR);
-        footer.put(field::CREATOR_VERSION, &0x0001_0000_u32.to_be_bytes());
-        footer.put(field::CREATOR_OS, b"Wi2k");
-        footer.put(field::ORIGINAL_SIZE, &guest_bytes.to_be_bytes());
-        footer.put(field::TYPE, &disk_type.number().to_be_bytes());
-        footer.put(field::UUID, random_uuid()?.as_bytes());
-        Ok(footer.sized(guest_bytes, geometry))
+        let raw = RawFooter {
+            cookie: *COOKIE,
+            // A reserved bit that must be set.
+            features: U32::new(2),
+            file_format_version: U32::new(0x0001_0000),
+            data_offset: U64::new(if disk_type == DiskType::Fixed { NO_OFFSET } else { 512 }),
+            time_stamp: now().into(),
+            creator_application: *CREATOR,
+            creator_version: U32::new(0x0001_0000),
+            creator_host_os: *b"Wi2k",
+            original_size: guest_bytes.into(),
+            disk_type: disk_type.number().into(),
+            unique_id: random_uuid()?.into_bytes(),
+            ..FromZeros::new_zeroed()
+        };
+        Ok(Self { raw, disk_type }.sized(guest_bytes, geometry))
     }
 
     /// The same footer with another size.
     pub(crate) fn sized(mut self, guest_bytes: u64, geometry: DiskGeometry) -> Self {
-        self.put(field::CURRENT_SIZE, &guest_bytes.to_be_bytes());
-        self.put(field::GEOMETRY, &geometry.cylinders.to_be_bytes());
-        self.put(field::GEOMETRY + 2, &[geometry.heads, geometry.sectors]);
-        let sum = checksum(&self.bytes, field::CHECKSUM);
-        self.put(field::CHECKSUM, &sum.to_be_bytes());
+        self.raw.current_size = guest_bytes.into();
+        self.raw.cylinders = geometry.cylinders.into();
+        (self.raw.heads, self.raw.sectors_per_track) = (geometry.heads, geometry.sectors);
+        self.raw.checksum = checksum(self.raw.as_bytes(), self.raw.checksum).into();
         self
-    }
-
-    fn put(&mut self, at: usize, bytes: &[u8]) {
-        self.bytes[at..at + bytes.len()].copy_from_slice(bytes);
     }
 
     /// The raw bytes.
     pub(crate) fn bytes(&self) -> &[u8; FOOTER_BYTES] {
-        &self.bytes
+        transmute_ref!(&self.raw)
     }
 
     /// Offset of the dynamic header.
     pub(crate) fn data_offset(&self) -> u64 {
-        be64(&self.bytes, field::DATA_OFFSET)
+        self.raw.data_offset.get()
     }
 
     /// Creation time in seconds since 2000.
     pub fn time(&self) -> u32 {
-        be32(&self.bytes, field::TIME)
+        self.raw.time_stamp.get()
     }
 
     /// The application that created the image, as text.
     pub fn creator(&self) -> String {
-        self.text(field::CREATOR)
-    }
-
-    fn text(&self, at: usize) -> String {
-        let bytes = &self.bytes[at..at + 4];
-        bytes.iter().map(|b| if b.is_ascii_graphic() { char::from(*b) } else { ' ' }).collect()
+        let bytes = self.raw.creator_application.iter();
+        bytes.map(|b| if b.is_ascii_graphic() { char::from(*b) } else { ' ' }).collect()
     }
 
     /// The size field, in bytes.
     pub fn current_size(&self) -> u64 {
-        be64(&self.bytes, field::CURRENT_SIZE)
+        self.raw.current_size.get()
     }
 
     /// The CHS geometry.
     pub fn geometry(&self) -> DiskGeometry {
         DiskGeometry {
-            cylinders: u16::from_be_bytes([self.bytes[56], self.bytes[57]]),
-            heads: self.bytes[58],
-            sectors: self.bytes[59],
+            cylinders: self.raw.cylinders.get(),
+            heads: self.raw.heads,
+            sectors: self.raw.sectors_per_track,
         }
     }
 
     /// The format's version.
     pub(crate) fn version(&self) -> u32 {
-        be32(&self.bytes, field::VERSION)
+        self.raw.file_format_version.get()
     }
 
     /// The image's unique ID.
     pub fn uuid(&self) -> Uuid {
-        Uuid::from_bytes(array(&self.bytes, field::UUID))
+        Uuid::from_bytes(self.raw.unique_id)
     }
 
     /// Whether the geometry is the size of the disk: the creator uses it so, and it defines a size.
     pub fn sized_by_geometry(&self) -> bool {
-        let creator = &self.bytes[field::CREATOR..field::CREATOR + 4];
-        BY_GEOMETRY.iter().any(|app| creator == *app)
+        BY_GEOMETRY.contains(&self.raw.creator_application)
             && self.geometry().count() != DiskGeometry::MAX.count()
     }
 

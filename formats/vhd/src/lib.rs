@@ -18,6 +18,7 @@ mod fixed;
 mod footer;
 mod header;
 mod locate;
+mod on_disk;
 mod parent;
 
 pub use azure::azure_faults;

@@ -1,9 +1,12 @@
 //! The name of the parent of a differencing image.
 
+use std::mem::offset_of;
+
 use vdkit_block::{HostOffset, NotedTime, Result, Storage};
 
 use crate::footer::EPOCH;
-use crate::header::{DynamicHeader, field};
+use crate::header::DynamicHeader;
+use crate::on_disk::RawHeader;
 
 /// A relative Windows path, UTF-16.
 pub(crate) const RELATIVE: [u8; 4] = *b"W2ru";
@@ -18,11 +21,11 @@ pub(crate) const URL: [u8; 4] = *b"MacX";
 /// # Errors
 /// Those of the storage.
 pub(crate) fn name(storage: &dyn Storage, header: &DynamicHeader) -> Result<String> {
-    let locators = header.locators();
     for platform in [RELATIVE, URL, ABSOLUTE] {
-        for locator in locators.iter().filter(|locator| locator.platform == platform) {
-            let mut bytes = vec![0; locator.len as usize];
-            let got = storage.read_up_to(&mut bytes, HostOffset(locator.at))?;
+        for locator in header.locators().filter(|locator| locator.platform_code == platform) {
+            let mut bytes = vec![0; locator.platform_data_length.get() as usize];
+            let got =
+                storage.read_up_to(&mut bytes, HostOffset(locator.platform_data_offset.get()))?;
             bytes.truncate(got);
             let name = if platform == URL { from_url(&bytes) } else { from_utf16(&bytes) };
             let name = match platform {
@@ -106,7 +109,7 @@ pub(crate) fn noted_time(header: &DynamicHeader) -> Option<NotedTime> {
     let seconds = Some(header.parent_time()).filter(|seconds| *seconds != 0)?;
     Some(NotedTime {
         seconds: EPOCH + u64::from(seconds),
-        offset: header.at.saturating_add(field::PARENT_TIME as u64),
+        offset: header.at.saturating_add(offset_of!(RawHeader, parent_time_stamp) as u64),
         structure: "dynamic header",
         field: "Parent Time Stamp",
     })

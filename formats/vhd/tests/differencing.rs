@@ -9,7 +9,7 @@ use support::{DYNAMIC, Shared, create_over, found, written};
 use vdkit_block::{Creation, FormatDriver, GuestOffset, HostOffset, Limits, Repair, Storage};
 use vdkit_chain::Disk;
 use vdkit_storage::{CreateMode, FileOptions, FileStorage, MemoryStorage};
-use vdkit_testbase::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
+use vdkit_testbase::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng, read_all};
 use vdkit_vhd::VhdDriver;
 
 fn open(child: &Shared, base: &Shared, writable: bool) -> Disk {
@@ -21,12 +21,6 @@ fn child_of(base: &Shared) -> Shared {
     let child: Shared = Arc::new(MemoryStorage::new("child"));
     create_over(&child, base, "base.vhd").unwrap();
     child
-}
-
-fn read_all(disk: &Disk) -> Vec<u8> {
-    let mut bytes = vec![0xee; disk.guest_bytes() as usize];
-    disk.read_at(&mut bytes, GuestOffset(0)).unwrap();
-    bytes
 }
 
 /// A random write to the disk and the model.
@@ -207,7 +201,7 @@ fn libvhdi_reads_the_same_from_all_kinds() {
         let path = dir.path().join(name);
         let mut bytes = vec![0; storage.len().unwrap() as usize];
         storage.read_at(&mut bytes, HostOffset(0)).unwrap();
-        let new = FileOptions { create: CreateMode::New, ..FileOptions::read_write() };
+        let new = FileOptions::read_write().create(CreateMode::New);
         FileStorage::open(&path, &new).unwrap().write_at(&bytes, HostOffset(0)).unwrap();
         path
     };

@@ -6,14 +6,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use support::{DYNAMIC, FIXED, HEADER, Shared, TABLE, content, copy_of, put, sum, written};
-use vdkit_block::{FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Repair};
+use vdkit_block::{FormatDriver, GuestOffset, HostOffset, Limits, OfflineImage, Repair};
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CountingStorage, processor_time};
 use vdkit_vhd::VhdDriver;
 
 fn survive(storage: &Shared, what: &str) {
     let start = processor_time();
-    let limits = Limits { check_bytes_max: 32 << 20, ..Limits::default() };
+    let mut limits = Limits::default();
+    limits.check_bytes_max = 32 << 20;
     let _ = VhdDriver.describe(storage, &limits);
     if let Ok(disk) = DYNAMIC.open(storage, false) {
         let mut buf = vec![0; 4096];
@@ -22,7 +23,8 @@ fn survive(storage: &Shared, what: &str) {
             let _ = disk.read_at(&mut buf, GuestOffset(at.min(bytes)));
         }
     }
-    let _ = VhdDriver.check(storage, &[], Repair::All, &limits, &Monitor::default());
+    let image = OfflineImage { limits, ..OfflineImage::new(storage) };
+    let _ = VhdDriver.check(&image, Repair::All);
     let took = processor_time() - start;
     assert!(took < Duration::from_secs(5), "{what} took {took:?}");
 }

@@ -10,13 +10,7 @@ use vdkit_testbase::{qemu, require_peer};
 use vdkit_vhd::VhdDriver;
 
 const DYNAMIC: Oracle = Oracle {
-    trial: Trial {
-        driver: &VhdDriver,
-        options: "",
-        guest_bytes: (23 << 20) + 512 * 3,
-        write_bytes_max: 1 << 20,
-        resizes: true,
-    },
+    trial: Trial::new(&VhdDriver, "", (23 << 20) + 512 * 3),
     format: "vpc",
     options: &[],
     checks: false,
@@ -64,7 +58,7 @@ fn sizes_are_qemus() {
     for bytes in [512, 1 << 20, (1 << 20) + 512, 127 << 30, 128 << 30, 1 << 40, 2040 << 30] {
         for options in ["force_size=off", "force_size=on"] {
             let (ours, theirs) = (dir.path().join("ours"), dir.path().join("theirs"));
-            let new = FileOptions { create: CreateMode::New, ..FileOptions::read_write() };
+            let new = FileOptions::read_write().create(CreateMode::New);
             let file = FileStorage::open(&ours, &new).unwrap();
             Trial { guest_bytes: bytes, options, ..DYNAMIC.trial }.create(&(Arc::new(file) as _));
             qemu::create(&theirs, "vpc", bytes, &[options], None);

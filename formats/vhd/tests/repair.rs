@@ -10,8 +10,7 @@ use support::{
     written,
 };
 use vdkit_block::{
-    CompactOptions, Compaction, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Probe,
-    Repair,
+    CompactOptions, Compaction, FormatDriver, GuestOffset, HostOffset, OfflineImage, Probe, Repair,
 };
 use vdkit_testbase::{CrashStorage, Rng};
 use vdkit_vhd::{VhdDriver, azure_faults};
@@ -110,10 +109,9 @@ fn compaction_drops_blocks_of_zeroes_and_moves_the_rest_together() {
     disk.close().unwrap();
     let before = content(&storage);
     let crash = CrashStorage::holding(&*storage);
-    let options = CompactOptions { zero_scan: true };
-    let (limits, monitor) = (Limits::default(), Monitor::default());
+    let options = CompactOptions::default().zero_scan(true);
     let compacted: Shared = crash.clone();
-    let report = VhdDriver.compact(&compacted, &[], options, &limits, &monitor).unwrap();
+    let report = VhdDriver.compact(&OfflineImage::new(&compacted), options).unwrap();
     assert_eq!((report.zero_clusters, report.moved_clusters), (2, 2));
     assert_eq!(report.length_after, BLOCKS + 2 * STRIDE + 512);
     assert!(content(&compacted) == before);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use support::{DYNAMIC, FIXED, STRIDE, Shared, create_over, found, put, written};
 use vdkit_block::{
-    CompactOptions, Compaction, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Repair,
+    CompactOptions, Compaction, FormatDriver, GuestOffset, HostOffset, Limits, OfflineImage, Repair,
 };
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::trials::{Cut, Resizes, Trial};
@@ -176,9 +176,8 @@ fn the_name_of_a_large_images_parent_is_not_written_over() {
     }
     disk.close().unwrap();
     assert_eq!(name().as_deref(), Some("sub/base.vhd"));
-    let (options, limits, monitor) =
-        (CompactOptions { zero_scan: true }, Limits::default(), Monitor::default());
-    VhdDriver.compact(&child, &[], options, &limits, &monitor).unwrap();
+    let options = CompactOptions::default().zero_scan(true);
+    VhdDriver.compact(&OfflineImage::new(&child), options).unwrap();
     assert_eq!(name().as_deref(), Some("sub/base.vhd"));
     assert_eq!(found(&child, Repair::Nothing), (0, 0));
     let disk = open();
@@ -223,9 +222,8 @@ fn a_name_between_blocks_or_at_the_end_is_not_written_over() {
             let entry = support::TABLE + 4 * 4;
             put(&child, entry, u32::MAX);
         }
-        let (options, limits, monitor) =
-            (CompactOptions { zero_scan: true }, Limits::default(), Monitor::default());
-        VhdDriver.compact(&child, &[], options, &limits, &monitor).unwrap();
+        let options = CompactOptions::default().zero_scan(true);
+        VhdDriver.compact(&OfflineImage::new(&child), options).unwrap();
         assert_eq!(told().as_deref(), Some("base.vhd"), "{between}");
         found(&child, Repair::All);
         assert_eq!(told().as_deref(), Some("base.vhd"), "{between}");

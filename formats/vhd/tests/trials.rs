@@ -4,13 +4,8 @@ use vdkit_testbase::FaultKind;
 use vdkit_testbase::trials::Trial;
 use vdkit_vhd::VhdDriver;
 
-const DYNAMIC: Trial = Trial {
-    driver: &VhdDriver,
-    options: "",
-    guest_bytes: (15 << 20) + 512 * 9,
-    write_bytes_max: 3 << 20,
-    resizes: true,
-};
+const DYNAMIC: Trial =
+    Trial { write_bytes_max: 3 << 20, ..Trial::new(&VhdDriver, "", (15 << 20) + 512 * 9) };
 const FIXED: Trial = Trial { options: "subformat=fixed", guest_bytes: 3 << 20, ..DYNAMIC };
 
 #[test]

@@ -1,17 +1,24 @@
 //! Changes the parent of an image in place: rewrites, adds or removes the parent locator. All
 //! changes go through the log, so a crash leaves the old or the new state.
 
+use std::mem::offset_of;
+
+use uuid::Uuid;
 use vdkit_block::{
     AmendRequest, BackingRef, Error, HostOffset, Monitor, OpenRequest, Place, Result, ZeroMode,
 };
+use zerocopy::{FromZeros, IntoBytes};
 
 use crate::image::Vhdx;
 use crate::layout::{BAT_REGION, BatEntry, Geometry, METADATA_REGION, State};
 use crate::map::Look;
 use crate::metadata::{self, LocatorPlace};
+use crate::on_disk::{MetadataEntry, MetadataTable};
 use crate::parent::ParentLocator;
 use crate::regions::Region;
-use uuid::Uuid;
+
+/// Offset of the number of entries in the metadata region.
+const COUNT_AT: u64 = offset_of!(MetadataTable, entry_count) as u64;
 
 /// As [`vdkit_block::Amendment::amend`].
 pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
@@ -93,8 +100,8 @@ impl Vhdx {
         }
         self.put_metadata(offset, &bytes)?;
         let item = metadata::locator_entry(offset - region.offset, bytes.len() as u64);
-        self.put_metadata(entry, &item)?;
-        self.put_metadata(region.offset + 10, &count.to_le_bytes())?;
+        self.put_metadata(entry, item.as_bytes())?;
+        self.put_metadata(region.offset + COUNT_AT, &count.to_le_bytes())?;
         self.put_flags(metadata::HAS_PARENT)?;
         self.meta.flush(self)?;
         Ok(true)
@@ -139,11 +146,11 @@ impl Vhdx {
         self.meta.flush(self)?;
         let region = self.region(METADATA_REGION)?;
         if let Some((entry, last, count)) = self.metadata.without_locator(&region) {
-            let mut moved = [0; 32];
-            self.storage.read_at(&mut moved, HostOffset(last))?;
-            self.put_metadata(entry, &moved)?;
-            self.put_metadata(last, &[0; 32])?;
-            self.put_metadata(region.offset + 10, &count.to_le_bytes())?;
+            let mut moved = MetadataEntry::new_zeroed();
+            self.storage.read_at(moved.as_mut_bytes(), HostOffset(last))?;
+            self.put_metadata(entry, moved.as_bytes())?;
+            self.put_metadata(last, MetadataEntry::new_zeroed().as_bytes())?;
+            self.put_metadata(region.offset + COUNT_AT, &count.to_le_bytes())?;
         }
         self.put_flags(0)?;
         self.meta.flush(self)

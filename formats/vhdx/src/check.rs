@@ -13,6 +13,8 @@ use vdkit_block::{
     CheckReport, Error, Finding, HostOffset, Limits, Monitor, OpenRequest, Repair, Result,
     Severity, Storage, ZeroMode,
 };
+use zerocopy::IntoBytes;
+use zerocopy::little_endian::U64;
 
 use crate::header::Header;
 use crate::image::{Parts, Vhdx};
@@ -187,12 +189,11 @@ impl<'a> Survey<'a> {
             monitor.cancel.check()?;
             monitor.progress.update(first, entries);
             let count = (entries - first).min(STEP_BYTES / 8);
-            let mut bytes = vec![0; count as usize * 8];
+            let mut words = vec![U64::ZERO; count as usize];
             let at = parts.regions.bat.offset + first * 8;
-            parts.storage.read_padded(&mut bytes, HostOffset(at))?;
-            for (offset, word) in bytes.as_chunks::<8>().0.iter().enumerate() {
-                let index = first + offset as u64;
-                let entry = BatEntry(u64::from_le_bytes(*word));
+            parts.storage.read_padded(words.as_mut_bytes(), HostOffset(at))?;
+            for (index, word) in (first..).zip(&words) {
+                let entry = BatEntry(word.get());
                 if (index + 1).is_multiple_of(chunk) {
                     self.bitmap_entry(index, entry, &mut walk);
                 } else {

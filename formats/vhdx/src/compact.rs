@@ -7,8 +7,8 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CompactOptions, CompactReport, CopyMethod, Error, HostOffset, LeftAlone, Limits, Monitor,
-    OpenRequest, Remedy, Repair, Result, Severity, Storage, is_zero, punch_zeroes,
+    CompactOptions, CompactReport, CopyMethod, CopyOp, Error, HostOffset, LeftAlone, Limits,
+    Monitor, OpenRequest, Remedy, Repair, Result, Severity, Storage, is_zero, punch_zeroes,
 };
 
 use crate::check;
@@ -155,7 +155,9 @@ impl Vhdx {
     fn copy_block(&self, from: u64, to: u64) -> Result<()> {
         let (storage, unit) = (&*self.storage, self.geometry.block_bytes());
         let (host, target) = (HostOffset(from), HostOffset(to));
-        let shared = storage.copy_from(target, storage, host, unit, CopyMethod::Reflink)?;
+        let method = CopyMethod::Reflink;
+        let op = CopyOp { to: target, source: storage, from: host, len: unit, method };
+        let shared = storage.copy_from(&op)?;
         let mut bytes = vec![0; STEP_BYTES as usize];
         let mut done = shared;
         while done < unit {

@@ -2,14 +2,16 @@
 
 use vdkit_block::random_uuid;
 use vdkit_block::{CreateRequest, Error, HostOffset, Result, Storage, ZeroMode};
+use zerocopy::IntoBytes;
+use zerocopy::little_endian::U64;
 
-use crate::fields::put;
 use crate::header::Header;
 use crate::layout::{
     BAT_REGION, BatEntry, FILE_SIGNATURE, HEADER_OFFSETS, METADATA_REGION, MIB, REGION_OFFSETS,
     TABLE_BYTES,
 };
 use crate::metadata::NewMetadata;
+use crate::on_disk::put;
 use crate::options::NewImage;
 use crate::parent::ParentLocator;
 use crate::regions::{self, Region};
@@ -94,7 +96,7 @@ fn write_headers(storage: &dyn Storage, new: &NewImage) -> Result<()> {
         log_offset: MIB,
     };
     for (sequence, offset) in [1, 2].into_iter().zip(HEADER_OFFSETS) {
-        storage.write_at(&Header { sequence, ..header }.encode(), HostOffset(offset))?;
+        storage.write_at(Header { sequence, ..header }.encode().as_bytes(), HostOffset(offset))?;
     }
     Ok(())
 }
@@ -110,7 +112,7 @@ fn write_table(storage: &dyn Storage, new: &NewImage) -> Result<()> {
     let mut first = 0;
     while first < entries {
         let last = (first + STEP_BYTES / 8).min(entries);
-        let mut bytes = Vec::with_capacity(((last - first) * 8) as usize);
+        let mut table = Vec::with_capacity((last - first) as usize);
         for index in first..last {
             let entry = if (index + 1) % chunk == 0 {
                 BatEntry::NOT_PRESENT
@@ -120,9 +122,9 @@ fn write_table(storage: &dyn Storage, new: &NewImage) -> Result<()> {
             } else {
                 BatEntry::ZERO
             };
-            bytes.extend(entry.0.to_le_bytes());
+            table.push(U64::new(entry.0));
         }
-        storage.write_at(&bytes, HostOffset(new.bat_offset() + first * 8))?;
+        storage.write_at(table.as_bytes(), HostOffset(new.bat_offset() + first * 8))?;
         first = last;
     }
     Ok(())

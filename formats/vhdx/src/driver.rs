@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use vdkit_block::{
     AmendRequest, Amendment, CheckReport, CompactOptions, CompactReport, Compaction, CreateRequest,
-    Creation, DriverInfo, Format, FormatDriver, ImageInfo, Limits, Measured, Monitor, OpenRequest,
-    OptionSpec, Options, Probe, Repair, Result, Storage,
+    Creation, DriverInfo, Format, FormatDriver, ImageInfo, Limits, Measured, Monitor, OfflineImage,
+    OpenRequest, OptionSpec, Options, Probe, Repair, Result, Storage,
 };
 
 use crate::image::Vhdx;
@@ -39,28 +39,11 @@ impl FormatDriver for VhdxDriver {
         Ok(Vhdx::open(request)?)
     }
 
-    fn check(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        repair: Repair,
-        limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CheckReport> {
-        check::check(storage, repair, limits, monitor)
+    fn check(&self, image: &OfflineImage<'_>, repair: Repair) -> Result<CheckReport> {
+        check::check(image.storage, repair, &image.limits, &image.monitor)
     }
 
-    fn creation(&self) -> Option<&dyn Creation> {
-        Some(self)
-    }
-
-    fn compaction(&self) -> Option<&dyn Compaction> {
-        Some(self)
-    }
-
-    fn amendment(&self) -> Option<&dyn Amendment> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(creation: Creation, compaction: Compaction, amendment: Amendment);
 }
 
 impl Creation for VhdxDriver {
@@ -87,15 +70,8 @@ impl Creation for VhdxDriver {
 }
 
 impl Compaction for VhdxDriver {
-    fn compact(
-        &self,
-        storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        options: CompactOptions,
-        limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CompactReport> {
-        compact::compact(storage, options, limits, monitor)
+    fn compact(&self, image: &OfflineImage<'_>, options: CompactOptions) -> Result<CompactReport> {
+        compact::compact(image.storage, options, &image.limits, &image.monitor)
     }
 }
 

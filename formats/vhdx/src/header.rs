@@ -4,12 +4,14 @@
 //! that header is current. The other one then gets the same content, so that damage to one header
 //! loses nothing.
 
-use vdkit_block::bytes::{le16, le32, le64};
-use vdkit_block::{Error, HostOffset, Limits, Result, Storage};
+use std::mem::offset_of;
 
-use crate::fields::{guid_at, is_sealed, put, seal};
-use crate::layout::{FILE_BYTES_MAX, FILE_SIGNATURE, HEADER_OFFSETS, MIB, PAGE_BYTES};
 use uuid::Uuid;
+use vdkit_block::{Error, HostOffset, Limits, Result, Storage};
+use zerocopy::{FromBytes, FromZeros, IntoBytes};
+
+use crate::layout::{FILE_BYTES_MAX, FILE_SIGNATURE, HEADER_OFFSETS, MIB, PAGE_BYTES};
+use crate::on_disk::{RawHeader, checksum, is_sealed};
 
 const SIGNATURE: &[u8; 4] = b"head";
 
@@ -30,32 +32,35 @@ pub(crate) struct Header {
 
 impl Header {
     fn parse(bytes: &[u8]) -> Option<Self> {
-        is_sealed(bytes, SIGNATURE).then(|| Self {
-            sequence: le64(bytes, 8),
-            file_write: guid_at(bytes, 16),
-            data_write: guid_at(bytes, 32),
-            log: guid_at(bytes, 48),
-            log_version: le16(bytes, 64),
-            version: le16(bytes, 66),
-            log_bytes: le32(bytes, 68).into(),
-            log_offset: le64(bytes, 72),
+        let raw = RawHeader::ref_from_bytes(bytes).ok().filter(|_| is_sealed(bytes, SIGNATURE))?;
+        Some(Self {
+            sequence: raw.sequence_number.get(),
+            file_write: Uuid::from_bytes_le(raw.file_write_guid),
+            data_write: Uuid::from_bytes_le(raw.data_write_guid),
+            log: Uuid::from_bytes_le(raw.log_guid),
+            log_version: raw.log_version.get(),
+            version: raw.version.get(),
+            log_bytes: raw.log_length.into(),
+            log_offset: raw.log_offset.get(),
         })
     }
 
     /// The 4 KiB of the header.
-    pub(crate) fn encode(&self) -> Vec<u8> {
-        let mut bytes = vec![0; PAGE_BYTES as usize];
-        put(&mut bytes, 0, SIGNATURE);
-        put(&mut bytes, 8, &self.sequence.to_le_bytes());
-        put(&mut bytes, 16, &self.file_write.to_bytes_le());
-        put(&mut bytes, 32, &self.data_write.to_bytes_le());
-        put(&mut bytes, 48, &self.log.to_bytes_le());
-        put(&mut bytes, 64, &self.log_version.to_le_bytes());
-        put(&mut bytes, 66, &self.version.to_le_bytes());
-        put(&mut bytes, 68, &(self.log_bytes as u32).to_le_bytes());
-        put(&mut bytes, 72, &self.log_offset.to_le_bytes());
-        seal(&mut bytes);
-        bytes
+    pub(crate) fn encode(&self) -> RawHeader {
+        let mut raw = RawHeader {
+            signature: *SIGNATURE,
+            sequence_number: self.sequence.into(),
+            file_write_guid: self.file_write.to_bytes_le(),
+            data_write_guid: self.data_write.to_bytes_le(),
+            log_guid: self.log.to_bytes_le(),
+            log_version: self.log_version.into(),
+            version: self.version.into(),
+            log_length: (self.log_bytes as u32).into(),
+            log_offset: self.log_offset.into(),
+            ..FromZeros::new_zeroed()
+        };
+        raw.checksum = checksum(raw.as_bytes()).into();
+        raw
     }
 
     fn validate(&self, storage: &dyn Storage, at: u64, limits: &Limits) -> Result<()> {
@@ -86,7 +91,7 @@ impl Header {
         if !aligned || self.log_offset < MIB || self.log_offset > FILE_BYTES_MAX {
             return Err(Error::corrupt(
                 file,
-                at + 68,
+                at + offset_of!(RawHeader, log_length) as u64,
                 "header",
                 format!("a log of {:#x} bytes at {:#x}", self.log_bytes, self.log_offset),
                 "multiples of 1 MiB behind the first one [2.2.2]",
@@ -190,14 +195,14 @@ impl Headers {
             storage.sync()?;
         }
         let next = Header { sequence, ..next };
-        storage.write_at(&next.encode(), HostOffset(self.spare_offset()))?;
+        storage.write_at(next.encode().as_bytes(), HostOffset(self.spare_offset()))?;
         storage.sync()?;
         self.slot = 1 - self.slot;
         self.current = next;
         self.spare_sound = false;
         self.settled = false;
         let again = Header { sequence: sequence + 1, ..next };
-        storage.write_at(&again.encode(), HostOffset(self.spare_offset()))?;
+        storage.write_at(again.encode().as_bytes(), HostOffset(self.spare_offset()))?;
         // A crash may lose this write; the first header then stays current, with the same content.
         self.slot = 1 - self.slot;
         self.current = again;

@@ -7,9 +7,8 @@ use vdkit_block::random_uuid;
 use parking_lot::RwLock;
 use rustc_hash::FxHashMap;
 use vdkit_block::{
-    BackingRef, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, InFlight, IoAction,
-    Limits, MapCache, MapCacheStats, OpenRequest, Overlay, Reservation, Reserver, Result, Storage,
-    Ticket,
+    BackingRef, Error, Extent, Format, FormatCaps, GuestOffset, InFlight, IoAction, Limits,
+    MapCache, MapCacheStats, OpenRequest, Overlay, Reservation, Result, Storage, require_writable,
 };
 use vdkit_meta::{Engine, PageCache, Reclaim, State, Tickets};
 
@@ -182,9 +181,7 @@ impl Vhdx {
     /// [`Error::ReadOnly`]; I/O.
     pub fn open(request: OpenRequest) -> Result<Arc<Self>> {
         let OpenRequest { storage, writable, limits, .. } = request;
-        if writable && !storage.caps().writable {
-            return Err(Error::ReadOnly { file: storage.name().to_owned() });
-        }
+        require_writable(!writable || storage.caps().writable, storage.name())?;
         let parts = Parts::read(&storage, writable, &limits)?;
         let mut warnings = Vec::new();
         if writable && parts.log_entries > 0 {
@@ -251,10 +248,7 @@ impl Vhdx {
     }
 
     pub(crate) fn need_writable(&self) -> Result<()> {
-        if self.writable {
-            return Ok(());
-        }
-        Err(Error::ReadOnly { file: self.storage.name().to_owned() })
+        require_writable(self.writable, self.storage.name())
     }
 
     pub(crate) fn in_range(&self, at: u64, len: u64, action: IoAction) -> Result<()> {
@@ -288,25 +282,7 @@ impl Format for Vhdx {
         self.guest_len()
     }
 
-    fn backing(&self) -> Option<&BackingRef> {
-        self.backing.as_ref()
-    }
-
-    fn warnings(&self) -> &[String] {
-        &self.warnings
-    }
-
-    fn storage(&self) -> &Arc<dyn Storage> {
-        &self.storage
-    }
-
-    fn file(&self, _index: FileIndex) -> &Arc<dyn Storage> {
-        &self.storage
-    }
-
-    fn in_flight(&self) -> &InFlight {
-        &self.in_flight
-    }
+    vdkit_block::accessors!(backing, warnings, storage, in_flight);
 
     fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
         self.in_range(at.0, len, IoAction::Map)?;
@@ -356,13 +332,7 @@ impl Format for Vhdx {
         self.resize_over(guest_bytes, 0).map(drop)
     }
 
-    fn map_cache(&self) -> Option<&dyn MapCache> {
-        Some(self)
-    }
-
-    fn overlay(&self) -> Option<&dyn Overlay> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(map_cache: MapCache, overlay: Overlay);
 }
 
 impl MapCache for Vhdx {
@@ -390,15 +360,5 @@ impl Overlay for Vhdx {
         self.need_writable()?;
         self.resize_to(guest_bytes, beneath)?;
         Ok(true)
-    }
-}
-
-impl Reserver for Vhdx {
-    fn publish(&self, ticket: Ticket) -> Result<()> {
-        self.publish_ticket(ticket)
-    }
-
-    fn release(&self, ticket: Ticket) {
-        self.release_ticket(ticket);
     }
 }

@@ -1,16 +1,19 @@
 //! The metadata region [2.6]: a table and its items.
 
-use vdkit_block::bytes::{le16, le32, le64};
+use std::mem::offset_of;
+
+use uuid::Uuid;
 use vdkit_block::random_uuid;
 use vdkit_block::{Error, HostOffset, Result, Storage};
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
-use crate::fields::{guid_at, put};
 use crate::layout::{
     BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, GUEST_BYTES_MAX, Geometry, MIB, PAGE_BYTES, TABLE_BYTES,
 };
+use crate::on_disk::{MetadataEntry, MetadataTable};
 use crate::parent::ParentLocator;
 use crate::regions::Region;
-use uuid::Uuid;
 
 const SIGNATURE: &[u8; 8] = b"metadata";
 /// Most entries of the table [2.6.1.1].
@@ -80,15 +83,14 @@ pub(crate) fn read(storage: &dyn Storage, region: &Region) -> Result<Metadata> {
     storage.read_padded(&mut head, HostOffset(region.offset))?;
     let items = read_table(storage, region, &head)?;
     let reader = Reader { storage, region, items: &items, head: &head };
-    let parameters = reader.item(FILE_PARAMETERS, 8)?;
-    let (block, flags) = (le32(&parameters, 0), le32(&parameters, 4));
+    let [block, flags] = reader.item::<[U32; 2]>(FILE_PARAMETERS)?.map(U32::get);
     let blocks = BLOCK_BYTES_MIN..=BLOCK_BYTES_MAX;
     if !block.is_power_of_two() || !blocks.contains(&u64::from(block)) {
         let expected = "a power of two from 1 MiB to 256 MiB [2.6.2.1]";
         return Err(reader.fault(FILE_PARAMETERS, format!("blocks of {block} bytes"), expected));
     }
-    let logical = le32(&reader.item(LOGICAL_SECTOR, 4)?, 0);
-    let physical = le32(&reader.item(PHYSICAL_SECTOR, 4)?, 0);
+    let logical = reader.item::<U32>(LOGICAL_SECTOR)?.get();
+    let physical = reader.item::<U32>(PHYSICAL_SECTOR)?.get();
     for (id, bytes, section) in
         [(LOGICAL_SECTOR, logical, "[2.6.2.4]"), (PHYSICAL_SECTOR, physical, "[2.6.2.5]")]
     {
@@ -97,12 +99,12 @@ pub(crate) fn read(storage: &dyn Storage, region: &Region) -> Result<Metadata> {
             return Err(reader.fault(id, format!("sectors of {bytes} bytes"), &expected));
         }
     }
-    let guest_bytes = le64(&reader.item(DISK_SIZE, 8)?, 0);
+    let guest_bytes = reader.item::<U64>(DISK_SIZE)?.get();
     if guest_bytes > GUEST_BYTES_MAX || !guest_bytes.is_multiple_of(logical.into()) {
         let expected = "a multiple of the logical sector size, 64 TiB at most [2.6.2.2]";
         return Err(reader.fault(DISK_SIZE, format!("{guest_bytes} bytes"), expected));
     }
-    let disk_id = guid_at(&reader.item(DISK_ID, 16)?, 0);
+    let disk_id = Uuid::from_bytes_le(reader.item(DISK_ID)?);
     let has_parent = flags & HAS_PARENT != 0;
     let parent = match has_parent {
         false => None,
@@ -131,24 +133,24 @@ pub(crate) fn read(storage: &dyn Storage, region: &Region) -> Result<Metadata> {
     })
 }
 
-fn read_table(storage: &dyn Storage, region: &Region, table: &[u8]) -> Result<Vec<Item>> {
+fn read_table(storage: &dyn Storage, region: &Region, head: &[u8]) -> Result<Vec<Item>> {
     let file = storage.name();
-    let count = le16(table, 10);
-    if !table.starts_with(SIGNATURE) || count > ENTRIES_MAX || region.bytes < MIB {
+    let (table, _) = MetadataTable::ref_from_prefix(head).expect("the head has the whole table");
+    let count = table.entry_count.get();
+    if table.signature != *SIGNATURE || count > ENTRIES_MAX || region.bytes < MIB {
         return Err(Error::corrupt(
             file,
             region.offset,
             "metadata table",
-            format!("{:02x?}, {count} entries, {:#x} bytes", &table[..8], region.bytes),
+            format!("{:02x?}, {count} entries, {:#x} bytes", table.signature, region.bytes),
             "its signature, 2047 entries at most, 1 MiB at least [2.6.1.1]",
         ));
     }
     let mut items: Vec<Item> = Vec::with_capacity(count.into());
-    for index in 0..usize::from(count) {
-        let at = 32 + 32 * index;
-        let entry = region.offset + at as u64;
-        let (offset, bytes) = (u64::from(le32(table, at + 16)), u64::from(le32(table, at + 20)));
-        let (id, flags) = (guid_at(table, at), le32(table, at + 24));
+    for (index, raw) in table.entries[..usize::from(count)].iter().enumerate() {
+        let entry = entry_at(region, index);
+        let (offset, bytes) = (u64::from(raw.offset), u64::from(raw.length));
+        let (id, flags) = (Uuid::from_bytes_le(raw.item_id), raw.flags.get());
         let within = bytes == 0 && offset == 0
             || offset >= TABLE_BYTES && bytes <= ITEM_BYTES_MAX && offset + bytes <= region.bytes;
         if !within {
@@ -183,6 +185,12 @@ fn read_table(storage: &dyn Storage, region: &Region, table: &[u8]) -> Result<Ve
         items.push(item);
     }
     Ok(items)
+}
+
+/// Offset of an entry in the file.
+fn entry_at(region: &Region, index: usize) -> u64 {
+    let at = offset_of!(MetadataTable, entries) + index * size_of::<MetadataEntry>();
+    region.offset + at as u64
 }
 
 fn name_of(id: Uuid) -> &'static str {
@@ -221,13 +229,14 @@ impl Reader<'_> {
         })
     }
 
-    fn item(&self, id: Uuid, bytes: usize) -> Result<Vec<u8>> {
+    fn item<T: FromBytes>(&self, id: Uuid) -> Result<T> {
         let item = self.find(id)?;
-        if item.bytes != bytes as u64 {
+        let fits = item.bytes == size_of::<T>() as u64;
+        let content = if fits { self.content(&item)? } else { Vec::new() };
+        T::read_from_bytes(&content).map_err(|_| {
             let found = format!("{} bytes of the {}", item.bytes, name_of(id));
-            return Err(self.fault(id, found, &format!("{bytes} bytes [2.6.2]")));
-        }
-        self.content(&item)
+            self.fault(id, found, &format!("{} bytes [2.6.2]", size_of::<T>()))
+        })
     }
 
     fn fault(&self, id: Uuid, found: String, expected: &str) -> Error {
@@ -259,10 +268,10 @@ impl Metadata {
     /// A place for a parent locator of `bytes` bytes: after all other items, or its current one.
     pub(crate) fn place_locator(&self, region: &Region, bytes: u64) -> Option<LocatorPlace> {
         let old = self.system_item(PARENT_LOCATOR);
-        let count = self.items.len() as u16;
+        let count = self.items.len();
         let (entry, count) = match old {
-            Some(item) => (item.entry, count),
-            None => (region.offset + 32 + 32 * u64::from(count), count + 1),
+            Some(item) => (item.entry, count as u16),
+            None => (entry_at(region, count), count as u16 + 1),
         };
         let others = self.items.iter().filter(|item| item.id != PARENT_LOCATOR);
         let end = others.map(|item| item.offset + item.bytes).max()?;
@@ -276,8 +285,8 @@ impl Metadata {
     /// Returns the offsets of both entries and the new number of entries.
     pub(crate) fn without_locator(&self, region: &Region) -> Option<(u64, u64, u16)> {
         let item = self.system_item(PARENT_LOCATOR)?;
-        let left = self.items.len() as u64 - 1;
-        Some((item.entry, region.offset + 32 + 32 * left, left as u16))
+        let left = self.items.len() - 1;
+        Some((item.entry, entry_at(region, left), left as u16))
     }
 }
 
@@ -293,13 +302,18 @@ pub(crate) struct LocatorPlace {
 }
 
 /// The entry of a parent locator at an offset in its region.
-pub(crate) fn locator_entry(offset: u64, bytes: u64) -> [u8; 32] {
-    let mut entry = [0; 32];
-    put(&mut entry, 0, &PARENT_LOCATOR.to_bytes_le());
-    put(&mut entry, 16, &(offset as u32).to_le_bytes());
-    put(&mut entry, 20, &(bytes as u32).to_le_bytes());
-    put(&mut entry, 24, &IS_REQUIRED.to_le_bytes());
-    entry
+pub(crate) fn locator_entry(offset: u64, bytes: u64) -> MetadataEntry {
+    new_entry(PARENT_LOCATOR, offset as usize, bytes as usize, IS_REQUIRED)
+}
+
+fn new_entry(id: Uuid, offset: usize, bytes: usize, flags: u32) -> MetadataEntry {
+    MetadataEntry {
+        item_id: id.to_bytes_le(),
+        offset: (offset as u32).into(),
+        length: (bytes as u32).into(),
+        flags: flags.into(),
+        reserved: U32::ZERO,
+    }
 }
 
 /// Items of a new image.
@@ -316,12 +330,11 @@ impl NewMetadata {
     pub(crate) fn encode(&self) -> Result<Vec<u8>> {
         let flags = if self.fixed { LEAVE_ALLOCATED } else { 0 }
             | if self.parent.is_some() { HAS_PARENT } else { 0 };
-        let mut parameters = (self.geometry.block_bytes() as u32).to_le_bytes().to_vec();
-        parameters.extend(flags.to_le_bytes());
+        let parameters = [self.geometry.block_bytes() as u32, flags].map(U32::new);
         let sector = (self.geometry.sector_bytes() as u32).to_le_bytes().to_vec();
         let disk = IS_REQUIRED | IS_DISK;
         let mut items = vec![
-            (FILE_PARAMETERS, IS_REQUIRED, parameters),
+            (FILE_PARAMETERS, IS_REQUIRED, parameters.as_bytes().to_vec()),
             (DISK_SIZE, disk, self.guest_bytes.to_le_bytes().to_vec()),
             (DISK_ID, disk, random_uuid()?.to_bytes_le().to_vec()),
             (LOGICAL_SECTOR, disk, sector),
@@ -332,19 +345,16 @@ impl NewMetadata {
             items.push((PARENT_LOCATOR, IS_REQUIRED, parent.encode()));
         }
         let mut bytes = vec![0; TABLE_BYTES as usize];
-        put(&mut bytes, 0, SIGNATURE);
-        put(&mut bytes, 10, &(items.len() as u16).to_le_bytes());
-        for (index, (id, flags, content)) in items.iter().enumerate() {
-            let at = 32 + 32 * index;
-            let offset = bytes.len() as u32;
-            put(&mut bytes, at, &id.to_bytes_le());
-            put(&mut bytes, at + 16, &offset.to_le_bytes());
-            put(&mut bytes, at + 20, &(content.len() as u32).to_le_bytes());
-            put(&mut bytes, at + 24, &flags.to_le_bytes());
+        let mut table = MetadataTable::new_zeroed();
+        table.signature = *SIGNATURE;
+        table.entry_count = (items.len() as u16).into();
+        for (entry, (id, flags, content)) in table.entries.iter_mut().zip(&items) {
+            *entry = new_entry(*id, bytes.len(), content.len(), *flags);
             bytes.extend_from_slice(content);
             // Aligned, so that no number crosses a page boundary.
             bytes.resize(bytes.len().next_multiple_of(16), 0);
         }
+        bytes[..TABLE_BYTES as usize].copy_from_slice(table.as_bytes());
         Ok(bytes)
     }
 }

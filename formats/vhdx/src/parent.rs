@@ -1,12 +1,12 @@
 //! The parent locator [2.6.2.6]: pairs of UTF-16 texts that identify the parent of a differencing
 //! image.
 
-use vdkit_block::bytes::{le16, le32};
-use vdkit_block::{BackingRef, Error, Result};
-
-use crate::fields::parse_guid;
-use crate::fields::{guid_at, put};
 use uuid::Uuid;
+use vdkit_block::{BackingRef, Error, Result};
+use zerocopy::little_endian::{U16, U32};
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::on_disk::{LocatorEntry, LocatorHeader};
 
 /// The only defined locator type.
 const VHDX_LOCATOR: Uuid = Uuid::from_u128(0xb04aefb7_d19e_4a81_b789_25b8e9445913);
@@ -35,29 +35,29 @@ impl ParentLocator {
     /// # Errors
     /// What was found and what was expected.
     pub(crate) fn parse(bytes: &[u8]) -> std::result::Result<Self, (String, String)> {
-        if bytes.len() < 20 {
+        let Ok((header, rest)) = LocatorHeader::ref_from_prefix(bytes) else {
             return Err((format!("{} bytes", bytes.len()), "20 at least [2.6.2.6.1]".into()));
-        }
-        let (kind, count) = (guid_at(bytes, 0), usize::from(le16(bytes, 18)));
+        };
+        let kind = Uuid::from_bytes_le(header.locator_type);
         if kind != VHDX_LOCATOR {
             return Err((format!("type {kind}"), format!("type {VHDX_LOCATOR} [2.6.2.6.1]")));
         }
-        if bytes.len() < 20 + 12 * count {
+        let count = usize::from(header.key_value_count.get());
+        let Ok((entries, _)) = <[LocatorEntry]>::ref_from_prefix_with_elems(rest, count) else {
             let expected = "entries within the item [2.6.2.6.2]";
             return Err((format!("{count} entries in {} bytes", bytes.len()), expected.into()));
-        }
+        };
+        let text = |offset: U32, len: U16| {
+            let (from, len) = (offset.get() as usize, usize::from(len.get()));
+            bytes.get(from..from.saturating_add(len)).map(utf16).ok_or_else(|| {
+                let expected = "texts within the item [2.6.2.6.2]";
+                (format!("{len} bytes of text at {from:#x}"), expected.to_owned())
+            })
+        };
         let mut pairs: Vec<(String, String)> = Vec::new();
-        for index in 0..count {
-            let at = 20 + 12 * index;
-            let text = |offset: u32, len: u16| {
-                let (from, len) = (offset as usize, usize::from(len));
-                bytes.get(from..from.saturating_add(len)).map(utf16).ok_or_else(|| {
-                    let expected = "texts within the item [2.6.2.6.2]";
-                    (format!("{len} bytes of text at {from:#x}"), expected.to_owned())
-                })
-            };
-            let key = text(le32(bytes, at), le16(bytes, at + 8))?;
-            let value = text(le32(bytes, at + 4), le16(bytes, at + 10))?;
+        for entry in entries {
+            let key = text(entry.key_offset, entry.key_length)?;
+            let value = text(entry.value_offset, entry.value_length)?;
             if pairs.iter().any(|(known, _)| *known == key) {
                 let expected = "each key once [2.6.2.6.2]";
                 return Err((format!("a second '{}'", key.escape_debug()), expected.into()));
@@ -143,21 +143,31 @@ impl ParentLocator {
 
     /// Encodes the item.
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let mut bytes = vec![0; 20 + 12 * self.pairs.len()];
-        put(&mut bytes, 0, &VHDX_LOCATOR.to_bytes_le());
-        put(&mut bytes, 18, &(self.pairs.len() as u16).to_le_bytes());
-        for (index, (key, value)) in self.pairs.iter().enumerate() {
-            let at = 20 + 12 * index;
-            for (field, text) in [(0, key), (1, value)] {
-                let offset = bytes.len() as u32;
-                bytes.extend(text.encode_utf16().flat_map(u16::to_le_bytes));
-                let len = bytes.len() as u32 - offset;
-                put(&mut bytes, at + 4 * field, &offset.to_le_bytes());
-                put(&mut bytes, at + 8 + 2 * field, &(len as u16).to_le_bytes());
-            }
-        }
-        bytes
+        let header = LocatorHeader {
+            locator_type: VHDX_LOCATOR.to_bytes_le(),
+            reserved: U16::ZERO,
+            key_value_count: (self.pairs.len() as u16).into(),
+        };
+        let texts_at = size_of::<LocatorHeader>() + self.pairs.len() * size_of::<LocatorEntry>();
+        let mut texts = Vec::new();
+        let mut add = |text: &str| {
+            let from = texts.len();
+            texts.extend(text.encode_utf16().flat_map(u16::to_le_bytes));
+            (U32::new((texts_at + from) as u32), U16::new((texts.len() - from) as u16))
+        };
+        let entry = |(key, value): &(String, String)| {
+            let (key_offset, key_length) = add(key);
+            let (value_offset, value_length) = add(value);
+            LocatorEntry { key_offset, value_offset, key_length, value_length }
+        };
+        let entries: Vec<LocatorEntry> = self.pairs.iter().map(entry).collect();
+        [header.as_bytes(), entries.as_bytes(), &texts].concat()
     }
+}
+
+/// A GUID from text, with or without hyphens and braces.
+fn parse_guid(text: &str) -> Option<Uuid> {
+    Uuid::try_parse(text.trim()).ok()
 }
 
 #[cfg(test)]

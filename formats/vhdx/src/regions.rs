@@ -1,18 +1,18 @@
 //! The region tables [2.2.3], which name the block allocation table and the metadata region.
 
-use vdkit_block::bytes::{le32, le64};
-use vdkit_block::{Error, HostOffset, Result, Storage};
+use std::mem::offset_of;
 
-use crate::fields::{guid_at, is_sealed, put, seal};
+use uuid::Uuid;
+use vdkit_block::{Error, HostOffset, Result, Storage};
+use zerocopy::{FromBytes, FromZeros, IntoBytes};
+
 use crate::header::Header;
 use crate::layout::{
     BAT_REGION, FILE_BYTES_MAX, METADATA_REGION, MIB, REGION_OFFSETS, TABLE_BYTES,
 };
-use uuid::Uuid;
+use crate::on_disk::{RegionEntry, RegionTable, checksum, is_sealed};
 
 const SIGNATURE: &[u8; 4] = b"regi";
-/// Most entries of a table.
-const ENTRIES_MAX: u32 = 2047;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Region {
@@ -41,34 +41,31 @@ pub(crate) struct Regions {
 
 /// The 64 KiB of a table.
 pub(crate) fn encode(regions: &[Region]) -> Vec<u8> {
-    let mut bytes = vec![0; TABLE_BYTES as usize];
-    put(&mut bytes, 0, SIGNATURE);
-    put(&mut bytes, 8, &(regions.len() as u32).to_le_bytes());
-    for (index, region) in regions.iter().enumerate() {
-        let at = 16 + 32 * index;
-        put(&mut bytes, at, &region.guid.to_bytes_le());
-        put(&mut bytes, at + 16, &region.offset.to_le_bytes());
-        put(&mut bytes, at + 24, &(region.bytes as u32).to_le_bytes());
-        put(&mut bytes, at + 28, &u32::from(region.required).to_le_bytes());
+    let mut table = RegionTable::new_zeroed();
+    table.signature = *SIGNATURE;
+    table.entry_count = (regions.len() as u32).into();
+    for (entry, region) in table.entries.iter_mut().zip(regions) {
+        *entry = RegionEntry {
+            guid: region.guid.to_bytes_le(),
+            file_offset: region.offset.into(),
+            length: (region.bytes as u32).into(),
+            required: u32::from(region.required).into(),
+        };
     }
-    seal(&mut bytes);
-    bytes
+    table.checksum = checksum(table.as_bytes()).into();
+    table.as_bytes().to_vec()
 }
 
 fn parse(bytes: &[u8]) -> Option<Vec<Region>> {
-    if !is_sealed(bytes, SIGNATURE) || le32(bytes, 8) > ENTRIES_MAX {
-        return None;
-    }
-    let entry = |index: u32| {
-        let at = 16 + 32 * index as usize;
-        Region {
-            guid: guid_at(bytes, at),
-            offset: le64(bytes, at + 16),
-            bytes: le32(bytes, at + 24).into(),
-            required: le32(bytes, at + 28) & 1 != 0,
-        }
+    let table = RegionTable::ref_from_bytes(bytes).ok().filter(|_| is_sealed(bytes, SIGNATURE))?;
+    let entries = table.entries.get(..table.entry_count.get() as usize)?;
+    let region = |entry: &RegionEntry| Region {
+        guid: Uuid::from_bytes_le(entry.guid),
+        offset: entry.file_offset.get(),
+        bytes: entry.length.into(),
+        required: entry.required.get() & 1 != 0,
     };
-    Some((0..le32(bytes, 8)).map(entry).collect())
+    Some(entries.iter().map(region).collect())
 }
 
 impl Regions {
@@ -140,7 +137,8 @@ impl Regions {
         table: u64,
     ) -> Result<()> {
         let fault = |index: usize, found: String, expected: &str| {
-            let at = table + 16 + 32 * index as u64;
+            let entry = offset_of!(RegionTable, entries) + index * size_of::<RegionEntry>();
+            let at = table + entry as u64;
             Err(Error::corrupt(storage.name(), at, "region table entry", found, expected))
         };
         let mut taken = vec![(header.log_offset, header.log_offset + header.log_bytes)];

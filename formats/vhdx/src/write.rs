@@ -8,10 +8,12 @@
 use std::ops::Range;
 
 use vdkit_block::{
-    Error, FileIndex, Fill, HostOffset, IoAction, Place, Reservation, Result, Ticket, ZeroMode,
-    align_down,
+    Error, FileIndex, Fill, HostOffset, IoAction, Place, Reservation, Reserver, Result, Ticket,
+    ZeroMode, align_down,
 };
 use vdkit_meta::Freed;
+use zerocopy::IntoBytes;
+use zerocopy::little_endian::U64;
 
 use crate::image::{Meta, Vhdx};
 use crate::layout::{BITMAP_BYTES, BatEntry, PAGE_BYTES, PRESENT, State};
@@ -220,20 +222,6 @@ impl Vhdx {
             .untouched(plan.fresh)
     }
 
-    /// As [`vdkit_block::Reserver::publish`].
-    pub(crate) fn publish_ticket(&self, ticket: Ticket) -> Result<()> {
-        let mut meta = self.meta.lock();
-        let (guest, pending) = meta.tickets.close(ticket);
-        let result = self.show(&mut meta, &guest, &pending);
-        if result.is_err() {
-            self.wipe(&mut meta, &guest, &pending);
-        }
-        self.let_go(&mut meta, &pending);
-        drop(meta);
-        self.meta.ended();
-        result
-    }
-
     /// Links the reserved space into the map.
     fn show(&self, meta: &mut Meta, guest: &Range<u64>, pending: &Pending) -> Result<()> {
         if pending.copies {
@@ -285,16 +273,6 @@ impl Vhdx {
             bit = next;
         }
         Ok(())
-    }
-
-    /// As [`vdkit_block::Reserver::release`].
-    pub(crate) fn release_ticket(&self, ticket: Ticket) {
-        let mut meta = self.meta.lock();
-        let (guest, pending) = meta.tickets.close(ticket);
-        self.wipe(&mut meta, &guest, &pending);
-        self.let_go(&mut meta, &pending);
-        drop(meta);
-        self.meta.ended();
     }
 
     /// Zeroes the space of a failed reservation again, which may have been written, since later
@@ -379,16 +357,16 @@ impl Vhdx {
         let end = self.geometry.payload_index(self.geometry.blocks(self.guest_len()).max(1) - 1);
         let chunk = (1 << self.geometry.chunk_bits()) + 1;
         let mut last = (0, 0);
-        let mut buffer = vec![0; 64 << 10];
+        let mut buffer = vec![U64::ZERO; 8 << 10];
         let mut index = 0;
         while index < entries {
-            let count = (entries - index).min(buffer.len() as u64 / 8);
-            let bytes = &mut buffer[..count as usize * 8];
-            self.storage.read_padded(bytes, HostOffset(self.entry_offset(index)))?;
-            for word in bytes.as_chunks::<8>().0 {
+            let count = (entries - index).min(buffer.len() as u64);
+            let words = &mut buffer[..count as usize];
+            self.storage.read_padded(words.as_mut_bytes(), HostOffset(self.entry_offset(index)))?;
+            for word in words {
                 let is_bitmap = (index + 1).is_multiple_of(chunk);
                 let means = is_bitmap || index <= end;
-                let host = if means { BatEntry(u64::from_le_bytes(*word)).host() } else { 0 };
+                let host = if means { BatEntry(word.get()).host() } else { 0 };
                 let len = if is_bitmap { BITMAP_BYTES } else { self.geometry.block_bytes() };
                 let range = (host, host.saturating_add(len));
                 if host > 0 && each {
@@ -410,6 +388,30 @@ impl Vhdx {
         let bytes = self.storage.len()?;
         self.file_bytes.store(bytes, std::sync::atomic::Ordering::Release);
         Ok(())
+    }
+}
+
+impl Reserver for Vhdx {
+    fn publish(&self, ticket: Ticket) -> Result<()> {
+        let mut meta = self.meta.lock();
+        let (guest, pending) = meta.tickets.close(ticket);
+        let result = self.show(&mut meta, &guest, &pending);
+        if result.is_err() {
+            self.wipe(&mut meta, &guest, &pending);
+        }
+        self.let_go(&mut meta, &pending);
+        drop(meta);
+        self.meta.ended();
+        result
+    }
+
+    fn release(&self, ticket: Ticket) {
+        let mut meta = self.meta.lock();
+        let (guest, pending) = meta.tickets.close(ticket);
+        self.wipe(&mut meta, &guest, &pending);
+        self.let_go(&mut meta, &pending);
+        drop(meta);
+        self.meta.ended();
     }
 }
 

@@ -7,17 +7,15 @@ use std::sync::Arc;
 
 use common::{Kind, MIB, Op, apply, for_seeds, random_op, same, sound};
 use vdkit_block::{
-    CompactOptions, CompactReport, Compaction, GuestOffset, HostOffset, Limits, Monitor, Storage,
+    CompactOptions, CompactReport, Compaction, GuestOffset, HostOffset, OfflineImage, Storage,
 };
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CrashStorage, Rng};
 use vdkit_vhdx::VhdxDriver;
 
 fn compact(storage: &Arc<dyn Storage>, zero_scan: bool) -> CompactReport {
-    let options = CompactOptions { zero_scan };
-    VhdxDriver
-        .compact(storage, &[], options, &Limits::default(), &Monitor::default())
-        .expect("compacting")
+    let options = CompactOptions::default().zero_scan(zero_scan);
+    VhdxDriver.compact(&OfflineImage::new(storage), options).expect("compacting")
 }
 
 /// An image with data, written zeroes and gaps in its file, and its guest content.
@@ -130,9 +128,8 @@ fn damage_is_refused() {
         let entry = ((5 * MIB) | 6).to_le_bytes();
         storage.write_at(&entry, HostOffset(3 * MIB + index * 8)).expect("damage");
     }
-    let options = CompactOptions { zero_scan: true };
-    let result =
-        VhdxDriver.compact(&storage, &[], options, &Limits::default(), &Monitor::default());
+    let options = CompactOptions::default().zero_scan(true);
+    let result = VhdxDriver.compact(&OfflineImage::new(&storage), options);
     let error = result.expect_err("refused").to_string();
     assert!(error.contains("over another one"), "{error}");
 }

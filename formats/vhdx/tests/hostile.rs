@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use common::{MIB, create, disk_of, open_format, parent_ref};
 use vdkit_block::{
-    Error, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, Repair, Storage, StorageExt,
+    Error, FormatDriver, GuestOffset, HostOffset, Limits, OfflineImage, Repair, Storage, StorageExt,
 };
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{Rng, processor_time};
@@ -37,7 +37,8 @@ fn seal(storage: &MemoryStorage, at: u64, len: usize) {
 fn try_all(content: &MemoryStorage) -> Option<Error> {
     let started = processor_time();
     let fresh = || -> Arc<dyn Storage> { Arc::new(content.clone()) };
-    let limits = Limits { check_bytes_max: 16 << 20, ..Limits::default() };
+    let mut limits = Limits::default();
+    limits.check_bytes_max = 16 << 20;
     let _ = VhdxDriver.describe(&fresh(), &limits);
     let error = match open_format(&fresh(), false) {
         Ok(format) => {
@@ -51,11 +52,12 @@ fn try_all(content: &MemoryStorage) -> Option<Error> {
         }
         Err(error) => Some(error),
     };
-    let monitor = Monitor::default();
     let small = error.is_none();
     if small {
         for repair in [Repair::Nothing, Repair::All, Repair::AllForced] {
-            let _ = VhdxDriver.check(&fresh(), &[], repair, &limits, &monitor);
+            let storage = fresh();
+            let image = OfflineImage { limits, ..OfflineImage::new(&storage) };
+            let _ = VhdxDriver.check(&image, repair);
         }
     }
     let storage = fresh();

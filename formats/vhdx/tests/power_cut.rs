@@ -7,14 +7,14 @@ mod common;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use common::{Kind, Op, SECTOR, apply, for_seeds, open_format, random_op, same, save, sound};
+use common::{Kind, Op, SECTOR, apply, for_seeds, open_format, random_op, same, sound};
 use vdkit_block::{
     AmendRequest, Amendment, BackingRef, FormatDriver, GuestOffset, Limits, Monitor, Options,
     Storage,
 };
 use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
-use vdkit_testbase::{CrashImage, CrashStorage, Rng, qemu, require_peer};
+use vdkit_testbase::{CrashImage, CrashStorage, Rng, qemu, require_peer, save_sparse};
 use vdkit_vhdx::VhdxDriver;
 
 /// A completed operation, and the later content of the sectors that it may have changed.
@@ -221,7 +221,7 @@ fn replayed_by_qemu(content: &MemoryStorage, guest: &[u8]) {
     }
     let folder = tempfile::tempdir().expect("a scratch folder");
     let (image, raw) = (folder.path().join("image.vhdx"), folder.path().join("guest.raw"));
-    save(content, &image);
+    save_sparse(content, &image);
     std::fs::write(&raw, guest).expect("a scratch file");
     let checked = qemu::check(&image, "vhdx", Some("all"));
     assert_eq!(checked.code, 0, "qemu-img check -r all: {}", checked.text);

@@ -14,7 +14,7 @@ use vdkit_testbase::{CrashStorage, FaultKind, Rng};
 use vdkit_vhdx::VhdxDriver;
 
 const fn trial(options: &'static str, guest_bytes: u64) -> Trial {
-    Trial { driver: &VhdxDriver, options, guest_bytes, write_bytes_max: MIB, resizes: true }
+    Trial::new(&VhdxDriver, options, guest_bytes)
 }
 
 /// A table of 1 MiB has 131,072 entries, including those of sector bitmaps.

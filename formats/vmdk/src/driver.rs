@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use vdkit_block::{
     AmendRequest, Amendment, CheckReport, CreateRequest, Creation, DriverInfo, Error, Format,
-    FormatDriver, ImageInfo, Limits, Measured, Monitor, OpenRequest, OptionSpec, Options, Probe,
-    Repair, Result, Storage,
+    FormatDriver, ImageInfo, Limits, Measured, Monitor, OfflineImage, OpenRequest, OptionSpec,
+    Options, Probe, Repair, Result, Storage,
 };
 
 use crate::create::{GRAIN_SECTORS, descriptor_sectors, sparse_header};
@@ -51,24 +51,11 @@ impl FormatDriver for VmdkDriver {
         Ok(Vmdk::open(request)?)
     }
 
-    fn check(
-        &self,
-        storage: &Arc<dyn Storage>,
-        files: &[Arc<dyn Storage>],
-        repair: Repair,
-        limits: &Limits,
-        monitor: &Monitor<'_>,
-    ) -> Result<CheckReport> {
-        check::check(storage, files, repair, limits, monitor)
+    fn check(&self, image: &OfflineImage<'_>, repair: Repair) -> Result<CheckReport> {
+        check::check(image.storage, image.files, repair, &image.limits, &image.monitor)
     }
 
-    fn creation(&self) -> Option<&dyn Creation> {
-        Some(self)
-    }
-
-    fn amendment(&self) -> Option<&dyn Amendment> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(creation: Creation, amendment: Amendment);
 }
 
 impl Creation for VmdkDriver {

@@ -1,10 +1,11 @@
 //! The header of a hosted sparse extent: decoding, validation and encoding.
-//!
-//! Source: VMware, "Virtual Disk Format 5.0", "Hosted Sparse Extent Header";
-//! `docs/formats/vmdk.md`.
 
-use vdkit_block::bytes::{le32, le64};
+use std::mem::offset_of;
+
 use vdkit_block::{Error, Limits, Result};
+use zerocopy::{transmute, transmute_ref};
+
+use crate::on_disk::RawHeader;
 
 /// Bytes of a sector, the unit of all sizes here.
 pub const SECTOR: u64 = 512;
@@ -22,34 +23,10 @@ pub(crate) const DIRECTORY_BYTES_MAX: u64 = 8 << 20;
 /// Bytes that a transfer in text mode would change: LF, space, CR LF.
 const LINE_ENDS: [u8; 4] = [b'\n', b' ', b'\r', b'\n'];
 
-/// Byte offsets of the fields.
+/// Byte offsets of fields that change in place.
 pub mod field {
-    /// Version, 4 bytes.
-    pub const VERSION: u64 = 4;
-    /// Flags, 4 bytes.
-    pub const FLAGS: u64 = 8;
-    /// Sectors of the extent, 8 bytes.
-    pub const CAPACITY: u64 = 12;
-    /// Sectors of a grain, 8 bytes.
-    pub const GRAIN: u64 = 20;
-    /// First sector of the embedded descriptor, 8 bytes.
-    pub const DESCRIPTOR: u64 = 28;
-    /// Its sectors, 8 bytes.
-    pub const DESCRIPTOR_SECTORS: u64 = 36;
-    /// Entries of a grain table, 4 bytes.
-    pub const TABLE_ENTRIES: u64 = 44;
-    /// First sector of the redundant grain directory, 8 bytes.
-    pub const REDUNDANT_DIRECTORY: u64 = 48;
-    /// First sector of the grain directory, 8 bytes.
-    pub const DIRECTORY: u64 = 56;
-    /// Sectors of metadata before the first grain, 8 bytes.
-    pub const OVERHEAD: u64 = 64;
     /// Not closed cleanly, 1 byte.
-    pub const UNCLEAN: u64 = 72;
-    /// See [`super::flag::LINE_ENDS`].
-    pub const LINE_ENDS: u64 = 73;
-    /// Compression method, 2 bytes.
-    pub const COMPRESSION: u64 = 77;
+    pub const UNCLEAN: u64 = std::mem::offset_of!(super::RawHeader, unclean_shutdown) as u64;
 }
 
 /// Bits of the flags.
@@ -107,11 +84,12 @@ impl SparseHeader {
         file: &str,
         limits: &Limits,
     ) -> Result<Self> {
-        if &bytes[..4] != MAGIC {
-            let found = format!("{:02x?}", &bytes[..4]);
+        let raw: &RawHeader = transmute_ref!(bytes);
+        if raw.magic != *MAGIC {
+            let found = format!("{:02x?}", raw.magic);
             return Err(Error::corrupt(file, base, "magic number", found, "KDMV"));
         }
-        let header = Self::decode(bytes);
+        let header = Self::decode(raw);
         if !(1..=3).contains(&header.version) {
             return Err(Error::unsupported(
                 file,
@@ -119,9 +97,9 @@ impl SparseHeader {
                 "versions 1 to 3 are known",
             ));
         }
-        let ends = &bytes[field::LINE_ENDS as usize..][..4];
-        if header.has(flag::LINE_ENDS) && ends != LINE_ENDS {
-            let (at, found) = (base + field::LINE_ENDS, format!("{ends:02x?}"));
+        if header.has(flag::LINE_ENDS) && raw.line_ends != LINE_ENDS {
+            let at = base + offset_of!(RawHeader, line_ends) as u64;
+            let found = format!("{:02x?}", raw.line_ends);
             let expected = "LF, space, CR, LF: the file was changed by a transfer as text";
             return Err(Error::corrupt(file, at, "line end detection", found, expected));
         }
@@ -138,39 +116,42 @@ impl SparseHeader {
     }
 
     /// The fields of a header, unchecked.
-    fn decode(bytes: &[u8; SECTOR as usize]) -> Self {
+    fn decode(raw: &RawHeader) -> Self {
         Self {
-            version: le32(bytes, field::VERSION as usize),
-            flags: le32(bytes, field::FLAGS as usize),
-            capacity: le64(bytes, field::CAPACITY as usize),
-            grain_sectors: le64(bytes, field::GRAIN as usize),
-            descriptor: le64(bytes, field::DESCRIPTOR as usize),
-            descriptor_sectors: le64(bytes, field::DESCRIPTOR_SECTORS as usize),
-            table_entries: le32(bytes, field::TABLE_ENTRIES as usize),
-            redundant_directory: le64(bytes, field::REDUNDANT_DIRECTORY as usize),
-            directory: le64(bytes, field::DIRECTORY as usize),
-            overhead: le64(bytes, field::OVERHEAD as usize),
-            unclean: bytes[field::UNCLEAN as usize] != 0,
-            compression: le32(bytes, field::COMPRESSION as usize) as u16,
+            version: raw.version.get(),
+            flags: raw.flags.get(),
+            capacity: raw.capacity.get(),
+            grain_sectors: raw.grain_size.get(),
+            descriptor: raw.descriptor_offset.get(),
+            descriptor_sectors: raw.descriptor_size.get(),
+            table_entries: raw.num_gtes_per_gt.get(),
+            redundant_directory: raw.rgd_offset.get(),
+            directory: raw.gd_offset.get(),
+            overhead: raw.overhead.get(),
+            unclean: raw.unclean_shutdown != 0,
+            compression: raw.compress_algorithm.get(),
         }
     }
 
     /// Checks the sizes of grains, grain tables and the extent against the specification.
     fn check_sizes(&self, base: u64, file: &str) -> Result<()> {
-        let fault = |at: u64, what, found: String, expected: &str| {
-            Err(Error::corrupt(file, base + at, what, found, expected))
+        let fault = |at: usize, what, found: String, expected: &str| {
+            Err(Error::corrupt(file, base + at as u64, what, found, expected))
         };
         if !self.grain_sectors.is_power_of_two() || self.grain_sectors > GRAIN_SECTORS_MAX {
             let found = format!("{} sectors", self.grain_sectors);
-            return fault(field::GRAIN, "grain size", found, "a power of two, at most 1 GiB");
+            let at = offset_of!(RawHeader, grain_size);
+            return fault(at, "grain size", found, "a power of two, at most 1 GiB");
         }
         if !(1..=TABLE_ENTRIES).contains(&self.table_entries) {
             let found = self.table_entries.to_string();
-            return fault(field::TABLE_ENTRIES, "entries of a grain table", found, "512");
+            let at = offset_of!(RawHeader, num_gtes_per_gt);
+            return fault(at, "entries of a grain table", found, "512");
         }
         if self.capacity > (i64::MAX as u64) / SECTOR {
             let found = format!("{} sectors", self.capacity);
-            return fault(field::CAPACITY, "capacity", found, "less than 2^63 bytes");
+            let at = offset_of!(RawHeader, capacity);
+            return fault(at, "capacity", found, "less than 2^63 bytes");
         }
         Ok(())
     }
@@ -198,25 +179,23 @@ impl SparseHeader {
 
     /// The sector that [`SparseHeader::parse`] reads.
     pub fn encode(&self) -> [u8; SECTOR as usize] {
-        let mut bytes = [0; SECTOR as usize];
-        let mut put = |at: u64, value: &[u8]| {
-            bytes[at as usize..at as usize + value.len()].copy_from_slice(value);
-        };
-        put(0, MAGIC);
-        put(field::VERSION, &self.version.to_le_bytes());
-        put(field::FLAGS, &self.flags.to_le_bytes());
-        put(field::CAPACITY, &self.capacity.to_le_bytes());
-        put(field::GRAIN, &self.grain_sectors.to_le_bytes());
-        put(field::DESCRIPTOR, &self.descriptor.to_le_bytes());
-        put(field::DESCRIPTOR_SECTORS, &self.descriptor_sectors.to_le_bytes());
-        put(field::TABLE_ENTRIES, &self.table_entries.to_le_bytes());
-        put(field::REDUNDANT_DIRECTORY, &self.redundant_directory.to_le_bytes());
-        put(field::DIRECTORY, &self.directory.to_le_bytes());
-        put(field::OVERHEAD, &self.overhead.to_le_bytes());
-        put(field::UNCLEAN, &[u8::from(self.unclean)]);
-        put(field::LINE_ENDS, &LINE_ENDS);
-        put(field::COMPRESSION, &self.compression.to_le_bytes());
-        bytes
+        transmute!(RawHeader {
+            magic: *MAGIC,
+            version: self.version.into(),
+            flags: self.flags.into(),
+            capacity: self.capacity.into(),
+            grain_size: self.grain_sectors.into(),
+            descriptor_offset: self.descriptor.into(),
+            descriptor_size: self.descriptor_sectors.into(),
+            num_gtes_per_gt: self.table_entries.into(),
+            rgd_offset: self.redundant_directory.into(),
+            gd_offset: self.directory.into(),
+            overhead: self.overhead.into(),
+            unclean_shutdown: self.unclean.into(),
+            line_ends: LINE_ENDS,
+            compress_algorithm: self.compression.into(),
+            pad: [0; 433],
+        })
     }
 
     /// Whether a bit of [`flag`] is set.

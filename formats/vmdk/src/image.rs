@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use parking_lot::Mutex;
 use vdkit_block::{
     BackingRef, Compressed, CompressedUnits, Error, Extent, FileIndex, Format, FormatCaps,
-    GuestOffset, InFlight, MapCache, MapCacheStats, Overlay, Reservation, Reserver, Result,
-    Storage, Ticket,
+    GuestOffset, InFlight, MapCache, MapCacheStats, Overlay, Reservation, Result, Storage,
+    require_writable,
 };
 use vdkit_meta::{Engine, PageCache, Reclaim, State, Tickets};
 
@@ -141,10 +141,7 @@ impl Vmdk {
     }
 
     pub(crate) fn need_writable(&self) -> Result<()> {
-        if self.writable {
-            return Ok(());
-        }
-        Err(Error::ReadOnly { file: self.storage.name().to_owned() })
+        require_writable(self.writable, self.storage.name())
     }
 
     pub(crate) fn in_range(&self, at: GuestOffset, len: u64) -> Result<()> {
@@ -205,17 +202,7 @@ impl Format for Vmdk {
         self.guest_bytes
     }
 
-    fn backing(&self) -> Option<&BackingRef> {
-        self.backing.as_ref()
-    }
-
-    fn warnings(&self) -> &[String] {
-        &self.warnings
-    }
-
-    fn storage(&self) -> &Arc<dyn Storage> {
-        &self.storage
-    }
+    vdkit_block::accessors!(backing, warnings, storage, in_flight);
 
     fn file(&self, index: FileIndex) -> &Arc<dyn Storage> {
         self.file_of(index)
@@ -223,10 +210,6 @@ impl Format for Vmdk {
 
     fn file_count(&self) -> u16 {
         self.files.len() as u16
-    }
-
-    fn in_flight(&self) -> &InFlight {
-        &self.in_flight
     }
 
     fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
@@ -301,13 +284,7 @@ impl Format for Vmdk {
         sparse.then_some(self as &dyn MapCache)
     }
 
-    fn compressed_units(&self) -> Option<&dyn CompressedUnits> {
-        Some(self)
-    }
-
-    fn overlay(&self) -> Option<&dyn Overlay> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(compressed_units: CompressedUnits, overlay: Overlay);
 }
 
 impl MapCache for Vmdk {
@@ -342,15 +319,5 @@ impl Overlay for Vmdk {
     fn empty(&self) -> Result<()> {
         self.need_writable()?;
         self.empty_map()
-    }
-}
-
-impl Reserver for Vmdk {
-    fn publish(&self, ticket: Ticket) -> Result<()> {
-        self.publish_ticket(ticket)
-    }
-
-    fn release(&self, ticket: Ticket) {
-        self.release_ticket(ticket);
     }
 }

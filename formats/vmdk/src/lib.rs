@@ -29,6 +29,7 @@ pub mod header;
 mod image;
 mod map;
 mod mend;
+mod on_disk;
 mod open;
 mod options;
 mod rewrite;

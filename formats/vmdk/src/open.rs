@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use parking_lot::{Mutex, RwLock};
 use vdkit_block::{
     BackingRef, Error, FileIndex, HostOffset, InFlight, Limits, OpenRequest, Remedy, Result,
-    Storage,
+    Storage, require_writable,
 };
 use vdkit_meta::{Engine, PageCache};
 
@@ -18,6 +18,7 @@ use crate::header::{SECTOR, SparseHeader, flag};
 use crate::image::{Flat, Kind, Meta, Piece, Vmdk};
 use crate::map::CHUNKS_MIN;
 use crate::mend::sync_copies;
+use crate::on_disk;
 use crate::source::{AnyHeader, Source, any_header};
 use crate::space::Space;
 use crate::sparse::{Flavor, Sparse, check_directory};
@@ -49,9 +50,7 @@ impl Vmdk {
     pub fn open(request: OpenRequest) -> Result<Arc<Self>> {
         let storage = request.storage.clone();
         let file = storage.name().to_owned();
-        if request.writable && !storage.caps().writable {
-            return Err(Error::ReadOnly { file });
-        }
+        require_writable(!request.writable || storage.caps().writable, &file)?;
         let source = Source::read(&storage, &request.limits)?;
         let guest_bytes = source.guest_bytes(&file)?;
         let names = source.files();
@@ -344,11 +343,7 @@ impl Opening<'_> {
         }
         let mut raw = vec![0; bytes as usize];
         storage.read_at(&mut raw, HostOffset(at))?;
-        let words: Vec<u64> = if entry == 8 {
-            raw.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b)).collect()
-        } else {
-            raw.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b).into()).collect()
-        };
+        let words = on_disk::entries(&raw, entry);
         drop(raw);
         check_directory(flavor, &words, table_bytes, at, len, storage.name())
     }

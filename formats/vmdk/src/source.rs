@@ -1,15 +1,15 @@
 //! Reads an image's own file: its descriptor, its header and the names of its other files.
 
+use std::mem::offset_of;
 use std::sync::Arc;
 
 use vdkit_block::{Error, HostOffset, Limits, Result, Storage};
+use zerocopy::{FromZeros, IntoBytes, transmute_ref};
 
 use crate::descriptor::{DESCRIPTOR_BYTES_MAX, Descriptor, ExtentType};
 use crate::foreign::{COWD_MAGIC, Cowd, SE_MAGIC, SeSparse};
 use crate::header::{DIRECTORY_AT_END, MAGIC, SECTOR, SparseHeader};
-
-/// Marker type of the footer.
-const MARKER_FOOTER: u32 = 3;
+use crate::on_disk::{RawHeader, StreamEnd, mark};
 
 /// A sparse extent's header of any kind.
 #[derive(Clone, Debug)]
@@ -164,9 +164,8 @@ fn footer(storage: &dyn Storage, limits: &Limits) -> Result<SparseHeader> {
     let file = storage.name();
     let len = storage.len()?;
     let start = (len / SECTOR * SECTOR).saturating_sub(3 * SECTOR);
-    let mut bytes = [0; 3 * SECTOR as usize];
-    storage.read_padded(&mut bytes, HostOffset(start))?;
-    let marker = u32::from_le_bytes([bytes[12], bytes[13], bytes[14], bytes[15]]);
+    let mut stored = StreamEnd::new_zeroed();
+    storage.read_padded(stored.as_mut_bytes(), HostOffset(start))?;
     let missing = |found: &str| {
         Error::corrupt(
             file,
@@ -176,15 +175,14 @@ fn footer(storage: &dyn Storage, limits: &Limits) -> Result<SparseHeader> {
             "a footer and an end mark: the stream was cut off; ask for it again",
         )
     };
-    if bytes[8..12] != [0; 4] || marker != MARKER_FOOTER || !bytes[512..].starts_with(MAGIC) {
+    let marker = &stored.footer_marker;
+    if marker.size != 0 || marker.kind != mark::FOOTER || stored.footer.magic != *MAGIC {
         return Err(missing("something else"));
     }
-    if bytes[1024..1040] != [0; 16] {
+    if stored.end_marker.as_bytes()[..16] != [0; 16] {
         return Err(missing("no end mark"));
     }
-    let mut sector = [0; SECTOR as usize];
-    sector.copy_from_slice(&bytes[512..1024]);
-    let header = SparseHeader::parse(&sector, start + SECTOR, file, limits)?;
+    let header = SparseHeader::parse(transmute_ref!(&stored.footer), start + SECTOR, file, limits)?;
     if header.directory == DIRECTORY_AT_END {
         return Err(missing("a footer without the grain directory's place"));
     }
@@ -202,8 +200,8 @@ fn embedded(storage: &dyn Storage, header: &SparseHeader) -> Result<Option<Place
     );
     let len = storage.len()?;
     if at >= len {
-        let (found, field) =
-            (format!("sector {}", header.descriptor), crate::header::field::DESCRIPTOR);
+        let field = offset_of!(RawHeader, descriptor_offset) as u64;
+        let found = format!("sector {}", header.descriptor);
         return Err(Error::corrupt(file, field, "descriptor", found, "a place within the file"));
     }
     let mut text = vec![0; room.min(DESCRIPTOR_BYTES_MAX).min(len - at) as usize];

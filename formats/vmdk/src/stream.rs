@@ -18,22 +18,16 @@ use vdkit_block::{
     FileIndex, Format, FormatCaps, GuestOffset, HostOffset, InFlight, Limits, Place, Reservation,
     Reserver, Result, Storage, Ticket,
 };
+use zerocopy::{FromZeros, IntoBytes};
 
 use crate::create::{GRAIN_SECTORS, descriptor, descriptor_sectors};
 use crate::header::{DIRECTORY_AT_END, SECTOR, SparseHeader, TABLE_ENTRIES, flag};
+use crate::on_disk::{GrainMarker, MetadataMarker, mark};
 use crate::options::{NewVmdk, whole_sectors};
 use crate::space::HOST_BYTES_MAX;
 use crate::unpack::MARKER_BYTES;
 
 const GRAIN_BYTES: u64 = GRAIN_SECTORS * SECTOR;
-
-/// Kinds of markers before metadata.
-mod mark {
-    pub(super) const END: u32 = 0;
-    pub(super) const TABLE: u32 = 1;
-    pub(super) const DIRECTORY: u32 = 2;
-    pub(super) const FOOTER: u32 = 3;
-}
 
 /// A writer of a stream.
 #[derive(Debug)]
@@ -172,11 +166,9 @@ impl StreamWriter {
 
 /// The marker sector before `sectors` sectors of metadata.
 fn marker(sectors: u64, kind: u32) -> Vec<u8> {
-    let mut bytes = sectors.to_le_bytes().to_vec();
-    bytes.extend([0; 4]);
-    bytes.extend(kind.to_le_bytes());
-    bytes.resize(SECTOR as usize, 0);
-    bytes
+    let (num_sectors, kind) = (sectors.into(), kind.into());
+    let marker = MetadataMarker { num_sectors, kind, ..FromZeros::new_zeroed() };
+    marker.as_bytes().to_vec()
 }
 
 impl Format for StreamWriter {
@@ -200,17 +192,7 @@ impl Format for StreamWriter {
         self.guest_bytes
     }
 
-    fn storage(&self) -> &Arc<dyn Storage> {
-        &self.storage
-    }
-
-    fn file(&self, _index: FileIndex) -> &Arc<dyn Storage> {
-        &self.storage
-    }
-
-    fn in_flight(&self) -> &InFlight {
-        &self.in_flight
-    }
+    vdkit_block::accessors!(storage, in_flight);
 
     fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
         if at.0 < self.state.lock().next_grain * GRAIN_BYTES {
@@ -264,9 +246,7 @@ impl Format for StreamWriter {
         ))
     }
 
-    fn compressed_writer(&self) -> Option<&dyn CompressedWriter> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(compressed_writer: CompressedWriter);
 }
 
 impl CompressedWriter for StreamWriter {
@@ -275,8 +255,8 @@ impl CompressedWriter for StreamWriter {
     }
 
     fn frame_compressed(&self, at: GuestOffset, framed: &mut [u8], payload_bytes: u32) {
-        framed[..8].copy_from_slice(&(at.0 / SECTOR).to_le_bytes());
-        framed[8..MARKER_BYTES].copy_from_slice(&payload_bytes.to_le_bytes());
+        let marker = GrainMarker { lba: (at.0 / SECTOR).into(), size: payload_bytes.into() };
+        framed[..MARKER_BYTES].copy_from_slice(marker.as_bytes());
     }
 
     fn reserve_compressed(

@@ -6,13 +6,15 @@ use std::cell::RefCell;
 
 use libdeflater::Decompressor;
 use vdkit_block::{Compressed, Error, Result};
+use zerocopy::FromBytes;
 
 use crate::header::SECTOR;
 use crate::image::Vmdk;
+use crate::on_disk::GrainMarker;
 use crate::sparse::Flavor;
 
-/// Bytes of a marker before a compressed grain: the grain's first sector (8), the stream's bytes (4).
-pub const MARKER_BYTES: usize = 12;
+/// Bytes of a marker before a compressed grain.
+pub const MARKER_BYTES: usize = size_of::<GrainMarker>();
 
 thread_local! {
     static INFLATE: RefCell<Option<Decompressor>> = const { RefCell::new(None) };
@@ -29,13 +31,10 @@ pub(crate) fn unpack(
     out: &mut [u8],
 ) -> std::result::Result<(u64, usize), (String, &'static str)> {
     let (lba, stream) = if markers {
-        let Some((marker, rest)) = bytes.split_at_checked(MARKER_BYTES) else {
+        let Ok((marker, rest)) = GrainMarker::ref_from_prefix(bytes) else {
             return Err((format!("{} bytes", bytes.len()), "a grain marker of 12 bytes"));
         };
-        let (mut lba, mut size) = ([0; 8], [0; 4]);
-        lba.copy_from_slice(&marker[..8]);
-        size.copy_from_slice(&marker[8..]);
-        let (lba, size) = (u64::from_le_bytes(lba), u32::from_le_bytes(size) as usize);
+        let (lba, size) = (marker.lba.get(), marker.size.get() as usize);
         if size == 0 || size > rest.len() {
             return Err((format!("a length of {size} bytes"), "a length up to the next grain"));
         }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use vdkit_block::{Fill, GuestOffset, Reservation, Result, Ticket, align_down};
+use vdkit_block::{Fill, GuestOffset, Reservation, Reserver, Result, Ticket, align_down};
 use vdkit_meta::{Freed, MutexGuard};
 
 use crate::image::{Kind, Meta, Piece, Vmdk};
@@ -135,16 +135,6 @@ impl Vmdk {
         sparse.entry(word, limit).ok_or_else(|| self.entry_fault(piece, sparse, inside, word))
     }
 
-    /// As [`vdkit_block::Reserver::publish`].
-    pub(crate) fn publish_ticket(&self, ticket: Ticket) -> Result<()> {
-        let mut meta = self.meta.lock();
-        let (guest, pending) = meta.tickets.close(ticket);
-        let result = self.link(&mut meta, &guest, &pending);
-        drop(meta);
-        self.meta.ended();
-        result
-    }
-
     fn link(&self, meta: &mut Meta, guest: &Range<u64>, pending: &Pending) -> Result<()> {
         let piece = self.piece(pending.extent);
         let Some(sparse) = piece.sparse() else { unreachable!("reserved in a sparse extent") };
@@ -155,16 +145,6 @@ impl Vmdk {
         self.change_entries(meta, pending.extent, piece, sparse, guest, |at, _| {
             Some(Sparse::word_at(run.host + (at - guest.start)))
         })
-    }
-
-    /// As [`vdkit_block::Reserver::release`].
-    pub(crate) fn release_ticket(&self, ticket: Ticket) {
-        let mut meta = self.meta.lock();
-        let pending = meta.tickets.close(ticket).1;
-        // The caller may have written there.
-        meta.space[pending.extent as usize].give_back(pending.run.host, pending.run.bytes);
-        drop(meta);
-        self.meta.ended();
     }
 
     /// Changes the entries of whole grains of one extent (the extent's last grain may be partial),
@@ -233,6 +213,26 @@ impl Vmdk {
         let bits = (first..first + pieces).fold(0, |bits, bit| bits | 1 << bit);
         *meta.dirty.tables.entry(key).or_default() |= bits;
         let _ = self.tables.change(key, |_| true);
+    }
+}
+
+impl Reserver for Vmdk {
+    fn publish(&self, ticket: Ticket) -> Result<()> {
+        let mut meta = self.meta.lock();
+        let (guest, pending) = meta.tickets.close(ticket);
+        let result = self.link(&mut meta, &guest, &pending);
+        drop(meta);
+        self.meta.ended();
+        result
+    }
+
+    fn release(&self, ticket: Ticket) {
+        let mut meta = self.meta.lock();
+        let pending = meta.tickets.close(ticket).1;
+        // The caller may have written there.
+        meta.space[pending.extent as usize].give_back(pending.run.host, pending.run.bytes);
+        drop(meta);
+        self.meta.ended();
     }
 }
 

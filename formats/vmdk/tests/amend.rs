@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use vdkit_block::{
-    AmendRequest, Amendment, BackingRef, CreateRequest, Creation, FormatDriver, HostOffset, Limits,
-    Monitor, Options, Storage,
+    AmendRequest, Amendment, BackingRef, Creation, FormatDriver, HostOffset, Limits, Monitor,
+    Options, Storage,
 };
 use vdkit_storage::MemoryStorage;
-use vdkit_testbase::{CrashStorage, Rng};
+use vdkit_testbase::{CrashStorage, Rng, create_image};
 use vdkit_vmdk::VmdkDriver;
 
 /// A descriptor as VMware's programs write it, with `lines` more lines.
@@ -30,16 +30,7 @@ const ALONE: &str = "parentCID=ffffffff\n";
 /// A sparse extent with this descriptor in it.
 fn embedded(text: &str) -> MemoryStorage {
     let storage = Arc::new(MemoryStorage::new("image"));
-    VmdkDriver
-        .create(&CreateRequest {
-            storage: storage.clone(),
-            files: Vec::new(),
-            guest_bytes: 1 << 20,
-            options: Options::default(),
-            backing: None,
-            backing_bytes: None,
-        })
-        .unwrap();
+    create_image(&VmdkDriver, storage.clone(), 1 << 20, "");
     let mut room = text.as_bytes().to_vec();
     room.resize(20 * 512, 0);
     storage.write_at(&room, HostOffset(512)).unwrap();

@@ -2,11 +2,9 @@
 
 use std::sync::Arc;
 
-use vdkit_block::{
-    CreateRequest, Creation, FormatDriver, GuestOffset, Limits, OpenRequest, Options, Storage,
-};
+use vdkit_block::{FormatDriver, GuestOffset, Limits, OpenRequest, Storage};
 use vdkit_storage::MemoryStorage;
-use vdkit_testbase::{FaultKind, FaultPlan, FaultyStorage};
+use vdkit_testbase::{FaultKind, FaultPlan, FaultyStorage, create_image};
 use vdkit_vmdk::VmdkDriver;
 
 /// The file could not be truncated, so the bytes of an abandoned write remain after its last grain.
@@ -15,16 +13,7 @@ fn space_behind_the_end_is_not_taken_for_fresh_after_a_close_that_failed() {
     let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
     let storage: Arc<dyn Storage> = faulty.clone();
     let (files, limits) = (Vec::new(), Limits::default());
-    VmdkDriver
-        .create(&CreateRequest {
-            storage: storage.clone(),
-            files: Vec::new(),
-            guest_bytes: 16 << 20,
-            options: Options::default(),
-            backing: None,
-            backing_bytes: None,
-        })
-        .unwrap();
+    create_image(&VmdkDriver, storage.clone(), 16 << 20, "");
     let request = OpenRequest { storage: storage.clone(), files, writable: true, limits };
     let format = VmdkDriver.open(request).unwrap();
     let reservation = format.reserve(GuestOffset(0), 65536).unwrap().unwrap();

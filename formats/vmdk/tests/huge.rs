@@ -29,7 +29,8 @@ fn image(guest_bytes: u64) -> Arc<dyn Format> {
             backing_bytes: None,
         })
         .unwrap();
-    let limits = Limits { cache_bytes: 64 << 10, ..Limits::default() };
+    let mut limits = Limits::default();
+    limits.cache_bytes = 64 << 10;
     VmdkDriver.open(OpenRequest { storage, files: Vec::new(), writable: true, limits }).unwrap()
 }
 

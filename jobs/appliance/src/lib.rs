@@ -69,6 +69,7 @@ pub struct ApplianceDisk {
 
 /// A disk to convert.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Extraction {
     /// Its index in [`Package::disks`].
     pub disk: usize,
@@ -76,6 +77,13 @@ pub struct Extraction {
     pub source: Source,
     /// Its target and options. The threads are divided among the disks.
     pub options: ConvertOptions,
+}
+
+impl Extraction {
+    /// The disk with this index, to be converted so.
+    pub fn new(disk: usize, source: Source, options: ConvertOptions) -> Self {
+        Self { disk, source, options }
+    }
 }
 
 /// Opens a disk of an appliance in place. A disk that is compressed as a whole is spooled to an
@@ -134,7 +142,7 @@ fn as_told(package: &Package, index: usize, options: &OpenOptions) -> OpenOption
     let uri = package.disks().get(index).and_then(|disk| disk.disk.format.as_deref());
     let vmdk = uri.is_some_and(|uri| uri.to_ascii_lowercase().contains("vmdk"));
     let format = options.format.clone().or(vmdk.then(|| "vmdk".to_owned()));
-    OpenOptions { format, ..options.clone() }
+    options.clone().maybe_format(format).writable(false)
 }
 
 fn storage_of(package: &Package, index: usize) -> Result<Arc<dyn Storage>> {
@@ -228,7 +236,7 @@ pub fn extract(
             let Some((number, mut part)) = next else { break };
             part.options.threads = Some(threads.div_ceil(at_once));
             let progress = Part { sum: &sum, number };
-            let monitor = Monitor { cancel: cancel.clone(), progress: &progress };
+            let monitor = Monitor::new(&progress).cancelled_by(cancel.clone());
             let converted = extract_one(registry, package, &part, &monitor);
             if converted.is_err() {
                 cancel.cancel();
@@ -237,7 +245,12 @@ pub fn extract(
         }
     };
     std::thread::scope(|scope| {
-        (1..at_once).for_each(|_| drop(scope.spawn(worker)));
+        for _ in 1..at_once {
+            if std::thread::Builder::new().spawn_scoped(scope, worker).is_err() {
+                // The threads there are do all disks.
+                break;
+            }
+        }
         worker();
     });
     let mut done = done.into_inner();
@@ -300,7 +313,7 @@ fn names_of(package: &Package, part: &Extraction) -> (String, Option<String>) {
         Destination::Null => None,
         Destination::New(new) => Some(new.path.display().to_string()),
         Destination::Pipe { pipe, .. } => Some(pipe.name().to_owned()),
-        Destination::Into { path, .. } => Some(path.display().to_string()),
+        Destination::Into(existing) => Some(existing.path.display().to_string()),
     };
     (file.map(|file| file.href.clone()).unwrap_or_default(), target)
 }
@@ -320,15 +333,19 @@ fn extract_one(
         return convert(monitor);
     }
     let cancel = monitor.cancel.part();
+    let verify = || {
+        let verified = package.verify(part.disk, &cancel, &mut |_| {});
+        if verified.is_err() {
+            cancel.cancel();
+        }
+        verified
+    };
     let (hashed, converted) = std::thread::scope(|scope| {
-        let hashing = scope.spawn(|| {
-            let verified = package.verify(part.disk, &cancel, &mut |_| {});
-            if verified.is_err() {
-                cancel.cancel();
-            }
-            verified
-        });
-        let monitor = Monitor { cancel: cancel.clone(), progress: monitor.progress };
+        let monitor = Monitor::new(monitor.progress).cancelled_by(cancel.clone());
+        let Ok(hashing) = std::thread::Builder::new().spawn_scoped(scope, verify) else {
+            // One after the other; a wrong hash cancels the conversion.
+            return (verify(), convert(&monitor));
+        };
         let converted = convert(&monitor);
         if matches!(converted, Err(Error::NoSpace { .. } | Error::Interrupted)) {
             // The hash reports a damaged image.
@@ -375,6 +392,7 @@ impl Progress for Part<'_> {
 
 /// A new appliance.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct NewAppliance {
     /// Its path; an existing file is replaced when the new one is finished.
     pub path: PathBuf,
@@ -396,6 +414,24 @@ pub struct NewAppliance {
     pub rate: Option<u64>,
     /// Cache mode of the file; `None` is as fast as copying a file.
     pub cache: Option<CacheMode>,
+}
+
+impl NewAppliance {
+    /// An appliance with the defaults of a conversion. Its files are named after `stem` and dated 1970.
+    pub fn new(path: impl Into<PathBuf>, stem: impl Into<String>, machine: Machine) -> Self {
+        Self {
+            path: path.into(),
+            stem: stem.into(),
+            machine,
+            modified: 0,
+            compress: None,
+            threads: None,
+            detect_zeroes: Some(4096),
+            verify: false,
+            rate: None,
+            cache: None,
+        }
+    }
 }
 
 /// Makes an appliance of disks, each in one pass.
@@ -428,7 +464,7 @@ pub fn pack(
     let mut reports = Vec::with_capacity(sources.len());
     for (number, source) in sources.iter().enumerate() {
         let progress = Part { sum: &sum, number };
-        let part = Monitor { cancel: monitor.cancel.clone(), progress: &progress };
+        let part = Monitor::new(&progress).cancelled_by(monitor.cancel.clone());
         reports.push(pack_one(registry, source, new, &mut writer, &disks[number].file, &part)?);
     }
     writer.finish()?;

@@ -12,6 +12,7 @@ use vdkit_copy::{ConvertOptions, Destination, NewImage, Source};
 use vdkit_ova::{Package, PackageLimits};
 use vdkit_raw::RawDriver;
 use vdkit_testbase::appliance::{ovf, tar};
+use vdkit_testbase::{run_threadless, threadless_argument};
 
 /// In-memory bytes. Once armed, a read of one half returns only when the other half is read too.
 #[derive(Debug)]
@@ -79,7 +80,7 @@ fn two_disks_are_read_at_once() {
         let folder = std::path::Path::new(".");
         let opened = open_packaged(&registry, &package, disk, &options, folder, &monitor).unwrap();
         let source = Source::new(vec![opened]);
-        Extraction { disk, source, options: ConvertOptions::new(Destination::Null) }
+        Extraction::new(disk, source, ConvertOptions::new(Destination::Null))
     };
     let parts = vec![part(0), part(1)];
     storage.armed.store(true, Ordering::SeqCst);
@@ -122,7 +123,7 @@ fn a_target_that_cannot_get_its_name_takes_the_others_with_it() {
             open_packaged(&registry, &package, disk, &options, folder.path(), &monitor).unwrap();
         let new = NewImage::new(folder.path().join(name), "raw");
         let options = ConvertOptions::new(Destination::New(new));
-        Extraction { disk, source: Source::new(vec![opened]), options }
+        Extraction::new(disk, Source::new(vec![opened]), options)
     };
     let names = || {
         let entries = std::fs::read_dir(folder.path()).unwrap();
@@ -131,7 +132,7 @@ fn a_target_that_cannot_get_its_name_takes_the_others_with_it() {
         names
     };
     let taking = Taking { folder: folder.path().to_owned(), name: "two.raw" };
-    let monitor = Monitor { progress: &taking, ..Monitor::default() };
+    let monitor = Monitor::new(&taking);
     let parts = vec![part(0, "one.raw"), part(1, "two.raw")];
     let error = extract(&registry, &package, parts, Some(2), &monitor).unwrap_err();
     assert!(error.to_string().contains("two.raw"), "{error}");
@@ -143,4 +144,35 @@ fn a_target_that_cannot_get_its_name_takes_the_others_with_it() {
     extract(&registry, &package, parts, Some(2), &monitor).unwrap_err();
     assert_eq!(names(), ["one.raw", "two.raw"]);
     assert_eq!(std::fs::read(folder.path().join("one.raw")).unwrap(), disk);
+}
+
+#[test]
+fn disks_are_extracted_where_no_thread_can_be_started() {
+    if threadless_argument().is_none() {
+        return run_threadless("disks_are_extracted_where_no_thread_can_be_started", "");
+    }
+    // Of the descriptor below, and of 1 MiB of zeroes.
+    let described = "9f15e19a8235a79da0bc824a0c532abb6cdf87d6403f360409c5b1bbc8050a40";
+    let hash = "30e14955ebf1352266dc2ff8067e68104607e750abb9d3b36582b8af909fcb58";
+    let manifest =
+        format!("SHA256(a.ovf)= {described}\nSHA256(one)= {hash}\nSHA256(two)= {hash}\n");
+    let text = ovf(&[("ovf:href=\"one\"", ""), ("ovf:href=\"two\"", "")]);
+    let disk = vec![0; 1 << 20];
+    let files: [(&str, &[u8]); 4] =
+        [("a.ovf", text.as_bytes()), ("a.mf", manifest.as_bytes()), ("one", &disk), ("two", &disk)];
+    let bytes = tar(&files);
+    let storage = Arc::new(Meeting { bytes, armed: false.into(), seen: Default::default() });
+    let package = Package::open(storage, &PackageLimits::default()).unwrap();
+    let registry = Registry::new([&RawDriver as &'static dyn vdkit_block::FormatDriver]);
+    let monitor = Monitor::default();
+    let part = |disk| {
+        let options = OpenOptions::read_only();
+        let folder = std::path::Path::new(".");
+        let opened = open_packaged(&registry, &package, disk, &options, folder, &monitor).unwrap();
+        let source = Source::new(vec![opened]);
+        Extraction::new(disk, source, ConvertOptions::new(Destination::Null))
+    };
+    let parts = vec![part(0), part(1)];
+    let report = extract(&registry, &package, parts, Some(4), &monitor).unwrap();
+    assert_eq!((report.disks.len(), report.manifest), (2, "verified"));
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use vdkit_block::{
-    CancelToken, CopyMethod, HostOffset, InitialWrites, KernelCopy, ReadPaths, Result, Storage,
+    CancelToken, CopyOp, HostOffset, InitialWrites, KernelCopy, ReadPaths, Result, Storage,
     ZeroMode,
 };
 
@@ -74,13 +74,7 @@ impl vdkit_block::StorageLayer for CancellableStorage {
         self.inner.read_paths()
     }
 
-    fn initial_writes(&self) -> Option<&dyn InitialWrites> {
-        Some(self)
-    }
-
-    fn kernel_copy(&self) -> Option<&dyn KernelCopy> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(initial_writes: InitialWrites, kernel_copy: KernelCopy);
 }
 
 impl InitialWrites for CancellableStorage {
@@ -93,22 +87,15 @@ impl InitialWrites for CancellableStorage {
 }
 
 impl KernelCopy for CancellableStorage {
-    fn copy_from(
-        &self,
-        to: HostOffset,
-        source: &dyn Storage,
-        from: HostOffset,
-        len: u64,
-        method: CopyMethod,
-    ) -> Result<u64> {
+    fn copy_from(&self, op: &CopyOp<'_>) -> Result<u64> {
         self.cancel.check()?;
-        self.inner.copy_from(to, source, from, len, method)
+        self.inner.copy_from(op)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use vdkit_block::Error;
+    use vdkit_block::{CopyMethod, Error};
     use vdkit_storage::MemoryStorage;
 
     use super::*;
@@ -125,7 +112,8 @@ mod tests {
         assert_eq!(written.load(Ordering::Relaxed), 3);
         cancel.cancel();
         let at = HostOffset(0);
-        let source = MemoryStorage::from_bytes("s", &[9; 256]);
+        let source = &MemoryStorage::from_bytes("s", &[9; 256]);
+        let copy = CopyOp { to: at, source, from: at, len: 9, method: CopyMethod::Reflink };
         for (what, result) in [
             ("write_at", storage.write_at(&[9], at)),
             ("write_new", storage.write_new(&[9], at)),
@@ -134,7 +122,7 @@ mod tests {
             ("forget", storage.forget(at, 9)),
             ("allocate", storage.allocate(at, 999)),
             ("set_len", storage.set_len(9)),
-            ("copy_from", storage.copy_from(at, &source, at, 9, CopyMethod::Reflink).map(drop)),
+            ("copy_from", storage.copy_from(&copy).map(drop)),
         ] {
             assert!(matches!(result, Err(Error::Interrupted)), "{what}: {result:?}");
         }

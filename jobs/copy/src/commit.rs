@@ -17,7 +17,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 use vdkit_block::{
-    AmendRequest, BackingRef, Error, GuestOffset, Monitor, NoProgress, Options, Result, align_down,
+    AmendRequest, BackingRef, Error, GuestOffset, Monitor, Options, Result, align_down,
 };
 use vdkit_chain::{
     BackingChoice, ChainLink, Disk, DiskPlace, OpenOptions, Registry, Split, links_down_to,
@@ -97,7 +97,7 @@ pub fn commit(
     if !options.force {
         refuse_damage(registry, &links, monitor)?;
     }
-    let opening = OpenOptions { writable: empty, ..opening.clone() };
+    let opening = opening.clone().writable(empty);
     let Split { above, base } = open_split(registry, overlay, &links, &opening)?;
     above.warnings().chain(base.warnings()).for_each(|warning| monitor.progress.message(warning));
     let (virtual_size, old_base_size) = (above.guest_bytes(), base.guest_bytes());
@@ -134,9 +134,8 @@ fn note_identity(
     let Some(backing) = overlay.info.backing().filter(|backing| backing.identity.is_some()) else {
         return Ok(());
     };
-    let alone = |link: &ChainLink, writable| OpenOptions {
-        writable,
-        ..opening.clone().format(link.info.format).backing(BackingChoice::Ignore)
+    let alone = |link: &ChainLink, writable| {
+        opening.clone().format(link.info.format).backing(BackingChoice::Ignore).writable(writable)
     };
     let identity = open_image(registry, &base.path, &alone(base, false))?.info.identity;
     let modified = backing.modified.and_then(|_| modified(&base.path));
@@ -282,8 +281,8 @@ fn move_all(
     let bytes = source.bytes();
     if bytes > base.guest_bytes() {
         own_what_lies_beyond(&source.disks()[0], base, monitor)?;
-        let quiet = Monitor { cancel: monitor.cancel.clone(), progress: &NoProgress };
-        base.resize_watched(bytes, &quiet)?;
+        let quiet = monitor.quiet();
+        base.resize_with(bytes, &quiet, |_| Ok(()))?;
     }
     let caps = base.top().caps();
     let block = u64::from(base.top().storage().caps().block_bytes).max(512);

@@ -66,6 +66,7 @@ pub struct ConvertOptions {
 
 /// The backing image of a converted image.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Backing {
     /// The path to open.
     pub path: PathBuf,
@@ -77,6 +78,17 @@ pub struct Backing {
 }
 
 impl Backing {
+    /// A backing image that the source's chain must have.
+    pub fn new(path: impl Into<PathBuf>, opening: OpenOptions) -> Self {
+        Self { path: path.into(), opening, trusted: false }
+    }
+
+    /// Sets [`Self::trusted`].
+    #[must_use]
+    pub fn trusted(self, trusted: bool) -> Self {
+        Self { trusted, ..self }
+    }
+
     fn open(&self, registry: &Registry, keys: &[Secret]) -> Result<Disk> {
         let mut options = self.opening.clone();
         options.keys.extend_from_slice(keys);
@@ -112,7 +124,7 @@ impl ConvertOptions {
             Destination::New(_) | Destination::Pipe { .. } => {
                 bytes.checked_next_multiple_of(self.size_unit.max(1)).unwrap_or(bytes)
             }
-            Destination::Null | Destination::Into { .. } => bytes,
+            Destination::Null | Destination::Into(_) => bytes,
         }
     }
 }
@@ -245,7 +257,7 @@ pub fn convert_uncommitted(
     let size = options.size_of_new(bytes);
     let target = Target::of(registry, options, size, base_disk, &monitor.cancel)?;
     let disk = target.as_ref().map(|t| &t.disk);
-    if let (Some(disk), Destination::Into { .. }) = (disk, &options.destination) {
+    if let (Some(disk), Destination::Into(_)) = (disk, &options.destination) {
         disk.warnings().for_each(|warning| monitor.progress.message(warning));
     }
     let format = disk.map(|disk| disk.top().name().to_owned());
@@ -302,7 +314,7 @@ impl Moving {
             // Every byte must be seen, to find those that cannot be read.
             (plan.share, plan.in_kernel, plan.salvage) = (None, false, true);
         }
-        let existing = matches!(options.destination, Destination::Into { .. });
+        let existing = matches!(options.destination, Destination::Into(_));
         // New space already reads as zero, except where zeroes must hide a backing image.
         let over = existing
             || layers != usize::MAX

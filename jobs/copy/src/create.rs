@@ -8,8 +8,8 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, UNIX_EPOCH};
 
 use vdkit_block::{
-    BackingRef, CreateRequest, Error, FormatDriver, ImageInfo, Limits, Monitor, Options, RefPolicy,
-    Result, Storage,
+    BackingRef, CreateRequest, Error, FormatDriver, ImageInfo, Limits, Monitor, Options, Result,
+    Storage,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry, describe_chain};
 use vdkit_storage::{CommitOptions, FileKind, FileOptions, PendingFile, classify};
@@ -62,8 +62,8 @@ pub struct CreateOptions<'a> {
     pub backing: Option<NewBacking>,
     /// Allow replacing an existing file.
     pub replace: bool,
-    /// Policy for references in the backing image's metadata.
-    pub refs: RefPolicy,
+    /// How the backing image is opened: its references, limits, locks and keys.
+    pub opening: OpenOptions,
 }
 
 impl<'a> CreateOptions<'a> {
@@ -77,7 +77,7 @@ impl<'a> CreateOptions<'a> {
             options: Options::default(),
             backing: None,
             replace: false,
-            refs: RefPolicy::default(),
+            opening: OpenOptions::read_only(),
         }
     }
 
@@ -105,10 +105,10 @@ impl<'a> CreateOptions<'a> {
         Self { replace, ..self }
     }
 
-    /// Sets [`Self::refs`].
+    /// Sets [`Self::opening`].
     #[must_use]
-    pub fn refs(self, refs: RefPolicy) -> Self {
-        Self { refs, ..self }
+    pub fn opening(self, opening: OpenOptions) -> Self {
+        Self { opening, ..self }
     }
 }
 
@@ -134,19 +134,6 @@ pub fn create(
     image: &CreateOptions<'_>,
     monitor: &Monitor<'_>,
 ) -> Result<Created> {
-    create_over(registry, image, true, monitor)
-}
-
-/// As [`create`]. Without `lock`, the backing image may be in use by a writer.
-///
-/// # Errors
-/// As [`create`].
-pub fn create_over(
-    registry: &Registry,
-    image: &CreateOptions<'_>,
-    lock: bool,
-    monitor: &Monitor<'_>,
-) -> Result<Created> {
     let device = match classify(image.path) {
         _ if registry.protocol_of(image.path).is_some() => true,
         Ok(kind) => kind == FileKind::BlockDevice,
@@ -157,11 +144,7 @@ pub fn create_over(
         return Err(Error::Invalid(format!("{}: is there already", image.path.display())));
     }
     let base = match &image.backing {
-        Some(backing) => {
-            let refs = image.refs.clone();
-            let opening = OpenOptions { refs, lock, ..OpenOptions::read_only() };
-            Some(backing.find(registry, image.path, &opening)?)
-        }
+        Some(backing) => Some(backing.find(registry, image.path, &image.opening)?),
         None => None,
     };
     let mut image = image.clone();
@@ -429,11 +412,13 @@ fn make(
     let total = total.max(request.guest_bytes);
     std::thread::scope(|scope| {
         let (working, ended) = channel::<()>();
-        scope.spawn(move || {
+        let report = move || {
             while ended.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
                 monitor.progress.update(written.load(Ordering::Relaxed).min(total), total);
             }
-        });
+        };
+        // Without a thread the image is created without progress.
+        let _ = std::thread::Builder::new().spawn_scoped(scope, report);
         let made = create();
         drop(working);
         made

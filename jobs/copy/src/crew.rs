@@ -14,7 +14,7 @@ pub fn default_threads() -> usize {
 }
 
 /// Calls `step` until it returns `false`: on the calling thread, and from the first moment that `enough` returns `true`
-/// on `threads - 1` others. Each thread has its own `B`. The first error stops all threads; then `abort` wakes those
+/// on `threads - 1` others, or as many as can be started. Each thread has its own `B`. The first error stops all threads; then `abort` wakes those
 /// that wait for one another. Returns the number of threads.
 ///
 /// # Errors
@@ -54,8 +54,11 @@ pub(crate) fn run<B: Default>(
                 return;
             }
             for _ in 1..threads.unwrap_or_else(default_threads) {
+                let builder = std::thread::Builder::new();
+                if builder.spawn_scoped(scope, || work(&mut || ())).is_err() {
+                    break;
+                }
                 running.fetch_add(1, Ordering::Relaxed);
-                scope.spawn(|| work(&mut || ()));
             }
         });
     });
@@ -100,6 +103,8 @@ mod tests {
     use std::collections::VecDeque;
     use std::sync::Barrier;
     use std::time::{Duration, Instant};
+
+    use vdkit_testbase::{run_threadless, threadless_argument};
 
     use super::*;
 
@@ -148,5 +153,17 @@ mod tests {
         let step = |_: &mut ()| Ok(steps.fetch_add(1, Ordering::Relaxed) < 9);
         assert_eq!(run(Some(4), || false, || (), step).unwrap(), 1);
         assert_eq!(run(Some(4), || true, || (), step).unwrap(), 1, "nothing was left to do");
+    }
+
+    #[test]
+    fn where_no_thread_can_be_started_the_caller_works_alone() {
+        let name = "crew::tests::where_no_thread_can_be_started_the_caller_works_alone";
+        if threadless_argument().is_none() {
+            return run_threadless(name, "");
+        }
+        let steps = AtomicU64::new(0);
+        let step = |_: &mut ()| Ok(steps.fetch_add(1, Ordering::Relaxed) < 9);
+        assert_eq!(run(Some(4), || true, || (), step).unwrap(), 1);
+        assert_eq!(steps.into_inner(), 10);
     }
 }

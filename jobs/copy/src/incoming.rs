@@ -75,7 +75,8 @@ pub fn receive(
         Some(head) => Ok(Incoming::Raw(RawStream { stream, head })),
         None => {
             let storage = spool(stream, folder, monitor)?;
-            Ok(Incoming::Disk(Box::new(Disk::open_storage(registry, storage, options)?)))
+            let options = options.clone().writable(false);
+            Ok(Incoming::Disk(Box::new(Disk::open_storage(registry, storage, &options)?)))
         }
     }
 }
@@ -94,7 +95,7 @@ impl RawStream {
         let storage = spool(self.stream, folder, monitor)?;
         // Unless the format was given as raw, its end is probed too.
         let format = self.head.is_none().then(|| RAW.to_owned());
-        let options = OpenOptions { format, ..OpenOptions::read_only() };
+        let options = OpenOptions::read_only().maybe_format(format);
         Disk::open_storage(registry, storage, &options)
     }
 }
@@ -128,7 +129,7 @@ pub fn convert_stream(
         let end = target.end_of_step(from)?;
         let source = window(registry, &pipe, end)?;
         let shifted = Shifted { inner: monitor.progress, by: from };
-        let part = Monitor { cancel: monitor.cancel.clone(), progress: &shifted };
+        let part = Monitor::new(&shifted).cancelled_by(monitor.cancel.clone());
         moved = moved.plus(moving.run(&source, disk, from, &part)?);
         if let Some(bytes) = pipe.end() {
             break bytes;
@@ -189,7 +190,7 @@ impl Receiver {
             return Ok(None);
         }
         let given = match &options.destination {
-            Destination::Null | Destination::Into { .. } => None,
+            Destination::Null | Destination::Into(_) => None,
             Destination::New(new) => Some((&new.format, &new.options)),
             Destination::Pipe { format, options, .. } => Some((format, options)),
         };
@@ -212,7 +213,7 @@ impl Receiver {
         };
         let target = Target::of(registry, options, first, None, cancel)?;
         let fixed = match (&options.destination, &target) {
-            (Destination::Into { .. }, Some(target)) => len.or(Some(target.disk.guest_bytes())),
+            (Destination::Into(_), Some(target)) => len.or(Some(target.disk.guest_bytes())),
             _ => len,
         };
         if let (Some(target), None) = (&target, fixed)

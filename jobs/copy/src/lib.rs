@@ -33,7 +33,7 @@ pub use compare::{CompareOptions, CompareReport, compare};
 pub use convert::{
     Backing, ConvertOptions, ConvertReport, Converted, LeftBehind, convert, convert_uncommitted,
 };
-pub use create::{CreateOptions, Created, FoundBacking, NewBacking, create, create_over};
+pub use create::{CreateOptions, Created, FoundBacking, NewBacking, create};
 pub use crew::default_threads;
 pub use dd::{DdOptions, DdPlan, DdReport, dd_new};
 pub use incoming::{Incoming, RawStream, convert_stream, receive};
@@ -41,5 +41,5 @@ pub use mover::MovedBytes;
 pub use new_files::replaced_files;
 pub use rebase::{RebaseOptions, RebaseReport, rebase, take_over};
 pub use source::Source;
-pub use target::{Destination, NewImage, commit_options, new_file_options};
+pub use target::{Destination, ExistingImage, NewImage, commit_options, new_file_options};
 pub use verify::verify;

@@ -5,9 +5,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use vdkit_block::{
-    CancelToken, Error, FormatDriver, Limits, Monitor, NoProgress, Options, Result, Storage,
-};
+use vdkit_block::{CancelToken, Error, FormatDriver, Limits, Monitor, Options, Result, Storage};
 use vdkit_chain::Registry;
 use vdkit_storage::{
     CommitOptions, FileOptions, FileStorage, LockMode, PendingFile, PendingRemoval,
@@ -153,7 +151,7 @@ fn removals(
     if leftovers.is_empty() {
         return Ok(Vec::new());
     }
-    let monitor = Monitor { cancel: cancel.clone(), progress: &NoProgress };
+    let monitor = Monitor::default().cancelled_by(cancel.clone());
     let image = [wanted.path.to_owned()];
     let standing = dependents(wanted.registry, &leftovers, &image, &monitor)?;
     let lock = wanted.file.lock;

@@ -182,7 +182,7 @@ fn find(
         // It may be created later, or the caller knows better.
         return NewBacking { open: false, ..backing.clone() }.find(registry, image, opening);
     }
-    let looking = OpenOptions { lock: false, ..opening.of_other(backing.format.clone()) };
+    let looking = opening.of_other(backing.format.clone()).lock(false);
     let chain = describe_chain(registry, &path, &looking)?;
     if let Some(link) = chain.links.iter().find(|link| same_file(&link.path, image)) {
         return Err(Error::Invalid(if same_file(&path, image) {

@@ -10,8 +10,8 @@
 use std::ops::Range;
 
 use vdkit_block::{
-    CopyMethod, Extent, FileIndex, Fill, GuestOffset, HostOffset, Place, Reservation, Result,
-    Storage, align_down,
+    CopyMethod, CopyOp, Extent, FileIndex, Fill, GuestOffset, HostOffset, Place, Reservation,
+    Result, Storage, align_down,
 };
 use vdkit_chain::Disk;
 
@@ -90,7 +90,8 @@ fn share_up_to(
 ) -> Result<Shared> {
     // An encrypted image would decrypt shared plaintext.
     let mut shared = Shared { refused: target.encryption(0).is_some(), ..Shared::default() };
-    let mut batch = Batch { most, method, ..Batch::new(target, from) };
+    let op = CopyOp { to: HostOffset(0), source: from, from: offset, len: 0, method };
+    let mut batch = Batch { target, most, spaces: Vec::new(), file: FileIndex::default(), op };
     for part in parts {
         let mut at = part.start;
         while at < part.end && !shared.refused {
@@ -111,29 +112,16 @@ fn share_up_to(
 /// Spaces that are contiguous in the target's file, for blocks that are contiguous in the source's.
 struct Batch<'t> {
     target: &'t Disk,
-    from: &'t dyn Storage,
     /// Maximum number of spaces.
     most: usize,
-    /// Share or copy.
-    method: CopyMethod,
     spaces: Vec<(Reservation<'t>, Range<u64>)>,
-    /// The target's file, and the first space's offset in it.
+    /// The target's file.
     file: FileIndex,
-    host: HostOffset,
-    /// Source offset.
-    offset: HostOffset,
-    /// Total bytes of all spaces.
-    len: u64,
+    /// Copies into all spaces.
+    op: CopyOp<'t>,
 }
 
-impl<'t> Batch<'t> {
-    fn new(target: &'t Disk, from: &'t dyn Storage) -> Self {
-        let (host, offset) = (HostOffset(0), HostOffset(0));
-        let (most, method) = (1, CopyMethod::Reflink);
-        let (spaces, file, len) = (Vec::new(), FileIndex::default(), 0);
-        Self { target, from, most, method, spaces, file, host, offset, len }
-    }
-
+impl Batch<'_> {
     /// Adds the first homogeneous part of a range, with the blocks at `offset`. Returns its bytes;
     /// 0 if sharing was refused.
     fn add(&mut self, guest: Range<u64>, offset: HostOffset, shared: &mut Shared) -> Result<u64> {
@@ -167,16 +155,16 @@ impl<'t> Batch<'t> {
         }
         let (host, run) = (space.host_of(at), space.write.end - at);
         let goes_on = space.file == self.file
-            && host == self.host + self.len
-            && offset == self.offset + self.len;
+            && host == self.op.to + self.op.len
+            && offset == self.op.from + self.op.len;
         if !goes_on && !self.clone_all(shared)? {
             return Ok(0);
         }
         if self.spaces.is_empty() {
-            (self.file, self.host, self.offset) = (space.file, host, offset);
+            (self.file, self.op.to, self.op.from) = (space.file, host, offset);
         }
         self.spaces.push((space, at..at + run));
-        self.len += run;
+        self.op.len += run;
         Ok(run)
     }
 
@@ -202,7 +190,8 @@ impl<'t> Batch<'t> {
                 return Ok(run);
             }
         };
-        let got = top.file(file).copy_from(host, self.from, offset, run, self.method)?;
+        let op = CopyOp { to: host, from: offset, len: run, ..self.op };
+        let got = top.file(file).copy_from(&op)?;
         shared.refused = got == 0;
         shared.bytes += got;
         Ok(got)
@@ -212,14 +201,12 @@ impl<'t> Batch<'t> {
     /// copied, and its space is released.
     fn clone_all(&mut self, shared: &mut Shared) -> Result<bool> {
         let spaces = std::mem::take(&mut self.spaces);
-        let len = std::mem::take(&mut self.len);
+        let op = CopyOp { len: std::mem::take(&mut self.op.len), ..self.op };
         if spaces.is_empty() {
             return Ok(true);
         }
         let _guard = self.target.enter();
-        let to = self.target.top().file(self.file);
-        let got = to.copy_from(self.host, self.from, self.offset, len, self.method)?;
-        if got < len {
+        if self.target.top().file(self.file).copy_from(&op)? < op.len {
             shared.refused = true;
             spaces.iter().for_each(|(_, guest)| shared.leave(guest.clone()));
             return Ok(false);
@@ -227,7 +214,7 @@ impl<'t> Batch<'t> {
         for (space, _) in spaces {
             space.publish()?;
         }
-        shared.bytes += len;
+        shared.bytes += op.len;
         Ok(true)
     }
 }

@@ -31,18 +31,48 @@ pub enum Destination {
         /// The format's options.
         options: Options,
     },
-    /// An existing image, raw file or device.
-    Into {
-        /// The file.
-        path: PathBuf,
-        /// Its format; `None` probes.
-        format: Option<String>,
-        /// Its cache mode; `None` means writeback, but direct I/O for a device, whose pages would
-        /// not be read again.
-        cache: Option<CacheMode>,
-        /// Policy for references in its metadata.
-        refs: RefPolicy,
-    },
+    /// An existing image, raw file or device, which is written in place.
+    Into(ExistingImage),
+}
+
+/// An existing image, raw file or device.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct ExistingImage {
+    /// The file.
+    pub path: PathBuf,
+    /// Its format; `None` probes.
+    pub format: Option<String>,
+    /// Its cache mode; `None` means writeback, but direct I/O for a device, whose pages would not be
+    /// read again.
+    pub cache: Option<CacheMode>,
+    /// Policy for references in its metadata.
+    pub refs: RefPolicy,
+}
+
+impl ExistingImage {
+    /// An image whose format is probed, with references within its own folder.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self { path: path.into(), format: None, cache: None, refs: RefPolicy::default() }
+    }
+
+    /// Sets [`Self::format`].
+    #[must_use]
+    pub fn format(self, format: Option<String>) -> Self {
+        Self { format, ..self }
+    }
+
+    /// Sets [`Self::cache`].
+    #[must_use]
+    pub fn cache(self, cache: Option<CacheMode>) -> Self {
+        Self { cache, ..self }
+    }
+
+    /// Sets [`Self::refs`].
+    #[must_use]
+    pub fn refs(self, refs: RefPolicy) -> Self {
+        Self { refs, ..self }
+    }
 }
 
 /// A new image.
@@ -161,9 +191,12 @@ impl Target {
             Destination::Pipe { pipe, format, options } => {
                 Self::create_on_pipe(registry, pipe, format, options, bytes).map(Some)
             }
-            Destination::Into { path, format, cache, refs } => {
-                let mut open = OpenOptions::read_write().keys(options.keys.clone());
-                (open.format, open.refs) = (format.clone(), refs.clone());
+            Destination::Into(existing) => {
+                let ExistingImage { path, format, cache, refs } = existing;
+                let open = OpenOptions::read_write()
+                    .maybe_format(format.clone())
+                    .refs(refs.clone())
+                    .keys(options.keys.clone());
                 Self::open(registry, path, open, *cache, bytes).map(Some)
             }
         }
@@ -245,7 +278,7 @@ impl Target {
             .require_creation(&name)
             .and_then(|new| new.create_open(&request, &Limits::default()))
             .map_err(too_large)?;
-        let options = OpenOptions { writable: true, cache, ..OpenOptions::default() };
+        let options = OpenOptions::read_write().cache(cache);
         let info = if format.caps().one_pass {
             ImageInfo::new(driver.name(), bytes)
         } else {

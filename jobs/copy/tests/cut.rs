@@ -4,9 +4,7 @@ use std::fs::OpenOptions as Files;
 use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use vdkit_block::{
-    CancelToken, Creation, Error, FormatDriver, GuestOffset, Monitor, NoProgress, Options, Repair,
-};
+use vdkit_block::{Creation, Error, FormatDriver, GuestOffset, Monitor, Options, Repair};
 use vdkit_chain::{Disk, OpenOptions, Registry, TruncationCheck};
 use vdkit_copy::{CompareOptions, ConvertOptions, Destination, NewImage, Source, compare, convert};
 use vdkit_image::{check, measure};
@@ -90,7 +88,7 @@ impl Case {
 }
 
 fn monitor() -> Monitor<'static> {
-    Monitor { cancel: CancelToken::default(), progress: &NoProgress }
+    Monitor::default()
 }
 
 fn is_cut(error: &Error) -> bool {
@@ -207,7 +205,7 @@ fn missing_tables_are_no_empty_tables() {
     assert!(is_cut(&error) && error.to_string().contains("L1 entry at offset 0x30000"), "{error}");
     drop(disk);
     let before = std::fs::read(&cut).unwrap();
-    let writable = OpenOptions { writable: true, ..OpenOptions::read_only().format("qcow2") };
+    let writable = OpenOptions::read_write().format("qcow2");
     let error = Disk::open(&registry(), &cut, &writable).unwrap_err();
     assert!(is_cut(&error), "{error}");
     assert!(std::fs::read(&cut).unwrap() == before, "not even the header is touched");
@@ -254,7 +252,7 @@ fn a_data_file_that_was_cut_is_made_as_long_as_it_was() {
 fn without_a_refcount_block_nothing_is_written() {
     let Some(case) = Case::new("cluster_size=64k", &[]) else { return };
     let cut = case.cut(1 << 20);
-    let writable = OpenOptions { writable: true, ..OpenOptions::read_only().format("qcow2") };
+    let writable = OpenOptions::read_write().format("qcow2");
     drop(Disk::open(&registry(), &cut, &writable).unwrap());
     let mut file = Files::new().write(true).open(&cut).unwrap();
     // The second entry of the refcount table, in cluster 1.

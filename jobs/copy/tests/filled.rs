@@ -63,7 +63,7 @@ fn a_backing_image_outside_the_chain_must_be_trusted() {
     for trusted in [false, true] {
         let mut options = ConvertOptions::new(new_image(&to, "qcow2", Some(reference.clone())));
         let opening = OpenOptions::read_only().format("raw");
-        options.backing = Some(Backing { path: base.clone(), opening, trusted });
+        options.backing = Some(Backing::new(base.clone(), opening).trusted(trusted));
         let source = Source::new(vec![raw(&from)]);
         let done = convert(&registry(), &source, &options, &Monitor::default());
         assert_eq!(done.is_ok(), trusted, "{done:?}");

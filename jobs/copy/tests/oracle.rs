@@ -244,7 +244,7 @@ fn a_cancelled_conversion_leaves_what_was_there() {
         let before: Vec<_> = listing(&case.dir);
         let token = CancelToken::default();
         let progress = CancelAfter(token.clone());
-        let monitor = Monitor { cancel: token, progress: &progress };
+        let monitor = Monitor::new(&progress).cancelled_by(token);
         let image = new_image(&case.path(name), "qcow2", "cluster_size=64k");
         let mut how = ConvertOptions::new(Destination::New(image));
         how.compress = Some(CompressionSpec { codec: Codec::Deflate, level: None });

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vdkit_block::{CheckReport, Error, ImageInfo, Limits, Monitor, Repair, Result, Storage};
+use vdkit_block::{
+    CheckReport, Error, ImageInfo, Limits, Monitor, OfflineImage, Repair, Result, Storage,
+};
 use vdkit_chain::{OpenOptions, OpenedImage, open_image};
 
 use crate::evidence::{allocation, shuffled};
@@ -168,11 +170,12 @@ impl Examination<'_> {
         let deadline = Instant::now().checked_add(TIME_MAX);
         let budget = BudgetStorage::new(storage, READS_MAX, METADATA_BYTES_MAX, deadline);
         let limited: Arc<dyn Storage> = budget.clone();
-        let limits = Limits { check_bytes_max: MEMORY_MAX, ..Limits::default() };
+        let mut limits = Limits::default();
+        limits.check_bytes_max = MEMORY_MAX;
         // It ends soon, so its own progress would be misleading.
-        let quiet = Monitor { cancel: monitor.cancel.clone(), ..Monitor::default() };
-        let checked = driver.check(&limited, &files, Repair::Nothing, &limits, &quiet);
-        match checked {
+        let monitor = monitor.quiet();
+        let image = OfflineImage { storage: &limited, files: &files, limits, monitor };
+        match driver.check(&image, Repair::Nothing) {
             Ok(_) | Err(_) if budget.exceeded().is_some() => self.not_checked(),
             Ok(report) => {
                 self.checked = true;

@@ -163,7 +163,7 @@ fn folder(
     tree_options.refs = options.refs.clone();
     tree_options.recursive = options.recursive;
     // (Its progress has other units.)
-    let quiet = Monitor { cancel: monitor.cancel.clone(), ..Monitor::default() };
+    let quiet = monitor.quiet();
     let found = tree(registry, path, &tree_options, &quiet)?;
     for (number, image) in found.images.iter().enumerate() {
         monitor.cancel.check()?;
@@ -287,12 +287,10 @@ fn examine(
     options: &DoctorOptions,
     monitor: &Monitor<'_>,
 ) -> Result<DoctorImage> {
-    let open = OpenOptions {
-        format: options.format.clone(),
-        refs: options.refs.clone(),
-        lock: false,
-        ..OpenOptions::read_only()
-    };
+    let open = OpenOptions::read_only()
+        .maybe_format(options.format.clone())
+        .refs(options.refs.clone())
+        .lock(false);
     let described = describe_chain(registry, path, &open);
     let chain = match described {
         Ok(chain) => chain,
@@ -350,7 +348,7 @@ impl Examination<'_> {
 
     /// Tests the image's lock as a reader that excludes writers.
     fn look_at_use(&mut self, open: &OpenOptions) {
-        let open = OpenOptions { lock: true, ..open.clone() }.backing(BackingChoice::Ignore);
+        let open = open.clone().lock(true).backing(BackingChoice::Ignore);
         if let Err(error @ Error::Locked { .. }) = describe_chain(self.registry, self.path, &open) {
             self.in_use = true;
             self.add(DoctorCode::InUse, error.to_string(), None);

@@ -92,12 +92,10 @@ fn found_format(
 ) -> Result<String> {
     let format = options.text("backing_fmt").map(str::to_owned);
     let path = image.parent().map_or_else(|| PathBuf::from(name), |folder| folder.join(name));
-    let looking = OpenOptions {
-        format: format.clone(),
-        refs: opening.refs.clone(),
-        lock: false,
-        ..OpenOptions::read_only()
-    };
+    let looking = OpenOptions::read_only()
+        .maybe_format(format.clone())
+        .refs(opening.refs.clone())
+        .lock(false);
     if path.exists() {
         let chain = describe_chain(registry, &path, &looking)?;
         if chain.links.iter().any(|link| same_file(&link.path, image)) {

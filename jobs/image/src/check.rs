@@ -7,6 +7,7 @@ use vdkit_chain::{OpenOptions, Registry, changed_parent, open_image};
 
 /// Result of a check.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Checked {
     /// The format's name.
     pub format: &'static str,
@@ -27,11 +28,10 @@ pub fn check(
     repair: Repair,
     monitor: &Monitor<'_>,
 ) -> Result<Checked> {
-    let options = OpenOptions { writable: repair != Repair::Nothing, ..options.clone() };
+    let options = options.clone().writable(repair != Repair::Nothing);
     let path = path.as_ref();
     let image = open_image(registry, path, &options)?;
-    let mut report =
-        image.driver.check(&image.storage, &image.files, repair, &options.limits, monitor)?;
+    let mut report = image.driver.check(&image.offline(options.limits, monitor), repair)?;
     let noted = image.info.backing_time;
     if let Some(changed) = noted.and_then(|_| changed_parent(registry, path, &options)) {
         report.add(Finding {

@@ -7,6 +7,7 @@ use vdkit_chain::{OpenOptions, Registry, open_image};
 
 /// Result of a compaction.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Compacted {
     /// The format's name.
     pub format: &'static str,
@@ -28,9 +29,8 @@ pub fn compact(
     how: CompactOptions,
     monitor: &Monitor<'_>,
 ) -> Result<Compacted> {
-    let options = OpenOptions { writable: true, ..options.clone() };
+    let options = options.clone().writable(true);
     let image = open_image(registry, path, &options)?;
-    let report =
-        image.driver.compact(&image.storage, &image.files, how, &options.limits, monitor)?;
+    let report = image.driver.compact(&image.offline(options.limits, monitor), how)?;
     Ok(Compacted { format: image.driver.name(), report })
 }

@@ -51,7 +51,7 @@ impl Image {
         options: &OpenOptions,
         writable: bool,
     ) -> Result<(Self, ListedKeys)> {
-        let options = OpenOptions { writable, ..options.clone() };
+        let options = options.clone().writable(writable);
         let file = path.display().to_string();
         let image = open_image(registry, path, &options)?;
         let slots = match image.driver.keyed_images() {

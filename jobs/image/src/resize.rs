@@ -1,7 +1,7 @@
 //! Resizing a disk.
 
 use vdkit_block::{Error, Fill, GuestOffset, Monitor, Place, Result, ZeroMode};
-use vdkit_chain::Disk;
+use vdkit_chain::{Disk, NewPart};
 
 /// Allocation of the new part of a disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -59,44 +59,44 @@ pub fn resize(
             disk.name()
         )));
     }
-    disk.resize_watched(guest_bytes, monitor)?;
-    // A format may round the size up to its sectors.
-    let after = disk.guest_bytes();
-    let mut allocated = Ok(());
-    // If new space does not read as zero, it has been written already.
-    if options.preallocation != Preallocation::Off && disk.top().new_reads_zero() {
-        allocated = preallocate(disk, before, after, options.preallocation, monitor);
-        if allocated.is_err() {
-            disk.resize(before)?;
-        }
-    }
+    // If new space does not read as zero, it is written by the disk itself.
+    let preallocates = options.preallocation != Preallocation::Off && disk.top().new_reads_zero();
+    let resized = disk.resize_with(guest_bytes, monitor, |part| match preallocates {
+        true => preallocate(disk, part, options.preallocation, monitor),
+        false => Ok(()),
+    });
     disk.flush()?;
-    allocated
+    resized
 }
 
 fn preallocate(
     disk: &Disk,
-    from: u64,
-    to: u64,
+    part: &NewPart<'_>,
     how: Preallocation,
     monitor: &Monitor<'_>,
 ) -> Result<()> {
-    let mut at = from;
-    while at < to {
+    let (mut done, len) = (0, part.len());
+    while done < len {
         monitor.cancel.check()?;
-        monitor.progress.update(at - from, to - from);
-        at += preallocate_some(disk, GuestOffset(at), STEP.min(to - at), how)?;
+        monitor.progress.update(done, len);
+        done += preallocate_some(disk, part, part.start() + done, STEP.min(len - done), how)?;
     }
-    monitor.progress.update(to - from, to - from);
+    monitor.progress.update(len, len);
     Ok(())
 }
 
 /// Allocates bytes from `at`; returns their number.
-fn preallocate_some(disk: &Disk, at: GuestOffset, len: u64, how: Preallocation) -> Result<u64> {
+fn preallocate_some(
+    disk: &Disk,
+    part: &NewPart<'_>,
+    at: GuestOffset,
+    len: u64,
+    how: Preallocation,
+) -> Result<u64> {
     let format = disk.top();
     if format.encryption().is_some() {
         // Unwritten space of an encrypted image reads as noise.
-        disk.write_at(&vec![0; len as usize], at)?;
+        part.write_at(&vec![0; len as usize], at)?;
         return Ok(len);
     }
     let Some(space) = format.reserve(at, len)? else {
@@ -117,7 +117,7 @@ fn preallocate_some(disk: &Disk, at: GuestOffset, len: u64, how: Preallocation) 
         // The cluster begins before the new part: use the ordinary write path.
         let end = space.write.end;
         drop(space);
-        disk.write_at(&vec![0; (end - at.0) as usize], at)?;
+        part.write_at(&vec![0; (end - at.0) as usize], at)?;
         return Ok(end - at.0);
     }
     let (start, end) = (space.guest.start, space.guest.end);

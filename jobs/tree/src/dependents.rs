@@ -96,8 +96,7 @@ fn folders_of(images: &[PathBuf]) -> Vec<PathBuf> {
 /// The identity of an image's backing file, which is never opened.
 fn backing_of(registry: &Registry, image: &Path) -> Option<Identity> {
     // Reading a header needs no lock, even if a running guest holds one.
-    let options =
-        OpenOptions { lock: false, ..OpenOptions::default() }.backing(BackingChoice::Ignore);
+    let options = OpenOptions::default().lock(false).backing(BackingChoice::Ignore);
     let report = describe_chain(registry, image, &options).ok()?;
     let backing = report.links.first()?.info.backing()?;
     identity(&target_of(image, &backing.name)?)
@@ -120,7 +119,7 @@ pub fn refuse_dependents(
         if found.incomplete {
             monitor.progress.message(&format!(
                 "the folder of {} has more than {FILES_MAX} files: not all were looked at for \
-                 images that stand on it",
+                 images that are based on it",
                 image.display()
             ));
         }
@@ -133,10 +132,10 @@ pub fn refuse_dependents(
     }
     Err(Error::Dependents {
         file: show(image),
-        what: format!("{doing} would damage the images that stand on it"),
+        what: format!("{doing} would damage the images that are based on it"),
         dependents: names,
         hint: format!(
-            "use an overlay of its own instead, or first make them stand alone ('vdkit rebase {} \
+            "use an overlay of its own instead, or first make them independent ('vdkit rebase {} \
              --no-backing'); if they are not needed any more, repeat with --force",
             show(first)
         ),

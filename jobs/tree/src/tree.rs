@@ -209,7 +209,9 @@ fn list_files(
 
 fn describe(registry: &Registry, file: &Path, options: &TreeOptions) -> Result<ChainLink> {
     // Reading a header needs no lock, even if a running guest holds one.
-    let options = OpenOptions { lock: false, refs: options.refs.clone(), ..OpenOptions::default() }
+    let options = OpenOptions::default()
+        .lock(false)
+        .refs(options.refs.clone())
         .backing(BackingChoice::Ignore);
     let report = describe_chain(registry, file, &options)?;
     let link = report.links.into_iter().next();
@@ -339,10 +341,10 @@ fn allowed(image: &Path, target: &Path, refs: &RefPolicy) -> bool {
                 .filter_map(|f| f.canonicalize().ok())
                 .any(|f| target.starts_with(f))
         }
-        RefPolicy::Nothing => false,
         RefPolicy::Ask(judge) => {
             judge.allows(&image.display().to_string(), &target.display().to_string())
         }
+        _ => false,
     }
 }
 

@@ -11,9 +11,10 @@
 
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -33,10 +34,15 @@ use crate::socket::{ACCEPT_PAUSE, Access, UnixSocket, Wake};
 const LINE_MAX: u64 = 64 << 10;
 /// Idle time after which a client is disconnected.
 const IDLE: Duration = Duration::from_secs(60);
+/// Maximum time to wait for a client that does not read its answer.
+const ANSWER_TIME: Duration = Duration::from_secs(5);
+/// Interval at which the end of a control socket looks whether the commands have ended.
+const END_POLL: Duration = Duration::from_millis(10);
 
 /// A command.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "kebab-case", deny_unknown_fields)]
+#[non_exhaustive]
 pub enum Command {
     /// What is served, and its state.
     Status,
@@ -149,6 +155,7 @@ pub struct Status {
 /// Answer to a command.
 #[derive(Clone, Debug, Serialize)]
 #[serde(untagged)]
+#[non_exhaustive]
 pub enum Answer {
     /// To `status`.
     Status(Status),
@@ -212,7 +219,7 @@ impl Controller {
         match command {
             Command::Status => Ok(Answer::Status(self.status())),
             Command::Stats => Ok(Answer::Stats(export.stats())),
-            Command::Flush => export.flush().map(|()| Answer::Done {}),
+            Command::Flush => export.flush_despite_pause().map(|()| Answer::Done {}),
             Command::Pause => {
                 export.pause();
                 Ok(Answer::Done {})
@@ -284,7 +291,9 @@ struct Reply<'a> {
     error: Option<&'a str>,
 }
 
-/// A control socket, open until dropped.
+/// A control socket, open until dropped. Dropping it ends its connections: running commands are
+/// answered, a running job is cancelled, and on return no thread of the control holds the export.
+#[must_use = "dropping it closes the socket"]
 pub struct Control {
     path: PathBuf,
     wake: Arc<Wake>,
@@ -308,9 +317,12 @@ impl Control {
         socket.set_nonblocking(true)?;
         let wake = Arc::new(Wake::new()?);
         let woken = Arc::clone(&wake);
-        let thread = std::thread::Builder::new()
-            .name("control".to_owned())
-            .spawn(move || accept(&socket, &woken, &controller))?;
+        let thread = std::thread::Builder::new().name("control".to_owned()).spawn(move || {
+            let mut conversations = Conversations::default();
+            accept(&socket, &woken, &controller, &mut conversations);
+            drop(socket);
+            conversations.end(&controller.export);
+        })?;
         Ok(Self { path: path.to_owned(), wake, thread: Some(thread) })
     }
 }
@@ -324,30 +336,72 @@ impl Drop for Control {
     }
 }
 
+/// The connections, and the threads that serve them.
+#[derive(Default)]
+struct Conversations {
+    /// Only the thread holds the socket, so that it is closed when the thread ends.
+    running: Vec<(Weak<UnixStream>, JoinHandle<()>)>,
+    /// No further command is run.
+    ended: CancelToken,
+}
+
+impl Conversations {
+    fn start(&mut self, client: UnixStream, controller: Controller) {
+        self.running.retain(|(_, thread)| !thread.is_finished());
+        let client = Arc::new(client);
+        let (weak, ended) = (Arc::downgrade(&client), self.ended.clone());
+        let spawned = std::thread::Builder::new()
+            .name("control".to_owned())
+            .spawn(move || converse(&client, &controller, &ended));
+        match spawned {
+            Ok(thread) => self.running.push((weak, thread)),
+            Err(error) => tracing::warn!("control: cannot start a thread for a client: {error}"),
+        }
+    }
+
+    /// Runs no further command, and waits for those that run.
+    fn end(self, export: &Export) {
+        self.ended.cancel();
+        for client in self.running.iter().filter_map(|(client, _)| client.upgrade()) {
+            // The answer to a running command can still be sent.
+            let _ = client.shutdown(Shutdown::Read);
+        }
+        for (_, thread) in self.running {
+            while !thread.is_finished() {
+                // Repeatedly: a command may have begun, and its job not yet.
+                export.cancel_any_job();
+                std::thread::sleep(END_POLL);
+            }
+            let _ = thread.join();
+        }
+    }
+}
+
 /// Accepts clients until woken.
-fn accept(socket: &UnixSocket, wake: &Wake, controller: &Controller) {
+fn accept(
+    socket: &UnixSocket,
+    wake: &Wake,
+    controller: &Controller,
+    conversations: &mut Conversations,
+) {
     loop {
         let came = match wake.wait_at(&**socket) {
             Ok(true) => socket.accept(),
             Ok(false) => return,
             Err(error) => Err(error),
         };
-        let (client, controller) = match came {
-            Ok((client, _)) => (client, controller.clone()),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+        match came {
+            // A client that stays connected must not block others.
+            Ok((client, _)) => conversations.start(client, controller.clone()),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) => {
                 tracing::warn!("control: a connection was not accepted: {error}");
                 // The connection is still pending: without a pause this would spin.
                 if !wake.pause(ACCEPT_PAUSE) {
                     return;
                 }
-                continue;
             }
-        };
-        // A client that stays connected must not block others.
-        let _ = std::thread::Builder::new()
-            .name("control".to_owned())
-            .spawn(move || converse(&client, &controller));
+        }
     }
 }
 
@@ -359,9 +413,12 @@ fn words(error: &Error) -> String {
     }
 }
 
-/// Answers one client's lines until it disconnects.
-fn converse(client: &UnixStream, controller: &Controller) {
-    if client.set_read_timeout(Some(IDLE)).is_err() {
+/// Answers one client's lines until it disconnects or the control ends.
+fn converse(client: &UnixStream, controller: &Controller, ended: &CancelToken) {
+    let limited = client
+        .set_read_timeout(Some(IDLE))
+        .and_then(|()| client.set_write_timeout(Some(ANSWER_TIME)));
+    if limited.is_err() {
         return;
     }
     let mut lines = BufReader::new(client);
@@ -370,6 +427,8 @@ fn converse(client: &UnixStream, controller: &Controller) {
         let mut line = Vec::new();
         match (&mut lines).take(LINE_MAX).read_until(b'\n', &mut line) {
             Ok(0) | Err(_) => return,
+            // Lines that were received before the end of the control are still in the buffers.
+            Ok(_) if ended.is_cancelled() => return,
             Ok(_) => {}
         }
         let command = serde_json::from_slice::<Command>(&line);

@@ -11,7 +11,7 @@ use vdkit_block::{
 use vdkit_chain::{Disk, Ready};
 
 use crate::changes::ChangeMap;
-use crate::client::{ASK_EVERY, Client};
+use crate::client::{ASK_EVERY, Client, STAYS};
 use crate::control::Answer;
 use crate::counters::{Counters, Stats};
 use crate::images::ImageChain;
@@ -30,6 +30,7 @@ pub enum OnNoSpace {
 
 /// Options of an export.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub struct ExportOptions {
     /// The name that clients request.
     pub name: String,
@@ -108,6 +109,8 @@ pub struct Served {
     pub disk: Disk,
     /// Records changes while a job copies the disk.
     pub changes: Option<Arc<ChangeMap>>,
+    /// [`Export::close`] was called.
+    closed: bool,
 }
 
 /// A served disk; see the [crate's documentation](crate).
@@ -152,6 +155,11 @@ impl Deref for Held<'_> {
 }
 
 impl Held<'_> {
+    /// The disk, unless it is closed: for whatever may change it.
+    fn unless_closed(self) -> Result<Self> {
+        if self.0.closed { Err(Error::Interrupted) } else { Ok(self) }
+    }
+
     /// Marks a range after a change or a failed attempt. Never call it before: see [`ChangeMap`].
     pub(crate) fn changed(&self, at: u64, len: u64) {
         if let Some(changes) = &self.0.changes {
@@ -167,7 +175,7 @@ impl Export {
             offered: Mutex::new(options.bitmaps.clone()),
             options,
             seen: Mutex::new(DiskView::of(&disk)),
-            disk: RwLock::new(Served { disk, changes: None }),
+            disk: RwLock::new(Served { disk, changes: None, closed: false }),
             paused: AtomicBool::new(false),
             pause: (Mutex::new(()), Condvar::new()),
             parking: Parking::default(),
@@ -232,38 +240,51 @@ impl Export {
         *seen
     }
 
-    /// Locks the disk for one request. Waits while the export is paused or the disk is locked
-    /// exclusively.
+    /// Locks the disk for a request that changes nothing. Waits while the export is paused or the
+    /// disk is locked exclusively.
     pub fn hold(&self) -> Held<'_> {
-        if self.paused() {
-            let mut guard = self.pause.0.lock();
-            while self.paused() {
-                self.pause.1.wait(&mut guard);
+        loop {
+            if self.paused() {
+                let mut guard = self.pause.0.lock();
+                while self.paused() {
+                    self.pause.1.wait(&mut guard);
+                }
+            }
+            let held = self.disk();
+            // Check again: `pause` waits only for requests that had locked the disk before.
+            if !self.paused() {
+                return held;
             }
         }
-        self.disk()
     }
 
-    /// As [`Export::hold`], for a client that may leave while it waits.
+    /// As [`Export::hold`], for any request of a client that may leave while it waits.
     ///
     /// # Errors
-    /// [`Error::Interrupted`] if the client has left.
+    /// [`Error::Interrupted`] if the client has left or the export is closed.
     pub(crate) fn hold_for(&self, client: &Client) -> Result<Held<'_>> {
-        if let Some(held) = self.hold_ready() {
-            return Ok(held);
-        }
-        if self.paused() {
-            let mut guard = self.pause.0.lock();
-            while self.paused() && !client.has_left() {
-                self.pause.1.wait_for(&mut guard, ASK_EVERY);
+        loop {
+            if let Some(held) = self.hold_ready() {
+                return Ok(held);
+            }
+            if self.paused() {
+                let mut guard = self.pause.0.lock();
+                while self.paused() && !client.has_left() {
+                    self.pause.1.wait_for(&mut guard, ASK_EVERY);
+                }
+            }
+            if client.has_left() {
+                return Err(Error::Interrupted);
+            }
+            let held = self.disk().unless_closed()?;
+            // Check again: an exclusive operation may have held the disk for long.
+            if client.has_left() {
+                return Err(Error::Interrupted);
+            }
+            if !self.paused() {
+                return Ok(held);
             }
         }
-        if client.has_left() {
-            return Err(Error::Interrupted);
-        }
-        let held = self.disk();
-        // Check again: an exclusive operation may have held the disk for long.
-        if client.has_left() { Err(Error::Interrupted) } else { Ok(held) }
     }
 
     /// Locks the disk outside a client request: waits only for exclusive operations, not for a
@@ -272,15 +293,24 @@ impl Export {
         Held(self.disk.read())
     }
 
-    /// Locks the disk if that needs no waiting.
+    /// Locks the disk if that needs no waiting and it is open.
     fn hold_ready(&self) -> Option<Held<'_>> {
-        if self.paused.load(Ordering::Acquire) { None } else { self.disk.try_read().map(Held) }
+        let held = Held(self.disk.try_read()?).unless_closed().ok()?;
+        // With the disk locked: see `pause`.
+        if self.paused() { None } else { Some(held) }
     }
 
-    /// Blocks new requests, also on the non-blocking path; running requests end.
+    /// Blocks new requests, also on the non-blocking path, and waits for running ones: on return
+    /// none runs. (A request over a large range runs in steps, and waits between two of them.) Do
+    /// not call it while holding the disk.
     pub fn pause(&self) {
-        let _guard = self.pause.0.lock();
-        self.paused.store(true, Ordering::Release);
+        {
+            let _guard = self.pause.0.lock();
+            self.paused.store(true, Ordering::Release);
+        }
+        // Requests that have locked the disk end first; later ones see the flag once they have
+        // locked it.
+        drop(self.disk.write());
     }
 
     /// Unblocks requests, and retries changes that wait for space.
@@ -354,9 +384,14 @@ impl Export {
     /// Makes everything durable whose request had ended before, from any server.
     ///
     /// # Errors
-    /// As [`Disk::flush`].
+    /// As [`Disk::flush`]; [`Error::Interrupted`] if the export is closed.
     pub fn flush(&self) -> Result<()> {
-        self.hold().flush()
+        self.hold_for(&STAYS)?.flush()
+    }
+
+    /// As [`Export::flush`], also while the export is paused.
+    pub(crate) fn flush_despite_pause(&self) -> Result<()> {
+        self.disk().unless_closed()?.flush()
     }
 
     /// Flushes a change if it must be durable.
@@ -411,10 +446,10 @@ impl Export {
         match change {
             Change::Write(data) => requests.write(data, at, durable),
             Change::Append(data) => {
-                self.grow_to(at.saturating_add(data.len() as u64))?;
+                self.grow_to(client, at.saturating_add(data.len() as u64))?;
                 requests.write(data, at, durable)
             }
-            Change::Grow => self.grow_to(at),
+            Change::Grow => self.grow_to(client, at),
             Change::Zero { len, may_unmap } => requests.zero(at, *len, *may_unmap, durable),
             Change::Flush { .. } => self.hold_for(client)?.flush(),
         }
@@ -464,37 +499,51 @@ impl Export {
     /// [`Error::Invalid`] for a smaller size; [`Error::Busy`] while a job runs that does not
     /// support growth; as [`Disk::resize`].
     pub fn grow(&self, guest_bytes: u64) -> Result<()> {
-        self.check_writable()?;
-        self.exchange(|served| {
-            let disk = &served.disk;
-            self.refuse_growth_during_job(disk.name())?;
-            let now = disk.guest_bytes();
-            if guest_bytes < now {
-                return Err(Error::Invalid(format!(
-                    "{}: a served disk is not shrunk, from {now} to {guest_bytes} bytes: end the \
-                     service, then: vdkit resize --shrink",
-                    disk.name()
-                )));
-            }
-            let resized = disk.resize(guest_bytes);
-            // Also after an error: the disk may have grown, and clients then write to the new part.
-            if let Some(changes) = &served.changes {
-                changes.grow(disk.guest_bytes());
-            }
-            resized?;
-            disk.flush()
-        })
+        self.exchange(|served| self.grow_alone(served, guest_bytes))
     }
 
-    /// Grows the disk at least to `bytes`.
-    fn grow_to(&self, bytes: u64) -> Result<()> {
-        if bytes <= self.size() {
-            return Ok(());
+    /// See [`Export::grow`].
+    fn grow_alone(&self, served: &Served, guest_bytes: u64) -> Result<()> {
+        self.check_writable()?;
+        let disk = &served.disk;
+        self.refuse_growth_during_job(disk.name())?;
+        let now = disk.guest_bytes();
+        if guest_bytes < now {
+            return Err(Error::Invalid(format!(
+                "{}: a served disk is not shrunk, from {now} to {guest_bytes} bytes: end the \
+                 service, then: vdkit resize --shrink",
+                disk.name()
+            )));
         }
-        match self.grow(bytes) {
-            // Another thread was faster.
-            Err(_) if self.size() >= bytes => Ok(()),
-            done => done,
+        let resized = disk.resize(guest_bytes);
+        // Also after an error: the disk may have grown, and clients then write to the new part.
+        if let Some(changes) = &served.changes {
+            changes.grow(disk.guest_bytes());
+        }
+        resized?;
+        disk.flush()
+    }
+
+    /// Grows the disk at least to `bytes`, for a client's request.
+    fn grow_to(&self, client: &Client, bytes: u64) -> Result<()> {
+        loop {
+            // This waits while the export is paused.
+            if bytes <= self.hold_for(client)?.guest_bytes() {
+                return Ok(());
+            }
+            let tried = self.exchange(|served| {
+                if self.paused() {
+                    return Ok(false);
+                }
+                // Another request may have grown the disk since.
+                if served.disk.guest_bytes() < bytes {
+                    self.grow_alone(served, bytes)?;
+                }
+                Ok(true)
+            })?;
+            if tried {
+                return Ok(());
+            }
         }
     }
 
@@ -519,35 +568,38 @@ impl Export {
     /// ones.
     ///
     /// # Errors
-    /// Errors of `act`.
+    /// [`Error::Interrupted`] if the export is closed; errors of `act`.
     pub fn alone<T>(&self, act: impl FnOnce(&Disk) -> Result<T>) -> Result<T> {
-        act(&self.disk.write().disk)
+        self.exchange(|served| act(&served.disk))
     }
 
     /// As [`Export::alone`], to replace the disk by one with the same data, or to start or stop
     /// tracking changes.
     ///
     /// # Errors
-    /// Errors of `act`.
+    /// As there.
     pub fn exchange<T>(&self, act: impl FnOnce(&mut Served) -> Result<T>) -> Result<T> {
-        act(&mut self.disk.write())
+        let mut served = self.disk.write();
+        if served.closed { Err(Error::Interrupted) } else { act(&mut served) }
     }
 
     /// Ends all waiting, for space or for a resume: kept changes fail, and later changes that find
-    /// no space fail at once.
+    /// no space fail at once. On return no kept change is being tried.
     pub fn end_waiting(&self) {
         self.resume();
         self.parking.close();
     }
 
-    /// Ends the service: stops a job, fails kept changes, flushes and closes the disk. The export
-    /// must not be used afterwards.
+    /// Ends the service: stops a job, fails kept changes, flushes and closes the disk. Later
+    /// changes and flushes fail with [`Error::Interrupted`].
     ///
     /// # Errors
     /// As [`Disk::close`].
     pub fn close(&self) -> Result<()> {
         self.end_jobs();
         self.end_waiting();
-        self.disk.write().disk.close()
+        let mut served = self.disk.write();
+        served.closed = true;
+        served.disk.close()
     }
 }

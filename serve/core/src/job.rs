@@ -134,6 +134,13 @@ impl Export {
         Ok(())
     }
 
+    /// Cancels the running job, if any.
+    pub(crate) fn cancel_any_job(&self) {
+        if let Some(running) = &self.jobs.state.lock().running {
+            running.cancel.cancel();
+        }
+    }
+
     /// Cancels the running job, waits until it has ended, and refuses new jobs.
     pub(crate) fn end_jobs(&self) {
         let mut state = self.jobs.state.lock();

@@ -10,12 +10,15 @@
 //! Kept changes may be reordered with later requests: unanswered requests have no guaranteed order.
 
 use std::collections::VecDeque;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use serde::Serialize;
-use vdkit_block::{Error, Result};
+use vdkit_block::{Error, IoAction, Result};
 
 use crate::client::{ASK_EVERY, Client};
 use crate::export::{Change, Done, Export};
@@ -115,8 +118,8 @@ struct State {
     requests: u64,
     /// Client of the current attempt or answer.
     tried: Option<Arc<Client>>,
-    /// The retry thread runs.
-    running: bool,
+    /// The retry thread, if it runs.
+    running: Option<ThreadId>,
     /// Retry now: space may be available.
     retry: bool,
     closed: bool,
@@ -216,9 +219,9 @@ impl Parking {
         }
         state.count(&parked.change);
         state.queue.push_back(parked);
-        if !state.running {
+        if state.running.is_none() {
             state.running = parking.start(export);
-            if !state.running {
+            if state.running.is_none() {
                 // There is no thread to retry: report the error to the client.
                 let failed = state.take(|_| true);
                 state.since = None;
@@ -234,11 +237,11 @@ impl Parking {
         }
     }
 
-    /// Starts the retry thread; returns whether it runs.
-    fn start(&self, export: &Arc<Export>) -> bool {
+    /// Starts the retry thread, if that is possible.
+    fn start(&self, export: &Arc<Export>) -> Option<ThreadId> {
         let export = export.clone();
         let builder = std::thread::Builder::new().name("nospace".to_owned());
-        builder.spawn(move || retry(&export)).is_ok()
+        builder.spawn(move || retry(&export)).ok().map(|thread| thread.thread().id())
     }
 
     /// Starts the next attempt now.
@@ -265,14 +268,27 @@ impl Parking {
         let mut state = self.state.lock();
         let gone = state.take(|parked| is_own(&parked.claim.client));
         self.changed.notify_all();
-        while state.tried.as_ref().is_some_and(is_own) {
-            self.changed.wait(&mut state);
-        }
+        self.wait_for_attempt(&mut state, is_own);
         drop(state);
         drop(gone);
     }
 
-    /// Fails all waiting changes.
+    /// Waits while a change of a `chosen` client is tried or answered. The retry thread itself,
+    /// which calls [`Done`], does not wait.
+    fn wait_for_attempt(
+        &self,
+        state: &mut MutexGuard<'_, State>,
+        chosen: impl Fn(&Arc<Client>) -> bool,
+    ) {
+        if state.running == Some(std::thread::current().id()) {
+            return;
+        }
+        while state.tried.as_ref().is_some_and(&chosen) {
+            self.changed.wait(state);
+        }
+    }
+
+    /// Fails all waiting changes. On return none is being tried.
     pub(crate) fn close(&self) {
         let failed = {
             let mut state = self.state.lock();
@@ -281,6 +297,7 @@ impl Parking {
         };
         self.changed.notify_all();
         failed.into_iter().for_each(|parked| parked.answer(Err(Error::Interrupted)));
+        self.wait_for_attempt(&mut self.state.lock(), |_| true);
     }
 
     /// The next change to try, after a pause if the last attempt found no space. `None` if the
@@ -301,7 +318,7 @@ impl Parking {
         if let Some(parked) = &next {
             state.tried = Some(parked.claim.client.clone());
         } else {
-            state.running = false;
+            state.running = None;
             state.reason.clear();
             if state.since.take().is_some() {
                 tracing::warn!(export = export.name(), "there is space again: writes go on");
@@ -313,13 +330,19 @@ impl Parking {
         next
     }
 
-    /// Tries a change. Returns whether it found no space and is kept again.
+    /// Tries a change. Returns whether it found no space and is kept again. A panic of a storage or
+    /// of [`Done`] must not end the thread: the other changes would wait for ever.
     fn attempt(&self, export: &Export, parked: Parked) -> bool {
         let client = &parked.claim.client;
         let mut claim = parked.claim.state.lock();
         let mut done = Err(Error::Interrupted);
         if *claim == ClaimState::Waits {
-            done = export.apply(client, &parked.change, parked.at, parked.durable);
+            let apply = || export.apply(client, &parked.change, parked.at, parked.durable);
+            done = catch_unwind(AssertUnwindSafe(apply)).unwrap_or_else(|_| {
+                let source = io::Error::other("the thread has panicked");
+                let (at, len) = (parked.at, parked.change.held_bytes());
+                Err(Error::io(&export.filename(), IoAction::Write, at, len, source))
+            });
             if done.is_err() && client.is_noted_as_left() {
                 *claim = ClaimState::Withdrawn;
             }
@@ -338,11 +361,15 @@ impl Parking {
         } else {
             state.forget(&parked.change);
             drop(state);
-            if answers {
-                (parked.done)(done);
-            } else if again {
-                parked.answer(done);
-            }
+            let answer = || {
+                if answers {
+                    (parked.done)(done);
+                } else if again {
+                    parked.answer(done);
+                }
+            };
+            // The panic hook has reported a panic.
+            let _ = catch_unwind(AssertUnwindSafe(answer));
             state = self.state.lock();
         }
         state.tried = None;

@@ -32,7 +32,8 @@ fn a_read_only_export_of_a_writable_disk_takes_no_change_in_any_lane() {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
     let disk = qcow2(storage, MIB, "");
     disk.write_at(&[7; 4096], GuestOffset(0)).unwrap();
-    let options = ExportOptions { read_only: true, ..ExportOptions::default() };
+    let mut options = ExportOptions::default();
+    options.read_only = true;
     let export = Export::new(disk, options);
     assert!(export.read_only());
     // In place, which the non-blocking path would serve at once.
@@ -229,8 +230,9 @@ fn offered_bitmaps_are_told_while_requests_run() {
     let disk = qcow2(storage, MIB, "");
     let new = NewBitmap { name: "b", granularity: None, enabled: true };
     disk.top().bitmaps().unwrap().add(&new).unwrap();
-    let bitmaps = vec!["b".to_owned(), "none".to_owned()];
-    let export = Export::new(disk, ExportOptions { bitmaps, ..ExportOptions::default() });
+    let mut options = ExportOptions::default();
+    options.bitmaps = vec!["b".to_owned(), "none".to_owned()];
+    let export = Export::new(disk, options);
     let (tell, told) = channel();
     std::thread::scope(|scope| {
         let request = export.hold();
@@ -267,6 +269,35 @@ fn changes_in_the_new_part_of_a_disk_are_marked_after_a_growth_that_failed() {
         larger += u32::from(grown.is_err() && size > MIB);
         if grown.is_ok() {
             assert!(larger > 0, "no growth failed late");
+            return;
+        }
+    }
+}
+
+/// As above, for a client's growth: that the disk has the size by then does not make it a success.
+#[test]
+fn a_growth_that_failed_late_is_reported() {
+    let mut late = 0;
+    for nth in 0.. {
+        let [grown, wanted] = [true, false].map(|by_client| {
+            let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
+            let disk = qcow2(faulty.clone(), MIB, "cluster_size=4K");
+            let bitmap = NewBitmap { name: "fine", granularity: Some(512), enabled: true };
+            disk.top().bitmaps().unwrap().add(&bitmap).unwrap();
+            let export = Export::new(disk, ExportOptions::default());
+            faulty.arm(FaultPlan::nth(&[FaultKind::Write, FaultKind::Sync], nth));
+            let grown = if by_client {
+                export.apply(&Client::default(), &Change::Grow, 40 * MIB, false)
+            } else {
+                export.grow(40 * MIB)
+            };
+            faulty.heal();
+            (grown.is_ok(), export.size())
+        });
+        assert_eq!(grown, wanted, "call {nth} failed");
+        late += u32::from(grown == (false, 40 * MIB));
+        if grown.0 {
+            assert!(late > 0, "no growth failed late");
             return;
         }
     }

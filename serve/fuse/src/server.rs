@@ -28,6 +28,7 @@ const LAST_WORK: Duration = Duration::from_secs(1);
 
 /// Options of a mount.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub struct ServerOptions {
     /// Other users may access the file, as its permissions allow.
     pub allow_other: bool,

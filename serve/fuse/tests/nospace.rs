@@ -115,7 +115,8 @@ fn a_growth_waits_for_space() {
     if !require_fuse() {
         return;
     }
-    let options = ServerOptions { growable: true, ..ServerOptions::default() };
+    let mut options = ServerOptions::default();
+    options.growable = true;
     let mounted = Mounted::with(MIB, &options);
     mounted.fill();
     let appending = mounted.write_in_vain(MIB + 4096);

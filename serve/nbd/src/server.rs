@@ -155,6 +155,7 @@ fn percent(text: &[u8], plain: &[u8]) -> String {
 
 /// Options of a server.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct ServerOptions {
     /// Maximum connections. A further one replaces the one that has been negotiating longest. It is
     /// rejected if all have reached an export.
@@ -212,7 +213,9 @@ struct Connection {
     agreed: bool,
 }
 
-/// A server: threads that listen and serve until [`Server::stop`].
+/// A server: threads that listen and serve until [`Server::stop`]. Dropping it is a stop without
+/// time to drain.
+#[must_use = "dropping it ends the service"]
 pub struct Server {
     shared: Arc<Shared>,
     listeners: Vec<JoinHandle<()>>,
@@ -242,6 +245,7 @@ impl Server {
             next: AtomicU64::new(0),
             served: AtomicU64::new(0),
         });
+        // An error drops this, which ends the threads that have been started.
         let mut server = Self { shared, listeners: Vec::new() };
         for listener in listeners {
             // A connection may close between poll and accept.
@@ -267,10 +271,16 @@ impl Server {
 
     /// Ends the service. Accepts no new connections, and receives nothing more; started requests
     /// are finished and answered. Waits at most `drain`, then closes all connections. On return no
-    /// thread of the server holds an export.
-    pub fn stop(self, drain: Duration) {
+    /// thread of the server holds an export. A request of a paused export delays
+    /// that until [`vdkit_serve::Export::resume`].
+    pub fn stop(mut self, drain: Duration) {
+        self.end(drain);
+    }
+
+    /// See [`Server::stop`]. A second call finds nothing to end.
+    fn end(&mut self, drain: Duration) {
         self.shared.wake.wake();
-        for thread in self.listeners {
+        for thread in self.listeners.drain(..) {
             let _ = thread.join();
         }
         let until = Instant::now() + drain;
@@ -290,6 +300,12 @@ impl Server {
                 }
             }
         }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.end(Duration::ZERO);
     }
 }
 

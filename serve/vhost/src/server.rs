@@ -47,11 +47,14 @@ struct Visits {
     connected: AtomicBool,
 }
 
-/// A disk served to monitors.
+/// A disk served to monitors until [`Server::stop`]. Dropping it ends the service too, and waits
+/// until the requests already taken are done: they use the guest's memory.
 #[derive(Debug)]
+#[must_use = "dropping it ends the service"]
 pub struct Server {
     visits: Arc<Visits>,
-    thread: JoinHandle<()>,
+    /// `None` once it was joined or given up.
+    thread: Option<JoinHandle<()>>,
     stop: Arc<OwnedFd>,
     ended: Receiver<()>,
 }
@@ -74,7 +77,7 @@ impl Server {
                 // The receiver may be gone.
                 let _ = tell.send(());
             })?;
-        Ok(Self { visits, thread, stop, ended })
+        Ok(Self { visits, thread: Some(thread), stop, ended })
     }
 
     /// Number of monitors so far.
@@ -89,10 +92,25 @@ impl Server {
 
     /// Ends the service. Requests already taken are done and put back, for at most `drain`; others
     /// stay in their rings. Returns whether all were done.
-    pub fn stop(self, drain: Duration) -> bool {
+    pub fn stop(mut self, drain: Duration) -> bool {
+        self.wake();
+        // Taken in any case, so that dropping the server does not wait for longer than `drain`.
+        let thread = self.thread.take();
+        self.ended.recv_timeout(drain).is_ok() && thread.is_some_and(|own| own.join().is_ok())
+    }
+
+    fn wake(&self) {
         // A fresh eventfd accepts this.
         let _ = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
-        self.ended.recv_timeout(drain).is_ok() && self.thread.join().is_ok()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if let Some(thread) = self.thread.take() {
+            self.wake();
+            let _ = thread.join();
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, RwLock};
 use vdkit_block::{
     CacheMode, Error, GuestDiscard, HostOffset, IoAction, Result, SpaceMap, Storage, StorageCaps,
-    StorageExtent, ZeroMode,
+    StorageExtent, ZeroMode, require_writable,
 };
 
 use crate::client::{self, Client, Limits};
@@ -49,6 +49,7 @@ impl vdkit_chain::Protocol for Nbd {
 
 /// How an export is opened.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct NbdOptions {
     /// Opens it for writing.
     pub writable: bool,
@@ -139,9 +140,7 @@ impl NbdStorage {
         let client = Client::connect(parsed(name)?, contexts, limits)
             .map_err(|error| open_error(name, error))?;
         let agreed = client.agreed();
-        if options.writable && agreed.has(flag::READ_ONLY) {
-            return Err(Error::ReadOnly { file: name.to_owned() });
-        }
+        require_writable(!options.writable || !agreed.has(flag::READ_ONLY), name)?;
         let id =
             |name: &str| agreed.contexts.iter().find(|(known, _)| known == name).map(|(_, id)| *id);
         if let Some(lacking) = options.contexts.iter().find(|context| id(context).is_none()) {
@@ -177,10 +176,7 @@ impl NbdStorage {
     }
 
     fn check_writable(&self) -> Result<()> {
-        if self.options.writable {
-            return Ok(());
-        }
-        Err(Error::ReadOnly { file: self.name().to_owned() })
+        require_writable(self.options.writable, self.name())
     }
 
     fn check_range(&self, action: IoAction, offset: u64, len: u64) -> Result<()> {
@@ -517,7 +513,5 @@ impl Storage for NbdStorage {
         self.allocation.map(|_| self as &dyn SpaceMap)
     }
 
-    fn guest_discard(&self) -> Option<&dyn GuestDiscard> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(guest_discard: GuestDiscard);
 }

@@ -82,9 +82,7 @@ impl Storage for Window {
         Ok(())
     }
 
-    fn read_paths(&self) -> Option<&dyn ReadPaths> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(read_paths: ReadPaths);
 }
 
 impl ReadPaths for Window {

@@ -466,9 +466,13 @@ impl Shared {
             }
         }
         while cache.helpers < AHEAD.min(cache.wanted.len() as u64) {
-            cache.helpers += 1;
             let shared = self.clone();
-            std::thread::spawn(move || shared.help());
+            let builder = std::thread::Builder::new().name("http".to_owned());
+            if builder.spawn(move || shared.help()).is_err() {
+                // Readers fetch what no helper has fetched.
+                break;
+            }
+            cache.helpers += 1;
         }
         self.changed.notify_all();
     }

@@ -26,7 +26,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use vdkit_block::{Error, GuestOffset, Monitor, NoProgress, Result, is_zero};
+use vdkit_block::{Error, GuestOffset, Monitor, Result, is_zero};
 use vdkit_chain::{Disk, DiskPlace, Layer, TruncationCheck};
 use vdkit_serve::{ChangeMap, Committed, Export, Job};
 use vdkit_tree::refuse_dependents;
@@ -77,7 +77,7 @@ fn judge(images: &LiveImages, export: &Export, job: &Job<'_>, force: bool) -> Re
     let disk = export.disk();
     let [top, base, ..] = disk.layers() else {
         return Err(Error::Invalid(format!(
-            "{}: stands on no other image, so there is nothing to commit to",
+            "{}: has no backing image, so there is nothing to commit to",
             disk.name()
         )));
     };
@@ -100,7 +100,7 @@ fn judge(images: &LiveImages, export: &Export, job: &Job<'_>, force: bool) -> Re
     if !force {
         refuse_losses(top)?;
         drop(disk);
-        let monitor = Monitor { cancel: job.cancel().clone(), progress: &NoProgress };
+        let monitor = Monitor::default().cancelled_by(job.cancel().clone());
         let own = [overlay.clone()];
         refuse_dependents(&images.registry, &[base], &own, "committing to it", &monitor)?;
     }

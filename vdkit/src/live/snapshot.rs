@@ -111,18 +111,15 @@ fn make(images: &LiveImages, path: &Path, backing: NewBacking, guest_bytes: u64)
     let wanted = CreateOptions::new(path, images.registry.driver(FORMAT)?)
         .guest_bytes(guest_bytes)
         .backing(backing)
-        .refs(images.options.refs.clone());
+        .opening(OpenOptions::read_only().refs(images.options.refs.clone()));
     create(&images.registry, &wanted, &Monitor::default()).map(drop)
 }
 
 fn go_on_with(images: &LiveImages, export: &Export, path: &Path) -> Result<ImageChain> {
-    let options = OpenOptions {
-        writable: true,
-        cache: images.options.cache,
-        limits: images.options.limits,
-        lock: images.options.lock,
-        ..OpenOptions::default()
-    };
+    let options = OpenOptions::read_write()
+        .cache(images.options.cache)
+        .limits(images.options.limits)
+        .lock(images.options.lock);
     let options = options.format(FORMAT).backing(BackingChoice::Ignore);
     let overlay = Disk::open(&images.registry, path, &options)?;
     export.exchange(|served| {

@@ -11,7 +11,7 @@ use vdkit::live::LiveImages;
 use vdkit::serve::{Export, ExportOptions, Images};
 use vdkit::storage::MemoryStorage;
 use vdkit::{
-    BackingRef, CacheMode, CreateRequest, Disk, GuestOffset, HostOffset, Limits, Monitor,
+    BackingRef, CacheMode, CreateRequest, Disk, GuestOffset, HostOffset, Limits, OfflineImage,
     OpenOptions, OpenRequest, Options, Repair, Result, Storage,
 };
 use vdkit_testkit::concurrent::clients::{Front, Mix, Stage};
@@ -132,7 +132,7 @@ fn open(
     let info = driver.describe(storage, &limits)?;
     let request = OpenRequest { storage: storage.clone(), files: Vec::new(), writable, limits };
     let format = driver.open(request)?;
-    let options = OpenOptions { writable, ..OpenOptions::default() }.cache(cache);
+    let options = OpenOptions::default().writable(writable).cache(cache);
     Ok(Disk::from_format(format, info, &options))
 }
 
@@ -205,8 +205,7 @@ fn judge(disk: &Disk, history: &History, moment: &Moment<'_>) -> std::result::Re
 
 fn sound(format: &str, file: &Arc<dyn Storage>) -> std::result::Result<(), String> {
     let driver = vdkit::format(format).expect("a format");
-    let (limits, monitor) = (Limits::default(), Monitor::default());
-    let report = driver.check(file, &[], Repair::Nothing, &limits, &monitor);
+    let report = driver.check(&OfflineImage::new(file), Repair::Nothing);
     let report = report.map_err(|error| error.to_string())?;
     match report.corruptions {
         0 => Ok(()),

@@ -3,31 +3,15 @@
 use std::sync::Arc;
 
 use vdkit::storage::MemoryStorage;
-use vdkit::{CreateRequest, Disk, GuestOffset, Limits, OpenOptions, OpenRequest, Options, Storage};
-use vdkit_testkit::{CountingStorage, Counts};
+use vdkit::{Disk, GuestOffset, Limits, OpenRequest, Storage};
+use vdkit_testkit::disks::reopen;
+use vdkit_testkit::{CountingStorage, Counts, create_image};
 
 /// An empty image in memory.
 fn image(options: &str, guest_bytes: u64) -> Arc<dyn Storage> {
-    let driver = vdkit::format("qcow2").unwrap();
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
-    driver
-        .create(&CreateRequest {
-            storage: storage.clone(),
-            files: Vec::new(),
-            guest_bytes,
-            options: Options::parse("qcow2", driver.options(), [options]).unwrap(),
-            backing: None,
-            backing_bytes: None,
-        })
-        .unwrap();
+    create_image(vdkit::format("qcow2").unwrap(), storage.clone(), guest_bytes, options);
     storage
-}
-
-fn open(storage: Arc<dyn Storage>, writable: bool) -> Disk {
-    let (driver, limits) = (vdkit::format("qcow2").unwrap(), Limits::default());
-    let info = driver.describe(&storage, &limits).unwrap();
-    let format = driver.open(OpenRequest { storage, files: Vec::new(), writable, limits }).unwrap();
-    Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() })
 }
 
 /// Counts the cost of `what` on an image.
@@ -39,7 +23,7 @@ fn counted(image: &Arc<dyn Storage>, what: impl FnOnce(Arc<dyn Storage>)) -> Cou
 
 /// Fills a part of an image, so that it has tables and refcount blocks.
 fn fill(image: &Arc<dyn Storage>, step: u64, count: u64) {
-    let disk = open(image.clone(), true);
+    let disk = reopen(image.clone(), true);
     for i in 0..count {
         disk.write_at(&[1; 512], GuestOffset(i * step)).unwrap();
     }
@@ -114,14 +98,14 @@ fn geometries() -> Vec<(String, u64)> {
 fn thousands_of_allocating_writes_and_one_flush_cost_two_syncs() {
     for (options, cluster) in geometries() {
         let counting = CountingStorage::new(image(&options, 30_000 * cluster));
-        let mut disk = open(counting.clone(), true);
+        let mut disk = reopen(counting.clone(), true);
         for run in [0..6000, 6000..12_000, 12_000..18_000, 18_000..24_000] {
             let syncs = syncs_of(&disk, &counting, cluster, run.clone());
             assert!(syncs <= 2, "'{options}', writes {run:?}: {syncs} syncs");
             if run.start == 6000 {
                 // Preallocated refcount blocks stay usable after reopening.
                 disk.close().unwrap();
-                disk = open(counting.clone(), true);
+                disk = reopen(counting.clone(), true);
             }
         }
     }
@@ -133,7 +117,7 @@ fn a_large_file_may_grow_by_a_quarter_at_the_cost_of_two_syncs() {
     for options in ["cluster_size=512", "cluster_size=2K,refcount_bits=64", "cluster_size=4K"] {
         let storage = image(options, 512 << 20);
         let counting = CountingStorage::new(storage);
-        let disk = open(counting.clone(), true);
+        let disk = reopen(counting.clone(), true);
         let piece = vec![1; 1 << 20];
         let mut at = 0;
         let mut write = |bytes: u64| {
@@ -162,7 +146,7 @@ fn growing_the_image_of_another_program_costs_two_syncs_more_once() {
         let storage = image(&options, 30_000 * cluster);
         super::compact(&storage);
         let counting = CountingStorage::new(storage);
-        let disk = open(counting.clone(), true);
+        let disk = reopen(counting.clone(), true);
         let syncs = [0..6000, 6000..12_000, 12_000..18_000]
             .map(|run| syncs_of(&disk, &counting, cluster, run));
         assert!(syncs.iter().sum::<u64>() <= 3 * 2 + 2, "'{options}': {syncs:?} syncs");

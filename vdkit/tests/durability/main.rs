@@ -14,9 +14,10 @@ use std::sync::Arc;
 
 use vdkit::storage::MemoryStorage;
 use vdkit::{
-    BackingRef, CompactOptions, CreateRequest, Disk, Format, GuestOffset, HostOffset, Limits,
-    Monitor, OpenOptions, OpenRequest, Options, Repair, Storage,
+    BackingRef, CompactOptions, CreateRequest, Disk, Limits, OfflineImage, OpenRequest, Options,
+    Storage,
 };
+use vdkit_testkit::{assert_sound, backing_image, content_over, open_image, read_all};
 
 /// Bytes of the guest disks.
 pub const GUEST_BYTES: u64 = 3 << 20;
@@ -91,29 +92,21 @@ impl Shape {
 
     /// The backing image, without a zero sector.
     pub fn base(&self) -> Option<Arc<dyn Storage>> {
-        let bytes: Vec<u8> = (0..self.backing?).map(|i| (i / 512 % 255 + 1) as u8).collect();
-        Some(Arc::new(MemoryStorage::from_bytes("base", &bytes).read_only()))
+        self.backing.map(backing_image)
     }
 
     /// The initial guest content.
     pub fn first_content(&self) -> Vec<u8> {
-        let mut bytes = vec![0; GUEST_BYTES as usize];
-        if let Some(base) = self.base() {
-            base.read_padded(&mut bytes, HostOffset(0)).unwrap();
-        }
-        bytes
+        content_over(self.base(), GUEST_BYTES)
     }
 
     /// Opens an image of this shape for writing.
     pub fn open(&self, storage: Arc<dyn Storage>) -> vdkit::Result<Disk> {
-        let limits = Limits { cache_bytes: 1 << 20, ..Limits::default() };
+        let mut limits = Limits::default();
+        limits.cache_bytes = 1 << 20;
         let open = |name: &str, storage, writable| {
-            let driver = vdkit::format(name)?;
-            let info = driver.describe(&storage, &limits)?;
             let request = OpenRequest { storage, files: Vec::new(), writable, limits };
-            let format: Arc<dyn Format> = driver.open(request)?;
-            let options = OpenOptions { writable, ..OpenOptions::default() };
-            vdkit::Result::Ok(Disk::from_format(format, info, &options))
+            open_image(vdkit::format(name)?, request)
         };
         let top = open("qcow2", storage, true)?;
         Ok(match self.base() {
@@ -126,23 +119,11 @@ impl Shape {
 /// Compacts an image, including unused refcount blocks.
 pub fn compact(storage: &Arc<dyn Storage>) {
     let driver = vdkit::format("qcow2").unwrap();
-    let how = CompactOptions { zero_scan: false };
-    driver.compact(storage, &[], how, &Limits::default(), &Monitor::default()).unwrap();
-}
-
-/// The whole disk.
-pub fn read_all(disk: &Disk) -> Vec<u8> {
-    let mut bytes = vec![0xee; disk.guest_bytes() as usize];
-    disk.read_at(&mut bytes, GuestOffset(0)).unwrap();
-    bytes
+    let how = CompactOptions::default().zero_scan(false);
+    driver.compact(&OfflineImage::new(storage), how).unwrap();
 }
 
 /// Checks an image: it must not be corrupt, and must have no leaks if `clean`.
 pub fn audit(storage: &Arc<dyn Storage>, clean: bool, what: &str) {
-    let driver = vdkit::format("qcow2").unwrap();
-    let report = driver
-        .check(storage, &[], Repair::Nothing, &Limits::default(), &Monitor::default())
-        .unwrap_or_else(|error| panic!("{what}: {error}"));
-    assert_eq!(report.corruptions, 0, "{what}: {:#?}", report.findings);
-    assert!(!clean || report.leaks == 0, "{what}: {:#?}", report.findings);
+    assert_sound(vdkit::format("qcow2").unwrap(), storage, !clean, what);
 }

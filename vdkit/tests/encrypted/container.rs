@@ -37,7 +37,7 @@ fn open(storage: Arc<dyn Storage>, writable: bool) -> Result<Disk> {
     let request = OpenRequest { storage, files: Vec::new(), writable, limits: Limits::default() };
     let format = driver.open_with_keys(request, &[key()])?;
     let info = ImageInfo::new(format.name(), format.guest_bytes());
-    Ok(Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() }))
+    Ok(Disk::from_format(format, info, &OpenOptions::default().writable(writable)))
 }
 
 fn read(disk: &Disk) -> Vec<u8> {
@@ -181,7 +181,7 @@ fn growing_tells_how_far_it_is_and_can_be_cancelled() {
         let cancel = CancelToken::default();
         let progress =
             CancelAt { bytes: cancel_at, cancel: cancel.clone(), most: AtomicU64::new(0) };
-        let monitor = Monitor { cancel, progress: &progress };
+        let monitor = Monitor::new(&progress).cancelled_by(cancel);
         let grown = jobs::resize(&disk, bytes, &jobs::ResizeOptions::default(), &monitor);
         (grown, progress.most.load(Ordering::Relaxed))
     };

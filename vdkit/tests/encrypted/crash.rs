@@ -19,7 +19,7 @@ fn open(storage: Arc<dyn Storage>, writable: bool) -> Disk {
     let request = OpenRequest { storage, files: Vec::new(), writable, limits: Limits::default() };
     let format: Arc<dyn Format> = driver.open_with_keys(request, &[key()]).unwrap();
     let info = ImageInfo::new(format.name(), format.guest_bytes());
-    Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() })
+    Disk::from_format(format, info, &OpenOptions::default().writable(writable))
 }
 
 fn made(driver: &dyn FormatDriver, options: &str) -> Arc<dyn Storage> {

@@ -113,7 +113,7 @@ impl Image {
     }
 
     pub fn open(&self, writable: bool) -> Disk {
-        let options = OpenOptions { writable, ..OpenOptions::default() }.keys(vec![key()]);
+        let options = OpenOptions::default().writable(writable).keys(vec![key()]);
         Disk::open(&vdkit::registry(), self.path(), &options).unwrap()
     }
 

@@ -9,6 +9,7 @@ mod qemu;
 use kinds::{Image, KINDS};
 use vdkit::{Disk, GuestOffset};
 use vdkit_testkit::Rng;
+use vdkit_testkit::read_all;
 
 /// Random operations on a disk and on a flat buffer.
 struct Model {
@@ -74,12 +75,6 @@ impl Model {
         let differs = found.iter().zip(&self.bytes).position(|(a, b)| a != b);
         assert_eq!(differs, None, "{what}");
     }
-}
-
-fn read_all(disk: &Disk) -> Vec<u8> {
-    let mut bytes = vec![0; disk.guest_bytes() as usize];
-    disk.read_at(&mut bytes, GuestOffset(0)).unwrap();
-    bytes
 }
 
 #[test]

@@ -158,7 +158,7 @@ fn a_frozen_image_can_be_read_by_others_and_written_by_none() {
     let base = stage.create("a", "qcow2", "");
     let export = stage.serve(&base, "qcow2");
     let open = |writable| {
-        let options = OpenOptions { writable, ..OpenOptions::read_only() }.format("qcow2");
+        let options = OpenOptions::read_only().writable(writable).format("qcow2");
         Disk::open(&vdkit::registry(), &base, &options).map(drop)
     };
     assert!(matches!(open(false), Err(vdkit::Error::Locked { .. })));
@@ -266,7 +266,7 @@ fn a_commit_that_would_damage_something_is_refused() {
         let error = stage.live.commit(&export, force).unwrap_err().to_string();
         assert!(error.contains(words), "{error}");
     };
-    refused("stands on no other image", false);
+    refused("has no backing image", false);
     stage.live.snapshot_external(&export, &stage.path("a")).unwrap();
     export.write(&[1; 4096], 4096, false).unwrap();
 
@@ -372,10 +372,8 @@ fn a_commit_that_finds_no_space_leaves_the_disk_and_can_be_run_again() {
         drop(export);
         let content = content_of(&base, format);
         assert_same(&content, &guests.content(), "the base");
-        let trusted = OpenOptions {
-            refs: RefPolicy::Folders(vec![small.path().to_owned()]),
-            ..OpenOptions::read_only()
-        };
+        let trusted =
+            OpenOptions::read_only().refs(RefPolicy::Folders(vec![small.path().to_owned()]));
         let disk = Disk::open(&vdkit::registry(), &overlay, &trusted).unwrap();
         let mut bytes = vec![0; content.len()];
         disk.read_at(&mut bytes, GuestOffset(0)).unwrap();

@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use vdkit::live::LiveImages;
 use vdkit::serve::{Export, ExportOptions, Images};
-use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options, Repair};
+use vdkit::{Disk, GuestOffset, OpenOptions, Options};
 use vdkit_block::{BackingRef, CreateRequest, FormatDriver, Limits, OpenRequest, Storage};
-use vdkit_testkit::{CrashClock, CrashStorage, Rng};
+use vdkit_testkit::{CrashClock, CrashStorage, Rng, assert_sound, open_image};
 
 const BLOCK: u64 = 4096;
 const SECTOR: usize = 512;
@@ -88,10 +88,9 @@ fn make(format: &str, options: &str, storage: Arc<dyn Storage>, bytes: u64, base
 }
 
 fn open(format: &str, storage: Arc<dyn Storage>, writable: bool) -> Disk {
-    let (driver, limits) = (driver(format), Limits::default());
-    let info = driver.describe(&storage, &limits).unwrap();
-    let format = driver.open(OpenRequest { storage, files: Vec::new(), writable, limits }).unwrap();
-    Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() })
+    let limits = Limits::default();
+    let request = OpenRequest { storage, files: Vec::new(), writable, limits };
+    open_image(driver(format), request).unwrap()
 }
 
 impl Stage {
@@ -182,9 +181,7 @@ fn assert_holds(disk: &Disk, allowed: &[Vec<u32>], what: &str) {
 }
 
 fn assert_not_corrupt(format: &str, storage: &Arc<dyn Storage>, what: &str) {
-    let (limits, monitor) = (Limits::default(), Monitor::default());
-    let report = driver(format).check(storage, &[], Repair::Nothing, &limits, &monitor).unwrap();
-    assert_eq!(report.corruptions, 0, "{what}: {:#?}", report.findings);
+    assert_sound(driver(format), storage, true, what);
 }
 
 /// Commits while another thread writes, before, meanwhile and after; returns the moment at which

@@ -138,7 +138,7 @@ impl Folder {
 
     /// Opens an image with its backing chain.
     pub fn open(&self, layer: &Layer, writable: bool) -> Disk {
-        let options = OpenOptions { writable, ..OpenOptions::default() }.format(layer.format());
+        let options = OpenOptions::default().writable(writable).format(layer.format());
         Disk::open(&vdkit::registry(), self.file(layer), &options)
             .unwrap_or_else(|error| panic!("opening {}: {error}", layer.name))
     }

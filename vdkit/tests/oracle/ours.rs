@@ -3,11 +3,10 @@
 use vdkit::jobs::{CreateOptions, NewBacking, create};
 use vdkit::{Disk, GuestOffset, Monitor, Options};
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{Rng, qemu};
+use vdkit_testkit::{Rng, qemu, save_sparse};
 
 use super::chain::{Case, Folder};
 use super::layer::{Data, Layer};
-use super::support::disks::save;
 use super::support::guest::{Guest, pattern, soft_pattern};
 use super::support::ops::{pack, settle_discard};
 
@@ -45,7 +44,7 @@ pub fn run(case: &Case, rng: &mut Rng) {
 pub fn qemu_agrees(folder: &Folder, layer: &Layer, guest: &Guest, what: &str) {
     folder.is_sound(layer, what);
     let flat = folder.path().join("flat.raw");
-    save(&guest.0, &flat);
+    save_sparse(&guest.0, &flat);
     let name = layer.name;
     let size = qemu::info(&folder.file(layer), layer.format())["virtual-size"].as_u64();
     assert_eq!(size, Some(guest.len()), "{what}: {name}");

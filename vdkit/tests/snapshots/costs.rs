@@ -8,7 +8,7 @@ use vdkit_block::{
 };
 use vdkit_qcow2::Qcow2;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{CountingStorage, LoggedOp};
+use vdkit_testkit::{CountingStorage, LoggedOp, assert_sound, create_image};
 
 const CLUSTER: u64 = 64 << 10;
 const GUEST_BYTES: u64 = 8 << 30;
@@ -16,20 +16,7 @@ const GUEST_BYTES: u64 = 8 << 30;
 /// A fully allocated image in memory.
 fn full(options: &str) -> Arc<dyn Storage> {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
-    let driver = vdkit::format("qcow2").unwrap();
-    let options = vdkit::Options::parse("qcow2", driver.options(), [options]).unwrap();
-    let (files, backing) = (Vec::new(), None);
-    let storage_of = storage.clone();
-    driver
-        .create(&vdkit::CreateRequest {
-            storage: storage_of,
-            files,
-            guest_bytes: GUEST_BYTES,
-            options,
-            backing,
-            backing_bytes: None,
-        })
-        .unwrap();
+    create_image(vdkit::format("qcow2").unwrap(), storage.clone(), GUEST_BYTES, options);
     storage
 }
 
@@ -105,17 +92,7 @@ fn as_many_snapshots_as_there_may_be() {
     // With 512-byte clusters the snapshot table and the refcount table take many clusters.
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
     let driver = vdkit::format("qcow2").unwrap();
-    let options = vdkit::Options::parse("qcow2", driver.options(), ["cluster_size=512"]).unwrap();
-    driver
-        .create(&vdkit::CreateRequest {
-            storage: storage.clone(),
-            files: Vec::new(),
-            guest_bytes: 1 << 20,
-            options,
-            backing: None,
-            backing_bytes: None,
-        })
-        .unwrap();
+    create_image(driver, storage.clone(), 1 << 20, "cluster_size=512");
     let image = open(storage.clone());
     let monitor = Monitor::default();
     for i in 0..1025 {
@@ -125,12 +102,7 @@ fn as_many_snapshots_as_there_may_be() {
     assert_eq!(Snapshots::list(&*image).unwrap().len(), 1025);
     image.close().unwrap();
     drop(image);
-    let limits = Limits::default();
-    let check = || {
-        let report =
-            driver.check(&storage, &[], vdkit::Repair::Nothing, &limits, &monitor).unwrap();
-        assert_eq!((report.corruptions, report.leaks), (0, 0), "{:#?}", report.findings);
-    };
+    let check = || assert_sound(driver, &storage, false, "1025 snapshots");
     check();
     let image = open(storage.clone());
     for i in (0..1025).rev().step_by(2) {

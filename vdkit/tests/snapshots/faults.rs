@@ -4,12 +4,12 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    Format, GuestOffset, Limits, Monitor, NewSnapshot, OpenRequest, Repair, Result, Storage,
+    Format, GuestOffset, Limits, Monitor, NewSnapshot, OpenRequest, Result, Storage,
 };
 use vdkit_chain::Disk;
 use vdkit_qcow2::Qcow2;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage};
+use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage, assert_sound, create_image};
 
 use super::support::rig;
 use super::world::snapshots;
@@ -18,19 +18,7 @@ const GUEST_BYTES: u64 = 1 << 20;
 
 fn image(options: &str) -> Arc<MemoryStorage> {
     let memory = Arc::new(MemoryStorage::new("image"));
-    let driver = vdkit::format("qcow2").unwrap();
-    let options = vdkit::Options::parse("qcow2", driver.options(), [options]).unwrap();
-    let storage: Arc<dyn Storage> = memory.clone();
-    driver
-        .create(&vdkit::CreateRequest {
-            storage,
-            files: Vec::new(),
-            guest_bytes: GUEST_BYTES,
-            options,
-            backing: None,
-            backing_bytes: None,
-        })
-        .unwrap();
+    create_image(vdkit::format("qcow2").unwrap(), memory.clone(), GUEST_BYTES, options);
     memory
 }
 
@@ -107,15 +95,7 @@ fn states(options: &str) -> Vec<State> {
 }
 
 fn audit(storage: &Arc<dyn Storage>, what: &str) {
-    let report = vdkit_qcow2::check::check(
-        storage,
-        None,
-        Repair::Nothing,
-        &Limits::default(),
-        &Monitor::default(),
-    )
-    .unwrap_or_else(|error| panic!("{what}: {error}"));
-    assert_eq!(report.corruptions, 0, "{what}: {:#?}", report.findings);
+    assert_sound(vdkit::format("qcow2").unwrap(), storage, true, what);
 }
 
 /// Runs the script with a fault at the `nth` operation of these kinds. Returns whether it fired.

@@ -8,7 +8,7 @@ use vdkit_block::{Format, GuestOffset, Limits, Monitor, NewSnapshot, OpenRequest
 use vdkit_chain::Disk;
 use vdkit_qcow2::Qcow2;
 use vdkit_storage::{FileOptions, FileStorage};
-use vdkit_testkit::{Rng, qemu, require_peer};
+use vdkit_testkit::{Rng, qemu, read_all, require_peer};
 
 use super::support::{self, guest::pattern, rig};
 use super::world::snapshots;
@@ -155,12 +155,6 @@ impl Image<'_> {
 pub fn assert_clean(path: &Path) {
     let found = qemu::check(path, "qcow2", None);
     assert!(found.clean(), "{}", found.text);
-}
-
-pub fn read_all(disk: &Disk) -> Vec<u8> {
-    let mut bytes = vec![0xee; disk.guest_bytes() as usize];
-    disk.read_at(&mut bytes, GuestOffset(0)).unwrap();
-    bytes
 }
 
 const OPTIONS: &[&str] = &[

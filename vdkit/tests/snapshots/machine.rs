@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 use vdkit_block::{GuestOffset, Monitor, NewSnapshot, SnapshotInfo, Snapshots};
 use vdkit_chain::Disk;
-use vdkit_testkit::{Machine, qemu, require_peer};
+use vdkit_testkit::{Machine, qemu, read_all, require_peer};
 
-use super::interop::{assert_clean, open, read_all};
+use super::interop::{assert_clean, open};
 use super::support;
 use super::world::snapshots;
 

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use vdkit_block::{GuestOffset, Limits, Monitor, NewSnapshot, Repair, Storage};
 use vdkit_storage::{FileOptions, FileStorage};
-use vdkit_testkit::{qemu, require_peer};
+use vdkit_testkit::{qemu, read_all, require_peer};
 
-use super::interop::{assert_clean, open, read_all};
+use super::interop::{assert_clean, open};
 use super::support;
 use super::world::snapshots;
 

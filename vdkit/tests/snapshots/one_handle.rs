@@ -4,11 +4,12 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CreateRequest, Error, Format, GuestOffset, HostOffset, Limits, Monitor, NewSnapshot,
-    OpenRequest, Options, Overlay, Repair, Snapshots, Storage,
+    Error, Format, GuestOffset, HostOffset, Limits, Monitor, NewSnapshot, OpenRequest, Overlay,
+    Snapshots, Storage,
 };
 use vdkit_qcow2::Qcow2;
 use vdkit_storage::MemoryStorage;
+use vdkit_testkit::{assert_sound, create_image};
 
 use super::support::rig;
 
@@ -16,17 +17,7 @@ const GUEST_BYTES: u64 = 2 << 20;
 
 fn create(text: &str) -> Arc<dyn Storage> {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
-    let driver = vdkit::format("qcow2").unwrap();
-    driver
-        .create(&CreateRequest {
-            storage: storage.clone(),
-            files: Vec::new(),
-            guest_bytes: GUEST_BYTES,
-            options: Options::parse("qcow2", driver.options(), [text]).unwrap(),
-            backing: None,
-            backing_bytes: None,
-        })
-        .unwrap();
+    create_image(vdkit::format("qcow2").unwrap(), storage.clone(), GUEST_BYTES, text);
     storage
 }
 
@@ -42,15 +33,7 @@ fn word(storage: &dyn Storage, at: u64) -> u64 {
 }
 
 fn assert_clean(storage: &Arc<dyn Storage>) {
-    let report = vdkit_qcow2::check::check(
-        storage,
-        None,
-        Repair::Nothing,
-        &Limits::default(),
-        &Monitor::default(),
-    )
-    .unwrap();
-    assert_eq!((report.corruptions, report.leaks), (0, 0), "{:#?}", report.findings);
+    assert_sound(vdkit::format("qcow2").unwrap(), storage, false, "the image");
 }
 
 #[test]

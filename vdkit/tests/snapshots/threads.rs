@@ -3,11 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use vdkit_block::{
-    Format, FormatDriver, GuestOffset, Limits, Monitor, NewSnapshot, OpenRequest, Storage,
-};
+use vdkit_block::{Format, GuestOffset, Limits, Monitor, NewSnapshot, OpenRequest, Storage};
 use vdkit_qcow2::Qcow2;
 use vdkit_storage::MemoryStorage;
+use vdkit_testkit::{assert_sound, create_image};
 
 use super::support::rig;
 use super::world::snapshots;
@@ -38,20 +37,6 @@ fn places(writer: u64) -> (u64, u64) {
 /// The numbers of all writers.
 fn numbers(disk: &vdkit_chain::Disk) -> Vec<(u64, u64)> {
     (0..WRITERS).map(places).map(|(a, b)| (number_at(disk, a), number_at(disk, b))).collect()
-}
-
-fn create_image(driver: &dyn FormatDriver, storage: &Arc<dyn Storage>) {
-    let options = vdkit::Options::parse("qcow2", driver.options(), ["cluster_size=4K"]).unwrap();
-    driver
-        .create(&vdkit::CreateRequest {
-            storage: storage.clone(),
-            files: Vec::new(),
-            guest_bytes: GUEST_BYTES,
-            options,
-            backing: None,
-            backing_bytes: None,
-        })
-        .unwrap();
 }
 
 /// Increments the numbers of a writer until it is stopped; `count` is what both have reached.
@@ -109,7 +94,7 @@ fn snapshot_beside_writers(disk: &vdkit_chain::Disk, round: u64, counts: &[Atomi
 fn a_snapshot_beside_writers_is_one_moment() {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
     let driver = vdkit::format("qcow2").unwrap();
-    create_image(driver, &storage);
+    create_image(driver, storage.clone(), GUEST_BYTES, "cluster_size=4K");
     let limits = Limits::default();
     let format: Arc<dyn Format> = Qcow2::open(OpenRequest {
         storage: storage.clone(),
@@ -138,7 +123,5 @@ fn a_snapshot_beside_writers_is_one_moment() {
         assert_eq!(number, (n, n));
     }
     disk.close().unwrap();
-    let report =
-        driver.check(&storage, &[], vdkit::Repair::Nothing, &limits, &Monitor::default()).unwrap();
-    assert_eq!((report.corruptions, report.leaks), (0, 0), "{:#?}", report.findings);
+    assert_sound(driver, &storage, false, "the end");
 }

@@ -6,9 +6,7 @@ use std::thread::ThreadId;
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
-use vdkit_block::{
-    HostOffset, ReadOp, ReadPaths, Result, SpaceMap, Storage, StorageCaps, StorageExt, ZeroMode,
-};
+use vdkit_block::{HostOffset, ReadOp, ReadPaths, Result, Storage, StorageCaps, ZeroMode};
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::{CountingStorage, CrashImage, CrashStorage, FaultyStorage, Rng};
 
@@ -132,9 +130,7 @@ impl vdkit_block::StorageLayer for Bottom {
         self.change(|inner| inner.set_len(len))
     }
 
-    fn read_paths(&self) -> Option<&dyn ReadPaths> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(read_paths: ReadPaths);
 }
 
 impl ReadPaths for Bottom {
@@ -270,22 +266,4 @@ pub fn load(path: &std::path::Path) -> MemoryStorage {
         }
     }
     memory
-}
-
-/// Saves a disk's content as a sparse file.
-pub fn save(content: &MemoryStorage, path: &std::path::Path) {
-    use std::os::unix::fs::FileExt;
-    let file = std::fs::File::create(path).expect("a scratch file");
-    let len = content.len().expect("memory");
-    file.set_len(len).expect("a length");
-    let mut at = 0;
-    while at < len {
-        let extent = content.extent_at(HostOffset(at), len - at).expect("memory");
-        if extent.data {
-            let mut buf = vec![0; extent.len as usize];
-            content.read_at(&mut buf, HostOffset(at)).expect("memory");
-            file.write_all_at(&buf, at).expect("writing a scratch file");
-        }
-        at += extent.len;
-    }
 }

@@ -9,8 +9,9 @@ use vdkit_chain::{Disk, OpenOptions};
 use vdkit_qcow2::Qcow2;
 use vdkit_raw::RawFormat;
 use vdkit_storage::MemoryStorage;
+use vdkit_testkit::save_sparse;
 
-use super::disks::{SimDisk, Timeline, save};
+use super::disks::{SimDisk, Timeline};
 use super::guest::{Guest, assert_same};
 use super::qemu::{self, Verdict};
 use super::shape::{KEY, Prepared, Shape};
@@ -28,7 +29,7 @@ pub struct Rig {
 /// A disk over one open format.
 pub fn disk(format: Arc<dyn Format>, writable: bool) -> Disk {
     let info = ImageInfo::new(format.name(), format.guest_bytes());
-    Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() })
+    Disk::from_format(format, info, &OpenOptions::default().writable(writable))
 }
 
 impl Rig {
@@ -51,7 +52,8 @@ impl Rig {
         let Prepared { image, data, base, guest } = &*prepared;
         let disks = std::iter::once(image).chain(data).cloned().map(disk).collect();
         // Small, to cause eviction.
-        let limits = Limits { cache_bytes: 64 << 10, ..Limits::default() };
+        let mut limits = Limits::default();
+        limits.cache_bytes = 64 << 10;
         let (shape, base) = (shape.clone(), base.clone());
         (Self { shape, disks, base, limits }, guest.clone())
     }
@@ -150,10 +152,10 @@ impl Rig {
     /// Writes all files to a directory for QEMU.
     pub fn save(&self, dir: &std::path::Path) {
         for (disk, name) in self.disks.iter().zip(["image.qcow2", "data.raw"]) {
-            save(&disk.content(), &dir.join(name));
+            save_sparse(&disk.content(), &dir.join(name));
         }
         if let Some(base) = &self.base {
-            save(base, &dir.join(self.shape.base_name()));
+            save_sparse(base, &dir.join(self.shape.base_name()));
         }
         if self.shape.encryption.is_some() {
             std::fs::write(dir.join("key"), KEY).expect("a scratch file");
@@ -174,7 +176,7 @@ impl Rig {
         };
         assert!(fine, "{what}: qemu-img check: {said}");
         if let Some(guest) = guest {
-            save(&guest.0, &dir.join("guest.raw"));
+            save_sparse(&guest.0, &dir.join("guest.raw"));
             qemu::on_image(dir, encrypted, &["compare"], &["driver=raw,file.filename=guest.raw"]);
         }
     }

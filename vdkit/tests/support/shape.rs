@@ -12,8 +12,9 @@ use vdkit_block::{
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::Rng;
+use vdkit_testkit::save_sparse;
 
-use super::disks::{load, save};
+use super::disks::load;
 use super::guest::{Guest, pattern};
 use super::qemu;
 
@@ -418,9 +419,9 @@ impl Shape {
             backing_bytes: None,
         };
         Qcow2Driver.create(&request).expect("creating");
-        save(&image, &dir.join("image.qcow2"));
+        save_sparse(&*image, &dir.join("image.qcow2"));
         if outside {
-            save(&data, &dir.join("data.raw"));
+            save_sparse(&*data, &dir.join("data.raw"));
         }
         std::fs::write(dir.join("key"), KEY).expect("a scratch file");
     }
@@ -444,7 +445,7 @@ impl Shape {
                 base.write_at(&bytes, HostOffset(at)).expect("memory");
             }
         }
-        save(&base, &dir.join("base.raw"));
+        save_sparse(&base, &dir.join("base.raw"));
         if !self.base_qcow2 {
             return base;
         }

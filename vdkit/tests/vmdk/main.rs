@@ -11,12 +11,12 @@ mod stream;
 
 use std::sync::Arc;
 
-use vdkit::{CheckReport, Limits, Monitor, Repair, Storage};
+use vdkit::{CheckReport, OfflineImage, Repair, Storage};
 
 /// Checks an image.
 fn check(storage: &Arc<dyn Storage>) -> CheckReport {
     let driver = vdkit::format("vmdk").unwrap();
-    driver.check(storage, &[], Repair::Nothing, &Limits::default(), &Monitor::default()).unwrap()
+    driver.check(&OfflineImage::new(storage), Repair::Nothing).unwrap()
 }
 
 /// Checks an image: it must be sound.

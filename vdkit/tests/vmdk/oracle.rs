@@ -67,12 +67,9 @@ impl Model {
         let same = qemu::same((&self.path, "raw"), (image, "vmdk"));
         assert!(same, "{what}: QEMU reads something else");
         let disk = open(image, false);
-        let model = Disk::open(
-            &vdkit::registry(),
-            &self.path,
-            &OpenOptions { format: Some("raw".to_owned()), ..OpenOptions::read_only() },
-        )
-        .unwrap();
+        let model =
+            Disk::open(&vdkit::registry(), &self.path, &OpenOptions::read_only().format("raw"))
+                .unwrap();
         let bytes = disk.guest_bytes();
         assert_eq!(bytes, model.guest_bytes(), "{what}");
         let mut at = 0;
@@ -126,16 +123,8 @@ fn sound(image: &Path, what: &str) {
     let registry = vdkit::registry();
     let options = OpenOptions::read_only();
     let found = vdkit_chain::open_image(&registry, image, &options).unwrap();
-    let report = found
-        .driver
-        .check(
-            &found.storage,
-            &found.files,
-            vdkit::Repair::Nothing,
-            &vdkit::Limits::default(),
-            &Monitor::default(),
-        )
-        .unwrap();
+    let image = found.offline(options.limits, &Monitor::default());
+    let report = found.driver.check(&image, vdkit::Repair::Nothing).unwrap();
     assert_eq!((report.corruptions, report.leaks), (0, 0), "{what}: {:#?}", report.findings);
 }
 

@@ -98,7 +98,7 @@ fn each_kind_of_change_is_another_content() {
 }
 
 fn cid_while_open(path: &Path) -> String {
-    let options = OpenOptions { lock: false, ..OpenOptions::read_only() };
+    let options = OpenOptions::read_only().lock(false);
     let chain = describe_chain(&vdkit::registry(), path, &options).unwrap();
     chain.links[0].info.identity.clone().unwrap()
 }
@@ -142,9 +142,9 @@ fn extents_lead_nowhere_else() {
         let error = Disk::open(&registry, &path, &OpenOptions::read_only()).unwrap_err();
         assert!(matches!(error, Error::Refused(_)), "{error}");
         let refs = RefPolicy::Folders(vec![folder.path().to_owned()]);
-        let allowed = OpenOptions { refs, ..OpenOptions::read_only() };
+        let allowed = OpenOptions::read_only().refs(refs);
         Disk::open(&registry, &path, &allowed).unwrap();
-        let never = OpenOptions { refs: RefPolicy::Nothing, ..OpenOptions::read_only() };
+        let never = OpenOptions::read_only().refs(RefPolicy::Nothing);
         assert!(Disk::open(&registry, &path, &never).is_err());
     }
 }

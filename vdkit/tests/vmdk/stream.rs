@@ -36,7 +36,7 @@ fn source(path: &Path, bytes: u64) {
 
 fn stream(from: &Path, to: &Path, threads: usize) {
     let registry = vdkit::registry();
-    let raw = OpenOptions { format: Some("raw".to_owned()), ..OpenOptions::read_only() };
+    let raw = OpenOptions::read_only().format("raw");
     let disk = Disk::open(&registry, from, &raw).unwrap();
     let new = NewImage::new(to, "vmdk")
         .options(options("subformat=streamOptimized,adapter_type=lsilogic"));

@@ -3,13 +3,11 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
-use vdkit::Monitor;
 use vdkit::jobs;
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{FormatOptions, Json, OpeningForWriting, ProgressOption};
+use crate::arguments::{FormatOptions, Json, ProgressOption, Writing};
 use crate::failure::{Exit, Failure, Outcome};
-use crate::keys::Keys;
 use crate::session::Session;
 
 /// Entry in the table of subcommands.
@@ -43,9 +41,7 @@ pub struct AmendArgs {
     #[command(flatten)]
     options: FormatOptions,
     #[command(flatten)]
-    opening: OpeningForWriting,
-    #[command(flatten)]
-    keys: Keys,
+    opening: Writing,
     #[command(flatten)]
     progress: ProgressOption,
     #[command(flatten)]
@@ -60,13 +56,11 @@ impl Run for AmendArgs {
             return Err(Failure::usage("nothing to change is given")
                 .hint("'-o KEY=VALUE' says what; 'vdkit formats qcow2' lists the options"));
         }
-        let progress = self.progress.reporter("amend");
-        let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
-        let opening = self.keys.apply(self.opening.options());
+        let opening = self.opening.options();
         let texts = self.options.options.iter().map(String::as_str);
-        let done = jobs::amend(&vdkit::registry(), &self.image, &opening, texts, &monitor);
-        progress.finish();
-        let report = done?;
+        let report = self.progress.run("amend", session, |monitor| {
+            jobs::amend(&vdkit::registry(), &self.image, &opening, texts, monitor)
+        })??;
         if self.json.json {
             session.out.json(&report)?;
         } else if report.changed.is_empty() {

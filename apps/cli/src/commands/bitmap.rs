@@ -30,15 +30,15 @@ power failure: the marks of flushed writes are kept.
   clear     clear a bitmap's marks
   enable    start recording
   disable   stop recording
-  merge     add the marks of SOURCE to NAME
+  merge     add the marks of a bitmap to another: IMAGE SOURCE --into NAME
   dirty     list the extents that a bitmap marks",
     examples: "
 vdkit bitmap add disk.qcow2 monday              records from now on, per cluster
 vdkit bitmap add -g 4K --disabled disk.qcow2 all
 vdkit bitmap list disk.qcow2
 vdkit bitmap dirty --json disk.qcow2 monday     what to back up
-vdkit bitmap merge disk.qcow2 all monday
-vdkit bitmap merge -b old.qcow2 disk.qcow2 all tuesday
+vdkit bitmap merge disk.qcow2 monday --into all
+vdkit bitmap merge -b old.qcow2 disk.qcow2 tuesday --into all
 vdkit bitmap clear disk.qcow2 monday
 ",
     augment: augment::<BitmapArgs>,
@@ -54,12 +54,15 @@ pub struct BitmapArgs {
     /// The image
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
-    /// Name of the bitmap (every action but list)
+    /// Name of the bitmap (every action but list; for merge with --into, of the SOURCE)
     #[arg(value_name = "NAME")]
     name: Option<String>,
-    /// For merge: the bitmap whose marks are added to NAME
+    /// For merge without --into: the bitmap whose marks are added to NAME
     #[arg(value_name = "SOURCE")]
     source: Option<String>,
+    /// For merge: the bitmap that gets the marks
+    #[arg(long, value_name = "NAME")]
+    into: Option<String>,
     /// For add: bytes per mark, a power of two from 512 to 2G
     ///
     /// The default is the cluster size, between 4K and 64K.
@@ -127,7 +130,7 @@ impl BitmapArgs {
         let action = self.action;
         let wanted = match action {
             Action::List => 0,
-            Action::Merge => 2,
+            Action::Merge if self.into.is_none() => 2,
             _ => 1,
         };
         let given = usize::from(self.name.is_some()) + usize::from(self.source.is_some());
@@ -141,8 +144,8 @@ impl BitmapArgs {
         if action != Action::Add && (self.granularity.is_some() || self.disabled) {
             return Err(Failure::usage("--granularity and --disabled are for add".to_owned()));
         }
-        if action != Action::Merge && self.source_file.is_some() {
-            return Err(Failure::usage("--source-file is for merge".to_owned()));
+        if action != Action::Merge && (self.source_file.is_some() || self.into.is_some()) {
+            return Err(Failure::usage("--source-file and --into are for merge".to_owned()));
         }
         if action.changes() && self.force_share {
             return Err(Failure::usage("--force-share is for list and dirty".to_owned()));
@@ -155,10 +158,9 @@ impl BitmapArgs {
         let options = if self.action.changes() {
             OpenOptions::read_write()
         } else {
-            OpenOptions { lock: !self.force_share, ..OpenOptions::read_only() }
+            OpenOptions::read_only().lock(!self.force_share)
         };
-        let options =
-            OpenOptions { format: self.format.clone(), refs: self.references.policy(), ..options };
+        let options = options.maybe_format(self.format.clone()).refs(self.references.policy());
         self.keys.apply(options).backing(BackingChoice::Ignore)
     }
 
@@ -180,16 +182,17 @@ impl BitmapArgs {
         Ok(())
     }
 
-    fn merge(&self, disk: &Disk, name: &str) -> Result<(), Failure> {
-        let source_name = self.source.as_deref().unwrap_or_default();
+    fn merge(&self, disk: &Disk, first: &str) -> Result<(), Failure> {
+        let (name, source_name) = match &self.into {
+            Some(into) => (into.as_str(), first),
+            None => (first, self.source.as_deref().unwrap_or_default()),
+        };
         let Some(path) = &self.source_file else {
             return Ok(merge_bitmap(disk, name, disk, source_name)?);
         };
-        let options = OpenOptions {
-            format: self.source_format.clone(),
-            refs: self.references.policy(),
-            ..OpenOptions::read_only()
-        };
+        let options = OpenOptions::read_only()
+            .maybe_format(self.source_format.clone())
+            .refs(self.references.policy());
         let options = self.keys.apply(options).backing(BackingChoice::Ignore);
         let source = Disk::open(&vdkit::registry(), path, &options)?;
         Ok(merge_bitmap(disk, name, &source, source_name)?)

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum, ValueHint};
 use serde::Serialize;
 use vdkit::jobs;
-use vdkit::{CheckReport, Error, Finding, Monitor, Repair};
+use vdkit::{CheckReport, Error, Finding, Repair};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Json, Opening, ProgressOption};
@@ -206,12 +206,11 @@ impl Run for CheckArgs {
         if repair != Repair::Nothing && self.opening.force_share {
             return Err(Failure::usage("an image that another process writes cannot be repaired"));
         }
-        let progress = self.progress.reporter("check");
-        let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
         let options = self.opening.options();
-        let checked = jobs::check(&vdkit::registry(), &self.image, &options, repair, &monitor);
-        progress.finish();
-        let jobs::Checked { format, report } = checked.map_err(|error| match error {
+        let checked = self.progress.run("check", session, |monitor| {
+            jobs::check(&vdkit::registry(), &self.image, &options, repair, monitor)
+        })?;
+        let jobs::Checked { format, report, .. } = checked.map_err(|error| match error {
             Error::Unsupported { .. } => {
                 Failure::from(error).exiting(Exit::Unchecked, "; so it cannot be checked")
             }

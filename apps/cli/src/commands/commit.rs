@@ -3,13 +3,11 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
-use vdkit::Monitor;
 use vdkit::jobs::{self, CommitOptions, CommitReport};
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{Force, Json, OpeningForWriting, ProgressOption};
+use crate::arguments::{Force, Json, ProgressOption, Writing};
 use crate::failure::{Exit, Outcome, Tone, print_line, quoted};
-use crate::keys::Keys;
 use crate::output::bytes_long;
 use crate::session::Session;
 
@@ -51,9 +49,7 @@ pub struct CommitArgs {
     #[command(flatten)]
     force: Force,
     #[command(flatten)]
-    opening: OpeningForWriting,
-    #[command(flatten)]
-    keys: Keys,
+    opening: Writing,
     #[command(flatten)]
     progress: ProgressOption,
     #[command(flatten)]
@@ -72,12 +68,10 @@ impl Run for CommitArgs {
             _ => None,
         };
         options.force = self.force.force;
-        let progress = self.progress.reporter("commit");
-        let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
-        let opening = self.keys.apply(self.opening.options());
-        let done = jobs::commit(&vdkit::registry(), &self.overlay, &opening, &options, &monitor);
-        progress.finish();
-        let report = done?;
+        let opening = self.opening.options();
+        let report = self.progress.run("commit", session, |monitor| {
+            jobs::commit(&vdkit::registry(), &self.overlay, &opening, &options, monitor)
+        })??;
         if self.json.json {
             session.out.json(&report)?;
         } else {

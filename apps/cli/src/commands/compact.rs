@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueHint};
 use serde::Serialize;
 use vdkit::jobs::{self, Compacted};
-use vdkit::{CompactOptions, CompactReport, Monitor};
+use vdkit::{CompactOptions, CompactReport};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Json, OpeningForWriting, ProgressOption};
@@ -102,13 +102,12 @@ impl Run for CompactArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
     fn run(self, session: &mut Session) -> Outcome {
-        let progress = self.progress.reporter("compact");
-        let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
-        let how = CompactOptions { zero_scan: !self.no_zero_scan };
+        let how = CompactOptions::default().zero_scan(!self.no_zero_scan);
         let options = self.opening.options();
-        let compacted = jobs::compact(&vdkit::registry(), &self.image, &options, how, &monitor);
-        progress.finish();
-        let Compacted { format, report } = compacted?;
+        let Compacted { format, report, .. } =
+            self.progress.run("compact", session, |monitor| {
+                jobs::compact(&vdkit::registry(), &self.image, &options, how, monitor)
+            })??;
         let filename = self.image.display().to_string();
         if self.json.json {
             let gained = gained(&report);

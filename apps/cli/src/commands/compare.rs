@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueHint};
 use vdkit::jobs::{self, CompareOptions, CompareReport};
-use vdkit::{Disk, Monitor, OpenOptions};
+use vdkit::{Disk, OpenOptions};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{Json, ProgressOption, References};
@@ -17,7 +17,7 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "compare",
     about: "Compare the guest disks of two images",
-    group: Group::Look,
+    group: Group::Examine,
     details: "\
 Compares what a guest reads. Formats, cluster sizes and the location of the bytes do not matter. \
 If one disk is longer, the rest of it must read as zero; with --strict the sizes must be equal. \
@@ -76,13 +76,11 @@ impl CompareArgs {
         format: Option<&String>,
         snapshot: Option<&String>,
     ) -> Result<Disk, Failure> {
-        let options = OpenOptions {
-            format: format.cloned(),
-            snapshot: snapshot.cloned(),
-            refs: self.references.policy(),
-            lock: !self.force_share,
-            ..OpenOptions::read_only()
-        };
+        let options = OpenOptions::read_only()
+            .maybe_format(format.cloned())
+            .snapshot(snapshot.cloned())
+            .refs(self.references.policy())
+            .lock(!self.force_share);
         Ok(Disk::open(&vdkit::registry(), path, &self.keys.apply(options))?)
     }
 }
@@ -95,11 +93,9 @@ impl Run for CompareArgs {
         let b = self.open(&self.b, self.second_format.as_ref(), self.snapshot_b.as_ref())?;
         let mut options = CompareOptions::default();
         options.strict = self.strict;
-        let progress = self.progress.reporter("compare");
-        let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
-        let compared = jobs::compare(&a, &b, &options, &monitor);
-        progress.finish();
-        let report = compared?;
+        let report = self
+            .progress
+            .run("compare", session, |monitor| jobs::compare(&a, &b, &options, monitor))??;
         if self.json.json {
             session.out.json(&report)?;
         } else {

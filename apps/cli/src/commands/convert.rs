@@ -14,7 +14,8 @@ use serde::Serialize;
 use vdkit::jobs::Backing;
 use vdkit::jobs::{
     self, ApplianceReport, BrokenBitmaps, ConvertOptions, ConvertReport, CreateOptions,
-    Destination, FoundBacking, Incoming, NewBacking, NewImage, Preset, Source, Use, convert_stream,
+    Destination, ExistingImage, FoundBacking, Incoming, NewBacking, NewImage, Preset, Source, Use,
+    convert_stream,
 };
 use vdkit::stream::{Checksum, OutPipe};
 use vdkit::{
@@ -220,7 +221,6 @@ fn detect_zeros(text: &str) -> Result<DetectZeros, String> {
         return Ok(DetectZeros::Off);
     }
     match u32::try_from(size(text)?) {
-        Ok(0) => Ok(DetectZeros::Off),
         Ok(unit) if unit.is_power_of_two() && (512..=1 << 21).contains(&unit) => {
             Ok(DetectZeros::Unit(unit))
         }
@@ -265,7 +265,7 @@ impl Run for ConvertArgs {
         }
         let cancel = session.cancel_on_signal()?;
         let progress = self.progress.reporter("convert");
-        let monitor = Monitor { cancel, progress: &progress };
+        let monitor = Monitor::new(&progress).cancelled_by(cancel);
         let answer = if self.makes_appliance(target) {
             self.pack(&registry, sources, target, &monitor).map(Answer::Appliance)
         } else {
@@ -423,15 +423,15 @@ struct Goal {
 
 impl ConvertArgs {
     fn source_options(&self) -> OpenOptions {
-        self.keys.apply(OpenOptions {
-            format: self.format.clone(),
-            refs: self.references.policy(),
-            lock: !self.force_share,
-            snapshot: self.snapshot.clone(),
-            backing: self.parent.choice(),
-            cache: self.src_cache.unwrap_or_default(),
-            ..OpenOptions::read_only()
-        })
+        self.keys.apply(
+            OpenOptions::read_only()
+                .maybe_format(self.format.clone())
+                .refs(self.references.policy())
+                .lock(!self.force_share)
+                .snapshot(self.snapshot.clone())
+                .backing(self.parent.choice())
+                .cache(self.src_cache.unwrap_or_default()),
+        )
     }
 
     /// The keys to try on an existing target; the key given for the target comes first.
@@ -490,10 +490,8 @@ impl ConvertArgs {
                 .backing(found.as_ref().map(|found| found.reference.clone()))
                 .cache(self.cache),
         );
-        let backing = found.map(|found| Backing {
-            path: found.path,
-            opening: self.source_options().of_other(found.reference.format),
-            trusted: false,
+        let backing = found.map(|found| {
+            Backing::new(found.path, self.source_options().of_other(found.reference.format))
         });
         Ok(Goal { destination, compress, backing })
     }
@@ -520,8 +518,8 @@ impl ConvertArgs {
     }
 
     fn existing(&self, target: &Path, format: Option<String>) -> Destination {
-        let (path, refs) = (target.to_owned(), self.references.policy());
-        Destination::Into { path, format, cache: self.cache, refs }
+        let existing = ExistingImage::new(target).format(format).cache(self.cache);
+        Destination::Into(existing.refs(self.references.policy()))
     }
 
     /// Refuses options that would have no effect.
@@ -550,11 +548,9 @@ impl ConvertArgs {
         if let Compress::Method(spec) = wanted {
             return Ok(spec);
         }
-        let options = OpenOptions {
-            format: self.target_format.clone(),
-            backing: BackingChoice::Ignore,
-            ..OpenOptions::read_only()
-        };
+        let options = OpenOptions::read_only()
+            .maybe_format(self.target_format.clone())
+            .backing(BackingChoice::Ignore);
         let report = vdkit::describe_chain(registry, target, &options)?;
         let zstd = report.links.iter().any(|link| link.info.compression == Some("zstd"));
         let codec = if zstd { Codec::Zstd } else { Codec::Deflate };
@@ -577,11 +573,8 @@ impl ConvertArgs {
             // A raw image on a device needs no creation.
             return Ok(());
         }
-        let create = CreateOptions::new(target, driver)
-            .guest_bytes(guest_bytes)
-            .options(options)
-            .refs(self.references.policy());
-        let monitor = Monitor { cancel: cancel.clone(), ..Monitor::default() };
+        let create = CreateOptions::new(target, driver).guest_bytes(guest_bytes).options(options);
+        let monitor = Monitor::default().cancelled_by(cancel.clone());
         jobs::create(registry, &create, &monitor)?;
         Ok(())
     }
@@ -644,9 +637,8 @@ mod tests {
     #[test]
     fn units_of_zero_detection() {
         assert_eq!(detect_zeros("off"), Ok(DetectZeros::Off));
-        assert_eq!(detect_zeros("0"), Ok(DetectZeros::Off));
         assert_eq!(detect_zeros("64K"), Ok(DetectZeros::Unit(65536)));
-        for text in ["1", "3K", "4M", "on"] {
+        for text in ["0", "1", "3K", "4M", "on"] {
             assert!(detect_zeros(text).is_err(), "{text}");
         }
     }

@@ -6,7 +6,7 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueHint};
 use serde::Serialize;
 use vdkit::jobs::{self, CreateOptions, NewBacking, Preset, Use};
-use vdkit::{FormatDriver, Monitor, Options};
+use vdkit::{FormatDriver, OpenOptions, Options};
 
 use super::{Group, Run, Subcommand, augment, run};
 use crate::arguments::{FormatOptions, Json, ProgressOption, References, size};
@@ -177,18 +177,16 @@ impl Run for CreateArgs {
             .options(options)
             .backing(backing)
             .replace(self.force)
-            .refs(self.references.policy());
+            .opening(OpenOptions::read_only().refs(self.references.policy()));
         guard::refuse_occupied(&self.image, self.force, None)?;
         let cancel = session.cancel_on_signal()?;
         // Applies with `--force` too: `--force` gives up the old image, not the overlays that
         // depend on it.
         guard::refuse_replacing(&self.image, &cancel)
             .map_err(|failure| failure.hint("if they are of no use either, remove them first"))?;
-        let progress = self.progress.reporter("create");
-        let monitor = Monitor { cancel, progress: &progress };
-        let created = jobs::create(&vdkit::registry(), &create, &monitor);
-        progress.finish();
-        let created = created?;
+        let created = self.progress.run("create", session, |monitor| {
+            jobs::create(&vdkit::registry(), &create, monitor)
+        })??;
         self.note_size(driver.name(), created.guest_bytes);
         let answer = CreateAnswer {
             filename: self.image.display().to_string(),
@@ -202,7 +200,7 @@ impl Run for CreateArgs {
         } else {
             let size = bytes_long(answer.virtual_size);
             let on = match &answer.backing_filename {
-                Some(name) => format!(", standing on {name}"),
+                Some(name) => format!(", backing image {name}"),
                 None => String::new(),
             };
             session.out.line(format!("{}: {}, {size}{on}", answer.filename, answer.format))?;

@@ -43,7 +43,8 @@ SOCKET is the socket of 'vdkit serve --control SOCKET'.
   bitmap-clear NAME       clear its marks
   bitmap-enable NAME      start recording
   bitmap-disable NAME     stop recording
-  bitmap-merge SRC INTO   add the marks of SRC to INTO
+  bitmap-merge SRC --into NAME
+                          add the marks of SRC to NAME
   snapshot-external FILE  continue with a new overlay FILE; the image is only read from then on
   commit                  move the image's content into its backing image while clients write, and
                           continue with the backing image; waits for the end
@@ -82,6 +83,9 @@ pub struct CtlArgs {
     /// For bitmap-add: create the bitmap disabled
     #[arg(long)]
     disabled: bool,
+    /// For bitmap-merge: the bitmap that gets the marks
+    #[arg(long, value_name = "NAME")]
+    into: Option<String>,
     /// For commit: proceed even if other images or snapshots would be damaged
     #[arg(long)]
     force: bool,
@@ -147,7 +151,11 @@ impl CtlArgs {
     /// Checks that the action's required arguments are there and no others.
     fn check(&self) -> Result<(), Failure> {
         let usage = |what: String| Err(Failure::usage(format!("{what}; see: vdkit help ctl")));
+        if self.action != Action::BitmapMerge && self.into.is_some() {
+            return usage("--into is for bitmap-merge".to_owned());
+        }
         let wanted = self.action.values();
+        let wanted = if self.into.is_some() { &wanted[..1] } else { wanted };
         if let Some(missing) = wanted.get(self.values.len()) {
             return usage(format!("'{}' needs a {missing}", self.action.name()));
         }
@@ -199,7 +207,10 @@ impl CtlArgs {
             Action::BitmapClear => Command::BitmapClear { name: value() },
             Action::BitmapEnable => Command::BitmapEnable { name: value() },
             Action::BitmapDisable => Command::BitmapDisable { name: value() },
-            Action::BitmapMerge => Command::BitmapMerge { source: value(), into: value() },
+            Action::BitmapMerge => {
+                let source = value();
+                Command::BitmapMerge { source, into: self.into.clone().unwrap_or_else(value) }
+            }
             Action::Resize => {
                 let size = size(&value()).map_err(Failure::usage)?;
                 print_notes();

@@ -166,16 +166,14 @@ impl Run for DdArgs {
         let registry = vdkit::registry();
         let request = Request::of(&self.operands)?;
         protocols::refuse_target(&request.target)?;
-        let reading = OpenOptions {
-            format: self.format.clone(),
-            refs: self.references.policy(),
-            lock: !self.force_share,
-            snapshot: self.snapshot.clone(),
-            ..OpenOptions::read_only()
-        };
+        let reading = OpenOptions::read_only()
+            .maybe_format(self.format.clone())
+            .refs(self.references.policy())
+            .lock(!self.force_share)
+            .snapshot(self.snapshot.clone());
         let source = Disk::open(&registry, &request.source, &self.keys.apply(reading))?;
         let progress = self.progress.reporter("dd");
-        let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
+        let monitor = Monitor::new(&progress).cancelled_by(session.cancel_on_signal()?);
         let into =
             request.must_exist || request.target.exists() || super::is_export(&request.target);
         let copied = if into {
@@ -220,11 +218,9 @@ impl DdArgs {
         }
         guard::refuse_dependents(&request.target, &self.force, "writing to it", &monitor.cancel)?;
         let device = super::is_device(&request.target);
-        let writing = OpenOptions {
-            format: self.target_format.clone().or(device.then(|| "raw".to_owned())),
-            refs: self.references.policy(),
-            ..OpenOptions::read_write()
-        };
+        let writing = OpenOptions::read_write()
+            .maybe_format(self.target_format.clone().or(device.then(|| "raw".to_owned())))
+            .refs(self.references.policy());
         let keys = self.target_key.key().into_iter().cloned().chain(self.keys.all()).collect();
         let writing = self.keys.apply(writing).keys(keys);
         let plan = DdPlan::new(source.guest_bytes(), &request.options)?;

@@ -19,7 +19,7 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "doctor",
     about: "Find faults and slow settings of images, with the commands that repair them",
-    group: Group::Look,
+    group: Group::Examine,
     details: "\
 Reads only metadata and changes nothing. Also works on an image that a running guest uses. For a \
 folder it examines every image in it. Exit codes: 0 nothing but advice, 3 warnings, 4 errors: an \
@@ -75,7 +75,7 @@ impl Run for DoctorArgs {
         options.recursive = self.recursive;
         options.libvirt = self.libvirt;
         let progress = self.progress.reporter("doctor");
-        let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
+        let monitor = Monitor::new(&progress).cancelled_by(session.cancel_on_signal()?);
         let report = jobs::doctor(&vdkit::registry(), &self.path, &options, &monitor);
         progress.finish();
         let report = report?;

@@ -22,7 +22,7 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "info",
     about: "Show an image's format, sizes, options, snapshots and bitmaps",
-    group: Group::Look,
+    group: Group::Examine,
     details: "\
 Reads the image's header and small tables, never its data. Opens no other file without --chain. So \
 it is fast and safe on any image, even an untrusted one. For an appliance (OVA) it lists the \
@@ -152,7 +152,7 @@ fn print_image(link: &ChainLink, out: &mut Output) -> std::io::Result<()> {
         fields.add("identity", identity);
     }
     if let Some(identity) = &info.backing_identity {
-        fields.add("stands on identity", identity);
+        fields.add("backing identity", identity);
     }
     if info.dirty {
         fields.add("state", "not closed cleanly; it is repaired when it is next written");

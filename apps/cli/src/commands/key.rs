@@ -206,7 +206,7 @@ impl Run for KeyArgs {
     fn run(self, session: &mut Session) -> Outcome {
         self.refuse_idle_options()?;
         let (registry, image) = (vdkit::registry(), self.image.as_path());
-        let options = OpenOptions { format: self.format.clone(), ..OpenOptions::read_only() };
+        let options = OpenOptions::read_only().maybe_format(self.format.clone());
         let options = self.keys.apply(options);
         let milliseconds = self.iter_time.unwrap_or(ITER_TIME);
         let after = match self.action {

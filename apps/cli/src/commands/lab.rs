@@ -18,7 +18,7 @@ mod report;
 pub const COMMAND: Subcommand = Subcommand {
     name: "lab",
     about: "Measure which way to store a disk is best on this host",
-    group: Group::Look,
+    group: Group::Examine,
     details: "\
 A plan names choices (format, cluster size, cache mode, server, bus, load). The lab measures each \
 combination on each of your places, several times, in random order, together with QEMU's tools. It \
@@ -30,7 +30,7 @@ file.
   run PLAN --on DIR         measure
   report RUN                the advice with its reasons, as one HTML file
   compare BEFORE AFTER      compare one run with another
-  calibrate RUN...          how often equal runs are called different on this host
+  calibrate RUN...          count false differences between unchanged runs on this host
   export RUN                the results for other programs
 
 A device that is mounted or in use is refused. A device is overwritten, so you give its name \
@@ -42,7 +42,7 @@ vdkit lab run cache-modes --on /srv/images /mnt/xfs       a whole plan on two fi
 vdkit lab run zvol-vs-qcow2 --device /dev/vg/test --erase /dev/vg/test
 vdkit lab run --resume RUN.sqlite                         continue after an interrupt
 vdkit lab report RUN.sqlite                               the advice, tables and charts as one HTML file
-vdkit lab compare BEFORE.sqlite AFTER.sqlite              what became worse or better
+vdkit lab compare BEFORE.sqlite AFTER.sqlite              which cells became worse or better
 vdkit lab compare B1 A1 --before B2 B3 --after A2 A3      the same with several runs of each state
 vdkit lab export RUN.sqlite --csv > values.csv
 ",
@@ -74,7 +74,7 @@ enum Action {
     Report(report::ReportArgs),
     /// Compare a run with an earlier one
     Compare(compare::CompareArgs),
-    /// Count how often equal runs are called different
+    /// Count false differences between unchanged runs
     Calibrate(calibrate::CalibrateArgs),
     /// Print the results of a run for other programs
     Export(export::ExportArgs),
@@ -104,11 +104,11 @@ fn failure(error: &vdkit_lab::Error) -> Failure {
     match error.engine() {
         Some(engine @ vdkit::Error::NoSpace { .. }) => {
             let hint =
-                "make room, choose another folder or a larger device, or try --quick".to_owned();
+                "free space, choose another folder or a larger device, or try --quick".to_owned();
             Failure::Told(engine.kind().into(), engine.to_string(), Some(hint))
         }
         Some(engine @ vdkit::Error::Locked { .. }) => {
-            let hint = "the run goes on there: wait for its end, or stop that process".to_owned();
+            let hint = "that process measures this run: wait for its end, or stop it".to_owned();
             Failure::Told(engine.kind().into(), engine.to_string(), Some(hint))
         }
         Some(engine) => Failure::Told(engine.kind().into(), format!("{error:#}"), None),

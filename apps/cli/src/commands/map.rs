@@ -3,13 +3,12 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
+use vdkit::Disk;
 use vdkit::jobs::{self, MapRow};
-use vdkit::{Disk, OpenOptions};
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{Json, Opening, ParentOption, SnapshotOption, size};
+use crate::arguments::{Json, ParentOption, Reading, SnapshotOption, size};
 use crate::failure::{Exit, Outcome};
-use crate::keys::Keys;
 use crate::output::Output;
 use crate::session::Session;
 
@@ -17,7 +16,7 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "map",
     about: "Show where the guest's bytes are stored",
-    group: Group::Look,
+    group: Group::Examine,
     details: "\
 Prints one line per extent: a range of bytes that are stored in one place, through the whole \
 backing chain. Shows extents with data, or with --all every extent.",
@@ -52,9 +51,7 @@ pub struct MapArgs {
     #[command(flatten)]
     parent: ParentOption,
     #[command(flatten)]
-    opening: Opening,
-    #[command(flatten)]
-    keys: Keys,
+    opening: Reading,
     #[command(flatten)]
     json: Json,
 }
@@ -63,11 +60,11 @@ impl Run for MapArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
     fn run(self, session: &mut Session) -> Outcome {
-        let options = OpenOptions {
-            snapshot: self.snapshot.snapshot.clone(),
-            backing: self.parent.choice(),
-            ..self.keys.apply(self.opening.options())
-        };
+        let options = self
+            .opening
+            .options()
+            .snapshot(self.snapshot.snapshot.clone())
+            .backing(self.parent.choice());
         let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;
         let start = self.start.unwrap_or(0);
         let range = super::guest_range(&disk, start, self.length)?;

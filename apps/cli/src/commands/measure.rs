@@ -7,9 +7,8 @@ use vdkit::jobs;
 use vdkit::{Disk, Monitor, Options};
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{FormatOptions, Json, Opening, size};
+use crate::arguments::{FormatOptions, Json, Reading, size};
 use crate::failure::{Exit, Outcome};
-use crate::keys::Keys;
 use crate::output::{Fields, bytes_long};
 use crate::session::Session;
 
@@ -17,7 +16,7 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "measure",
     about: "Compute how many bytes a converted or new image needs",
-    group: Group::Look,
+    group: Group::Examine,
     details: "\
 Sizes are without compression. 'required' is what the image needs for the current data, 'fully \
 allocated' its size after the guest has written every byte.",
@@ -48,9 +47,7 @@ pub struct MeasureArgs {
     #[command(flatten)]
     options: FormatOptions,
     #[command(flatten)]
-    opening: Opening,
-    #[command(flatten)]
-    keys: Keys,
+    opening: Reading,
     #[command(flatten)]
     json: Json,
 }
@@ -64,10 +61,10 @@ impl Run for MeasureArgs {
         let options = Options::parse(driver.name(), driver.options(), texts)?;
         let report = match (&self.source, self.size) {
             (Some(path), _) => {
-                let mut opening = self.keys.apply(self.opening.options());
+                let mut opening = self.opening.options();
                 opening.snapshot = self.snapshot;
                 let disk = Disk::open(&vdkit::registry(), path, &opening)?;
-                let monitor = Monitor { cancel: session.cancel_on_signal()?, ..Monitor::default() };
+                let monitor = Monitor::default().cancelled_by(session.cancel_on_signal()?);
                 jobs::measure(&[disk], driver, &options, &monitor)?
             }
             (None, bytes) => jobs::measure_empty(bytes.unwrap_or(0), driver, &options)?,

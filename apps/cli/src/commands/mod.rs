@@ -83,7 +83,7 @@ pub static ALL: &[Subcommand] = &[
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Group {
     /// Reads an image and changes nothing.
-    Look,
+    Examine,
     /// Creates images.
     Make,
     /// Changes images.
@@ -99,12 +99,12 @@ pub enum Group {
 impl Group {
     /// All groups, in the order of the overview.
     pub const ALL: &'static [Self] =
-        &[Self::Make, Self::Look, Self::Change, Self::Serve, Self::Bytes, Self::Help];
+        &[Self::Make, Self::Examine, Self::Change, Self::Serve, Self::Bytes, Self::Help];
 
     /// The heading in the overview.
     pub fn title(self) -> &'static str {
         match self {
-            Self::Look => "Examine images",
+            Self::Examine => "Examine images",
             Self::Make => "Create images",
             Self::Change => "Check and change images",
             Self::Serve => "Serve disks to guests and tools",

@@ -77,11 +77,9 @@ impl Run for MountArgs {
         let disk = self.disk.open(&self.image, &stop)?;
         session.warn(&disk);
         let filename = disk.name().to_owned();
-        let options = ExportOptions {
-            read_only: self.disk.read_only,
-            on_nospace: self.disk.on_nospace(),
-            ..ExportOptions::default()
-        };
+        let mut options = ExportOptions::default();
+        options.read_only = self.disk.read_only;
+        options.on_nospace = self.disk.on_nospace();
         let export = Export::new(disk, options);
         let started = self.disk.tell_counts(&export).and_then(|metrics| {
             fuse::mount(&export, &self.file, self.fuse).map(|server| (server, metrics))

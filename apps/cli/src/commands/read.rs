@@ -3,13 +3,12 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
-use vdkit::{Disk, GuestOffset, OpenOptions};
+use vdkit::{Disk, GuestOffset};
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{CacheOption, Opening, ParentOption, SnapshotOption, size};
+use crate::arguments::{CacheOption, ParentOption, Reading, SnapshotOption, size};
 use crate::failure::{Exit, Outcome};
 use crate::hex::HexDump;
-use crate::keys::Keys;
 use crate::session::Session;
 
 /// Entry in the table of subcommands.
@@ -54,20 +53,19 @@ pub struct ReadArgs {
     #[command(flatten)]
     parent: ParentOption,
     #[command(flatten)]
-    opening: Opening,
-    #[command(flatten)]
-    keys: Keys,
+    opening: Reading,
 }
 
 impl Run for ReadArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
     fn run(self, session: &mut Session) -> Outcome {
-        let options = OpenOptions {
-            snapshot: self.snapshot.snapshot.clone(),
-            backing: self.parent.choice(),
-            ..self.keys.apply(self.opening.options()).cache(self.cache.mode())
-        };
+        let options = self
+            .opening
+            .options()
+            .cache(self.cache.mode())
+            .snapshot(self.snapshot.snapshot.clone())
+            .backing(self.parent.choice());
         let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;
         let range = super::guest_range(&disk, self.offset, self.length)?;
         let mut buf = vec![0; STEP.min(range.end - range.start) as usize];

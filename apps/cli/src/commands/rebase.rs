@@ -4,13 +4,11 @@ use std::path::PathBuf;
 
 use clap::builder::NonEmptyStringValueParser;
 use clap::{ArgGroup, Args, ValueHint};
-use vdkit::Monitor;
 use vdkit::jobs::{self, NewBacking, RebaseOptions};
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{Json, OpeningForWriting, ProgressOption};
+use crate::arguments::{Json, ProgressOption, Writing};
 use crate::failure::{Exit, Outcome};
-use crate::keys::Keys;
 use crate::output::bytes_long;
 use crate::session::Session;
 
@@ -57,9 +55,7 @@ pub struct RebaseArgs {
     #[arg(long)]
     force: bool,
     #[command(flatten)]
-    opening: OpeningForWriting,
-    #[command(flatten)]
-    keys: Keys,
+    opening: Writing,
     #[command(flatten)]
     progress: ProgressOption,
     #[command(flatten)]
@@ -75,19 +71,17 @@ impl Run for RebaseArgs {
             self.backing.clone().map(|name| NewBacking::new(name, self.backing_format.clone()));
         options.header_only = self.header_only;
         options.force = self.force;
-        let progress = self.progress.reporter("rebase");
-        let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
-        let opening = self.keys.apply(self.opening.options());
-        let done = jobs::rebase(&vdkit::registry(), &self.image, &opening, &options, &monitor);
-        progress.finish();
-        let report = done?;
+        let opening = self.opening.options();
+        let report = self.progress.run("rebase", session, |monitor| {
+            jobs::rebase(&vdkit::registry(), &self.image, &opening, &options, monitor)
+        })??;
         if self.json.json {
             session.out.json(&report)?;
             return Ok(Exit::Done);
         }
         let on = match &report.backing {
-            Some(backing) => format!("stands on {backing}"),
-            None => "stands alone".to_owned(),
+            Some(backing) => format!("backing image {backing}"),
+            None => "no backing image".to_owned(),
         };
         session.out.line(format!(
             "{}: {on}; {} compared, {} copied, {} shared, {} made zero",

@@ -4,14 +4,13 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum, ValueHint};
 use serde::Serialize;
+use vdkit::Disk;
 use vdkit::jobs::{self, Preallocation, ResizeOptions};
-use vdkit::{Disk, Monitor};
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{Force, Json, OpeningForWriting, ProgressOption, size};
+use crate::arguments::{Force, Json, ProgressOption, Writing, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
-use crate::keys::Keys;
 use crate::output::bytes_long;
 use crate::session::Session;
 
@@ -57,9 +56,7 @@ pub struct ResizeArgs {
     #[command(flatten)]
     force: Force,
     #[command(flatten)]
-    opening: OpeningForWriting,
-    #[command(flatten)]
-    keys: Keys,
+    opening: Writing,
     #[command(flatten)]
     progress: ProgressOption,
     #[command(flatten)]
@@ -124,8 +121,7 @@ impl Run for ResizeArgs {
             let cancel = session.cancel_on_signal()?;
             guard::refuse_dependents(&self.image, &self.force, "shrinking it", &cancel)?;
         }
-        let disk =
-            Disk::open(&vdkit::registry(), &self.image, &self.keys.apply(self.opening.options()))?;
+        let disk = Disk::open(&vdkit::registry(), &self.image, &self.opening.options())?;
         session.warn(&disk);
         let old_size = disk.guest_bytes();
         let size = self.size.applied_to(old_size)?;
@@ -146,10 +142,9 @@ impl Run for ResizeArgs {
             PreallocationChoice::Falloc => Preallocation::Falloc,
             PreallocationChoice::Full => Preallocation::Full,
         };
-        let progress = self.progress.reporter("resize");
-        let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
-        let resized = jobs::resize(&disk, size, &options, &monitor);
-        progress.finish();
+        let resized = self
+            .progress
+            .run("resize", session, |monitor| jobs::resize(&disk, size, &options, monitor))?;
         // Close the disk after a failure too, so that the image is marked clean.
         let closed = disk.close();
         resized?;

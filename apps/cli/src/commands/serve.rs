@@ -239,12 +239,10 @@ impl ServeArgs {
         let file = self.fuse.as_deref().map(mount).transpose()?;
         let start_vhost = |listener| vhost_user::Server::start(Arc::clone(export), listener);
         let vhost = doors.vhost.map(start_vhost).transpose().map_err(no_thread)?;
-        let options = ServerOptions {
-            connections_max: self.connections,
-            tls: doors.tls,
-            poll_max: Duration::from_micros(self.poll_us.into()),
-            ..ServerOptions::default()
-        };
+        let mut options = ServerOptions::default();
+        options.connections_max = self.connections;
+        options.tls = doors.tls;
+        options.poll_max = Duration::from_micros(self.poll_us.into());
         let exports = Exports::new(vec![Arc::clone(export)]);
         let nbd = Server::start(exports, doors.nbd, options).map_err(no_thread)?;
         Ok(Service { control, metrics, file, vhost, nbd, only_file })
@@ -316,13 +314,12 @@ impl Run for ServeArgs {
         self.check_bitmaps(&disk)?;
         let doors = self.doors()?;
         let filename = disk.name().to_owned();
-        let options = ExportOptions {
-            name: self.name.clone(),
-            description: self.description.clone(),
-            read_only: self.disk.read_only,
-            on_nospace: self.disk.on_nospace(),
-            bitmaps: self.bitmap.clone(),
-        };
+        let mut options = ExportOptions::default();
+        options.name = self.name.clone();
+        options.description = self.description.clone();
+        options.read_only = self.disk.read_only;
+        options.on_nospace = self.disk.on_nospace();
+        options.bitmaps = self.bitmap.clone();
         let export = Export::new(disk, options);
         let uris = doors.uris.clone();
         let done = self.start(&export, doors, &stop).and_then(|service| {

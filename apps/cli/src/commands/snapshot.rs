@@ -6,13 +6,12 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum, ValueHint};
 use serde::Serialize;
 use vdkit::jobs::{self, SnapshotAction};
-use vdkit::{BackingChoice, Disk, Monitor, SnapshotInfo};
+use vdkit::{BackingChoice, Disk, SnapshotInfo};
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{Force, Json, Opening, ProgressOption};
+use crate::arguments::{Force, Json, ProgressOption, Reading};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
-use crate::keys::Keys;
 use crate::output::{Output, Table, bytes_short};
 use crate::session::Session;
 use crate::time;
@@ -66,9 +65,7 @@ pub struct SnapshotArgs {
     #[command(flatten)]
     force: Force,
     #[command(flatten)]
-    opening: Opening,
-    #[command(flatten)]
-    keys: Keys,
+    opening: Reading,
     #[command(flatten)]
     progress: ProgressOption,
     #[command(flatten)]
@@ -120,7 +117,7 @@ impl SnapshotArgs {
                 return Err(Failure::usage(format!("as it is used: vdkit snapshot {wanted}")));
             }
         };
-        if self.opening.force_share {
+        if self.opening.opening.force_share {
             return Err(Failure::usage("-U has no meaning here: only 'list' can share the image"));
         }
         Ok(Some(action))
@@ -132,10 +129,9 @@ impl SnapshotArgs {
         action: &SnapshotAction,
         session: &mut Session,
     ) -> Result<SnapshotInfo, Failure> {
-        let progress = self.progress.reporter("snapshot");
-        let monitor = Monitor { cancel: session.cancel_on_signal()?, progress: &progress };
-        let done = jobs::snapshot(disk, action, &monitor);
-        progress.finish();
+        let done = self
+            .progress
+            .run("snapshot", session, |monitor| jobs::snapshot(disk, action, monitor))?;
         // Close the disk after a failure too, so that the image is marked clean.
         let closed = disk.close();
         let info = done?;
@@ -158,7 +154,7 @@ impl Run for SnapshotArgs {
                 &cancel,
             )?;
         }
-        let mut options = self.keys.apply(self.opening.options());
+        let mut options = self.opening.options();
         options.writable = asked.is_some();
         // Snapshots need only the image itself, not its backing chain.
         options.backing = BackingChoice::Ignore;

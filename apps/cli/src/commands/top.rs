@@ -19,7 +19,7 @@ mod screen;
 mod view;
 
 use rates::{Rates, Sample};
-use screen::{Did, Screen};
+use screen::{Input, Screen};
 
 /// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
@@ -28,12 +28,12 @@ pub const COMMAND: Subcommand = Subcommand {
     group: Group::Serve,
     details: "\
 SOCKET is the socket of 'vdkit serve --control SOCKET'. On a terminal the view fills the screen \
-until you press q, Esc or Ctrl-C. Otherwise each interval is printed after the one before, with \
---json one line each. An interval shows the requests that ended in it. The view ends with the \
-service.",
+until you press q, Esc or Ctrl-C. Otherwise the intervals are printed one after the other, with \
+--json one line each. An interval counts the requests that ended in it. The view ends when the \
+service ends.",
     examples: "
 vdkit top /run/disk.ctl
-vdkit top --once /run/disk.ctl                    one second, in plain text
+vdkit top --once /run/disk.ctl                    one interval of a second, as plain text
 vdkit top --json --interval 10 --count 6 /run/disk.ctl   a minute for a script
 ",
     augment: augment::<TopArgs>,
@@ -63,12 +63,12 @@ pub struct TopArgs {
 fn seconds(text: &str) -> Result<Duration, String> {
     match text.parse::<f64>() {
         Ok(seconds) if (0.05..=86_400.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
-        _ => Err("write seconds between 0.05 and 86400".to_owned()),
+        _ => Err("is not a number of seconds from 0.05 to 86400".to_owned()),
     }
 }
 
 /// Interval between two checks for keys and signals.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Queries a service's state and counters.
 fn sample(socket: &Path) -> io::Result<Sample> {
@@ -109,7 +109,7 @@ struct Watch {
 }
 
 /// What arrived within a time.
-enum Came {
+enum Update {
     Interval(Box<Rates>),
     Nothing,
     /// The service has ended.
@@ -117,20 +117,20 @@ enum Came {
 }
 
 impl Watch {
-    fn next(&mut self, time: Duration) -> Result<Came, Failure> {
+    fn next(&mut self, time: Duration) -> Result<Update, Failure> {
         let sample = match self.samples.recv_timeout(time) {
             Ok(Ok(sample)) => sample,
-            Ok(Err(_)) if self.before.is_some() => return Ok(Came::End),
+            Ok(Err(_)) if self.before.is_some() => return Ok(Update::End),
             Ok(Err(error)) => {
                 let socket = self.socket.display();
                 return Err(Failure::failed(format!("{socket}: no service answers: {error}")));
             }
-            Err(RecvTimeoutError::Timeout) => return Ok(Came::Nothing),
-            Err(RecvTimeoutError::Disconnected) => return Ok(Came::End),
+            Err(RecvTimeoutError::Timeout) => return Ok(Update::Nothing),
+            Err(RecvTimeoutError::Disconnected) => return Ok(Update::End),
         };
         let rates = self.before.as_ref().map(|before| Rates::between(before, &sample));
         self.before = Some(sample);
-        Ok(rates.map_or(Came::Nothing, |rates| Came::Interval(Box::new(rates))))
+        Ok(rates.map_or(Update::Nothing, |rates| Update::Interval(Box::new(rates))))
     }
 }
 
@@ -139,10 +139,10 @@ impl TopArgs {
     fn print(&self, watch: &mut Watch, stop: &CancelToken, session: &mut Session) -> Outcome {
         let mut left = if self.once { 1 } else { self.count.unwrap_or(u64::MAX) };
         while left > 0 && !stop.is_cancelled() {
-            let rates = match watch.next(LOOK)? {
-                Came::Interval(rates) => rates,
-                Came::Nothing => continue,
-                Came::End => return Ok(ended()),
+            let rates = match watch.next(POLL_INTERVAL)? {
+                Update::Interval(rates) => rates,
+                Update::Nothing => continue,
+                Update::End => return Ok(ended()),
             };
             left -= 1;
             if self.json.json {
@@ -164,33 +164,34 @@ impl TopArgs {
     fn show(&self, watch: &mut Watch, stop: &CancelToken) -> Outcome {
         // Query before switching the screen, so that an unreachable service gives a plain error
         // message.
-        let mut shown = vec![format!("{}: asking …", self.socket.display())];
+        let mut shown =
+            vec![format!("{}: waiting for the first interval …", self.socket.display())];
         while watch.before.is_none() && !stop.is_cancelled() {
-            watch.next(LOOK)?;
+            watch.next(POLL_INTERVAL)?;
         }
         let screen = Screen::take()?;
         screen.show(&shown)?;
         let mut last = Instant::now();
         let late = self.interval * 2 + Duration::from_secs(1);
         while !stop.is_cancelled() {
-            match screen.wait(LOOK)? {
-                Did::Quit => return Ok(Exit::Done),
-                Did::Resized => screen.show(&shown)?,
-                Did::Nothing => {}
+            match screen.wait(POLL_INTERVAL)? {
+                Input::Quit => return Ok(Exit::Done),
+                Input::Resized => screen.show(&shown)?,
+                Input::Nothing => {}
             }
             match watch.next(Duration::ZERO)? {
-                Came::Interval(rates) => {
+                Update::Interval(rates) => {
                     shown = view::lines(&rates);
-                    shown.extend([String::new(), "q: end".to_owned()]);
+                    shown.extend([String::new(), "q: quit".to_owned()]);
                     last = Instant::now();
                 }
-                Came::Nothing if last.elapsed() > late => {
+                Update::Nothing if last.elapsed() > late => {
                     let line = format!("no answer for {} s", last.elapsed().as_secs());
                     shown.pop();
-                    shown.push(format!("q: end    {line}"));
+                    shown.push(format!("q: quit    {line}"));
                 }
-                Came::Nothing => continue,
-                Came::End => {
+                Update::Nothing => continue,
+                Update::End => {
                     drop(screen);
                     return Ok(ended());
                 }

@@ -17,7 +17,7 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "tree",
     about: "Show which image backs which, and what deleting one would break",
-    group: Group::Look,
+    group: Group::Examine,
     details: "\
 For an image: the images of its folder that belong to its chain. For a folder: every image in it. \
 Reads only headers; the files that they name are looked up but not opened.",
@@ -57,7 +57,7 @@ impl Run for TreeArgs {
         options.refs = self.references.policy();
         options.recursive = self.recursive;
         let cancel = session.cancel_on_signal()?;
-        let monitor = Monitor { cancel, ..Monitor::default() };
+        let monitor = Monitor::default().cancelled_by(cancel);
         let path = self.delete_check.as_ref().unwrap_or(&self.path);
         let report = jobs::tree(&vdkit::registry(), path, &options, &monitor)?;
         let asked = path.canonicalize().unwrap_or_else(|_| path.clone());

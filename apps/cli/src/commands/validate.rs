@@ -16,7 +16,7 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "validate",
     about: "Check whether a hypervisor or cloud accepts an image",
-    group: Group::Look,
+    group: Group::Examine,
     details: "\
 Reads the image's header and no other file. The exit code is 3 if the target would refuse the \
 image. Each reason comes with the command that fixes it.",
@@ -51,11 +51,7 @@ impl Run for ValidateArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
     fn run(self, session: &mut Session) -> Outcome {
-        let options = OpenOptions {
-            format: self.format,
-            lock: !self.force_share,
-            ..OpenOptions::read_only()
-        };
+        let options = OpenOptions::read_only().maybe_format(self.format).lock(!self.force_share);
         let report = validate(&vdkit::registry(), &self.image, self.target, &options)?;
         if self.json.json {
             session.out.json(&report)?;

@@ -12,10 +12,9 @@ use serde::Serialize;
 use vdkit::{CancelToken, Disk, Error, GuestOffset};
 
 use super::{Group, Run, Subcommand, augment, run};
-use crate::arguments::{CacheOption, Force, Json, OpeningForWriting, size};
+use crate::arguments::{CacheOption, Force, Json, Writing, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
-use crate::keys::Keys;
 use crate::output::bytes_long;
 use crate::session::Session;
 
@@ -74,9 +73,7 @@ pub struct WriteArgs {
     #[command(flatten)]
     cache: CacheOption,
     #[command(flatten)]
-    opening: OpeningForWriting,
-    #[command(flatten)]
-    keys: Keys,
+    opening: Writing,
     #[command(flatten)]
     json: Json,
 }
@@ -102,7 +99,7 @@ impl Run for WriteArgs {
     const ROW: &'static Subcommand = &COMMAND;
 
     fn run(self, session: &mut Session) -> Outcome {
-        let options = self.keys.apply(self.opening.options()).cache(self.cache.mode());
+        let options = self.opening.options().cache(self.cache.mode());
         let input = self.source()?;
         let cancel = CancelToken::default();
         guard::refuse_dependents(&self.image, &self.force, "writing to it", &cancel)?;

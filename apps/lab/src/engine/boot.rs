@@ -16,7 +16,7 @@ const FIRST: u64 = 1 << 20;
 pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
     let (layout, bytes, count) = (bench.layout()?, bench.disk_bytes()?, bench.images());
     if layout.more != More::Backing {
-        return skip("guests that boot at once stand on one base: layout qcow2-overlay");
+        return skip("several guests boot from overlays of one image: layout qcow2-overlay");
     }
     let images = (0..count)
         .map(|i| layout::make_named(bench, layout, bytes, Content::All, &format!("guest{i}")))

@@ -12,11 +12,13 @@ pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
     let (layout, bytes) = (bench.layout()?, bench.disk_bytes()?);
     let content = bench.content(false);
     if layout.options.contains("preallocation=") && content == Content::Full {
-        return skip("the disk is all written: how it was allocated before makes no difference");
+        return skip("the whole disk is written, so its preallocation makes no difference");
     }
     let image = layout::make(bench, layout, bytes, content)?;
     if image.shown_bytes != bytes {
-        return skip("a conversion of a raw device reads all of it, which is more than the disk");
+        return skip(
+            "a conversion of a raw device reads the whole device, which is larger than the disk",
+        );
     }
     let line = match bench.axis("tool") {
         Some("qemu-img") => Line::new(need("qemu-img")?)

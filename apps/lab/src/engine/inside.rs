@@ -131,11 +131,8 @@ pub(super) fn run(
     image: &Image,
     cache: Cache,
 ) -> Result<(Answer, Vec<Series>)> {
-    let options = OpenOptions {
-        format: Some(image.format.to_owned()),
-        cache: cache.name.parse::<CacheMode>()?,
-        ..OpenOptions::read_write()
-    };
+    let options =
+        OpenOptions::read_write().format(image.format).cache(cache.name.parse::<CacheMode>()?);
     let disk = Disk::open(bench.registry, &image.path, &options)?;
     let (began, interval_ms) = (Instant::now(), interval_ms(&bench.effort));
     let all = threads(bench, load, (&disk, image.bytes), began, interval_ms)?;

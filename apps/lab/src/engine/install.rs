@@ -83,7 +83,7 @@ fn choose(most: u64, cancel: &CancelToken) -> Result<Vec<Source>> {
         }
     }
     if found.is_empty() {
-        return skip(format!("there is nothing to copy in {}", TREES.join(", ")));
+        return skip(format!("no files to copy in {}", TREES.join(", ")));
     }
     Ok(found)
 }

@@ -36,7 +36,7 @@ pub(super) fn on(
     let served = front::start(bench, front, &image, cache)?;
     let mut sample = run(bench, load, &served, bytes)?;
     if let Some(ended) = served.end() {
-        bench.note(&format!("the server's orderly end took {:.2} s", ended.as_secs_f64()));
+        bench.note(&format!("the server took {:.2} s to shut down", ended.as_secs_f64()));
     }
     if let Some(bytes) = layout::host_bytes(&image) {
         sample.values.insert("host_bytes".to_owned(), bytes as f64);
@@ -82,7 +82,7 @@ fn with_fio(
     let disk = fio::Disk::of(target).context("fio cannot open this")?;
     if let Target::Guest(guest) = target {
         let mut all = in_guest(bench, &[*load], guest, bytes)?;
-        return all.pop().context("the guest has told no results");
+        return all.pop().context("the guest printed no results");
     }
     let output = bench.folder.join("fio.json");
     let arguments = fio::arguments(load, &disk, &bench.effort, bytes, bench.seed, &output);
@@ -122,7 +122,7 @@ pub(super) fn in_guest(
     let mut all = Vec::new();
     for load in loads {
         let part = parts.next().and_then(|part| part.split_once(MARK));
-        let (json, log) = part.context("the guest has told no results")?;
+        let (json, log) = part.context("the guest printed no results")?;
         all.push((fio::parse(json, load)?, fio::series(log, load, &bench.effort)));
     }
     Ok(all)

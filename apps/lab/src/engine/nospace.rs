@@ -129,7 +129,7 @@ fn watch(
         bench.cancel.check()?;
         if began.elapsed() > patience {
             writer.end();
-            bench.note("the client did not come to its end");
+            bench.note("the client did not finish in time");
             return Ok((false, over(full_since, freed)));
         }
         let free = free_bytes(pool)?;
@@ -255,11 +255,10 @@ impl Writer {
         if said.emulated {
             bench.note("the guest's processor was emulated (TCG): no KVM here");
         }
-        let (json, rest) =
-            said.results.split_once(MARK).context("the guest has told no results")?;
+        let (json, rest) = said.results.split_once(MARK).context("the guest printed no results")?;
         let mut numbers = rest.split_whitespace().map(str::parse::<u64>);
         let (Some(Ok(code)), Some(Ok(errors))) = (numbers.next(), numbers.next()) else {
-            bail!("the guest has told no results: {rest}");
+            bail!("the guest printed no results: {rest}");
         };
         let fio = parsed(json);
         let seconds = fio["jobs"][0]["elapsed"].as_u64().unwrap_or(0);
@@ -316,20 +315,20 @@ fn conclude(
     let complete = !heard.failed && written == WRITE_BYTES;
     if waited.is_zero() {
         bench.note(if heard.failed {
-            "the client was told of an error before the file system was seen to be full"
+            "the client got an error before the file system was full"
         } else {
-            "the file system was never seen to be full"
+            "the file system was never full"
         });
     }
     let told = match (heard.failed, sound, heard.stops) {
-        (false, true, 0) => "paused, and went on when there was room".to_owned(),
-        (false, true, _) => "the whole guest was stopped; it saw no error, and went on when there \
-                             was room and QEMU was told so (cont)"
+        (false, true, 0) => "paused, and continued when there was space again".to_owned(),
+        (false, true, _) => "QEMU stopped the whole guest, which saw no error and continued when \
+                             there was space again and the lab resumed it (cont)"
             .to_owned(),
         (true, true, _) => {
-            format!("broke: the client got errors ({}); the image is sound", heard.errors)
+            format!("failed: the client got errors ({}); the image is sound", heard.errors)
         }
-        (_, false, _) => "broke: the image is damaged".to_owned(),
+        (_, false, _) => "failed: the image is damaged".to_owned(),
     };
     bench.note(&told);
     let all = values([

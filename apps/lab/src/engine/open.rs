@@ -90,7 +90,7 @@ fn commands(
         io.read_call_bytes += ended.io.read_call_bytes.saturating_sub(start.read_call_bytes);
         io.read_bytes += ended.io.read_bytes.saturating_sub(start.read_bytes);
     }
-    bench.note("the time has the command's start in it; its reads are less those of '--version'");
+    bench.note("the time includes the command's start; the reads exclude those of '--version'");
     Ok((began.elapsed(), io))
 }
 
@@ -104,8 +104,7 @@ fn in_process(
     let before = IoCounts::of(me).unwrap_or_default();
     let began = Instant::now();
     let one = |image: &Image| -> vdkit_block::Result<()> {
-        let options =
-            OpenOptions { format: Some(image.format.to_owned()), ..OpenOptions::read_only() };
+        let options = OpenOptions::read_only().format(image.format);
         let disk = Disk::open(bench.registry, &image.path, &options)?;
         let mut buffer = vec![0; len as usize];
         disk.read_at(&mut buffer, GuestOffset(at))

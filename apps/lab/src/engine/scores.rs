@@ -33,8 +33,8 @@ pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
         ("score", (read + write) / 2e6),
     ]);
     let told: Vec<String> =
-        reference.iter().map(|(key, rate)| format!("{key} {rate:.0}")).collect();
-    bench.note(&format!("the bare place, in bytes a second: {}", told.join(", ")));
+        reference.iter().map(|(key, rate)| format!("{key} {:.1}", rate / 1e6)).collect();
+    bench.note(&format!("throughput of the bare place in MB/s: {}", told.join(", ")));
     values.insert("bytes_per_second".to_owned(), (read + write) / 2.0);
     let raw = serde_json::to_value(&found)?;
     Ok(Sample { values, raw: Some(raw), ..Sample::default() })

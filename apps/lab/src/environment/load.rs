@@ -18,7 +18,7 @@ pub struct Moment {
 /// Files in `/proc/pressure` (the kernel's Documentation/accounting/psi.rst).
 const PRESSURES: [&str; 3] = ["cpu", "memory", "io"];
 
-/// Shortest processor time over which steal is judged, in ticks of 1/100 s: two seconds of one
+/// Shortest processor time over which steal is reported, in ticks of 1/100 s: two seconds of one
 /// processor.
 const STEAL_TICKS: u64 = 200;
 
@@ -59,7 +59,7 @@ impl Moment {
     pub fn until(&self, later: &Self) -> Vec<(&'static str, String)> {
         let mut all = Vec::new();
         if later.throttled > self.throttled {
-            let text = "the processor was slowed down because of its temperature".to_owned();
+            let text = "the processor was throttled because of its temperature".to_owned();
             all.push(("throttled", text));
         }
         let seconds = later.at.duration_since(self.at).as_secs_f64();
@@ -78,7 +78,7 @@ impl Moment {
             if stolen * 20 > ticks && ticks >= STEAL_TICKS {
                 let part = stolen as f64 / ticks as f64;
                 let text = format!(
-                    "other guests of this host had {:.0} % of the processors",
+                    "the hypervisor gave {:.0} % of this machine's processor time to others (steal)",
                     part * 100.0
                 );
                 all.push(("pressure", text));
@@ -94,7 +94,7 @@ pub fn busy(cores: u32) -> Option<String> {
     let load: f64 = text.split_whitespace().next()?.parse().ok()?;
     let limit = f64::from(cores) * 0.5;
     (load > limit).then(|| {
-        format!("the machine was busy at the start: {load} programs were running or waiting")
+        format!("the machine was busy at the start: load average {load:.1} on {cores} processors")
     })
 }
 

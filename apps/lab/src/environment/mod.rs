@@ -42,7 +42,7 @@ pub fn describe(places: &[PlaceInfo], cancel: &CancelToken) -> Environment {
 
 /// That /dev/kvm can be opened does not prove that a guest runs: nested KVM may hang. The result of
 /// booting a guest is in the notes of cells with guests.
-const KVM_OPENS: &str = "opens; whether a guest comes up on it is found when one is booted";
+const KVM_OPENS: &str = "can be opened; only booting a guest shows whether KVM works";
 
 fn sections(environment: &Environment, places: &[PlaceInfo], cancel: &CancelToken) -> Vec<Section> {
     let mut machine = vec![
@@ -52,7 +52,7 @@ fn sections(environment: &Environment, places: &[PlaceInfo], cancel: &CancelToke
         ("memory available".to_owned(), mib(meminfo("MemAvailable").unwrap_or(0))),
         ("kernel".to_owned(), environment.kernel.clone()),
     ];
-    let guest = environment.virtualization.clone().unwrap_or_else(|| "none seen".to_owned());
+    let guest = environment.virtualization.clone().unwrap_or_else(|| "none detected".to_owned());
     machine.push(("virtualization".to_owned(), guest));
     let kvm = fs::File::options().read(true).write(true).open("/dev/kvm").is_ok();
     machine.push(("/dev/kvm".to_owned(), if kvm { KVM_OPENS } else { "not available" }.to_owned()));
@@ -61,11 +61,11 @@ fn sections(environment: &Environment, places: &[PlaceInfo], cancel: &CancelToke
         machine.push(("frequency governor".to_owned(), text.trim().to_owned()));
     }
     if let Some(name) = os_release() {
-        machine.push(("system".to_owned(), name));
+        machine.push(("operating system".to_owned(), name));
     }
     let average = fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let average: Vec<&str> = average.split_whitespace().take(3).collect();
-    machine.push(("load of 1, 5, 15 minutes".to_owned(), average.join(", ")));
+    machine.push(("load average (1, 5, 15 min)".to_owned(), average.join(", ")));
     let mut all = vec![Section { title: "Machine".to_owned(), entries: machine }];
     for place in places {
         all.push(Section { title: format!("Place {}", place.name), entries: entries_of(place) });
@@ -125,7 +125,7 @@ fn virtualization(cpu: &str) -> Option<String> {
         Some(text.trim().to_owned()).filter(|text| !text.is_empty())
     };
     let words: Vec<String> = ["sys_vendor", "product_name"].into_iter().filter_map(name).collect();
-    Some(if words.is_empty() { "a hypervisor".to_owned() } else { words.join(" ") })
+    Some(if words.is_empty() { "unknown hypervisor".to_owned() } else { words.join(" ") })
 }
 
 #[cfg(test)]

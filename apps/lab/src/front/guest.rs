@@ -170,7 +170,7 @@ impl Guest {
         while !booted.wait(Duration::from_millis(20))? {
             bench.cancel.check()?;
             if Instant::now() > until {
-                bail!("the guest does not end; its console:\n{}", booted.console());
+                bail!("the guest does not shut down; its console:\n{}", booted.console());
             }
         }
         booted.said()
@@ -337,7 +337,7 @@ pub fn guest_speed(bench: &mut Bench<'_>) -> Result<GuestSpeed> {
     // Uptime before and after.
     let times: Vec<f64> =
         said.results.lines().filter_map(|line| line.split(' ').next()?.parse().ok()).collect();
-    let [before, after] = times[..] else { bail!("the guest has told no times") };
+    let [before, after] = times[..] else { bail!("the guest printed no times") };
     let fio = (after - before).clamp(0.0, all);
     Ok(GuestSpeed { boot: all - fio, fio })
 }

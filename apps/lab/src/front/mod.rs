@@ -95,12 +95,12 @@ pub static FRONTS: &[Front] = &[
     ),
     front(
         "nbd-qsd-native",
-        "qemu-storage-daemon over NBD, the image opened as for many guests: cache none, aio=native",
+        "qemu-storage-daemon over NBD; the image has cache none, aio=native, as for many guests",
         Kind::Nbd(Server::StorageDaemon(Aio::Native)),
     ),
     front(
         "nbd-qsd-uring",
-        "qemu-storage-daemon over NBD, the image opened with cache none, aio=io_uring",
+        "qemu-storage-daemon over NBD; the image has cache none, aio=io_uring",
         Kind::Nbd(Server::StorageDaemon(Aio::Uring)),
     ),
     front("nbd-nbdkit", "nbdkit (raw images)", Kind::Nbd(Server::Nbdkit)),

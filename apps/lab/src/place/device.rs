@@ -42,7 +42,7 @@ fn refuse<T>(device: &Path, reason: impl std::fmt::Display, hint: &str) -> Resul
 pub fn describe(path: &Path) -> Result<PlaceInfo> {
     let found = fs::metadata(path).with_context(|| path.display().to_string())?;
     if !found.file_type().is_block_device() {
-        return refuse(path, "not a block device", "a folder is named with --on");
+        return refuse(path, "not a block device", "name a folder with --on");
     }
     let mut info = block::device(found.rdev(), path);
     let file = File::open(path).with_context(|| path.display().to_string())?;
@@ -71,14 +71,14 @@ pub fn confirm(
     }
     let found = content(path, cancel)?;
     let found = match &found {
-        Some(what) => format!("{what} is on it"),
-        None => "nothing is seen on it, but its name was not confirmed".to_owned(),
+        Some(what) => format!("contains {what}"),
+        None => "no data was found on it, but its name was not confirmed".to_owned(),
     };
     if let Some(ask) = ask {
         let info = describe(path)?;
         let what = info.beneath.first().map_or("", String::as_str);
         let told = format!(
-            "{} ({what}, {} MiB): {found}; all of it will be overwritten",
+            "{} ({what}, {} MiB): {found}; the whole device will be overwritten",
             path.display(),
             info.total_bytes >> 20
         );
@@ -86,10 +86,8 @@ pub fn confirm(
             return Ok(());
         }
     }
-    let hint = format!(
-        "all of it would be lost; if that is what you want, add: --erase {}",
-        path.display()
-    );
+    let hint =
+        format!("the run overwrites the whole device; to confirm, add: --erase {}", path.display());
     refuse(path, found, &hint)
 }
 
@@ -115,7 +113,7 @@ pub fn check_unused(path: &Path) -> Result<()> {
             numbers.contains(&(rustix::fs::major(found.rdev()), rustix::fs::minor(found.rdev())))
         };
         if fs::metadata(name).is_ok_and(same) {
-            return refuse(path, "in use as swap space", "swapoff, or name another device");
+            return refuse(path, "in use as swap space", "run swapoff, or name another device");
         }
     }
     if let Ok(mut holders) = fs::read_dir(whole.join("holders"))
@@ -155,7 +153,7 @@ fn with_partitions(whole: &Path, own: (u32, u32)) -> Vec<(u32, u32)> {
 }
 
 /// Bytes at a device's start that are searched for data.
-const LOOK_BYTES: usize = 1 << 20;
+const SEARCHED_BYTES: usize = 1 << 20;
 
 /// What a device contains, if anything: a known signature, or bytes that are not zero.
 fn content(path: &Path, cancel: &CancelToken) -> Result<Option<String>> {
@@ -169,7 +167,7 @@ fn content(path: &Path, cancel: &CancelToken) -> Result<Option<String>> {
     }
     // wipefs does not know some content, such as a disk image or a database on the device.
     let file = File::open(path).with_context(|| path.display().to_string())?;
-    let mut bytes = vec![0; LOOK_BYTES];
+    let mut bytes = vec![0; SEARCHED_BYTES];
     let mut read = 0;
     while read < bytes.len() {
         match file.read_at(&mut bytes[read..], read as u64) {
@@ -180,5 +178,5 @@ fn content(path: &Path, cancel: &CancelToken) -> Result<Option<String>> {
         }
     }
     let found = bytes[..read].iter().position(|byte| *byte != 0);
-    Ok(found.map(|at| format!("something (a byte that is not zero at {at})")))
+    Ok(found.map(|at| format!("data (a byte that is not zero at {at})")))
 }

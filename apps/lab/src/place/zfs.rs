@@ -57,7 +57,7 @@ pub fn folder(bench: &mut Bench<'_>) -> Result<PathBuf> {
 fn own(bench: &mut Bench<'_>, record: Option<&str>) -> Result<(String, PathBuf)> {
     let at = bench.folder.join(MOUNTED);
     let Some(name) = own_name(&all_mounts(), &bench.folder) else {
-        return skip("this place is no data set of ZFS");
+        return skip("this place is not a ZFS data set");
     };
     if !at.exists() {
         let mut line = Line::new(need("zfs")?).arg("create");
@@ -92,7 +92,7 @@ pub fn volume(bench: &mut Bench<'_>, bytes: u64) -> Result<PathBuf> {
     if !ended.status.success() {
         // Leave out the volume's name, so that the reason is the same in each round.
         let told = ended.stderr.trim().replace(&name, "the volume");
-        return skip(format!("ZFS gives no volume here (zfs create -V): {told}"));
+        return skip(format!("ZFS cannot create a volume here (zfs create -V): {told}"));
     }
     let until = std::time::Instant::now() + DEVICE;
     while !device.exists() {

@@ -100,7 +100,7 @@ impl Place<'_> {
             if !known.contains(&name.as_str()) {
                 let known = known.join(", ");
                 return Err(
-                    self.at(axis, format!("'{name}' is no axis of this plan; axes: {known}"))
+                    self.at(axis, format!("'{name}' is not an axis of this plan; axes: {known}"))
                 );
             }
             let texts: Option<Vec<&str>> = match value.get_ref() {
@@ -109,7 +109,7 @@ impl Place<'_> {
                 _ => None,
             };
             let Some(texts) = texts else {
-                return Err(self.at(value, format!("{name}: write \"value\" or [\"value\", …]")));
+                return Err(self.at(value, format!("{name}: expected \"value\" or [\"value\", …]")));
             };
             for text in &texts {
                 axes::check(name, text).map_err(|fault| self.at(value, fault))?;
@@ -124,7 +124,9 @@ impl Place<'_> {
         let words = self.words(table, known)?;
         for ((name, values), (_, at)) in words.iter().zip(table) {
             if values.len() != 1 {
-                return Err(self.at(at, format!("{name}: one value is wanted here")));
+                return Err(
+                    self.at(at, format!("{name}: expected one value, found {}", values.len()))
+                );
             }
         }
         Ok(words.into_iter().map(|(name, mut values)| (name, values.remove(0))).collect())
@@ -138,9 +140,7 @@ impl Place<'_> {
             let mut cells = vec![Axes::new()];
             for name in known {
                 let Some((_, values)) = words.iter().find(|(axis, _)| axis == name) else {
-                    return Err(
-                        self.at(table, format!("include: a value for '{name}' is wanted too"))
-                    );
+                    return Err(self.at(table, format!("include: a value for '{name}' is missing")));
                 };
                 let with = |cell: &Axes, value: &String| {
                     let mut cell = cell.clone();
@@ -159,15 +159,20 @@ impl Place<'_> {
             let bytes = parse_size(text.get_ref()).map_err(|error| self.at(text, error))?;
             match bytes >= 1 << 20 && bytes % (1 << 20) == 0 {
                 true => Ok(bytes),
-                false => Err(self.at(text, "a size of whole MiB is wanted, such as 256M")),
+                false => {
+                    let found = text.get_ref();
+                    Err(self.at(text, format!("expected whole MiB such as 256M, found '{found}'")))
+                }
             }
         };
         let (rounds, seconds) = (*table.rounds.get_ref(), *table.seconds.get_ref());
         if !(1..=1000).contains(&rounds) {
-            return Err(self.at(&table.rounds, "rounds: a number from 1 to 1000 is wanted"));
+            let told = format!("rounds: expected 1 to 1000, found {rounds}");
+            return Err(self.at(&table.rounds, told));
         }
         if !(0.1..=86_400.0).contains(&seconds) {
-            return Err(self.at(&table.seconds, "seconds: from 0.1 to 86400 are possible"));
+            let told = format!("seconds: expected 0.1 to 86400, found {seconds}");
+            return Err(self.at(&table.seconds, told));
         }
         Ok(Effort { rounds, seconds, disk: size(&table.disk)?, bytes: size(&table.bytes)? })
     }
@@ -200,11 +205,11 @@ impl Place<'_> {
         for list in [&values, &quick] {
             let twice = list.iter().enumerate().find(|(i, value)| list[..*i].contains(value));
             if list.is_empty() || twice.is_some() {
-                return Err(self.at(&table.name, format!("{name}: values are wanted, each once")));
+                return Err(self.at(&table.name, format!("{name}: expected values, each once")));
             }
         }
         if !table.on.is_empty() && quick[0] != values[0] {
-            let told = "its first value is what it has elsewhere: the same in quick and full runs";
+            let told = "the first value, used on other file systems, must be the same in quick and full runs";
             return Err(self.at(&table.name, format!("{name}: {told}")));
         }
         let (condition, on) = (table.condition, table.on.clone());
@@ -233,17 +238,19 @@ pub(super) fn parse(text: &str, name: &str) -> Result<Plan> {
     })?;
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '-';
     if file.name.get_ref().is_empty() || !file.name.get_ref().chars().all(plain) {
-        return Err(place.at(&file.name, "name: letters, digits and '-' are wanted"));
+        let told =
+            format!("name: expected letters, digits and '-', found '{}'", file.name.get_ref());
+        return Err(place.at(&file.name, told));
     }
     let axes = file.axis.iter().map(|table| place.axis(table)).collect::<Result<Vec<_>>>()?;
     for (i, table) in file.axis.iter().enumerate() {
         if axes[..i].iter().any(|axis| axis.name == *table.name.get_ref()) {
             let name = table.name.get_ref();
-            return Err(place.at(&table.name, format!("the axis '{name}' is there twice")));
+            return Err(place.at(&table.name, format!("the axis '{name}' is defined twice")));
         }
     }
     if !axes.iter().any(|axis| axis.name == "profile") {
-        return Err(place.error(0, "a plan has an axis 'profile': what is done"));
+        return Err(place.error(0, "the axis 'profile' (the load) is missing"));
     }
     let mut known: Vec<&str> = axes.iter().map(|axis| axis.name.as_str()).collect();
     let include = place.cells(&file.include, &known)?;

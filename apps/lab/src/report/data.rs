@@ -90,9 +90,9 @@ pub(super) fn map(matrix: &Matrix<'_>) -> Option<Markup> {
     }
     Some(html! {
         p class="note" {
-            "Each field is a part of the best value under the same load: 100 % is the best. "
-            "Where several cells fall into one field it is their geometric mean. "
-            "Other programs are in it where an axis tells them apart. Medians, whether or not they can be told apart: the tables say that."
+            "Each field is a fraction of the best value under the same load: 100 % is the best. "
+            "A field with several cells is their geometric mean. "
+            "Other programs are included if one of the two axes distinguishes them. The fields compare medians; the tables of All results show which differences are significant."
         }
         form class="axes js" {
             @for (id, name, chosen) in [("rows", "Rows", rows), ("columns", "Columns", columns)] {

@@ -8,7 +8,7 @@ use crate::matrix::values;
 use crate::model::{Cell, Effort, Outcome, PlaceInfo, PlaceKind, Run, Section, metric};
 use crate::stats::outliers;
 use crate::verdict::heading;
-use crate::words::{label, time, title, value};
+use crate::words::{label, plural, time, title, value};
 
 /// Cells without results, with the reasons.
 pub(super) fn missing(run: &Run) -> Option<Markup> {
@@ -16,7 +16,7 @@ pub(super) fn missing(run: &Run) -> Option<Markup> {
         Outcome::Skipped(reason) => Some(("skipped", reason.clone())),
         Outcome::Failed(text) => Some(("failed", text.clone())),
         Outcome::Pending if cell.samples.is_empty() => {
-            Some(("pending", "the run has not come to it".to_owned()))
+            Some(("pending", "not reached yet".to_owned()))
         }
         _ => None,
     };
@@ -42,7 +42,7 @@ pub(super) fn commands(run: &Run) -> Option<Markup> {
     let cells: Vec<&Cell> = run.cells.iter().filter(|cell| !cell.commands.is_empty()).collect();
     (!cells.is_empty()).then(|| {
         html! {
-            p class="note" { "As they ran in the last round, in their order." }
+            p class="note" { "The commands of the last round, in their order." }
             @if cells.len() > COMMANDS_OPEN {
                 details class="more" {
                     summary { "Commands of " (cells.len()) " cells" }
@@ -90,23 +90,22 @@ pub(super) fn samples(run: &Run) -> Option<Markup> {
     let far = |cell: &Cell| outliers(&cell.values(&run.plan.metric));
     Some(html! {
         details class="more" {
-            summary { (count) " samples, " (keys.len()) " metrics" }
+            summary { (plural(count, "sample")) ", " (plural(keys.len(), "metric")) }
             p class="note" {
-                "Marked: samples that lie far off. The whole run, with fio's own output, is in its file: "
-                code { "vdkit lab export RUN --json" } "."
+                "Outliers are marked. " code { "vdkit lab export RUN --json" } " prints the whole run, with fio's own output."
             }
             div class="scroll tall" tabindex="0" role="region" aria-label="All samples" {
                 table class="plain small" {
                     thead { tr {
                         th scope="col" { "Cell" } th scope="col" class="num" { "Round" }
                         @for key in &keys { th scope="col" class="num" { (heading(key)) } }
-                        th scope="col" class="num" { "Took" }
+                        th scope="col" class="num" { "Duration" }
                     } }
                     tbody { @for cell in &run.cells {
                         @let far = far(cell);
                         @for (i, sample) in cell.samples.iter().enumerate() { tr class=(if far.contains(&i) { "far" } else { "" }) {
                             th scope="row" { (label(&cell.axes)) }
-                            td class="num" { (sample.round + 1) @if far.contains(&i) { span class="sr" { " (far off)" } } }
+                            td class="num" { (sample.round + 1) @if far.contains(&i) { span class="sr" { " (outlier)" } } }
                             @for key in &keys { td class="num" {
                                 @match sample.values.get(*key) { Some(number) => (said(key, *number)), None => "" }
                             } }
@@ -147,10 +146,14 @@ pub(super) fn words(run: &Run) -> Option<Markup> {
             let about: Vec<(String, String)> = values
                 .filter_map(|value| Some((value.to_owned(), about_value(axis, value)?.to_owned())))
                 .collect();
-            (!about.is_empty()).then(|| (title(axis), about))
+            let name = match crate::axes::about(axis) {
+                Some(meaning) => format!("{}: {meaning}", title(axis)),
+                None => title(axis),
+            };
+            (!about.is_empty()).then_some((name, about))
         })
         .collect();
-    sheets.extend(run.plan.effort.as_ref().map(|effort| ("How much".to_owned(), amounts(effort))));
+    sheets.extend(run.plan.effort.as_ref().map(|effort| ("Amounts".to_owned(), amounts(effort))));
     (!sheets.is_empty()).then(|| {
         html! {
             div class="sheets" { @for (name, entries) in &sheets { (sheet(name, entries)) } }
@@ -164,13 +167,13 @@ fn amounts(effort: &Effort) -> Vec<(String, String)> {
         metric("host_bytes").map_or_else(String::new, |known| value(known, number as f64))
     };
     [
-        ("disk", bytes(effort.disk), "where no axis says otherwise"),
+        ("size of a disk", bytes(effort.disk), "unless an axis sets it"),
         (
-            "a load with an end",
+            "bytes of a job",
             bytes(effort.bytes),
-            "each of its jobs; of an installation, all files",
+            "for loads with a fixed number of bytes; for install, of all files",
         ),
-        ("a load without", time(effort.seconds), "how long it runs"),
+        ("duration of a load", time(effort.seconds), "for all other loads"),
     ]
     .map(|(name, amount, about)| (name.to_owned(), format!("{amount}: {about}")))
     .into()
@@ -201,7 +204,7 @@ fn place_entries(place: &PlaceInfo) -> Vec<(String, String)> {
     add("file system", place.file_system.clone());
     add("mount options", place.mount_options.as_ref().map(|all| all.replace(',', ", ")));
     add("device", place.device.clone());
-    add("beneath", (!place.beneath.is_empty()).then(|| place.beneath.join(", ")));
+    add("stands on", (!place.beneath.is_empty()).then(|| place.beneath.join(", ")));
     add("rotational", place.rotational.map(|turns| if turns { "yes" } else { "no" }.to_owned()));
     add("scheduler", place.scheduler.clone());
     add("write cache", place.write_cache.clone());
@@ -216,15 +219,15 @@ fn place_entries(place: &PlaceInfo) -> Vec<(String, String)> {
 pub(super) fn method() -> Markup {
     html! {
         ul class="method" {
-            li { b { "Order. " } "Cells run in random order, once a round, so that a slow hour does not fall on one of them." }
-            li { b { "Median and interval. " } "Order statistics around the median: they suppose nothing about the distribution. With less than six rounds the interval is the whole range, and holds the median less often than 95 % (three rounds: 75 %)." }
-            li { b { "Times as good. " } "The geometric mean of the ratios of the two, round by round. Two is twice the throughput, or half the time." }
-            li { b { "Noise. " } "How much a round varies is learnt from all cells of the run together, without what a round has in common for all of them." }
-            li { b { "Better, worse, cannot be told. " } "All comparisons of the page share one chance of error of 5 %, so that of twenty pages about equals one at most calls anything better or worse. Less than three rounds decide nothing. Below 2 % nothing matters." }
-            li { b { "The advice. " } "The best geometric mean over all loads that is safe in a power cut. The default stays unless something is surely better. Where something that the plan asks about was not measured, nothing is advised." }
-            li { b { "How many rounds. " } "As many as it takes to tell, within what the run was given: it ends when all is decided or the intervals are within 12 % either way." }
-            li { b { "Confidence. " } "High: five rounds or more within 5 %, all loads even, nothing disturbed. Fair: three rounds within 15 %." }
-            li { b { "Percentiles. " } "Of all rounds together, as far as there are requests: 99.99 % wants ten thousand." }
+            li { b { "Cells and rounds. " } "A cell is one configuration under one load. Cells run in random order, once per round, so that a slow hour does not affect only one of them." }
+            li { b { "Median and interval. " } "Order statistics around the median, which assume no distribution. With fewer than six rounds the interval is the whole range, and contains the true median in fewer than 95 of 100 runs (three rounds: 75)." }
+            li { b { "Times as good. " } "The geometric mean of the ratios, round by round. 2 is twice the throughput, or half the time." }
+            li { b { "Noise. " } "How much a round varies is estimated from all cells of the run together, as logarithms, without the part that all cells of a load share in a round." }
+            li { b { "Significant. " } "A difference is significant if its interval does not contain 1 and it is at least 2 %. The intervals follow Student's distribution. All comparisons of a page share one error probability of 5 %: of twenty pages about equal configurations, at most one should call anything better or worse. " code { "vdkit lab calibrate" } " tests this on a host. Fewer than three rounds decide nothing." }
+            li { b { "Advice. " } "Configurations that lose data in a power failure (cache=unsafe, a file system in memory) are never advised. The others are ranked by the geometric mean over all loads. The default stays unless another one is significantly better. If a value of a choice was not measured at all, nothing is advised." }
+            li { b { "Number of rounds. " } "The run ends when each comparison that matters is decided or its interval is within 12 % either way, or at its limit of rounds or time. Each test of the results makes the next decision stricter." }
+            li { b { "Confidence. " } "High: five rounds or more that vary by at most 5 %, all samples even, no disturbance. Fair: three rounds or more that vary by at most 15 %." }
+            li { b { "Percentiles. " } "Of the requests of all rounds together. A percentile is shown only if there are enough requests: 99.99 % needs ten thousand." }
         }
     }
 }

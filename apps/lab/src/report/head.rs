@@ -6,22 +6,19 @@ use crate::axes::about_value;
 use crate::model::{Axes, Run};
 use crate::stats::{Gain, NARROW};
 use crate::verdict::{Advice, Exception, SetAside, Setup, Verdict};
-use crate::words::{date, first_of, label, listed, percent, span, time, times};
+use crate::words::{date, first_of, label, listed, percent, plural, sentence, span, time, times};
 
 /// The title, the machine in one line, and the theme switch.
 pub(super) fn top(run: &Run) -> Markup {
     let environment = &run.environment;
     let measured = run.cells.iter().filter(|cell| !cell.samples.is_empty()).count();
     let rounds = run.cells.iter().map(|cell| cell.samples.len()).max().unwrap_or(0);
-    let cores = match environment.cores {
-        1 => "1 thread".to_owned(),
-        cores => format!("{cores} threads"),
-    };
+    let cores = plural(environment.cores as usize, "thread");
     html! {
         div class="bar-top" {
             p class="brand" { "vdkit lab" span { (run.plan.name) } }
             fieldset class="theme js" {
-                legend class="sr" { "Colours" }
+                legend class="sr" { "Colors" }
                 @for (value, name) in [("auto", "Auto"), ("light", "Light"), ("dark", "Dark")] {
                     label {
                         input type="radio" name="theme" value=(value) checked[value == "auto"];
@@ -35,7 +32,7 @@ pub(super) fn top(run: &Run) -> Markup {
         p class="facts" {
             span { (environment.cpu) ", " (cores) }
             span { "Linux " (environment.kernel.trim_start_matches("Linux ")) }
-            span { (measured) " of " (run.cells.len()) " cells, " (rounds) @if rounds == 1 { " round" } @else { " rounds" } }
+            span { (measured) " of " (plural(run.cells.len(), "cell")) " measured, " (plural(rounds, "round")) }
             span { (date(run.started)) @if let Some(ended) = run.ended {
                 ", took " (time(ended.saturating_sub(run.started) as f64))
             } }
@@ -72,12 +69,12 @@ pub(super) fn verdict(run: &Run, verdict: &Verdict) -> Markup {
                 div class="tile" {
                     p class="tile-name" { "Confidence" }
                     p class="tile-value" { (verdict.confidence.level.word()) }
-                    p class="tile-note" { (verdict.confidence.words) "." }
+                    p class="tile-note" { (sentence(&verdict.confidence.words)) }
                 }
                 @if verdict.best.is_some() {
                     div class="tile" {
-                        p class="tile-name" { "Cannot be told from it" }
-                        p class="tile-value" { @match verdict.ties.len() { 0 => "nothing", n => (n) } }
+                        p class="tile-name" { "Not significantly different" }
+                        p class="tile-value" { @match verdict.ties.len() { 0 => "none", n => (n) } }
                         p class="tile-note" { (ties(verdict)) }
                         @if !verdict.left_out.is_empty() { p class="tile-note" { (left_out(verdict)) } }
                     }
@@ -86,8 +83,8 @@ pub(super) fn verdict(run: &Run, verdict: &Verdict) -> Markup {
             @if !verdict.exceptions.is_empty() { (exceptions(&verdict.exceptions)) }
             @if !verdict.set_aside.is_empty() { (set_aside(&verdict.set_aside)) }
             @if !verdict.cautions.is_empty() {
-                aside class="cautions" aria-label="Before you believe this" {
-                    p class="aside-name" { "Before you believe this" }
+                aside class="cautions" aria-label="What limits these results" {
+                    p class="aside-name" { "What limits these results" }
                     ul { @for caution in &verdict.cautions { li { (caution) } } }
                 }
             }
@@ -101,10 +98,10 @@ fn kicker(verdict: &Verdict) -> &'static str {
     match verdict.advice {
         Advice::Use => "Use here",
         Advice::Stay if verdict.hidden.is_some_and(|most| most > NARROW) => {
-            "Cannot be told, so the default stays"
+            "Undecided: keep the default"
         }
         Advice::Stay => "No reason to change",
-        Advice::Untold => "Cannot be told yet",
+        Advice::Untold => "Undecided",
         Advice::None => "No advice",
     }
 }
@@ -114,7 +111,7 @@ fn no_advice(verdict: &Verdict) -> String {
     let blocking = verdict.missing.iter().filter(|missing| missing.blocks);
     let blocking: Vec<String> = blocking.map(|missing| label(&missing.what)).collect();
     match (verdict.advice, blocking.is_empty()) {
-        (Advice::None, false) => format!("Without {}", listed(&blocking)),
+        (Advice::None, false) => format!("Not measured: {}", listed(&blocking)),
         (Advice::None, true) => "Nothing to compare".to_owned(),
         _ => "Too little evidence".to_owned(),
     }
@@ -125,7 +122,7 @@ fn missing(verdict: &Verdict) -> Markup {
     html! {
         aside class="cautions first" aria-label="Not measured" {
             p class="aside-name" { "Not measured" }
-            ul { @for sentence in verdict.not_measured() { li { (sentence) } } }
+            ul { @for part in verdict.not_measured() { li { (part) "." } } }
         }
     }
 }
@@ -157,10 +154,10 @@ fn exceptions(all: &[Exception]) -> Markup {
                 @for found in all.iter().take(NAMED) {
                     li {
                         (label(&found.load)) ": " (label(&found.axes)) " is "
-                        (times(found.gain.ratio)) " times as good."
+                        (times(found.gain.ratio)) " times as good as the advised configuration."
                     }
                 }
-                @if all.len() > NAMED { li { (all.len() - NAMED) " more: see question by question." } }
+                @if all.len() > NAMED { li { (plural(all.len() - NAMED, "more load")) ": see Question by question." } }
             }
         }
     }
@@ -174,10 +171,10 @@ fn gain_tile(gain: &Gain, verdict: &Verdict) -> Markup {
             p class="tile-name" { (way) " against " (base) ", the default" }
             p class="tile-value" { (times(gain.ratio)) "×" }
             p class="tile-note" {
-                @if gain.is_hint() { "too few rounds to see how much of it is noise" }
+                @if gain.is_hint() { "too few rounds to tell how much of it is noise" }
                 @else {
-                    (span(gain.interval.low, gain.interval.high)) ", an interval of "
-                    (percent(gain.interval.coverage)) " for all comparisons together"
+                    (percent(gain.interval.coverage)) " interval for all comparisons together: "
+                    (span(gain.interval.low, gain.interval.high))
                 }
                 "."
             }
@@ -187,17 +184,14 @@ fn gain_tile(gain: &Gain, verdict: &Verdict) -> Markup {
 
 fn ties(verdict: &Verdict) -> String {
     match verdict.ties.len() {
-        0 => "All others are surely worse.".to_owned(),
+        0 => "Over all loads together, all others differ significantly.".to_owned(),
         _ => format!("{}.", first_of(&verdict.ties)),
     }
 }
 
 /// Ways that were not compared.
 fn left_out(verdict: &Verdict) -> String {
-    format!(
-        "Not compared: {}, which were not measured under all loads.",
-        first_of(&verdict.left_out)
-    )
+    format!("Not compared, because not measured under all loads: {}.", first_of(&verdict.left_out))
 }
 
 /// Ways that were faster but are not advised, grouped by reason.
@@ -215,11 +209,11 @@ fn set_aside(ways: &[SetAside]) -> Markup {
         }
     }
     html! {
-        aside class="aside" aria-label="Faster, and not advised" {
-            p class="aside-name" { "Faster, and not advised" }
+        aside class="aside" aria-label="Faster, but not advised" {
+            p class="aside-name" { "Faster, but not advised" }
             @for (reason, names) in &reasons {
-                p { "Because " (reason) ": " (listed(&names[..names.len().min(NAMED)]))
-                    @if names.len() > NAMED { ", and " (names.len() - NAMED) " more" } "." }
+                p { (listed(&names[..names.len().min(NAMED)]))
+                    @if names.len() > NAMED { ", and " (names.len() - NAMED) " more" } ": " (reason) "." }
             }
         }
     }
@@ -230,17 +224,17 @@ fn how(run: &Run, setup: &Setup) -> Markup {
         div class="how" {
             @if !setup.commands.is_empty() {
                 div class="code" {
-                    p class="code-name" { "Make that disk" }
-                    (code(&setup.commands.join("\n"), "Commands that make the disk"))
+                    p class="code-name" { "Create the disk" }
+                    (code(&setup.commands.join("\n"), "Commands that create the disk"))
                 }
             }
             div class="code" {
-                p class="code-name" { "Give it to a guest (libvirt)" }
+                p class="code-name" { "Attach it to a guest (libvirt)" }
                 (code(&setup.xml, "libvirt's disk element"))
             }
         }
         @if run.environment.places.is_empty() || setup.commands.iter().any(|line| line.contains("SIZE") || line.contains("BASE")) {
-            p class="hint" { "Words in capitals are for you to choose." }
+            p class="hint" { "Replace the words in capitals." }
         }
         @if let Some(why) = &setup.cache { p class="hint" { (why) } }
     }

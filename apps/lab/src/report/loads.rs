@@ -5,12 +5,12 @@ use maud::{Markup, html};
 use super::charts::{
     Caption, Curve, LINES_MAX, Line, Point, Timeline, curves, distribution, state, timeline,
 };
-use super::theme::LINE_COLOURS;
+use super::theme::LINE_COLORS;
 use crate::matrix::{Matrix, OWN_TOOL, Role, role};
 use crate::model::{Axes, Cell, Series, Steady, metric};
 use crate::stats::{Percentile, median, merged, percentiles};
 use crate::verdict::{Verdict, steadiness};
-use crate::words::{counted, digits, label, percent, time, value};
+use crate::words::{counted, digits, label, percent, plural, time, title, value};
 
 /// Number of charts of one kind that are open; further ones are collapsed.
 const OPEN_MAX: usize = 3;
@@ -29,7 +29,7 @@ fn stacked(charts: Vec<(String, Markup)>) -> Option<Markup> {
                 }
             }
             @if charts.len() > CHARTS_MAX {
-                p class="note" { (charts.len() - CHARTS_MAX) " more are in the run's file." }
+                p class="note" { "The run's file has the data of " (plural(charts.len() - CHARTS_MAX, "more chart")) "." }
             }
         }
     })
@@ -44,20 +44,20 @@ fn way(matrix: &Matrix<'_>, cell: &Cell) -> Axes {
 }
 
 /// The ways that are drawn. Each has one color in all charts of a page.
-pub(super) struct Colours {
+pub(super) struct Colors {
     ways: Vec<(Axes, usize)>,
 }
 
-impl Colours {
+impl Colors {
     /// Assigns colors. The first is for the advised way and the second for the default, and neither
     /// is used for another way. The others go to the best ways of each load in turn.
     pub(super) fn of(matrix: &Matrix<'_>, verdict: &Verdict) -> Self {
         let groups = by_load(matrix, verdict);
         let mut ways: Vec<(Axes, usize)> = Vec::new();
-        let mut add = |axes: Axes, colour: usize| {
+        let mut add = |axes: Axes, color: usize| {
             let known = ways.iter().any(|(known, _)| *known == axes);
             if !known {
-                ways.push((axes, colour));
+                ways.push((axes, color));
             }
             !known
         };
@@ -73,13 +73,13 @@ impl Colours {
         if let Some(default) = default {
             add(way(matrix, default), 1);
         }
-        let mut colour = 2;
+        let mut color = 2;
         let most = groups.iter().map(|(_, cells)| cells.len()).max().unwrap_or(0);
         for place in 0..most {
             for (_, cells) in &groups {
                 let Some(cell) = cells.get(place) else { continue };
-                if colour < LINE_COLOURS && add(way(matrix, cell), colour) {
-                    colour += 1;
+                if color < LINE_COLORS && add(way(matrix, cell), color) {
+                    color += 1;
                 }
             }
         }
@@ -89,14 +89,14 @@ impl Colours {
     /// Selects the ways that have a color. Returns for each the color's number, its name in this
     /// chart, and the value given.
     fn drawn<'x, T>(&self, all: &'x [(Axes, T)], most: usize) -> Vec<(usize, String, &'x T)> {
-        let colour = |way: &Axes| Some(self.ways.iter().find(|(known, _)| known == way)?.1);
+        let color = |way: &Axes| Some(self.ways.iter().find(|(known, _)| known == way)?.1);
         let mut found: Vec<(usize, &Axes, &T)> =
-            all.iter().filter_map(|(way, thing)| Some((colour(way)?, way, thing))).collect();
-        found.sort_by_key(|(colour, ..)| *colour);
+            all.iter().filter_map(|(way, thing)| Some((color(way)?, way, thing))).collect();
+        found.sort_by_key(|(color, ..)| *color);
         found.truncate(most);
         let ways: Vec<Axes> = found.iter().map(|(_, way, _)| (*way).clone()).collect();
         let named = told_apart(&ways).into_iter().zip(found);
-        named.map(|(name, (colour, _, thing))| (colour, name, thing)).collect()
+        named.map(|(name, (color, _, thing))| (color, name, thing)).collect()
     }
 }
 
@@ -209,29 +209,30 @@ fn by_depth(matrix: &Matrix<'_>, verdict: &Verdict) -> Vec<(String, Vec<Depths>)
 }
 
 /// Charts of requests per second against latency, for loads measured at several queue depths.
-pub(super) fn depth(matrix: &Matrix<'_>, verdict: &Verdict, colours: &Colours) -> Option<Markup> {
+pub(super) fn depth(matrix: &Matrix<'_>, verdict: &Verdict, colors: &Colors) -> Option<Markup> {
     let charts =
         by_depth(matrix, verdict).into_iter().enumerate().filter_map(|(i, (load, ways))| {
             let all: Vec<(Axes, Vec<Point>)> =
                 ways.into_iter().map(|way| (way.way, way.points)).collect();
-            let curve = |(colour, name, points): (usize, String, &Vec<Point>)| Curve {
-                colour,
+            let curve = |(color, name, points): (usize, String, &Vec<Point>)| Curve {
+                color,
                 name,
                 points: points.clone(),
             };
-            let lines: Vec<Curve> = colours.drawn(&all, LINES_MAX).into_iter().map(curve).collect();
+            let lines: Vec<Curve> = colors.drawn(&all, LINES_MAX).into_iter().map(curve).collect();
             let numbers: Vec<Curve> =
                 all.iter().map(|(way, points)| curve((0, label(way), points))).collect();
             let most = |curve: &Curve| curve.points.last().map_or(0.0, |point| point.iops);
             let first = lines.iter().max_by(|a, b| most(a).total_cmp(&most(b)))?.name.clone();
+            let name = if load.is_empty() { "By queue depth".to_owned() } else { load };
             let caption = Caption {
                 id: format!("depth-{i}"),
-                title: format!("Requests a second against latency, {load}"),
-                description: format!("{first} reaches the most requests a second. Numbers below."),
+                title: format!("Requests per second against latency, {name}"),
+                description: format!(
+                    "{first} reaches the most requests per second. Numbers below."
+                ),
             };
-            let chart = html! { (curves(&caption, &lines)) (depth_table(&numbers)) };
-            let name = if load.is_empty() { "By queue depth".to_owned() } else { load };
-            Some((name, chart))
+            Some((name, html! { (curves(&caption, &lines)) (depth_table(&numbers)) }))
         });
     stacked(charts.collect())
 }
@@ -242,19 +243,29 @@ fn depth_table(ways: &[Curve]) -> Markup {
             summary { "Numbers" }
             div class="scroll" tabindex="0" role="region" aria-label="Numbers of the chart" {
                 table {
-                    thead { tr { th scope="col" { "Way" } th scope="col" class="num" { "Queue depth" }
-                        th scope="col" class="num" { "Requests" } th scope="col" class="num" { "Median latency" } } }
+                    thead { tr { th scope="col" { "Configuration" } th scope="col" class="num" { "Queue depth" }
+                        th scope="col" class="num" { "Requests per second" } th scope="col" class="num" { "Median latency" } } }
                     tbody { @for way in ways { @for point in &way.points { tr {
                         th scope="row" { (way.name) }
                         td class="num" { (point.depth) }
-                        td class="num" { (counted(point.iops)) "/s" }
+                        td class="num" { (counted(point.iops)) }
                         td class="num" { (time(point.latency)) }
                     } } } }
                 }
             }
         }
-        @if ways.len() > LINES_MAX {
-            p class="note" { "What is advised, the default and some of the best others are drawn, each in one colour on all of the page; the numbers have all " (ways.len()) "." }
+        (drawn_note(ways.len()))
+    }
+}
+
+/// Says which lines a chart has, if the table has more.
+fn drawn_note(ways: usize) -> Markup {
+    html! {
+        @if ways > LINES_MAX {
+            p class="note" {
+                "The chart shows the advised configuration, the default and some of the best others; the table has all "
+                (ways) ". A configuration has the same color in all charts."
+            }
         }
     }
 }
@@ -292,7 +303,7 @@ fn by_load<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<&'a Cel
 }
 
 /// Charts of latency distributions, one per load.
-pub(super) fn latency(matrix: &Matrix<'_>, verdict: &Verdict, colours: &Colours) -> Option<Markup> {
+pub(super) fn latency(matrix: &Matrix<'_>, verdict: &Verdict, colors: &Colors) -> Option<Markup> {
     let charts =
         by_load(matrix, verdict).into_iter().enumerate().filter_map(|(i, (load, cells))| {
             let found: Vec<(Axes, Vec<Percentile>)> = cells
@@ -303,12 +314,12 @@ pub(super) fn latency(matrix: &Matrix<'_>, verdict: &Verdict, colours: &Colours)
                     (points.len() > 1).then(|| (way(matrix, cell), points))
                 })
                 .collect();
-            let line = |(colour, name, points): (usize, String, &Vec<Percentile>)| Line {
-                colour,
+            let line = |(color, name, points): (usize, String, &Vec<Percentile>)| Line {
+                color,
                 name,
                 points: points.clone(),
             };
-            let lines: Vec<Line> = colours.drawn(&found, LINES_MAX).into_iter().map(line).collect();
+            let lines: Vec<Line> = colors.drawn(&found, LINES_MAX).into_iter().map(line).collect();
             if lines.is_empty() {
                 return None;
             }
@@ -330,11 +341,11 @@ fn said(lines: &[Line]) -> String {
         let (first, last) = (line.points.first()?, line.points.last()?);
         let ns = |point: &Percentile| time(point.ns as f64 * 1e-9);
         Some(format!(
-            "{}: {} in the median, {} at {}",
+            "{}: median {}, {} within {}",
             line.name,
             ns(first),
-            ns(last),
-            percent_of(last)
+            percent_of(last),
+            ns(last)
         ))
     };
     lines.iter().take(LINES_MAX).filter_map(of).collect::<Vec<_>>().join("; ")
@@ -354,7 +365,7 @@ fn latency_table(lines: &[Line]) -> Markup {
             summary { "Numbers" }
             div class="scroll" tabindex="0" role="region" aria-label="Numbers of the chart" {
                 table {
-                    thead { tr { th scope="col" { "Way" }
+                    thead { tr { th scope="col" { "Configuration" }
                         @for head in heads { th scope="col" class="num" { (percent_of(head)) } } } }
                     tbody { @for line in lines { tr {
                         th scope="row" { (line.name) }
@@ -366,9 +377,7 @@ fn latency_table(lines: &[Line]) -> Markup {
                 }
             }
         }
-        @if lines.len() > LINES_MAX {
-            p class="note" { "What is advised, the default and some of the best others are drawn, each in one colour on all of the page; the numbers have all " (lines.len()) "." }
-        }
+        (drawn_note(lines.len()))
     }
 }
 
@@ -378,17 +387,18 @@ fn first_series(cell: &Cell) -> Option<&Series> {
 }
 
 /// Charts of loads over time, one per load, with two ways each.
-pub(super) fn time_of(matrix: &Matrix<'_>, verdict: &Verdict, colours: &Colours) -> Option<Markup> {
+pub(super) fn time_of(matrix: &Matrix<'_>, verdict: &Verdict, colors: &Colors) -> Option<Markup> {
     let charts =
         by_load(matrix, verdict).into_iter().enumerate().filter_map(|(i, (load, cells))| {
-            Some((load_name(&load), time_chart(matrix, &cells, colours, i, &load_name(&load))?))
+            Some((load_name(&load), time_chart(matrix, &cells, colors, i, &load_name(&load))?))
         });
     let stacked = stacked(charts.collect())?;
     Some(html! {
         p class="note" {
-            "Outlined or shaded: the first window in which five tenths of the load differ by at most 20 % of their mean and neither "
-            "rise nor fall by more than 10 %, else the last one. That is SNIA's rule; its word, a steady state, is used of windows of five "
-            "minutes or more, and a shorter one is called even or uneven."
+            "The time of a load is divided into ten parts. The marked window is the first five parts in a row that meet SNIA's rule for a "
+            "steady state: the largest minus the smallest value is at most 20 % of their mean, and the fitted line rises or falls by at most "
+            "10 %. If there is no such window, the last five parts are marked. A window of five minutes or more is called steady or not steady, "
+            "a shorter one even or uneven."
         }
         (stacked)
     })
@@ -401,7 +411,7 @@ fn load_name(load: &Axes) -> String {
 fn time_chart(
     matrix: &Matrix<'_>,
     cells: &[&Cell],
-    colours: &Colours,
+    colors: &Colors,
     number: usize,
     name: &str,
 ) -> Option<Markup> {
@@ -414,18 +424,18 @@ fn time_chart(
     let metric = metric(&found.first()?.1.1.metric)?;
     let same: Vec<(Axes, (&Cell, &Series))> =
         found.iter().filter(|(_, (_, series))| series.metric == metric.key).cloned().collect();
-    let shown = colours.drawn(&same, SHOWN);
+    let shown = colors.drawn(&same, SHOWN);
     let (_, first, (cell, _)) = shown.first()?;
     let window = steadiness(cell).into_iter().next();
     let lines = shown
         .iter()
-        .map(|(colour, name, (_, series))| {
-            (*colour, name.clone(), &series.seconds[..], &series.values[..])
+        .map(|(color, name, (_, series))| {
+            (*color, name.clone(), &series.seconds[..], &series.values[..])
         })
         .collect();
     let caption = Caption {
         id: format!("time-{number}"),
-        title: format!("{} in time, {name}", metric.title),
+        title: format!("{} over time, {name}", title(metric.title)),
         description: window.as_ref().map_or_else(String::new, |window| {
             let (from, to) = (digits(window.from_seconds), digits(window.to_seconds));
             format!("{first} is {} from {from} to {to} seconds", state(window))
@@ -449,9 +459,9 @@ fn steady_table(matrix: &Matrix<'_>, cells: &[&Cell]) -> Markup {
                 summary { "Numbers" }
                 div class="scroll" tabindex="0" role="region" aria-label="Steadiness" {
                     table {
-                        thead { tr { th scope="col" { "Way" } th scope="col" class="num" { "Even rounds" }
-                            th scope="col" class="num" { "Mean of the window" }
-                            th scope="col" class="num" { "Excursion" } th scope="col" class="num" { "Slope" } } }
+                        thead { tr { th scope="col" { "Configuration" } th scope="col" class="num" { "Even samples" }
+                            th scope="col" class="num" { "Mean in the window" }
+                            th scope="col" class="num" { "Range / mean" } th scope="col" class="num" { "Slope / mean" } } }
                         tbody { @for (cell, all) in &rows { tr {
                             th scope="row" { (label(&way(matrix, cell))) }
                             td class="num" { (all.iter().filter(|s| s.reached).count()) " of " (all.len()) }

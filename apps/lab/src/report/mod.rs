@@ -99,15 +99,15 @@ fn body(run: &Run, verdict: &Verdict) -> Markup {
         parts.extend(body.map(|body| Part { id, title, body }));
     };
     if let Some(matrix) = &matrix {
-        let colours = loads::Colours::of(matrix, verdict);
+        let colors = loads::Colors::of(matrix, verdict);
         add("answers", "Question by question", head::answers(verdict));
         add("results", "All results", results::results(matrix, verdict));
         add("map", "The matrix at a glance", data::map(matrix));
-        add("depth", "Requests against latency", loads::depth(matrix, verdict, &colours));
-        add("latency", "How long requests take", loads::latency(matrix, verdict, &colours));
-        add("time", "The loads in time", loads::time_of(matrix, verdict, &colours));
+        add("depth", "Requests against latency", loads::depth(matrix, verdict, &colors));
+        add("latency", "How long requests take", loads::latency(matrix, verdict, &colors));
+        add("time", "The loads over time", loads::time_of(matrix, verdict, &colors));
         add("scores", "Weighted scores", results::scores(matrix, verdict));
-        add("peers", "Beside other tools", published::peers(matrix, verdict));
+        add("peers", "Compared with other tools", published::peers(matrix, verdict));
         add("published", "Published and measured", published::published(matrix));
     }
     add("missing", "Not measured", evidence::missing(run));
@@ -115,7 +115,7 @@ fn body(run: &Run, verdict: &Verdict) -> Markup {
     add("commands", "The exact commands", evidence::commands(run));
     add("samples", "Every sample", evidence::samples(run));
     add("machine", "The machine", evidence::machine(run));
-    add("method", "How this was measured and judged", Some(evidence::method()));
+    add("method", "How this was measured and evaluated", Some(evidence::method()));
     html! {
         header class="top" { (head::top(run)) }
         main {

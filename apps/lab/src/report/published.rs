@@ -8,7 +8,7 @@ use crate::matrix::Matrix;
 use crate::model::{Axes, Published, Run, metric};
 use crate::plan::Plan;
 use crate::verdict::{Verdict, all_measured_for, heading, measured_for, others_for};
-use crate::words::{digits, label, times, value};
+use crate::words::{digits, label, plural, times, value};
 
 /// Tools side by side: the same task done by each tool in this run.
 pub(super) fn peers(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
@@ -20,15 +20,15 @@ pub(super) fn peers(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
         tools.iter().copied().filter(|tool| gains && *tool != crate::matrix::OWN_TOOL).collect();
     Some(html! {
         p class="note" {
-            "The same thing done by each program in the same run."
+            "The same task, done by each program in the same run."
             @if gains {
-                " The last columns say how many times as good vdkit is as the other; below 1 the other is better."
+                " The last columns give how many times as good vdkit is; below 1, the other program is better."
             }
             @if verdict.peers.iter().flat_map(|row| &row.gains).any(|(_, gain)| gain.is_hint()) {
                 " " (HINT)
             }
             @if tools.iter().any(|tool| *tool == "library") {
-                " The library is vdkit's own, called by the lab: no command is started."
+                " The library is vdkit's own, called by the lab without a command."
             }
         }
         div class="scroll" tabindex="0" role="region" aria-label="Tools side by side" {
@@ -64,8 +64,8 @@ pub(super) fn published(matrix: &Matrix<'_>) -> Option<Markup> {
     (!groups.is_empty()).then(|| {
         html! {
             p class="note" {
-                "Other machines, other years: compare the order and the proportions, not the numbers themselves. "
-                "Where there are several rows each side has its own scale. Here: vdkit, and beneath it the other programs of this run."
+                "The published numbers are from other machines and other years: compare order and proportions, not the numbers themselves. "
+                "If there are several rows, each side has its own scale. The column Here has the median of this run's cells. If vdkit and other programs did the same task, it has vdkit's result, and the others are below it."
             }
             @if let Some(differs) = differs(matrix.run) {
                 p class="note" { b { "What differs. " } (differs) }
@@ -78,9 +78,9 @@ pub(super) fn published(matrix: &Matrix<'_>) -> Option<Markup> {
 /// How the published experiment differs from the plan. Taken from the run, or, if an older version
 /// wrote the run, from the plan of the same name.
 fn differs(run: &Run) -> Option<String> {
-    let kept = Some(run.plan.differs.clone()).filter(|text| !text.is_empty());
+    let stored = Some(run.plan.differs.clone()).filter(|text| !text.is_empty());
     let known = || Plan::named(&run.plan.name).ok().map(|plan| plan.differs);
-    kept.or_else(known).filter(|text| !text.is_empty())
+    stored.or_else(known).filter(|text| !text.is_empty())
 }
 
 /// One published number with this run's measurement.
@@ -141,13 +141,13 @@ fn group(matrix: &Matrix<'_>, key: &str, numbers: &[&Published]) -> Markup {
     html! {
         div class="results" {
             @if here.is_empty() {
-                p class="note" { (heading(key)) ": none of what was published was measured here." }
+                p class="note" { (heading(key)) ": no published number has a counterpart in this run." }
             } @else {
                 (pairs(matrix, key, &here, common))
             }
             @if count > 0 {
                 details class="rest" {
-                    summary { (count) " published of what was not measured here" }
+                    summary { (plural(count, "published number")) " without a counterpart in this run" }
                     (pairs(matrix, key, &elsewhere, common))
                 }
             }
@@ -171,7 +171,7 @@ fn pairs(matrix: &Matrix<'_>, key: &str, rows: &[Row<'_>], common: bool) -> Mark
     let drawn = |number: f64, most: f64, kind, name: &str| {
         let label = format!("{name}: {}", said(number));
         let bar = bar(&Bar { value: number, low: number, high: number, most, kind, label });
-        html! { (bar) @if number > most { span class="said" { "goes on beyond the scale" } } }
+        html! { (bar) @if number > most { span class="said" { "longer than the scale" } } }
     };
     html! {
         table class="bars pairs" {
@@ -199,7 +199,7 @@ fn pairs(matrix: &Matrix<'_>, key: &str, rows: &[Row<'_>], common: bool) -> Mark
                             (drawn(here, most_here, "here", "here"))
                             @if let Some((count, low, high)) = row.span {
                                 span class="said" {
-                                    "median of " (count) " ways: " (said(low)) " to " (said(high))
+                                    "median of " (count) " cells: " (said(low)) " to " (said(high))
                                 }
                             }
                             @for (name, other) in &row.others {

@@ -8,7 +8,7 @@ use crate::matrix::{Matrix, OWN_TOOL, Role, role};
 use crate::model::{Axes, Better, Cell, SURVIVED};
 use crate::stats::{Decision, Gain, Summary};
 use crate::verdict::{Ranking, Verdict, rankings};
-use crate::words::{label, percent, sentence, span, times, title, value};
+use crate::words::{label, percent, plural, sentence, span, times, title, value};
 
 /// A row of a table.
 struct Row<'a> {
@@ -71,20 +71,20 @@ pub(super) fn results(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> 
     };
     Some(html! {
         p class="note" {
-            (title(metric.title)) ", " (note)
+            (title(metric.title)) ": " (note)
             @if metric.key != SURVIVED { (NOTE_BARS) }
             @if hints(&groups) { " " (HINT) }
         }
         (filters(matrix))
         @for (load, rows) in &groups { (table(matrix, load, rows)) }
-        p class="js none" hidden role="status" { "No cell fits the filters." }
+        p class="js none" hidden role="status" { "No cell matches the filters." }
     })
 }
 
-const NOTE_BARS: &str = "A bar is the median of the rounds, the line on it the interval in which \
-    the median lies. Blue is what is advised, and nothing else.";
-const NOTE_SURVIVED: &str = "or not: whether whoever writes saw no error while there was no space, \
-    and went on when there was room again.";
+const NOTE_BARS: &str = "A bar is the median of the rounds; the line on it is the interval of the \
+    median, or the whole range with fewer than six rounds. The advised configuration is blue.";
+const NOTE_SURVIVED: &str = "the client saw no error while there was no space, and continued when \
+    there was space again.";
 
 /// The meaning of `≈`.
 pub(super) const HINT: &str =
@@ -98,7 +98,9 @@ fn hints(groups: &[(Axes, Vec<Row<'_>>)]) -> bool {
 /// The default's name in a column header: its values.
 fn default_name(matrix: &Matrix<'_>) -> String {
     let named = matrix.run.plan.baseline.iter().flatten();
-    let named: Axes = named.filter(|(axis, _)| role(axis) != Role::Tool).cloned().collect();
+    let mut named: Axes = named.filter(|(axis, _)| role(axis) != Role::Tool).cloned().collect();
+    // In the order of the names of the rows.
+    named.sort_by_key(|(axis, _)| matrix.run.plan.axes.iter().position(|known| known == axis));
     if named.is_empty() { "the default".to_owned() } else { label(&named) }
 }
 
@@ -143,10 +145,10 @@ fn table(matrix: &Matrix<'_>, load: &Axes, rows: &[Row<'_>]) -> Markup {
             table class="bars" {
                 (caption)
                 thead { tr {
-                    th scope="col" { "Way" }
+                    th scope="col" { "Configuration" }
                     @if survival {
                         th scope="col" class="num" { "Rounds" }
-                        th scope="col" class="num" { "Came through" }
+                        th scope="col" class="num" { "Survived" }
                         th scope="col" { "What happened" }
                     } @else {
                         th scope="col" class="wide-bar" { span class="sr" { "Bar" } }
@@ -197,7 +199,7 @@ fn name_of(row: &Row<'_>) -> Markup {
             }
             @if row.advised { span class="tag" { "advised" } }
             @if row.default { span class="tag quiet" { "default" } }
-            @if outliers > 0 { span class="tag warn" { (outliers) " far off" } }
+            @if outliers > 0 { span class="tag warn" { (plural(outliers, "outlier")) } }
         }
     }
 }
@@ -211,7 +213,7 @@ fn survivor(matrix: &Matrix<'_>, row: &Row<'_>) -> Markup {
         tr class=(if row.advised { "best" } else { "other" }) data-axes=(axes_of(row)) {
             (name_of(row))
             td class="num" data-name="Rounds" { (row.summary.count) }
-            td class="num strong" data-name="Came through" { (through) }
+            td class="num strong" data-name="Survived" { (through) }
             td class="why" data-name="What happened" {
                 @for note in &row.cell.notes { span class="said" { (sentence(note)) } }
             }
@@ -267,10 +269,10 @@ pub(super) fn against(gain: Option<&Gain>, default: bool) -> Markup {
     let ratio = times(gain.ratio);
     html! {
         @match gain.decision {
-            _ if gain.is_hint() => span class="hinted" title="too few rounds to tell" {
+            _ if gain.is_hint() => span class="hinted" title="too few rounds to decide" {
                 span aria-hidden="true" { "≈ " } span class="sr" { "about " } (ratio) "×"
             },
-            Decision::Tie => span class="tie" title={(ratio) "×, " (interval)} { "cannot be told" },
+            Decision::Tie => span class="tie" title={(ratio) "×, " (interval)} { "not significant" },
             Decision::Better => span class="up" title=(interval) { (ratio) "×" },
             Decision::Worse => span class="down" title=(interval) { (ratio) "×" },
         }
@@ -283,8 +285,8 @@ pub(super) fn scores(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
     (!rankings.is_empty()).then(|| {
         html! {
             p class="note" {
-                "Sequential throughput, averaged with 4 KiB random throughput scaled by what the bare place's sequential is "
-                "of its random one: a way that loses nothing against the bare place scores as that does. Longer bars are better."
+                "The mean throughput of sequential 1 MiB and random 4 KiB, 64 KiB and 1 MiB requests. The 4 KiB throughput is first multiplied "
+                "by the bare place's ratio of sequential to 4 KiB throughput; otherwise it would hardly count. Longer bars are better."
             }
             @for ranking in &rankings { (ranked(ranking, verdict)) }
         }
@@ -325,8 +327,8 @@ fn ranked(ranking: &Ranking, verdict: &Verdict) -> Markup {
     let place = ranking.seen.map_or_else(String::new, |seen| format!(", {seen}"));
     let head = html! {
         thead { tr {
-            th scope="col" class="num" { "Place" }
-            th scope="col" { "Way" }
+            th scope="col" class="num" { "Rank" }
+            th scope="col" { "Configuration" }
             th scope="col" class="wide-bar" { span class="sr" { "Bar" } }
             th scope="col" class="num" { (title(ranking.title)) }
         } }

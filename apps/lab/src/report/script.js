@@ -7,7 +7,7 @@
     Array.prototype.forEach.call(document.querySelectorAll(selector), action);
   }
 
-  // Colours. A file has no storage that is sure to be there, so the choice lasts as long as the page.
+  // Colors. A file has no storage that is sure to be there, so the choice lasts as long as the page.
   each('input[name="theme"]', function (input) {
     input.addEventListener("change", function () {
       if (input.value === "auto") root.removeAttribute("data-theme");

@@ -5,7 +5,7 @@
 /// of text. The lines `s2` to `s6` are other ways, each with the same color in every chart. People
 /// with color blindness can tell the lines apart by color (after Okabe and Ito's palette, with the
 /// lightness adapted for text) and by dashes.
-pub(super) const COLOURS: &[(&str, &str, &str)] = &[
+pub(super) const COLORS: &[(&str, &str, &str)] = &[
     ("page", "#f7f7f4", "#13161a"),
     ("card", "#ffffff", "#1b1f25"),
     ("ink", "#1c222b", "#e7eaee"),
@@ -31,7 +31,7 @@ pub(super) const COLOURS: &[(&str, &str, &str)] = &[
 ];
 
 /// Number of lines with a color of their own: the advised way, the default, and others.
-pub(super) const LINE_COLOURS: usize = 7;
+pub(super) const LINE_COLORS: usize = 7;
 
 /// The colors as CSS properties: light, dark if the system prefers it, and either if the reader
 /// chooses it.
@@ -40,7 +40,7 @@ pub(super) fn variables() -> String {
         let of =
             |(name, l, d): &(&str, &str, &str)| format!("--{name}:{};", if dark { d } else { l });
         let scheme = if dark { "dark" } else { "light" };
-        COLOURS.iter().map(of).collect::<String>() + "color-scheme:" + scheme
+        COLORS.iter().map(of).collect::<String>() + "color-scheme:" + scheme
     };
     let (light, dark) = (block(false), block(true));
     format!(
@@ -55,16 +55,16 @@ pub(super) fn variables() -> String {
 mod tests {
     use super::*;
 
-    fn colour(name: &str, dark: bool) -> [f64; 3] {
-        let (_, light_one, dark_one) = COLOURS.iter().find(|(n, ..)| *n == name).unwrap();
+    fn color(name: &str, dark: bool) -> [f64; 3] {
+        let (_, light_one, dark_one) = COLORS.iter().find(|(n, ..)| *n == name).unwrap();
         let text = if dark { dark_one } else { light_one };
         [1, 3, 5].map(|at| f64::from(u8::from_str_radix(&text[at..at + 2], 16).unwrap()) / 255.0)
     }
 
     /// Contrast of two colors. Source: WCAG 2.2, "relative luminance" and "contrast ratio".
     fn contrast(a: [f64; 3], b: [f64; 3]) -> f64 {
-        let luminance = |colour: [f64; 3]| {
-            let [r, g, b] = colour.map(|part| {
+        let luminance = |color: [f64; 3]| {
+            let [r, g, b] = color.map(|part| {
                 if part <= 0.04045 { part / 12.92 } else { ((part + 0.055) / 1.055).powf(2.4) }
             });
             0.2126 * r + 0.7152 * g + 0.0722 * b
@@ -105,19 +105,19 @@ mod tests {
         ];
         for dark in [false, true] {
             for (front, back, least) in pairs {
-                let found = contrast(colour(front, dark), colour(back, dark));
+                let found = contrast(color(front, dark), color(back, dark));
                 assert!(found >= least, "{front} on {back}, dark {dark}: {found:.2}");
             }
         }
     }
 
     #[test]
-    fn every_line_has_a_colour_that_is_nothing_else() {
-        let lines: Vec<_> = COLOURS.iter().filter(|(name, ..)| name.starts_with('s')).collect();
-        assert_eq!(lines.len(), LINE_COLOURS);
+    fn every_line_has_a_color_that_is_nothing_else() {
+        let lines: Vec<_> = COLORS.iter().filter(|(name, ..)| name.starts_with('s')).collect();
+        assert_eq!(lines.len(), LINE_COLORS);
         for (i, (name, light, dark)) in lines.iter().enumerate() {
             // The first two also color bars and tags.
-            let others = COLOURS.iter().filter(|(other, ..)| {
+            let others = COLORS.iter().filter(|(other, ..)| {
                 other != name && !(i == 0 && *other == "accent") && !(i == 1 && *other == "default")
             });
             for (other, l, d) in others {
@@ -127,13 +127,13 @@ mod tests {
     }
 
     #[test]
-    fn every_colour_of_the_style_is_defined() {
+    fn every_color_of_the_style_is_defined() {
         let style = super::super::STYLE;
         for part in style.split("var(--").skip(1) {
             let name = part.split([')', ',']).next().unwrap();
             // A field of the map sets its own value.
             let own = style.contains(&format!("--{name}:")) || name == "v";
-            assert!(own || COLOURS.iter().any(|(known, ..)| *known == name), "{name}");
+            assert!(own || COLORS.iter().any(|(known, ..)| *known == name), "{name}");
         }
         assert!(variables().contains("--ink:#1c222b"));
     }

@@ -10,6 +10,7 @@ use crate::axes::BACKEND;
 use crate::fit::{Unfit, fit};
 use crate::model::{Cell, Outcome, PlaceInfo, PlaceKind};
 use crate::plan::Effort;
+use crate::words::plural;
 
 /// Space kept free besides images: results of fio, a guest's initial files, a file system's
 /// metadata.
@@ -138,8 +139,7 @@ fn told(cells: &[Cell], places: &[&PlaceInfo], effort: &Effort) -> Vec<String> {
             }
         }
         for (reason, count) in reasons {
-            let cells = if count == 1 { "cell is" } else { "cells are" };
-            told.push(format!("{}: {count} {cells} left out: {reason}", place.name));
+            told.push(format!("{}: {} left out: {reason}", place.name, plural(count, "cell")));
         }
         let smaller = here().filter(|cell| measures(cell)).find_map(|cell| {
             let fit = fit(&cell.axes, effort, place).ok()?;
@@ -147,7 +147,7 @@ fn told(cells: &[Cell], places: &[&PlaceInfo], effort: &Effort) -> Vec<String> {
         });
         if let Some(fit) = smaller {
             told.push(format!(
-                "{}: disks have {} MiB instead of {} MiB, so that a format's tables are on the device too",
+                "{}: disks have {} MiB instead of {} MiB, so that a format's tables fit on the device too",
                 place.name,
                 fit.disk >> 20,
                 fit.wanted >> 20
@@ -191,7 +191,7 @@ mod tests {
         assert!((one.seconds - 3.0 * one.each[0]).abs() < 1e-9);
         let two = of(&[load.clone(), skipped, load], &place);
         assert!((two.seconds - 2.0 * one.seconds).abs() < 1e-9 && two.cells == 2, "{two:?}");
-        assert_eq!(two.told, ["a: 1 cell is left out: no"]);
+        assert_eq!(two.told, ["a: 1 cell left out: no"]);
         assert!((one.seconds_of(6) - 6.0 * one.each[0]).abs() < 1e-9);
         assert!((one.seconds_of(3) - one.seconds).abs() < 1e-9);
         // A third of the run took twice the estimated time; the estimate for the rest is doubled.

@@ -129,7 +129,7 @@ impl Request {
             }
         }
         if places.is_empty() {
-            bail!("say where images may be put: --on DIR or --device DEV");
+            bail!("no place for images: name one with --on DIR or --device DEV");
         }
         place::name_all(&mut places)?;
         Ok(places)
@@ -211,7 +211,12 @@ impl Prepared {
     ///
     /// # Errors
     /// The file cannot be created; as [`Prepared::confirm`], if it was not called before.
-    pub fn begin(mut self, out: &Path, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Going> {
+    pub fn begin(
+        mut self,
+        out: &Path,
+        tools: &Tools<'_>,
+        monitor: &Monitor<'_>,
+    ) -> Result<ActiveRun> {
         if !self.confirmed {
             self.confirm(tools, monitor)?;
         }
@@ -235,7 +240,7 @@ impl Prepared {
             ..Run::default()
         };
         let store = Store::create(out, &run, &self.request)?;
-        Ok(self.going(store, run.cells))
+        Ok(self.start(store, run.cells))
     }
 
     fn environment(&self, monitor: &Monitor<'_>) -> Environment {
@@ -243,9 +248,9 @@ impl Prepared {
         environment::describe(&infos, &monitor.cancel)
     }
 
-    fn going(self, store: Store, cells: Vec<Cell>) -> Going {
+    fn start(self, store: Store, cells: Vec<Cell>) -> ActiveRun {
         let effort = self.request.effort(&self.plan);
-        Going {
+        ActiveRun {
             rounds: Rounds::of(&self.request, &self.plan),
             summary: PlanSummary { effort: Some(effort), ..self.plan.summary() },
             rng: Rng::new(random_seed()),
@@ -266,7 +271,7 @@ fn busy(environment: &Environment) -> Vec<Warning> {
 }
 
 /// A run in progress.
-pub struct Going {
+pub struct ActiveRun {
     request: Request,
     places: Vec<Place>,
     effort: Effort,
@@ -279,7 +284,7 @@ pub struct Going {
     estimate: Estimate,
 }
 
-impl Going {
+impl ActiveRun {
     /// The estimate of the whole run, including what is already measured.
     pub fn estimate(&self) -> &Estimate {
         &self.estimate
@@ -301,13 +306,13 @@ impl Going {
         let keys = |cells: &[Cell]| cells.iter().map(|cell| cell.key.clone()).collect::<Vec<_>>();
         if keys(&run.cells) != keys(&prepared.cells) {
             bail!(
-                "{}: the places are not what they were (they make other cells); run the plan again",
+                "{}: the places have changed, so the plan now has other cells; start a new run",
                 file.display()
             );
         }
         prepared.confirm(tools, monitor)?;
         store.set_environment(&prepared.environment(monitor))?;
-        Ok(prepared.going(store, run.cells))
+        Ok(prepared.start(store, run.cells))
     }
 
     /// Measures what is missing, and returns the whole run.
@@ -475,7 +480,7 @@ impl Pace {
         let off = !(0.67..=1.5).contains(&factor) && (left - estimate.seconds).abs() > 30.0;
         off.then(|| {
             let minutes = (left / 60.0).ceil();
-            format!("about {minutes} min more, by what the first samples took")
+            format!("about {minutes} min left, estimated from the samples so far")
         })
     }
 }
@@ -491,7 +496,7 @@ mod tests {
         assert_eq!(pace.after(&estimate, 60.0, Duration::from_secs(240)), None);
         let told = pace.after(&estimate, 60.0, Duration::from_secs(240)).unwrap();
         // 480 estimated seconds remain, at a quarter of the speed.
-        assert!(told.starts_with("about 32 min more"), "{told}");
+        assert!(told.starts_with("about 32 min left"), "{told}");
         assert_eq!(pace.after(&estimate, 60.0, Duration::from_secs(240)), None);
         let mut pace = Pace::default();
         assert_eq!(pace.after(&estimate, 150.0, Duration::from_secs(180)), None);

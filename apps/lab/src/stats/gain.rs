@@ -121,21 +121,21 @@ pub struct Side<'a> {
     pub cells: &'a [usize],
 }
 
-/// Decides all comparisons of a run.
+/// Makes all comparisons of a run.
 #[derive(Clone, Debug, Default)]
-pub struct Judge {
+pub struct Comparator {
     noise: Noise,
     /// Error probability of one comparison.
     share: f64,
 }
 
-impl Judge {
-    /// Creates a judge for a run's cells, each with the number of its load. `comparisons` is the
-    /// number of comparisons that a verdict makes. `looks` is how many times the run tested whether
-    /// it may stop; 1 if its number of rounds was fixed.
-    pub fn new(cells: &[(usize, Rounds)], comparisons: usize, looks: usize) -> Self {
-        let (comparisons, looks) = (comparisons.max(1) as f64, looks.max(1) as f64);
-        Self { noise: Noise::of(cells), share: SHARED * ERROR / comparisons / looks.powi(2) }
+impl Comparator {
+    /// Creates the comparator of a run's cells, each with the number of its load. `comparisons` is the
+    /// number of comparisons that a verdict makes. `interim_tests` is how many times the run tested
+    /// whether it may stop; 1 if its number of rounds was fixed.
+    pub fn new(cells: &[(usize, Rounds)], comparisons: usize, interim_tests: usize) -> Self {
+        let (comparisons, tests) = (comparisons.max(1) as f64, interim_tests.max(1) as f64);
+        Self { noise: Noise::of(cells), share: SHARED * ERROR / comparisons / tests.powi(2) }
     }
 
     /// Compares one side with another. None if a side has no value, or one that is not above 0.
@@ -196,7 +196,7 @@ mod tests {
     fn gain(own: &[f64], base: &[f64], better: Better) -> Option<Gain> {
         let cells = [(0, rounds(own)), (0, rounds(base))];
         let side = |i: usize| Side { rounds: &cells[i].1, cells: if i == 0 { &[0] } else { &[1] } };
-        Judge::new(&cells, 1, 1).gain(side(0), side(1), better)
+        Comparator::new(&cells, 1, 1).gain(side(0), side(1), better)
     }
 
     #[test]
@@ -229,12 +229,12 @@ mod tests {
     }
 
     #[test]
-    fn more_comparisons_and_more_looks_want_more() {
+    fn more_comparisons_and_more_interim_tests_need_more() {
         let cells = [(0, rounds(&[10.0, 11.0, 10.5])), (0, rounds(&[12.0, 12.4, 12.7]))];
-        let width = |comparisons, looks| {
-            let judge = Judge::new(&cells, comparisons, looks);
+        let width = |comparisons, interim_tests| {
+            let comparator = Comparator::new(&cells, comparisons, interim_tests);
             let side = |i: usize| Side { rounds: &cells[i].1, cells: [&[0], &[1]][i] };
-            let found = judge.gain(side(0), side(1), Better::Higher).unwrap();
+            let found = comparator.gain(side(0), side(1), Better::Higher).unwrap();
             found.interval.high / found.interval.low
         };
         assert!(width(1, 1) < width(10, 1) && width(10, 1) < width(10, 3));

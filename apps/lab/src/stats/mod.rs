@@ -27,11 +27,11 @@ mod runs;
 mod special;
 mod steady;
 
-pub use gain::{Decision, ERROR, Gain, Judge, MATTERS, NARROW, ROUNDS_MIN, Side};
+pub use gain::{Comparator, Decision, ERROR, Gain, MATTERS, NARROW, ROUNDS_MIN, Side};
 pub use histogram::{FRACTIONS, Percentile, merged, percentiles};
 pub use noise::{Noise, Rounds, Spread};
 pub use runs::{RUNS_APART, Runs};
-pub use steady::{EXCURSION_MAX, SLOPE_MAX, WINDOW, judge, steady, window_of};
+pub use steady::{EXCURSION_MAX, SLOPE_MAX, WINDOW, steady, steady_window, window_of};
 
 /// The coverage that intervals aim at.
 pub const COVERAGE: f64 = 0.95;

@@ -21,16 +21,16 @@ pub const EXCURSION_MAX: f64 = 0.2;
 /// Largest rise or fall of the fitted line over a window, as a fraction of its average.
 pub const SLOPE_MAX: f64 = 0.1;
 
-/// Judges a load by its first series.
+/// Tests a load by its first series.
 pub fn steady(series: &[Series]) -> Option<Steady> {
     let first = series.first()?;
-    judge(&first.metric, &first.seconds, &first.values)
+    steady_window(&first.metric, &first.seconds, &first.values)
 }
 
-/// Judges a time series: `seconds` are the ends of intervals since the start of the load, `values`
+/// Tests a time series: `seconds` are the ends of intervals since the start of the load, `values`
 /// their means. Returns the first steady window, or the last window if none is steady. None for
 /// fewer than five values.
-pub fn judge(metric: &str, seconds: &[f64], values: &[f64]) -> Option<Steady> {
+pub fn steady_window(metric: &str, seconds: &[f64], values: &[f64]) -> Option<Steady> {
     let count = seconds.len().min(values.len());
     if count < WINDOW || values.iter().any(|value| !value.is_finite()) {
         return None;
@@ -116,28 +116,28 @@ mod tests {
         let seconds: Vec<f64> = (1..=20).map(f64::from).collect();
         // Fast for six seconds, then at the speed of a full device.
         let values: Vec<f64> = (0..20).map(|i| if i < 6 { 900.0 } else { 300.0 }).collect();
-        let steady = judge("iops", &seconds, &values).unwrap();
+        let steady = steady_window("iops", &seconds, &values).unwrap();
         assert!(steady.reached);
         assert_eq!((steady.from_seconds, steady.to_seconds), (6.0, 16.0));
         assert_eq!((steady.mean, steady.metric.as_str()), (300.0, "iops"));
         // Never steady: the last window is returned.
         let values: Vec<f64> = (0..20).map(|i| 100.0 * 1.2f64.powi(i)).collect();
-        let steady = judge("iops", &seconds, &values).unwrap();
+        let steady = steady_window("iops", &seconds, &values).unwrap();
         assert!(!steady.reached);
         assert_eq!((steady.from_seconds, steady.to_seconds), (10.0, 20.0));
     }
 
     #[test]
     fn few_values_and_odd_counts() {
-        assert_eq!(judge("iops", &[1.0; 4], &[1.0; 4]), None);
-        assert_eq!(judge("iops", &[1.0; 9], &[f64::NAN; 9]), None);
-        let steady = judge("iops", &[1.0, 2.0, 3.0, 4.0, 5.0], &[5.0; 5]).unwrap();
+        assert_eq!(steady_window("iops", &[1.0; 4], &[1.0; 4]), None);
+        assert_eq!(steady_window("iops", &[1.0; 9], &[f64::NAN; 9]), None);
+        let steady = steady_window("iops", &[1.0, 2.0, 3.0, 4.0, 5.0], &[5.0; 5]).unwrap();
         assert_eq!((steady.from_seconds, steady.to_seconds), (0.0, 5.0));
         // 23 values make ten rounds of two values each, without the first three values.
         let seconds: Vec<f64> = (1..=23).map(f64::from).collect();
         let mut values = vec![7.0; 23];
         values[0] = 1e6;
-        let steady = judge("iops", &seconds, &values).unwrap();
+        let steady = steady_window("iops", &seconds, &values).unwrap();
         assert_eq!((steady.reached, steady.from_seconds, steady.to_seconds), (true, 3.0, 13.0));
     }
 }

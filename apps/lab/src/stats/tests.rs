@@ -10,7 +10,7 @@ fn gain(own: &[f64], base: &[f64], better: Better) -> Option<Gain> {
     let cells = [(0, rounds(own)), (0, rounds(base))];
     let (one, two) = ([0], [1]);
     let side = |i: usize| Side { rounds: &cells[i].1, cells: if i == 0 { &one } else { &two } };
-    Judge::new(&cells, 1, 1).gain(side(0), side(1), better)
+    Comparator::new(&cells, 1, 1).gain(side(0), side(1), better)
 }
 
 fn numbers(n: usize) -> Vec<f64> {
@@ -169,7 +169,7 @@ proptest! {
     #[test]
     fn windows_are_of_the_load(values in prop::collection::vec(0.0f64..1e6, 5..200)) {
         let seconds: Vec<f64> = (1..=values.len()).map(|i| i as f64 * 0.5).collect();
-        let steady = judge("iops", &seconds, &values).unwrap();
+        let steady = steady_window("iops", &seconds, &values).unwrap();
         prop_assert!(steady.from_seconds >= 0.0 && steady.from_seconds < steady.to_seconds);
         prop_assert!(steady.to_seconds <= *seconds.last().unwrap());
         prop_assert!(steady.excursion >= 0.0);

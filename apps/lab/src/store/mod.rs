@@ -52,7 +52,7 @@ fn state(outcome: &Outcome) -> (&'static str, Option<&str>) {
 /// Keeps other processes from measuring into the same file. None if its file system has no locks;
 /// SQLite reports other problems of the file.
 fn own(path: &Path) -> Result<Option<FileStorage>> {
-    match FileStorage::open(path, &FileOptions { writable: true, ..FileOptions::default() }) {
+    match FileStorage::open(path, &FileOptions::default().writable(true)) {
         Ok(lock) => Ok(Some(lock)),
         Err(error @ vdkit_block::Error::Locked { .. }) => Err(error.into()),
         Err(_) => Ok(None),
@@ -67,7 +67,7 @@ impl Store {
     /// The file exists, or cannot be written.
     pub fn create(path: &Path, run: &Run, request: &impl Serialize) -> Result<Self> {
         if path.exists() {
-            bail!("{}: is there already; name another file with --out", path.display());
+            bail!("{}: already exists; name another file with --out", path.display());
         }
         File::create_new(path).with_context(|| path.display().to_string())?;
         let lock = own(path)?;
@@ -174,7 +174,7 @@ impl Store {
             Connection::open_with_flags(path, flags).with_context(|| name.to_string())?;
         let pragma = |key| connection.pragma_query_value(None, key, |row| row.get::<_, i32>(0));
         let Ok(application) = pragma("application_id") else {
-            bail!("{name}: not a result of 'vdkit lab run': no SQLite database");
+            bail!("{name}: not a result of 'vdkit lab run': not a SQLite database");
         };
         if application != APPLICATION_ID {
             bail!(
@@ -184,7 +184,7 @@ impl Store {
         }
         match pragma("user_version")? {
             VERSION => Ok(Self { connection, path: path.to_owned(), lock: None }),
-            0 => bail!("{name}: the run was interrupted before it began; run the plan again"),
+            0 => bail!("{name}: the run was interrupted before it began; start a new run"),
             other => bail!(
                 "{name}: results of version {other}, this vdkit reads version {VERSION}; use the \
                  vdkit that made them"

@@ -58,7 +58,7 @@ impl Store {
                 })
             },
         )?;
-        let Some(mut run) = heads.into_iter().next() else { bail!("it holds no run") };
+        let Some(mut run) = heads.into_iter().next() else { bail!("the file contains no run") };
         self.sections(&mut run.environment)?;
         run.cells = self.cells()?;
         run.published = self.published()?;

@@ -133,7 +133,7 @@ fn other_files_are_refused() {
     let other = folder.path().join("other");
     assert!(fails(&other).contains("no such file"));
     std::fs::write(&other, "text ".repeat(1000)).unwrap();
-    assert!(fails(&other).contains("no SQLite database"));
+    assert!(fails(&other).contains("not a SQLite database"));
     std::fs::remove_file(&other).unwrap();
     Connection::open(&other).unwrap().execute_batch("CREATE TABLE a (b)").unwrap();
     assert!(fails(&other).contains("not a result"));

@@ -100,7 +100,7 @@ fn of_choice(
     best: Option<&Pick>,
 ) -> Option<Answer> {
     let values = values_of(matrix, axis, picks);
-    let question = format!("Which {}?", words::title(axis).to_lowercase());
+    let question = format!("Which {} is best?", title(axis).to_lowercase());
     let [first, others @ ..] = values.as_slice() else { return None };
     if others.is_empty() {
         return None;
@@ -120,22 +120,21 @@ fn of_choice(
     let found = matrix.against(&first.pick, &against.pick);
     let mut sentence = match found {
         Some(found) if found.is_hint() => format!(
-            "{} times in so few rounds, which decide nothing: {} against {}",
+            "{} times as good, with too few rounds to decide: {} against {}",
             times(found.ratio),
             first.name,
             against.name
         ),
         Some(found) if found.decision == Decision::Better => format!(
-            "{} times ({}): {} against {}, all else the same",
+            "{} times as good ({}): {} against {}, all else equal",
             times(found.ratio),
             span(found.interval.low, found.interval.high),
             first.name,
             against.name
         ),
         Some(found) => format!(
-            "{} to {} times: {} against {}, which cannot be told apart",
-            times(found.interval.low),
-            times(found.interval.high),
+            "{} times as good: {} against {}, no significant difference",
+            span(found.interval.low, found.interval.high),
             first.name,
             against.name
         ),
@@ -150,7 +149,7 @@ fn of_choice(
     if let Some(advised) =
         best.and_then(|best| named(best, axis)).filter(|name| *name != first.name)
     {
-        sentence.push_str(&format!("; what is advised has {advised}"));
+        sentence.push_str(&format!("; the advised configuration has {advised}"));
     }
     sentence.push('.');
     Some(Answer { question, sentence })
@@ -163,7 +162,7 @@ fn of_other_fronts(matrix: &Matrix<'_>, best: Option<&Pick>) -> Option<Answer> {
     let (picks, _) = super::eligible(matrix.run, &all);
     let answer = of_choice(matrix, "front", &picks, None)?;
     let place = if here { "from the host" } else { "in a guest" };
-    Some(Answer { question: format!("Which front, {place}?"), ..answer })
+    Some(Answer { question: format!("Which front is best {place}?"), ..answer })
 }
 
 /// The best way under each load.
@@ -183,8 +182,8 @@ fn of_condition(matrix: &Matrix<'_>, condition: &Axes) -> Option<Answer> {
     let (picks, _) = super::eligible(matrix.run, &all);
     let first = picks.first()?;
     let question = match condition.as_slice() {
-        [(axis, place)] if axis == SEEN => format!("Best {place}?"),
-        _ => format!("Best for {}?", label(condition)),
+        [(axis, place)] if axis == SEEN => format!("Which is best {place}?"),
+        _ => format!("Which is best under {}?", label(condition)),
     };
     let said = |pick: &Pick| words::value(matrix.metric, pick.summary.median);
     let name = |pick: &Pick| label(&matrix.short(&pick.axes));
@@ -207,7 +206,7 @@ fn of_condition(matrix: &Matrix<'_>, condition: &Axes) -> Option<Answer> {
     let others = picks[1..].iter().filter(|pick| other.is_none_or(|base| base.axes != pick.axes));
     let hint = picks.iter().any(|pick| pick.summary.count < ROUNDS_MIN);
     if hint {
-        sentence.push_str("; by so few rounds none can be told from another.");
+        sentence.push_str("; too few rounds to decide.");
         return Some(Answer { question, sentence });
     }
     let ties: Vec<String> = others.filter(|pick| tied(pick)).map(name).collect();

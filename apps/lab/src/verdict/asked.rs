@@ -5,7 +5,7 @@ use super::answers::{Answer, median_of};
 use crate::matrix::{Matrix, Pick};
 use crate::model::{Cell, SURVIVED, metric};
 use crate::stats::median;
-use crate::words::{label, listed, time, value};
+use crate::words::{label, listed, plural, time, value};
 
 /// Largest number of ways that are named individually.
 const NAMED: usize = 6;
@@ -29,7 +29,7 @@ pub(super) fn of_second_pass(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answ
         .filter_map(|pick| {
             let (first, second) = (of(pick, "elapsed_seconds")?, of(pick, "second_pass_seconds")?);
             let name = label(&matrix.short(&pick.axes));
-            Some((second, format!("{} with {name} (the first time {})", time(second), time(first))))
+            Some((second, format!("{} with {name} (first pass: {})", time(second), time(first))))
         })
         .collect();
     if found.is_empty() {
@@ -37,7 +37,7 @@ pub(super) fn of_second_pass(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answ
     }
     found.sort_by(|a, b| a.0.total_cmp(&b.0));
     let said: Vec<String> = found.into_iter().map(|(_, text)| text).collect();
-    let question = "How long does the second time take?".to_owned();
+    let question = "How long does the second pass take?".to_owned();
     let several = picks.iter().any(|pick| pick.cells.len() > 1);
     let of = if several { "; medians of all loads" } else { "" };
     Some(Answer { question, sentence: format!("{}{of}.", named(&said)) })
@@ -78,17 +78,17 @@ pub(super) fn of_reads(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answer> {
         [first, .., last] => format!(" of {first} to {last}"),
         _ => String::new(),
     };
-    let question = "How many reads does it take?".to_owned();
+    let question = "How many reads does it take to open an image?".to_owned();
     let sentence = format!(
-        "{}: to open one image{sizes} and read a little. The first number is of reads that vdkit \
-         makes; what reaches the device is also the file system's own, its read-ahead, and the \
-         program's file.",
+        "{}: to open one image{sizes} and read 4 KiB. The first number counts the reads of vdkit; \
+         the reads at the device include the file system's metadata, read-ahead and the program's \
+         own file.",
         named(&said)
     );
     Some(Answer { question, sentence })
 }
 
-/// Whether flushes reached the storage, if they were counted.
+/// Whether the device completed flushes, if they were counted.
 pub(super) fn of_flushes(matrix: &Matrix<'_>) -> Option<Answer> {
     let counted: Vec<(&Cell, f64)> = matrix
         .run
@@ -111,13 +111,14 @@ pub(super) fn of_flushes(matrix: &Matrix<'_>) -> Option<Answer> {
         .filter_map(|cell| Some((cell, median_of(cell, "final_fsync_seconds")?)))
         .max_by(|a, b| a.1.total_cmp(&b.1));
     let all = counted.len();
-    let mut sentence = match without.len() {
-        0 => format!("In {all} of {all} cells that count them flushes reached it"),
-        few if few <= 4 => {
-            format!("In {} of {all} cells: none was seen with {}", all - few, listed(&without))
-        }
-        many => format!("In {} of {all} cells: none was seen in the other {many}", all - many),
-    };
+    let mut sentence = format!(
+        "In {} of {} the device completed flushes during the load, of any program",
+        all - without.len(),
+        plural(all, "cell")
+    );
+    if (1..=4).contains(&without.len()) {
+        sentence.push_str(&format!("; it completed none with {}", listed(&without)));
+    }
     if let Some((cell, seconds)) = longest {
         sentence.push_str(&format!(
             "; the longest final fsync took {} ({})",
@@ -126,7 +127,7 @@ pub(super) fn of_flushes(matrix: &Matrix<'_>) -> Option<Answer> {
         ));
     }
     sentence.push('.');
-    Some(Answer { question: "Did a flush truly reach the storage?".to_owned(), sentence })
+    Some(Answer { question: "Did flushes reach the device?".to_owned(), sentence })
 }
 
 /// The ways that survived, if the plan measures survival.
@@ -139,7 +140,7 @@ pub(super) fn of_survival(matrix: &Matrix<'_>) -> Option<Answer> {
         let errors = some("io_errors");
         let mut name = label(&matrix.short(&cell.axes));
         if some("machine_stops") {
-            name.push_str(" (the whole guest stood still until it was told to go on)");
+            name.push_str(" (QEMU stopped the whole guest until it was resumed)");
         }
         let side = if survived >= 1.0 && !errors { &mut came } else { &mut broke };
         side.push(name);
@@ -150,14 +151,17 @@ pub(super) fn of_survival(matrix: &Matrix<'_>) -> Option<Answer> {
     let said = |names: &[String], nothing: &str| match names.len() {
         0 => nothing.to_owned(),
         1..=6 => listed(names),
-        many => format!("{many} cells"),
+        many => plural(many, "cell"),
     };
     let sentence = format!(
-        "{} of {} came through without an error: {}. Broke: {}.",
+        "{} of {} survived without an error: {}. Failed: {}.",
         came.len(),
         came.len() + broke.len(),
         said(&came, "none"),
         said(&broke, "none")
     );
-    Some(Answer { question: "Who pauses, who breaks?".to_owned(), sentence })
+    Some(Answer {
+        question: "Which survive a full file system, and which fail?".to_owned(),
+        sentence,
+    })
 }

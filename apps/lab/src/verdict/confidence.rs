@@ -3,7 +3,7 @@
 use crate::matrix::{Matrix, Pick};
 use crate::model::{Cell, SNIA_SECONDS, Steady};
 use crate::stats::{ROUNDS_MIN, steady};
-use crate::words::{percent, time};
+use crate::words::{percent, plural, time};
 
 /// Levels of confidence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -35,7 +35,7 @@ impl Level {
 pub struct Confidence {
     /// How sure.
     pub level: Level,
-    /// The reasons, in one sentence.
+    /// The reasons, without a capital letter and a full stop.
     pub words: String,
 }
 
@@ -45,7 +45,7 @@ const HIGH: (usize, f64) = (5, 0.05);
 
 impl Confidence {
     pub(super) fn none() -> Self {
-        Self { level: Level::Hint, words: "Nothing was measured.".to_owned() }
+        Self { level: Level::Hint, words: "nothing was measured".to_owned() }
     }
 
     /// Confidence in the comparison of two ways. `disturbed` says that there are cautions.
@@ -72,30 +72,34 @@ impl Confidence {
             Level::Fair
         };
         let mut words = match rounds {
-            1 => "one round, so nobody knows how much it varies".to_owned(),
-            rounds => format!("{rounds} rounds, which vary by {}", percent(variation)),
+            1 => "one round, which does not show how much results vary".to_owned(),
+            rounds => {
+                format!(
+                    "{rounds} rounds that vary by {} (coefficient of variation)",
+                    percent(variation)
+                )
+            }
         };
         if !states.is_empty() {
             words.push_str(&format!("; {}", of_states(&states)));
         }
         if outliers > 0 {
-            let lie = if outliers == 1 { "lies" } else { "lie" };
-            words.push_str(&format!("; {outliers} of the samples {lie} far off"));
+            words.push_str(&format!("; {}", plural(outliers, "outlier")));
         }
         Self { level, words }
     }
 }
 
-/// Whether loads kept their rate. Uses SNIA's term only if they ran as long as SNIA's.
+/// How many samples had an even rate. Uses SNIA's term only for windows as long as SNIA's.
 fn of_states(states: &[Steady]) -> String {
     let level = states.iter().filter(|state| state.reached).count();
     let longest = states.iter().map(Steady::seconds).fold(0.0, f64::max);
     let all = states.len();
     match states.iter().all(Steady::is_long_enough) {
-        true => format!("{level} of {all} loads were steady by SNIA's rule"),
+        true => format!("{level} of {} were steady by SNIA's rule", plural(all, "sample")),
         false => format!(
-            "{level} of {all} loads kept their rate, seen for {} at most (SNIA's steady state takes \
-             {})",
+            "{level} of {} had an even rate, in windows of at most {} (SNIA's steady state needs {})",
+            plural(all, "sample"),
             time(longest),
             time(SNIA_SECONDS)
         ),

@@ -4,7 +4,7 @@ use crate::axes::BACKEND;
 use crate::fit::{Unfit, fit};
 use crate::matrix::{Matrix, Role, seen};
 use crate::model::{Axes, Cell, Outcome, Run};
-use crate::words::label;
+use crate::words::{label, plural};
 
 /// Something that was not measured, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,29 +25,19 @@ pub struct Missing {
 }
 
 impl Missing {
-    /// A sentence such as `raw was not measured: 4 cells failed (mount … is not ready after 60 s)`.
-    pub fn sentence(&self) -> String {
+    /// What and why, such as `raw: 4 cells failed (mount … is not ready after 60 s)`.
+    pub fn described(&self) -> String {
         let what = match self.what.as_slice() {
-            [] => "nothing was measured".to_owned(),
-            what => format!("{} was not measured", label(&what.to_vec())),
+            [] => "the whole plan".to_owned(),
+            _ => label(&self.what),
         };
-        let cells = match self.cells {
-            1 => "1 cell".to_owned(),
-            count => format!("{count} cells"),
-        };
-        if self.rounds > 0 {
-            let rounds = if self.rounds == 1 {
-                "1 round".to_owned()
-            } else {
-                format!("{} rounds", self.rounds)
-            };
-            return format!("{} failed after {rounds} ({})", label(&self.what), self.reason);
-        }
-        match (self.state, self.cells) {
-            ("pending", _) => format!("{what}: the run has not come to it ({cells})"),
-            ("skipped", 1) => format!("{what}: {cells} was skipped ({})", self.reason),
-            ("skipped", _) => format!("{what}: {cells} were skipped ({})", self.reason),
-            _ => format!("{what}: {cells} failed ({})", self.reason),
+        let (cells, reason) = (plural(self.cells, "cell"), &self.reason);
+        match self.state {
+            _ if self.rounds > 0 => {
+                format!("{what}: failed after {} ({reason})", plural(self.rounds, "round"))
+            }
+            "pending" => format!("{what}: {cells} not reached yet"),
+            state => format!("{what}: {cells} {state} ({reason})"),
         }
     }
 }

@@ -6,25 +6,25 @@
 //!                                      ─► gain, confidence, ties, answers, setup
 //! ```
 //!
-//! A choice is judged over all loads together, by the geometric mean of its values, round by round.
-//! So each load counts by its ratios and not by the size of its numbers. The default is advised
-//! unless another way is certainly better, because changing it would gain nothing. A way that loses
-//! data in a power failure (`unsafe`, memory) is never advised, however fast it is.
+//! Choices are compared over all loads together, by the geometric mean of their values, round by
+//! round. So each load counts by its ratios and not by the size of its numbers. The default is
+//! advised unless another way is significantly better, because changing it would gain nothing. A way
+//! that loses data in a power failure (`unsafe`, memory) is never advised, however fast it is.
 //!
 //! The advice is only as strong as its evidence. Fewer than three rounds give no advice. If a part
 //! of the plan was not measured, the verdict says so first and gives no advice that depends on it.
-//! All comparisons of a verdict share one error probability: [`crate::stats::Judge`].
+//! All comparisons of a verdict share one error probability: [`crate::stats::Comparator`].
 
 mod answers;
 mod asked;
 mod confidence;
 mod missing;
+mod output;
 mod prepared;
 mod published;
 mod scores;
 mod sentence;
 mod setup;
-mod told;
 
 use crate::matrix::{Matrix, Pick, Role, in_guest};
 use crate::model::{Axes, Run, SURVIVED};
@@ -35,10 +35,10 @@ pub(crate) use answers::heading;
 pub use answers::{Answer, PeerRow};
 pub use confidence::{Confidence, Level, steadiness};
 pub use missing::Missing;
+pub use output::VerdictJson;
 pub(crate) use published::{all_measured_for, measured_for, others_for};
 pub use scores::{Ranking, rankings};
 pub use setup::Setup;
-pub use told::Told;
 
 /// A way that was faster and is not advised.
 #[derive(Clone, Debug, PartialEq)]
@@ -135,14 +135,14 @@ fn is_unfit(axes: &Axes) -> Option<&'static str> {
     let has = |name: &str, wanted: &str| axes.iter().any(|(axis, v)| axis == name && v == wanted);
     if has("cache", "unsafe") {
         return Some(
-            "they ignore the guest's flushes, so a power cut may damage the guest's files",
+            "cache=unsafe ignores the guest's flushes, so a power failure may damage the guest's files",
         );
     }
     if has("layout", "qcow2-aged") || has("layout", "qcow2-fragmented") {
-        return Some("they are what images become with use, and nothing to choose");
+        return Some("images get into this state with use; nobody would choose it");
     }
     has("layout", "vmdk")
-        .then_some("QEMU has them to exchange disks with others, and not to run guests on")
+        .then_some("QEMU supports VMDK to exchange disks with other programs, not to run guests")
 }
 
 /// The ways that may be advised. If no way is safe (as in a run on tmpfs alone), returns all ways
@@ -172,12 +172,12 @@ fn not_safe(run: &Run, axes: &Axes) -> Option<&'static str> {
     let kind = place.and_then(|place| place.file_system.as_deref());
     let memory = |kind: &str| kind == "tmpfs" || kind == "ramfs";
     if kind.is_some_and(memory) || (place.is_none() && value("backend").is_some_and(memory)) {
-        return Some("they are in memory, so the disk is gone with the power");
+        return Some("a disk in memory is lost in a power failure");
     }
     None
 }
 
-/// Judges a run.
+/// Draws the conclusion from a run.
 pub fn verdict(run: &Run) -> Verdict {
     let matrix = Matrix::new(run);
     let missing = missing::missing(run, matrix.as_ref());
@@ -202,12 +202,13 @@ pub fn verdict(run: &Run) -> Verdict {
         cautions: cautions(run),
     };
     let Some(matrix) = matrix else {
-        return nothing("The plan's metric is not known to this version, so nothing is advised.");
+        return nothing("This version does not know the plan's metric, so nothing is advised.");
     };
     let picks = matrix.picks();
     let (eligible, unsafe_because) = eligible(run, &picks);
     if eligible.is_empty() {
-        let mut verdict = nothing("Nothing was measured under all loads, so nothing is advised.");
+        let mut verdict =
+            nothing("No configuration was measured under all loads, so nothing is advised.");
         verdict.answers = answers::answers(&matrix, &[], None);
         return verdict;
     }
@@ -215,7 +216,7 @@ pub fn verdict(run: &Run) -> Verdict {
     let best = found.way;
     let mut cautions = cautions(run);
     if let Some(reason) = unsafe_because {
-        cautions.insert(0, format!("Nothing measured here is one to advise: {reason}."));
+        cautions.insert(0, format!("No configuration of this run can be advised: {reason}."));
     }
     let stays = found.advice == Advice::Stay;
     let advised = stays || found.advice == Advice::Use;
@@ -279,7 +280,7 @@ pub(crate) struct Found<'p> {
 }
 
 impl<'p> Found<'p> {
-    /// Judges `picks`, which are not empty and are sorted best first. `blocked` says that something
+    /// Compares `picks`, which are not empty and are sorted best first. `blocked` says that something
     /// is missing without which there is no advice.
     fn of(matrix: &Matrix<'_>, picks: &'p [Pick], blocked: bool) -> Self {
         if matrix.metric.key == SURVIVED {
@@ -309,7 +310,7 @@ impl<'p> Found<'p> {
         Self { advice, way, base, gain, picks }
     }
 
-    /// Judges survival. Ways without a server besides QEMU come first.
+    /// Chooses among survivors. Ways without a server besides QEMU come first.
     fn survivor(matrix: &Matrix<'_>, picks: &'p [Pick], blocked: bool) -> Self {
         let through = |pick: &&Pick| pick.summary.min >= 1.0;
         let alone = |pick: &&Pick| through(pick) && !needs_server(&pick.axes);
@@ -415,24 +416,24 @@ const EMULATED: &str = "emulated (TCG)";
 fn cautions(run: &Run) -> Vec<String> {
     let mut said: Vec<String> = Vec::new();
     if run.ended.is_none() {
-        said.push("The run is not complete: it was interrupted, or still goes on.".to_owned());
+        said.push("The run is not complete: it was interrupted, or is still running.".to_owned());
     }
     if run.quick {
         said.push(
-            "A quick run: few rounds of short loads, which a cache may have answered in part."
+            "This was a quick run: small disks and short loads, which caches may have served in part."
                 .to_owned(),
         );
     }
     if let Some(host) = &run.environment.virtualization {
         said.push(format!(
-            "This machine is itself a guest ({host}): its neighbours and its host's caches are in \
-             the numbers."
+            "This machine is itself a virtual machine ({host}): other guests of its host, and the \
+             host's caches, may have affected the numbers."
         ));
     }
     if run.cells.iter().flat_map(|cell| &cell.notes).any(|note| note.contains(EMULATED)) {
         said.push(
-            "Guests had an emulated processor, as none came up with KVM: they compare with each \
-             other only."
+            "Guests ran on an emulated processor (TCG), because none booted with KVM: compare them \
+             only with each other."
                 .to_owned(),
         );
     }

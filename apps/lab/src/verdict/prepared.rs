@@ -34,7 +34,7 @@ pub(super) fn of_allocation(matrix: &Matrix<'_>) -> Vec<Answer> {
     groups
         .into_iter()
         .map(|(when, said)| Answer {
-            question: format!("Does it pay to allocate the disk beforehand{when}?"),
+            question: format!("Does preallocation pay{when}?"),
             sentence: format!("{}.", said.join("; ")),
         })
         .collect()
@@ -82,10 +82,10 @@ fn state(cell: &Cell) -> &'static str {
     let first = profile.contains("first");
     let again = profile.contains("again") || profile.contains("rewrite");
     match cell.axis("content") {
-        _ if again => ", for writing again",
-        _ if first => ", for the first write",
-        Some("full") => ", for writing again",
-        Some("none") => ", for the first write",
+        _ if again => " for later writes",
+        _ if first => " for the first write",
+        Some("full") => " for later writes",
+        Some("none") => " for the first write",
         _ => "",
     }
 }
@@ -110,15 +110,17 @@ fn said(matrix: &Matrix<'_>, own: &Axes, sparse: &str, pairs: &Pairs<'_>) -> Opt
         1..=3 => format!(" ({})", listed(&loads)),
         _ => String::new(),
     };
-    Some(format!("{} {name} against {sparse}{under}", figure(&gain)))
+    Some(format!("{}: {name} against {sparse}{under}", figure(&gain)))
 }
 
-/// Formats a gain: `1.84 times (1.70 to 1.95),`.
+/// Formats a gain: `1.84 times as good (1.70 to 1.95)`.
 fn figure(gain: &Gain) -> String {
     let interval = span(gain.interval.low, gain.interval.high);
     match gain.decision {
-        _ if gain.is_hint() => format!("{} times by too few rounds to tell,", times(gain.ratio)),
-        Decision::Tie => format!("{interval} times, which cannot be told from 1,"),
-        _ => format!("{} times ({interval}),", times(gain.ratio)),
+        _ if gain.is_hint() => {
+            format!("{} times as good, with too few rounds to decide", times(gain.ratio))
+        }
+        Decision::Tie => format!("{interval} times as good, no significant difference"),
+        _ => format!("{} times as good ({interval})", times(gain.ratio)),
     }
 }

@@ -83,9 +83,9 @@ pub(super) fn of_published(matrix: &Matrix<'_>) -> Option<Answer> {
     }
     let mut text = found.said()?;
     if rounds < ROUNDS_MIN {
-        text.push_str(" Of less than three rounds none can be told apart.");
+        text.push_str(" Fewer than three rounds decide nothing.");
     }
-    let question = "Do the published numbers hold here?".to_owned();
+    let question = "Does the published order hold here?".to_owned();
     Some(Answer { question, sentence: text })
 }
 
@@ -137,35 +137,37 @@ impl Pairs {
         let mut parts = Vec::new();
         match (agree, ordered) {
             (_, 0) if ties == 0 => {}
-            (_, 0) => parts.push("what differed there cannot be told apart here".to_owned()),
-            (0, 1) => {
-                parts.push("the one pair that differs there and here ranks the other way".into())
-            }
-            (_, 1) => parts.push("the one pair that differs there and here ranks as it did".into()),
+            (_, 0) => parts.push("no pair that differed there differs significantly here".into()),
+            (0, 1) => parts.push("the one pair that differs in both has the reverse order".into()),
+            (_, 1) => parts.push("the one pair that differs in both has the same order".into()),
             _ => {
                 let part = f64::from(agree) / f64::from(ordered);
                 let verdict = match part {
-                    part if part >= 0.9 => "the order is the same here",
-                    part if part >= 0.6 => "the order is much the same here",
-                    part if part > 0.4 => "here the order has little to do with it",
-                    _ => "here it is rather the other way round",
+                    part if part >= 0.9 => "the order holds here",
+                    part if part >= 0.6 => "the order mostly holds here",
+                    part if part > 0.4 => "the order does not hold here",
+                    _ => "the order is mostly reversed here",
                 };
-                parts.push(format!("{agree} of {ordered} pairs rank as they did: {verdict}"));
+                parts.push(format!(
+                    "{agree} of {ordered} pairs have the published order: {verdict}"
+                ));
             }
         }
         match ties {
             0 => {}
             _ if ordered == 0 => {}
-            1 => parts.push("one more pair cannot be told apart here".to_owned()),
-            more => parts.push(format!("{more} more pairs cannot be told apart here")),
+            1 => parts.push("one more pair does not differ significantly here".to_owned()),
+            more => parts.push(format!("{more} more pairs do not differ significantly here")),
         }
         match (equal_here, equal) {
             (_, 0) => {}
-            (1, 1) => parts.push("the pair that was equal there is equal here".to_owned()),
-            (0, 1) => parts.push("the pair that was equal there differs here".to_owned()),
-            _ => {
-                parts.push(format!("of {equal} pairs that were equal there {equal_here} are here"))
+            (1, 1) => {
+                parts.push("the pair that was equal there does not differ significantly here".into())
             }
+            (0, 1) => parts.push("the pair that was equal there differs here".into()),
+            _ => parts.push(format!(
+                "{equal_here} of {equal} pairs that were equal there do not differ significantly here"
+            )),
         }
         (!parts.is_empty()).then(|| sentence(&parts.join("; ")))
     }
@@ -176,24 +178,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pairs_are_told_in_words() {
+    fn pairs_are_told_in_sentences() {
         let words = |agree, ordered, ties, equal_here, equal| {
             Pairs { ordered, agree, ties, equal, equal_here }.said().unwrap_or_default()
         };
         assert_eq!(words(0, 0, 0, 0, 0), "");
-        assert_eq!(words(0, 0, 2, 0, 0), "What differed there cannot be told apart here.");
+        assert_eq!(words(0, 0, 2, 0, 0), "No pair that differed there differs significantly here.");
         assert_eq!(
             words(0, 1, 0, 1, 1),
-            "The one pair that differs there and here ranks the other way; the pair that was equal \
-             there is equal here."
+            "The one pair that differs in both has the reverse order; the pair that was equal there \
+             does not differ significantly here."
         );
         assert!(
-            words(1, 1, 1, 0, 0).ends_with("as it did; one more pair cannot be told apart here.")
+            words(1, 1, 1, 0, 0)
+                .ends_with("the same order; one more pair does not differ significantly here.")
         );
         assert_eq!(
             words(2, 3, 0, 0, 2),
-            "2 of 3 pairs rank as they did: the order is much the same here; of 2 pairs that were \
-             equal there 0 are here."
+            "2 of 3 pairs have the published order: the order mostly holds here; 0 of 2 pairs that \
+             were equal there do not differ significantly here."
         );
         assert_eq!(words(0, 0, 0, 0, 1), "The pair that was equal there differs here.");
     }

@@ -3,7 +3,7 @@
 use super::answers::{Answer, median_of};
 use crate::matrix::{Matrix, in_guest, seen};
 use crate::model::{Axes, Metric, metric};
-use crate::words::{label, value};
+use crate::words::{label, plural, value};
 
 /// Ways ranked by one score, best first.
 #[derive(Clone, Debug)]
@@ -64,14 +64,16 @@ pub(super) fn of_scores(matrix: &Matrix<'_>) -> Vec<Answer> {
             .rows
             .iter()
             .take(TOP)
-            .map(|(_, axes, score)| format!("{} {}", value(ranking.metric, *score), label(axes)))
+            .map(|(_, axes, score)| {
+                format!("{} with {}", value(ranking.metric, *score), label(axes))
+            })
             .collect();
-        let rest = match ranking.rows.len().saturating_sub(TOP) {
-            0 => String::new(),
-            rest => format!("; {rest} more are lower"),
+        let (best, rest) = match ranking.rows.len().saturating_sub(TOP) {
+            0 => ("best", String::new()),
+            rest => ("best five", format!("; {} below", plural(rest, "configuration"))),
         };
         Answer {
-            question: format!("Which are the best five by {}{place}?", ranking.title),
+            question: format!("Which are the {best} by {}{place}?", ranking.title),
             sentence: format!("{}{rest}.", named.join("; ")),
         }
     };

@@ -4,7 +4,7 @@ use super::{Advice, Found, Missing, needs_server};
 use crate::matrix::{Matrix, Pick};
 use crate::model::SURVIVED;
 use crate::stats::{Decision, NARROW, ROUNDS_MIN};
-use crate::words::{label, listed, sentence as begun, span, times, value};
+use crate::words::{label, listed, plural, sentence as begun, span, times, value};
 
 /// The advice and its gain, or why there is no advice.
 pub(super) fn sentence(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missing]) -> String {
@@ -17,13 +17,13 @@ pub(super) fn sentence(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missin
     if !blocked.is_empty() {
         let was = if blocked.len() == 1 { "was" } else { "were" };
         return format!(
-            "Nothing is advised, as {} {was} not measured. Of what was measured: {}.",
+            "Nothing is advised, because {} {was} not measured. Of what was measured: {}.",
             listed(&blocked),
             so_far(matrix, found)
         );
     }
     if found.picks.len() == 1 {
-        return format!("{name} is all that was measured, so there was no choice to make.");
+        return format!("Only {name} was measured, so there was nothing to compare it with.");
     }
     if matrix.metric.key == SURVIVED {
         return survival(found, &name);
@@ -42,23 +42,24 @@ pub(super) fn answer(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missing]
     let name = |pick: &Pick| label(&matrix.short(&pick.axes));
     match (found.advice, found.gain, found.other()) {
         (Advice::Use, Some(gain), Some(base)) => format!(
-            "{} times ({}): {} against {}, the default, in {}.",
+            "{} times as good ({}): {} against {}, the default, in {}{}.",
             times(gain.ratio),
             span(gain.interval.low, gain.interval.high),
             name(found.way),
             name(base),
-            matrix.metric.title
+            matrix.metric.title,
+            together(found.way)
         ),
         (Advice::Untold, Some(gain), Some(base)) if gain.is_hint() => format!(
-            "{} times, by so few rounds that it decides nothing: {} against {}, the default.",
+            "{} times as good, with too few rounds to decide: {} against {}, the default.",
             times(gain.ratio),
             name(found.way),
             name(base)
         ),
         (Advice::Stay, ..) => match (measured(matrix, found.way), most_hidden(matrix, found)) {
             (Some(measured), Some((most, pick))) => format!(
-                "{measured} with {}, the default; nothing is surely better, and what may be hidden in the \
-                 noise is at most {} times ({}).",
+                "{measured} with {}, the default; nothing is significantly better, and noise hides a \
+                 gain of at most {} times ({}).",
                 name(found.way),
                 times(most),
                 name(pick)
@@ -78,8 +79,16 @@ fn measured(matrix: &Matrix<'_>, way: &Pick) -> Option<String> {
     let said = |number| value(matrix.metric, number);
     Some(match medians.len() {
         1 => said(most),
-        loads => format!("{} to {} by load ({loads} of them)", said(least), said(most)),
+        loads => format!("{} to {} under {loads} loads", said(least), said(most)),
     })
+}
+
+/// The number of loads of a way, if there are several.
+fn together(way: &Pick) -> String {
+    match way.cells.len() {
+        0 | 1 => String::new(),
+        loads => format!(" over all {} together", plural(loads, "load")),
+    }
 }
 
 /// The gain: `1.84 times as good as qcow2, the default, in throughput (1.70 to 1.95)`.
@@ -87,12 +96,13 @@ fn by_how_much(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
     let measure = matrix.metric.title;
     match (found.other(), found.gain) {
         (Some(base), Some(gain)) => format!(
-            "{} times as good as {}, the default, in {measure} ({})",
+            "{} times as good as {}, the default, in {measure}{} ({})",
             times(gain.ratio),
             label(&matrix.short(&base.axes)),
+            together(found.way),
             span(gain.interval.low, gain.interval.high)
         ),
-        _ => format!("the best of {} in {measure}", found.picks.len()),
+        _ => format!("the best of {} in {measure}{}", found.picks.len(), together(found.way)),
     }
 }
 
@@ -111,8 +121,8 @@ fn stay(matrix: &Matrix<'_>, found: &Found<'_>, name: &str) -> String {
     let measure = matrix.metric.title;
     match most_hidden(matrix, found) {
         Some((most, pick)) if most > NARROW => format!(
-            "Stay with {name}, the default, as it cannot be told whether anything is better in {measure}: \
-             the noise may hide up to {} times ({}).",
+            "Stay with {name}, the default: nothing is significantly better in {measure}, but noise \
+             may hide a gain of up to {} times ({}).",
             times(most),
             label(&matrix.short(&pick.axes))
         ),
@@ -134,21 +144,21 @@ fn so_far(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
     let rounds = found.picks.iter().map(|pick| pick.summary.count).min().unwrap_or(0);
     if matrix.metric.key == SURVIVED {
         return match found.way.summary.min >= 1.0 {
-            true => format!("{name} came through without an error"),
-            false => "nothing came through without an error".to_owned(),
+            true => format!("{name} survived without an error"),
+            false => "nothing survived without an error".to_owned(),
         };
     }
     if found.picks.len() == 1 {
-        return format!("{name} alone");
+        return format!("only {name}");
     }
     let few = match rounds {
-        1 => "one round does not show how much it varies; ",
-        2 => "two rounds do not show how much they vary; ",
+        1 => "one round does not show how much results vary; ",
+        2 => "two rounds do not show how much results vary; ",
         _ => "",
     };
     match (found.gain, found.other()) {
         (Some(gain), Some(base)) if rounds < ROUNDS_MIN => format!(
-            "{few}{name} had {} times what {}, the default, had",
+            "{few}{name} was {} times as good as {}, the default",
             times(gain.ratio),
             label(&matrix.short(&base.axes))
         ),
@@ -159,14 +169,14 @@ fn so_far(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
             span(gain.interval.low, gain.interval.high)
         ),
         _ if rounds < ROUNDS_MIN => format!("{few}{name} had the best value"),
-        _ => format!("{name} had the best value, and is not surely better"),
+        _ => format!("{name} had the best value, but is not significantly better"),
     }
 }
 
 /// The result for survival.
 fn survival(found: &Found<'_>, name: &str) -> String {
     if found.way.summary.min < 1.0 {
-        return format!("Nothing came through here; {name} is as good as any other.");
+        return format!("Nothing survived here; {name} is no better than any other.");
     }
     let rounds = match found.way.summary.count {
         1 => "in the one round".to_owned(),
@@ -174,12 +184,11 @@ fn survival(found: &Found<'_>, name: &str) -> String {
     };
     match needs_server(&found.way.axes) {
         true => format!(
-            "Use {name}: whoever writes to it waits while there is no space, and sees no error \
-             ({rounds})."
+            "Use {name}: the client waits while there is no space, and sees no error ({rounds})."
         ),
         false => format!(
-            "Use {name}: it came through {rounds} with no server beside QEMU, which stops the whole \
-             guest while there is no space, until it is told to go on."
+            "Use {name}: it survived {rounds} without a server besides QEMU, which stops the whole \
+             guest while there is no space, until it is resumed."
         ),
     }
 }

@@ -195,12 +195,12 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
     if let Some(bus) = bus {
         element.bus = bus.to_owned();
     }
-    let because = if opened { because } else { "it is what was measured" };
+    let because = if opened { because } else { "the mode of this measurement" };
     let used = used(run);
     let cache = (!compared).then(|| {
         format!(
-            "Cache mode {mode}: {because}. {used}; which mode is fastest here is what the plan \
-             cache-modes measures."
+            "Cache mode {mode}: {because}. {used}. The plan cache-modes measures which mode is \
+             fastest here."
         )
     });
     Setup { commands: typed, xml: element.xml(), cache }
@@ -231,13 +231,13 @@ fn used(run: &Run) -> String {
     // The mode of most fronts comes first. Among equals, QEMU's default comes first.
     modes.sort_by_key(|(mode, fronts)| (std::cmp::Reverse(fronts.len()), *mode != CACHE));
     match &modes[..] {
-        [] => "This run used no cache mode".to_owned(),
-        [(mode, _)] => format!("All of this run was measured with {mode}"),
+        [] => "No command of this run sets a cache mode".to_owned(),
+        [(mode, _)] => format!("The whole run was measured with {mode}"),
         [(most, _), others @ ..] => {
             let other =
-                |(mode, fronts): &(&str, Vec<String>)| format!("{mode} behind {}", listed(fronts));
+                |(mode, fronts): &(&str, Vec<String>)| format!("{mode} for {}", listed(fronts));
             let others: Vec<String> = others.iter().map(other).collect();
-            format!("This run was measured with {most}, and with {}", others.join(", "))
+            format!("This run was measured with {most}, but with {}", others.join(", "))
         }
     }
 }
@@ -379,7 +379,7 @@ mod tests {
         assert!(told.contains(because) && told.contains("measured with writeback"), "{told}");
         let memory = choose(&["vdkit convert a b"], &[("backend", "memory"), ("layout", "qcow2")]);
         assert!(memory.xml.contains("cache='writeback'"));
-        assert!(memory.cache.unwrap().contains("This run used no cache mode"));
+        assert!(memory.cache.unwrap().contains("No command of this run sets a cache mode"));
         // A served disk gets the mode that was measured.
         let nbd = choose(&[], &[("layout", "qcow2"), ("front", "nbd")]);
         assert!(nbd.xml.contains("cache='writeback'"), "{}", nbd.xml);
@@ -416,18 +416,20 @@ mod tests {
         let advised = told(&cells, &[("layout", "qcow2")], 0).cache.unwrap();
         assert!(
             advised.contains(
-                "This run was measured with writeback, and with none behind nbd-qsd-native and \
-                 nbd-qsd-uring;"
+                "This run was measured with writeback, but with none for nbd-qsd-native and \
+                 nbd-qsd-uring."
             ),
             "{advised}"
         );
         // A server gets the mode with which it was measured.
         let native = told(&cells, &[("layout", "qcow2"), ("front", "nbd-qsd-native")], 0);
         assert!(native.commands[1].ends_with("--cache none"), "{native:?}");
-        assert!(native.cache.unwrap().starts_with("Cache mode none: it is what was measured."));
+        assert!(
+            native.cache.unwrap().starts_with("Cache mode none: the mode of this measurement.")
+        );
         cells.drain(..2);
         let advised = told(&cells, &[("layout", "qcow2")], 0).cache.unwrap();
-        assert!(advised.contains("All of this run was measured with writeback;"), "{advised}");
+        assert!(advised.contains("The whole run was measured with writeback."), "{advised}");
     }
 
     #[test]

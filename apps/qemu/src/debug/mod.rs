@@ -117,8 +117,7 @@ pub fn open(path: &str, writable: bool, cache: CacheMode) -> Result<Arc<dyn Stor
 }
 
 fn storage(image: &Image, writable: bool, cache: CacheMode) -> Result<Arc<dyn Storage>> {
-    let options =
-        vdkit::storage::FileOptions { writable, ..vdkit::storage::FileOptions::default() };
+    let options = vdkit::storage::FileOptions::default().writable(writable);
     registry().open_storage(&image.opened(), &options.cache(cache))
 }
 

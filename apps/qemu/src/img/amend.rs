@@ -120,7 +120,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let amending =
         Amending { objects: &objects, image: &image, options: &options, info: &info, values };
     let progress = Progress::new(parsed.has("progress") && !parsed.has("quiet"))?;
-    let monitor = Monitor { cancel: cancel_on_signal()?, progress: &progress };
+    let monitor = Monitor::new(&progress).cancelled_by(cancel_on_signal()?);
     let amended = amending.amend(&monitor, parsed.has("force"));
     if amended.is_ok() {
         progress.update(1, 1);
@@ -342,7 +342,7 @@ impl Amending<'_> {
     }
 
     fn reading(&self) -> OpenOptions {
-        OpenOptions { writable: false, lock: false, ..self.options.clone() }
+        self.options.clone().writable(false).lock(false)
     }
 
     fn wipe_keys(
@@ -372,8 +372,7 @@ impl Amending<'_> {
             }
             (Some(number), None) => vec![number],
             (slot, Some(old)) => {
-                let options =
-                    OpenOptions { keys: vec![self.objects.secret(old)?], ..self.reading() };
+                let options = self.reading().keys(vec![self.objects.secret(old)?]);
                 let opened = jobs::list_keys(&registry(), path, &options)?.opened;
                 match slot {
                     Some(number) if !opened.contains(&number) => {

@@ -148,11 +148,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     if let Some(aio) = aio.filter(|aio| !matches!(*aio, "threads" | "native" | "io_uring")) {
         return Err(Failure::new(format!("Invalid aio option: {aio}")));
     }
-    let named = Named {
-        text: one_image(parsed)?,
-        format: parsed.last("format"),
-        options: parsed.has("image-opts"),
-    };
+    let named = Named::of(parsed, one_image(parsed)?);
     let image = named.parse()?;
     if (parsed.has("native") || aio == Some("native")) && !cache.direct() {
         return Err(could_not_open(

@@ -76,7 +76,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         return Err(Failure::new(why).code(NOT_CHECKED));
     }
     let path = &image.opened();
-    let monitor = Monitor { cancel: cancel_on_signal()?, progress: &Silent };
+    let monitor = Monitor::new(&Silent).cancelled_by(cancel_on_signal()?);
     let checked = jobs::check(&registry(), path, &options, repair, &monitor)
         .map_err(|error| failed_open(&image, options.format.as_deref(), &error))?;
     let report = shown(name, checked.report, file_bytes);

@@ -37,11 +37,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let quiet = parsed.has("quiet");
     call.out.quiet(quiet);
     let rate = rate_option(parsed)?;
-    let named = Named {
-        text: one_image(parsed)?,
-        format: parsed.last("format"),
-        options: parsed.has("image-opts"),
-    };
+    let named = Named::of(parsed, one_image(parsed)?);
     let cache = cache_option(parsed, "cache", "cache")?.unwrap_or_default();
     let objects = Objects::parse(parsed.all("object"))?;
     let image = named.parse()?;
@@ -63,7 +59,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     options.rate = rate;
     let progress = Progress::new(parsed.has("progress") && !quiet)?;
     let progress_only = Converting { progress: &progress, quiet: true };
-    let monitor = Monitor { cancel: cancel_on_signal()?, progress: &progress_only };
+    let monitor = Monitor::new(&progress_only).cancelled_by(cancel_on_signal()?);
     let done = jobs::commit(&registry(), path, &opening, &options, &monitor);
     progress.finish(done.is_ok());
     done.map_err(|error| match &error {
@@ -79,7 +75,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
 
 /// The images of the chain, from the top.
 fn links(image: &Image, path: &Path, opening: &OpenOptions) -> Result<Vec<ChainLink>, Failure> {
-    let reading = OpenOptions { writable: false, lock: false, ..opening.clone() };
+    let reading = opening.clone().writable(false).lock(false);
     let failed = |error| failed_open(image, opening.format.as_deref(), &error);
     let report = describe_chain(&registry(), path, &reading).map_err(failed)?;
     match report.broken {

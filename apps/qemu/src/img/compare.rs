@@ -80,7 +80,7 @@ fn compare(
         call.out.said("Strict mode: Image size mismatch!")?;
         return Ok(DIFFERENT);
     }
-    let monitor = Monitor { cancel: cancel_on_signal()?, progress };
+    let monitor = Monitor::new(progress).cancelled_by(cancel_on_signal()?);
     let options = CompareOptions::default();
     let report = jobs::compare(a, b, &options, &monitor)
         .map_err(|error| Failure::from(error).code(NOT_READ))?;

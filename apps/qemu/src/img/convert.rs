@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use vdkit::jobs::{
-    self, Backing, BrokenBitmaps, ConvertOptions, Destination, NewBacking, NewImage, Source,
+    self, Backing, BrokenBitmaps, ConvertOptions, Destination, ExistingImage, NewBacking, NewImage,
+    Source,
 };
 use vdkit::{
     BackingChoice, CacheMode, Codec, CompressionSpec, Disk, Error, Monitor, OpenOptions,
@@ -43,7 +44,7 @@ const OPTIONS: &[Opt] = &[
     alias("options", "target-options"),
     valued('t', "target-cache", "TGT_CACHE", "cache mode of the target (unsafe)").whole_name_only(),
     alias("output-cache", "target-cache"),
-    valued('B', "backing", "BACKING_FILENAME", "the image that the target stands on"),
+    valued('B', "backing", "BACKING_FILENAME", "the target's backing image"),
     valued('F', "backing-format", "BACKING_FMT", "format of the backing image"),
     flag('c', "compress", "compress the target's data (qcow2 only)").whole_name_only(),
     flag('n', "no-create", "write into an existing target").whole_name_only(),
@@ -254,7 +255,8 @@ impl Settings<'_> {
         let quiet = self.parsed.has("quiet");
         let shown = self.parsed.has("progress") && !quiet;
         let progress = Progress::new(shown)?;
-        let monitor = Monitor { cancel, progress: &Converting { progress: &progress, quiet } };
+        let converting = Converting { progress: &progress, quiet };
+        let monitor = Monitor::new(&converting).cancelled_by(cancel);
         let done = jobs::convert(&registry(), &source, &options, &monitor);
         progress.finish(done.is_ok());
         done.map(|_| 0).map_err(|error| self.failed(target, &error))
@@ -306,7 +308,7 @@ impl Settings<'_> {
 
 /// Whether an image holds a snapshot of this id or name.
 fn holds_snapshot(path: &Path, options: &OpenOptions, snapshot: &str) -> bool {
-    let alone = OpenOptions { snapshot: None, backing: BackingChoice::Ignore, ..options.clone() };
+    let alone = options.clone().snapshot(None).backing(BackingChoice::Ignore);
     let Ok(report) = describe_chain(&registry(), path, &alone) else { return true };
     let Some(link) = report.links.first() else { return true };
     link.info.snapshots.iter().any(|one| one.id == snapshot || one.name == snapshot)
@@ -359,7 +361,8 @@ impl Settings<'_> {
     }
 
     fn write_to(&self, path: PathBuf, format: Option<String>, keys: Vec<vdkit::Secret>) -> Goal {
-        let destination = Destination::Into { path, format, cache: self.cache, refs: references() };
+        let existing = ExistingImage::new(path).format(format).cache(self.cache).refs(references());
+        let destination = Destination::Into(existing);
         Goal { destination, compress: None, backing: None, keys }
     }
 
@@ -424,12 +427,12 @@ impl Settings<'_> {
         let driver = crate::open::driver(format)
             .ok_or_else(|| Failure::new(format!("Unknown driver '{format}'")))?;
         let new = NewBacking::new(name, Some(driver.name().into()));
-        let opening = OpenOptions { refs: references(), lock: true, ..OpenOptions::read_only() };
+        let opening = OpenOptions::read_only().refs(references()).lock(true);
         let found = new
             .find(&registry(), target, &opening)
             .map_err(|error| could_not_open(&target.display().to_string(), words(&error)))?;
         let opening = opening.of_other(found.reference.format.clone());
-        Ok(Some((Backing { path: found.path, opening, trusted: true }, found.reference)))
+        Ok(Some((Backing::new(found.path, opening).trusted(true), found.reference)))
     }
 }
 

@@ -25,7 +25,7 @@ pub const COMMAND: Command = Command {
         QUIET,
         valued('f', "format", "FMT", "format of the new image (raw)"),
         valued('o', "options", "FMT_OPTS", "options of the format; '-o help' lists them"),
-        valued('b', "backing", "BACKING_FILENAME", "the image that the new one stands on"),
+        valued('b', "backing", "BACKING_FILENAME", "the backing image"),
         valued('F', "backing-format", "BACKING_FMT", "format of the backing image"),
         flag('u', "backing-unsafe", "do not open the backing image"),
     ],
@@ -135,8 +135,7 @@ impl Request<'_> {
                 Some(disk.guest_bytes())
             }
             (true, false) => {
-                let opening =
-                    OpenOptions { refs: references(), lock: false, ..OpenOptions::read_only() };
+                let opening = OpenOptions::read_only().refs(references()).lock(false);
                 let guessed = NewBacking::new(name, new.format.clone().or(probed(path, name)));
                 let found = guessed
                     .find(&registry(), path, &opening)
@@ -212,10 +211,10 @@ pub fn create_at(
         .options(options)
         .backing(backing)
         .replace(true)
-        .refs(references());
-    let monitor = Monitor { cancel: cancel_on_signal()?, progress: &Silent };
-    // A guest may be writing to the backing image: its overlay is made for that.
-    jobs::create_over(&registry(), &create, false, &monitor)
+        // A guest may be writing to the backing image: its overlay is made for that.
+        .opening(OpenOptions::read_only().refs(references()).lock(false));
+    let monitor = Monitor::new(&Silent).cancelled_by(cancel_on_signal()?);
+    jobs::create(&registry(), &create, &monitor)
         .map(drop)
         .map_err(|error| failed_creation(path, &error))
 }

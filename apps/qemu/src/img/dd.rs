@@ -82,8 +82,7 @@ fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
         return Err(Failure::new("Must specify both input and output files"));
     };
     let objects = Objects::parse(parsed.all("object"))?;
-    let named =
-        Named { text: input, format: parsed.last("format"), options: parsed.has("image-opts") };
+    let named = Named::of(parsed, input);
     let access = Access { share: parsed.has("force-share"), ..Access::read() };
     let source = open(&named.parse()?, access, &objects)?;
     let (from, len) = operands.part(source.guest_bytes()).unwrap_or_else(|| {
@@ -120,7 +119,7 @@ impl Output<'_> {
         let bytes = dd.count.unwrap_or(0).next_multiple_of(512);
         let driver = table.driver()?;
         let options = Wanted::new(table, Vec::new())?.options(self.objects, bytes).map_err(told)?;
-        let monitor = Monitor { cancel: cancel_on_signal()?, progress: &Silent };
+        let monitor = Monitor::new(&Silent).cancelled_by(cancel_on_signal()?);
         let format = driver.name().to_owned();
         if !is_device(&path) {
             let new = NewImage::new(path.clone(), format).options(options);
@@ -131,8 +130,7 @@ impl Output<'_> {
         if format != "raw" {
             create_at(&path, driver, bytes, options, None).map_err(told)?;
         }
-        let opening =
-            OpenOptions { refs: references(), ..OpenOptions::read_write().format(&format) };
+        let opening = OpenOptions::read_write().format(&format).refs(references());
         let target = Disk::open(&registry(), &path, &opening)?;
         let plan = DdPlan::new(source.guest_bytes(), dd)?;
         let copied = plan.run(source, &target, dd, &monitor);

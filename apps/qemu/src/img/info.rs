@@ -91,11 +91,7 @@ impl Described {
 
 fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let json = wants_json(parsed)?;
-    let named = Named {
-        text: one_image(parsed)?,
-        format: parsed.last("format"),
-        options: parsed.has("image-opts"),
-    };
+    let named = Named::of(parsed, one_image(parsed)?);
     let objects = Objects::parse(parsed.all("object"))?;
     let image = named.parse()?;
     let chain = parsed.has("backing-chain");

@@ -14,8 +14,7 @@ use crate::secrets::Objects;
 /// As [`Objects::parse`] and [`Named::parse`].
 pub fn image(parsed: &Parsed, text: &str) -> Result<(Objects, Image), Failure> {
     let objects = Objects::parse(parsed.all("object"))?;
-    let named = Named { text, format: parsed.last("format"), options: parsed.has("image-opts") };
-    Ok((objects, named.parse()?))
+    Ok((objects, Named::of(parsed, text).parse()?))
 }
 
 /// How an image is opened, with `-U`.

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use vdkit::jobs::{self, NewBacking, RebaseOptions};
-use vdkit::{Error, Monitor, OpenOptions, describe_chain};
+use vdkit::{Error, Monitor, describe_chain};
 
 use super::convert::cache_option;
 use super::{
@@ -40,11 +40,7 @@ pub const COMMAND: Command = Command {
 
 fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
     let header_only = parsed.has("backing-unsafe");
-    let named = Named {
-        text: one_image(parsed)?,
-        format: parsed.last("format"),
-        options: parsed.has("image-opts"),
-    };
+    let named = Named::of(parsed, one_image(parsed)?);
     if parsed.last("backing").is_none() && !header_only {
         return Err(Failure::usage("Must specify backing file (-b) or use unsafe mode (-u)"));
     }
@@ -65,7 +61,7 @@ fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
         return Err(Failure::new("Compression not supported for this file format"));
     }
     // The lock is taken, and told about, when the image is opened for the work.
-    let looking = OpenOptions { lock: false, ..opening.clone() };
+    let looking = opening.clone().lock(false);
     let report = describe_chain(&registry(), path, &looking)
         .map_err(|error| failed_open(&image, opening.format.as_deref(), &error))?;
     if let Some(error) = report.broken.filter(|_| !header_only) {
@@ -79,7 +75,7 @@ fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
     options.compress = compress;
     let progress = Progress::new(parsed.has("progress") && !parsed.has("quiet"))?;
     let progress_only = Converting { progress: &progress, quiet: true };
-    let monitor = Monitor { cancel: cancel_on_signal()?, progress: &progress_only };
+    let monitor = Monitor::new(&progress_only).cancelled_by(cancel_on_signal()?);
     let done = jobs::rebase(&registry(), path, &opening, &options, &monitor);
     progress.finish(done.is_ok());
     done.map(|_| 0).map_err(|error| failed(&image, parsed.last("backing").unwrap_or(""), &error))

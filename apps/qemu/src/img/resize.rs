@@ -67,8 +67,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let preallocation = preallocation(parsed)?;
     let change = Change::parse(size)?;
     let objects = Objects::parse(parsed.all("object"))?;
-    let named =
-        Named { text: name, format: parsed.last("format"), options: parsed.has("image-opts") };
+    let named = Named::of(parsed, name);
     let disk = open(&named.parse()?, Access::write(), &objects)?;
     let resized = resize(&disk, change, preallocation, parsed.has("shrink"));
     let closed = disk.close();
@@ -117,7 +116,7 @@ fn resize(
     let mut options = ResizeOptions::default();
     options.shrink = shrink;
     options.preallocation = preallocation;
-    let monitor = Monitor { cancel: cancel_on_signal()?, progress: &Silent };
+    let monitor = Monitor::new(&Silent).cancelled_by(cancel_on_signal()?);
     jobs::resize(disk, bytes, &options, &monitor).map_err(|error| match error {
         Error::Unsupported { .. } => Failure::new(words(&error)),
         other => other.into(),

@@ -82,7 +82,7 @@ fn change(disk: &Disk, action: &SnapshotAction) -> Result<(), Failure> {
     if let Some(why) = why {
         return Err(failed(action, why));
     }
-    let monitor = Monitor { progress: &Silent, ..Monitor::default() };
+    let monitor = Monitor::new(&Silent);
     match jobs::snapshot(disk, action, &monitor) {
         Ok(_) => Ok(()),
         Err(Error::ReadOnly { .. }) => Err(failed(action, "Read-only file system")),

@@ -16,7 +16,7 @@ use listenfd::ListenFd;
 use vdkit::jobs::{CreateOptions, NewBacking, create};
 use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions, Tls};
 use vdkit::serve::{Export, ExportOptions, OnNoSpace};
-use vdkit::{CacheMode, CancelToken, Disk, Monitor};
+use vdkit::{CacheMode, CancelToken, Disk, Monitor, OpenOptions};
 
 use crate::failure::{Failure, system_words, words};
 use crate::getopt::{self, Opt, Parsed, flag, long, valued};
@@ -176,8 +176,7 @@ impl Request {
         let snapshot = parsed.last("load-snapshot").map(snapshot_name);
         let read_only = parsed.has("read-only") || snapshot.is_some();
         let objects = Objects::parse(parsed.all("object"))?;
-        let named =
-            Named { text: file, format: parsed.last("format"), options: parsed.has("image-opts") };
+        let named = Named::of(parsed, file);
         let image = named.parse().map_err(|failure| opening(file, &failure.text))?;
         let offset = parsed.last("offset").map_or(Ok(0), |text| number("offset", text))?;
         let clients = match number("shared device number", parsed.last("shared").unwrap_or("1"))? {
@@ -196,19 +195,19 @@ impl Request {
             }
             kernel::index(device, "Failed to open")?;
         }
+        let mut export = ExportOptions::default();
+        export.name = parsed.last("export-name").unwrap_or_default().to_owned();
+        export.description = parsed.last("description").unwrap_or_default().to_owned();
+        export.read_only = read_only;
+        export.on_nospace = OnNoSpace::Report;
+        export.bitmaps = parsed.all("bitmap").map(str::to_owned).collect();
         Ok(Self {
             image,
             offset,
             device,
             verbose: parsed.has("verbose"),
             access: Access { writable: !read_only, cache, ..Access::default() },
-            export: ExportOptions {
-                name: parsed.last("export-name").unwrap_or_default().to_owned(),
-                description: parsed.last("description").unwrap_or_default().to_owned(),
-                read_only,
-                on_nospace: OnNoSpace::Report,
-                bitmaps: parsed.all("bitmap").map(str::to_owned).collect(),
-            },
+            export,
             snapshot,
             temporary: parsed.has("snapshot"),
             persistent: parsed.has("persistent"),
@@ -343,7 +342,7 @@ fn open_disk(request: &Request) -> Result<(Disk, Option<tempfile::TempDir>), Fai
         &open::registry(),
         &CreateOptions::new(&overlay, format)
             .backing(NewBacking::new(backing.display().to_string(), Some(driver.name().to_owned())))
-            .refs(open::references()),
+            .opening(OpenOptions::read_only().refs(open::references())),
         &Monitor::default(),
     )?;
     let image = crate::names::parse(&overlay.display().to_string()).map_err(Failure::new)?;
@@ -380,12 +379,10 @@ fn serve(request: &Request) -> Result<(), Failure> {
     let own = socket.as_ref().map(|(path, _)| vec![Address::Unix(path.clone())]);
     let listeners = listeners(own.as_ref().unwrap_or(&request.addresses))?;
     let export = Export::new(disk, request.export.clone());
-    let options = ServerOptions {
-        connections_max: request.clients,
-        tls: request.tls.clone(),
-        handshake_time: request.handshake.unwrap_or(NO_LIMIT),
-        ..ServerOptions::default()
-    };
+    let mut options = ServerOptions::default();
+    options.connections_max = request.clients;
+    options.tls = request.tls.clone();
+    options.handshake_time = request.handshake.unwrap_or(NO_LIMIT);
     let started = Server::start(Exports::new(vec![Arc::clone(&export)]), listeners, options)
         .map_err(Failure::from)
         .and_then(|server| {

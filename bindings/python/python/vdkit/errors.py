@@ -46,6 +46,22 @@ class CorruptError(Error):
     """The image is damaged, or its chain is incomplete."""
 
 
+class LimitError(Error):
+    """It needs more memory or work than the limits allow; the image may be sound."""
+
+
+class UnsupportedError(Error):
+    """The image uses a feature that is not supported, or its format lacks one."""
+
+
+class EncryptionKeyError(Error):
+    """The image is encrypted, and there is no key for it or a wrong one."""
+
+
+class ReadOnlyError(Error):
+    """It was opened for reading only."""
+
+
 class RefusedError(Error, PermissionError):
     """The policy for references forbids it, or other images would be damaged."""
 

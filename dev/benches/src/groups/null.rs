@@ -27,7 +27,8 @@ pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Res
             .arg(&image.path)
             .arg("null:");
         let qemu = Program::new(&options.qemu_img)
-            .args(["convert", "-n", "-f", image.format])
+            // Without `--target-is-zero` it would also write zeroes to the null device.
+            .args(["convert", "-n", "--target-is-zero", "-f", image.format])
             .arg(&image.path)
             .args(["--target-image-opts", &format!("driver=null-co,size={bytes}")]);
         let candidate = |name, program| Candidate {

@@ -2,25 +2,25 @@
 
 use std::sync::Arc;
 
-use vdkit_block::{GuestOffset, Result, Storage};
+use vdkit_block::{FormatDriver, GuestOffset, Result, Storage};
 use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
 
-use crate::{FaultKind, FaultPlan, FaultyStorage};
+use crate::{FaultKind, FaultPlan, FaultyStorage, assert_sound, read_all};
 
 /// An image on which the script runs.
 #[derive(Clone, Copy)]
 pub struct FaultScript<'a> {
     /// Name of the image's shape, for messages.
     pub name: &'a str,
+    /// The format.
+    pub driver: &'a dyn FormatDriver,
     /// Makes the image. Its storage is called `image`.
     pub image: &'a dyn Fn() -> Arc<MemoryStorage>,
     /// Opens it for writing.
     pub open: &'a dyn Fn(Arc<dyn Storage>) -> Result<Disk>,
     /// Its guest content, of at least 3 MiB.
     pub content: &'a [u8],
-    /// Panics if the image is corrupt.
-    pub audit: &'a dyn Fn(&Arc<dyn Storage>, &str),
 }
 
 enum Step {
@@ -94,7 +94,7 @@ impl FaultScript<'_> {
                 assert!(faulty.fired() > 0, "{what}: {error}");
                 assert!(error.to_string().contains("image"), "{what}: {error} names no file");
                 // A crash now must leave a consistent image.
-                (self.audit)(&image, &format!("{what}, failed"));
+                assert_sound(self.driver, &image, true, &format!("{what}, failed"));
                 faulty.heal();
                 perform(&disk, at, &step).unwrap_or_else(|error| panic!("{what}, healed: {error}"));
             }
@@ -105,15 +105,9 @@ impl FaultScript<'_> {
         assert!(read_all(&disk) == model, "{what}: content");
         disk.close().unwrap();
         drop(disk);
-        (self.audit)(&image, &what);
+        assert_sound(self.driver, &image, true, &what);
         let again = (self.open)(image).unwrap();
         assert!(read_all(&again) == model, "{what}: content when opened again");
         fired
     }
-}
-
-fn read_all(disk: &Disk) -> Vec<u8> {
-    let mut bytes = vec![0xee; disk.guest_bytes() as usize];
-    disk.read_at(&mut bytes, GuestOffset(0)).unwrap();
-    bytes
 }

@@ -18,9 +18,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, CreateRequest, FormatDriver, GuestOffset, HostOffset, ImageInfo, Limits, Monitor,
-    OpenRequest, Options, Repair, Result, Secret, SpaceMap, Storage, StorageExt, StorageExtent,
-    ZeroMode,
+    CheckReport, CreateRequest, FormatDriver, GuestOffset, HostOffset, ImageInfo, Limits,
+    OfflineImage, OpenRequest, Options, Repair, Result, Secret, SpaceMap, Storage, StorageExt,
+    StorageExtent, ZeroMode,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_storage::MemoryStorage;
@@ -31,7 +31,9 @@ const SECTOR: u64 = 512;
 
 /// Small, so that pieces of the map are dropped and read again.
 fn limits() -> Limits {
-    Limits { cache_bytes: 64 << 10, ..Limits::default() }
+    let mut limits = Limits::default();
+    limits.cache_bytes = 64 << 10;
+    limits
 }
 
 /// That of images that are encrypted.
@@ -73,6 +75,15 @@ pub(crate) fn pattern(op: u64, at: u64, len: u64) -> Vec<u8> {
 }
 
 impl Trial {
+    /// Images that can be resized, with writes of at most 1 MiB.
+    pub const fn new(
+        driver: &'static dyn FormatDriver,
+        options: &'static str,
+        guest_bytes: u64,
+    ) -> Self {
+        Self { driver, options, guest_bytes, write_bytes_max: 1 << 20, resizes: true }
+    }
+
     fn options(&self) -> Options {
         let specs = self.driver.options();
         let options = Options::parse(self.driver.name(), specs, [self.options]);
@@ -112,15 +123,14 @@ impl Trial {
             OpenRequest { storage: storage.clone(), files: Vec::new(), writable, limits: limits() };
         let format = self.driver.open_with_keys(request, &[key()])?;
         let info = ImageInfo::new(self.driver.name(), format.guest_bytes());
-        let options = OpenOptions { writable, ..OpenOptions::default() };
+        let options = OpenOptions::default().writable(writable);
         Ok(Disk::from_format(format, info, &options))
     }
 
     /// What the check says.
     pub fn check(&self, storage: &Arc<dyn Storage>, repair: Repair) -> CheckReport {
-        let monitor = Monitor::default();
-        let report = self.driver.check(storage, &[], repair, &limits(), &monitor);
-        report.expect("checking a readable image")
+        let image = OfflineImage { limits: limits(), ..OfflineImage::new(storage) };
+        self.driver.check(&image, repair).expect("checking a readable image")
     }
 
     fn random(&self, rng: &mut Rng, guest_bytes: u64) -> Step {

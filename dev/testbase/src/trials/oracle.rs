@@ -34,7 +34,7 @@ impl Oracle {
     }
 
     fn create(&self, path: &Path) {
-        let options = FileOptions { create: CreateMode::New, ..FileOptions::read_write() };
+        let options = FileOptions::read_write().create(CreateMode::New);
         let storage = FileStorage::open(path, &options).expect("a new file");
         self.trial.create(&(Arc::new(storage) as Arc<dyn Storage>));
     }

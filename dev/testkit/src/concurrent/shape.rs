@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use vdkit_block::{
     BackingRef, CacheMode, CheckReport, CreateRequest, Format, FormatDriver, GuestOffset,
-    ImageInfo, Limits, Monitor, OpenRequest, Options, Repair, Result, Secret, Storage,
+    ImageInfo, Limits, OfflineImage, OpenRequest, Options, Repair, Result, Secret, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_luks::LuksDriver;
@@ -28,7 +28,9 @@ const KEY: &[u8] = b"a key of the tests";
 
 /// Small, so that pieces of the map are evicted.
 fn limits() -> Limits {
-    Limits { cache_bytes: 64 << 10, ..Limits::default() }
+    let mut limits = Limits::default();
+    limits.cache_bytes = 64 << 10;
+    limits
 }
 
 /// One kind of image.
@@ -294,7 +296,7 @@ impl Shape {
         };
         let format = self.driver.open_with_keys(request, &self.keys())?;
         let info = ImageInfo::new(self.driver.name(), format.guest_bytes());
-        let options = OpenOptions { writable, cache, ..OpenOptions::default() };
+        let options = OpenOptions::default().writable(writable).cache(cache);
         let disk = Disk::from_format(format, info, &options);
         Ok(match self.base() {
             Some(base) => disk.over(base),
@@ -307,7 +309,8 @@ impl Shape {
     /// # Errors
     /// What the driver returns.
     pub fn check(&self, files: &Files, repair: Repair) -> Result<CheckReport> {
-        self.driver.check(&files[0], &files[1..], repair, &limits(), &Monitor::default())
+        let (storage, files, limits) = (&files[0], &files[1..], limits());
+        self.driver.check(&OfflineImage { files, limits, ..OfflineImage::new(storage) }, repair)
     }
 
     /// The check must find no damage, and no leak unless `leaks_allowed`.

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, FormatDriver, GuestOffset, ImageInfo, Monitor, OpenRequest, Repair, Result,
+    CheckReport, FormatDriver, GuestOffset, ImageInfo, OfflineImage, OpenRequest, Repair, Result,
     Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
@@ -15,6 +15,7 @@ use vdkit_vhd::VhdDriver;
 use vdkit_vmdk::VmdkDriver;
 
 use super::LIMITS;
+use super::hostile::read_edges;
 use crate::CountingStorage;
 
 /// The formats, by the input's first byte without its highest bit.
@@ -28,10 +29,6 @@ const SEALED: u8 = 0x80;
 const EXTENT_BYTES: u64 = 1 << 20;
 /// The next two bytes are the length of the file in these units; 0 is that of the input.
 const LEN_UNIT: u64 = 64 << 10;
-/// Runs looked at in one image.
-const RUNS_MAX: usize = 256;
-/// Bytes read at each edge of a run.
-const EDGE_BYTES: u64 = 700;
 /// A repair does not make files longer than by so much: by holes, for the rest of a block that the
 /// file ends in and a copy of it. The largest blocks have 1 GiB, and as much before their data (VDI).
 const GROWTH_MAX: u64 = 4 << 30;
@@ -72,12 +69,13 @@ impl Files {
             limits: LIMITS,
         };
         let format = driver.open(request)?;
-        let options = OpenOptions { writable, limits: LIMITS, ..OpenOptions::default() };
+        let options = OpenOptions::default().writable(writable).limits(LIMITS);
         Ok(Disk::from_format(format, ImageInfo::new(driver.name(), 0), &options))
     }
 
     fn check(&self, driver: &dyn FormatDriver, repair: Repair) -> Result<CheckReport> {
-        driver.check(&self.image, &self.others, repair, &LIMITS, &Monitor::default())
+        let (files, limits) = (&*self.others, LIMITS);
+        driver.check(&OfflineImage { files, limits, ..OfflineImage::new(&self.image) }, repair)
     }
 
     /// Bytes of all files.
@@ -161,30 +159,6 @@ pub(super) fn judge(driver: &dyn FormatDriver, reads_max: u64, fresh: impl Fn() 
     }
     let (len, grown) = (read_only.len(), mended.len().saturating_sub(read_only.len()));
     assert!(grown <= GROWTH_MAX.max(len), "a repair made the file {grown} bytes longer");
-}
-
-/// Around each end of each run, in one piece and in two: both fail or both agree.
-fn read_edges(disk: &Disk) {
-    let size = disk.guest_bytes();
-    let Ok(runs) = disk.extents(GuestOffset(0), size) else { return };
-    let mut at = 0;
-    for run in runs.take(RUNS_MAX) {
-        let Ok(run) = run else { break };
-        assert_eq!(run.at.0, at, "runs follow each other");
-        assert!(run.len > 0 && run.len <= size - at, "a run lies within the disk");
-        at += run.len;
-        let (start, end) = (at.saturating_sub(EDGE_BYTES), (at + EDGE_BYTES).min(size));
-        let (mut whole, mut halves) =
-            (vec![1; (end - start) as usize], vec![2; (end - start) as usize]);
-        let middle = whole.len() / 2;
-        let one = disk.read_at(&mut whole, GuestOffset(start));
-        let (left, right) = halves.split_at_mut(middle);
-        let two = disk
-            .read_at(left, GuestOffset(start))
-            .and_then(|()| disk.read_at(right, GuestOffset(start + middle as u64)));
-        assert_eq!(one.is_ok(), two.is_ok(), "{one:?} in one piece, {two:?} in two");
-        assert!(one.is_err() || whole == halves, "{start:#x} reads in two ways");
-    }
 }
 
 /// What a check found sound takes writes and keeps them.

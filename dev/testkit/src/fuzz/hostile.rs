@@ -53,7 +53,7 @@ fn data_file() -> Arc<dyn Storage> {
 }
 
 /// Reads around each end of each run, in one piece and in two: both fail or both agree.
-fn read_edges(disk: &Disk) {
+pub(super) fn read_edges(disk: &Disk) {
     let size = disk.guest_bytes();
     let Ok(runs) = disk.extents(GuestOffset(0), size) else { return };
     let mut at = 0;

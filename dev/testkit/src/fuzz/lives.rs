@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use vdkit_block::{
     BackingRef, CheckReport, CompactOptions, CreateRequest, FormatDriver, GuestOffset, ImageInfo,
-    OpenRequest, Options, Repair, Storage,
+    OfflineImage, OpenRequest, Options, Repair, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_storage::MemoryStorage;
@@ -14,7 +14,7 @@ use vdkit_vhdx::VhdxDriver;
 use vdkit_vmdk::VmdkDriver;
 
 use super::LIMITS;
-use super::operations::{Input, monitor, pattern};
+use super::operations::{Input, pattern};
 
 const SECTOR: u64 = 512;
 /// Disks have up to so many units.
@@ -141,6 +141,10 @@ struct Files {
 }
 
 impl Files {
+    fn offline(&self) -> OfflineImage<'_> {
+        OfflineImage { files: &self.others, limits: LIMITS, ..OfflineImage::new(&self.storage) }
+    }
+
     fn create(kind: &Kind, name: &str, guest_bytes: u64, base: Option<&Self>) -> Self {
         if kind.pieces {
             return Self::pieces(kind, guest_bytes);
@@ -204,7 +208,7 @@ impl Files {
         };
         let format = kind.driver.open(request);
         let format = format.unwrap_or_else(|error| panic!("{kind:?}: cannot be opened: {error}"));
-        let options = OpenOptions { writable, limits: LIMITS, ..OpenOptions::default() };
+        let options = OpenOptions::default().writable(writable).limits(LIMITS);
         Disk::from_format(format, ImageInfo::new(kind.driver.name(), 0), &options)
     }
 }
@@ -372,9 +376,8 @@ impl World {
         }
         self.must(self.disk().close(), "close");
         self.disk = None;
-        let options = CompactOptions { zero_scan: self.writes.is_multiple_of(2) };
-        let Files { storage, others } = &self.files;
-        let done = self.kind.driver.compact(storage, others, options, &LIMITS, &monitor());
+        let options = CompactOptions::default().zero_scan(self.writes.is_multiple_of(2));
+        let done = self.kind.driver.compact(&self.files.offline(), options);
         self.must(done.map(drop), "compact");
         self.leaky = false;
         self.check(Repair::Nothing);
@@ -397,8 +400,7 @@ impl World {
     }
 
     fn check(&self, repair: Repair) -> CheckReport {
-        let Files { storage, others } = &self.files;
-        let report = self.kind.driver.check(storage, others, repair, &LIMITS, &monitor());
+        let report = self.kind.driver.check(&self.files.offline(), repair);
         let report =
             report.unwrap_or_else(|error| panic!("{:?}: cannot be checked: {error}", self.kind));
         let bad = report.corruptions + if self.leaky { 0 } else { report.leaks };

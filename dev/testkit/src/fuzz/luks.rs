@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    Error, FormatDriver, GuestOffset, HostOffset, ImageInfo, KeySlots, KeyedImages, Limits,
-    OpenRequest, Result, Secret, Storage,
+    Error, FormatDriver, GuestOffset, HostOffset, ImageInfo, KeySlots, KeyedImages, OpenRequest,
+    Result, Secret, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_luks::{HEADER_BYTES, Header, HeaderPlace, LuksDriver, LuksSlots, SLOTS};
@@ -96,7 +96,7 @@ fn open(storage: &Arc<CountingStorage>, key: Secret) -> Result<Disk> {
     let request =
         OpenRequest { storage: storage.clone(), files: Vec::new(), writable: true, limits: LIMITS };
     let format = LuksDriver.open_with_keys(request, &[key])?;
-    let options = OpenOptions { limits: LIMITS, ..OpenOptions::read_write() };
+    let options = OpenOptions::read_write().limits(LIMITS);
     Ok(Disk::from_format(format, ImageInfo::new("luks", 0), &options))
 }
 
@@ -141,7 +141,8 @@ fn change_keys(storage: &Arc<CountingStorage>, len: u64) {
     let counted: Arc<dyn Storage> = storage.clone();
     let place = HeaderPlace { offset: HostOffset(0), room: len };
     // A new slot has the fewest iterations that there may be, which can be more than is left.
-    let limits = Limits { key_rounds_max: 1 << 15, ..LIMITS };
+    let mut limits = LIMITS;
+    limits.key_rounds_max = 1 << 15;
     let mut slots = LuksSlots::read(counted, place, &limits).expect("a header that is good");
     let opens = |key| open(storage, key).is_ok();
     let second = Secret::new(b"second".to_vec());

@@ -28,22 +28,23 @@ pub use vhdx::vhdx_open;
 use std::sync::Arc;
 
 use vdkit_block::{
-    CancelToken, CheckReport, Format, ImageInfo, Limits, Monitor, NoProgress, OpenRequest, Repair,
-    Result, Secret, Storage,
+    CheckReport, Format, ImageInfo, Limits, Monitor, OpenRequest, Repair, Result, Secret, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_qcow2::{Qcow2, check};
 
 /// Little enough that a lie about a size is refused rather than believed.
-const LIMITS: Limits = Limits {
-    table_bytes_max: 1 << 20,
-    snapshots_bytes_max: 1 << 20,
-    files_max: 4,
-    chain_depth_max: 4,
-    cache_bytes: 64 << 10,
-    compressed_bytes_max: 4 << 20,
-    check_bytes_max: 16 << 20,
-    key_rounds_max: 1 << 12,
+const LIMITS: Limits = {
+    let mut limits = Limits::DEFAULT;
+    limits.table_bytes_max = 1 << 20;
+    limits.snapshots_bytes_max = 1 << 20;
+    limits.files_max = 4;
+    limits.chain_depth_max = 4;
+    limits.cache_bytes = 64 << 10;
+    limits.compressed_bytes_max = 4 << 20;
+    limits.check_bytes_max = 16 << 20;
+    limits.key_rounds_max = 1 << 12;
+    limits
 };
 
 /// What opens the encrypted images of the corpus.
@@ -56,7 +57,7 @@ fn run_check(
     data_file: Option<&Arc<dyn Storage>>,
     repair: Repair,
 ) -> Result<CheckReport> {
-    let monitor = Monitor { cancel: CancelToken::default(), progress: &NoProgress };
+    let monitor = Monitor::default();
     check::check(storage, data_file, repair, &LIMITS, &monitor)
 }
 
@@ -74,6 +75,6 @@ fn open(
     };
     let format: Arc<dyn Format> = Qcow2::open_with_keys(request, &[key()])?;
     let options = if writable { OpenOptions::read_write() } else { OpenOptions::read_only() };
-    let options = OpenOptions { limits: LIMITS, ..options };
+    let options = options.limits(LIMITS);
     Ok(Disk::from_format(format, ImageInfo::new("qcow2", 0), &options))
 }

@@ -3,6 +3,8 @@
 use std::io::{Read, Write};
 use std::net::Shutdown;
 
+use vdkit_nbd_wire::errno::{INVAL as EINVAL, NOSPC as ENOSPC, NOTSUP as ENOTSUP};
+
 use crate::Rng;
 use crate::nbd::Rig;
 use crate::nbd::client::{
@@ -18,11 +20,6 @@ const LEN_UNIT: u64 = 33;
 /// Bytes of the input that one request takes.
 const REQUEST_BYTES: usize = 8;
 const REQUESTS_MAX: usize = 64;
-
-/// NBD's errors, as doc/proto.md numbers them.
-const EINVAL: u32 = 22;
-const ENOSPC: u32 = 28;
-const ENOTSUP: u32 = 95;
 
 /// The first byte says how the others are taken: as what a client sends from its first byte on,
 /// after its flags or after an agreement; or as requests in one of three styles, whose answers are

@@ -5,9 +5,9 @@ use std::io::Write;
 use std::sync::Arc;
 
 use vdkit_block::{
-    BackingRef, CancelToken, CheckReport, Codec, CompactOptions, Compaction, CreateRequest,
-    Creation, Error, GuestOffset, HostOffset, ImageInfo, Monitor, NewBitmap, NewSnapshot,
-    NoProgress, Options, Repair, Storage,
+    BackingRef, CheckReport, Codec, CompactOptions, Compaction, CreateRequest, Creation, Error,
+    GuestOffset, HostOffset, ImageInfo, Monitor, NewBitmap, NewSnapshot, OfflineImage, Options,
+    Repair, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_qcow2::Qcow2Driver;
@@ -260,7 +260,7 @@ impl World {
     fn over_base(&self, disk: Disk) -> Disk {
         let Some(base) = &self.base else { return disk };
         let format = RawFormat::new(base.clone(), false).expect("memory has a length");
-        let options = OpenOptions { limits: LIMITS, ..OpenOptions::read_only() };
+        let options = OpenOptions::read_only().limits(LIMITS);
         let info = ImageInfo::new("raw", 0);
         disk.over(Disk::from_format(Arc::new(format), info, &options))
     }
@@ -550,14 +550,10 @@ impl World {
     fn compact(&mut self) {
         self.must(self.disk().close(), "close");
         self.disk = None;
-        let options = CompactOptions { zero_scan: self.writes.is_multiple_of(2) };
-        let done = Qcow2Driver.compact(
-            &self.storage,
-            self.data_file.as_slice(),
-            options,
-            &LIMITS,
-            &monitor(),
-        );
+        let options = CompactOptions::default().zero_scan(self.writes.is_multiple_of(2));
+        let (files, limits) = (self.data_file.as_slice(), LIMITS);
+        let image = OfflineImage { files, limits, ..OfflineImage::new(&self.storage) };
+        let done = Qcow2Driver.compact(&image, options);
         self.must(done.map(|_| ()), "compact");
         self.leaky = false;
         self.check(Repair::Nothing);
@@ -570,7 +566,7 @@ impl World {
         for (name, content) in &self.snapshots {
             let view = top.snapshots().expect("one was created").view(name);
             let view = view.unwrap_or_else(|e| panic!("{:?}: snapshot {name}: {e}", self.shape));
-            let options = OpenOptions { limits: LIMITS, ..OpenOptions::read_only() };
+            let options = OpenOptions::read_only().limits(LIMITS);
             let disk = Disk::from_format(view, ImageInfo::new("qcow2", 0), &options);
             let got = self.over_base(disk);
             assert_eq!(got.guest_bytes(), content.len() as u64, "{:?}: {name}", self.shape);
@@ -608,8 +604,8 @@ impl World {
     }
 }
 
-pub(super) fn monitor() -> Monitor<'static> {
-    Monitor { cancel: CancelToken::default(), progress: &NoProgress }
+fn monitor() -> Monitor<'static> {
+    Monitor::default()
 }
 
 /// One of those that there are.

@@ -5,41 +5,16 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-/// Before each option.
-pub const IHAVEOPT: u64 = 0x4948_4156_454f_5054;
-
-/// Commands, as doc/proto.md of NetworkBlockDevice/nbd numbers them.
-pub const READ: u16 = 0;
-/// Bytes to the disk.
-pub const WRITE: u16 = 1;
-/// The end of the connection.
-pub const DISC: u16 = 2;
-/// What was answered becomes durable.
-pub const FLUSH: u16 = 3;
-/// A range is not needed.
-pub const TRIM: u16 = 4;
-/// A range will be read.
-pub const CACHE: u16 = 5;
-/// Zeroes to the disk.
-pub const WRITE_ZEROES: u16 = 6;
-/// What is where.
-pub const BLOCK_STATUS: u16 = 7;
-
-/// Flags of commands.
-pub const FUA: u16 = 1;
-/// Zeroes take space.
-pub const NO_HOLE: u16 = 2;
-/// One chunk.
-pub const DF: u16 = 4;
-/// One run.
-pub const REQ_ONE: u16 = 8;
-/// Only if faster than a write.
-pub const FAST_ZERO: u16 = 16;
-/// The length is that of a payload.
-pub const PAYLOAD_LEN: u16 = 32;
-
-/// The error of a request that makes no sense.
-pub const EINVAL: u32 = 22;
+pub use vdkit_nbd_wire::OPTION_MAGIC;
+pub use vdkit_nbd_wire::command::{
+    BLOCK_STATUS, CACHE, DISC, FLUSH, READ, TRIM, WRITE, WRITE_ZEROES,
+};
+pub use vdkit_nbd_wire::errno::INVAL as EINVAL;
+pub use vdkit_nbd_wire::request_flag::{DF, FAST_ZERO, FUA, NO_HOLE, PAYLOAD_LEN, REQ_ONE};
+use vdkit_nbd_wire::{
+    CHUNK_MAGIC, EXTENDED_CHUNK_MAGIC, EXTENDED_REQUEST_MAGIC, OPTION_REPLY_MAGIC, REQUEST_MAGIC,
+    SIMPLE_REPLY_MAGIC, answer, chunk, info, option,
+};
 
 /// How replies come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,10 +98,10 @@ impl Client {
     pub fn agree(&mut self, style: Style) {
         let option = match style {
             Style::Simple => return,
-            Style::Structured => 8,
-            Style::Extended => 11,
+            Style::Structured => option::STRUCTURED_REPLY,
+            Style::Extended => option::EXTENDED_HEADERS,
         };
-        assert_eq!(self.option(option, b""), vec![(1, vec![])]);
+        assert_eq!(self.option(option, b""), vec![(answer::ACK, vec![])]);
         self.style = style;
     }
 
@@ -153,7 +128,7 @@ impl Client {
 
     /// Sends an option.
     pub fn send_option(&mut self, option: u32, data: &[u8]) {
-        let mut bytes = IHAVEOPT.to_be_bytes().to_vec();
+        let mut bytes = OPTION_MAGIC.to_be_bytes().to_vec();
         bytes.extend(option.to_be_bytes());
         bytes.extend((data.len() as u32).to_be_bytes());
         bytes.extend(data);
@@ -163,7 +138,7 @@ impl Client {
     /// One reply to an option.
     pub fn option_reply(&mut self, option: u32) -> OptionReply {
         let head = self.take(20);
-        assert_eq!(be64(&head), 0x0003_e889_0455_65a9);
+        assert_eq!(be64(&head), OPTION_REPLY_MAGIC);
         assert_eq!(be32(&head[8..]), option);
         let data = self.take(be32(&head[16..]) as usize);
         (be32(&head[12..]), data)
@@ -175,7 +150,7 @@ impl Client {
         let mut replies = Vec::new();
         loop {
             let (kind, data) = self.option_reply(option);
-            let last = kind == 1 || kind >= 1 << 31;
+            let last = kind == answer::ACK || kind >= answer::ERROR;
             replies.push((kind, data));
             if last {
                 return replies;
@@ -188,18 +163,20 @@ impl Client {
         let mut data = (name.len() as u32).to_be_bytes().to_vec();
         data.extend(name.as_bytes());
         data.extend(0u16.to_be_bytes());
-        let replies = self.option(7, &data);
-        assert_eq!(replies.last().unwrap().0, 1, "{replies:?}");
-        let info = &replies.iter().find(|(kind, data)| *kind == 3 && be16(data) == 0).unwrap().1;
-        self.size = be64(&info[2..]);
-        self.flags = be16(&info[10..]);
+        let replies = self.option(option::GO, &data);
+        assert_eq!(replies.last().unwrap().0, answer::ACK, "{replies:?}");
+        let export =
+            |(kind, data): &&OptionReply| *kind == answer::INFO && be16(data) == info::EXPORT;
+        let (_, data) = replies.iter().find(export).unwrap();
+        self.size = be64(&data[2..]);
+        self.flags = be16(&data[10..]);
     }
 
     /// Sends a request and returns its cookie.
     pub fn request(&mut self, command: u16, flags: u16, at: u64, len: u64, payload: &[u8]) -> u64 {
         self.cookie += 1;
         let extended = self.style == Style::Extended;
-        let magic: u32 = if extended { 0x21e4_1c71 } else { 0x2560_9513 };
+        let magic = if extended { EXTENDED_REQUEST_MAGIC } else { REQUEST_MAGIC };
         let mut bytes = magic.to_be_bytes().to_vec();
         bytes.extend(flags.to_be_bytes());
         bytes.extend(command.to_be_bytes());
@@ -220,7 +197,7 @@ impl Client {
     pub fn chunk(&mut self, reads: impl Fn(u64) -> usize) -> Chunk {
         let magic = be32(&self.take(4));
         match (self.style, magic) {
-            (Style::Simple | Style::Structured, 0x6744_6698) => {
+            (Style::Simple | Style::Structured, SIMPLE_REPLY_MAGIC) => {
                 let head = self.take(12);
                 let (error, cookie) = (be32(&head), be64(&head[4..]));
                 let read = if error == 0 { reads(cookie) } else { 0 };
@@ -228,17 +205,17 @@ impl Client {
                 let payload = self.take(read);
                 let (kind, payload) = match error {
                     0 => (0, payload),
-                    error => (0x8001, error.to_be_bytes().into()),
+                    error => (chunk::ERROR, error.to_be_bytes().into()),
                 };
-                Chunk { flags: 1, kind, cookie, payload }
+                Chunk { flags: chunk::DONE, kind, cookie, payload }
             }
-            (Style::Structured, 0x668e_33ef) => {
+            (Style::Structured, CHUNK_MAGIC) => {
                 let head = self.take(16);
                 let payload = self.take(be32(&head[12..]) as usize);
                 let (flags, kind) = (be16(&head), be16(&head[2..]));
                 Chunk { flags, kind, cookie: be64(&head[4..]), payload }
             }
-            (Style::Extended, 0x6e8a_278c) => {
+            (Style::Extended, EXTENDED_CHUNK_MAGIC) => {
                 let head = self.take(28);
                 let payload = self.take(be64(&head[20..]) as usize);
                 let (flags, kind) = (be16(&head), be16(&head[2..]));
@@ -254,11 +231,11 @@ impl Client {
         loop {
             let chunk = self.chunk(|_| reads);
             assert_eq!(chunk.cookie, cookie);
-            if chunk.kind >= 1 << 15 {
-                assert_eq!(chunk.flags & 1, 1);
+            let last = chunk.flags & chunk::DONE != 0;
+            if chunk.kind & chunk::ERROR_BIT != 0 {
+                assert!(last);
                 return Err(be32(&chunk.payload));
             }
-            let last = chunk.flags & 1 != 0;
             chunks.push(chunk);
             if last {
                 return Ok(chunks);
@@ -303,19 +280,19 @@ impl Client {
         let mut data = 0;
         for chunk in chunks {
             match chunk.kind {
-                0 if self.style == Style::Simple => {
+                chunk::NONE if self.style == Style::Simple => {
                     bytes.copy_from_slice(&chunk.payload);
                     covered = len;
                 }
-                0 => {}
-                1 => {
+                chunk::NONE => {}
+                chunk::OFFSET_DATA => {
                     let from = (be64(&chunk.payload) - at) as usize;
                     let piece = &chunk.payload[8..];
                     bytes[from..from + piece.len()].copy_from_slice(piece);
                     covered += piece.len();
                     data += 1;
                 }
-                2 => {
+                chunk::OFFSET_HOLE => {
                     let from = (be64(&chunk.payload) - at) as usize;
                     let zeroes = be32(&chunk.payload[8..]) as usize;
                     bytes[from..from + zeroes].fill(0);
@@ -339,12 +316,12 @@ impl Client {
         let mut contexts = Vec::new();
         for chunk in self.answer(cookie, 0)? {
             let runs = match chunk.kind {
-                0 => continue,
-                5 => {
+                chunk::NONE => continue,
+                chunk::BLOCK_STATUS => {
                     let runs = chunk.payload[4..].chunks(8);
                     runs.map(|run| (be32(run).into(), be32(&run[4..]).into())).collect()
                 }
-                6 => {
+                chunk::BLOCK_STATUS_EXT => {
                     let count = be32(&chunk.payload[4..]) as usize;
                     let runs: Vec<_> = chunk.payload[8..]
                         .chunks(16)
@@ -376,7 +353,7 @@ impl Client {
         }
         let mut replies = self.option(option, &data);
         let (last, _) = replies.pop().unwrap();
-        if last != 1 {
+        if last != answer::ACK {
             return Err(last);
         }
         Ok(replies.iter().map(|(_, data)| String::from_utf8(data[4..].to_vec()).unwrap()).collect())

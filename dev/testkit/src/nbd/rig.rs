@@ -4,11 +4,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use vdkit_block::{FormatDriver, Limits, Monitor, Repair, Storage};
+use vdkit_block::Storage;
 use vdkit_chain::Disk;
 use vdkit_nbd::{Address, Exports, Listener, Server, ServerOptions};
+use vdkit_qcow2::Qcow2Driver;
 use vdkit_serve::{Export, ExportOptions};
 use vdkit_storage::MemoryStorage;
+use vdkit_testbase::assert_sound;
 
 use super::client::{Client, Style};
 use crate::disks::qcow2;
@@ -50,7 +52,8 @@ impl Rig {
         export: impl FnOnce(&mut ExportOptions),
         server: impl FnOnce(&mut ServerOptions),
     ) -> Self {
-        let mut options = ExportOptions { name: "disk".to_owned(), ..ExportOptions::default() };
+        let mut options = ExportOptions::default();
+        options.name = "disk".to_owned();
         export(&mut options);
         let mut server_options = ServerOptions::default();
         server(&mut server_options);
@@ -109,11 +112,7 @@ impl Rig {
     pub fn end_within(mut self, drain: Duration) -> Arc<dyn Storage> {
         self.server.take().unwrap().stop(drain);
         self.export.close().unwrap();
-        let (limits, monitor) = (Limits::default(), Monitor::default());
-        let report = vdkit_qcow2::Qcow2Driver
-            .check(&self.storage, &[], Repair::Nothing, &limits, &monitor)
-            .unwrap();
-        assert_eq!((report.leaks, report.corruptions), (0, 0), "{:?}", report.findings);
+        assert_sound(&Qcow2Driver, &self.storage, false, "the end");
         self.storage.clone()
     }
 }

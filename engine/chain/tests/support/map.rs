@@ -11,8 +11,8 @@ use vdkit_block::{
     BackingRef, CheckReport, Codec, Compressed, CompressedReservation, CompressedUnits,
     CompressedWriter, CreateRequest, Creation, DriverInfo, Error, Extent, FileIndex, Fill, Format,
     FormatCaps, FormatDriver, GuestOffset, HostOffset, ImageInfo, InFlight, Limits, Measured,
-    Monitor, OpenRequest, OptionSpec, Options, Place, Probe, Repair, Reservation, Reserver, Result,
-    Storage, Ticket, ZeroMode,
+    OfflineImage, OpenRequest, OptionSpec, Options, Place, Probe, Repair, Reservation, Reserver,
+    Result, Storage, Ticket, ZeroMode,
 };
 
 use super::memory::STEP;
@@ -274,19 +274,11 @@ impl Format for MapFormat {
     fn guest_bytes(&self) -> u64 {
         self.guest_bytes.load(Ordering::SeqCst)
     }
-    fn backing(&self) -> Option<&BackingRef> {
-        self.backing.as_ref()
-    }
-    fn storage(&self) -> &Arc<dyn Storage> {
-        &self.storage
-    }
+    vdkit_block::accessors!(backing, storage, in_flight);
+
     fn file(&self, _index: FileIndex) -> &Arc<dyn Storage> {
         &self.data
     }
-    fn in_flight(&self) -> &InFlight {
-        &self.in_flight
-    }
-
     fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
         self.before_resolve.run();
         self.resolved.fetch_add(1, Ordering::SeqCst);
@@ -425,12 +417,8 @@ impl Format for MapFormat {
         Ok(())
     }
 
-    fn compressed_units(&self) -> Option<&dyn CompressedUnits> {
-        Some(self)
-    }
-
-    fn compressed_writer(&self) -> Option<&dyn CompressedWriter> {
-        Some(self)
+    vdkit_block::capabilities! {
+        compressed_units: CompressedUnits, compressed_writer: CompressedWriter
     }
 }
 
@@ -549,20 +537,11 @@ impl FormatDriver for MapDriver {
         }
         Ok(Arc::new(format))
     }
-    fn check(
-        &self,
-        _storage: &Arc<dyn Storage>,
-        _files: &[Arc<dyn Storage>],
-        _repair: Repair,
-        _limits: &Limits,
-        _monitor: &Monitor<'_>,
-    ) -> Result<CheckReport> {
+    fn check(&self, _: &OfflineImage<'_>, _: Repair) -> Result<CheckReport> {
         Ok(CheckReport::default())
     }
 
-    fn creation(&self) -> Option<&dyn Creation> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(creation: Creation);
 }
 
 impl Creation for MapDriver {

@@ -127,13 +127,7 @@ impl Storage for Memory {
         Ok(())
     }
 
-    fn space_map(&self) -> Option<&dyn SpaceMap> {
-        Some(self)
-    }
-
-    fn read_paths(&self) -> Option<&dyn ReadPaths> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(space_map: SpaceMap, read_paths: ReadPaths);
 }
 
 impl SpaceMap for Memory {

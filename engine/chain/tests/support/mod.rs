@@ -19,7 +19,7 @@ pub use memory::Memory;
 pub fn raw_disk(storage: Arc<dyn Storage>, writable: bool) -> Disk {
     let info = RawDriver.describe(&storage, &Limits::default()).unwrap();
     let format = Arc::new(RawFormat::new(storage, writable).unwrap());
-    let options = OpenOptions { writable, ..OpenOptions::default() };
+    let options = OpenOptions::default().writable(writable);
     Disk::from_format(format, info, &options)
 }
 

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use base64::prelude::{BASE64_STANDARD, Engine};
-use vdkit_block::{FormatDriver, GuestOffset, Limits, Monitor, OpenRequest, Repair, Storage};
+use vdkit_block::{FormatDriver, GuestOffset, Limits, OfflineImage, OpenRequest, Repair, Storage};
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_legacy::{BOCHS, CLOOP, DMG, PARALLELS, QCOW, QED};
 use vdkit_raw::RawDriver;
@@ -54,9 +54,8 @@ pub fn memory(bytes: &[u8]) -> Shared {
 
 /// Damage and leaks that a check finds.
 pub fn found(driver: &dyn FormatDriver, bytes: &[u8]) -> (u64, u64) {
-    let (limits, monitor) = (Limits::default(), Monitor::default());
-    let report = driver.check(&memory(bytes), &[], Repair::Nothing, &limits, &monitor);
-    let report = report.expect("checking");
+    let report =
+        driver.check(&OfflineImage::new(&memory(bytes)), Repair::Nothing).expect("checking");
     (report.corruptions, report.leaks)
 }
 

@@ -21,13 +21,13 @@ mod zeroes;
 
 use std::sync::Arc;
 
-use vdkit_block::{AmendRequest, Error, Format, Monitor, OpenRequest, Remedy, Result};
+use vdkit_block::{AmendRequest, Format, Monitor, OpenRequest, Result};
 
 use self::plan::Plan;
 use self::tables::Tables;
 use crate::check;
+use crate::header::Header;
 use crate::header::rewrite::rewrite;
-use crate::header::{Header, field};
 use crate::image::Qcow2;
 use crate::layout::incompatible;
 
@@ -36,16 +36,7 @@ pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec
     let storage = &request.storage;
     let read = || Header::read(&**storage, &request.limits);
     let before = read()?;
-    if before.has(incompatible::CORRUPT) {
-        return Err(Error::corrupt(
-            storage.name(),
-            field::INCOMPATIBLE,
-            "incompatible features",
-            "the corrupt bit",
-            "an image without known damage",
-        )
-        .with_remedy(Remedy::REPAIR));
-    }
+    before.refuse_corrupt(storage.name())?;
     let plan = Plan::new(request, &before)?;
     if plan.is_done(&before) {
         return Ok(Vec::new());

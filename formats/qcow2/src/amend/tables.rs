@@ -7,6 +7,7 @@ use crate::entry::L2Entry;
 use crate::header::Header;
 use crate::layout::{L1_BYTES_MAX, OFFSET_MASK};
 use crate::snapshots::{SnapshotTable, TablePlace};
+use crate::structures::words;
 
 /// The L2 tables of an image.
 pub(super) struct Tables<'a> {
@@ -55,26 +56,17 @@ impl<'a> Tables<'a> {
         let mut l1 = vec![0; bytes as usize];
         self.storage.read_at(&mut l1, at)?;
         let mut table = vec![0; self.header.geometry.cluster_bytes() as usize];
-        for word in l1.as_chunks::<8>().0 {
-            let offset = u64::from_be_bytes(*word) & OFFSET_MASK;
+        for entry in words(&l1) {
+            let offset = entry.get() & OFFSET_MASK;
             if offset == 0 || !seen.insert(offset) {
                 continue;
             }
             monitor.cancel.check()?;
             self.storage.read_padded(&mut table, HostOffset(offset))?;
-            if self.in_table(&table) {
+            if L2Entry::all(&table, &self.header.geometry).any(L2Entry::is_compressed) {
                 return Ok(true);
             }
         }
         Ok(false)
-    }
-
-    fn in_table(&self, table: &[u8]) -> bool {
-        let step = self.header.geometry.l2_entry_bytes() as usize;
-        table.chunks_exact(step).any(|bytes| {
-            let mut word = [0; 8];
-            word.copy_from_slice(&bytes[..8]);
-            L2Entry { word: u64::from_be_bytes(word), bitmap: 0 }.is_compressed()
-        })
     }
 }

@@ -14,6 +14,7 @@ use super::state::{Directory, Entry};
 use super::{Bitmap, encode};
 use crate::image::{Lead, Meta, Qcow2};
 use crate::pool::Space;
+use crate::structures::encode_words;
 
 /// One bitmap of the new directory.
 pub(super) struct Wanted {
@@ -120,9 +121,7 @@ impl Qcow2 {
             let at = HostOffset(space.first << self.geometry.cluster_bits);
             let table = new.entries.iter().find(|entry| entry.bitmap.table_offset == at);
             let raw = match table {
-                Some(Entry { table: Some(table), .. }) => {
-                    table.iter().flat_map(|word| word.to_be_bytes()).collect()
-                }
+                Some(Entry { table: Some(table), .. }) => encode_words(table),
                 _ => encode(new.entries.iter().map(|entry| &entry.bitmap)),
             };
             self.write_table(space, &raw)?;

@@ -1,6 +1,7 @@
 //! The bitmaps of an open image: the directory with all tables.
 
 use std::collections::BTreeSet;
+use std::mem::offset_of;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -12,8 +13,9 @@ use super::bits::Tracker;
 use super::{
     ALL_ONES, BITMAP_BYTES_MAX, Bitmap, Bitmaps, TABLE_ENTRIES_MAX, flag, table_entries_for,
 };
-use crate::header::{Header, field};
+use crate::header::{Header, write_features};
 use crate::layout::{Geometry, OFFSET_MASK, autoclear, extension};
+use crate::structures::{BitmapDirectoryEntry, decode_words, header_offset};
 
 /// All recording bitmaps together may have this many times [`Limits::table_bytes_max`] bytes.
 const RECORDED_MAX: u64 = 64;
@@ -186,7 +188,7 @@ fn read_table(
 ) -> Result<Result<Vec<u64>, String>> {
     let mut raw = vec![0; bitmap.table_entries as usize * 8];
     storage.read_padded(&mut raw, bitmap.table_offset)?;
-    let table: Vec<u64> = raw.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect();
+    let table = decode_words(&raw);
     let wrong = table.iter().position(|&word| {
         let host = word & OFFSET_MASK;
         let plain = word == host && is_aligned(host, geometry.cluster_bytes()) && host < len;
@@ -287,8 +289,7 @@ impl State {
 /// Durably clears the autoclear bit, which invalidates all bitmaps.
 fn forget(header: &mut Header, storage: &dyn Storage) -> Result<()> {
     header.autoclear &= !autoclear::BITMAPS;
-    storage.write_at(&header.autoclear.to_be_bytes(), HostOffset(field::AUTOCLEAR))?;
-    storage.sync()
+    write_features(storage, header_offset!(autoclear_features), header.autoclear)
 }
 
 /// Marks damaged bitmaps in the directory as in use, before any write that they do not record.
@@ -314,10 +315,11 @@ fn distrust(
             ));
             bitmap.flags |= flag::IN_USE;
             // Entries begin at multiples of eight, so the flags are within one sector.
-            storage.write_at(&bitmap.flags.to_be_bytes(), HostOffset(at + 12))?;
+            let flags = at + offset_of!(BitmapDirectoryEntry, flags) as u64;
+            storage.write_at(&bitmap.flags.to_be_bytes(), HostOffset(flags))?;
             written = true;
         }
-        at += bitmap.entry_bytes() as u64;
+        at += bitmap.entry().bytes() as u64;
     }
     if written { storage.sync() } else { Ok(()) }
 }

@@ -6,30 +6,17 @@
 //! bytes, which are within one sector, are overwritten.
 
 use vdkit_block::{Error, HostOffset, Remedy, Result};
+use zerocopy::IntoBytes;
 
-use crate::header::{Header, field};
+use crate::header::Header;
 use crate::image::{Meta, Qcow2};
 use crate::layout::{autoclear, extension};
+use crate::structures::{BitmapsExtensionData, ExtensionHead, FixedHeader, header_offset};
 
-const DATA_BYTES: u64 = 24;
+const DATA_BYTES: u64 = size_of::<BitmapsExtensionData>() as u64;
 /// Bytes of an extension's type and length.
-const HEAD_BYTES: u64 = 8;
+const HEAD_BYTES: u64 = size_of::<ExtensionHead>() as u64;
 const SECTOR: u64 = 512;
-
-fn data(count: u32, (offset, bytes): (HostOffset, u64)) -> [u8; DATA_BYTES as usize] {
-    let mut data = [0; DATA_BYTES as usize];
-    data[..4].copy_from_slice(&count.to_be_bytes());
-    data[8..16].copy_from_slice(&bytes.to_be_bytes());
-    data[16..].copy_from_slice(&offset.0.to_be_bytes());
-    data
-}
-
-fn head(kind: u32, bytes: u64) -> [u8; HEAD_BYTES as usize] {
-    let mut head = [0; HEAD_BYTES as usize];
-    head[..4].copy_from_slice(&kind.to_be_bytes());
-    head[4..].copy_from_slice(&(bytes as u32).to_be_bytes());
-    head
-}
 
 fn within_sector(at: u64, bytes: u64) -> bool {
     at / SECTOR == (at + bytes - 1) / SECTOR
@@ -49,7 +36,7 @@ impl Qcow2 {
     /// Durably marks the bitmaps as valid or invalid in the header.
     pub(super) fn set_bitmaps_valid(&self, meta: &mut Meta, valid: bool) -> Result<()> {
         let bits = self.header.autoclear() | if valid { autoclear::BITMAPS } else { 0 };
-        self.switch_header(meta, field::AUTOCLEAR, &bits.to_be_bytes())
+        self.switch_header(meta, header_offset!(autoclear_features), &bits.to_be_bytes())
     }
 
     /// Durably writes bytes that nothing refers to yet.
@@ -73,28 +60,27 @@ impl Qcow2 {
         let header = Header::read(&*self.storage, &self.bitmaps.limits)?;
         let found = header.extension(extension::BITMAPS);
         let was_valid = header.autoclear & autoclear::BITMAPS != 0;
-        let Some(place) = place else {
+        let Some((directory, bytes)) = place else {
             if was_valid {
                 self.set_bitmaps_valid(meta, false)?;
             }
             return self.drop_extension(meta, &header);
         };
-        let data = data(count, place);
+        let data = BitmapsExtensionData::new(count, directory, bytes);
+        let data = data.as_bytes();
         if let Some(found) = found
             && found.data.len() as u64 == DATA_BYTES
             && within_sector(found.offset, DATA_BYTES)
             && was_valid
             && valid
         {
-            return self.switch_header(meta, found.offset, &data);
+            return self.switch_header(meta, found.offset, data);
         }
         if was_valid {
             self.set_bitmaps_valid(meta, false)?;
         }
         match found {
-            Some(found) if found.data.len() as u64 == DATA_BYTES => {
-                self.put(found.offset, &data)?
-            }
+            Some(found) if found.data.len() as u64 == DATA_BYTES => self.put(found.offset, data)?,
             Some(found) => {
                 return Err(Error::corrupt(
                     self.storage.name(),
@@ -105,7 +91,7 @@ impl Qcow2 {
                 )
                 .with_remedy(Remedy::REPAIR));
             }
-            None => self.insert_extension(meta, &header, &data)?,
+            None => self.insert_extension(meta, &header, data)?,
         }
         if valid { self.set_bitmaps_valid(meta, true) } else { Ok(()) }
     }
@@ -121,14 +107,15 @@ impl Qcow2 {
         let Some(found) = header.extension(extension::BITMAPS) else { return Ok(()) };
         let last = header.extensions.last().is_some_and(|e| e.offset == found.offset);
         let head = if last {
-            head(extension::END, 0)
+            ExtensionHead::new(extension::END, 0)
         } else {
-            head(extension::PADDING, found.data.len() as u64)
+            ExtensionHead::new(extension::PADDING, found.data.len() as u64)
         };
-        self.switch_header(meta, found.offset - HEAD_BYTES, &head)
+        self.switch_header(meta, found.offset - HEAD_BYTES, head.as_bytes())
     }
 
     fn insert_extension(&self, meta: &mut Meta, header: &Header, data: &[u8]) -> Result<()> {
+        let head = ExtensionHead::new(extension::BITMAPS, DATA_BYTES);
         let reuse = header
             .extensions
             .iter()
@@ -136,19 +123,20 @@ impl Qcow2 {
             .filter(|e| within_sector(e.offset, DATA_BYTES));
         if let Some(old) = reuse {
             self.put(old.offset, data)?;
-            let head = head(extension::BITMAPS, DATA_BYTES);
-            return self.switch_header(meta, old.offset - HEAD_BYTES, &head);
+            return self.switch_header(meta, old.offset - HEAD_BYTES, head.as_bytes());
         }
         let at = Self::list_end(header);
         let pad = padding(at);
         let mut bytes = Vec::new();
         if pad > 0 {
-            bytes.extend(head(extension::PADDING, pad - HEAD_BYTES));
+            bytes.extend_from_slice(
+                ExtensionHead::new(extension::PADDING, pad - HEAD_BYTES).as_bytes(),
+            );
             bytes.resize(pad as usize, 0);
         }
-        bytes.extend(head(extension::BITMAPS, DATA_BYTES));
-        bytes.extend(data);
-        bytes.extend(head(extension::END, 0));
+        bytes.extend_from_slice(head.as_bytes());
+        bytes.extend_from_slice(data);
+        bytes.extend_from_slice(ExtensionHead::new(extension::END, 0).as_bytes());
         self.make_room(meta, header, at, bytes.len() as u64)?;
         let (first, behind) = bytes.split_at(HEAD_BYTES as usize);
         self.put(at + HEAD_BYTES, behind)?;
@@ -165,11 +153,8 @@ impl Qcow2 {
                 "convert to an image with a larger cluster_size",
             )
         };
-        let mut fixed = [0; 12];
-        self.storage.read_at(&mut fixed, HostOffset(8))?;
-        let (offset, len) = fixed.split_at(8);
-        let offset = u64::from_be_bytes(offset.try_into().unwrap_or_default());
-        let len = u64::from(u32::from_be_bytes(len.try_into().unwrap_or_default()));
+        let fixed = FixedHeader::read(&*self.storage)?;
+        let (offset, len) = (fixed.backing_file_offset.get(), u64::from(fixed.backing_file_size));
         let end = at + bytes;
         if header.backing_name.is_none() || offset == 0 || offset >= end {
             return if end <= cluster { Ok(()) } else { Err(no_room()) };
@@ -182,7 +167,7 @@ impl Qcow2 {
         let mut name = vec![0; len as usize];
         self.storage.read_at(&mut name, HostOffset(offset))?;
         self.put(new, &name)?;
-        self.switch_header(meta, 8, &new.to_be_bytes())
+        self.switch_header(meta, header_offset!(backing_file_offset), &new.to_be_bytes())
     }
 }
 

@@ -14,8 +14,10 @@
 
 use rustc_hash::FxHashMap;
 use vdkit_block::{Error, Result};
+use zerocopy::big_endian::U16;
 
 use crate::refcounts::get_refcount;
+use crate::structures::entries;
 
 const CHUNK_BITS: u32 = 12;
 const CHUNK: usize = 1 << CHUNK_BITS;
@@ -228,8 +230,8 @@ impl Balance {
         let pack = |value: u16| value | u16::from(value == 1) << 15;
         let mut large = false;
         if order == 4 {
-            for (word, raw) in words.iter_mut().zip(block[index * 2..].chunks_exact(2)) {
-                let value = u16::from_be_bytes([raw[0], raw[1]]);
+            for (word, refcount) in words.iter_mut().zip(&entries::<U16>(block)[index..]) {
+                let value = refcount.get();
                 large |= value > BALANCE_MASK >> 1;
                 *word = pack(value & BALANCE_MASK >> 1);
             }

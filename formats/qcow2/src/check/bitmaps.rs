@@ -6,25 +6,24 @@
 //!
 //! Source: qcow2 specification, sections "Bitmaps extension" and "Bitmaps".
 
-use vdkit_block::bytes::be32;
 use vdkit_block::{HostOffset, Result};
+use zerocopy::FromBytes;
 
 use super::image::Image;
+use crate::bitmaps::{
+    ALL_ONES, BITMAP_BYTES_MAX, BITMAPS_MAX, GRANULARITY_BITS, NAME_BYTES_MAX, TABLE_ENTRIES_MAX,
+    TYPE_DIRTY, flag, table_entries_for,
+};
 use crate::header::BitmapsExtension;
 use crate::layout::{OFFSET_MASK, autoclear, extension};
+use crate::structures::{BitmapDirectoryEntry, BitmapsExtensionData, words};
 
-/// Bounds of QEMU.
-const BITMAPS_MAX: u32 = 65535;
+/// Largest directory (QEMU's bound).
 const DIRECTORY_BYTES_MAX: u64 = 1024 * BITMAPS_MAX as u64;
-const TABLE_ENTRIES_MAX: u64 = 0x800_0000;
-const BITMAP_BYTES_MAX: u64 = 0x2000_0000;
-const NAME_BYTES_MAX: usize = 1023;
-const ENTRY_BYTES: usize = 24;
 /// Flags of a directory entry that must be zero.
-const RESERVED_FLAGS: u32 = !0b11;
-const FLAG_IN_USE: u32 = 1;
+const RESERVED_FLAGS: u32 = !(flag::IN_USE | flag::AUTO);
 /// Bits of a table entry that must be zero.
-const TABLE_RESERVED: u64 = !(OFFSET_MASK | 1);
+const TABLE_RESERVED: u64 = !(OFFSET_MASK | ALL_ONES);
 
 /// A structure of the bitmaps: name, host offset, bytes.
 pub(super) type Taken = (&'static str, u64, u64);
@@ -57,13 +56,15 @@ pub(super) fn presence(image: &Image) -> Presence {
     }
     let broken =
         |message: String| Presence::Broken((raw.offset, "bitmaps header extension", message));
-    let Some(bitmaps) = header.bitmaps().filter(|_| raw.data.len() == 24) else {
+    let (Some(bitmaps), Ok(data)) =
+        (header.bitmaps(), BitmapsExtensionData::ref_from_bytes(&raw.data))
+    else {
         return broken(format!("found {} bytes, expected 24", raw.data.len()));
     };
     let offset = bitmaps.directory_offset.0;
     if bitmaps.count == 0 || bitmaps.count > BITMAPS_MAX {
         broken(format!("found {} bitmaps, expected 1 to {BITMAPS_MAX}", bitmaps.count))
-    } else if raw.data[4..8] != [0; 4] {
+    } else if data.reserved.get() != 0 {
         broken("found bits in the reserved field, expected zero".to_owned())
     } else if bitmaps.directory_bytes == 0
         || bitmaps.directory_bytes > DIRECTORY_BYTES_MAX
@@ -106,18 +107,18 @@ pub(super) fn walk(
     let mut count = 0;
     while at < directory.len() {
         let fault = |message: &str| (offset + at as u64, "bitmap directory entry", message.into());
-        let entry = &directory[at..];
-        let Some(bytes) = entry_bytes(entry) else {
+        let Ok((entry, _)) = BitmapDirectoryEntry::ref_from_prefix(&directory[at..]) else {
             found.directory = Some(fault("found the end of the directory within an entry"));
             return Ok(found);
         };
         count += 1;
-        if count > bitmaps.count || bytes > entry.len() {
+        let bytes = entry.bytes();
+        if count > bitmaps.count || bytes > directory.len() - at {
             let message = "found more entries or bytes than the header extension says";
             found.directory = Some(fault(message));
             return Ok(found);
         }
-        match parse_entry(image, &entry[..bytes]) {
+        match parse_entry(image, entry) {
             Err(message) => found.broken.push((at, fault(message))),
             Ok(table) => match walk_table(image, table, &mut take)? {
                 Walked::On => {}
@@ -134,19 +135,11 @@ pub(super) fn walk(
     Ok(found)
 }
 
-/// Bytes of the entry at the start of `entry`, which may exceed it; `None` if its fixed part is
-/// incomplete.
-fn entry_bytes(entry: &[u8]) -> Option<usize> {
-    let fixed = entry.get(..ENTRY_BYTES)?;
-    let name_bytes = usize::from(u16::from_be_bytes([fixed[18], fixed[19]]));
-    Some((ENTRY_BYTES + name_bytes + be32(fixed, 20) as usize).next_multiple_of(8))
-}
-
 /// A directory without the entries that begin at `broken`, and how many entries are left.
 pub(super) fn without(directory: &[u8], broken: &[usize]) -> (Vec<u8>, u32) {
     let (mut kept, mut count, mut at) = (Vec::new(), 0, 0);
-    while let Some(bytes) = directory.get(at..).and_then(entry_bytes) {
-        let end = (at + bytes).min(directory.len());
+    while let Ok((entry, _)) = BitmapDirectoryEntry::ref_from_prefix(&directory[at..]) {
+        let end = (at + entry.bytes()).min(directory.len());
         if !broken.contains(&at) {
             kept.extend_from_slice(&directory[at..end]);
             count += 1;
@@ -157,13 +150,10 @@ pub(super) fn without(directory: &[u8], broken: &[usize]) -> (Vec<u8>, u32) {
 }
 
 /// The table of a bitmap: offset and number of entries.
-fn parse_entry(image: &Image, entry: &[u8]) -> Result<(u64, u64), &'static str> {
-    let name_bytes = usize::from(u16::from_be_bytes([entry[18], entry[19]]));
-    let extra_bytes = be32(entry, 20);
-    let table_offset = u64::from(be32(entry, 0)) << 32 | u64::from(be32(entry, 4));
-    let table_entries = u64::from(be32(entry, 8));
-    let flags = be32(entry, 12);
-    let (kind, granularity_bits) = (entry[16], u32::from(entry[17]));
+fn parse_entry(image: &Image, entry: &BitmapDirectoryEntry) -> Result<(u64, u64), &'static str> {
+    let (name_bytes, flags) = (usize::from(entry.name_size), entry.flags.get());
+    let table_offset = entry.bitmap_table_offset.get();
+    let table_entries = u64::from(entry.bitmap_table_size);
     let cluster = image.cluster_bytes();
     if table_entries == 0 || table_entries > TABLE_ENTRIES_MAX {
         return Err("found a bitmap table without or with too many entries");
@@ -174,17 +164,19 @@ fn parse_entry(image: &Image, entry: &[u8]) -> Result<(u64, u64), &'static str> 
     {
         return Err("found a bitmap table that is not at a cluster boundary within the file");
     }
-    if kind != 1 || !(9..=31).contains(&granularity_bits) || flags & RESERVED_FLAGS != 0 {
+    if entry.kind != TYPE_DIRTY
+        || !GRANULARITY_BITS.contains(&entry.granularity_bits)
+        || flags & RESERVED_FLAGS != 0
+    {
         return Err("found an unknown type, granularity or flag");
     }
-    if extra_bytes != 0 || name_bytes == 0 || name_bytes > NAME_BYTES_MAX {
+    if entry.extra_data_size.get() != 0 || name_bytes == 0 || name_bytes > NAME_BYTES_MAX {
         return Err("found extra data or a name that is empty or too long");
     }
-    // QEMU stores whole 64-bit words, and accepts no other size.
-    let bits = image.header.guest_bytes.div_ceil(1 << granularity_bits);
-    let needed = (bits.div_ceil(64) * 8).div_ceil(cluster);
+    let bits = image.header.guest_bytes.div_ceil(1 << entry.granularity_bits);
+    let needed = table_entries_for(bits, cluster);
     if table_entries * cluster > BITMAP_BYTES_MAX
-        || (flags & FLAG_IN_USE == 0 && needed != table_entries)
+        || (flags & flag::IN_USE == 0 && needed != table_entries)
     {
         return Err("found a bitmap of another size than the disk needs");
     }
@@ -208,8 +200,8 @@ fn walk_table(
     let mut table = vec![0; (entries * 8) as usize];
     image.storage.read_padded(&mut table, HostOffset(offset))?;
     let cluster = image.cluster_bytes();
-    for (i, raw) in table.chunks_exact(8).enumerate() {
-        let entry = u64::from(be32(raw, 0)) << 32 | u64::from(be32(raw, 4));
+    for (i, word) in words(&table).iter().enumerate() {
+        let entry = word.get();
         let host = entry & OFFSET_MASK;
         if entry & TABLE_RESERVED != 0
             || host & (cluster - 1) != 0

@@ -7,6 +7,7 @@ use super::findings::Findings;
 use super::image::{Image, L2Faults};
 use crate::entry::L2Entry;
 use crate::layout::{COMPRESSED, COPIED, L2_RESERVED, OFFSET_MASK, ZERO};
+use crate::structures::{self, words_mut};
 
 /// An L2 table and the L1 entries that name it.
 #[derive(Clone, Copy, Debug)]
@@ -50,21 +51,8 @@ impl L2Table {
 }
 
 pub(super) fn entry_at(table: &[u8], index: usize, extended: bool) -> L2Entry {
-    let word = |at: usize| u64::from_be_bytes(table[at..at + 8].try_into().unwrap_or_default());
-    if extended {
-        L2Entry { word: word(index * 16), bitmap: word(index * 16 + 8) }
-    } else {
-        L2Entry { word: word(index * 8), bitmap: 0 }
-    }
-}
-
-pub(super) fn put_entry(table: &mut [u8], index: usize, extended: bool, entry: L2Entry) {
-    if extended {
-        table[index * 16..][..8].copy_from_slice(&entry.word.to_be_bytes());
-        table[index * 16 + 8..][..8].copy_from_slice(&entry.bitmap.to_be_bytes());
-    } else {
-        table[index * 8..][..8].copy_from_slice(&entry.word.to_be_bytes());
-    }
+    let step = if extended { 2 } else { 1 };
+    L2Entry::decode(&structures::words(table)[index * step..][..step])
 }
 
 /// Entries that are examined together.
@@ -107,11 +95,9 @@ impl Scan<'_> {
     /// Counts the references of one table.
     pub(super) fn table(&mut self, table: &mut L2Table, bytes: &[u8]) {
         let mut run = Run::default();
-        if self.image.geometry().extended || self.image.header.has_data_file() {
-            let extended = self.image.geometry().extended;
-            let entry_bytes = self.image.geometry().l2_entry_bytes() as usize;
-            for index in 0..bytes.len() / entry_bytes {
-                let entry = entry_at(bytes, index, extended);
+        let image = self.image;
+        if image.geometry().extended || image.header.has_data_file() {
+            for (index, entry) in L2Entry::all(bytes, image.geometry()).enumerate() {
                 if entry != L2Entry::default() {
                     self.entry(table, index, entry, &mut run);
                 }
@@ -137,10 +123,10 @@ impl Scan<'_> {
             odd |= ZERO;
         }
         let (mut first, mut words) = (0, [0u64; GROUP]);
-        for group in bytes.chunks(GROUP * 8) {
-            let words = &mut words[..group.len() / 8];
-            for (word, raw) in words.iter_mut().zip(group.chunks_exact(8)) {
-                *word = u64::from_be_bytes(raw.try_into().unwrap_or_default());
+        for group in structures::words(bytes).chunks(GROUP) {
+            let words = &mut words[..group.len()];
+            for (word, raw) in words.iter_mut().zip(group) {
+                *word = raw.get();
             }
             let index = first;
             first += words.len();
@@ -283,16 +269,15 @@ impl Scan<'_> {
 
 /// Corrects each entry of a table.
 pub(super) fn repair_table(image: &Image, table: &L2Table, bytes: &mut [u8]) {
-    let extended = image.geometry().extended;
-    let entry_bytes = image.geometry().l2_entry_bytes() as usize;
-    for index in 0..bytes.len() / entry_bytes {
-        let entry = entry_at(bytes, index, extended);
+    let step = image.geometry().l2_entry_words();
+    for (index, words) in words_mut(bytes).chunks_exact_mut(step).enumerate() {
+        let entry = L2Entry::decode(words);
         if entry == L2Entry::default() {
             continue;
         }
         let (corrected, faults) = image.judge_l2(entry, table.guest(index as u64, image));
         if !faults.is_empty() {
-            put_entry(bytes, index, extended, corrected);
+            corrected.encode(words);
         }
     }
 }
@@ -300,17 +285,15 @@ pub(super) fn repair_table(image: &Image, table: &L2Table, bytes: &mut [u8]) {
 /// Makes the COPIED flag of each entry agree with the refcount in the image.
 pub(super) fn set_copied(image: &Image, balance: &Balance, bytes: &mut [u8]) {
     let geometry = image.geometry();
-    let entry_bytes = geometry.l2_entry_bytes() as usize;
-    for index in 0..bytes.len() / entry_bytes {
-        let mut entry = entry_at(bytes, index, geometry.extended);
+    for words in words_mut(bytes).chunks_exact_mut(geometry.l2_entry_words()) {
+        let entry = L2Entry::decode(words);
         if entry.is_compressed() || !entry.has_space(image.header.has_data_file()) {
             continue;
         }
         let cluster = geometry.host_cluster(entry.host());
         let single = image.header.has_data_file() || balance.word(cluster) & SINGLE != 0;
         if single != entry.is_copied() {
-            entry.word ^= COPIED;
-            put_entry(bytes, index, geometry.extended, entry);
+            words[0].set(entry.word ^ COPIED);
         }
     }
 }

@@ -47,7 +47,8 @@ fn batch_tables(cluster_bytes: usize) -> usize {
 }
 
 /// Reads the clusters at `offsets` (preferably sorted) and passes each to `use_table` with its
-/// index, in order. If there are many batches, another thread reads the next one meanwhile.
+/// index, in order. If there are many batches, another thread, if it can be started, reads the next
+/// one meanwhile.
 pub(crate) fn for_each_cluster(
     storage: &dyn Storage,
     offsets: &[u64],
@@ -65,14 +66,7 @@ pub(crate) fn for_each_cluster(
         meter.advance(bytes.len() as u64)
     };
     if offsets.len() <= tables * BATCHES_ALONE {
-        let tables = tables.div_ceil(2);
-        let mut buffer = vec![0; offsets.len().min(tables) * cluster];
-        for (i, batch) in offsets.chunks(tables).enumerate() {
-            let bytes = &mut buffer[..batch.len() * cluster];
-            read_clusters(storage, batch, cluster, bytes)?;
-            consume(i * tables, bytes)?;
-        }
-        return Ok(());
+        return read_alone(storage, offsets, cluster, tables.div_ceil(2), consume);
     }
     std::thread::scope(|scope| {
         let (filled_out, filled) = mpsc::sync_channel::<Result<Vec<u8>>>(1);
@@ -80,7 +74,7 @@ pub(crate) fn for_each_cluster(
         for _ in 0..2 {
             let _ = empty_out.send(vec![0; tables * cluster]);
         }
-        scope.spawn(move || {
+        let read_ahead = move || {
             for batch in offsets.chunks(tables) {
                 // Both channels disconnect if the consumer stops early.
                 let Ok(mut buffer) = empty.recv() else { return };
@@ -90,7 +84,10 @@ pub(crate) fn for_each_cluster(
                     return;
                 }
             }
-        });
+        };
+        if std::thread::Builder::new().spawn_scoped(scope, read_ahead).is_err() {
+            return read_alone(storage, offsets, cluster, tables, consume);
+        }
         for (i, _) in offsets.chunks(tables).enumerate() {
             let Ok(buffer) = filled.recv() else { break };
             let buffer = buffer?;
@@ -99,6 +96,23 @@ pub(crate) fn for_each_cluster(
         }
         Ok(())
     })
+}
+
+/// Reads the clusters in batches of `tables`, on this thread.
+fn read_alone(
+    storage: &dyn Storage,
+    offsets: &[u64],
+    cluster: usize,
+    tables: usize,
+    mut consume: impl FnMut(usize, &[u8]) -> Result<()>,
+) -> Result<()> {
+    let mut buffer = vec![0; offsets.len().min(tables) * cluster];
+    for (i, batch) in offsets.chunks(tables).enumerate() {
+        let bytes = &mut buffer[..batch.len() * cluster];
+        read_clusters(storage, batch, cluster, bytes)?;
+        consume(i * tables, bytes)?;
+    }
+    Ok(())
 }
 
 /// Reads one batch; consecutive clusters are one request.
@@ -128,4 +142,43 @@ pub(crate) fn read_table(storage: &dyn Storage, offset: u64, bytes: u64) -> Resu
     let mut table = vec![0; bytes as usize];
     storage.read_padded(&mut table, HostOffset(offset))?;
     Ok(table)
+}
+
+#[cfg(test)]
+mod tests {
+    use vdkit_storage::MemoryStorage;
+    use vdkit_testbase::{run_threadless, threadless_argument};
+
+    use super::*;
+
+    const CLUSTER: u64 = 512;
+    /// Enough for a thread that reads ahead.
+    const CLUSTERS: u64 = (BATCH_TABLES_SMALL * BATCHES_ALONE) as u64 + 100;
+
+    fn read_all() {
+        let storage = MemoryStorage::with_len("image", CLUSTERS * CLUSTER);
+        let offsets: Vec<u64> = (0..CLUSTERS).map(|cluster| cluster * CLUSTER).collect();
+        for offset in &offsets {
+            storage.write_at(&offset.to_be_bytes(), HostOffset(*offset)).unwrap();
+        }
+        let monitor = Monitor::default();
+        let mut meter = Meter::new(&monitor);
+        let mut used = Vec::new();
+        let note = |index: usize, table: &[u8]| {
+            assert_eq!(table[..8], offsets[index].to_be_bytes());
+            used.push(index);
+            Ok(())
+        };
+        for_each_cluster(&storage, &offsets, CLUSTER, &mut meter, note).unwrap();
+        assert!(used.into_iter().eq(0..offsets.len()));
+    }
+
+    #[test]
+    fn many_clusters_are_read_with_and_without_a_thread() {
+        read_all();
+        if threadless_argument().is_none() {
+            let name = "check::reader::tests::many_clusters_are_read_with_and_without_a_thread";
+            run_threadless(name, "");
+        }
+    }
 }

@@ -8,6 +8,7 @@ use super::image::Image;
 use super::reader::{self, Meter};
 use crate::layout::OFFSET_MASK;
 use crate::refcounts::get_refcount;
+use crate::structures::words;
 
 /// Bits of a refcount table entry that must be zero; the offset may use all others.
 const TABLE_RESERVED: u64 = 0x1ff;
@@ -29,8 +30,8 @@ impl Refcounts {
         let raw = reader::read_table(&*image.storage, at, bytes)?;
         let mut table =
             Self { blocks: vec![0; raw.len() / 8], sound: header.refcount_table_clusters > 0 };
-        for (i, (block, raw)) in table.blocks.iter_mut().zip(raw.chunks_exact(8)).enumerate() {
-            let entry = u64::from_be_bytes(raw.try_into().unwrap_or_default());
+        for (i, (block, raw)) in table.blocks.iter_mut().zip(words(&raw)).enumerate() {
+            let entry = raw.get();
             if entry == 0 {
                 continue;
             }

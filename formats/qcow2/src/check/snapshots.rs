@@ -2,20 +2,20 @@
 //!
 //! Source: qcow2 specification, section "Snapshots".
 
+use std::mem::offset_of;
+
 use vdkit_block::{HostOffset, Result};
+use zerocopy::IntoBytes;
 
 use super::findings::Findings;
 use super::image::Image;
-use crate::header::field;
-use crate::layout::{self, SNAPSHOTS_MAX};
+use crate::layout;
+use crate::snapshots::{EXTRA_BYTES_MAX, TABLE_BYTES_MAX};
+use crate::structures::{SnapshotExtraData, SnapshotTableEntry, header_offset, padded};
 
-const FIXED_BYTES: usize = 40;
+const FIXED_BYTES: usize = size_of::<SnapshotTableEntry>();
 /// Extra data that each version 3 entry must have: large VM state size and disk size.
-const EXTRA_BYTES_MIN: usize = 16;
-/// Largest accepted extra data (QEMU's bound).
-const EXTRA_BYTES_MAX: usize = 1024;
-/// Largest accepted table in bytes (QEMU's bound).
-const TABLE_BYTES_MAX: u64 = 1024 * SNAPSHOTS_MAX as u64;
+const EXTRA_BYTES_MIN: usize = offset_of!(SnapshotExtraData, icount);
 
 #[derive(Clone, Debug)]
 pub(super) struct Snapshot {
@@ -24,8 +24,10 @@ pub(super) struct Snapshot {
     pub(super) l1_entries: u32,
     /// Its L1 table cannot be where the entry says.
     pub(super) lost: bool,
-    /// The corrected entry, without padding.
-    encoded: Vec<u8>,
+    /// The corrected entry; its L1 table may have moved.
+    entry: SnapshotTableEntry,
+    /// Extra data, ID and name.
+    variable: Vec<u8>,
 }
 
 impl Snapshot {
@@ -35,13 +37,7 @@ impl Snapshot {
 
     /// Bytes of its entry in a sound table, up to the next one.
     pub(super) fn entry_bytes(&self) -> u64 {
-        (self.encoded.len() as u64).next_multiple_of(8)
-    }
-
-    /// Sets another offset of the L1 table.
-    pub(super) fn move_l1(&mut self, offset: u64) {
-        self.l1_offset = offset;
-        self.encoded[..8].copy_from_slice(&offset.to_be_bytes());
+        ((FIXED_BYTES + self.variable.len()) as u64).next_multiple_of(8)
     }
 }
 
@@ -63,7 +59,7 @@ impl SnapshotTable {
         let header = &image.header;
         let mut table = Self::default();
         // With a bad pointer in the header, there is nothing to read or keep.
-        let pointer = field::SNAPSHOTS..field::SNAPSHOTS + 12;
+        let pointer = header_offset!(nb_snapshots)..header_offset!(incompatible_features);
         table.rewrite = image.header_faults.iter().any(|f| pointer.contains(&f.offset));
         table.cut_short = table.rewrite;
         let offset = header.snapshots_offset.0;
@@ -72,7 +68,7 @@ impl SnapshotTable {
         {
             // QEMU does not open such an image.
             table.rewrite = true;
-            findings.corruption(field::SNAPSHOTS + 4, "snapshot table offset", || {
+            findings.corruption(header_offset!(snapshots_offset), "snapshot table offset", || {
                 format!("found {offset:#x} with no snapshots, expected 0")
             });
         }
@@ -100,7 +96,7 @@ impl SnapshotTable {
             }
         }
         if header.has_data_file() && header.snapshot_count > 0 {
-            findings.corruption(field::SNAPSHOTS, "snapshot table", || {
+            findings.corruption(header_offset!(nb_snapshots), "snapshot table", || {
                 format!(
                     "found {} snapshots, expected none in an image with a data file (cannot be \
                      repaired: their data is not kept)",
@@ -121,16 +117,11 @@ impl SnapshotTable {
         let Some(fixed) = window.get(offset, FIXED_BYTES as u64, room)? else {
             return Ok(Err("found the end of the file or a table that is too long".to_owned()));
         };
-        let mut encoded = fixed.to_vec();
-        let be32 = |at: usize| {
-            u32::from_be_bytes([encoded[at], encoded[at + 1], encoded[at + 2], encoded[at + 3]])
-        };
-        let be16 = |at: usize| u16::from_be_bytes([encoded[at], encoded[at + 1]]);
-        let l1_offset = u64::from(be32(0)) << 32 | u64::from(be32(4));
-        let l1_entries = be32(8);
-        let extra = u64::from(be32(36));
-        let names = u64::from(be16(12)) + u64::from(be16(14));
-        if be16(12) == 0 {
+        let mut entry: SnapshotTableEntry = padded(fixed);
+        let (l1_offset, l1_entries) = (entry.l1_table_offset.get(), entry.l1_size.get());
+        let extra = u64::from(entry.extra_data_size);
+        let names = u64::from(entry.id_str_size) + u64::from(entry.name_size);
+        if entry.id_str_size.get() == 0 {
             // No writer creates these; zeroes after a shorter table look like them.
             return Ok(Err("found an entry without an id".to_owned()));
         }
@@ -141,19 +132,17 @@ impl SnapshotTable {
             )));
         };
         let (extra_data, names) = rest.split_at(extra as usize);
-        let kept = &extra_data[..extra_data.len().min(EXTRA_BYTES_MAX)];
+        let mut kept = extra_data[..extra_data.len().min(EXTRA_BYTES_MAX)].to_vec();
         let mut faults = Vec::new();
-        encoded.extend_from_slice(kept);
         if extra_data.len() > EXTRA_BYTES_MAX {
             faults.push(format!("found {extra} bytes of extra data, expected at most 1024"));
         }
         if image.header.version >= 3 && kept.len() < EXTRA_BYTES_MIN {
             faults.push(format!("found {extra} bytes of extra data, expected at least 16"));
-            fill_extra(&mut encoded, image.header.guest_bytes);
+            kept = fill_extra(&entry, &kept, image.header.guest_bytes);
         }
-        let kept = (encoded.len() - FIXED_BYTES) as u32;
-        encoded[36..40].copy_from_slice(&kept.to_be_bytes());
-        encoded.extend_from_slice(names);
+        entry.extra_data_size.set(kept.len() as u32);
+        let variable = [&kept[..], names].concat();
         let bytes = (FIXED_BYTES as u64 + rest.len() as u64).next_multiple_of(8);
 
         let lost = l1_fault(image, l1_offset, l1_entries);
@@ -164,7 +153,7 @@ impl SnapshotTable {
             ));
         }
         let lost = lost.is_some();
-        Ok(Ok((Snapshot { l1_offset, l1_entries, lost, encoded }, bytes, faults)))
+        Ok(Ok((Snapshot { l1_offset, l1_entries, lost, entry, variable }, bytes, faults)))
     }
 
     /// The bytes of a table of these snapshots.
@@ -172,25 +161,23 @@ impl SnapshotTable {
         let mut table = Vec::new();
         for snapshot in snapshots {
             table.resize(table.len().next_multiple_of(8), 0);
-            table.extend_from_slice(&snapshot.encoded);
+            let entry =
+                SnapshotTableEntry { l1_table_offset: snapshot.l1_offset.into(), ..snapshot.entry };
+            table.extend_from_slice(entry.as_bytes());
+            table.extend_from_slice(&snapshot.variable);
         }
         table
     }
 }
 
-/// Extends the extra data to what version 3 requires.
-fn fill_extra(encoded: &mut Vec<u8>, guest_bytes: u64) {
-    let have = encoded.len() - FIXED_BYTES;
-    let mut full = [0; EXTRA_BYTES_MIN];
-    if have < 8 {
-        // Without the large field, the 32-bit field of the fixed part holds the VM state size.
-        full[4..8].copy_from_slice(&encoded[32..36]);
-    } else {
-        full[..8].copy_from_slice(&encoded[FIXED_BYTES..FIXED_BYTES + 8]);
-    }
-    full[8..].copy_from_slice(&guest_bytes.to_be_bytes());
-    encoded.truncate(FIXED_BYTES);
-    encoded.extend_from_slice(&full);
+/// Extra data with what version 3 requires.
+fn fill_extra(entry: &SnapshotTableEntry, extra: &[u8], guest_bytes: u64) -> Vec<u8> {
+    let full = SnapshotExtraData {
+        vm_state_size_large: entry.vm_state_bytes(extra).into(),
+        disk_size: guest_bytes.into(),
+        ..Default::default()
+    };
+    full.as_bytes()[..EXTRA_BYTES_MIN].to_vec()
 }
 
 fn l1_fault(image: &Image, offset: u64, entries: u32) -> Option<String> {

@@ -17,8 +17,8 @@ use super::mapping::{L2Table, Scan};
 use super::reader::{self, Meter};
 use super::refcounts::{Lookup, Refcounts};
 use super::snapshots::SnapshotTable;
-use crate::header::field;
 use crate::layout::{COPIED, OFFSET_MASK, autoclear, incompatible};
+use crate::structures::{header_offset, words};
 
 /// Purpose of the walk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -147,17 +147,17 @@ impl Survey {
             });
         }
         if image.header.autoclear & autoclear::DATA_FILE_RAW != 0 && !image.header.has_data_file() {
-            self.findings.corruption(field::AUTOCLEAR, "header", || {
+            self.findings.corruption(header_offset!(autoclear_features), "header", || {
                 "found the raw data file bit without a data file".to_owned()
             });
         }
         if !image.header.has_data_file() && image.header.data_file_name().is_some() {
-            self.findings.corruption(field::INCOMPATIBLE, "header", || {
+            self.findings.corruption(header_offset!(incompatible_features), "header", || {
                 "found the name of a data file without the bit that says there is one".to_owned()
             });
         }
         if image.header.has(incompatible::CORRUPT) {
-            self.findings.corruption(field::INCOMPATIBLE, "corrupt bit", || {
+            self.findings.corruption(header_offset!(incompatible_features), "corrupt bit", || {
                 "the image is marked corrupt: some program found it damaged while using it"
                     .to_owned()
             });
@@ -239,8 +239,8 @@ impl Survey {
         self.take_range(image, "active L1 table", offset, bytes, Owner::ActiveL1);
         self.l1 = reader::read_table(&*image.storage, offset, bytes)?;
         let l1 = std::mem::take(&mut self.l1);
-        for (index, raw) in l1.chunks_exact(8).enumerate() {
-            let raw = be64(raw);
+        for (index, word) in words(&l1).iter().enumerate() {
+            let raw = word.get();
             if raw == 0 {
                 continue;
             }
@@ -340,8 +340,8 @@ impl Survey {
             let (offset, bytes) = (snapshot.l1_offset, snapshot.l1_bytes());
             self.take_range(image, "snapshot L1 table", offset, bytes, Owner::SnapshotL1(i));
             let l1 = reader::read_table(&*image.storage, offset, bytes)?;
-            for (index, raw) in l1.chunks_exact(8).enumerate() {
-                let raw = be64(raw);
+            for (index, word) in words(&l1).iter().enumerate() {
+                let raw = word.get();
                 let (corrected, fault) = image.judge_l1(raw);
                 if let Some(fault) = fault {
                     self.snapshot_l1_faulty.insert(i);
@@ -370,7 +370,7 @@ impl Survey {
                 None
             }
             Presence::Missing => Some((
-                field::AUTOCLEAR,
+                header_offset!(autoclear_features),
                 "header",
                 "found the bitmaps bit without a bitmaps extension".to_owned(),
             )),
@@ -568,9 +568,4 @@ impl L2Uses {
         tables.sort_unstable_by_key(|table| table.offset);
         tables
     }
-}
-
-/// A big-endian word.
-pub(super) fn be64(raw: &[u8]) -> u64 {
-    u64::from_be_bytes(raw.try_into().unwrap_or_default())
 }

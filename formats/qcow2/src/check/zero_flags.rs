@@ -17,12 +17,13 @@ use vdkit_block::{Error, Limits, Monitor, Result, Storage};
 use super::compact::make_sound;
 use super::compact::space::{Space, runs};
 use super::image::Image;
-use super::mapping::{L2Table, entry_at, put_entry};
+use super::mapping::L2Table;
 use super::reader;
 use super::repair::write_changed;
 use crate::entry::L2Entry;
 use crate::header::Encryption;
 use crate::layout::{COPIED, OFFSET_MASK, ZERO};
+use crate::structures::words_mut;
 
 /// Most references to one cluster of zeroes. Each snapshot adds as many, and version 2 refcounts
 /// count to 65535.
@@ -96,7 +97,7 @@ pub(crate) fn remove(
             } else {
                 0
             };
-            put_entry(&mut new, index, false, L2Entry { word, bitmap: 0 });
+            words_mut(&mut new)[index].set(word);
         }
         write_changed(&space.image, table.offset, &old, &new)?;
         if freed.len() >= FREED_MAX {
@@ -121,9 +122,9 @@ fn weight(table: &L2Table) -> u64 {
 }
 
 /// Index and word of the entries of a table that have a zero flag.
-fn flagged<'t>(image: &Image, table: &'t [u8]) -> impl Iterator<Item = (usize, u64)> + 't {
-    (0..image.geometry().l2_entries() as usize)
-        .map(move |index| (index, entry_at(table, index, false)))
+fn flagged(image: &Image, table: &[u8]) -> impl Iterator<Item = (usize, u64)> {
+    L2Entry::all(table, image.geometry())
+        .enumerate()
         .filter(|(_, entry)| !entry.is_compressed() && entry.word & ZERO != 0)
         .map(|(index, entry)| (index, entry.word))
 }

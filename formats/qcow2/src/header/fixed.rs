@@ -2,11 +2,19 @@
 
 use vdkit_block::{Codec, Error, Fault, HostOffset, Limits, Remedy, Result};
 
-use super::{Encryption, Header, be32, be64, field};
+use super::{Encryption, Header};
 use crate::layout::{
     self, CLUSTER_BITS, EXTENDED_CLUSTER_BITS_MIN, Geometry, HOST_OFFSET_END, MAGIC,
     V2_HEADER_BYTES, V3_HEADER_BYTES_MIN, incompatible,
 };
+use crate::structures::{FixedHeader, SnapshotTableEntry, header_offset, padded};
+
+/// The error for a field with a wrong value.
+macro_rules! wrong {
+    ($file:expr, $field:ident, $found:expr, $expected:expr) => {
+        Error::corrupt($file, header_offset!($field), stringify!($field), $found, $expected)
+    };
+}
 
 /// Converts a validation error to a fault.
 fn fault_of(file: &str, field: u64, error: Error) -> Fault {
@@ -23,92 +31,72 @@ fn fault_of(file: &str, field: u64, error: Error) -> Fault {
     }
 }
 
-/// The fixed fields as in the file; only magic and version are checked.
-pub(super) struct FixedFields {
-    version: u32,
-    pub(super) backing_offset: u64,
-    pub(super) backing_bytes: u32,
-    cluster_bits: u32,
-    size: u64,
-    crypt_method: u32,
-    l1_entries: u32,
-    l1_offset: u64,
-    refcount_table_offset: u64,
-    refcount_table_clusters: u32,
-    snapshot_count: u32,
-    snapshots_offset: u64,
-    incompatible: u64,
-    compatible: u64,
-    autoclear: u64,
-    refcount_order: u32,
-    header_bytes: u32,
-    compression_type: u8,
+/// What tables must fit in.
+struct Bounds<'a> {
+    file: &'a str,
+    file_len: u64,
+    geometry: Geometry,
 }
 
-impl FixedFields {
+impl Bounds<'_> {
+    /// Checks that a table is cluster-aligned, after the header and within the file.
+    fn table(&self, field: u64, what: &'static str, offset: u64, bytes: u64) -> Result<HostOffset> {
+        let cluster = self.geometry.cluster_bytes();
+        let fault = |found, expected| Err(Error::corrupt(self.file, field, what, found, expected));
+        if bytes == 0 {
+            return Ok(HostOffset(offset));
+        }
+        if offset & (cluster - 1) != 0 || offset < cluster || offset >= HOST_OFFSET_END {
+            let expected = format!("a multiple of {cluster:#x} behind the header");
+            return fault(format!("{offset:#x}"), expected);
+        }
+        if offset.checked_add(bytes).is_none_or(|end| end > self.file_len) {
+            let expected = format!("a table within the file of {} bytes", self.file_len);
+            return fault(format!("{bytes} bytes at {offset:#x}"), expected);
+        }
+        Ok(HostOffset(offset))
+    }
+
+    fn limit<T>(&self, what: &'static str, found: u64, limit: u64) -> Result<T> {
+        Err(Error::Limit { file: self.file.to_owned(), what, found, limit })
+    }
+}
+
+impl FixedHeader {
+    /// Parses the fixed fields, and checks magic and version. Fields that this header does not have
+    /// get their defaults.
     pub(super) fn parse(file: &str, bytes: &[u8]) -> Result<Self> {
-        if bytes.len() < V2_HEADER_BYTES as usize {
-            return Err(Error::corrupt(
-                file,
-                0,
-                "header",
-                format!("{} bytes", bytes.len()),
-                format!("at least {V2_HEADER_BYTES} bytes"),
-            ));
-        }
-        let magic = be32(bytes, 0);
+        let need = |needed: u32| match bytes.len() {
+            len if len >= needed as usize => Ok(()),
+            len => {
+                let expected = format!("at least {needed} bytes");
+                Err(Error::corrupt(file, 0, "header", format!("{len} bytes"), expected))
+            }
+        };
+        need(V2_HEADER_BYTES)?;
+        let mut header: Self = padded(bytes);
+        let magic = header.magic.get();
         if magic != MAGIC {
-            return Err(Error::corrupt(
-                file,
-                0,
-                "magic",
-                format!("{magic:#010x}"),
-                format!("{MAGIC:#010x}"),
-            ));
+            return Err(wrong!(file, magic, format!("{magic:#010x}"), format!("{MAGIC:#010x}")));
         }
-        let version = be32(bytes, 4);
-        if !(2..=3).contains(&version) {
-            return Err(Error::unsupported(
-                file,
-                format!("not supported: qcow2 version {version}"),
-                "versions 2 and 3 are known",
-            ));
+        match header.version.get() {
+            2 => {
+                header = padded(&bytes[..V2_HEADER_BYTES as usize]);
+                header.refcount_order.set(4);
+                header.header_length.set(V2_HEADER_BYTES);
+            }
+            3 => {
+                need(V3_HEADER_BYTES_MIN)?;
+                if header.header_length.get() <= V3_HEADER_BYTES_MIN {
+                    header.compression_type = 0;
+                }
+            }
+            version => {
+                let what = format!("not supported: qcow2 version {version}");
+                return Err(Error::unsupported(file, what, "versions 2 and 3 are known"));
+            }
         }
-        let v3 = version == 3;
-        if v3 && bytes.len() < V3_HEADER_BYTES_MIN as usize {
-            return Err(Error::corrupt(
-                file,
-                0,
-                "header",
-                format!("{} bytes", bytes.len()),
-                format!("at least {V3_HEADER_BYTES_MIN} bytes"),
-            ));
-        }
-        let header_bytes = if v3 { be32(bytes, 100) } else { V2_HEADER_BYTES };
-        Ok(Self {
-            version,
-            backing_offset: be64(bytes, 8),
-            backing_bytes: be32(bytes, 16),
-            cluster_bits: be32(bytes, 20),
-            size: be64(bytes, 24),
-            crypt_method: be32(bytes, 32),
-            l1_entries: be32(bytes, 36),
-            l1_offset: be64(bytes, 40),
-            refcount_table_offset: be64(bytes, 48),
-            refcount_table_clusters: be32(bytes, 56),
-            snapshot_count: be32(bytes, 60),
-            snapshots_offset: be64(bytes, 64),
-            incompatible: if v3 { be64(bytes, 72) } else { 0 },
-            compatible: if v3 { be64(bytes, 80) } else { 0 },
-            autoclear: if v3 { be64(bytes, 88) } else { 0 },
-            refcount_order: if v3 { be32(bytes, 96) } else { 4 },
-            header_bytes,
-            compression_type: if v3 && header_bytes > 104 && bytes.len() > 104 {
-                bytes[104]
-            } else {
-                0
-            },
-        })
+        Ok(header)
     }
 
     pub(super) fn validate(
@@ -118,46 +106,46 @@ impl FixedFields {
         limits: &Limits,
         mut faults: Option<&mut Vec<Fault>>,
     ) -> Result<Header> {
-        let geometry = self.geometry(file)?;
-        let cluster = geometry.cluster_bytes();
+        let bounds = Bounds { file, file_len, geometry: self.geometry(file)? };
+        let cluster = bounds.geometry.cluster_bytes();
         let encryption = self.encryption(file)?;
         // If the caller collects faults, a lost table counts as empty, and a table that is only too
         // long has the largest possible number of entries.
-        let refcount_table = match (self.refcount_table(file, file_len, &geometry), &mut faults) {
+        let refcount_table = match (self.refcount_table(&bounds), &mut faults) {
             (Err(error), Some(faults)) => {
-                faults.push(fault_of(file, field::REFCOUNT_TABLE, error));
+                faults.push(fault_of(file, header_offset!(refcount_table_offset), error));
                 (HostOffset(0), 0)
             }
-            (offset, _) => (offset?, self.refcount_table_clusters),
+            (offset, _) => (offset?, self.refcount_table_clusters.get()),
         };
-        let snapshots = match (self.snapshots(file, file_len, &geometry), &mut faults) {
+        let snapshots = match (self.snapshots(&bounds), &mut faults) {
             (Err(error), Some(faults)) => {
-                faults.push(fault_of(file, field::SNAPSHOTS, error));
-                let at = self.snapshots_offset;
+                faults.push(fault_of(file, header_offset!(nb_snapshots), error));
+                let at = self.snapshots_offset.get();
                 if at & (cluster - 1) == 0 && at >= cluster && at < file_len.min(HOST_OFFSET_END) {
-                    (HostOffset(at), self.snapshot_count.min(layout::SNAPSHOTS_MAX))
+                    (HostOffset(at), self.nb_snapshots.get().min(layout::SNAPSHOTS_MAX))
                 } else {
                     (HostOffset(0), 0)
                 }
             }
-            (offset, _) => (offset?, self.snapshot_count),
+            (offset, _) => (offset?, self.nb_snapshots.get()),
         };
         Ok(Header {
-            version: self.version,
-            geometry,
-            guest_bytes: self.size,
+            version: self.version.get(),
+            geometry: bounds.geometry,
+            guest_bytes: self.size.get(),
             encryption,
-            l1_offset: self.l1(file, file_len, &geometry, limits)?,
-            l1_entries: self.l1_entries,
+            l1_offset: self.l1(&bounds, limits)?,
+            l1_entries: self.l1_size.get(),
             refcount_table_offset: refcount_table.0,
             refcount_table_clusters: refcount_table.1,
             snapshot_count: snapshots.1,
             snapshots_offset: snapshots.0,
-            incompatible: self.incompatible,
-            compatible: self.compatible,
-            autoclear: self.autoclear,
+            incompatible: self.incompatible_features.get(),
+            compatible: self.compatible_features.get(),
+            autoclear: self.autoclear_features.get(),
             codec: self.codec(file)?,
-            header_bytes: self.header_bytes,
+            header_bytes: self.header_length.get(),
             backing_name: None,
             extensions: Vec::new(),
         })
@@ -165,39 +153,40 @@ impl FixedFields {
 
     /// Validates cluster and table sizes, and that a disk of such clusters can have this size.
     fn geometry(&self, file: &str) -> Result<Geometry> {
-        let fault = |offset: u64, what, found: String, expected: String| {
-            Err(Error::corrupt(file, offset, what, found, expected))
-        };
-        if !CLUSTER_BITS.contains(&self.cluster_bits) {
-            return fault(20, "cluster_bits", self.cluster_bits.to_string(), "9 to 21".into());
-        }
-        if self.refcount_order > 6 {
-            return fault(96, "refcount_order", self.refcount_order.to_string(), "0 to 6".into());
-        }
         let geometry = Geometry {
-            cluster_bits: self.cluster_bits,
-            extended: self.incompatible & incompatible::EXTENDED_L2 != 0,
-            refcount_order: self.refcount_order,
+            cluster_bits: self.cluster_bits.get(),
+            extended: self.incompatible_features.get() & incompatible::EXTENDED_L2 != 0,
+            refcount_order: self.refcount_order.get(),
         };
-        if geometry.extended && self.cluster_bits < EXTENDED_CLUSTER_BITS_MIN {
-            let found = self.cluster_bits.to_string();
+        let bits = geometry.cluster_bits.to_string();
+        if !CLUSTER_BITS.contains(&geometry.cluster_bits) {
+            return Err(wrong!(file, cluster_bits, bits, "9 to 21"));
+        }
+        if geometry.refcount_order > 6 {
+            let found = geometry.refcount_order.to_string();
+            return Err(wrong!(file, refcount_order, found, "0 to 6"));
+        }
+        if geometry.extended && geometry.cluster_bits < EXTENDED_CLUSTER_BITS_MIN {
             let expected = format!("at least {EXTENDED_CLUSTER_BITS_MIN} with extended L2 entries");
-            return fault(20, "cluster_bits", found, expected);
+            return Err(wrong!(file, cluster_bits, bits, expected));
         }
         let cluster = geometry.cluster_bytes();
-        let v3_bytes = u64::from(V3_HEADER_BYTES_MIN)..=cluster;
-        if self.version == 3 && !v3_bytes.contains(&self.header_bytes.into()) {
+        let header_bytes = u64::from(self.header_length);
+        if self.version.get() == 3
+            && !(u64::from(V3_HEADER_BYTES_MIN)..=cluster).contains(&header_bytes)
+        {
             let expected = format!("{V3_HEADER_BYTES_MIN} to {cluster}");
-            return fault(100, "header_length", self.header_bytes.to_string(), expected);
+            return Err(wrong!(file, header_length, header_bytes.to_string(), expected));
         }
-        if self.size > i64::MAX as u64 - cluster {
-            return fault(24, "size", format!("{:#x}", self.size), "less than 2^63".into());
+        let size = self.size.get();
+        if size > i64::MAX as u64 - cluster {
+            return Err(wrong!(file, size, format!("{size:#x}"), "less than 2^63"));
         }
         Ok(geometry)
     }
 
     fn encryption(&self, file: &str) -> Result<Encryption> {
-        match self.crypt_method {
+        match self.crypt_method.get() {
             0 => Ok(Encryption::None),
             1 => Ok(Encryption::LegacyAes),
             2 => Ok(Encryption::Luks),
@@ -209,142 +198,62 @@ impl FixedFields {
     }
 
     fn codec(&self, file: &str) -> Result<Codec> {
-        let declared = self.incompatible & incompatible::COMPRESSION_TYPE != 0;
+        let declared = self.incompatible_features.get() & incompatible::COMPRESSION_TYPE != 0;
         match (declared, self.compression_type) {
             (false, 0) => Ok(Codec::Deflate),
             (true, 1) => Ok(Codec::Zstd),
-            (true, 0) | (false, 1) => Err(Error::corrupt(
-                file,
-                104,
-                "compression_type",
-                self.compression_type.to_string(),
-                "a value that agrees with incompatible feature bit 3",
-            )),
-            (_, other) => Err(Error::unsupported(
-                file,
-                format!("not supported: compression type {other}"),
-                "zlib (0) and zstd (1) are known",
-            )),
+            (true, 0) | (false, 1) => {
+                let expected = "a value that agrees with incompatible feature bit 3";
+                Err(wrong!(file, compression_type, self.compression_type.to_string(), expected))
+            }
+            (_, other) => {
+                let what = format!("not supported: compression type {other}");
+                Err(Error::unsupported(file, what, "zlib (0) and zstd (1) are known"))
+            }
         }
     }
 
-    /// Checks that a table is cluster-aligned, after the header and within the file.
-    fn table(
-        file: &str,
-        field: u64,
-        what: &'static str,
-        offset: u64,
-        bytes: u64,
-        file_len: u64,
-        geometry: &Geometry,
-    ) -> Result<HostOffset> {
-        let cluster = geometry.cluster_bytes();
-        if bytes == 0 {
-            return Ok(HostOffset(offset));
-        }
-        if offset & (cluster - 1) != 0 || offset < cluster || offset >= HOST_OFFSET_END {
-            return Err(Error::corrupt(
-                file,
-                field,
-                what,
-                format!("{offset:#x}"),
-                format!("a multiple of {cluster:#x} behind the header"),
-            ));
-        }
-        if offset.checked_add(bytes).is_none_or(|end| end > file_len) {
-            return Err(Error::corrupt(
-                file,
-                field,
-                what,
-                format!("{bytes} bytes at {offset:#x}"),
-                format!("a table within the file of {file_len} bytes"),
-            ));
-        }
-        Ok(HostOffset(offset))
-    }
-
-    fn l1(
-        &self,
-        file: &str,
-        file_len: u64,
-        geometry: &Geometry,
-        limits: &Limits,
-    ) -> Result<HostOffset> {
-        let bytes = u64::from(self.l1_entries) * 8;
+    fn l1(&self, bounds: &Bounds<'_>, limits: &Limits) -> Result<HostOffset> {
+        let bytes = u64::from(self.l1_size) * 8;
         let limit = limits.table_bytes_max.min(layout::L1_BYTES_MAX);
-        let needed = geometry.l1_entries_for(self.size);
+        let needed = bounds.geometry.l1_entries_for(self.size.get());
         if needed.saturating_mul(8) > limit {
-            return Err(Error::Limit {
-                file: file.to_owned(),
-                what: "the L1 table for this virtual size and cluster size, in bytes,",
-                found: needed.saturating_mul(8),
-                limit,
-            });
+            let what = "the L1 table for this virtual size and cluster size, in bytes,";
+            return bounds.limit(what, needed.saturating_mul(8), limit);
         }
         if bytes > limit {
-            return Err(Error::Limit {
-                file: file.to_owned(),
-                what: "the L1 table in bytes",
-                found: bytes,
-                limit,
-            });
+            return bounds.limit("the L1 table in bytes", bytes, limit);
         }
-        if u64::from(self.l1_entries) < needed {
-            return Err(Error::corrupt(
-                file,
-                36,
-                "l1_size",
-                self.l1_entries.to_string(),
-                format!("at least {needed} for {} bytes", self.size),
-            ));
+        if u64::from(self.l1_size) < needed {
+            let expected = format!("at least {needed} for {} bytes", self.size);
+            return Err(wrong!(bounds.file, l1_size, self.l1_size.to_string(), expected));
         }
-        Self::table(file, 40, "L1 table offset", self.l1_offset, bytes, file_len, geometry)
+        let offset = self.l1_table_offset.get();
+        bounds.table(header_offset!(l1_table_offset), "L1 table offset", offset, bytes)
     }
 
-    fn refcount_table(&self, file: &str, file_len: u64, geometry: &Geometry) -> Result<HostOffset> {
-        let bytes = u64::from(self.refcount_table_clusters) << geometry.cluster_bits;
+    fn refcount_table(&self, bounds: &Bounds<'_>) -> Result<HostOffset> {
+        let bytes = u64::from(self.refcount_table_clusters) << bounds.geometry.cluster_bits;
+        let limit = layout::REFCOUNT_TABLE_BYTES_MAX;
         if bytes == 0 {
-            return Err(Error::corrupt(file, 56, "refcount_table_clusters", "0", "at least 1")
-                .with_remedy(Remedy::REPAIR));
+            let error = wrong!(bounds.file, refcount_table_clusters, "0", "at least 1");
+            return Err(error.with_remedy(Remedy::REPAIR));
         }
-        if bytes > layout::REFCOUNT_TABLE_BYTES_MAX.max(geometry.cluster_bytes()) {
-            return Err(Error::Limit {
-                file: file.to_owned(),
-                what: "the refcount table in bytes",
-                found: bytes,
-                limit: layout::REFCOUNT_TABLE_BYTES_MAX,
-            });
+        if bytes > limit.max(bounds.geometry.cluster_bytes()) {
+            return bounds.limit("the refcount table in bytes", bytes, limit);
         }
-        Self::table(
-            file,
-            48,
-            "refcount table offset",
-            self.refcount_table_offset,
-            bytes,
-            file_len,
-            geometry,
-        )
+        let offset = self.refcount_table_offset.get();
+        bounds.table(header_offset!(refcount_table_offset), "refcount table offset", offset, bytes)
     }
 
-    fn snapshots(&self, file: &str, file_len: u64, geometry: &Geometry) -> Result<HostOffset> {
-        if self.snapshot_count > layout::SNAPSHOTS_MAX {
-            return Err(Error::Limit {
-                file: file.to_owned(),
-                what: "the number of snapshots",
-                found: self.snapshot_count.into(),
-                limit: layout::SNAPSHOTS_MAX.into(),
-            });
+    fn snapshots(&self, bounds: &Bounds<'_>) -> Result<HostOffset> {
+        let (count, limit) = (u64::from(self.nb_snapshots), u64::from(layout::SNAPSHOTS_MAX));
+        if count > limit {
+            return bounds.limit("the number of snapshots", count, limit);
         }
-        // Each entry has at least 40 bytes.
-        let bytes = u64::from(self.snapshot_count) * 40;
-        Self::table(
-            file,
-            64,
-            "snapshot table offset",
-            self.snapshots_offset,
-            bytes,
-            file_len,
-            geometry,
-        )
+        // Entries are longer by their names and extra data.
+        let bytes = count * size_of::<SnapshotTableEntry>() as u64;
+        let offset = self.snapshots_offset.get();
+        bounds.table(header_offset!(snapshots_offset), "snapshot table offset", offset, bytes)
     }
 }

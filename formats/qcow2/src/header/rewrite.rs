@@ -15,13 +15,15 @@
 //! Empty steps are skipped: most images need two, those with clusters of 512 bytes only that of the
 //! first sector.
 
+use std::mem::offset_of;
 use std::ops::Range;
 
 use vdkit_block::{Error, HostOffset, Limits, Result, Storage};
+use zerocopy::IntoBytes;
 
-use super::{Extension, Header, be32, be64};
+use super::{Extension, Header};
 use crate::layout::{BACKING_NAME_BYTES_MAX, V2_HEADER_BYTES, V3_HEADER_BYTES, extension};
-use vdkit_block::Codec;
+use crate::structures::{self, ExtensionHead, FixedHeader};
 
 /// Unit that a disk writes atomically.
 const SECTOR: usize = 512;
@@ -64,9 +66,10 @@ impl<'a> Area<'a> {
         let cluster = old.geometry.cluster_bytes().min(AREA_BYTES_MAX) as usize;
         let mut bytes = vec![0; cluster];
         storage.read_padded(&mut bytes, HostOffset(0))?;
-        let start = be64(&bytes, 8) as usize;
+        let fixed: FixedHeader = structures::padded(&bytes);
+        let start = fixed.backing_file_offset.get() as usize;
         let name = match old.backing_name {
-            Some(_) => start..start + be32(&bytes, 16) as usize,
+            Some(_) => start..start + fixed.backing_file_size.get() as usize,
             None => 0..0,
         };
         let last = old.extensions.last().map(|e| e.offset as usize + padded(e.data.len()));
@@ -81,7 +84,7 @@ impl<'a> Area<'a> {
     /// The writes, each to be followed by a barrier. They are first applied to the copy in memory.
     fn plan(&mut self, old: &Header, new: &Header) -> Result<Vec<(usize, Vec<u8>)>> {
         let mut steps = Vec::new();
-        let list = self.list(old, new)?;
+        let list = self.list(old, new);
         if list.len() > self.cluster {
             return Err(no_room(self.storage));
         }
@@ -90,14 +93,9 @@ impl<'a> Area<'a> {
         {
             self.cut_list(old, &mut steps)?;
         }
-        let name = new.backing_name.as_deref().unwrap_or_default().as_bytes();
-        if name.len() > BACKING_NAME_BYTES_MAX as usize {
-            return Err(Error::Invalid(format!(
-                "the backing file name has {} bytes, at most {BACKING_NAME_BYTES_MAX} are \
-                 possible; use a relative name",
-                name.len()
-            )));
-        }
+        let name = new.backing_name.as_deref().unwrap_or_default();
+        check_name(name)?;
+        let name = name.as_bytes();
         let moved = list.len().max(self.name.end) + name.len();
         if overlap(&beyond(0..list.len()), &beyond(self.name.clone())) {
             self.move_name(moved, &mut steps)?;
@@ -107,8 +105,7 @@ impl<'a> Area<'a> {
         let list_end = whole.len();
         if !name.is_empty() {
             whole.resize(whole.len().max(at + name.len()), 0);
-            whole[8..16].copy_from_slice(&(at as u64).to_be_bytes());
-            whole[16..20].copy_from_slice(&(name.len() as u32).to_be_bytes());
+            place_name(&mut whole, at, name.len());
             whole[at..at + name.len()].copy_from_slice(name);
         }
         whole.resize(whole.len().max(SECTOR), 0);
@@ -139,15 +136,8 @@ impl<'a> Area<'a> {
     }
 
     /// Fixed fields and extensions of `new`, with the end mark but no backing name.
-    fn list(&self, old: &Header, new: &Header) -> Result<Vec<u8>> {
-        let mut out = self.fixed(old, new);
-        out[8..20].fill(0);
-        push_extensions(&mut out, new.extensions.iter());
-        Ok(out)
-    }
-
-    /// The fixed fields, with unknown ones unchanged.
-    fn fixed(&self, old: &Header, new: &Header) -> Vec<u8> {
+    /// Unknown fixed fields stay as they are.
+    fn list(&self, old: &Header, new: &Header) -> Vec<u8> {
         let longest = (old.header_bytes as usize).min(self.cluster);
         let bytes = match (old.version, new.version) {
             (_, 2) => V2_HEADER_BYTES as usize,
@@ -157,24 +147,10 @@ impl<'a> Area<'a> {
         };
         let mut out = self.bytes[..longest.min(bytes)].to_vec();
         out.resize(bytes, 0);
-        let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
-        put(4, &new.version.to_be_bytes());
-        put(36, &new.l1_entries.to_be_bytes());
-        put(40, &new.l1_offset.0.to_be_bytes());
-        put(48, &new.refcount_table_offset.0.to_be_bytes());
-        put(56, &new.refcount_table_clusters.to_be_bytes());
-        put(60, &new.snapshot_count.to_be_bytes());
-        put(64, &new.snapshots_offset.0.to_be_bytes());
-        if new.version >= 3 {
-            put(72, &new.incompatible.to_be_bytes());
-            put(80, &new.compatible.to_be_bytes());
-            put(88, &new.autoclear.to_be_bytes());
-            put(96, &new.geometry.refcount_order.to_be_bytes());
-            put(100, &(bytes as u32).to_be_bytes());
-            if bytes > 104 {
-                put(104, &[u8::from(new.codec == Codec::Zstd)]);
-            }
-        }
+        let fixed = FixedHeader { header_length: (bytes as u32).into(), ..new.fixed() };
+        let known = offset_of!(FixedHeader, padding).min(bytes);
+        out[..known].copy_from_slice(&fixed.as_bytes()[..known]);
+        push_extensions(&mut out, new.extensions.iter());
         out
     }
 
@@ -205,9 +181,9 @@ impl<'a> Area<'a> {
         }
         self.name = at..at + name.len();
         self.used_end = self.used_end.max(self.name.end);
-        self.put(at, name, steps);
         let mut first = self.bytes[..SECTOR].to_vec();
-        first[8..16].copy_from_slice(&(at as u64).to_be_bytes());
+        place_name(&mut first, at, name.len());
+        self.put(at, name, steps);
         self.put(0, first, steps);
         Ok(())
     }
@@ -257,14 +233,34 @@ fn padded(bytes: usize) -> usize {
     bytes.next_multiple_of(8)
 }
 
-fn push_extensions<'e>(out: &mut Vec<u8>, extensions: impl Iterator<Item = &'e Extension>) {
-    for e in extensions {
-        out.extend_from_slice(&e.kind.to_be_bytes());
-        out.extend_from_slice(&(e.data.len() as u32).to_be_bytes());
+pub(super) fn push_extensions<'e>(out: &mut Vec<u8>, list: impl Iterator<Item = &'e Extension>) {
+    for e in list {
+        out.extend_from_slice(ExtensionHead::new(e.kind, e.data.len() as u64).as_bytes());
         out.extend_from_slice(&e.data);
         out.resize(padded(out.len()), 0);
     }
-    out.extend_from_slice(&[0; 8]);
+    out.extend_from_slice(ExtensionHead::new(extension::END, 0).as_bytes());
+}
+
+/// Fails if a backing file name is too long.
+pub(super) fn check_name(name: &str) -> Result<()> {
+    if name.len() <= BACKING_NAME_BYTES_MAX as usize {
+        return Ok(());
+    }
+    Err(Error::Invalid(format!(
+        "the backing file name has {} bytes, at most {BACKING_NAME_BYTES_MAX} are possible; use a \
+         relative name",
+        name.len()
+    )))
+}
+
+/// Sets the place of the backing name in the bytes of a header.
+fn place_name(header: &mut [u8], at: usize, len: usize) {
+    let mut fixed: FixedHeader = structures::padded(header);
+    fixed.backing_file_offset.set(at as u64);
+    fixed.backing_file_size.set(len as u32);
+    let changed = ..V2_HEADER_BYTES as usize;
+    header[changed].copy_from_slice(&fixed.as_bytes()[changed]);
 }
 
 /// The part of a range beyond the first sector.

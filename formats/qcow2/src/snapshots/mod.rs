@@ -23,17 +23,20 @@ mod rewrite;
 mod view;
 mod walk;
 
-use vdkit_block::bytes::{be16, be32, be64};
+use std::mem::offset_of;
+
 use vdkit_block::{Error, HostOffset, Limits, Remedy, Result, SnapshotInfo, Storage};
+use zerocopy::{FromBytes, IntoBytes};
 
 use crate::header::Header;
 use crate::layout::SNAPSHOTS_MAX;
+use crate::structures::{SnapshotExtraData, SnapshotTableEntry, words, words_mut};
 
-const FIXED_BYTES: usize = 40;
+const FIXED_BYTES: usize = size_of::<SnapshotTableEntry>();
 /// Largest extra data of an entry (QEMU's bound).
-const EXTRA_BYTES_MAX: usize = 1024;
+pub(crate) const EXTRA_BYTES_MAX: usize = 1024;
 /// Largest table (QEMU's bound).
-const TABLE_BYTES_MAX: u64 = 1024 * SNAPSHOTS_MAX as u64;
+pub(crate) const TABLE_BYTES_MAX: u64 = 1024 * SNAPSHOTS_MAX as u64;
 /// Bytes of an entry for the first read: fixed part, extra data and names of common length.
 const ENTRY_BYTES_GUESS: u64 = 256;
 /// Smallest size of the first read; a smaller one would not be cheaper.
@@ -83,12 +86,13 @@ impl Snapshot {
 
     /// Instructions that the guest had executed, if they were counted.
     fn icount(&self) -> Option<u64> {
-        self.extra.get(16..24).map(|extra| be64(extra, 0)).filter(|&count| count != u64::MAX)
+        let (extra, _) = SnapshotExtraData::ref_from_prefix(&self.extra).ok()?;
+        Some(extra.icount.get()).filter(|&count| count != u64::MAX)
     }
 
     /// Whether the extra data has the sizes of VM state and disk, as version 3 requires.
     pub(crate) fn says_its_sizes(&self) -> bool {
-        self.extra.len() >= 16
+        self.extra.len() >= offset_of!(SnapshotExtraData, icount)
     }
 
     /// Adds the sizes. Before version 3, a disk with snapshots could not be resized.
@@ -96,27 +100,31 @@ impl Snapshot {
         if !self.says_its_sizes() {
             self.disk_bytes = Some(guest_bytes);
             self.extra = Self::new_extra(guest_bytes);
-            self.extra[..8].copy_from_slice(&self.vm_state_bytes.to_be_bytes());
+            words_mut(&mut self.extra)[0].set(self.vm_state_bytes);
         }
     }
 
     /// The extra data of a new snapshot: bytes of VM state and disk, and no count of instructions.
     fn new_extra(disk_bytes: u64) -> Vec<u8> {
-        [0, disk_bytes, u64::MAX].iter().flat_map(|n| n.to_be_bytes()).collect()
+        let (disk_size, icount) = (disk_bytes.into(), u64::MAX.into());
+        SnapshotExtraData { disk_size, icount, ..Default::default() }.as_bytes().to_vec()
     }
 
     /// Appends the entry to a table, at a multiple of 8 bytes.
     fn encode(&self, table: &mut Vec<u8>) {
         table.resize(table.len().next_multiple_of(8), 0);
-        table.extend_from_slice(&self.l1_offset.0.to_be_bytes());
-        table.extend_from_slice(&self.l1_entries.to_be_bytes());
-        table.extend_from_slice(&(self.id.len() as u16).to_be_bytes());
-        table.extend_from_slice(&(self.name.len() as u16).to_be_bytes());
-        table.extend_from_slice(&self.date_seconds.to_be_bytes());
-        table.extend_from_slice(&self.date_nanoseconds.to_be_bytes());
-        table.extend_from_slice(&self.vm_clock_nanoseconds.to_be_bytes());
-        table.extend_from_slice(&self.vm_state_bytes_small.to_be_bytes());
-        table.extend_from_slice(&(self.extra.len() as u32).to_be_bytes());
+        let entry = SnapshotTableEntry {
+            l1_table_offset: self.l1_offset.0.into(),
+            l1_size: self.l1_entries.into(),
+            id_str_size: (self.id.len() as u16).into(),
+            name_size: (self.name.len() as u16).into(),
+            date_sec: self.date_seconds.into(),
+            date_nsec: self.date_nanoseconds.into(),
+            vm_clock_nsec: self.vm_clock_nanoseconds.into(),
+            vm_state_size: self.vm_state_bytes_small.into(),
+            extra_data_size: (self.extra.len() as u32).into(),
+        };
+        table.extend_from_slice(entry.as_bytes());
         table.extend_from_slice(&self.extra);
         table.extend_from_slice(&self.id);
         table.extend_from_slice(&self.name);
@@ -202,7 +210,7 @@ impl SnapshotTable {
                     "a table within the file and the limits".to_owned(),
                 ),
                 Stop::Extra { at, found } => (
-                    at + 36,
+                    at + offset_of!(SnapshotTableEntry, extra_data_size),
                     format!("{found} bytes of extra data"),
                     format!("at most {EXTRA_BYTES_MAX}"),
                 ),
@@ -247,34 +255,31 @@ impl SnapshotTable {
         let mut at = 0;
         for index in 0..count {
             let ended = Stop::Ended { at, index };
-            let Some(fixed) = bytes.get(at..at + FIXED_BYTES) else { return Err(ended) };
-            let extra_bytes = be32(fixed, 36) as usize;
+            let entry = bytes.get(at..).map(SnapshotTableEntry::ref_from_prefix);
+            let Some(Ok((entry, rest))) = entry else { return Err(ended) };
+            let extra_bytes = entry.extra_data_size.get() as usize;
             if extra_bytes > EXTRA_BYTES_MAX {
                 return Err(Stop::Extra { at, found: extra_bytes });
             }
-            let [id_bytes, name_bytes] = [12, 14].map(|at| usize::from(be16(fixed, at)));
-            let end = at + FIXED_BYTES + extra_bytes + id_bytes + name_bytes;
-            let Some(rest) = bytes.get(at + FIXED_BYTES..end) else { return Err(ended) };
-            let (extra, names) = rest.split_at(extra_bytes);
+            let id_bytes = usize::from(entry.id_str_size);
+            let variable_bytes = extra_bytes + id_bytes + usize::from(entry.name_size);
+            let Some(variable) = rest.get(..variable_bytes) else { return Err(ended) };
+            let (extra, names) = variable.split_at(extra_bytes);
             let (id, name) = names.split_at(id_bytes);
             snapshots.push(Snapshot {
-                l1_offset: HostOffset(be64(fixed, 0)),
-                l1_entries: be32(fixed, 8),
+                l1_offset: HostOffset(entry.l1_table_offset.get()),
+                l1_entries: entry.l1_size.get(),
                 id: id.to_vec(),
                 name: name.to_vec(),
-                date_seconds: be32(fixed, 16),
-                date_nanoseconds: be32(fixed, 20),
-                vm_clock_nanoseconds: be64(fixed, 24),
-                vm_state_bytes: if extra_bytes >= 8 {
-                    be64(extra, 0)
-                } else {
-                    be32(fixed, 32).into()
-                },
-                vm_state_bytes_small: be32(fixed, 32),
-                disk_bytes: (extra_bytes >= 16).then(|| be64(extra, 8)),
+                date_seconds: entry.date_sec.get(),
+                date_nanoseconds: entry.date_nsec.get(),
+                vm_clock_nanoseconds: entry.vm_clock_nsec.get(),
+                vm_state_bytes: entry.vm_state_bytes(extra),
+                vm_state_bytes_small: entry.vm_state_size.get(),
+                disk_bytes: words(extra).get(1).map(|disk_size| disk_size.get()),
                 extra: extra.to_vec(),
             });
-            at = end.next_multiple_of(8);
+            at = (at + FIXED_BYTES + variable_bytes).next_multiple_of(8);
         }
         Ok(Self { snapshots, bytes: at as u64 })
     }
@@ -328,7 +333,8 @@ mod tests {
         all.push(snapshot(SNAPSHOTS_MAX, 1));
         let error = SnapshotTable::encode("f", &all, &limits).unwrap_err().to_string();
         assert!(error.contains("65537 snapshots"), "{error}");
-        let small = Limits { snapshots_bytes_max: 1000, ..limits };
+        let mut small = limits;
+        small.snapshots_bytes_max = 1000;
         assert!(SnapshotTable::encode("f", &all[..4], &small).is_err());
     }
 }

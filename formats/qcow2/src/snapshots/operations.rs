@@ -14,6 +14,7 @@ use super::walk::{Table, Walk};
 use super::{Snapshot, SnapshotTable, TablePlace};
 use crate::image::{Meta, Qcow2};
 use crate::layout::{COPIED, OFFSET_MASK};
+use crate::structures::decode_words;
 
 impl Snapshots for Qcow2 {
     fn list(&self) -> Result<Vec<SnapshotInfo>> {
@@ -238,7 +239,7 @@ impl Qcow2 {
         self.check_snapshot(snapshot)?;
         let mut raw = vec![0; snapshot.l1_entries as usize * 8];
         self.storage.read_at(&mut raw, snapshot.l1_offset)?;
-        Ok(raw.as_chunks::<8>().0.iter().map(|b| u64::from_be_bytes(*b)).collect())
+        Ok(decode_words(&raw))
     }
 
     fn delete_snapshot(

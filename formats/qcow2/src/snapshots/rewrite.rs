@@ -7,15 +7,15 @@ use vdkit_block::{Error, HostOffset, Monitor, Remedy, Result};
 use vdkit_meta::MutexGuard;
 
 use super::deltas::Deltas;
-use super::walk::entries;
 use super::{Snapshot, SnapshotTable};
 use crate::check::reader::{self, Meter};
+use crate::entry::L2Entry;
 use crate::flush::freed;
-use crate::header::field;
 use crate::image::{Meta, Qcow2};
 use crate::layout::{COPIED, OFFSET_MASK};
 use crate::pool::Space;
 use crate::refcounts::{get_refcount, set_refcount};
+use crate::structures::{encode_words, words_mut};
 
 /// Small adjacent writes are merged up to this size.
 const JOIN_BYTES: usize = 1 << 20;
@@ -285,7 +285,7 @@ impl Qcow2 {
                     *word = (cluster << bits) | single;
                 }
             }
-            let raw: Vec<u8> = active.words.iter().flat_map(|w| w.to_be_bytes()).collect();
+            let raw = encode_words(&active.words);
             if let Some(space) = &places.active_l1 {
                 self.write_table(space, &raw)?;
             }
@@ -299,8 +299,7 @@ impl Qcow2 {
         }
         let freed = self.write_blocks(meta, &change, places, monitor)?;
         monitor.cancel.check()?;
-        let fields = self.new_fields(meta, &change, places)?;
-        self.switch_header(meta, field::SIZE, &fields)?;
+        self.point_header(meta, &change, places)?;
         self.install_change(meta, &change, places, freed, list.len() as u64);
         Ok(())
     }
@@ -313,7 +312,6 @@ impl Qcow2 {
         monitor: &Monitor<'_>,
     ) -> Result<()> {
         let geometry = self.geometry;
-        let entry_bytes = geometry.l2_entry_bytes() as usize;
         let mut out = Joined::new(self);
         reader::for_each_cluster(
             &*self.storage,
@@ -322,7 +320,8 @@ impl Qcow2 {
             &mut Meter::new(monitor),
             |i, bytes| {
                 let mut table = bytes.to_vec();
-                for (index, entry) in entries(bytes, geometry.extended).enumerate() {
+                for words in words_mut(&mut table).chunks_exact_mut(geometry.l2_entry_words()) {
+                    let entry = L2Entry::decode(words);
                     if entry.is_compressed() || !entry.has_space(false) {
                         continue;
                     }
@@ -336,7 +335,7 @@ impl Qcow2 {
                             }
                         }
                     };
-                    table[index * entry_bytes..][..8].copy_from_slice(&word.to_be_bytes());
+                    words[0].set(word);
                 }
                 out.write(places.copies[&change.copies[i]], &table)
             },
@@ -379,35 +378,29 @@ impl Qcow2 {
         for &(index, _, new) in &places.blocks {
             table[index] = new << self.geometry.cluster_bits;
         }
-        let raw: Vec<u8> = table.iter().flat_map(|entry| entry.to_be_bytes()).collect();
-        self.write_table(space, &raw)?;
+        self.write_table(space, &encode_words(&table))?;
         Ok(freed)
     }
 
-    /// The header's bytes from the size to the snapshot table's offset.
-    fn new_fields(&self, meta: &Meta, change: &Change, places: &Places) -> Result<[u8; 48]> {
-        let mut fields = [0; 48];
-        self.storage.read_at(&mut fields, HostOffset(field::SIZE))?;
+    /// Points the header to everything new.
+    fn point_header(&self, meta: &mut Meta, change: &Change, places: &Places) -> Result<()> {
         let bits = self.geometry.cluster_bits;
-        let mut put = |at: u64, bytes: &[u8]| {
-            let at = (at - field::SIZE) as usize;
-            fields[at..at + bytes.len()].copy_from_slice(bytes);
-        };
-        if let Some(active) = &change.active {
-            put(field::SIZE, &active.guest_bytes.to_be_bytes());
-            put(field::L1, &(active.words.len() as u32).to_be_bytes());
-            if let Some(space) = places.active_l1 {
-                put(field::L1 + 4, &(space.first << bits).to_be_bytes());
+        let table_clusters = meta.space.table_clusters as u32;
+        self.switch_tables(meta, |header| {
+            if let Some(active) = &change.active {
+                header.size.set(active.guest_bytes);
+                header.l1_size.set(active.words.len() as u32);
+                if let Some(space) = places.active_l1 {
+                    header.l1_table_offset.set(space.first << bits);
+                }
             }
-        }
-        if let Some(space) = places.refcount_table {
-            put(field::REFCOUNT_TABLE, &(space.first << bits).to_be_bytes());
-            put(field::REFCOUNT_TABLE + 8, &(meta.space.table_clusters as u32).to_be_bytes());
-        }
-        put(field::SNAPSHOTS, &(change.snapshots.len() as u32).to_be_bytes());
-        let list = places.list.map_or(0, |space| space.first << bits);
-        put(field::SNAPSHOTS + 4, &list.to_be_bytes());
-        Ok(fields)
+            if let Some(space) = places.refcount_table {
+                header.refcount_table_offset.set(space.first << bits);
+                header.refcount_table_clusters.set(table_clusters);
+            }
+            header.nb_snapshots.set(change.snapshots.len() as u32);
+            header.snapshots_offset.set(places.list.map_or(0, |space| space.first << bits));
+        })
     }
 
     /// Updates memory to match the new header, and releases the old tables.

@@ -109,7 +109,7 @@ impl<'a> Walk<'a> {
     fn count_entries(&mut self, table: Table, bytes: &[u8]) -> Result<bool> {
         let geometry = self.image.geometry;
         let mut copied = false;
-        for (index, entry) in entries(bytes, geometry.extended).enumerate() {
+        for (index, entry) in L2Entry::all(bytes, &geometry).enumerate() {
             if entry == L2Entry::default() {
                 continue;
             }
@@ -155,7 +155,7 @@ impl<'a> Walk<'a> {
             image.geometry.cluster_bytes(),
             &mut Meter::new(monitor),
             |i, bytes| {
-                for entry in entries(bytes, image.geometry.extended) {
+                for entry in L2Entry::all(bytes, &image.geometry) {
                     if asked(entry)? {
                         found.push(tables[i]);
                         break;
@@ -194,12 +194,4 @@ impl<'a> Walk<'a> {
         let file = self.image.storage.name();
         Error::corrupt(file, at, what, found, expected).with_remedy(Remedy::Check)
     }
-}
-
-pub(super) fn entries(bytes: &[u8], extended: bool) -> impl Iterator<Item = L2Entry> {
-    let size = if extended { 16 } else { 8 };
-    bytes.chunks_exact(size).map(move |raw| {
-        let word = |at: usize| u64::from_be_bytes(raw[at..at + 8].try_into().unwrap_or_default());
-        L2Entry { word: word(0), bitmap: if extended { word(8) } else { 0 } }
-    })
 }

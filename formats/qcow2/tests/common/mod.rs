@@ -22,7 +22,7 @@ pub fn options(text: &str) -> Options {
 pub fn new_file(path: &Path) -> Arc<dyn Storage> {
     // No power cut is simulated here.
     let writable = FileOptions::read_write().cache(CacheMode::Unsafe);
-    let new = FileOptions { create: CreateMode::New, ..writable };
+    let new = writable.create(CreateMode::New);
     Arc::new(FileStorage::open(path, &new).unwrap())
 }
 

@@ -5,18 +5,13 @@
 
 use std::sync::Arc;
 
-use vdkit_block::{FormatDriver, HostOffset, Limits, Monitor, Repair, Storage};
+use vdkit_block::{FormatDriver, HostOffset, OfflineImage, Repair, Storage};
 use vdkit_storage::MemoryStorage;
+use vdkit_testbase::read_all;
 use vdkit_testbase::trials::Trial;
 use vdkit_vdi::VdiDriver;
 
-pub const DYNAMIC: Trial = Trial {
-    driver: &VdiDriver,
-    options: "",
-    guest_bytes: 8 << 20,
-    write_bytes_max: 1 << 20,
-    resizes: true,
-};
+pub const DYNAMIC: Trial = Trial::new(&VdiDriver, "", 8 << 20);
 
 /// Offsets of header fields.
 pub mod field {
@@ -64,16 +59,12 @@ pub fn entry(storage: &Shared, block: u64) -> u64 {
 
 /// The guest content.
 pub fn content(storage: &Shared) -> Vec<u8> {
-    let disk = DYNAMIC.open(storage, false).unwrap();
-    let mut bytes = vec![0xee; disk.guest_bytes() as usize];
-    disk.read_at(&mut bytes, vdkit_block::GuestOffset(0)).unwrap();
-    bytes
+    read_all(&DYNAMIC.open(storage, false).unwrap())
 }
 
 /// Damage and leaks that a check finds.
 pub fn found(storage: &Shared, repair: Repair) -> (u64, u64) {
-    let report =
-        VdiDriver.check(storage, &[], repair, &Limits::default(), &Monitor::default()).unwrap();
+    let report = VdiDriver.check(&OfflineImage::new(storage), repair).unwrap();
     (report.corruptions, report.leaks)
 }
 

@@ -6,20 +6,15 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    BackingRef, CreateRequest, Creation, FormatDriver, GuestOffset, HostOffset, Limits, Monitor,
-    Options, Repair, Storage,
+    BackingRef, CreateRequest, Creation, FormatDriver, GuestOffset, HostOffset, Limits,
+    OfflineImage, Options, Repair, Storage,
 };
 use vdkit_storage::MemoryStorage;
+use vdkit_testbase::read_all;
 use vdkit_testbase::trials::Trial;
 use vdkit_vhd::VhdDriver;
 
-pub const DYNAMIC: Trial = Trial {
-    driver: &VhdDriver,
-    options: "force_size=on",
-    guest_bytes: 16 << 20,
-    write_bytes_max: 1 << 20,
-    resizes: true,
-};
+pub const DYNAMIC: Trial = Trial::new(&VhdDriver, "force_size=on", 16 << 20);
 pub const FIXED: Trial =
     Trial { options: "force_size=on,subformat=fixed", guest_bytes: 2 << 20, ..DYNAMIC };
 
@@ -62,16 +57,12 @@ pub fn sum(storage: &Shared, at: u64, len: usize, field: u64) {
 }
 
 pub fn content(storage: &Shared) -> Vec<u8> {
-    let disk = DYNAMIC.open(storage, false).unwrap();
-    let mut bytes = vec![0xee; disk.guest_bytes() as usize];
-    disk.read_at(&mut bytes, GuestOffset(0)).unwrap();
-    bytes
+    read_all(&DYNAMIC.open(storage, false).unwrap())
 }
 
 /// Damage and leaks that a check finds.
 pub fn found(storage: &Shared, repair: Repair) -> (u64, u64) {
-    let (limits, monitor) = (Limits::default(), Monitor::default());
-    let report = VhdDriver.check(storage, &[], repair, &limits, &monitor).unwrap();
+    let report = VhdDriver.check(&OfflineImage::new(storage), repair).unwrap();
     (report.corruptions, report.leaks)
 }
 

@@ -1,18 +1,22 @@
 //! Encoding of log entries [2.3.1].
 
-use crate::fields::{guid_at, put, seal};
-use crate::layout::{PAGE, PAGE_BYTES, Page};
+use std::mem::offset_of;
+
 use uuid::Uuid;
-use vdkit_block::bytes::{le32, le64};
+use zerocopy::little_endian::U64;
+use zerocopy::{FromBytes, FromZeros, IntoBytes, transmute, transmute_ref};
+
+use crate::layout::{PAGE, PAGE_BYTES, Page};
+use crate::on_disk::{DataSector, Descriptor, LogEntryHeader, PageParts, checksum, put};
 
 const SIGNATURE: &[u8; 4] = b"loge";
 const DATA_DESCRIPTOR: &[u8; 4] = b"desc";
 const ZERO_DESCRIPTOR: &[u8; 4] = b"zero";
 const DATA_SECTOR: &[u8; 4] = b"data";
-const HEADER_BYTES: usize = 64;
-const DESCRIPTOR_BYTES: usize = 32;
-/// Bytes of a page in its data sector; the first 8 and the last 4 are in the descriptor.
-const BODY_BYTES: usize = 4084;
+const HEADER_BYTES: usize = size_of::<LogEntryHeader>();
+const DESCRIPTOR_BYTES: usize = size_of::<Descriptor>();
+/// Descriptors that a sector holds.
+const SECTOR_DESCRIPTORS: usize = PAGE / DESCRIPTOR_BYTES;
 
 /// A page and its offset in the file.
 pub(crate) type LoggedPage = (u64, Page);
@@ -36,22 +40,7 @@ pub(crate) fn pages_max(log_bytes: u64) -> u64 {
     pages
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct EntryHead {
-    pub(crate) bytes: u64,
-    /// Offset in the log of the oldest entry that must be replayed with this one.
-    pub(crate) tail: u64,
-    pub(crate) sequence: u64,
-    pub(crate) guid: Uuid,
-    /// Durable length of the file when the entry was written, at least.
-    pub(crate) flushed_bytes: u64,
-    /// Least length of the file after a replay of the entry.
-    pub(crate) last_bytes: u64,
-    descriptors: u32,
-}
-
-/// Encodes an entry of pages. `flushed` and `last` are [`EntryHead::flushed_bytes`] and
-/// [`EntryHead::last_bytes`].
+/// Encodes an entry of pages. `flushed` and `last` are its two file offsets.
 pub(crate) fn encode(
     guid: Uuid,
     sequence: u64,
@@ -60,30 +49,44 @@ pub(crate) fn encode(
     pages: &[LoggedPage],
 ) -> Vec<u8> {
     let descriptor_bytes = descriptor_sectors(pages.len() as u64) as usize * PAGE;
-    let mut entry = vec![0; descriptor_bytes + pages.len() * PAGE];
-    let len = entry.len() as u32;
-    put(&mut entry, 0, SIGNATURE);
-    put(&mut entry, 8, &len.to_le_bytes());
-    put(&mut entry, 12, &(tail as u32).to_le_bytes());
-    put(&mut entry, 16, &sequence.to_le_bytes());
-    put(&mut entry, 24, &(pages.len() as u32).to_le_bytes());
-    put(&mut entry, 32, &guid.to_bytes_le());
-    put(&mut entry, 48, &flushed.to_le_bytes());
-    put(&mut entry, 56, &last.to_le_bytes());
-    for (index, (offset, page)) in pages.iter().enumerate() {
-        let at = HEADER_BYTES + index * DESCRIPTOR_BYTES;
-        put(&mut entry, at, DATA_DESCRIPTOR);
-        put(&mut entry, at + 4, &page[PAGE - 4..]);
-        put(&mut entry, at + 8, &page[..8]);
-        put(&mut entry, at + 16, &offset.to_le_bytes());
-        put(&mut entry, at + 24, &sequence.to_le_bytes());
-        let at = descriptor_bytes + index * PAGE;
-        put(&mut entry, at, DATA_SECTOR);
-        put(&mut entry, at + 4, &((sequence >> 32) as u32).to_le_bytes());
-        put(&mut entry, at + 8, &page[8..8 + BODY_BYTES]);
-        put(&mut entry, at + PAGE - 4, &(sequence as u32).to_le_bytes());
+    let len = descriptor_bytes + pages.len() * PAGE;
+    let header = LogEntryHeader {
+        signature: *SIGNATURE,
+        entry_length: (len as u32).into(),
+        tail: (tail as u32).into(),
+        sequence_number: sequence.into(),
+        descriptor_count: (pages.len() as u32).into(),
+        log_guid: guid.to_bytes_le(),
+        flushed_file_offset: flushed.into(),
+        last_file_offset: last.into(),
+        ..FromZeros::new_zeroed()
+    };
+    let mut entry = Vec::with_capacity(len);
+    entry.extend_from_slice(header.as_bytes());
+    for (offset, page) in pages {
+        let parts: &PageParts = transmute_ref!(&**page);
+        let descriptor = Descriptor {
+            signature: *DATA_DESCRIPTOR,
+            trailing_bytes: parts.trailing_bytes,
+            leading_bytes: parts.leading_bytes,
+            file_offset: (*offset).into(),
+            sequence_number: sequence.into(),
+        };
+        entry.extend_from_slice(descriptor.as_bytes());
     }
-    seal(&mut entry);
+    entry.resize(descriptor_bytes, 0);
+    for (_, page) in pages {
+        let parts: &PageParts = transmute_ref!(&**page);
+        let sector = DataSector {
+            signature: *DATA_SECTOR,
+            sequence_high: ((sequence >> 32) as u32).into(),
+            data: parts.data,
+            sequence_low: (sequence as u32).into(),
+        };
+        entry.extend_from_slice(sector.as_bytes());
+    }
+    let sum = checksum(&entry);
+    put(&mut entry, offset_of!(LogEntryHeader, checksum), &sum.to_le_bytes());
     entry
 }
 
@@ -100,79 +103,72 @@ pub(crate) enum Change {
 pub(crate) struct Ring<'a>(pub(crate) &'a [u8]);
 
 impl Ring<'_> {
-    fn sector(&self, index: u64) -> &[u8] {
-        let at = (index * PAGE_BYTES) as usize % self.0.len();
-        &self.0[at..at + PAGE]
+    fn sector(&self, index: u64) -> &[u8; PAGE] {
+        let sectors = self.0.as_chunks::<PAGE>().0;
+        &sectors[index as usize % sectors.len()]
     }
 
     /// The header of the entry that begins at a sector, if it is plausible.
-    pub(crate) fn head(&self, start: u64, guid: Uuid) -> Option<EntryHead> {
-        let sector = self.sector(start);
-        let head = EntryHead {
-            bytes: le32(sector, 8).into(),
-            tail: le32(sector, 12).into(),
-            sequence: le64(sector, 16),
-            descriptors: le32(sector, 24),
-            guid: guid_at(sector, 32),
-            flushed_bytes: le64(sector, 48),
-            last_bytes: le64(sector, 56),
-        };
-        let good = sector.starts_with(SIGNATURE)
-            && head.guid == guid
-            && head.sequence > 0
-            && head.bytes >= PAGE_BYTES
-            && head.bytes.is_multiple_of(PAGE_BYTES)
-            && head.bytes <= self.0.len() as u64
-            && head.tail.is_multiple_of(PAGE_BYTES)
-            && head.tail < self.0.len() as u64;
+    pub(crate) fn head(&self, start: u64, guid: Uuid) -> Option<LogEntryHeader> {
+        let (head, _) = LogEntryHeader::read_from_prefix(self.sector(start)).ok()?;
+        let (bytes, tail) = (u64::from(head.entry_length), u64::from(head.tail));
+        let good = head.signature == *SIGNATURE
+            && head.log_guid == guid.to_bytes_le()
+            && head.sequence_number.get() > 0
+            && bytes >= PAGE_BYTES
+            && bytes.is_multiple_of(PAGE_BYTES)
+            && bytes <= self.0.len() as u64
+            && tail.is_multiple_of(PAGE_BYTES)
+            && tail < self.0.len() as u64;
         good.then_some(head)
     }
 
     /// The entry that begins at a sector, if it is complete and sound. Validates each sector before
     /// the checksum: then two candidates never share a sector, and all checksums together cover no
     /// more bytes than the log has.
-    pub(crate) fn entry(&self, start: u64, guid: Uuid) -> Option<EntryHead> {
+    pub(crate) fn entry(&self, start: u64, guid: Uuid) -> Option<LogEntryHeader> {
         let head = self.head(start, guid)?;
         let mut data = 0;
         self.each_descriptor(start, &head, |descriptor| {
-            data += u64::from(descriptor.starts_with(DATA_DESCRIPTOR));
-            is_sound(descriptor, head.sequence)
+            data += u64::from(descriptor.signature == *DATA_DESCRIPTOR);
+            is_sound(descriptor, head.sequence_number)
         })?;
-        let first = descriptor_sectors(head.descriptors.into());
-        if (first + data) * PAGE_BYTES != head.bytes {
+        let first = descriptor_sectors(head.descriptor_count.into());
+        if (first + data) * PAGE_BYTES != u64::from(head.entry_length) {
             return None;
         }
         for index in first..first + data {
-            let sector = self.sector(start + index);
-            let sequence = u64::from(le32(sector, 4)) << 32 | u64::from(le32(sector, PAGE - 4));
-            if !sector.starts_with(DATA_SECTOR) || sequence != head.sequence {
+            let sector: &DataSector = transmute_ref!(self.sector(start + index));
+            let sequence = u64::from(sector.sequence_high) << 32 | u64::from(sector.sequence_low);
+            if sector.signature != *DATA_SECTOR || head.sequence_number != sequence {
                 return None;
             }
         }
-        let mut sum = crc32c::crc32c(&self.sector(start)[..4]);
-        sum = crc32c::crc32c_append(sum, &[0; 4]);
-        sum = crc32c::crc32c_append(sum, &self.sector(start)[8..]);
-        for index in 1..head.bytes / PAGE_BYTES {
+        let mut sum = checksum(self.sector(start));
+        for index in 1..first + data {
             sum = crc32c::crc32c_append(sum, self.sector(start + index));
         }
-        (sum == le32(self.sector(start), 4)).then_some(head)
+        (head.checksum == sum).then_some(head)
     }
 
     /// Calls `look` for the descriptors of an entry in order until it returns false.
     fn each_descriptor(
         &self,
         start: u64,
-        head: &EntryHead,
-        mut look: impl FnMut(&[u8]) -> bool,
+        head: &LogEntryHeader,
+        mut look: impl FnMut(&Descriptor) -> bool,
     ) -> Option<()> {
-        if descriptor_sectors(head.descriptors.into()) * PAGE_BYTES > head.bytes {
+        if descriptor_sectors(head.descriptor_count.into()) * PAGE_BYTES
+            > u64::from(head.entry_length)
+        {
             return None;
         }
-        for index in 0..u64::from(head.descriptors) {
-            let at = HEADER_BYTES as u64 + index * DESCRIPTOR_BYTES as u64;
-            let sector = self.sector(start + at / PAGE_BYTES);
-            let at = (at % PAGE_BYTES) as usize;
-            if !look(&sector[at..at + DESCRIPTOR_BYTES]) {
+        for index in 0..head.descriptor_count.get() as usize {
+            // The header takes the place of the first ones.
+            let place = HEADER_BYTES / DESCRIPTOR_BYTES + index;
+            let sector = self.sector(start + (place / SECTOR_DESCRIPTORS) as u64);
+            let descriptors: &[Descriptor; SECTOR_DESCRIPTORS] = transmute_ref!(sector);
+            if !look(&descriptors[place % SECTOR_DESCRIPTORS]) {
                 return None;
             }
         }
@@ -180,20 +176,22 @@ impl Ring<'_> {
     }
 
     /// The changes of a sound entry, in order.
-    pub(crate) fn changes(&self, start: u64, head: &EntryHead) -> Vec<Change> {
+    pub(crate) fn changes(&self, start: u64, head: &LogEntryHeader) -> Vec<Change> {
         let mut changes = Vec::new();
-        let mut data = start + descriptor_sectors(head.descriptors.into());
+        let mut data = start + descriptor_sectors(head.descriptor_count.into());
         let _ = self.each_descriptor(start, head, |descriptor| {
-            let offset = le64(descriptor, 16);
-            if descriptor.starts_with(ZERO_DESCRIPTOR) {
-                changes.push(Change::Zero(offset, le64(descriptor, 8)));
+            let offset = descriptor.file_offset.get();
+            if descriptor.signature == *ZERO_DESCRIPTOR {
+                changes.push(Change::Zero(offset, descriptor.leading_bytes.get()));
                 return true;
             }
-            let mut page = Box::new([0; PAGE]);
-            page[..8].copy_from_slice(&descriptor[8..16]);
-            page[8..8 + BODY_BYTES].copy_from_slice(&self.sector(data)[8..8 + BODY_BYTES]);
-            page[PAGE - 4..].copy_from_slice(&descriptor[4..8]);
-            changes.push(Change::Page(offset, page));
+            let sector: &DataSector = transmute_ref!(self.sector(data));
+            let page = PageParts {
+                leading_bytes: descriptor.leading_bytes,
+                data: sector.data,
+                trailing_bytes: descriptor.trailing_bytes,
+            };
+            changes.push(Change::Page(offset, Box::new(transmute!(page))));
             data += 1;
             true
         });
@@ -201,11 +199,13 @@ impl Ring<'_> {
     }
 }
 
-fn is_sound(descriptor: &[u8], sequence: u64) -> bool {
-    let known = descriptor.starts_with(DATA_DESCRIPTOR)
-        || descriptor.starts_with(ZERO_DESCRIPTOR)
-            && le64(descriptor, 8).is_multiple_of(PAGE_BYTES);
-    known && le64(descriptor, 16).is_multiple_of(PAGE_BYTES) && le64(descriptor, 24) == sequence
+fn is_sound(descriptor: &Descriptor, sequence: U64) -> bool {
+    let known = descriptor.signature == *DATA_DESCRIPTOR
+        || descriptor.signature == *ZERO_DESCRIPTOR
+            && descriptor.leading_bytes.get().is_multiple_of(PAGE_BYTES);
+    known
+        && descriptor.file_offset.get().is_multiple_of(PAGE_BYTES)
+        && descriptor.sequence_number == sequence
 }
 
 #[cfg(test)]
@@ -234,7 +234,7 @@ mod tests {
                 }
                 let ring = Ring(&log);
                 let head = ring.entry(start as u64, guid).expect("a sound entry");
-                assert_eq!((head.sequence, head.tail), (1 << 40 | 5, 4096));
+                assert_eq!((head.sequence_number.get(), head.tail.get()), (1 << 40 | 5, 4096));
                 let changes = ring.changes(start as u64, &head);
                 let wanted: Vec<Change> =
                     pages.iter().map(|(at, page)| Change::Page(*at, page.clone())).collect();

@@ -111,13 +111,7 @@ impl Storage for Replayed {
         self.inner.sync()
     }
 
-    fn space_map(&self) -> Option<&dyn SpaceMap> {
-        Some(self)
-    }
-
-    fn access_exchange(&self) -> Option<&dyn AccessExchange> {
-        Some(self)
-    }
+    vdkit_block::capabilities!(space_map: SpaceMap, access_exchange: AccessExchange);
 }
 
 impl SpaceMap for Replayed {

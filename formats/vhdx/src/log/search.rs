@@ -1,17 +1,20 @@
 //! Finds the entries that must be replayed [2.3.2], and replays them [2.3.3].
 
+use std::mem::offset_of;
+
+use uuid::Uuid;
 use vdkit_block::{Error, HostOffset, Result, Storage, ZeroMode};
 
-use super::entry::{Change, EntryHead, Ring};
+use super::entry::{Change, Ring};
 use crate::header::Header;
 use crate::layout::{FILE_BYTES_MAX, PAGE_BYTES, REGION_OFFSETS};
-use uuid::Uuid;
+use crate::on_disk::LogEntryHeader;
 
 /// The entries that must be replayed, in order.
 #[derive(Debug)]
 pub(crate) struct ActiveSequence {
     log: Vec<u8>,
-    entries: Vec<(u64, EntryHead)>,
+    entries: Vec<(u64, LogEntryHeader)>,
     /// Least length of the file after the replay.
     pub(crate) file_bytes: u64,
 }
@@ -31,21 +34,23 @@ pub(crate) fn find(storage: &dyn Storage, header: &Header) -> Result<Option<Acti
     let Some((at, head)) = entries.last() else { return Ok(None) };
     let at = header.log_offset + at * PAGE_BYTES;
     let len = storage.len()?;
-    if head.flushed_bytes > len {
+    let (flushed, last) = (head.flushed_file_offset.get(), head.last_file_offset.get());
+    if flushed > len {
         return Err(Error::corrupt(
             storage.name(),
-            at + 48,
+            at + offset_of!(LogEntryHeader, flushed_file_offset) as u64,
             "log entry",
             format!("a file of {len:#x} bytes"),
-            format!("{:#x} at least, as when the entry was written [2.3.1.1]", head.flushed_bytes),
+            format!("{flushed:#x} at least, as when the entry was written [2.3.1.1]"),
         ));
     }
-    if head.last_bytes > FILE_BYTES_MAX {
-        let found = format!("a file of {:#x} bytes", head.last_bytes);
+    if last > FILE_BYTES_MAX {
+        let found = format!("a file of {last:#x} bytes");
         let expected = format!("{FILE_BYTES_MAX:#x} at most [2.3.1.1]");
-        return Err(Error::corrupt(storage.name(), at + 56, "log entry", found, expected));
+        let at = at + offset_of!(LogEntryHeader, last_file_offset) as u64;
+        return Err(Error::corrupt(storage.name(), at, "log entry", found, expected));
     }
-    let file_bytes = head.last_bytes.max(len);
+    let file_bytes = last.max(len);
     let found = ActiveSequence { log, entries, file_bytes };
     found.check_targets(storage, header)?;
     Ok(Some(found))
@@ -53,29 +58,31 @@ pub(crate) fn find(storage: &dyn Storage, header: &Header) -> Result<Option<Acti
 
 /// The contiguous sequence of entries that ends with the highest sequence number and contains its
 /// own tail.
-fn active(ring: &Ring<'_>, header: &Header) -> Vec<(u64, EntryHead)> {
+fn active(ring: &Ring<'_>, header: &Header) -> Vec<(u64, LogEntryHeader)> {
     let sectors = header.log_bytes / PAGE_BYTES;
-    let mut best: Vec<(u64, EntryHead)> = Vec::new();
+    let mut best: Vec<(u64, LogEntryHeader)> = Vec::new();
     let mut start = 0;
     while start < sectors {
-        let mut run: Vec<(u64, EntryHead)> = Vec::new();
+        let mut run: Vec<(u64, LogEntryHeader)> = Vec::new();
         let (mut at, mut taken) = (start, 0);
         while let Some(head) = ring.entry(at % sectors, header.log) {
-            let follows = run
-                .last()
-                .is_none_or(|(_, last)| last.sequence.checked_add(1) == Some(head.sequence));
-            taken += head.bytes / PAGE_BYTES;
+            let sequence = head.sequence_number.get();
+            let follows = run.last().is_none_or(|(_, last)| {
+                last.sequence_number.get().checked_add(1) == Some(sequence)
+            });
+            let sectors_taken = u64::from(head.entry_length) / PAGE_BYTES;
+            taken += sectors_taken;
             if !follows || taken > sectors {
                 break;
             }
             run.push((at % sectors, head));
-            at += head.bytes / PAGE_BYTES;
+            at += sectors_taken;
         }
         let next = at.max(start + 1);
-        let tail = run.last().map(|(_, last)| last.tail / PAGE_BYTES);
+        let tail = run.last().map(|(_, last)| u64::from(last.tail) / PAGE_BYTES);
         let first = run.iter().position(|(at, _)| Some(*at) == tail);
         if let (Some(first), Some((_, last))) = (first, run.last())
-            && best.last().is_none_or(|(_, other)| last.sequence > other.sequence)
+            && best.last().is_none_or(|(_, other)| last.sequence_number > other.sequence_number)
         {
             best = run.split_off(first);
         }
@@ -146,7 +153,7 @@ impl ActiveSequence {
 mod tests {
     use super::super::entry::encode;
     use super::*;
-    use crate::fields::put;
+    use crate::on_disk::put;
 
     fn header() -> Header {
         Header {
@@ -173,7 +180,7 @@ mod tests {
                 put(&mut log, (*at as usize + i) % 256 * 4096, sector);
             }
         }
-        active(&Ring(&log), &header).iter().map(|(_, head)| head.sequence).collect()
+        active(&Ring(&log), &header).iter().map(|(_, head)| head.sequence_number.get()).collect()
     }
 
     #[test]

@@ -2,17 +2,16 @@
 //! equal.
 #![allow(dead_code, unused_imports, reason = "each test file uses its part")]
 
-use std::path::Path;
 use std::sync::Arc;
 
 use vdkit_block::{
-    BackingRef, CheckReport, CreateRequest, Creation, Format, FormatDriver, GuestOffset,
-    HostOffset, Limits, Monitor, OpenRequest, Options, Repair, Result, Storage,
+    BackingRef, CheckReport, CreateRequest, Creation, Format, FormatDriver, GuestOffset, Limits,
+    OfflineImage, OpenRequest, Options, Repair, Result, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_storage::MemoryStorage;
-use vdkit_testbase::Rng;
 pub use vdkit_testbase::for_seeds;
+use vdkit_testbase::{Rng, assert_sound};
 use vdkit_vhdx::VhdxDriver;
 
 pub const MIB: u64 = 1 << 20;
@@ -107,30 +106,25 @@ pub fn create(storage: &Arc<dyn Storage>, size: u64, options: &str, backing: Opt
 }
 
 pub fn open_format(storage: &Arc<dyn Storage>, writable: bool) -> Result<Arc<dyn Format>> {
-    VhdxDriver.open(OpenRequest {
-        storage: storage.clone(),
-        files: Vec::new(),
-        writable,
-        // A small cache, so that pages are evicted.
-        limits: Limits { cache_bytes: 0, ..Limits::default() },
-    })
+    // A small cache, so that pages are evicted.
+    let mut limits = Limits::default();
+    limits.cache_bytes = 0;
+    VhdxDriver.open(OpenRequest { storage: storage.clone(), files: Vec::new(), writable, limits })
 }
 
 pub fn disk_of(format: Arc<dyn Format>, writable: bool) -> Disk {
     let info = vdkit_block::ImageInfo::new(format.name(), format.guest_bytes());
-    Disk::from_format(format, info, &OpenOptions { writable, ..OpenOptions::default() })
+    Disk::from_format(format, info, &OpenOptions::default().writable(writable))
 }
 
 pub fn check(storage: &Arc<dyn Storage>, repair: Repair) -> Result<CheckReport> {
-    VhdxDriver.check(storage, &[], repair, &Limits::default(), &Monitor::default())
+    VhdxDriver.check(&OfflineImage::new(storage), repair)
 }
 
 /// Asserts that the image is sound.
 #[track_caller]
 pub fn sound(storage: &Arc<dyn Storage>, leaks_allowed: bool, what: &str) {
-    let report = check(storage, Repair::Nothing).expect("checking a good image");
-    assert_eq!(report.corruptions, 0, "{what}: {:#?}", report.findings);
-    assert!(leaks_allowed || report.leaks == 0, "{what}: {:#?}", report.findings);
+    assert_sound(&VhdxDriver, storage, leaks_allowed, what);
 }
 
 /// Asserts the content of the disk.
@@ -232,22 +226,4 @@ pub fn apply(disk: &Disk, guest: &mut Vec<u8>, op: Op, id: u64) -> Result<()> {
         Op::Reopen | Op::Abandon => unreachable!("the caller's"),
     }
     Ok(())
-}
-
-/// Writes a storage's content as a sparse file.
-pub fn save(storage: &dyn Storage, path: &Path) {
-    use std::os::unix::fs::FileExt;
-    let file = std::fs::File::create(path).expect("a scratch file");
-    let len = storage.len().expect("a length");
-    file.set_len(len).expect("a length");
-    let mut at = 0;
-    while at < len {
-        let extent = storage.extent_at(HostOffset(at), len - at).expect("an extent");
-        if extent.data {
-            let mut bytes = vec![0; extent.len as usize];
-            storage.read_at(&mut bytes, HostOffset(at)).expect("reading");
-            file.write_all_at(&bytes, at).expect("writing");
-        }
-        at += extent.len;
-    }
 }

@@ -1,10 +1,12 @@
 //! Checks the entries of a table, and the grains that they name.
 
 use vdkit_block::{HostOffset, Repair, Result, Severity, ZeroMode, is_zero};
+use zerocopy::{FromZeros, IntoBytes};
 
 use super::Checking;
 use super::sparse::Extent;
 use crate::header::SECTOR;
+use crate::on_disk::{GrainMarker, entries};
 use crate::sparse::{Entry, Flavor};
 use crate::unpack::MARKER_BYTES;
 
@@ -15,11 +17,7 @@ impl Extent<'_> {
     fn read_table(&self, sector: u64) -> Result<Vec<u64>> {
         let mut raw = vec![0; self.sparse.table_bytes() as usize];
         self.storage.read_padded(&mut raw, HostOffset(sector * SECTOR))?;
-        Ok(if self.sparse.entry_bytes == 8 {
-            raw.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b)).collect()
-        } else {
-            raw.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b).into()).collect()
-        })
+        Ok(entries(&raw, self.sparse.entry_bytes))
     }
 
     fn write_table(&self, sector: u64, words: &[u64]) -> Result<()> {
@@ -185,12 +183,9 @@ impl Extent<'_> {
 
     /// A compressed grain's marker must name its place on the disk. Returns the grain's bytes.
     fn check_marker(&self, checking: &mut Checking<'_, '_>, host: u64, guest: u64) -> Result<u64> {
-        let mut marker = [0; MARKER_BYTES];
-        self.storage.read_padded(&mut marker, HostOffset(host))?;
-        let (mut lba, mut size) = ([0; 8], [0; 4]);
-        lba.copy_from_slice(&marker[..8]);
-        size.copy_from_slice(&marker[8..]);
-        let (lba, size) = (u64::from_le_bytes(lba), u64::from(u32::from_le_bytes(size)));
+        let mut marker = GrainMarker::new_zeroed();
+        self.storage.read_padded(marker.as_mut_bytes(), HostOffset(host))?;
+        let (lba, size) = (marker.lba.get(), u64::from(marker.size));
         let expected = guest * (self.sparse.grain_bytes / SECTOR);
         if lba != expected {
             let message = format!("disk address {lba}, expected {expected}");

@@ -8,6 +8,7 @@ use vdkit_block::{HostOffset, Repair, Result, Severity, Storage};
 use super::Checking;
 use super::used::Used;
 use crate::header::{SECTOR, SparseHeader, field, flag};
+use crate::on_disk;
 use crate::source::AnyHeader;
 use crate::sparse::{Entry, Flavor, Sparse};
 
@@ -210,11 +211,7 @@ impl<'a> Extent<'a> {
         self.note(checking, at..at + bytes, "grain directory")?;
         let mut raw = vec![0; bytes as usize];
         self.storage.read_at(&mut raw, HostOffset(at))?;
-        let words = if self.sparse.entry_bytes == 8 {
-            raw.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b)).collect()
-        } else {
-            raw.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b).into()).collect()
-        };
+        let words = on_disk::entries(&raw, self.sparse.entry_bytes);
         Ok(Directory { at, words, changed: false })
     }
 

@@ -2,28 +2,16 @@
 
 use std::sync::Arc;
 
-use vdkit_block::{
-    CreateRequest, Creation, FormatDriver, GuestOffset, Limits, OpenRequest, Options, Storage,
-};
+use vdkit_block::{FormatDriver, GuestOffset, Limits, OpenRequest, Storage};
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_storage::MemoryStorage;
-use vdkit_testbase::CountingStorage;
+use vdkit_testbase::{CountingStorage, create_image};
 use vdkit_vmdk::VmdkDriver;
 
 const GIB: u64 = 1 << 30;
 
 fn create(storage: &Arc<dyn Storage>, bytes: u64) {
-    let driver = VmdkDriver;
-    driver
-        .create(&CreateRequest {
-            storage: storage.clone(),
-            files: Vec::new(),
-            guest_bytes: bytes,
-            options: Options::default(),
-            backing: None,
-            backing_bytes: None,
-        })
-        .unwrap();
+    create_image(&VmdkDriver, storage.clone(), bytes, "");
 }
 
 fn open(storage: Arc<dyn Storage>, writable: bool) -> Disk {

@@ -15,12 +15,12 @@ mod threads;
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, FormatDriver, GuestOffset, HostOffset, Limits, Monitor, OpenRequest, Repair,
-    Storage,
+    CheckReport, FormatDriver, HostOffset, Limits, OfflineImage, OpenRequest, Repair, Storage,
 };
-use vdkit_chain::{Disk, OpenOptions};
+use vdkit_chain::Disk;
 use vdkit_raw::RawDriver;
 use vdkit_storage::MemoryStorage;
+use vdkit_testbase::{assert_sound, backing_image, content_over, open_image, read_all};
 use vdkit_vmdk::VmdkDriver;
 use vdkit_vmdk::header::{SparseHeader, flag};
 
@@ -129,23 +129,19 @@ impl Shape {
 
     /// The backing image, without a zero sector.
     pub fn base(&self) -> Option<Arc<dyn Storage>> {
-        let bytes: Vec<u8> = (0..self.backing?).map(|i| (i / 512 % 255 + 1) as u8).collect();
-        Some(Arc::new(MemoryStorage::from_bytes("base", &bytes).read_only()))
+        self.backing.map(backing_image)
     }
 
     /// The initial guest content.
     pub fn first_content(&self) -> Vec<u8> {
-        let mut bytes = vec![0; GUEST_BYTES as usize];
-        if let Some(base) = self.base() {
-            base.read_padded(&mut bytes, HostOffset(0)).unwrap();
-        }
-        bytes
+        content_over(self.base(), GUEST_BYTES)
     }
 
     /// Opens an image of this shape for writing.
     pub fn open(&self, storage: Arc<dyn Storage>) -> vdkit_block::Result<Disk> {
         // Small, so that chunks of tables are evicted.
-        let limits = Limits { cache_bytes: 64 << 10, ..Limits::default() };
+        let mut limits = Limits::default();
+        limits.cache_bytes = 64 << 10;
         let top = open(&VmdkDriver, storage, &[], true, limits)?;
         Ok(match self.base() {
             Some(base) => top.over(open(&RawDriver, base, &[], false, limits)?),
@@ -162,27 +158,15 @@ pub fn open(
     writable: bool,
     limits: Limits,
 ) -> vdkit_block::Result<Disk> {
-    let info = driver.describe(&storage, &limits)?;
-    let request = OpenRequest { storage, files: files.to_vec(), writable, limits };
-    let options = OpenOptions { writable, ..OpenOptions::default() };
-    Ok(Disk::from_format(driver.open(request)?, info, &options))
-}
-
-/// The whole disk.
-pub fn read_all(disk: &Disk) -> Vec<u8> {
-    let mut bytes = vec![0xee; disk.guest_bytes() as usize];
-    disk.read_at(&mut bytes, GuestOffset(0)).unwrap();
-    bytes
+    open_image(driver, OpenRequest { storage, files: files.to_vec(), writable, limits })
 }
 
 /// Checks an image, and repairs it as `repair` allows.
 pub fn check(storage: &Arc<dyn Storage>, repair: Repair) -> vdkit_block::Result<CheckReport> {
-    VmdkDriver.check(storage, &[], repair, &Limits::default(), &Monitor::default())
+    VmdkDriver.check(&OfflineImage::new(storage), repair)
 }
 
 /// Checks an image: it must not be corrupt, and must have no leaks if `clean`.
 pub fn audit(storage: &Arc<dyn Storage>, clean: bool, what: &str) {
-    let report = check(storage, Repair::Nothing).unwrap_or_else(|error| panic!("{what}: {error}"));
-    assert_eq!(report.corruptions, 0, "{what}: {:#?}", report.findings);
-    assert!(!clean || report.leaks == 0, "{what}: {:#?}", report.findings);
+    assert_sound(&VmdkDriver, storage, !clean, what);
 }

@@ -1,4 +1,4 @@
-use vdkit_block::{CancelToken, Error};
+use vdkit_block::Error;
 
 use super::*;
 use vdkit_raw::RawDriver;
@@ -82,7 +82,7 @@ fn empty_disks_are_equal() {
 fn a_cancelled_comparison_ends() {
     let a = disk_of(&RawDriver, MIB, &[(0, &noise(5, 5000))]);
     let b = disk_of(&RawDriver, MIB, &[]);
-    let monitor = Monitor { cancel: CancelToken::default(), ..Monitor::default() };
+    let monitor = Monitor::default();
     monitor.cancel.cancel();
     let result = compare(&a, &b, &CompareOptions::default(), &monitor);
     assert!(matches!(result, Err(Error::Interrupted)));

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use vdkit_block::{CopyMethod, HostOffset, Reservation, Result, Storage};
+use vdkit_block::{CopyMethod, CopyOp, HostOffset, Reservation, Result, Storage};
 use vdkit_chain::Disk;
 
 use super::{Buffers, Mover, Placed, add};
@@ -73,9 +73,13 @@ impl Mover<'_> {
         offset: HostOffset,
     ) -> Result<()> {
         let Range { start, end } = space.write.clone();
-        let (to, host) = (target.top().file(space.file), space.host_of(start));
-        let method = CopyMethod::CopyFileRange;
-        let copied = to.copy_from(host, from, offset, end - start, method)?;
+        let copied = target.top().file(space.file).copy_from(&CopyOp {
+            to: space.host_of(start),
+            source: from,
+            from: offset,
+            len: end - start,
+            method: CopyMethod::CopyFileRange,
+        })?;
         add(&self.moved.kernel_copied, copied);
         if copied < end - start {
             self.kernel_refuses.store(true, Ordering::Relaxed);

@@ -2,14 +2,12 @@
 
 use std::sync::Arc;
 
-use vdkit_block::{
-    CreateRequest, Creation, FormatDriver, GuestOffset, Limits, Monitor, Options, Repair, Storage,
-};
+use vdkit_block::{GuestOffset, Monitor, Storage};
 use vdkit_chain::Disk;
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_raw::RawDriver;
 use vdkit_storage::MemoryStorage;
-use vdkit_testbase::{NoShare, SharingStorage, disk_on, noise};
+use vdkit_testbase::{NoShare, SharingStorage, assert_sound, create_image, disk_on, noise};
 
 use crate::mover::{MoveOptions, MovedBytes, Mover};
 use crate::plan::{PlanOptions, Planner};
@@ -22,16 +20,7 @@ const STEP: u64 = 4 * CLUSTER;
 const GUEST_BYTES: u64 = PIECES * STEP;
 
 fn qcow2(storage: Arc<dyn Storage>) -> Disk {
-    Qcow2Driver
-        .create(&CreateRequest {
-            storage: storage.clone(),
-            files: Vec::new(),
-            guest_bytes: GUEST_BYTES,
-            options: Options::parse("qcow2", Qcow2Driver.options(), [""]).unwrap(),
-            backing: None,
-            backing_bytes: None,
-        })
-        .unwrap();
+    create_image(&Qcow2Driver, storage.clone(), GUEST_BYTES, "");
     disk_on(&Qcow2Driver, storage)
 }
 
@@ -87,9 +76,7 @@ fn same(source: &Source, target: &Disk) {
 
 /// No corruption, no leak.
 fn sound(storage: &Arc<dyn Storage>) {
-    let (limits, monitor) = (Limits::default(), Monitor::default());
-    let report = Qcow2Driver.check(storage, &[], Repair::Nothing, &limits, &monitor).unwrap();
-    assert_eq!((report.corruptions, report.leaks), (0, 0), "{:#?}", report.findings);
+    assert_sound(&Qcow2Driver, storage, false, "the target");
 }
 
 #[test]

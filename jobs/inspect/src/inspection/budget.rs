@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
-use vdkit_block::{Error, HostOffset, Result, Storage, StorageCaps};
+use vdkit_block::{Error, HostOffset, Result, Storage, StorageCaps, require_writable};
 
 /// Reads and bytes used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -114,7 +114,7 @@ impl Storage for BudgetStorage {
     }
 
     fn sync(&self) -> Result<()> {
-        Err(Error::ReadOnly { file: self.name().to_owned() })
+        require_writable(false, self.name())
     }
 }
 

@@ -81,22 +81,16 @@ impl Mapping {
         let geometry = &header.geometry;
         let mut bytes = vec![0; geometry.cluster_bytes() as usize];
         storage.read_padded(&mut bytes, HostOffset(at))?;
-        let width = geometry.l2_entry_bytes() as usize;
         let mut clusters = 0;
-        for (index, raw) in bytes.chunks_exact(width).enumerate() {
-            let word = u64::from_be_bytes(raw[..8].try_into().unwrap_or_default());
-            if word & (COMPRESSED | OFFSET_MASK) == 0 {
+        for (index, entry) in L2Entry::all(&bytes, geometry).enumerate() {
+            if entry.word & (COMPRESSED | OFFSET_MASK) == 0 {
                 continue;
             }
-            let host = if word & COMPRESSED != 0 {
-                L2Entry { word, bitmap: 0 }.compressed_place(geometry).offset.0
-            } else {
-                word & OFFSET_MASK
-            };
+            let (HostOffset(host), _) = entry.named_bytes(geometry);
             // The data file's length is not known here.
             let outside = host >= file_len && !header.has_data_file();
             if outside {
-                self.lead_outside(at + (index * width) as u64, host);
+                self.lead_outside(at + index as u64 * geometry.l2_entry_bytes(), host);
             } else {
                 clusters += 1;
             }

@@ -6,7 +6,8 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    FormatDriver, GuestOffset, ImageInfo, Limits, Monitor, OpenRequest, Repair, Result, Severity,
+    FormatDriver, GuestOffset, ImageInfo, Limits, OfflineImage, OpenRequest, Repair, Result,
+    Severity,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_qcow2::Qcow2Driver;
@@ -75,11 +76,9 @@ impl Inspection<'_> {
         }
         self.extensions(head, version, cluster);
         let usual = Limits::default();
-        let limits = Limits {
-            check_bytes_max: self.options.memory_max / 2,
-            snapshots_bytes_max: usual.snapshots_bytes_max.min(self.options.memory_max / 8),
-            ..usual
-        };
+        let mut limits = usual;
+        limits.check_bytes_max = self.options.memory_max / 2;
+        limits.snapshots_bytes_max = usual.snapshots_bytes_max.min(self.options.memory_max / 8);
         let header = match Header::read(&*self.storage, &limits) {
             Ok(header) => header,
             // Problems already reported need no second report.
@@ -420,8 +419,8 @@ impl Inspection<'_> {
 
     /// The format's own check: overlaps, refcounts, flags, snapshots, bitmaps.
     fn check(&mut self, header: &Header, limits: &Limits) -> Result<()> {
-        let report =
-            Qcow2Driver.check(&self.storage, &[], Repair::Nothing, limits, &Monitor::default())?;
+        let image = OfflineImage { limits: *limits, ..OfflineImage::new(&self.storage) };
+        let report = Qcow2Driver.check(&image, Repair::Nothing)?;
         // Refcounts of an image that was not closed may be too low or too high.
         let dirty = header.has(incompatible::DIRTY);
         let damage = report.findings.iter().filter(|f| f.severity == Severity::Corruption);
@@ -465,7 +464,7 @@ impl Inspection<'_> {
             Ok(format) => format,
             Err(error) => return self.note_error_within(error),
         };
-        let options = OpenOptions { limits: *limits, ..OpenOptions::read_only() };
+        let options = OpenOptions::read_only().limits(*limits);
         let disk = Disk::from_format(format, ImageInfo::new("qcow2", header.guest_bytes), &options);
         let bytes = header.guest_bytes.min(signature::HEAD_BYTES as u64);
         let mut head = vec![0; bytes as usize];

@@ -2,13 +2,10 @@
 
 use std::sync::Arc;
 
-use vdkit_block::{
-    CreateRequest, Creation, FormatDriver, GuestOffset, ImageInfo, Limits, OpenRequest, Options,
-    Storage,
-};
-use vdkit_chain::{Disk, OpenOptions};
+use vdkit_block::{GuestOffset, Storage};
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_storage::MemoryStorage;
+use vdkit_testbase::{create_image, disk_on};
 
 const CLUSTER: usize = 64 << 10;
 
@@ -26,28 +23,9 @@ pub fn qcow2_holding(data: &[u8]) -> Vec<u8> {
 pub fn qcow2_with(options: &str, guest_bytes: u64, data: &[u8]) -> Vec<u8> {
     let memory = Arc::new(MemoryStorage::new("image"));
     let storage: Arc<dyn Storage> = memory.clone();
-    let options = Options::parse("qcow2", Qcow2Driver.options(), [options]).unwrap();
-    Qcow2Driver
-        .create(&CreateRequest {
-            storage: storage.clone(),
-            files: Vec::new(),
-            guest_bytes,
-            options,
-            backing: None,
-            backing_bytes: None,
-        })
-        .unwrap();
+    create_image(&Qcow2Driver, storage.clone(), guest_bytes, options);
     if !data.is_empty() {
-        let format = Qcow2Driver
-            .open(OpenRequest {
-                storage,
-                files: Vec::new(),
-                writable: true,
-                limits: Limits::default(),
-            })
-            .unwrap();
-        let info = ImageInfo::new("qcow2", guest_bytes);
-        let disk = Disk::from_format(format, info, &OpenOptions::read_write());
+        let disk = disk_on(&Qcow2Driver, storage);
         disk.write_at(data, GuestOffset(0)).unwrap();
         disk.close().unwrap();
     }

@@ -1,5 +1,7 @@
 //! Clients that leave, and their pending requests.
 
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -155,4 +157,40 @@ fn a_stopped_server_holds_no_export() {
         assert_eq!(Arc::strong_count(&export), 1);
         drop(client);
     }
+}
+
+#[test]
+fn a_dropped_server_serves_no_more() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("socket");
+    let export = Export::new(
+        qcow2(Arc::new(MemoryStorage::new("image")), MIB, ""),
+        ExportOptions::default(),
+    );
+    let listener = Listener::bind(&Address::Unix(socket.clone())).unwrap();
+    let exports = Exports::new(vec![export.clone()]);
+    let server = Server::start(exports, vec![listener], ServerOptions::default()).unwrap();
+    let mut client = Client::open(&socket, "", Style::Simple);
+    client.write(0, &[1; 4096]).unwrap();
+    drop(server);
+    assert_eq!(Arc::strong_count(&export), 1);
+    assert!(!socket.exists() && client.is_ended());
+}
+
+#[test]
+fn a_server_that_cannot_start_listens_nowhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("socket");
+    let disk = qcow2(Arc::new(MemoryStorage::new("image")), MIB, "");
+    let export = Export::new(disk, ExportOptions::default());
+    let first = Listener::bind(&Address::Unix(socket.clone())).unwrap();
+    // The system refuses to make this one non-blocking.
+    let path_only = rustix::fs::OFlags::PATH.bits() as i32;
+    let file = std::fs::OpenOptions::new().read(true).custom_flags(path_only).open(folder.path());
+    let second = Listener::Handed(OwnedFd::from(file.unwrap()).into());
+    let exports = Exports::new(vec![export.clone()]);
+    let started = Server::start(exports, vec![first, second], ServerOptions::default());
+    assert!(started.is_err());
+    assert_eq!(Arc::strong_count(&export), 1);
+    assert!(!socket.exists());
 }

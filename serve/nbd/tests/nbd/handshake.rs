@@ -121,7 +121,7 @@ fn a_slow_client_is_sent_away() {
     let mut dripping = slow();
     // Sending a byte from time to time does not extend the deadline.
     let drip = std::thread::spawn(move || {
-        for byte in IHAVEOPT.to_be_bytes().into_iter().cycle() {
+        for byte in OPTION_MAGIC.to_be_bytes().into_iter().cycle() {
             if dripping.socket.write_all(&[byte]).is_err() {
                 break;
             }
@@ -134,7 +134,7 @@ fn a_slow_client_is_sent_away() {
     // A client that never reads and never stops sending options.
     let mut deaf = slow();
     deaf.socket.set_write_timeout(Some(Duration::from_secs(60))).unwrap();
-    let mut option = IHAVEOPT.to_be_bytes().to_vec();
+    let mut option = OPTION_MAGIC.to_be_bytes().to_vec();
     option.extend([0, 0, 0, 3, 0, 0, 0, 0]);
     while deaf.socket.write_all(&option).is_ok() {}
     rig.settles_at(0);

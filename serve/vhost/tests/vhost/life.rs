@@ -3,12 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use vdkit_vhost::Listener;
+use vdkit_serve::{Export, ExportOptions};
+use vdkit_storage::MemoryStorage;
+use vdkit_vhost::{Listener, Server};
 
 use crate::guest::*;
 use crate::rig::Rig;
 use vdkit_testkit::Watched;
-use vdkit_testkit::disks::MIB;
+use vdkit_testkit::disks::{MIB, qcow2};
 
 #[test]
 fn a_monitor_may_come_again() {
@@ -158,4 +160,18 @@ fn another_server_takes_over() {
         }
     }
     rig.end();
+}
+
+#[test]
+fn a_dropped_server_serves_no_more() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("vhost.sock");
+    let disk = qcow2(Arc::new(MemoryStorage::new("image")), MIB, "");
+    let export = Export::new(disk, ExportOptions::default());
+    let server = Server::start(export.clone(), Listener::bind(&socket).unwrap()).unwrap();
+    let mut guest = Guest::boot(&socket, 1);
+    guest.write(0, 0, &[1; 512]);
+    drop(server);
+    assert_eq!(Arc::strong_count(&export), 1);
+    assert!(!socket.exists());
 }

@@ -4,11 +4,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use vdkit_block::{FormatDriver, Limits, Monitor, Repair, Storage};
+use vdkit_block::Storage;
+use vdkit_qcow2::Qcow2Driver;
 use vdkit_serve::{Export, ExportOptions};
 use vdkit_storage::MemoryStorage;
 use vdkit_vhost::{Listener, Server};
 
+use vdkit_testkit::assert_sound;
 use vdkit_testkit::disks::qcow2;
 
 use crate::guest::Guest;
@@ -32,7 +34,8 @@ impl Rig {
         export: impl FnOnce(&mut ExportOptions),
     ) -> Self {
         let disk = qcow2(storage.clone(), guest_bytes, "");
-        let mut options = ExportOptions { name: "disk".to_owned(), ..ExportOptions::default() };
+        let mut options = ExportOptions::default();
+        options.name = "disk".to_owned();
         export(&mut options);
         let export = Export::new(disk, options);
         let folder = tempfile::tempdir().unwrap();
@@ -62,11 +65,7 @@ impl Rig {
         assert!(self.server.take().unwrap().stop(Duration::from_secs(120)));
         assert!(!self.socket.exists(), "the socket's name stays behind");
         self.export.close().unwrap();
-        let (limits, monitor) = (Limits::default(), Monitor::default());
-        let report = vdkit_qcow2::Qcow2Driver
-            .check(&self.storage, &[], Repair::Nothing, &limits, &monitor)
-            .unwrap();
-        assert_eq!((report.leaks, report.corruptions), (0, 0), "{:?}", report.findings);
+        assert_sound(&Qcow2Driver, &self.storage, false, "the end");
         self.storage.clone()
     }
 }

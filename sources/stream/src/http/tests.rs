@@ -1,5 +1,6 @@
 use vdkit_block::StorageExt;
 use vdkit_testbase::http::{HttpFaults, HttpServer};
+use vdkit_testbase::{run_threadless, threadless_argument};
 
 use super::*;
 
@@ -145,4 +146,21 @@ fn what_comes_in_fast_enough_is_waited_for() {
     assert!(!pace.too_slow(short));
     pace.since -= short;
     assert!(pace.too_slow(short));
+}
+
+#[test]
+fn a_file_is_read_where_no_thread_can_be_started() {
+    let all = bytes(9 << 20);
+    let Some(url) = threadless_argument() else {
+        let server = HttpServer::start(all, HttpFaults::default());
+        let name = "http::tests::a_file_is_read_where_no_thread_can_be_started";
+        return run_threadless(name, server.url());
+    };
+    let opened = open_patiently(&url, &CancelToken::default(), PATIENCE, PATIENCE).unwrap();
+    let Remote::Ranges(storage) = opened else { panic!("the server knows ranges") };
+    let mut read = vec![0; all.len()];
+    for (index, piece) in read.chunks_mut(1 << 20).enumerate() {
+        storage.read_at(piece, HostOffset((index << 20) as u64)).unwrap();
+    }
+    assert!(read == all);
 }

@@ -29,7 +29,8 @@ impl ConvertArgs {
     /// appliance, so it is left out.
     fn options_within(&self) -> OpenOptions {
         let options = self.source_options();
-        OpenOptions { format: options.format.filter(|format| format != OVA), ..options }
+        let format = options.format.clone().filter(|format| format != OVA);
+        options.maybe_format(format)
     }
 
     /// Converts the selected disks of an appliance.
@@ -66,7 +67,7 @@ impl ConvertArgs {
             let opened = open_packaged(registry, package, disk, &options, &spool, monitor)?;
             let source = Source::new(vec![opened]);
             let options = self.job(registry, target, source.bytes(), &monitor.cancel)?;
-            parts.push(Extraction { disk, source, options });
+            parts.push(Extraction::new(disk, source, options));
         }
         let threads = self.threads.map(usize::from);
         Ok(jobs::extract(registry, package, parts, threads, monitor)?)
@@ -128,18 +129,14 @@ impl ConvertArgs {
         let machine = self.machine(stem)?;
         let compress = self.compress.map(method).transpose()?;
         let disks = self.disks_to_pack(registry, sources, target, monitor)?;
-        let new = NewAppliance {
-            path: target.to_owned(),
-            stem: plain(stem),
-            machine,
-            modified: newest(sources),
-            compress: compress.flatten(),
-            threads: self.threads.map(usize::from),
-            detect_zeroes: self.detection(),
-            verify: self.verify,
-            rate: self.rate,
-            cache: self.cache,
-        };
+        let mut new = NewAppliance::new(target, plain(stem), machine);
+        new.modified = newest(sources);
+        new.compress = compress.flatten();
+        new.threads = self.threads.map(usize::from);
+        new.detect_zeroes = self.detection();
+        new.verify = self.verify;
+        new.rate = self.rate;
+        new.cache = self.cache;
         Ok(jobs::pack(registry, &disks, &new, monitor)?)
     }
 

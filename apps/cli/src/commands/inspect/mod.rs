@@ -34,7 +34,7 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "inspect",
     about: "Judge whether an untrusted image is safe to accept",
-    group: Group::Look,
+    group: Group::Examine,
     details: "\
 Reads the image in a separate sandboxed process (seccomp, Landlock, limits on time, memory and \
 reads), opens no other file, and gives each reason a code. Exit codes: 0 accepted, 5 refused, 1 \

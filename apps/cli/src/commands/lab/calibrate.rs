@@ -23,8 +23,8 @@ pub struct CalibrateArgs {
 }
 
 impl CalibrateArgs {
-    /// Judges the runs and prints the counts. A wrongly reported difference is no failure of the
-    /// command.
+    /// Tests the method on the runs and prints the counts. A wrongly reported difference is no
+    /// failure of the command.
     ///
     /// # Errors
     /// A run cannot be read, or the runs are of different plans.
@@ -34,7 +34,7 @@ impl CalibrateArgs {
         for (path, run) in self.runs.iter().zip(&runs) {
             if run.plan.name != runs[0].plan.name {
                 return Err(Failure::usage(format!(
-                    "{}: is of the plan '{}', the first of '{}'; runs of one plan are judged together",
+                    "{}: a run of the plan '{}', but the first run is of '{}'; all runs must be of one plan",
                     path.display(),
                     run.plan.name,
                     runs[0].plan.name
@@ -47,24 +47,23 @@ impl CalibrateArgs {
             return Ok(Exit::Done);
         }
         let out = &mut session.out;
-        out.line(row("verdicts on copies of one way", &found.verdicts))?;
+        out.line(row("verdicts on copies of one configuration", &found.verdicts))?;
         out.line(row("one run against another", &found.pairs))?;
-        out.line(row("two or three runs in turns", &found.turns))?;
+        out.line(row("two or three runs, alternating", &found.turns))?;
         for tally in [&found.verdicts, &found.pairs, &found.turns] {
             for example in &tally.examples {
-                out.line(format!("called different: {example}"))?;
+                out.line(format!("wrong: {example}"))?;
             }
         }
-        out.line(format!("at most {} of each may be wrong", words::percent(stats::ERROR)))?;
+        out.line(format!("expected: at most {} of each are wrong", words::percent(stats::ERROR)))?;
         Ok(Exit::Done)
     }
 }
 
 fn row(name: &str, tally: &Tally) -> String {
-    format!(
-        "{name:<30}  {} judged, {} wrong ({})",
-        tally.judged,
-        tally.wrong,
-        words::percent(tally.part())
-    )
+    let part = match tally.judged {
+        0 => String::new(),
+        _ => format!(" ({})", words::percent(tally.part())),
+    };
+    format!("{name:<40}  {} tested, {} wrong{part}", tally.judged, tally.wrong)
 }

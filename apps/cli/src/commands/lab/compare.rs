@@ -75,7 +75,7 @@ fn print(comparison: &Comparison, out: &mut Output) -> std::io::Result<()> {
         }
     }
     out.line(format!(
-        "{} worse, {} better, {} cannot be told; measured: {}",
+        "{} worse, {} better, {} not significant; metric: {}",
         comparison.worse, comparison.better, comparison.ties, comparison.metric
     ))
 }

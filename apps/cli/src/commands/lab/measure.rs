@@ -7,9 +7,11 @@ use clap::{Args, ValueHint};
 use serde::Serialize;
 use vdkit::Monitor;
 use vdkit_lab as lab;
-use vdkit_lab::model::{self, Cell, Metric, Outcome as CellOutcome, Run};
-use vdkit_lab::run::{Estimate, Going, Prepared, Request, Tools, random_seed};
-use vdkit_lab::verdict::{Told, verdict};
+use vdkit_lab::model::{self, Cell, Outcome as CellOutcome, Run};
+use vdkit_lab::run::{ActiveRun, Estimate, Prepared, Request, Tools, random_seed};
+use vdkit_lab::stats::median;
+use vdkit_lab::verdict::{VerdictJson, verdict};
+use vdkit_lab::words::{plural, value};
 
 use super::failure;
 use super::plans::PlanChoice;
@@ -42,7 +44,7 @@ pub struct RunArgs {
     /// Seed of the order of the cells and of random bytes
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Measure exactly N rounds, instead of as many as the decision takes
+    /// Measure each cell exactly N times (default: as often as the decision needs)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: Option<u32>,
     /// Measure more rounds until the result is decided, for about this long at most (90s, 10m, 2h)
@@ -52,7 +54,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "RUN", value_hint = ValueHint::FilePath)]
     #[arg(conflicts_with_all = ["name", "file", "on", "device", "quick", "out", "seed", "rounds", "time"])]
     resume: Option<PathBuf>,
-    /// Print what would be measured, with time and space, and end
+    /// Print what would be measured, and the time and space that it needs
     #[arg(long, conflicts_with = "resume")]
     dry_run: bool,
     #[command(flatten)]
@@ -78,7 +80,7 @@ struct RunAnswer<'a> {
     beforehand: &'a [String],
     warnings: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
-    verdict: Option<Told>,
+    verdict: Option<VerdictJson>,
 }
 
 #[derive(Serialize)]
@@ -96,9 +98,9 @@ impl RunArgs {
     pub(super) fn run(self, session: &mut Session) -> Outcome {
         let cancel = session.cancel_on_signal()?;
         let progress = self.progress.reporter("lab").counting();
-        let monitor = Monitor { cancel, progress: &progress };
+        let monitor = Monitor::new(&progress).cancelled_by(cancel);
         let command = std::env::current_exe()
-            .map_err(|error| Failure::failed(format!("where this command is: {error}")))?;
+            .map_err(|error| Failure::failed(format!("the path of this command: {error}")))?;
         let registry = vdkit::registry();
         let ask = |told: &str, device: &Path| super::ask::for_name(told, device, &monitor.cancel);
         let tools = Tools {
@@ -110,8 +112,9 @@ impl RunArgs {
             steady: Some(vdkit_lab::stats::steady),
         };
         if let Some(file) = &self.resume {
-            let going = Going::resume(file, &tools, &monitor).map_err(|error| failure(&error))?;
-            return self.measure(going, file, &tools, &monitor, session);
+            let active =
+                ActiveRun::resume(file, &tools, &monitor).map_err(|error| failure(&error))?;
+            return self.measure(active, file, &tools, &monitor, session);
         }
         let request = self.request()?;
         let metric = self.plan.read()?.0;
@@ -127,21 +130,21 @@ impl RunArgs {
             progress.say(&line);
         }
         let out = self.out.clone().unwrap_or_else(|| new_name(&metric.name));
-        let going = prepared.begin(&out, &tools, &monitor).map_err(|error| failure(&error))?;
-        self.measure(going, &out, &tools, &monitor, session)
+        let active = prepared.begin(&out, &tools, &monitor).map_err(|error| failure(&error))?;
+        self.measure(active, &out, &tools, &monitor, session)
     }
 
     fn request(&self) -> Result<Request, Failure> {
         self.plan_comes_first()?;
         let (plan, origin) = self.plan.read()?;
         if self.on.is_empty() && self.device.is_empty() {
-            return Err(Failure::usage("say where images may be put: --on DIR or --device DEV"));
+            return Err(Failure::usage(
+                "no place for images: name one with --on DIR or --device DEV",
+            ));
         }
         if let Some(lost) = self.erase.iter().find(|path| !self.device.contains(path)) {
             let lost = lost.display();
-            return Err(Failure::usage(format!(
-                "--erase {lost}: name it with --device {lost} too"
-            )));
+            return Err(Failure::usage(format!("--erase {lost}: also needs --device {lost}")));
         }
         Ok(Request {
             plan: plan.text,
@@ -174,20 +177,20 @@ impl RunArgs {
 
     fn measure(
         &self,
-        going: Going,
+        active: ActiveRun,
         file: &Path,
         tools: &Tools<'_>,
         monitor: &Monitor<'_>,
         session: &mut Session,
     ) -> Outcome {
-        let estimate = going.estimate().clone();
-        let run = going.run(tools, monitor).map_err(|error| {
+        let estimate = active.estimate().clone();
+        let run = active.run(tools, monitor).map_err(|error| {
             let failure = failure(&error);
             match monitor.cancel.is_cancelled() {
                 true => Failure::Told(
                     Exit::Interrupted,
-                    "interrupted; what was measured is kept".to_owned(),
-                    Some(format!("to go on: {}", self.resume_command(file))),
+                    "interrupted; the samples so far are saved".to_owned(),
+                    Some(format!("to continue: {}", self.resume_command(file))),
                 ),
                 false => failure,
             }
@@ -200,7 +203,7 @@ impl RunArgs {
                 &estimate,
                 Some(&name),
                 run.warnings.len(),
-                Some(verdict(&run).told()),
+                Some(verdict(&run).json()),
             ))?;
         } else {
             print(&run, &mut session.out)?;
@@ -305,12 +308,13 @@ fn told(estimate: &Estimate, most: u32, given: Option<u64>) -> Vec<String> {
         None => estimate.seconds_of(most),
     };
     let time = span(estimate.seconds, longest);
-    let rounds = match (most > rounds, given) {
-        (true, None) => format!("{rounds}, up to {most} where these do not tell"),
-        (true, Some(_)) => format!("{rounds}, more where these do not tell"),
-        (false, _) => rounds.to_string(),
+    let more = match (most > rounds, given) {
+        (true, None) => format!(" (up to {most} while comparisons are undecided)"),
+        (true, Some(_)) => " (more while comparisons are undecided)".to_owned(),
+        (false, _) => String::new(),
     };
-    let mut lines = vec![format!("{cells} cells, rounds: {rounds}; {time}; needs {space}")];
+    let (cells, rounds) = (plural(cells, "cell"), plural(rounds as usize, "round"));
+    let mut lines = vec![format!("{cells}, {rounds}{more}; {time}; needs {space}")];
     lines.extend(estimate.told.iter().cloned());
     lines
 }
@@ -330,7 +334,7 @@ fn answer<'a>(
     estimate: &'a Estimate,
     filename: Option<&'a str>,
     warnings: usize,
-    verdict: Option<Told>,
+    verdict: Option<VerdictJson>,
 ) -> RunAnswer<'a> {
     let cell = |cell: &'a Cell| {
         let (state, reason) = state(&cell.outcome);
@@ -349,27 +353,6 @@ fn answer<'a>(
     }
 }
 
-/// The median of some numbers.
-fn median(mut values: Vec<f64>) -> Option<f64> {
-    values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    match values.len() {
-        0 => None,
-        n if n % 2 == 1 => Some(values[middle]),
-        _ => Some((values[middle - 1] + values[middle]) / 2.0),
-    }
-}
-
-/// Formats a value of a metric.
-fn shown(value: f64, metric: &Metric) -> String {
-    match metric.unit {
-        "B/s" => format!("{:.1} MB/s", value / 1e6),
-        "ns" => format!("{:.1} µs", value / 1e3),
-        "s" => format!("{value:.3} s"),
-        unit => format!("{value:.1} {unit}").trim_end().to_owned(),
-    }
-}
-
 /// Largest number of warnings that are printed.
 const WARNINGS: usize = 5;
 
@@ -382,19 +365,20 @@ fn print(run: &Run, out: &mut Output) -> std::io::Result<()> {
     let mut table = Table::new(&heads);
     for cell in &run.cells {
         let axes = run.plan.axes.iter().map(|axis| cell.axis(axis).unwrap_or_default().to_owned());
-        let value = median(cell.values(&run.plan.metric)).zip(metric);
-        let value = value.map_or_else(|| "-".to_owned(), |(value, metric)| shown(value, metric));
+        let median = median(&cell.values(&run.plan.metric)).zip(metric);
+        let median =
+            median.map_or_else(|| "-".to_owned(), |(median, metric)| value(metric, median));
         let (state, reason) = state(&cell.outcome);
         let reason = reason.and_then(|reason| reason.lines().next()).unwrap_or_default();
         let told = if reason.is_empty() { state.to_owned() } else { format!("{state}: {reason}") };
-        table.row(axes.chain([value, told]).collect::<Vec<_>>());
+        table.row(axes.chain([median, told]).collect::<Vec<_>>());
     }
     table.print(out, 0)?;
     for warning in run.warnings.iter().take(WARNINGS) {
         out.line(format!("warning: {}", warning.text))?;
     }
     if let Some(more @ 1..) = run.warnings.len().checked_sub(WARNINGS) {
-        out.line(format!("and {more} more warnings, which the results hold"))?;
+        out.line(format!("and {} in the results file", plural(more, "more warning")))?;
     }
     Ok(())
 }
@@ -413,13 +397,16 @@ mod tests {
             ..Estimate::default()
         };
         let line = |most, given| told(&estimate, most, given).remove(0);
-        assert_eq!(line(3, None), "2 cells, rounds: 3; about 70 s; needs no space");
+        assert_eq!(line(3, None), "2 cells, 3 rounds; about 70 s; needs no space");
         assert_eq!(
             line(6, None),
-            "2 cells, rounds: 3, up to 6 where these do not tell; about 70 s to 2 min; needs no space"
+            "2 cells, 3 rounds (up to 6 while comparisons are undecided); about 70 s to 2 min; needs no space"
         );
         let given = line(1000, Some(3600));
-        assert!(given.contains("more where these do not tell; about 70 s to 60 min;"), "{given}");
+        assert!(
+            given.contains("(more while comparisons are undecided); about 70 s to 60 min;"),
+            "{given}"
+        );
         assert_eq!(span(120.0, 240.0), "about 2 to 4 min");
         assert_eq!(span(150.0, 700.0), "about 2.5 to 12 min");
     }

@@ -6,6 +6,7 @@ use clap::{Args, ValueHint};
 use serde::Serialize;
 use vdkit_lab::axes;
 use vdkit_lab::plan::{self, Effort, Plan};
+use vdkit_lab::words::plural;
 
 use super::failure;
 use crate::arguments::Json;
@@ -173,8 +174,8 @@ impl ShowArgs {
         session.out.line("")?;
         for (name, effort) in [("full", plan.full), ("quick", plan.quick)] {
             session.out.line(format!(
-                "{name}: rounds {}, loads of {} s, disk {}, files and jobs {}",
-                effort.rounds,
+                "{name} run: {}, loads of {} s, disk of {}, {} per job or tree of files",
+                plural(effort.rounds as usize, "round"),
                 effort.seconds,
                 bytes_short(effort.disk),
                 bytes_short(effort.bytes)

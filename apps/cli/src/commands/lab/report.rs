@@ -38,7 +38,7 @@ impl ReportArgs {
     pub fn run(self, session: &mut Session) -> Outcome {
         let run = Store::load(&self.run).map_err(|error| failure(&error))?;
         if self.json {
-            session.out.json(&verdict(&run).told())?;
+            session.out.json(&verdict(&run).json())?;
             return Ok(Exit::Done);
         }
         let page = report::html(&run);
@@ -49,7 +49,7 @@ impl ReportArgs {
         }
         if !replaceable(&target) {
             return Err(Failure::failed(format!(
-                "{}: is there and is no report",
+                "{}: exists and is not a report",
                 target.display()
             ))
             .hint("name another file with --output"));

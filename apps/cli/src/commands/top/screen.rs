@@ -15,7 +15,7 @@ use crate::failure::colours_wanted;
 
 /// The user's input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Did {
+pub enum Input {
     /// Nothing relevant.
     Nothing,
     /// A request to quit.
@@ -63,21 +63,21 @@ impl Screen {
     }
 
     /// Waits up to `time` for input.
-    pub fn wait(&self, time: Duration) -> io::Result<Did> {
+    pub fn wait(&self, time: Duration) -> io::Result<Input> {
         if !event::poll(time)? {
-            return Ok(Did::Nothing);
+            return Ok(Input::Nothing);
         }
         Ok(match event::read()? {
             Event::Key(key) if key.kind == KeyEventKind::Press => {
                 let control = key.modifiers.contains(KeyModifiers::CONTROL);
                 match key.code {
-                    KeyCode::Char('q') | KeyCode::Esc => Did::Quit,
-                    KeyCode::Char('c') if control => Did::Quit,
-                    _ => Did::Nothing,
+                    KeyCode::Char('q') | KeyCode::Esc => Input::Quit,
+                    KeyCode::Char('c') if control => Input::Quit,
+                    _ => Input::Nothing,
                 }
             }
-            Event::Resize(..) => Did::Resized,
-            _ => Did::Nothing,
+            Event::Resize(..) => Input::Resized,
+            _ => Input::Nothing,
         })
     }
 }

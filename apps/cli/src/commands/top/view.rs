@@ -21,16 +21,19 @@ pub fn lines(rates: &Rates) -> Vec<String> {
     ];
     lines.extend(rates.ops.iter().map(row));
     if let Some(share) = rates.fast_lane_share {
-        lines.push(format!("lanes    {} waited for nothing", percent(share)));
+        lines.push(format!(
+            "inline   {} of the requests completed without blocking",
+            percent(share)
+        ));
     }
     lines.extend(cache(rates));
     if rates.paused {
-        lines.push("PAUSED   until: vdkit ctl SOCKET resume".to_owned());
+        lines.push("PAUSED   to resume: vdkit ctl SOCKET resume".to_owned());
     }
     if rates.parked.requests > 0 {
         let parked = &rates.parked;
         lines.push(format!(
-            "FULL     {} changes ({}) have waited for space for {}: {}",
+            "FULL     writes and discards waiting for space: {} ({}), the oldest for {}: {}",
             parked.requests,
             bytes_short(parked.bytes),
             clock(parked.seconds),
@@ -64,12 +67,12 @@ fn cache(rates: &Rates) -> Option<String> {
     let cache = rates.map_cache.as_ref()?;
     let found = match cache.hit_share {
         Some(share) => {
-            format!("{} of {:.0} look-ups/s found, ", percent(share), cache.lookups_per_second)
+            format!("{} of {:.0} lookups/s hit; ", percent(share), cache.lookups_per_second)
         }
         None => String::new(),
     };
     Some(format!(
-        "map      {found}{} of {} cached; the whole map: {}",
+        "map      {found}cache: {} used of {}; the whole map: {}",
         bytes_short(cache.used_bytes),
         bytes_short(cache.capacity_bytes),
         bytes_short(cache.map_bytes)
@@ -117,9 +120,15 @@ mod tests {
         assert!(text.contains(".qcow2  64 GiB  up 1:02:03\n"), "{text}");
         assert!(text.contains("\nread           29120    113.8 MiB/s"), "{text}");
         assert!(text.contains("\nwrite              0          0 B/s       0\n"), "{text}");
-        assert!(text.contains("lanes    75.0 % waited for nothing"), "{text}");
-        assert!(text.contains("1 MiB of 32 MiB cached; the whole map: 8 MiB"), "{text}");
-        assert!(text.contains("PAUSED") && text.contains("2 changes (128 KiB)"), "{text}");
+        assert!(
+            text.contains("inline   75.0 % of the requests completed without blocking"),
+            "{text}"
+        );
+        assert!(text.contains("cache: 1 MiB used of 32 MiB; the whole map: 8 MiB"), "{text}");
+        assert!(
+            text.contains("PAUSED") && text.contains("waiting for space: 2 (128 KiB)"),
+            "{text}"
+        );
     }
 
     #[test]

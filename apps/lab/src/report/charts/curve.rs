@@ -21,7 +21,7 @@ pub(in crate::report) struct Point {
 #[derive(Clone, Debug)]
 pub(in crate::report) struct Curve {
     /// The number of its color.
-    pub(in crate::report) colour: usize,
+    pub(in crate::report) color: usize,
     pub(in crate::report) name: String,
     /// By queue depth.
     pub(in crate::report) points: Vec<Point>,
@@ -30,7 +30,7 @@ pub(in crate::report) struct Curve {
 /// Draws the first [`LINES_MAX`] curves.
 pub(in crate::report) fn curves(caption: &Caption, curves: &[Curve]) -> Markup {
     let shown = &curves[..curves.len().min(LINES_MAX)];
-    let name = |curve: &Curve| (curve.colour, curve.name.clone());
+    let name = |curve: &Curve| (curve.color, curve.name.clone());
     let names: Vec<(usize, String)> = shown.iter().map(name).collect();
     figure(caption, &names, |frame| draw(frame, shown))
 }
@@ -43,7 +43,7 @@ fn draw(frame: &Frame, curves: &[Curve]) -> Markup {
     let x = Axis::new(
         Scale::linear(0.0, most * 1.08, frame.x0(), frame.x1()),
         if frame.wide { 6 } else { 3 },
-        "requests a second (more is better, to the right)",
+        "requests per second (more is better)",
         counted,
     );
     let y = Axis::new(
@@ -55,17 +55,17 @@ fn draw(frame: &Frame, curves: &[Curve]) -> Markup {
     let place = |point: &Point| (x.scale.at(point.iops), y.scale.at(point.latency));
     let labels = curves.iter().filter_map(|curve| {
         let last = curve.points.last()?;
-        Some(EndLabel { colour: curve.colour, text: curve.name.clone(), y: place(last).1 })
+        Some(EndLabel { color: curve.color, text: curve.name.clone(), y: place(last).1 })
     });
     let labels = labels.collect();
     html! {
         (axes(frame, &x, &y))
         @for (line, curve) in curves.iter().enumerate() {
-            @let colour = curve.colour;
+            @let color = curve.color;
             @let places: Vec<(f64, f64)> = curve.points.iter().map(place).collect();
-            path class=(format!("line s{colour}")) d=(path(&places)) {}
+            path class=(format!("line s{color}")) d=(path(&places)) {}
             @for (point, (px, py)) in curve.points.iter().zip(&places) {
-                circle class=(format!("dot f{colour}")) cx=(n(*px)) cy=(n(*py)) r="4" {}
+                circle class=(format!("dot f{color}")) cx=(n(*px)) cy=(n(*py)) r="4" {}
                 @if line == 0 {
                     text class="note" x=(n(*px)) y=(n(py - 9.0)) text-anchor="middle" { "Q" (point.depth) }
                 }

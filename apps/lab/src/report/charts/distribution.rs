@@ -11,7 +11,7 @@ use super::{Axis, Caption, EndLabel, Frame, LINES_MAX, Scale, axes, end_labels, 
 #[derive(Clone, Debug)]
 pub(in crate::report) struct Line {
     /// The number of its color.
-    pub(in crate::report) colour: usize,
+    pub(in crate::report) color: usize,
     pub(in crate::report) name: String,
     /// Points in rising order.
     pub(in crate::report) points: Vec<Percentile>,
@@ -21,7 +21,7 @@ pub(in crate::report) struct Line {
 /// 0.999.
 pub(in crate::report) fn distribution(caption: &Caption, lines: &[Line]) -> Markup {
     let shown = &lines[..lines.len().min(LINES_MAX)];
-    let name = |line: &Line| (line.colour, line.name.clone());
+    let name = |line: &Line| (line.color, line.name.clone());
     let names: Vec<(usize, String)> = shown.iter().map(name).collect();
     figure(caption, &names, |frame| draw(frame, shown))
 }
@@ -44,7 +44,7 @@ fn draw(frame: &Frame, lines: &[Line]) -> Markup {
     let x = Axis {
         scale,
         ticks: ticks.map(|(fraction, text)| (nines(fraction), text.to_owned())).collect(),
-        name: "of all requests took at most".to_owned(),
+        name: "requests that took at most this long".to_owned(),
     };
     let y = Axis::new(
         Scale::log(fastest * 0.8, slowest * 1.25, frame.y0(), frame.y1()),
@@ -56,14 +56,14 @@ fn draw(frame: &Frame, lines: &[Line]) -> Markup {
         |point: &Percentile| (x.scale.at(nines(point.fraction)), y.scale.at(seconds(point.ns)));
     let labels = lines.iter().filter_map(|all| {
         let last = all.points.last()?;
-        Some(EndLabel { colour: all.colour, text: all.name.clone(), y: place(last).1 })
+        Some(EndLabel { color: all.color, text: all.name.clone(), y: place(last).1 })
     });
     let labels = labels.collect();
     html! {
         (axes(frame, &x, &y))
         @for all in lines {
             @let places: Vec<(f64, f64)> = all.points.iter().map(place).collect();
-            path class=(format!("line s{}", all.colour)) d=(path(&places)) {}
+            path class=(format!("line s{}", all.color)) d=(path(&places)) {}
         }
         (end_labels(frame, labels))
     }

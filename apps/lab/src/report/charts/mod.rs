@@ -84,7 +84,7 @@ pub(super) struct Caption {
 /// A name at the end of a line.
 #[derive(Clone, Debug)]
 pub(super) struct EndLabel {
-    pub(super) colour: usize,
+    pub(super) color: usize,
     pub(super) text: String,
     pub(super) y: f64,
 }
@@ -109,10 +109,10 @@ pub(super) fn figure(
         }
         @if names.len() > 1 {
             ul class="legend" aria-hidden="true" {
-                @for (colour, name) in names {
+                @for (color, name) in names {
                     li {
                         svg viewBox="0 0 28 10" class="swatch" {
-                            line class=(format!("line s{colour}")) x1="1" x2="27" y1="5" y2="5" {}
+                            line class=(format!("line s{color}")) x1="1" x2="27" y1="5" y2="5" {}
                         }
                         (name)
                     }
@@ -166,7 +166,7 @@ pub(super) fn end_labels(frame: &Frame, mut labels: Vec<EndLabel>) -> Markup {
     }
     html! {
         @for label in &labels {
-            text class=(format!("label t{}", label.colour)) x=(n(frame.x1() + 10.0)) y=(n(label.y + 4.0)) {
+            text class=(format!("label t{}", label.color)) x=(n(frame.x1() + 10.0)) y=(n(label.y + 4.0)) {
                 (shortened(&label.text, 26))
             }
         }
@@ -206,7 +206,7 @@ mod tests {
 
     #[test]
     fn labels_do_not_cover_one_another() {
-        let label = |colour, y| EndLabel { colour, text: format!("l{colour}"), y };
+        let label = |color, y| EndLabel { color, text: format!("l{color}"), y };
         let labels = vec![label(0, 100.0), label(1, 101.0), label(2, 283.0), label(3, 284.0)];
         let drawn = end_labels(&Frame::WIDE, labels).into_string();
         let ys: Vec<f64> = drawn

@@ -19,7 +19,7 @@ pub(in crate::report) struct Timeline<'a> {
 
 /// Draws the chart.
 pub(in crate::report) fn timeline(caption: &Caption, timeline: &Timeline<'_>) -> Markup {
-    let names = timeline.lines.iter().map(|(colour, name, ..)| (*colour, name.clone()));
+    let names = timeline.lines.iter().map(|(color, name, ..)| (*color, name.clone()));
     let names: Vec<(usize, String)> = names.collect();
     figure(caption, &names, |frame| draw(frame, timeline))
 }
@@ -45,9 +45,9 @@ fn draw(frame: &Frame, timeline: &Timeline<'_>) -> Markup {
         let both = seconds.iter().zip(values);
         both.map(|(second, value)| (x.scale.at(*second), y.scale.at(*value))).collect()
     };
-    let labels = timeline.lines.iter().filter_map(|(colour, name, seconds, values)| {
+    let labels = timeline.lines.iter().filter_map(|(color, name, seconds, values)| {
         let (_, y) = *places(seconds, values).last()?;
-        Some(EndLabel { colour: *colour, text: name.clone(), y })
+        Some(EndLabel { color: *color, text: name.clone(), y })
     });
     let labels = labels.collect();
     html! {
@@ -59,8 +59,8 @@ fn draw(frame: &Frame, timeline: &Timeline<'_>) -> Markup {
                 height=(n(frame.y0() - frame.y1())) {}
         }
         (axes(frame, &x, &y))
-        @for (colour, _, seconds, values) in &timeline.lines {
-            path class=(format!("line s{colour}")) d=(path(&places(seconds, values))) {}
+        @for (color, _, seconds, values) in &timeline.lines {
+            path class=(format!("line s{color}")) d=(path(&places(seconds, values))) {}
         }
         @if let Some(window) = &timeline.window {
             @let middle = (x.scale.at(window.from_seconds) + x.scale.at(window.to_seconds)) / 2.0;

@@ -148,11 +148,11 @@ fn the_map_is_the_same_by_script_and_follows_its_axes() {
     browser.window(1440, 900, false);
     browser.open(&page.path);
     let table = "document.getElementById('heat').innerText";
-    let colours =
+    let colors =
         "[...document.querySelectorAll('#heat td')].map(d => d.style.getPropertyValue('--v'))";
-    let before = (browser.value(table), browser.value(colours));
+    let before = (browser.value(table), browser.value(colors));
     browser.value("document.querySelector('select[data-map]').dispatchEvent(new Event('change'))");
-    assert_eq!((browser.value(table), browser.value(colours)), before);
+    assert_eq!((browser.value(table), browser.value(colors)), before);
     browser.value(
         "(s => { s.value = 'backend'; s.dispatchEvent(new Event('change')); })(document.querySelector('select[data-map=rows]'))",
     );

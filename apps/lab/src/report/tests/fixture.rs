@@ -3,7 +3,7 @@
 use vdkit_testkit::Rng;
 
 use crate::model::*;
-use crate::stats::judge;
+use crate::stats::steady_window;
 
 fn axes(values: &[(&str, &str)]) -> Axes {
     values.iter().map(|(axis, value)| ((*axis).to_owned(), (*value).to_owned())).collect()
@@ -60,7 +60,7 @@ fn sample(rng: &mut Rng, round: u32, iops: f64, depth: f64) -> Sample {
     Sample {
         round,
         values: values.map(|(key, value)| (key.to_owned(), value)).into(),
-        steady: judge("iops", &seconds, &series),
+        steady: steady_window("iops", &seconds, &series),
         series: vec![Series { metric: "iops".to_owned(), seconds, values: series }],
         latencies: Some(latencies),
         raw: None,

@@ -6,12 +6,12 @@
 use std::ops::Range;
 
 use rustc_hash::FxHashSet;
-use vdkit_block::{CompactReport, HostOffset, LeftAlone, Monitor, NoProgress, Result};
+use vdkit_block::{CompactReport, HostOffset, LeftAlone, Result};
 
 use super::space::Space;
 use super::tables::release;
-use crate::check::mapping::entry_at;
 use crate::check::reader::{self, Meter};
+use crate::entry::L2Entry;
 use crate::header::Encryption;
 use crate::layout::{COPIED, OFFSET_MASK, ZERO};
 
@@ -120,12 +120,11 @@ fn references(space: &Space<'_>, window: &Range<u64>) -> Result<(Vec<Record>, Fx
     let geometry = image.geometry();
     let offsets: Vec<u64> = space.survey.tables.iter().map(|table| table.offset).collect();
     let (mut records, mut compressed) = (Vec::new(), FxHashSet::default());
-    let quiet = Monitor { cancel: space.monitor.cancel.clone(), progress: &NoProgress };
+    let quiet = space.monitor.quiet();
     let mut meter = Meter::new(&quiet);
     let cluster_bytes = image.cluster_bytes();
     reader::for_each_cluster(&*image.storage, &offsets, cluster_bytes, &mut meter, |i, bytes| {
-        for index in 0..geometry.l2_entries() as usize {
-            let entry = entry_at(bytes, index, geometry.extended);
+        for (index, entry) in L2Entry::all(bytes, geometry).enumerate() {
             if entry.is_compressed() {
                 let place = entry.compressed_place(geometry);
                 let clusters = image.clusters_of(place.offset.0, place.bytes);

@@ -41,8 +41,8 @@ use vdkit_block::{
 
 use super::image::Image;
 use super::repair;
-use crate::header::field;
 use crate::layout::incompatible;
+use crate::structures::header_offset;
 use progress::Bar;
 use space::Space;
 
@@ -99,7 +99,7 @@ pub(crate) fn compact(
 
 /// The same cancel token with another progress sink.
 fn watched<'p>(monitor: &Monitor<'_>, progress: &'p dyn Progress) -> Monitor<'p> {
-    Monitor { cancel: monitor.cancel.clone(), progress }
+    Monitor::new(progress).cancelled_by(monitor.cancel.clone())
 }
 
 /// Frees leaked clusters, and returns their number.
@@ -118,7 +118,7 @@ pub(in crate::check) fn make_sound(
         let first = found.findings.iter().find(|finding| !finding.repaired);
         return Err(Error::corrupt(
             image.name(),
-            first.map_or(field::INCOMPATIBLE, |finding| finding.offset),
+            first.map_or(header_offset!(incompatible_features), |finding| finding.offset),
             first.map_or("image", |finding| finding.structure),
             first.map_or("damage".to_owned(), |finding| finding.message.clone()),
             "a sound image",

@@ -70,7 +70,7 @@ mod tests {
     #[test]
     fn steps_follow_one_another_and_never_go_back() {
         let heard = Heard::default();
-        let monitor = Monitor { progress: &heard, ..Monitor::default() };
+        let monitor = Monitor::new(&heard);
         let bar = Bar::new(&monitor, 1000);
         let first = bar.step(0..10);
         // The total grows.

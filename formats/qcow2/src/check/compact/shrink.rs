@@ -9,8 +9,7 @@ use std::ops::Range;
 use vdkit_block::{CompactReport, HostOffset, Result};
 
 use super::space::Space;
-use crate::check::survey::be64;
-use crate::header::field;
+use crate::structures::{header_offset, words};
 
 /// Shortens both tables, if that frees clusters.
 pub(super) fn shrink_tables(space: &mut Space<'_>, report: &mut CompactReport) -> Result<()> {
@@ -23,7 +22,7 @@ pub(super) fn shrink_tables(space: &mut Space<'_>, report: &mut CompactReport) -
 fn shrink_l1(space: &mut Space<'_>, report: &mut CompactReport) -> Result<()> {
     let image = &space.image;
     let header = &image.header;
-    let named = space.survey.l1.chunks_exact(8).rposition(|raw| be64(raw) != 0);
+    let named = words(&space.survey.l1).iter().rposition(|entry| entry.get() != 0);
     let needed = image.geometry().l1_entries_for(header.guest_bytes).max(1);
     let entries = needed.max(named.map_or(0, |last| last as u64 + 1));
     let offset = header.l1_offset.0;
@@ -34,7 +33,7 @@ fn shrink_l1(space: &mut Space<'_>, report: &mut CompactReport) -> Result<()> {
     }
     // Fewer than before.
     let entries = entries as u32;
-    image.storage.write_at(&entries.to_be_bytes(), HostOffset(field::L1))?;
+    image.storage.write_at(&entries.to_be_bytes(), HostOffset(header_offset!(l1_size)))?;
     space.image.header.l1_entries = entries;
     space.survey.l1.truncate(entries as usize * 8);
     free(space, new.end..old.end, report)
@@ -56,7 +55,7 @@ pub(super) fn shrink_refcount_table(
     }
     let first = header.refcount_table_offset.0 / cluster;
     let count = clusters as u32;
-    let at = HostOffset(field::REFCOUNT_TABLE + 8);
+    let at = HostOffset(header_offset!(refcount_table_clusters));
     space.image.storage.write_at(&count.to_be_bytes(), at)?;
     space.image.header.refcount_table_clusters = count;
     space.survey.refcounts.blocks.truncate((clusters * cluster / 8) as usize);

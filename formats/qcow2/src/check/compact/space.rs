@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-use vdkit_block::{HostOffset, Limits, Monitor, NoProgress, Result, Storage, ZeroMode};
+use vdkit_block::{HostOffset, Limits, Monitor, Result, Storage, ZeroMode};
 
 use crate::check::balance::METADATA;
 use crate::check::image::Image;
@@ -35,7 +35,7 @@ impl<'a> Space<'a> {
     ) -> Result<Self> {
         let image = Image::open(storage, limits)?;
         // Progress covers the work, not this survey.
-        let quiet = Monitor { cancel: monitor.cancel.clone(), progress: &NoProgress };
+        let quiet = monitor.quiet();
         let mut survey = Survey::take(&image, Mode::References, &quiet)?;
         let header = &image.header;
         let table = header.refcount_table_offset.0 >> header.geometry.cluster_bits;

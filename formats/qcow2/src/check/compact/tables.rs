@@ -1,17 +1,20 @@
 //! Moves tables to the front: those with a single pointer, and L2 tables.
 
+use std::mem::offset_of;
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 use vdkit_block::{CompactReport, HostOffset, Limits, Monitor, Result, Storage};
+use zerocopy::FromBytes;
 
 use super::space::Space;
 use crate::check::bitmaps::{Presence, presence};
 use crate::check::reader;
 use crate::check::repair::write_changed;
-use crate::check::survey::be64;
-use crate::header::field;
 use crate::layout::{COPIED, OFFSET_MASK, extension};
+use crate::structures::{
+    BitmapDirectoryEntry, BitmapsExtensionData, header_offset, words, words_mut,
+};
 
 /// A structure with one aligned 8-byte pointer, so that one write moves it.
 struct Table {
@@ -65,11 +68,13 @@ fn find(space: &Space<'_>, kind: Kind, end: u64) -> Result<Vec<Table>> {
     };
     let mut tables = Vec::new();
     if kind == Kind::Roots {
-        tables.push(table(header.l1_offset.0, u64::from(header.l1_entries) * 8, field::L1 + 4));
+        let bytes = u64::from(header.l1_entries) * 8;
+        tables.push(table(header.l1_offset.0, bytes, header_offset!(l1_table_offset)));
         let bytes = u64::from(header.refcount_table_clusters) * image.cluster_bytes();
-        tables.push(table(header.refcount_table_offset.0, bytes, field::REFCOUNT_TABLE));
+        let offset = header.refcount_table_offset.0;
+        tables.push(table(offset, bytes, header_offset!(refcount_table_offset)));
         let offset = header.snapshots_offset.0;
-        tables.push(table(offset, space.survey.snapshots.bytes, field::SNAPSHOTS + 4));
+        tables.push(table(offset, space.survey.snapshots.bytes, header_offset!(snapshots_offset)));
     }
     if kind == Kind::Branches {
         let bits = image.geometry().refcount_block_bits();
@@ -102,31 +107,31 @@ fn find_bitmaps(
     let (at, bytes) = (bitmaps.directory_offset.0, bitmaps.directory_bytes);
     if kind == Kind::Roots {
         if let Some(extension) = image.header.extension(extension::BITMAPS) {
-            // The pointer follows the count, reserved bits and size of the directory.
-            tables.push(table(at, bytes, extension.offset + 16));
+            let field = offset_of!(BitmapsExtensionData, bitmap_directory_offset) as u64;
+            tables.push(table(at, bytes, extension.offset + field));
         }
         return Ok(());
     }
     let directory = reader::read_table(&*image.storage, at, bytes)?;
-    let mut entry = 0;
-    while entry + 24 <= directory.len() {
-        let word = be64(&directory[entry..][..8]);
-        let number = |at: usize, bytes: usize| {
-            directory[entry + at..][..bytes].iter().fold(0, |n, &b| n << 8 | usize::from(b))
-        };
-        let entries = number(8, 4) as u64;
+    let mut start = 0;
+    while let Ok((entry, _)) =
+        BitmapDirectoryEntry::ref_from_prefix(directory.get(start..).unwrap_or_default())
+    {
+        let offset = entry.bitmap_table_offset.get();
+        let bytes = u64::from(entry.bitmap_table_size) * 8;
         if kind == Kind::Branches {
-            tables.push(table(word, entries * 8, at + entry as u64));
+            // An entry begins with the pointer to its table.
+            tables.push(table(offset, bytes, at + start as u64));
         } else {
-            let data = reader::read_table(&*image.storage, word, entries * 8)?;
-            for (raw, pointer) in data.chunks_exact(8).zip((word..).step_by(8)) {
-                let host = be64(raw) & OFFSET_MASK;
+            let data = reader::read_table(&*image.storage, offset, bytes)?;
+            for (word, pointer) in words(&data).iter().zip((offset..).step_by(8)) {
+                let host = word.get() & OFFSET_MASK;
                 if host != 0 {
                     tables.push(table(host, image.cluster_bytes(), pointer));
                 }
             }
         }
-        entry += (24 + number(18, 2) + number(20, 4)).next_multiple_of(8);
+        start += entry.bytes();
     }
     Ok(())
 }
@@ -230,11 +235,11 @@ pub(super) fn point_l1s(space: &Space<'_>, places: &FxHashMap<u64, u64>) -> Resu
     for (offset, bytes) in std::iter::once(active).chain(others) {
         let old = reader::read_table(&*image.storage, offset, bytes)?;
         let mut new = old.clone();
-        for raw in new.chunks_exact_mut(8) {
-            let entry = be64(raw);
+        for word in words_mut(&mut new) {
+            let entry = word.get();
             if let Some(&place) = places.get(&(entry & OFFSET_MASK)) {
                 let flag = if place == 0 { 0 } else { entry & COPIED };
-                raw.copy_from_slice(&(place | flag).to_be_bytes());
+                word.set(place | flag);
             }
         }
         write_changed(image, offset, &old, &new)?;

@@ -6,12 +6,13 @@ use vdkit_block::{CompactReport, HostOffset, ReadOp, Result, is_zero};
 use super::space::{Space, runs};
 use super::tables;
 use crate::check::image::Image;
-use crate::check::mapping::{L2Table, entry_at, put_entry};
+use crate::check::mapping::{L2Table, entry_at};
 use crate::check::reader;
 use crate::check::repair::write_changed;
 use crate::entry::L2Entry;
 use crate::header::Encryption;
 use crate::layout::{SUBCLUSTERS, ZERO};
+use crate::structures::words_mut;
 
 /// Bytes of data examined together.
 const READ_BYTES: u64 = 4 << 20;
@@ -90,11 +91,8 @@ fn is_empty(image: &Image, table: &[u8]) -> bool {
     if image.header.backing_name.is_some() || image.header.has_data_file() {
         return false;
     }
-    let geometry = image.geometry();
-    (0..geometry.l2_entries() as usize).all(|index| {
-        let entry = entry_at(table, index, geometry.extended);
-        entry.word & !ZERO == 0 && entry.bitmap as u32 == 0
-    })
+    L2Entry::all(table, image.geometry())
+        .all(|entry| entry.word & !ZERO == 0 && entry.bitmap as u32 == 0)
 }
 
 /// Number of candidates from the first on that are consecutive in the file.
@@ -118,14 +116,13 @@ impl Zeroes<'_, '_> {
         report: &mut CompactReport,
     ) -> Result<()> {
         let image = &self.space.image;
-        let extended = image.geometry().extended;
+        let (extended, words) = (image.geometry().extended, image.geometry().l2_entry_words());
         if image.header.version < 3 && image.header.backing_name.is_some() {
             // Nothing could hide the backing file.
             return Ok(());
         }
         let mut candidates: Vec<(u64, usize)> = Vec::new();
-        for index in 0..image.geometry().l2_entries() as usize {
-            let entry = entry_at(bytes, index, extended);
+        for (index, entry) in L2Entry::all(bytes, image.geometry()).enumerate() {
             if entry.is_compressed() || !entry.has_space(false) {
                 continue;
             }
@@ -148,7 +145,7 @@ impl Zeroes<'_, '_> {
                 if new == old {
                     continue;
                 }
-                put_entry(bytes, index, extended, new);
+                new.encode(&mut words_mut(bytes)[index * words..][..words]);
                 if !new.has_space(false) {
                     freed.push((host, self.table.weight().into()));
                     report.zero_clusters += 1;

@@ -10,10 +10,11 @@ use std::ops::Range;
 use vdkit_block::Result;
 
 use crate::check::image::Image;
-use crate::check::mapping;
 use crate::check::reader;
-use crate::check::survey::{Owner, Survey, be64};
+use crate::check::survey::{Owner, Survey};
+use crate::entry::L2Entry;
 use crate::layout::{L1_BYTES_MAX, OFFSET_MASK};
+use crate::structures::words;
 
 /// Range beyond the end of the file in which new metadata avoids such entries. New metadata is
 /// rarely that large.
@@ -56,8 +57,7 @@ impl Dangling<'_> {
                 continue;
             }
             let bytes = reader::read_table(&*image.storage, table.offset, cluster)?;
-            for index in 0..image.geometry().l2_entries() as usize {
-                let entry = mapping::entry_at(&bytes, index, image.geometry().extended);
+            for entry in L2Entry::all(&bytes, image.geometry()) {
                 let (offset, bytes) = entry.named_bytes(image.geometry());
                 self.add(offset.0, bytes);
             }
@@ -84,8 +84,8 @@ impl Dangling<'_> {
     }
 
     fn l1(&mut self, l1: &[u8]) {
-        for raw in l1.chunks_exact(8) {
-            self.add(be64(raw) & OFFSET_MASK, self.image.cluster_bytes());
+        for entry in words(l1) {
+            self.add(entry.get() & OFFSET_MASK, self.image.cluster_bytes());
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Repairs entries of L1 and L2 tables in place.
 
 use vdkit_block::{HostOffset, Result};
+use zerocopy::IntoBytes;
 
 use super::{write_autoclear, write_changed};
 use crate::check::balance::SINGLE;
@@ -8,8 +9,9 @@ use crate::check::bitmaps;
 use crate::check::image::Image;
 use crate::check::mapping;
 use crate::check::reader;
-use crate::check::survey::{Owner, Survey, be64};
+use crate::check::survey::{Owner, Survey};
 use crate::layout::{COPIED, OFFSET_MASK, autoclear, extension};
+use crate::structures::{BitmapsExtensionData, words_mut};
 
 /// Repairs entries of all tables that do not share their cluster, and unlinks clusters that are not
 /// tables. Returns whether anything changed.
@@ -81,10 +83,8 @@ fn drop_bitmaps(image: &Image, broken: &[usize]) -> Result<()> {
         return Ok(());
     }
     storage.write_at(&directory, offset)?;
-    let mut data = extension.data.clone();
-    data[..4].copy_from_slice(&count.to_be_bytes());
-    data[8..16].copy_from_slice(&(directory.len() as u64).to_be_bytes());
-    storage.write_at(&data, HostOffset(extension.offset))?;
+    let data = BitmapsExtensionData::new(count, offset, directory.len() as u64);
+    storage.write_at(data.as_bytes(), HostOffset(extension.offset))?;
     storage.sync()?;
     write_autoclear(image, image.header.autoclear)
 }
@@ -103,8 +103,8 @@ pub(super) fn corrected_l1(
     place: impl Fn(u64) -> u64,
 ) -> Vec<u8> {
     let mut new = l1.to_vec();
-    for raw in new.chunks_exact_mut(8) {
-        let entry = be64(raw);
+    for word in words_mut(&mut new) {
+        let entry = word.get();
         if entry == 0 {
             continue;
         }
@@ -118,7 +118,7 @@ pub(super) fn corrected_l1(
         } else if corrected != 0 {
             corrected = corrected & !OFFSET_MASK | place(offset);
         }
-        raw.copy_from_slice(&corrected.to_be_bytes());
+        word.set(corrected);
     }
     new
 }
@@ -128,13 +128,12 @@ pub(super) fn set_copied(image: &Image, survey: &Survey) -> Result<bool> {
     let mut changed = false;
     if survey.l1_copied_wrong > 0 {
         let mut new = survey.l1.clone();
-        for raw in new.chunks_exact_mut(8) {
-            let mut entry = be64(raw);
+        for word in words_mut(&mut new) {
+            let entry = word.get();
             let cluster = (entry & OFFSET_MASK) >> image.geometry().cluster_bits;
             if entry & OFFSET_MASK != 0 {
                 let single = survey.balance.word(cluster) & SINGLE != 0;
-                entry = entry & !COPIED | u64::from(single) << 63;
-                raw.copy_from_slice(&entry.to_be_bytes());
+                word.set(entry & !COPIED | u64::from(single) << 63);
             }
         }
         changed |= write_changed(image, image.header.l1_offset.0, &survey.l1, &new)?;

@@ -30,12 +30,14 @@ use std::sync::Arc;
 use rustc_hash::FxHashSet;
 use vdkit_block::{
     CheckReport, Error, HostOffset, Limits, Monitor, Remedy, Repair, Result, Storage,
+    require_writable,
 };
 
 use super::image::Image;
 use super::survey::{Mode, Survey};
-use crate::header::field;
+use crate::header::write_features;
 use crate::layout::{autoclear, incompatible};
+use crate::structures::header_offset;
 pub(in crate::check) use orphans::Kept;
 use search::Scope;
 
@@ -64,9 +66,7 @@ pub(in crate::check) fn run(
         Repair::All | Repair::AllForced => Policy::All,
         _ => Policy::Leaks,
     };
-    if !storage.caps().writable {
-        return Err(Error::ReadOnly { file: storage.name().to_owned() });
-    }
+    require_writable(storage.caps().writable, storage.name())?;
     let mut image = Image::open(storage, limits)?;
     if image.header.has_data_file() && !data_file {
         return Err(Error::Invalid(format!(
@@ -130,7 +130,7 @@ pub(super) fn recover(
     if last.findings.report.corruptions > 0 {
         return Err(Error::corrupt(
             image.name(),
-            field::INCOMPATIBLE,
+            header_offset!(incompatible_features),
             "refcounts",
             "refcounts that cannot be corrected",
             "refcounts equal to the number of references",
@@ -281,8 +281,7 @@ pub(in crate::check) fn forget_autoclear(image: &Image) -> Result<bool> {
 }
 
 fn write_autoclear(image: &Image, bits: u64) -> Result<()> {
-    image.storage.write_at(&bits.to_be_bytes(), HostOffset(field::AUTOCLEAR))?;
-    image.storage.sync()
+    write_features(&*image.storage, header_offset!(autoclear_features), bits)
 }
 
 /// Clears the dirty bit if the refcounts are correct, and the corrupt bit if everything is.
@@ -300,8 +299,7 @@ fn clear_dirty_and_corrupt(image: &Image, survey: &Survey, policy: Policy) -> Re
         return Ok(false);
     }
     image.storage.sync()?;
-    image.storage.write_at(&bits.to_be_bytes(), HostOffset(field::INCOMPATIBLE))?;
-    image.storage.sync()?;
+    write_features(&*image.storage, header_offset!(incompatible_features), bits)?;
     Ok(true)
 }
 

@@ -13,9 +13,7 @@
 //! The search reads unreferenced clusters. It is skipped if no table can be lost: if each L1 entry
 //! names one.
 
-use vdkit_block::{
-    CheckReport, Error, Finding, Monitor, NoProgress, Remedy, Repair, Result, Severity,
-};
+use vdkit_block::{CheckReport, Error, Finding, Monitor, Remedy, Repair, Result, Severity};
 
 use super::search::{Flagless, Scope, Search};
 use crate::check::image::Image;
@@ -64,7 +62,7 @@ pub(super) fn find(
     if !damaged && !snapshots && !has_gap(image, survey) {
         return Ok(Kept::default());
     }
-    let quiet = Monitor { cancel: monitor.cancel.clone(), progress: &NoProgress };
+    let quiet = monitor.quiet();
     let search = Search::new(image, survey, scope, &quiet)?;
     // Only snapshots have tables without any COPIED flag. Bitmap and refcount tables look similar.
     let flagless = match snapshots && !had_bitmaps(image) {

@@ -6,6 +6,7 @@
 
 use rustc_hash::FxHashMap;
 use vdkit_block::{Error, HostOffset, Monitor, Result};
+use zerocopy::IntoBytes;
 
 use super::{dangling, entries, write_changed};
 use crate::check::image::Image;
@@ -13,9 +14,11 @@ use crate::check::mapping;
 use crate::check::reader;
 use crate::check::snapshots::{Snapshot, SnapshotTable};
 use crate::check::survey::{Mode, Owner, Survey};
-use crate::header::field;
-use crate::layout::{HOST_OFFSET_END, REFCOUNT_TABLE_BYTES_MAX};
+use crate::layout::{
+    HOST_OFFSET_END, REFCOUNT_TABLE_BYTES_MAX, V2_HEADER_BYTES, V3_HEADER_BYTES_MIN,
+};
 use crate::refcounts::set_refcount;
+use crate::structures::{FixedHeader, header_offset, words_mut};
 
 /// Bytes of one write.
 const WRITE_BYTES: usize = 4 << 20;
@@ -40,21 +43,10 @@ struct Plan<'a> {
 /// Writes new refcounts, moves metadata that must move, and switches.
 pub(super) fn apply(image: &Image, survey: &Survey, monitor: &Monitor<'_>) -> Result<()> {
     let before = image.storage.len()?;
-    let done = prepare(image, survey, monitor).and_then(|(plan, header)| {
-        image.storage.sync()?;
-        Ok((plan, header))
-    });
-    let (plan, header) = match done {
-        Ok(done) => done,
-        Err(error) => {
-            // Nothing refers to the new clusters: restores the file's old length if possible.
-            if image.storage.caps().growable {
-                let _ = image.storage.set_len(before);
-            }
-            return Err(error);
-        }
-    };
-    image.storage.write_at(&header, HostOffset(field::L1))?;
+    let (plan, header) = prepare(image, survey, monitor).inspect_err(|_| cut(image, before))?;
+    let tables = header_offset!(l1_size);
+    let bytes = &header.as_bytes()[tables as usize..V2_HEADER_BYTES as usize];
+    image.storage.write_at(bytes, HostOffset(tables))?;
     image.storage.sync()?;
     plan.point_l1s_to_moved_tables()?;
     image.storage.sync()
@@ -64,33 +56,25 @@ fn prepare<'a>(
     image: &'a Image,
     survey: &Survey,
     monitor: &Monitor<'_>,
-) -> Result<(Plan<'a>, Vec<u8>)> {
+) -> Result<(Plan<'a>, FixedHeader)> {
     let target = Survey::take(image, Mode::References, monitor)?;
     let next = dangling::first_free(image, survey, &target)?;
-    let mut plan = Plan {
-        image,
-        target,
-        next,
-        tables: FxHashMap::default(),
-        l1: None,
-        snapshots: None,
-        writes: Vec::new(),
-    };
+    let mut plan = Plan::new(image, target, next);
     plan.move_tables()?;
     plan.move_l1()?;
     let snapshot_table = plan.move_snapshots()?;
     let (table, clusters) = plan.write_refcounts()?;
-    for (offset, bytes) in std::mem::take(&mut plan.writes) {
-        image.storage.write_at(&bytes, HostOffset(offset))?;
-    }
-    let mut header = Vec::with_capacity(36);
-    header.extend_from_slice(&image.header.l1_entries.to_be_bytes());
-    header.extend_from_slice(&plan.l1.unwrap_or(image.header.l1_offset.0).to_be_bytes());
-    header.extend_from_slice(&table.to_be_bytes());
-    header.extend_from_slice(&clusters.to_be_bytes());
+    plan.write()?;
     let snapshots = plan.snapshots.as_ref().map_or(image.header.snapshot_count, |s| s.len() as u32);
-    header.extend_from_slice(&snapshots.to_be_bytes());
-    header.extend_from_slice(&snapshot_table.to_be_bytes());
+    let header = FixedHeader {
+        l1_size: image.header.l1_entries.into(),
+        l1_table_offset: plan.l1.unwrap_or(image.header.l1_offset.0).into(),
+        refcount_table_offset: table.into(),
+        refcount_table_clusters: clusters.into(),
+        nb_snapshots: snapshots.into(),
+        snapshots_offset: snapshot_table.into(),
+        ..FixedHeader::default()
+    };
     Ok((plan, header))
 }
 
@@ -115,44 +99,48 @@ pub(super) fn change_width(image: &mut Image, order: u32, monitor: &Monitor<'_>)
     }
     let before = image.storage.len()?;
     image.header.geometry.refcount_order = order;
-    let (image, target) = (&*image, target);
-    let mut plan = Plan {
-        image,
-        target,
-        next,
-        tables: FxHashMap::default(),
-        l1: None,
-        snapshots: None,
-        writes: Vec::new(),
-    };
-    let written = plan.write_refcounts().and_then(|place| {
-        for (offset, bytes) in std::mem::take(&mut plan.writes) {
-            image.storage.write_at(&bytes, HostOffset(offset))?;
-        }
-        image.storage.sync()?;
-        Ok(place)
-    });
-    let (table, clusters) = match written {
-        Ok(place) => place,
-        Err(error) => {
-            // Nothing refers to the new clusters: restores the file's old length if possible.
-            if image.storage.caps().growable {
-                let _ = image.storage.set_len(before);
-            }
-            return Err(error);
-        }
-    };
+    let image = &*image;
+    let mut plan = Plan::new(image, target, next);
+    let written = plan.write_refcounts().and_then(|place| plan.write().map(|()| place));
+    let (table, clusters) = written.inspect_err(|_| cut(image, before))?;
     // All fields are in the first sector, so the switch is atomic.
-    let mut fields = [0; 104];
-    image.storage.read_at(&mut fields, HostOffset(0))?;
-    fields[48..56].copy_from_slice(&table.to_be_bytes());
-    fields[56..60].copy_from_slice(&clusters.to_be_bytes());
-    fields[96..100].copy_from_slice(&order.to_be_bytes());
-    image.storage.write_at(&fields, HostOffset(0))?;
+    let mut header = FixedHeader::read(&*image.storage)?;
+    header.refcount_table_offset.set(table);
+    header.refcount_table_clusters.set(clusters);
+    header.refcount_order.set(order);
+    let bytes = &header.as_bytes()[..V3_HEADER_BYTES_MIN as usize];
+    image.storage.write_at(bytes, HostOffset(0))?;
     image.storage.sync()
 }
 
-impl Plan<'_> {
+/// Restores the file's old length if possible. Nothing refers to the new clusters.
+fn cut(image: &Image, len: u64) {
+    if image.storage.caps().growable {
+        let _ = image.storage.set_len(len);
+    }
+}
+
+impl<'a> Plan<'a> {
+    fn new(image: &'a Image, target: Survey, next: u64) -> Self {
+        Self {
+            image,
+            target,
+            next,
+            tables: FxHashMap::default(),
+            l1: None,
+            snapshots: None,
+            writes: Vec::new(),
+        }
+    }
+
+    /// Writes what is not yet written, and makes everything new durable.
+    fn write(&mut self) -> Result<()> {
+        for (offset, bytes) in self.writes.drain(..) {
+            self.image.storage.write_at(&bytes, HostOffset(offset))?;
+        }
+        self.image.storage.sync()
+    }
+
     /// Allocates clusters for `bytes` bytes, with `references` references each.
     fn allocate(&mut self, bytes: u64, references: i32) -> Result<u64> {
         let image = self.image;
@@ -232,7 +220,7 @@ impl Plan<'_> {
             let l1 = reader::read_table(&*image.storage, snapshot.l1_offset, snapshot.l1_bytes())?;
             let bytes = self.new_l1(&l1);
             let offset = self.allocate(bytes.len() as u64, 1)?;
-            snapshots[i].move_l1(offset);
+            snapshots[i].l1_offset = offset;
             self.writes.push((offset, bytes));
         }
         snapshots.retain(|snapshot| !snapshot.lost);
@@ -280,8 +268,7 @@ impl Plan<'_> {
         self.write_blocks(&blocks, first)?;
         let mut bytes = vec![0; table_bytes as usize];
         for (i, &block) in blocks.iter().enumerate() {
-            let offset = first + i as u64 * cluster;
-            bytes[block as usize * 8..][..8].copy_from_slice(&offset.to_be_bytes());
+            words_mut(&mut bytes)[block as usize].set(first + i as u64 * cluster);
         }
         self.writes.push((table, bytes));
         Ok((table, (table_bytes / cluster) as u32))

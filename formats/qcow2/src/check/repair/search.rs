@@ -14,11 +14,11 @@ use vdkit_block::{Error, HostOffset, Monitor, Result, is_zero};
 use super::orphans::Kept;
 use crate::check::balance::{Balance, METADATA, SINGLE};
 use crate::check::image::Image;
-use crate::check::mapping::entry_at;
 use crate::check::reader::{self, Meter};
-use crate::check::survey::{Mode, Owner, Survey, be64};
+use crate::check::survey::{Mode, Owner, Survey};
 use crate::entry::L2Entry;
 use crate::refcounts::get_refcount;
+use crate::structures::words;
 
 /// Candidates per batch of reads.
 const PART: usize = 4096;
@@ -314,8 +314,7 @@ impl<'a> Search<'a> {
         let (mut lost, mut others, mut flags, mut zeroes) = (0u64, 0u64, false, false);
         let mut shares = false;
         let mut possible = true;
-        for index in 0..geometry.l2_entries() as usize {
-            let entry = entry_at(bytes, index, geometry.extended);
+        for entry in L2Entry::all(bytes, geometry) {
             if entry == L2Entry::default() {
                 continue;
             }
@@ -384,7 +383,7 @@ impl<'a> Search<'a> {
         let image = self.image;
         let geometry = image.geometry();
         let entries = geometry.refcount_block_entries();
-        let first = be64(&table[..8]);
+        let first = words(table)[0].get();
         if first == 0 || first & (image.cluster_bytes() - 1) != 0 || first >= image.file_len {
             return Ok(false);
         }

@@ -3,12 +3,12 @@
 //! One flipped feature bit (extended L2 entries, data file) makes a sound mapping look invalid, or
 //! half of its clusters like leaks. A repair would destroy the mapping.
 
-use vdkit_block::{Error, Monitor, NoProgress, Result};
+use vdkit_block::{Error, Monitor, Result};
 
 use crate::check::image::Image;
 use crate::check::survey::{Mode, Survey};
-use crate::header::field;
 use crate::layout::{EXTENDED_CLUSTER_BITS_MIN, incompatible};
+use crate::structures::header_offset;
 
 /// With fewer faults, the header is trusted.
 const FAULTS_MIN: u64 = 8;
@@ -72,7 +72,8 @@ pub(super) fn refuse_wrong_header(
 
 fn refuse(image: &Image, found: &str, expected: &str) -> Result<()> {
     let expected = format!("{expected} (nothing was changed)");
-    Err(Error::corrupt(image.name(), field::INCOMPATIBLE, "header", found, expected))
+    let field = header_offset!(incompatible_features);
+    Err(Error::corrupt(image.name(), field, "header", found, expected))
 }
 
 fn faults(survey: &Survey) -> u64 {
@@ -89,7 +90,7 @@ fn other_reading(image: &Image, bit: u64, monitor: &Monitor<'_>) -> Result<Optio
     if other.header.version < 3 || !possible {
         return Ok(None);
     }
-    let quiet = Monitor { cancel: monitor.cancel.clone(), progress: &NoProgress };
+    let quiet = monitor.quiet();
     match Survey::take(&other, Mode::Compare, &quiet) {
         Ok(survey) => Ok(Some(faults(&survey))),
         Err(Error::Limit { .. } | Error::Corrupt(_)) => Ok(None),

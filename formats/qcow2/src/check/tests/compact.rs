@@ -13,10 +13,12 @@ use super::support::{
 };
 use crate::check;
 
-const ALL: CompactOptions = CompactOptions { zero_scan: true };
+fn all() -> CompactOptions {
+    CompactOptions::default().zero_scan(true)
+}
 
 fn compact(storage: &Arc<dyn Storage>) -> Result<CompactReport> {
-    check::compact(storage, None, ALL, &Limits::default(), &Monitor::default())
+    check::compact(storage, None, all(), &Limits::default(), &Monitor::default())
 }
 
 /// Writes zeroes, discards and new data at random places, as in an aged disk.
@@ -141,7 +143,7 @@ fn without_a_scan_no_data_is_read_and_none_is_dropped() {
     }
     let image = Image::make(kind("cluster-512"));
     must("qemu-io", &["-f", "qcow2", "-c", "write -P 0 0 64k", image.path.to_str().unwrap()]);
-    let options = CompactOptions { zero_scan: false };
+    let options = CompactOptions::default().zero_scan(false);
     let limits = Limits::default();
     let report =
         check::compact(&open(&image.path), None, options, &limits, &Monitor::default()).unwrap();
@@ -406,9 +408,9 @@ fn progress_is_one_bar_that_never_goes_back() {
     }
     let image = worn(kind("cluster-512"), 6);
     let heard = Heard::default();
-    let monitor = Monitor { progress: &heard, ..Monitor::default() };
+    let monitor = Monitor::new(&heard);
     let report =
-        check::compact(&open(&image.path), None, ALL, &Limits::default(), &monitor).unwrap();
+        check::compact(&open(&image.path), None, all(), &Limits::default(), &monitor).unwrap();
     assert!(report.zero_clusters > 0 && report.moved_clusters > 0, "{report:?}");
     let heard = heard.0.into_inner();
     assert!(heard.len() > 10 && heard.is_sorted_by_key(|(done, _)| *done), "{heard:?}");

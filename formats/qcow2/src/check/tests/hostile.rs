@@ -2,9 +2,7 @@
 
 use std::sync::Arc;
 
-use vdkit_block::{
-    CancelToken, Error, HostOffset, Limits, Monitor, NoProgress, Progress, Repair, Storage,
-};
+use vdkit_block::{CancelToken, Error, HostOffset, Limits, Monitor, Progress, Repair, Storage};
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::CountingStorage;
 
@@ -38,7 +36,8 @@ fn run(
     repair: Repair,
 ) -> (vdkit_block::Result<vdkit_block::CheckReport>, u64) {
     let counting = CountingStorage::new(Arc::clone(storage) as Arc<dyn Storage>);
-    let limits = Limits { check_bytes_max: 48 << 20, ..Limits::default() };
+    let mut limits = Limits::default();
+    limits.check_bytes_max = 48 << 20;
     let storage: Arc<dyn Storage> = Arc::clone(&counting) as Arc<dyn Storage>;
     let result = check::check(&storage, None, repair, &limits, &Monitor::default());
     (result, counting.counts().bytes_read)
@@ -150,14 +149,14 @@ fn a_check_can_be_stopped_and_tells_how_far_it_is() {
     let storage: Arc<dyn Storage> = storage;
     let cancel = CancelToken::default();
     let stop = Stop(cancel.clone(), std::sync::Mutex::default());
-    let monitor = Monitor { cancel, progress: &stop };
+    let monitor = Monitor::new(&stop).cancelled_by(cancel);
     let result = check::check(&storage, None, Repair::Nothing, &Limits::default(), &monitor);
     assert!(matches!(result, Err(Error::Interrupted)));
     // Canceled in the first batch, not at the end.
     let seen = stop.1.lock().unwrap().clone();
     assert_eq!(seen.len(), 1, "{seen:?}");
 
-    let monitor = Monitor { cancel: CancelToken::default(), progress: &NoProgress };
+    let monitor = Monitor::default();
     let counting = CountingStorage::new(storage);
     let storage: Arc<dyn Storage> = Arc::clone(&counting) as Arc<dyn Storage>;
     check::check(&storage, None, Repair::Nothing, &Limits::default(), &monitor).unwrap();

@@ -81,7 +81,8 @@ fn damage(storage: &dyn Storage, targets: &[u64], rng: &mut Rng) {
 }
 
 fn run(storage: &Arc<dyn Storage>, repair: Repair) -> Result<vdkit_block::CheckReport> {
-    let limits = Limits { check_bytes_max: 64 << 20, ..Limits::default() };
+    let mut limits = Limits::default();
+    limits.check_bytes_max = 64 << 20;
     check::check(storage, None, repair, &limits, &Monitor::default())
 }
 

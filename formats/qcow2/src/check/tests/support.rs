@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use vdkit_block::bytes::be64;
 use vdkit_block::{CheckReport, HostOffset, Limits, Monitor, Repair, Result, Storage};
 use vdkit_storage::{FileOptions, FileStorage};
 
@@ -12,7 +13,6 @@ use crate::check;
 use crate::check::findings::Findings;
 use crate::check::mapping::entry_at;
 use crate::check::snapshots::SnapshotTable;
-use crate::check::survey::be64;
 use crate::entry::State;
 use crate::header::Header;
 use crate::layout::OFFSET_MASK;
@@ -397,7 +397,7 @@ fn view_of(storage: &dyn Storage, header: &Header, l1: (u64, u32)) -> Vec<Option
     let l1 = read(l1.0, u64::from(l1.1) * 8);
     let mut view = Vec::new();
     for index in 0..header.guest_bytes.div_ceil(geometry.l2_span()) as usize {
-        let offset = be64(&l1[index * 8..][..8]) & OFFSET_MASK;
+        let offset = be64(&l1, index * 8) & OFFSET_MASK;
         let there = offset != 0 && aligned(offset);
         let l2 = there.then(|| read(offset, cluster));
         for i in 0..geometry.l2_entries() as usize {

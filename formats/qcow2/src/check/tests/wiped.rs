@@ -354,7 +354,7 @@ fn a_compaction_gives_no_table_away() {
     let image = Image::make(kind("cluster-512"));
     wipe_l1(&image, 0..4);
     let before = std::fs::read(&image.path).unwrap();
-    let options = vdkit_block::CompactOptions { zero_scan: true };
+    let options = vdkit_block::CompactOptions::default().zero_scan(true);
     let (limits, monitor) = (Limits::default(), Monitor::default());
     let error = check::compact(&open(&image.path), None, options, &limits, &monitor).unwrap_err();
     assert_eq!(error.remedy(), Some(BY_FORCE), "{error}");

@@ -1,12 +1,13 @@
 use std::sync::Arc;
 
+use vdkit_block::bytes::{be32, be64};
 use vdkit_block::{
     BackingRef, CreateRequest, Creation, HostOffset, Limits, Options, Storage, StorageExt,
 };
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CrashStorage, Rng};
 
-use super::{AREA_BYTES_MAX, Header, be32, be64, padded, rewrite};
+use super::{AREA_BYTES_MAX, Header, padded, rewrite};
 use crate::Qcow2Driver;
 use crate::header::Extension;
 use crate::layout::{compatible, extension};

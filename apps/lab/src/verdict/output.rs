@@ -7,13 +7,13 @@ use serde::Serialize;
 use super::{Answer, Missing, SetAside, Verdict};
 use crate::model::Axes;
 use crate::stats::Gain;
-use crate::words::{first_of, label, percent, sentence, span, times};
+use crate::words::{first_of, label, percent, plural, span, times};
 
 /// The JSON form of a verdict.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Told {
-    not_measured: Vec<ToldMissing>,
+pub struct VerdictJson {
+    not_measured: Vec<MissingJson>,
     advice: &'static str,
     sentence: String,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -23,15 +23,15 @@ pub struct Told {
     #[serde(skip_serializing_if = "Option::is_none")]
     baseline: Option<Names>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    gain: Option<ToldGain>,
+    gain: Option<GainJson>,
     #[serde(skip_serializing_if = "Option::is_none")]
     hidden: Option<f64>,
-    confidence: ToldConfidence,
+    confidence: ConfidenceJson,
     ties: Vec<Names>,
-    exceptions: Vec<ToldException>,
-    set_aside: Vec<ToldSetAside>,
+    exceptions: Vec<ExceptionJson>,
+    set_aside: Vec<SetAsideJson>,
     left_out: Vec<Names>,
-    answers: Vec<ToldAnswer>,
+    answers: Vec<AnswerJson>,
     cautions: Vec<String>,
     commands: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -45,7 +45,7 @@ type Names = BTreeMap<String, String>;
 
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-struct ToldMissing {
+struct MissingJson {
     what: Names,
     state: &'static str,
     cells: usize,
@@ -53,7 +53,7 @@ struct ToldMissing {
     blocks_advice: bool,
 }
 
-impl From<&Missing> for ToldMissing {
+impl From<&Missing> for MissingJson {
     fn from(missing: &Missing) -> Self {
         Self {
             what: names(&missing.what),
@@ -66,7 +66,7 @@ impl From<&Missing> for ToldMissing {
 }
 
 #[derive(Clone, Debug, Serialize)]
-struct ToldGain {
+struct GainJson {
     ratio: f64,
     low: f64,
     high: f64,
@@ -76,28 +76,28 @@ struct ToldGain {
 }
 
 #[derive(Clone, Debug, Serialize)]
-struct ToldConfidence {
+struct ConfidenceJson {
     level: &'static str,
     reason: String,
 }
 
 #[derive(Clone, Debug, Serialize)]
-struct ToldException {
+struct ExceptionJson {
     load: Names,
     best: Names,
-    gain: ToldGain,
+    gain: GainJson,
 }
 
 #[derive(Clone, Debug, Serialize)]
-struct ToldSetAside {
+struct SetAsideJson {
     way: Names,
     #[serde(skip_serializing_if = "Option::is_none")]
-    gain: Option<ToldGain>,
+    gain: Option<GainJson>,
     reason: &'static str,
 }
 
 #[derive(Clone, Debug, Serialize)]
-struct ToldAnswer {
+struct AnswerJson {
     question: String,
     answer: String,
 }
@@ -110,7 +110,7 @@ fn all(ways: &[Axes]) -> Vec<Names> {
     ways.iter().map(names).collect()
 }
 
-impl From<&Gain> for ToldGain {
+impl From<&Gain> for GainJson {
     fn from(gain: &Gain) -> Self {
         Self {
             ratio: gain.ratio,
@@ -125,17 +125,17 @@ impl From<&Gain> for ToldGain {
 
 impl Verdict {
     /// The verdict for other programs.
-    pub fn told(&self) -> Told {
-        Told {
-            not_measured: self.missing.iter().map(ToldMissing::from).collect(),
+    pub fn json(&self) -> VerdictJson {
+        VerdictJson {
+            not_measured: self.missing.iter().map(MissingJson::from).collect(),
             advice: self.advice.word(),
             sentence: self.sentence.clone(),
             leading: self.leading.as_ref().map(names),
             best: self.best.as_ref().map(names),
             baseline: self.baseline.as_ref().map(names),
-            gain: self.gain.as_ref().map(ToldGain::from),
+            gain: self.gain.as_ref().map(GainJson::from),
             hidden: self.hidden,
-            confidence: ToldConfidence {
+            confidence: ConfidenceJson {
                 level: self.confidence.level.word(),
                 reason: self.confidence.words.clone(),
             },
@@ -143,7 +143,7 @@ impl Verdict {
             exceptions: self
                 .exceptions
                 .iter()
-                .map(|found| ToldException {
+                .map(|found| ExceptionJson {
                     load: names(&found.load),
                     best: names(&found.axes),
                     gain: (&found.gain).into(),
@@ -152,9 +152,9 @@ impl Verdict {
             set_aside: self
                 .set_aside
                 .iter()
-                .map(|way| ToldSetAside {
+                .map(|way| SetAsideJson {
                     way: names(&way.axes),
-                    gain: way.gain.as_ref().map(ToldGain::from),
+                    gain: way.gain.as_ref().map(GainJson::from),
                     reason: way.reason,
                 })
                 .collect(),
@@ -162,7 +162,7 @@ impl Verdict {
             answers: self
                 .answers
                 .iter()
-                .map(|Answer { question, sentence }| ToldAnswer {
+                .map(|Answer { question, sentence }| AnswerJson {
                     question: question.clone(),
                     answer: sentence.clone(),
                 })
@@ -177,25 +177,26 @@ impl Verdict {
     /// The verdict for a terminal: what was not measured, the advice and its gain, problems, and
     /// the setup.
     pub fn lines(&self) -> Vec<String> {
-        let mut lines: Vec<String> = self.not_measured();
+        let not_measured = self.not_measured().into_iter();
+        let mut lines: Vec<String> =
+            not_measured.map(|part| format!("not measured: {part}")).collect();
         lines.push(self.sentence.clone());
         if let (Some(gain), Some(base)) = (&self.gain, &self.baseline) {
-            let surely = match gain.is_hint() {
-                true => "the range of what was measured".to_owned(),
+            let which = match gain.is_hint() {
+                true => "range of the rounds".to_owned(),
                 false => format!(
-                    "{} interval, all comparisons together",
+                    "{} interval for all comparisons together",
                     percent(gain.interval.coverage)
                 ),
             };
             let span = span(gain.interval.low, gain.interval.high);
             let times = times(gain.ratio);
-            lines
-                .push(format!("against the default ({}): {times}x, {span}; {surely}", label(base)));
+            lines.push(format!("against the default ({}): {times}x; {which}: {span}", label(base)));
         }
         let confidence = &self.confidence;
-        lines.push(format!("confidence: {}. {}", confidence.level.word(), confidence.words));
+        lines.push(format!("confidence: {}; {}", confidence.level.word(), confidence.words));
         if !self.ties.is_empty() {
-            lines.push(format!("cannot be told from it: {}", first_of(&self.ties)));
+            lines.push(format!("not significantly different: {}", first_of(&self.ties)));
         }
         for found in self.exceptions.iter().take(NAMED) {
             let (load, way) = (label(&found.load), label(&found.axes));
@@ -204,30 +205,32 @@ impl Verdict {
         for SetAside { axes, gain, reason } in self.set_aside.iter().take(NAMED) {
             let gain = gain.as_ref().map(|gain| format!(" ({}x)", times(gain.ratio)));
             let gain = gain.unwrap_or_default();
-            lines.push(format!("faster, and not advised: {}{gain}, as {reason}", label(axes)));
+            lines.push(format!("faster, but not advised: {}{gain}: {reason}", label(axes)));
         }
         if !self.left_out.is_empty() {
-            lines.push(format!("not measured under all loads: {}", first_of(&self.left_out)));
+            lines.push(format!(
+                "not compared, because not measured under all loads: {}",
+                first_of(&self.left_out)
+            ));
         }
         lines.extend(self.cautions.iter().map(|caution| format!("caution: {caution}")));
         let Some(setup) = &self.setup else { return lines };
         if !setup.commands.is_empty() {
-            lines.extend([String::new(), "to make that disk:".to_owned()]);
+            lines.extend([String::new(), "to create the disk:".to_owned()]);
             lines.extend(setup.commands.iter().map(|command| format!("  {command}")));
         }
-        lines.extend([String::new(), "to give it to a guest (libvirt):".to_owned()]);
+        lines.extend([String::new(), "to attach it to a guest (libvirt):".to_owned()]);
         lines.extend(setup.xml.lines().map(|line| format!("  {line}")));
         lines.extend(setup.cache.clone());
         lines
     }
 
-    /// What was not measured, one sentence each.
+    /// The parts of the plan that were not measured.
     pub fn not_measured(&self) -> Vec<String> {
-        let mut all: Vec<String> =
-            self.missing.iter().map(|missing| sentence(&missing.sentence())).collect();
+        let mut all: Vec<String> = self.missing.iter().map(Missing::described).collect();
         if let Some(more @ 1..) = all.len().checked_sub(MISSING_NAMED) {
             all.truncate(MISSING_NAMED);
-            all.push(format!("{more} more were not measured: the report names them."));
+            all.push(format!("{} of the plan, which the report lists", plural(more, "more part")));
         }
         all
     }
