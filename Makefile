@@ -107,10 +107,10 @@ qemu-compat: ## writes docs/qemu-compat.md from the table of differences that ar
 c-header: ## writes bindings/c/include/vdkit.h from the sources of the C library
 	VDKIT_UPDATE_PAGE=1 $(CARGO) test --locked --package vdkit-c --test c the_header_is_made
 
-# cargo unpacks a version of a crate once, from whichever registry; ours change within a version.
+# cargo unpacks and builds a version of a crate once, but ours change within a version.
 publish-check: ## packs and builds each crate as it would be published, in order, and publishes nothing
-	rm -rf "$${CARGO_HOME:-$$HOME/.cargo}"/registry/src/-*/vdkit-*
-	$(CARGO) publish --dry-run --workspace --locked --allow-dirty
+	rm -rf "$${CARGO_HOME:-$$HOME/.cargo}"/registry/src/-*/vdkit-* target/publish/debug/.fingerprint/vdkit-*
+	$(CARGO) publish --dry-run --workspace --locked --allow-dirty --target-dir target/publish
 
 fuzz: ## fuzzes each target for FUZZ_SECONDS (60) with the nightly toolchain
 	scripts/fuzz $(or $(FUZZ_SECONDS),60) $(FUZZ_TARGETS)
