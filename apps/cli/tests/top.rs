@@ -123,7 +123,7 @@ fn nonsense_is_refused() {
     scratch.fails(1, "none.sock: no service answers", &["top", "none.sock"]);
     for interval in ["0", "-1", "x", "1e9", "nan"] {
         let interval = format!("--interval={interval}");
-        scratch.fails(2, "seconds between", &["top", &interval, "none.sock"]);
+        scratch.fails(2, "is not a number of seconds from", &["top", &interval, "none.sock"]);
     }
     scratch.fails(2, "--count", &["top", "--count", "0", "none.sock"]);
     scratch.fails(2, "--once", &["top", "--count", "2", "--once", "none.sock"]);
