@@ -140,7 +140,7 @@ fn other_files_are_refused() {
     Connection::open(&path).unwrap().pragma_update(None, "user_version", 99).unwrap();
     assert!(fails(&path).contains("version 99"));
     let again = Store::create(&path, &run(), &()).unwrap_err();
-    assert!(again.to_string().contains("there already"));
+    assert!(again.to_string().contains("already exists"));
 }
 
 #[test]
