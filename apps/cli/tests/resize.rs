@@ -132,6 +132,17 @@ fn a_vmdk_that_cannot_have_another_size_says_what_to_do_and_stays_as_it_is() {
 }
 
 #[test]
+fn sizes_beyond_a_format_are_the_callers_mistake() {
+    let scratch = Scratch::new();
+    for format in ["qcow2", "vhdx", "vpc", "vdi"] {
+        scratch.ok(&["create", "-f", format, format, "8M"]);
+        let before = scratch.json_of("info", 0, &["-f", format, format]);
+        scratch.fails(2, "more than", &["resize", "-f", format, format, "7E"]);
+        assert_eq!(scratch.json_of("info", 0, &["-f", format, format]), before);
+    }
+}
+
+#[test]
 fn hostile_input_is_a_clear_error() {
     let scratch = Scratch::new();
     scratch.fails(1, "no-such", &["resize", "no-such", "1M"]);

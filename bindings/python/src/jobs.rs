@@ -422,14 +422,27 @@ impl Server {
 
     /// Ends it; requests that have begun have so many seconds. May be called again.
     fn stop(&self, py: Python<'_>, drain: f64) -> PyResult<()> {
-        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(running) = running else { return Ok(()) };
         let drain = Duration::try_from_secs_f64(drain).unwrap_or_default();
+        self.end(py, drain).map_err(|error| raise(py, &error))
+    }
+}
+
+impl Server {
+    /// Without the interpreter's lock, which a request needs whose disk is a file object.
+    fn end(&self, py: Python<'_>, drain: Duration) -> Result<()> {
         py.detach(|| {
+            let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let Some(running) = running else { return Ok(()) };
             self.export.end_waiting();
             running.stop(drain);
             self.export.close()
         })
-        .map_err(|error| raise(py, &error))
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Nobody is there to get an error.
+        let _ = Python::attach(|py| self.end(py, Duration::ZERO));
     }
 }

@@ -501,6 +501,31 @@ def test_closing_waits_for_writes(image):
         assert vdkit.check(image)
 
 
+def test_a_server_that_nobody_stops(image, tmp_path):
+    import nbd
+
+    with open(image, "rb") as file:
+        data = file.read()
+
+    class Slow(io.BytesIO):
+        def read(self, size=-1):
+            time.sleep(0.01)
+            return super().read(size)
+
+    # What the server's threads read takes the interpreter's lock, also while it is dropped.
+    server = vdkit._vdkit.serve(vdkit.open(Slow(data))._disk, f"unix:{tmp_path}/s", "", True)
+    client = nbd.NBD()
+    client.connect_uri(server.uri)
+    reads = [client.aio_pread(nbd.Buffer(4096), at * 4096) for at in range(16)]
+    assert len(reads) == 16
+    del server
+    writable = vdkit.open(image, writable=True)
+    served = vdkit._vdkit.serve(writable._disk, f"unix:{tmp_path}/t", "", False)
+    del served
+    with vdkit.open(image, writable=True) as again:
+        assert again.size > 0
+
+
 def test_file_objects_that_misbehave(image):
     with open(image, "rb") as file:
         data = file.read()

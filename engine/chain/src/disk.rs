@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use vdkit_block::{
@@ -13,6 +12,7 @@ use vdkit_block::{
 use crate::extent::{Cursor, DiskExtent, Extents, Purpose};
 use crate::options::OpenOptions;
 use crate::registry::Registry;
+use crate::shown_size::ShownSize;
 use crate::unit_cache::UnitCache;
 use crate::walk::{Found, Walk};
 
@@ -97,8 +97,8 @@ pub struct Disk {
     pub(crate) beneath_changes: bool,
     /// One resize at a time.
     pub(crate) resizing: Mutex<()>,
-    /// The disk ends here for everyone but a resize that still prepares the new part.
-    pub(crate) shown: AtomicU64,
+    /// What others see meanwhile.
+    pub(crate) shown: ShownSize,
     name: String,
     cache: CacheMode,
     writable: bool,
@@ -195,7 +195,7 @@ impl Disk {
             sectors: RwLock::default(),
             beneath_changes: false,
             resizing: Mutex::default(),
-            shown: AtomicU64::new(u64::MAX),
+            shown: ShownSize::default(),
             name,
             cache: options.cache,
             writable,
@@ -257,9 +257,7 @@ impl Disk {
 
     /// Bytes of the disk.
     pub fn guest_bytes(&self) -> u64 {
-        // The format's size first: it grows before the new part is shown, and is what it was again
-        // before a failed resize shows everything.
-        self.top().guest_bytes().min(self.shown.load(Ordering::Acquire))
+        self.shown.get(|| self.top().guest_bytes())
     }
 
     /// Begins a request. Callers that move the bytes of an extent themselves enter before the

@@ -22,7 +22,7 @@
 //! | an image names only files that the policy allows, also when a link is swapped meanwhile | `reference` |
 //! | no file is in a chain twice; no chain is longer than the limit | `walk` |
 //! | bytes past the end of a shorter backing image read as zero, also after the overlay grew | `extent`, `resize` |
-//! | nobody writes to the new part of a disk before it is zeroed | `resize` |
+//! | nobody sees the new part of a disk before it is ready, nor one that could not be taken back | `resize`, `shown_size` |
 //! | freed clusters are not reused under a reader | guards of [`InFlight`](vdkit_block::InFlight), `read`, `write` |
 //! | each layer's encrypted bytes use that layer's key; no plaintext is written to them | `seal`, `read`, `write` |
 //! | the cache never serves a decompressed unit that was replaced | `unit_cache` |
@@ -41,8 +41,10 @@ mod reference;
 mod registry;
 mod resize;
 mod scratch;
+mod shown_size;
 mod split;
 mod stream;
+mod sync;
 mod truncation;
 mod unit_cache;
 mod walk;

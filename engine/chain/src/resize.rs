@@ -1,8 +1,6 @@
 //! Resizing a disk. Nobody sees a new part before it is ready: who wrote to it earlier would have that
 //! write zeroed.
 
-use std::sync::atomic::Ordering;
-
 use vdkit_block::{Error, GuestOffset, Monitor, Result};
 
 use crate::disk::Disk;
@@ -48,15 +46,6 @@ impl NewPart<'_> {
     }
 }
 
-/// Shows the old size for as long as it lives.
-struct OldSize<'a>(&'a Disk);
-
-impl Drop for OldSize<'_> {
-    fn drop(&mut self) {
-        self.0.shown.store(u64::MAX, Ordering::Release);
-    }
-}
-
 impl Disk {
     /// Resizes the disk. New bytes read as zero, even if a longer backing image holds data there,
     /// or the last cluster still holds data that an earlier shrink cut off. Until it returns, other
@@ -66,44 +55,67 @@ impl Disk {
     /// leave the disk larger, with noise in the new part.
     ///
     /// # Errors
-    /// [`Error::ReadOnly`]; errors of the format. The disk then has its old size.
+    /// [`Error::ReadOnly`]; [`Error::Invalid`] for a size that the format cannot have; other errors of the
+    /// format. A disk that was to grow then shows its old size.
+    /// (But if only the sync at the end failed, in a cache mode with durable writes, it has grown.)
     pub fn resize(&self, guest_bytes: u64) -> Result<()> {
-        self.resize_with(guest_bytes, &Monitor::default(), |_| Ok(()))
+        self.resize_with(guest_bytes, &Monitor::default(), |_| Ok(()), |_| Ok(()))
     }
 
-    /// As [`Disk::resize`], with progress and cancellation of the zero writes, and `prepare` for the
-    /// new part (to allocate it, say) before others see it. If that fails, or the resize is
-    /// cancelled, the disk has its old size again.
+    /// As [`Disk::resize`], with progress and cancellation of the zero writes. No other resize runs
+    /// meanwhile: `allow` is asked with the size before, and `prepare` gets the new part (to
+    /// allocate it, say) before others see it.
     ///
     /// # Errors
-    /// As [`Disk::resize`]; [`Error::Interrupted`]; those of `prepare`.
+    /// As [`Disk::resize`]; [`Error::Interrupted`]; those of `allow` and `prepare`.
     pub fn resize_with(
         &self,
         guest_bytes: u64,
         monitor: &Monitor<'_>,
+        allow: impl FnOnce(u64) -> Result<()>,
         prepare: impl FnOnce(&NewPart<'_>) -> Result<()>,
     ) -> Result<()> {
         self.check_writable()?;
         let _one = self.resizing.lock();
         let before = self.guest_bytes();
-        self.shown.store(before, Ordering::Release);
-        let _old_size = OldSize(self);
+        allow(before)?;
+        self.shown.hide_beyond(before);
+        let resized = self.resize_unseen(before, guest_bytes, monitor, prepare);
+        if resized.is_err() && self.top().guest_bytes() > before {
+            // Neither noise nor backing data may become part of the disk. What cannot be taken back
+            // stays hidden. Report the first error.
+            if self.top().resize(before).is_err() {
+                return resized;
+            }
+        }
+        self.shown.show();
+        resized?;
+        self.flush_if_write_durable()
+    }
+
+    /// The resize, while others see the disk as it was `before`.
+    fn resize_unseen(
+        &self,
+        before: u64,
+        guest_bytes: u64,
+        monitor: &Monitor<'_>,
+        prepare: impl FnOnce(&NewPart<'_>) -> Result<()>,
+    ) -> Result<()> {
         let beneath = self.layers.get(1).map_or(0, |layer| layer.format().guest_bytes());
         if before > 0 && before < guest_bytes.min(beneath) {
             // If the backing image holds the last unit, the rest of that unit would show: copy it
             // to the top.
             self.own_byte(before - 1)?;
         }
-        let hidden = self.top().resize_over(guest_bytes, beneath)?;
+        // A size beyond the format's limit is the caller's mistake, and no damage.
+        let hidden = self.top().resize_over(guest_bytes, beneath).map_err(|error| match error {
+            Error::Limit { .. } => Error::Invalid(error.to_string()),
+            other => other,
+        })?;
         let part = NewPart { disk: self, start: before, end: self.top().guest_bytes().max(before) };
         let beneath = if hidden { 0 } else { beneath };
-        let ready = self.zero_part(&part, beneath, monitor).and_then(|()| prepare(&part));
-        if let Err(error) = ready {
-            // Neither noise nor backing data may become part of the disk. Report the first error.
-            let _ = self.top().resize(before);
-            return Err(error);
-        }
-        self.flush_if_write_durable()
+        self.zero_part(&part, beneath, monitor)?;
+        prepare(&part)
     }
 
     /// Zeroes what an earlier shrink left in the old last cluster, the backing data (for formats

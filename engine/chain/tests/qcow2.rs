@@ -11,12 +11,13 @@ use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use support::{Random, map};
 use vdkit_block::{
-    CacheMode, Error, Format, FormatDriver, GuestOffset, Limits, OpenRequest, Storage,
+    CacheMode, Error, Format, FormatDriver, GuestOffset, Limits, NewBitmap, OpenRequest, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_qcow2::{Qcow2, Qcow2Driver};
 use vdkit_raw::RawDriver;
-use vdkit_storage::{FileOptions, FileStorage};
+use vdkit_storage::{FileOptions, FileStorage, MemoryStorage};
+use vdkit_testbase::{FaultKind, FaultPlan, FaultyStorage, create_image, disk_on};
 
 fn run(program: &str, arguments: &[&str]) {
     let output = Command::new(program).args(arguments).output().unwrap();
@@ -419,5 +420,34 @@ fn zeroes_reach_a_short_compressed_cluster_with_subclusters() {
             .unwrap();
         bench.model[2 * 65536 + 700..].fill(0);
         bench.check();
+    }
+}
+
+/// Whichever call to the storage fails, a disk that did not grow shows its old size: what the format
+/// made larger is taken back, or stays hidden where that fails too.
+#[test]
+fn a_disk_that_could_not_grow_shows_its_old_size() {
+    for lasting in [false, true] {
+        let mut hidden = 0;
+        for nth in 0.. {
+            let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
+            create_image(&Qcow2Driver, faulty.clone(), 1 << 20, "cluster_size=4K");
+            let disk = disk_on(&Qcow2Driver, faulty.clone());
+            let bitmap = NewBitmap { name: "fine", granularity: Some(512), enabled: true };
+            disk.top().bitmaps().unwrap().add(&bitmap).unwrap();
+            let kinds = [FaultKind::Write, FaultKind::Sync];
+            let plan = FaultPlan::nth(&kinds, nth);
+            faulty.arm(if lasting { plan.lasting() } else { plan });
+            let grown = disk.resize(40 << 20);
+            faulty.heal();
+            let large = disk.top().guest_bytes() > 1 << 20;
+            if grown.is_ok() {
+                assert_eq!(disk.guest_bytes(), 40 << 20);
+                break;
+            }
+            assert_eq!(disk.guest_bytes(), 1 << 20, "call {nth}: {grown:?}");
+            hidden += u32::from(large);
+        }
+        assert!(!lasting || hidden > 0, "no size was hidden");
     }
 }

@@ -143,15 +143,21 @@ fn a_new_part_is_nobodys_before_it_is_ready() {
     let small = 5 * CLUSTER - SECTOR;
     disk.resize(small).unwrap();
     let grown = |fails: bool| {
-        disk.resize_with(8 * CLUSTER, &Monitor::default(), |part| {
-            assert_eq!((part.start().0, part.len()), (small, 3 * CLUSTER + SECTOR));
-            assert_eq!(disk.guest_bytes(), small);
-            assert!(disk.write_at(&[1], part.start()).is_err());
-            assert!(disk.read_at(&mut [0], part.start()).is_err());
-            assert!(part.write_at(&[1], GuestOffset(small - 1)).is_err());
-            part.write_at(&[2], part.start())?;
-            if fails { Err(Error::Interrupted) } else { Ok(()) }
-        })
+        let monitor = Monitor::default();
+        disk.resize_with(
+            8 * CLUSTER,
+            &monitor,
+            |_| Ok(()),
+            |part| {
+                assert_eq!((part.start().0, part.len()), (small, 3 * CLUSTER + SECTOR));
+                assert_eq!(disk.guest_bytes(), small);
+                assert!(disk.write_at(&[1], part.start()).is_err());
+                assert!(disk.read_at(&mut [0], part.start()).is_err());
+                assert!(part.write_at(&[1], GuestOffset(small - 1)).is_err());
+                part.write_at(&[2], part.start())?;
+                if fails { Err(Error::Interrupted) } else { Ok(()) }
+            },
+        )
     };
     assert!(matches!(grown(true), Err(Error::Interrupted)));
     assert_eq!(disk.guest_bytes(), small);
@@ -160,4 +166,31 @@ fn a_new_part_is_nobodys_before_it_is_ready() {
     let mut found = [0; 2];
     disk.read_at(&mut found, GuestOffset(small)).unwrap();
     assert_eq!(found, [2, 0]);
+}
+
+/// Whether a disk may shrink is asked of the size that the resize before it made.
+#[test]
+fn a_resize_that_waited_is_asked_about_the_size_that_it_finds() {
+    let (disk, _) = disk();
+    let (small, middle, large) = (4 * CLUSTER, 6 * CLUSTER, 8 * CLUSTER);
+    disk.resize(small).unwrap();
+    let monitor = Monitor::default();
+    std::thread::scope(|scope| {
+        let grows = |_: u64| Ok(());
+        let mut second = None;
+        let waits = |before: u64| {
+            if before > middle { Err(Error::Invalid("it would shrink".into())) } else { Ok(()) }
+        };
+        disk.resize_with(large, &monitor, grows, |_| {
+            // It sees the small disk now, and waits.
+            let (disk, monitor) = (&disk, &monitor);
+            assert_eq!(disk.guest_bytes(), small);
+            second =
+                Some(scope.spawn(move || disk.resize_with(middle, monitor, waits, |_| Ok(()))));
+            Ok(())
+        })
+        .unwrap();
+        assert!(second.unwrap().join().unwrap().is_err());
+    });
+    assert_eq!(disk.guest_bytes(), large);
 }

@@ -6,7 +6,7 @@ use uuid::Uuid;
 use vdkit_block::random_uuid;
 use vdkit_block::{Error, HostOffset, Result, Storage};
 use zerocopy::little_endian::{U32, U64};
-use zerocopy::{FromBytes, FromZeros, IntoBytes};
+use zerocopy::{FromBytes, IntoBytes};
 
 use crate::layout::{
     BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, GUEST_BYTES_MAX, Geometry, MIB, PAGE_BYTES, TABLE_BYTES,
@@ -345,16 +345,17 @@ impl NewMetadata {
             items.push((PARENT_LOCATOR, IS_REQUIRED, parent.encode()));
         }
         let mut bytes = vec![0; TABLE_BYTES as usize];
-        let mut table = MetadataTable::new_zeroed();
-        table.signature = *SIGNATURE;
-        table.entry_count = (items.len() as u16).into();
-        for (entry, (id, flags, content)) in table.entries.iter_mut().zip(&items) {
+        let mut table = vec![0; size_of::<MetadataTable>()];
+        let head = MetadataTable::mut_from_bytes(&mut table).expect("it has this size");
+        head.signature = *SIGNATURE;
+        head.entry_count = (items.len() as u16).into();
+        for (entry, (id, flags, content)) in head.entries.iter_mut().zip(&items) {
             *entry = new_entry(*id, bytes.len(), content.len(), *flags);
             bytes.extend_from_slice(content);
             // Aligned, so that no number crosses a page boundary.
             bytes.resize(bytes.len().next_multiple_of(16), 0);
         }
-        bytes[..TABLE_BYTES as usize].copy_from_slice(table.as_bytes());
+        bytes[..table.len()].copy_from_slice(&table);
         Ok(bytes)
     }
 }

@@ -4,7 +4,7 @@ use std::mem::offset_of;
 
 use uuid::Uuid;
 use vdkit_block::{Error, HostOffset, Result, Storage};
-use zerocopy::{FromBytes, FromZeros, IntoBytes};
+use zerocopy::{FromBytes, IntoBytes};
 
 use crate::header::Header;
 use crate::layout::{
@@ -41,7 +41,8 @@ pub(crate) struct Regions {
 
 /// The 64 KiB of a table.
 pub(crate) fn encode(regions: &[Region]) -> Vec<u8> {
-    let mut table = RegionTable::new_zeroed();
+    let mut bytes = vec![0; size_of::<RegionTable>()];
+    let table = RegionTable::mut_from_bytes(&mut bytes).expect("it has this size");
     table.signature = *SIGNATURE;
     table.entry_count = (regions.len() as u32).into();
     for (entry, region) in table.entries.iter_mut().zip(regions) {
@@ -53,7 +54,7 @@ pub(crate) fn encode(regions: &[Region]) -> Vec<u8> {
         };
     }
     table.checksum = checksum(table.as_bytes()).into();
-    table.as_bytes().to_vec()
+    bytes
 }
 
 fn parse(bytes: &[u8]) -> Option<Vec<Region>> {

@@ -65,6 +65,20 @@ impl Storage for Meeting {
     }
 }
 
+/// The first two disks, to be read and written nowhere.
+fn both_to_nothing(package: &Package) -> (Registry, Vec<Extraction>) {
+    let registry = Registry::new([&RawDriver as &'static dyn vdkit_block::FormatDriver]);
+    let part = |disk| {
+        let (options, folder) = (OpenOptions::read_only(), std::path::Path::new("."));
+        let monitor = Monitor::default();
+        let opened = open_packaged(&registry, package, disk, &options, folder, &monitor).unwrap();
+        let source = Source::new(vec![opened]);
+        Extraction::new(disk, source, ConvertOptions::new(Destination::Null))
+    };
+    let parts = vec![part(0), part(1)];
+    (registry, parts)
+}
+
 #[test]
 fn two_disks_are_read_at_once() {
     let text = ovf(&[("ovf:href=\"one\"", ""), ("ovf:href=\"two\"", "")]);
@@ -73,18 +87,9 @@ fn two_disks_are_read_at_once() {
     let (armed, seen) = (AtomicBool::new(false), Default::default());
     let storage = Arc::new(Meeting { bytes, armed, seen });
     let package = Package::open(storage.clone(), &PackageLimits::default()).unwrap();
-    let registry = Registry::new([&RawDriver as &'static dyn vdkit_block::FormatDriver]);
-    let monitor = Monitor::default();
-    let part = |disk| {
-        let options = OpenOptions::read_only();
-        let folder = std::path::Path::new(".");
-        let opened = open_packaged(&registry, &package, disk, &options, folder, &monitor).unwrap();
-        let source = Source::new(vec![opened]);
-        Extraction::new(disk, source, ConvertOptions::new(Destination::Null))
-    };
-    let parts = vec![part(0), part(1)];
+    let (registry, parts) = both_to_nothing(&package);
     storage.armed.store(true, Ordering::SeqCst);
-    let report = extract(&registry, &package, parts, Some(2), &monitor).unwrap();
+    let report = extract(&registry, &package, parts, Some(2), &Monitor::default()).unwrap();
     assert_eq!(report.disks.len(), 2);
     assert!(report.disks.iter().all(|disk| disk.report.moved.read == 1 << 20), "{report:?}");
 }
@@ -163,16 +168,7 @@ fn disks_are_extracted_where_no_thread_can_be_started() {
     let bytes = tar(&files);
     let storage = Arc::new(Meeting { bytes, armed: false.into(), seen: Default::default() });
     let package = Package::open(storage, &PackageLimits::default()).unwrap();
-    let registry = Registry::new([&RawDriver as &'static dyn vdkit_block::FormatDriver]);
-    let monitor = Monitor::default();
-    let part = |disk| {
-        let options = OpenOptions::read_only();
-        let folder = std::path::Path::new(".");
-        let opened = open_packaged(&registry, &package, disk, &options, folder, &monitor).unwrap();
-        let source = Source::new(vec![opened]);
-        Extraction::new(disk, source, ConvertOptions::new(Destination::Null))
-    };
-    let parts = vec![part(0), part(1)];
-    let report = extract(&registry, &package, parts, Some(4), &monitor).unwrap();
+    let (registry, parts) = both_to_nothing(&package);
+    let report = extract(&registry, &package, parts, Some(4), &Monitor::default()).unwrap();
     assert_eq!((report.disks.len(), report.manifest), (2, "verified"));
 }

@@ -282,7 +282,7 @@ fn move_all(
     if bytes > base.guest_bytes() {
         own_what_lies_beyond(&source.disks()[0], base, monitor)?;
         let quiet = monitor.quiet();
-        base.resize_with(bytes, &quiet, |_| Ok(()))?;
+        base.resize_with(bytes, &quiet, |_| Ok(()), |_| Ok(()))?;
     }
     let caps = base.top().caps();
     let block = u64::from(base.top().storage().caps().block_bytes).max(512);

@@ -48,11 +48,14 @@ pub(crate) fn run<B: Default>(
         }
     };
     let running = AtomicUsize::new(1);
+    let mut alone = true;
     std::thread::scope(|scope| {
         work(&mut || {
-            if running.load(Ordering::Relaxed) > 1 || !enough() {
+            if !alone || !enough() {
                 return;
             }
+            // Tried once: where no thread can be started, the next piece does not try again.
+            alone = false;
             for _ in 1..threads.unwrap_or_else(default_threads) {
                 let builder = std::thread::Builder::new();
                 if builder.spawn_scoped(scope, || work(&mut || ())).is_err() {

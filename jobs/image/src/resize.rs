@@ -45,28 +45,26 @@ pub fn resize(
     options: &ResizeOptions,
     monitor: &Monitor<'_>,
 ) -> Result<()> {
-    let before = disk.guest_bytes();
-    if guest_bytes < before && !options.shrink {
-        return Err(Error::Invalid(format!(
-            "{}: {guest_bytes} bytes are fewer than the {before} it has; what lies beyond would \
-             be lost",
-            disk.name()
-        )));
-    }
-    if guest_bytes <= before && options.preallocation != Preallocation::Off {
-        return Err(Error::Invalid(format!(
-            "{}: only a disk that grows has a new part to preallocate",
-            disk.name()
-        )));
-    }
+    let allow = |before| {
+        let why = if guest_bytes < before && !options.shrink {
+            format!(
+                "{guest_bytes} bytes are fewer than the {before} it has; what lies beyond would be lost"
+            )
+        } else if guest_bytes <= before && options.preallocation != Preallocation::Off {
+            "only a disk that grows has a new part to preallocate".to_owned()
+        } else {
+            return Ok(());
+        };
+        Err(Error::Invalid(format!("{}: {why}", disk.name())))
+    };
     // If new space does not read as zero, it is written by the disk itself.
     let preallocates = options.preallocation != Preallocation::Off && disk.top().new_reads_zero();
-    let resized = disk.resize_with(guest_bytes, monitor, |part| match preallocates {
+    let resized = disk.resize_with(guest_bytes, monitor, allow, |part| match preallocates {
         true => preallocate(disk, part, options.preallocation, monitor),
         false => Ok(()),
     });
-    disk.flush()?;
-    resized
+    let flushed = disk.flush();
+    resized.and(flushed)
 }
 
 fn preallocate(

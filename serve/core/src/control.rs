@@ -292,7 +292,8 @@ struct Reply<'a> {
 }
 
 /// A control socket, open until dropped. Dropping it ends its connections: running commands are
-/// answered, a running job is cancelled, and on return no thread of the control holds the export.
+/// answered, and on return no thread of the control holds the export. Any job of the export that runs
+/// while a command still does is cancelled.
 #[must_use = "dropping it closes the socket"]
 pub struct Control {
     path: PathBuf,

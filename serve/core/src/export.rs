@@ -113,6 +113,13 @@ pub struct Served {
     closed: bool,
 }
 
+/// Guards [`Export::pause`] and [`Export::resume`].
+#[derive(Debug)]
+struct Pause {
+    /// See [`Export::end_waiting`].
+    ended: bool,
+}
+
 /// A served disk; see the [crate's documentation](crate).
 #[derive(Debug)]
 pub struct Export {
@@ -121,7 +128,7 @@ pub struct Export {
     /// writer. Exclusive operations lock it for writing.
     disk: RwLock<Served>,
     paused: AtomicBool,
-    pause: (Mutex<()>, Condvar),
+    pause: (Mutex<Pause>, Condvar),
     pub(crate) parking: Parking,
     pub(crate) jobs: Jobs,
     /// Names of bitmaps that clients may read, if the image has them.
@@ -177,7 +184,7 @@ impl Export {
             seen: Mutex::new(DiskView::of(&disk)),
             disk: RwLock::new(Served { disk, changes: None, closed: false }),
             paused: AtomicBool::new(false),
-            pause: (Mutex::new(()), Condvar::new()),
+            pause: (Mutex::new(Pause { ended: false }), Condvar::new()),
             parking: Parking::default(),
             jobs: Jobs::default(),
             counters: Counters::default(),
@@ -305,7 +312,11 @@ impl Export {
     /// not call it while holding the disk.
     pub fn pause(&self) {
         {
-            let _guard = self.pause.0.lock();
+            let pause = self.pause.0.lock();
+            if pause.ended {
+                // Nobody would resume.
+                return;
+            }
             self.paused.store(true, Ordering::Release);
         }
         // Requests that have locked the disk end first; later ones see the flag once they have
@@ -532,6 +543,9 @@ impl Export {
                 return Ok(());
             }
             let tried = self.exchange(|served| {
+                if client.has_left() {
+                    return Err(Error::Interrupted);
+                }
                 if self.paused() {
                     return Ok(false);
                 }
@@ -584,8 +598,9 @@ impl Export {
     }
 
     /// Ends all waiting, for space or for a resume: kept changes fail, and later changes that find
-    /// no space fail at once. On return no kept change is being tried.
+    /// no space fail at once. On return no kept change is being tried. A later pause does nothing.
     pub fn end_waiting(&self) {
+        self.pause.0.lock().ended = true;
         self.resume();
         self.parking.close();
     }

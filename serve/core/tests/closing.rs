@@ -67,6 +67,8 @@ fn a_close_waits_for_the_attempt() {
         });
         watched.until_it_waits();
         let waits = !closing.is_finished();
+        // Nobody would resume: it must keep neither the attempt nor the close.
+        export.pause();
         go.send(()).unwrap();
         closing.join().unwrap().unwrap();
         assert!(waits, "the disk was closed during an attempt");
@@ -238,4 +240,16 @@ fn a_pause_also_stops_growth_by_a_client() {
     });
     assert_eq!(export.size(), 8 * MIB);
     export.close().unwrap();
+}
+
+#[test]
+fn a_pause_after_the_end_keeps_nobody() {
+    let export = export_of(&memory());
+    export.close().unwrap();
+    export.pause();
+    let (tell, told) = channel();
+    let own = export.clone();
+    std::thread::spawn(move || tell.send([own.write(&[1; 512], 0, false), own.flush()]).unwrap());
+    let ends = told.recv_timeout(PATIENCE).unwrap();
+    assert!(ends.iter().all(|end| matches!(end, Err(Error::Interrupted))), "{ends:?}");
 }

@@ -214,7 +214,7 @@ struct Connection {
 }
 
 /// A server: threads that listen and serve until [`Server::stop`]. Dropping it is a stop without
-/// time to drain.
+/// time to drain; as there, resume a paused export first, or end its waiting.
 #[must_use = "dropping it ends the service"]
 pub struct Server {
     shared: Arc<Shared>,

@@ -48,7 +48,7 @@ struct Visits {
 }
 
 /// A disk served to monitors until [`Server::stop`]. Dropping it ends the service too, and waits
-/// until the requests already taken are done: they use the guest's memory.
+/// until the requests already taken are done: they use the guest's memory. Resume a paused export first.
 #[derive(Debug)]
 #[must_use = "dropping it ends the service"]
 pub struct Server {
