@@ -513,7 +513,8 @@ def test_a_server_that_nobody_stops(image, tmp_path):
             return super().read(size)
 
     # What the server's threads read takes the interpreter's lock, also while it is dropped.
-    server = vdkit._vdkit.serve(vdkit.open(Slow(data))._disk, f"unix:{tmp_path}/s", "", True)
+    slow = vdkit.open(Slow(data))
+    server = vdkit._vdkit.serve(slow._disk, f"unix:{tmp_path}/s", "", True)
     client = nbd.NBD()
     client.connect_uri(server.uri)
     reads = [client.aio_pread(nbd.Buffer(4096), at * 4096) for at in range(16)]

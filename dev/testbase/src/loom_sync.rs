@@ -183,20 +183,34 @@ fn fenced<R>(order: Ordering, access: impl FnOnce() -> R) -> R {
     result
 }
 
+/// What each load of an atomic passes first. loom compares a write with only the last access to its
+/// location: had the writer loaded it itself, the loads of other threads before that were forgotten, and
+/// their order with the write was never changed. A gate makes loom change the order of loads, too. It
+/// orders no memory.
+#[derive(Debug, Default)]
+struct Gate(model::atomic::AtomicUsize);
+
+impl Gate {
+    fn pass(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
 macro_rules! atomic {
     ($name:ident, $value:ty) => {
         /// The atomic of this name in `std`.
         #[derive(Debug)]
-        pub struct $name(model::atomic::$name);
+        pub struct $name(model::atomic::$name, Gate);
 
         impl $name {
             /// One with this value.
             pub fn new(value: $value) -> Self {
-                Self(model::atomic::$name::new(value))
+                Self(model::atomic::$name::new(value), Gate::default())
             }
 
             /// The value.
             pub fn load(&self, order: Ordering) -> $value {
+                self.1.pass();
                 fenced(order, || self.0.load(order))
             }
 
@@ -315,6 +329,23 @@ mod tests {
     #[should_panic(expected = "both read the old value")]
     fn less_than_that_is_seen_to_be_less() {
         both_may_read_old_values(Ordering::Relaxed);
+    }
+
+    #[test]
+    #[should_panic(expected = "a write came between")]
+    fn a_write_by_who_has_read_before_is_seen() {
+        check(2, || {
+            let flags = Arc::new([AtomicBool::new(false), AtomicBool::new(false)]);
+            let other = flags.clone();
+            let thread = thread::spawn(move || {
+                assert!(!other[0].load(Ordering::Acquire) && !other[1].load(Ordering::Acquire));
+                other[0].store(true, Ordering::Release);
+                other[1].store(true, Ordering::Release);
+            });
+            let [first, second] = [0, 1].map(|at| flags[at].load(Ordering::Acquire));
+            assert!(first || !second, "a write came between");
+            thread.join().unwrap();
+        });
     }
 
     #[test]
