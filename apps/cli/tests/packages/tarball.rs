@@ -31,18 +31,13 @@ impl Unpacked {
     }
 }
 
-/// A folder that has the program, devices for random numbers and nothing else, as the whole file system.
+/// A folder that has the program and nothing else, as the whole file system.
 struct Alone(tempfile::TempDir);
 
 impl Alone {
     fn new(unpacked: &Unpacked) -> Self {
         let scratch = tempfile::tempdir_in(unpacked.scratch.path()).unwrap();
         std::fs::copy(unpacked.folder.join("vdkit"), scratch.path().join("vdkit")).unwrap();
-        // Random numbers, for keys and identities: in a static program they come from there.
-        std::fs::create_dir(scratch.path().join("dev")).unwrap();
-        for (device, number) in [("dev/random", "8"), ("dev/urandom", "9")] {
-            must(Command::new("mknod").arg(scratch.path().join(device)).args(["c", "1", number]));
-        }
         Self(scratch)
     }
 
