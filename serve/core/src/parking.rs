@@ -8,26 +8,29 @@
 //! ([`Done`]) and continues. Before each attempt it checks that the client is still connected.
 //!
 //! Kept changes may be reordered with later requests: unanswered requests have no guaranteed order.
+//!
+//! `tests/model` runs this file in every order of its steps.
 
 use std::collections::VecDeque;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
 use serde::Serialize;
 use vdkit_block::{Error, IoAction, Result};
 
+use crate::change::{Change, Done};
 use crate::client::{ASK_EVERY, Client};
-use crate::export::{Change, Done, Export};
+use crate::export::Export;
+use crate::sync::thread::{self, ThreadId};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// Interval between attempts.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
 /// Maximum bytes kept for all clients together; further requests block on their threads.
-const KEPT_BYTES_MAX: u64 = 256 << 20;
+pub(crate) const KEPT_BYTES_MAX: u64 = 256 << 20;
 
 /// Memory of a change besides its data: queue entry, claim and callback. Zeroes carry no data, and
 /// a client may send millions of them.
@@ -240,7 +243,7 @@ impl Parking {
     /// Starts the retry thread, if that is possible.
     fn start(&self, export: &Arc<Export>) -> Option<ThreadId> {
         let export = export.clone();
-        let builder = std::thread::Builder::new().name("nospace".to_owned());
+        let builder = thread::Builder::new().name("nospace".to_owned());
         builder.spawn(move || retry(&export)).ok().map(|thread| thread.thread().id())
     }
 
@@ -280,7 +283,7 @@ impl Parking {
         state: &mut MutexGuard<'_, State>,
         chosen: impl Fn(&Arc<Client>) -> bool,
     ) {
-        if state.running == Some(std::thread::current().id()) {
+        if state.running == Some(thread::current().id()) {
             return;
         }
         while state.tried.as_ref().is_some_and(&chosen) {
