@@ -30,11 +30,7 @@ impl Answers {
 }
 
 /// Keeps a change that found no space.
-fn keep(
-    export: &Arc<Export>,
-    client: &Arc<Client>,
-    change: Change,
-) -> (Arc<Claim>, Arc<Answers>) {
+fn keep(export: &Arc<Export>, client: &Arc<Client>, change: Change) -> (Arc<Claim>, Arc<Answers>) {
     let (claim, answers) = (Claim::of(client), Arc::new(Answers::default()));
     let own = answers.clone();
     let done = Box::new(move |done: Result<()>| {
