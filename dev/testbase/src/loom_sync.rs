@@ -294,10 +294,12 @@ macro_rules! arithmetic {
 }
 
 atomic!(AtomicBool, bool);
+atomic!(AtomicI64, i64);
 atomic!(AtomicU32, u32);
 atomic!(AtomicU64, u64);
 atomic!(AtomicUsize, usize);
 arithmetic!(AtomicBool, bool, fetch_and, fetch_or, fetch_xor);
+arithmetic!(AtomicI64, i64, fetch_add, fetch_sub, fetch_max, fetch_min, fetch_and, fetch_or);
 arithmetic!(AtomicU32, u32, fetch_add, fetch_sub, fetch_max, fetch_min, fetch_and, fetch_or);
 arithmetic!(AtomicU64, u64, fetch_add, fetch_sub, fetch_max, fetch_min, fetch_and, fetch_or);
 arithmetic!(AtomicUsize, usize, fetch_add, fetch_sub, fetch_max, fetch_min, fetch_and, fetch_or);

@@ -33,6 +33,8 @@ mod backoff;
 mod bitmaps;
 mod change;
 mod changes;
+#[cfg(test)]
+mod changes_tests;
 mod client;
 mod control;
 mod counters;

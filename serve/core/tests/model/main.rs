@@ -1,5 +1,6 @@
-//! Models of an export's kept changes and of its pause: loom runs their own source files in every
-//! order of their steps, within a bound on preemptions. See `vdkit_testkit::loom_sync`.
+//! Models of an export's kept changes, of its pause, and of the marks of changes: loom runs their own
+//! source files in every order of their steps, within a bound on preemptions. See
+//! `vdkit_testkit::loom_sync`.
 
 #![allow(dead_code, reason = "a model uses a part of each protocol")]
 
@@ -9,6 +10,8 @@ mod sync {
 
 #[path = "../../src/change.rs"]
 mod change;
+#[path = "../../src/changes.rs"]
+mod changes;
 #[path = "../../src/client.rs"]
 mod client;
 #[path = "../../src/parking.rs"]
@@ -18,4 +21,5 @@ mod pause;
 
 mod export;
 mod keeping;
+mod marking;
 mod pausing;
