@@ -354,7 +354,8 @@ int vdkit_discard(const vdkit_disk *disk, uint64_t len, uint64_t offset);
 // Makes every write that has returned durable.
 int vdkit_flush(const vdkit_disk *disk);
 
-// Changes the size; durable on return. `flags`: VDKIT_SHRINK, or 0.
+// Changes the size; durable on return. No other call may use the disk meanwhile, and its queues must
+// have no open requests. `flags`: VDKIT_SHRINK, or 0.
 int vdkit_resize(const vdkit_disk *disk, uint64_t size, uint32_t flags);
 
 // Tells `each` of all extents of a range, in order. If `each` ends the walk, the result is

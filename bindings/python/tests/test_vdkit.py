@@ -255,6 +255,23 @@ def test_file_objects_of_others(image):
         assert disk[MIB : MIB + 5] == b"hello"
 
 
+def test_a_resize_and_writes_wait_for_each_other():
+    vdkit.create("a.vhdx", "vhdx", 2048 * MIB, options={"block_size": "1M"})
+    with vdkit.open("a.vhdx", writable=True) as disk:
+
+        def work():
+            for at in range(0, 2048 * MIB, MIB):
+                disk.write(at, b"kept")
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        time.sleep(0.002)
+        disk.resize(200 * 1024 * MIB)  # the table of blocks moves
+        thread.join()
+    with vdkit.open("a.vhdx") as disk:
+        assert all(disk[at : at + 4] == b"kept" for at in range(0, 2048 * MIB, MIB))
+
+
 def test_many_threads(image):
     bad = []
     with vdkit.open(image, writable=True) as disk:

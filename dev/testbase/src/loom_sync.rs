@@ -28,6 +28,7 @@
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
+use std::time::Duration;
 
 use loom::sync as model;
 pub use loom::sync::Arc;
@@ -101,7 +102,7 @@ impl<T: fmt::Debug> fmt::Debug for MutexGuard<'_, T> {
     }
 }
 
-/// `parking_lot::Condvar`, without waits that time out: loom has no time.
+/// `parking_lot::Condvar`. No wait times out, since loom has no time.
 #[derive(Debug)]
 pub struct Condvar(model::Condvar);
 
@@ -115,6 +116,11 @@ impl Condvar {
     pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
         let held = guard.0.take().expect("one thread has the guard");
         guard.0 = Some(self.0.wait(held).expect(SOUND));
+    }
+
+    /// As [`Condvar::wait`]: who relies on the time limit waits for ever.
+    pub fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, _limit: Duration) {
+        self.wait(guard);
     }
 
     /// Gives the lock back and waits for as long as `condition` holds.
@@ -288,10 +294,12 @@ macro_rules! arithmetic {
 }
 
 atomic!(AtomicBool, bool);
+atomic!(AtomicI64, i64);
 atomic!(AtomicU32, u32);
 atomic!(AtomicU64, u64);
 atomic!(AtomicUsize, usize);
 arithmetic!(AtomicBool, bool, fetch_and, fetch_or, fetch_xor);
+arithmetic!(AtomicI64, i64, fetch_add, fetch_sub, fetch_max, fetch_min, fetch_and, fetch_or);
 arithmetic!(AtomicU32, u32, fetch_add, fetch_sub, fetch_max, fetch_min, fetch_and, fetch_or);
 arithmetic!(AtomicU64, u64, fetch_add, fetch_sub, fetch_max, fetch_min, fetch_and, fetch_or);
 arithmetic!(AtomicUsize, usize, fetch_add, fetch_sub, fetch_max, fetch_min, fetch_and, fetch_or);

@@ -221,7 +221,8 @@ pub trait Format: Send + Sync + fmt::Debug {
     /// format without `close` leaves the state of a crash: consistent, perhaps with leaks.
     fn close(&self) -> Result<()>;
 
-    /// Resizes the guest disk. Shrinking frees the space beyond the end.
+    /// Resizes the guest disk. Shrinking frees the space beyond the end. Formats may move blocks and
+    /// tables without regard to requests: but for qcow2, the caller sees to it that none runs.
     fn resize(&self, guest_bytes: u64) -> Result<()>;
 
     /// The cache of the map; `None` for formats without one.

@@ -49,7 +49,8 @@ impl NewPart<'_> {
 impl Disk {
     /// Resizes the disk. New bytes read as zero, even if a longer backing image holds data there,
     /// or the last cluster still holds data that an earlier shrink cut off. Until it returns, other
-    /// threads see the old size; they may use the disk meanwhile.
+    /// threads see the old size. They may use a qcow2 disk meanwhile. Of any other format the caller
+    /// keeps requests away: see [`vdkit_block::Format::resize`].
     ///
     /// If new space does not read as zero (raw LUKS), zeroes are written; a power cut can then
     /// leave the disk larger, with noise in the new part.

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::io::Errno;
 use vdkit_block::{CacheMode, GuestDiscard, HostOffset, SpaceMap, Storage, StorageExt, ZeroMode};
-use vdkit_testbase::Rng;
+use vdkit_testbase::{Rng, Watched};
 
 use super::try_once;
 use crate::{CreateMode, FileOptions, FileStorage, MemoryStorage};
@@ -133,6 +133,27 @@ fn whatever_grows_a_file_waits_for_a_resize_under_way() {
         }
         waits_for_the_length(&file, || file.set_len(1 << 20).unwrap());
     }
+}
+
+/// An unaligned direct write makes the file longer for a moment, with the length locked.
+#[test]
+fn zeroes_do_not_rely_on_a_length_for_a_moment() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = lacking(dir.path(), CacheMode::None, 0);
+    let watched = Watched::default();
+    std::thread::scope(|scope| {
+        let alone = file.growth().write();
+        rustix::fs::ftruncate(file.file(), 8192).unwrap();
+        let zeroing = scope.spawn(|| {
+            watched.is_me();
+            file.write_zeroes(HostOffset(4096), 4096, ZeroMode::MayUnmap).unwrap();
+        });
+        watched.until_it_waits();
+        rustix::fs::ftruncate(file.file(), 100).unwrap();
+        drop(alone);
+        zeroing.join().unwrap();
+    });
+    assert_eq!(file.len().unwrap(), 8192);
 }
 
 /// Cached hole positions must never hide a change: extra data is allowed, an extra hole never.

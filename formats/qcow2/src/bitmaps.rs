@@ -11,6 +11,8 @@
 //! Source: qcow2 specification, sections "Bitmaps extension" and "Bitmaps".
 
 pub(crate) mod bits;
+#[cfg(test)]
+mod bits_tests;
 mod commit;
 mod edit;
 

@@ -6,8 +6,10 @@
 //! waiting request checks that the client is still connected right before it proceeds.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::LazyLock;
 use std::time::Duration;
+
+use crate::sync::{AtomicBool, Ordering};
 
 /// Interval at which a waiting thread checks its client.
 pub(crate) const ASK_EVERY: Duration = Duration::from_millis(200);
@@ -23,7 +25,7 @@ pub struct Client {
 }
 
 /// The client for requests of this process.
-pub(crate) static STAYS: Client = Client { left: AtomicBool::new(false), probe: None };
+pub(crate) static STAYS: LazyLock<Client> = LazyLock::new(Client::default);
 
 impl fmt::Debug for Client {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

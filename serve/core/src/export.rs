@@ -2,21 +2,22 @@
 
 use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use parking_lot::{Condvar, Mutex, RwLock, RwLockReadGuard};
+use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use vdkit_block::{
     Error, ErrorKind, GuestOffset, IoAction, MapCacheStats, Result, SnapshotInfo, Snapshots,
 };
 use vdkit_chain::{Disk, Ready};
 
+use crate::change::{Change, Done};
 use crate::changes::ChangeMap;
-use crate::client::{ASK_EVERY, Client, STAYS};
+use crate::client::{Client, STAYS};
 use crate::control::Answer;
 use crate::counters::{Counters, Stats};
 use crate::images::ImageChain;
 use crate::job::Jobs;
 use crate::parking::{Claim, ParkedInfo, Parking};
+use crate::pause::Pause;
 
 /// Handling of a change that finds no space.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -44,29 +45,6 @@ pub struct ExportOptions {
     pub bitmaps: Vec<String>,
 }
 
-/// A change that owns its data.
-#[derive(Debug)]
-pub enum Change {
-    /// Write these bytes.
-    Write(Vec<u8>),
-    /// Write these bytes, growing the disk if needed.
-    Append(Vec<u8>),
-    /// Grow the disk at least to the offset.
-    Grow,
-    /// Write zeroes.
-    Zero {
-        /// Bytes.
-        len: u64,
-        /// The space may be freed.
-        may_unmap: bool,
-    },
-    /// Flush.
-    Flush {
-        /// Number of requests to answer after it.
-        requests: u64,
-    },
-}
-
 /// Durability of a write on the non-blocking path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Written {
@@ -75,32 +53,6 @@ pub enum Written {
     /// Durable after the next [`Export::flush`]: do not answer the client before.
     NeedsFlush,
 }
-
-/// Approximate memory of a request that waits for a flush.
-const WAITING_BYTES: u64 = 64;
-
-impl Change {
-    /// Bytes of memory that it holds.
-    pub(crate) fn held_bytes(&self) -> u64 {
-        match self {
-            Self::Write(data) | Self::Append(data) => data.len() as u64,
-            Self::Zero { .. } | Self::Grow => 0,
-            Self::Flush { requests } => requests * WAITING_BYTES,
-        }
-    }
-
-    /// Number of requests that wait for it.
-    pub(crate) fn requests(&self) -> u64 {
-        match self {
-            Self::Write(_) | Self::Append(_) | Self::Zero { .. } | Self::Grow => 1,
-            Self::Flush { requests } => *requests,
-        }
-    }
-}
-
-/// Called once when a kept change has been done or given up. It must not wait for a client, since
-/// changes of all clients wait for its return.
-pub type Done = Box<dyn FnOnce(Result<()>) + Send>;
 
 /// An export's disk and its change tracking.
 #[derive(Debug)]
@@ -113,13 +65,6 @@ pub struct Served {
     closed: bool,
 }
 
-/// Guards [`Export::pause`] and [`Export::resume`].
-#[derive(Debug)]
-struct Pause {
-    /// See [`Export::end_waiting`].
-    ended: bool,
-}
-
 /// A served disk; see the [crate's documentation](crate).
 #[derive(Debug)]
 pub struct Export {
@@ -127,8 +72,7 @@ pub struct Export {
     /// Each request locks it once for reading: a nested read lock could deadlock behind a waiting
     /// writer. Exclusive operations lock it for writing.
     disk: RwLock<Served>,
-    paused: AtomicBool,
-    pause: (Mutex<Pause>, Condvar),
+    pause: Pause,
     pub(crate) parking: Parking,
     pub(crate) jobs: Jobs,
     /// Names of bitmaps that clients may read, if the image has them.
@@ -183,8 +127,7 @@ impl Export {
             options,
             seen: Mutex::new(DiskView::of(&disk)),
             disk: RwLock::new(Served { disk, changes: None, closed: false }),
-            paused: AtomicBool::new(false),
-            pause: (Mutex::new(Pause { ended: false }), Condvar::new()),
+            pause: Pause::default(),
             parking: Parking::default(),
             jobs: Jobs::default(),
             counters: Counters::default(),
@@ -250,19 +193,8 @@ impl Export {
     /// Locks the disk for a request that changes nothing. Waits while the export is paused or the
     /// disk is locked exclusively.
     pub fn hold(&self) -> Held<'_> {
-        loop {
-            if self.paused() {
-                let mut guard = self.pause.0.lock();
-                while self.paused() {
-                    self.pause.1.wait(&mut guard);
-                }
-            }
-            let held = self.disk();
-            // Check again: `pause` waits only for requests that had locked the disk before.
-            if !self.paused() {
-                return held;
-            }
-        }
+        let held = self.pause.lock_outside(|| false, || self.disk());
+        held.unwrap_or_else(|| unreachable!("nobody leaves"))
     }
 
     /// As [`Export::hold`], for any request of a client that may leave while it waits.
@@ -270,27 +202,14 @@ impl Export {
     /// # Errors
     /// [`Error::Interrupted`] if the client has left or the export is closed.
     pub(crate) fn hold_for(&self, client: &Client) -> Result<Held<'_>> {
-        loop {
-            if let Some(held) = self.hold_ready() {
-                return Ok(held);
-            }
-            if self.paused() {
-                let mut guard = self.pause.0.lock();
-                while self.paused() && !client.has_left() {
-                    self.pause.1.wait_for(&mut guard, ASK_EVERY);
-                }
-            }
-            if client.has_left() {
-                return Err(Error::Interrupted);
-            }
-            let held = self.disk().unless_closed()?;
-            // Check again: an exclusive operation may have held the disk for long.
-            if client.has_left() {
-                return Err(Error::Interrupted);
-            }
-            if !self.paused() {
-                return Ok(held);
-            }
+        if let Some(held) = self.hold_ready() {
+            return Ok(held);
+        }
+        let held = self.pause.lock_outside(|| client.has_left(), || self.disk());
+        // Asked again: an exclusive operation may have held the disk for long.
+        match held.filter(|_| !client.has_left()) {
+            Some(held) => held.unless_closed(),
+            None => Err(Error::Interrupted),
         }
     }
 
@@ -311,32 +230,22 @@ impl Export {
     /// none runs. (A request over a large range runs in steps, and waits between two of them.) Do
     /// not call it while holding the disk.
     pub fn pause(&self) {
-        {
-            let pause = self.pause.0.lock();
-            if pause.ended {
-                // Nobody would resume.
-                return;
-            }
-            self.paused.store(true, Ordering::Release);
+        if self.pause.begin() {
+            // Requests that have locked the disk end first; later ones see the pause once they have
+            // locked it.
+            drop(self.disk.write());
         }
-        // Requests that have locked the disk end first; later ones see the flag once they have
-        // locked it.
-        drop(self.disk.write());
     }
 
     /// Unblocks requests, and retries changes that wait for space.
     pub fn resume(&self) {
-        {
-            let _guard = self.pause.0.lock();
-            self.paused.store(false, Ordering::Release);
-            self.pause.1.notify_all();
-        }
+        self.pause.end();
         self.parking.retry_now();
     }
 
     /// Whether [`Export::pause`] blocks requests.
     pub fn paused(&self) -> bool {
-        self.paused.load(Ordering::Acquire)
+        self.pause.is_on()
     }
 
     /// Non-blocking read; see [`Disk::read_ready`].
@@ -600,8 +509,7 @@ impl Export {
     /// Ends all waiting, for space or for a resume: kept changes fail, and later changes that find
     /// no space fail at once. On return no kept change is being tried. A later pause does nothing.
     pub fn end_waiting(&self) {
-        self.pause.0.lock().ended = true;
-        self.resume();
+        self.pause.end_for_good();
         self.parking.close();
     }
 

@@ -31,7 +31,10 @@
 
 mod backoff;
 mod bitmaps;
+mod change;
 mod changes;
+#[cfg(test)]
+mod changes_tests;
 mod client;
 mod control;
 mod counters;
@@ -40,17 +43,20 @@ mod images;
 mod job;
 mod metrics;
 mod parking;
+mod pause;
 mod requests;
 mod scrape;
 mod socket;
+mod sync;
 
 pub use backoff::SlowWriteBackoff;
 pub use bitmaps::BitmapList;
+pub use change::{Change, Done};
 pub use changes::ChangeMap;
 pub use client::Client;
 pub use control::{Answer, Command, Control, Controller, Status, ask};
 pub use counters::{Counters, Histogram, LatencyBucket, OpKind, OpStats, Stats, quantile};
-pub use export::{Change, Done, Export, ExportOptions, Held, OnNoSpace, Served, Written};
+pub use export::{Export, ExportOptions, Held, OnNoSpace, Served, Written};
 pub use images::{Committed, ImageChain, Images};
 pub use job::{Job, JobStatus};
 pub use parking::{Claim, ParkedInfo};

@@ -8,26 +8,29 @@
 //! ([`Done`]) and continues. Before each attempt it checks that the client is still connected.
 //!
 //! Kept changes may be reordered with later requests: unanswered requests have no guaranteed order.
+//!
+//! `tests/model` runs this file in every order of its steps.
 
 use std::collections::VecDeque;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
 use serde::Serialize;
 use vdkit_block::{Error, IoAction, Result};
 
+use crate::change::{Change, Done};
 use crate::client::{ASK_EVERY, Client};
-use crate::export::{Change, Done, Export};
+use crate::export::Export;
+use crate::sync::thread::{self, JoinHandle};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// Interval between attempts.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
 /// Maximum bytes kept for all clients together; further requests block on their threads.
-const KEPT_BYTES_MAX: u64 = 256 << 20;
+pub(crate) const KEPT_BYTES_MAX: u64 = 256 << 20;
 
 /// Memory of a change besides its data: queue entry, claim and callback. Zeroes carry no data, and
 /// a client may send millions of them.
@@ -118,8 +121,10 @@ struct State {
     requests: u64,
     /// Client of the current attempt or answer.
     tried: Option<Arc<Client>>,
-    /// The retry thread, if it runs.
-    running: Option<ThreadId>,
+    /// The last retry thread.
+    thread: Option<JoinHandle<()>>,
+    /// It retries.
+    running: bool,
     /// Retry now: space may be available.
     retry: bool,
     closed: bool,
@@ -219,9 +224,10 @@ impl Parking {
         }
         state.count(&parked.change);
         state.queue.push_back(parked);
-        if state.running.is_none() {
-            state.running = parking.start(export);
-            if state.running.is_none() {
+        if !state.running {
+            state.thread = parking.start(export);
+            state.running = state.thread.is_some();
+            if !state.running {
                 // There is no thread to retry: report the error to the client.
                 let failed = state.take(|_| true);
                 state.since = None;
@@ -238,10 +244,10 @@ impl Parking {
     }
 
     /// Starts the retry thread, if that is possible.
-    fn start(&self, export: &Arc<Export>) -> Option<ThreadId> {
+    fn start(&self, export: &Arc<Export>) -> Option<JoinHandle<()>> {
         let export = export.clone();
-        let builder = std::thread::Builder::new().name("nospace".to_owned());
-        builder.spawn(move || retry(&export)).ok().map(|thread| thread.thread().id())
+        let builder = thread::Builder::new().name("nospace".to_owned());
+        builder.spawn(move || retry(&export)).ok()
     }
 
     /// Starts the next attempt now.
@@ -280,7 +286,7 @@ impl Parking {
         state: &mut MutexGuard<'_, State>,
         chosen: impl Fn(&Arc<Client>) -> bool,
     ) {
-        if state.running == Some(std::thread::current().id()) {
+        if state.thread.as_ref().is_some_and(is_current) {
             return;
         }
         while state.tried.as_ref().is_some_and(&chosen) {
@@ -288,7 +294,8 @@ impl Parking {
         }
     }
 
-    /// Fails all waiting changes. On return none is being tried.
+    /// Fails all waiting changes. On return none is being tried, and the retry thread does not hold
+    /// the export any more, unless it is the one that calls.
     pub(crate) fn close(&self) {
         let failed = {
             let mut state = self.state.lock();
@@ -297,7 +304,12 @@ impl Parking {
         };
         self.changed.notify_all();
         failed.into_iter().for_each(|parked| parked.answer(Err(Error::Interrupted)));
-        self.wait_for_attempt(&mut self.state.lock(), |_| true);
+        let mut state = self.state.lock();
+        self.wait_for_attempt(&mut state, |_| true);
+        let other = state.thread.take_if(|thread| !is_current(thread));
+        drop(state);
+        // A panic of it was reported.
+        let _ = other.map(JoinHandle::join);
     }
 
     /// The next change to try, after a pause if the last attempt found no space. `None` if the
@@ -318,7 +330,7 @@ impl Parking {
         if let Some(parked) = &next {
             state.tried = Some(parked.claim.client.clone());
         } else {
-            state.running = None;
+            state.running = false;
             state.reason.clear();
             if state.since.take().is_some() {
                 tracing::warn!(export = export.name(), "there is space again: writes go on");
@@ -377,6 +389,10 @@ impl Parking {
         self.changed.notify_all();
         again
     }
+}
+
+fn is_current(thread: &JoinHandle<()>) -> bool {
+    thread.thread().id() == thread::current().id()
 }
 
 /// Retries until no change waits.

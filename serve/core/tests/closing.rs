@@ -80,6 +80,22 @@ fn a_close_waits_for_the_attempt() {
 }
 
 #[test]
+fn a_closed_export_is_the_callers_alone() {
+    let export = export_of(&memory());
+    let told = keep(&export, &Arc::default(), 0);
+    export.close().unwrap();
+    assert_eq!(Arc::strong_count(&export), 1, "the image stays locked for a while");
+    told.try_recv().expect("answered before the close has returned").unwrap_err();
+    // The thread may also have ended by itself.
+    let export = export_of(&memory());
+    let told = keep(&export, &Arc::default(), 0);
+    export.resume();
+    told.recv_timeout(PATIENCE).unwrap().unwrap();
+    export.close().unwrap();
+    assert_eq!(Arc::strong_count(&export), 1, "the image stays locked for a while");
+}
+
+#[test]
 fn an_answer_may_close_the_export() {
     let export = export_of(&memory());
     let (own, (tell, told)) = (export.clone(), channel());

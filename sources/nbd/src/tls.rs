@@ -309,8 +309,10 @@ impl TlsStream {
                 }
                 session.has_output()
             };
-            if wants_write {
-                self.push()?;
+            // A thread that sends may wait for a server that waits for this thread. It sends this too, or
+            // the next one does.
+            if wants_write && let Some(mut outgoing) = self.outgoing.try_lock() {
+                self.push_held(&mut outgoing)?;
             }
             if !self.pull()? {
                 return Ok(0);
@@ -327,5 +329,48 @@ impl TlsStream {
             self.push_held(&mut outgoing)?;
         }
         self.push_held(&mut outgoing)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn who_receives_does_not_wait_for_who_sends() {
+        let folder = tempfile::tempdir().unwrap();
+        let place = Place::Unix(folder.path().join("s"));
+        let listener = UnixListener::bind(folder.path().join("s")).unwrap();
+        let socket = Socket::connect(&place, Instant::now() + Duration::from_secs(60)).unwrap();
+        let (mut server, _) = listener.accept().unwrap();
+        let config = ClientConfig::builder_with_provider(Arc::new(
+            rustls::crypto::aws_lc_rs::default_provider(),
+        ))
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(RootCertStore::empty())
+        .with_no_client_auth();
+        let tls = Tls::Certificates(Arc::new(config), ServerName::try_from("localhost").unwrap());
+        let stream = TlsStream {
+            socket,
+            session: Mutex::new(tls.session().unwrap()),
+            incoming: Mutex::new(Incoming { buf: vec![0; RECEIVE_BYTES], start: 0, end: 0 }),
+            outgoing: Mutex::default(),
+        };
+        assert!(stream.session.lock().has_output());
+        server.write_all(&[0xff; 64]).unwrap();
+        let (tell, told) = channel();
+        std::thread::scope(|scope| {
+            // As a thread that sends to a server that does not read.
+            let sending = stream.outgoing.lock();
+            scope.spawn(|| tell.send(stream.recv(&mut [0; 8]).map_err(|e| e.kind())).unwrap());
+            let got = told.recv_timeout(Duration::from_secs(60));
+            drop(sending);
+            assert_eq!(got, Ok(Err(io::ErrorKind::InvalidData)), "that is no TLS");
+        });
     }
 }

@@ -1,5 +1,6 @@
-//! Loom model of the cache of L2 slices, over all interleavings of its threads: a slice that is
-//! read from disk while another thread changes, writes and drops it must not come back stale.
+//! Loom models of the bits of bitmaps (see `recording`), and of the cache of L2 slices, over all
+//! interleavings of their threads: a slice that is read from disk while another thread changes, writes
+//! and drops it must not come back stale.
 
 #![allow(dead_code, reason = "a model uses a part of the protocol")]
 
@@ -7,6 +8,9 @@ mod sync {
     pub use vdkit_testbase::loom_sync::*;
 }
 
+#[path = "../../src/bitmaps/bits.rs"]
+mod bits;
+mod recording;
 #[path = "../../src/slices.rs"]
 mod slices;
 

@@ -315,8 +315,10 @@ impl Channel for TlsChannel {
                 }
                 session.has_output()
             };
-            if wants_write {
-                self.push()?;
+            // Not by waiting: a sending thread may wait for a client that waits for this thread, and
+            // sends this too, or the next one does.
+            if wants_write && let Some(mut out) = self.sending.try_lock() {
+                self.push_ready(&mut out)?;
             }
             if !self.pull()? {
                 return Ok(0);
@@ -368,10 +370,69 @@ impl Channel for TlsChannel {
     }
 }
 
-#[cfg(all(test, not(feature = "tls-psk")))]
+#[cfg(test)]
 mod tests {
-    use super::*;
+    use std::io::Write;
+    use std::os::unix::net::UnixStream;
+    use std::sync::mpsc::channel;
 
+    use super::*;
+    use crate::channel::Socket;
+
+    /// A session that leaves bytes as they are, and always has more to send.
+    struct Plain(Vec<u8>);
+
+    impl Session for Plain {
+        fn is_handshaking(&self) -> bool {
+            false
+        }
+        fn take_in(&mut self, ciphertext: &[u8]) -> io::Result<usize> {
+            self.0.extend(ciphertext);
+            Ok(ciphertext.len())
+        }
+        fn has_output(&self) -> bool {
+            true
+        }
+        fn give_out(&mut self, _out: &mut Vec<u8>) -> io::Result<()> {
+            Ok(())
+        }
+        fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+            if self.0.is_empty() {
+                return Err(io::ErrorKind::WouldBlock.into());
+            }
+            let len = self.0.len().min(buf.len());
+            buf[..len].copy_from_slice(&self.0[..len]);
+            self.0.drain(..len);
+            Ok(len)
+        }
+        fn write(&mut self, _bytes: &[u8]) -> io::Result<()> {
+            Ok(())
+        }
+        fn say_goodbye(&mut self) {}
+    }
+
+    #[test]
+    fn who_receives_does_not_wait_for_who_sends() {
+        let (here, mut there) = UnixStream::pair().unwrap();
+        let tls = TlsChannel {
+            socket: Arc::new(Socket::unix(here, Duration::ZERO)),
+            session: Mutex::new(Box::new(Plain(Vec::new()))),
+            received: Mutex::new(Received { buf: vec![0; 16], start: 0, end: 0 }),
+            sending: Mutex::default(),
+        };
+        there.write_all(b"bytes").unwrap();
+        let (tell, told) = channel();
+        std::thread::scope(|scope| {
+            // As a thread that sends to a client that does not read.
+            let sending = tls.sending.lock();
+            scope.spawn(|| tell.send(tls.recv(&mut [0; 8]).unwrap()).unwrap());
+            let got = told.recv_timeout(Duration::from_secs(60));
+            drop(sending);
+            assert_eq!(got, Ok(5));
+        });
+    }
+
+    #[cfg(not(feature = "tls-psk"))]
     #[test]
     fn a_build_without_pre_shared_keys_says_so() {
         let folder = tempfile::tempdir().unwrap();
