@@ -20,7 +20,7 @@ use vdkit::{
 };
 
 use crate::disk::{Disk, Opening};
-use crate::errors::{misuse, raise};
+use crate::errors::{misuse, no_thread, raise};
 
 /// How often the calling thread looks for signals such as Ctrl-C, and tells of progress.
 const LOOK: Duration = Duration::from_millis(50);
@@ -65,11 +65,12 @@ pub(crate) fn run<T: Send>(
     let (end, teller) = (Mutex::new(end), &teller);
     std::thread::scope(|scope| {
         let monitor = Monitor::new(teller).cancelled_by(cancel.clone());
-        let work = scope.spawn(move || {
+        let thread = std::thread::Builder::new().spawn_scoped(scope, move || {
             // Tells also if the job panics.
             let _ended = ended;
             job(&monitor)
         });
+        let work = thread.map_err(|error| no_thread(py, &error))?;
         let mut raised = None;
         let mut told = (0, 0);
         loop {
@@ -106,10 +107,11 @@ pub(crate) fn abandonable<T: Send + 'static>(
 ) -> PyResult<T> {
     let (ended, end) = channel();
     let end = Mutex::new(end);
-    std::thread::Builder::new().spawn(move || {
+    let thread = std::thread::Builder::new().spawn(move || {
         // Nobody waits if a signal came before.
         let _ = ended.send(work());
-    })?;
+    });
+    thread.map_err(|error| no_thread(py, &error))?;
     loop {
         let waited =
             py.detach(|| end.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(LOOK));
@@ -192,16 +194,14 @@ pub(crate) fn convert(
     into: bool,
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<String> {
-    let source = source.get();
-    let disk = source.take(py)?;
-    let report = run(py, progress, move |monitor| {
-        let source = Source::new(vec![disk]);
-        let converted =
-            convert_to(&source, target, format, &options, [compress, verify, into], monitor);
-        // What was written to it before may not be durable yet.
-        let closed = source.disks().iter().try_for_each(vdkit::Disk::close);
-        converted.and_then(|report| closed.map(|()| report))
-    })?;
+    let source = Source::new(vec![source.get().take(py)?]);
+    let converted = run(py, progress, |monitor| {
+        convert_to(&source, target, format, &options, [compress, verify, into], monitor)
+    });
+    // What was written to it before may not be durable yet.
+    let closed = py.detach(move || source.disks().iter().try_for_each(vdkit::Disk::close));
+    let report = converted?;
+    closed.map_err(|error| raise(py, &error))?;
     Ok(json_of(&report))
 }
 
@@ -422,7 +422,9 @@ impl Server {
 
     /// Ends it; requests that have begun have so many seconds. May be called again.
     fn stop(&self, py: Python<'_>, drain: f64) -> PyResult<()> {
-        let drain = Duration::try_from_secs_f64(drain).unwrap_or_default();
+        // `inf`, and what no clock can tell, is no limit.
+        let most = if drain > 0.0 { Duration::MAX } else { Duration::ZERO };
+        let drain = Duration::try_from_secs_f64(drain).unwrap_or(most);
         self.end(py, drain).map_err(|error| raise(py, &error))
     }
 }
