@@ -36,6 +36,8 @@ pub enum IoAction {
     Lock,
     /// Renaming a finished file into place.
     Rename,
+    /// Starting threads for requests.
+    Start,
 }
 
 impl fmt::Display for IoAction {
@@ -53,6 +55,7 @@ impl fmt::Display for IoAction {
             Self::Copy => "copy",
             Self::Lock => "lock",
             Self::Rename => "rename",
+            Self::Start => "start threads for it",
         })
     }
 }
