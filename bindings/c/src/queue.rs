@@ -171,7 +171,8 @@ impl Drop for vdkit_queue {
     }
 }
 
-/// Waits until all submitted requests are done, and frees a queue. NULL is allowed.
+/// Waits until all submitted requests are done, and frees a queue with its descriptor and the completions
+/// that were not reaped. No other call may use it any more. NULL is allowed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_queue_free(queue: *mut vdkit_queue) {
     // SAFETY: the header's promise.
