@@ -1,5 +1,7 @@
 //! Writes: in place if the map allows, else into reserved space that is then published.
 
+use std::io::IoSlice;
+
 use vdkit_block::{
     CompressedReservation, Error, ErrorKind, FileIndex, Fill, GuestOffset, HostOffset, IoAction,
     Place, Reservation, Result, ZeroMode,
@@ -8,6 +10,7 @@ use vdkit_block::{
 use crate::crypto::SealedPlace;
 use crate::disk::Disk;
 use crate::extent::Purpose;
+use crate::read::total;
 use crate::scratch::Scratch;
 
 /// Maximum size of a write and its fill that is sent as one request; above it, copying the data
@@ -63,6 +66,22 @@ impl Disk {
     /// its storages. After an error each byte of the range is either old or new.
     pub fn write_at(&self, buf: &[u8], at: GuestOffset) -> Result<()> {
         self.write_unsettled(buf, at)?;
+        self.flush_if_write_durable()
+    }
+
+    /// Writes several buffers in turn, which are one range of the disk. In cache modes in which a
+    /// write is durable on return, one flush serves all of them.
+    ///
+    /// # Errors
+    /// As [`Disk::write_at`]; nothing is written if the range ends past the end of the disk.
+    pub fn write_vectored_at(&self, bufs: &[IoSlice<'_>], at: GuestOffset) -> Result<()> {
+        self.check_writable()?;
+        self.check_range(at, total(bufs.iter().map(|buf| buf.len())))?;
+        let mut at = at;
+        for buf in bufs {
+            self.write_unchecked(buf, at)?;
+            at += buf.len() as u64;
+        }
         self.flush_if_write_durable()
     }
 
