@@ -9,7 +9,7 @@ use vm_memory::{
     MmapRegion,
 };
 
-use crate::wire::MemoryRegion;
+use crate::wire::{MemoryRegion, invalid};
 
 /// The memory as seen by requests. It stays mapped while a request holds it.
 pub type Mem = GuestMemoryMmap<()>;
@@ -78,10 +78,6 @@ struct Mapped {
 pub struct Memory {
     pieces: Vec<Mapped>,
     mem: Arc<Mem>,
-}
-
-fn invalid(error: impl std::fmt::Display) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidInput, error.to_string())
 }
 
 fn map(region: MemoryRegion, file: OwnedFd) -> io::Result<Mapped> {

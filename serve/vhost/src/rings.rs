@@ -1,16 +1,15 @@
 //! A ring's setup by the monitor, step by step, and its thread.
 
-use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use rustix::event::EventfdFlags;
-use rustix::fs::OFlags;
 
 use crate::inflight::Tracker;
 use crate::queue::{Ring, Setup};
+use crate::wire::invalid;
 
 /// A ring's thread.
 struct Worker {
@@ -29,16 +28,6 @@ pub struct Slot {
     worker: Option<Worker>,
 }
 
-fn invalid(what: &str) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidInput, what)
-}
-
-/// Makes an event descriptor non-blocking, whatever other processes do with it.
-fn never_blocking(fd: &OwnedFd) -> io::Result<()> {
-    let flags = rustix::fs::fcntl_getfl(fd)?;
-    Ok(rustix::fs::fcntl_setfl(fd, flags | OFlags::NONBLOCK)?)
-}
-
 impl Slot {
     pub fn new(ring: Arc<Ring>) -> Self {
         Self {
@@ -51,29 +40,9 @@ impl Slot {
         }
     }
 
-    pub fn set_kick(&mut self, fd: Option<OwnedFd>) -> io::Result<()> {
-        if let Some(fd) = &fd {
-            never_blocking(fd)?;
-        }
+    pub fn set_kick(&mut self, fd: Option<OwnedFd>) {
         self.stop();
         self.kick = fd.map(Arc::new);
-        Ok(())
-    }
-
-    pub fn set_call(&self, fd: Option<OwnedFd>) -> io::Result<()> {
-        if let Some(fd) = &fd {
-            never_blocking(fd)?;
-        }
-        self.ring.set_call(fd.map(File::from));
-        Ok(())
-    }
-
-    pub fn set_err(&self, fd: Option<OwnedFd>) -> io::Result<()> {
-        if let Some(fd) = &fd {
-            never_blocking(fd)?;
-        }
-        self.ring.set_err(fd.map(File::from));
-        Ok(())
     }
 
     pub fn running(&self) -> bool {

@@ -1,5 +1,6 @@
 //! A monitor's connection: its messages about memory, rings and features.
 
+use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -7,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::fs::OFlags;
 use vdkit_serve::{Client, Export};
 
 use crate::channel::{Channel, Message};
@@ -17,8 +19,8 @@ use crate::pool::Pool;
 use crate::queue::Ring;
 use crate::rings::Slot;
 use crate::wire::{
-    Fields, InflightArea, MemoryRegion, RingAddresses, TooShort, backend_request, flag, protocol,
-    request,
+    Fields, InflightArea, MemoryRegion, RingAddresses, TooShort, backend_request, flag, invalid,
+    protocol, request,
 };
 
 /// Interval at which the disk's size is polled.
@@ -54,16 +56,6 @@ pub struct Session {
     /// Channel for configuration changes.
     backend: Option<Channel>,
     sectors: u64,
-}
-
-impl From<TooShort> for io::Error {
-    fn from(_: TooShort) -> Self {
-        invalid("a message that is too short")
-    }
-}
-
-fn invalid(what: &str) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
 impl Session {
@@ -244,16 +236,16 @@ impl Session {
             }
             request::SET_VRING_KICK => {
                 let (index, fd) = ring_fd(&mut fields, message.fds)?;
-                self.slot(index)?.set_kick(fd)?;
+                self.slot(index)?.set_kick(fd);
                 self.start(index)?;
             }
             request::SET_VRING_CALL => {
                 let (index, fd) = ring_fd(&mut fields, message.fds)?;
-                self.slot(index)?.set_call(fd)?;
+                self.slot(index)?.ring.set_call(fd.map(File::from));
             }
             request::SET_VRING_ERR => {
                 let (index, fd) = ring_fd(&mut fields, message.fds)?;
-                self.slot(index)?.set_err(fd)?;
+                self.slot(index)?.ring.set_err(fd.map(File::from));
             }
             _ => {
                 let (index, enable) = (fields.u32()?, fields.u32()?);
@@ -422,12 +414,15 @@ fn new_notes(message: Message) -> io::Result<Reply> {
     Ok(Reply::BytesAndFile(body, file))
 }
 
-/// A ring index and its event descriptor.
+/// A ring index and its event descriptor, which never blocks, whatever other processes do with it.
 fn ring_fd(fields: &mut Fields<'_>, fds: Vec<OwnedFd>) -> io::Result<(u32, Option<OwnedFd>)> {
     let value = fields.u64()?;
     let fd = single(fds)?;
     if fd.is_some() == (value & NO_FD != 0) {
         return Err(invalid("an event counter that is missing, or one too many"));
+    }
+    if let Some(fd) = &fd {
+        rustix::fs::fcntl_setfl(fd, rustix::fs::fcntl_getfl(fd)? | OFlags::NONBLOCK)?;
     }
     Ok(((value & RING_MASK) as u32, fd))
 }
