@@ -17,8 +17,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
-use rustix::event::{PollFd, PollFlags};
-use vdkit_serve::{Claim, SlowWriteBackoff};
+use vdkit_serve::{Claim, SlowWriteBackoff, Wake};
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress};
 
@@ -232,26 +231,20 @@ impl Ring {
         Ok(heads)
     }
 
-    /// The ring's thread: runs until `stop` is readable.
-    pub fn run(self: &Arc<Self>, kick: &OwnedFd, stop: &OwnedFd, recovered: &[u16]) {
+    /// The ring's thread: runs until `stop` is set.
+    pub fn run(self: &Arc<Self>, kick: &OwnedFd, stop: &Wake, recovered: &[u16]) {
         let mut own = Own::default();
         self.redo(recovered);
         // Requests from before this thread may have been kicked already.
         self.process(&mut own);
         loop {
-            let mut fds = [PollFd::new(kick, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
-            match rustix::event::poll(&mut fds, None) {
-                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            match stop.wait_at(kick) {
+                Ok(true) => {}
+                Ok(false) => return,
                 Err(error) => {
                     tracing::error!(queue = self.index, "cannot wait for the guest: {error}");
                     return;
                 }
-            }
-            if !fds[1].revents().is_empty() {
-                return;
-            }
-            if fds[0].revents().is_empty() {
-                continue;
             }
             match rustix::io::read(kick, &mut [0_u8; 8]) {
                 Ok(8) => self.process(&mut own),

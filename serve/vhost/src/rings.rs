@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use rustix::event::EventfdFlags;
+use vdkit_serve::Wake;
 
 use crate::inflight::Tracker;
 use crate::queue::{Ring, Setup};
@@ -14,7 +14,7 @@ use crate::wire::invalid;
 /// A ring's thread.
 struct Worker {
     thread: JoinHandle<()>,
-    stop: Arc<OwnedFd>,
+    stop: Arc<Wake>,
 }
 
 /// A ring and its setup.
@@ -55,7 +55,7 @@ impl Slot {
         if self.running() || !self.enabled || !self.placed {
             return Ok(());
         }
-        let stop = Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?);
+        let stop = Arc::new(Wake::new()?);
         let heads = self.ring.prepare(self.setup, tracker).map_err(invalid)?;
         let (ring, stopped) = (self.ring.clone(), stop.clone());
         let thread = std::thread::Builder::new()
@@ -69,8 +69,7 @@ impl Slot {
     pub fn stop(&mut self) {
         let Some(worker) = self.worker.take() else { return };
         self.ring.halt();
-        // A fresh eventfd accepts this.
-        let _ = rustix::io::write(&*worker.stop, &1_u64.to_ne_bytes());
+        worker.stop.wake();
         if worker.thread.join().is_err() {
             tracing::error!("the thread of a queue has panicked");
         }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::OFlags;
-use vdkit_serve::{Client, Export};
+use vdkit_serve::{Client, Export, Wake};
 
 use crate::channel::{Channel, Message};
 use crate::device::{Device, QUEUE_SIZE_MAX, QUEUES_MAX, WriteCache, feature};
@@ -84,9 +84,8 @@ impl Session {
         })
     }
 
-    /// Serves until the monitor disconnects or `stop` is readable. On return, no request is
-    /// running.
-    pub fn run(mut self, stop: &OwnedFd) {
+    /// Serves until the monitor disconnects or `stop` is set. On return, no request is running.
+    pub fn run(mut self, stop: &Wake) {
         if let Err(error) = self.talk(stop) {
             tracing::warn!("vhost-user: {error}: the connection ends");
         }
@@ -98,24 +97,15 @@ impl Session {
         self.channel.close();
     }
 
-    fn talk(&mut self, stop: &OwnedFd) -> io::Result<()> {
-        let wait = Timespec { tv_sec: 0, tv_nsec: SIZE_POLL.subsec_nanos().into() };
-        loop {
-            let mut fds =
-                [PollFd::new(&self.channel, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
-            match rustix::event::poll(&mut fds, Some(&wait)) {
-                Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(error.into()),
-            }
-            if !fds[1].revents().is_empty() {
-                return Ok(());
-            }
-            if !fds[0].revents().is_empty() {
+    fn talk(&mut self, stop: &Wake) -> io::Result<()> {
+        while let Some(ready) = stop.wait_within(&self.channel, SIZE_POLL)? {
+            if ready {
                 let Some(message) = self.channel.recv()? else { return Ok(()) };
                 self.answer(message)?;
             }
             self.tell_size();
         }
+        Ok(())
     }
 
     fn answer(&mut self, message: Message) -> io::Result<()> {
