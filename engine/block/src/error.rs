@@ -473,6 +473,11 @@ impl Error {
         }
     }
 
+    /// A commit of an image that stands alone.
+    pub fn no_backing(file: &str) -> Self {
+        Self::Invalid(format!("{file}: has no backing image, so there is nothing to commit to"))
+    }
+
     /// Encryption of a new image was requested without a key.
     pub fn no_new_key(file: &str) -> Self {
         Self::Key {

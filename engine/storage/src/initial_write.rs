@@ -110,7 +110,7 @@ impl FileStorage {
 
     /// Allocates a range that will be written, if worthwhile.
     pub(crate) fn allocate_bulk(&self, offset: u64, len: u64) {
-        let allocates = &self.initial_write().allocates;
+        let allocates = &self.initial_write.allocates;
         if allocates.load(Ordering::Relaxed) {
             let _length = self.hold_length();
             let allocated =
@@ -178,10 +178,10 @@ mod tests {
     fn a_device_is_no_memory_though_its_name_lies_there() {
         let Some(device) = vdkit_testbase::fs::loop_device(1 << 20, 512) else { return };
         let device = FileStorage::open(device.path(), &FileOptions::read_write()).unwrap();
-        assert!(!device.reads_never_wait());
+        assert!(!device.in_memory);
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let file = FileStorage::create(folder.path().join("file"), &FileOptions::read_write());
-        assert!(file.unwrap().reads_never_wait());
+        assert!(file.unwrap().in_memory);
     }
 
     /// Number of write system calls of this thread.

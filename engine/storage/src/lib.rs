@@ -57,6 +57,7 @@ mod sys;
 
 pub use buffer::AlignedBuf;
 pub use file::FileStorage;
+pub use links::folder_of;
 pub use lock::LockMode;
 pub use memory::MemoryStorage;
 pub use null::NullStorage;

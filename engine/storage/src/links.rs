@@ -21,6 +21,14 @@ use crate::open::{file_error, retry};
 /// Maximum links followed, as in the kernel.
 const LINKS_MAX: usize = 40;
 
+/// The folder of a path: `.` for a name alone.
+pub fn folder_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    }
+}
+
 /// A name, and the folder to resolve it in.
 struct Place<'a> {
     folder: &'a Path,
@@ -29,11 +37,7 @@ struct Place<'a> {
 
 impl<'a> Place<'a> {
     fn of(path: &'a Path) -> Option<Self> {
-        let folder = match path.parent() {
-            Some(folder) if !folder.as_os_str().is_empty() => folder,
-            _ => Path::new("."),
-        };
-        Some(Self { folder, name: path.file_name()? })
+        Some(Self { folder: folder_of(path), name: path.file_name()? })
     }
 
     fn open_folder(&self) -> Result<OwnedFd, Errno> {
