@@ -1,10 +1,11 @@
 //! Long work: it runs on a thread of its own, while the calling thread looks for signals.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use pyo3::prelude::*;
 use vdkit::jobs::inspect::{InspectOptions, inspect as judge};
 use vdkit::jobs::{
@@ -42,12 +43,12 @@ struct Teller(Mutex<Board>);
 
 impl Progress for Teller {
     fn update(&self, done: u64, total: u64) {
-        let mut board = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut board = self.0.lock();
         (board.done, board.total) = (done, total);
     }
 
     fn message(&self, text: &str) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).notes.push(text.to_owned());
+        self.0.lock().notes.push(text.to_owned());
     }
 }
 
@@ -74,11 +75,9 @@ pub(crate) fn run<T: Send>(
         let mut raised = None;
         let mut told = (0, 0);
         loop {
-            let waited =
-                py.detach(|| end.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(LOOK));
+            let waited = py.detach(|| end.lock().recv_timeout(LOOK));
             let over = !matches!(waited, Err(RecvTimeoutError::Timeout) | Ok(()));
-            let board =
-                std::mem::take(&mut *teller.0.lock().unwrap_or_else(PoisonError::into_inner));
+            let board = std::mem::take(&mut *teller.0.lock());
             let looked = py.check_signals().and_then(|()| tell(py, progress, board, &mut told));
             if let Err(found) = looked
                 && raised.is_none()
@@ -113,8 +112,7 @@ pub(crate) fn abandonable<T: Send + 'static>(
     });
     thread.map_err(|error| no_thread(py, &error))?;
     loop {
-        let waited =
-            py.detach(|| end.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(LOOK));
+        let waited = py.detach(|| end.lock().recv_timeout(LOOK));
         match waited {
             Ok(result) => return result.map_err(|error| raise(py, &error)),
             Err(RecvTimeoutError::Disconnected) => return Err(bug(py)),
@@ -415,7 +413,7 @@ impl Server {
     #[getter]
     fn clients(&self, py: Python<'_>) -> usize {
         py.detach(|| {
-            let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+            let running = self.running.lock();
             running.as_ref().map_or(0, vdkit::nbd::Server::connections)
         })
     }
@@ -433,7 +431,7 @@ impl Server {
     /// Without the interpreter's lock, which a request needs whose disk is a file object.
     fn end(&self, py: Python<'_>, drain: Duration) -> Result<()> {
         py.detach(|| {
-            let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let running = self.running.lock().take();
             let Some(running) = running else { return Ok(()) };
             self.export.end_waiting();
             running.stop(drain);

@@ -23,7 +23,7 @@ struct State {
     closed: bool,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Running {
     kind: &'static str,
     cancel: CancelToken,
@@ -97,13 +97,7 @@ impl Export {
             drop(state);
             return Err(busy(&self.filename(), kind));
         }
-        let running = Arc::new(Running {
-            kind,
-            cancel: CancelToken::default(),
-            follows_growth: AtomicBool::new(false),
-            done: AtomicU64::new(0),
-            left: AtomicU64::new(0),
-        });
+        let running = Arc::new(Running { kind, ..Running::default() });
         state.running = Some(Arc::clone(&running));
         Ok(Job { jobs: &self.jobs, running })
     }

@@ -75,6 +75,7 @@ struct Mapped {
 }
 
 /// The memory shared by the monitor.
+#[derive(Default)]
 pub struct Memory {
     pieces: Vec<Mapped>,
     mem: Arc<Mem>,
@@ -93,10 +94,6 @@ fn map(region: MemoryRegion, file: OwnedFd) -> io::Result<Mapped> {
 }
 
 impl Memory {
-    pub fn new() -> Self {
-        Self { pieces: Vec::new(), mem: Arc::new(Mem::new()) }
-    }
-
     pub fn mem(&self) -> Arc<Mem> {
         self.mem.clone()
     }

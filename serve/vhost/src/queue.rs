@@ -45,6 +45,7 @@ pub struct Setup {
 }
 
 /// Data under the lock.
+#[derive(Default)]
 struct Core {
     queue: Queue,
     mem: Arc<Mem>,
@@ -145,21 +146,7 @@ impl Job {
 
 impl Ring {
     pub fn new(index: u16, device: Arc<Device>, pool: Arc<Pool>) -> Arc<Self> {
-        let core = Core {
-            queue: Queue::default(),
-            mem: Arc::new(Mem::new()),
-            call: None,
-            err: None,
-            tracker: None,
-            counter: 0,
-            busy: Vec::new(),
-            outstanding: 0,
-            kept: HashMap::new(),
-            running: false,
-            broken: false,
-        };
-        let (core, changed, backoff) =
-            (Mutex::new(core), Condvar::new(), SlowWriteBackoff::default());
+        let (core, changed, backoff) = Default::default();
         Arc::new(Self { index, device, pool, core, changed, backoff })
     }
 

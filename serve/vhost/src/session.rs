@@ -75,7 +75,7 @@ impl Session {
             sectors: device.sectors(),
             device,
             pool,
-            memory: Memory::new(),
+            memory: Memory::default(),
             inflight: None,
             switched: false,
             features: 0,
