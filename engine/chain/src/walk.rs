@@ -503,6 +503,7 @@ pub fn changed_parent(
 
 /// Description of one image of a chain.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct ChainLink {
     /// The path by which it was opened: the user's own, or the overlay's reference joined to the
     /// overlay's folder.

@@ -35,6 +35,7 @@ struct Running {
 /// Progress of a job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct JobStatus {
     /// Kind of job.
     pub kind: &'static str,
