@@ -1,6 +1,7 @@
 //! Writes: in place if the map allows, else into reserved space that is then published.
 
 use std::io::IoSlice;
+use std::ops::Range;
 
 use vdkit_block::{
     CompressedReservation, Error, ErrorKind, FileIndex, Fill, GuestOffset, HostOffset, IoAction,
@@ -26,6 +27,14 @@ const ZERO_BYTES_MAX: u64 = 64 << 10;
 /// Maximum retries in a row after a format reports a changed map; beyond it the format is taken to
 /// be broken. Each retry means that another thread made progress.
 const RETRIES_MAX: u32 = 100_000;
+
+/// What is left of a range before and behind the part that is done.
+fn edges(done: &Range<u64>, at: u64, end: u64) -> [Range<u64>; 2] {
+    if done.is_empty() {
+        return [at..end, end..end];
+    }
+    [at..done.start.clamp(at, end), done.end.clamp(at, end)..end]
+}
 
 /// The data of a write.
 #[derive(Clone, Copy)]
@@ -119,15 +128,10 @@ impl Disk {
         if len == 0 {
             return Ok(());
         }
-        let end = at.0 + len;
         let done = self.top().zero(at, len, may_unmap)?;
-        if done.is_empty() {
-            self.zero_by_writing(at.0, end)?;
-        } else {
-            self.zero_by_writing(at.0, done.start.clamp(at.0, end))?;
-            self.zero_by_writing(done.end.clamp(at.0, end), end)?;
-        }
-        Ok(())
+        let [before, behind] = edges(&done, at.0, at.0 + len);
+        self.zero_by_writing(before.start, before.end)?;
+        self.zero_by_writing(behind.start, behind.end)
     }
 
     /// As [`Disk::write_zeroes`], but the bytes stay zero after a rebase to any backing image.
@@ -140,12 +144,8 @@ impl Disk {
         if len == 0 {
             return Ok(());
         }
-        let end = at.0 + len;
         let done = self.top().zero_persistent(at, len)?;
-        let done = done.start.clamp(at.0, end)..done.end.clamp(at.0, end);
-        let edges =
-            if done.is_empty() { [at.0..end, end..end] } else { [at.0..done.start, done.end..end] };
-        for edge in edges.into_iter().filter(|edge| !edge.is_empty()) {
+        for edge in edges(&done, at.0, at.0 + len) {
             self.write_source(Source::Zeroes(edge.end - edge.start), GuestOffset(edge.start))?;
         }
         self.flush_if_write_durable()

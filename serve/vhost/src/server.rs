@@ -10,7 +10,6 @@ use std::time::Duration;
 
 use vdkit_serve::{Access, Export, UnixSocket, Wake};
 
-use crate::device::WriteCache;
 use crate::session::Session;
 
 /// Pause after a failure that may be transient.
@@ -108,7 +107,8 @@ impl Drop for Server {
 }
 
 fn serve(export: &Arc<Export>, listener: &Listener, wake: &Wake, visits: &Visits) {
-    let writeback = Arc::new(WriteCache::default());
+    // On, which is the initial state.
+    let writeback = Arc::new(AtomicBool::new(true));
     loop {
         match wake.wait_at(&*listener.0) {
             Ok(true) => {}

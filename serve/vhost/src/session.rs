@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -12,7 +13,7 @@ use rustix::fs::OFlags;
 use vdkit_serve::{Client, Export, Wake};
 
 use crate::channel::{Channel, Message};
-use crate::device::{Device, QUEUE_SIZE_MAX, QUEUES_MAX, WriteCache, feature};
+use crate::device::{Device, QUEUE_SIZE_MAX, QUEUES_MAX, feature};
 use crate::inflight::Area;
 use crate::memory::{Memory, REGIONS_MAX};
 use crate::pool::Pool;
@@ -62,7 +63,7 @@ impl Session {
     pub fn new(
         socket: UnixStream,
         export: Arc<Export>,
-        writeback: Arc<WriteCache>,
+        writeback: Arc<AtomicBool>,
     ) -> io::Result<Self> {
         let watched = socket.try_clone()?;
         let client = Client::new(move || has_left(&watched));
@@ -269,14 +270,14 @@ impl Session {
     fn take_over_writeback(&self) {
         let noted = self.inflight.as_ref().and_then(|area| area.writeback());
         if noted == Some(false) && !self.switched {
-            self.device.writeback().switch(false);
+            self.device.writeback.store(false, Ordering::Relaxed);
         }
         self.note_writeback();
     }
 
     fn note_writeback(&self) {
         if let Some(area) = &self.inflight {
-            area.note_writeback(self.device.writeback().is_on());
+            area.note_writeback(self.device.writeback.load(Ordering::Relaxed));
         }
     }
 
