@@ -289,7 +289,7 @@ impl FileStorage {
 
     /// Writes all of `buf`, which is aligned if needed.
     pub(crate) fn write_raw(&self, buf: &[u8], offset: u64) -> Result<(), Errno> {
-        let piece = self.initial_write.piece_bytes();
+        let piece = self.initial_write.piece_bytes;
         let mut done = 0;
         while done < buf.len() {
             let end = buf.len().min(done.saturating_add(piece));

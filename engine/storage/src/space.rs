@@ -114,7 +114,8 @@ impl FileStorage {
         try_once(&self.lacks.zero_range, || rustix::fs::fallocate(self.file(), flags, start, len))
     }
 
-    fn allocate_blocks(&self, start: u64, len: u64) -> Result<bool, Errno> {
+    /// Returns `false` if the file system cannot.
+    pub(crate) fn allocate_blocks(&self, start: u64, len: u64) -> Result<bool, Errno> {
         let _length = self.hold_length();
         let flags = FallocateFlags::empty();
         try_once(&self.lacks.fallocate, || rustix::fs::fallocate(self.file(), flags, start, len))
