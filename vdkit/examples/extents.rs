@@ -11,7 +11,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             DiskPlace::Data { offset, .. } => format!("data, host offset {}", offset.0),
             DiskPlace::Zero { .. } => "zero".to_owned(),
             DiskPlace::Hole => "hole".to_owned(),
-            _ => "compressed or encrypted".to_owned(),
+            DiskPlace::Compressed { .. } => "compressed".to_owned(),
         };
         println!("{} +{}: {place}", extent.at.0, extent.len);
     }

@@ -6,10 +6,12 @@
  * After an error, a place for a handle or a string holds NULL. Reports, and what else may be NULL, are
  * then unchanged.
  * Ownership: what a function hands out is freed by the function that its comment names. Strings that
- * are passed in are UTF-8 and are copied; NULL is allowed where a comment says so.
+ * are passed in are UTF-8 and are copied; NULL is allowed where a comment says so. Paths may have any
+ * bytes, where the parameter is called path, source, target, overlay or credentials.
  * Threads: every function may be called from any thread. One vdkit_disk may be used from many threads
  * at once; vdkit_close must be the last call. Callbacks may call libvdkit, but for what their comments
  * say.
+ * Fork: a child opens its own disks, and does not use those of its parent.
  * Offsets and lengths are in bytes of the guest disk.
  */
 
@@ -170,7 +172,7 @@ typedef struct vdkit_open_options vdkit_open_options;
 // Requests of one disk in the background. May be used from many threads at once.
 typedef struct vdkit_queue vdkit_queue;
 
-// A running server.
+// A running server. May be asked from many threads at once; vdkit_server_stop() must be the last call.
 typedef struct vdkit_server vdkit_server;
 
 // A piece of memory: laid out as struct iovec of <sys/uio.h>, which may be passed for it.
@@ -200,7 +202,8 @@ typedef struct {
   uint32_t flags;
 } vdkit_extent;
 
-// Is told of an extent; anything but 0 ends the walk.
+// Is told of an extent; anything but 0 ends the walk. Called from the thread that walks; may use the disk,
+// but not close it.
 typedef int (*vdkit_extent_fn)(void *user, const vdkit_extent *extent);
 
 // How a program watches a job, and ends it. The functions are called from any thread, `progress` from
@@ -316,7 +319,7 @@ int vdkit_close(vdkit_disk *disk);
 // The size of the disk in bytes; 0 for NULL.
 uint64_t vdkit_size(const vdkit_disk *disk);
 
-// 1 if the disk can be written, 0 if not.
+// 1 if the disk can be written, 0 if not, and for NULL.
 int vdkit_is_writable(const vdkit_disk *disk);
 
 // Reads exactly `len` bytes at `offset`; a range beyond the end is an error.
@@ -366,8 +369,8 @@ int vdkit_extents(const vdkit_disk *disk,
                   vdkit_extent_fn each,
                   void *user);
 
-// What `vdkit info --chain --json` says: an array with an image and those beneath it, as a string for
-// vdkit_free(). No data is read. `options` may be NULL.
+// What `vdkit info --chain --json` says: an array with an image and those beneath it, their snapshots and
+// bitmaps, as a string for vdkit_free(). No data is read. `options` may be NULL.
 int vdkit_info(const char *path,
                const vdkit_open_options *options,
                char **json);
@@ -403,8 +406,7 @@ const char *vdkit_version(void);
 // Frees a string that a function handed out. NULL is allowed.
 void vdkit_free(char *text);
 
-// The formats' names with a comma between them, as a string for vdkit_free(). NULL if memory is
-// short.
+// The formats' names with a comma between them, as a string for vdkit_free().
 char *vdkit_formats(void);
 
 // Copies a disk into a new image of another format. The new image gets its name when it is complete;
@@ -592,7 +594,8 @@ int vdkit_open_options_ask(vdkit_open_options *options, vdkit_reference_fn decid
 // vdkit_queue_free().
 int vdkit_queue_new(const vdkit_disk *disk, int threads, vdkit_queue **queue);
 
-// Waits until all submitted requests are done, and frees a queue. NULL is allowed.
+// Waits until all submitted requests are done, and frees a queue with its descriptor and the completions
+// that were not reaped. No other call may use it any more. NULL is allowed.
 void vdkit_queue_free(vdkit_queue *queue);
 
 // A descriptor that is readable while completions wait to be reaped, for poll() and its kin. It

@@ -1,7 +1,7 @@
 //! What crosses between C and Rust. Every dereference of a pointer that is not a parameter's own
 //! type happens here.
 
-use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
+use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::mem::MaybeUninit;
 use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -76,8 +76,7 @@ pub(crate) fn put_if_asked<T>(out: Option<&mut MaybeUninit<T>>, value: impl FnOn
 
 /// A new string that [`crate::error::vdkit_free`] frees.
 pub(crate) fn new_text(text: &str) -> *mut c_char {
-    // JSON and messages have no NUL.
-    CString::new(text.replace('\0', "")).unwrap_or_default().into_raw()
+    error::c_text(text).into_raw()
 }
 
 /// A string; `None` for NULL.

@@ -10,6 +10,7 @@ use vdkit::storage::{FileOptions, FileStorage, LockMode};
 use vdkit::{Disk, DiskExtent, DiskPlace, Error, GuestOffset, Monitor, jobs};
 
 use crate::border::{self, Result, call, given, misuse};
+use crate::error;
 use crate::options::{opening, vdkit_open_options};
 
 /// An open disk: an image with the images that it stands on. May be used from many threads at once.
@@ -114,7 +115,7 @@ pub unsafe extern "C" fn vdkit_size(disk: Option<&vdkit_disk>) -> u64 {
     disk.map_or(0, |disk| disk.0.guest_bytes())
 }
 
-/// 1 if the disk can be written, 0 if not.
+/// 1 if the disk can be written, 0 if not, and for NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_is_writable(disk: Option<&vdkit_disk>) -> c_int {
     disk.is_some_and(|disk| disk.0.writable()).into()
@@ -304,7 +305,8 @@ pub struct vdkit_extent {
     pub flags: u32,
 }
 
-/// Is told of an extent; anything but 0 ends the walk.
+/// Is told of an extent; anything but 0 ends the walk. Called from the thread that walks; may use the disk,
+/// but not close it.
 pub type vdkit_extent_fn =
     Option<unsafe extern "C" fn(user: *mut c_void, extent: *const vdkit_extent) -> c_int>;
 
@@ -344,7 +346,7 @@ fn shown(extent: &DiskExtent<'_>) -> (vdkit_extent, Option<CString>) {
         DiskPlace::Zero { allocated: true } => (VDKIT_EXTENT_ZERO | VDKIT_EXTENT_ALLOCATED, None),
         DiskPlace::Zero { allocated: false } | DiskPlace::Hole => (VDKIT_EXTENT_ZERO, None),
     };
-    let file = host.map(|(name, _)| CString::new(name).unwrap_or_default());
+    let file = host.map(|(name, _)| error::c_text(name));
     let extent = vdkit_extent {
         struct_size: size_of::<vdkit_extent>(),
         offset: extent.at.0,
@@ -357,8 +359,8 @@ fn shown(extent: &DiskExtent<'_>) -> (vdkit_extent, Option<CString>) {
     (extent, file)
 }
 
-/// What `vdkit info --chain --json` says: an array with an image and those beneath it, as a string for
-/// vdkit_free(). No data is read. `options` may be NULL.
+/// What `vdkit info --chain --json` says: an array with an image and those beneath it, their snapshots and
+/// bitmaps, as a string for vdkit_free(). No data is read. `options` may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_info(
     path: *const c_char,

@@ -48,7 +48,8 @@ thread_local! {
     static LAST: RefCell<Last> = RefCell::default();
 }
 
-fn c_text(text: &str) -> CString {
+/// A string for C; a NUL in it becomes U+FFFD.
+pub(crate) fn c_text(text: &str) -> CString {
     CString::new(text.replace('\0', "\u{fffd}")).unwrap_or_default()
 }
 
@@ -173,8 +174,7 @@ pub unsafe extern "C" fn vdkit_free(text: *mut c_char) {
     }
 }
 
-/// The formats' names with a comma between them, as a string for vdkit_free(). NULL if memory is
-/// short.
+/// The formats' names with a comma between them, as a string for vdkit_free().
 #[unsafe(no_mangle)]
 pub extern "C" fn vdkit_formats() -> *mut c_char {
     let names: Vec<&str> = vdkit::FORMATS.iter().map(|driver| driver.name()).collect();

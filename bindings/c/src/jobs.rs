@@ -1,6 +1,6 @@
 //! Long work on images. Reports are the JSON that the command `vdkit` prints with --json.
 
-use std::ffi::{CString, c_char, c_int, c_void};
+use std::ffi::{c_char, c_int, c_void};
 use std::mem::MaybeUninit;
 use std::path::PathBuf;
 
@@ -18,6 +18,7 @@ use vdkit::{
 use crate::border::{self, Result, User, call, given, misuse};
 use crate::creation::vdkit_create_options;
 use crate::disk::vdkit_disk;
+use crate::error;
 use crate::options::{opening, vdkit_open_options};
 
 /// How a program watches a job, and ends it. The functions are called from any thread, `progress` from
@@ -80,7 +81,7 @@ impl Progress for Watch {
 
     fn message(&self, text: &str) {
         if let Some(message) = self.message {
-            let text = CString::new(text).unwrap_or_default();
+            let text = error::c_text(text);
             // SAFETY: as above; the string lives until it returns.
             unsafe { message(self.user.0, text.as_ptr()) };
         }

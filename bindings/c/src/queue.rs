@@ -6,7 +6,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
@@ -131,7 +131,7 @@ pub unsafe extern "C" fn vdkit_queue_new(
         let place = border::place_of(queue)?;
         let disk = given(disk, "disk")?.0.clone();
         let failed =
-            |source| Error::File { file: disk.name().to_owned(), action: IoAction::Open, source };
+            |source| Error::File { file: disk.name().to_owned(), action: IoAction::Start, source };
         let threads = match threads {
             1..=1024 => threads as usize,
             0 => vdkit::jobs::default_threads(),
@@ -171,7 +171,8 @@ impl Drop for vdkit_queue {
     }
 }
 
-/// Waits until all submitted requests are done, and frees a queue. NULL is allowed.
+/// Waits until all submitted requests are done, and frees a queue with its descriptor and the completions
+/// that were not reaped. No other call may use it any more. NULL is allowed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_queue_free(queue: *mut vdkit_queue) {
     // SAFETY: the header's promise.
@@ -282,10 +283,8 @@ pub unsafe extern "C" fn vdkit_queue_reap(
         match u64::try_from(timeout_ms) {
             Ok(0) => {}
             Ok(limit) => {
-                let until = Instant::now() + Duration::from_millis(limit);
-                while nothing(&mut state)
-                    && !shared.completed.wait_until(&mut state, until).timed_out()
-                {}
+                let limit = Duration::from_millis(limit);
+                shared.completed.wait_while_for(&mut state, nothing, limit);
             }
             Err(_) => shared.completed.wait_while(&mut state, nothing),
         }

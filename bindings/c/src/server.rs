@@ -11,8 +11,9 @@ use vdkit::{Disk, Error, IoAction, vhost_user};
 
 use crate::border::{self, Result, call, misuse};
 use crate::disk::vdkit_disk;
+use crate::error;
 
-/// A running server.
+/// A running server. May be asked from many threads at once; vdkit_server_stop() must be the last call.
 pub struct vdkit_server {
     export: Arc<Export>,
     running: Option<Running>,
@@ -162,7 +163,7 @@ fn serve<L>(
     let export = Export::new(disk, options);
     match start(&export, listener) {
         Ok((running, uri)) => {
-            let uri = CString::new(uri).unwrap_or_default();
+            let uri = error::c_text(&uri);
             Ok(Box::into_raw(Box::new(vdkit_server { export, running: Some(running), uri })))
         }
         Err(error) => {

@@ -1,5 +1,7 @@
 //! vdkit's errors as exceptions of `vdkit.errors`.
 
+use std::io;
+
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use vdkit::{Error, ErrorKind};
@@ -27,7 +29,7 @@ fn class(error: &Error) -> &'static str {
 
 /// What a file object raised, if that is the error's cause.
 fn cause(py: Python<'_>, error: &Error) -> Option<PyErr> {
-    let system = std::error::Error::source(error)?.downcast_ref::<std::io::Error>()?;
+    let system = std::error::Error::source(error)?.downcast_ref::<io::Error>()?;
     let raised = system.get_ref()?.downcast_ref::<Raised>()?;
     Some(raised.exception.clone_ref(py))
 }
@@ -47,17 +49,25 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
     }
 }
 
-/// An exception with the error's message, file, offset, hint and number.
+/// Message, file, offset, hint and number.
+type Parts<'a> = (String, Option<&'a str>, Option<u64>, Option<String>, Option<i32>);
+
+/// An exception for an error.
 fn exception(py: Python<'_>, error: &Error) -> PyErr {
-    let made = py.import("vdkit.errors").and_then(|module| {
-        module.getattr(class(error))?.call1((
-            error.to_string(),
-            error.file(),
-            error.offset(),
-            error.remedy().map(|remedy| remedy.to_string()),
-            error.errno(),
-        ))
-    });
+    let hint = error.remedy().map(|remedy| remedy.to_string());
+    let parts = (error.to_string(), error.file(), error.offset(), hint, error.errno());
+    made_of(py, class(error), parts)
+}
+
+/// The exception where no thread can be started.
+pub(crate) fn no_thread(py: Python<'_>, error: &io::Error) -> PyErr {
+    let text = format!("cannot start a thread: {}", vdkit::plain(error));
+    made_of(py, "SystemCallError", (text, None, None, None, error.raw_os_error()))
+}
+
+/// An exception of a class in `vdkit.errors`.
+fn made_of(py: Python<'_>, class: &str, parts: Parts<'_>) -> PyErr {
+    let made = py.import("vdkit.errors").and_then(|module| module.getattr(class)?.call1(parts));
     match made {
         Ok(exception) => PyErr::from_value(exception),
         Err(other) => other,

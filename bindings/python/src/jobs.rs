@@ -1,10 +1,11 @@
 //! Long work: it runs on a thread of its own, while the calling thread looks for signals.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use pyo3::prelude::*;
 use vdkit::jobs::inspect::{InspectOptions, inspect as judge};
 use vdkit::jobs::{
@@ -20,7 +21,7 @@ use vdkit::{
 };
 
 use crate::disk::{Disk, Opening};
-use crate::errors::{misuse, raise};
+use crate::errors::{misuse, no_thread, raise};
 
 /// How often the calling thread looks for signals such as Ctrl-C, and tells of progress.
 const LOOK: Duration = Duration::from_millis(50);
@@ -42,12 +43,12 @@ struct Teller(Mutex<Board>);
 
 impl Progress for Teller {
     fn update(&self, done: u64, total: u64) {
-        let mut board = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut board = self.0.lock();
         (board.done, board.total) = (done, total);
     }
 
     fn message(&self, text: &str) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).notes.push(text.to_owned());
+        self.0.lock().notes.push(text.to_owned());
     }
 }
 
@@ -65,19 +66,18 @@ pub(crate) fn run<T: Send>(
     let (end, teller) = (Mutex::new(end), &teller);
     std::thread::scope(|scope| {
         let monitor = Monitor::new(teller).cancelled_by(cancel.clone());
-        let work = scope.spawn(move || {
+        let thread = std::thread::Builder::new().spawn_scoped(scope, move || {
             // Tells also if the job panics.
             let _ended = ended;
             job(&monitor)
         });
+        let work = thread.map_err(|error| no_thread(py, &error))?;
         let mut raised = None;
         let mut told = (0, 0);
         loop {
-            let waited =
-                py.detach(|| end.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(LOOK));
+            let waited = py.detach(|| end.lock().recv_timeout(LOOK));
             let over = !matches!(waited, Err(RecvTimeoutError::Timeout) | Ok(()));
-            let board =
-                std::mem::take(&mut *teller.0.lock().unwrap_or_else(PoisonError::into_inner));
+            let board = std::mem::take(&mut *teller.0.lock());
             let looked = py.check_signals().and_then(|()| tell(py, progress, board, &mut told));
             if let Err(found) = looked
                 && raised.is_none()
@@ -106,13 +106,13 @@ pub(crate) fn abandonable<T: Send + 'static>(
 ) -> PyResult<T> {
     let (ended, end) = channel();
     let end = Mutex::new(end);
-    std::thread::Builder::new().spawn(move || {
+    let thread = std::thread::Builder::new().spawn(move || {
         // Nobody waits if a signal came before.
         let _ = ended.send(work());
-    })?;
+    });
+    thread.map_err(|error| no_thread(py, &error))?;
     loop {
-        let waited =
-            py.detach(|| end.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(LOOK));
+        let waited = py.detach(|| end.lock().recv_timeout(LOOK));
         match waited {
             Ok(result) => return result.map_err(|error| raise(py, &error)),
             Err(RecvTimeoutError::Disconnected) => return Err(bug(py)),
@@ -192,16 +192,14 @@ pub(crate) fn convert(
     into: bool,
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<String> {
-    let source = source.get();
-    let disk = source.take(py)?;
-    let report = run(py, progress, move |monitor| {
-        let source = Source::new(vec![disk]);
-        let converted =
-            convert_to(&source, target, format, &options, [compress, verify, into], monitor);
-        // What was written to it before may not be durable yet.
-        let closed = source.disks().iter().try_for_each(vdkit::Disk::close);
-        converted.and_then(|report| closed.map(|()| report))
-    })?;
+    let source = Source::new(vec![source.get().take(py)?]);
+    let converted = run(py, progress, |monitor| {
+        convert_to(&source, target, format, &options, [compress, verify, into], monitor)
+    });
+    // What was written to it before may not be durable yet.
+    let closed = py.detach(move || source.disks().iter().try_for_each(vdkit::Disk::close));
+    let report = converted?;
+    closed.map_err(|error| raise(py, &error))?;
     Ok(json_of(&report))
 }
 
@@ -415,14 +413,16 @@ impl Server {
     #[getter]
     fn clients(&self, py: Python<'_>) -> usize {
         py.detach(|| {
-            let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+            let running = self.running.lock();
             running.as_ref().map_or(0, vdkit::nbd::Server::connections)
         })
     }
 
     /// Ends it; requests that have begun have so many seconds. May be called again.
     fn stop(&self, py: Python<'_>, drain: f64) -> PyResult<()> {
-        let drain = Duration::try_from_secs_f64(drain).unwrap_or_default();
+        // `inf`, and what no clock can tell, is no limit.
+        let most = if drain > 0.0 { Duration::MAX } else { Duration::ZERO };
+        let drain = Duration::try_from_secs_f64(drain).unwrap_or(most);
         self.end(py, drain).map_err(|error| raise(py, &error))
     }
 }
@@ -431,7 +431,7 @@ impl Server {
     /// Without the interpreter's lock, which a request needs whose disk is a file object.
     fn end(&self, py: Python<'_>, drain: Duration) -> Result<()> {
         py.detach(|| {
-            let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let running = self.running.lock().take();
             let Some(running) = running else { return Ok(()) };
             self.export.end_waiting();
             running.stop(drain);

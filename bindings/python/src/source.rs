@@ -2,9 +2,9 @@
 
 use std::fmt;
 use std::io;
-use std::sync::{Mutex, PoisonError};
 use std::thread::ThreadId;
 
+use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use vdkit::{Error, HostOffset, IoAction, Result, Storage, StorageCaps};
@@ -52,7 +52,7 @@ impl FileObject {
     }
 
     fn set_within(&self, thread: Option<ThreadId>) {
-        *self.within.lock().unwrap_or_else(PoisonError::into_inner) = thread;
+        *self.within.lock() = thread;
     }
 }
 
@@ -92,12 +92,12 @@ impl Storage for FileObject {
         let wanted = usize::try_from(self.len.saturating_sub(offset.0))
             .map_or(buf.len(), |left| left.min(buf.len()));
         let me = std::thread::current().id();
-        if *self.within.lock().unwrap_or_else(PoisonError::into_inner) == Some(me) {
+        if *self.within.lock() == Some(me) {
             let why = io::Error::other("the file object reads the disk that stands on it");
             return Err(self.error(offset.0, wanted as u64, why));
         }
         // Taken before the interpreter's lock, which the holder of this one needs.
-        let file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let file = self.file.lock();
         self.set_within(Some(me));
         let read = Python::attach(|py| {
             fill(py, &file, &mut buf[..wanted], offset.0).map_err(|exception| {

@@ -661,6 +661,23 @@ def test_a_disk_that_is_open_at_the_end_keeps_its_writes(image):
         assert disk[:10] == b"at the end"
 
 
+def test_where_no_thread_can_be_started_jobs_say_so():
+    program = (
+        "import vdkit\n"
+        "for job in (lambda: vdkit.create('no-thread.qcow2', 'qcow2', 1 << 20), lambda: vdkit.info('x')):\n"
+        "    try:\n"
+        "        job()\n"
+        "    except vdkit.errors.SystemCallError as error:\n"
+        "        print(error)\n"
+    )
+    # More than an address space has.
+    stacks = {**os.environ, "RUST_MIN_STACK": str(1 << 48)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=stacks)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 and all(line.startswith("cannot start a thread: ") for line in lines), done
+    assert not os.path.exists("no-thread.qcow2")
+
+
 def test_results_print_in_one_line(image):
     with open(image, "r+b") as file:
         file.truncate(os.path.getsize(image) - 8192)

@@ -266,7 +266,15 @@ fn read_padded<S: Storage + ?Sized>(storage: &S, buf: &mut [u8], offset: HostOff
     Ok(())
 }
 
-fn read_and_discard<S: Storage + ?Sized>(storage: &S, offset: HostOffset, len: u64) -> Result<()> {
+/// Reads `len` bytes in small pieces and drops them. Bytes past the end are no error.
+///
+/// # Errors
+/// Errors of the storage.
+pub fn read_and_discard<S: Storage + ?Sized>(
+    storage: &S,
+    offset: HostOffset,
+    len: u64,
+) -> Result<()> {
     let mut buf = vec![0; len.min(READ_DISCARD_BYTES) as usize];
     let mut done = 0;
     while done < len {

@@ -26,7 +26,7 @@ pub enum Probe {
 }
 
 /// Image metadata, read without opening any other file.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct ImageInfo {
     /// The format's name.
@@ -85,27 +85,7 @@ pub struct ImageInfo {
 impl ImageInfo {
     /// A description with only the size set.
     pub fn new(format: &'static str, virtual_size: u64) -> Self {
-        Self {
-            format,
-            virtual_size,
-            cluster_size: None,
-            compression: None,
-            encryption: None,
-            dirty: false,
-            corrupt: false,
-            backing_file: None,
-            backing_format: None,
-            identity: None,
-            backing_identity: None,
-            backing_time: None,
-            files: Vec::new(),
-            data_file_raw: false,
-            snapshots: Vec::new(),
-            bitmaps: Vec::new(),
-            key_header: None,
-            extents: Vec::new(),
-            properties: Vec::new(),
-        }
+        Self { format, virtual_size, ..Self::default() }
     }
 
     /// The backing reference, if any.

@@ -36,6 +36,8 @@ pub enum IoAction {
     Lock,
     /// Renaming a finished file into place.
     Rename,
+    /// Starting threads for requests.
+    Start,
 }
 
 impl fmt::Display for IoAction {
@@ -53,6 +55,7 @@ impl fmt::Display for IoAction {
             Self::Copy => "copy",
             Self::Lock => "lock",
             Self::Rename => "rename",
+            Self::Start => "start threads for it",
         })
     }
 }
@@ -468,6 +471,11 @@ impl Error {
             what: format!("is encrypted ({method}), and no key is given"),
             remedy: Box::new(Remedy::GiveKey),
         }
+    }
+
+    /// A commit of an image that stands alone.
+    pub fn no_backing(file: &str) -> Self {
+        Self::Invalid(format!("{file}: has no backing image, so there is nothing to commit to"))
     }
 
     /// Encryption of a new image was requested without a key.

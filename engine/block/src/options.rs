@@ -100,21 +100,16 @@ impl Options {
                 "unknown option '{key}' for {format}; the known ones are:{known}"
             )));
         };
-        let fits = match spec.kind {
-            OptionKind::Size => parse_size(value).is_ok(),
-            OptionKind::Switch => parse_switch(value).is_some(),
-            OptionKind::Number => value.parse::<u64>().is_ok(),
-            OptionKind::Word(words) => words.contains(&value),
-            OptionKind::Text => true,
+        let (fits, wanted) = match spec.kind {
+            OptionKind::Size => (parse_size(value).is_ok(), "a size such as 64K".to_owned()),
+            OptionKind::Switch => (parse_switch(value).is_some(), "on or off".to_owned()),
+            OptionKind::Number => (value.parse::<u64>().is_ok(), "a whole number".to_owned()),
+            OptionKind::Word(words) => {
+                (words.contains(&value), format!("one of {}", words.join(", ")))
+            }
+            OptionKind::Text => (true, "text".to_owned()),
         };
         if !fits {
-            let wanted = match spec.kind {
-                OptionKind::Size => "a size such as 64K".to_owned(),
-                OptionKind::Switch => "on or off".to_owned(),
-                OptionKind::Number => "a whole number".to_owned(),
-                OptionKind::Word(words) => format!("one of {}", words.join(", ")),
-                OptionKind::Text => "text".to_owned(),
-            };
             return Err(Error::Invalid(format!(
                 "option {key} of {format} is '{value}', expected {wanted}"
             )));

@@ -67,12 +67,7 @@ impl Disk {
     /// raw; [`Error::Locked`] if another process reads the image; errors of opening it. The locks
     /// are then unchanged.
     pub fn open_beneath(&self, registry: &Registry) -> Result<Self> {
-        let Some(layer) = self.layers.get(1) else {
-            return Err(Error::Invalid(format!(
-                "{}: has no backing image, so there is nothing to commit to",
-                self.name()
-            )));
-        };
+        let Some(layer) = self.layers.get(1) else { return Err(Error::no_backing(self.name())) };
         if layer.probed() && layer.info().format == "raw" {
             return Err(Error::Unnamed {
                 file: layer.path().display().to_string(),

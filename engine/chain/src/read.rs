@@ -1,5 +1,6 @@
 //! Reads: resolve through the chain, then read the extents.
 
+use std::io::IoSliceMut;
 use std::sync::Arc;
 
 use vdkit_block::{Compressed, Error, GuestOffset, ReadOp, Result, Storage};
@@ -12,6 +13,11 @@ use crate::unit_cache::UnitKey;
 
 /// Maximum pieces per batch; bounds the memory of a fragmented request.
 const BATCH_MAX: usize = 256;
+
+/// Bytes of several buffers. A sum that overflows is more than any disk has.
+pub(crate) fn total(lens: impl Iterator<Item = usize>) -> u64 {
+    lens.fold(0, |sum, len| sum.saturating_add(len as u64))
+}
 
 /// Reads grouped by storage.
 #[derive(Default)]
@@ -50,6 +56,20 @@ impl Disk {
     pub fn read_at(&self, buf: &mut [u8], at: GuestOffset) -> Result<()> {
         self.check_range(at, buf.len() as u64)?;
         self.read_through(buf, at)
+    }
+
+    /// Reads into several buffers in turn, which are one range of the disk.
+    ///
+    /// # Errors
+    /// As [`Disk::read_at`]; nothing is read if the range ends past the end of the disk.
+    pub fn read_vectored_at(&self, bufs: &mut [IoSliceMut<'_>], at: GuestOffset) -> Result<()> {
+        self.check_range(at, total(bufs.iter().map(|buf| buf.len())))?;
+        let mut at = at;
+        for buf in bufs {
+            self.read_through(buf, at)?;
+            at += buf.len() as u64;
+        }
+        Ok(())
     }
 
     /// As [`Disk::read_at`], with zeroes past the end of the disk.

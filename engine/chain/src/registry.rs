@@ -61,12 +61,7 @@ impl Registry {
     /// A registry of these formats. Probing without an explicit format rejects files whose extension is
     /// a format's name, or an alias of it, while their content is of no format.
     pub fn new(drivers: impl IntoIterator<Item = &'static dyn FormatDriver>) -> Self {
-        Self {
-            drivers: drivers.into_iter().collect(),
-            rejected_kinds: Vec::new(),
-            protocols: Vec::new(),
-            content_only: false,
-        }
+        Self { drivers: drivers.into_iter().collect(), ..Self::default() }
     }
 
     /// Probing looks at the content alone: a file whose extension says another format is raw.

@@ -46,10 +46,7 @@ pub fn links_down_to(
             Ok(report.links)
         }
         (None, Some(broken), _) => Err(broken),
-        (None, None, None) => Err(Error::Invalid(format!(
-            "{}: has no backing image, so there is nothing to commit to",
-            path.display()
-        ))),
+        (None, None, None) => Err(Error::no_backing(&path.display().to_string())),
         (None, None, Some(base)) => Err(Error::Invalid(format!(
             "{}: {} is not in its backing chain",
             path.display(),
@@ -77,7 +74,7 @@ pub fn open_split(
         if links.get(here).is_some_and(|link| link.path != found.path) {
             return Err(changed(path));
         }
-        if here == depth && found.guessed() {
+        if here == depth && found.fallback {
             return Err(Error::Unnamed {
                 file: found.path.display().to_string(),
                 overlay: layers.last().map_or(path, Layer::path).display().to_string(),

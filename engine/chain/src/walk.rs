@@ -22,18 +22,13 @@ pub(crate) struct Found {
     pub(crate) storage: Arc<dyn Storage>,
     pub(crate) driver: &'static dyn FormatDriver,
     pub(crate) probed: bool,
-    /// It was probed, and no magic number matched.
+    /// Its format was neither given nor detected.
     pub(crate) fallback: bool,
     pub(crate) info: ImageInfo,
     namer: Namer,
 }
 
 impl Found {
-    /// Its format was neither given nor detected.
-    pub(crate) fn guessed(&self) -> bool {
-        self.fallback
-    }
-
     /// Refuses to write an image whose format was neither given nor detected.
     pub(crate) fn check_written_as_probed(&self) -> Result<()> {
         if !self.fallback {
@@ -508,6 +503,7 @@ pub fn changed_parent(
 
 /// Description of one image of a chain.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct ChainLink {
     /// The path by which it was opened: the user's own, or the overlay's reference joined to the
     /// overlay's folder.

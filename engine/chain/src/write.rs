@@ -1,5 +1,8 @@
 //! Writes: in place if the map allows, else into reserved space that is then published.
 
+use std::io::IoSlice;
+use std::ops::Range;
+
 use vdkit_block::{
     CompressedReservation, Error, ErrorKind, FileIndex, Fill, GuestOffset, HostOffset, IoAction,
     Place, Reservation, Result, ZeroMode,
@@ -8,6 +11,7 @@ use vdkit_block::{
 use crate::crypto::SealedPlace;
 use crate::disk::Disk;
 use crate::extent::Purpose;
+use crate::read::total;
 use crate::scratch::Scratch;
 
 /// Maximum size of a write and its fill that is sent as one request; above it, copying the data
@@ -23,6 +27,14 @@ const ZERO_BYTES_MAX: u64 = 64 << 10;
 /// Maximum retries in a row after a format reports a changed map; beyond it the format is taken to
 /// be broken. Each retry means that another thread made progress.
 const RETRIES_MAX: u32 = 100_000;
+
+/// What is left of a range before and behind the part that is done.
+fn edges(done: &Range<u64>, at: u64, end: u64) -> [Range<u64>; 2] {
+    if done.is_empty() {
+        return [at..end, end..end];
+    }
+    [at..done.start.clamp(at, end), done.end.clamp(at, end)..end]
+}
 
 /// The data of a write.
 #[derive(Clone, Copy)]
@@ -66,6 +78,22 @@ impl Disk {
         self.flush_if_write_durable()
     }
 
+    /// Writes several buffers in turn, which are one range of the disk. In cache modes in which a
+    /// write is durable on return, one flush serves all of them.
+    ///
+    /// # Errors
+    /// As [`Disk::write_at`]; nothing is written if the range ends past the end of the disk.
+    pub fn write_vectored_at(&self, bufs: &[IoSlice<'_>], at: GuestOffset) -> Result<()> {
+        self.check_writable()?;
+        self.check_range(at, total(bufs.iter().map(|buf| buf.len())))?;
+        let mut at = at;
+        for buf in bufs {
+            self.write_unchecked(buf, at)?;
+            at += buf.len() as u64;
+        }
+        self.flush_if_write_durable()
+    }
+
     /// As [`Disk::write_at`], but durable only after the next [`Disk::flush`], in every cache mode.
     /// In modes in which each write is durable on return, the caller must flush before it reports
     /// completion. One flush serves all such writes that returned before it.
@@ -100,15 +128,10 @@ impl Disk {
         if len == 0 {
             return Ok(());
         }
-        let end = at.0 + len;
         let done = self.top().zero(at, len, may_unmap)?;
-        if done.is_empty() {
-            self.zero_by_writing(at.0, end)?;
-        } else {
-            self.zero_by_writing(at.0, done.start.clamp(at.0, end))?;
-            self.zero_by_writing(done.end.clamp(at.0, end), end)?;
-        }
-        Ok(())
+        let [before, behind] = edges(&done, at.0, at.0 + len);
+        self.zero_by_writing(before.start, before.end)?;
+        self.zero_by_writing(behind.start, behind.end)
     }
 
     /// As [`Disk::write_zeroes`], but the bytes stay zero after a rebase to any backing image.
@@ -121,12 +144,8 @@ impl Disk {
         if len == 0 {
             return Ok(());
         }
-        let end = at.0 + len;
         let done = self.top().zero_persistent(at, len)?;
-        let done = done.start.clamp(at.0, end)..done.end.clamp(at.0, end);
-        let edges =
-            if done.is_empty() { [at.0..end, end..end] } else { [at.0..done.start, done.end..end] };
-        for edge in edges.into_iter().filter(|edge| !edge.is_empty()) {
+        for edge in edges(&done, at.0, at.0 + len) {
             self.write_source(Source::Zeroes(edge.end - edge.start), GuestOffset(edge.start))?;
         }
         self.flush_if_write_durable()

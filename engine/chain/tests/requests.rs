@@ -2,6 +2,7 @@
 
 mod support;
 
+use std::io::{IoSlice, IoSliceMut};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
@@ -47,6 +48,23 @@ fn a_small_allocating_write_is_one_write() {
     storage.reset_counts();
     disk.write_at(&[0xAB; 100], at(1) + 1).unwrap();
     assert_eq!((storage.writes.load(SeqCst), storage.reads.load(SeqCst)), (1, 0));
+}
+
+#[test]
+fn several_buffers_are_one_range() {
+    let (disk, _format, _storage) = top(2);
+    let (a, b) = ([1_u8; 100], [2_u8; CLUSTER as usize]);
+    let written = [IoSlice::new(&a), IoSlice::new(&[]), IoSlice::new(&b)];
+    disk.write_vectored_at(&written, at(0) + 7).unwrap();
+    let (mut c, mut d) = ([0_u8; 8], [0_u8; CLUSTER as usize]);
+    let mut pieces = [IoSliceMut::new(&mut c), IoSliceMut::new(&mut d)];
+    disk.read_vectored_at(&mut pieces, at(0) + 100).unwrap();
+    // If they do not fit, nothing is moved.
+    assert!(disk.read_vectored_at(&mut pieces, at(1)).is_err());
+    assert!(disk.write_vectored_at(&written, at(1)).is_err());
+    assert_eq!(c, [1, 1, 1, 1, 1, 1, 1, 2]);
+    assert!(d[..CLUSTER as usize - 1] == b[1..] && d[CLUSTER as usize - 1] == 0);
+    assert!(read(&disk, at(1), 100) == [2; 100]);
 }
 
 #[test]

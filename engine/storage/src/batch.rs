@@ -13,7 +13,7 @@ use crate::ring::{self, Read};
 
 impl FileStorage {
     pub(crate) fn read_many(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
-        if ops.len() < 2 || self.reads_never_wait() {
+        if ops.len() < 2 || self.in_memory {
             return ops.iter_mut().try_for_each(|op| self.read_padded(op.buf, op.offset));
         }
         let mut reads = Vec::new();
@@ -23,7 +23,7 @@ impl FileStorage {
                 self.read_padded(op.buf, op.offset)?;
                 continue;
             }
-            let cached = if self.is_direct() { 0 } else { self.read_cached(op)? };
+            let cached = if self.direct.is_some() { 0 } else { self.read_cached(op)? };
             if cached < op.buf.len() {
                 let offset = op.offset.0 + cached as u64;
                 reads.push(Read { offset, buf: &mut op.buf[cached..], outcome: Ok(0) });

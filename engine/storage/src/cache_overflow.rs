@@ -197,7 +197,7 @@ mod tests {
                 // Small writes and overwrites do not use the direct lane.
                 file.write_new(&buf[..8192], HostOffset(0)).unwrap();
                 file.write_at(&buf, HostOffset(0)).unwrap();
-                let found = file.past().map_or(0, CacheOverflow::passed);
+                let found = file.past.as_ref().map_or(0, CacheOverflow::passed);
                 assert_eq!(found, passed, "{share:?} on {}", folder.path().display());
                 std::fs::remove_file(folder.path().join("past")).unwrap();
             }
@@ -210,11 +210,11 @@ mod tests {
             let file = create(folder.path(), CacheShare::Bytes(0));
             // From 77 to 140078: 33 pages between 4096 and 139264.
             file.write_new(&[7; 140_001], HostOffset(77)).unwrap();
-            assert_eq!(file.past().unwrap().passed(), 33 * 4096);
+            assert_eq!(file.past.as_ref().unwrap().passed(), 33 * 4096);
             assert_eq!(file.len().unwrap(), 140_078);
             // 32 whole pages.
             file.write_new(&[7; 131_072], HostOffset(MIB)).unwrap();
-            assert_eq!(file.past().unwrap().passed(), 65 * 4096);
+            assert_eq!(file.past.as_ref().unwrap().passed(), 65 * 4096);
         }
     }
 
@@ -282,7 +282,7 @@ mod tests {
                 expected[slot + (204 << 10)..][..200 << 10].fill(byte(index, 3));
                 expected[odd..][..ODD].fill(byte(index, 4));
             }
-            assert!(file.past().unwrap().passed() > 15 * MIB);
+            assert!(file.past.as_ref().unwrap().passed() > 15 * MIB);
             file.sync_always().unwrap();
             let found = std::fs::read(folder.path().join("past")).unwrap();
             assert_eq!(found.len(), expected.len());
@@ -299,14 +299,14 @@ mod tests {
         let failed = (0..16).find_map(|at| file.write_new(&buf, HostOffset(at * MIB)).err());
         let failed = failed.expect("16 MiB do not fit");
         assert!(failed.to_string().contains("space"), "{failed}");
-        assert!(file.past().unwrap().passed() > 0);
+        assert!(file.past.as_ref().unwrap().passed() > 0);
     }
 
     #[test]
     fn memory_has_no_way_past_itself() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let file = create(folder.path(), CacheShare::Bytes(0));
-        assert!(file.past().is_none());
+        assert!(file.past.is_none());
         file.write_new(&vec![7; MIB as usize], HostOffset(5)).unwrap();
         assert_eq!(file.len().unwrap(), MIB + 5);
     }

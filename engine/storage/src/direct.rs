@@ -195,7 +195,7 @@ impl Direct {
             return Ok(Length::Kept { _guard: guard });
         }
         drop(guard);
-        let guard = of.growth().write();
+        let guard = of.growth.write();
         Ok(Length::Passed { before: of.raw_len()?, _guard: guard })
     }
 }

@@ -14,7 +14,7 @@ use rustix::io::{Errno, ReadWriteFlags};
 use vdkit_block::{
     AccessExchange, CacheMode, Error, GuestDiscard, HostOffset, InitialWrites, IoAction, ReadOp,
     ReadPaths, Result, SpaceMap, Storage, StorageCaps, StorageExt, StorageExtent, ZeroMode,
-    require_writable,
+    read_and_discard, require_writable,
 };
 use vdkit_meta::{LANES_MAX, SyncError, Syncs};
 
@@ -59,23 +59,24 @@ pub struct FileStorage {
     cache: CacheMode,
     caps: StorageCaps,
     pub(crate) lacks: Lacks,
-    direct: Option<Direct>,
+    pub(crate) direct: Option<Direct>,
     /// Growing by `ftruncate` first queries the length; a concurrent write that extends the file
     /// further would be cut off. So that pair holds this lock for writing, and every single call
     /// that may extend the file holds it for reading.
-    growth: RwLock<()>,
+    pub(crate) growth: RwLock<()>,
     /// One fdatasync for all callers that asked before it began.
     syncs: Syncs<Errno>,
     /// Further descriptions of the same file for concurrent syncs; opened when two syncs meet.
     sync_lanes: OnceLock<Vec<File>>,
     lock: Option<Mutex<ImageLock>>,
-    in_memory: bool,
+    /// Reads never wait.
+    pub(crate) in_memory: bool,
     /// Where data begins, from the last hole lookup; see `find_extent`.
     pub(crate) data_at: AtomicU64,
     /// The file system does not support non-blocking reads.
     never_ready: AtomicBool,
-    initial_write: InitialWrite,
-    past: Option<CacheOverflow>,
+    pub(crate) initial_write: InitialWrite,
+    pub(crate) past: Option<CacheOverflow>,
 }
 
 impl fmt::Debug for FileStorage {
@@ -236,36 +237,14 @@ impl FileStorage {
         self.growth.read()
     }
 
-    pub(crate) fn growth(&self) -> &RwLock<()> {
-        &self.growth
-    }
-
     /// Locks a range against read-modify-writes of direct I/O.
     pub(crate) fn hold_range(&self, offset: u64, len: u64) -> Option<RangeGuard<'_>> {
         self.direct.as_ref().map(|direct| direct.hold_shared(offset, len))
     }
 
-    pub(crate) fn initial_write(&self) -> &InitialWrite {
-        &self.initial_write
-    }
-
-    #[cfg(test)]
-    pub(crate) fn past(&self) -> Option<&CacheOverflow> {
-        self.past.as_ref()
-    }
-
     /// The direct lane for a large first write, once the page cache has its share.
     pub(crate) fn cache_overflow(&self, len: usize) -> Option<&Lane> {
         self.past.as_ref()?.lane_for(len, &self.file)
-    }
-
-    pub(crate) fn is_direct(&self) -> bool {
-        self.direct.is_some()
-    }
-
-    /// Whether the file is in memory, so that reads never wait.
-    pub(crate) fn reads_never_wait(&self) -> bool {
-        self.in_memory
     }
 
     /// Whether a request is aligned for the kernel.
@@ -310,7 +289,7 @@ impl FileStorage {
 
     /// Writes all of `buf`, which is aligned if needed.
     pub(crate) fn write_raw(&self, buf: &[u8], offset: u64) -> Result<(), Errno> {
-        let piece = self.initial_write.piece_bytes();
+        let piece = self.initial_write.piece_bytes;
         let mut done = 0;
         while done < buf.len() {
             let end = buf.len().min(done.saturating_add(piece));
@@ -510,7 +489,7 @@ impl ReadPaths for FileStorage {
         match read_discard::read_discard(&self.file, offset.0, len) {
             Ok(done) if done >= len => Ok(()),
             // Splice does not work here: read through this process.
-            Ok(done) => read_discard::read_away(self, offset + done, len - done),
+            Ok(done) => read_and_discard(self, offset + done, len - done),
             Err(errno) => Err(self.error(IoAction::Read, offset.0, len, errno)),
         }
     }

@@ -13,9 +13,7 @@
 //! Linux 6.16. The environment variable `VDKIT_EXT4_PIECES=off` leaves the writes whole.
 
 use std::sync::LazyLock;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
 use crate::file::FileStorage;
@@ -79,10 +77,10 @@ impl FileSystem {
 /// How large first writes reach a file.
 #[derive(Debug)]
 pub struct InitialWrite {
-    /// Allocate first, until that fails.
-    allocates: AtomicBool,
+    /// Allocate first, unless the file system cannot.
+    allocates: bool,
     /// Maximum bytes per system call, of any write.
-    piece_bytes: usize,
+    pub piece_bytes: usize,
 }
 
 impl InitialWrite {
@@ -90,12 +88,7 @@ impl InitialWrite {
     pub fn new(file_system: FileSystem) -> Self {
         let ext = file_system == FileSystem::Ext;
         let piece_bytes = if ext { *EXT_PIECE_BYTES } else { usize::MAX };
-        Self { allocates: AtomicBool::new(ext), piece_bytes }
-    }
-
-    /// Maximum bytes per system call.
-    pub fn piece_bytes(&self) -> usize {
-        self.piece_bytes
+        Self { allocates: ext, piece_bytes }
     }
 }
 
@@ -110,15 +103,9 @@ impl FileStorage {
 
     /// Allocates a range that will be written, if worthwhile.
     pub(crate) fn allocate_bulk(&self, offset: u64, len: u64) {
-        let allocates = &self.initial_write().allocates;
-        if allocates.load(Ordering::Relaxed) {
-            let _length = self.hold_length();
-            let allocated =
-                rustix::fs::fallocate(self.file(), FallocateFlags::empty(), offset, len);
-            // The write reports any other error (no space, a signal).
-            if let Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::PERM) = allocated {
-                allocates.store(false, Ordering::Relaxed);
-            }
+        if self.initial_write.allocates {
+            // The write reports errors, such as no space.
+            let _ = self.allocate_blocks(offset, len);
         }
     }
 
@@ -178,10 +165,10 @@ mod tests {
     fn a_device_is_no_memory_though_its_name_lies_there() {
         let Some(device) = vdkit_testbase::fs::loop_device(1 << 20, 512) else { return };
         let device = FileStorage::open(device.path(), &FileOptions::read_write()).unwrap();
-        assert!(!device.reads_never_wait());
+        assert!(!device.in_memory);
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let file = FileStorage::create(folder.path().join("file"), &FileOptions::read_write());
-        assert!(file.unwrap().reads_never_wait());
+        assert!(file.unwrap().in_memory);
     }
 
     /// Number of write system calls of this thread.

@@ -5,7 +5,6 @@
 //! - [`FileStorage`]: regular files and block devices, buffered or direct, with the cache modes
 //!   of [`vdkit_block::CacheMode`] and QEMU's image locks ([`LockMode`]).
 //! - [`MemoryStorage`]: sparse memory.
-//! - [`NullStorage`]: reads zeroes and discards writes.
 //!
 //! [`PendingFile`] is a file that gets its name only when it is finished.
 //!
@@ -44,7 +43,6 @@ mod initial_write;
 mod links;
 mod lock;
 mod memory;
-mod null;
 mod open;
 mod pending;
 mod placement;
@@ -57,9 +55,9 @@ mod sys;
 
 pub use buffer::AlignedBuf;
 pub use file::FileStorage;
+pub use links::folder_of;
 pub use lock::LockMode;
 pub use memory::MemoryStorage;
-pub use null::NullStorage;
 pub use open::{CacheShare, CreateMode, FileKind, FileOptions, classify};
 pub use pending::{CommitOptions, PendingFile, is_abandoned, unfinished_name};
 pub use placement::Placement;

@@ -12,7 +12,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{CWD, FileType, Mode, OFlags, Stat};
+use rustix::fs::{FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 use vdkit_block::{Error, IoAction, Result};
 
@@ -21,25 +21,17 @@ use crate::open::{file_error, retry};
 /// Maximum links followed, as in the kernel.
 const LINKS_MAX: usize = 40;
 
-/// A name, and the folder to resolve it in.
-struct Place<'a> {
-    folder: &'a Path,
-    name: &'a OsStr,
+/// The folder of a path: `.` for a name alone.
+pub fn folder_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    }
 }
 
-impl<'a> Place<'a> {
-    fn of(path: &'a Path) -> Option<Self> {
-        let folder = match path.parent() {
-            Some(folder) if !folder.as_os_str().is_empty() => folder,
-            _ => Path::new("."),
-        };
-        Some(Self { folder, name: path.file_name()? })
-    }
-
-    fn open_folder(&self) -> Result<OwnedFd, Errno> {
-        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        retry(|| rustix::fs::openat(CWD, self.folder, flags, Mode::empty()))
-    }
+fn open_folder(path: &Path) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    retry(|| rustix::fs::open(folder_of(path), flags, Mode::empty()))
 }
 
 /// Whether a folder is world-writable and sticky.
@@ -75,8 +67,8 @@ pub(crate) fn follow(path: &Path) -> Result<PathBuf> {
     let fail = |errno: Errno| file_error(&path.display().to_string(), IoAction::Open, errno);
     let mut at = path.to_owned();
     for _ in 0..LINKS_MAX {
-        let Some(place) = Place::of(&at) else { return Ok(at) };
-        let folder = match place.open_folder() {
+        let Some(name) = at.file_name() else { return Ok(at) };
+        let folder = match open_folder(&at) {
             Ok(folder) => folder,
             // Opening the file reports whether it exists.
             Err(Errno::NOENT | Errno::NOTDIR) => return Ok(at),
@@ -84,7 +76,7 @@ pub(crate) fn follow(path: &Path) -> Result<PathBuf> {
         };
         // Opened once, so that owner and target are read from the same link.
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let link = match retry(|| rustix::fs::openat(&folder, place.name, flags, Mode::empty())) {
+        let link = match retry(|| rustix::fs::openat(&folder, name, flags, Mode::empty())) {
             Ok(link) => link,
             Err(Errno::NOENT) => return Ok(at),
             Err(errno) => return Err(fail(errno)),
@@ -97,7 +89,7 @@ pub(crate) fn follow(path: &Path) -> Result<PathBuf> {
             return Err(refused(path, "is a symbolic link", found.st_uid));
         }
         let target = rustix::fs::readlinkat(&link, "", Vec::new()).map_err(fail)?;
-        at = place.folder.join(OsStr::from_bytes(target.as_bytes()));
+        at = folder_of(&at).join(OsStr::from_bytes(target.as_bytes()));
     }
     Err(fail(Errno::LOOP))
 }
@@ -109,8 +101,10 @@ pub(crate) fn follow(path: &Path) -> Result<PathBuf> {
 /// [`Error::File`].
 pub(crate) fn check_owner(path: &Path, found: &Stat) -> Result<()> {
     let fail = |errno: Errno| file_error(&path.display().to_string(), IoAction::Open, errno);
-    let Some(place) = Place::of(path) else { return Ok(()) };
-    let folder = rustix::fs::fstat(place.open_folder().map_err(fail)?).map_err(fail)?;
+    if path.file_name().is_none() {
+        return Ok(());
+    }
+    let folder = rustix::fs::fstat(open_folder(path).map_err(fail)?).map_err(fail)?;
     if is_strangers(&folder, found) {
         return Err(refused(path, "is a file", found.st_uid));
     }

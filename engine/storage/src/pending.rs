@@ -239,11 +239,7 @@ fn rename_new(from: &Path, to: &Path) -> Result<(), Errno> {
 }
 
 fn sync_folder(file: &Path) -> Result<(), Errno> {
-    let folder = match file.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    };
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let folder = retry(|| rustix::fs::open(folder, flags, Mode::empty()))?;
+    let folder = retry(|| rustix::fs::open(links::folder_of(file), flags, Mode::empty()))?;
     retry(|| rustix::fs::fsync(&folder))
 }

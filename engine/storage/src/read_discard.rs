@@ -6,12 +6,11 @@ use std::os::fd::OwnedFd;
 
 use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
-use vdkit_block::{HostOffset, Result, Storage};
+use vdkit_block::Result;
 
 /// Below this a plain read costs less than two splices.
 const SPLICE_BYTES_MIN: u64 = 128 << 10;
 const PIPE_BYTES: usize = 1 << 20;
-const READ_BYTES: u64 = 256 << 10;
 
 /// A thread's pipe to `/dev/null`.
 struct Drain {
@@ -70,20 +69,6 @@ pub fn read_discard(file: &File, offset: u64, len: u64) -> Result<u64, Errno> {
         }
         Ok(at - offset)
     })
-}
-
-/// Reads `len` bytes repeatedly into a small buffer.
-pub fn read_away(storage: &dyn Storage, offset: HostOffset, len: u64) -> Result<()> {
-    let mut buf = vec![0; len.min(READ_BYTES) as usize];
-    let mut done = 0;
-    while done < len {
-        let want = (len - done).min(READ_BYTES) as usize;
-        if storage.read_up_to(&mut buf[..want], offset + done)? < want {
-            break;
-        }
-        done += want as u64;
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -114,7 +114,8 @@ impl FileStorage {
         try_once(&self.lacks.zero_range, || rustix::fs::fallocate(self.file(), flags, start, len))
     }
 
-    fn allocate_blocks(&self, start: u64, len: u64) -> Result<bool, Errno> {
+    /// Returns `false` if the file system cannot.
+    pub(crate) fn allocate_blocks(&self, start: u64, len: u64) -> Result<bool, Errno> {
         let _length = self.hold_length();
         let flags = FallocateFlags::empty();
         try_once(&self.lacks.fallocate, || rustix::fs::fallocate(self.file(), flags, start, len))
@@ -248,7 +249,7 @@ impl FileStorage {
     /// Writes zeroes wherever there is no data. Other writes must be excluded, or their data could
     /// be taken for a hole.
     fn fill_holes(&self, start: u64, end: u64) -> Result<(), Errno> {
-        let _alone = self.growth().write();
+        let _alone = self.growth.write();
         let file_end = self.raw_len()?;
         let mut at = start;
         while at < end.min(file_end) {
@@ -300,7 +301,7 @@ impl FileStorage {
             return Ok(());
         }
         drop(exact);
-        let _alone = self.growth().write();
+        let _alone = self.growth.write();
         if self.raw_len()? >= end {
             return Ok(());
         }
@@ -321,7 +322,7 @@ impl FileStorage {
                 "resize the device itself",
             ));
         }
-        let _alone = self.growth().write();
+        let _alone = self.growth.write();
         retry(|| rustix::fs::ftruncate(self.file(), len)).map_err(fail)
     }
 
@@ -339,7 +340,7 @@ impl FileStorage {
         }
         // A walk asks next for the data that ends a hole, so the start of data is cached. If that
         // data was removed meanwhile, SEEK_HOLE returns its start.
-        if start > 0 && start == self.data_at.load(Ordering::Relaxed) && !self.reads_never_wait() {
+        if start > 0 && start == self.data_at.load(Ordering::Relaxed) && !self.in_memory {
             match rustix::fs::seek(self.file(), SeekFrom::Hole(start)) {
                 Ok(hole) if hole > start => {
                     return StorageExtent { data: true, len: len.min(hole - start) };
@@ -355,9 +356,7 @@ impl FileStorage {
                 StorageExtent { data: false, len: len.min(data - start) }
             }
             // SEEK_HOLE would examine the file page by page up to its end.
-            Ok(data) if data == start && self.reads_never_wait() && len <= HOLE_SEARCH_MIN => {
-                all_data
-            }
+            Ok(data) if data == start && self.in_memory && len <= HOLE_SEARCH_MIN => all_data,
             Ok(data) if data == start => {
                 match rustix::fs::seek(self.file(), SeekFrom::Hole(start)) {
                     Ok(hole) if hole > start => {

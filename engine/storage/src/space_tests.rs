@@ -108,7 +108,7 @@ fn zeroes_on_tmpfs_keep_or_give_back_their_space() {
 fn waits_for_the_length(file: &FileStorage, work: impl Fn() + Sync) {
     let before = file.raw_len().unwrap();
     std::thread::scope(|scope| {
-        let alone = file.growth().write();
+        let alone = file.growth.write();
         scope.spawn(&work);
         for _ in 0..2000 {
             std::thread::yield_now();
@@ -142,7 +142,7 @@ fn zeroes_do_not_rely_on_a_length_for_a_moment() {
     let file = lacking(dir.path(), CacheMode::None, 0);
     let watched = Watched::default();
     std::thread::scope(|scope| {
-        let alone = file.growth().write();
+        let alone = file.growth.write();
         rustix::fs::ftruncate(file.file(), 8192).unwrap();
         let zeroing = scope.spawn(|| {
             watched.is_me();

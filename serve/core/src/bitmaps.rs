@@ -8,6 +8,7 @@ use crate::export::Export;
 
 /// The image's bitmaps after a command.
 #[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
 pub struct BitmapList {
     /// In the image's order.
     pub bitmaps: Vec<BitmapStatus>,

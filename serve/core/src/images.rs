@@ -12,6 +12,7 @@ use crate::export::Export;
 /// The image chain after a command.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct ImageChain {
     /// The top image.
     pub filename: String,

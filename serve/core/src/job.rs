@@ -23,7 +23,7 @@ struct State {
     closed: bool,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Running {
     kind: &'static str,
     cancel: CancelToken,
@@ -35,6 +35,7 @@ struct Running {
 /// Progress of a job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct JobStatus {
     /// Kind of job.
     pub kind: &'static str,
@@ -97,13 +98,7 @@ impl Export {
             drop(state);
             return Err(busy(&self.filename(), kind));
         }
-        let running = Arc::new(Running {
-            kind,
-            cancel: CancelToken::default(),
-            follows_growth: AtomicBool::new(false),
-            done: AtomicU64::new(0),
-            left: AtomicU64::new(0),
-        });
+        let running = Arc::new(Running { kind, ..Running::default() });
         state.running = Some(Arc::clone(&running));
         Ok(Job { jobs: &self.jobs, running })
     }

@@ -106,30 +106,41 @@ impl Wake {
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 
-    /// Waits for a connection; `false` at the end. The socket must be non-blocking: the connection
-    /// may close before it is accepted.
+    /// Waits for a connection, or for what else can be read; `false` at the end. The descriptor must be
+    /// non-blocking: the connection may close before it is accepted.
     ///
     /// # Errors
     /// Errors of poll(2).
-    pub fn wait_at(&self, socket: impl AsFd) -> io::Result<bool> {
-        self.wait(Some(socket.as_fd()), None)
+    pub fn wait_at(&self, at: impl AsFd) -> io::Result<bool> {
+        Ok(self.wait(Some(at.as_fd()), None)?.is_some())
+    }
+
+    /// Waits at most `time` for something to read: whether there is; `None` at the end.
+    ///
+    /// # Errors
+    /// Errors of poll(2).
+    pub fn wait_within(&self, at: impl AsFd, time: Duration) -> io::Result<Option<bool>> {
+        self.wait(Some(at.as_fd()), Some(time))
     }
 
     /// Sleeps; `false` at the end.
     pub fn pause(&self, time: Duration) -> bool {
-        self.wait(None, Some(time)).unwrap_or_else(|_| {
+        let Ok(left) = self.wait(None, Some(time)) else {
             std::thread::sleep(time);
-            true
-        })
+            return true;
+        };
+        left.is_some()
     }
 
-    fn wait(&self, at: Option<BorrowedFd<'_>>, time: Option<Duration>) -> io::Result<bool> {
+    fn wait(&self, at: Option<BorrowedFd<'_>>, time: Option<Duration>) -> io::Result<Option<bool>> {
         let time = time.and_then(|time| Timespec::try_from(time).ok());
+        let own = self.0.as_fd();
         loop {
-            let mut fds = vec![PollFd::new(&self.0, PollFlags::IN)];
-            fds.extend(at.as_ref().map(|at| PollFd::new(at, PollFlags::IN)));
+            let mut fds =
+                [own, at.unwrap_or(own)].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
             match poll(&mut fds, time.as_ref()) {
-                Ok(_) => return Ok(fds[0].revents().is_empty()),
+                Ok(_) if !fds[0].revents().is_empty() => return Ok(None),
+                Ok(_) => return Ok(Some(!fds[1].revents().is_empty())),
                 Err(Errno::INTR) => {}
                 Err(errno) => return Err(errno.into()),
             }

@@ -128,14 +128,7 @@ pub fn allocated_bytes(disk: &Disk) -> u64 {
     let mut sum = 0u64;
     for layer in disk.layers() {
         let format = layer.format();
-        let mut files = vec![format.storage()];
-        for index in 0..format.file_count() {
-            let file = format.file(vdkit_block::FileIndex(index));
-            if !files.iter().any(|known| std::sync::Arc::ptr_eq(known, file)) {
-                files.push(file);
-            }
-        }
-        for file in files {
+        for file in [format.storage().clone()].into_iter().chain(format.other_files()) {
             // Unknown counts as fully allocated: programs then do not rely on holes.
             sum = sum.saturating_add(file.allocated_bytes().unwrap_or(size));
         }

@@ -13,7 +13,7 @@ use rustix::fs::{FallocateFlags, OFlags};
 
 use crate::attributes::{NewAttributes, allocated_bytes};
 use crate::dispatcher::{ChangeReply, Dispatcher};
-use crate::holes::{self, Sought};
+use crate::holes;
 
 /// Maximum request: the kernel's limit unless `fs.fuse.max_pages_limit` is raised.
 const REQUEST_BYTES_MAX: u32 = 1 << 20;
@@ -220,12 +220,14 @@ impl Filesystem for DiskFile {
         if self.0.has_ended() {
             return reply.error(Errno::EIO);
         }
-        let Some(sought) = Sought::of(whence) else { return reply.error(Errno::EINVAL) };
+        if whence != holes::SEEK_DATA && whence != holes::SEEK_HOLE {
+            return reply.error(Errno::EINVAL);
+        }
         let Ok(at) = u64::try_from(offset) else { return reply.error(Errno::ENXIO) };
         let dispatcher = Arc::clone(&self.0);
         self.0.pool.run(0, move || {
             let disk = dispatcher.export.hold();
-            let found = holes::seek(&disk, at, sought);
+            let found = holes::seek(&disk, at, whence == holes::SEEK_HOLE);
             drop(disk);
             match found {
                 // A disk is always shorter than i64::MAX.

@@ -16,6 +16,7 @@ const NEW_PERMISSIONS: u32 = 0o600;
 
 /// Why a disk could not be mounted.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum MountError {
     /// A server ended without unmounting.
     #[error("{}: is still mounted, but the program that served it is gone", file.display())]

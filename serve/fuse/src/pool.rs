@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
@@ -82,16 +82,11 @@ impl Pool {
     /// Takes no more work, and waits at most `patience` for queued work. Returns whether all was
     /// done.
     pub fn close(&self, patience: Duration) -> bool {
-        let end = Instant::now() + patience;
         let mut state = self.shared.state.lock();
         state.closed = true;
         self.shared.work.notify_all();
-        while state.threads > 0 {
-            if self.shared.ended.wait_until(&mut state, end).timed_out() {
-                return state.threads == 0;
-            }
-        }
-        true
+        self.shared.ended.wait_while_for(&mut state, |state| state.threads > 0, patience);
+        state.threads == 0
     }
 }
 

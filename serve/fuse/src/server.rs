@@ -130,7 +130,7 @@ impl Server {
     /// # Errors
     /// The system refuses to unmount.
     pub fn stop(mut self, patience: Duration) -> io::Result<Ending> {
-        let end = Instant::now() + patience;
+        let began = Instant::now();
         self.unmount()?;
         let session = self.session.take();
         let clean = match self.ended.recv_timeout(patience) {
@@ -147,7 +147,7 @@ impl Server {
             // the same effect.
             let _ = std::fs::write(abort, "1");
         }
-        let rest = end.saturating_duration_since(Instant::now()).max(LAST_WORK);
+        let rest = patience.saturating_sub(began.elapsed()).max(LAST_WORK);
         let drained = self.dispatcher.pool.close(rest);
         Ok(if clean && drained { Ending::Clean } else { Ending::InUse })
     }

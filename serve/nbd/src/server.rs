@@ -283,7 +283,8 @@ impl Server {
         for thread in self.listeners.drain(..) {
             let _ = thread.join();
         }
-        let until = Instant::now() + drain;
+        // `None`: longer than any clock tells.
+        let until = Instant::now().checked_add(drain);
         let Clients { roll, gone } = &*self.shared.clients;
         let mut roll = roll.lock();
         for Connection { channel, .. } in &roll.connections {
@@ -291,9 +292,11 @@ impl Server {
         }
         let mut cut = false;
         while roll.threads > 0 {
-            if cut {
+            let Some(until) = until.filter(|_| !cut) else {
                 gone.wait(&mut roll);
-            } else if gone.wait_until(&mut roll, until).timed_out() {
+                continue;
+            };
+            if gone.wait_until(&mut roll, until).timed_out() {
                 cut = true;
                 for Connection { channel, .. } in &roll.connections {
                     channel.shutdown(Shutdown::Both);

@@ -12,7 +12,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags,
 };
 
-use crate::wire::{BODY_MAX, FDS_MAX, HEADER_BYTES, flag};
+use crate::wire::{BODY_MAX, FDS_MAX, HEADER_BYTES, flag, invalid};
 
 /// Timeout for the rest of a message that has begun, and for sending an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -36,10 +36,6 @@ impl Message {
 #[derive(Debug)]
 pub struct Channel {
     socket: UnixStream,
-}
-
-fn invalid(what: &str) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
 impl Channel {

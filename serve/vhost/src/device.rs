@@ -48,38 +48,14 @@ pub struct Device {
     pub client: Arc<Client>,
     /// Features accepted by the guest's driver.
     acked: AtomicU64,
-    writeback: Arc<WriteCache>,
-}
-
-/// The guest's write cache switch. It outlives connections: the monitor reports it when the guest
-/// sets it, but not on reconnecting or renegotiating features.
-#[derive(Debug)]
-pub struct WriteCache(AtomicBool);
-
-impl Default for WriteCache {
-    /// On, which is the initial state.
-    fn default() -> Self {
-        Self(AtomicBool::new(true))
-    }
-}
-
-impl WriteCache {
-    pub fn is_on(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
-    }
-
-    pub fn switch(&self, on: bool) {
-        self.0.store(on, Ordering::Relaxed);
-    }
+    /// The guest's write cache is on. The switch outlives connections: the monitor reports it when
+    /// the guest sets it, but not on reconnecting or renegotiating features.
+    pub writeback: Arc<AtomicBool>,
 }
 
 impl Device {
-    pub fn new(export: Arc<Export>, client: Client, writeback: Arc<WriteCache>) -> Self {
+    pub fn new(export: Arc<Export>, client: Client, writeback: Arc<AtomicBool>) -> Self {
         Self { export, client: Arc::new(client), acked: AtomicU64::new(0), writeback }
-    }
-
-    pub fn writeback(&self) -> &WriteCache {
-        &self.writeback
     }
 
     /// Offered features.
@@ -110,7 +86,7 @@ impl Device {
     pub fn writes_durable(&self) -> bool {
         let acked = self.acked.load(Ordering::Relaxed);
         let switches = acked & feature::CONFIG_WCE != 0;
-        acked & feature::FLUSH == 0 || (switches && !self.writeback.is_on())
+        acked & feature::FLUSH == 0 || (switches && !self.writeback.load(Ordering::Relaxed))
     }
 
     /// Whole sectors of the disk; bytes after the last one are unreachable.
@@ -131,7 +107,7 @@ impl Device {
         put(24, &[3]);
         put(26, &8_u16.to_le_bytes());
         put(28, &((unit / SECTOR_BYTES) as u32).to_le_bytes());
-        put(32, &[u8::from(self.writeback.is_on())]);
+        put(32, &[u8::from(self.writeback.load(Ordering::Relaxed))]);
         put(34, &QUEUES_MAX.to_le_bytes());
         if !self.export.read_only() {
             put(36, &RANGE_SECTORS_MAX.to_le_bytes());
@@ -148,7 +124,7 @@ impl Device {
     pub fn set_config(&self, offset: u32, bytes: &[u8]) -> bool {
         let switch = offset == CONFIG_WRITEBACK && bytes.len() == 1;
         if switch {
-            self.writeback.switch(bytes[0] != 0);
+            self.writeback.store(bytes[0] != 0, Ordering::Relaxed);
         }
         switch
     }

@@ -17,7 +17,7 @@ use std::sync::atomic::Ordering;
 use rustix::fs::{MemfdFlags, SealFlags};
 use vm_memory::{AtomicAccess, Bytes, FileOffset, MmapRegion, VolatileMemory};
 
-use crate::wire::InflightArea;
+use crate::wire::{InflightArea, invalid};
 
 const HEAD_BYTES: usize = 16;
 const ENTRY_BYTES: usize = 16;
@@ -39,10 +39,6 @@ const ENTRY_COUNTER: usize = 8;
 
 fn part_bytes(queue_size: u16) -> usize {
     (HEAD_BYTES + ENTRY_BYTES * usize::from(queue_size)).next_multiple_of(ALIGN)
-}
-
-fn invalid(what: impl std::fmt::Display) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidInput, what.to_string())
 }
 
 /// The in-flight records of all queues.
@@ -197,7 +193,7 @@ impl Tracker {
         }
         if self.load::<u16>(AT_VERSION) == 0 {
             self.reset(size, used);
-            return Some(Recovered { fresh: true, heads: Vec::new() });
+            return Some(Recovered::default());
         }
         let known = self.load::<u16>(AT_VERSION) == VERSION;
         if !known || self.load::<u16>(AT_DESCRIPTORS) != size {

@@ -9,7 +9,7 @@ use vm_memory::{
     MmapRegion,
 };
 
-use crate::wire::MemoryRegion;
+use crate::wire::{MemoryRegion, invalid};
 
 /// The memory as seen by requests. It stays mapped while a request holds it.
 pub type Mem = GuestMemoryMmap<()>;
@@ -75,13 +75,10 @@ struct Mapped {
 }
 
 /// The memory shared by the monitor.
+#[derive(Default)]
 pub struct Memory {
     pieces: Vec<Mapped>,
     mem: Arc<Mem>,
-}
-
-fn invalid(error: impl std::fmt::Display) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidInput, error.to_string())
 }
 
 fn map(region: MemoryRegion, file: OwnedFd) -> io::Result<Mapped> {
@@ -97,10 +94,6 @@ fn map(region: MemoryRegion, file: OwnedFd) -> io::Result<Mapped> {
 }
 
 impl Memory {
-    pub fn new() -> Self {
-        Self { pieces: Vec::new(), mem: Arc::new(Mem::new()) }
-    }
-
     pub fn mem(&self) -> Arc<Mem> {
         self.mem.clone()
     }

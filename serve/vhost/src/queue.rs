@@ -17,8 +17,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
-use rustix::event::{PollFd, PollFlags};
-use vdkit_serve::{Claim, SlowWriteBackoff};
+use vdkit_serve::{Claim, SlowWriteBackoff, Wake};
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress};
 
@@ -46,6 +45,7 @@ pub struct Setup {
 }
 
 /// Data under the lock.
+#[derive(Default)]
 struct Core {
     queue: Queue,
     mem: Arc<Mem>,
@@ -146,21 +146,7 @@ impl Job {
 
 impl Ring {
     pub fn new(index: u16, device: Arc<Device>, pool: Arc<Pool>) -> Arc<Self> {
-        let core = Core {
-            queue: Queue::default(),
-            mem: Arc::new(Mem::new()),
-            call: None,
-            err: None,
-            tracker: None,
-            counter: 0,
-            busy: Vec::new(),
-            outstanding: 0,
-            kept: HashMap::new(),
-            running: false,
-            broken: false,
-        };
-        let (core, changed, backoff) =
-            (Mutex::new(core), Condvar::new(), SlowWriteBackoff::default());
+        let (core, changed, backoff) = Default::default();
         Arc::new(Self { index, device, pool, core, changed, backoff })
     }
 
@@ -232,26 +218,20 @@ impl Ring {
         Ok(heads)
     }
 
-    /// The ring's thread: runs until `stop` is readable.
-    pub fn run(self: &Arc<Self>, kick: &OwnedFd, stop: &OwnedFd, recovered: &[u16]) {
+    /// The ring's thread: runs until `stop` is set.
+    pub fn run(self: &Arc<Self>, kick: &OwnedFd, stop: &Wake, recovered: &[u16]) {
         let mut own = Own::default();
         self.redo(recovered);
         // Requests from before this thread may have been kicked already.
         self.process(&mut own);
         loop {
-            let mut fds = [PollFd::new(kick, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
-            match rustix::event::poll(&mut fds, None) {
-                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            match stop.wait_at(kick) {
+                Ok(true) => {}
+                Ok(false) => return,
                 Err(error) => {
                     tracing::error!(queue = self.index, "cannot wait for the guest: {error}");
                     return;
                 }
-            }
-            if !fds[1].revents().is_empty() {
-                return;
-            }
-            if fds[0].revents().is_empty() {
-                continue;
             }
             match rustix::io::read(kick, &mut [0_u8; 8]) {
                 Ok(8) => self.process(&mut own),

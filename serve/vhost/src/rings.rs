@@ -1,21 +1,20 @@
 //! A ring's setup by the monitor, step by step, and its thread.
 
-use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use rustix::event::EventfdFlags;
-use rustix::fs::OFlags;
+use vdkit_serve::Wake;
 
 use crate::inflight::Tracker;
 use crate::queue::{Ring, Setup};
+use crate::wire::invalid;
 
 /// A ring's thread.
 struct Worker {
     thread: JoinHandle<()>,
-    stop: Arc<OwnedFd>,
+    stop: Arc<Wake>,
 }
 
 /// A ring and its setup.
@@ -27,16 +26,6 @@ pub struct Slot {
     pub enabled: bool,
     kick: Option<Arc<OwnedFd>>,
     worker: Option<Worker>,
-}
-
-fn invalid(what: &str) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidInput, what)
-}
-
-/// Makes an event descriptor non-blocking, whatever other processes do with it.
-fn never_blocking(fd: &OwnedFd) -> io::Result<()> {
-    let flags = rustix::fs::fcntl_getfl(fd)?;
-    Ok(rustix::fs::fcntl_setfl(fd, flags | OFlags::NONBLOCK)?)
 }
 
 impl Slot {
@@ -51,29 +40,9 @@ impl Slot {
         }
     }
 
-    pub fn set_kick(&mut self, fd: Option<OwnedFd>) -> io::Result<()> {
-        if let Some(fd) = &fd {
-            never_blocking(fd)?;
-        }
+    pub fn set_kick(&mut self, fd: Option<OwnedFd>) {
         self.stop();
         self.kick = fd.map(Arc::new);
-        Ok(())
-    }
-
-    pub fn set_call(&self, fd: Option<OwnedFd>) -> io::Result<()> {
-        if let Some(fd) = &fd {
-            never_blocking(fd)?;
-        }
-        self.ring.set_call(fd.map(File::from));
-        Ok(())
-    }
-
-    pub fn set_err(&self, fd: Option<OwnedFd>) -> io::Result<()> {
-        if let Some(fd) = &fd {
-            never_blocking(fd)?;
-        }
-        self.ring.set_err(fd.map(File::from));
-        Ok(())
     }
 
     pub fn running(&self) -> bool {
@@ -86,7 +55,7 @@ impl Slot {
         if self.running() || !self.enabled || !self.placed {
             return Ok(());
         }
-        let stop = Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?);
+        let stop = Arc::new(Wake::new()?);
         let heads = self.ring.prepare(self.setup, tracker).map_err(invalid)?;
         let (ring, stopped) = (self.ring.clone(), stop.clone());
         let thread = std::thread::Builder::new()
@@ -100,8 +69,7 @@ impl Slot {
     pub fn stop(&mut self) {
         let Some(worker) = self.worker.take() else { return };
         self.ring.halt();
-        // A fresh eventfd accepts this.
-        let _ = rustix::io::write(&*worker.stop, &1_u64.to_ne_bytes());
+        worker.stop.wake();
         if worker.thread.join().is_err() {
             tracing::error!("the thread of a queue has panicked");
         }

@@ -1,7 +1,6 @@
 //! Accepts monitors, one at a time: two would be two guests writing one disk.
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -9,10 +8,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags};
-use vdkit_serve::{Access, Export, UnixSocket};
+use vdkit_serve::{Access, Export, UnixSocket, Wake};
 
-use crate::device::WriteCache;
 use crate::session::Session;
 
 /// Pause after a failure that may be transient.
@@ -55,7 +52,7 @@ pub struct Server {
     visits: Arc<Visits>,
     /// `None` once it was joined or given up.
     thread: Option<JoinHandle<()>>,
-    stop: Arc<OwnedFd>,
+    wake: Arc<Wake>,
     ended: Receiver<()>,
 }
 
@@ -65,19 +62,19 @@ impl Server {
     /// # Errors
     /// If no thread can be created.
     pub fn start(export: Arc<Export>, listener: Listener) -> io::Result<Self> {
-        let stop = Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?);
+        let wake = Arc::new(Wake::new()?);
         let (tell, ended) = channel();
-        let stopped = stop.clone();
+        let woken = wake.clone();
         let visits = Arc::new(Visits::default());
         let counted = visits.clone();
         let thread =
             std::thread::Builder::new().name("vhost-user".to_owned()).spawn(move || {
-                serve(&export, &listener, &stopped, &counted);
+                serve(&export, &listener, &woken, &counted);
                 drop(listener);
                 // The receiver may be gone.
                 let _ = tell.send(());
             })?;
-        Ok(Self { visits, thread: Some(thread), stop, ended })
+        Ok(Self { visits, thread: Some(thread), wake, ended })
     }
 
     /// Number of monitors so far.
@@ -93,40 +90,33 @@ impl Server {
     /// Ends the service. Requests already taken are done and put back, for at most `drain`; others
     /// stay in their rings. Returns whether all were done.
     pub fn stop(mut self, drain: Duration) -> bool {
-        self.wake();
+        self.wake.wake();
         // Taken in any case, so that dropping the server does not wait for longer than `drain`.
         let thread = self.thread.take();
         self.ended.recv_timeout(drain).is_ok() && thread.is_some_and(|own| own.join().is_ok())
-    }
-
-    fn wake(&self) {
-        // A fresh eventfd accepts this.
-        let _ = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
         if let Some(thread) = self.thread.take() {
-            self.wake();
+            self.wake.wake();
             let _ = thread.join();
         }
     }
 }
 
-fn serve(export: &Arc<Export>, listener: &Listener, stop: &OwnedFd, visits: &Visits) {
-    let writeback = Arc::new(WriteCache::default());
+fn serve(export: &Arc<Export>, listener: &Listener, wake: &Wake, visits: &Visits) {
+    // On, which is the initial state.
+    let writeback = Arc::new(AtomicBool::new(true));
     loop {
-        let mut fds = [PollFd::new(&*listener.0, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
-        match rustix::event::poll(&mut fds, None) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+        match wake.wait_at(&*listener.0) {
+            Ok(true) => {}
+            Ok(false) => return,
             Err(error) => {
                 tracing::error!("vhost-user: cannot wait for a monitor: {error}");
                 return;
             }
-        }
-        if !fds[1].revents().is_empty() {
-            return;
         }
         let session = match listener.0.accept() {
             Ok((socket, _)) => Session::new(socket, export.clone(), writeback.clone()),
@@ -137,7 +127,7 @@ fn serve(export: &Arc<Export>, listener: &Listener, stop: &OwnedFd, visits: &Vis
             Ok(session) => {
                 visits.connected.store(true, Ordering::SeqCst);
                 visits.served.fetch_add(1, Ordering::SeqCst);
-                session.run(stop);
+                session.run(wake);
                 visits.connected.store(false, Ordering::SeqCst);
             }
             Err(error) => {

@@ -1,24 +1,27 @@
 //! A monitor's connection: its messages about memory, rings and features.
 
+use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use vdkit_serve::{Client, Export};
+use rustix::fs::OFlags;
+use vdkit_serve::{Client, Export, Wake};
 
 use crate::channel::{Channel, Message};
-use crate::device::{Device, QUEUE_SIZE_MAX, QUEUES_MAX, WriteCache, feature};
+use crate::device::{Device, QUEUE_SIZE_MAX, QUEUES_MAX, feature};
 use crate::inflight::Area;
 use crate::memory::{Memory, REGIONS_MAX};
 use crate::pool::Pool;
 use crate::queue::Ring;
 use crate::rings::Slot;
 use crate::wire::{
-    Fields, InflightArea, MemoryRegion, RingAddresses, TooShort, backend_request, flag, protocol,
-    request,
+    Fields, InflightArea, MemoryRegion, RingAddresses, TooShort, backend_request, flag, invalid,
+    protocol, request,
 };
 
 /// Interval at which the disk's size is polled.
@@ -56,21 +59,11 @@ pub struct Session {
     sectors: u64,
 }
 
-impl From<TooShort> for io::Error {
-    fn from(_: TooShort) -> Self {
-        invalid("a message that is too short")
-    }
-}
-
-fn invalid(what: &str) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, what)
-}
-
 impl Session {
     pub fn new(
         socket: UnixStream,
         export: Arc<Export>,
-        writeback: Arc<WriteCache>,
+        writeback: Arc<AtomicBool>,
     ) -> io::Result<Self> {
         let watched = socket.try_clone()?;
         let client = Client::new(move || has_left(&watched));
@@ -83,7 +76,7 @@ impl Session {
             sectors: device.sectors(),
             device,
             pool,
-            memory: Memory::new(),
+            memory: Memory::default(),
             inflight: None,
             switched: false,
             features: 0,
@@ -92,9 +85,8 @@ impl Session {
         })
     }
 
-    /// Serves until the monitor disconnects or `stop` is readable. On return, no request is
-    /// running.
-    pub fn run(mut self, stop: &OwnedFd) {
+    /// Serves until the monitor disconnects or `stop` is set. On return, no request is running.
+    pub fn run(mut self, stop: &Wake) {
         if let Err(error) = self.talk(stop) {
             tracing::warn!("vhost-user: {error}: the connection ends");
         }
@@ -106,24 +98,15 @@ impl Session {
         self.channel.close();
     }
 
-    fn talk(&mut self, stop: &OwnedFd) -> io::Result<()> {
-        let wait = Timespec { tv_sec: 0, tv_nsec: SIZE_POLL.subsec_nanos().into() };
-        loop {
-            let mut fds =
-                [PollFd::new(&self.channel, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
-            match rustix::event::poll(&mut fds, Some(&wait)) {
-                Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(error.into()),
-            }
-            if !fds[1].revents().is_empty() {
-                return Ok(());
-            }
-            if !fds[0].revents().is_empty() {
+    fn talk(&mut self, stop: &Wake) -> io::Result<()> {
+        while let Some(ready) = stop.wait_within(&self.channel, SIZE_POLL)? {
+            if ready {
                 let Some(message) = self.channel.recv()? else { return Ok(()) };
                 self.answer(message)?;
             }
             self.tell_size();
         }
+        Ok(())
     }
 
     fn answer(&mut self, message: Message) -> io::Result<()> {
@@ -244,16 +227,16 @@ impl Session {
             }
             request::SET_VRING_KICK => {
                 let (index, fd) = ring_fd(&mut fields, message.fds)?;
-                self.slot(index)?.set_kick(fd)?;
+                self.slot(index)?.set_kick(fd);
                 self.start(index)?;
             }
             request::SET_VRING_CALL => {
                 let (index, fd) = ring_fd(&mut fields, message.fds)?;
-                self.slot(index)?.set_call(fd)?;
+                self.slot(index)?.ring.set_call(fd.map(File::from));
             }
             request::SET_VRING_ERR => {
                 let (index, fd) = ring_fd(&mut fields, message.fds)?;
-                self.slot(index)?.set_err(fd)?;
+                self.slot(index)?.ring.set_err(fd.map(File::from));
             }
             _ => {
                 let (index, enable) = (fields.u32()?, fields.u32()?);
@@ -287,14 +270,14 @@ impl Session {
     fn take_over_writeback(&self) {
         let noted = self.inflight.as_ref().and_then(|area| area.writeback());
         if noted == Some(false) && !self.switched {
-            self.device.writeback().switch(false);
+            self.device.writeback.store(false, Ordering::Relaxed);
         }
         self.note_writeback();
     }
 
     fn note_writeback(&self) {
         if let Some(area) = &self.inflight {
-            area.note_writeback(self.device.writeback().is_on());
+            area.note_writeback(self.device.writeback.load(Ordering::Relaxed));
         }
     }
 
@@ -422,12 +405,15 @@ fn new_notes(message: Message) -> io::Result<Reply> {
     Ok(Reply::BytesAndFile(body, file))
 }
 
-/// A ring index and its event descriptor.
+/// A ring index and its event descriptor, which never blocks, whatever other processes do with it.
 fn ring_fd(fields: &mut Fields<'_>, fds: Vec<OwnedFd>) -> io::Result<(u32, Option<OwnedFd>)> {
     let value = fields.u64()?;
     let fd = single(fds)?;
     if fd.is_some() == (value & NO_FD != 0) {
         return Err(invalid("an event counter that is missing, or one too many"));
+    }
+    if let Some(fd) = &fd {
+        rustix::fs::fcntl_setfl(fd, rustix::fs::fcntl_getfl(fd)? | OFlags::NONBLOCK)?;
     }
     Ok(((value & RING_MASK) as u32, fd))
 }

@@ -1,5 +1,8 @@
 //! Messages of the protocol. All integers are in native byte order.
 
+use std::fmt::Display;
+use std::io;
+
 /// Bytes of a message header: request, flags, body size.
 pub const HEADER_BYTES: usize = 12;
 /// Maximum body; all known messages are far smaller.
@@ -70,6 +73,17 @@ pub struct Fields<'a>(pub &'a [u8]);
 /// The body is too short for its message.
 #[derive(Debug, PartialEq)]
 pub struct TooShort;
+
+/// The error of a message that makes no sense.
+pub fn invalid(what: impl Display) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what.to_string())
+}
+
+impl From<TooShort> for io::Error {
+    fn from(_: TooShort) -> Self {
+        invalid("a message that is too short")
+    }
+}
 
 impl Fields<'_> {
     fn take<const N: usize>(&mut self) -> Result<[u8; N], TooShort> {

@@ -75,12 +75,7 @@ pub(super) fn commit(images: &LiveImages, export: &Export, force: bool) -> Resul
 /// Fails if the commit would damage other images or could not finish. Returns the image to commit.
 fn judge(images: &LiveImages, export: &Export, job: &Job<'_>, force: bool) -> Result<PathBuf> {
     let disk = export.disk();
-    let [top, base, ..] = disk.layers() else {
-        return Err(Error::Invalid(format!(
-            "{}: has no backing image, so there is nothing to commit to",
-            disk.name()
-        )));
-    };
+    let [top, base, ..] = disk.layers() else { return Err(Error::no_backing(disk.name())) };
     if let Some(layer) = [top, base].into_iter().find(|layer| is_encrypted(layer)) {
         return Err(Error::unsupported(
             &layer.path().display().to_string(),

@@ -13,6 +13,7 @@ use vdkit_block::{Error, Monitor, Result, Storage};
 use vdkit_chain::{BackingChoice, Disk, OpenOptions};
 use vdkit_copy::{CreateOptions, NewBacking, create};
 use vdkit_serve::{Export, ImageChain};
+use vdkit_storage::folder_of;
 
 use super::{LiveImages, check_writable, is_encrypted};
 
@@ -74,11 +75,7 @@ fn backing_of(disk: &Disk, overlay: &Path) -> Result<NewBacking> {
 /// folder, so that both can be moved together; else absolute.
 fn name_beside(overlay: &Path, image: &Path) -> Result<PathBuf> {
     let real = |path: &Path| {
-        let folder = match path.parent() {
-            Some(folder) if !folder.as_os_str().is_empty() => folder,
-            _ => Path::new("."),
-        };
-        folder.canonicalize().map_err(|source| Error::File {
+        folder_of(path).canonicalize().map_err(|source| Error::File {
             file: path.display().to_string(),
             action: vdkit_block::IoAction::Open,
             source,

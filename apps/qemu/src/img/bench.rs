@@ -105,7 +105,14 @@ impl Load {
         };
         let threads = self.depth.min(count).min(THREADS_MAX);
         std::thread::scope(|scope| {
-            let threads: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+            let start = |_| std::thread::Builder::new().spawn_scoped(scope, work);
+            let started = (1..threads).map(start).collect::<std::io::Result<Vec<_>>>();
+            let threads = started.map_err(|source| {
+                // Those that were started find nothing to do any more.
+                next.store(first + count, Ordering::Relaxed);
+                let file = disk.name().to_owned();
+                vdkit::Error::File { file, action: vdkit::IoAction::Start, source }
+            })?;
             let own = work();
             threads
                 .into_iter()
