@@ -73,7 +73,8 @@ pub use encryption::{
     CIPHER_SECTOR_BYTES, Encryption, KeySlot, KeySlots, Secret, SectorCipher, SectorNumbering,
 };
 pub use error::{
-    Error, ErrorKind, Fault, IoAction, LockHolder, Refusal, Result, plain, require_writable,
+    Error, ErrorKind, Fault, IoAction, LockHolder, Refusal, Result, plain, require_within,
+    require_writable,
 };
 pub use extent::{Compressed, Extent, FileIndex, Place};
 pub use format::{

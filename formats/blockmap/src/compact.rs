@@ -2,7 +2,7 @@
 
 use vdkit_block::{
     CompactOptions, CompactReport, Error, HostOffset, Limits, Monitor, Remedy, Result, Storage,
-    ZeroMode, is_zero, punch_zeroes,
+    ZeroMode, is_zero, punch_zeroes, require_within,
 };
 
 use crate::geometry::{Geometry, HOLE, Slot};
@@ -47,10 +47,7 @@ pub(crate) fn placed(
             }
         }
         let found = (blocks.len() * size_of::<Placed>()) as u64;
-        if found > bytes_max {
-            let (file, what) = (storage.name().to_owned(), "memory for the list of blocks");
-            return Err(Error::Limit { file, what, found, limit: bytes_max });
-        }
+        require_within(storage.name(), "memory for the list of blocks", found, bytes_max)?;
         Ok(false)
     })?;
     blocks.sort_unstable();

@@ -2,7 +2,7 @@
 
 use vdkit_block::{
     Codec, Compressed, DriverInfo, Error, Extent, FileIndex, HostOffset, ImageInfo, Limits, Place,
-    Result, Storage,
+    Result, Storage, require_within,
 };
 
 use crate::read_only::{self, Map};
@@ -54,14 +54,7 @@ impl Map for Cloop {
             return corrupt(128, "block size", block_bytes.to_string(), "a multiple of 512");
         }
         let compressed_bytes_max = limits.compressed_bytes_max;
-        if u64::from(block_bytes) > compressed_bytes_max {
-            return Err(Error::Limit {
-                file: file.to_owned(),
-                what: "block size",
-                found: block_bytes.into(),
-                limit: compressed_bytes_max,
-            });
-        }
+        require_within(file, "block size", block_bytes.into(), compressed_bytes_max)?;
         if HEADER_BYTES + (u64::from(blocks) + 1) * 8 > storage.len()? {
             return corrupt(132, "table", format!("{blocks} blocks"), "a table in the file");
         }

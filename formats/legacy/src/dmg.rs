@@ -2,7 +2,7 @@
 
 use vdkit_block::{
     Codec, Compressed, DriverInfo, Error, Extent, FileIndex, HostOffset, ImageInfo, Limits, Place,
-    Result, Storage,
+    Result, Storage, require_within,
 };
 
 use crate::property_list::block_tables;
@@ -160,10 +160,7 @@ impl Dmg {
         let compressed_len = be64(entry, 32);
         if matches!(kind, Kind::Compressed(_)) {
             let found = compressed_len.max(len);
-            if found > self.compressed_bytes_max {
-                let (file, limit) = (file.to_owned(), self.compressed_bytes_max);
-                return Err(Error::Limit { file, what: "compressed chunk", found, limit });
-            }
+            require_within(file, "compressed chunk", found, self.compressed_bytes_max)?;
         }
         self.chunks.push(Chunk { at, len, offset, compressed_len, kind });
         Ok(())
@@ -257,10 +254,7 @@ impl Map for Dmg {
             let (what, found) = ("tables", "neither resources nor a property list");
             return Err(Error::corrupt(file, trailer.at + 40, what, found, "one of them"));
         }
-        if len > TABLES_BYTES_MAX {
-            let (file, what) = (file.to_owned(), "size of the tables");
-            return Err(Error::Limit { file, what, found: len, limit: TABLES_BYTES_MAX });
-        }
+        require_within(file, "size of the tables", len, TABLES_BYTES_MAX)?;
         if at.checked_add(len).is_none_or(|end| end > trailer.at) {
             let (what, found) = ("tables", format!("{len} bytes at {at:#x}"));
             return Err(Error::corrupt(file, trailer.at + 40, what, found, "bytes before the end"));

@@ -2,7 +2,7 @@
 
 use vdkit_block::{
     Codec, Compressed, DriverInfo, Error, Extent, FileIndex, HostOffset, ImageInfo, Limits, Place,
-    Result, Storage,
+    Result, Storage, require_within,
 };
 
 use crate::read_only::{self, Map};
@@ -131,15 +131,7 @@ impl Map for Qcow {
         }
         let l1_at = be64(&bytes, 40);
         let l1_bytes = guest_bytes.div_ceil(1 << (cluster_bits + l2_bits)) * 8;
-        if l1_bytes > limits.table_bytes_max {
-            let (file, limit) = (file.to_owned(), limits.table_bytes_max);
-            return Err(Error::Limit {
-                file,
-                what: "size of the L1 table",
-                found: l1_bytes,
-                limit,
-            });
-        }
+        require_within(file, "size of the L1 table", l1_bytes, limits.table_bytes_max)?;
         if l1_at.checked_add(l1_bytes).is_none_or(|end| end > i64::MAX as u64) {
             return corrupt(40, "L1 table", format!("an offset of {l1_at:#x}"), "one in the file");
         }

@@ -162,8 +162,7 @@ impl Format for LuksFormat {
             .filter(|(_, end)| *end <= i64::MAX as u64);
         let Some((bytes, end)) = end else {
             let limit = i64::MAX as u64 - self.payload;
-            let (file, what) = (file.to_owned(), "size");
-            return Err(Error::Limit { file, what, found: guest_bytes, limit });
+            return Err(Error::limit(file, "size", guest_bytes, limit));
         };
         if !self.storage.caps().growable && end > self.storage.len()? {
             return Err(Error::Invalid(format!("{file}: has a fixed length and cannot grow")));

@@ -6,11 +6,11 @@ use vdkit_block::{
     CheckReport, CompactOptions, CompactReport, Compaction, CreateRequest, Creation, DriverInfo,
     Error, Format, FormatDriver, HostOffset, ImageInfo, Limits, Measured, OfflineImage,
     OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Result, Storage, ZeroMode,
-    align_up, compact_flat,
+    compact_flat,
 };
 
 use crate::SECTOR_BYTES;
-use crate::format::{GUEST_BYTES_MAX, RawFormat, guest_bytes_of};
+use crate::format::{GUEST_BYTES_MAX, RawFormat, guest_bytes_of, whole_sectors};
 
 const OPTIONS: &[OptionSpec] = &[OptionSpec {
     key: "preallocation",
@@ -70,14 +70,9 @@ impl Creation for RawDriver {
                 "raw has no place for its name; create a qcow2 image",
             ));
         }
-        let bytes = align_up(request.guest_bytes, SECTOR_BYTES)
-            .filter(|bytes| *bytes <= GUEST_BYTES_MAX)
-            .ok_or_else(|| Error::Limit {
-                file: storage.name().to_owned(),
-                what: "size",
-                found: request.guest_bytes,
-                limit: GUEST_BYTES_MAX,
-            })?;
+        let bytes = whole_sectors(request.guest_bytes).ok_or_else(|| {
+            Error::limit(storage.name(), "size", request.guest_bytes, GUEST_BYTES_MAX)
+        })?;
         if !storage.caps().growable {
             return create_on_device(storage, bytes);
         }
@@ -99,9 +94,7 @@ impl Creation for RawDriver {
 
     /// The file's length, whatever its content: a device for it needs this size.
     fn measure(&self, guest_bytes: u64, _: &Options, _data_clusters: u64) -> Result<Measured> {
-        let bytes = align_up(guest_bytes, SECTOR_BYTES)
-            .filter(|bytes| *bytes <= GUEST_BYTES_MAX)
-            .ok_or_else(|| {
+        let bytes = whole_sectors(guest_bytes).ok_or_else(|| {
             Error::Invalid(format!("a raw image of {guest_bytes} bytes is too large"))
         })?;
         Ok(Measured { required: bytes, fully_allocated: bytes })

@@ -68,17 +68,15 @@ impl RawFormat {
     }
 }
 
+/// A size rounded up to whole sectors; `None` above the maximum.
+pub(crate) fn whole_sectors(bytes: u64) -> Option<u64> {
+    align_up(bytes, SECTOR_BYTES).filter(|bytes| *bytes <= GUEST_BYTES_MAX)
+}
+
 /// Bytes of the guest disk in a storage.
 pub(crate) fn guest_bytes_of(storage: &dyn Storage) -> Result<u64> {
     let len = storage.len()?;
-    align_up(len, SECTOR_BYTES).filter(|bytes| *bytes <= GUEST_BYTES_MAX).ok_or_else(|| {
-        Error::Limit {
-            file: storage.name().to_owned(),
-            what: "length",
-            found: len,
-            limit: GUEST_BYTES_MAX,
-        }
-    })
+    whole_sectors(len).ok_or_else(|| Error::limit(storage.name(), "length", len, GUEST_BYTES_MAX))
 }
 
 impl Format for RawFormat {

@@ -24,12 +24,7 @@ const STEP_ENTRIES: u64 = 64 << 10;
 /// system blocks can be shared (reflinks).
 pub(crate) fn layout(file: &str, guest_bytes: u64) -> Result<Geometry> {
     let entries = guest_bytes.div_ceil(BLOCK_BYTES);
-    let too_large = || Error::Limit {
-        file: file.to_owned(),
-        what: "size",
-        found: guest_bytes,
-        limit: ENTRIES_MAX * BLOCK_BYTES,
-    };
+    let too_large = || Error::limit(file, "size", guest_bytes, ENTRIES_MAX * BLOCK_BYTES);
     if entries > ENTRIES_MAX {
         return Err(too_large());
     }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use vdkit_block::{
     CheckReport, Error, Finding, HostOffset, Limits, Monitor, OpenRequest, Repair, Result,
-    Severity, Storage, ZeroMode,
+    Severity, Storage, ZeroMode, require_within,
 };
 use zerocopy::IntoBytes;
 use zerocopy::little_endian::U64;
@@ -353,14 +353,8 @@ struct Used {
 impl Used {
     fn new(file: &str, file_bytes: u64, limits: &Limits) -> Result<Self> {
         let words = file_bytes.div_ceil(MIB).div_ceil(64);
-        if words * 8 > limits.check_bytes_max {
-            return Err(Error::Limit {
-                file: file.to_owned(),
-                what: "memory for the check in bytes",
-                found: words * 8,
-                limit: limits.check_bytes_max,
-            });
-        }
+        let what = "memory for the check in bytes";
+        require_within(file, what, words * 8, limits.check_bytes_max)?;
         Ok(Self { bits: vec![0; words as usize] })
     }
 

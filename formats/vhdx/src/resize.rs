@@ -27,14 +27,9 @@ impl Vhdx {
     pub(crate) fn resize_to(&self, guest_bytes: u64, beneath: u64) -> Result<()> {
         let sector = self.geometry.sector_bytes();
         let new = guest_bytes.checked_next_multiple_of(sector).filter(|n| *n <= GUEST_BYTES_MAX);
-        let Some(new) = new else {
-            return Err(Error::Limit {
-                file: self.storage.name().to_owned(),
-                what: "size of the disk",
-                found: guest_bytes,
-                limit: GUEST_BYTES_MAX,
-            });
-        };
+        let file = self.storage.name();
+        let new = new
+            .ok_or_else(|| Error::limit(file, "size of the disk", guest_bytes, GUEST_BYTES_MAX))?;
         let old = self.guest_len();
         if new == old {
             return Ok(());

@@ -2,7 +2,7 @@
 
 use std::mem::offset_of;
 
-use vdkit_block::{Error, Limits, Result};
+use vdkit_block::{Error, Limits, Result, require_within};
 use zerocopy::{transmute, transmute_ref};
 
 use crate::on_disk::RawHeader;
@@ -158,23 +158,12 @@ impl SparseHeader {
 
     /// Checks that compressed grains and the grain directory are within `limits`.
     fn check_limits(&self, file: &str, limits: &Limits) -> Result<()> {
-        let unit = self.grain_bytes();
-        if self.is_compressed() && unit > limits.compressed_bytes_max {
-            let (file, what) = (file.to_owned(), "size of a compressed grain");
-            return Err(Error::Limit {
-                file,
-                what,
-                found: unit,
-                limit: limits.compressed_bytes_max,
-            });
+        if self.is_compressed() {
+            let (what, limit) = ("size of a compressed grain", limits.compressed_bytes_max);
+            require_within(file, what, self.grain_bytes(), limit)?;
         }
-        let (found, limit) =
-            (self.directory_bytes(), limits.table_bytes_max.min(DIRECTORY_BYTES_MAX));
-        if found > limit {
-            let (file, what) = (file.to_owned(), "size of the grain directory");
-            return Err(Error::Limit { file, what, found, limit });
-        }
-        Ok(())
+        let limit = limits.table_bytes_max.min(DIRECTORY_BYTES_MAX);
+        require_within(file, "size of the grain directory", self.directory_bytes(), limit)
     }
 
     /// The sector that [`SparseHeader::parse`] reads.

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use parking_lot::{Mutex, RwLock};
 use vdkit_block::{
     BackingRef, Error, FileIndex, HostOffset, InFlight, Limits, OpenRequest, Remedy, Result,
-    Storage, require_writable,
+    Storage, require_within, require_writable,
 };
 use vdkit_meta::{Engine, PageCache};
 
@@ -328,14 +328,8 @@ impl Opening<'_> {
         let entry = if matches!(flavor, Flavor::Se { .. }) { 8 } else { 4 };
         let bytes = entries * entry;
         self.directory_bytes += entries * 4;
-        if self.directory_bytes > 2 * DIRECTORIES_BYTES_MAX {
-            return Err(Error::Limit {
-                file: self.request.storage.name().to_owned(),
-                what: "size of all grain directories",
-                found: self.directory_bytes,
-                limit: 2 * DIRECTORIES_BYTES_MAX,
-            });
-        }
+        let (file, what) = (self.request.storage.name(), "size of all grain directories");
+        require_within(file, what, self.directory_bytes, 2 * DIRECTORIES_BYTES_MAX)?;
         if at == 0 || at.checked_add(bytes).is_none_or(|end| end > len) {
             let (found, expected) =
                 (format!("{bytes} bytes at {at:#x}"), "a place within the file");

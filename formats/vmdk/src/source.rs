@@ -3,7 +3,7 @@
 use std::mem::offset_of;
 use std::sync::Arc;
 
-use vdkit_block::{Error, HostOffset, Limits, Result, Storage};
+use vdkit_block::{Error, HostOffset, Limits, Result, Storage, require_within};
 use zerocopy::{FromZeros, IntoBytes, transmute_ref};
 
 use crate::descriptor::{DESCRIPTOR_BYTES_MAX, Descriptor, ExtentType};
@@ -74,14 +74,7 @@ impl Source {
             return Ok(Self { placed, header: Some(header) });
         }
         let len = storage.len()?;
-        if len > DESCRIPTOR_BYTES_MAX {
-            return Err(Error::Limit {
-                file: storage.name().to_owned(),
-                what: "length of the descriptor",
-                found: len,
-                limit: DESCRIPTOR_BYTES_MAX,
-            });
-        }
+        require_within(storage.name(), "length of the descriptor", len, DESCRIPTOR_BYTES_MAX)?;
         let mut text = vec![0; len as usize];
         storage.read_padded(&mut text, HostOffset(0))?;
         let descriptor = Descriptor::parse(&text, 0, storage.name())?;
