@@ -1,9 +1,8 @@
 //! Checks the table against the file, and the header's block count against the table.
 
 use std::mem::offset_of;
-use std::sync::Arc;
 
-use vdkit_block::{CheckReport, Finding, Limits, Monitor, Repair, Result, Severity, Storage};
+use vdkit_block::{CheckReport, Finding, OfflineImage, Repair, Result, Severity};
 use vdkit_blockmap::{Envelope, survey};
 
 use crate::envelope::VdiEnvelope;
@@ -11,13 +10,9 @@ use crate::header::Header;
 use crate::on_disk::RawHeader;
 
 /// As [`vdkit_block::FormatDriver::check`].
-pub(crate) fn check(
-    storage: &Arc<dyn Storage>,
-    repair: Repair,
-    limits: &Limits,
-    monitor: &Monitor<'_>,
-) -> Result<CheckReport> {
-    let storage = &**storage;
+pub(crate) fn check(image: &OfflineImage<'_>, repair: Repair) -> Result<CheckReport> {
+    let OfflineImage { limits, monitor, .. } = image;
+    let storage = &**image.storage;
     let header = Header::read(storage)?;
     // A version 0 image has its fields elsewhere, and is read-only.
     let repair = if header.version.0 == 0 { Repair::Nothing } else { repair };
