@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use vdkit_block::{
     BackingRef, CheckReport, Compressed, CompressedUnits, DriverInfo, Error, Extent, FileIndex,
-    Finding, Format, FormatCaps, FormatDriver, GuestOffset, ImageInfo, InFlight, IoAction, Limits,
-    MapCache, MapCacheStats, Monitor, OfflineImage, OpenRequest, Place, Probe, Repair, Reservation,
-    Result, Severity, Storage,
+    Format, FormatCaps, FormatDriver, GuestOffset, ImageInfo, InFlight, IoAction, Limits, MapCache,
+    MapCacheStats, Monitor, OfflineImage, OpenRequest, Place, Probe, Repair, Reservation, Result,
+    Severity, Storage,
 };
 
 use crate::inflate;
@@ -256,26 +256,17 @@ fn check<M: Map>(storage: &dyn Storage, map: &M, monitor: &Monitor<'_>) -> Resul
                 at += run.len;
             }
             Err(Error::Corrupt(fault)) => {
-                report.add(Finding {
-                    severity: Severity::Corruption,
-                    offset: fault.offset,
-                    structure: fault.structure,
-                    message: format!("found {}, expected {}", fault.found, fault.expected),
-                    repaired: false,
-                });
+                let message = format!("found {}, expected {}", fault.found, fault.expected);
+                let (at, structure) = (fault.offset, fault.structure);
+                report.note(Severity::Corruption, at, structure, message, false);
                 at = (at / cluster + 1) * cluster;
             }
             Err(error) => return Err(error),
         }
     }
     if let Some((offset, structure)) = map.unclean() {
-        report.add(Finding {
-            severity: Severity::Leak,
-            offset,
-            structure,
-            message: "the image was not closed cleanly, or is in use".to_owned(),
-            repaired: false,
-        });
+        let message = "the image was not closed cleanly, or is in use";
+        report.note(Severity::Leak, offset, structure, message, false);
     }
     Ok(report)
 }

@@ -2,7 +2,7 @@
 
 use std::mem::offset_of;
 
-use vdkit_block::{CheckReport, Finding, OfflineImage, Repair, Result, Severity};
+use vdkit_block::{CheckReport, OfflineImage, Repair, Result, Severity};
 use vdkit_blockmap::{Envelope, survey};
 
 use crate::envelope::VdiEnvelope;
@@ -30,14 +30,10 @@ pub(crate) fn check(image: &OfflineImage<'_>, repair: Repair) -> Result<CheckRep
     if counted != wanted && !surveyed.changed {
         // If the count is too small, the next block that VirtualBox or QEMU allocates overwrites
         // another one.
-        let too_few = counted < wanted;
-        report.add(Finding {
-            severity: if too_few { Severity::Corruption } else { Severity::Leak },
-            offset: offset_of!(RawHeader, blocks_allocated) as u64,
-            structure: "header",
-            message: format!("blocks allocated is {counted}, and the table names {wanted}"),
-            repaired: repairing,
-        });
+        let severity = if counted < wanted { Severity::Corruption } else { Severity::Leak };
+        let message = format!("blocks allocated is {counted}, and the table names {wanted}");
+        let at = offset_of!(RawHeader, blocks_allocated) as u64;
+        report.note(severity, at, "header", message, repairing);
     }
     if surveyed.changed || (counted != wanted && repairing) {
         let envelope = VdiEnvelope::new(&header);

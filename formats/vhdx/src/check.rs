@@ -10,8 +10,8 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, Error, Finding, HostOffset, Limits, Monitor, OpenRequest, Repair, Result,
-    Severity, Storage, ZeroMode, require_within,
+    CheckReport, Error, HostOffset, Limits, Monitor, OpenRequest, Repair, Result, Severity,
+    Storage, ZeroMode, require_within,
 };
 use zerocopy::IntoBytes;
 use zerocopy::little_endian::U64;
@@ -121,7 +121,7 @@ impl<'a> Survey<'a> {
     }
 
     fn add(&mut self, severity: Severity, offset: u64, structure: &'static str, message: String) {
-        self.report.add(Finding { severity, offset, structure, message, repaired: false });
+        self.report.note(severity, offset, structure, message, false);
     }
 
     /// Checks headers, region tables, and the places of regions.

@@ -12,7 +12,7 @@ mod used;
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, Error, Finding, HostOffset, Limits, Monitor, Repair, Result, Severity, Storage,
+    CheckReport, Error, HostOffset, Limits, Monitor, Repair, Result, Severity, Storage,
 };
 
 use crate::descriptor::{ExtentType, NO_PARENT};
@@ -36,20 +36,15 @@ impl Checking<'_, '_> {
         matches!(self.repair, Repair::All | Repair::AllForced)
     }
 
-    pub(crate) fn add(
-        &mut self,
-        severity: Severity,
-        offset: u64,
-        structure: &'static str,
-        message: String,
-        repaired: bool,
-    ) {
-        self.report.add(Finding { severity, offset, structure, message, repaired });
-    }
-
     /// Adds damage; `mended` if it was repaired.
-    pub(crate) fn damage(&mut self, at: u64, what: &'static str, message: String, mended: bool) {
-        self.add(Severity::Corruption, at, what, message, mended);
+    pub(crate) fn damage(
+        &mut self,
+        at: u64,
+        what: &'static str,
+        message: impl Into<String>,
+        mended: bool,
+    ) {
+        self.report.note(Severity::Corruption, at, what, message, mended);
     }
 }
 

@@ -90,7 +90,7 @@ pub(super) fn check(
             storage.write_at(&[0], HostOffset(field::UNCLEAN))?;
         }
         let message = "the mark of an image that was not closed, expected 0".to_owned();
-        checking.add(Severity::Leak, field::UNCLEAN, "uncleanShutdown", message, mended);
+        checking.report.note(Severity::Leak, field::UNCLEAN, "uncleanShutdown", message, mended);
     }
     if extent.writable && checking.repair != Repair::Nothing {
         storage.sync()?;
@@ -325,7 +325,7 @@ impl<'a> Extent<'a> {
     fn lacking(&self, checking: &mut Checking<'_, '_>, index: u64, what: &str, mended: bool) {
         let at = self.copy_entry(index);
         let structure = "redundant grain directory entry";
-        checking.add(Severity::Leak, at, structure, what.to_owned(), mended);
+        checking.report.note(Severity::Leak, at, structure, what.to_owned(), mended);
     }
 
     fn copy_entry(&self, index: u64) -> u64 {
