@@ -10,7 +10,7 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, Error, HostOffset, Limits, Monitor, OpenRequest, Repair, Result, Severity,
+    CheckReport, Error, HostOffset, Limits, Monitor, OfflineImage, Repair, Result, Severity,
     Storage, ZeroMode, require_within,
 };
 use zerocopy::IntoBytes;
@@ -32,12 +32,8 @@ const STEP_BYTES: u64 = MIB;
 ///
 /// # Errors
 /// Errors of opening an image whose damage prevents a check; [`Error::Limit`]; I/O.
-pub(crate) fn check(
-    storage: &Arc<dyn Storage>,
-    repair: Repair,
-    limits: &Limits,
-    monitor: &Monitor<'_>,
-) -> Result<CheckReport> {
+pub(crate) fn check(image: &OfflineImage<'_>, repair: Repair) -> Result<CheckReport> {
+    let (storage, limits, monitor) = (image.storage, &image.limits, &image.monitor);
     if repair == Repair::Nothing {
         let parts = Parts::read(storage, false, limits)?;
         if parts.log_entries > 0 {
@@ -409,12 +405,7 @@ fn repair_entries(
     repair: Repair,
     limits: &Limits,
 ) -> Result<()> {
-    let image = Vhdx::open(OpenRequest {
-        storage: storage.clone(),
-        files: Vec::new(),
-        writable: true,
-        limits: *limits,
-    })?;
+    let image = Vhdx::open_writable(storage, limits)?;
     image.begin_session()?;
     for bad in found.bad.iter().filter(|bad| !bad.forced || repair == Repair::AllForced) {
         image.relieve()?;

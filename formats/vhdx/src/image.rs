@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use vdkit_block::random_uuid;
 
 use parking_lot::RwLock;
 use rustc_hash::FxHashMap;
+use uuid::Uuid;
 use vdkit_block::{
     BackingRef, Error, Extent, Format, FormatCaps, GuestOffset, InFlight, IoAction, Limits,
-    MapCache, MapCacheStats, OpenRequest, Overlay, Reservation, Result, Storage, require_writable,
+    MapCache, MapCacheStats, OpenRequest, Overlay, Reservation, Result, Storage, random_uuid,
+    require_writable,
 };
 use vdkit_meta::{Engine, PageCache, Reclaim, State, Tickets};
 
@@ -20,7 +21,6 @@ use crate::metadata::{self, Metadata};
 use crate::regions::{Region, Regions};
 use crate::space::Space;
 use crate::write::{Pending, PendingBlock};
-use uuid::Uuid;
 
 /// Cluster size that is reported to callers, such as the unit of sharing. Any power of two up to 1
 /// MiB is valid, since blocks are aligned to 1 MiB.
@@ -241,6 +241,12 @@ impl Vhdx {
             warnings,
             storage,
         }))
+    }
+
+    /// Opens an image for a change of its own.
+    pub(crate) fn open_writable(storage: &Arc<dyn Storage>, limits: &Limits) -> Result<Arc<Self>> {
+        let (storage, files, limits) = (storage.clone(), Vec::new(), *limits);
+        Self::open(OpenRequest { storage, files, writable: true, limits })
     }
 
     pub(crate) fn guest_len(&self) -> u64 {

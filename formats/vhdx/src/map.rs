@@ -21,7 +21,7 @@ pub(crate) enum Look {
 impl Vhdx {
     /// The page of the block allocation table that holds an entry, and the entry's byte in it.
     fn bat_place(&self, index: u64) -> (u64, usize) {
-        let at = self.bat_offset.load(Ordering::Acquire) + index * 8;
+        let at = self.entry_offset(index);
         (at & !(PAGE_BYTES - 1), (at % PAGE_BYTES) as usize)
     }
 

@@ -3,8 +3,7 @@
 use std::mem::offset_of;
 
 use uuid::Uuid;
-use vdkit_block::random_uuid;
-use vdkit_block::{Error, HostOffset, Result, Storage};
+use vdkit_block::{Error, HostOffset, Result, Storage, random_uuid};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, IntoBytes};
 
