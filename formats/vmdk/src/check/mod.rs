@@ -12,7 +12,8 @@ mod used;
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, Error, HostOffset, Limits, Monitor, Repair, Result, Severity, Storage,
+    CheckReport, Error, HostOffset, Limits, Monitor, OfflineImage, Repair, Result, Severity,
+    Storage,
 };
 
 use crate::descriptor::{ExtentType, NO_PARENT};
@@ -48,18 +49,13 @@ impl Checking<'_, '_> {
     }
 }
 
-/// Checks an image and repairs it as far as `repair` allows; `files` are those that its descriptor
-/// names, in order.
+/// Checks an image and repairs it as far as `repair` allows.
 ///
 /// # Errors
 /// A header or a descriptor that cannot be parsed; [`Error::Limit`]; I/O.
-pub fn check(
-    storage: &Arc<dyn Storage>,
-    files: &[Arc<dyn Storage>],
-    repair: Repair,
-    limits: &Limits,
-    monitor: &Monitor<'_>,
-) -> Result<CheckReport> {
+pub(crate) fn check(image: &OfflineImage<'_>, repair: Repair) -> Result<CheckReport> {
+    let (storage, files) = (image.storage, image.files);
+    let (limits, monitor) = (&image.limits, &image.monitor);
     let source = Source::read(storage, limits)?;
     let report = CheckReport::default();
     let mut checking = Checking { repair, limits, monitor, report, done: 0, total: 0 };
