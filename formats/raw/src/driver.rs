@@ -5,8 +5,7 @@ use std::sync::Arc;
 use vdkit_block::{
     CheckReport, CompactOptions, CompactReport, Compaction, CreateRequest, Creation, DriverInfo,
     Error, Format, FormatDriver, HostOffset, ImageInfo, Limits, Measured, OfflineImage,
-    OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Result, Storage, ZeroMode,
-    compact_flat,
+    OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Result, Storage, compact_flat,
 };
 
 use crate::SECTOR_BYTES;
@@ -73,10 +72,10 @@ impl Creation for RawDriver {
         let bytes = whole_sectors(request.guest_bytes).ok_or_else(|| {
             Error::limit(storage.name(), "size", request.guest_bytes, GUEST_BYTES_MAX)
         })?;
+        storage.make_room(bytes, bytes)?;
         if !storage.caps().growable {
-            return create_on_device(storage, bytes);
+            return Ok(());
         }
-        storage.set_len(bytes)?;
         match request.options.text("preallocation") {
             Some("falloc") if bytes > 0 => storage.allocate(HostOffset(0), bytes),
             Some("full") => write_all_zeroes(storage, bytes),
@@ -105,21 +104,6 @@ impl Compaction for RawDriver {
     fn compact(&self, image: &OfflineImage<'_>, options: CompactOptions) -> Result<CompactReport> {
         compact_flat(&**image.storage, options, &image.monitor)
     }
-}
-
-/// A device has its length and space already; its old content must not show.
-fn create_on_device(storage: &dyn Storage, bytes: u64) -> Result<()> {
-    let len = storage.len()?;
-    if bytes > len {
-        return Err(Error::NoSpace {
-            file: storage.name().to_owned(),
-            what: format!("a raw image of {bytes} bytes on a device of {len}"),
-        });
-    }
-    if bytes == 0 {
-        return Ok(());
-    }
-    storage.write_zeroes(HostOffset(0), bytes, ZeroMode::MayUnmap)
 }
 
 fn write_all_zeroes(storage: &dyn Storage, bytes: u64) -> Result<()> {

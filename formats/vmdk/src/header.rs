@@ -6,6 +6,7 @@ use vdkit_block::{Error, Limits, Result, require_within};
 use zerocopy::{transmute, transmute_ref};
 
 use crate::on_disk::RawHeader;
+use crate::sparse::Flavor;
 
 /// Bytes of a sector, the unit of all sizes here.
 pub const SECTOR: u64 = 512;
@@ -195,6 +196,16 @@ impl SparseHeader {
     /// Whether grains are compressed. As in QEMU, the method decides, not the flag.
     pub fn is_compressed(&self) -> bool {
         self.compression == 1
+    }
+
+    /// How tables and grains are encoded.
+    pub(crate) fn flavor(&self) -> Flavor {
+        let zero_grain = self.has(flag::ZERO_GRAIN);
+        if self.is_compressed() {
+            Flavor::Stream { zero_grain, markers: self.has(flag::MARKERS) }
+        } else {
+            Flavor::Hosted { zero_grain }
+        }
     }
 
     /// Bytes of a grain.

@@ -155,10 +155,8 @@ impl Vmdk {
             let run = grow(space, piece, sparse, &**storage, grains * sparse.grain_bytes)?;
             let room = run.bytes / (copies * bytes);
             if room == 0 {
-                return Err(Error::NoSpace {
-                    file: storage.name().to_owned(),
-                    what: "a grain table must begin within the first 2 TiB of its file".to_owned(),
-                });
+                let what = "a grain table must begin within the first 2 TiB of its file";
+                return Err(Error::no_space(storage.name(), what));
             }
             let tables = sparse.directory.read().len() as u64;
             let mut at = run.host;
@@ -229,8 +227,7 @@ fn grow(
     bytes: u64,
 ) -> Result<Run> {
     let host = space.frontier;
-    let full =
-        |what: &str| Err(Error::NoSpace { file: storage.name().to_owned(), what: what.to_owned() });
+    let full = |what: &str| Err(Error::no_space(storage.name(), what));
     let grain = sparse.grain_bytes;
     let bytes = bytes.min(HOST_BYTES_MAX.saturating_sub(host) / grain * grain);
     if bytes == 0 {

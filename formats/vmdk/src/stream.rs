@@ -120,10 +120,7 @@ impl StreamWriter {
         if state.at.checked_add(bytes).is_some_and(|end| end <= HOST_BYTES_MAX) {
             return Ok(());
         }
-        Err(Error::NoSpace {
-            file: self.storage.name().to_owned(),
-            what: "a stream ends within 2 TiB".to_owned(),
-        })
+        Err(Error::no_space(self.storage.name(), "a stream ends within 2 TiB"))
     }
 
     /// Writes the current table, and begins the next one.
