@@ -166,49 +166,6 @@ impl Dmg {
         Ok(())
     }
 
-    fn one(&self, storage: &dyn Storage, at: u64, len: u64) -> Result<Extent> {
-        let after = self.chunks.partition_point(|chunk| chunk.at <= at);
-        let next = self.chunks.get(after).map_or(u64::MAX, |chunk| chunk.at);
-        let len = len.min(next - at);
-        let chunk = after.checked_sub(1).and_then(|n| self.chunks.get(n));
-        let Some(chunk) = chunk.filter(|chunk| at - chunk.at < chunk.len) else {
-            return Ok(Extent { len, place: Place::Hole });
-        };
-        let skip = at - chunk.at;
-        let len = len.min(chunk.len - skip);
-        match chunk.kind {
-            Kind::Zero => Ok(Extent { len, place: Place::Zero { allocated: false } }),
-            Kind::Raw => {
-                let offset = chunk.offset.saturating_add(skip);
-                read_only::data(storage, self.tables_at, offset, len, 0)
-            }
-            Kind::Compressed(codec) => {
-                read_only::data(storage, self.tables_at, chunk.offset, 1, 0)?;
-                let compressed = Compressed {
-                    file: FileIndex(0),
-                    offset: HostOffset(chunk.offset),
-                    // Both are below the unit limit, and so is the skip.
-                    len: chunk.compressed_len as u32,
-                    codec,
-                    unpacked_len: chunk.len as u32,
-                    skip: skip as u32,
-                };
-                Ok(Extent { len, place: Place::Compressed(compressed) })
-            }
-            Kind::Unknown(number) => {
-                let name = match number {
-                    0x8000_0007 => "lzfse",
-                    _ => "an unknown method",
-                };
-                Err(Error::unsupported(
-                    storage.name(),
-                    format!("a chunk compressed by {name} ({number:#x})"),
-                    "on a Mac, 'hdiutil convert -format UDZO' makes an image with zlib of it",
-                ))
-            }
-        }
-    }
-
     /// The compression method of the first compressed chunk.
     fn compression(&self) -> Option<&'static str> {
         self.chunks.iter().find_map(|chunk| match chunk.kind {
@@ -231,6 +188,8 @@ impl Map for Dmg {
     };
 
     /// The start has no signature; the trailer has.
+    const MAGICS: &'static [&'static [u8]] = &[];
+
     fn matches(_head: &[u8], tail: &[u8], len: u64) -> bool {
         tail.len() == TRAILER_BYTES
             && be32(tail, 8) as usize == TRAILER_BYTES
@@ -294,7 +253,46 @@ impl Map for Dmg {
         (self.chunks.len() * CHUNK_BYTES) as u64
     }
 
-    fn run(&self, storage: &dyn Storage, _tables: &Tables, at: u64, len: u64) -> Result<Extent> {
-        read_only::merged(at, len, |at, len| self.one(storage, at, len))
+    fn one(&self, storage: &dyn Storage, _tables: &Tables, at: u64, len: u64) -> Result<Extent> {
+        let after = self.chunks.partition_point(|chunk| chunk.at <= at);
+        let next = self.chunks.get(after).map_or(u64::MAX, |chunk| chunk.at);
+        let len = len.min(next - at);
+        let chunk = after.checked_sub(1).and_then(|n| self.chunks.get(n));
+        let Some(chunk) = chunk.filter(|chunk| at - chunk.at < chunk.len) else {
+            return Ok(Extent { len, place: Place::Hole });
+        };
+        let skip = at - chunk.at;
+        let len = len.min(chunk.len - skip);
+        match chunk.kind {
+            Kind::Zero => Ok(Extent { len, place: Place::Zero { allocated: false } }),
+            Kind::Raw => {
+                let offset = chunk.offset.saturating_add(skip);
+                read_only::data(storage, self.tables_at, offset, len, 0)
+            }
+            Kind::Compressed(codec) => {
+                read_only::data(storage, self.tables_at, chunk.offset, 1, 0)?;
+                let compressed = Compressed {
+                    file: FileIndex(0),
+                    offset: HostOffset(chunk.offset),
+                    // Both are below the unit limit, and so is the skip.
+                    len: chunk.compressed_len as u32,
+                    codec,
+                    unpacked_len: chunk.len as u32,
+                    skip: skip as u32,
+                };
+                Ok(Extent { len, place: Place::Compressed(compressed) })
+            }
+            Kind::Unknown(number) => {
+                let name = match number {
+                    0x8000_0007 => "lzfse",
+                    _ => "an unknown method",
+                };
+                Err(Error::unsupported(
+                    storage.name(),
+                    format!("a chunk compressed by {name} ({number:#x})"),
+                    "on a Mac, 'hdiutil convert -format UDZO' makes an image with zlib of it",
+                ))
+            }
+        }
     }
 }
