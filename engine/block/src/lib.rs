@@ -41,6 +41,7 @@ mod driver;
 mod encryption;
 mod error;
 mod extent;
+mod flat;
 mod format;
 mod in_flight;
 mod layer;
@@ -77,6 +78,7 @@ pub use error::{
     require_writable,
 };
 pub use extent::{Compressed, Extent, FileIndex, Place};
+pub use flat::{DataRuns, Flat, FlatFormat};
 pub use format::{
     BackingRef, CompressedUnits, CompressedWriter, Format, FormatCaps, MapCache, MapCacheStats,
     Overlay,

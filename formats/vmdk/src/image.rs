@@ -4,11 +4,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use parking_lot::Mutex;
 use vdkit_block::{
-    BackingRef, Compressed, CompressedUnits, Error, Extent, FileIndex, Format, FormatCaps,
-    GuestOffset, InFlight, MapCache, MapCacheStats, Overlay, Reservation, Result, Storage,
-    require_writable,
+    BackingRef, Compressed, CompressedUnits, DataRuns, Error, Extent, FileIndex, Format,
+    FormatCaps, GuestOffset, InFlight, MapCache, MapCacheStats, Overlay, Reservation, Result,
+    Storage, require_writable,
 };
 use vdkit_meta::{Engine, PageCache, Reclaim, State, Tickets};
 
@@ -71,10 +70,7 @@ pub(crate) struct Flat {
     pub(crate) file: FileIndex,
     /// Host offset of the first byte.
     pub(crate) at: u64,
-    /// A run of data (in host bytes) that the file system reported; as in raw images, only data is
-    /// cached.
-    pub(crate) known_data: Mutex<Range<u64>>,
-    pub(crate) has_holes: AtomicBool,
+    pub(crate) runs: DataRuns,
 }
 
 impl Piece {

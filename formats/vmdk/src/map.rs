@@ -308,25 +308,12 @@ impl Vmdk {
     /// A flat extent's run, with holes as the file system reports them.
     fn flat_run(&self, piece: &Piece, flat: &Flat, here: u64, rest: u64) -> Result<Extent> {
         let host = flat.at + (here - piece.start);
-        let known = flat.known_data.lock().clone();
-        if known.contains(&host) {
-            return Ok(flat_extent(piece, flat, here, rest.min(known.end - host)));
-        }
-        let storage = self.file_of(flat.file);
-        let end = flat.at + piece.len;
-        if !flat.has_holes.load(Ordering::Relaxed) {
-            if !storage.may_have_holes()? {
-                *flat.known_data.lock() = flat.at..end;
-                return Ok(flat_extent(piece, flat, here, rest));
-            }
-            flat.has_holes.store(true, Ordering::Relaxed);
-        }
-        let run = storage.extent_at(HostOffset(host), end - host)?;
+        let run = flat.runs.run(&**self.file_of(flat.file), host, flat.at + piece.len)?;
+        let len = rest.min(run.len);
         if run.data {
-            *flat.known_data.lock() = host..host + run.len;
-            return Ok(flat_extent(piece, flat, here, rest.min(run.len)));
+            return Ok(flat_extent(piece, flat, here, len));
         }
-        Ok(Extent { len: rest.min(run.len), place: Place::Zero { allocated: false } })
+        Ok(Extent { len, place: Place::Zero { allocated: false } })
     }
 }
 

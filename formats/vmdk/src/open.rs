@@ -5,10 +5,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
-use parking_lot::Mutex;
 use vdkit_block::{
-    BackingRef, Error, FileIndex, HostOffset, InFlight, Limits, OpenRequest, Remedy, Result,
-    Storage, require_within, require_writable,
+    BackingRef, DataRuns, Error, FileIndex, HostOffset, InFlight, Limits, OpenRequest, Remedy,
+    Result, Storage, require_within, require_writable,
 };
 use vdkit_meta::{Engine, PageCache};
 
@@ -133,8 +132,7 @@ impl Opening<'_> {
                     ));
                 }
                 let writable = writable && storage.caps().writable;
-                let (known_data, has_holes) = (Mutex::default(), AtomicBool::new(false));
-                let flat = Flat { file: index, at, known_data, has_holes };
+                let flat = Flat { file: index, at, runs: DataRuns::default() };
                 self.push(len, writable, Kind::Flat(flat), 0, Space::default());
             }
             (ExtentType::Sparse | ExtentType::SeSparse, Some(storage)) => {

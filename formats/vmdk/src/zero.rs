@@ -42,7 +42,7 @@ impl Vmdk {
                     self.touch(flat.file);
                     let host = HostOffset(flat.at + (at - piece.start));
                     self.file_of(flat.file).discard(host, end - at)?;
-                    *flat.known_data.lock() = 0..0;
+                    flat.runs.forget();
                 }
                 Kind::Sparse(sparse) if piece.writable => {
                     let goal = Goal::Zero { may_unmap: true };
@@ -111,7 +111,7 @@ impl Vmdk {
         };
         let host = HostOffset(flat.at + (part.start - piece.start));
         self.file_of(flat.file).write_zeroes(host, part.end - part.start, mode)?;
-        *flat.known_data.lock() = 0..0;
+        flat.runs.forget();
         Ok(part)
     }
 
