@@ -96,6 +96,10 @@ impl Map for Bochs {
         self.catalog_entries * (4 + self.bitmap_bytes)
     }
 
+    fn spoiled(&self, at: u64, _structure: &str) -> u64 {
+        (at / self.extent_bytes + 1) * self.extent_bytes
+    }
+
     /// The run of equally allocated sectors within one extent.
     fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
         let (index, within) = (at / self.extent_bytes, at % self.extent_bytes);

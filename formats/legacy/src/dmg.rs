@@ -253,6 +253,12 @@ impl Map for Dmg {
         (self.chunks.len() * CHUNK_BYTES) as u64
     }
 
+    /// All faults of a chunk have one place: that of the tables.
+    fn spoiled(&self, at: u64, _structure: &str) -> u64 {
+        let after = self.chunks.partition_point(|chunk| chunk.at <= at);
+        self.chunks.get(after).map_or(self.guest_bytes, |next| next.at)
+    }
+
     fn one(&self, storage: &dyn Storage, _tables: &Tables, at: u64, len: u64) -> Result<Extent> {
         let after = self.chunks.partition_point(|chunk| chunk.at <= at);
         let next = self.chunks.get(after).map_or(u64::MAX, |chunk| chunk.at);

@@ -11,6 +11,7 @@ use vdkit_block::bytes::{be32, be64};
 
 const HEADER_BYTES: usize = 48;
 const COMPRESSED: u64 = 1 << 63;
+const L1_ENTRY: &str = "L1 entry";
 
 /// A validated header.
 #[derive(Clone, Debug)]
@@ -86,6 +87,11 @@ impl Map for Qcow {
         self.guest_bytes.div_ceil(self.cluster_bytes()) * 8
     }
 
+    fn spoiled(&self, at: u64, structure: &str) -> u64 {
+        let bits = self.cluster_bits + if structure == L1_ENTRY { self.l2_bits } else { 0 };
+        ((at >> bits) + 1) << bits
+    }
+
     fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
         let cluster = self.cluster_bytes();
         let span = cluster << self.l2_bits;
@@ -98,7 +104,7 @@ impl Map for Qcow {
         let len = (cluster - within).min(len);
         let entry_at = l2_at.checked_add(index * 8).filter(|at| *at <= i64::MAX as u64);
         let Some(entry_at) = entry_at else {
-            let (what, found) = ("L1 entry", format!("{l2_at:#x}"));
+            let (what, found) = (L1_ENTRY, format!("{l2_at:#x}"));
             return Err(Error::corrupt(
                 storage.name(),
                 l1_entry,

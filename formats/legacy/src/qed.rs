@@ -11,6 +11,7 @@ const HEADER_BYTES: usize = 64;
 const BACKING_FILE: u64 = 1;
 const NEED_CHECK: u64 = 2;
 const BACKING_RAW: u64 = 4;
+const L1_ENTRY: &str = "L1 entry";
 /// Entry of a zero cluster.
 const ZERO: u64 = 1;
 
@@ -142,6 +143,11 @@ impl Map for Qed {
         self.guest_bytes.div_ceil(self.cluster_bytes) * 8
     }
 
+    fn spoiled(&self, at: u64, structure: &str) -> u64 {
+        let table = if structure == L1_ENTRY { self.table_entries } else { 1 };
+        (at / (self.cluster_bytes * table) + 1) * (self.cluster_bytes * table)
+    }
+
     fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
         let cluster = self.cluster_bytes;
         let span = u128::from(cluster) * u128::from(self.table_entries);
@@ -153,7 +159,7 @@ impl Map for Qed {
             let left = (span - rest).min(u128::from(len)) as u64;
             return Ok(Extent { len: left, place: Place::Hole });
         }
-        self.judge(storage, l1_entry, "L1 entry", l2_at)?;
+        self.judge(storage, l1_entry, L1_ENTRY, l2_at)?;
         let (within, index) = (at % cluster, rest as u64 / cluster);
         let len = (cluster - within).min(len);
         let entry_at = l2_at + index * 8;

@@ -57,6 +57,8 @@ pub(crate) fn check(image: &OfflineImage<'_>, repair: Repair) -> Result<CheckRep
     let (storage, files) = (image.storage, image.files);
     let (limits, monitor) = (&image.limits, &image.monitor);
     let source = Source::read(storage, limits)?;
+    // The sums below do not overflow then.
+    source.guest_bytes(storage.name())?;
     let report = CheckReport::default();
     let mut checking = Checking { repair, limits, monitor, report, done: 0, total: 0 };
     check_descriptor(&mut checking, &source);

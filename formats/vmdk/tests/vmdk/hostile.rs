@@ -130,6 +130,15 @@ fn each_short_file_has_an_answer() {
     }
 }
 
+/// Extents may together have more sectors than any number holds.
+#[test]
+fn extents_whose_sum_overflows_have_an_answer() {
+    let line = format!("RW {} FLAT \"a\" 0\n", i64::MAX as u64 / 512);
+    let head = "# Disk DescriptorFile\nversion=1\nCID=1\nparentCID=ffffffff\ncreateType=\"x\"\n";
+    let file: Arc<dyn Storage> = Arc::new(MemoryStorage::new("a"));
+    assert!(use_all(format!("{head}{}", line.repeat(1100)).as_bytes(), &[file]).is_some());
+}
+
 /// Directories and tables that refer to each other, the header, or one grain repeatedly.
 #[test]
 fn entries_that_lead_in_circles_have_an_answer() {
