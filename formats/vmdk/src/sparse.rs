@@ -140,11 +140,6 @@ impl Sparse {
         host < limit && (cut || host.checked_add(self.grain_bytes).is_some_and(|end| end <= limit))
     }
 
-    /// The word of a grain at a host offset (hosted extents).
-    pub(crate) fn word_at(host: u64) -> u64 {
-        host / SECTOR
-    }
-
     pub(crate) fn overlaps_metadata(&self, bytes: &Range<u64>) -> bool {
         if self.front.iter().any(|r| r.start < bytes.end && bytes.start < r.end) {
             return true;
