@@ -64,8 +64,7 @@ pub fn close_gaps(
     geometry: &Geometry,
     monitor: Option<&Monitor<'_>>,
 ) -> Result<Closed> {
-    let blocks = placed(storage, geometry, Limits::default().check_bytes_max)?;
-    judge_places(storage, geometry, &blocks)?;
+    let blocks = judged(storage, geometry)?;
     let stride = geometry.stride();
     let mut mover = Mover { storage, geometry, copied: Vec::new(), buf: Vec::new() };
     let mut closed = Closed { end: geometry.kept_end, moved: 0 };
@@ -90,14 +89,16 @@ pub fn close_gaps(
     Ok(closed)
 }
 
-fn judge_places(storage: &dyn Storage, geometry: &Geometry, blocks: &[Placed]) -> Result<()> {
+/// As [`placed`], of an image whose blocks are within the file and do not overlap.
+fn judged(storage: &dyn Storage, geometry: &Geometry) -> Result<Vec<Placed>> {
+    let blocks = placed(storage, geometry, Limits::default().check_bytes_max)?;
     let host_bytes = storage.len()?;
-    for block in blocks {
+    for block in &blocks {
         geometry.judge(storage.name(), block.index, block.start, host_bytes)?;
     }
     let stride = geometry.stride();
     match blocks.array_windows().find(|[a, b]| b.start - a.start < stride) {
-        None => Ok(()),
+        None => Ok(blocks),
         Some([a, b]) => Err(Error::corrupt(
             storage.name(),
             geometry.entry_at(b.index),
@@ -115,8 +116,7 @@ fn judge_places(storage: &dyn Storage, geometry: &Geometry, blocks: &[Placed]) -
 /// # Errors
 /// As [`close_gaps`].
 pub fn move_away(storage: &dyn Storage, geometry: &Geometry, below: u64, end: u64) -> Result<u64> {
-    let blocks = placed(storage, geometry, Limits::default().check_bytes_max)?;
-    judge_places(storage, geometry, &blocks)?;
+    let blocks = judged(storage, geometry)?;
     let mut mover = Mover { storage, geometry, copied: Vec::new(), buf: Vec::new() };
     let mut end = end;
     for block in blocks.into_iter().take_while(|block| block.start < below) {
@@ -209,9 +209,7 @@ pub fn compact(
         // Every block has a fixed place; blocks of zeroes become holes.
         report.punched_bytes = if options.zero_scan { punch_zeroes(storage, monitor)? } else { 0 };
     } else {
-        let blocks = placed(storage, geometry, Limits::default().check_bytes_max)?;
-        judge_places(storage, geometry, &blocks)?;
-        drop(blocks);
+        drop(judged(storage, geometry)?);
         // With a parent, only a zero entry can hide its data.
         if geometry.zero.is_some() || !envelope.over_parent() {
             report.zero_clusters = drop_zeroes(storage, geometry, options, monitor)?;

@@ -25,13 +25,9 @@ impl<E: Envelope> BlockImage<E> {
         let guest_bytes =
             self.envelope.judge_size(self.storage.name(), &self.geometry(), guest_bytes)?;
         let (_lead, mut state) = self.state.quiesce(self)?;
-        self.resize_alone(&mut state, guest_bytes)
-    }
-
-    fn resize_alone(&self, state: &mut MutexGuard<'_, State>, guest_bytes: u64) -> Result<()> {
-        let resized = self.resize_file(state, guest_bytes);
-        self.follow_file(state, resized.as_ref().ok().copied());
-        resized.map(|_| ())
+        let resized = self.resize_file(&state, guest_bytes);
+        self.follow_file(&mut state, resized.as_ref().ok().copied());
+        resized.map(drop)
     }
 
     /// Changes the file without the table cache, and uses the new size once it is in the header.

@@ -93,16 +93,9 @@ impl Vhdx {
         let item = metadata::locator_entry(offset - region.offset, bytes.len() as u64);
         self.put_metadata(entry, item.as_bytes())?;
         self.put_metadata(region.offset + COUNT_AT, &count.to_le_bytes())?;
-        self.put_flags(metadata::HAS_PARENT)?;
+        self.put_metadata(self.metadata.flags_at, &metadata::HAS_PARENT.to_le_bytes())?;
         self.meta.flush(self)?;
         Ok(true)
-    }
-
-    fn put_flags(&self, flags: u32) -> Result<()> {
-        match self.metadata.flags_offset() {
-            Some(offset) => self.put_metadata(offset, &flags.to_le_bytes()),
-            None => Ok(()),
-        }
     }
 
     fn region(&self, guid: Uuid) -> Result<Region> {
@@ -143,7 +136,7 @@ impl Vhdx {
             self.put_metadata(last, MetadataEntry::new_zeroed().as_bytes())?;
             self.put_metadata(region.offset + COUNT_AT, &count.to_le_bytes())?;
         }
-        self.put_flags(0)?;
+        self.put_metadata(self.metadata.flags_at, &0_u32.to_le_bytes())?;
         self.meta.flush(self)
     }
 

@@ -52,7 +52,10 @@ pub(crate) fn check(image: &OfflineImage<'_>, repair: Repair) -> Result<CheckRep
     }
     let mut report = found.report;
     // Rereads the image, so that reported repairs are verified.
-    let survey = |parts: &Parts| Ok::<_, Error>(Survey::take(parts, limits, monitor)?.into_left());
+    let survey = |parts: &Parts| {
+        let Survey { report, leaked, .. } = Survey::take(parts, limits, monitor)?;
+        Ok::<_, Error>((report, leaked))
+    };
     let mut parts = Parts::read(storage, false, limits)?;
     let (mut left, leaked) = survey(&parts)?;
     // An apparent leak may be what a damaged entry pointed to.
@@ -94,11 +97,6 @@ struct Survey<'a> {
 }
 
 impl<'a> Survey<'a> {
-    /// The report and the leaked ranges.
-    fn into_left(self) -> (CheckReport, Vec<(u64, u64)>) {
-        (self.report, self.leaked)
-    }
-
     fn take(parts: &'a Parts, limits: &Limits, monitor: &Monitor<'_>) -> Result<Self> {
         let file_bytes = parts.storage.len()?;
         let mut new = Self {
@@ -167,8 +165,7 @@ impl<'a> Survey<'a> {
         if metadata.reserved_parameters != 0 {
             let text =
                 format!("reserved flags {:#x} are set [2.6.2.1]", metadata.reserved_parameters);
-            let at = metadata.flags_offset().unwrap_or(parts.regions.metadata.offset);
-            self.add(Severity::Corruption, at, "file parameters", text);
+            self.add(Severity::Corruption, metadata.flags_at, "file parameters", text);
         }
     }
 

@@ -8,8 +8,8 @@ use rustc_hash::FxHashMap;
 use uuid::Uuid;
 use vdkit_block::{
     BackingRef, Error, Extent, Format, FormatCaps, GuestOffset, InFlight, IoAction, Limits,
-    MapCache, MapCacheStats, OpenRequest, Overlay, Reservation, Result, Storage, random_uuid,
-    require_writable,
+    MapCache, MapCacheStats, OpenRequest, Overlay, Place, Reservation, Result, Storage,
+    random_uuid, require_writable,
 };
 use vdkit_meta::{Engine, PageCache, Reclaim, State, Tickets};
 
@@ -17,6 +17,7 @@ use crate::header::{Header, Headers};
 use crate::layout::{FILE_BYTES_MAX, Geometry, PAGE_BYTES, Page};
 use crate::log::entry::LoggedPage;
 use crate::log::{self, LogWriter, Replayed};
+use crate::map::Look;
 use crate::metadata::{self, Metadata};
 use crate::regions::{Region, Regions};
 use crate::space::Space;
@@ -292,12 +293,13 @@ impl Format for Vhdx {
 
     fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
         self.in_range(at.0, len, IoAction::Map)?;
-        self.map_loading(at.0, len)
+        let found = self.map(at.0, len, Look::Load)?;
+        Ok(found.unwrap_or(Extent { len, place: Place::Hole }))
     }
 
     fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent> {
         self.in_range(at.0, len, IoAction::Map).ok()?;
-        self.map_cached(at.0, len).ok().flatten()
+        self.map(at.0, len, Look::Cached).ok().flatten()
     }
 
     fn note_write(&self, _at: GuestOffset, _len: u64) -> Result<()> {
