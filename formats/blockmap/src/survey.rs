@@ -11,8 +11,6 @@ use crate::table::walk;
 pub struct Surveyed {
     /// End of the blocks.
     pub end: u64,
-    /// Blocks that the table names.
-    pub blocks: u64,
     /// A repair changed something that the envelope must record.
     pub changed: bool,
 }
@@ -50,7 +48,6 @@ pub fn survey(job: &Job<'_>, report: &mut CheckReport) -> Result<Surveyed> {
     surveyed.changed |= judge_entries(job, repairing, report)?;
     let blocks = sound(job)?;
     count(geometry, &blocks, report);
-    surveyed.blocks = blocks.len() as u64;
     monitor.cancel.check()?;
     let overlaps = overlaps(geometry, &blocks);
     let mut end = blocks.last().map_or(geometry.first_block, |last| last.start + geometry.stride());

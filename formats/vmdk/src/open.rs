@@ -52,14 +52,7 @@ impl Vmdk {
         require_writable(!request.writable || storage.caps().writable, &file)?;
         let source = Source::read(&storage, &request.limits)?;
         let guest_bytes = source.guest_bytes(&file)?;
-        let names = source.files();
-        if names.len() != request.files.len() {
-            return Err(Error::Invalid(format!(
-                "{file}: its data is in {} other files, and {} were opened",
-                names.len(),
-                request.files.len()
-            )));
-        }
+        let names = source.files_opened(&file, request.files.len())?;
         let files =
             if source.header.is_some() { vec![storage.clone()] } else { request.files.clone() };
         let mut opening = Opening {

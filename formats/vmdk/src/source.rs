@@ -123,6 +123,18 @@ impl Source {
         Ok(Self { placed: Some(Placed { descriptor, at: 0, room: None }), header: None })
     }
 
+    /// [`Self::files`], with `opened` files given for them.
+    pub(crate) fn files_opened(&self, file: &str, opened: usize) -> Result<Vec<String>> {
+        let names = self.files();
+        if names.len() != opened {
+            return Err(Error::Invalid(format!(
+                "{file}: its data is in {} other files, and {opened} were opened",
+                names.len()
+            )));
+        }
+        Ok(names)
+    }
+
     /// The other files that the descriptor names, each once, in the order of the extents.
     pub(crate) fn files(&self) -> Vec<String> {
         let Some(placed) = self.placed.as_ref().filter(|_| self.header.is_none()) else {

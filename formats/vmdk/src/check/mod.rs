@@ -12,8 +12,7 @@ mod used;
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, Error, HostOffset, Limits, Monitor, OfflineImage, Repair, Result, Severity,
-    Storage,
+    CheckReport, HostOffset, Limits, Monitor, OfflineImage, Repair, Result, Severity, Storage,
 };
 
 use crate::descriptor::{ExtentType, NO_PARENT};
@@ -52,7 +51,7 @@ impl Checking<'_, '_> {
 /// Checks an image and repairs it as far as `repair` allows.
 ///
 /// # Errors
-/// A header or a descriptor that cannot be parsed; [`Error::Limit`]; I/O.
+/// A header or a descriptor that cannot be parsed; [`vdkit_block::Error::Limit`]; I/O.
 pub(crate) fn check(image: &OfflineImage<'_>, repair: Repair) -> Result<CheckReport> {
     let (storage, files) = (image.storage, image.files);
     let (limits, monitor) = (&image.limits, &image.monitor);
@@ -69,15 +68,7 @@ pub(crate) fn check(image: &OfflineImage<'_>, repair: Repair) -> Result<CheckRep
         sparse::check(&mut checking, storage, header, header.sectors())?;
         return Ok(checking.report);
     }
-    let names = source.files();
-    if names.len() != files.len() {
-        return Err(Error::Invalid(format!(
-            "{}: its data is in {} other files, and {} were opened",
-            storage.name(),
-            names.len(),
-            files.len()
-        )));
-    }
+    let names = source.files_opened(storage.name(), files.len())?;
     let Some(placed) = &source.placed else { return Ok(checking.report) };
     for line in &placed.descriptor.extents {
         let file = names.iter().position(|name| *name == line.name).and_then(|i| files.get(i));
