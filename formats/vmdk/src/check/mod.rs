@@ -70,10 +70,19 @@ pub(crate) fn check(image: &OfflineImage<'_>, repair: Repair) -> Result<CheckRep
     }
     let names = source.files_opened(storage.name(), files.len())?;
     let Some(placed) = &source.placed else { return Ok(checking.report) };
+    // Of each file, whether a former line has it as a sparse extent.
+    let mut taken = vec![None; files.len()];
     for line in &placed.descriptor.extents {
-        let file = names.iter().position(|name| *name == line.name).and_then(|i| files.get(i));
-        let (Some(file), true) = (file, line.sectors > 0) else { continue };
-        if line.kind == ExtentType::Flat {
+        let index = names.iter().position(|name| *name == line.name);
+        let (Some(index), true) = (index, line.sectors > 0) else { continue };
+        let (file, sparse) = (&files[index], line.kind != ExtentType::Flat);
+        if taken[index].replace(sparse).is_some_and(|former| former || sparse) {
+            let expected = "a sparse extent's file in one line alone";
+            let message = format!("'{}' once more, expected {expected}", line.name);
+            checking.damage(placed.at, "extent line", message, false);
+            continue;
+        }
+        if !sparse {
             check_flat(&mut checking, file, line.offset, line.sectors)?;
             continue;
         }
