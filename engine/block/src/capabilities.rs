@@ -148,8 +148,8 @@ impl dyn Storage + '_ {
         Ok(self.len()? == 0)
     }
 
-    /// Gives a new image its length, which a device must have already. On a device, zeroes the first
-    /// `zeroed` bytes: its old content must not show.
+    /// Gives a new image its length, which a device must have already. On a device, zeroes the
+    /// first `zeroed` bytes: its old content must not show.
     pub fn make_room(&self, len: u64, zeroed: u64) -> Result<()> {
         if self.caps().growable {
             return self.set_len(len);

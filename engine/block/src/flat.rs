@@ -119,8 +119,8 @@ impl Flat {
 
 /// A format whose disk is one range of a file. It is a [`Format`] by that.
 ///
-/// If it is encrypted, holes would read as noise: there are none on its map, zeroes are written, and
-/// nothing is discarded.
+/// If it is encrypted, holes would read as noise: there are none on its map, zeroes are written,
+/// and nothing is discarded.
 pub trait FlatFormat: Send + Sync + fmt::Debug {
     /// As [`Format::name`].
     fn name(&self) -> &'static str;
