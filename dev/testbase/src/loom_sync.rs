@@ -243,20 +243,6 @@ macro_rules! atomic {
             ) -> Result<$value, $value> {
                 fenced(success, || self.0.compare_exchange(current, new, success, failure))
             }
-
-            /// As [`Self::compare_exchange`]; loom knows no spurious failures.
-            ///
-            /// # Errors
-            /// The value where it is not.
-            pub fn compare_exchange_weak(
-                &self,
-                current: $value,
-                new: $value,
-                success: Ordering,
-                failure: Ordering,
-            ) -> Result<$value, $value> {
-                self.compare_exchange(current, new, success, failure)
-            }
         }
 
         impl Default for $name {

@@ -8,7 +8,7 @@ use std::io;
 use std::sync::Arc;
 
 use crate::error::{Error, IoAction, Result};
-use crate::storage::Storage;
+use crate::storage::{Storage, ZeroMode};
 use crate::units::HostOffset;
 
 /// Answers queries for capabilities with `Some(self)`, in an implementation of a trait that has such
@@ -146,6 +146,23 @@ impl dyn Storage + '_ {
     /// Whether the length is 0.
     pub fn is_empty(&self) -> Result<bool> {
         Ok(self.len()? == 0)
+    }
+
+    /// Gives a new image its length, which a device must have already. On a device, zeroes the
+    /// first `zeroed` bytes: its old content must not show.
+    pub fn make_room(&self, len: u64, zeroed: u64) -> Result<()> {
+        if self.caps().growable {
+            return self.set_len(len);
+        }
+        let found = self.len()?;
+        if found < len {
+            let what = format!("the image needs {len} bytes, the device has {found}");
+            return Err(Error::no_space(self.name(), what));
+        }
+        if zeroed == 0 {
+            return Ok(());
+        }
+        self.write_zeroes(HostOffset(0), zeroed, ZeroMode::MayUnmap)
     }
 
     /// Fills `buf`; fails past the end.

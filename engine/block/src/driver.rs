@@ -357,6 +357,18 @@ impl CheckReport {
         }
     }
 
+    /// [`CheckReport::add`] of a finding with these fields.
+    pub fn note(
+        &mut self,
+        severity: Severity,
+        offset: u64,
+        structure: &'static str,
+        message: impl Into<String>,
+        repaired: bool,
+    ) {
+        self.add(Finding { severity, offset, structure, message: message.into(), repaired });
+    }
+
     /// Unrepaired corruptions.
     pub fn corruptions_left(&self) -> u64 {
         self.corruptions - self.corruptions_fixed

@@ -341,6 +341,11 @@ pub fn require_writable(writable: bool, file: &str) -> Result<()> {
     if writable { Ok(()) } else { Err(Error::ReadOnly { file: file.to_owned() }) }
 }
 
+/// [`Error::Limit`] about `file`, unless `found` is at most `limit`.
+pub fn require_within(file: &str, what: &'static str, found: u64, limit: u64) -> Result<()> {
+    if found <= limit { Ok(()) } else { Err(Error::limit(file, what, found, limit)) }
+}
+
 impl Error {
     /// The class of this error.
     pub fn kind(&self) -> ErrorKind {
@@ -457,6 +462,16 @@ impl Error {
             }),
             _ => None,
         }
+    }
+
+    /// More of something than its limit.
+    pub fn limit(file: &str, what: &'static str, found: u64, limit: u64) -> Self {
+        Self::Limit { file: file.to_owned(), what, found, limit }
+    }
+
+    /// No space left for something.
+    pub fn no_space(file: &str, what: impl Into<String>) -> Self {
+        Self::NoSpace { file: file.to_owned(), what: what.into() }
     }
 
     /// An I/O error at an offset.

@@ -41,6 +41,7 @@ mod driver;
 mod encryption;
 mod error;
 mod extent;
+mod flat;
 mod format;
 mod in_flight;
 mod layer;
@@ -73,9 +74,11 @@ pub use encryption::{
     CIPHER_SECTOR_BYTES, Encryption, KeySlot, KeySlots, Secret, SectorCipher, SectorNumbering,
 };
 pub use error::{
-    Error, ErrorKind, Fault, IoAction, LockHolder, Refusal, Result, plain, require_writable,
+    Error, ErrorKind, Fault, IoAction, LockHolder, Refusal, Result, plain, require_within,
+    require_writable,
 };
 pub use extent::{Compressed, Extent, FileIndex, Place};
+pub use flat::{DataRuns, Flat, FlatFormat};
 pub use format::{
     BackingRef, CompressedUnits, CompressedWriter, Format, FormatCaps, MapCache, MapCacheStats,
     Overlay,

@@ -2,7 +2,7 @@
 
 use vdkit_block::{
     CompactOptions, CompactReport, Error, HostOffset, Limits, Monitor, Remedy, Result, Storage,
-    ZeroMode, is_zero, punch_zeroes,
+    ZeroMode, is_zero, punch_zeroes, require_within,
 };
 
 use crate::geometry::{Geometry, HOLE, Slot};
@@ -47,10 +47,7 @@ pub(crate) fn placed(
             }
         }
         let found = (blocks.len() * size_of::<Placed>()) as u64;
-        if found > bytes_max {
-            let (file, what) = (storage.name().to_owned(), "memory for the list of blocks");
-            return Err(Error::Limit { file, what, found, limit: bytes_max });
-        }
+        require_within(storage.name(), "memory for the list of blocks", found, bytes_max)?;
         Ok(false)
     })?;
     blocks.sort_unstable();
@@ -67,8 +64,7 @@ pub fn close_gaps(
     geometry: &Geometry,
     monitor: Option<&Monitor<'_>>,
 ) -> Result<Closed> {
-    let blocks = placed(storage, geometry, Limits::default().check_bytes_max)?;
-    judge_places(storage, geometry, &blocks)?;
+    let blocks = judged(storage, geometry)?;
     let stride = geometry.stride();
     let mut mover = Mover { storage, geometry, copied: Vec::new(), buf: Vec::new() };
     let mut closed = Closed { end: geometry.kept_end, moved: 0 };
@@ -93,14 +89,16 @@ pub fn close_gaps(
     Ok(closed)
 }
 
-fn judge_places(storage: &dyn Storage, geometry: &Geometry, blocks: &[Placed]) -> Result<()> {
+/// As [`placed`], of an image whose blocks are within the file and do not overlap.
+fn judged(storage: &dyn Storage, geometry: &Geometry) -> Result<Vec<Placed>> {
+    let blocks = placed(storage, geometry, Limits::default().check_bytes_max)?;
     let host_bytes = storage.len()?;
-    for block in blocks {
+    for block in &blocks {
         geometry.judge(storage.name(), block.index, block.start, host_bytes)?;
     }
     let stride = geometry.stride();
     match blocks.array_windows().find(|[a, b]| b.start - a.start < stride) {
-        None => Ok(()),
+        None => Ok(blocks),
         Some([a, b]) => Err(Error::corrupt(
             storage.name(),
             geometry.entry_at(b.index),
@@ -118,8 +116,7 @@ fn judge_places(storage: &dyn Storage, geometry: &Geometry, blocks: &[Placed]) -
 /// # Errors
 /// As [`close_gaps`].
 pub fn move_away(storage: &dyn Storage, geometry: &Geometry, below: u64, end: u64) -> Result<u64> {
-    let blocks = placed(storage, geometry, Limits::default().check_bytes_max)?;
-    judge_places(storage, geometry, &blocks)?;
+    let blocks = judged(storage, geometry)?;
     let mut mover = Mover { storage, geometry, copied: Vec::new(), buf: Vec::new() };
     let mut end = end;
     for block in blocks.into_iter().take_while(|block| block.start < below) {
@@ -212,9 +209,7 @@ pub fn compact(
         // Every block has a fixed place; blocks of zeroes become holes.
         report.punched_bytes = if options.zero_scan { punch_zeroes(storage, monitor)? } else { 0 };
     } else {
-        let blocks = placed(storage, geometry, Limits::default().check_bytes_max)?;
-        judge_places(storage, geometry, &blocks)?;
-        drop(blocks);
+        drop(judged(storage, geometry)?);
         // With a parent, only a zero entry can hide its data.
         if geometry.zero.is_some() || !envelope.over_parent() {
             report.zero_clusters = drop_zeroes(storage, geometry, options, monitor)?;

@@ -36,4 +36,4 @@ mod write;
 
 pub use geometry::{ByteOrder, Geometry, Slot};
 pub use image::{BlockImage, Envelope, NewBlocks, Opening};
-pub use table::{copy_entries, write_entries, write_holes};
+pub use table::{copy_entries, write_blocks, write_holes};

@@ -8,7 +8,7 @@ use vdkit_meta::MutexGuard;
 use crate::compact;
 use crate::geometry::{Geometry, Slot};
 use crate::image::{BlockImage, Envelope, State, end_of_blocks};
-use crate::table::{read_entries, write_entries, write_holes};
+use crate::table::{read_entries, write_blocks, write_holes};
 
 const STEP_ENTRIES: u64 = 256 << 10;
 
@@ -25,13 +25,9 @@ impl<E: Envelope> BlockImage<E> {
         let guest_bytes =
             self.envelope.judge_size(self.storage.name(), &self.geometry(), guest_bytes)?;
         let (_lead, mut state) = self.state.quiesce(self)?;
-        self.resize_alone(&mut state, guest_bytes)
-    }
-
-    fn resize_alone(&self, state: &mut MutexGuard<'_, State>, guest_bytes: u64) -> Result<()> {
-        let resized = self.resize_file(state, guest_bytes);
-        self.follow_file(state, resized.as_ref().ok().copied());
-        resized.map(|_| ())
+        let resized = self.resize_file(&state, guest_bytes);
+        self.follow_file(&mut state, resized.as_ref().ok().copied());
+        resized.map(drop)
     }
 
     /// Changes the file without the table cache, and uses the new size once it is in the header.
@@ -136,26 +132,14 @@ impl<E: Envelope> BlockImage<E> {
 
     /// Allocates a block after `end` for every new entry; returns their end.
     fn allocate_all(&self, geometry: &Geometry, first: u64, end: u64) -> Result<u64> {
-        let stride = geometry.stride();
-        let last = end + (geometry.entries - first) * stride;
+        let last = end + (geometry.entries - first) * geometry.stride();
         let host_bytes = self.storage.len()?;
         if host_bytes > end {
             // Bytes after the last block must not become guest data.
             self.storage.write_zeroes(HostOffset(end), host_bytes - end, ZeroMode::MayUnmap)?;
         }
         self.storage.set_len(last + self.envelope.tail_bytes())?;
-        let mut index = first;
-        while index < geometry.entries {
-            let count = STEP_ENTRIES.min(geometry.entries - index);
-            let starts = (0..count).map(|n| end + (index - first + n) * stride);
-            let words: Option<Vec<u32>> = starts.map(|start| geometry.word(start)).collect();
-            let words = words.ok_or_else(|| Error::NoSpace {
-                file: self.storage.name().to_owned(),
-                what: "the table has no number for the last block".to_owned(),
-            })?;
-            write_entries(&*self.storage, geometry, index, &words)?;
-            index += count;
-        }
+        write_blocks(&*self.storage, geometry, first..geometry.entries, end)?;
         Ok(last)
     }
 }

@@ -1,6 +1,6 @@
 //! Checks a table of blocks, and repairs it.
 
-use vdkit_block::{CheckReport, Finding, Limits, Monitor, Repair, Result, Severity, Storage};
+use vdkit_block::{CheckReport, Limits, Monitor, Repair, Result, Severity, Storage};
 
 use crate::compact::{Mover, Placed, close_gaps, placed};
 use crate::geometry::{Geometry, HOLE, Slot};
@@ -11,8 +11,6 @@ use crate::table::walk;
 pub struct Surveyed {
     /// End of the blocks.
     pub end: u64,
-    /// Blocks that the table names.
-    pub blocks: u64,
     /// A repair changed something that the envelope must record.
     pub changed: bool,
 }
@@ -50,7 +48,6 @@ pub fn survey(job: &Job<'_>, report: &mut CheckReport) -> Result<Surveyed> {
     surveyed.changed |= judge_entries(job, repairing, report)?;
     let blocks = sound(job)?;
     count(geometry, &blocks, report);
-    surveyed.blocks = blocks.len() as u64;
     monitor.cancel.check()?;
     let overlaps = overlaps(geometry, &blocks);
     let mut end = blocks.last().map_or(geometry.first_block, |last| last.start + geometry.stride());
@@ -61,13 +58,8 @@ pub fn survey(job: &Job<'_>, report: &mut CheckReport) -> Result<Surveyed> {
             storage.set_len(end + tail_bytes)?;
             surveyed.changed = true;
         }
-        report.add(Finding {
-            severity: Severity::Corruption,
-            offset: host_bytes,
-            structure: "file",
-            message: format!("ends at {host_bytes:#x}, within the last block, not at {end:#x}"),
-            repaired,
-        });
+        let message = format!("ends at {host_bytes:#x}, within the last block, not at {end:#x}");
+        report.note(Severity::Corruption, host_bytes, "file", message, repaired);
     }
     // A hostile table must not fill the disk with copies, so the number of blocks at most doubles.
     let copies = repairing && (overlaps.len() * 2 <= blocks.len() || repair == Repair::AllForced);
@@ -121,8 +113,7 @@ fn bad_entry(
         report.corruptions_fixed += u64::from(repaired);
         return;
     }
-    let (severity, structure) = (Severity::Corruption, "block table entry");
-    report.add(Finding { severity, offset, structure, message: message(), repaired });
+    report.note(Severity::Corruption, offset, "block table entry", message(), repaired);
 }
 
 /// Checks for invalid entries.
@@ -227,20 +218,13 @@ fn gaps(job: &Job<'_>, report: &mut CheckReport, surveyed: &mut Surveyed) -> Res
     }
     for (offset, count) in leaks {
         for n in 0..count {
-            let finding = Finding {
-                severity: Severity::Leak,
-                offset: offset + n * stride,
-                structure: "block",
-                message: "no entry names this block".to_owned(),
-                repaired: repairing,
-            };
-            if report.findings.len() < CheckReport::FINDINGS_MAX {
-                report.add(finding);
-            } else {
+            if report.findings.len() >= CheckReport::FINDINGS_MAX {
                 report.leaks += count - n;
                 report.leaks_fixed += if repairing { count - n } else { 0 };
                 break;
             }
+            let (at, message) = (offset + n * stride, "no entry names this block");
+            report.note(Severity::Leak, at, "block", message, repairing);
         }
     }
     Ok(())

@@ -1,6 +1,8 @@
 //! The table of blocks, read in pieces on demand.
 
-use vdkit_block::{HostOffset, Result, Storage};
+use std::ops::Range;
+
+use vdkit_block::{Error, HostOffset, Result, Storage};
 use vdkit_meta::PageCache;
 use zerocopy::IntoBytes;
 
@@ -68,7 +70,7 @@ pub(crate) fn read_entries(
 ///
 /// # Errors
 /// Those of the storage.
-pub fn write_entries(
+pub(crate) fn write_entries(
     storage: &dyn Storage,
     geometry: &Geometry,
     first: u64,
@@ -76,6 +78,30 @@ pub fn write_entries(
 ) -> Result<()> {
     let stored: Vec<u32> = words.iter().map(|word| geometry.order.converted(*word)).collect();
     storage.write_at(stored.as_bytes(), HostOffset(geometry.entry_at(first)))
+}
+
+/// Writes entries of consecutive blocks, the first one at `start`.
+///
+/// # Errors
+/// [`Error::NoSpace`] if a block has no number; those of the storage.
+pub fn write_blocks(
+    storage: &dyn Storage,
+    geometry: &Geometry,
+    entries: Range<u64>,
+    start: u64,
+) -> Result<()> {
+    let mut index = entries.start;
+    while index < entries.end {
+        let last = entries.end.min(index + STEP_ENTRIES);
+        let starts = (index..last).map(|n| start + (n - entries.start) * geometry.stride());
+        let words: Option<Vec<u32>> = starts.map(|start| geometry.word(start)).collect();
+        let words = words.ok_or_else(|| {
+            Error::no_space(storage.name(), "the table has no number for the last block")
+        })?;
+        write_entries(storage, geometry, index, &words)?;
+        index = last;
+    }
+    Ok(())
 }
 
 /// Writes `count` entries of missing blocks.

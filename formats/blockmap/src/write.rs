@@ -162,7 +162,7 @@ impl<E: Envelope> BlockImage<E> {
     }
 
     fn no_space(&self, what: String) -> Error {
-        Error::NoSpace { file: self.storage.name().to_owned(), what }
+        Error::no_space(self.storage.name(), what)
     }
 
     /// Grows the file for blocks up to `end`, and in advance for more.

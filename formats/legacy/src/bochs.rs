@@ -1,14 +1,11 @@
 //! Bochs growing images: `docs/formats/bochs.md`.
 
-use vdkit_block::{
-    DriverInfo, Error, Extent, HostOffset, ImageInfo, Limits, Place, Result, Storage,
-};
+use vdkit_block::{DriverInfo, Error, Extent, ImageInfo, Limits, Place, Result, Storage};
 
 use crate::read_only::{self, Map};
 use crate::tables::Tables;
 use vdkit_block::bytes::{le32, le64};
 
-const MAGIC: &[u8] = b"Bochs Virtual HD Image\0";
 const HEADER_BYTES: usize = 96;
 const SECTOR: u64 = 512;
 /// QEMU's limits.
@@ -32,39 +29,6 @@ fn says(bytes: &[u8], at: usize, text: &[u8]) -> bool {
     bytes[at..].starts_with(text) && bytes.get(at + text.len()) == Some(&0)
 }
 
-impl Bochs {
-    /// The run of equally allocated sectors within one extent.
-    fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
-        let (index, within) = (at / self.extent_bytes, at % self.extent_bytes);
-        let len = (self.extent_bytes - within).min(len);
-        let entry_at = self.catalog_at + index * 4;
-        let entry = u32::from_le_bytes(tables.bytes(storage, entry_at)?);
-        if entry == NOTHING {
-            return Ok(Extent { len, place: Place::Hole });
-        }
-        let catalog_end = self.catalog_at + self.catalog_entries * 4;
-        // Below 2^32 extents of at most 16 MiB.
-        let bitmap_at = catalog_end + u64::from(entry) * (self.bitmap_bytes + self.extent_bytes);
-        let bit = |sector: u64| -> Result<bool> {
-            let [byte] = tables.bytes(storage, bitmap_at + sector / 8)?;
-            Ok(byte >> (sector % 8) & 1 != 0)
-        };
-        read_only::data(storage, entry_at, bitmap_at, 1, catalog_end)?;
-        let first = within / SECTOR;
-        let present = bit(first)?;
-        let mut end = first + 1;
-        while end * SECTOR < within + len && bit(end)? == present {
-            end += 1;
-        }
-        let len = len.min(end * SECTOR - within);
-        if !present {
-            return Ok(Extent { len, place: Place::Hole });
-        }
-        let offset = bitmap_at + self.bitmap_bytes + within;
-        read_only::data(storage, entry_at, offset, len, catalog_end)
-    }
-}
-
 impl Map for Bochs {
     const INFO: DriverInfo = DriverInfo {
         name: "bochs",
@@ -73,9 +37,7 @@ impl Map for Bochs {
         description: "Bochs' growing disk images, for reading",
     };
 
-    fn matches(head: &[u8], _tail: &[u8], _len: u64) -> bool {
-        head.starts_with(MAGIC)
-    }
+    const MAGICS: &'static [&'static [u8]] = &[b"Bochs Virtual HD Image\0"];
 
     fn describe(&self, info: &mut ImageInfo) {
         info.cluster_size = Some(self.extent_bytes);
@@ -83,14 +45,10 @@ impl Map for Bochs {
 
     fn read(storage: &dyn Storage, _limits: &Limits) -> Result<Self> {
         let file = storage.name();
-        let mut bytes = [0; HEADER_BYTES];
-        let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
+        let bytes = Self::header::<HEADER_BYTES>(storage, "'Bochs Virtual HD Image'")?;
         let corrupt = |at: u64, what, found: String, expected: &str| {
             Err(Error::corrupt(file, at, what, found, expected))
         };
-        if got < HEADER_BYTES || !bytes.starts_with(MAGIC) {
-            return corrupt(0, "header", "other bytes".to_owned(), "'Bochs Virtual HD Image'");
-        }
         let version = le32(&bytes, 64);
         if !says(&bytes, 32, b"Redolog")
             || !says(&bytes, 48, b"Growing")
@@ -138,7 +96,38 @@ impl Map for Bochs {
         self.catalog_entries * (4 + self.bitmap_bytes)
     }
 
-    fn run(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
-        read_only::merged(at, len, |at, len| self.one(storage, tables, at, len))
+    fn spoiled(&self, at: u64, _structure: &str) -> u64 {
+        (at / self.extent_bytes + 1) * self.extent_bytes
+    }
+
+    /// The run of equally allocated sectors within one extent.
+    fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
+        let (index, within) = (at / self.extent_bytes, at % self.extent_bytes);
+        let len = (self.extent_bytes - within).min(len);
+        let entry_at = self.catalog_at + index * 4;
+        let entry = u32::from_le_bytes(tables.bytes(storage, entry_at)?);
+        if entry == NOTHING {
+            return Ok(Extent { len, place: Place::Hole });
+        }
+        let catalog_end = self.catalog_at + self.catalog_entries * 4;
+        // Below 2^32 extents of at most 16 MiB.
+        let bitmap_at = catalog_end + u64::from(entry) * (self.bitmap_bytes + self.extent_bytes);
+        let bit = |sector: u64| -> Result<bool> {
+            let [byte] = tables.bytes(storage, bitmap_at + sector / 8)?;
+            Ok(byte >> (sector % 8) & 1 != 0)
+        };
+        read_only::data(storage, entry_at, bitmap_at, 1, catalog_end)?;
+        let first = within / SECTOR;
+        let present = bit(first)?;
+        let mut end = first + 1;
+        while end * SECTOR < within + len && bit(end)? == present {
+            end += 1;
+        }
+        let len = len.min(end * SECTOR - within);
+        if !present {
+            return Ok(Extent { len, place: Place::Hole });
+        }
+        let offset = bitmap_at + self.bitmap_bytes + within;
+        read_only::data(storage, entry_at, offset, len, catalog_end)
     }
 }

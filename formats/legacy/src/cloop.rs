@@ -2,15 +2,13 @@
 
 use vdkit_block::{
     Codec, Compressed, DriverInfo, Error, Extent, FileIndex, HostOffset, ImageInfo, Limits, Place,
-    Result, Storage,
+    Result, Storage, require_within,
 };
 
 use crate::read_only::{self, Map};
 use crate::tables::Tables;
 use vdkit_block::bytes::be32;
 
-/// Start of the shell script at the head of each image.
-const MAGIC: &[u8] = b"#!/bin/sh\n#V2.0 Format\n";
 const HEADER_BYTES: u64 = 136;
 const SECTOR: u32 = 512;
 
@@ -30,9 +28,8 @@ impl Map for Cloop {
         description: "compressed loopback images (Knoppix), for reading",
     };
 
-    fn matches(head: &[u8], _tail: &[u8], _len: u64) -> bool {
-        head.starts_with(MAGIC)
-    }
+    /// Start of the shell script at the head of each image.
+    const MAGICS: &'static [&'static [u8]] = &[b"#!/bin/sh\n#V2.0 Format\n"];
 
     fn describe(&self, info: &mut ImageInfo) {
         info.cluster_size = Some(self.cluster_bytes());
@@ -41,27 +38,16 @@ impl Map for Cloop {
 
     fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self> {
         let file = storage.name();
-        let mut bytes = [0; HEADER_BYTES as usize];
-        let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
+        let bytes = Self::header::<{ HEADER_BYTES as usize }>(storage, "a script '#V2.0 Format'")?;
         let corrupt = |at: u64, what, found: String, expected: &str| {
             Err(Error::corrupt(file, at, what, found, expected))
         };
-        if got < bytes.len() || !bytes.starts_with(MAGIC) {
-            return corrupt(0, "header", "other bytes".to_owned(), "a script '#V2.0 Format'");
-        }
         let (block_bytes, blocks) = (be32(&bytes, 128), be32(&bytes, 132));
         if block_bytes == 0 || !block_bytes.is_multiple_of(SECTOR) {
             return corrupt(128, "block size", block_bytes.to_string(), "a multiple of 512");
         }
         let compressed_bytes_max = limits.compressed_bytes_max;
-        if u64::from(block_bytes) > compressed_bytes_max {
-            return Err(Error::Limit {
-                file: file.to_owned(),
-                what: "block size",
-                found: block_bytes.into(),
-                limit: compressed_bytes_max,
-            });
-        }
+        require_within(file, "block size", block_bytes.into(), compressed_bytes_max)?;
         if HEADER_BYTES + (u64::from(blocks) + 1) * 8 > storage.len()? {
             return corrupt(132, "table", format!("{blocks} blocks"), "a table in the file");
         }
@@ -80,7 +66,7 @@ impl Map for Cloop {
         (u64::from(self.blocks) + 1) * 8
     }
 
-    fn run(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
+    fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
         let block_bytes = self.cluster_bytes();
         let (index, skip) = (at / block_bytes, at % block_bytes);
         let entry_at = HEADER_BYTES + index * 8;

@@ -2,7 +2,7 @@
 
 use vdkit_block::{
     Codec, Compressed, DriverInfo, Error, Extent, FileIndex, HostOffset, ImageInfo, Limits, Place,
-    Result, Storage,
+    Result, Storage, require_within,
 };
 
 use crate::property_list::block_tables;
@@ -160,16 +160,106 @@ impl Dmg {
         let compressed_len = be64(entry, 32);
         if matches!(kind, Kind::Compressed(_)) {
             let found = compressed_len.max(len);
-            if found > self.compressed_bytes_max {
-                let (file, limit) = (file.to_owned(), self.compressed_bytes_max);
-                return Err(Error::Limit { file, what: "compressed chunk", found, limit });
-            }
+            require_within(file, "compressed chunk", found, self.compressed_bytes_max)?;
         }
         self.chunks.push(Chunk { at, len, offset, compressed_len, kind });
         Ok(())
     }
 
-    fn one(&self, storage: &dyn Storage, at: u64, len: u64) -> Result<Extent> {
+    /// The compression method of the first compressed chunk.
+    fn compression(&self) -> Option<&'static str> {
+        self.chunks.iter().find_map(|chunk| match chunk.kind {
+            Kind::Compressed(Codec::Zlib) => Some("zlib"),
+            Kind::Compressed(Codec::Bzip2) => Some("bzip2"),
+            Kind::Compressed(Codec::Adc) => Some("adc"),
+            Kind::Unknown(0x8000_0007) => Some("lzfse"),
+            Kind::Compressed(Codec::Xz) => Some("lzma"),
+            _ => None,
+        })
+    }
+}
+
+impl Map for Dmg {
+    const INFO: DriverInfo = DriverInfo {
+        name: "dmg",
+        aliases: &[],
+        extensions: &["dmg"],
+        description: "Apple's disk images (UDIF): raw, zlib, bzip2, LZMA and ADC chunks, for reading",
+    };
+
+    /// The start has no signature; the trailer has.
+    const MAGICS: &'static [&'static [u8]] = &[];
+
+    fn matches(_head: &[u8], tail: &[u8], len: u64) -> bool {
+        tail.len() == TRAILER_BYTES
+            && be32(tail, 8) as usize == TRAILER_BYTES
+            && tail.starts_with(MAGIC)
+            && len > TRAILER_BYTES as u64
+    }
+
+    fn describe(&self, info: &mut ImageInfo) {
+        info.compression = self.compression();
+        info.properties.push(("chunks".to_owned(), self.chunks.len().to_string()));
+    }
+
+    fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self> {
+        let file = storage.name();
+        let trailer = Trailer::read(storage)?;
+        let (in_resources, (at, len)) = match (trailer.resources, trailer.property_list) {
+            (resources, _) if resources.1 != 0 => (true, resources),
+            (_, list) => (false, list),
+        };
+        if len == 0 {
+            let (what, found) = ("tables", "neither resources nor a property list");
+            return Err(Error::corrupt(file, trailer.at + 40, what, found, "one of them"));
+        }
+        require_within(file, "size of the tables", len, TABLES_BYTES_MAX)?;
+        if at.checked_add(len).is_none_or(|end| end > trailer.at) {
+            let (what, found) = ("tables", format!("{len} bytes at {at:#x}"));
+            return Err(Error::corrupt(file, trailer.at + 40, what, found, "bytes before the end"));
+        }
+        let mut bytes = vec![0; len as usize];
+        storage.read_at(&mut bytes, HostOffset(at))?;
+        let mut dmg = Self {
+            guest_bytes: trailer.guest_bytes(),
+            chunks: Vec::new(),
+            compressed_bytes_max: limits.compressed_bytes_max,
+            tables_at: at,
+        };
+        if in_resources {
+            dmg.take_resources(file, &bytes, trailer.data_fork)?;
+        } else {
+            let tables = block_tables(&String::from_utf8_lossy(&bytes)).map_err(|error| {
+                let (what, found) = ("property list", error.to_string());
+                Error::corrupt(file, at, what, found, "tables in base64")
+            })?;
+            for table in tables {
+                dmg.take_table(file, &table, trailer.data_fork)?;
+            }
+        }
+        dmg.chunks.sort_by_key(|chunk| chunk.at);
+        Ok(dmg)
+    }
+
+    fn guest_bytes(&self) -> u64 {
+        self.guest_bytes
+    }
+
+    fn cluster_bytes(&self) -> u64 {
+        SECTOR
+    }
+
+    fn table_bytes(&self) -> u64 {
+        (self.chunks.len() * CHUNK_BYTES) as u64
+    }
+
+    /// All faults of a chunk have one place: that of the tables.
+    fn spoiled(&self, at: u64, _structure: &str) -> u64 {
+        let after = self.chunks.partition_point(|chunk| chunk.at <= at);
+        self.chunks.get(after).map_or(self.guest_bytes, |next| next.at)
+    }
+
+    fn one(&self, storage: &dyn Storage, _tables: &Tables, at: u64, len: u64) -> Result<Extent> {
         let after = self.chunks.partition_point(|chunk| chunk.at <= at);
         let next = self.chunks.get(after).map_or(u64::MAX, |chunk| chunk.at);
         let len = len.min(next - at);
@@ -210,97 +300,5 @@ impl Dmg {
                 ))
             }
         }
-    }
-
-    /// The compression method of the first compressed chunk.
-    fn compression(&self) -> Option<&'static str> {
-        self.chunks.iter().find_map(|chunk| match chunk.kind {
-            Kind::Compressed(Codec::Zlib) => Some("zlib"),
-            Kind::Compressed(Codec::Bzip2) => Some("bzip2"),
-            Kind::Compressed(Codec::Adc) => Some("adc"),
-            Kind::Unknown(0x8000_0007) => Some("lzfse"),
-            Kind::Compressed(Codec::Xz) => Some("lzma"),
-            _ => None,
-        })
-    }
-}
-
-impl Map for Dmg {
-    const INFO: DriverInfo = DriverInfo {
-        name: "dmg",
-        aliases: &[],
-        extensions: &["dmg"],
-        description: "Apple's disk images (UDIF): raw, zlib, bzip2, LZMA and ADC chunks, for reading",
-    };
-
-    /// The start has no signature; the trailer has.
-    fn matches(_head: &[u8], tail: &[u8], len: u64) -> bool {
-        tail.len() == TRAILER_BYTES
-            && be32(tail, 8) as usize == TRAILER_BYTES
-            && tail.starts_with(MAGIC)
-            && len > TRAILER_BYTES as u64
-    }
-
-    fn describe(&self, info: &mut ImageInfo) {
-        info.compression = self.compression();
-        info.properties.push(("chunks".to_owned(), self.chunks.len().to_string()));
-    }
-
-    fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self> {
-        let file = storage.name();
-        let trailer = Trailer::read(storage)?;
-        let (in_resources, (at, len)) = match (trailer.resources, trailer.property_list) {
-            (resources, _) if resources.1 != 0 => (true, resources),
-            (_, list) => (false, list),
-        };
-        if len == 0 {
-            let (what, found) = ("tables", "neither resources nor a property list");
-            return Err(Error::corrupt(file, trailer.at + 40, what, found, "one of them"));
-        }
-        if len > TABLES_BYTES_MAX {
-            let (file, what) = (file.to_owned(), "size of the tables");
-            return Err(Error::Limit { file, what, found: len, limit: TABLES_BYTES_MAX });
-        }
-        if at.checked_add(len).is_none_or(|end| end > trailer.at) {
-            let (what, found) = ("tables", format!("{len} bytes at {at:#x}"));
-            return Err(Error::corrupt(file, trailer.at + 40, what, found, "bytes before the end"));
-        }
-        let mut bytes = vec![0; len as usize];
-        storage.read_at(&mut bytes, HostOffset(at))?;
-        let mut dmg = Self {
-            guest_bytes: trailer.guest_bytes(),
-            chunks: Vec::new(),
-            compressed_bytes_max: limits.compressed_bytes_max,
-            tables_at: at,
-        };
-        if in_resources {
-            dmg.take_resources(file, &bytes, trailer.data_fork)?;
-        } else {
-            let tables = block_tables(&String::from_utf8_lossy(&bytes)).map_err(|error| {
-                let (what, found) = ("property list", error.to_string());
-                Error::corrupt(file, at, what, found, "tables in base64")
-            })?;
-            for table in tables {
-                dmg.take_table(file, &table, trailer.data_fork)?;
-            }
-        }
-        dmg.chunks.sort_by_key(|chunk| chunk.at);
-        Ok(dmg)
-    }
-
-    fn guest_bytes(&self) -> u64 {
-        self.guest_bytes
-    }
-
-    fn cluster_bytes(&self) -> u64 {
-        SECTOR
-    }
-
-    fn table_bytes(&self) -> u64 {
-        (self.chunks.len() * CHUNK_BYTES) as u64
-    }
-
-    fn run(&self, storage: &dyn Storage, _tables: &Tables, at: u64, len: u64) -> Result<Extent> {
-        read_only::merged(at, len, |at, len| self.one(storage, at, len))
     }
 }

@@ -1,8 +1,6 @@
 //! Parallels' disk images: `docs/formats/parallels.md`.
 
-use vdkit_block::{
-    DriverInfo, Error, Extent, HostOffset, ImageInfo, Limits, Place, Result, Storage,
-};
+use vdkit_block::{DriverInfo, Error, Extent, ImageInfo, Limits, Place, Result, Storage};
 
 use crate::read_only::{self, Map};
 use crate::tables::Tables;
@@ -32,27 +30,6 @@ pub(crate) struct Parallels {
     old: bool,
 }
 
-impl Parallels {
-    fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
-        let (index, within) = (at / self.cluster_bytes, at % self.cluster_bytes);
-        if index >= self.entries {
-            // QEMU reads zeroes beyond the end of the table.
-            return Ok(Extent { len, place: Place::Hole });
-        }
-        let len = (self.cluster_bytes - within).min(len);
-        let entry_at = HEADER_BYTES as u64 + index * 4;
-        let entry = u64::from(u32::from_le_bytes(tables.bytes(storage, entry_at)?));
-        if entry == 0 {
-            return Ok(Extent { len, place: Place::Hole });
-        }
-        // Less than 2^32 steps of at most 2^40 bytes: compute in 128 bits, then check.
-        let offset = u128::from(entry) * u128::from(self.step) + u128::from(within);
-        let offset = u64::try_from(offset).unwrap_or(u64::MAX);
-        let first = HEADER_BYTES as u64 + self.entries * 4;
-        read_only::data(storage, entry_at, offset, len, first)
-    }
-}
-
 impl Map for Parallels {
     const INFO: DriverInfo = DriverInfo {
         name: "parallels",
@@ -61,9 +38,7 @@ impl Map for Parallels {
         description: "Parallels' disk images (.hdd, .hds), for reading",
     };
 
-    fn matches(head: &[u8], _tail: &[u8], _len: u64) -> bool {
-        head.starts_with(OLD) || head.starts_with(NEW)
-    }
+    const MAGICS: &'static [&'static [u8]] = &[OLD, NEW];
 
     fn describe(&self, info: &mut ImageInfo) {
         info.cluster_size = Some(self.cluster_bytes);
@@ -73,23 +48,21 @@ impl Map for Parallels {
 
     fn read(storage: &dyn Storage, _limits: &Limits) -> Result<Self> {
         let file = storage.name();
-        let mut bytes = [0; HEADER_BYTES];
-        let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
+        let bytes = Self::header::<HEADER_BYTES>(storage, "a magic number of Parallels")?;
         let corrupt = |at: u64, what, found: String, expected: &str| {
             Err(Error::corrupt(file, at, what, found, expected))
         };
         let old = bytes.starts_with(OLD);
-        if got < HEADER_BYTES || !(old || bytes.starts_with(NEW)) {
-            return corrupt(0, "header", "other bytes".to_owned(), "a magic number of Parallels");
-        }
         let version = le32(&bytes, 16);
         if version != VERSION {
             let what = format!("version {version} of Parallels' format");
             return Err(Error::unsupported(file, what, "version 2 is known"));
         }
-        let cluster_bytes = u64::from(le32(&bytes, 28)) * SECTOR;
+        let cluster_sectors = le32(&bytes, 28);
+        let cluster_bytes = u64::from(cluster_sectors) * SECTOR;
         if cluster_bytes == 0 || cluster_bytes > CLUSTER_BYTES_MAX {
-            return corrupt(28, "sectors of a cluster", "0".to_owned(), "at least 1");
+            let found = cluster_sectors.to_string();
+            return corrupt(28, "sectors of a cluster", found, "1 to 2^31");
         }
         let sectors = le64(&bytes, 36) & if old { 0xffff_ffff } else { u64::MAX };
         let guest_bytes = sectors.checked_mul(SECTOR).filter(|bytes| *bytes <= i64::MAX as u64);
@@ -121,7 +94,22 @@ impl Map for Parallels {
         self.entries * 4
     }
 
-    fn run(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
-        read_only::merged(at, len, |at, len| self.one(storage, tables, at, len))
+    fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
+        let (index, within) = (at / self.cluster_bytes, at % self.cluster_bytes);
+        if index >= self.entries {
+            // QEMU reads zeroes beyond the end of the table.
+            return Ok(Extent { len, place: Place::Hole });
+        }
+        let len = (self.cluster_bytes - within).min(len);
+        let entry_at = HEADER_BYTES as u64 + index * 4;
+        let entry = u64::from(u32::from_le_bytes(tables.bytes(storage, entry_at)?));
+        if entry == 0 {
+            return Ok(Extent { len, place: Place::Hole });
+        }
+        // Less than 2^32 steps of at most 2^40 bytes: compute in 128 bits, then check.
+        let offset = u128::from(entry) * u128::from(self.step) + u128::from(within);
+        let offset = u64::try_from(offset).unwrap_or(u64::MAX);
+        let first = HEADER_BYTES as u64 + self.entries * 4;
+        read_only::data(storage, entry_at, offset, len, first)
     }
 }

@@ -1,20 +1,17 @@
 //! QED: `docs/formats/qed.md`.
 
-use vdkit_block::{
-    DriverInfo, Error, Extent, HostOffset, ImageInfo, Limits, Place, Result, Storage,
-};
+use vdkit_block::{DriverInfo, Error, Extent, ImageInfo, Limits, Place, Result, Storage};
 
 use crate::read_only::{self, Map};
 use crate::tables::Tables;
 use vdkit_block::bytes::{le32, le64};
 
-const MAGIC: &[u8] = b"QED\0";
 const HEADER_BYTES: usize = 64;
-const NAME_BYTES_MAX: u32 = 1023;
 /// Feature bits.
 const BACKING_FILE: u64 = 1;
 const NEED_CHECK: u64 = 2;
 const BACKING_RAW: u64 = 4;
+const L1_ENTRY: &str = "L1 entry";
 /// Entry of a zero cluster.
 const ZERO: u64 = 1;
 
@@ -31,16 +28,6 @@ pub(crate) struct Qed {
 }
 
 impl Qed {
-    fn name(storage: &dyn Storage, at: u32, len: u32) -> Result<String> {
-        if len > NAME_BYTES_MAX {
-            let (what, found) = ("name of the backing file", format!("{len} bytes"));
-            return Err(Error::corrupt(storage.name(), 60, what, found, "at most 1023"));
-        }
-        let mut bytes = vec![0; len as usize];
-        storage.read_at(&mut bytes, HostOffset(at.into()))?;
-        Ok(String::from_utf8_lossy(&bytes).into_owned())
-    }
-
     /// Checks an offset in a table: a multiple of the cluster size, after the header.
     fn judge(&self, storage: &dyn Storage, at: u64, what: &'static str, found: u64) -> Result<()> {
         if found.is_multiple_of(self.cluster_bytes)
@@ -52,42 +39,6 @@ impl Qed {
         let (found, expected) = (format!("{found:#x}"), "whole clusters, behind the header");
         Err(Error::corrupt(storage.name(), at, what, found, expected))
     }
-
-    fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
-        let cluster = self.cluster_bytes;
-        let span = u128::from(cluster) * u128::from(self.table_entries);
-        // The first index is within the table, since the size was checked.
-        let (index, rest) = (u128::from(at) / span, u128::from(at) % span);
-        let l1_entry = self.l1_at + index as u64 * 8;
-        let l2_at = u64::from_le_bytes(tables.bytes(storage, l1_entry)?);
-        if l2_at == 0 {
-            let left = (span - rest).min(u128::from(len)) as u64;
-            return Ok(Extent { len: left, place: Place::Hole });
-        }
-        self.judge(storage, l1_entry, "L1 entry", l2_at)?;
-        let (within, index) = (at % cluster, rest as u64 / cluster);
-        let len = (cluster - within).min(len);
-        let entry_at = l2_at + index * 8;
-        match u64::from_le_bytes(tables.bytes(storage, entry_at)?) {
-            0 => Ok(Extent { len, place: Place::Hole }),
-            ZERO => Ok(Extent { len, place: Place::Zero { allocated: false } }),
-            offset => {
-                self.judge(storage, entry_at, "L2 entry", offset)?;
-                read_only::data(storage, entry_at, offset, len, self.first_cluster).map(|run| {
-                    if within == 0 {
-                        return run;
-                    }
-                    let place = match run.place {
-                        Place::Data { file, offset, exclusive } => {
-                            Place::Data { file, offset: offset + within, exclusive }
-                        }
-                        other => other,
-                    };
-                    Extent { place, ..run }
-                })
-            }
-        }
-    }
 }
 
 impl Map for Qed {
@@ -98,9 +49,7 @@ impl Map for Qed {
         description: "QEMU enhanced disk, the format before qcow2 version 3, for reading",
     };
 
-    fn matches(head: &[u8], _tail: &[u8], _len: u64) -> bool {
-        head.starts_with(MAGIC)
-    }
+    const MAGICS: &'static [&'static [u8]] = &[b"QED\0"];
 
     fn describe(&self, info: &mut ImageInfo) {
         info.cluster_size = Some(self.cluster_bytes);
@@ -111,14 +60,10 @@ impl Map for Qed {
 
     fn read(storage: &dyn Storage, _limits: &Limits) -> Result<Self> {
         let file = storage.name();
-        let mut bytes = [0; HEADER_BYTES];
-        let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
+        let bytes = Self::header::<HEADER_BYTES>(storage, "'QED' and a zero")?;
         let corrupt = |at: u64, what, found: String, expected: &str| {
             Err(Error::corrupt(file, at, what, found, expected))
         };
-        if got < HEADER_BYTES || !bytes.starts_with(MAGIC) {
-            return corrupt(0, "header", "other bytes".to_owned(), "'QED' and a zero");
-        }
         let cluster = le32(&bytes, 4);
         if !cluster.is_power_of_two() || !(4096..=64 << 20).contains(&cluster) {
             return corrupt(
@@ -164,7 +109,8 @@ impl Map for Qed {
         let first_cluster = u64::from(le32(&bytes, 12)).max(1) * cluster_bytes;
         let mut backing = None;
         if features & BACKING_FILE != 0 {
-            backing = Some(Self::name(storage, le32(&bytes, 56), le32(&bytes, 60))?);
+            let (at, len) = (le32(&bytes, 56).into(), le32(&bytes, 60));
+            backing = Some(read_only::name(storage, at, len, 60)?);
         }
         Ok(Self {
             cluster_bytes,
@@ -197,7 +143,35 @@ impl Map for Qed {
         self.guest_bytes.div_ceil(self.cluster_bytes) * 8
     }
 
-    fn run(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
-        read_only::merged(at, len, |at, len| self.one(storage, tables, at, len))
+    fn spoiled(&self, at: u64, structure: &str) -> u64 {
+        let table = if structure == L1_ENTRY { self.table_entries } else { 1 };
+        (at / (self.cluster_bytes * table) + 1) * (self.cluster_bytes * table)
+    }
+
+    fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
+        let cluster = self.cluster_bytes;
+        let span = u128::from(cluster) * u128::from(self.table_entries);
+        // The first index is within the table, since the size was checked.
+        let (index, rest) = (u128::from(at) / span, u128::from(at) % span);
+        let l1_entry = self.l1_at + index as u64 * 8;
+        let l2_at = u64::from_le_bytes(tables.bytes(storage, l1_entry)?);
+        if l2_at == 0 {
+            let left = (span - rest).min(u128::from(len)) as u64;
+            return Ok(Extent { len: left, place: Place::Hole });
+        }
+        self.judge(storage, l1_entry, L1_ENTRY, l2_at)?;
+        let (within, index) = (at % cluster, rest as u64 / cluster);
+        let len = (cluster - within).min(len);
+        let entry_at = l2_at + index * 8;
+        match u64::from_le_bytes(tables.bytes(storage, entry_at)?) {
+            0 => Ok(Extent { len, place: Place::Hole }),
+            ZERO => Ok(Extent { len, place: Place::Zero { allocated: false } }),
+            offset => {
+                self.judge(storage, entry_at, "L2 entry", offset)?;
+                let run =
+                    read_only::data(storage, entry_at, offset, within + len, self.first_cluster)?;
+                Ok(run.advance(within))
+            }
+        }
     }
 }

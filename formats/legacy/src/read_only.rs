@@ -7,20 +7,41 @@ use std::sync::Arc;
 
 use vdkit_block::{
     BackingRef, CheckReport, Compressed, CompressedUnits, DriverInfo, Error, Extent, FileIndex,
-    Finding, Format, FormatCaps, FormatDriver, GuestOffset, ImageInfo, InFlight, IoAction, Limits,
-    MapCache, MapCacheStats, Monitor, OfflineImage, OpenRequest, Place, Probe, Repair, Reservation,
-    Result, Severity, Storage,
+    Format, FormatCaps, FormatDriver, GuestOffset, HostOffset, ImageInfo, InFlight, IoAction,
+    Limits, MapCache, MapCacheStats, Monitor, OfflineImage, OpenRequest, Place, Probe, Repair,
+    Reservation, Result, Severity, Storage,
 };
 
 use crate::inflate;
 use crate::tables::Tables;
 
+/// Maximum runs merged per lookup.
+const RUNS_MAX: u32 = 4096;
+/// QEMU's limit: longer names of backing files are refused.
+const NAME_BYTES_MAX: u32 = 1023;
+
 /// A validated image: locates guest bytes and describes itself.
 pub(crate) trait Map: Send + Sync + fmt::Debug + Sized + 'static {
     const INFO: DriverInfo;
 
+    /// What the file begins with; one of them.
+    const MAGICS: &'static [&'static [u8]];
+
     /// Whether a file has this format; arguments as for [`FormatDriver::probe`].
-    fn matches(head: &[u8], tail: &[u8], len: u64) -> bool;
+    fn matches(head: &[u8], tail: &[u8], len: u64) -> bool {
+        let _ = (tail, len);
+        Self::MAGICS.iter().any(|magic| head.starts_with(magic))
+    }
+
+    /// The first bytes of the file; fails without one of the magic numbers.
+    fn header<const N: usize>(storage: &dyn Storage, expected: &str) -> Result<[u8; N]> {
+        let mut bytes = [0; N];
+        let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
+        if got < N || !Self::MAGICS.iter().any(|magic| bytes.starts_with(magic)) {
+            return Err(Error::corrupt(storage.name(), 0, "header", "other bytes", expected));
+        }
+        Ok(bytes)
+    }
 
     /// Reads and validates the header.
     fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self>;
@@ -45,8 +66,31 @@ pub(crate) trait Map: Send + Sync + fmt::Debug + Sized + 'static {
         false
     }
 
-    /// The run at `at`, at most `len` bytes, within the disk. Reads the tables that it needs.
-    fn run(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent>;
+    /// End of the range that a fault at `at` in this structure spoils. One field may map most of a
+    /// huge disk, which no check could walk in single units.
+    fn spoiled(&self, at: u64, structure: &str) -> u64 {
+        let _ = structure;
+        (at / self.cluster_bytes() + 1) * self.cluster_bytes()
+    }
+
+    /// The run at `at`, at most `len` bytes, within the disk and one unit of the map. Reads the
+    /// tables that it needs.
+    fn one(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent>;
+
+    /// As [`Map::one`], merged with following runs that are contiguous on the disk and in the file.
+    /// Errors of those are left to a later call.
+    fn run(&self, storage: &dyn Storage, tables: &Tables, at: u64, len: u64) -> Result<Extent> {
+        let mut run = self.one(storage, tables, at, len)?;
+        for _ in 0..RUNS_MAX {
+            if run.len >= len || matches!(run.place, Place::Compressed(_)) {
+                break;
+            }
+            let next = self.one(storage, tables, at + run.len, len - run.len).ok();
+            let Some(joined) = next.and_then(|next| run.merge(next)) else { break };
+            run = joined;
+        }
+        Ok(run)
+    }
 
     fn info(&self) -> ImageInfo {
         let mut info = ImageInfo::new(Self::INFO.name, self.guest_bytes());
@@ -127,6 +171,17 @@ fn refuse_writing<T>(file: &str, format: &str) -> Result<T> {
     ))
 }
 
+/// The name of a backing file, whose length is in the field at `len_at`.
+pub(crate) fn name(storage: &dyn Storage, at: u64, len: u32, len_at: u64) -> Result<String> {
+    if len > NAME_BYTES_MAX {
+        let (what, found) = ("name of the backing file", format!("{len} bytes"));
+        return Err(Error::corrupt(storage.name(), len_at, what, found, "at most 1023"));
+    }
+    let mut bytes = vec![0; len as usize];
+    storage.read_at(&mut bytes, HostOffset(at))?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
 /// A data run of the file; fails if it begins beyond the end of the file.
 pub(crate) fn data(
     storage: &dyn Storage,
@@ -145,7 +200,7 @@ pub(crate) fn data(
             format!("an offset from {first:#x} to the end of the file at {end:#x}"),
         ));
     }
-    let offset = vdkit_block::HostOffset(offset);
+    let offset = HostOffset(offset);
     Ok(Extent { len, place: Place::Data { file: FileIndex(0), offset, exclusive: false } })
 }
 
@@ -256,26 +311,17 @@ fn check<M: Map>(storage: &dyn Storage, map: &M, monitor: &Monitor<'_>) -> Resul
                 at += run.len;
             }
             Err(Error::Corrupt(fault)) => {
-                report.add(Finding {
-                    severity: Severity::Corruption,
-                    offset: fault.offset,
-                    structure: fault.structure,
-                    message: format!("found {}, expected {}", fault.found, fault.expected),
-                    repaired: false,
-                });
-                at = (at / cluster + 1) * cluster;
+                let message = format!("found {}, expected {}", fault.found, fault.expected);
+                let (offset, structure) = (fault.offset, fault.structure);
+                report.note(Severity::Corruption, offset, structure, message, false);
+                at = map.spoiled(at, structure);
             }
             Err(error) => return Err(error),
         }
     }
     if let Some((offset, structure)) = map.unclean() {
-        report.add(Finding {
-            severity: Severity::Leak,
-            offset,
-            structure,
-            message: "the image was not closed cleanly, or is in use".to_owned(),
-            repaired: false,
-        });
+        let message = "the image was not closed cleanly, or is in use";
+        report.note(Severity::Leak, offset, structure, message, false);
     }
     Ok(report)
 }
@@ -296,29 +342,4 @@ fn count(report: &mut CheckReport, run: &Extent, cluster: u64, follows: &mut Opt
     };
     report.allocated_clusters += clusters;
     report.image_end_offset = report.image_end_offset.max(end);
-}
-
-/// Merges runs that are contiguous on the disk and in the file.
-///
-/// # Errors
-/// That of the first run; errors of later runs are left to a later call.
-pub(crate) fn merged(
-    at: u64,
-    len: u64,
-    mut one: impl FnMut(u64, u64) -> Result<Extent>,
-) -> Result<Extent> {
-    /// Maximum runs merged per call.
-    const RUNS_MAX: u32 = 4096;
-    let mut run = one(at, len)?;
-    for _ in 0..RUNS_MAX {
-        if run.len >= len {
-            break;
-        }
-        let Some(joined) = one(at + run.len, len - run.len).ok().and_then(|next| run.merge(next))
-        else {
-            break;
-        };
-        run = joined;
-    }
-    Ok(run)
 }

@@ -194,3 +194,16 @@ fn unknown_chunks_of_dmg_are_named() {
         assert!(error.contains(name) && error.contains("hdiutil"), "{error}");
     }
 }
+
+/// One damaged chunk of a huge disk is one finding, not one for each of its sectors.
+#[test]
+fn a_huge_chunk_of_dmg_outside_of_the_file_is_one_finding() {
+    let mut bytes = dmg(&vec![7; 64 << 10], Fork::Resources);
+    let at = bytes.windows(4).rposition(|word| word == 0x8000_0006_u32.to_be_bytes()).unwrap();
+    let sectors = bytes.len() - 512 + 492;
+    bytes[at..at + 4].copy_from_slice(&1_u32.to_be_bytes());
+    bytes[at + 16..at + 24].copy_from_slice(&(1_u64 << 50).to_be_bytes());
+    bytes[at + 24..at + 32].copy_from_slice(&(1_u64 << 60).to_be_bytes());
+    bytes[sectors..sectors + 8].copy_from_slice(&(1_u64 << 51).to_be_bytes());
+    assert_eq!(found(DMG, &bytes), (1, 0));
+}

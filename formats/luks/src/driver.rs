@@ -5,7 +5,7 @@ use std::sync::Arc;
 use vdkit_block::{
     CheckReport, CreateRequest, Creation, DriverInfo, Error, Format, FormatDriver, HostOffset,
     ImageInfo, KeySlots, KeyedImages, Limits, Measured, OfflineImage, OpenRequest, OptionKind,
-    OptionSpec, Options, Probe, Repair, Result, Secret, SectorCipher, Storage, ZeroMode,
+    OptionSpec, Options, Probe, Repair, Result, Secret, SectorCipher, Storage,
 };
 
 use crate::format::{LuksFormat, guest_bytes_of, place_of};
@@ -99,19 +99,10 @@ impl Creation for LuksDriver {
         };
         let made = new.make(storage.name(), key, &Limits::default())?;
         let payload = new.payload_offset();
-        if storage.caps().growable {
-            if !storage.is_empty()? {
-                storage.set_len(0)?;
-            }
-            storage.set_len(end)?;
-        } else if storage.len()? < end {
-            return Err(Error::NoSpace {
-                file: storage.name().to_owned(),
-                what: format!("the image needs {end} bytes, the device has {}", storage.len()?),
-            });
-        } else {
-            storage.write_zeroes(HostOffset(0), payload, ZeroMode::MayUnmap)?;
+        if storage.caps().growable && !storage.is_empty()? {
+            storage.set_len(0)?;
         }
+        storage.make_room(end, payload)?;
         match request.options.text("preallocation") {
             Some("falloc") if storage.caps().growable => storage.allocate(HostOffset(0), end)?,
             Some("full") => write_encrypted_zeroes(storage, &made, payload, bytes)?,

@@ -1,13 +1,11 @@
 //! The map of a raw container: guest byte *n* is byte *payload offset + n*, encrypted.
 
 use std::mem::offset_of;
-use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use vdkit_block::{
-    Encryption, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, HostOffset, InFlight,
-    OpenRequest, Place, Reservation, Result, Secret, SectorNumbering, Storage, require_writable,
+    Encryption, Error, Flat, FlatFormat, HostOffset, OpenRequest, Result, Secret, SectorNumbering,
+    Storage, require_writable,
 };
 
 use crate::header::{Header, HeaderPlace, SECTOR_BYTES};
@@ -48,12 +46,8 @@ pub(crate) fn guest_bytes_of(header: &Header, storage: &dyn Storage) -> Result<u
 /// An open container.
 #[derive(Debug)]
 pub struct LuksFormat {
-    storage: Arc<dyn Storage>,
-    writable: bool,
-    payload: u64,
-    guest_bytes: AtomicU64,
+    flat: Flat,
     encryption: Encryption,
-    in_flight: InFlight,
 }
 
 impl LuksFormat {
@@ -68,115 +62,47 @@ impl LuksFormat {
         let guest_bytes = guest_bytes_of(slots.header(), &*storage)?;
         let cipher = slots.unlock(keys)?;
         Ok(Self {
-            writable,
-            payload: slots.header().payload_offset(),
-            guest_bytes: AtomicU64::new(guest_bytes),
+            flat: Flat::new(storage, writable, slots.header().payload_offset(), guest_bytes)?,
             encryption: Encryption { cipher, numbering: SectorNumbering::Guest },
-            in_flight: InFlight::default(),
-            storage,
         })
-    }
-
-    fn data(&self, at: GuestOffset, len: u64) -> Extent {
-        let offset = HostOffset(self.payload + at.0);
-        Extent { len, place: Place::Data { file: FileIndex(0), offset, exclusive: true } }
-    }
-
-    fn check_writable(&self) -> Result<()> {
-        require_writable(self.writable, self.storage.name())
     }
 }
 
-impl Format for LuksFormat {
+impl FlatFormat for LuksFormat {
     fn name(&self) -> &'static str {
         "luks"
     }
 
-    fn caps(&self) -> FormatCaps {
-        let block_bytes = u64::from(self.storage.caps().block_bytes);
-        FormatCaps {
-            writable: self.writable,
-            cluster_bytes: block_bytes.max(SECTOR_BYTES),
-            fill_bytes: 1,
-            compressed: None,
-            one_pass: false,
-            cheap_zeroes: false,
-            host_aligned: false,
-        }
-    }
-
-    fn guest_bytes(&self) -> u64 {
-        self.guest_bytes.load(Ordering::Acquire)
+    fn flat(&self) -> &Flat {
+        &self.flat
     }
 
     fn encryption(&self) -> Option<&Encryption> {
         Some(&self.encryption)
     }
 
-    /// Unwritten space is noise.
-    fn new_reads_zero(&self) -> bool {
-        false
-    }
-
-    vdkit_block::accessors!(storage, in_flight);
-
-    fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
-        Ok(self.data(at, len))
-    }
-
-    fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent> {
-        Some(self.data(at, len))
-    }
-
-    /// Never a reservation: every byte is allocated.
-    fn reserve(&self, _at: GuestOffset, _len: u64) -> Result<Option<Reservation<'_>>> {
-        self.check_writable()?;
-        Ok(None)
-    }
-
-    /// Does nothing: there is no zero metadata, so the caller writes zeroes.
-    fn zero(&self, at: GuestOffset, _len: u64, _may_unmap: bool) -> Result<Range<u64>> {
-        self.check_writable()?;
-        Ok(at.0..at.0)
-    }
-
-    /// Does nothing: a hole in the file would read as noise.
-    fn discard(&self, _at: GuestOffset, _len: u64) -> Result<()> {
-        self.check_writable()
-    }
-
-    fn flush(&self) -> Result<()> {
-        self.storage.sync()
-    }
-
-    fn close(&self) -> Result<()> {
-        if self.writable { self.storage.sync() } else { Ok(()) }
-    }
-
     fn resize(&self, guest_bytes: u64) -> Result<()> {
-        self.check_writable()?;
-        let file = self.storage.name();
+        let (flat, file) = (&self.flat, self.flat.storage.name());
         let end = guest_bytes
             .checked_next_multiple_of(SECTOR_BYTES)
-            .and_then(|bytes| Some((bytes, bytes.checked_add(self.payload)?)))
+            .and_then(|bytes| Some((bytes, bytes.checked_add(flat.first)?)))
             .filter(|(_, end)| *end <= i64::MAX as u64);
         let Some((bytes, end)) = end else {
-            let limit = i64::MAX as u64 - self.payload;
-            let (file, what) = (file.to_owned(), "size");
-            return Err(Error::Limit { file, what, found: guest_bytes, limit });
+            let limit = i64::MAX as u64 - flat.first;
+            return Err(Error::limit(file, "size", guest_bytes, limit));
         };
-        if !self.storage.caps().growable && end > self.storage.len()? {
+        if !flat.storage.caps().growable && end > flat.storage.len()? {
             return Err(Error::Invalid(format!("{file}: has a fixed length and cannot grow")));
         }
         // Concurrent requests must not reach bytes beyond the end of the file.
-        let before = self.guest_bytes.fetch_min(bytes, Ordering::AcqRel);
-        if self.storage.caps().growable
-            && let Err(error) = self.storage.set_len(end)
+        let before = flat.guest_bytes.fetch_min(bytes, Ordering::AcqRel);
+        if flat.storage.caps().growable
+            && let Err(error) = flat.storage.set_len(end)
         {
-            self.guest_bytes.store(before, Ordering::Release);
+            flat.resized(before);
             return Err(error);
         }
-        self.guest_bytes.store(bytes, Ordering::Release);
+        flat.resized(bytes);
         Ok(())
     }
 }

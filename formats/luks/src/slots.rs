@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use vdkit_block::{
     Error, HostOffset, KeySlot, KeySlots, Limits, Result, Secret, SectorCipher, Storage,
+    require_within,
 };
 use zerocopy::IntoBytes;
 use zerocopy::big_endian::U32;
@@ -130,16 +131,10 @@ impl Work {
     /// Counts rounds before they run.
     fn take(&mut self, file: &str, rounds: u64) -> Result<()> {
         let found = self.done.saturating_add(rounds);
-        if found <= self.limit {
-            self.done = found;
-            return Ok(());
-        }
-        Err(Error::Limit {
-            file: file.to_owned(),
-            what: "the work of trying a key, in rounds of its derivation,",
-            found,
-            limit: self.limit,
-        })
+        let what = "the work of trying a key, in rounds of its derivation,";
+        require_within(file, what, found, self.limit)?;
+        self.done = found;
+        Ok(())
     }
 }
 

@@ -5,12 +5,11 @@ use std::sync::Arc;
 use vdkit_block::{
     CheckReport, CompactOptions, CompactReport, Compaction, CreateRequest, Creation, DriverInfo,
     Error, Format, FormatDriver, HostOffset, ImageInfo, Limits, Measured, OfflineImage,
-    OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Result, Storage, ZeroMode,
-    align_up, compact_flat,
+    OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Result, Storage, compact_flat,
 };
 
 use crate::SECTOR_BYTES;
-use crate::format::{GUEST_BYTES_MAX, RawFormat, guest_bytes_of};
+use crate::format::{GUEST_BYTES_MAX, RawFormat, guest_bytes_of, whole_sectors};
 
 const OPTIONS: &[OptionSpec] = &[OptionSpec {
     key: "preallocation",
@@ -70,18 +69,13 @@ impl Creation for RawDriver {
                 "raw has no place for its name; create a qcow2 image",
             ));
         }
-        let bytes = align_up(request.guest_bytes, SECTOR_BYTES)
-            .filter(|bytes| *bytes <= GUEST_BYTES_MAX)
-            .ok_or_else(|| Error::Limit {
-                file: storage.name().to_owned(),
-                what: "size",
-                found: request.guest_bytes,
-                limit: GUEST_BYTES_MAX,
-            })?;
+        let bytes = whole_sectors(request.guest_bytes).ok_or_else(|| {
+            Error::limit(storage.name(), "size", request.guest_bytes, GUEST_BYTES_MAX)
+        })?;
+        storage.make_room(bytes, bytes)?;
         if !storage.caps().growable {
-            return create_on_device(storage, bytes);
+            return Ok(());
         }
-        storage.set_len(bytes)?;
         match request.options.text("preallocation") {
             Some("falloc") if bytes > 0 => storage.allocate(HostOffset(0), bytes),
             Some("full") => write_all_zeroes(storage, bytes),
@@ -99,9 +93,7 @@ impl Creation for RawDriver {
 
     /// The file's length, whatever its content: a device for it needs this size.
     fn measure(&self, guest_bytes: u64, _: &Options, _data_clusters: u64) -> Result<Measured> {
-        let bytes = align_up(guest_bytes, SECTOR_BYTES)
-            .filter(|bytes| *bytes <= GUEST_BYTES_MAX)
-            .ok_or_else(|| {
+        let bytes = whole_sectors(guest_bytes).ok_or_else(|| {
             Error::Invalid(format!("a raw image of {guest_bytes} bytes is too large"))
         })?;
         Ok(Measured { required: bytes, fully_allocated: bytes })
@@ -112,21 +104,6 @@ impl Compaction for RawDriver {
     fn compact(&self, image: &OfflineImage<'_>, options: CompactOptions) -> Result<CompactReport> {
         compact_flat(&**image.storage, options, &image.monitor)
     }
-}
-
-/// A device has its length and space already; its old content must not show.
-fn create_on_device(storage: &dyn Storage, bytes: u64) -> Result<()> {
-    let len = storage.len()?;
-    if bytes > len {
-        return Err(Error::NoSpace {
-            file: storage.name().to_owned(),
-            what: format!("a raw image of {bytes} bytes on a device of {len}"),
-        });
-    }
-    if bytes == 0 {
-        return Ok(());
-    }
-    storage.write_zeroes(HostOffset(0), bytes, ZeroMode::MayUnmap)
 }
 
 fn write_all_zeroes(storage: &dyn Storage, bytes: u64) -> Result<()> {

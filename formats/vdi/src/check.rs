@@ -1,9 +1,8 @@
 //! Checks the table against the file, and the header's block count against the table.
 
 use std::mem::offset_of;
-use std::sync::Arc;
 
-use vdkit_block::{CheckReport, Finding, Limits, Monitor, Repair, Result, Severity, Storage};
+use vdkit_block::{CheckReport, OfflineImage, Repair, Result, Severity};
 use vdkit_blockmap::{Envelope, survey};
 
 use crate::envelope::VdiEnvelope;
@@ -11,13 +10,9 @@ use crate::header::Header;
 use crate::on_disk::RawHeader;
 
 /// As [`vdkit_block::FormatDriver::check`].
-pub(crate) fn check(
-    storage: &Arc<dyn Storage>,
-    repair: Repair,
-    limits: &Limits,
-    monitor: &Monitor<'_>,
-) -> Result<CheckReport> {
-    let storage = &**storage;
+pub(crate) fn check(image: &OfflineImage<'_>, repair: Repair) -> Result<CheckReport> {
+    let OfflineImage { limits, monitor, .. } = image;
+    let storage = &**image.storage;
     let header = Header::read(storage)?;
     // A version 0 image has its fields elsewhere, and is read-only.
     let repair = if header.version.0 == 0 { Repair::Nothing } else { repair };
@@ -35,14 +30,10 @@ pub(crate) fn check(
     if counted != wanted && !surveyed.changed {
         // If the count is too small, the next block that VirtualBox or QEMU allocates overwrites
         // another one.
-        let too_few = counted < wanted;
-        report.add(Finding {
-            severity: if too_few { Severity::Corruption } else { Severity::Leak },
-            offset: offset_of!(RawHeader, blocks_allocated) as u64,
-            structure: "header",
-            message: format!("blocks allocated is {counted}, and the table names {wanted}"),
-            repaired: repairing,
-        });
+        let severity = if counted < wanted { Severity::Corruption } else { Severity::Leak };
+        let message = format!("blocks allocated is {counted}, and the table names {wanted}");
+        let at = offset_of!(RawHeader, blocks_allocated) as u64;
+        report.note(severity, at, "header", message, repairing);
     }
     if surveyed.changed || (counted != wanted && repairing) {
         let envelope = VdiEnvelope::new(&header);

@@ -1,35 +1,39 @@
 //! Creates images.
 
-use vdkit_block::random_uuid;
-use vdkit_block::{CreateRequest, Error, HostOffset, Measured, Options, Result, align_up};
-use vdkit_blockmap::{ByteOrder, Geometry, write_entries, write_holes};
+use vdkit_block::{
+    CreateRequest, Creation, Error, HostOffset, Measured, OptionKind, OptionSpec, Options, Result,
+    align_up, random_uuid,
+};
+use vdkit_blockmap::{ByteOrder, Geometry, write_blocks, write_holes};
 use zerocopy::little_endian::U32;
 use zerocopy::{FromZeros, IntoBytes};
 
+use crate::driver::VdiDriver;
 use crate::envelope::ENTRIES_MAX;
 use crate::header::{HEADER_BYTES, MAGIC, VERSION, ZERO};
 use crate::on_disk::RawHeader;
 
 /// Bytes of a block, as in all other programs; QEMU reads no other size.
-pub(crate) const BLOCK_BYTES: u64 = 1 << 20;
+const BLOCK_BYTES: u64 = 1 << 20;
 /// The table follows the header's sector.
 const TABLE_AT: u64 = HEADER_BYTES as u64;
 /// Bytes of the header from its size field on, in version 1.1.
 const HEADER_SIZE: u32 = 400;
 /// At most 64 bytes.
 const TEXT: &[u8] = b"<<< vdkit Virtual Disk Image >>>\n";
-const STEP_ENTRIES: u64 = 64 << 10;
+
+const OPTIONS: &[OptionSpec] = &[OptionSpec {
+    key: "static",
+    kind: OptionKind::Switch,
+    default: "off",
+    help: "on: every block has its place in the file from the start",
+}];
 
 /// Layout of a new image of `guest_bytes` bytes. Blocks are aligned to their size, so that file
 /// system blocks can be shared (reflinks).
-pub(crate) fn layout(file: &str, guest_bytes: u64) -> Result<Geometry> {
+fn layout(file: &str, guest_bytes: u64) -> Result<Geometry> {
     let entries = guest_bytes.div_ceil(BLOCK_BYTES);
-    let too_large = || Error::Limit {
-        file: file.to_owned(),
-        what: "size",
-        found: guest_bytes,
-        limit: ENTRIES_MAX * BLOCK_BYTES,
-    };
+    let too_large = || Error::limit(file, "size", guest_bytes, ENTRIES_MAX * BLOCK_BYTES);
     if entries > ENTRIES_MAX {
         return Err(too_large());
     }
@@ -51,43 +55,46 @@ pub(crate) fn layout(file: &str, guest_bytes: u64) -> Result<Geometry> {
     })
 }
 
-/// As [`vdkit_block::Creation::create`].
-pub(crate) fn create(request: &CreateRequest) -> Result<()> {
-    let storage = &*request.storage;
-    if request.backing.is_some() {
-        return Err(Error::unsupported(
-            storage.name(),
-            "not supported: a VDI image with a backing file",
-            "VDI has no place for its name; create a qcow2 image",
-        ));
+impl Creation for VdiDriver {
+    fn options(&self) -> &'static [OptionSpec] {
+        OPTIONS
     }
-    let guest_bytes = align_up(request.guest_bytes, 512).unwrap_or(u64::MAX);
-    let geometry = layout(storage.name(), guest_bytes)?;
-    let fixed = request.options.switch("static") == Some(true);
-    let end = geometry.base + if fixed { geometry.entries * BLOCK_BYTES } else { 0 };
-    if storage.caps().growable {
-        storage.set_len(end)?;
-    } else if end > storage.len()? {
-        let what = format!("a VDI image of {end} bytes on a device of {}", storage.len()?);
-        return Err(Error::NoSpace { file: storage.name().to_owned(), what });
-    } else if fixed {
-        // Old content of the device must not become guest data.
-        let len = geometry.entries * BLOCK_BYTES;
-        storage.write_zeroes(HostOffset(geometry.base), len, vdkit_block::ZeroMode::MayUnmap)?;
-    }
-    if fixed {
-        let mut first = 0;
-        while first < geometry.entries {
-            let last = geometry.entries.min(first + STEP_ENTRIES);
-            // Below 2^30.
-            let words: Vec<u32> = (first..last).map(|index| index as u32).collect();
-            write_entries(storage, &geometry, first, &words)?;
-            first = last;
+
+    fn create(&self, request: &CreateRequest) -> Result<()> {
+        let storage = &*request.storage;
+        if request.backing.is_some() {
+            return Err(Error::unsupported(
+                storage.name(),
+                "not supported: a VDI image with a backing file",
+                "VDI has no place for its name; create a qcow2 image",
+            ));
         }
-    } else {
-        write_holes(storage, &geometry, 0, geometry.entries)?;
+        let guest_bytes = align_up(request.guest_bytes, 512).unwrap_or(u64::MAX);
+        let geometry = layout(storage.name(), guest_bytes)?;
+        let fixed = request.options.switch("static") == Some(true);
+        let end = geometry.base + if fixed { geometry.entries * BLOCK_BYTES } else { 0 };
+        storage.make_room(end, if fixed { end } else { 0 })?;
+        if fixed {
+            write_blocks(storage, &geometry, 0..geometry.entries, geometry.base)?;
+        } else {
+            write_holes(storage, &geometry, 0, geometry.entries)?;
+        }
+        storage.write_at(header(&geometry, guest_bytes, fixed)?.as_bytes(), HostOffset(0))
     }
-    storage.write_at(header(&geometry, guest_bytes, fixed)?.as_bytes(), HostOffset(0))
+
+    fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
+        Ok(BLOCK_BYTES)
+    }
+
+    fn measure(&self, guest_bytes: u64, options: &Options, data_blocks: u64) -> Result<Measured> {
+        let geometry = layout("vdi", guest_bytes)?;
+        let fully_allocated = geometry.base + geometry.entries * BLOCK_BYTES;
+        let required = match options.switch("static") {
+            Some(true) => fully_allocated,
+            _ => geometry.base + data_blocks.min(geometry.entries) * BLOCK_BYTES,
+        };
+        Ok(Measured { required, fully_allocated })
+    }
 }
 
 fn header(geometry: &Geometry, guest_bytes: u64, fixed: bool) -> Result<RawHeader> {
@@ -109,15 +116,4 @@ fn header(geometry: &Geometry, guest_bytes: u64, fixed: bool) -> Result<RawHeade
     };
     header.text[..TEXT.len()].copy_from_slice(TEXT);
     Ok(header)
-}
-
-/// As [`vdkit_block::Creation::measure`].
-pub(crate) fn measure(guest_bytes: u64, options: &Options, data_blocks: u64) -> Result<Measured> {
-    let geometry = layout("vdi", guest_bytes)?;
-    let fully_allocated = geometry.base + geometry.entries * BLOCK_BYTES;
-    let required = match options.switch("static") {
-        Some(true) => fully_allocated,
-        _ => geometry.base + data_blocks.min(geometry.entries) * BLOCK_BYTES,
-    };
-    Ok(Measured { required, fully_allocated })
 }

@@ -3,22 +3,14 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, CompactOptions, CompactReport, Compaction, CreateRequest, Creation, DriverInfo,
-    Error, Format, FormatDriver, ImageInfo, Limits, Measured, OfflineImage, OpenRequest,
-    OptionKind, OptionSpec, Options, Probe, Repair, Result, Storage,
+    CheckReport, CompactOptions, CompactReport, Compaction, DriverInfo, Error, Format,
+    FormatDriver, ImageInfo, Limits, OfflineImage, OpenRequest, Probe, Repair, Result, Storage,
 };
 use vdkit_blockmap::{BlockImage, Opening, compact};
 
+use crate::check;
 use crate::envelope::VdiEnvelope;
 use crate::header::{Header, is_vdi};
-use crate::{check, create};
-
-const OPTIONS: &[OptionSpec] = &[OptionSpec {
-    key: "static",
-    kind: OptionKind::Switch,
-    default: "off",
-    help: "on: every block has its place in the file from the start",
-}];
 
 /// VDI images.
 #[derive(Clone, Copy, Debug, Default)]
@@ -86,28 +78,10 @@ impl FormatDriver for VdiDriver {
     }
 
     fn check(&self, image: &OfflineImage<'_>, repair: Repair) -> Result<CheckReport> {
-        check::check(image.storage, repair, &image.limits, &image.monitor)
+        check::check(image, repair)
     }
 
     vdkit_block::capabilities!(creation: Creation, compaction: Compaction);
-}
-
-impl Creation for VdiDriver {
-    fn options(&self) -> &'static [OptionSpec] {
-        OPTIONS
-    }
-
-    fn create(&self, request: &CreateRequest) -> Result<()> {
-        create::create(request)
-    }
-
-    fn cluster_bytes(&self, _options: &Options) -> Result<u64> {
-        Ok(create::BLOCK_BYTES)
-    }
-
-    fn measure(&self, guest_bytes: u64, options: &Options, data_blocks: u64) -> Result<Measured> {
-        create::measure(guest_bytes, options, data_blocks)
-    }
 }
 
 impl Compaction for VdiDriver {

@@ -36,9 +36,9 @@ fn blocks_to(geometry: &Geometry, end: u64) -> u64 {
 
 /// A number in the header's encoding.
 fn number(file: &str, what: &str, value: u64) -> Result<U32> {
-    U32::try_from(value).map_err(|_| Error::NoSpace {
-        file: file.to_owned(),
-        what: format!("a VDI header has 32 bits for {what}, which would be {value:#x}"),
+    U32::try_from(value).map_err(|_| {
+        let what = format!("a VDI header has 32 bits for {what}, which would be {value:#x}");
+        Error::no_space(file, what)
     })
 }
 
@@ -80,12 +80,8 @@ impl Envelope for VdiEnvelope {
     fn judge_size(&self, file: &str, geometry: &Geometry, guest_bytes: u64) -> Result<u64> {
         // The limit of QEMU, whose blocks have 1 MiB; the table of smaller blocks ends earlier.
         let limit = ENTRIES_MAX * geometry.block_bytes.min(1 << 20);
-        align_up(guest_bytes, 512).filter(|bytes| *bytes <= limit).ok_or_else(|| Error::Limit {
-            file: file.to_owned(),
-            what: "size",
-            found: guest_bytes,
-            limit,
-        })
+        let size = align_up(guest_bytes, 512).filter(|bytes| *bytes <= limit);
+        size.ok_or_else(|| Error::limit(file, "size", guest_bytes, limit))
     }
 
     /// Grows the table in place up to the first block. Beyond that, moves the first blocks to the

@@ -22,6 +22,9 @@ pub(crate) const ZERO: u32 = 0xffff_fffe;
 const SIZE_MIN: u32 = 0x180;
 /// Host offset of the table in version 0.
 const TABLE_0_AT: u32 = offset_of!(RawHeader0, table) as u32;
+/// Offsets of the disk's size, in versions 1 and 0.
+const SIZE_AT: usize = offset_of!(RawHeader, disk_bytes);
+const SIZE_0_AT: usize = offset_of!(RawHeader0, disk_bytes);
 /// Accepted block sizes; no program has written others.
 const BLOCK_BYTES: std::ops::RangeInclusive<u32> = 4096..=1 << 30;
 
@@ -139,19 +142,19 @@ impl Header {
             return corrupt(at, "block extra", found, "at most a block");
         }
         let capacity = u64::from(header.entries) * u64::from(header.block_bytes);
+        let old = header.version.0 == 0;
         if header.disk_bytes > capacity {
             let found = format!("{} bytes in {} blocks", header.disk_bytes, header.entries);
-            let at = offset_of!(RawHeader, disk_bytes);
+            let at = if old { SIZE_0_AT } else { SIZE_AT };
             return corrupt(at, "disk size", found, "what the blocks can hold");
         }
         let table_end = u64::from(header.table_at) + u64::from(header.entries) * 4;
         if header.table_at < header.end() || table_end > host_bytes {
-            return corrupt(
-                offset_of!(RawHeader, table_offset),
-                "block table",
-                format!("{} entries at {:#x}", header.entries, header.table_at),
-                "a table behind the header and within the file",
-            );
+            let field = offset_of!(RawHeader, table_offset);
+            let at = if old { offset_of!(RawHeader0, blocks) } else { field };
+            let found = format!("{} entries at {:#x}", header.entries, header.table_at);
+            let expected = "a table behind the header and within the file";
+            return corrupt(at, "block table", found, expected);
         }
         if header.data_at < header.end() {
             let found = format!("{:#x}", header.data_at);
@@ -172,7 +175,7 @@ impl Header {
             image_type: image_type(file, offset_of!(RawHeader, image_type), stored.image_type)?,
             table_at: stored.table_offset.get(),
             data_at: stored.data_offset.get(),
-            disk_bytes: disk_bytes(file, stored.disk_bytes.get())?,
+            disk_bytes: disk_bytes(file, SIZE_AT, stored.disk_bytes.get())?,
             block_bytes: stored.block_bytes.get(),
             block_extra: stored.block_extra.get(),
             entries: stored.blocks.get(),
@@ -197,7 +200,7 @@ impl Header {
             image_type: image_type(file, offset_of!(RawHeader0, image_type), stored.image_type)?,
             table_at: TABLE_0_AT,
             data_at,
-            disk_bytes: disk_bytes(file, stored.disk_bytes.get())?,
+            disk_bytes: disk_bytes(file, SIZE_0_AT, stored.disk_bytes.get())?,
             block_bytes: stored.block_bytes.get(),
             block_extra: 0,
             entries,
@@ -252,9 +255,9 @@ fn image_type(file: &str, at: usize, number: U32) -> Result<ImageType> {
 }
 
 /// Rounds up to whole sectors, as QEMU does: VirtualBox has created images of unaligned sizes.
-fn disk_bytes(file: &str, bytes: u64) -> Result<u64> {
+fn disk_bytes(file: &str, at: usize, bytes: u64) -> Result<u64> {
     vdkit_block::align_up(bytes, 512).filter(|bytes| *bytes <= i64::MAX as u64).ok_or_else(|| {
-        let (at, what) = (offset_of!(RawHeader, disk_bytes) as u64, "disk size");
-        Error::corrupt(file, at, what, format!("{bytes:#x}"), "less than 2^63 bytes")
+        let (found, expected) = (format!("{bytes:#x}"), "less than 2^63 bytes");
+        Error::corrupt(file, at as u64, "disk size", found, expected)
     })
 }

@@ -138,10 +138,9 @@ fn describing_is_one_read() {
     assert_eq!(counting.counts().reads, 1);
 }
 
-/// Version 0 has a shorter header, followed by the table and the unaligned blocks.
-#[test]
-fn a_version_0_image_is_read_and_not_written() {
-    let sound = written();
+/// An image of version 0, which has a shorter header, followed by the table and the unaligned
+/// blocks.
+fn version_0(sound: &Shared) -> Shared {
     let mut bytes = vec![0; sound.len().unwrap() as usize];
     sound.read_at(&mut bytes, HostOffset(0)).unwrap();
     let (table, data) = (512, 1 << 20);
@@ -156,10 +155,30 @@ fn a_version_0_image_is_read_and_not_written() {
     old[0x170..0x174].copy_from_slice(&4_u32.to_le_bytes());
     old.extend(&bytes[table..table + 32]);
     old.extend(&bytes[data..]);
-    let storage: Shared = Arc::new(MemoryStorage::from_bytes("old", &old));
+    Arc::new(MemoryStorage::from_bytes("old", &old))
+}
+
+#[test]
+fn a_version_0_image_is_read_and_not_written() {
+    let sound = written();
+    let storage = version_0(&sound);
     assert!(content(&storage) == content(&sound));
     let error = DYNAMIC.open(&storage, true).unwrap_err().to_string();
     assert!(error.contains("version 0") && error.contains("convert"), "{error}");
+}
+
+#[test]
+fn errors_of_version_0_name_its_own_fields() {
+    for (at, word, wanted) in [
+        (0x160, 9 << 20, "disk size at offset 0x160"),
+        (0x164, u32::MAX, "disk size at offset 0x160"),
+        (0x16c, 1 << 24, "block table at offset 0x16c"),
+    ] {
+        let storage = version_0(&written());
+        put(&storage, at, word);
+        let error = VdiDriver.describe(&storage, &Limits::default()).unwrap_err().to_string();
+        assert!(error.contains(wanted), "{error}");
+    }
 }
 
 /// VirtualBox may put bytes before each block's data.

@@ -5,8 +5,9 @@ mod support;
 use std::sync::Arc;
 
 use support::{DYNAMIC, Shared, content, copy_of, entry, field, found, get, put, written};
-use vdkit_block::{CompactOptions, Compaction, GuestOffset, OfflineImage, Repair};
+use vdkit_block::{CompactOptions, Compaction, GuestOffset, HostOffset, OfflineImage, Repair};
 use vdkit_testbase::CrashStorage;
+use vdkit_testbase::trials::Trial;
 use vdkit_vdi::VdiDriver;
 
 fn mended(storage: &Shared) {
@@ -136,6 +137,27 @@ fn a_power_cut_while_compacting_loses_nothing() {
         }
     });
     assert!(cuts > 15, "{cuts}");
+}
+
+/// The blocks of a static image keep their places; zeroes in them become holes.
+#[test]
+fn compacting_a_static_image_punches_holes() {
+    let image = Trial { options: "static=on", ..DYNAMIC };
+    let storage: Shared = Arc::new(image.image());
+    let disk = image.open(&storage, true).unwrap();
+    disk.write_at(&vec![7; 2 << 20], GuestOffset(0)).unwrap();
+    disk.close().unwrap();
+    let first = HostOffset(get(&storage, field::DATA).into());
+    storage.write_at(&vec![0; 1 << 20], first).unwrap();
+    let (len, before) = (storage.len().unwrap(), content(&storage));
+    for (zero_scan, punched) in [(false, 0), (true, 1 << 20)] {
+        let options = CompactOptions::default().zero_scan(zero_scan);
+        let report = VdiDriver.compact(&OfflineImage::new(&storage), options).unwrap();
+        assert_eq!((report.punched_bytes, report.moved_clusters), (punched, 0));
+        assert_eq!(report.allocated_before - report.allocated_after, punched);
+        assert_eq!(storage.len().unwrap(), len);
+        assert!(content(&storage) == before);
+    }
 }
 
 /// The first blocks move to the end, the table overwrites their places, and the header switches.

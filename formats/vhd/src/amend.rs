@@ -1,50 +1,59 @@
 //! Updates the stored time stamp of the parent, with one write of a sector.
 
-use vdkit_block::{AmendRequest, BackingRef, Error, HostOffset, Result, Storage};
+use vdkit_block::{
+    AmendRequest, Amendment, BackingRef, Error, HostOffset, Monitor, Result, Storage,
+};
 
 use crate::create::identity;
+use crate::driver::VhdDriver;
 use crate::footer::{DiskType, SECTOR};
 use crate::header::DynamicHeader;
 use crate::locate::Footers;
 use crate::parent;
 
-/// As [`vdkit_block::Amendment::amend`]. The parent must stay the same, by its unique ID and
-/// name: another one needs changes in two sectors, which a crash could separate.
-pub(crate) fn amend(request: &AmendRequest) -> Result<Vec<String>> {
-    let storage = &*request.storage;
-    if !request.options.is_empty() {
-        return Err(Error::unsupported(
-            storage.name(),
-            "not supported: changing options of a vpc image in place",
-            "convert it to a new image that has them",
-        ));
+impl Amendment for VhdDriver {
+    fn amends_backing(&self) -> bool {
+        false
     }
-    let Some(backing) = &request.backing else { return Ok(Vec::new()) };
-    let footers = Footers::read(storage)?;
-    let footer = footers.best(storage.name())?;
-    let refused = || {
-        Error::unsupported(
-            storage.name(),
-            "not supported: putting a vpc image on another parent, or on none, in place",
-            "convert it to a new image: that one stands alone",
-        )
-    };
-    let over_parent = footer.disk_type == DiskType::Differencing;
-    let backing = backing.as_ref().filter(|_| over_parent).ok_or_else(refused)?;
-    let header = DynamicHeader::read(storage, footer.data_offset())?;
-    header.judge_sum(storage.name())?;
-    if !is_parent(storage, &header, backing)? {
-        return Err(refused());
+
+    /// The parent must stay the same, by its unique ID and name: another one needs changes in two
+    /// sectors, which a crash could separate.
+    fn amend(&self, request: &AmendRequest, _monitor: &Monitor<'_>) -> Result<Vec<String>> {
+        let storage = &*request.storage;
+        if !request.options.is_empty() {
+            return Err(Error::unsupported(
+                storage.name(),
+                "not supported: changing options of a vpc image in place",
+                "convert it to a new image that has them",
+            ));
+        }
+        let Some(backing) = &request.backing else { return Ok(Vec::new()) };
+        let footers = Footers::read(storage)?;
+        let footer = footers.best(storage.name())?;
+        let refused = || {
+            Error::unsupported(
+                storage.name(),
+                "not supported: putting a vpc image on another parent, or on none, in place",
+                "convert it to a new image: that one stands alone",
+            )
+        };
+        let over_parent = footer.disk_type == DiskType::Differencing;
+        let backing = backing.as_ref().filter(|_| over_parent).ok_or_else(refused)?;
+        let header = DynamicHeader::read(storage, footer.data_offset())?;
+        header.judge_sum(storage.name())?;
+        if !is_parent(storage, &header, backing)? {
+            return Err(refused());
+        }
+        let time = parent::stamp(backing.modified);
+        if time == 0 || time == header.parent_time() {
+            return Ok(Vec::new());
+        }
+        let header = header.with_parent_time(time);
+        // The time stamp and the checksum are in the first sector.
+        storage.write_at(&header.bytes()[..SECTOR as usize], HostOffset(header.at))?;
+        storage.sync()?;
+        Ok(vec!["backing".to_owned()])
     }
-    let time = parent::stamp(backing.modified);
-    if time == 0 || time == header.parent_time() {
-        return Ok(Vec::new());
-    }
-    let header = header.with_parent_time(time);
-    // The time stamp and the checksum are in the first sector.
-    storage.write_at(&header.bytes()[..SECTOR as usize], HostOffset(header.at))?;
-    storage.sync()?;
-    Ok(vec!["backing".to_owned()])
 }
 
 /// Whether `backing` is the current parent.

@@ -1,10 +1,9 @@
 //! Checks footers, the dynamic header, and the table against the file.
 
 use std::mem::offset_of;
-use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, Error, Finding, HostOffset, Limits, Monitor, Repair, Result, Severity, Storage,
+    CheckReport, Error, HostOffset, OfflineImage, Repair, Result, Severity, Storage,
 };
 use vdkit_blockmap::{Envelope, survey};
 
@@ -16,23 +15,14 @@ use crate::locate::Footers;
 use crate::on_disk::RawHeader;
 
 /// As [`vdkit_block::FormatDriver::check`].
-pub(crate) fn check(
-    storage: &Arc<dyn Storage>,
-    repair: Repair,
-    limits: &Limits,
-    monitor: &Monitor<'_>,
-) -> Result<CheckReport> {
-    let storage = &**storage;
+pub(crate) fn check(image: &OfflineImage<'_>, repair: Repair) -> Result<CheckReport> {
+    let storage = &**image.storage;
     let footers = Footers::read(storage)?;
     let footer = footers.best(storage.name())?;
     if footer.disk_type == DiskType::Fixed {
         return check_fixed(storage, &footers, footer, repair);
     }
-    check_dynamic(storage, &footers, footer, repair, limits, monitor)
-}
-
-fn damage(offset: u64, structure: &'static str, message: String, repaired: bool) -> Finding {
-    Finding { severity: Severity::Corruption, offset, structure, message, repaired }
+    check_dynamic(image, &footers, footer, repair)
 }
 
 fn check_fixed(
@@ -46,17 +36,13 @@ fn check_fixed(
     let mut report = CheckReport { image_end_offset: storage.len()?, ..CheckReport::default() };
     if footers.behind > 0 {
         let repaired = repair != Repair::Nothing;
-        report.add(Finding {
-            severity: Severity::Leak,
-            offset: footers.back_at + FOOTER_BYTES as u64,
-            structure: "file",
-            message: format!(
-                "{} bytes behind the footer, left by a power cut while the image grew; other programs \
-                 do not find the footer",
-                footers.behind
-            ),
-            repaired,
-        });
+        let message = format!(
+            "{} bytes behind the footer, left by a power cut while the image grew; other programs \
+             do not find the footer",
+            footers.behind
+        );
+        let at = footers.back_at + FOOTER_BYTES as u64;
+        report.note(Severity::Leak, at, "file", message, repaired);
         if repaired {
             fixed::cut_behind(storage, footers.back_at)?;
             report.image_end_offset = storage.len()?;
@@ -67,13 +53,8 @@ fn check_fixed(
     // On a device the footer is at its end.
     if free > 0 && storage.caps().growable {
         let repaired = repair != Repair::Nothing;
-        report.add(Finding {
-            severity: Severity::Leak,
-            offset: wanted,
-            structure: "file",
-            message: format!("{free} bytes between the disk and its footer"),
-            repaired,
-        });
+        let message = format!("{free} bytes between the disk and its footer");
+        report.note(Severity::Leak, wanted, "file", message, repaired);
         if repaired {
             storage.write_at(footer.bytes(), HostOffset(wanted))?;
             storage.sync()?;
@@ -86,13 +67,13 @@ fn check_fixed(
 }
 
 fn check_dynamic(
-    storage: &dyn Storage,
+    image: &OfflineImage<'_>,
     footers: &Footers,
     footer: &Footer,
     repair: Repair,
-    limits: &Limits,
-    monitor: &Monitor<'_>,
 ) -> Result<CheckReport> {
+    let OfflineImage { limits, monitor, .. } = image;
+    let storage = &**image.storage;
     let repairing = matches!(repair, Repair::All | Repair::AllForced);
     let mut header = DynamicHeader::read(storage, footer.data_offset())?;
     let geometry = header.geometry();
@@ -101,9 +82,9 @@ fn check_dynamic(
     let front = judge_front(footers, repairing, &mut report);
     let back = judge_back(footers, repair != Repair::Nothing, &mut report);
     if !header.sound {
-        let message = "the checksum of the dynamic header is wrong".to_owned();
+        let message = "the checksum of the dynamic header is wrong";
         let at = header.at + offset_of!(RawHeader, checksum) as u64;
-        report.add(damage(at, "dynamic header", message, repairing));
+        report.note(Severity::Corruption, at, "dynamic header", message, repairing);
         if repairing {
             header = header.summed();
             storage.write_at(header.bytes(), HostOffset(header.at))?;
@@ -140,7 +121,7 @@ pub(crate) fn judge_capacity(file: &str, footer: &Footer, header: &DynamicHeader
 fn judge_front(footers: &Footers, repairing: bool, report: &mut CheckReport) -> bool {
     let Err(no) = &footers.front else { return false };
     let message = format!("the footer's copy at the start: {}, expected {}", no.found, no.expected);
-    report.add(damage(no.at as u64, "footer", message, repairing));
+    report.note(Severity::Corruption, no.at as u64, "footer", message, repairing);
     true
 }
 
@@ -152,8 +133,6 @@ fn judge_back(footers: &Footers, repairing: bool, report: &mut CheckReport) -> b
         _ => return false,
     };
     // A crash while the file grows leaves this, and the next writer repairs it.
-    let severity = Severity::Leak;
-    let offset = footers.back_at;
-    report.add(Finding { severity, offset, structure: "footer", message, repaired: repairing });
+    report.note(Severity::Leak, footers.back_at, "footer", message, repairing);
     true
 }

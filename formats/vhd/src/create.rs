@@ -2,56 +2,90 @@
 
 use uuid::Uuid;
 use vdkit_block::{
-    BackingRef, CreateRequest, Error, HostOffset, Measured, Options, Result, Storage, ZeroMode,
+    BackingRef, CreateRequest, Creation, Error, HostOffset, Measured, OptionKind, OptionSpec,
+    Options, Result, Storage,
 };
 use vdkit_blockmap::write_holes;
 use zerocopy::big_endian::U32;
 
+use crate::driver::VhdDriver;
 use crate::footer::{DiskGeometry, DiskType, FOOTER_BYTES, Footer, SECTOR, size_of};
 use crate::header::{DynamicHeader, HEADER_BYTES};
 use crate::on_disk::ParentLocator;
 use crate::parent;
 
 /// Bytes of a block, as in all other programs.
-pub(crate) const BLOCK_BYTES: u64 = 2 << 20;
+const BLOCK_BYTES: u64 = 2 << 20;
 const TABLE_AT: u64 = (FOOTER_BYTES + HEADER_BYTES) as u64;
 
+const OPTIONS: &[OptionSpec] = &[
+    OptionSpec {
+        key: "subformat",
+        kind: OptionKind::Word(&["dynamic", "fixed"]),
+        default: "dynamic",
+        help: "dynamic: blocks come into the file as they are written; fixed: the disk and a footer",
+    },
+    OptionSpec {
+        key: "force_size",
+        kind: OptionKind::Switch,
+        default: "off",
+        help: "on: the size as asked for; off: rounded up to whole cylinders, as Virtual PC wants it",
+    },
+];
+
 /// Whether these options create a fixed image.
-pub(crate) fn fixed(options: &Options) -> bool {
+fn fixed(options: &Options) -> bool {
     options.text("subformat") == Some("fixed")
 }
 
 /// The size and geometry for these options.
-pub(crate) fn size(file: &str, guest_bytes: u64, options: &Options) -> Result<(u64, DiskGeometry)> {
+fn size(file: &str, guest_bytes: u64, options: &Options) -> Result<(u64, DiskGeometry)> {
     size_of(file, guest_bytes, options.switch("force_size") == Some(true))
 }
 
-/// As [`vdkit_block::Creation::create`].
-pub(crate) fn create(request: &CreateRequest) -> Result<()> {
-    let storage = &*request.storage;
-    let (guest_bytes, geometry) = match (&request.backing, request.backing_bytes) {
-        // A child has its parent's size, which is already rounded.
-        (Some(_), Some(bytes)) if bytes == request.guest_bytes => {
-            size_of(storage.name(), bytes, true)?
+impl Creation for VhdDriver {
+    fn options(&self) -> &'static [OptionSpec] {
+        OPTIONS
+    }
+
+    fn create(&self, request: &CreateRequest) -> Result<()> {
+        let storage = &*request.storage;
+        let (guest_bytes, geometry) = match (&request.backing, request.backing_bytes) {
+            // A child has its parent's size, which is already rounded.
+            (Some(_), Some(bytes)) if bytes == request.guest_bytes => {
+                size_of(storage.name(), bytes, true)?
+            }
+            _ => size(storage.name(), request.guest_bytes, &request.options)?,
+        };
+        match (&request.backing, fixed(&request.options)) {
+            (Some(_), true) => Err(Error::Invalid(
+                "a fixed VHD cannot stand on another image: leave out subformat=fixed".to_owned(),
+            )),
+            (None, true) => create_fixed(storage, guest_bytes, geometry),
+            (backing, false) => create_dynamic(storage, guest_bytes, geometry, backing.as_ref()),
         }
-        _ => size(storage.name(), request.guest_bytes, &request.options)?,
-    };
-    match (&request.backing, fixed(&request.options)) {
-        (Some(_), true) => Err(Error::Invalid(
-            "a fixed VHD cannot stand on another image: leave out subformat=fixed".to_owned(),
-        )),
-        (None, true) => create_fixed(storage, guest_bytes, geometry),
-        (backing, false) => create_dynamic(storage, guest_bytes, geometry, backing.as_ref()),
+    }
+
+    fn cluster_bytes(&self, options: &Options) -> Result<u64> {
+        Ok(if fixed(options) { SECTOR } else { BLOCK_BYTES })
+    }
+
+    fn measure(&self, guest_bytes: u64, options: &Options, data_blocks: u64) -> Result<Measured> {
+        let (guest_bytes, _) = size("vpc", guest_bytes, options)?;
+        if fixed(options) {
+            let bytes = guest_bytes + FOOTER_BYTES as u64;
+            return Ok(Measured { required: bytes, fully_allocated: bytes });
+        }
+        let blocks = guest_bytes.div_ceil(BLOCK_BYTES);
+        let around = (TABLE_AT + blocks * 4).next_multiple_of(SECTOR) + FOOTER_BYTES as u64;
+        let with = |blocks: u64| around + blocks * (BLOCK_BYTES + SECTOR);
+        Ok(Measured { required: with(data_blocks.min(blocks)), fully_allocated: with(blocks) })
     }
 }
 
 fn create_fixed(storage: &dyn Storage, guest_bytes: u64, geometry: DiskGeometry) -> Result<()> {
     let footer = Footer::new(DiskType::Fixed, guest_bytes, geometry)?;
-    make_room(storage, guest_bytes + FOOTER_BYTES as u64)?;
-    if !storage.caps().growable && guest_bytes > 0 {
-        // Old content of the device must not become guest data.
-        storage.write_zeroes(HostOffset(0), guest_bytes, ZeroMode::MayUnmap)?;
-    }
+    storage.make_room(guest_bytes + FOOTER_BYTES as u64, guest_bytes)?;
     // On a device, the footer is at the device's end, where other programs look for it.
     storage.write_at(footer.bytes(), HostOffset(end_of(storage, guest_bytes)?))
 }
@@ -62,18 +96,6 @@ fn end_of(storage: &dyn Storage, guest_bytes: u64) -> Result<u64> {
         return Ok(guest_bytes);
     }
     Ok(storage.len()?.saturating_sub(FOOTER_BYTES as u64))
-}
-
-fn make_room(storage: &dyn Storage, len: u64) -> Result<()> {
-    if storage.caps().growable {
-        return storage.set_len(len);
-    }
-    let found = storage.len()?;
-    if len <= found {
-        return Ok(());
-    }
-    let what = format!("a VHD of {len} bytes on a device of {found}");
-    Err(Error::NoSpace { file: storage.name().to_owned(), what })
 }
 
 fn create_dynamic(
@@ -102,12 +124,12 @@ fn create_dynamic(
             platform_data_offset: table_end.into(),
         };
         let time = parent::stamp(backing.modified);
-        header = header.over(parent, time, &parent::file_name(name), locator);
+        header = header.over(parent, time, &parent::last(name), locator);
         end = table_end + (bytes.len() as u64).next_multiple_of(SECTOR);
-        make_room(storage, end + FOOTER_BYTES as u64)?;
+        storage.make_room(end + FOOTER_BYTES as u64, 0)?;
         storage.write_at(&bytes, HostOffset(table_end))?;
     }
-    make_room(storage, end + FOOTER_BYTES as u64)?;
+    storage.make_room(end + FOOTER_BYTES as u64, 0)?;
     let table = header.geometry();
     // Whole sectors, as other programs read them.
     let padded = (table_end - TABLE_AT) / 4;
@@ -128,17 +150,4 @@ pub(crate) fn identity(file: &str, backing: &BackingRef) -> Result<Uuid> {
              parent first",
         )
     })
-}
-
-/// As [`vdkit_block::Creation::measure`].
-pub(crate) fn measure(guest_bytes: u64, options: &Options, data_blocks: u64) -> Result<Measured> {
-    let (guest_bytes, _) = size("vpc", guest_bytes, options)?;
-    if fixed(options) {
-        let bytes = guest_bytes + FOOTER_BYTES as u64;
-        return Ok(Measured { required: bytes, fully_allocated: bytes });
-    }
-    let blocks = guest_bytes.div_ceil(BLOCK_BYTES);
-    let around = (TABLE_AT + blocks * 4).next_multiple_of(SECTOR) + FOOTER_BYTES as u64;
-    let with = |blocks: u64| around + blocks * (BLOCK_BYTES + SECTOR);
-    Ok(Measured { required: with(data_blocks.min(blocks)), fully_allocated: with(blocks) })
 }

@@ -3,33 +3,17 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    AmendRequest, Amendment, CheckReport, CompactOptions, CompactReport, Compaction, CreateRequest,
-    Creation, DriverInfo, Format, FormatDriver, ImageInfo, Limits, Measured, Monitor, OfflineImage,
-    OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Result, Storage, compact_flat,
+    CheckReport, CompactOptions, CompactReport, Compaction, DriverInfo, Format, FormatDriver,
+    ImageInfo, Limits, OfflineImage, OpenRequest, Probe, Repair, Result, Storage, compact_flat,
 };
 use vdkit_blockmap::{BlockImage, Opening, compact};
 
 use crate::envelope::VhdEnvelope;
 use crate::fixed::{self, FixedVhd};
-use crate::footer::{COOKIE, DiskType, Footer, SECTOR};
+use crate::footer::{COOKIE, DiskType, Footer};
 use crate::header::DynamicHeader;
 use crate::locate::Footers;
-use crate::{amend, check, create, parent};
-
-const OPTIONS: &[OptionSpec] = &[
-    OptionSpec {
-        key: "subformat",
-        kind: OptionKind::Word(&["dynamic", "fixed"]),
-        default: "dynamic",
-        help: "dynamic: blocks come into the file as they are written; fixed: the disk and a footer",
-    },
-    OptionSpec {
-        key: "force_size",
-        kind: OptionKind::Switch,
-        default: "off",
-        help: "on: the size as asked for; off: rounded up to whole cylinders, as Virtual PC wants it",
-    },
-];
+use crate::{check, parent};
 
 /// VHD images.
 #[derive(Clone, Copy, Debug, Default)]
@@ -143,28 +127,10 @@ impl FormatDriver for VhdDriver {
     }
 
     fn check(&self, image: &OfflineImage<'_>, repair: Repair) -> Result<CheckReport> {
-        check::check(image.storage, repair, &image.limits, &image.monitor)
+        check::check(image, repair)
     }
 
     vdkit_block::capabilities!(creation: Creation, compaction: Compaction, amendment: Amendment);
-}
-
-impl Creation for VhdDriver {
-    fn options(&self) -> &'static [OptionSpec] {
-        OPTIONS
-    }
-
-    fn create(&self, request: &CreateRequest) -> Result<()> {
-        create::create(request)
-    }
-
-    fn cluster_bytes(&self, options: &Options) -> Result<u64> {
-        Ok(if create::fixed(options) { SECTOR } else { create::BLOCK_BYTES })
-    }
-
-    fn measure(&self, guest_bytes: u64, options: &Options, data_blocks: u64) -> Result<Measured> {
-        create::measure(guest_bytes, options, data_blocks)
-    }
 }
 
 impl Compaction for VhdDriver {
@@ -178,15 +144,5 @@ impl Compaction for VhdDriver {
         let (geometry, over_parent) = (parts.header.geometry(), parts.over_parent());
         let envelope = VhdEnvelope::new(parts.footer, parts.header, over_parent);
         compact::compact(storage, &envelope, &geometry, options, &image.monitor)
-    }
-}
-
-impl Amendment for VhdDriver {
-    fn amends_backing(&self) -> bool {
-        false
-    }
-
-    fn amend(&self, request: &AmendRequest, _monitor: &Monitor<'_>) -> Result<Vec<String>> {
-        amend::amend(request)
     }
 }

@@ -51,7 +51,7 @@ impl VhdEnvelope {
             storage.set_len(end + FOOTER_BYTES as u64)?;
         } else if end + FOOTER_BYTES as u64 > storage.len()? {
             let what = format!("a table of {entries} entries on a device");
-            return Err(Error::NoSpace { file: storage.name().to_owned(), what });
+            return Err(Error::no_space(storage.name(), what));
         }
         self.grown(storage, end)
     }
@@ -164,10 +164,8 @@ impl Envelope for VhdEnvelope {
         let mut parts = self.parts.lock();
         let (bytes, chs) = size_of(file, guest_bytes, !parts.footer.sized_by_geometry())?;
         let footer = parts.footer.clone().sized(bytes, chs);
-        let entries = u32::try_from(geometry.entries).map_err(|_| Error::NoSpace {
-            file: file.to_owned(),
-            what: "a VHD table has at most 2^32 entries".to_owned(),
-        })?;
+        let entries = u32::try_from(geometry.entries)
+            .map_err(|_| Error::no_space(file, "a VHD table has at most 2^32 entries"))?;
         let header = parts.header.clone().with_table(geometry.table_at, entries);
         let grows = header.entries() >= parts.header.entries();
         if grows {

@@ -1,15 +1,10 @@
 //! Fixed images: guest byte *n* is byte *n* of the file; the footer follows.
 
 use std::mem::offset_of;
-use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
-use vdkit_block::{
-    Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, HostOffset, InFlight, Place,
-    Reservation, Result, Storage, ZeroMode, require_writable,
-};
+use vdkit_block::{Error, Flat, FlatFormat, HostOffset, Result, Storage, ZeroMode};
 
 use crate::footer::{FOOTER_BYTES, Footer, size_of};
 use crate::locate::Footers;
@@ -18,12 +13,9 @@ use crate::on_disk::RawFooter;
 /// An open fixed image.
 #[derive(Debug)]
 pub(crate) struct FixedVhd {
-    storage: Arc<dyn Storage>,
-    writable: bool,
+    flat: Flat,
     warnings: Vec<String>,
-    guest_bytes: AtomicU64,
     end: Mutex<End>,
-    in_flight: InFlight,
 }
 
 /// The end of the file after the disk.
@@ -46,37 +38,21 @@ impl FixedVhd {
         footers: &Footers,
         writable: bool,
     ) -> Result<Self> {
-        require_writable(!writable || storage.caps().writable, storage.name())?;
-        let (guest_bytes, footer_at) = (footer.disk_bytes(), footers.back_at);
-        judge_size(storage.name(), guest_bytes, footer_at)?;
+        let (guest_bytes, at) = (footer.disk_bytes(), footers.back_at);
+        let flat = Flat::new(storage, writable, 0, guest_bytes)?;
+        judge_size(flat.storage.name(), guest_bytes, at)?;
         if writable && footers.behind > 0 {
-            cut_behind(&*storage, footer_at)?;
+            cut_behind(&*flat.storage, at)?;
         }
-        let warnings = footers.warning(storage.name()).into_iter().collect();
-        Ok(Self {
-            storage,
-            writable,
-            warnings,
-            guest_bytes: AtomicU64::new(guest_bytes),
-            end: Mutex::new(End { footer, at: footer_at }),
-            in_flight: InFlight::default(),
-        })
-    }
-
-    fn data(at: GuestOffset, len: u64) -> Extent {
-        let place = Place::Data { file: FileIndex(0), offset: HostOffset(at.0), exclusive: true };
-        Extent { len, place }
-    }
-
-    fn need_writable(&self) -> Result<()> {
-        require_writable(self.writable, self.storage.name())
+        let warnings = footers.warning(flat.storage.name()).into_iter().collect();
+        Ok(Self { flat, warnings, end: Mutex::new(End { footer, at }) })
     }
 
     /// Grows the disk: the footer keeps the old size until the added range is zero, so that no old
     /// footer becomes guest data. `at` is the offset of the footer in memory and in the file, also
     /// after an error.
     fn grow(&self, at: &mut u64, footer: &Footer, larger: &Footer) -> Result<()> {
-        let storage = &*self.storage;
+        let storage = &*self.flat.storage;
         let (old, new) = (footer.disk_bytes(), larger.disk_bytes());
         let room_end = storage.len()?;
         if *at < new {
@@ -98,7 +74,7 @@ impl FixedVhd {
 
     /// Shrinks the disk: writes the footer over the removed range, then truncates the file.
     fn shrink(&self, at: &mut u64, smaller: &Footer) -> Result<()> {
-        let (storage, new) = (&*self.storage, smaller.disk_bytes());
+        let (storage, new) = (&*self.flat.storage, smaller.disk_bytes());
         let mut guests = [0; FOOTER_BYTES];
         storage.read_padded(&mut guests, HostOffset(new))?;
         let put = storage.write_at(smaller.bytes(), HostOffset(new));
@@ -134,89 +110,27 @@ pub(crate) fn judge_size(file: &str, guest_bytes: u64, footer_at: u64) -> Result
     ))
 }
 
-impl Format for FixedVhd {
+impl FlatFormat for FixedVhd {
     fn name(&self) -> &'static str {
         "vpc"
     }
 
-    fn caps(&self) -> FormatCaps {
-        FormatCaps {
-            writable: self.writable,
-            cluster_bytes: u64::from(self.storage.caps().block_bytes.max(1)),
-            fill_bytes: 1,
-            compressed: None,
-            one_pass: false,
-            cheap_zeroes: true,
-            host_aligned: true,
-        }
+    fn flat(&self) -> &Flat {
+        &self.flat
     }
 
-    fn guest_bytes(&self) -> u64 {
-        self.guest_bytes.load(Ordering::Acquire)
-    }
-
-    vdkit_block::accessors!(warnings, storage, in_flight);
-
-    fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
-        if !self.storage.may_have_holes()? {
-            return Ok(Self::data(at, len));
-        }
-        let run = self.storage.extent_at(HostOffset(at.0), len)?;
-        let len = run.len.min(len);
-        if run.data {
-            return Ok(Self::data(at, len));
-        }
-        Ok(Extent { len, place: Place::Zero { allocated: false } })
-    }
-
-    fn resolve_for_io(&self, at: GuestOffset, len: u64) -> Result<Extent> {
-        Ok(Self::data(at, len))
-    }
-
-    fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent> {
-        Some(Self::data(at, len))
-    }
-
-    /// Never returns a reservation: every byte has its place.
-    fn reserve(&self, _at: GuestOffset, _len: u64) -> Result<Option<Reservation<'_>>> {
-        self.need_writable()?;
-        Ok(None)
-    }
-
-    fn zero(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<Range<u64>> {
-        self.need_writable()?;
-        let mode = if may_unmap { ZeroMode::MayUnmap } else { ZeroMode::KeepAllocated };
-        self.storage.write_zeroes(HostOffset(at.0), len, mode)?;
-        Ok(at.0..at.0 + len)
-    }
-
-    fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
-        self.need_writable()?;
-        self.storage.discard(HostOffset(at.0), len)
-    }
-
-    fn flush(&self) -> Result<()> {
-        self.storage.sync()
-    }
-
-    /// Only a resize writes metadata, and makes it durable itself.
-    fn close(&self) -> Result<()> {
-        if self.writable { self.storage.sync() } else { Ok(()) }
+    fn warnings(&self) -> &[String] {
+        &self.warnings
     }
 
     fn resize(&self, guest_bytes: u64) -> Result<()> {
-        self.need_writable()?;
-        let file = self.storage.name();
-        if !self.storage.caps().growable {
-            let hint = "convert it to a new image";
-            return Err(Error::unsupported(
-                file,
-                "not supported: another size of a VHD on a device",
-                hint,
-            ));
+        let (storage, file) = (&*self.flat.storage, self.flat.storage.name());
+        if !storage.caps().growable {
+            let what = "not supported: another size of a VHD on a device";
+            return Err(Error::unsupported(file, what, "convert it to a new image"));
         }
         let mut end = self.end.lock();
-        let old = self.guest_bytes();
+        let old = end.footer.disk_bytes();
         let (bytes, geometry) = size_of(file, guest_bytes, !end.footer.sized_by_geometry())?;
         if bytes == old {
             return Ok(());
@@ -229,12 +143,11 @@ impl Format for FixedVhd {
         };
         if done.is_ok() {
             *footer = resized;
-        } else if let Ok(Footers { back: Ok(stored), back_at, .. }) = Footers::read(&*self.storage)
-        {
+        } else if let Ok(Footers { back: Ok(stored), back_at, .. }) = Footers::read(storage) {
             // The failed change may have reached the file, so rereads it.
             *end = End { footer: stored, at: back_at };
         }
-        self.guest_bytes.store(end.footer.disk_bytes(), Ordering::Release);
+        self.flat.resized(end.footer.disk_bytes());
         done
     }
 }

@@ -259,12 +259,7 @@ fn now() -> u32 {
 /// # Errors
 /// [`Error::Limit`] above 2040 GiB.
 pub(crate) fn size_of(file: &str, guest_bytes: u64, exact: bool) -> Result<(u64, DiskGeometry)> {
-    let too_large = || Error::Limit {
-        file: file.to_owned(),
-        what: "size",
-        found: guest_bytes,
-        limit: SECTORS_MAX * SECTOR,
-    };
+    let too_large = || Error::limit(file, "size", guest_bytes, SECTORS_MAX * SECTOR);
     let sectors = guest_bytes.div_ceil(SECTOR);
     if sectors > SECTORS_MAX {
         return Err(too_large());

@@ -77,7 +77,8 @@ fn relative(name: &str) -> String {
     name.strip_prefix("./").unwrap_or(&name).to_owned()
 }
 
-fn last(name: &str) -> String {
+/// The file name alone, as stored in the header.
+pub(crate) fn last(name: &str) -> String {
     name.rsplit(['\\', '/']).next().unwrap_or_default().to_owned()
 }
 
@@ -113,11 +114,6 @@ pub(crate) fn noted_time(header: &DynamicHeader) -> Option<NotedTime> {
         structure: "dynamic header",
         field: "Parent Time Stamp",
     })
-}
-
-/// The file name alone, as stored in the header.
-pub(crate) fn file_name(name: &str) -> String {
-    last(name)
 }
 
 #[cfg(test)]

@@ -5,10 +5,11 @@ use std::mem::offset_of;
 
 use uuid::Uuid;
 use vdkit_block::{
-    AmendRequest, BackingRef, Error, HostOffset, Monitor, OpenRequest, Place, Result, ZeroMode,
+    AmendRequest, Amendment, BackingRef, Error, HostOffset, Monitor, Place, Result, ZeroMode,
 };
 use zerocopy::{FromZeros, IntoBytes};
 
+use crate::driver::VhdxDriver;
 use crate::image::Vhdx;
 use crate::layout::{BAT_REGION, BatEntry, Geometry, METADATA_REGION, State};
 use crate::map::Look;
@@ -20,33 +21,33 @@ use crate::regions::Region;
 /// Offset of the number of entries in the metadata region.
 const COUNT_AT: u64 = offset_of!(MetadataTable, entry_count) as u64;
 
-/// As [`vdkit_block::Amendment::amend`].
-pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
-    let storage = &request.storage;
-    if !request.options.is_empty() {
-        return Err(Error::unsupported(
-            storage.name(),
-            "not supported: changing options of a vhdx image in place",
-            "convert it to a new image that has them",
-        ));
+impl Amendment for VhdxDriver {
+    fn amends_backing(&self) -> bool {
+        true
     }
-    let Some(backing) = &request.backing else { return Ok(Vec::new()) };
-    let image = Vhdx::open(OpenRequest {
-        storage: storage.clone(),
-        files: Vec::new(),
-        writable: true,
-        limits: request.limits,
-    })?;
-    let changed = match backing {
-        Some(backing) => image.set_parent(backing)?,
-        None if image.geometry.has_parent => {
-            image.stand_alone(monitor)?;
-            true
+
+    fn amend(&self, request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
+        let storage = &request.storage;
+        if !request.options.is_empty() {
+            return Err(Error::unsupported(
+                storage.name(),
+                "not supported: changing options of a vhdx image in place",
+                "convert it to a new image that has them",
+            ));
         }
-        None => false,
-    };
-    image.meta.close(&*image)?;
-    Ok(if changed { vec!["backing".to_owned()] } else { Vec::new() })
+        let Some(backing) = &request.backing else { return Ok(Vec::new()) };
+        let image = Vhdx::open_writable(storage, &request.limits)?;
+        let changed = match backing {
+            Some(backing) => image.set_parent(backing)?,
+            None if image.geometry.has_parent => {
+                image.stand_alone(monitor)?;
+                true
+            }
+            None => false,
+        };
+        image.meta.close(&*image)?;
+        Ok(if changed { vec!["backing".to_owned()] } else { Vec::new() })
+    }
 }
 
 impl Vhdx {
@@ -57,16 +58,6 @@ impl Vhdx {
                 file,
                 "not supported: a fixed vhdx image on another one",
                 "convert it to a dynamic one first",
-            ));
-        }
-        if backing.format.as_deref().is_some_and(|format| format != "vhdx") {
-            return Err(Error::unsupported(
-                file,
-                format!(
-                    "not supported: a vhdx image on a {} image",
-                    backing.format.as_deref().unwrap_or("")
-                ),
-                "its parent must be a vhdx image; convert it to qcow2 instead",
             ));
         }
         let locator = ParentLocator::new(file, backing)?;
@@ -102,16 +93,9 @@ impl Vhdx {
         let item = metadata::locator_entry(offset - region.offset, bytes.len() as u64);
         self.put_metadata(entry, item.as_bytes())?;
         self.put_metadata(region.offset + COUNT_AT, &count.to_le_bytes())?;
-        self.put_flags(metadata::HAS_PARENT)?;
+        self.put_metadata(self.metadata.flags_at, &metadata::HAS_PARENT.to_le_bytes())?;
         self.meta.flush(self)?;
         Ok(true)
-    }
-
-    fn put_flags(&self, flags: u32) -> Result<()> {
-        match self.metadata.flags_offset() {
-            Some(offset) => self.put_metadata(offset, &flags.to_le_bytes()),
-            None => Ok(()),
-        }
     }
 
     fn region(&self, guid: Uuid) -> Result<Region> {
@@ -152,7 +136,7 @@ impl Vhdx {
             self.put_metadata(last, MetadataEntry::new_zeroed().as_bytes())?;
             self.put_metadata(region.offset + COUNT_AT, &count.to_le_bytes())?;
         }
-        self.put_flags(0)?;
+        self.put_metadata(self.metadata.flags_at, &0_u32.to_le_bytes())?;
         self.meta.flush(self)
     }
 

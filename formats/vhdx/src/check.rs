@@ -10,8 +10,8 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, Error, Finding, HostOffset, Limits, Monitor, OpenRequest, Repair, Result,
-    Severity, Storage, ZeroMode,
+    CheckReport, Error, HostOffset, Limits, Monitor, OfflineImage, Repair, Result, Severity,
+    Storage, ZeroMode, require_within,
 };
 use zerocopy::IntoBytes;
 use zerocopy::little_endian::U64;
@@ -32,12 +32,8 @@ const STEP_BYTES: u64 = MIB;
 ///
 /// # Errors
 /// Errors of opening an image whose damage prevents a check; [`Error::Limit`]; I/O.
-pub(crate) fn check(
-    storage: &Arc<dyn Storage>,
-    repair: Repair,
-    limits: &Limits,
-    monitor: &Monitor<'_>,
-) -> Result<CheckReport> {
+pub(crate) fn check(image: &OfflineImage<'_>, repair: Repair) -> Result<CheckReport> {
+    let (storage, limits, monitor) = (image.storage, &image.limits, &image.monitor);
     if repair == Repair::Nothing {
         let parts = Parts::read(storage, false, limits)?;
         if parts.log_entries > 0 {
@@ -56,7 +52,10 @@ pub(crate) fn check(
     }
     let mut report = found.report;
     // Rereads the image, so that reported repairs are verified.
-    let survey = |parts: &Parts| Ok::<_, Error>(Survey::take(parts, limits, monitor)?.into_left());
+    let survey = |parts: &Parts| {
+        let Survey { report, leaked, .. } = Survey::take(parts, limits, monitor)?;
+        Ok::<_, Error>((report, leaked))
+    };
     let mut parts = Parts::read(storage, false, limits)?;
     let (mut left, leaked) = survey(&parts)?;
     // An apparent leak may be what a damaged entry pointed to.
@@ -98,11 +97,6 @@ struct Survey<'a> {
 }
 
 impl<'a> Survey<'a> {
-    /// The report and the leaked ranges.
-    fn into_left(self) -> (CheckReport, Vec<(u64, u64)>) {
-        (self.report, self.leaked)
-    }
-
     fn take(parts: &'a Parts, limits: &Limits, monitor: &Monitor<'_>) -> Result<Self> {
         let file_bytes = parts.storage.len()?;
         let mut new = Self {
@@ -121,7 +115,7 @@ impl<'a> Survey<'a> {
     }
 
     fn add(&mut self, severity: Severity, offset: u64, structure: &'static str, message: String) {
-        self.report.add(Finding { severity, offset, structure, message, repaired: false });
+        self.report.note(severity, offset, structure, message, false);
     }
 
     /// Checks headers, region tables, and the places of regions.
@@ -171,8 +165,7 @@ impl<'a> Survey<'a> {
         if metadata.reserved_parameters != 0 {
             let text =
                 format!("reserved flags {:#x} are set [2.6.2.1]", metadata.reserved_parameters);
-            let at = metadata.flags_offset().unwrap_or(parts.regions.metadata.offset);
-            self.add(Severity::Corruption, at, "file parameters", text);
+            self.add(Severity::Corruption, metadata.flags_at, "file parameters", text);
         }
     }
 
@@ -353,14 +346,8 @@ struct Used {
 impl Used {
     fn new(file: &str, file_bytes: u64, limits: &Limits) -> Result<Self> {
         let words = file_bytes.div_ceil(MIB).div_ceil(64);
-        if words * 8 > limits.check_bytes_max {
-            return Err(Error::Limit {
-                file: file.to_owned(),
-                what: "memory for the check in bytes",
-                found: words * 8,
-                limit: limits.check_bytes_max,
-            });
-        }
+        let what = "memory for the check in bytes";
+        require_within(file, what, words * 8, limits.check_bytes_max)?;
         Ok(Self { bits: vec![0; words as usize] })
     }
 
@@ -415,12 +402,7 @@ fn repair_entries(
     repair: Repair,
     limits: &Limits,
 ) -> Result<()> {
-    let image = Vhdx::open(OpenRequest {
-        storage: storage.clone(),
-        files: Vec::new(),
-        writable: true,
-        limits: *limits,
-    })?;
+    let image = Vhdx::open_writable(storage, limits)?;
     image.begin_session()?;
     for bad in found.bad.iter().filter(|bad| !bad.forced || repair == Repair::AllForced) {
         image.relieve()?;

@@ -4,14 +4,13 @@
 //! The copy of a block is durable before the entry that names it, and the old space is not reused
 //! before that entry is durable. So a power cut leaves each block in one of the two places.
 
-use std::sync::Arc;
-
 use vdkit_block::{
-    CompactOptions, CompactReport, CopyMethod, CopyOp, Error, HostOffset, LeftAlone, Limits,
-    Monitor, OpenRequest, Remedy, Repair, Result, Severity, Storage, is_zero, punch_zeroes,
+    CompactOptions, CompactReport, Compaction, CopyMethod, CopyOp, Error, HostOffset, LeftAlone,
+    Monitor, OfflineImage, Remedy, Repair, Result, Severity, is_zero, punch_zeroes,
 };
 
 use crate::check;
+use crate::driver::VhdxDriver;
 use crate::image::Vhdx;
 use crate::layout::{BITMAP_BYTES, BatEntry, MIB, PRESENT, State};
 
@@ -20,51 +19,43 @@ const STEP_BYTES: u64 = MIB;
 /// Most bytes that are stored twice at a time, but at least one block.
 const BATCH_BYTES: u64 = 16 * MIB;
 
-/// As [`vdkit_block::Compaction::compact`].
-pub(crate) fn compact(
-    storage: &Arc<dyn Storage>,
-    options: CompactOptions,
-    limits: &Limits,
-    monitor: &Monitor<'_>,
-) -> Result<CompactReport> {
-    refuse_damage(storage, limits, monitor)?;
-    let mut report = CompactReport {
-        length_before: storage.len()?,
-        allocated_before: storage.allocated_bytes()?,
-        ..CompactReport::default()
-    };
-    let image = Vhdx::open(OpenRequest {
-        storage: storage.clone(),
-        files: Vec::new(),
-        writable: true,
-        limits: *limits,
-    })?;
-    if !image.fixed {
-        image.begin_metadata_session()?;
-        if options.zero_scan {
-            report.zero_clusters = image.drop_zero_blocks(monitor)?;
+impl Compaction for VhdxDriver {
+    fn compact(&self, image: &OfflineImage<'_>, options: CompactOptions) -> Result<CompactReport> {
+        let (storage, limits, monitor) = (image.storage, &image.limits, &image.monitor);
+        refuse_damage(image)?;
+        let mut report = CompactReport {
+            length_before: storage.len()?,
+            allocated_before: storage.allocated_bytes()?,
+            ..CompactReport::default()
+        };
+        let image = Vhdx::open_writable(storage, limits)?;
+        if !image.fixed {
+            image.begin_metadata_session()?;
+            if options.zero_scan {
+                report.zero_clusters = image.drop_zero_blocks(monitor)?;
+            }
+            image.meta.flush(&*image)?;
+            report.moved_clusters = image.move_blocks(monitor)?;
         }
-        image.meta.flush(&*image)?;
-        report.moved_clusters = image.move_blocks(monitor)?;
+        image.meta.close(&*image)?;
+        report.left_alone = image.bitmaps_at_end()?;
+        if options.zero_scan {
+            report.punched_bytes = punch_zeroes(&**storage, monitor)?;
+        }
+        report.length_after = storage.len()?;
+        report.allocated_after = storage.allocated_bytes()?;
+        Ok(report)
     }
-    image.meta.close(&*image)?;
-    report.left_alone = image.bitmaps_at_end()?;
-    if options.zero_scan {
-        report.punched_bytes = punch_zeroes(&**storage, monitor)?;
-    }
-    report.length_after = storage.len()?;
-    report.allocated_after = storage.allocated_bytes()?;
-    Ok(report)
 }
 
 /// Fails on damage: space that two entries name must not be freed for one of them.
-fn refuse_damage(storage: &Arc<dyn Storage>, limits: &Limits, monitor: &Monitor<'_>) -> Result<()> {
-    let report = check::check(storage, Repair::Nothing, limits, monitor)?;
+fn refuse_damage(image: &OfflineImage<'_>) -> Result<()> {
+    let report = check::check(image, Repair::Nothing)?;
     let damage = report.findings.iter().find(|found| found.severity == Severity::Corruption);
     match damage {
         None => Ok(()),
         Some(found) => Err(Error::corrupt(
-            storage.name(),
+            image.storage.name(),
             found.offset,
             found.structure,
             found.message.clone(),

@@ -1,10 +1,14 @@
 //! Creates new images.
 
-use vdkit_block::random_uuid;
-use vdkit_block::{CreateRequest, Error, HostOffset, Result, Storage, ZeroMode};
+use uuid::Uuid;
+use vdkit_block::{
+    CreateRequest, Creation, HostOffset, Measured, OptionSpec, Options, Result, Storage,
+    random_uuid,
+};
 use zerocopy::IntoBytes;
 use zerocopy::little_endian::U64;
 
+use crate::driver::VhdxDriver;
 use crate::header::Header;
 use crate::layout::{
     BAT_REGION, BatEntry, FILE_SIGNATURE, HEADER_OFFSETS, METADATA_REGION, MIB, REGION_OFFSETS,
@@ -12,68 +16,57 @@ use crate::layout::{
 };
 use crate::metadata::NewMetadata;
 use crate::on_disk::put;
-use crate::options::NewImage;
+use crate::options::{NewImage, SPECS};
 use crate::parent::ParentLocator;
 use crate::regions::{self, Region};
-use uuid::Uuid;
 
 /// Bytes of one write of the block allocation table.
 const STEP_BYTES: u64 = MIB;
 
-/// As [`vdkit_block::Creation::create`].
-pub(crate) fn create(request: &CreateRequest) -> Result<()> {
-    let storage = &*request.storage;
-    let new = NewImage::new(&request.options, request.guest_bytes, request.backing.is_some())?;
-    let parent = match &request.backing {
-        None => None,
-        Some(backing) if backing.format.as_deref().is_some_and(|format| format != "vhdx") => {
-            return Err(Error::unsupported(
-                storage.name(),
-                format!(
-                    "not supported: a vhdx image on a {} image",
-                    backing.format.as_deref().unwrap_or("")
-                ),
-                "its parent must be a vhdx image; create a qcow2 image instead",
-            ));
-        }
-        Some(backing) => Some(ParentLocator::new(storage.name(), backing)?),
-    };
-    let end = new.data_offset() + if new.fixed { new.all_blocks_bytes() } else { 0 };
-    make_room(storage, &new, end)?;
-    write_file_id(storage)?;
-    write_headers(storage, &new)?;
-    let metadata = NewMetadata {
-        geometry: new.geometry,
-        fixed: new.fixed,
-        guest_bytes: new.guest_bytes,
-        parent,
-    };
-    storage.write_at(&metadata.encode()?, HostOffset(new.metadata_offset()))?;
-    let region = |guid, offset, bytes| Region { guid, offset, bytes, required: true };
-    let table = regions::encode(&[
-        region(BAT_REGION, new.bat_offset(), new.data_offset() - new.bat_offset()),
-        region(METADATA_REGION, new.metadata_offset(), MIB),
-    ]);
-    for offset in REGION_OFFSETS {
-        storage.write_at(&table, HostOffset(offset))?;
+impl Creation for VhdxDriver {
+    fn options(&self) -> &'static [OptionSpec] {
+        SPECS
     }
-    write_table(storage, &new)
-}
 
-fn make_room(storage: &dyn Storage, new: &NewImage, end: u64) -> Result<()> {
-    if storage.caps().growable {
-        return storage.set_len(end);
+    fn create(&self, request: &CreateRequest) -> Result<()> {
+        let storage = &*request.storage;
+        let new = NewImage::new(&request.options, request.guest_bytes, request.backing.is_some())?;
+        let locator = |backing| ParentLocator::new(storage.name(), backing);
+        let parent = request.backing.as_ref().map(locator).transpose()?;
+        let end = new.data_offset() + if new.fixed { new.all_blocks_bytes() } else { 0 };
+        storage.make_room(end, if new.fixed { end } else { new.data_offset() })?;
+        write_file_id(storage)?;
+        write_headers(storage, &new)?;
+        let metadata = NewMetadata {
+            geometry: new.geometry,
+            fixed: new.fixed,
+            guest_bytes: new.guest_bytes,
+            parent,
+        };
+        storage.write_at(&metadata.encode()?, HostOffset(new.metadata_offset()))?;
+        let region = |guid, offset, bytes| Region { guid, offset, bytes, required: true };
+        let table = regions::encode(&[
+            region(BAT_REGION, new.bat_offset(), new.data_offset() - new.bat_offset()),
+            region(METADATA_REGION, new.metadata_offset(), MIB),
+        ]);
+        for offset in REGION_OFFSETS {
+            storage.write_at(&table, HostOffset(offset))?;
+        }
+        write_table(storage, &new)
     }
-    let len = storage.len()?;
-    if end > len {
-        return Err(Error::NoSpace {
-            file: storage.name().to_owned(),
-            what: format!("a vhdx image of {end} bytes on a device of {len}"),
-        });
+
+    fn cluster_bytes(&self, options: &Options) -> Result<u64> {
+        Ok(NewImage::new(options, 0, false)?.geometry.block_bytes())
     }
-    // Old content of the device must not be visible.
-    let zeroed = if new.fixed { end } else { new.data_offset() };
-    storage.write_zeroes(HostOffset(0), zeroed, ZeroMode::MayUnmap)
+
+    fn measure(&self, guest_bytes: u64, options: &Options, data_clusters: u64) -> Result<Measured> {
+        let new = NewImage::new(options, guest_bytes, false)?;
+        let all = new.all_blocks_bytes();
+        let fully_allocated = new.data_offset() + all;
+        let blocks = data_clusters.saturating_mul(new.geometry.block_bytes()).min(all);
+        let required = if new.fixed { fully_allocated } else { new.data_offset() + blocks };
+        Ok(Measured { required, fully_allocated })
+    }
 }
 
 fn write_file_id(storage: &dyn Storage) -> Result<()> {

@@ -17,9 +17,9 @@
 //! GUID, and a sync precedes that.
 
 use std::sync::atomic::Ordering;
-use vdkit_block::random_uuid;
 
-use vdkit_block::{HostOffset, Result, ZeroMode};
+use uuid::Uuid;
+use vdkit_block::{HostOffset, Result, ZeroMode, random_uuid};
 use vdkit_meta::{Freed, Metadata, MutexGuard};
 
 use crate::header::Header;
@@ -27,7 +27,6 @@ use crate::image::{Lead, Log, Meta, Vhdx};
 use crate::layout::BITMAP_BYTES;
 use crate::log::entry::LoggedPage;
 use crate::log::pages_max;
-use uuid::Uuid;
 
 /// Copies of dirty metadata at one moment.
 pub struct Copies {

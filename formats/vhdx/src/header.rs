@@ -7,7 +7,7 @@
 use std::mem::offset_of;
 
 use uuid::Uuid;
-use vdkit_block::{Error, HostOffset, Limits, Result, Storage};
+use vdkit_block::{Error, HostOffset, Limits, Result, Storage, require_within};
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use crate::layout::{FILE_BYTES_MAX, FILE_SIGNATURE, HEADER_OFFSETS, MIB, PAGE_BYTES};
@@ -82,11 +82,8 @@ impl Header {
                 "only version 0 is known; open the image once with the program that wrote it",
             ));
         }
-        if self.log_bytes > limits.table_bytes_max {
-            let (file, what) = (file.to_owned(), "length of the log in bytes");
-            let (found, limit) = (self.log_bytes, limits.table_bytes_max);
-            return Err(Error::Limit { file, what, found, limit });
-        }
+        let what = "length of the log in bytes";
+        require_within(file, what, self.log_bytes, limits.table_bytes_max)?;
         let aligned = self.log_bytes.is_multiple_of(MIB) && self.log_offset.is_multiple_of(MIB);
         if !aligned || self.log_offset < MIB || self.log_offset > FILE_BYTES_MAX {
             return Err(Error::corrupt(

@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use vdkit_block::random_uuid;
 
 use parking_lot::RwLock;
 use rustc_hash::FxHashMap;
+use uuid::Uuid;
 use vdkit_block::{
     BackingRef, Error, Extent, Format, FormatCaps, GuestOffset, InFlight, IoAction, Limits,
-    MapCache, MapCacheStats, OpenRequest, Overlay, Reservation, Result, Storage, require_writable,
+    MapCache, MapCacheStats, OpenRequest, Overlay, Place, Reservation, Result, Storage,
+    random_uuid, require_writable,
 };
 use vdkit_meta::{Engine, PageCache, Reclaim, State, Tickets};
 
@@ -16,11 +17,11 @@ use crate::header::{Header, Headers};
 use crate::layout::{FILE_BYTES_MAX, Geometry, PAGE_BYTES, Page};
 use crate::log::entry::LoggedPage;
 use crate::log::{self, LogWriter, Replayed};
+use crate::map::Look;
 use crate::metadata::{self, Metadata};
 use crate::regions::{Region, Regions};
 use crate::space::Space;
 use crate::write::{Pending, PendingBlock};
-use uuid::Uuid;
 
 /// Cluster size that is reported to callers, such as the unit of sharing. Any power of two up to 1
 /// MiB is valid, since blocks are aligned to 1 MiB.
@@ -243,6 +244,12 @@ impl Vhdx {
         }))
     }
 
+    /// Opens an image for a change of its own.
+    pub(crate) fn open_writable(storage: &Arc<dyn Storage>, limits: &Limits) -> Result<Arc<Self>> {
+        let (storage, files, limits) = (storage.clone(), Vec::new(), *limits);
+        Self::open(OpenRequest { storage, files, writable: true, limits })
+    }
+
     pub(crate) fn guest_len(&self) -> u64 {
         self.guest_bytes.load(Ordering::Acquire)
     }
@@ -286,12 +293,13 @@ impl Format for Vhdx {
 
     fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
         self.in_range(at.0, len, IoAction::Map)?;
-        self.map_loading(at.0, len)
+        let found = self.map(at.0, len, Look::Load)?;
+        Ok(found.unwrap_or(Extent { len, place: Place::Hole }))
     }
 
     fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent> {
         self.in_range(at.0, len, IoAction::Map).ok()?;
-        self.map_cached(at.0, len).ok().flatten()
+        self.map(at.0, len, Look::Cached).ok().flatten()
     }
 
     fn note_write(&self, _at: GuestOffset, _len: u64) -> Result<()> {

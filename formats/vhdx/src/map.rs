@@ -21,7 +21,7 @@ pub(crate) enum Look {
 impl Vhdx {
     /// The page of the block allocation table that holds an entry, and the entry's byte in it.
     fn bat_place(&self, index: u64) -> (u64, usize) {
-        let at = self.bat_offset.load(Ordering::Acquire) + index * 8;
+        let at = self.entry_offset(index);
         (at & !(PAGE_BYTES - 1), (at % PAGE_BYTES) as usize)
     }
 
@@ -175,7 +175,8 @@ impl Vhdx {
         Ok(Some(Extent { len, place }))
     }
 
-    fn map(&self, at: u64, len: u64, look: Look) -> Result<Option<Extent>> {
+    /// The extent at `at`, merged with those that follow it. `None` if it is not cached.
+    pub(crate) fn map(&self, at: u64, len: u64, look: Look) -> Result<Option<Extent>> {
         let Some(mut run) = self.extent_in_block(at, len, look)? else { return Ok(None) };
         for _ in 1..BLOCKS_MAX {
             if run.len >= len {
@@ -190,17 +191,6 @@ impl Vhdx {
             }
         }
         Ok(Some(run))
-    }
-
-    /// As [`vdkit_block::Format::resolve`].
-    pub(crate) fn map_loading(&self, at: u64, len: u64) -> Result<Extent> {
-        let found = self.map(at, len, Look::Load)?;
-        Ok(found.unwrap_or(Extent { len, place: Place::Hole }))
-    }
-
-    /// As [`vdkit_block::Format::resolve_cached`].
-    pub(crate) fn map_cached(&self, at: u64, len: u64) -> Result<Option<Extent>> {
-        self.map(at, len, Look::Cached)
     }
 }
 

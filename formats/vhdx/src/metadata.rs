@@ -3,8 +3,7 @@
 use std::mem::offset_of;
 
 use uuid::Uuid;
-use vdkit_block::random_uuid;
-use vdkit_block::{Error, HostOffset, Result, Storage};
+use vdkit_block::{Error, HostOffset, Result, Storage, random_uuid};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -64,6 +63,9 @@ pub(crate) struct Metadata {
     /// A fixed image: all blocks are allocated and stay so.
     pub(crate) fixed: bool,
     pub(crate) guest_bytes: u64,
+    /// Offsets in the file of the disk size and of the flags of the file parameters.
+    pub(crate) size_at: u64,
+    pub(crate) flags_at: u64,
     pub(crate) disk_id: Uuid,
     pub(crate) physical_sector_bytes: u32,
     pub(crate) parent: Option<ParentLocator>,
@@ -125,6 +127,8 @@ pub(crate) fn read(storage: &dyn Storage, region: &Region) -> Result<Metadata> {
         geometry,
         fixed: flags & LEAVE_ALLOCATED != 0 && !has_parent,
         guest_bytes,
+        size_at: reader.find(DISK_SIZE)?.offset,
+        flags_at: reader.find(FILE_PARAMETERS)?.offset + 4,
         disk_id,
         physical_sector_bytes: physical,
         parent,
@@ -246,16 +250,6 @@ impl Reader<'_> {
 }
 
 impl Metadata {
-    /// Offset of the disk size.
-    pub(crate) fn size_offset(&self) -> Option<u64> {
-        Some(self.system_item(DISK_SIZE)?.offset)
-    }
-
-    /// Offset of the flags of the file parameters.
-    pub(crate) fn flags_offset(&self) -> Option<u64> {
-        Some(self.system_item(FILE_PARAMETERS)?.offset + 4)
-    }
-
     fn system_item(&self, id: Uuid) -> Option<&Item> {
         self.items.iter().find(|item| item.id == id && item.flags & IS_USER == 0)
     }

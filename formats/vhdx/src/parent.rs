@@ -110,9 +110,16 @@ impl ParentLocator {
     /// A locator for a parent.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a name that is too long or that a locator cannot hold, and without
-    /// the parent's identity.
+    /// [`Error::Unsupported`] for a parent of another format; [`Error::Invalid`] for a name that is
+    /// too long or that a locator cannot hold, and without the parent's identity.
     pub(crate) fn new(file: &str, backing: &BackingRef) -> Result<Self> {
+        if let Some(format) = backing.format.as_deref().filter(|format| *format != "vhdx") {
+            return Err(Error::unsupported(
+                file,
+                format!("not supported: a vhdx image on a {format} image"),
+                "its parent must be a vhdx image; use a qcow2 image instead",
+            ));
+        }
         let linkage = backing.identity.as_deref().and_then(parse_guid);
         let Some(linkage) = linkage else {
             return Err(Error::Invalid(format!(

@@ -27,14 +27,9 @@ impl Vhdx {
     pub(crate) fn resize_to(&self, guest_bytes: u64, beneath: u64) -> Result<()> {
         let sector = self.geometry.sector_bytes();
         let new = guest_bytes.checked_next_multiple_of(sector).filter(|n| *n <= GUEST_BYTES_MAX);
-        let Some(new) = new else {
-            return Err(Error::Limit {
-                file: self.storage.name().to_owned(),
-                what: "size of the disk",
-                found: guest_bytes,
-                limit: GUEST_BYTES_MAX,
-            });
-        };
+        let file = self.storage.name();
+        let new = new
+            .ok_or_else(|| Error::limit(file, "size of the disk", guest_bytes, GUEST_BYTES_MAX))?;
         let old = self.guest_len();
         if new == old {
             return Ok(());
@@ -148,21 +143,15 @@ impl Vhdx {
 
     /// Writes the size durably, and then uses it.
     fn write_size(&self, lead: &mut Lead<'_>, old: u64, new: u64) -> Result<()> {
-        self.put_size(new)?;
+        let size_at = self.metadata.size_at;
+        self.put_metadata(size_at, &new.to_le_bytes())?;
         if let Err(error) = self.meta.flush_led(self, lead) {
             // Restored in memory, so that a later flush does not write the new size.
-            let _ = self.put_size(old);
+            let _ = self.put_metadata(size_at, &old.to_le_bytes());
             return Err(error);
         }
         self.guest_bytes.store(new, Ordering::Release);
         Ok(())
-    }
-
-    fn put_size(&self, bytes: u64) -> Result<()> {
-        match self.metadata.size_offset() {
-            Some(offset) => self.put_metadata(offset, &bytes.to_le_bytes()),
-            None => Ok(()),
-        }
     }
 
     /// Changes bytes of the metadata region in memory; they are logged like table entries.

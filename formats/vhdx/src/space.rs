@@ -97,16 +97,9 @@ impl Space {
     pub(crate) fn take(&mut self, storage: &dyn Storage, unit: u64, count: u64) -> Result<Taken> {
         let fits = self.free.iter().take(RUNS_MAX).find(|(_, run)| run.bytes >= unit);
         if let Some((&at, &run)) = fits {
-            let got = (run.bytes / unit).min(count);
-            let bytes = got * unit;
-            if !run.zero {
-                storage.write_zeroes(HostOffset(at), bytes, ZeroMode::MayUnmap)?;
-            }
-            self.free.remove(&at);
-            if run.bytes > bytes {
-                self.free.insert(at + bytes, Run { bytes: run.bytes - bytes, zero: run.zero });
-            }
-            return Ok(Taken { at, count: got, fresh: false });
+            let count = (run.bytes / unit).min(count);
+            self.take_from(storage, at, run, count * unit)?;
+            return Ok(Taken { at, count, fresh: false });
         }
         let at = self.frontier;
         let bytes = unit.saturating_mul(count);
@@ -144,14 +137,20 @@ impl Space {
     ) -> Result<Option<u64>> {
         let fits = |(at, run): &(&u64, &Run)| run.bytes >= bytes && **at + bytes <= limit;
         let Some((&at, &run)) = self.free.range(..limit).find(fits) else { return Ok(None) };
+        self.take_from(storage, at, run, bytes)?;
+        Ok(Some(at))
+    }
+
+    /// Takes the first `bytes` bytes of a free run, and makes them read as zero.
+    fn take_from(&mut self, storage: &dyn Storage, at: u64, run: Run, bytes: u64) -> Result<()> {
         if !run.zero {
             storage.write_zeroes(HostOffset(at), bytes, ZeroMode::MayUnmap)?;
         }
         self.free.remove(&at);
         if run.bytes > bytes {
-            self.free.insert(at + bytes, Run { bytes: run.bytes - bytes, zero: run.zero });
+            self.free.insert(at + bytes, Run { bytes: run.bytes - bytes, ..run });
         }
-        Ok(Some(at))
+        Ok(())
     }
 
     /// Frees space.
@@ -175,10 +174,7 @@ impl Space {
 }
 
 fn no_space(storage: &dyn Storage, bytes: u64) -> Error {
-    Error::NoSpace {
-        file: storage.name().to_owned(),
-        what: format!("{bytes} bytes for blocks of the image"),
-    }
+    Error::no_space(storage.name(), format!("{bytes} bytes for blocks of the image"))
 }
 
 #[cfg(test)]

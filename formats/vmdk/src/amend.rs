@@ -1,78 +1,74 @@
 //! Changes fields of the descriptor in place.
 
-use vdkit_block::{AmendRequest, Error, HostOffset, Result};
+use vdkit_block::{AmendRequest, Amendment, Error, HostOffset, Monitor, Result};
 
+use crate::create::identity;
 use crate::descriptor::{Descriptor, ExtentType, NO_PARENT};
+use crate::driver::VmdkDriver;
 use crate::header::SECTOR;
-use crate::options::{ADAPTER_TYPE, HWVERSION, SPECS, SUBFORMAT, TOOLSVERSION, check_name};
+use crate::options::{ADAPTER_TYPE, HWVERSION, SPECS, SUBFORMAT, TOOLSVERSION};
 use crate::rewrite;
 use crate::source::{Placed, Source};
 
-/// As [`vdkit_block::Amendment::amend`].
-pub(crate) fn amend(request: &AmendRequest) -> Result<Vec<String>> {
-    let storage = &request.storage;
-    let file = storage.name();
-    let source = Source::read(storage, &request.limits)?;
-    let Some(placed) = source.placed else {
-        return Err(Error::unsupported(
-            file,
-            "not supported: changing fields of an extent without a descriptor",
-            "name the disk's descriptor instead of one of its extents",
-        ));
-    };
-    refuse_others(request, &placed.descriptor)?;
-    let mut descriptor = placed.descriptor.clone();
-    let mut changed = Vec::new();
-    for (key, field) in [
-        (ADAPTER_TYPE, "ddb.adapterType"),
-        (HWVERSION, "ddb.virtualHWVersion"),
-        (TOOLSVERSION, "ddb.toolsVersion"),
-    ] {
-        if let Some(value) = request.options.text(key)
-            && descriptor.field(field) != Some(value)
-        {
-            set(&mut descriptor, field, Some(value), file)?;
-            changed.push(key.to_owned());
-        }
+impl Amendment for VmdkDriver {
+    fn amends_backing(&self) -> bool {
+        true
     }
-    if let Some(backing) = &request.backing {
-        let (name, cid) = match backing {
-            None => (None, NO_PARENT),
-            Some(backing) => {
-                check_name(&backing.name)?;
-                let flat = |kind| matches!(kind, ExtentType::Flat | ExtentType::Zero);
-                if descriptor.extents.iter().all(|e| flat(e.kind)) && !descriptor.extents.is_empty()
-                {
-                    return Err(Error::unsupported(
-                        file,
-                        "not supported: a parent of a disk whose extents have no holes",
-                        "convert it to monolithicSparse",
-                    ));
-                }
-                let id = backing.identity.as_deref();
-                let id = id.and_then(|id| u32::from_str_radix(id, 16).ok()).ok_or_else(|| {
-                    Error::unsupported(
-                        file,
-                        format!(
-                            "not supported: a parent ('{}') that is no VMDK image",
-                            backing.name
-                        ),
-                        "a VMDK stands on a VMDK; convert the parent, or the image to qcow2",
-                    )
-                })?;
-                (Some(backing.name.as_str()), id)
-            }
+
+    fn amend(&self, request: &AmendRequest, _monitor: &Monitor<'_>) -> Result<Vec<String>> {
+        let storage = &request.storage;
+        let file = storage.name();
+        let source = Source::read(storage, &request.limits)?;
+        let Some(placed) = source.placed else {
+            return Err(Error::unsupported(
+                file,
+                "not supported: changing fields of an extent without a descriptor",
+                "name the disk's descriptor instead of one of its extents",
+            ));
         };
-        if (descriptor.parent(), descriptor.parent_cid) != (name, cid) {
-            set(&mut descriptor, "parentCID", Some(&format!("{cid:08x}")), file)?;
-            set(&mut descriptor, "parentFileNameHint", name, file)?;
-            changed.push("backing_file".to_owned());
+        refuse_others(request, &placed.descriptor)?;
+        let mut descriptor = placed.descriptor.clone();
+        let mut changed = Vec::new();
+        for (key, field) in [
+            (ADAPTER_TYPE, "ddb.adapterType"),
+            (HWVERSION, "ddb.virtualHWVersion"),
+            (TOOLSVERSION, "ddb.toolsVersion"),
+        ] {
+            if let Some(value) = request.options.text(key)
+                && descriptor.field(field) != Some(value)
+            {
+                set(&mut descriptor, field, Some(value), file)?;
+                changed.push(key.to_owned());
+            }
         }
+        if let Some(backing) = &request.backing {
+            let (name, cid) = match backing {
+                None => (None, NO_PARENT),
+                Some(backing) => {
+                    let flat = |kind| matches!(kind, ExtentType::Flat | ExtentType::Zero);
+                    if descriptor.extents.iter().all(|e| flat(e.kind))
+                        && !descriptor.extents.is_empty()
+                    {
+                        return Err(Error::unsupported(
+                            file,
+                            "not supported: a parent of a disk whose extents have no holes",
+                            "convert it to monolithicSparse",
+                        ));
+                    }
+                    (Some(backing.name.as_str()), identity(file, backing)?)
+                }
+            };
+            if (descriptor.parent(), descriptor.parent_cid) != (name, cid) {
+                set(&mut descriptor, "parentCID", Some(&format!("{cid:08x}")), file)?;
+                set(&mut descriptor, "parentFileNameHint", name, file)?;
+                changed.push("backing_file".to_owned());
+            }
+        }
+        if !changed.is_empty() {
+            write(request, &placed, descriptor.text())?;
+        }
+        Ok(changed)
     }
-    if !changed.is_empty() {
-        write(request, &placed, descriptor.text())?;
-    }
-    Ok(changed)
 }
 
 /// Rejects options that are fixed at creation.

@@ -1,58 +1,133 @@
 //! Creates new images.
 
 use std::path::Path;
+use std::sync::Arc;
 
-use vdkit_block::{CreateRequest, Error, HostOffset, Limits, Result, Storage};
+use vdkit_block::{
+    BackingRef, CreateRequest, Creation, Error, Format, FormatDriver, HostOffset, Limits, Measured,
+    OpenRequest, OptionSpec, Options, Result, Storage,
+};
 
 use crate::descriptor::{NO_PARENT, new_cid};
+use crate::driver::VmdkDriver;
 use crate::header::{SECTOR, SparseHeader, TABLE_ENTRIES, flag};
-use crate::options::{NewVmdk, Subformat, check_name, whole_sectors};
+use crate::options::{NewVmdk, SPECS, Subformat, check_name, whole_sectors};
 use crate::stream::StreamWriter;
 
 /// Sectors of a grain: 64 KiB, as in VMware and QEMU.
 pub(crate) const GRAIN_SECTORS: u64 = 128;
 /// Least sectors reserved for an embedded descriptor.
-pub(crate) const DESCRIPTOR_SECTORS: u64 = 20;
+const DESCRIPTOR_SECTORS: u64 = 20;
+/// Most bytes of a descriptor without its extent lines, and of an extent line with a name of usual
+/// length.
+const DESCRIPTOR_BYTES: u64 = 512;
+const EXTENT_LINE_BYTES: u64 = 128;
 /// Most cylinders of an IDE disk.
 const CYLINDERS_MAX: u64 = 16383;
 
-/// As [`vdkit_block::Creation::create`].
-pub(crate) fn create(request: &CreateRequest) -> Result<()> {
-    let new = NewVmdk::new(&request.options)?;
-    if new.subformat == Subformat::Stream {
-        use vdkit_block::Format;
-        return StreamWriter::begin(request, &Limits::default())?.close();
+impl Creation for VmdkDriver {
+    fn options(&self) -> &'static [OptionSpec] {
+        SPECS
     }
-    let storage = &*request.storage;
-    let bytes = whole_sectors(request.guest_bytes, storage.name())?;
-    let sizes = new.extents(bytes);
-    let others = if new.subformat.is_one_file() { 0 } else { sizes.len() };
-    if request.files.len() != others {
-        return Err(Error::Invalid(format!(
-            "{}: needs {others} other files, and {} were made",
-            storage.name(),
-            request.files.len()
-        )));
-    }
-    if new.subformat.is_flat() && request.backing.is_some() {
-        return Err(Error::unsupported(
-            storage.name(),
-            format!("not supported: a {} image with a backing file", new.subformat.create_type()),
-            "its extents have no holes; create a monolithicSparse image",
-        ));
-    }
-    let text = descriptor(request, &new, bytes)?;
-    if new.subformat == Subformat::MonolithicSparse {
-        return sparse_extent(storage, bytes, new.zeroed_grain, Some(&text));
-    }
-    for (file, size) in request.files.iter().zip(sizes) {
-        if new.subformat.is_flat() {
-            file.set_len(size)?;
-        } else {
-            sparse_extent(&**file, size, new.zeroed_grain, None)?;
+
+    fn create(&self, request: &CreateRequest) -> Result<()> {
+        let new = NewVmdk::new(&request.options)?;
+        if new.subformat == Subformat::Stream {
+            return StreamWriter::begin(request, &Limits::default())?.close();
         }
+        let storage = &*request.storage;
+        let bytes = whole_sectors(request.guest_bytes, storage.name())?;
+        let sizes = new.extents(bytes);
+        let others = if new.subformat.is_one_file() { 0 } else { sizes.len() };
+        if request.files.len() != others {
+            return Err(Error::Invalid(format!(
+                "{}: needs {others} other files, and {} were made",
+                storage.name(),
+                request.files.len()
+            )));
+        }
+        if new.subformat.is_flat() && request.backing.is_some() {
+            return Err(Error::unsupported(
+                storage.name(),
+                format!(
+                    "not supported: a {} image with a backing file",
+                    new.subformat.create_type()
+                ),
+                "its extents have no holes; create a monolithicSparse image",
+            ));
+        }
+        let text = descriptor(request, &new, bytes)?;
+        if new.subformat == Subformat::MonolithicSparse {
+            return sparse_extent(storage, bytes, new.zeroed_grain, Some(&text));
+        }
+        for (file, size) in request.files.iter().zip(sizes) {
+            if new.subformat.is_flat() {
+                file.set_len(size)?;
+            } else {
+                sparse_extent(&**file, size, new.zeroed_grain, None)?;
+            }
+        }
+        storage.write_at(text.as_bytes(), HostOffset(0))
     }
-    storage.write_at(text.as_bytes(), HostOffset(0))
+
+    fn create_open(&self, request: &CreateRequest, limits: &Limits) -> Result<Arc<dyn Format>> {
+        if NewVmdk::new(&request.options)?.subformat == Subformat::Stream {
+            return Ok(StreamWriter::begin(request, limits)?);
+        }
+        self.create(request)?;
+        self.open(OpenRequest {
+            storage: request.storage.clone(),
+            files: request.files.clone(),
+            writable: true,
+            limits: *limits,
+        })
+    }
+
+    fn new_files(&self, image: &str, guest_bytes: u64, options: &Options) -> Result<Vec<String>> {
+        NewVmdk::new(options)?.files(image, whole_sectors(guest_bytes, image)?)
+    }
+
+    fn writes_in_order(&self, options: &Options) -> bool {
+        NewVmdk::new(options).is_ok_and(|new| new.subformat == Subformat::Stream)
+    }
+
+    fn cluster_bytes(&self, options: &Options) -> Result<u64> {
+        let new = NewVmdk::new(options)?;
+        Ok(if new.subformat.is_flat() { SECTOR } else { GRAIN_SECTORS * SECTOR })
+    }
+
+    /// All files together. A stream is counted as incompressible.
+    fn measure(&self, guest_bytes: u64, options: &Options, data_clusters: u64) -> Result<Measured> {
+        let new = NewVmdk::new(options)?;
+        let bytes = whole_sectors(guest_bytes, "a VMDK image")?;
+        if new.subformat.is_flat() {
+            let all = bytes + 4096;
+            return Ok(Measured { required: all, fully_allocated: all });
+        }
+        let grain = GRAIN_SECTORS * SECTOR;
+        let sectors = descriptor_sectors(None);
+        let extents = new.extents(bytes);
+        // A separate file with a line for each extent, whose name is unknown here.
+        let descriptor = if new.subformat.is_one_file() {
+            0
+        } else {
+            DESCRIPTOR_BYTES + extents.len() as u64 * EXTENT_LINE_BYTES
+        };
+        let overhead: u64 = extents
+            .iter()
+            .map(|&size| sparse_header(size, new.zeroed_grain, sectors).overhead * SECTOR)
+            .sum::<u64>()
+            + descriptor;
+        let grains = bytes.div_ceil(grain);
+        // Each grain of a stream has a marker, and may not compress.
+        let grain = if new.subformat == Subformat::Stream { grain + SECTOR } else { grain };
+        let all = |count: u64| {
+            count.min(grains).checked_mul(grain).and_then(|n| n.checked_add(overhead)).ok_or_else(
+                || Error::Invalid(format!("a VMDK image of {guest_bytes} bytes is too large")),
+            )
+        };
+        Ok(Measured { required: all(data_clusters)?, fully_allocated: all(grains)? })
+    }
 }
 
 pub(crate) fn descriptor(request: &CreateRequest, new: &NewVmdk, bytes: u64) -> Result<String> {
@@ -61,17 +136,7 @@ pub(crate) fn descriptor(request: &CreateRequest, new: &NewVmdk, bytes: u64) -> 
     let mut parent = String::new();
     let mut parent_cid = NO_PARENT;
     if let Some(backing) = &request.backing {
-        check_name(&backing.name)?;
-        let identity = backing.identity.as_deref();
-        let known = identity.and_then(|id| u32::from_str_radix(id, 16).ok());
-        let vmdk = backing.format.as_deref().is_none_or(|format| format == "vmdk");
-        parent_cid = known.filter(|_| vmdk).ok_or_else(|| {
-            Error::unsupported(
-                file,
-                format!("not supported: a parent ('{}') that is no VMDK image", backing.name),
-                "a VMDK stands on a VMDK, whose content id it notes; create a qcow2 image",
-            )
-        })?;
+        parent_cid = identity(file, backing)?;
         parent = format!("parentFileNameHint=\"{}\"\n", backing.name);
     }
     let mut lines = String::new();
@@ -105,6 +170,21 @@ pub(crate) fn descriptor(request: &CreateRequest, new: &NewVmdk, bytes: u64) -> 
         new.adapter,
         new.tools
     ))
+}
+
+/// The content id of a parent, which must be a VMDK image.
+pub(crate) fn identity(file: &str, backing: &BackingRef) -> Result<u32> {
+    check_name(&backing.name)?;
+    let identity = backing.identity.as_deref();
+    let known = identity.and_then(|id| u32::from_str_radix(id, 16).ok());
+    let vmdk = backing.format.as_deref().is_none_or(|format| format == "vmdk");
+    known.filter(|_| vmdk).ok_or_else(|| {
+        Error::unsupported(
+            file,
+            format!("not supported: a parent ('{}') that is no VMDK image", backing.name),
+            "a VMDK stands on a VMDK, whose content id it notes; use a qcow2 image",
+        )
+    })
 }
 
 /// The name of a file without its folders.

@@ -3,7 +3,7 @@
 //! vdkit changes single fields in place, and keeps unknown text. Source: VMware, "Virtual Disk
 //! Format 5.0", "The Descriptor File".
 
-use vdkit_block::{Error, Result};
+use vdkit_block::{Error, Result, require_within};
 
 /// `parentCID` of a disk without a parent.
 pub const NO_PARENT: u32 = 0xffff_ffff;
@@ -100,15 +100,9 @@ impl Descriptor {
                 continue;
             }
             if let Some(extent) = extent_line(line, at, file)? {
-                if parsed.extents.len() == EXTENTS_MAX {
-                    return Err(Error::Limit {
-                        file: file.to_owned(),
-                        what: "number of extents",
-                        found: EXTENTS_MAX as u64 + 1,
-                        limit: EXTENTS_MAX as u64,
-                    });
-                }
                 parsed.extents.push(extent);
+                let found = parsed.extents.len() as u64;
+                require_within(file, "number of extents", found, EXTENTS_MAX as u64)?;
                 continue;
             }
             let Some((key, value)) = line.split_once('=') else { continue };

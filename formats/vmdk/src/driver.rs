@@ -3,24 +3,16 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    AmendRequest, Amendment, CheckReport, CreateRequest, Creation, DriverInfo, Error, Format,
-    FormatDriver, ImageInfo, Limits, Measured, Monitor, OfflineImage, OpenRequest, OptionSpec,
-    Options, Probe, Repair, Result, Storage,
+    CheckReport, DriverInfo, Format, FormatDriver, ImageInfo, Limits, OfflineImage, OpenRequest,
+    Probe, Repair, Result, Storage,
 };
 
-use crate::create::{GRAIN_SECTORS, descriptor_sectors, sparse_header};
 use crate::foreign::{COWD_MAGIC, SE_MAGIC};
-use crate::header::{MAGIC, SECTOR};
-use crate::options::{NewVmdk, SPECS, Subformat, whole_sectors};
-use crate::stream::StreamWriter;
-use crate::{Vmdk, amend, check, create, describe};
+use crate::header::MAGIC;
+use crate::{Vmdk, check, describe};
 
 /// The usual first line of a descriptor.
 const DESCRIPTOR: &[u8] = b"# Disk DescriptorFile";
-/// Most bytes of a descriptor without its extent lines, and of an extent line with a name of usual
-/// length.
-const DESCRIPTOR_BYTES: u64 = 512;
-const EXTENT_LINE_BYTES: u64 = 128;
 
 /// VMDK images: hosted ones of versions 1 to 3, streams, and, read-only, those of ESX.
 #[derive(Clone, Copy, Debug, Default)]
@@ -52,89 +44,10 @@ impl FormatDriver for VmdkDriver {
     }
 
     fn check(&self, image: &OfflineImage<'_>, repair: Repair) -> Result<CheckReport> {
-        check::check(image.storage, image.files, repair, &image.limits, &image.monitor)
+        check::check(image, repair)
     }
 
     vdkit_block::capabilities!(creation: Creation, amendment: Amendment);
-}
-
-impl Creation for VmdkDriver {
-    fn options(&self) -> &'static [OptionSpec] {
-        SPECS
-    }
-
-    fn create(&self, request: &CreateRequest) -> Result<()> {
-        create::create(request)
-    }
-
-    fn create_open(&self, request: &CreateRequest, limits: &Limits) -> Result<Arc<dyn Format>> {
-        if NewVmdk::new(&request.options)?.subformat == Subformat::Stream {
-            return Ok(StreamWriter::begin(request, limits)?);
-        }
-        self.create(request)?;
-        self.open(OpenRequest {
-            storage: request.storage.clone(),
-            files: request.files.clone(),
-            writable: true,
-            limits: *limits,
-        })
-    }
-
-    fn new_files(&self, image: &str, guest_bytes: u64, options: &Options) -> Result<Vec<String>> {
-        NewVmdk::new(options)?.files(image, whole_sectors(guest_bytes, image)?)
-    }
-
-    fn writes_in_order(&self, options: &Options) -> bool {
-        NewVmdk::new(options).is_ok_and(|new| new.subformat == Subformat::Stream)
-    }
-
-    fn cluster_bytes(&self, options: &Options) -> Result<u64> {
-        let new = NewVmdk::new(options)?;
-        Ok(if new.subformat.is_flat() { SECTOR } else { GRAIN_SECTORS * SECTOR })
-    }
-
-    /// All files together. A stream is counted as incompressible.
-    fn measure(&self, guest_bytes: u64, options: &Options, data_clusters: u64) -> Result<Measured> {
-        let new = NewVmdk::new(options)?;
-        let bytes = whole_sectors(guest_bytes, "a VMDK image")?;
-        if new.subformat.is_flat() {
-            let all = bytes + 4096;
-            return Ok(Measured { required: all, fully_allocated: all });
-        }
-        let grain = GRAIN_SECTORS * SECTOR;
-        let sectors = descriptor_sectors(None);
-        let extents = new.extents(bytes);
-        // A separate file with a line for each extent, whose name is unknown here.
-        let descriptor = if new.subformat.is_one_file() {
-            0
-        } else {
-            DESCRIPTOR_BYTES + extents.len() as u64 * EXTENT_LINE_BYTES
-        };
-        let overhead: u64 = extents
-            .iter()
-            .map(|&size| sparse_header(size, new.zeroed_grain, sectors).overhead * SECTOR)
-            .sum::<u64>()
-            + descriptor;
-        let grains = bytes.div_ceil(grain);
-        // Each grain of a stream has a marker, and may not compress.
-        let grain = if new.subformat == Subformat::Stream { grain + SECTOR } else { grain };
-        let all = |count: u64| {
-            count.min(grains).checked_mul(grain).and_then(|n| n.checked_add(overhead)).ok_or_else(
-                || Error::Invalid(format!("a VMDK image of {guest_bytes} bytes is too large")),
-            )
-        };
-        Ok(Measured { required: all(data_clusters)?, fully_allocated: all(grains)? })
-    }
-}
-
-impl Amendment for VmdkDriver {
-    fn amends_backing(&self) -> bool {
-        true
-    }
-
-    fn amend(&self, request: &AmendRequest, _monitor: &Monitor<'_>) -> Result<Vec<String>> {
-        amend::amend(request)
-    }
 }
 
 /// Whether a file is a descriptor by the rules of VMware and QEMU: it has the usual first line, or

@@ -4,7 +4,7 @@
 //! no public specification, the common ground of QEMU's reader and libvmdk's notes.
 
 use vdkit_block::bytes::{le32, le64};
-use vdkit_block::{Error, Limits, Result};
+use vdkit_block::{Error, Limits, Result, require_within};
 
 use crate::header::{DIRECTORY_BYTES_MAX, SECTOR};
 
@@ -64,11 +64,8 @@ impl Cowd {
             let found = format!("{} entries", header.directory_entries);
             return fault(24, "grain directory", found, &format!("at least {needed}"));
         }
-        let (found, limit) = (needed * 4, limits.table_bytes_max.min(DIRECTORY_BYTES_MAX));
-        if found > limit {
-            let (file, what) = (file.to_owned(), "size of the grain directory");
-            return Err(Error::Limit { file, what, found, limit });
-        }
+        let limit = limits.table_bytes_max.min(DIRECTORY_BYTES_MAX);
+        require_within(file, "size of the grain directory", needed * 4, limit)?;
         Ok(Self { directory_entries: needed, ..header })
     }
 }
@@ -140,10 +137,7 @@ impl SeSparse {
         }
         // Table numbers have 32 bits: 64 TiB.
         let limit = limits.table_bytes_max.min(2 * DIRECTORY_BYTES_MAX);
-        if found > limit {
-            let (file, what) = (file.to_owned(), "size of the grain directory");
-            return Err(Error::Limit { file, what, found, limit });
-        }
+        require_within(file, "size of the grain directory", found, limit)?;
         if header.tables > u64::from(u32::MAX) || header.grains > i64::MAX as u64 / SECTOR {
             return fault(144, "first grain table or grain", "far away".into(), "in the file");
         }

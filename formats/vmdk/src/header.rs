@@ -2,10 +2,11 @@
 
 use std::mem::offset_of;
 
-use vdkit_block::{Error, Limits, Result};
+use vdkit_block::{Error, Limits, Result, require_within};
 use zerocopy::{transmute, transmute_ref};
 
 use crate::on_disk::RawHeader;
+use crate::sparse::Flavor;
 
 /// Bytes of a sector, the unit of all sizes here.
 pub const SECTOR: u64 = 512;
@@ -158,23 +159,12 @@ impl SparseHeader {
 
     /// Checks that compressed grains and the grain directory are within `limits`.
     fn check_limits(&self, file: &str, limits: &Limits) -> Result<()> {
-        let unit = self.grain_bytes();
-        if self.is_compressed() && unit > limits.compressed_bytes_max {
-            let (file, what) = (file.to_owned(), "size of a compressed grain");
-            return Err(Error::Limit {
-                file,
-                what,
-                found: unit,
-                limit: limits.compressed_bytes_max,
-            });
+        if self.is_compressed() {
+            let (what, limit) = ("size of a compressed grain", limits.compressed_bytes_max);
+            require_within(file, what, self.grain_bytes(), limit)?;
         }
-        let (found, limit) =
-            (self.directory_bytes(), limits.table_bytes_max.min(DIRECTORY_BYTES_MAX));
-        if found > limit {
-            let (file, what) = (file.to_owned(), "size of the grain directory");
-            return Err(Error::Limit { file, what, found, limit });
-        }
-        Ok(())
+        let limit = limits.table_bytes_max.min(DIRECTORY_BYTES_MAX);
+        require_within(file, "size of the grain directory", self.directory_bytes(), limit)
     }
 
     /// The sector that [`SparseHeader::parse`] reads.
@@ -206,6 +196,16 @@ impl SparseHeader {
     /// Whether grains are compressed. As in QEMU, the method decides, not the flag.
     pub fn is_compressed(&self) -> bool {
         self.compression == 1
+    }
+
+    /// How tables and grains are encoded.
+    pub(crate) fn flavor(&self) -> Flavor {
+        let zero_grain = self.has(flag::ZERO_GRAIN);
+        if self.is_compressed() {
+            Flavor::Stream { zero_grain, markers: self.has(flag::MARKERS) }
+        } else {
+            Flavor::Hosted { zero_grain }
+        }
     }
 
     /// Bytes of a grain.

@@ -4,11 +4,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use parking_lot::Mutex;
 use vdkit_block::{
-    BackingRef, Compressed, CompressedUnits, Error, Extent, FileIndex, Format, FormatCaps,
-    GuestOffset, InFlight, MapCache, MapCacheStats, Overlay, Reservation, Result, Storage,
-    require_writable,
+    BackingRef, DataRuns, Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, InFlight,
+    MapCache, MapCacheStats, Overlay, Reservation, Result, Storage, require_writable,
 };
 use vdkit_meta::{Engine, PageCache, Reclaim, State, Tickets};
 
@@ -17,6 +15,7 @@ use crate::flush::Dirty;
 use crate::map::{Chunk, Key};
 use crate::sparse::Sparse;
 use crate::write::Pending;
+use crate::zero::Goal;
 
 /// A VMDK image: the map of its extents, the allocation of grains, the order of its writes.
 ///
@@ -71,10 +70,7 @@ pub(crate) struct Flat {
     pub(crate) file: FileIndex,
     /// Host offset of the first byte.
     pub(crate) at: u64,
-    /// A run of data (in host bytes) that the file system reported; as in raw images, only data is
-    /// cached.
-    pub(crate) known_data: Mutex<Range<u64>>,
-    pub(crate) has_holes: AtomicBool,
+    pub(crate) runs: DataRuns,
 }
 
 impl Piece {
@@ -88,6 +84,14 @@ impl Piece {
             _ => None,
         }
     }
+}
+
+/// A sparse extent and its place on the disk.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Grains<'a> {
+    pub(crate) index: u32,
+    pub(crate) piece: &'a Piece,
+    pub(crate) sparse: &'a Sparse,
 }
 
 /// State that writers change, under one lock.
@@ -128,6 +132,13 @@ impl Vmdk {
 
     pub(crate) fn piece(&self, index: u32) -> &Piece {
         &self.extents[index as usize]
+    }
+
+    /// An extent that has tables.
+    pub(crate) fn grains(&self, index: u32) -> Grains<'_> {
+        let piece = self.piece(index);
+        let Some(sparse) = piece.sparse() else { unreachable!("only sparse extents have tables") };
+        Grains { index, piece, sparse }
     }
 
     pub(crate) fn file_of(&self, index: FileIndex) -> &Arc<dyn Storage> {
@@ -249,7 +260,7 @@ impl Format for Vmdk {
         self.need_writable()?;
         self.in_range(at, len)?;
         let _guard = self.in_flight.enter();
-        self.zero_range(at.0..at.0 + len, may_unmap)
+        self.over_extents(at.0..at.0 + len, Goal::Zero { may_unmap })
     }
 
     fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
@@ -297,23 +308,12 @@ impl MapCache for Vmdk {
     }
 }
 
-impl CompressedUnits for Vmdk {
-    fn unpack(
-        &self,
-        compressed: &Compressed,
-        compressed_bytes: &[u8],
-        out: &mut [u8],
-    ) -> Result<()> {
-        self.unpack_grain(compressed, compressed_bytes, out)
-    }
-}
-
 impl Overlay for Vmdk {
     fn zero_persistent(&self, at: GuestOffset, len: u64) -> Result<Range<u64>> {
         self.need_writable()?;
         self.in_range(at, len)?;
         let _guard = self.in_flight.enter();
-        self.zero_range_persistent(at.0..at.0 + len)
+        self.over_extents(at.0..at.0 + len, Goal::ZeroForGood)
     }
 
     fn empty(&self) -> Result<()> {

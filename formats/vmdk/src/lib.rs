@@ -17,7 +17,7 @@
 //! Byte layouts, sources and invariants: `docs/formats/vmdk.md`.
 
 mod amend;
-pub mod check;
+mod check;
 mod cid;
 mod create;
 mod describe;

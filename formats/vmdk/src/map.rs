@@ -7,7 +7,7 @@ use vdkit_block::{
 };
 
 use crate::header::SECTOR;
-use crate::image::{Flat, Kind, Piece, Vmdk};
+use crate::image::{Flat, Grains, Kind, Piece, Vmdk};
 use crate::sparse::{Entry, Flavor, Sparse};
 
 /// Bytes of a *chunk*, the unit in which tables are read and cached: several tables, or one larger
@@ -60,7 +60,8 @@ impl Vmdk {
                 Kind::Flat(flat) if holes => (self.flat_run(piece, flat, here, rest)?, true),
                 Kind::Flat(flat) => (flat_extent(piece, flat, here, rest), true),
                 Kind::Sparse(sparse) => {
-                    match self.sparse_run(index, piece, sparse, here, rest, &mut loads) {
+                    let of = Grains { index, piece, sparse };
+                    match self.sparse_run(of, here, rest, &mut loads) {
                         Ok(run) => run,
                         // The run found so far is still valid.
                         Err(_) if found.is_some() => break,
@@ -96,9 +97,9 @@ impl Vmdk {
                     return Some(Extent { len: run, place: Place::Hole });
                 }
                 let key = (index, inside / sparse.table_span() / sparse.chunk_tables());
-                let look = |words: &Chunk| self.look(piece, sparse, words, inside, rest);
-                match self.tables.with(key, look)? {
-                    Look::Run { extent, .. } => self.guard(piece, sparse, extent).ok(),
+                let of = Grains { index, piece, sparse };
+                match self.tables.with(key, |words| of.look(words, inside, rest))? {
+                    Look::Run { extent, .. } => self.guard(of, extent).ok(),
                     Look::Fault(_) => None,
                 }
             }
@@ -108,21 +109,19 @@ impl Vmdk {
     /// The run from `here` in a sparse extent, within one chunk or over absent tables.
     fn sparse_run(
         &self,
-        index: u32,
-        piece: &Piece,
-        sparse: &Sparse,
+        of: Grains<'_>,
         here: u64,
         rest: u64,
         loads: &mut u32,
     ) -> Result<(Extent, bool)> {
+        let Grains { index, piece, sparse } = of;
         let inside = here - piece.start;
         if let Some(run) = self.absent_run(sparse, inside, rest) {
             return Ok((Extent { len: run, place: Place::Hole }, true));
         }
         let key = (index, inside / sparse.table_span() / sparse.chunk_tables());
         let look = loop {
-            let look = |words: &Chunk| self.look(piece, sparse, words, inside, rest);
-            match self.tables.with(key, look) {
+            match self.tables.with(key, |words| of.look(words, inside, rest)) {
                 Some(look) => break look,
                 None => {
                     *loads += 1;
@@ -131,8 +130,8 @@ impl Vmdk {
             }
         };
         match look {
-            Look::Run { extent, open } => Ok((self.guard(piece, sparse, extent)?, open)),
-            Look::Fault(word) => Err(self.entry_fault(piece, sparse, inside, word)),
+            Look::Run { extent, open } => Ok((self.guard(of, extent)?, open)),
+            Look::Fault(word) => Err(self.entry_fault(of, inside, word)),
         }
     }
 
@@ -149,59 +148,9 @@ impl Vmdk {
         Some((end * span - inside).min(rest))
     }
 
-    /// The longest run from `inside` within one chunk, at most `rest` bytes.
-    fn look(&self, piece: &Piece, sparse: &Sparse, words: &[u64], inside: u64, rest: u64) -> Look {
-        let grain = sparse.grain_bytes;
-        let limit = piece.limit.load(Ordering::Acquire);
-        let first = ((inside / grain) % sparse.chunk_entries()) as usize;
-        let skip = inside % grain;
-        let Some(entry) = sparse.entry(words[first], limit) else {
-            return Look::Fault(words[first]);
-        };
-        if let (Entry::At(host), true) = (entry, sparse.is_compressed()) {
-            let len = (grain - skip).min(rest);
-            let place =
-                Place::Compressed(compressed_place(sparse, words, first, host, skip, limit));
-            return Look::Run { extent: Extent { len, place }, open: false };
-        }
-        let most = (skip + rest).div_ceil(grain) as usize;
-        let end = words.len().min(first + most);
-        let step = grain / SECTOR;
-        let flat = !matches!(sparse.flavor, Flavor::Se { .. });
-        let mut at = first + 1;
-        while at < end {
-            let follows = match entry {
-                Entry::Hole => words[at] == 0,
-                Entry::Zero => sparse.entry(words[at], limit) == Some(Entry::Zero),
-                // Plain sector numbers: compares with the next one without decoding.
-                Entry::At(host) if flat => {
-                    words[at] == words[at - 1] + step && host + (at - first) as u64 * grain < limit
-                }
-                Entry::At(host) => {
-                    let next = host + (at - first) as u64 * grain;
-                    sparse.entry(words[at], limit) == Some(Entry::At(next))
-                }
-            };
-            if !follows {
-                break;
-            }
-            at += 1;
-        }
-        let len = ((at - first) as u64 * grain - skip).min(rest);
-        let place = match entry {
-            Entry::Hole => Place::Hole,
-            Entry::Zero => Place::Zero { allocated: false },
-            Entry::At(host) => Place::Data {
-                file: sparse.file,
-                offset: HostOffset(host + skip),
-                exclusive: piece.writable,
-            },
-        };
-        Look::Run { extent: Extent { len, place }, open: at == words.len() }
-    }
-
     /// Fails if a writable image maps guest bytes to its own metadata, which a write would destroy.
-    fn guard(&self, piece: &Piece, sparse: &Sparse, extent: Extent) -> Result<Extent> {
+    fn guard(&self, of: Grains<'_>, extent: Extent) -> Result<Extent> {
+        let Grains { piece, sparse, .. } = of;
         let Place::Data { offset, exclusive: true, .. } = extent.place else { return Ok(extent) };
         let bytes = offset.0..offset.0 + extent.len;
         if !self.writable || !sparse.overlaps_metadata(&bytes) {
@@ -217,13 +166,8 @@ impl Vmdk {
         .with_remedy(Remedy::REPAIR))
     }
 
-    pub(crate) fn entry_fault(
-        &self,
-        piece: &Piece,
-        sparse: &Sparse,
-        inside: u64,
-        word: u64,
-    ) -> Error {
+    pub(crate) fn entry_fault(&self, of: Grains<'_>, inside: u64, word: u64) -> Error {
+        let Grains { piece, sparse, .. } = of;
         let table = inside / sparse.table_span();
         let index = inside / sparse.grain_bytes % sparse.table_entries;
         let at = sparse.table(table).unwrap_or(0) * SECTOR + index * sparse.entry_bytes;
@@ -239,8 +183,7 @@ impl Vmdk {
     }
 
     pub(crate) fn read_chunk(&self, key: Key) -> Result<Chunk> {
-        let piece = self.piece(key.0);
-        let Some(sparse) = piece.sparse() else { unreachable!("only sparse extents have tables") };
+        let Grains { piece, sparse, .. } = self.grains(key.0);
         let count = sparse.chunk_tables();
         let sectors: Vec<u64> =
             (0..count).map(|i| sparse.table(key.1 * count + i).unwrap_or(0)).collect();
@@ -308,25 +251,66 @@ impl Vmdk {
     /// A flat extent's run, with holes as the file system reports them.
     fn flat_run(&self, piece: &Piece, flat: &Flat, here: u64, rest: u64) -> Result<Extent> {
         let host = flat.at + (here - piece.start);
-        let known = flat.known_data.lock().clone();
-        if known.contains(&host) {
-            return Ok(flat_extent(piece, flat, here, rest.min(known.end - host)));
-        }
-        let storage = self.file_of(flat.file);
-        let end = flat.at + piece.len;
-        if !flat.has_holes.load(Ordering::Relaxed) {
-            if !storage.may_have_holes()? {
-                *flat.known_data.lock() = flat.at..end;
-                return Ok(flat_extent(piece, flat, here, rest));
-            }
-            flat.has_holes.store(true, Ordering::Relaxed);
-        }
-        let run = storage.extent_at(HostOffset(host), end - host)?;
+        let run = flat.runs.run(&**self.file_of(flat.file), host, flat.at + piece.len)?;
+        let len = rest.min(run.len);
         if run.data {
-            *flat.known_data.lock() = host..host + run.len;
-            return Ok(flat_extent(piece, flat, here, rest.min(run.len)));
+            return Ok(flat_extent(piece, flat, here, len));
         }
-        Ok(Extent { len: rest.min(run.len), place: Place::Zero { allocated: false } })
+        Ok(Extent { len, place: Place::Zero { allocated: false } })
+    }
+}
+
+impl Grains<'_> {
+    /// The longest run from `inside` within one chunk, at most `rest` bytes.
+    fn look(&self, words: &[u64], inside: u64, rest: u64) -> Look {
+        let Grains { piece, sparse, .. } = *self;
+        let grain = sparse.grain_bytes;
+        let limit = piece.limit.load(Ordering::Acquire);
+        let first = ((inside / grain) % sparse.chunk_entries()) as usize;
+        let skip = inside % grain;
+        let Some(entry) = sparse.entry(words[first], limit) else {
+            return Look::Fault(words[first]);
+        };
+        if let (Entry::At(host), true) = (entry, sparse.is_compressed()) {
+            let len = (grain - skip).min(rest);
+            let place =
+                Place::Compressed(compressed_place(sparse, words, first, host, skip, limit));
+            return Look::Run { extent: Extent { len, place }, open: false };
+        }
+        let most = (skip + rest).div_ceil(grain) as usize;
+        let end = words.len().min(first + most);
+        let step = grain / SECTOR;
+        let flat = !matches!(sparse.flavor, Flavor::Se { .. });
+        let mut at = first + 1;
+        while at < end {
+            let follows = match entry {
+                Entry::Hole => words[at] == 0,
+                Entry::Zero => sparse.entry(words[at], limit) == Some(Entry::Zero),
+                // Plain sector numbers: compares with the next one without decoding.
+                Entry::At(host) if flat => {
+                    words[at] == words[at - 1] + step && host + (at - first) as u64 * grain < limit
+                }
+                Entry::At(host) => {
+                    let next = host + (at - first) as u64 * grain;
+                    sparse.entry(words[at], limit) == Some(Entry::At(next))
+                }
+            };
+            if !follows {
+                break;
+            }
+            at += 1;
+        }
+        let len = ((at - first) as u64 * grain - skip).min(rest);
+        let place = match entry {
+            Entry::Hole => Place::Hole,
+            Entry::Zero => Place::Zero { allocated: false },
+            Entry::At(host) => Place::Data {
+                file: sparse.file,
+                offset: HostOffset(host + skip),
+                exclusive: piece.writable,
+            },
+        };
+        Look::Run { extent: Extent { len, place }, open: at == words.len() }
     }
 }
 

@@ -5,23 +5,22 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
-use parking_lot::{Mutex, RwLock};
 use vdkit_block::{
-    BackingRef, Error, FileIndex, HostOffset, InFlight, Limits, OpenRequest, Remedy, Result,
-    Storage, require_writable,
+    BackingRef, DataRuns, Error, FileIndex, HostOffset, InFlight, Limits, OpenRequest, Remedy,
+    Result, Storage, require_within, require_writable,
 };
 use vdkit_meta::{Engine, PageCache};
 
 use crate::cid::ContentId;
 use crate::descriptor::{Access, ExtentLine, ExtentType, NO_PARENT};
-use crate::header::{SECTOR, SparseHeader, flag};
+use crate::header::{SECTOR, SparseHeader};
 use crate::image::{Flat, Kind, Meta, Piece, Vmdk};
 use crate::map::CHUNKS_MIN;
 use crate::mend::sync_copies;
 use crate::on_disk;
 use crate::source::{AnyHeader, Source, any_header};
 use crate::space::Space;
-use crate::sparse::{Flavor, Sparse, check_directory};
+use crate::sparse::Sparse;
 
 /// Most bytes of all grain directories of one disk.
 const DIRECTORIES_BYTES_MAX: u64 = 16 << 20;
@@ -53,14 +52,7 @@ impl Vmdk {
         require_writable(!request.writable || storage.caps().writable, &file)?;
         let source = Source::read(&storage, &request.limits)?;
         let guest_bytes = source.guest_bytes(&file)?;
-        let names = source.files();
-        if names.len() != request.files.len() {
-            return Err(Error::Invalid(format!(
-                "{file}: its data is in {} other files, and {} were opened",
-                names.len(),
-                request.files.len()
-            )));
-        }
+        let names = source.files_opened(&file, request.files.len())?;
         let files =
             if source.header.is_some() { vec![storage.clone()] } else { request.files.clone() };
         let mut opening = Opening {
@@ -133,8 +125,7 @@ impl Opening<'_> {
                     ));
                 }
                 let writable = writable && storage.caps().writable;
-                let (known_data, has_holes) = (Mutex::default(), AtomicBool::new(false));
-                let flat = Flat { file: index, at, known_data, has_holes };
+                let flat = Flat { file: index, at, runs: DataRuns::default() };
                 self.push(len, writable, Kind::Flat(flat), 0, Space::default());
             }
             (ExtentType::Sparse | ExtentType::SeSparse, Some(storage)) => {
@@ -212,23 +203,16 @@ impl Opening<'_> {
             && line.is_none_or(|line| line.access == Access::ReadWrite)
             && storage.caps().writable;
         let writable = wanted && can_write(header);
-        let sparse = match header {
-            AnyHeader::Hosted(header) => self.hosted(header, &storage, index, len, writable)?,
-            AnyHeader::Cowd(h) => {
-                let (at, entries) = (h.directory * SECTOR, h.directory_entries);
-                let directory =
-                    self.directory(&Flavor::Cowd, &storage, at, entries, 4 * 4096, len)?;
-                plain(Flavor::Cowd, index, header.grain_bytes(), 4096, at, directory)
+        let mut sparse = header.sparse(index);
+        match header {
+            AnyHeader::Hosted(header) => {
+                self.hosted(&mut sparse, header, &storage, len, writable)?
             }
-            AnyHeader::Se(h) => {
-                let flavor = Flavor::Se { tables: h.tables, grains: h.grains };
-                let table = h.table_sectors * SECTOR;
-                let at = h.directory.saturating_mul(SECTOR);
-                let directory =
-                    self.directory(&flavor, &storage, at, h.directory_entries, table, len)?;
-                plain(flavor, index, header.grain_bytes(), table / 8, at, directory)
+            _ => {
+                let (at, entries) = (sparse.directory_at, header.directory_entries());
+                sparse.directory = self.directory(&sparse, &storage, at, entries, len)?.into();
             }
-        };
+        }
         let marked = matches!(header, AnyHeader::Hosted(header) if header.unclean);
         let unclean = marked && !(writable && sync_copies(&sparse, &*storage, len)?);
         if unclean {
@@ -247,95 +231,61 @@ impl Opening<'_> {
         Ok(())
     }
 
+    /// Reads both directories of a hosted extent, and records its metadata.
     fn hosted(
         &mut self,
+        sparse: &mut Sparse,
         header: &SparseHeader,
         storage: &Arc<dyn Storage>,
-        index: FileIndex,
         len: u64,
         writable: bool,
-    ) -> Result<Sparse> {
-        let file = storage.name();
-        let zero_grain = header.has(flag::ZERO_GRAIN);
-        let flavor = if header.is_compressed() {
-            Flavor::Stream { zero_grain, markers: header.has(flag::MARKERS) }
-        } else {
-            Flavor::Hosted { zero_grain }
-        };
-        let table_bytes = u64::from(header.table_entries) * 4;
+    ) -> Result<()> {
         let entries = header.directory_entries();
-        let at = header.directory.saturating_mul(SECTOR);
-        let copy = (header.has(flag::REDUNDANT) && header.redundant_directory != 0)
-            .then(|| header.redundant_directory.saturating_mul(SECTOR));
-        let primary = self.directory(&flavor, storage, at, entries, table_bytes, len);
-        let keeps_copy = matches!(flavor, Flavor::Hosted { .. });
-        let second = copy
-            .filter(|_| keeps_copy)
-            .map(|at| (at, self.directory(&flavor, storage, at, entries, table_bytes, len)));
-        let (directory_at, directory, redundant_at, redundant) = match (primary, second) {
-            (Ok(directory), None) => (at, directory, None, Vec::new()),
-            (Ok(directory), Some((copy_at, Ok(copy)))) => (at, directory, Some(copy_at), copy),
+        let primary = self.directory(sparse, storage, sparse.directory_at, entries, len);
+        let second =
+            sparse.redundant_at.map(|at| (at, self.directory(sparse, storage, at, entries, len)));
+        let (directory, redundant) = match (primary, second) {
+            (Ok(directory), None) => (directory, None),
+            (Ok(directory), Some((_, Ok(copy)))) => (directory, Some(copy)),
             (Ok(directory), Some((_, Err(error)))) if !writable => {
                 self.warnings.push(format!("{error}; the redundant grain directory is not used"));
-                (at, directory, None, Vec::new())
+                (directory, None)
             }
             (Err(error), Some((copy_at, Ok(copy)))) if !writable => {
                 self.warnings.push(format!("{error}; the redundant grain directory is used"));
-                (copy_at, copy, None, Vec::new())
+                sparse.directory_at = copy_at;
+                (copy, None)
             }
             (Err(error), _) | (_, Some((_, Err(error)))) => {
                 return Err(repairable(error, writable));
             }
         };
-        let bytes = entries * 4;
+        if redundant.is_none() {
+            sparse.redundant_at = None;
+        }
+        sparse.directory = directory.into();
+        sparse.redundant = redundant.unwrap_or_default().into();
         let descriptor = header.descriptor.saturating_mul(SECTOR);
         let text = header.descriptor_sectors.saturating_mul(SECTOR);
-        let mut front = vec![
-            0..SECTOR,
-            descriptor..descriptor.saturating_add(text),
-            at..at.saturating_add(bytes),
-        ];
-        front.extend(redundant_at.map(|at| at..at.saturating_add(bytes)));
-        let sparse = Sparse {
-            redundant_at,
-            redundant: RwLock::new(redundant),
-            front,
-            ..plain(
-                flavor,
-                index,
-                header.grain_bytes(),
-                header.table_entries.into(),
-                directory_at,
-                directory,
-            )
-        };
-        if writable {
-            note_metadata(&sparse, file)?;
-        }
-        Ok(sparse)
+        sparse.front = vec![0..SECTOR, descriptor..descriptor.saturating_add(text)];
+        let directories = std::iter::once(sparse.directory_at).chain(sparse.redundant_at);
+        sparse.front.extend(directories.map(|at| at..at.saturating_add(entries * 4)));
+        if writable { note_metadata(sparse, storage.name()) } else { Ok(()) }
     }
 
     /// Reads a grain directory.
     fn directory(
         &mut self,
-        flavor: &Flavor,
+        sparse: &Sparse,
         storage: &Arc<dyn Storage>,
         at: u64,
         entries: u64,
-        table_bytes: u64,
         len: u64,
     ) -> Result<Vec<u32>> {
-        let entry = if matches!(flavor, Flavor::Se { .. }) { 8 } else { 4 };
-        let bytes = entries * entry;
+        let bytes = entries * sparse.entry_bytes;
         self.directory_bytes += entries * 4;
-        if self.directory_bytes > 2 * DIRECTORIES_BYTES_MAX {
-            return Err(Error::Limit {
-                file: self.request.storage.name().to_owned(),
-                what: "size of all grain directories",
-                found: self.directory_bytes,
-                limit: 2 * DIRECTORIES_BYTES_MAX,
-            });
-        }
+        let (file, what) = (self.request.storage.name(), "size of all grain directories");
+        require_within(file, what, self.directory_bytes, 2 * DIRECTORIES_BYTES_MAX)?;
         if at == 0 || at.checked_add(bytes).is_none_or(|end| end > len) {
             let (found, expected) =
                 (format!("{bytes} bytes at {at:#x}"), "a place within the file");
@@ -343,9 +293,9 @@ impl Opening<'_> {
         }
         let mut raw = vec![0; bytes as usize];
         storage.read_at(&mut raw, HostOffset(at))?;
-        let words = on_disk::entries(&raw, entry);
+        let words = on_disk::entries(&raw, sparse.entry_bytes);
         drop(raw);
-        check_directory(flavor, &words, table_bytes, at, len, storage.name())
+        sparse.check_directory(&words, at, len, storage.name())
     }
 
     fn finish(self, source: Source, guest_bytes: u64) -> Result<Arc<Vmdk>> {
@@ -410,30 +360,6 @@ impl Opening<'_> {
 /// separate record of changes, which writes would invalidate.
 fn can_write(header: &AnyHeader) -> bool {
     matches!(header, AnyHeader::Hosted(header) if !header.is_compressed() && header.version < 3)
-}
-
-fn plain(
-    flavor: Flavor,
-    file: FileIndex,
-    grain_bytes: u64,
-    table_entries: u64,
-    directory_at: u64,
-    directory: Vec<u32>,
-) -> Sparse {
-    let entry_bytes = if matches!(flavor, Flavor::Se { .. }) { 8 } else { 4 };
-    Sparse {
-        flavor,
-        file,
-        grain_bytes,
-        table_entries,
-        directory_at,
-        directory: RwLock::new(directory),
-        redundant_at: None,
-        redundant: RwLock::default(),
-        metadata: RwLock::default(),
-        front: Vec::new(),
-        entry_bytes,
-    }
 }
 
 /// Adds a repair hint to an error about a directory.

@@ -1,6 +1,6 @@
 //! Options of new images, by qemu-img's names.
 
-use vdkit_block::{Error, Limits, OptionKind, OptionSpec, Options, Result};
+use vdkit_block::{Error, Limits, OptionKind, OptionSpec, Options, Result, require_within};
 
 /// Bytes of each extent of a split disk, except the last one.
 pub(crate) const SPLIT_BYTES: u64 = 2 << 30;
@@ -200,14 +200,7 @@ pub(crate) fn check_name(name: &str) -> Result<()> {
 /// # Errors
 /// [`Error::Limit`] above [`GUEST_BYTES_MAX`].
 pub(crate) fn whole_sectors(guest_bytes: u64, file: &str) -> Result<u64> {
-    if guest_bytes > GUEST_BYTES_MAX {
-        return Err(Error::Limit {
-            file: file.to_owned(),
-            what: "size",
-            found: guest_bytes,
-            limit: GUEST_BYTES_MAX,
-        });
-    }
+    require_within(file, "size", guest_bytes, GUEST_BYTES_MAX)?;
     Ok(guest_bytes.next_multiple_of(512))
 }
 

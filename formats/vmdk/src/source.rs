@@ -3,13 +3,15 @@
 use std::mem::offset_of;
 use std::sync::Arc;
 
-use vdkit_block::{Error, HostOffset, Limits, Result, Storage};
+use parking_lot::RwLock;
+use vdkit_block::{Error, FileIndex, HostOffset, Limits, Result, Storage, require_within};
 use zerocopy::{FromZeros, IntoBytes, transmute_ref};
 
 use crate::descriptor::{DESCRIPTOR_BYTES_MAX, Descriptor, ExtentType};
-use crate::foreign::{COWD_MAGIC, Cowd, SE_MAGIC, SeSparse};
-use crate::header::{DIRECTORY_AT_END, MAGIC, SECTOR, SparseHeader};
+use crate::foreign::{COWD_MAGIC, COWD_TABLE_ENTRIES, Cowd, SE_MAGIC, SeSparse};
+use crate::header::{DIRECTORY_AT_END, MAGIC, SECTOR, SparseHeader, flag};
 use crate::on_disk::{RawHeader, StreamEnd, mark};
+use crate::sparse::{Flavor, Sparse};
 
 /// A sparse extent's header of any kind.
 #[derive(Clone, Debug)]
@@ -35,6 +37,46 @@ impl AnyHeader {
                 Self::Cowd(header) => header.grain_sectors,
                 Self::Se(header) => header.grain_sectors,
             }
+    }
+
+    /// Entries of the grain directory.
+    pub(crate) fn directory_entries(&self) -> u64 {
+        match self {
+            Self::Hosted(header) => header.directory_entries(),
+            Self::Cowd(header) => header.directory_entries,
+            Self::Se(header) => header.directory_entries,
+        }
+    }
+
+    /// The extent in a file, without its tables.
+    pub(crate) fn sparse(&self, file: FileIndex) -> Sparse {
+        let (flavor, directory, table_entries) = match self {
+            Self::Hosted(h) => (h.flavor(), h.directory, h.table_entries.into()),
+            Self::Cowd(h) => (Flavor::Cowd, h.directory, COWD_TABLE_ENTRIES),
+            Self::Se(h) => {
+                let flavor = Flavor::Se { tables: h.tables, grains: h.grains };
+                (flavor, h.directory, h.table_sectors * SECTOR / 8)
+            }
+        };
+        let redundant = match self {
+            Self::Hosted(h) if !h.is_compressed() && h.has(flag::REDUNDANT) => {
+                h.redundant_directory
+            }
+            _ => 0,
+        };
+        Sparse {
+            entry_bytes: if matches!(flavor, Flavor::Se { .. }) { 8 } else { 4 },
+            flavor,
+            file,
+            grain_bytes: self.grain_bytes(),
+            table_entries,
+            directory_at: directory.saturating_mul(SECTOR),
+            directory: RwLock::default(),
+            redundant_at: (redundant != 0).then(|| redundant.saturating_mul(SECTOR)),
+            redundant: RwLock::default(),
+            metadata: RwLock::default(),
+            front: Vec::new(),
+        }
     }
 }
 
@@ -74,18 +116,23 @@ impl Source {
             return Ok(Self { placed, header: Some(header) });
         }
         let len = storage.len()?;
-        if len > DESCRIPTOR_BYTES_MAX {
-            return Err(Error::Limit {
-                file: storage.name().to_owned(),
-                what: "length of the descriptor",
-                found: len,
-                limit: DESCRIPTOR_BYTES_MAX,
-            });
-        }
+        require_within(storage.name(), "length of the descriptor", len, DESCRIPTOR_BYTES_MAX)?;
         let mut text = vec![0; len as usize];
         storage.read_padded(&mut text, HostOffset(0))?;
         let descriptor = Descriptor::parse(&text, 0, storage.name())?;
         Ok(Self { placed: Some(Placed { descriptor, at: 0, room: None }), header: None })
+    }
+
+    /// [`Self::files`], with `opened` files given for them.
+    pub(crate) fn files_opened(&self, file: &str, opened: usize) -> Result<Vec<String>> {
+        let names = self.files();
+        if names.len() != opened {
+            return Err(Error::Invalid(format!(
+                "{file}: its data is in {} other files, and {opened} were opened",
+                names.len()
+            )));
+        }
+        Ok(names)
     }
 
     /// The other files that the descriptor names, each once, in the order of the extents.

@@ -7,12 +7,11 @@
 
 use std::sync::atomic::Ordering;
 
-use vdkit_block::{Error, HostOffset, Result, Storage};
+use vdkit_block::{Error, Result, Storage};
 use vdkit_meta::Freed;
 
 use crate::header::SECTOR;
-use crate::image::{Meta, Piece, Vmdk};
-use crate::sparse::Sparse;
+use crate::image::{Grains, Meta, Vmdk};
 
 /// Bytes of the first batch, and of the largest.
 const BATCH_BYTES: u64 = 1 << 20;
@@ -109,17 +108,15 @@ impl Space {
 
 impl Vmdk {
     /// Takes up to `count` contiguous grains of an extent.
-    pub(crate) fn allocate(&self, meta: &mut Meta, index: u32, count: u64) -> Result<Run> {
-        let piece = self.piece(index);
-        let Some(sparse) = piece.sparse() else { unreachable!("flat extents have their space") };
-        let bytes = count * sparse.grain_bytes;
+    pub(crate) fn allocate(&self, meta: &mut Meta, of: Grains<'_>, count: u64) -> Result<Run> {
+        let bytes = count * of.sparse.grain_bytes;
         self.reclaim(meta);
-        let space = &mut meta.space[index as usize];
+        let space = &mut meta.space[of.index as usize];
         if let Some(run) = space.take_free(bytes, false) {
             return Ok(run);
         }
-        let storage = self.file_of(sparse.file);
-        match grow(space, piece, sparse, &**storage, bytes) {
+        let storage = self.file_of(of.sparse.file);
+        match grow(space, of, &**storage, bytes) {
             Ok(run) => Ok(run),
             // A shorter run rather than none.
             Err(error) => space.take_free(bytes, true).ok_or(error),
@@ -130,12 +127,11 @@ impl Vmdk {
     pub(crate) fn make_tables(
         &self,
         meta: &mut Meta,
-        index: u32,
+        of: Grains<'_>,
         first: u64,
         last: u64,
     ) -> Result<()> {
-        let piece = self.piece(index);
-        let Some(sparse) = piece.sparse() else { unreachable!("only sparse extents have tables") };
+        let Grains { index, sparse, .. } = of;
         let copies = if sparse.redundant_at.is_some() { 2 } else { 1 };
         let absent = |table| {
             sparse.table(table).is_none()
@@ -152,26 +148,17 @@ impl Vmdk {
             let grains = (copies * bytes).div_ceil(sparse.grain_bytes);
             let storage = self.file_of(sparse.file);
             let space = &mut meta.space[index as usize];
-            let run = grow(space, piece, sparse, &**storage, grains * sparse.grain_bytes)?;
+            let run = grow(space, of, &**storage, grains * sparse.grain_bytes)?;
             let room = run.bytes / (copies * bytes);
             if room == 0 {
-                return Err(Error::NoSpace {
-                    file: storage.name().to_owned(),
-                    what: "a grain table must begin within the first 2 TiB of its file".to_owned(),
-                });
+                let what = "a grain table must begin within the first 2 TiB of its file";
+                return Err(Error::no_space(storage.name(), what));
             }
             let tables = sparse.directory.read().len() as u64;
             let mut at = run.host;
             let end = tables.min(table + room);
             for table in (table..end).take_while(|&t| absent(t)) {
-                self.link_table(
-                    meta,
-                    index,
-                    sparse,
-                    table,
-                    at,
-                    (copies == 2).then_some(at + bytes),
-                );
+                self.link_table(meta, of, table, at, (copies == 2).then_some(at + bytes));
                 at += copies * bytes;
             }
             let space = &meta.space[index as usize];
@@ -181,15 +168,8 @@ impl Vmdk {
         Ok(())
     }
 
-    fn link_table(
-        &self,
-        meta: &mut Meta,
-        index: u32,
-        sparse: &Sparse,
-        table: u64,
-        at: u64,
-        copy: Option<u64>,
-    ) {
+    fn link_table(&self, meta: &mut Meta, of: Grains<'_>, table: u64, at: u64, copy: Option<u64>) {
+        let Grains { index, sparse, .. } = of;
         let mut metadata = sparse.metadata.write();
         let mut link = |directory: &mut Vec<u32>, at: u64| {
             // An image of another program may lack only one of the two.
@@ -207,7 +187,7 @@ impl Vmdk {
         link(&mut sparse.directory.write(), at);
         meta.dirty.directories.insert((index, (table * 4 / SECTOR) as u32));
         // The new copy of an existing table has no content yet.
-        self.mark_table(meta, index, sparse, table);
+        self.mark_table(meta, of, table);
         self.touch(sparse.file);
     }
 
@@ -221,16 +201,10 @@ impl Vmdk {
 }
 
 /// Takes bytes after the frontier, growing the file if they are not reserved yet.
-fn grow(
-    space: &mut Space,
-    piece: &Piece,
-    sparse: &Sparse,
-    storage: &dyn Storage,
-    bytes: u64,
-) -> Result<Run> {
+fn grow(space: &mut Space, of: Grains<'_>, storage: &dyn Storage, bytes: u64) -> Result<Run> {
+    let Grains { piece, sparse, .. } = of;
     let host = space.frontier;
-    let full =
-        |what: &str| Err(Error::NoSpace { file: storage.name().to_owned(), what: what.to_owned() });
+    let full = |what: &str| Err(Error::no_space(storage.name(), what));
     let grain = sparse.grain_bytes;
     let bytes = bytes.min(HOST_BYTES_MAX.saturating_sub(host) / grain * grain);
     if bytes == 0 {
@@ -253,10 +227,6 @@ fn grow(
     piece.limit.fetch_max(needed, Ordering::AcqRel);
     // Fresh: a partial grain at an earlier end of the file is below the frontier.
     Ok(Run { host, bytes, fresh: true })
-}
-
-pub(crate) fn offset(run: &Run) -> HostOffset {
-    HostOffset(run.host)
 }
 
 #[cfg(test)]

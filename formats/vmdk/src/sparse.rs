@@ -140,11 +140,6 @@ impl Sparse {
         host < limit && (cut || host.checked_add(self.grain_bytes).is_some_and(|end| end <= limit))
     }
 
-    /// The word of a grain at a host offset (hosted extents).
-    pub(crate) fn word_at(host: u64) -> u64 {
-        host / SECTOR
-    }
-
     pub(crate) fn overlaps_metadata(&self, bytes: &Range<u64>) -> bool {
         if self.front.iter().any(|r| r.start < bytes.end && bytes.start < r.end) {
             return true;
@@ -155,48 +150,48 @@ impl Sparse {
         let at = metadata.partition_point(|&s| u64::from(s) < first);
         metadata.get(at).is_some_and(|&s| u64::from(s) * SECTOR < bytes.end)
     }
-}
 
-/// Decodes directory entries and checks that each table is within the file.
-///
-/// `words` are the raw entries, `len` the file's bytes.
-pub(crate) fn check_directory(
-    flavor: &Flavor,
-    words: &[u64],
-    table_bytes: u64,
-    at: u64,
-    len: u64,
-    file: &str,
-) -> Result<Vec<u32>> {
-    let entry_bytes = if matches!(flavor, Flavor::Se { .. }) { 8 } else { 4 };
-    let fault = |index: usize, word: u64, expected: &str| {
-        let at = at + index as u64 * entry_bytes;
-        Error::corrupt(file, at, "grain directory entry", format!("{word:#x}"), expected)
-    };
-    let mut sectors = Vec::with_capacity(words.len());
-    for (index, &word) in words.iter().enumerate() {
-        let sector = match flavor {
-            _ if word == 0 => 0,
-            Flavor::Hosted { zero_grain: true } | Flavor::Stream { zero_grain: true, .. }
-                if word == 1 =>
-            {
-                return Err(fault(index, word, "a grain table (zeroed tables are not known)"));
-            }
+    /// First sector of the table that a nonzero directory entry names; `None` if no table can be
+    /// there, in a file of `len` bytes.
+    pub(crate) fn table_sector(&self, word: u64, len: u64) -> Option<u64> {
+        let sector = match self.flavor {
+            Flavor::Se { .. } if word >> 32 != SE_TABLE >> 32 => return None,
             Flavor::Se { tables, .. } => {
-                if word >> 32 != SE_TABLE >> 32 {
-                    return Err(fault(index, word, "0, or 0x10000000 in the upper half"));
-                }
-                (word & 0xffff_ffff) * (table_bytes / SECTOR) + tables
+                (word & 0xffff_ffff) * (self.table_bytes() / SECTOR) + tables
             }
+            // Zeroed tables are not known.
+            _ if word == 1 && self.has_zero_grains() => return None,
             _ => word,
         };
-        let end = sector.checked_mul(SECTOR).and_then(|at| at.checked_add(table_bytes));
-        if sector > u64::from(u32::MAX) || end.is_none_or(|end| end > len) {
-            return Err(fault(index, word, "a grain table within the file"));
-        }
-        sectors.push(sector as u32);
+        let end = sector.checked_mul(SECTOR)?.checked_add(self.table_bytes())?;
+        (sector <= u64::from(u32::MAX) && end <= len).then_some(sector)
     }
-    Ok(sectors)
+
+    /// Decodes the entries of the directory at `at`, and checks that each table is within the file
+    /// of `len` bytes.
+    pub(crate) fn check_directory(
+        &self,
+        words: &[u64],
+        at: u64,
+        len: u64,
+        file: &str,
+    ) -> Result<Vec<u32>> {
+        let sector = |(index, &word): (u64, &u64)| {
+            if word == 0 {
+                return Ok(0);
+            }
+            self.table_sector(word, len).map(|sector| sector as u32).ok_or_else(|| {
+                let expected = match self.flavor {
+                    Flavor::Se { .. } => "0, or a grain table and 0x10000000 in the upper half",
+                    _ if word == 1 => "a grain table (zeroed tables are not known)",
+                    _ => "a grain table within the file",
+                };
+                let (at, found) = (at + index * self.entry_bytes, format!("{word:#x}"));
+                Error::corrupt(file, at, "grain directory entry", found, expected)
+            })
+        };
+        (0..).zip(words).map(sector).collect()
+    }
 }
 
 #[cfg(test)]

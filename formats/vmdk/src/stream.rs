@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use vdkit_block::{
     Codec, CompressedFrame, CompressedReservation, CompressedWriter, CreateRequest, Error, Extent,
     FileIndex, Format, FormatCaps, GuestOffset, HostOffset, InFlight, Limits, Place, Reservation,
-    Reserver, Result, Storage, Ticket,
+    Reserver, Result, Storage, Ticket, require_within,
 };
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -88,11 +88,8 @@ impl StreamWriter {
             unclean: false,
             compression: 1,
         };
-        let found = header.directory_bytes();
-        if found > limits.table_bytes_max {
-            let (file, what) = (storage.name().to_owned(), "size of the grain directory");
-            return Err(Error::Limit { file, what, found, limit: limits.table_bytes_max });
-        }
+        let (what, found) = ("size of the grain directory", header.directory_bytes());
+        require_within(storage.name(), what, found, limits.table_bytes_max)?;
         let start = header.overhead * SECTOR;
         let mut front = header.encode().to_vec();
         front.extend(text.as_bytes());
@@ -123,10 +120,7 @@ impl StreamWriter {
         if state.at.checked_add(bytes).is_some_and(|end| end <= HOST_BYTES_MAX) {
             return Ok(());
         }
-        Err(Error::NoSpace {
-            file: self.storage.name().to_owned(),
-            what: "a stream ends within 2 TiB".to_owned(),
-        })
+        Err(Error::no_space(self.storage.name(), "a stream ends within 2 TiB"))
     }
 
     /// Writes the current table, and begins the next one.

@@ -5,7 +5,7 @@
 use std::cell::RefCell;
 
 use libdeflater::Decompressor;
-use vdkit_block::{Compressed, Error, Result};
+use vdkit_block::{Compressed, CompressedUnits, Error, Result};
 use zerocopy::FromBytes;
 
 use crate::header::SECTOR;
@@ -53,14 +53,8 @@ pub(crate) fn unpack(
     })
 }
 
-impl Vmdk {
-    /// As [`vdkit_block::CompressedUnits::unpack`].
-    pub(crate) fn unpack_grain(
-        &self,
-        compressed: &Compressed,
-        bytes: &[u8],
-        out: &mut [u8],
-    ) -> Result<()> {
+impl CompressedUnits for Vmdk {
+    fn unpack(&self, compressed: &Compressed, bytes: &[u8], out: &mut [u8]) -> Result<()> {
         let file = self.file_of(compressed.file).name();
         let found = self.extents.iter().find_map(|piece| {
             let sparse = piece.sparse().filter(|sparse| sparse.file == compressed.file)?;

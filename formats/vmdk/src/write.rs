@@ -3,12 +3,15 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use vdkit_block::{Fill, GuestOffset, Reservation, Reserver, Result, Ticket, align_down};
+use vdkit_block::{
+    Fill, GuestOffset, HostOffset, Reservation, Reserver, Result, Ticket, align_down,
+};
 use vdkit_meta::{Freed, MutexGuard};
 
-use crate::image::{Kind, Meta, Piece, Vmdk};
+use crate::header::SECTOR;
+use crate::image::{Grains, Kind, Meta, Vmdk};
 use crate::map::{Chunk, Key};
-use crate::space::{self, Run};
+use crate::space::Run;
 use crate::sparse::{Entry, Sparse};
 
 /// Entries of one sector of a table, the unit in which tables are written.
@@ -35,19 +38,20 @@ impl Vmdk {
             return Err(self.refuse(piece));
         }
         let Kind::Sparse(sparse) = &piece.kind else { return Ok(None) };
+        let of = Grains { index, piece, sparse };
         self.relieve_cache()?;
         let mut meta = self.meta.lock();
-        let end = self.claim(&mut meta, piece, sparse, at.0, at.0 + len);
+        let end = self.claim(&mut meta, of, at.0, at.0 + len);
         let grain = sparse.grain_bytes;
         let start = piece.start + align_down(at.0 - piece.start, grain);
-        let first = self.entry_at(index, piece, sparse, start)?;
+        let first = self.entry_at(of, start)?;
         if matches!(first, Entry::At(_)) {
             return Ok(None);
         }
         let (mut last, mut grains_end) = (first, start + grain);
         let mut hides = self.hides_data(first);
         while grains_end < end {
-            let next = self.entry_at(index, piece, sparse, grains_end)?;
+            let next = self.entry_at(of, grains_end)?;
             if matches!(next, Entry::At(_)) {
                 break;
             }
@@ -56,8 +60,8 @@ impl Vmdk {
         }
         let span = sparse.table_span();
         let tables = (start - piece.start) / span..=(grains_end - 1 - piece.start) / span;
-        self.make_tables(&mut meta, index, *tables.start(), *tables.end())?;
-        let run = self.allocate(&mut meta, index, (grains_end - start) / grain)?;
+        self.make_tables(&mut meta, of, *tables.start(), *tables.end())?;
+        let run = self.allocate(&mut meta, of, (grains_end - start) / grain)?;
         if start + run.bytes < grains_end {
             // Fewer grains than planned, so the last one is written whole.
             (last, grains_end) = (Entry::Zero, start + run.bytes);
@@ -71,7 +75,7 @@ impl Vmdk {
         let ticket = meta.tickets.open(guest.clone(), Pending { extent: index, run, data_first });
         drop(meta);
         self.touch(sparse.file);
-        let host = space::offset(&run);
+        let host = HostOffset(run.host);
         let reserved = Reservation::new(self, ticket, guest, write, sparse.file, host, head, tail);
         Ok(Some(reserved.zeroed(run.fresh).untouched(run.fresh)))
     }
@@ -91,14 +95,8 @@ impl Vmdk {
 
     /// Waits until no other reservation holds the grain of `at`; returns the end of the following
     /// grains that none holds, within the extent.
-    fn claim(
-        &self,
-        meta: &mut MutexGuard<'_, Meta>,
-        piece: &Piece,
-        sparse: &Sparse,
-        at: u64,
-        end: u64,
-    ) -> u64 {
+    fn claim(&self, meta: &mut MutexGuard<'_, Meta>, of: Grains<'_>, at: u64, end: u64) -> u64 {
+        let Grains { piece, sparse, .. } = of;
         let start = piece.start + align_down(at - piece.start, sparse.grain_bytes);
         let end = end.min(piece.end());
         loop {
@@ -109,41 +107,27 @@ impl Vmdk {
         }
     }
 
-    /// The chunk and the index within it of a guest offset of an extent.
-    pub(crate) fn slot(&self, index: u32, piece: &Piece, sparse: &Sparse, at: u64) -> (Key, usize) {
-        let grain = (at - piece.start) / sparse.grain_bytes;
-        let entries = sparse.chunk_entries();
-        ((index, grain / entries), (grain % entries) as usize)
-    }
-
     /// The table entry of a guest offset.
-    pub(crate) fn entry_at(
-        &self,
-        index: u32,
-        piece: &Piece,
-        sparse: &Sparse,
-        at: u64,
-    ) -> Result<Entry> {
+    pub(crate) fn entry_at(&self, of: Grains<'_>, at: u64) -> Result<Entry> {
+        let Grains { piece, sparse, .. } = of;
         let inside = at - piece.start;
         if sparse.table(inside / sparse.table_span()).is_none() {
             return Ok(Entry::Hole);
         }
-        let (key, slot) = self.slot(index, piece, sparse, at);
+        let (key, slot) = of.slot(at);
         let read = || self.read_chunk(key);
         let word = self.tables.with_loaded(key, read, |words| words[slot])?;
         let limit = piece.limit.load(Ordering::Acquire);
-        sparse.entry(word, limit).ok_or_else(|| self.entry_fault(piece, sparse, inside, word))
+        sparse.entry(word, limit).ok_or_else(|| self.entry_fault(of, inside, word))
     }
 
     fn link(&self, meta: &mut Meta, guest: &Range<u64>, pending: &Pending) -> Result<()> {
-        let piece = self.piece(pending.extent);
-        let Some(sparse) = piece.sparse() else { unreachable!("reserved in a sparse extent") };
         let run = pending.run;
         let end_of_run = run.host + run.bytes;
         meta.dirty.data_first |= pending.data_first;
         meta.dirty.length_first |= end_of_run > meta.space[pending.extent as usize].durable;
-        self.change_entries(meta, pending.extent, piece, sparse, guest, |at, _| {
-            Some(Sparse::word_at(run.host + (at - guest.start)))
+        self.change_entries(meta, self.grains(pending.extent), guest, |at, _| {
+            Some((run.host + (at - guest.start)) / SECTOR)
         })
     }
 
@@ -153,17 +137,16 @@ impl Vmdk {
     pub(crate) fn change_entries(
         &self,
         meta: &mut Meta,
-        index: u32,
-        piece: &Piece,
-        sparse: &Sparse,
+        of: Grains<'_>,
         grains: &Range<u64>,
         mut new: impl FnMut(u64, Entry) -> Option<u64>,
     ) -> Result<()> {
+        let Grains { index, piece, sparse } = of;
         let grain = sparse.grain_bytes;
         let limit = piece.limit.load(Ordering::Acquire);
         let mut at = grains.start;
         while at < grains.end {
-            let (key, slot) = self.slot(index, piece, sparse, at);
+            let (key, slot) = of.slot(at);
             let count = ((grains.end - at).div_ceil(grain) as usize)
                 .min(sparse.chunk_entries() as usize - slot);
             let mut fault = None;
@@ -196,7 +179,7 @@ impl Vmdk {
             }
             meta.reclaim.unlink(&self.in_flight, freed);
             if let Some((at, word)) = fault {
-                return Err(self.entry_fault(piece, sparse, at - piece.start, word));
+                return Err(self.entry_fault(of, at - piece.start, word));
             }
             at += count as u64 * grain;
         }
@@ -204,7 +187,8 @@ impl Vmdk {
     }
 
     /// Marks a whole table as changed.
-    pub(crate) fn mark_table(&self, meta: &mut Meta, index: u32, sparse: &Sparse, table: u64) {
+    pub(crate) fn mark_table(&self, meta: &mut Meta, of: Grains<'_>, table: u64) {
+        let Grains { index, sparse, .. } = of;
         let tables = sparse.chunk_tables();
         let key = (index, table / tables);
         // An uncached chunk needs no change: the flush reads it from disk.
@@ -213,6 +197,15 @@ impl Vmdk {
         let bits = (first..first + pieces).fold(0, |bits, bit| bits | 1 << bit);
         *meta.dirty.tables.entry(key).or_default() |= bits;
         let _ = self.tables.change(key, |_| true);
+    }
+}
+
+impl Grains<'_> {
+    /// The chunk and the index within it of a guest offset.
+    fn slot(&self, at: u64) -> (Key, usize) {
+        let grain = (at - self.piece.start) / self.sparse.grain_bytes;
+        let entries = self.sparse.chunk_entries();
+        ((self.index, grain / entries), (grain % entries) as usize)
     }
 }
 

@@ -5,12 +5,12 @@ use std::ops::Range;
 use vdkit_block::{HostOffset, Result, ZeroMode};
 use vdkit_meta::MutexGuard;
 
-use crate::image::{Flat, Kind, Meta, Piece, Vmdk};
-use crate::sparse::{Entry, Sparse};
+use crate::image::{Flat, Grains, Kind, Meta, Piece, Vmdk};
+use crate::sparse::Entry;
 
 /// Target state of grains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Goal {
+pub(crate) enum Goal {
     /// They read as zero.
     Zero { may_unmap: bool },
     /// They read as zero independently of the backing file.
@@ -20,16 +20,6 @@ enum Goal {
 }
 
 impl Vmdk {
-    /// As [`vdkit_block::Format::zero`].
-    pub(crate) fn zero_range(&self, range: Range<u64>, may_unmap: bool) -> Result<Range<u64>> {
-        self.over_extents(range, Goal::Zero { may_unmap })
-    }
-
-    /// As [`vdkit_block::Overlay::zero_persistent`].
-    pub(crate) fn zero_range_persistent(&self, range: Range<u64>) -> Result<Range<u64>> {
-        self.over_extents(range, Goal::ZeroForGood)
-    }
-
     /// As [`vdkit_block::Format::discard`].
     pub(crate) fn discard_range(&self, range: Range<u64>) -> Result<()> {
         let mut at = range.start;
@@ -42,11 +32,11 @@ impl Vmdk {
                     self.touch(flat.file);
                     let host = HostOffset(flat.at + (at - piece.start));
                     self.file_of(flat.file).discard(host, end - at)?;
-                    *flat.known_data.lock() = 0..0;
+                    flat.runs.forget();
                 }
                 Kind::Sparse(sparse) if piece.writable => {
-                    let goal = Goal::Zero { may_unmap: true };
-                    self.zero_in_steps(index, piece, sparse, at..end, goal)?;
+                    let of = Grains { index, piece, sparse };
+                    self.zero_in_steps(of, at..end, Goal::Zero { may_unmap: true })?;
                 }
                 _ => {}
             }
@@ -63,13 +53,14 @@ impl Vmdk {
                 return Err(self.refuse(piece));
             }
             let all = piece.start..piece.end();
-            self.zero_in_steps(index as u32, piece, sparse, all, Goal::Hole)?;
+            let of = Grains { index: index as u32, piece, sparse };
+            self.zero_in_steps(of, all, Goal::Hole)?;
         }
         self.meta.flush(self)
     }
 
     /// Changes a range; returns its first contiguous changed part.
-    fn over_extents(&self, range: Range<u64>, goal: Goal) -> Result<Range<u64>> {
+    pub(crate) fn over_extents(&self, range: Range<u64>, goal: Goal) -> Result<Range<u64>> {
         let mut done: Option<Range<u64>> = None;
         let mut at = range.start;
         while at < range.end {
@@ -78,7 +69,9 @@ impl Vmdk {
             let part = match &piece.kind {
                 _ if !piece.writable => at..at,
                 Kind::Flat(flat) => self.zero_flat(piece, flat, at..end, goal)?,
-                Kind::Sparse(sparse) => self.zero_in_steps(index, piece, sparse, at..end, goal)?,
+                Kind::Sparse(sparse) => {
+                    self.zero_in_steps(Grains { index, piece, sparse }, at..end, goal)?
+                }
                 Kind::Zero => at..end,
             };
             if !part.is_empty() {
@@ -111,21 +104,15 @@ impl Vmdk {
         };
         let host = HostOffset(flat.at + (part.start - piece.start));
         self.file_of(flat.file).write_zeroes(host, part.end - part.start, mode)?;
-        *flat.known_data.lock() = 0..0;
+        flat.runs.forget();
         Ok(part)
     }
 
     /// Changes the whole grains within a part of an extent, one chunk of tables at a time. Changed
     /// chunks stay in memory until a flush, which is issued whenever they fill half of the cache.
     /// Returns the first contiguous range of changed grains.
-    fn zero_in_steps(
-        &self,
-        index: u32,
-        piece: &Piece,
-        sparse: &Sparse,
-        part: Range<u64>,
-        goal: Goal,
-    ) -> Result<Range<u64>> {
+    fn zero_in_steps(&self, of: Grains<'_>, part: Range<u64>, goal: Goal) -> Result<Range<u64>> {
+        let Grains { piece, sparse, .. } = of;
         let span = sparse.chunk_entries() * sparse.grain_bytes;
         let mut done = part.start..part.start;
         let mut at = part.start;
@@ -133,7 +120,7 @@ impl Vmdk {
             let chunk_end = piece.start + ((at - piece.start) / span + 1).saturating_mul(span);
             let next = chunk_end.min(part.end);
             self.relieve_cache()?;
-            let step = self.zero_grains(index, piece, sparse, at..next, goal)?;
+            let step = self.zero_grains(of, at..next, goal)?;
             match done.is_empty() {
                 true => done = step,
                 false if step.start == done.end => done.end = step.end,
@@ -148,14 +135,8 @@ impl Vmdk {
     }
 
     /// Changes the whole grains within a part of an extent; returns them.
-    fn zero_grains(
-        &self,
-        index: u32,
-        piece: &Piece,
-        sparse: &Sparse,
-        part: Range<u64>,
-        goal: Goal,
-    ) -> Result<Range<u64>> {
+    fn zero_grains(&self, of: Grains<'_>, part: Range<u64>, goal: Goal) -> Result<Range<u64>> {
+        let Grains { piece, sparse, .. } = of;
         let grain = sparse.grain_bytes;
         let start = piece.start + (part.start - piece.start).next_multiple_of(grain);
         // The extent's end counts as the end of a grain.
@@ -180,9 +161,7 @@ impl Vmdk {
         }
         let mut meta = self.meta.lock();
         self.meta.wait_until(&mut meta, |meta| !meta.tickets.overlap(&(start..end)));
-        if goal == (Goal::Zero { may_unmap: false })
-            && self.has_grains(index, piece, sparse, start, end)?
-        {
+        if goal == (Goal::Zero { may_unmap: false }) && self.has_grains(of, start, end)? {
             // No entry can mean "zero with space", so the caller writes zeroes.
             return Ok(nothing);
         }
@@ -191,25 +170,19 @@ impl Vmdk {
             Goal::ZeroForGood => 1,
             Goal::Zero { .. } => u64::from(marks && based),
         };
-        self.set_words(&mut meta, index, piece, sparse, start..end, word)?;
+        self.set_words(&mut meta, of, start..end, word)?;
         Ok(start..end)
     }
 
     /// Whether any grain of a range has space.
-    fn has_grains(
-        &self,
-        index: u32,
-        piece: &Piece,
-        sparse: &Sparse,
-        start: u64,
-        end: u64,
-    ) -> Result<bool> {
+    fn has_grains(&self, of: Grains<'_>, start: u64, end: u64) -> Result<bool> {
+        let Grains { piece, sparse, .. } = of;
         let mut at = start;
         while at < end {
             let inside = at - piece.start;
             let step = if sparse.table(inside / sparse.table_span()).is_none() {
                 sparse.table_span() - inside % sparse.table_span()
-            } else if let Entry::At(_) = self.entry_at(index, piece, sparse, at)? {
+            } else if let Entry::At(_) = self.entry_at(of, at)? {
                 return Ok(true);
             } else {
                 sparse.grain_bytes
@@ -223,12 +196,11 @@ impl Vmdk {
     fn set_words(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
-        index: u32,
-        piece: &Piece,
-        sparse: &Sparse,
+        of: Grains<'_>,
         grains: Range<u64>,
         word: u64,
     ) -> Result<()> {
+        let Grains { piece, sparse, .. } = of;
         let span = sparse.table_span();
         let mut at = grains.start;
         while at < grains.end {
@@ -239,9 +211,9 @@ impl Vmdk {
                     at = end;
                     continue;
                 }
-                self.make_tables(meta, index, table, table)?;
+                self.make_tables(meta, of, table, table)?;
             }
-            self.change_entries(meta, index, piece, sparse, &(at..end), |_, old| match old {
+            self.change_entries(meta, of, &(at..end), |_, old| match old {
                 // Without a backing file, a hole equals zeroes.
                 Entry::Zero if word == 0 && self.backing.is_none() => None,
                 _ => Some(word),

@@ -1,6 +1,6 @@
 //! The OVF descriptor: files and disks of an appliance.
 
-use vdkit_block::{Error, Result};
+use vdkit_block::{Error, Result, require_within};
 
 use crate::units::bytes_of_unit;
 use crate::xml::{attribute, children, parse};
@@ -105,10 +105,7 @@ impl Descriptor {
             ("number of files of the OVF descriptor", self.files.len()),
             ("number of disks of the OVF descriptor", self.disks.len()),
         ] {
-            if found > ENTRIES_MAX {
-                let (file, found) = (file.to_owned(), found as u64);
-                return Err(Error::Limit { file, what, found, limit: ENTRIES_MAX as u64 });
-            }
+            require_within(file, what, found as u64, ENTRIES_MAX as u64)?;
         }
         let corrupt = |found: String, expected: &str| {
             Err(Error::corrupt(file, offset, "OVF descriptor", found, expected))

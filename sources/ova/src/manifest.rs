@@ -1,6 +1,6 @@
 //! The manifest: a hash of each file (DSP0243, "OVF package structure").
 
-use vdkit_block::{Error, Result};
+use vdkit_block::{Error, Result, require_within};
 use vdkit_stream::HashMethod;
 
 /// Maximum lines of a manifest.
@@ -43,12 +43,9 @@ impl Manifest {
             if !line_text.trim().is_empty() {
                 let entry = entry(line_text)
                     .map_err(|(found, expected)| corrupt(found, expected.unwrap_or(form)))?;
-                if entries.len() == LINES_MAX {
-                    let (file, what) = (file.to_owned(), "number of lines of a manifest");
-                    let (found, limit) = (LINES_MAX as u64 + 1, LINES_MAX as u64);
-                    return Err(Error::Limit { file, what, found, limit });
-                }
                 entries.push(entry);
+                let (what, found) = ("number of lines of a manifest", entries.len() as u64);
+                require_within(file, what, found, LINES_MAX as u64)?;
             }
             at += line.len() as u64 + 1;
         }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use vdkit_block::{CancelToken, Error, HostOffset, Result, Storage};
+use vdkit_block::{CancelToken, Error, HostOffset, Result, Storage, require_within};
 use vdkit_stream::Hasher;
 
 use crate::descriptor::{Descriptor, FileReference, VirtualDisk, twice};
@@ -283,10 +283,7 @@ fn beside<'a>(members: &'a [Member], stem: &str, ending: &str) -> Option<&'a Mem
 
 /// Reads a small file completely.
 fn read(storage: &dyn Storage, member: &Member, limit: u64, what: &'static str) -> Result<Vec<u8>> {
-    if member.len > limit {
-        let file = storage.name().to_owned();
-        return Err(Error::Limit { file, what, found: member.len, limit });
-    }
+    require_within(storage.name(), what, member.len, limit)?;
     let mut bytes = vec![0; member.len as usize];
     storage.read_at(&mut bytes, HostOffset(member.offset))?;
     Ok(bytes)

@@ -7,7 +7,7 @@
 //! bound, and its errors have no offsets. Its headers alone cut sizes in base 256 to 64 bits
 //! silently, and refuse the signed checksums of old writers.
 
-use vdkit_block::{Error, HostOffset, Result, Storage};
+use vdkit_block::{Error, HostOffset, Result, Storage, require_within};
 
 /// Bytes of a header; members are padded to this.
 pub(crate) const BLOCK: u64 = 512;
@@ -164,10 +164,8 @@ impl<R: FnMut(&mut [u8], u64) -> Result<usize>> Walk<'_, R> {
             return if self.headers == 0 { Err(self.no_tar()) } else { Ok(None) };
         }
         self.headers += 1;
-        if self.headers > MEMBERS_MAX {
-            let (file, what) = (self.name.to_owned(), "number of members of a tar file");
-            return Err(Error::Limit { file, what, found: self.headers, limit: MEMBERS_MAX });
-        }
+        let what = "number of members of a tar file";
+        require_within(self.name, what, self.headers, MEMBERS_MAX)?;
         let mut header = [0; BLOCK as usize];
         let at = self.at;
         let got = (self.read)(&mut header, at)?;
@@ -196,10 +194,7 @@ impl<R: FnMut(&mut [u8], u64) -> Result<usize>> Walk<'_, R> {
     }
 
     fn extension(&mut self, at: u64, offset: u64, size: u64) -> Result<Vec<u8>> {
-        if size > EXTENSION_BYTES_MAX {
-            let (file, what) = (self.name.to_owned(), "size of an extended tar header");
-            return Err(Error::Limit { file, what, found: size, limit: EXTENSION_BYTES_MAX });
-        }
+        require_within(self.name, "size of an extended tar header", size, EXTENSION_BYTES_MAX)?;
         let mut bytes = vec![0; size as usize];
         let got = (self.read)(&mut bytes, offset)?;
         if got < bytes.len() {

@@ -127,13 +127,14 @@ impl PackageWriter {
         if let Some(name) = twice(all()) {
             return Err(Error::Invalid(format!("an appliance with two files called '{name}'")));
         }
-        let longest = |disk| DescribedDisk {
-            file: disk_name(disk),
-            file_bytes: u64::MAX,
-            capacity: u64::MAX,
-            populated: u64::MAX,
-        };
-        let longest: Vec<_> = disks.iter().map(longest).collect();
+        let (file_bytes, capacity, populated) = (u64::MAX, u64::MAX, u64::MAX);
+        let longest = disks.iter().map(|disk| DescribedDisk {
+            file: &disk.file,
+            file_bytes,
+            capacity,
+            populated,
+        });
+        let longest: Vec<_> = longest.collect();
         let descriptor_bytes = descriptor(&machine, &longest).len() as u64;
         let digest = vec![0; machine.hash.digest_bytes()];
         let line = |name: &str| manifest::line(name, machine.hash, &digest).len() as u64;
@@ -177,14 +178,13 @@ impl PackageWriter {
     /// # Errors
     /// Errors of writing.
     pub fn finish(self) -> Result<Vec<WrittenDisk>> {
-        let describe = |(disk, (written, populated)): (&'_ NewDisk, &'_ (WrittenDisk, u64))| {
-            (disk.capacity, written.file_bytes, *populated)
-        };
-        let numbers: Vec<_> = self.disks.iter().zip(&self.written).map(describe).collect();
-        let described =
-            self.disks.iter().zip(numbers).map(|(disk, (capacity, bytes, populated))| {
-                DescribedDisk { file: &disk.file, file_bytes: bytes, capacity, populated }
-            });
+        let disks = self.disks.iter().zip(&self.written);
+        let described = disks.map(|(disk, (written, populated))| DescribedDisk {
+            file: &disk.file,
+            file_bytes: written.file_bytes,
+            capacity: disk.capacity,
+            populated: *populated,
+        });
         let described: Vec<_> = described.collect();
         let mut text = descriptor(&self.machine, &described).into_bytes();
         text.pop();
@@ -209,10 +209,6 @@ impl PackageWriter {
         self.storage.write_at(&head, HostOffset(0))?;
         Ok(self.written.into_iter().map(|(disk, _)| disk).collect())
     }
-}
-
-fn disk_name(disk: &NewDisk) -> &str {
-    &disk.file
 }
 
 fn pad(bytes: &mut Vec<u8>) {

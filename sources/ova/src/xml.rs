@@ -1,7 +1,7 @@
 //! Parsing untrusted XML, and escaping text.
 
 use roxmltree::{Document, Node, ParsingOptions};
-use vdkit_block::{Error, Result};
+use vdkit_block::{Error, Result, require_within};
 
 /// Maximum elements and texts of a descriptor; one with ten disks has some 300.
 const NODES_MAX: u32 = 100_000;
@@ -37,13 +37,8 @@ pub(crate) fn parse<'a>(file: &str, offset: u64, bytes: &'a [u8]) -> Result<Docu
 /// Fails if parsing would cost more than linear time. (Depth is harmless: the parser does not
 /// recurse.)
 fn check_cost(file: &str, text: &str) -> Result<()> {
-    let within = |what, found: usize, limit: usize| {
-        if found <= limit {
-            return Ok(());
-        }
-        let (found, limit) = (found as u64, limit as u64);
-        Err(Error::Limit { file: file.to_owned(), what, found, limit })
-    };
+    let within =
+        |what, found: usize, limit: usize| require_within(file, what, found as u64, limit as u64);
     let namespaces = text.matches("xmlns").count();
     within("number of XML namespaces of the OVF descriptor", namespaces, NAMESPACES_MAX)?;
     for piece in text.split('<') {

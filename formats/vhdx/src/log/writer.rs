@@ -1,12 +1,11 @@
 //! Writes log entries.
 
-use vdkit_block::random_uuid;
-use vdkit_block::{HostOffset, Result, Storage, align_down, align_up};
+use uuid::Uuid;
+use vdkit_block::{HostOffset, Result, Storage, align_down, align_up, random_uuid};
 
 use super::entry::{self, LoggedPage};
 use crate::header::{Header, Headers};
 use crate::layout::{MIB, PAGE_BYTES};
-use uuid::Uuid;
 
 #[derive(Debug)]
 pub(crate) struct LogWriter {

@@ -90,7 +90,7 @@ impl Extent<'_> {
                 "{count} entries differ from the grain table's: found {:#x}, expected {:#x}",
                 second[slot], words[slot]
             );
-            checking.add(severity, at, "redundant grain table", message, mends);
+            checking.report.note(severity, at, "redundant grain table", message, mends);
         }
         Ok(())
     }
@@ -235,7 +235,7 @@ impl Extent<'_> {
                                 )?;
                             }
                             let message = "bytes that no table refers to".to_owned();
-                            checking.add(Severity::Leak, place, "grain", message, mends);
+                            checking.report.note(Severity::Leak, place, "grain", message, mends);
                         }
                     }
                 }

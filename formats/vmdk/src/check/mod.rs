@@ -12,7 +12,7 @@ mod used;
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, Error, Finding, HostOffset, Limits, Monitor, Repair, Result, Severity, Storage,
+    CheckReport, HostOffset, Limits, Monitor, OfflineImage, Repair, Result, Severity, Storage,
 };
 
 use crate::descriptor::{ExtentType, NO_PARENT};
@@ -36,36 +36,28 @@ impl Checking<'_, '_> {
         matches!(self.repair, Repair::All | Repair::AllForced)
     }
 
-    pub(crate) fn add(
-        &mut self,
-        severity: Severity,
-        offset: u64,
-        structure: &'static str,
-        message: String,
-        repaired: bool,
-    ) {
-        self.report.add(Finding { severity, offset, structure, message, repaired });
-    }
-
     /// Adds damage; `mended` if it was repaired.
-    pub(crate) fn damage(&mut self, at: u64, what: &'static str, message: String, mended: bool) {
-        self.add(Severity::Corruption, at, what, message, mended);
+    pub(crate) fn damage(
+        &mut self,
+        at: u64,
+        what: &'static str,
+        message: impl Into<String>,
+        mended: bool,
+    ) {
+        self.report.note(Severity::Corruption, at, what, message, mended);
     }
 }
 
-/// Checks an image and repairs it as far as `repair` allows; `files` are those that its descriptor
-/// names, in order.
+/// Checks an image and repairs it as far as `repair` allows.
 ///
 /// # Errors
-/// A header or a descriptor that cannot be parsed; [`Error::Limit`]; I/O.
-pub fn check(
-    storage: &Arc<dyn Storage>,
-    files: &[Arc<dyn Storage>],
-    repair: Repair,
-    limits: &Limits,
-    monitor: &Monitor<'_>,
-) -> Result<CheckReport> {
+/// A header or a descriptor that cannot be parsed; [`vdkit_block::Error::Limit`]; I/O.
+pub(crate) fn check(image: &OfflineImage<'_>, repair: Repair) -> Result<CheckReport> {
+    let (storage, files) = (image.storage, image.files);
+    let (limits, monitor) = (&image.limits, &image.monitor);
     let source = Source::read(storage, limits)?;
+    // The sums below do not overflow then.
+    source.guest_bytes(storage.name())?;
     let report = CheckReport::default();
     let mut checking = Checking { repair, limits, monitor, report, done: 0, total: 0 };
     check_descriptor(&mut checking, &source);
@@ -76,20 +68,21 @@ pub fn check(
         sparse::check(&mut checking, storage, header, header.sectors())?;
         return Ok(checking.report);
     }
-    let names = source.files();
-    if names.len() != files.len() {
-        return Err(Error::Invalid(format!(
-            "{}: its data is in {} other files, and {} were opened",
-            storage.name(),
-            names.len(),
-            files.len()
-        )));
-    }
+    let names = source.files_opened(storage.name(), files.len())?;
     let Some(placed) = &source.placed else { return Ok(checking.report) };
+    // Of each file, whether a former line has it as a sparse extent.
+    let mut taken = vec![None; files.len()];
     for line in &placed.descriptor.extents {
-        let file = names.iter().position(|name| *name == line.name).and_then(|i| files.get(i));
-        let (Some(file), true) = (file, line.sectors > 0) else { continue };
-        if line.kind == ExtentType::Flat {
+        let index = names.iter().position(|name| *name == line.name);
+        let (Some(index), true) = (index, line.sectors > 0) else { continue };
+        let (file, sparse) = (&files[index], line.kind != ExtentType::Flat);
+        if taken[index].replace(sparse).is_some_and(|former| former || sparse) {
+            let expected = "a sparse extent's file in one line alone";
+            let message = format!("'{}' once more, expected {expected}", line.name);
+            checking.damage(placed.at, "extent line", message, false);
+            continue;
+        }
+        if !sparse {
             check_flat(&mut checking, file, line.offset, line.sectors)?;
             continue;
         }

@@ -3,11 +3,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use vdkit_block::{HostOffset, Repair, Result, Severity, Storage};
+use vdkit_block::{Error, FileIndex, HostOffset, Repair, Result, Severity, Storage};
 
 use super::Checking;
 use super::used::Used;
-use crate::header::{SECTOR, SparseHeader, field, flag};
+use crate::header::{SECTOR, SparseHeader, field};
 use crate::on_disk;
 use crate::source::AnyHeader;
 use crate::sparse::{Entry, Flavor, Sparse};
@@ -90,7 +90,7 @@ pub(super) fn check(
             storage.write_at(&[0], HostOffset(field::UNCLEAN))?;
         }
         let message = "the mark of an image that was not closed, expected 0".to_owned();
-        checking.add(Severity::Leak, field::UNCLEAN, "uncleanShutdown", message, mended);
+        checking.report.note(Severity::Leak, field::UNCLEAN, "uncleanShutdown", message, mended);
     }
     if extent.writable && checking.repair != Repair::Nothing {
         storage.sync()?;
@@ -106,51 +106,15 @@ impl<'a> Extent<'a> {
         sectors: u64,
     ) -> Result<Self> {
         let len = storage.len()?;
-        let (flavor, entries, table_entries) = match header {
-            AnyHeader::Hosted(h) => {
-                let zero_grain = h.has(flag::ZERO_GRAIN);
-                let flavor = if h.is_compressed() {
-                    Flavor::Stream { zero_grain, markers: h.has(flag::MARKERS) }
-                } else {
-                    Flavor::Hosted { zero_grain }
-                };
-                (flavor, h.directory_entries(), u64::from(h.table_entries))
-            }
-            AnyHeader::Cowd(h) => (Flavor::Cowd, h.directory_entries, 4096),
-            AnyHeader::Se(h) => {
-                let flavor = Flavor::Se { tables: h.tables, grains: h.grains };
-                (flavor, h.directory_entries, h.table_sectors * SECTOR / 8)
-            }
-        };
         let hosted = match header {
             AnyHeader::Hosted(h) => Some(h),
             _ => None,
         };
-        let sector = match header {
-            AnyHeader::Hosted(h) => h.directory,
-            AnyHeader::Cowd(h) => h.directory,
-            AnyHeader::Se(h) => h.directory,
-        };
-        let entry_bytes = if matches!(flavor, Flavor::Se { .. }) { 8 } else { 4 };
-        let plain = matches!(flavor, Flavor::Hosted { .. });
-        let copy_at =
-            hosted.filter(|h| plain && h.has(flag::REDUNDANT) && h.redundant_directory != 0);
-        let copy_at = copy_at.map(|h| h.redundant_directory.saturating_mul(SECTOR));
+        let sparse = header.sparse(FileIndex(0));
+        let copy_at = sparse.redundant_at;
+        let plain = matches!(sparse.flavor, Flavor::Hosted { .. });
         let in_place = plain && hosted.is_some_and(|h| h.version < 3);
         let writable = in_place && storage.caps().writable && storage.caps().growable;
-        let sparse = Sparse {
-            flavor,
-            file: vdkit_block::FileIndex(0),
-            grain_bytes: header.grain_bytes(),
-            table_entries,
-            directory_at: sector.saturating_mul(SECTOR),
-            directory: Default::default(),
-            redundant_at: copy_at,
-            redundant: Default::default(),
-            metadata: Default::default(),
-            front: Vec::new(),
-            entry_bytes,
-        };
         let mut extent = Self {
             storage,
             sectors,
@@ -166,7 +130,7 @@ impl<'a> Extent<'a> {
             copy: None,
             sparse,
         };
-        extent.read_directories(checking, hosted, entries, copy_at)?;
+        extent.read_directories(checking, hosted, header.directory_entries(), copy_at)?;
         Ok(extent)
     }
 
@@ -234,22 +198,13 @@ impl<'a> Extent<'a> {
 
     /// Decodes and validates a directory entry.
     fn place(&self, word: u64) -> Place {
-        let sector = match self.sparse.flavor {
-            _ if word == 0 => return Place::None,
-            Flavor::Se { tables, .. } => {
-                if word >> 32 != 0x1000_0000 {
-                    return Place::Bad;
-                }
-                (word & 0xffff_ffff) * (self.sparse.table_bytes() / SECTOR) + tables
-            }
-            _ => word,
-        };
-        let end =
-            sector.checked_mul(SECTOR).and_then(|at| at.checked_add(self.sparse.table_bytes()));
+        if word == 0 {
+            return Place::None;
+        }
         let table = self.sparse.table_bytes().div_ceil(SECTOR);
-        match end {
-            Some(end) if end <= self.len && (1..=u64::from(u32::MAX)).contains(&sector) => {
-                if self.used.any(sector..sector + table) { Place::Bad } else { Place::At(sector) }
+        match self.sparse.table_sector(word, self.len) {
+            Some(sector) if sector > 0 && !self.used.any(sector..sector + table) => {
+                Place::At(sector)
             }
             _ => Place::Bad,
         }
@@ -325,7 +280,7 @@ impl<'a> Extent<'a> {
     fn lacking(&self, checking: &mut Checking<'_, '_>, index: u64, what: &str, mended: bool) {
         let at = self.copy_entry(index);
         let structure = "redundant grain directory entry";
-        checking.add(Severity::Leak, at, structure, what.to_owned(), mended);
+        checking.report.note(Severity::Leak, at, structure, what.to_owned(), mended);
     }
 
     fn copy_entry(&self, index: u64) -> u64 {
@@ -377,10 +332,8 @@ impl<'a> Extent<'a> {
         let at = self.end;
         let bytes = bytes.next_multiple_of(self.sparse.grain_bytes);
         if at + bytes > crate::space::HOST_BYTES_MAX {
-            return Err(vdkit_block::Error::NoSpace {
-                file: self.storage.name().to_owned(),
-                what: "an extent's file ends within 2 TiB".to_owned(),
-            });
+            let what = "an extent's file ends within 2 TiB";
+            return Err(Error::no_space(self.storage.name(), what));
         }
         self.end += bytes;
         self.storage.set_len(self.end)?;

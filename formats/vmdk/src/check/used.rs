@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use rustc_hash::FxHashMap;
-use vdkit_block::{Error, Result};
+use vdkit_block::{Result, require_within};
 
 /// Sectors of a page: 16 MiB of the file.
 const PAGE_SECTORS: u64 = 32768;
@@ -19,16 +19,15 @@ impl Used {
     /// Adds sectors. Returns whether some of them were already in the set.
     ///
     /// # Errors
-    /// [`Error::Limit`] above `bytes_max` of memory.
+    /// [`vdkit_block::Error::Limit`] above `bytes_max` of memory.
     pub(super) fn add(&mut self, sectors: Range<u64>, bytes_max: u64, file: &str) -> Result<bool> {
         let mut twice = false;
         let mut at = sectors.start;
         while at < sectors.end {
             let number = at / PAGE_SECTORS;
-            let held = (self.pages.len() as u64 + 1) * (PAGE_SECTORS / 8);
-            if held > bytes_max && !self.pages.contains_key(&number) {
-                let (file, what) = (file.to_owned(), "memory of the check");
-                return Err(Error::Limit { file, what, found: held, limit: bytes_max });
+            if !self.pages.contains_key(&number) {
+                let held = (self.pages.len() as u64 + 1) * (PAGE_SECTORS / 8);
+                require_within(file, "memory of the check", held, bytes_max)?;
             }
             let page = self.pages.entry(number).or_insert_with(|| Box::new([0; PAGE_WORDS]));
             let end = sectors.end.min((number + 1) * PAGE_SECTORS);

@@ -130,6 +130,27 @@ fn each_short_file_has_an_answer() {
     }
 }
 
+const HEAD: &str =
+    "# Disk DescriptorFile\nversion=1\nCID=1\nparentCID=ffffffff\ncreateType=\"x\"\n";
+
+/// Extents may together have more sectors than any number holds.
+#[test]
+fn extents_whose_sum_overflows_have_an_answer() {
+    let line = format!("RW {} FLAT \"a\" 0\n", i64::MAX as u64 / 512);
+    let file: Arc<dyn Storage> = Arc::new(MemoryStorage::new("a"));
+    assert!(use_all(format!("{HEAD}{}", line.repeat(1100)).as_bytes(), &[file]).is_some());
+}
+
+/// Each further line of a sparse extent would repeat the check of all its tables.
+#[test]
+fn a_sparse_extent_in_many_lines_has_an_answer() {
+    let sectors = 1_u64 << 32;
+    let extent = with(&SHAPES[0].image().to_vec(), 12, &sectors.to_le_bytes());
+    let file: Arc<dyn Storage> = Arc::new(MemoryStorage::from_bytes("a", &extent));
+    let line = format!("RW {sectors} SPARSE \"a\"\n");
+    use_all(format!("{HEAD}{}", line.repeat(4000)).as_bytes(), &[file]);
+}
+
 /// Directories and tables that refer to each other, the header, or one grain repeatedly.
 #[test]
 fn entries_that_lead_in_circles_have_an_answer() {
@@ -208,20 +229,21 @@ fn extents_of_all_kinds_make_one_disk() {
 fn a_sparse_extent_has_its_file_to_itself() {
     for line in ["RW 6144 SPARSE \"b\"", "RW 8 FLAT \"b\" 0"] {
         for text in [format!("{TEXT}{line}\n"), TEXT.replace("RW 8 FLAT \"a\" 0", line)] {
-            let error = use_opened(&text).unwrap_err();
+            let storage: Arc<dyn Storage> =
+                Arc::new(MemoryStorage::from_bytes("image", text.as_bytes()));
+            let limits = Limits::default();
+            let names = VmdkDriver.describe(&storage, &limits).unwrap().files;
+            let by_name = |name: &String| files()[usize::from(name == "b")].clone();
+            let files: Vec<Arc<dyn Storage>> = names.iter().map(by_name).collect();
+            let image = OfflineImage { files: &files, ..OfflineImage::new(&storage) };
+            let report = VmdkDriver.check(&image, Repair::Nothing).unwrap();
+            let twice = report.findings.iter().find(|finding| finding.structure == "extent line");
+            assert!(twice.is_some_and(|finding| finding.message.contains("'b' once more")));
+            let request = OpenRequest { storage, files, writable: false, limits };
+            let error = VmdkDriver.open(request).map(|_| ()).unwrap_err();
             assert!(matches!(error, Error::Corrupt(_)), "{error}");
         }
     }
-}
-
-fn use_opened(text: &str) -> vdkit_block::Result<()> {
-    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::from_bytes("image", text.as_bytes()));
-    let driver = VmdkDriver;
-    let names = driver.describe(&storage, &Limits::default())?.files;
-    let by_name = |name: &String| files()[usize::from(name == "b")].clone();
-    let files = names.iter().map(by_name).collect();
-    let limits = Limits::default();
-    driver.open(OpenRequest { storage, files, writable: false, limits }).map(|_| ())
 }
 
 proptest! {
