@@ -175,6 +175,16 @@ impl Image {
         offset >> bits..(offset.saturating_add(bytes - 1) >> bits) + 1
     }
 
+    /// Discards unreferenced clusters in the file system.
+    pub(super) fn punch(&self, run: Range<u64>) {
+        let (end, cluster) = (run.end.min(self.file_clusters()), self.cluster_bytes());
+        if run.start < end {
+            let (at, bytes) = (HostOffset(run.start * cluster), (end - run.start) * cluster);
+            // Errors are ignored: the space merely stays allocated.
+            let _ = self.storage.discard(at, bytes);
+        }
+    }
+
     fn is_protected(&self, offset: u64, bytes: u64) -> bool {
         let clusters = self.clusters_of(offset, bytes);
         self.protected.iter().any(|range| {
@@ -302,5 +312,14 @@ impl Image {
     /// The only valid entry of a data cluster in a data file.
     fn at_identity(&self, guest: u64) -> L2Entry {
         L2Entry::data(HostOffset(guest), self.geometry())
+    }
+}
+
+/// Adds a cluster to runs, of which it may continue the last one or be in it.
+pub(super) fn add_to_runs(runs: &mut Vec<Range<u64>>, cluster: u64) {
+    match runs.last_mut() {
+        Some(last) if last.end == cluster => last.end += 1,
+        Some(last) if last.contains(&cluster) => {}
+        _ => runs.push(cluster..cluster + 1),
     }
 }

@@ -38,6 +38,11 @@ impl L2Table {
         i32::try_from(u64::from(self.active) + u64::from(self.inactive)).unwrap_or(i32::MAX)
     }
 
+    /// As [`L2Table::weight`], which is never negative.
+    pub(super) fn references(&self) -> u64 {
+        self.weight().unsigned_abs().into()
+    }
+
     /// Most of its entries are faulty: this is not an L2 table.
     pub(super) fn is_mostly_invalid(&self) -> bool {
         self.faulty * 2 > self.used

@@ -182,14 +182,13 @@ fn move_batch(
     space.write_refcounts()?;
     space.sync()?;
     write_entries(space, &moves)?;
-    space.sync()?;
     release(space, moves.iter().map(|(group, _)| group[0].cluster), report)?;
     Ok(room)
 }
 
 /// References that an entry makes: one for each L1 entry that names its table.
 fn weight(space: &Space<'_>, record: &Record) -> u64 {
-    u64::from(space.survey.tables[record.table as usize].weight().unsigned_abs())
+    space.survey.tables[record.table as usize].references()
 }
 
 /// Points all entries to the new places; adjacent entries in one write.

@@ -37,7 +37,7 @@ pub(super) fn cut(space: &mut Space<'_>, end: u64, report: &mut CompactReport) -
     }
     for gap in gaps {
         space.monitor.cancel.check()?;
-        space.punch(gap);
+        space.image.punch(gap);
     }
     Ok(())
 }

@@ -1,13 +1,12 @@
 //! Tracks free and used clusters, and changes refcounts on disk.
 
 use std::collections::BTreeSet;
-use std::ops::Range;
 use std::sync::Arc;
 
 use vdkit_block::{HostOffset, Limits, Monitor, Result, Storage, ZeroMode};
 
 use crate::check::balance::METADATA;
-use crate::check::image::Image;
+use crate::check::image::{Image, add_to_runs};
 use crate::check::repair::write_changed;
 use crate::check::survey::{Mode, Survey};
 use crate::refcounts::set_refcount;
@@ -185,16 +184,30 @@ impl<'a> Space<'a> {
         Ok(())
     }
 
-    /// Discards unreferenced clusters in the file system.
-    pub(in crate::check) fn punch(&self, run: Range<u64>) {
-        let end = run.end.min(self.image.file_clusters());
-        if run.start < end {
-            // Errors are ignored: the space merely stays allocated.
-            let _ = self
-                .image
-                .storage
-                .discard(HostOffset(self.offset(run.start)), self.offset(end - run.start));
+    /// Drops references that entries no longer make: each cluster with their number. Once that is
+    /// durable, discards the clusters that have none left.
+    pub(in crate::check) fn release(
+        &mut self,
+        gone: impl IntoIterator<Item = (u64, u64)>,
+    ) -> Result<()> {
+        // The entries must be durably removed first.
+        self.sync()?;
+        let mut clusters = Vec::new();
+        for (cluster, references) in gone {
+            self.refer(cluster, -(references as i64));
+            clusters.push(cluster);
         }
+        self.write_refcounts()?;
+        self.sync()?;
+        clusters.sort_unstable();
+        let mut runs = Vec::new();
+        for cluster in clusters {
+            if self.references(cluster) == 0 {
+                add_to_runs(&mut runs, cluster);
+            }
+        }
+        runs.into_iter().for_each(|run| self.image.punch(run));
+        Ok(())
     }
 
     /// Makes all writes durable.
@@ -206,16 +219,4 @@ impl<'a> Space<'a> {
     pub(in crate::check) fn batch_clusters(&self) -> u64 {
         (super::BATCH_BYTES / self.image.cluster_bytes()).clamp(1, super::BATCH_CLUSTERS_MAX)
     }
-}
-
-/// Runs of consecutive numbers in a sorted sequence.
-pub(in crate::check) fn runs(sorted: impl IntoIterator<Item = u64>) -> Vec<Range<u64>> {
-    let mut runs: Vec<Range<u64>> = Vec::new();
-    for cluster in sorted {
-        match runs.last_mut() {
-            Some(last) if last.end == cluster => last.end += 1,
-            _ => runs.push(cluster..cluster + 1),
-        }
-    }
-    runs
 }

@@ -1,11 +1,9 @@
 //! Corrects refcounts in existing blocks.
 
-use std::ops::Range;
-
 use vdkit_block::{HostOffset, Result};
 
 use super::write_changed;
-use crate::check::image::Image;
+use crate::check::image::{Image, add_to_runs};
 use crate::check::survey::Survey;
 use crate::refcounts::{get_refcount, set_refcount};
 
@@ -18,21 +16,14 @@ pub(super) fn apply(image: &Image, survey: &Survey, raise: bool, discard: bool) 
         changed |= set(image, survey, |balance| balance < 0, &mut |_| {})?;
         image.storage.sync()?;
     }
-    let mut freed = Runs::default();
+    let mut freed = Vec::new();
     if survey.findings.report.leaks + survey.ahead > 0 {
-        changed |= set(image, survey, |balance| balance > 0, &mut |cluster| freed.add(cluster))?;
+        let mut add = |cluster| add_to_runs(&mut freed, cluster);
+        changed |= set(image, survey, |balance| balance > 0, &mut add)?;
         image.storage.sync()?;
     }
     if discard {
-        let cluster = image.cluster_bytes();
-        for run in &freed.runs {
-            // Errors are ignored: the space merely stays allocated.
-            let bytes = (run.end.min(image.file_clusters()).saturating_sub(run.start)) * cluster;
-            if bytes == 0 {
-                continue;
-            }
-            let _ = image.storage.discard(HostOffset(run.start * cluster), bytes);
-        }
+        freed.into_iter().for_each(|run| image.punch(run));
     }
     Ok(changed)
 }
@@ -87,19 +78,5 @@ impl Block {
 
     fn write(&self, image: &Image) -> Result<bool> {
         write_changed(image, self.at, &self.old, &self.new)
-    }
-}
-
-#[derive(Default)]
-struct Runs {
-    runs: Vec<Range<u64>>,
-}
-
-impl Runs {
-    fn add(&mut self, cluster: u64) {
-        match self.runs.last_mut() {
-            Some(last) if last.end == cluster => last.end += 1,
-            _ => self.runs.push(cluster..cluster + 1),
-        }
     }
 }

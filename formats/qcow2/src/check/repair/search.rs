@@ -13,7 +13,7 @@ use vdkit_block::{Error, HostOffset, Monitor, Result, is_zero};
 
 use super::orphans::Kept;
 use crate::check::balance::{Balance, METADATA, SINGLE};
-use crate::check::image::Image;
+use crate::check::image::{Image, add_to_runs};
 use crate::check::reader::{self, Meter};
 use crate::check::survey::{Mode, Owner, Survey};
 use crate::entry::L2Entry;
@@ -340,11 +340,7 @@ impl<'a> Search<'a> {
                 possible &= cluster != own >> geometry.cluster_bits && self.is_used(cluster);
                 if self.is_orphan(cluster) {
                     lost += 1;
-                    match mapped.last_mut() {
-                        Some(last) if last.end == cluster => last.end += 1,
-                        Some(last) if last.contains(&cluster) => {}
-                        _ => mapped.push(cluster..cluster + 1),
-                    }
+                    add_to_runs(&mut mapped, cluster);
                 } else {
                     others += u64::from(entry.is_copied() || self.is_metadata(cluster));
                     shares |= !self.is_metadata(cluster);
@@ -367,7 +363,6 @@ impl<'a> Search<'a> {
             && (lost > 0 || hides)
             && (flags || counts && !self.is_refcount_table(bytes)? || hides)
             && (spoken_for || others * OTHERS_MAX <= lost);
-        mapped.retain(|run| !run.is_empty());
         let count = mapped.iter().map(|run| run.end - run.start).sum();
         self.mapped = mapped;
         Ok(is_table.then_some(count))
