@@ -177,20 +177,7 @@ impl Survey {
         let range = image.clusters_of(offset, bytes);
         let mut free = true;
         for cluster in range.clone() {
-            self.balance.refer(cluster, 1);
-            if self.balance.mark_metadata(cluster) & METADATA != 0 {
-                free = false;
-                self.conflicts.insert(cluster);
-                let other = self.owners.iter().find(|(range, _)| range.contains(&cluster));
-                self.findings.corruption(
-                    cluster << image.geometry().cluster_bits,
-                    structure,
-                    || match other {
-                        Some((_, other)) => format!("this cluster belongs to {other} too"),
-                        None => "this cluster belongs to other metadata too".to_owned(),
-                    },
-                );
-            }
+            free &= self.take_cluster(image, structure, cluster, 1);
         }
         match self.owners.last_mut() {
             // Merged, since there are thousands of refcount blocks and bitmap clusters.
@@ -200,6 +187,28 @@ impl Survey {
             _ => self.owners.push((range, owner)),
         }
         free
+    }
+
+    /// Counts references to a cluster of metadata. Returns whether nothing else uses it.
+    fn take_cluster(
+        &mut self,
+        image: &Image,
+        structure: &'static str,
+        cluster: u64,
+        references: i32,
+    ) -> bool {
+        self.balance.refer(cluster, references);
+        if self.balance.mark_metadata(cluster) & METADATA == 0 {
+            return true;
+        }
+        self.conflicts.insert(cluster);
+        let other = self.owners.iter().find(|(range, _)| range.contains(&cluster));
+        let offset = cluster << image.geometry().cluster_bits;
+        self.findings.corruption(offset, structure, || match other {
+            Some((_, other)) => format!("this cluster belongs to {other} too"),
+            None => "this cluster belongs to other metadata too".to_owned(),
+        });
+        false
     }
 
     fn fixed_places(&mut self, image: &Image, mode: Mode) -> Result<()> {
@@ -237,26 +246,40 @@ impl Survey {
         let offset = image.header.l1_offset.0;
         let bytes = u64::from(image.header.l1_entries) * 8;
         self.take_range(image, "active L1 table", offset, bytes, Owner::ActiveL1);
-        self.l1 = reader::read_table(&*image.storage, offset, bytes)?;
-        let l1 = std::mem::take(&mut self.l1);
-        for (index, word) in words(&l1).iter().enumerate() {
+        let l1 = reader::read_table(&*image.storage, offset, bytes)?;
+        self.l1_faulty = self.l1_entries(image, offset, &l1, uses, true);
+        self.l1 = l1;
+        Ok(())
+    }
+
+    /// Collects the L2 tables of an L1 table at `offset`: the active one or that of a snapshot.
+    /// Returns whether some entry is damaged.
+    fn l1_entries(
+        &mut self,
+        image: &Image,
+        offset: u64,
+        l1: &[u8],
+        uses: &mut L2Uses,
+        active: bool,
+    ) -> bool {
+        let structure = if active { "active L1 entry" } else { "snapshot L1 entry" };
+        let mut faulty = false;
+        for (index, word) in words(l1).iter().enumerate() {
             let raw = word.get();
-            if raw == 0 {
-                continue;
-            }
             let (corrected, fault) = image.judge_l1(raw);
             let at = offset + index as u64 * 8;
             if let Some(fault) = fault {
-                self.l1_faulty = true;
-                self.l1_fault(image, at, "active L1 entry", index, raw, fault);
+                faulty = true;
+                self.l1_fault(image, at, structure, index, raw, fault);
             }
             if corrected != 0 {
-                uses.add(corrected & OFFSET_MASK, index as u32, true);
-                self.l1_copied(image, at, index, corrected);
+                uses.add(corrected & OFFSET_MASK, index as u32, active);
+                if active {
+                    self.l1_copied(image, at, index, corrected);
+                }
             }
         }
-        self.l1 = l1;
-        Ok(())
+        faulty
     }
 
     fn l1_fault(
@@ -340,17 +363,8 @@ impl Survey {
             let (offset, bytes) = (snapshot.l1_offset, snapshot.l1_bytes());
             self.take_range(image, "snapshot L1 table", offset, bytes, Owner::SnapshotL1(i));
             let l1 = reader::read_table(&*image.storage, offset, bytes)?;
-            for (index, word) in words(&l1).iter().enumerate() {
-                let raw = word.get();
-                let (corrected, fault) = image.judge_l1(raw);
-                if let Some(fault) = fault {
-                    self.snapshot_l1_faulty.insert(i);
-                    let at = offset + index as u64 * 8;
-                    self.l1_fault(image, at, "snapshot L1 entry", index, raw, fault);
-                }
-                if corrected != 0 {
-                    uses.add(corrected & OFFSET_MASK, index as u32, false);
-                }
+            if self.l1_entries(image, offset, &l1, uses, false) {
+                self.snapshot_l1_faulty.insert(i);
             }
             uses.check_limit(image)?;
         }
@@ -403,17 +417,10 @@ impl Survey {
 
     fn l2_tables(&mut self, image: &Image, uses: L2Uses, meter: &mut Meter<'_, '_>) -> Result<()> {
         self.tables = uses.into_tables();
-        for table in &self.tables {
-            let cluster = table.offset >> image.geometry().cluster_bits;
-            self.balance.refer(cluster, table.weight());
-            if self.balance.mark_metadata(cluster) & METADATA != 0 {
-                self.conflicts.insert(cluster);
-                let other = self.owners.iter().find(|(range, _)| range.contains(&cluster));
-                self.findings.corruption(table.offset, "L2 table", || match other {
-                    Some((_, other)) => format!("this cluster belongs to {other} too"),
-                    None => "this cluster belongs to other metadata too".to_owned(),
-                });
-            }
+        for i in 0..self.tables.len() {
+            let (offset, references) = (self.tables[i].offset, self.tables[i].weight());
+            let cluster = offset >> image.geometry().cluster_bits;
+            self.take_cluster(image, "L2 table", cluster, references);
         }
         let offsets: Vec<u64> = self.tables.iter().map(|table| table.offset).collect();
         let tables = &mut self.tables;
@@ -443,6 +450,22 @@ impl Survey {
             self.balance.refer(cluster, refcount as i32);
         }
         self.balance.check_limit(image.name())
+    }
+
+    /// Counts the references to the refcount table and its blocks, which [`Mode::References`] leaves
+    /// out.
+    pub(super) fn count_refcount_structures(&mut self, image: &Image) {
+        let header = &image.header;
+        let bytes = u64::from(header.refcount_table_clusters) * image.cluster_bytes();
+        let table = image.clusters_of(header.refcount_table_offset.0, bytes);
+        // A damaged header may place the table far beyond the end of the file.
+        let table = table.take_while(|&cluster| cluster < image.file_clusters());
+        let blocks = self.refcounts.blocks.iter().filter(|&&block| block != 0);
+        let blocks = blocks.map(|&block| block >> image.geometry().cluster_bits);
+        for cluster in table.chain(blocks) {
+            self.balance.refer(cluster, 1);
+            self.balance.mark_metadata(cluster);
+        }
     }
 
     fn compare(&mut self, image: &Image) -> Result<()> {

@@ -36,16 +36,7 @@ impl<'a> Space<'a> {
         // Progress covers the work, not this survey.
         let quiet = monitor.quiet();
         let mut survey = Survey::take(&image, Mode::References, &quiet)?;
-        let header = &image.header;
-        let table = header.refcount_table_offset.0 >> header.geometry.cluster_bits;
-        let mut own: Vec<u64> =
-            (table..table + u64::from(header.refcount_table_clusters)).collect();
-        let blocks = survey.refcounts.blocks.iter().filter(|&&block| block != 0);
-        own.extend(blocks.map(|&block| block >> header.geometry.cluster_bits));
-        for cluster in own {
-            survey.balance.refer(cluster, 1);
-            survey.balance.mark_metadata(cluster);
-        }
+        survey.count_refcount_structures(&image);
         survey.balance.check_limit(image.name())?;
         Ok(Self { image, survey, monitor, low: 0, changed: BTreeSet::new() })
     }

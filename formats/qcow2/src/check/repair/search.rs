@@ -80,13 +80,17 @@ impl<'a> Search<'a> {
         scope: Scope,
         monitor: &Monitor<'_>,
     ) -> Result<Self> {
-        let references = Survey::take(image, Mode::References, monitor)?.balance;
+        let unsound = !survey.refcounts.sound || survey.owner_in_conflict(Owner::Refcounts);
+        let mut references = Survey::take(image, Mode::References, monitor)?;
+        if !unsound {
+            references.count_refcount_structures(image);
+        }
         let mut search = Self {
             image,
             survey,
             scope,
-            references,
-            unsound: !survey.refcounts.sound || survey.owner_in_conflict(Owner::Refcounts),
+            references: references.balance,
+            unsound,
             doubtful: FxHashSet::default(),
             doubtful_sectors: FxHashSet::default(),
             behind: 0,
@@ -95,9 +99,6 @@ impl<'a> Search<'a> {
             kept: Kept::default(),
             mapped: Vec::new(),
         };
-        if !search.unsound {
-            search.count_refcount_structures();
-        }
         search.references.check_limit(image.name())?;
         search.doubt(monitor)?;
         Ok(search)
@@ -106,21 +107,6 @@ impl<'a> Search<'a> {
     /// Whether all refcounts can be trusted.
     pub(super) fn trusts_everything(&self) -> bool {
         !self.unsound && self.doubtful.is_empty() && self.doubtful_sectors.is_empty()
-    }
-
-    fn count_refcount_structures(&mut self) {
-        let image = self.image;
-        let header = &image.header;
-        let bytes = u64::from(header.refcount_table_clusters) * image.cluster_bytes();
-        let table = image.clusters_of(header.refcount_table_offset.0, bytes);
-        let blocks = self.survey.refcounts.blocks.iter().filter(|&&block| block != 0);
-        let blocks = blocks.map(|&block| block >> image.geometry().cluster_bits);
-        // A damaged header may place the table far beyond the end of the file.
-        let clusters = table.take_while(|&cluster| cluster < image.file_clusters()).chain(blocks);
-        for cluster in clusters {
-            self.references.refer(cluster, 1);
-            self.references.mark_metadata(cluster);
-        }
     }
 
     /// Finds blocks and sectors that cannot be trusted.
