@@ -35,6 +35,8 @@ use vdkit_block::{CheckReport, Limits, Monitor, Repair, Result, Storage};
 use crate::layout::incompatible;
 pub(crate) use compact::compact;
 use image::Image;
+pub(crate) use repair::change_refcount_width;
+pub use repair::rebuild_refcounts;
 use survey::{Mode, Survey};
 
 /// Checks an image and repairs it as far as `repair` allows.
@@ -73,35 +75,4 @@ pub fn check(
         monitor.progress.message("the image was not closed cleanly: its refcounts may be wrong");
     }
     Ok(Survey::take(&image, Mode::Compare, monitor)?.findings.report)
-}
-
-/// Rebuilds the refcounts and COPIED flags of an image that was not closed cleanly, and clears its
-/// dirty bit. The engine calls this when it opens such an image for writing, and must then reread
-/// the header, since the refcount table may have moved.
-///
-/// # Errors
-/// [`vdkit_block::Error::Corrupt`] if the mapping itself is damaged (only a repair may decide what
-/// is lost), and as [`check`].
-pub fn rebuild_refcounts(
-    storage: &Arc<dyn Storage>,
-    limits: &Limits,
-    monitor: &Monitor<'_>,
-) -> Result<()> {
-    repair::recover(storage, limits, monitor)
-}
-
-/// Converts a sound version 3 image to refcounts of 2^`order` bits, in new blocks and a new table.
-/// One header write switches to them; a crash before it leaves the old ones. Afterwards the old
-/// blocks and table are free.
-///
-/// # Errors
-/// [`vdkit_block::Error::Invalid`] if a cluster has more references than the new width can count;
-/// [`vdkit_block::Error::Corrupt`] if the image is not sound, and as [`check`].
-pub(crate) fn change_refcount_width(
-    storage: &Arc<dyn Storage>,
-    order: u32,
-    limits: &Limits,
-    monitor: &Monitor<'_>,
-) -> Result<()> {
-    repair::change_width(storage, order, limits, monitor)
 }

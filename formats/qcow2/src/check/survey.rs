@@ -452,8 +452,8 @@ impl Survey {
         self.balance.check_limit(image.name())
     }
 
-    /// Counts the references to the refcount table and its blocks, which [`Mode::References`] leaves
-    /// out.
+    /// Counts the references to the refcount table and its blocks, which are not among
+    /// [`Mode::References`].
     pub(super) fn count_refcount_structures(&mut self, image: &Image) {
         let header = &image.header;
         let bytes = u64::from(header.refcount_table_clusters) * image.cluster_bytes();

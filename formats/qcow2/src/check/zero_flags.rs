@@ -14,11 +14,10 @@ use std::sync::Arc;
 
 use vdkit_block::{Error, Limits, Monitor, Result, Storage};
 
-use super::compact::make_sound;
 use super::compact::space::Space;
 use super::image::Image;
 use super::reader;
-use super::repair::write_changed;
+use super::repair::{make_sound, write_changed};
 use crate::entry::L2Entry;
 use crate::header::Encryption;
 use crate::layout::{COPIED, OFFSET_MASK, ZERO};
