@@ -532,7 +532,7 @@ impl Format for Qcow2 {
         self.in_range(at, len, IoAction::WriteZeroes)?;
         let _guard = self.in_flight.enter();
         self.note(at.0..at.0 + len)?;
-        self.zero_range(at, len, may_unmap)
+        self.zero_range(at, len, may_unmap, false)
     }
 
     fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
@@ -604,7 +604,7 @@ impl Overlay for Qcow2 {
         self.in_range(at, len, IoAction::WriteZeroes)?;
         let _guard = self.in_flight.enter();
         self.note(at.0..at.0 + len)?;
-        self.zero_range_persistent(at, len)
+        self.zero_range(at, len, true, true)
     }
 
     fn empty(&self) -> Result<()> {
