@@ -6,6 +6,7 @@ use vdkit_block::{CompressedReservation, Error, FileIndex, GuestOffset, HostOffs
 use vdkit_meta::MutexGuard;
 
 use crate::entry::L2Entry;
+use crate::flush::freed;
 use crate::image::{Meta, Qcow2};
 use crate::pool::Space;
 use crate::write::Pending;
@@ -220,12 +221,7 @@ impl Qcow2 {
             for cluster in first..=last {
                 // A failure leaves a leak.
                 if let Ok(true) = self.drop_reference(meta, cluster) {
-                    meta.space.pool.add(Space {
-                        first: cluster,
-                        count: 1,
-                        fresh: false,
-                        sequence: 0,
-                    });
+                    meta.add_reclaimed([freed(cluster, 1, false)]);
                 }
             }
         }

@@ -124,10 +124,7 @@ impl Metadata for Qcow2 {
         // If a refcount cannot be read, its clusters stay in the list.
         let (runs, _) = self.drop_expired_references(&mut self.meta.lock());
         self.punch(&runs);
-        let mut meta = self.meta.lock();
-        for run in runs {
-            meta.add_reclaimed(run);
-        }
+        self.meta.lock().add_reclaimed(runs);
         Ok(())
     }
 
