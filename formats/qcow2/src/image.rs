@@ -188,30 +188,49 @@ impl Qcow2 {
                 zero_after(&metadata, &mut meta.space);
             }
         }
+        Ok(Arc::new(Self {
+            writable,
+            metadata: RwLock::new(metadata),
+            bitmaps,
+            warnings,
+            encryption,
+            ..Self::for_reading(header, storage, data, (l1, cut), meta, limits)
+        }))
+    }
+
+    /// An image that is only read, without warnings and not encrypted.
+    fn for_reading(
+        header: Header,
+        storage: Arc<dyn Storage>,
+        data: Arc<dyn Storage>,
+        (l1, cut): (Vec<u64>, Option<Cut>),
+        meta: Meta,
+        limits: Limits,
+    ) -> Self {
         let backing =
             header.backing_name.clone().map(|name| BackingRef::new(name, header.backing_format()));
-        Ok(Arc::new(Self {
-            geometry,
+        Self {
+            geometry: header.geometry,
+            storage,
             data,
-            writable,
+            writable: false,
             guest_bytes: AtomicU64::new(header.guest_bytes),
             growing_to: AtomicU64::new(0),
             backing,
             l1: RwLock::new(l1),
             l1_offset: AtomicU64::new(header.l1_offset.0),
             cut,
-            slices: SliceCache::new(geometry.cluster_bytes(), limits.cache_bytes),
+            slices: SliceCache::new(header.geometry.cluster_bytes(), limits.cache_bytes),
             one_pass: AtomicBool::new(false),
-            metadata: RwLock::new(metadata),
+            metadata: RwLock::default(),
             in_flight: InFlight::default(),
             meta: Engine::new(meta, ()),
-            bitmaps,
-            warnings,
+            bitmaps: BitmapState::unread(&limits),
+            warnings: Vec::new(),
             limits,
-            encryption,
+            encryption: None,
             header: LastingHeader::new(header),
-            storage,
-        }))
+        }
     }
 
     /// Rebuilds the refcounts of an image that was not closed; returns the new header.
@@ -252,27 +271,11 @@ impl Qcow2 {
         let mut warnings = Vec::new();
         let cut = Cut::find(&l1, self.geometry, &*self.storage, &mut warnings)?;
         let meta = Self::meta(&header, &*self.storage, false)?;
+        let (storage, data) = (Arc::clone(&self.storage), Arc::clone(&self.data));
         Ok(Arc::new(Self {
-            geometry: self.geometry,
-            storage: self.storage.clone(),
-            data: self.data.clone(),
-            writable: false,
-            guest_bytes: AtomicU64::new(header.guest_bytes),
-            growing_to: AtomicU64::new(0),
-            backing: self.backing.clone(),
-            l1: RwLock::new(l1),
-            l1_offset: AtomicU64::new(header.l1_offset.0),
-            cut,
-            slices: SliceCache::new(self.geometry.cluster_bytes(), self.limits.cache_bytes),
-            one_pass: AtomicBool::new(false),
-            metadata: RwLock::default(),
-            in_flight: InFlight::default(),
-            meta: Engine::new(meta, ()),
-            bitmaps: BitmapState::unread(&self.limits),
             warnings,
-            limits: self.limits,
             encryption: self.encryption.clone(),
-            header: LastingHeader::new(header),
+            ..Self::for_reading(header, storage, data, (l1, cut), meta, self.limits)
         }))
     }
 
