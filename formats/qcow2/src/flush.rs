@@ -106,10 +106,18 @@ impl Metadata for Qcow2 {
     fn end_write(&self, meta: &mut Meta, taken: Taken, durable: bool) {
         meta.flush_running = false;
         if durable {
-            self.flushed(meta, taken);
-        } else {
-            self.flush_failed(meta, taken);
+            taken.l2.into_iter().for_each(|key| self.slices.written(key));
+            meta.space.refcounts.written(taken.refcounts);
+            self.bitmaps_flushed(taken.bitmaps);
+            meta.space.durable_sequence = taken.sequence + 1;
+            return;
         }
+        let dirty = &mut meta.dirty;
+        dirty.slices.extend(taken.l2.into_iter().filter(|&key| self.slices.write_failed(key)));
+        dirty.l1.extend(taken.l1_sectors);
+        (dirty.data_first, dirty.refcounts_first, dirty.tables_first) = (true, true, true);
+        meta.space.refcounts.restore_dirty(taken.refcounts);
+        self.bitmaps_failed(taken.bitmaps);
     }
 
     /// Dirty refcounts alone do not count: they only mark unreferenced clusters as reserved.
@@ -241,29 +249,6 @@ impl Qcow2 {
         write_each(storage, &taken.l1)?;
         write_each(storage, &taken.bitmaps.tables)?;
         storage.sync()
-    }
-
-    fn flushed(&self, meta: &mut Meta, taken: Taken) {
-        for key in taken.l2 {
-            self.slices.written(key);
-        }
-        meta.space.refcounts.written(taken.refcounts);
-        self.bitmaps_flushed(taken.bitmaps);
-        meta.space.durable_sequence = taken.sequence + 1;
-    }
-
-    fn flush_failed(&self, meta: &mut Meta, taken: Taken) {
-        for key in taken.l2 {
-            if self.slices.write_failed(key) {
-                meta.dirty.slices.insert(key);
-            }
-        }
-        meta.space.refcounts.restore_dirty(taken.refcounts);
-        self.bitmaps_failed(taken.bitmaps);
-        meta.dirty.l1.extend(taken.l1_sectors);
-        meta.dirty.data_first = true;
-        meta.dirty.refcounts_first = true;
-        meta.dirty.tables_first = true;
     }
 
     /// Flushes if dirty slices fill half of the cache, since they cannot be evicted.

@@ -175,10 +175,6 @@ impl Refcounts {
         self.zero_from = cluster;
     }
 
-    fn load(&mut self, place: &Place, storage: &dyn Storage) -> Result<&mut Vec<u8>> {
-        self.load_run(place, 1, storage)
-    }
-
     /// Loads a slice. If it must be read, reads up to `count` consecutive slices of the block with
     /// it.
     fn load_run(
@@ -224,7 +220,7 @@ impl Refcounts {
     pub(crate) fn get(&mut self, cluster: u64, storage: &dyn Storage) -> Result<u64> {
         let Some(place) = self.place(cluster) else { return Ok(0) };
         let order = self.geometry.refcount_order;
-        let bytes = self.load(&place, storage)?;
+        let bytes = self.load_run(&place, 1, storage)?;
         Ok(get_refcount(bytes, place.index, order))
     }
 
@@ -232,7 +228,7 @@ impl Refcounts {
     pub(crate) fn set(&mut self, cluster: u64, value: u64, storage: &dyn Storage) -> Result<()> {
         let place = self.place(cluster).expect("a block was made before its refcounts are set");
         let order = self.geometry.refcount_order;
-        set_refcount(self.load(&place, storage)?, place.index, order, value);
+        set_refcount(self.load_run(&place, 1, storage)?, place.index, order, value);
         self.dirty.insert(place.slice);
         Ok(())
     }
