@@ -2,15 +2,13 @@
 
 use std::sync::atomic::Ordering;
 
-use vdkit_block::{Error, HostOffset, Result, ZeroMode};
+use vdkit_block::{Error, HostOffset, Monitor, Result, ZeroMode};
 use vdkit_meta::MutexGuard;
 
 use crate::compact;
 use crate::geometry::{Geometry, Slot};
 use crate::image::{BlockImage, Envelope, State, end_of_blocks};
-use crate::table::{read_entries, write_entries, write_holes};
-
-const STEP_ENTRIES: u64 = 256 << 10;
+use crate::table::{STEP_ENTRIES, read_entries, write_entries, write_holes};
 
 impl<E: Envelope> BlockImage<E> {
     /// As [`vdkit_block::Format::resize`]. The caller ensures that no request is in flight.
@@ -25,12 +23,8 @@ impl<E: Envelope> BlockImage<E> {
         let guest_bytes =
             self.envelope.judge_size(self.storage.name(), &self.geometry(), guest_bytes)?;
         let (_lead, mut state) = self.state.quiesce(self)?;
-        self.resize_alone(&mut state, guest_bytes)
-    }
-
-    fn resize_alone(&self, state: &mut MutexGuard<'_, State>, guest_bytes: u64) -> Result<()> {
-        let resized = self.resize_file(state, guest_bytes);
-        self.follow_file(state, resized.as_ref().ok().copied());
+        let resized = self.resize_file(&state, guest_bytes);
+        self.follow_file(&mut state, resized.as_ref().ok().copied());
         resized.map(|_| ())
     }
 
@@ -50,7 +44,7 @@ impl<E: Envelope> BlockImage<E> {
         *self.geometry.write() = after;
         self.guest_bytes.store(guest_bytes, Ordering::Release);
         if !grows {
-            end = compact::close_gaps(&*self.storage, &after, None)?.end;
+            end = compact::close_gaps(&*self.storage, &after, &Monitor::default())?.end;
         }
         self.envelope.finish(&*self.storage, &after, end)?;
         self.storage.sync()?;

@@ -14,7 +14,7 @@ pub(crate) const PAGE_BYTES: u64 = PAGE_ENTRIES as u64 * 4;
 pub(crate) const PAGES_MIN: usize = 16;
 
 /// Entries of one step of a walk over a whole table.
-const STEP_ENTRIES: u64 = 256 << 10;
+pub(crate) const STEP_ENTRIES: u64 = 256 << 10;
 
 /// The cached table: pages by number.
 pub(crate) type Table = PageCache<u64, Page>;
