@@ -2,7 +2,7 @@
 
 use vdkit_block::{AmendRequest, BackingRef, Codec, Error, Monitor, Options, Remedy, Result};
 
-use super::tables::Tables;
+use crate::check;
 use crate::header::{Encryption, Extension, FEATURE_NAMES_CLUSTER_MIN, Header};
 use crate::layout::{autoclear, compatible, extension, incompatible};
 use crate::options::{self, ENCRYPT_FORMAT, SPECS};
@@ -144,12 +144,14 @@ impl Plan {
     /// Checks what the target requires of the tables.
     pub(super) fn check_tables(
         &self,
+        request: &AmendRequest,
         header: &Header,
-        tables: &Tables<'_>,
+        snapshots: &[Snapshot],
         monitor: &Monitor<'_>,
     ) -> Result<()> {
-        let file = tables.file();
-        if self.codec != header.codec && tables.any_compressed(monitor)? {
+        let (storage, limits) = (&request.storage, &request.limits);
+        let file = storage.name();
+        if self.codec != header.codec && check::any_compressed(storage, limits, monitor)? {
             return Err(Error::unsupported(
                 file,
                 format!("there are clusters compressed with {} already", header.codec),
@@ -160,7 +162,6 @@ impl Plan {
                 },
             ));
         }
-        let snapshots = &tables.snapshots.snapshots;
         if self.version < 3 && header.version >= 3 {
             for snapshot in snapshots {
                 check_sizes(file, snapshot, header.guest_bytes)?;
@@ -175,9 +176,8 @@ impl Plan {
     }
 
     /// Whether snapshots lack fields that version 3 requires: the sizes of their disk and VM state.
-    pub(super) fn needs_sizes(&self, header: &Header, tables: &Tables<'_>) -> bool {
-        let mut snapshots = tables.snapshots.snapshots.iter();
-        self.version >= 3 && header.version < 3 && snapshots.any(|s| !s.says_its_sizes())
+    pub(super) fn needs_sizes(&self, header: &Header, snapshots: &[Snapshot]) -> bool {
+        self.version >= 3 && header.version < 3 && snapshots.iter().any(|s| !s.says_its_sizes())
     }
 
     /// Whether the image already matches the plan.

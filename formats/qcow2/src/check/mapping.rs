@@ -30,6 +30,8 @@ pub(super) struct L2Table {
     pub(super) copied_wrong: u32,
     /// A repair of some entry loses its data.
     pub(super) lossy: bool,
+    /// Some entry is that of a compressed cluster.
+    pub(super) compressed: bool,
 }
 
 impl L2Table {
@@ -195,6 +197,7 @@ impl Scan<'_> {
         let (corrected, faults) = image.judge_l2(entry, guest);
         let at = table.offset + index as u64 * image.geometry().l2_entry_bytes();
         table.used += 1;
+        table.compressed |= entry.is_compressed();
         if !faults.is_empty() {
             table.faulty += 1;
             table.implausible += u32::from(faults != L2Faults::BEYOND_END);

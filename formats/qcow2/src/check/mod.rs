@@ -76,3 +76,17 @@ pub fn check(
     }
     Ok(Survey::take(&image, Mode::Compare, monitor)?.findings.report)
 }
+
+/// Whether the disk or a snapshot has compressed clusters.
+///
+/// # Errors
+/// As [`check`].
+pub(crate) fn any_compressed(
+    storage: &Arc<dyn Storage>,
+    limits: &Limits,
+    monitor: &Monitor<'_>,
+) -> Result<bool> {
+    let image = Image::open(storage, limits)?;
+    let survey = Survey::take(&image, Mode::References, &monitor.quiet())?;
+    Ok(survey.tables.iter().any(|table| table.compressed))
+}

@@ -586,6 +586,7 @@ impl L2Uses {
                 implausible: 0,
                 copied_wrong: 0,
                 lossy: false,
+                compressed: false,
             })
             .collect();
         tables.sort_unstable_by_key(|table| table.offset);
