@@ -60,7 +60,7 @@ impl std::fmt::Display for Owner {
 }
 
 /// Result of the walk.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Survey {
     pub(super) findings: Findings,
     pub(super) balance: Balance,
@@ -96,26 +96,8 @@ pub(super) struct Survey {
 impl Survey {
     /// Walks over all metadata.
     pub(super) fn take(image: &Image, mode: Mode, monitor: &Monitor<'_>) -> Result<Self> {
-        let mut survey = Self {
-            findings: Findings::default(),
-            balance: Balance::new(image.file_clusters(), image.limits.check_bytes_max),
-            refcounts: Refcounts::default(),
-            l1: Vec::new(),
-            l1_faulty: false,
-            l1_lossy: false,
-            l1_copied_wrong: 0,
-            tables: Vec::new(),
-            snapshots: SnapshotTable::default(),
-            snapshot_l1_faulty: FxHashSet::default(),
-            bitmaps_broken: false,
-            broken_bitmaps: Vec::new(),
-            conflicts: FxHashSet::default(),
-            low: 0,
-            low_without_block: false,
-            ahead: 0,
-            owners: Vec::new(),
-            owners_in_conflict: FxHashSet::default(),
-        };
+        let balance = Balance::new(image.file_clusters(), image.limits.check_bytes_max);
+        let mut survey = Self { balance, ..Self::default() };
         let mut meter = Meter::new(monitor);
         survey.refcounts = Refcounts::read(image, &mut survey.findings)?;
         if mode == Mode::Compare {

@@ -57,7 +57,8 @@ impl Snapshots for Qcow2 {
             let index = names::find(self.storage.name(), &snapshots, which, First::Name)?;
             snapshots[index].name = name.as_bytes().to_vec();
             let info = snapshots[index].info();
-            self.rewrite(meta, Change::of_list(snapshots), &Monitor::default())?;
+            let change = Change { snapshots, ..Change::default() };
+            self.rewrite(meta, change, &Monitor::default())?;
             Ok(info)
         })
     }
@@ -67,23 +68,6 @@ impl Snapshots for Qcow2 {
         let snapshots = self.read_list(&self.meta.lock())?.snapshots;
         let index = names::find(self.storage.name(), &snapshots, which, First::Id)?;
         self.open_view(&snapshots[index])
-    }
-}
-
-impl Change {
-    /// A change of only the snapshot list.
-    fn of_list(snapshots: Vec<Snapshot>) -> Self {
-        Self {
-            deltas: super::deltas::Deltas::default(),
-            copies: Vec::new(),
-            copies_replace: false,
-            flags: Flags::Clear,
-            active: None,
-            snapshots,
-            new_snapshot: false,
-            retired: Vec::new(),
-            counts_released: false,
-        }
     }
 }
 
@@ -105,7 +89,8 @@ impl Qcow2 {
             let mut snapshots = self.load_list(meta)?;
             let guest_bytes = self.guest_len();
             snapshots.iter_mut().for_each(|snapshot| snapshot.complete(guest_bytes));
-            self.rewrite(meta, Change::of_list(snapshots), &Monitor::default())
+            let change = Change { snapshots, ..Change::default() };
+            self.rewrite(meta, change, &Monitor::default())
         })
     }
 
@@ -164,7 +149,8 @@ impl Qcow2 {
             copies_replace: true,
             active: Some(Active { words, guest_bytes }),
             new_snapshot: true,
-            ..Change::of_list(snapshots)
+            snapshots,
+            ..Change::default()
         };
         self.rewrite(meta, change, monitor)?;
         Ok(info)
@@ -213,7 +199,8 @@ impl Qcow2 {
             counts_released: true,
             copies,
             active: Some(Active { words, guest_bytes }),
-            ..Change::of_list(snapshots)
+            snapshots,
+            ..Change::default()
         };
         self.rewrite(meta, change, monitor)?;
         Ok(info)
@@ -285,7 +272,8 @@ impl Qcow2 {
             flags: Flags::SetSingle,
             active: changed.then_some(Active { words: active, guest_bytes }),
             retired: vec![l1],
-            ..Change::of_list(snapshots)
+            snapshots,
+            ..Change::default()
         };
         self.rewrite(meta, change, monitor)?;
         Ok(snapshot.info())

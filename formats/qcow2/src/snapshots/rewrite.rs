@@ -21,9 +21,10 @@ use crate::structures::{encode_words, words_mut};
 const JOIN_BYTES: usize = 1 << 20;
 
 /// New COPIED flags of a rewritten L2 table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Flags {
     /// All are cleared: everything is shared now.
+    #[default]
     Clear,
     /// Set for clusters whose refcount changes to 1.
     SetSingle,
@@ -38,7 +39,7 @@ pub(super) struct Active {
 }
 
 /// All changes of one switch.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Change {
     /// Changes of the refcounts of clusters that L1 tables refer to.
     pub(super) deltas: Deltas,
