@@ -110,7 +110,7 @@ impl Bitmap {
         BitmapInfo {
             name: String::from_utf8_lossy(&self.name).into_owned(),
             granularity: 1 << self.granularity_bits,
-            in_use: self.flags & flag::IN_USE != 0,
+            in_use: self.in_use(),
             enabled: self.flags & flag::AUTO != 0,
         }
     }

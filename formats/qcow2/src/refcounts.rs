@@ -395,10 +395,8 @@ pub(crate) fn get_refcount(block: &[u8], index: u64, order: u32) -> u64 {
     let i = index as usize;
     match order {
         0..=2 => {
-            let bits = 1u32 << order;
-            let per_byte = 8 / bits as usize;
-            let shift = (i % per_byte) as u32 * bits;
-            u64::from(block[i / per_byte] >> shift) & ((1 << bits) - 1)
+            let (at, shift, mask) = within_byte(i, order);
+            u64::from(block[at] >> shift & mask)
         }
         3 => u64::from(block[i]),
         4 => entries::<U16>(block)[i].into(),
@@ -412,18 +410,21 @@ pub(crate) fn set_refcount(block: &mut [u8], index: u64, order: u32, value: u64)
     let i = index as usize;
     match order {
         0..=2 => {
-            let bits = 1u32 << order;
-            let per_byte = 8 / bits as usize;
-            let shift = (i % per_byte) as u32 * bits;
-            let mask = (((1u16 << bits) - 1) << shift) as u8;
-            let byte = &mut block[i / per_byte];
-            *byte = (*byte & !mask) | (((value as u8) << shift) & mask);
+            let (at, shift, mask) = within_byte(i, order);
+            block[at] = block[at] & !(mask << shift) | (value as u8 & mask) << shift;
         }
         3 => block[i] = value as u8,
         4 => entries_mut::<U16>(block)[i].set(value as u16),
         5 => entries_mut::<U32>(block)[i].set(value as u32),
         _ => entries_mut::<U64>(block)[i].set(value),
     }
+}
+
+/// Byte of a refcount of less than a byte, its lowest bit there, and the mask of its bits.
+fn within_byte(index: usize, order: u32) -> (usize, u32, u8) {
+    let bits = 1u32 << order;
+    let per_byte = 8 / bits as usize;
+    (index / per_byte, (index % per_byte) as u32 * bits, (1 << bits) - 1)
 }
 
 /// Sets a range of refcounts to one value; see [`set_refcount`].

@@ -222,16 +222,7 @@ impl Scan<'_> {
             if table.active > 0 && single != corrected.is_copied() {
                 table.copied_wrong += 1;
                 self.findings.corruption(at, "L2 entry", || {
-                    format!(
-                        "guest offset {guest:#x}: found {:#x} {} COPIED flag, expected {}",
-                        entry.word,
-                        if single { "without" } else { "with" },
-                        if single {
-                            "it, the refcount is 1"
-                        } else {
-                            "none, the refcount is not 1"
-                        },
-                    )
+                    wrong_copied(format_args!("guest offset {guest:#x}"), entry.word, single)
                 });
             }
         }
@@ -273,6 +264,15 @@ impl Scan<'_> {
             });
         }
     }
+}
+
+/// Describes an entry whose COPIED flag disagrees with the refcount, which is 1 if `single`.
+pub(super) fn wrong_copied(place: impl std::fmt::Display, word: u64, single: bool) -> String {
+    let (found, expected) = match single {
+        true => ("without", "it, the refcount is 1"),
+        false => ("with", "none, the refcount is not 1"),
+    };
+    format!("{place}: found {word:#x} {found} COPIED flag, expected {expected}")
 }
 
 /// Corrects each entry of a table.

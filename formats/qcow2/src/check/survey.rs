@@ -13,7 +13,7 @@ use super::balance::{Balance, METADATA, SINGLE};
 use super::bitmaps::{self, Presence};
 use super::findings::Findings;
 use super::image::{Image, L1Fault};
-use super::mapping::{L2Table, Scan};
+use super::mapping::{L2Table, Scan, wrong_copied};
 use super::reader::{self, Meter};
 use super::refcounts::{Lookup, Refcounts};
 use super::snapshots::SnapshotTable;
@@ -300,11 +300,7 @@ impl Survey {
         if single != (entry & COPIED != 0) {
             self.l1_copied_wrong += 1;
             self.findings.corruption(at, "active L1 entry", || {
-                format!(
-                    "index {index}: found {entry:#x} {} COPIED flag, expected {}",
-                    if single { "without" } else { "with" },
-                    if single { "it, the refcount is 1" } else { "none, the refcount is not 1" },
-                )
+                wrong_copied(format_args!("index {index}"), entry, single)
             });
         }
     }
