@@ -67,11 +67,6 @@ fn drop_blocks(space: &mut Space<'_>) -> Result<bool> {
     if dropped.is_empty() {
         return Ok(false);
     }
-    space.sync()?;
-    for &cluster in &dropped {
-        space.refer(cluster, -1);
-    }
-    space.write_refcounts()?;
-    space.sync()?;
+    space.release(dropped.into_iter().map(|cluster| (cluster, 1)))?;
     Ok(true)
 }

@@ -7,9 +7,7 @@ use vdkit_block::{HostOffset, Limits, Monitor, Result, Storage, ZeroMode};
 
 use crate::check::balance::METADATA;
 use crate::check::image::{Image, add_to_runs};
-use crate::check::repair::write_changed;
 use crate::check::survey::{Mode, Survey};
-use crate::refcounts::set_refcount;
 
 /// Bytes of one request of a copy.
 const COPY_BYTES: u64 = 1 << 20;
@@ -122,28 +120,9 @@ impl<'a> Space<'a> {
     /// Writes changed refcounts, not yet durably.
     pub(in crate::check) fn write_refcounts(&mut self) -> Result<()> {
         self.survey.balance.check_limit(self.image.name())?;
-        let geometry = *self.image.geometry();
-        let mut changed = std::mem::take(&mut self.changed).into_iter().peekable();
-        while let Some(&first) = changed.peek() {
-            let end =
-                ((first >> geometry.refcount_block_bits()) + 1) << geometry.refcount_block_bits();
-            let block = self.survey.refcounts.block_of(&self.image, first);
-            let mut old = vec![0; geometry.cluster_bytes() as usize];
-            if let Some(block) = block {
-                self.image.storage.read_padded(&mut old, HostOffset(block))?;
-            }
-            let mut new = old.clone();
-            while let Some(cluster) = changed.next_if(|&cluster| cluster < end) {
-                let index = cluster & (geometry.refcount_block_entries() - 1);
-                let references = self.references(cluster);
-                set_refcount(&mut new, index, geometry.refcount_order, references);
-            }
-            // Without a block, there is no refcount to lower.
-            if let Some(block) = block {
-                write_changed(&self.image, block, &old, &new)?;
-            }
-        }
-        Ok(())
+        let changed = std::mem::take(&mut self.changed).into_iter();
+        let references = |cluster: u64, _: u64| self.references(cluster);
+        self.survey.refcounts.change(&self.image, changed, references).map(drop)
     }
 
     /// Copies clusters. Holes stay holes.
