@@ -25,19 +25,8 @@ pub(super) struct Image {
     protected: Vec<Range<u64>>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum L1Fault {
-    /// Bits that must be zero are set.
-    Reserved,
-    /// Flags without an L2 table.
-    NoTable,
-    /// Not at a cluster boundary.
-    Unaligned,
-    /// Beyond the end of the file.
-    BeyondEnd,
-    /// In the header or the encryption header.
-    Protected,
-}
+/// The fault of an L1 entry: what was expected, and whether its correction loses an L2 table.
+pub(super) type L1Fault = (&'static str, bool);
 
 /// Faults of an L2 entry, as a set of bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -200,15 +189,15 @@ impl Image {
         }
         let offset = raw & OFFSET_MASK;
         if offset == 0 {
-            (0, Some(L1Fault::NoTable))
+            (0, Some(("the offset of an L2 table, or zero", false)))
         } else if offset & (self.cluster_bytes() - 1) != 0 {
-            (0, Some(L1Fault::Unaligned))
+            (0, Some(("an L2 table at a cluster boundary", true)))
         } else if !self.in_file(offset, self.cluster_bytes()) {
-            (0, Some(L1Fault::BeyondEnd))
+            (0, Some(("an L2 table within the file", true)))
         } else if self.is_protected(offset, self.cluster_bytes()) {
-            (0, Some(L1Fault::Protected))
+            (0, Some(("an L2 table outside of the header", true)))
         } else if raw & L1_RESERVED != 0 {
-            (raw & (OFFSET_MASK | COPIED), Some(L1Fault::Reserved))
+            (raw & (OFFSET_MASK | COPIED), Some(("zero in the reserved bits", false)))
         } else {
             (raw, None)
         }

@@ -271,20 +271,12 @@ impl Survey {
         structure: &'static str,
         index: usize,
         raw: u64,
-        fault: L1Fault,
+        (expected, lossy): L1Fault,
     ) {
-        let lossy = !matches!(fault, L1Fault::Reserved | L1Fault::NoTable);
         self.l1_lossy |= lossy;
         let span = image.geometry().l2_span();
         let guest = (index as u64).saturating_mul(span);
         self.findings.corruption(at, structure, || {
-            let expected = match fault {
-                L1Fault::Reserved => "zero in the reserved bits",
-                L1Fault::NoTable => "the offset of an L2 table, or zero",
-                L1Fault::Unaligned => "an L2 table at a cluster boundary",
-                L1Fault::BeyondEnd => "an L2 table within the file",
-                L1Fault::Protected => "an L2 table outside of the header",
-            };
             let lost = if lossy {
                 format!("; the mapping of {span} guest bytes is lost")
             } else {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use vdkit_block::{
-    Error, Format, HostOffset, Monitor, NewSnapshot, Result, SnapshotInfo, Snapshots,
+    Error, Format, HostOffset, Monitor, NewSnapshot, Remedy, Result, SnapshotInfo, Snapshots,
 };
 use vdkit_meta::MutexGuard;
 
@@ -12,8 +12,9 @@ use super::names::{self, First};
 use super::rewrite::{Active, Change, Flags};
 use super::walk::{Table, Walk};
 use super::{Snapshot, SnapshotTable, TablePlace};
+use crate::header::DiskTables;
 use crate::image::{Meta, Qcow2};
-use crate::layout::{COPIED, OFFSET_MASK};
+use crate::layout::{COPIED, L1_BYTES_MAX, OFFSET_MASK};
 use crate::structures::decode_words;
 
 impl Snapshots for Qcow2 {
@@ -67,7 +68,13 @@ impl Snapshots for Qcow2 {
         self.need_own_data()?;
         let snapshots = self.read_list(&self.meta.lock())?.snapshots;
         let index = names::find(self.storage.name(), &snapshots, which, First::Id)?;
-        self.open_view(&snapshots[index])
+        let snapshot = &snapshots[index];
+        self.check_snapshot(snapshot)?;
+        Ok(self.reading(DiskTables {
+            l1_offset: snapshot.l1_offset,
+            l1_entries: snapshot.l1_entries,
+            guest_bytes: snapshot.disk_bytes.unwrap_or_else(|| self.guest_len()),
+        })?)
     }
 }
 
@@ -204,6 +211,34 @@ impl Qcow2 {
         };
         self.rewrite(meta, change, monitor)?;
         Ok(info)
+    }
+
+    /// Checks that a snapshot's L1 table can be read, and that a disk can have its size.
+    fn check_snapshot(&self, snapshot: &Snapshot) -> Result<()> {
+        let cluster = self.geometry.cluster_bytes();
+        let bytes = u64::from(snapshot.l1_entries) * 8;
+        let (offset, file_len) = (snapshot.l1_offset.0, self.storage.len()?);
+        let end = offset.checked_add(bytes);
+        let placed = offset & (cluster - 1) == 0 && end.is_some_and(|end| end <= file_len);
+        let size = snapshot.disk_bytes.unwrap_or(0);
+        let fits = size <= i64::MAX as u64 - cluster
+            && self.geometry.l1_entries_for(size).saturating_mul(8) <= L1_BYTES_MAX;
+        if fits && (bytes == 0 || (offset != 0 && bytes <= L1_BYTES_MAX && placed)) {
+            return Ok(());
+        }
+        let file = self.storage.name();
+        Err(Error::corrupt(
+            file,
+            offset,
+            "snapshot L1 table",
+            format!(
+                "snapshot '{}' of a disk of {size} bytes with an L1 table of {bytes} bytes at \
+                 {offset:#x}",
+                String::from_utf8_lossy(&snapshot.name)
+            ),
+            "an L1 table at a cluster boundary within the file",
+        )
+        .with_remedy(Remedy::Check))
     }
 
     /// The disk size after applying a snapshot.
