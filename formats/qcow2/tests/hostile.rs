@@ -8,8 +8,8 @@ use common::options;
 use proptest::prelude::*;
 use vdkit_block::{
     BackingRef, CreateRequest, Creation, Error, ErrorKind, Format, FormatDriver, GuestOffset,
-    HostOffset, ImageInfo, Limits, OfflineImage, OpenRequest, Place, Remedy, Repair, Result,
-    Storage,
+    HostOffset, ImageInfo, KeyedImages, Limits, Monitor, NewSnapshot, OfflineImage, OpenRequest,
+    Place, Remedy, Repair, Result, Secret, Storage,
 };
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_storage::MemoryStorage;
@@ -447,6 +447,47 @@ fn write_cluster(image: &dyn Format, at: u64, byte: u8) -> Result<()> {
     let place = image.reserve(GuestOffset(at), bytes.len() as u64)?.expect("a new cluster");
     image.storage().write_at(&bytes, place.host_of(at))?;
     place.publish()
+}
+
+/// The size that a snapshot records becomes that of the disk, so the same is asked of it.
+#[test]
+fn an_encrypted_disk_gets_no_size_that_ends_within_a_sector() {
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+    let key = Secret::new(b"s".to_vec());
+    let mut options = options("encrypt.format=luks,encrypt.iter-time=0");
+    options.set_key(Some(key.clone()));
+    let request = CreateRequest {
+        storage: storage.clone(),
+        files: Vec::new(),
+        guest_bytes: 1 << 20,
+        options,
+        backing: None,
+        backing_bytes: None,
+    };
+    Qcow2Driver.create(&request).unwrap();
+    let open = || {
+        let (storage, limits) = (storage.clone(), Limits::default());
+        let request = OpenRequest { storage, files: Vec::new(), writable: true, limits };
+        Qcow2Driver.open_with_keys(request, &[key.clone()]).unwrap()
+    };
+    let monitor = Monitor::default();
+    let image = open();
+    let new = NewSnapshot { name: "small".to_owned(), ..NewSnapshot::default() };
+    image.snapshots().unwrap().create(&new, &monitor).unwrap();
+    image.close().unwrap();
+
+    // The header's bytes 64 to 71 name the table; the size is the second word of the extra data.
+    let mut offset = [0; 8];
+    storage.read_at(&mut offset, HostOffset(64)).unwrap();
+    let size = HostOffset(u64::from_be_bytes(offset) + 48);
+    storage.write_at(&((1u64 << 20) - 1).to_be_bytes(), size).unwrap();
+    let image = open();
+    let snapshots = image.snapshots().unwrap();
+    let applied = snapshots.apply("small", &monitor).map(drop);
+    for error in [applied.unwrap_err(), snapshots.view("small").map(drop).unwrap_err()] {
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+    }
+    assert_eq!(image.guest_bytes(), 1 << 20);
 }
 
 /// On a device, clusters without a refcount block count as free. If the end of the refcount table is

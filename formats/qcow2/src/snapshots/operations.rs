@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use vdkit_block::{
-    Error, Format, HostOffset, Monitor, NewSnapshot, Remedy, Result, SnapshotInfo, Snapshots,
+    CIPHER_SECTOR_BYTES, Error, Format, HostOffset, Monitor, NewSnapshot, Remedy, Result,
+    SnapshotInfo, Snapshots,
 };
 use vdkit_meta::MutexGuard;
 
@@ -221,7 +222,9 @@ impl Qcow2 {
         let end = offset.checked_add(bytes);
         let placed = offset & (cluster - 1) == 0 && end.is_some_and(|end| end <= file_len);
         let size = snapshot.disk_bytes.unwrap_or(0);
-        let fits = size <= i64::MAX as u64 - cluster
+        let whole = self.encryption.is_none() || size.is_multiple_of(CIPHER_SECTOR_BYTES);
+        let fits = whole
+            && size <= i64::MAX as u64 - cluster
             && self.geometry.l1_entries_for(size).saturating_mul(8) <= L1_BYTES_MAX;
         if fits && (bytes == 0 || (offset != 0 && bytes <= L1_BYTES_MAX && placed)) {
             return Ok(());
@@ -236,7 +239,7 @@ impl Qcow2 {
                  {offset:#x}",
                 String::from_utf8_lossy(&snapshot.name)
             ),
-            "an L1 table at a cluster boundary within the file",
+            "a possible size, and an L1 table at a cluster boundary within the file",
         )
         .with_remedy(Remedy::Check))
     }
