@@ -138,7 +138,8 @@ impl Qcow2 {
     /// must be neither read nor written.
     pub(crate) fn open_for_metadata(request: OpenRequest) -> Result<Arc<Self>> {
         Self::open_unlocked(request, |header, storage, writable, limits| {
-            if header.encryption == crate::header::Encryption::Luks {
+            if header.encryption == Encryption::Luks {
+                encrypted::luks_place(header, &**storage)?;
                 return Ok(None);
             }
             encrypted::unlock(header, storage, writable, limits, &[])
@@ -458,7 +459,7 @@ fn metadata_clusters(header: &Header, refcounts: &Refcounts, l1: &[u64]) -> FxHa
     range(header.l1_offset, l1.len() as u64 * 8);
     range(header.refcount_table_offset, u64::from(header.refcount_table_clusters) << bits);
     range(header.snapshots_offset, u64::from(header.snapshot_count) * 40);
-    // Validated when the image was unlocked; meaningless without encryption.
+    // Validated when the image was opened; meaningless without encryption.
     if let (Encryption::Luks, Some((offset, bytes))) =
         (header.encryption, header.encryption_header())
     {

@@ -7,11 +7,13 @@ use std::sync::{Arc, OnceLock};
 use common::options;
 use proptest::prelude::*;
 use vdkit_block::{
-    BackingRef, CreateRequest, Creation, Error, ErrorKind, Format, FormatDriver, GuestOffset,
-    HostOffset, ImageInfo, KeyedImages, Limits, Monitor, NewSnapshot, OfflineImage, OpenRequest,
-    Place, Remedy, Repair, Result, Secret, Storage,
+    AmendRequest, Amendment, BackingRef, CreateRequest, Creation, Error, ErrorKind, Format,
+    FormatDriver, GuestOffset, HostOffset, ImageInfo, KeyedImages, Limits, Monitor, NewSnapshot,
+    OfflineImage, OpenRequest, Place, Remedy, Repair, Result, Secret, Storage,
 };
 use vdkit_qcow2::Qcow2Driver;
+use vdkit_qcow2::header::Header;
+use vdkit_qcow2::layout::extension;
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CountingStorage, create_image, qemu, require_peer};
 
@@ -449,12 +451,11 @@ fn write_cluster(image: &dyn Format, at: u64, byte: u8) -> Result<()> {
     place.publish()
 }
 
-/// The size that a snapshot records becomes that of the disk, so the same is asked of it.
-#[test]
-fn an_encrypted_disk_gets_no_size_that_ends_within_a_sector() {
+/// An encrypted image of 1 MiB with a snapshot, its key, and the offset of its snapshot table.
+fn encrypted_with_snapshot(more: &str) -> (Arc<dyn Storage>, Secret, u64) {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
     let key = Secret::new(b"s".to_vec());
-    let mut options = options("encrypt.format=luks,encrypt.iter-time=0");
+    let mut options = options(&format!("encrypt.format=luks,encrypt.iter-time=0{more}"));
     options.set_key(Some(key.clone()));
     let request = CreateRequest {
         storage: storage.clone(),
@@ -465,29 +466,56 @@ fn an_encrypted_disk_gets_no_size_that_ends_within_a_sector() {
         backing_bytes: None,
     };
     Qcow2Driver.create(&request).unwrap();
-    let open = || {
-        let (storage, limits) = (storage.clone(), Limits::default());
-        let request = OpenRequest { storage, files: Vec::new(), writable: true, limits };
-        Qcow2Driver.open_with_keys(request, &[key.clone()]).unwrap()
-    };
-    let monitor = Monitor::default();
-    let image = open();
+    let image = open_encrypted(&storage, &key);
     let new = NewSnapshot { name: "small".to_owned(), ..NewSnapshot::default() };
-    image.snapshots().unwrap().create(&new, &monitor).unwrap();
+    image.snapshots().unwrap().create(&new, &Monitor::default()).unwrap();
     image.close().unwrap();
+    // The header's bytes 64 to 71 name the table.
+    let mut table = [0; 8];
+    storage.read_at(&mut table, HostOffset(64)).unwrap();
+    (storage, key, u64::from_be_bytes(table))
+}
 
-    // The header's bytes 64 to 71 name the table; the size is the second word of the extra data.
-    let mut offset = [0; 8];
-    storage.read_at(&mut offset, HostOffset(64)).unwrap();
-    let size = HostOffset(u64::from_be_bytes(offset) + 48);
-    storage.write_at(&((1u64 << 20) - 1).to_be_bytes(), size).unwrap();
-    let image = open();
+fn open_encrypted(storage: &Arc<dyn Storage>, key: &Secret) -> Arc<dyn Format> {
+    let (storage, limits) = (storage.clone(), Limits::default());
+    let request = OpenRequest { storage, files: Vec::new(), writable: true, limits };
+    Qcow2Driver.open_with_keys(request, std::slice::from_ref(key)).unwrap()
+}
+
+/// The size that a snapshot records becomes that of the disk, so the same is asked of it.
+#[test]
+fn an_encrypted_disk_gets_no_size_that_ends_within_a_sector() {
+    let (storage, key, table) = encrypted_with_snapshot("");
+    // The second word of the extra data.
+    storage.write_at(&((1u64 << 20) - 1).to_be_bytes(), HostOffset(table + 48)).unwrap();
+    let image = open_encrypted(&storage, &key);
     let snapshots = image.snapshots().unwrap();
-    let applied = snapshots.apply("small", &monitor).map(drop);
+    let applied = snapshots.apply("small", &Monitor::default()).map(drop);
     for error in [applied.unwrap_err(), snapshots.view("small").map(drop).unwrap_err()] {
         assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
     }
     assert_eq!(image.guest_bytes(), 1 << 20);
+}
+
+/// Metadata is changed without a key, so nothing is unlocked. All the clusters that the encryption
+/// header says it has are held in memory nevertheless.
+#[test]
+fn an_encryption_header_of_any_length_is_refused_without_a_key_too() {
+    let (storage, _, table) = encrypted_with_snapshot(",compat=0.10");
+    // Without extra data, which version 3 needs: the amendment opens the image and adds it.
+    storage.write_at(&[0; 4], HostOffset(table + 36)).unwrap();
+    let header = Header::read(&*storage, &Limits::default()).unwrap();
+    let place = header.extension(extension::ENCRYPTION).unwrap().offset;
+    storage.write_at(&(1u64 << 62).to_be_bytes(), HostOffset(place + 8)).unwrap();
+    let request = AmendRequest {
+        storage,
+        files: Vec::new(),
+        backing: None,
+        options: options("compat=1.1"),
+        limits: Limits::default(),
+    };
+    let error = Qcow2Driver.amend(&request, &Monitor::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
 }
 
 /// On a device, clusters without a refcount block count as free. If the end of the refcount table is
