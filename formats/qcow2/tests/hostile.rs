@@ -518,6 +518,30 @@ fn an_encryption_header_of_any_length_is_refused_without_a_key_too() {
     assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
 }
 
+/// Counting references takes memory by the clusters that entries name, and a file may be sparse.
+#[test]
+fn a_snapshot_of_entries_all_over_the_file_ends_at_the_limit() {
+    const CLUSTER: u64 = 65536;
+    let bytes = image(1 << 29, "cluster_size=64K");
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::from_bytes("image", &bytes));
+    // The header's bytes 40 to 47 name the L1 table.
+    let mut l1 = [0; 8];
+    storage.read_at(&mut l1, HostOffset(40)).unwrap();
+    let table = storage.len().unwrap().next_multiple_of(CLUSTER);
+    let copied = |offset: u64| (offset | 1 << 63).to_be_bytes();
+    storage.write_at(&copied(table), HostOffset(u64::from_be_bytes(l1))).unwrap();
+    let entries: Vec<u8> = (1..=8192).flat_map(|i: u64| copied(table + (i << 24))).collect();
+    storage.write_at(&entries, HostOffset(table)).unwrap();
+    storage.set_len(1 << 40).unwrap();
+    let mut limits = Limits::default();
+    limits.check_bytes_max = 1 << 20;
+    let request = OpenRequest { storage, files: Vec::new(), writable: true, limits };
+    let image = Qcow2Driver.open(request).unwrap();
+    let new = NewSnapshot { name: "far".to_owned(), ..NewSnapshot::default() };
+    let error = image.snapshots().unwrap().create(&new, &Monitor::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Limit, "{error}");
+}
+
 /// On a device, clusters without a refcount block count as free. If the end of the refcount table is
 /// wiped, new data could go over L2 tables and data there.
 #[test]
