@@ -34,7 +34,6 @@ fn entries_of(geometry: &Geometry, number: u64) -> (u64, usize) {
     (first, geometry.entries.saturating_sub(first).min(PAGE_ENTRIES as u64) as usize)
 }
 
-/// Writes copied pages.
 pub(crate) fn write_pages(
     storage: &dyn Storage,
     geometry: &Geometry,

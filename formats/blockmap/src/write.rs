@@ -272,7 +272,6 @@ impl<E: Envelope> Reserver for BlockImage<E> {
 }
 
 impl State {
-    /// Whether a reservation holds a guest block.
     fn holds(&self, block: u64) -> bool {
         self.tickets.overlap(&(block..block + 1))
     }

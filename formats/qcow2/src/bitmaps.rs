@@ -28,9 +28,7 @@ use crate::structures::BitmapDirectoryEntry;
 
 /// Most bitmaps (QEMU's bound).
 pub(crate) const BITMAPS_MAX: u32 = 65535;
-/// Bytes of the fixed part of an entry.
 const FIXED_BYTES: usize = size_of::<BitmapDirectoryEntry>();
-/// Longest name in bytes.
 pub(crate) const NAME_BYTES_MAX: usize = 1023;
 /// Largest directory (QEMU's bound).
 pub(crate) const DIRECTORY_BYTES_MAX: u64 =

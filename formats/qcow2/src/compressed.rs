@@ -227,7 +227,6 @@ impl Qcow2 {
         }
     }
 
-    /// Links compressed units into the map.
     pub(crate) fn link_compressed(
         &self,
         meta: &mut Meta,

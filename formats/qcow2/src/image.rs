@@ -59,7 +59,6 @@ pub struct Qcow2 {
     pub(crate) bitmaps: BitmapState,
     warnings: Vec<String>,
     pub(crate) limits: Limits,
-    /// How the guest's data is encrypted.
     pub(crate) encryption: Option<vdkit_block::Encryption>,
 }
 
@@ -97,7 +96,6 @@ pub(crate) struct HeaderState {
 /// The table of internal snapshots.
 #[derive(Debug)]
 pub(crate) struct SnapshotList {
-    /// How many snapshots there are.
     pub(crate) count: u32,
     pub(crate) offset: HostOffset,
     /// Bytes of their table, if known.
@@ -331,7 +329,6 @@ impl Qcow2 {
         })
     }
 
-    /// Host offset of the active L1 table.
     pub(crate) fn l1_offset(&self) -> HostOffset {
         HostOffset(self.l1_offset.load(Ordering::Acquire))
     }
@@ -354,7 +351,6 @@ impl Qcow2 {
         self.backing.is_some()
     }
 
-    /// Fails if the image was opened read-only.
     pub(crate) fn need_writable(&self) -> Result<()> {
         require_writable(self.writable, self.storage.name())
     }

@@ -106,7 +106,6 @@ pub(crate) enum Preallocation {
 /// The validated options.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct CreateOptions {
-    /// 2 or 3.
     pub(crate) version: u32,
     pub(crate) geometry: Geometry,
     pub(crate) preallocation: Preallocation,

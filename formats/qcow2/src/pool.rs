@@ -102,7 +102,6 @@ impl Pool {
         self.take_at(first, max)
     }
 
-    /// Takes everything.
     pub(crate) fn drain(&mut self) -> Vec<Space> {
         self.clusters = 0;
         std::mem::take(&mut self.runs).into_values().collect()

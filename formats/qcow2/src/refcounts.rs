@@ -44,7 +44,6 @@ struct Place {
 }
 
 impl Refcounts {
-    /// Reads the refcount table.
     pub(crate) fn read(header: &Header, storage: &dyn Storage) -> Result<Self> {
         let geometry = header.geometry;
         let bytes = u64::from(header.refcount_table_clusters) << geometry.cluster_bits;
@@ -121,7 +120,6 @@ impl Refcounts {
         SLICE_BYTES.min(self.geometry.cluster_bytes())
     }
 
-    /// Refcounts in one slice.
     fn slice_entries(&self) -> u64 {
         self.slice_bytes() * 8 / u64::from(self.geometry.refcount_bits())
     }
@@ -383,7 +381,6 @@ pub(crate) struct DirtyRefcounts {
 }
 
 impl DirtyRefcounts {
-    /// Whether there is nothing to write.
     pub(crate) fn is_empty(&self) -> bool {
         self.slices.is_empty() && self.table.is_empty()
     }

@@ -80,7 +80,6 @@ fn opening(request: &AmendRequest, writable: bool) -> OpenRequest {
     }
 }
 
-/// Opens the image for steps of the engine.
 fn open(request: &AmendRequest, writable: bool) -> Result<Arc<Qcow2>> {
     Qcow2::open(opening(request, writable))
 }

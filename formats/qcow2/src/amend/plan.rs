@@ -180,7 +180,6 @@ impl Plan {
         self.version >= 3 && header.version < 3 && snapshots.iter().any(|s| !s.says_its_sizes())
     }
 
-    /// Whether the image already matches the plan.
     pub(super) fn is_done(&self, header: &Header) -> bool {
         self.header(header) == *header && header.geometry.refcount_order == self.refcount_order
     }

@@ -29,7 +29,6 @@ pub(crate) struct BitmapCopies {
 }
 
 impl BitmapCopies {
-    /// Whether there is nothing to write.
     pub(crate) fn is_empty(&self) -> bool {
         self.pages.is_empty() && self.tables.is_empty()
     }

@@ -33,7 +33,6 @@ pub(super) type BitmapFault = (u64, &'static str, String);
 
 /// Bitmaps according to the header.
 pub(super) enum Presence {
-    /// No bitmaps.
     None,
     /// A program without bitmap support has written to the image; the bitmaps are invalid.
     Stale,

@@ -28,39 +28,27 @@ pub(super) struct Image {
 /// The fault of an L1 entry: what was expected, and whether its correction loses an L2 table.
 pub(super) type L1Fault = (&'static str, bool);
 
-/// Faults of an L2 entry, as a set of bits.
+/// Faults of an L2 entry, as a set of bits; [`L2Faults::each`] says what each is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct L2Faults(pub(super) u16);
 
 impl L2Faults {
-    /// Bits that must be zero are set.
     pub(super) const RESERVED: Self = Self(1);
-    /// Not at a cluster boundary.
     pub(super) const UNALIGNED: Self = Self(1 << 1);
-    /// Beyond the end of the file.
     pub(super) const BEYOND_END: Self = Self(1 << 2);
-    /// In the header or the encryption header.
     pub(super) const PROTECTED: Self = Self(1 << 3);
-    /// A compressed cluster with the COPIED flag.
     pub(super) const COMPRESSED_COPIED: Self = Self(1 << 4);
-    /// A compressed cluster in an image with a data file.
     pub(super) const COMPRESSED_IN_DATA_FILE: Self = Self(1 << 5);
-    /// A compressed cluster with a subcluster bitmap.
     pub(super) const COMPRESSED_BITMAP: Self = Self(1 << 6);
-    /// Subclusters both allocated and zero.
     pub(super) const SUBCLUSTER_BOTH: Self = Self(1 << 7);
-    /// Allocated subclusters without a host cluster.
     pub(super) const SUBCLUSTER_NO_SPACE: Self = Self(1 << 8);
-    /// A zero flag in a version 2 image.
     pub(super) const ZERO_IN_V2: Self = Self(1 << 9);
-    /// Not at the same offset in the data file as on the guest disk.
     pub(super) const MOVED_IN_DATA_FILE: Self = Self(1 << 10);
 
     fn set(&mut self, other: Self) {
         self.0 |= other.0;
     }
 
-    /// Whether there are no faults.
     pub(super) fn is_empty(self) -> bool {
         self.0 == 0
     }
@@ -130,7 +118,6 @@ impl Image {
         Some(if fits { Ok(found) } else { Err(found) })
     }
 
-    /// The storage's name, for errors.
     pub(super) fn name(&self) -> &str {
         self.storage.name()
     }

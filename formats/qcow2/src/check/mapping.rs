@@ -12,7 +12,6 @@ use crate::structures::{self, words_mut};
 /// An L2 table and the L1 entries that name it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct L2Table {
-    /// Host offset.
     pub(super) offset: u64,
     /// Entries of the active L1 table that name it.
     pub(super) active: u32,
@@ -22,7 +21,6 @@ pub(super) struct L2Table {
     pub(super) l1_index: u32,
     /// Entries that are not empty.
     pub(super) used: u32,
-    /// Entries with faults.
     pub(super) faulty: u32,
     /// Entries with faults that a truncated file does not explain.
     pub(super) implausible: u32,

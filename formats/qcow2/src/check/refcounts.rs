@@ -145,7 +145,6 @@ pub(super) struct Lookup<'a> {
 }
 
 impl<'a> Lookup<'a> {
-    /// A lookup with nothing read yet.
     pub(super) fn new(image: &'a Image, refcounts: &'a Refcounts) -> Self {
         Self { image, refcounts, block: Vec::new(), at: 0 }
     }

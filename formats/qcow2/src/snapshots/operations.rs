@@ -259,7 +259,6 @@ impl Qcow2 {
         Ok(size)
     }
 
-    /// A snapshot's L1 entries.
     fn snapshot_words(&self, snapshot: &Snapshot) -> Result<Vec<u64>> {
         self.check_snapshot(snapshot)?;
         let mut raw = vec![0; snapshot.l1_entries as usize * 8];

@@ -24,7 +24,6 @@ pub(in crate::check) struct Space<'a> {
 }
 
 impl<'a> Space<'a> {
-    /// Reads all metadata.
     pub(in crate::check) fn load(
         storage: &Arc<dyn Storage>,
         limits: &Limits,

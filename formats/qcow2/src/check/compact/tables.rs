@@ -18,9 +18,7 @@ use crate::structures::{
 
 /// A structure with one aligned 8-byte pointer, so that one write moves it.
 struct Table {
-    /// First cluster.
     first: u64,
-    /// Clusters.
     count: u64,
     /// Host offset of the pointer to it.
     pointer: u64,

@@ -389,7 +389,6 @@ impl<'a> Search<'a> {
     }
 }
 
-/// Sorts and merges runs.
 fn merge(clusters: &mut Vec<Range<u64>>) {
     clusters.sort_unstable_by_key(|run| (run.start, run.end));
     let mut merged: Vec<Range<u64>> = Vec::new();
