@@ -208,12 +208,8 @@ impl Qcow2 {
     }
 
     fn copies_of(&self, slices: &BTreeSet<u64>) -> Writes {
-        let copy = |run: Range<u64>| {
-            let mut bytes = vec![0; (run.end - run.start) as usize];
-            self.slices.begin_writes(run.start, &mut bytes);
-            (run.start, bytes)
-        };
-        runs(slices, self.slices.slice_bytes()).into_iter().map(copy).collect()
+        let runs = runs(slices, self.slices.slice_bytes());
+        copy_runs(runs, |at, out| self.slices.begin_writes(at, out))
     }
 
     /// Writes slices, a piece at a time.
@@ -313,6 +309,16 @@ impl Qcow2 {
 
 fn write_each(storage: &dyn Storage, writes: &Writes) -> Result<()> {
     writes.iter().try_for_each(|(at, bytes)| storage.write_at(bytes, HostOffset(*at)))
+}
+
+/// Copies host ranges; `fill` fills in the bytes of an offset.
+pub(crate) fn copy_runs(runs: Vec<Range<u64>>, fill: impl Fn(u64, &mut [u8])) -> Writes {
+    let copy = |run: Range<u64>| {
+        let mut bytes = vec![0; (run.end - run.start) as usize];
+        fill(run.start, &mut bytes);
+        (run.start, bytes)
+    };
+    runs.into_iter().map(copy).collect()
 }
 
 /// Writes host ranges in pieces, without one large copy; `fill` fills in the bytes of an offset.

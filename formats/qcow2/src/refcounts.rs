@@ -9,7 +9,7 @@ use rustc_hash::FxHashMap;
 use vdkit_block::{Error, HostOffset, Remedy, Result, Storage, is_zero};
 use zerocopy::big_endian::{U16, U32, U64};
 
-use crate::flush::{PIECE_BYTES, Writes, runs, write_pieces};
+use crate::flush::{PIECE_BYTES, Writes, copy_runs, runs, write_pieces};
 use crate::header::Header;
 use crate::layout::{Geometry, HOST_OFFSET_END};
 use crate::structures::{self, entries, entries_mut};
@@ -310,12 +310,8 @@ impl Refcounts {
 
     /// Copies the taken slices and table entries.
     pub(crate) fn copies(&self, taken: &DirtyRefcounts) -> Writes {
-        let mut writes = Writes::new();
-        for run in runs(&taken.slices, self.slice_bytes()) {
-            let mut bytes = vec![0; (run.end - run.start) as usize];
-            self.copy_run(run.start, &mut bytes);
-            writes.push((run.start, bytes));
-        }
+        let runs = runs(&taken.slices, self.slice_bytes());
+        let mut writes = copy_runs(runs, |at, out| self.copy_run(at, out));
         writes.extend(self.table_words(taken).map(|(at, word)| (at, word.to_vec())));
         writes
     }

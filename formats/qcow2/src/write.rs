@@ -9,7 +9,7 @@ use vdkit_block::{
 };
 use vdkit_meta::{Freed, MutexGuard};
 
-use crate::compressed::CompressedPending;
+use crate::compressed::Units;
 use crate::entry::{L2Entry, State};
 use crate::flush::freed;
 use crate::image::{Meta, Qcow2};
@@ -20,7 +20,7 @@ use crate::pool::Space;
 #[derive(Debug)]
 pub(crate) enum Pending {
     Plain(PlainPending),
-    Compressed(CompressedPending),
+    Compressed(Units),
 }
 
 #[derive(Debug)]
