@@ -31,8 +31,7 @@ pub(crate) const BITMAPS_MAX: u32 = 65535;
 const FIXED_BYTES: usize = size_of::<BitmapDirectoryEntry>();
 pub(crate) const NAME_BYTES_MAX: usize = 1023;
 /// Largest directory (QEMU's bound).
-pub(crate) const DIRECTORY_BYTES_MAX: u64 =
-    BITMAPS_MAX as u64 * (FIXED_BYTES + NAME_BYTES_MAX) as u64;
+pub(crate) const DIRECTORY_BYTES_MAX: u64 = 1024 * BITMAPS_MAX as u64;
 /// The only type: a dirty tracking bitmap.
 pub(crate) const TYPE_DIRTY: u8 = 1;
 /// log2 of the bytes that one bit covers (QEMU's bounds).
