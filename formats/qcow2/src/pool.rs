@@ -33,8 +33,8 @@ impl Pool {
         self.clusters
     }
 
-    /// Adds clusters, merging them with adjacent runs of the same kind. Adds none if some are in the
-    /// pool: in a damaged image, a cluster may lose its only counted reference twice.
+    /// Adds clusters, merging them with adjacent runs of the same kind. Adds none if some are in
+    /// the pool: in a damaged image, a cluster may lose its only counted reference twice.
     pub(crate) fn add(&mut self, mut space: Space) {
         let before = self.runs.range(..space.first + space.count).next_back();
         if before.is_some_and(|(_, run)| run.first + run.count > space.first) {

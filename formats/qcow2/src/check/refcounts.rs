@@ -98,8 +98,8 @@ impl Refcounts {
         )
     }
 
-    /// Changes the refcounts of clusters, in ascending order, that have one: `change` gets a cluster
-    /// and its refcount. Not yet durable. Returns whether any of them changed.
+    /// Changes the refcounts of clusters, in ascending order; clusters without a block are passed
+    /// over. `change` gets a cluster and its refcount. Not yet durable. Returns whether any changed.
     pub(super) fn change(
         &self,
         image: &Image,
