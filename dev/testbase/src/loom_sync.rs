@@ -66,11 +66,6 @@ impl<T> Mutex<T> {
         MutexGuard(Some(self.0.lock().expect(SOUND)))
     }
 
-    /// The lock where nobody has it.
-    pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
-        self.0.try_lock().ok().map(|guard| MutexGuard(Some(guard)))
-    }
-
     /// The value.
     pub fn into_inner(self) -> T {
         self.0.into_inner().expect(SOUND)

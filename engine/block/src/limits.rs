@@ -16,7 +16,7 @@ pub struct Limits {
     pub cache_bytes: u64,
     /// Bytes of one compressed unit, compressed or decompressed.
     pub compressed_bytes_max: u64,
-    /// Bytes of memory for the reference table of a check.
+    /// Bytes of memory for the reference table of a check, or of a change of snapshots.
     pub check_bytes_max: u64,
     /// Rounds of key derivation for one passphrase on one key slot: the slot's iterations times the
     /// hashes that its key is made of.

@@ -67,11 +67,6 @@ impl<O> Commit<O> {
         lead.run(commit)
     }
 
-    /// The lead, if no other thread holds it.
-    pub fn try_lead(&self) -> Option<Lead<'_, O>> {
-        Some(Lead { commit: self, leader: self.leader.try_lock()? })
-    }
-
     /// Waits for the lead, and takes it.
     pub fn lead(&self) -> Lead<'_, O> {
         Lead { commit: self, leader: self.leader.lock() }

@@ -62,9 +62,9 @@ pub(crate) fn placed(
 pub fn close_gaps(
     storage: &dyn Storage,
     geometry: &Geometry,
-    monitor: Option<&Monitor<'_>>,
+    monitor: &Monitor<'_>,
 ) -> Result<Closed> {
-    let blocks = judged(storage, geometry)?;
+    let blocks = sound(storage, geometry)?;
     let stride = geometry.stride();
     let mut mover = Mover { storage, geometry, copied: Vec::new(), buf: Vec::new() };
     let mut closed = Closed { end: geometry.kept_end, moved: 0 };
@@ -76,10 +76,8 @@ pub fn close_gaps(
             next += 1;
             continue;
         }
-        if let Some(monitor) = monitor {
-            monitor.cancel.check()?;
-            monitor.progress.update(next as u64, rest as u64);
-        }
+        monitor.cancel.check()?;
+        monitor.progress.update(next as u64, rest as u64);
         rest -= 1;
         mover.copy(blocks[rest], closed.end)?;
         closed.end += stride;
@@ -89,25 +87,25 @@ pub fn close_gaps(
     Ok(closed)
 }
 
-/// As [`placed`], of an image whose blocks are within the file and do not overlap.
-fn judged(storage: &dyn Storage, geometry: &Geometry) -> Result<Vec<Placed>> {
+/// All blocks that the table names, sorted by host offset: each within the file and on its own.
+fn sound(storage: &dyn Storage, geometry: &Geometry) -> Result<Vec<Placed>> {
     let blocks = placed(storage, geometry, Limits::default().check_bytes_max)?;
     let host_bytes = storage.len()?;
     for block in &blocks {
         geometry.judge(storage.name(), block.index, block.start, host_bytes)?;
     }
     let stride = geometry.stride();
-    match blocks.array_windows().find(|[a, b]| b.start - a.start < stride) {
-        None => Ok(blocks),
-        Some([a, b]) => Err(Error::corrupt(
+    if let Some([a, b]) = blocks.array_windows().find(|[a, b]| b.start - a.start < stride) {
+        return Err(Error::corrupt(
             storage.name(),
             geometry.entry_at(b.index),
             "block table entry",
             format!("a block at {:#x}, in that of entry {}", b.start, a.index),
             "a block of its own",
         )
-        .with_remedy(Remedy::REPAIR)),
+        .with_remedy(Remedy::REPAIR));
     }
+    Ok(blocks)
 }
 
 /// Moves blocks that begin below `below` to `end` and beyond, for a table that needs their places.
@@ -116,7 +114,7 @@ fn judged(storage: &dyn Storage, geometry: &Geometry) -> Result<Vec<Placed>> {
 /// # Errors
 /// As [`close_gaps`].
 pub fn move_away(storage: &dyn Storage, geometry: &Geometry, below: u64, end: u64) -> Result<u64> {
-    let blocks = judged(storage, geometry)?;
+    let blocks = sound(storage, geometry)?;
     let mut mover = Mover { storage, geometry, copied: Vec::new(), buf: Vec::new() };
     let mut end = end;
     for block in blocks.into_iter().take_while(|block| block.start < below) {
@@ -209,12 +207,12 @@ pub fn compact(
         // Every block has a fixed place; blocks of zeroes become holes.
         report.punched_bytes = if options.zero_scan { punch_zeroes(storage, monitor)? } else { 0 };
     } else {
-        drop(judged(storage, geometry)?);
+        drop(sound(storage, geometry)?);
         // With a parent, only a zero entry can hide its data.
         if geometry.zero.is_some() || !envelope.over_parent() {
             report.zero_clusters = drop_zeroes(storage, geometry, options, monitor)?;
         }
-        let closed = close_gaps(storage, geometry, Some(monitor))?;
+        let closed = close_gaps(storage, geometry, monitor)?;
         report.moved_clusters = closed.moved;
         envelope.before_map(storage, geometry, closed.end)?;
         storage.sync()?;

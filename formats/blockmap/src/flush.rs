@@ -1,6 +1,6 @@
 //! Makes changes durable in their order, and closes the image.
 
-use vdkit_block::{HostOffset, Result};
+use vdkit_block::{HostOffset, Monitor, Result};
 use vdkit_meta::{Metadata, MutexGuard};
 
 use crate::compact;
@@ -77,7 +77,7 @@ impl<E: Envelope> BlockImage<E> {
         let (storage, geometry) = (&*self.storage, self.geometry());
         let mut end = state.used_end;
         if geometry.skip == 0 && state.given_back.iter().any(|start| *start < end) {
-            end = compact::close_gaps(storage, &geometry, None)?.end;
+            end = compact::close_gaps(storage, &geometry, &Monitor::default())?.end;
         }
         self.envelope.finish(storage, &geometry, end)?;
         Ok(end)

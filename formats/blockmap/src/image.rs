@@ -176,7 +176,7 @@ pub struct BlockImage<E> {
 }
 
 /// State that writers change, under one lock.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct State {
     /// Reservations, by guest block numbers.
     pub(crate) tickets: Tickets<Pending>,
@@ -241,16 +241,11 @@ impl<E: Envelope> BlockImage<E> {
         }
         let room = host_bytes.saturating_sub(envelope.tail_bytes());
         let state = State {
-            tickets: Tickets::default(),
-            reclaim: Reclaim::default(),
             frontier: used_end,
             used_end,
             room_end: if storage.caps().growable { used_end } else { room },
             fresh_from: if storage.caps().growable { host_bytes } else { u64::MAX },
-            tails: Vec::new(),
-            batch: 0,
-            given_back: Vec::new(),
-            unfinished: false,
+            ..State::default()
         };
         Ok(Self {
             envelope,

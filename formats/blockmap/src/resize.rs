@@ -2,15 +2,13 @@
 
 use std::sync::atomic::Ordering;
 
-use vdkit_block::{Error, HostOffset, Result, ZeroMode};
+use vdkit_block::{Error, HostOffset, Monitor, Result, ZeroMode};
 use vdkit_meta::MutexGuard;
 
 use crate::compact;
 use crate::geometry::{Geometry, Slot};
 use crate::image::{BlockImage, Envelope, State, end_of_blocks};
-use crate::table::{read_entries, write_blocks, write_holes};
-
-const STEP_ENTRIES: u64 = 256 << 10;
+use crate::table::{STEP_ENTRIES, read_entries, write_blocks, write_holes};
 
 impl<E: Envelope> BlockImage<E> {
     /// As [`vdkit_block::Format::resize`]. The caller ensures that no request is in flight.
@@ -46,7 +44,7 @@ impl<E: Envelope> BlockImage<E> {
         *self.geometry.write() = after;
         self.guest_bytes.store(guest_bytes, Ordering::Release);
         if !grows {
-            end = compact::close_gaps(&*self.storage, &after, None)?.end;
+            end = compact::close_gaps(&*self.storage, &after, &Monitor::default())?.end;
         }
         self.envelope.finish(&*self.storage, &after, end)?;
         self.storage.sync()?;

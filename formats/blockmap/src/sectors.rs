@@ -33,14 +33,12 @@ pub(crate) fn run_of(bitmap: &[u8], from: u64, len: u64) -> (bool, u64) {
     (present, len.min(end - from))
 }
 
-/// Reads the bitmap of a block.
 pub(crate) fn read(storage: &dyn Storage, start: u64, bytes: u64) -> Result<Vec<u8>> {
     let mut bitmap = vec![0; bytes as usize];
     storage.read_at(&mut bitmap, HostOffset(start))?;
     Ok(bitmap)
 }
 
-/// Marks bytes of a block as present.
 pub(crate) fn mark(bitmap: &mut [u8], within: &Range<u64>) {
     for sector in within.start / SECTOR..within.end.div_ceil(SECTOR) {
         if let Some(byte) = bitmap.get_mut((sector / 8) as usize) {

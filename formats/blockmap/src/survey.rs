@@ -205,7 +205,7 @@ fn gaps(job: &Job<'_>, report: &mut CheckReport, surveyed: &mut Surveyed) -> Res
     // No block is moved in an image with remaining damage.
     let repairing = repair != Repair::Nothing && report.corruptions_left() == 0;
     if repairing && !leaks.is_empty() {
-        surveyed.end = close_gaps(storage, geometry, None)?.end;
+        surveyed.end = close_gaps(storage, geometry, &Monitor::default())?.end;
         surveyed.changed = true;
         report.image_end_offset = surveyed.end;
     }

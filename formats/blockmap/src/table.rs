@@ -16,7 +16,7 @@ pub(crate) const PAGE_BYTES: u64 = PAGE_ENTRIES as u64 * 4;
 pub(crate) const PAGES_MIN: usize = 16;
 
 /// Entries of one step of a walk over a whole table.
-const STEP_ENTRIES: u64 = 256 << 10;
+pub(crate) const STEP_ENTRIES: u64 = 256 << 10;
 
 /// The cached table: pages by number.
 pub(crate) type Table = PageCache<u64, Page>;
@@ -36,7 +36,6 @@ fn entries_of(geometry: &Geometry, number: u64) -> (u64, usize) {
     (first, geometry.entries.saturating_sub(first).min(PAGE_ENTRIES as u64) as usize)
 }
 
-/// Writes copied pages.
 pub(crate) fn write_pages(
     storage: &dyn Storage,
     geometry: &Geometry,

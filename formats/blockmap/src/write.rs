@@ -254,11 +254,7 @@ impl<E: Envelope> Reserver for BlockImage<E> {
         let mut state = self.state.lock();
         state.tickets.close(ticket);
         match done {
-            Ok(()) => {
-                let end = pending.space.start + pending.space.count * self.geometry().stride();
-                state.used_end = state.used_end.max(end);
-                state.unfinished = true;
-            }
+            Ok(()) => state.unfinished = true,
             Err(_) => self.give_back(&mut state, pending.space),
         }
         drop(state);
@@ -276,7 +272,6 @@ impl<E: Envelope> Reserver for BlockImage<E> {
 }
 
 impl State {
-    /// Whether a reservation holds a guest block.
     fn holds(&self, block: u64) -> bool {
         self.tickets.overlap(&(block..block + 1))
     }

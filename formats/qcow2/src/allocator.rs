@@ -116,15 +116,19 @@ impl Qcow2 {
         }
     }
 
-    /// Takes `count` clusters at any offsets, permanently: they are leaks until something refers to
-    /// them. Durable after the next flush.
-    pub(crate) fn take_clusters(&self, count: u64) -> Result<Vec<u64>> {
-        let mut meta = self.meta.lock();
-        self.before_change(&mut meta)?;
-        let mut clusters = Vec::new();
-        while (clusters.len() as u64) < count {
-            let missing = count - clusters.len() as u64;
-            if let Some(space) = self.allocate(&mut meta, missing, None)? {
+    /// Takes `count` clusters at any offsets, and adds them to `held`: leaks until something refers
+    /// to them. Durable after the next flush.
+    pub(crate) fn take_clusters(
+        &self,
+        meta: &mut MutexGuard<'_, Meta>,
+        count: usize,
+        held: &mut Vec<Space>,
+    ) -> Result<Vec<u64>> {
+        let mut clusters = Vec::with_capacity(count);
+        while clusters.len() < count {
+            let missing = (count - clusters.len()) as u64;
+            if let Some(space) = self.allocate(meta, missing, None)? {
+                held.push(space);
                 clusters.extend(space.first..space.first + space.count);
             }
         }
@@ -133,7 +137,7 @@ impl Qcow2 {
 
     /// Takes one cluster for a table, preferably one that reads as zero. `None`: as for
     /// [`Qcow2::allocate`].
-    fn allocate_table(&self, meta: &mut MutexGuard<'_, Meta>) -> Result<Option<Space>> {
+    pub(crate) fn allocate_table(&self, meta: &mut MutexGuard<'_, Meta>) -> Result<Option<Space>> {
         match meta.space.pool.take_fresh(1) {
             Some(space) => Ok(Some(space)),
             None => self.allocate(meta, 1, None),
@@ -234,9 +238,7 @@ impl Qcow2 {
     /// Returns freed clusters to the pool once no in-flight request can read them.
     fn reclaim(&self, meta: &mut Meta) -> Result<()> {
         let (runs, result) = self.drop_expired_references(meta);
-        for run in runs {
-            meta.add_reclaimed(run);
-        }
+        meta.add_reclaimed(runs);
         result
     }
 
@@ -365,13 +367,10 @@ impl Qcow2 {
 
 impl Meta {
     /// Puts clusters into the pool that lost their last reference, also on disk.
-    pub(crate) fn add_reclaimed(&mut self, run: Freed) {
-        // Their refcounts are already durable, their content is arbitrary.
-        self.space.pool.add(Space {
-            first: run.first,
-            count: run.count,
-            fresh: false,
-            sequence: 0,
-        });
+    pub(crate) fn add_reclaimed(&mut self, runs: impl IntoIterator<Item = Freed>) {
+        for Freed { first, count, .. } in runs {
+            // Their refcounts are already durable, their content is arbitrary.
+            self.space.pool.add(Space { first, count, fresh: false, sequence: 0 });
+        }
     }
 }

@@ -30,13 +30,10 @@ use crate::structures::BitmapDirectoryEntry;
 
 /// Most bitmaps (QEMU's bound).
 pub(crate) const BITMAPS_MAX: u32 = 65535;
-/// Bytes of the fixed part of an entry.
 const FIXED_BYTES: usize = size_of::<BitmapDirectoryEntry>();
-/// Longest name in bytes.
 pub(crate) const NAME_BYTES_MAX: usize = 1023;
 /// Largest directory (QEMU's bound).
-pub(crate) const DIRECTORY_BYTES_MAX: u64 =
-    BITMAPS_MAX as u64 * (FIXED_BYTES + NAME_BYTES_MAX) as u64;
+pub(crate) const DIRECTORY_BYTES_MAX: u64 = 1024 * BITMAPS_MAX as u64;
 /// The only type: a dirty tracking bitmap.
 pub(crate) const TYPE_DIRTY: u8 = 1;
 /// log2 of the bytes that one bit covers (QEMU's bounds).
@@ -112,7 +109,7 @@ impl Bitmap {
         BitmapInfo {
             name: String::from_utf8_lossy(&self.name).into_owned(),
             granularity: 1 << self.granularity_bits,
-            in_use: self.flags & flag::IN_USE != 0,
+            in_use: self.in_use(),
             enabled: self.flags & flag::AUTO != 0,
         }
     }

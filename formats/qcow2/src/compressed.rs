@@ -6,16 +6,13 @@ use vdkit_block::{CompressedReservation, Error, FileIndex, GuestOffset, HostOffs
 use vdkit_meta::MutexGuard;
 
 use crate::entry::L2Entry;
+use crate::flush::freed;
 use crate::image::{Meta, Qcow2};
 use crate::pool::Space;
 use crate::write::Pending;
 
-/// A reservation of compressed clusters that is neither published nor released.
-#[derive(Debug)]
-pub(crate) struct CompressedPending {
-    /// Host offset and bytes of each cluster's compressed form.
-    pub(crate) units: Vec<(HostOffset, u32)>,
-}
+/// Host offset and bytes of the compressed form of each of several clusters.
+pub(crate) type Units = Vec<(HostOffset, u32)>;
 
 /// A contiguous stretch of host bytes for compressed clusters.
 struct Region {
@@ -55,7 +52,7 @@ impl Qcow2 {
         let host = units[0].0;
         let count = units.len();
         let clusters = at.0..at.0 + count as u64 * cluster;
-        let ticket = meta.tickets.open(clusters, Pending::Compressed(CompressedPending { units }));
+        let ticket = meta.tickets.open(clusters, Pending::Compressed(units));
         Ok(CompressedReservation::new(self, ticket, FileIndex(0), host, count))
     }
 
@@ -96,7 +93,7 @@ impl Qcow2 {
         &self,
         meta: &mut MutexGuard<'_, Meta>,
         lens: &[u32],
-    ) -> Result<Option<Vec<(HostOffset, u32)>>> {
+    ) -> Result<Option<Units>> {
         let total = lens.iter().map(|&l| u64::from(l)).sum();
         let Some(mut region) = self.compressed_region(meta, total, lens[0].into())? else {
             return Ok(None);
@@ -117,7 +114,7 @@ impl Qcow2 {
             }
             Ok(_) => {}
             Err(error) => {
-                self.unreserve_compressed(meta, &CompressedPending { units });
+                self.unreserve_compressed(meta, &units);
                 return Err(error);
             }
         }
@@ -131,7 +128,7 @@ impl Qcow2 {
         meta: &mut Meta,
         region: &mut Region,
         lens: &[u32],
-        units: &mut Vec<(HostOffset, u32)>,
+        units: &mut Units,
     ) -> Result<bool> {
         let refcounts = &mut meta.space.refcounts;
         for &len in lens {
@@ -214,36 +211,30 @@ impl Qcow2 {
     }
 
     /// Drops the references of unpublished units.
-    pub(crate) fn unreserve_compressed(&self, meta: &mut Meta, pending: &CompressedPending) {
-        for &(offset, len) in &pending.units {
+    pub(crate) fn unreserve_compressed(&self, meta: &mut Meta, units: &[(HostOffset, u32)]) {
+        for &(offset, len) in units {
             let (first, last) = self.touched(offset, len);
             for cluster in first..=last {
                 // A failure leaves a leak.
                 if let Ok(true) = self.drop_reference(meta, cluster) {
-                    meta.space.pool.add(Space {
-                        first: cluster,
-                        count: 1,
-                        fresh: false,
-                        sequence: 0,
-                    });
+                    meta.add_reclaimed([freed(cluster, 1, false)]);
                 }
             }
         }
     }
 
-    /// Links compressed units into the map.
     pub(crate) fn link_compressed(
         &self,
         meta: &mut Meta,
         clusters: &Range<u64>,
-        pending: &CompressedPending,
+        units: &[(HostOffset, u32)],
     ) -> Result<()> {
         let (geometry, start) = (self.geometry, clusters.start);
         // Shared host clusters gained references, and the data may be in reused space.
         meta.dirty.refcounts_first = true;
         meta.dirty.data_first = true;
         self.change_entries(meta, clusters, false, |at, _old| {
-            let (offset, len) = pending.units[((at - start) >> geometry.cluster_bits) as usize];
+            let (offset, len) = units[((at - start) >> geometry.cluster_bits) as usize];
             L2Entry::compressed(offset, len.into(), &geometry)
         })
     }

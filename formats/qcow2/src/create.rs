@@ -16,7 +16,7 @@ use vdkit_block::{CreateRequest, Error, HostOffset, Limits, Result, Storage, Zer
 use zerocopy::IntoBytes;
 use zerocopy::big_endian::U64;
 
-use crate::header::{Encryption, Extension, Header};
+use crate::header::{Encryption, Extension, FEATURE_NAMES_CLUSTER_MIN, Header};
 use crate::layout::{
     COPIED, Geometry, HOST_OFFSET_END, OFFSET_MASK, REFCOUNT_TABLE_BYTES_MAX, ZERO, autoclear,
     compatible, extension, incompatible,
@@ -30,8 +30,6 @@ use crate::structures::EncryptionExtensionData;
 const STEP: u64 = 1 << 20;
 /// Bytes of one write-zeroes request.
 const ZERO_STEP: u64 = 256 << 20;
-/// With smaller clusters, a feature name table would leave no room for the backing name.
-const FEATURE_NAMES_CLUSTER_MIN: u64 = 4096;
 
 /// The layout, in clusters from the start of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -191,11 +191,8 @@ impl L2Entry {
         }
     }
 
-    /// Number of subclusters from `first` that have the same state.
-    pub fn run(self, first: u32, geometry: &Geometry) -> u32 {
-        if !geometry.extended || self.is_compressed() {
-            return 1.max(if geometry.extended { SUBCLUSTERS - first } else { 1 });
-        }
+    /// Number of subclusters from `first` that have the same state, in an entry that has them.
+    pub fn run(self, first: u32) -> u32 {
         let allocated = (self.bitmap as u32) >> first;
         let zero = ((self.bitmap >> 32) as u32) >> first;
         let same =
@@ -239,13 +236,13 @@ mod tests {
     fn runs_of_subclusters() {
         let entry = L2Entry { word: 0x10000 | COPIED, bitmap: (0b1100 << 32) | 0b0011 };
         assert_eq!(entry.state(0, &EXTENDED, false), State::Data);
-        assert_eq!(entry.run(0, &EXTENDED), 2);
+        assert_eq!(entry.run(0), 2);
         assert_eq!(entry.state(2, &EXTENDED, false), State::ZeroAllocated);
-        assert_eq!(entry.run(2, &EXTENDED), 2);
+        assert_eq!(entry.run(2), 2);
         assert_eq!(entry.state(4, &EXTENDED, false), State::HoleAllocated);
-        assert_eq!(entry.run(4, &EXTENDED), 28);
-        assert_eq!(L2Entry::data(HostOffset(0x10000), &EXTENDED).run(0, &EXTENDED), 32);
-        assert_eq!(L2Entry::default().run(31, &EXTENDED), 1);
+        assert_eq!(entry.run(4), 28);
+        assert_eq!(L2Entry::data(HostOffset(0x10000), &EXTENDED).run(0), 32);
+        assert_eq!(L2Entry::default().run(31), 1);
     }
 
     #[test]

@@ -106,10 +106,18 @@ impl Metadata for Qcow2 {
     fn end_write(&self, meta: &mut Meta, taken: Taken, durable: bool) {
         meta.flush_running = false;
         if durable {
-            self.flushed(meta, taken);
-        } else {
-            self.flush_failed(meta, taken);
+            taken.l2.into_iter().for_each(|key| self.slices.written(key));
+            meta.space.refcounts.written(taken.refcounts);
+            self.bitmaps_flushed(taken.bitmaps);
+            meta.space.durable_sequence = taken.sequence + 1;
+            return;
         }
+        let dirty = &mut meta.dirty;
+        dirty.slices.extend(taken.l2.into_iter().filter(|&key| self.slices.write_failed(key)));
+        dirty.l1.extend(taken.l1_sectors);
+        (dirty.data_first, dirty.refcounts_first, dirty.tables_first) = (true, true, true);
+        meta.space.refcounts.restore_dirty(taken.refcounts);
+        self.bitmaps_failed(taken.bitmaps);
     }
 
     /// Dirty refcounts alone do not count: they only mark unreferenced clusters as reserved.
@@ -124,10 +132,7 @@ impl Metadata for Qcow2 {
         // If a refcount cannot be read, its clusters stay in the list.
         let (runs, _) = self.drop_expired_references(&mut self.meta.lock());
         self.punch(&runs);
-        let mut meta = self.meta.lock();
-        for run in runs {
-            meta.add_reclaimed(run);
-        }
+        self.meta.lock().add_reclaimed(runs);
         Ok(())
     }
 
@@ -203,12 +208,8 @@ impl Qcow2 {
     }
 
     fn copies_of(&self, slices: &BTreeSet<u64>) -> Writes {
-        let copy = |run: Range<u64>| {
-            let mut bytes = vec![0; (run.end - run.start) as usize];
-            self.slices.begin_writes(run.start, &mut bytes);
-            (run.start, bytes)
-        };
-        runs(slices, self.slices.slice_bytes()).into_iter().map(copy).collect()
+        let runs = runs(slices, self.slices.slice_bytes());
+        copy_runs(runs, |at, out| self.slices.begin_writes(at, out))
     }
 
     /// Writes slices, a piece at a time.
@@ -244,29 +245,6 @@ impl Qcow2 {
         write_each(storage, &taken.l1)?;
         write_each(storage, &taken.bitmaps.tables)?;
         storage.sync()
-    }
-
-    fn flushed(&self, meta: &mut Meta, taken: Taken) {
-        for key in taken.l2 {
-            self.slices.written(key);
-        }
-        meta.space.refcounts.written(taken.refcounts);
-        self.bitmaps_flushed(taken.bitmaps);
-        meta.space.durable_sequence = taken.sequence + 1;
-    }
-
-    fn flush_failed(&self, meta: &mut Meta, taken: Taken) {
-        for key in taken.l2 {
-            if self.slices.write_failed(key) {
-                meta.dirty.slices.insert(key);
-            }
-        }
-        meta.space.refcounts.restore_dirty(taken.refcounts);
-        self.bitmaps_failed(taken.bitmaps);
-        meta.dirty.l1.extend(taken.l1_sectors);
-        meta.dirty.data_first = true;
-        meta.dirty.refcounts_first = true;
-        meta.dirty.tables_first = true;
     }
 
     /// Flushes if dirty slices fill half of the cache, since they cannot be evicted.
@@ -331,6 +309,16 @@ impl Qcow2 {
 
 fn write_each(storage: &dyn Storage, writes: &Writes) -> Result<()> {
     writes.iter().try_for_each(|(at, bytes)| storage.write_at(bytes, HostOffset(*at)))
+}
+
+/// Copies host ranges; `fill` fills in the bytes of an offset.
+pub(crate) fn copy_runs(runs: Vec<Range<u64>>, fill: impl Fn(u64, &mut [u8])) -> Writes {
+    let copy = |run: Range<u64>| {
+        let mut bytes = vec![0; (run.end - run.start) as usize];
+        fill(run.start, &mut bytes);
+        (run.start, bytes)
+    };
+    runs.into_iter().map(copy).collect()
 }
 
 /// Writes host ranges in pieces, without one large copy; `fill` fills in the bytes of an offset.

@@ -91,6 +91,9 @@ pub struct Header {
     pub extensions: Vec<Extension>,
 }
 
+/// With smaller clusters, a feature name table would leave no room for the backing name.
+pub(crate) const FEATURE_NAMES_CLUSTER_MIN: u64 = 4096;
+
 /// Bytes of the first read: enough for nearly every header with its extensions. Only a page, since
 /// opening an image reads the header several times.
 const FIRST_READ_BYTES: usize = 4 << 10;

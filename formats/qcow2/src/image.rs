@@ -59,7 +59,6 @@ pub struct Qcow2 {
     pub(crate) bitmaps: BitmapState,
     warnings: Vec<String>,
     pub(crate) limits: Limits,
-    /// How the guest's data is encrypted.
     pub(crate) encryption: Option<vdkit_block::Encryption>,
 }
 
@@ -97,7 +96,6 @@ pub(crate) struct HeaderState {
 /// The table of internal snapshots.
 #[derive(Debug)]
 pub(crate) struct SnapshotList {
-    /// How many snapshots there are.
     pub(crate) count: u32,
     pub(crate) offset: HostOffset,
     /// Bytes of their table, if known.
@@ -138,7 +136,8 @@ impl Qcow2 {
     /// must be neither read nor written.
     pub(crate) fn open_for_metadata(request: OpenRequest) -> Result<Arc<Self>> {
         Self::open_unlocked(request, |header, storage, writable, limits| {
-            if header.encryption == crate::header::Encryption::Luks {
+            if header.encryption == Encryption::Luks {
+                encrypted::luks_place(header, &**storage)?;
                 return Ok(None);
             }
             encrypted::unlock(header, storage, writable, limits, &[])
@@ -188,30 +187,49 @@ impl Qcow2 {
                 zero_after(&metadata, &mut meta.space);
             }
         }
+        Ok(Arc::new(Self {
+            writable,
+            metadata: RwLock::new(metadata),
+            bitmaps,
+            warnings,
+            encryption,
+            ..Self::for_reading(header, storage, data, (l1, cut), meta, limits)
+        }))
+    }
+
+    /// An image that is only read, without warnings and not encrypted.
+    fn for_reading(
+        header: Header,
+        storage: Arc<dyn Storage>,
+        data: Arc<dyn Storage>,
+        (l1, cut): (Vec<u64>, Option<Cut>),
+        meta: Meta,
+        limits: Limits,
+    ) -> Self {
         let backing =
             header.backing_name.clone().map(|name| BackingRef::new(name, header.backing_format()));
-        Ok(Arc::new(Self {
-            geometry,
+        Self {
+            geometry: header.geometry,
+            storage,
             data,
-            writable,
+            writable: false,
             guest_bytes: AtomicU64::new(header.guest_bytes),
             growing_to: AtomicU64::new(0),
             backing,
             l1: RwLock::new(l1),
             l1_offset: AtomicU64::new(header.l1_offset.0),
             cut,
-            slices: SliceCache::new(geometry.cluster_bytes(), limits.cache_bytes),
+            slices: SliceCache::new(header.geometry.cluster_bytes(), limits.cache_bytes),
             one_pass: AtomicBool::new(false),
-            metadata: RwLock::new(metadata),
+            metadata: RwLock::default(),
             in_flight: InFlight::default(),
             meta: Engine::new(meta, ()),
-            bitmaps,
-            warnings,
+            bitmaps: BitmapState::unread(&limits),
+            warnings: Vec::new(),
             limits,
-            encryption,
+            encryption: None,
             header: LastingHeader::new(header),
-            storage,
-        }))
+        }
     }
 
     /// Rebuilds the refcounts of an image that was not closed; returns the new header.
@@ -252,27 +270,11 @@ impl Qcow2 {
         let mut warnings = Vec::new();
         let cut = Cut::find(&l1, self.geometry, &*self.storage, &mut warnings)?;
         let meta = Self::meta(&header, &*self.storage, false)?;
+        let (storage, data) = (Arc::clone(&self.storage), Arc::clone(&self.data));
         Ok(Arc::new(Self {
-            geometry: self.geometry,
-            storage: self.storage.clone(),
-            data: self.data.clone(),
-            writable: false,
-            guest_bytes: AtomicU64::new(header.guest_bytes),
-            growing_to: AtomicU64::new(0),
-            backing: self.backing.clone(),
-            l1: RwLock::new(l1),
-            l1_offset: AtomicU64::new(header.l1_offset.0),
-            cut,
-            slices: SliceCache::new(self.geometry.cluster_bytes(), self.limits.cache_bytes),
-            one_pass: AtomicBool::new(false),
-            metadata: RwLock::default(),
-            in_flight: InFlight::default(),
-            meta: Engine::new(meta, ()),
-            bitmaps: BitmapState::unread(&self.limits),
             warnings,
-            limits: self.limits,
             encryption: self.encryption.clone(),
-            header: LastingHeader::new(header),
+            ..Self::for_reading(header, storage, data, (l1, cut), meta, self.limits)
         }))
     }
 
@@ -327,7 +329,6 @@ impl Qcow2 {
         })
     }
 
-    /// Host offset of the active L1 table.
     pub(crate) fn l1_offset(&self) -> HostOffset {
         HostOffset(self.l1_offset.load(Ordering::Acquire))
     }
@@ -350,7 +351,6 @@ impl Qcow2 {
         self.backing.is_some()
     }
 
-    /// Fails if the image was opened read-only.
     pub(crate) fn need_writable(&self) -> Result<()> {
         require_writable(self.writable, self.storage.name())
     }
@@ -455,7 +455,7 @@ fn metadata_clusters(header: &Header, refcounts: &Refcounts, l1: &[u64]) -> FxHa
     range(header.l1_offset, l1.len() as u64 * 8);
     range(header.refcount_table_offset, u64::from(header.refcount_table_clusters) << bits);
     range(header.snapshots_offset, u64::from(header.snapshot_count) * 40);
-    // Validated when the image was unlocked; meaningless without encryption.
+    // Validated when the image was opened; meaningless without encryption.
     if let (Encryption::Luks, Some((offset, bytes))) =
         (header.encryption, header.encryption_header())
     {
@@ -532,7 +532,7 @@ impl Format for Qcow2 {
         self.in_range(at, len, IoAction::WriteZeroes)?;
         let _guard = self.in_flight.enter();
         self.note(at.0..at.0 + len)?;
-        self.zero_range(at, len, may_unmap)
+        self.zero_range(at, len, may_unmap, false)
     }
 
     fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
@@ -604,7 +604,7 @@ impl Overlay for Qcow2 {
         self.in_range(at, len, IoAction::WriteZeroes)?;
         let _guard = self.in_flight.enter();
         self.note(at.0..at.0 + len)?;
-        self.zero_range_persistent(at, len)
+        self.zero_range(at, len, true, true)
     }
 
     fn empty(&self) -> Result<()> {

@@ -22,6 +22,11 @@
 //! unlinked (removed from the map in memory) → released (removed on disk too) → reserved again,
 //! after all requests that resolved it have ended. Closing the image frees reserved clusters. A
 //! crash at any moment leaves a consistent image; reserved and unlinked clusters become leaks.
+//!
+//! Only `pool` hands clusters out, and each is in it at most once. It gets there when its refcount
+//! is raised from 0 (`reserve_run` in `allocator`, also for each run of a growing file), when its
+//! last reference is gone (`drop_expired_references`), or when who took it has no use for it. It
+//! leaves by `Pool::take_at` and `Pool::drain` alone.
 
 mod allocator;
 mod amend;

@@ -302,11 +302,7 @@ impl Qcow2 {
         let (subcluster, run) = if geometry.extended {
             let index = (in_cluster / geometry.subcluster_bytes()) as u32;
             debug_assert!(index < SUBCLUSTERS);
-            (
-                index,
-                u64::from(index + entry.run(index, geometry)) * geometry.subcluster_bytes()
-                    - in_cluster,
-            )
+            (index, u64::from(index + entry.run(index)) * geometry.subcluster_bytes() - in_cluster)
         } else {
             (0, cluster_rest)
         };

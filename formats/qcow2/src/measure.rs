@@ -8,7 +8,11 @@ use crate::options::{CreateOptions, Preallocation};
 /// Guest disks consist of whole sectors.
 const SECTOR_BYTES: u64 = 512;
 
-/// Refcount blocks and refcount table for `others` clusters and for themselves.
+/// Most bytes of a new image's refcount blocks, prepared for its growth, including the block that
+/// every image has; also the limit for its refcount table.
+const ROOM_BYTES: u64 = 64 << 10;
+
+/// Sizes of the refcount table and of the refcount blocks, in clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RefcountClusters {
     pub(crate) table: u64,
@@ -18,27 +22,9 @@ pub(crate) struct RefcountClusters {
 impl RefcountClusters {
     /// The smallest sizes that also cover their own clusters. `others` is below 2^53.
     pub(crate) fn covering(others: u64, geometry: &Geometry) -> Self {
-        let mut found = Self { table: 0, blocks: 0 };
-        loop {
-            let clusters = others + found.table + found.blocks;
-            let blocks = clusters.div_ceil(geometry.refcount_block_entries());
-            let table = blocks.div_ceil(geometry.cluster_bytes() / 8);
-            let next = Self { table, blocks };
-            // Terminates: each iteration adds refcounts for the last one's additions, a fraction of
-            // them.
-            if next == found {
-                return found;
-            }
-            found = next;
-        }
+        Self { table: 0, blocks: 0 }.grown(others, geometry)
     }
-}
 
-/// Most bytes of a new image's refcount blocks, prepared for its growth, including the block that
-/// every image has; also the limit for its refcount table.
-const ROOM_BYTES: u64 = 64 << 10;
-
-impl RefcountClusters {
     /// Sizes for a new image of `others` clusters (`full` when its disk is fully allocated), with
     /// blocks and a table for future growth. The smallest sizes with clusters of 64 KiB or more,
     /// and never more than the fully allocated disk needs.
@@ -46,16 +32,20 @@ impl RefcountClusters {
         let least = Self::covering(others, geometry);
         let full = Self::covering(full.max(others), geometry);
         let room = (ROOM_BYTES >> geometry.cluster_bits).saturating_sub(1);
-        let mut found = Self {
-            table: least.table.max(full.table_with_room(geometry)),
-            blocks: (least.blocks + room).min(full.blocks),
-        };
-        // The additional clusters need refcounts too, but fewer each time, so this terminates.
+        let table = least.table.max(full.table_with_room(geometry));
+        Self { table, blocks: (least.blocks + room).min(full.blocks) }.grown(others, geometry)
+    }
+
+    /// At least these sizes, and enough for `others` clusters and for their own.
+    fn grown(self, others: u64, geometry: &Geometry) -> Self {
+        let mut found = self;
         loop {
             let clusters = others + found.table + found.blocks;
             let blocks = clusters.div_ceil(geometry.refcount_block_entries()).max(found.blocks);
             let table = blocks.div_ceil(geometry.cluster_bytes() / 8).max(found.table);
             let next = Self { table, blocks };
+            // Terminates: each iteration adds refcounts for the last one's additions, a fraction of
+            // them.
             if next == found {
                 return found;
             }

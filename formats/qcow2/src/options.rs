@@ -106,7 +106,6 @@ pub(crate) enum Preallocation {
 /// The validated options.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct CreateOptions {
-    /// 2 or 3.
     pub(crate) version: u32,
     pub(crate) geometry: Geometry,
     pub(crate) preallocation: Preallocation,
@@ -128,16 +127,12 @@ impl CreateOptions {
     /// # Errors
     /// [`Error::Invalid`] for invalid values or combinations; the message says how to correct them.
     pub(crate) fn new(options: &Options, backing: Option<&BackingRef>) -> Result<Self> {
-        let version = match options.text("compat") {
-            Some("0.10" | "v2") => 2,
-            _ => 3,
-        };
         let new = Self {
-            version,
+            version: version(options).unwrap_or(3),
             geometry: Geometry {
                 cluster_bits: cluster_bits(options.size("cluster_size").unwrap_or(64 << 10))?,
                 extended: options.switch("extended_l2").unwrap_or(false),
-                refcount_order: refcount_order(options.number("refcount_bits").unwrap_or(16))?,
+                refcount_order: refcount_order(options)?.unwrap_or(4),
             },
             preallocation: match options.text("preallocation") {
                 Some("metadata") => Preallocation::Metadata,
@@ -146,10 +141,7 @@ impl CreateOptions {
                 _ => Preallocation::Off,
             },
             lazy_refcounts: options.switch("lazy_refcounts").unwrap_or(false),
-            codec: match options.text("compression_type") {
-                Some("zstd") => Codec::Zstd,
-                _ => Codec::Deflate,
-            },
+            codec: codec(options).unwrap_or(Codec::Deflate),
             data_file: text(options, "data_file"),
             data_file_raw: options.switch("data_file_raw").unwrap_or(false),
             backing: backing_of(options, backing)?,
@@ -245,11 +237,25 @@ fn cluster_bits(bytes: u64) -> Result<u32> {
     Ok(bits)
 }
 
-fn refcount_order(bits: u64) -> Result<u32> {
-    if !bits.is_power_of_two() || bits > 64 {
-        return invalid(format!("refcount_bits is {bits}, expected 1, 2, 4, 8, 16, 32 or 64"));
+/// The version that the options name.
+pub(crate) fn version(options: &Options) -> Option<u32> {
+    options.text("compat").map(|version| if matches!(version, "0.10" | "v2") { 2 } else { 3 })
+}
+
+/// The compression that the options name.
+pub(crate) fn codec(options: &Options) -> Option<Codec> {
+    let zstd = options.text("compression_type")? == "zstd";
+    Some(if zstd { Codec::Zstd } else { Codec::Deflate })
+}
+
+/// log2 of the width of refcounts that the options name.
+pub(crate) fn refcount_order(options: &Options) -> Result<Option<u32>> {
+    match options.number("refcount_bits") {
+        Some(bits) if !bits.is_power_of_two() || bits > 64 => {
+            invalid(format!("refcount_bits is {bits}, expected 1, 2, 4, 8, 16, 32 or 64"))
+        }
+        bits => Ok(bits.map(u64::trailing_zeros)),
     }
-    Ok(bits.trailing_zeros())
 }
 
 /// The requested encryption; its detail options are invalid without the format.

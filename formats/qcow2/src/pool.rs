@@ -33,13 +33,18 @@ impl Pool {
         self.clusters
     }
 
-    /// Adds clusters, merging them with adjacent runs of the same kind.
+    /// Adds clusters, merging them with adjacent runs of the same kind. Adds none if some are in
+    /// the pool: in a damaged image, a cluster may lose its only counted reference twice.
     pub(crate) fn add(&mut self, mut space: Space) {
+        let before = self.runs.range(..space.first + space.count).next_back();
+        if before.is_some_and(|(_, run)| run.first + run.count > space.first) {
+            return;
+        }
         self.clusters += space.count;
         let joins = |a: &Space, b: &Space| {
             a.first + a.count == b.first && a.fresh == b.fresh && a.sequence == b.sequence
         };
-        if let Some((&key, before)) = self.runs.range(..space.first).next_back()
+        if let Some((&key, before)) = before
             && joins(before, &space)
         {
             space.first = key;
@@ -97,7 +102,6 @@ impl Pool {
         self.take_at(first, max)
     }
 
-    /// Takes everything.
     pub(crate) fn drain(&mut self) -> Vec<Space> {
         self.clusters = 0;
         std::mem::take(&mut self.runs).into_values().collect()
@@ -126,6 +130,18 @@ mod tests {
         assert_eq!(pool.take_longest(100), Some(space(30, 5)));
         assert_eq!(pool.clusters(), 0);
         assert!(pool.drain().is_empty());
+    }
+
+    #[test]
+    fn no_cluster_is_in_the_pool_twice() {
+        let mut pool = Pool::default();
+        pool.add(space(10, 10));
+        for (first, count) in [(10, 1), (12, 3), (19, 5), (5, 6), (5, 30)] {
+            pool.add(space(first, count));
+            assert_eq!(pool.clusters(), 10, "{first}, {count}");
+        }
+        assert_eq!(pool.take(10), Some(space(10, 10)));
+        assert_eq!(pool.take_longest(1), None);
     }
 
     #[test]

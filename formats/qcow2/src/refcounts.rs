@@ -9,7 +9,7 @@ use rustc_hash::FxHashMap;
 use vdkit_block::{Error, HostOffset, Remedy, Result, Storage, is_zero};
 use zerocopy::big_endian::{U16, U32, U64};
 
-use crate::flush::{PIECE_BYTES, Writes, runs, write_pieces};
+use crate::flush::{PIECE_BYTES, Writes, copy_runs, runs, write_pieces};
 use crate::header::Header;
 use crate::layout::{Geometry, HOST_OFFSET_END};
 use crate::structures::{self, entries, entries_mut};
@@ -44,7 +44,6 @@ struct Place {
 }
 
 impl Refcounts {
-    /// Reads the refcount table.
     pub(crate) fn read(header: &Header, storage: &dyn Storage) -> Result<Self> {
         let geometry = header.geometry;
         let bytes = u64::from(header.refcount_table_clusters) << geometry.cluster_bits;
@@ -121,7 +120,6 @@ impl Refcounts {
         SLICE_BYTES.min(self.geometry.cluster_bytes())
     }
 
-    /// Refcounts in one slice.
     fn slice_entries(&self) -> u64 {
         self.slice_bytes() * 8 / u64::from(self.geometry.refcount_bits())
     }
@@ -175,10 +173,6 @@ impl Refcounts {
         self.zero_from = cluster;
     }
 
-    fn load(&mut self, place: &Place, storage: &dyn Storage) -> Result<&mut Vec<u8>> {
-        self.load_run(place, 1, storage)
-    }
-
     /// Loads a slice. If it must be read, reads up to `count` consecutive slices of the block with
     /// it.
     fn load_run(
@@ -224,7 +218,7 @@ impl Refcounts {
     pub(crate) fn get(&mut self, cluster: u64, storage: &dyn Storage) -> Result<u64> {
         let Some(place) = self.place(cluster) else { return Ok(0) };
         let order = self.geometry.refcount_order;
-        let bytes = self.load(&place, storage)?;
+        let bytes = self.load_run(&place, 1, storage)?;
         Ok(get_refcount(bytes, place.index, order))
     }
 
@@ -232,7 +226,7 @@ impl Refcounts {
     pub(crate) fn set(&mut self, cluster: u64, value: u64, storage: &dyn Storage) -> Result<()> {
         let place = self.place(cluster).expect("a block was made before its refcounts are set");
         let order = self.geometry.refcount_order;
-        set_refcount(self.load(&place, storage)?, place.index, order, value);
+        set_refcount(self.load_run(&place, 1, storage)?, place.index, order, value);
         self.dirty.insert(place.slice);
         Ok(())
     }
@@ -316,12 +310,8 @@ impl Refcounts {
 
     /// Copies the taken slices and table entries.
     pub(crate) fn copies(&self, taken: &DirtyRefcounts) -> Writes {
-        let mut writes = Writes::new();
-        for run in runs(&taken.slices, self.slice_bytes()) {
-            let mut bytes = vec![0; (run.end - run.start) as usize];
-            self.copy_run(run.start, &mut bytes);
-            writes.push((run.start, bytes));
-        }
+        let runs = runs(&taken.slices, self.slice_bytes());
+        let mut writes = copy_runs(runs, |at, out| self.copy_run(at, out));
         writes.extend(self.table_words(taken).map(|(at, word)| (at, word.to_vec())));
         writes
     }
@@ -387,7 +377,6 @@ pub(crate) struct DirtyRefcounts {
 }
 
 impl DirtyRefcounts {
-    /// Whether there is nothing to write.
     pub(crate) fn is_empty(&self) -> bool {
         self.slices.is_empty() && self.table.is_empty()
     }
@@ -399,10 +388,8 @@ pub(crate) fn get_refcount(block: &[u8], index: u64, order: u32) -> u64 {
     let i = index as usize;
     match order {
         0..=2 => {
-            let bits = 1u32 << order;
-            let per_byte = 8 / bits as usize;
-            let shift = (i % per_byte) as u32 * bits;
-            u64::from(block[i / per_byte] >> shift) & ((1 << bits) - 1)
+            let (at, shift, mask) = within_byte(i, order);
+            u64::from(block[at] >> shift & mask)
         }
         3 => u64::from(block[i]),
         4 => entries::<U16>(block)[i].into(),
@@ -416,18 +403,21 @@ pub(crate) fn set_refcount(block: &mut [u8], index: u64, order: u32, value: u64)
     let i = index as usize;
     match order {
         0..=2 => {
-            let bits = 1u32 << order;
-            let per_byte = 8 / bits as usize;
-            let shift = (i % per_byte) as u32 * bits;
-            let mask = (((1u16 << bits) - 1) << shift) as u8;
-            let byte = &mut block[i / per_byte];
-            *byte = (*byte & !mask) | (((value as u8) << shift) & mask);
+            let (at, shift, mask) = within_byte(i, order);
+            block[at] = block[at] & !(mask << shift) | (value as u8 & mask) << shift;
         }
         3 => block[i] = value as u8,
         4 => entries_mut::<U16>(block)[i].set(value as u16),
         5 => entries_mut::<U32>(block)[i].set(value as u32),
         _ => entries_mut::<U64>(block)[i].set(value),
     }
+}
+
+/// Byte of a refcount of less than a byte, its lowest bit there, and the mask of its bits.
+fn within_byte(index: usize, order: u32) -> (usize, u32, u8) {
+    let bits = 1u32 << order;
+    let per_byte = 8 / bits as usize;
+    (index / per_byte, (index % per_byte) as u32 * bits, (1 << bits) - 1)
 }
 
 /// Sets a range of refcounts to one value; see [`set_refcount`].

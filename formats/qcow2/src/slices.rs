@@ -330,17 +330,13 @@ impl SliceCache {
     pub(crate) fn begin_writes(&self, first: u64, out: &mut [u8]) {
         let step = self.slice_bytes as usize;
         for (key, out) in (first..).step_by(step).zip(out.chunks_mut(step)) {
-            self.begin_write(key, out);
-        }
-    }
-
-    fn begin_write(&self, key: u64, out: &mut [u8]) {
-        let mut inner = self.shard(key).inner.write();
-        let at = inner.index.get(&key).copied().expect("dirty slices are never evicted");
-        let slot = &mut inner.slots[at];
-        slot.state = SlotState::Writing;
-        for (out, word) in out.as_chunks_mut::<8>().0.iter_mut().zip(&slot.words) {
-            *out = word.to_be_bytes();
+            let mut inner = self.shard(key).inner.write();
+            let at = inner.index.get(&key).copied().expect("dirty slices are never evicted");
+            let slot = &mut inner.slots[at];
+            slot.state = SlotState::Writing;
+            for (out, word) in out.as_chunks_mut::<8>().0.iter_mut().zip(&slot.words) {
+                *out = word.to_be_bytes();
+            }
         }
     }
 

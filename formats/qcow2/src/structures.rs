@@ -196,12 +196,10 @@ pub(crate) fn words_mut(table: &mut [u8]) -> &mut [U64] {
     entries_mut(table)
 }
 
-/// Decodes a table of 64-bit words.
 pub(crate) fn decode_words(table: &[u8]) -> Vec<u64> {
     words(table).iter().map(|word| word.get()).collect()
 }
 
-/// Encodes a table of 64-bit words.
 pub(crate) fn encode_words(words: &[u64]) -> Vec<u8> {
     let mut table = vec![0; words.len() * 8];
     for (out, &word) in words_mut(&mut table).iter_mut().zip(words) {

@@ -99,9 +99,7 @@ impl Qcow2 {
         self.flush_locked(meta)?;
         let (runs, result) = self.drop_expired_references(meta);
         self.punch(&runs);
-        for run in runs {
-            meta.add_reclaimed(run);
-        }
+        meta.add_reclaimed(runs);
         result?;
         self.flush_locked(meta)
     }

@@ -9,7 +9,7 @@ use vdkit_block::{
 };
 use vdkit_meta::{Freed, MutexGuard};
 
-use crate::compressed::CompressedPending;
+use crate::compressed::Units;
 use crate::entry::{L2Entry, State};
 use crate::flush::freed;
 use crate::image::{Meta, Qcow2};
@@ -20,7 +20,7 @@ use crate::pool::Space;
 #[derive(Debug)]
 pub(crate) enum Pending {
     Plain(PlainPending),
-    Compressed(CompressedPending),
+    Compressed(Units),
 }
 
 #[derive(Debug)]
@@ -330,13 +330,11 @@ impl Qcow2 {
     /// Unit to which a write to a cluster with this entry must be filled: a subcluster, or the
     /// whole cluster if data of its other subclusters moves with it.
     fn fill_unit(&self, entry: L2Entry, in_place: bool) -> u64 {
-        let moves = (0..SUBCLUSTERS).any(|i| {
-            matches!(
-                entry.state(i, &self.geometry, self.has_data_file()),
-                State::Data | State::Compressed
-            )
-        });
-        if self.geometry.extended && (in_place || !moves) {
+        let data_file = self.has_data_file();
+        let holds_data = |i| {
+            matches!(entry.state(i, &self.geometry, data_file), State::Data | State::Compressed)
+        };
+        if self.geometry.extended && (in_place || !(0..SUBCLUSTERS).any(holds_data)) {
             self.geometry.subcluster_bytes()
         } else {
             self.geometry.cluster_bytes()

@@ -6,7 +6,7 @@ use vdkit_block::{GuestOffset, HostOffset, Result, align_down};
 
 use crate::entry::{L2Entry, State};
 use crate::image::Qcow2;
-use crate::layout::{SUBCLUSTERS, ZERO};
+use crate::layout::ZERO;
 
 impl Qcow2 {
     /// The part of a range that consists of whole units; the last unit of the disk may be short.
@@ -48,26 +48,9 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// As [`vdkit_block::Overlay::zero_persistent`].
-    pub(crate) fn zero_range_persistent(&self, at: GuestOffset, len: u64) -> Result<Range<u64>> {
-        if self.header.version() < 3 {
-            return Ok(at.0..at.0); // no zero flag; holes expose a backing file added later
-        }
-        self.zero_range_with(at, len, true, true)
-    }
-
-    /// As [`vdkit_block::Format::zero`].
+    /// As [`vdkit_block::Format::zero`]; with `persistent`, as
+    /// [`vdkit_block::Overlay::zero_persistent`]: clusters without an entry get a zero entry.
     pub(crate) fn zero_range(
-        &self,
-        at: GuestOffset,
-        len: u64,
-        may_unmap: bool,
-    ) -> Result<Range<u64>> {
-        self.zero_range_with(at, len, may_unmap, false)
-    }
-
-    /// With `persistent`, clusters without an entry get a zero entry.
-    fn zero_range_with(
         &self,
         at: GuestOffset,
         len: u64,
@@ -80,8 +63,9 @@ impl Qcow2 {
             return Ok(nothing);
         }
         if self.header.version() < 3 {
-            // No zero flag: only a hole without a backing image reads as zero.
-            if self.has_backing() || !may_unmap {
+            // No zero flag: only a hole without a backing image, also none added later, reads as
+            // zero.
+            if self.has_backing() || !may_unmap || persistent {
                 return Ok(nothing);
             }
             let range = self.whole_units(at, len, self.geometry.cluster_bytes());
@@ -157,7 +141,7 @@ impl Qcow2 {
         let geometry = &self.geometry;
         let data_file = self.has_data_file();
         let space = old.has_space(data_file);
-        if !old.is_compressed() && !space && old == L2Entry::default() && !self.has_backing() {
+        if old == L2Entry::default() && !self.has_backing() {
             return old;
         }
         let keep = space && old.is_copied() && !may_unmap;
@@ -171,11 +155,7 @@ impl Qcow2 {
         if old.is_compressed() {
             // Edges were excluded, so the whole cluster is zeroed. If a compressed write raced with
             // a partial range, its newer data is kept.
-            return if bits == u32::MAX || u64::from(bits) == self.all_bits() {
-                L2Entry::zero_plain(geometry)
-            } else {
-                old
-            };
+            return if bits == u32::MAX { L2Entry::zero_plain(geometry) } else { old };
         }
         let bitmap = (old.bitmap & !u64::from(bits)) | (u64::from(bits) << 32);
         let nothing_left = bitmap as u32 == 0 && (bitmap >> 32) as u32 == u32::MAX;
@@ -184,10 +164,6 @@ impl Qcow2 {
         } else {
             L2Entry { word: old.word, bitmap }
         }
-    }
-
-    fn all_bits(&self) -> u64 {
-        (1u64 << SUBCLUSTERS) - 1
     }
 
     /// As [`vdkit_block::Format::discard`].

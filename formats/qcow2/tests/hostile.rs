@@ -7,11 +7,13 @@ use std::sync::{Arc, OnceLock};
 use common::options;
 use proptest::prelude::*;
 use vdkit_block::{
-    BackingRef, CreateRequest, Creation, Error, ErrorKind, Format, FormatDriver, GuestOffset,
-    HostOffset, ImageInfo, Limits, OfflineImage, OpenRequest, Place, Remedy, Repair, Result,
-    Storage,
+    AmendRequest, Amendment, BackingRef, CreateRequest, Creation, Error, ErrorKind, Format,
+    FormatDriver, GuestOffset, HostOffset, ImageInfo, KeyedImages, Limits, Monitor, NewSnapshot,
+    OfflineImage, OpenRequest, Place, Remedy, Repair, Result, Secret, Storage,
 };
 use vdkit_qcow2::Qcow2Driver;
+use vdkit_qcow2::header::Header;
+use vdkit_qcow2::layout::extension;
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CountingStorage, create_image, qemu, require_peer};
 
@@ -447,6 +449,97 @@ fn write_cluster(image: &dyn Format, at: u64, byte: u8) -> Result<()> {
     let place = image.reserve(GuestOffset(at), bytes.len() as u64)?.expect("a new cluster");
     image.storage().write_at(&bytes, place.host_of(at))?;
     place.publish()
+}
+
+/// An encrypted image of 1 MiB with a snapshot, its key, and the offset of its snapshot table.
+fn encrypted_with_snapshot(more: &str) -> (Arc<dyn Storage>, Secret, u64) {
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+    let key = Secret::new(b"s".to_vec());
+    let mut options = options(&format!("encrypt.format=luks,encrypt.iter-time=0{more}"));
+    options.set_key(Some(key.clone()));
+    let request = CreateRequest {
+        storage: storage.clone(),
+        files: Vec::new(),
+        guest_bytes: 1 << 20,
+        options,
+        backing: None,
+        backing_bytes: None,
+    };
+    Qcow2Driver.create(&request).unwrap();
+    let image = open_encrypted(&storage, &key);
+    let new = NewSnapshot { name: "small".to_owned(), ..NewSnapshot::default() };
+    image.snapshots().unwrap().create(&new, &Monitor::default()).unwrap();
+    image.close().unwrap();
+    // The header's bytes 64 to 71 name the table.
+    let mut table = [0; 8];
+    storage.read_at(&mut table, HostOffset(64)).unwrap();
+    (storage, key, u64::from_be_bytes(table))
+}
+
+fn open_encrypted(storage: &Arc<dyn Storage>, key: &Secret) -> Arc<dyn Format> {
+    let (storage, limits) = (storage.clone(), Limits::default());
+    let request = OpenRequest { storage, files: Vec::new(), writable: true, limits };
+    Qcow2Driver.open_with_keys(request, std::slice::from_ref(key)).unwrap()
+}
+
+/// The size that a snapshot records becomes that of the disk, so the same is asked of it.
+#[test]
+fn an_encrypted_disk_gets_no_size_that_ends_within_a_sector() {
+    let (storage, key, table) = encrypted_with_snapshot("");
+    // The second word of the extra data.
+    storage.write_at(&((1u64 << 20) - 1).to_be_bytes(), HostOffset(table + 48)).unwrap();
+    let image = open_encrypted(&storage, &key);
+    let snapshots = image.snapshots().unwrap();
+    let applied = snapshots.apply("small", &Monitor::default()).map(drop);
+    for error in [applied.unwrap_err(), snapshots.view("small").map(drop).unwrap_err()] {
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+    }
+    assert_eq!(image.guest_bytes(), 1 << 20);
+}
+
+/// Metadata is changed without a key, so nothing is unlocked. All the clusters that the encryption
+/// header says it has are held in memory nevertheless.
+#[test]
+fn an_encryption_header_of_any_length_is_refused_without_a_key_too() {
+    let (storage, _, table) = encrypted_with_snapshot(",compat=0.10");
+    // Without extra data, which version 3 needs: the amendment opens the image and adds it.
+    storage.write_at(&[0; 4], HostOffset(table + 36)).unwrap();
+    let header = Header::read(&*storage, &Limits::default()).unwrap();
+    let place = header.extension(extension::ENCRYPTION).unwrap().offset;
+    storage.write_at(&(1u64 << 62).to_be_bytes(), HostOffset(place + 8)).unwrap();
+    let request = AmendRequest {
+        storage,
+        files: Vec::new(),
+        backing: None,
+        options: options("compat=1.1"),
+        limits: Limits::default(),
+    };
+    let error = Qcow2Driver.amend(&request, &Monitor::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+}
+
+/// Counting references takes memory by the clusters that entries name, and a file may be sparse.
+#[test]
+fn a_snapshot_of_entries_all_over_the_file_ends_at_the_limit() {
+    const CLUSTER: u64 = 65536;
+    let bytes = image(1 << 29, "cluster_size=64K");
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::from_bytes("image", &bytes));
+    // The header's bytes 40 to 47 name the L1 table.
+    let mut l1 = [0; 8];
+    storage.read_at(&mut l1, HostOffset(40)).unwrap();
+    let table = storage.len().unwrap().next_multiple_of(CLUSTER);
+    let copied = |offset: u64| (offset | 1 << 63).to_be_bytes();
+    storage.write_at(&copied(table), HostOffset(u64::from_be_bytes(l1))).unwrap();
+    let entries: Vec<u8> = (1..=8192).flat_map(|i: u64| copied(table + (i << 24))).collect();
+    storage.write_at(&entries, HostOffset(table)).unwrap();
+    storage.set_len(1 << 40).unwrap();
+    let mut limits = Limits::default();
+    limits.check_bytes_max = 1 << 20;
+    let request = OpenRequest { storage, files: Vec::new(), writable: true, limits };
+    let image = Qcow2Driver.open(request).unwrap();
+    let new = NewSnapshot { name: "far".to_owned(), ..NewSnapshot::default() };
+    let error = image.snapshots().unwrap().create(&new, &Monitor::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Limit, "{error}");
 }
 
 /// On a device, clusters without a refcount block count as free. If the end of the refcount table is

@@ -16,7 +16,6 @@
 
 mod plan;
 mod raw_data;
-mod tables;
 mod zeroes;
 
 use std::sync::Arc;
@@ -24,12 +23,12 @@ use std::sync::Arc;
 use vdkit_block::{AmendRequest, Format, Monitor, OpenRequest, Result};
 
 use self::plan::Plan;
-use self::tables::Tables;
 use crate::check;
 use crate::header::Header;
 use crate::header::rewrite::rewrite;
 use crate::image::Qcow2;
 use crate::layout::incompatible;
+use crate::snapshots::{SnapshotTable, TablePlace};
 
 /// As [`vdkit_block::Amendment::amend`].
 pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
@@ -45,9 +44,10 @@ pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec
         check::rebuild_refcounts(storage, &request.limits, monitor)?;
     }
     let mut header = read()?;
-    let tables = Tables::read(&**storage, &header, &request.limits)?;
-    plan.check_tables(&header, &tables, monitor)?;
-    if plan.needs_sizes(&header, &tables) {
+    let place = TablePlace::of(&header);
+    let snapshots = SnapshotTable::read(&**storage, place, &request.limits)?.snapshots;
+    plan.check_tables(request, &header, &snapshots, monitor)?;
+    if plan.needs_sizes(&header, &snapshots) {
         complete_snapshots(request)?;
         header = read()?;
     }
@@ -80,7 +80,6 @@ fn opening(request: &AmendRequest, writable: bool) -> OpenRequest {
     }
 }
 
-/// Opens the image for steps of the engine.
 fn open(request: &AmendRequest, writable: bool) -> Result<Arc<Qcow2>> {
     Qcow2::open(opening(request, writable))
 }

@@ -2,10 +2,10 @@
 
 use vdkit_block::{AmendRequest, BackingRef, Codec, Error, Monitor, Options, Remedy, Result};
 
-use super::tables::Tables;
-use crate::header::{Encryption, Extension, Header};
+use crate::check;
+use crate::header::{Encryption, Extension, FEATURE_NAMES_CLUSTER_MIN, Header};
 use crate::layout::{autoclear, compatible, extension, incompatible};
-use crate::options::{ENCRYPT_FORMAT, SPECS};
+use crate::options::{self, ENCRYPT_FORMAT, SPECS};
 use crate::snapshots::Snapshot;
 
 /// Target properties of an image.
@@ -32,9 +32,6 @@ const CHANGEABLE: &[&str] = &[
     "data_file_raw",
 ];
 
-/// The smallest cluster with room for the feature names.
-const NAMED_CLUSTER_BYTES: u64 = 4096;
-
 fn invalid<T>(file: &str, what: impl std::fmt::Display) -> Result<T> {
     Err(Error::Invalid(format!("{file}: {what}")))
 }
@@ -44,37 +41,21 @@ impl Plan {
     /// [`Error::Unsupported`] for what cannot be changed in place, with a workaround;
     /// [`Error::Invalid`] for invalid combinations.
     pub(super) fn new(request: &AmendRequest, header: &Header) -> Result<Self> {
-        let (file, options) = (request.storage.name(), &request.options);
-        refuse_fixed(file, options, header)?;
-        let version = match options.text("compat") {
-            Some("0.10" | "v2") => 2,
-            Some(_) => 3,
-            None => header.version,
-        };
-        let refcount_order = match options.number("refcount_bits") {
-            Some(bits) if bits.is_power_of_two() && bits <= 64 => bits.trailing_zeros(),
-            Some(bits) => {
-                return invalid(
-                    file,
-                    format!("refcount_bits is {bits}, expected 1, 2, 4, 8, 16, 32 or 64"),
-                );
-            }
-            None => header.geometry.refcount_order,
-        };
-        let codec = match options.text("compression_type") {
-            Some("zstd") => Codec::Zstd,
-            Some(_) => Codec::Deflate,
-            None => header.codec,
-        };
+        let (file, asked) = (request.storage.name(), &request.options);
+        refuse_fixed(file, asked, header)?;
+        let version = options::version(asked).unwrap_or(header.version);
+        let refcount_order =
+            options::refcount_order(asked)?.unwrap_or(header.geometry.refcount_order);
+        let codec = options::codec(asked).unwrap_or(header.codec);
         // Version 2 has no lazy refcounts, so a downgrade turns them off unless the options request
         // them.
-        let lazy = options.switch("lazy_refcounts");
+        let lazy = asked.switch("lazy_refcounts");
         let lazy_refcounts = lazy.unwrap_or(version >= 3 && header.lazy_refcounts());
-        let data_file = match options.text("data_file") {
+        let data_file = match asked.text("data_file") {
             Some(name) => Some(name.to_owned()),
             None => header.data_file_name().filter(|_| header.has_data_file()),
         };
-        let data_file_raw = options.switch("data_file_raw").unwrap_or(header.data_file_raw());
+        let data_file_raw = asked.switch("data_file_raw").unwrap_or(header.data_file_raw());
         let backing = backing(request, header)?;
         let plan = Self {
             version,
@@ -163,12 +144,14 @@ impl Plan {
     /// Checks what the target requires of the tables.
     pub(super) fn check_tables(
         &self,
+        request: &AmendRequest,
         header: &Header,
-        tables: &Tables<'_>,
+        snapshots: &[Snapshot],
         monitor: &Monitor<'_>,
     ) -> Result<()> {
-        let file = tables.file();
-        if self.codec != header.codec && tables.any_compressed(monitor)? {
+        let (storage, limits) = (&request.storage, &request.limits);
+        let file = storage.name();
+        if self.codec != header.codec && check::any_compressed(storage, limits, monitor)? {
             return Err(Error::unsupported(
                 file,
                 format!("there are clusters compressed with {} already", header.codec),
@@ -179,7 +162,6 @@ impl Plan {
                 },
             ));
         }
-        let snapshots = &tables.snapshots.snapshots;
         if self.version < 3 && header.version >= 3 {
             for snapshot in snapshots {
                 check_sizes(file, snapshot, header.guest_bytes)?;
@@ -194,12 +176,10 @@ impl Plan {
     }
 
     /// Whether snapshots lack fields that version 3 requires: the sizes of their disk and VM state.
-    pub(super) fn needs_sizes(&self, header: &Header, tables: &Tables<'_>) -> bool {
-        let mut snapshots = tables.snapshots.snapshots.iter();
-        self.version >= 3 && header.version < 3 && snapshots.any(|s| !s.says_its_sizes())
+    pub(super) fn needs_sizes(&self, header: &Header, snapshots: &[Snapshot]) -> bool {
+        self.version >= 3 && header.version < 3 && snapshots.iter().any(|s| !s.says_its_sizes())
     }
 
-    /// Whether the image already matches the plan.
     pub(super) fn is_done(&self, header: &Header) -> bool {
         self.header(header) == *header && header.geometry.refcount_order == self.refcount_order
     }
@@ -217,7 +197,7 @@ impl Plan {
         if self.version < 3 {
             (new.incompatible, new.compatible, new.autoclear) = (0, 0, 0);
             new.extensions.retain(|e| e.kind != extension::FEATURE_NAMES);
-        } else if old.version < 3 && old.geometry.cluster_bytes() >= NAMED_CLUSTER_BYTES {
+        } else if old.version < 3 && old.geometry.cluster_bytes() >= FEATURE_NAMES_CLUSTER_MIN {
             new.extensions.push(Header::feature_name_table());
         }
         new.backing_name = self.backing.as_ref().map(|backing| backing.name.clone());

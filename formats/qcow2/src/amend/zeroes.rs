@@ -15,7 +15,13 @@ pub(super) fn remove(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<()
 /// Allocates clusters, fills them with zeroes and leaves them unreferenced: leaks after a crash.
 fn clusters_of_zeroes(request: &AmendRequest, count: u64) -> Result<Vec<u64>> {
     let image = super::open(request, true)?;
-    let done = image.take_clusters(count).and_then(|clusters| {
+    let taken = {
+        let mut meta = image.meta.lock();
+        let count = count as usize;
+        let ready = image.before_change(&mut meta);
+        ready.and_then(|()| image.take_clusters(&mut meta, count, &mut Vec::new()))
+    };
+    let done = taken.and_then(|clusters| {
         let bytes = image.geometry.cluster_bytes();
         for &cluster in &clusters {
             let at = HostOffset(cluster << image.geometry.cluster_bits);

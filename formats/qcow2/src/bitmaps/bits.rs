@@ -48,7 +48,6 @@ pub(crate) struct Words {
 }
 
 impl Words {
-    /// Decodes a page from disk.
     pub(crate) fn from_disk(bytes: &[u8]) -> Self {
         let words =
             || bytes.as_chunks::<8>().0.iter().map(|b| AtomicU64::new(u64::from_le_bytes(*b)));
@@ -74,7 +73,6 @@ impl Words {
         unsettled
     }
 
-    /// Copies the current bits.
     pub(crate) fn copy(&self) -> Vec<u64> {
         self.bits.iter().map(|word| word.load(SeqCst)).collect()
     }
@@ -177,7 +175,6 @@ impl Tracker {
         }
     }
 
-    /// The pages that must be written.
     pub(crate) fn dirty_pages(&self) -> Vec<usize> {
         self.collect_dirty(|word| word.load(SeqCst))
     }

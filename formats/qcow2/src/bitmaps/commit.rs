@@ -173,7 +173,6 @@ impl Qcow2 {
         }
     }
 
-    /// The error for a missing bitmap.
     pub(super) fn no_bitmap(&self, name: &str) -> Error {
         Error::Invalid(format!("{}: no bitmap is named '{name}'", self.storage.name()))
     }

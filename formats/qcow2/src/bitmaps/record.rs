@@ -29,7 +29,6 @@ pub(crate) struct BitmapCopies {
 }
 
 impl BitmapCopies {
-    /// Whether there is nothing to write.
     pub(crate) fn is_empty(&self) -> bool {
         self.pages.is_empty() && self.tables.is_empty()
     }
@@ -118,13 +117,10 @@ impl Qcow2 {
 
     /// Allocates a cluster that reads as zero.
     fn bitmap_cluster(&self, meta: &mut MutexGuard<'_, Meta>) -> Result<HostOffset> {
-        let space = match meta.space.pool.take_fresh(1) {
-            Some(space) => space,
-            None => loop {
-                if let Some(space) = self.allocate(meta, 1, None)? {
-                    break space;
-                }
-            },
+        let space = loop {
+            if let Some(space) = self.allocate_table(meta)? {
+                break space;
+            }
         };
         let offset = HostOffset(space.first << self.geometry.cluster_bits);
         if !space.fresh {

@@ -19,7 +19,6 @@ use crate::structures::{BitmapDirectoryEntry, decode_words, header_offset};
 
 /// All recording bitmaps together may have this many times [`Limits::table_bytes_max`] bytes.
 const RECORDED_MAX: u64 = 64;
-/// Known flags.
 const FLAGS_KNOWN: u32 = flag::IN_USE | flag::AUTO | flag::EXTRA_DATA_COMPATIBLE;
 
 /// Bitmap state of an open image.

@@ -37,7 +37,7 @@ fn balance_of(word: u16) -> i32 {
 }
 
 /// See the module documentation.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Balance {
     near: Vec<u32>,
     far: FxHashMap<u64, u32>,
@@ -55,16 +55,7 @@ impl Balance {
     /// For a file of `clusters` host clusters, in at most `bytes_max` bytes.
     pub(super) fn new(clusters: u64, bytes_max: u64) -> Self {
         let near = ((clusters >> CHUNK_BITS) + 2).min(NEAR_CHUNKS_MAX);
-        Self {
-            near: vec![0; near as usize],
-            far: FxHashMap::default(),
-            chunks: Vec::new(),
-            large: FxHashMap::default(),
-            bytes_max,
-            exhausted: false,
-            clusters,
-            end: 0,
-        }
+        Self { near: vec![0; near as usize], bytes_max, clusters, ..Self::default() }
     }
 
     /// One more than the highest cluster with a reference, or within the file with a refcount.

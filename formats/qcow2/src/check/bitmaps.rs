@@ -11,15 +11,13 @@ use zerocopy::FromBytes;
 
 use super::image::Image;
 use crate::bitmaps::{
-    ALL_ONES, BITMAP_BYTES_MAX, BITMAPS_MAX, GRANULARITY_BITS, NAME_BYTES_MAX, TABLE_ENTRIES_MAX,
-    TYPE_DIRTY, flag, table_entries_for,
+    ALL_ONES, BITMAP_BYTES_MAX, BITMAPS_MAX, DIRECTORY_BYTES_MAX, GRANULARITY_BITS, NAME_BYTES_MAX,
+    TABLE_ENTRIES_MAX, TYPE_DIRTY, flag, table_entries_for,
 };
 use crate::header::BitmapsExtension;
 use crate::layout::{OFFSET_MASK, autoclear, extension};
 use crate::structures::{BitmapDirectoryEntry, BitmapsExtensionData, words};
 
-/// Largest directory (QEMU's bound).
-const DIRECTORY_BYTES_MAX: u64 = 1024 * BITMAPS_MAX as u64;
 /// Flags of a directory entry that must be zero.
 const RESERVED_FLAGS: u32 = !(flag::IN_USE | flag::AUTO);
 /// Bits of a table entry that must be zero.
@@ -33,7 +31,6 @@ pub(super) type BitmapFault = (u64, &'static str, String);
 
 /// Bitmaps according to the header.
 pub(super) enum Presence {
-    /// No bitmaps.
     None,
     /// A program without bitmap support has written to the image; the bitmaps are invalid.
     Stale,

@@ -8,7 +8,6 @@ pub(super) struct Findings {
 }
 
 impl Findings {
-    /// Adds damage.
     pub(super) fn corruption(
         &mut self,
         offset: u64,

@@ -25,53 +25,30 @@ pub(super) struct Image {
     protected: Vec<Range<u64>>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum L1Fault {
-    /// Bits that must be zero are set.
-    Reserved,
-    /// Flags without an L2 table.
-    NoTable,
-    /// Not at a cluster boundary.
-    Unaligned,
-    /// Beyond the end of the file.
-    BeyondEnd,
-    /// In the header or the encryption header.
-    Protected,
-}
+/// The fault of an L1 entry: what was expected, and whether its correction loses an L2 table.
+pub(super) type L1Fault = (&'static str, bool);
 
-/// Faults of an L2 entry, as a set of bits.
+/// Faults of an L2 entry, as a set of bits; [`L2Faults::each`] says what each is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct L2Faults(pub(super) u16);
 
 impl L2Faults {
-    /// Bits that must be zero are set.
     pub(super) const RESERVED: Self = Self(1);
-    /// Not at a cluster boundary.
     pub(super) const UNALIGNED: Self = Self(1 << 1);
-    /// Beyond the end of the file.
     pub(super) const BEYOND_END: Self = Self(1 << 2);
-    /// In the header or the encryption header.
     pub(super) const PROTECTED: Self = Self(1 << 3);
-    /// A compressed cluster with the COPIED flag.
     pub(super) const COMPRESSED_COPIED: Self = Self(1 << 4);
-    /// A compressed cluster in an image with a data file.
     pub(super) const COMPRESSED_IN_DATA_FILE: Self = Self(1 << 5);
-    /// A compressed cluster with a subcluster bitmap.
     pub(super) const COMPRESSED_BITMAP: Self = Self(1 << 6);
-    /// Subclusters both allocated and zero.
     pub(super) const SUBCLUSTER_BOTH: Self = Self(1 << 7);
-    /// Allocated subclusters without a host cluster.
     pub(super) const SUBCLUSTER_NO_SPACE: Self = Self(1 << 8);
-    /// A zero flag in a version 2 image.
     pub(super) const ZERO_IN_V2: Self = Self(1 << 9);
-    /// Not at the same offset in the data file as on the guest disk.
     pub(super) const MOVED_IN_DATA_FILE: Self = Self(1 << 10);
 
     fn set(&mut self, other: Self) {
         self.0 |= other.0;
     }
 
-    /// Whether there are no faults.
     pub(super) fn is_empty(self) -> bool {
         self.0 == 0
     }
@@ -141,7 +118,6 @@ impl Image {
         Some(if fits { Ok(found) } else { Err(found) })
     }
 
-    /// The storage's name, for errors.
     pub(super) fn name(&self) -> &str {
         self.storage.name()
     }
@@ -175,6 +151,16 @@ impl Image {
         offset >> bits..(offset.saturating_add(bytes - 1) >> bits) + 1
     }
 
+    /// Discards unreferenced clusters in the file system.
+    pub(super) fn punch(&self, run: Range<u64>) {
+        let (end, cluster) = (run.end.min(self.file_clusters()), self.cluster_bytes());
+        if run.start < end {
+            let (at, bytes) = (HostOffset(run.start * cluster), (end - run.start) * cluster);
+            // Errors are ignored: the space merely stays allocated.
+            let _ = self.storage.discard(at, bytes);
+        }
+    }
+
     fn is_protected(&self, offset: u64, bytes: u64) -> bool {
         let clusters = self.clusters_of(offset, bytes);
         self.protected.iter().any(|range| {
@@ -190,15 +176,15 @@ impl Image {
         }
         let offset = raw & OFFSET_MASK;
         if offset == 0 {
-            (0, Some(L1Fault::NoTable))
+            (0, Some(("the offset of an L2 table, or zero", false)))
         } else if offset & (self.cluster_bytes() - 1) != 0 {
-            (0, Some(L1Fault::Unaligned))
+            (0, Some(("an L2 table at a cluster boundary", true)))
         } else if !self.in_file(offset, self.cluster_bytes()) {
-            (0, Some(L1Fault::BeyondEnd))
+            (0, Some(("an L2 table within the file", true)))
         } else if self.is_protected(offset, self.cluster_bytes()) {
-            (0, Some(L1Fault::Protected))
+            (0, Some(("an L2 table outside of the header", true)))
         } else if raw & L1_RESERVED != 0 {
-            (raw & (OFFSET_MASK | COPIED), Some(L1Fault::Reserved))
+            (raw & (OFFSET_MASK | COPIED), Some(("zero in the reserved bits", false)))
         } else {
             (raw, None)
         }
@@ -302,5 +288,14 @@ impl Image {
     /// The only valid entry of a data cluster in a data file.
     fn at_identity(&self, guest: u64) -> L2Entry {
         L2Entry::data(HostOffset(guest), self.geometry())
+    }
+}
+
+/// Adds a cluster to runs, of which it may continue the last one or be in it.
+pub(super) fn add_to_runs(runs: &mut Vec<Range<u64>>, cluster: u64) {
+    match runs.last_mut() {
+        Some(last) if last.end == cluster => last.end += 1,
+        Some(last) if last.contains(&cluster) => {}
+        _ => runs.push(cluster..cluster + 1),
     }
 }

@@ -12,7 +12,6 @@ use crate::structures::{self, words_mut};
 /// An L2 table and the L1 entries that name it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct L2Table {
-    /// Host offset.
     pub(super) offset: u64,
     /// Entries of the active L1 table that name it.
     pub(super) active: u32,
@@ -22,7 +21,6 @@ pub(super) struct L2Table {
     pub(super) l1_index: u32,
     /// Entries that are not empty.
     pub(super) used: u32,
-    /// Entries with faults.
     pub(super) faulty: u32,
     /// Entries with faults that a truncated file does not explain.
     pub(super) implausible: u32,
@@ -30,12 +28,19 @@ pub(super) struct L2Table {
     pub(super) copied_wrong: u32,
     /// A repair of some entry loses its data.
     pub(super) lossy: bool,
+    /// Some entry is that of a compressed cluster.
+    pub(super) compressed: bool,
 }
 
 impl L2Table {
     /// References that each of its entries makes.
     pub(super) fn weight(&self) -> i32 {
         i32::try_from(u64::from(self.active) + u64::from(self.inactive)).unwrap_or(i32::MAX)
+    }
+
+    /// As [`L2Table::weight`], which is never negative.
+    pub(super) fn references(&self) -> u64 {
+        self.weight().unsigned_abs().into()
     }
 
     /// Most of its entries are faulty: this is not an L2 table.
@@ -190,6 +195,7 @@ impl Scan<'_> {
         let (corrected, faults) = image.judge_l2(entry, guest);
         let at = table.offset + index as u64 * image.geometry().l2_entry_bytes();
         table.used += 1;
+        table.compressed |= entry.is_compressed();
         if !faults.is_empty() {
             table.faulty += 1;
             table.implausible += u32::from(faults != L2Faults::BEYOND_END);
@@ -214,16 +220,7 @@ impl Scan<'_> {
             if table.active > 0 && single != corrected.is_copied() {
                 table.copied_wrong += 1;
                 self.findings.corruption(at, "L2 entry", || {
-                    format!(
-                        "guest offset {guest:#x}: found {:#x} {} COPIED flag, expected {}",
-                        entry.word,
-                        if single { "without" } else { "with" },
-                        if single {
-                            "it, the refcount is 1"
-                        } else {
-                            "none, the refcount is not 1"
-                        },
-                    )
+                    wrong_copied(format_args!("guest offset {guest:#x}"), entry.word, single)
                 });
             }
         }
@@ -265,6 +262,15 @@ impl Scan<'_> {
             });
         }
     }
+}
+
+/// Describes an entry whose COPIED flag disagrees with the refcount, which is 1 if `single`.
+pub(super) fn wrong_copied(place: impl std::fmt::Display, word: u64, single: bool) -> String {
+    let (found, expected) = match single {
+        true => ("without", "it, the refcount is 1"),
+        false => ("with", "none, the refcount is not 1"),
+    };
+    format!("{place}: found {word:#x} {found} COPIED flag, expected {expected}")
 }
 
 /// Corrects each entry of a table.

@@ -35,6 +35,8 @@ use vdkit_block::{CheckReport, Limits, Monitor, Repair, Result, Storage};
 use crate::layout::incompatible;
 pub(crate) use compact::compact;
 use image::Image;
+pub(crate) use repair::change_refcount_width;
+pub use repair::rebuild_refcounts;
 use survey::{Mode, Survey};
 
 /// Checks an image and repairs it as far as `repair` allows.
@@ -75,33 +77,16 @@ pub fn check(
     Ok(Survey::take(&image, Mode::Compare, monitor)?.findings.report)
 }
 
-/// Rebuilds the refcounts and COPIED flags of an image that was not closed cleanly, and clears its
-/// dirty bit. The engine calls this when it opens such an image for writing, and must then reread
-/// the header, since the refcount table may have moved.
+/// Whether the disk or a snapshot has compressed clusters.
 ///
 /// # Errors
-/// [`vdkit_block::Error::Corrupt`] if the mapping itself is damaged (only a repair may decide what
-/// is lost), and as [`check`].
-pub fn rebuild_refcounts(
+/// As [`check`].
+pub(crate) fn any_compressed(
     storage: &Arc<dyn Storage>,
     limits: &Limits,
     monitor: &Monitor<'_>,
-) -> Result<()> {
-    repair::recover(storage, limits, monitor)
-}
-
-/// Converts a sound version 3 image to refcounts of 2^`order` bits, in new blocks and a new table.
-/// One header write switches to them; a crash before it leaves the old ones. Afterwards the old
-/// blocks and table are free.
-///
-/// # Errors
-/// [`vdkit_block::Error::Invalid`] if a cluster has more references than the new width can count;
-/// [`vdkit_block::Error::Corrupt`] if the image is not sound, and as [`check`].
-pub(crate) fn change_refcount_width(
-    storage: &Arc<dyn Storage>,
-    order: u32,
-    limits: &Limits,
-    monitor: &Monitor<'_>,
-) -> Result<()> {
-    repair::change_width(storage, order, limits, monitor)
+) -> Result<bool> {
+    let image = Image::open(storage, limits)?;
+    let survey = Survey::take(&image, Mode::References, &monitor.quiet())?;
+    Ok(survey.tables.iter().any(|table| table.compressed))
 }

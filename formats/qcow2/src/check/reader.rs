@@ -24,7 +24,6 @@ pub(crate) struct Meter<'a, 'b> {
 }
 
 impl<'a, 'b> Meter<'a, 'b> {
-    /// A meter at zero.
     pub(crate) fn new(monitor: &'a Monitor<'b>) -> Self {
         Self { monitor, done: 0, total: 0 }
     }

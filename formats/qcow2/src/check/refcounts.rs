@@ -6,8 +6,9 @@ use super::balance::Balance;
 use super::findings::Findings;
 use super::image::Image;
 use super::reader::{self, Meter};
+use super::repair::write_changed;
 use crate::layout::OFFSET_MASK;
-use crate::refcounts::get_refcount;
+use crate::refcounts::{get_refcount, set_refcount};
 use crate::structures::words;
 
 /// Bits of a refcount table entry that must be zero; the offset may use all others.
@@ -97,6 +98,36 @@ impl Refcounts {
         )
     }
 
+    /// Changes the refcounts of clusters, in ascending order; clusters without a block are passed
+    /// over. `change` gets a cluster and its refcount. Not yet durable. Returns whether any changed.
+    pub(super) fn change(
+        &self,
+        image: &Image,
+        clusters: impl Iterator<Item = u64>,
+        mut change: impl FnMut(u64, u64) -> u64,
+    ) -> Result<bool> {
+        let geometry = image.geometry();
+        let (bits, order) = (geometry.refcount_block_bits(), geometry.refcount_order);
+        let mut clusters = clusters.peekable();
+        let mut changed = false;
+        while let Some(&first) = clusters.peek() {
+            let of_block = |cluster: &u64| cluster >> bits == first >> bits;
+            let Some(at) = self.block_of(image, first) else {
+                while clusters.next_if(of_block).is_some() {}
+                continue;
+            };
+            let old = reader::read_table(&*image.storage, at, image.cluster_bytes())?;
+            let mut new = old.clone();
+            while let Some(cluster) = clusters.next_if(of_block) {
+                let index = cluster & (geometry.refcount_block_entries() - 1);
+                let refcount = change(cluster, get_refcount(&new, index, order));
+                set_refcount(&mut new, index, order, refcount);
+            }
+            changed |= write_changed(image, at, &old, &new)?;
+        }
+        Ok(changed)
+    }
+
     /// Host offset of the block that has this cluster's refcount.
     pub(super) fn block_of(&self, image: &Image, cluster: u64) -> Option<u64> {
         let index = cluster >> image.geometry().refcount_block_bits();
@@ -114,7 +145,6 @@ pub(super) struct Lookup<'a> {
 }
 
 impl<'a> Lookup<'a> {
-    /// A lookup with nothing read yet.
     pub(super) fn new(image: &'a Image, refcounts: &'a Refcounts) -> Self {
         Self { image, refcounts, block: Vec::new(), at: 0 }
     }

@@ -113,7 +113,7 @@ impl SnapshotTable {
         window: &mut Window<'_>,
         offset: u64,
     ) -> Result<Result<(Snapshot, u64, Vec<String>), String>> {
-        let room = TABLE_BYTES_MAX - (offset - image.header.snapshots_offset.0);
+        let room = TABLE_BYTES_MAX.saturating_sub(offset - image.header.snapshots_offset.0);
         let Some(fixed) = window.get(offset, FIXED_BYTES as u64, room)? else {
             return Ok(Err("found the end of the file or a table that is too long".to_owned()));
         };
@@ -125,6 +125,7 @@ impl SnapshotTable {
             // No writer creates these; zeroes after a shorter table look like them.
             return Ok(Err("found an entry without an id".to_owned()));
         }
+        let room = room - FIXED_BYTES as u64;
         let Some(rest) = window.get(offset + FIXED_BYTES as u64, extra + names, room)? else {
             return Ok(Err(format!(
                 "found {extra} bytes of extra data and {names} bytes of names, which pass the end \

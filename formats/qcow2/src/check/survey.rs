@@ -13,7 +13,7 @@ use super::balance::{Balance, METADATA, SINGLE};
 use super::bitmaps::{self, Presence};
 use super::findings::Findings;
 use super::image::{Image, L1Fault};
-use super::mapping::{L2Table, Scan};
+use super::mapping::{L2Table, Scan, wrong_copied};
 use super::reader::{self, Meter};
 use super::refcounts::{Lookup, Refcounts};
 use super::snapshots::SnapshotTable;
@@ -60,7 +60,7 @@ impl std::fmt::Display for Owner {
 }
 
 /// Result of the walk.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Survey {
     pub(super) findings: Findings,
     pub(super) balance: Balance,
@@ -96,26 +96,8 @@ pub(super) struct Survey {
 impl Survey {
     /// Walks over all metadata.
     pub(super) fn take(image: &Image, mode: Mode, monitor: &Monitor<'_>) -> Result<Self> {
-        let mut survey = Self {
-            findings: Findings::default(),
-            balance: Balance::new(image.file_clusters(), image.limits.check_bytes_max),
-            refcounts: Refcounts::default(),
-            l1: Vec::new(),
-            l1_faulty: false,
-            l1_lossy: false,
-            l1_copied_wrong: 0,
-            tables: Vec::new(),
-            snapshots: SnapshotTable::default(),
-            snapshot_l1_faulty: FxHashSet::default(),
-            bitmaps_broken: false,
-            broken_bitmaps: Vec::new(),
-            conflicts: FxHashSet::default(),
-            low: 0,
-            low_without_block: false,
-            ahead: 0,
-            owners: Vec::new(),
-            owners_in_conflict: FxHashSet::default(),
-        };
+        let balance = Balance::new(image.file_clusters(), image.limits.check_bytes_max);
+        let mut survey = Self { balance, ..Self::default() };
         let mut meter = Meter::new(monitor);
         survey.refcounts = Refcounts::read(image, &mut survey.findings)?;
         if mode == Mode::Compare {
@@ -177,20 +159,7 @@ impl Survey {
         let range = image.clusters_of(offset, bytes);
         let mut free = true;
         for cluster in range.clone() {
-            self.balance.refer(cluster, 1);
-            if self.balance.mark_metadata(cluster) & METADATA != 0 {
-                free = false;
-                self.conflicts.insert(cluster);
-                let other = self.owners.iter().find(|(range, _)| range.contains(&cluster));
-                self.findings.corruption(
-                    cluster << image.geometry().cluster_bits,
-                    structure,
-                    || match other {
-                        Some((_, other)) => format!("this cluster belongs to {other} too"),
-                        None => "this cluster belongs to other metadata too".to_owned(),
-                    },
-                );
-            }
+            free &= self.take_cluster(image, structure, cluster, 1);
         }
         match self.owners.last_mut() {
             // Merged, since there are thousands of refcount blocks and bitmap clusters.
@@ -200,6 +169,28 @@ impl Survey {
             _ => self.owners.push((range, owner)),
         }
         free
+    }
+
+    /// Counts references to a cluster of metadata. Returns whether nothing else uses it.
+    fn take_cluster(
+        &mut self,
+        image: &Image,
+        structure: &'static str,
+        cluster: u64,
+        references: i32,
+    ) -> bool {
+        self.balance.refer(cluster, references);
+        if self.balance.mark_metadata(cluster) & METADATA == 0 {
+            return true;
+        }
+        self.conflicts.insert(cluster);
+        let other = self.owners.iter().find(|(range, _)| range.contains(&cluster));
+        let offset = cluster << image.geometry().cluster_bits;
+        self.findings.corruption(offset, structure, || match other {
+            Some((_, other)) => format!("this cluster belongs to {other} too"),
+            None => "this cluster belongs to other metadata too".to_owned(),
+        });
+        false
     }
 
     fn fixed_places(&mut self, image: &Image, mode: Mode) -> Result<()> {
@@ -237,26 +228,40 @@ impl Survey {
         let offset = image.header.l1_offset.0;
         let bytes = u64::from(image.header.l1_entries) * 8;
         self.take_range(image, "active L1 table", offset, bytes, Owner::ActiveL1);
-        self.l1 = reader::read_table(&*image.storage, offset, bytes)?;
-        let l1 = std::mem::take(&mut self.l1);
-        for (index, word) in words(&l1).iter().enumerate() {
+        let l1 = reader::read_table(&*image.storage, offset, bytes)?;
+        self.l1_faulty = self.l1_entries(image, offset, &l1, uses, true);
+        self.l1 = l1;
+        Ok(())
+    }
+
+    /// Collects the L2 tables of an L1 table at `offset`: the active one or that of a snapshot.
+    /// Returns whether some entry is damaged.
+    fn l1_entries(
+        &mut self,
+        image: &Image,
+        offset: u64,
+        l1: &[u8],
+        uses: &mut L2Uses,
+        active: bool,
+    ) -> bool {
+        let structure = if active { "active L1 entry" } else { "snapshot L1 entry" };
+        let mut faulty = false;
+        for (index, word) in words(l1).iter().enumerate() {
             let raw = word.get();
-            if raw == 0 {
-                continue;
-            }
             let (corrected, fault) = image.judge_l1(raw);
             let at = offset + index as u64 * 8;
             if let Some(fault) = fault {
-                self.l1_faulty = true;
-                self.l1_fault(image, at, "active L1 entry", index, raw, fault);
+                faulty = true;
+                self.l1_fault(image, at, structure, index, raw, fault);
             }
             if corrected != 0 {
-                uses.add(corrected & OFFSET_MASK, index as u32, true);
-                self.l1_copied(image, at, index, corrected);
+                uses.add(corrected & OFFSET_MASK, index as u32, active);
+                if active {
+                    self.l1_copied(image, at, index, corrected);
+                }
             }
         }
-        self.l1 = l1;
-        Ok(())
+        faulty
     }
 
     fn l1_fault(
@@ -266,20 +271,12 @@ impl Survey {
         structure: &'static str,
         index: usize,
         raw: u64,
-        fault: L1Fault,
+        (expected, lossy): L1Fault,
     ) {
-        let lossy = !matches!(fault, L1Fault::Reserved | L1Fault::NoTable);
         self.l1_lossy |= lossy;
         let span = image.geometry().l2_span();
         let guest = (index as u64).saturating_mul(span);
         self.findings.corruption(at, structure, || {
-            let expected = match fault {
-                L1Fault::Reserved => "zero in the reserved bits",
-                L1Fault::NoTable => "the offset of an L2 table, or zero",
-                L1Fault::Unaligned => "an L2 table at a cluster boundary",
-                L1Fault::BeyondEnd => "an L2 table within the file",
-                L1Fault::Protected => "an L2 table outside of the header",
-            };
             let lost = if lossy {
                 format!("; the mapping of {span} guest bytes is lost")
             } else {
@@ -295,11 +292,7 @@ impl Survey {
         if single != (entry & COPIED != 0) {
             self.l1_copied_wrong += 1;
             self.findings.corruption(at, "active L1 entry", || {
-                format!(
-                    "index {index}: found {entry:#x} {} COPIED flag, expected {}",
-                    if single { "without" } else { "with" },
-                    if single { "it, the refcount is 1" } else { "none, the refcount is not 1" },
-                )
+                wrong_copied(format_args!("index {index}"), entry, single)
             });
         }
     }
@@ -340,17 +333,8 @@ impl Survey {
             let (offset, bytes) = (snapshot.l1_offset, snapshot.l1_bytes());
             self.take_range(image, "snapshot L1 table", offset, bytes, Owner::SnapshotL1(i));
             let l1 = reader::read_table(&*image.storage, offset, bytes)?;
-            for (index, word) in words(&l1).iter().enumerate() {
-                let raw = word.get();
-                let (corrected, fault) = image.judge_l1(raw);
-                if let Some(fault) = fault {
-                    self.snapshot_l1_faulty.insert(i);
-                    let at = offset + index as u64 * 8;
-                    self.l1_fault(image, at, "snapshot L1 entry", index, raw, fault);
-                }
-                if corrected != 0 {
-                    uses.add(corrected & OFFSET_MASK, index as u32, false);
-                }
+            if self.l1_entries(image, offset, &l1, uses, false) {
+                self.snapshot_l1_faulty.insert(i);
             }
             uses.check_limit(image)?;
         }
@@ -403,17 +387,10 @@ impl Survey {
 
     fn l2_tables(&mut self, image: &Image, uses: L2Uses, meter: &mut Meter<'_, '_>) -> Result<()> {
         self.tables = uses.into_tables();
-        for table in &self.tables {
-            let cluster = table.offset >> image.geometry().cluster_bits;
-            self.balance.refer(cluster, table.weight());
-            if self.balance.mark_metadata(cluster) & METADATA != 0 {
-                self.conflicts.insert(cluster);
-                let other = self.owners.iter().find(|(range, _)| range.contains(&cluster));
-                self.findings.corruption(table.offset, "L2 table", || match other {
-                    Some((_, other)) => format!("this cluster belongs to {other} too"),
-                    None => "this cluster belongs to other metadata too".to_owned(),
-                });
-            }
+        for i in 0..self.tables.len() {
+            let (offset, references) = (self.tables[i].offset, self.tables[i].weight());
+            let cluster = offset >> image.geometry().cluster_bits;
+            self.take_cluster(image, "L2 table", cluster, references);
         }
         let offsets: Vec<u64> = self.tables.iter().map(|table| table.offset).collect();
         let tables = &mut self.tables;
@@ -443,6 +420,22 @@ impl Survey {
             self.balance.refer(cluster, refcount as i32);
         }
         self.balance.check_limit(image.name())
+    }
+
+    /// Counts the references to the refcount table and its blocks, which are not among
+    /// [`Mode::References`].
+    pub(super) fn count_refcount_structures(&mut self, image: &Image) {
+        let header = &image.header;
+        let bytes = u64::from(header.refcount_table_clusters) * image.cluster_bytes();
+        let table = image.clusters_of(header.refcount_table_offset.0, bytes);
+        // A damaged header may place the table far beyond the end of the file.
+        let table = table.take_while(|&cluster| cluster < image.file_clusters());
+        let blocks = self.refcounts.blocks.iter().filter(|&&block| block != 0);
+        let blocks = blocks.map(|&block| block >> image.geometry().cluster_bits);
+        for cluster in table.chain(blocks) {
+            self.balance.refer(cluster, 1);
+            self.balance.mark_metadata(cluster);
+        }
     }
 
     fn compare(&mut self, image: &Image) -> Result<()> {
@@ -563,6 +556,7 @@ impl L2Uses {
                 implausible: 0,
                 copied_wrong: 0,
                 lossy: false,
+                compressed: false,
             })
             .collect();
         tables.sort_unstable_by_key(|table| table.offset);

@@ -14,12 +14,10 @@ use std::sync::Arc;
 
 use vdkit_block::{Error, Limits, Monitor, Result, Storage};
 
-use super::compact::make_sound;
-use super::compact::space::{Space, runs};
+use super::compact::space::Space;
 use super::image::Image;
-use super::mapping::L2Table;
 use super::reader;
-use super::repair::write_changed;
+use super::repair::{make_sound, write_changed};
 use crate::entry::L2Entry;
 use crate::header::Encryption;
 use crate::layout::{COPIED, OFFSET_MASK, ZERO};
@@ -88,10 +86,11 @@ pub(crate) fn remove(
         let mut new = old.clone();
         for (index, word) in flagged(&space.image, &old) {
             if word & OFFSET_MASK != 0 {
-                freed.push(((word & OFFSET_MASK) >> space.image.geometry().cluster_bits, table));
+                let cluster = (word & OFFSET_MASK) >> space.image.geometry().cluster_bits;
+                freed.push((cluster, table.references()));
             }
             let word = if hides(&space.image) {
-                let place = places.take(weight(table));
+                let place = places.take(table.references());
                 let single = shared.used[place] == 1 && table.active > 0;
                 space.offset(zeroes[place]) | if single { COPIED } else { 0 }
             } else {
@@ -101,10 +100,10 @@ pub(crate) fn remove(
         }
         write_changed(&space.image, table.offset, &old, &new)?;
         if freed.len() >= FREED_MAX {
-            release(&mut space, &mut freed)?;
+            space.release(freed.drain(..))?;
         }
     }
-    release(&mut space, &mut freed)?;
+    space.release(freed)?;
     drop(space);
     // Sets the COPIED flag of clusters that now have one reference, and frees unused clusters of
     // zeroes.
@@ -115,10 +114,6 @@ pub(crate) fn remove(
 /// Whether an empty entry would expose data other than zeroes.
 fn hides(image: &Image) -> bool {
     image.header.backing_name.is_some()
-}
-
-fn weight(table: &L2Table) -> u64 {
-    u64::from(table.weight().unsigned_abs())
 }
 
 /// Index and word of the entries of a table that have a zero flag.
@@ -154,29 +149,8 @@ fn shares(space: &Space<'_>) -> Result<Shares> {
         let image = &space.image;
         let bytes = reader::read_table(&*image.storage, table.offset, image.cluster_bytes())?;
         for _ in flagged(image, &bytes) {
-            shares.take(weight(table));
+            shares.take(table.references());
         }
     }
     Ok(shares)
-}
-
-/// Frees clusters that no entry names any more.
-fn release(space: &mut Space<'_>, freed: &mut Vec<(u64, &L2Table)>) -> Result<()> {
-    // The entries must be durably removed first.
-    space.sync()?;
-    let mut gone = Vec::new();
-    for (cluster, table) in freed.drain(..) {
-        space.refer(cluster, -i64::from(table.weight()));
-        gone.push(cluster);
-    }
-    space.write_refcounts()?;
-    space.sync()?;
-    gone.sort_unstable();
-    gone.dedup();
-    // Another entry may name the cluster without a flag.
-    gone.retain(|&cluster| space.references(cluster) == 0);
-    for run in runs(gone) {
-        space.punch(run);
-    }
-    Ok(())
 }

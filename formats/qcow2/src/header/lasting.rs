@@ -11,32 +11,26 @@ use crate::layout::autoclear;
 pub(crate) struct LastingHeader(Header);
 
 impl LastingHeader {
-    /// Wraps a header that was just read.
     pub(crate) fn new(header: Header) -> Self {
         Self(header)
     }
 
-    /// 2 or 3.
     pub(crate) fn version(&self) -> u32 {
         self.0.version
     }
 
-    /// How compressed clusters are compressed.
     pub(crate) fn codec(&self) -> Codec {
         self.0.codec
     }
 
-    /// See [`Header::has_data_file`].
     pub(crate) fn has_data_file(&self) -> bool {
         self.0.has_data_file()
     }
 
-    /// See [`Header::data_file_raw`].
     pub(crate) fn data_file_raw(&self) -> bool {
         self.0.data_file_raw()
     }
 
-    /// See [`Header::lazy_refcounts`].
     pub(crate) fn lazy_refcounts(&self) -> bool {
         self.0.lazy_refcounts()
     }

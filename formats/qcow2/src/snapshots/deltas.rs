@@ -21,6 +21,11 @@ impl Deltas {
         Some(())
     }
 
+    /// Bytes of memory, about.
+    pub(super) fn bytes(&self) -> u64 {
+        self.groups.len() as u64 * (GROUP * 4 + 32)
+    }
+
     /// A cluster's number.
     pub(super) fn get(&self, cluster: u64) -> i32 {
         self.groups.get(&(cluster / GROUP)).map_or(0, |g| g[(cluster % GROUP) as usize])

@@ -1,9 +1,7 @@
 //! Internal snapshots.
 //!
 //! ```text
-//!   operations ── names      create, apply, delete, rename
-//!        │  │
-//!        │  view             a snapshot as a read-only disk
+//!   operations ── names      create, apply, delete, rename; a snapshot as a read-only disk
 //!        │
 //!      walk ── deltas        references of L1 tables, and changes of refcounts
 //!        │
@@ -20,7 +18,6 @@ mod deltas;
 mod names;
 mod operations;
 mod rewrite;
-mod view;
 mod walk;
 
 use std::mem::offset_of;

@@ -45,7 +45,6 @@ pub(super) fn find(file: &str, snapshots: &[Snapshot], which: &str, first: First
     })
 }
 
-/// Checks the name of a snapshot.
 pub(super) fn check(name: &str) -> Result<()> {
     if name.len() > NAME_BYTES_MAX || name.contains('\0') {
         return Err(Error::Invalid(format!(

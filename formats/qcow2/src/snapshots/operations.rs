@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use vdkit_block::{
-    Error, Format, HostOffset, Monitor, NewSnapshot, Result, SnapshotInfo, Snapshots,
+    CIPHER_SECTOR_BYTES, Error, Format, HostOffset, Monitor, NewSnapshot, Remedy, Result,
+    SnapshotInfo, Snapshots,
 };
 use vdkit_meta::MutexGuard;
 
@@ -12,8 +13,9 @@ use super::names::{self, First};
 use super::rewrite::{Active, Change, Flags};
 use super::walk::{Table, Walk};
 use super::{Snapshot, SnapshotTable, TablePlace};
+use crate::header::DiskTables;
 use crate::image::{Meta, Qcow2};
-use crate::layout::{COPIED, OFFSET_MASK};
+use crate::layout::{COPIED, L1_BYTES_MAX, OFFSET_MASK};
 use crate::structures::decode_words;
 
 impl Snapshots for Qcow2 {
@@ -57,7 +59,8 @@ impl Snapshots for Qcow2 {
             let index = names::find(self.storage.name(), &snapshots, which, First::Name)?;
             snapshots[index].name = name.as_bytes().to_vec();
             let info = snapshots[index].info();
-            self.rewrite(meta, Change::of_list(snapshots), &Monitor::default())?;
+            let change = Change { snapshots, ..Change::default() };
+            self.rewrite(meta, change, &Monitor::default())?;
             Ok(info)
         })
     }
@@ -66,24 +69,13 @@ impl Snapshots for Qcow2 {
         self.need_own_data()?;
         let snapshots = self.read_list(&self.meta.lock())?.snapshots;
         let index = names::find(self.storage.name(), &snapshots, which, First::Id)?;
-        self.open_view(&snapshots[index])
-    }
-}
-
-impl Change {
-    /// A change of only the snapshot list.
-    fn of_list(snapshots: Vec<Snapshot>) -> Self {
-        Self {
-            deltas: super::deltas::Deltas::default(),
-            copies: Vec::new(),
-            copies_replace: false,
-            flags: Flags::Clear,
-            active: None,
-            snapshots,
-            new_snapshot: false,
-            retired: Vec::new(),
-            counts_released: false,
-        }
+        let snapshot = &snapshots[index];
+        self.check_snapshot(snapshot)?;
+        Ok(self.reading(DiskTables {
+            l1_offset: snapshot.l1_offset,
+            l1_entries: snapshot.l1_entries,
+            guest_bytes: snapshot.disk_bytes.unwrap_or_else(|| self.guest_len()),
+        })?)
     }
 }
 
@@ -105,7 +97,8 @@ impl Qcow2 {
             let mut snapshots = self.load_list(meta)?;
             let guest_bytes = self.guest_len();
             snapshots.iter_mut().for_each(|snapshot| snapshot.complete(guest_bytes));
-            self.rewrite(meta, Change::of_list(snapshots), &Monitor::default())
+            let change = Change { snapshots, ..Change::default() };
+            self.rewrite(meta, change, &Monitor::default())
         })
     }
 
@@ -164,7 +157,8 @@ impl Qcow2 {
             copies_replace: true,
             active: Some(Active { words, guest_bytes }),
             new_snapshot: true,
-            ..Change::of_list(snapshots)
+            snapshots,
+            ..Change::default()
         };
         self.rewrite(meta, change, monitor)?;
         Ok(info)
@@ -213,10 +207,41 @@ impl Qcow2 {
             counts_released: true,
             copies,
             active: Some(Active { words, guest_bytes }),
-            ..Change::of_list(snapshots)
+            snapshots,
+            ..Change::default()
         };
         self.rewrite(meta, change, monitor)?;
         Ok(info)
+    }
+
+    /// Checks that a snapshot's L1 table can be read, and that a disk can have its size.
+    fn check_snapshot(&self, snapshot: &Snapshot) -> Result<()> {
+        let cluster = self.geometry.cluster_bytes();
+        let bytes = u64::from(snapshot.l1_entries) * 8;
+        let (offset, file_len) = (snapshot.l1_offset.0, self.storage.len()?);
+        let end = offset.checked_add(bytes);
+        let placed = offset & (cluster - 1) == 0 && end.is_some_and(|end| end <= file_len);
+        let size = snapshot.disk_bytes.unwrap_or(0);
+        let whole = self.encryption.is_none() || size.is_multiple_of(CIPHER_SECTOR_BYTES);
+        let fits = whole
+            && size <= i64::MAX as u64 - cluster
+            && self.geometry.l1_entries_for(size).saturating_mul(8) <= L1_BYTES_MAX;
+        if fits && (bytes == 0 || (offset != 0 && bytes <= L1_BYTES_MAX && placed)) {
+            return Ok(());
+        }
+        let file = self.storage.name();
+        Err(Error::corrupt(
+            file,
+            offset,
+            "snapshot L1 table",
+            format!(
+                "snapshot '{}' of a disk of {size} bytes with an L1 table of {bytes} bytes at \
+                 {offset:#x}",
+                String::from_utf8_lossy(&snapshot.name)
+            ),
+            "a possible size, and an L1 table at a cluster boundary within the file",
+        )
+        .with_remedy(Remedy::Check))
     }
 
     /// The disk size after applying a snapshot.
@@ -234,7 +259,6 @@ impl Qcow2 {
         Ok(size)
     }
 
-    /// A snapshot's L1 entries.
     fn snapshot_words(&self, snapshot: &Snapshot) -> Result<Vec<u64>> {
         self.check_snapshot(snapshot)?;
         let mut raw = vec![0; snapshot.l1_entries as usize * 8];
@@ -285,7 +309,8 @@ impl Qcow2 {
             flags: Flags::SetSingle,
             active: changed.then_some(Active { words: active, guest_bytes }),
             retired: vec![l1],
-            ..Change::of_list(snapshots)
+            snapshots,
+            ..Change::default()
         };
         self.rewrite(meta, change, monitor)?;
         Ok(snapshot.info())

@@ -21,9 +21,10 @@ use crate::structures::{encode_words, words_mut};
 const JOIN_BYTES: usize = 1 << 20;
 
 /// New COPIED flags of a rewritten L2 table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Flags {
     /// All are cleared: everything is shared now.
+    #[default]
     Clear,
     /// Set for clusters whose refcount changes to 1.
     SetSingle,
@@ -38,7 +39,7 @@ pub(super) struct Active {
 }
 
 /// All changes of one switch.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Change {
     /// Changes of the refcounts of clusters that L1 tables refer to.
     pub(super) deltas: Deltas,
@@ -115,7 +116,7 @@ impl Qcow2 {
         change: &mut Change,
         held: &mut Vec<Space>,
     ) -> Result<Places> {
-        let mut singles = self.reserve_singles(meta, change.copies.len(), held)?.into_iter();
+        let mut singles = self.take_clusters(meta, change.copies.len(), held)?.into_iter();
         let copies: BTreeMap<u64, u64> = change.copies.iter().copied().zip(&mut singles).collect();
         if change.new_snapshot {
             // The reservation already counts the active disk's reference.
@@ -143,7 +144,7 @@ impl Qcow2 {
             SnapshotTable::encode(self.storage.name(), &change.snapshots, &self.limits)?.len();
         let list = table(meta, list)?;
         let touched = self.blocks_of(meta, &change.deltas)?;
-        let singles = self.reserve_singles(meta, touched.len(), held)?;
+        let singles = self.take_clusters(meta, touched.len(), held)?;
         let refcount_table = if touched.is_empty() {
             None
         } else {
@@ -160,24 +161,6 @@ impl Qcow2 {
         let blocks =
             touched.into_iter().zip(singles).map(|((index, old), new)| (index, old, new)).collect();
         Ok(Places { copies, active_l1, snapshot_l1, list, blocks, refcount_table })
-    }
-
-    /// Reserves `count` clusters at any offsets.
-    fn reserve_singles(
-        &self,
-        meta: &mut MutexGuard<'_, Meta>,
-        count: usize,
-        held: &mut Vec<Space>,
-    ) -> Result<Vec<u64>> {
-        let mut clusters = Vec::with_capacity(count);
-        while clusters.len() < count {
-            let missing = (count - clusters.len()) as u64;
-            if let Some(space) = self.allocate(meta, missing, None)? {
-                held.push(space);
-                clusters.extend(space.first..space.first + space.count);
-            }
-        }
-        Ok(clusters)
     }
 
     /// Index and offset of the refcount blocks of all changed clusters.

@@ -99,7 +99,7 @@ impl<'a> Walk<'a> {
                 if self.count_entries(tables[i], bytes)? {
                     copied.push(tables[i].offset);
                 }
-                Ok(())
+                self.check_limit()
             },
         )?;
         Ok(copied)
@@ -182,6 +182,17 @@ impl<'a> Walk<'a> {
             let found = format!("more than 2^31 references to cluster {cluster}");
             self.fault(at, "L2 table", found, "a few references to each cluster")
         })
+    }
+
+    /// Fails once the numbers take more memory than a check may: entries all over a sparse file
+    /// would fill it.
+    fn check_limit(&self) -> Result<()> {
+        let (found, limit) = (self.deltas.bytes(), self.image.limits.check_bytes_max);
+        if found <= limit {
+            return Ok(());
+        }
+        let file = self.image.storage.name().to_owned();
+        Err(Error::Limit { file, what: "the memory to count references in bytes", found, limit })
     }
 
     pub(super) fn fault(

@@ -17,8 +17,6 @@ use crate::layout::{COPIED, OFFSET_MASK, ZERO};
 
 /// Most references in memory: 32 MiB. Few in tests, for many windows.
 const RECORDS_MAX: u64 = if cfg!(test) { 100 } else { 2 << 20 };
-/// Entry bits besides the host offset, which a move keeps.
-const FLAGS: u64 = COPIED | ZERO;
 
 /// One reference to a cluster.
 #[derive(Clone, Copy, Debug)]
@@ -30,24 +28,20 @@ struct Record {
     entry: u32,
 }
 
-const RECORD_COPIED: u32 = 1 << 31;
-const RECORD_ZERO: u32 = 1 << 30;
-
 impl Record {
     fn new(cluster: u64, table: usize, index: usize, word: u64) -> Self {
-        let copied = if word & COPIED == 0 { 0 } else { RECORD_COPIED };
-        let zero = if word & ZERO == 0 { 0 } else { RECORD_ZERO };
-        Self { cluster, table: table as u32, entry: index as u32 | copied | zero }
+        let flags = (word & COPIED) >> 32 | (word & ZERO) << 30;
+        Self { cluster, table: table as u32, entry: index as u32 | flags as u32 }
     }
 
     fn index(self) -> u32 {
-        self.entry & !(RECORD_COPIED | RECORD_ZERO)
+        self.entry & !(0b11 << 30)
     }
 
+    /// The entry's bits besides the host offset, which a move keeps.
     fn flags(self) -> u64 {
-        let copied = if self.entry & RECORD_COPIED == 0 { 0 } else { COPIED };
-        let zero = if self.entry & RECORD_ZERO == 0 { 0 } else { ZERO };
-        (copied | zero) & FLAGS
+        let entry = u64::from(self.entry);
+        entry << 32 & COPIED | entry >> 30 & ZERO
     }
 }
 
@@ -182,14 +176,13 @@ fn move_batch(
     space.write_refcounts()?;
     space.sync()?;
     write_entries(space, &moves)?;
-    space.sync()?;
     release(space, moves.iter().map(|(group, _)| group[0].cluster), report)?;
     Ok(room)
 }
 
 /// References that an entry makes: one for each L1 entry that names its table.
 fn weight(space: &Space<'_>, record: &Record) -> u64 {
-    u64::from(space.survey.tables[record.table as usize].weight().unsigned_abs())
+    space.survey.tables[record.table as usize].references()
 }
 
 /// Points all entries to the new places; adjacent entries in one write.

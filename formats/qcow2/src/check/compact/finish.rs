@@ -37,7 +37,7 @@ pub(super) fn cut(space: &mut Space<'_>, end: u64, report: &mut CompactReport) -
     }
     for gap in gaps {
         space.monitor.cancel.check()?;
-        space.punch(gap);
+        space.image.punch(gap);
     }
     Ok(())
 }
@@ -67,11 +67,6 @@ fn drop_blocks(space: &mut Space<'_>) -> Result<bool> {
     if dropped.is_empty() {
         return Ok(false);
     }
-    space.sync()?;
-    for &cluster in &dropped {
-        space.refer(cluster, -1);
-    }
-    space.write_refcounts()?;
-    space.sync()?;
+    space.release(dropped.into_iter().map(|cluster| (cluster, 1)))?;
     Ok(true)
 }

@@ -35,14 +35,10 @@ mod zeroes;
 use std::sync::Arc;
 
 use vdkit_block::{
-    CompactOptions, CompactReport, Error, Limits, Monitor, Progress, Remedy, Repair, Result,
-    Storage, punch_zeroes,
+    CompactOptions, CompactReport, Limits, Monitor, Progress, Result, Storage, punch_zeroes,
 };
 
-use super::image::Image;
-use super::repair;
-use crate::layout::incompatible;
-use crate::structures::header_offset;
+use super::repair::make_sound;
 use progress::Bar;
 use space::Space;
 
@@ -100,31 +96,4 @@ pub(crate) fn compact(
 /// The same cancel token with another progress sink.
 fn watched<'p>(monitor: &Monitor<'_>, progress: &'p dyn Progress) -> Monitor<'p> {
     Monitor::new(progress).cancelled_by(monitor.cancel.clone())
-}
-
-/// Frees leaked clusters, and returns their number.
-pub(in crate::check) fn make_sound(
-    storage: &Arc<dyn Storage>,
-    data_file: bool,
-    limits: &Limits,
-    monitor: &Monitor<'_>,
-) -> Result<u64> {
-    let image = Image::open(storage, limits)?;
-    if image.header.has(incompatible::DIRTY) {
-        repair::recover(storage, limits, monitor)?;
-    }
-    let found = repair::run(storage, data_file, Repair::Leaks, limits, monitor)?;
-    if found.corruptions_left() + found.leaks_left() > 0 {
-        let first = found.findings.iter().find(|finding| !finding.repaired);
-        return Err(Error::corrupt(
-            image.name(),
-            first.map_or(header_offset!(incompatible_features), |finding| finding.offset),
-            first.map_or("image", |finding| finding.structure),
-            first.map_or("damage".to_owned(), |finding| finding.message.clone()),
-            "a sound image",
-        )
-        .with_remedy(Remedy::Repair { repair: Repair::All, force: found.leaks_kept > 0 }));
-    }
-    repair::forget_autoclear(&image)?;
-    Ok(found.leaks_fixed)
 }

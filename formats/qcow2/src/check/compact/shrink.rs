@@ -64,13 +64,6 @@ pub(super) fn shrink_refcount_table(
 
 /// Frees the last clusters of a table, once the header with its new length is durable.
 fn free(space: &mut Space<'_>, clusters: Range<u64>, report: &mut CompactReport) -> Result<()> {
-    space.sync()?;
     report.table_clusters += clusters.end - clusters.start;
-    for cluster in clusters.clone() {
-        space.refer(cluster, -1);
-    }
-    space.write_refcounts()?;
-    space.sync()?;
-    space.punch(clusters);
-    Ok(())
+    space.release(clusters.map(|cluster| (cluster, 1)))
 }

@@ -1,16 +1,13 @@
 //! Tracks free and used clusters, and changes refcounts on disk.
 
 use std::collections::BTreeSet;
-use std::ops::Range;
 use std::sync::Arc;
 
 use vdkit_block::{HostOffset, Limits, Monitor, Result, Storage, ZeroMode};
 
 use crate::check::balance::METADATA;
-use crate::check::image::Image;
-use crate::check::repair::write_changed;
+use crate::check::image::{Image, add_to_runs};
 use crate::check::survey::{Mode, Survey};
-use crate::refcounts::set_refcount;
 
 /// Bytes of one request of a copy.
 const COPY_BYTES: u64 = 1 << 20;
@@ -27,7 +24,6 @@ pub(in crate::check) struct Space<'a> {
 }
 
 impl<'a> Space<'a> {
-    /// Reads all metadata.
     pub(in crate::check) fn load(
         storage: &Arc<dyn Storage>,
         limits: &Limits,
@@ -37,16 +33,7 @@ impl<'a> Space<'a> {
         // Progress covers the work, not this survey.
         let quiet = monitor.quiet();
         let mut survey = Survey::take(&image, Mode::References, &quiet)?;
-        let header = &image.header;
-        let table = header.refcount_table_offset.0 >> header.geometry.cluster_bits;
-        let mut own: Vec<u64> =
-            (table..table + u64::from(header.refcount_table_clusters)).collect();
-        let blocks = survey.refcounts.blocks.iter().filter(|&&block| block != 0);
-        own.extend(blocks.map(|&block| block >> header.geometry.cluster_bits));
-        for cluster in own {
-            survey.balance.refer(cluster, 1);
-            survey.balance.mark_metadata(cluster);
-        }
+        survey.count_refcount_structures(&image);
         survey.balance.check_limit(image.name())?;
         Ok(Self { image, survey, monitor, low: 0, changed: BTreeSet::new() })
     }
@@ -132,28 +119,9 @@ impl<'a> Space<'a> {
     /// Writes changed refcounts, not yet durably.
     pub(in crate::check) fn write_refcounts(&mut self) -> Result<()> {
         self.survey.balance.check_limit(self.image.name())?;
-        let geometry = *self.image.geometry();
-        let mut changed = std::mem::take(&mut self.changed).into_iter().peekable();
-        while let Some(&first) = changed.peek() {
-            let end =
-                ((first >> geometry.refcount_block_bits()) + 1) << geometry.refcount_block_bits();
-            let block = self.survey.refcounts.block_of(&self.image, first);
-            let mut old = vec![0; geometry.cluster_bytes() as usize];
-            if let Some(block) = block {
-                self.image.storage.read_padded(&mut old, HostOffset(block))?;
-            }
-            let mut new = old.clone();
-            while let Some(cluster) = changed.next_if(|&cluster| cluster < end) {
-                let index = cluster & (geometry.refcount_block_entries() - 1);
-                let references = self.references(cluster);
-                set_refcount(&mut new, index, geometry.refcount_order, references);
-            }
-            // Without a block, there is no refcount to lower.
-            if let Some(block) = block {
-                write_changed(&self.image, block, &old, &new)?;
-            }
-        }
-        Ok(())
+        let changed = std::mem::take(&mut self.changed).into_iter();
+        let references = |cluster: u64, _: u64| self.references(cluster);
+        self.survey.refcounts.change(&self.image, changed, references).map(drop)
     }
 
     /// Copies clusters. Holes stay holes.
@@ -185,16 +153,30 @@ impl<'a> Space<'a> {
         Ok(())
     }
 
-    /// Discards unreferenced clusters in the file system.
-    pub(in crate::check) fn punch(&self, run: Range<u64>) {
-        let end = run.end.min(self.image.file_clusters());
-        if run.start < end {
-            // Errors are ignored: the space merely stays allocated.
-            let _ = self
-                .image
-                .storage
-                .discard(HostOffset(self.offset(run.start)), self.offset(end - run.start));
+    /// Drops references that entries no longer make: each cluster with their number. Once that is
+    /// durable, discards the clusters that have none left.
+    pub(in crate::check) fn release(
+        &mut self,
+        gone: impl IntoIterator<Item = (u64, u64)>,
+    ) -> Result<()> {
+        // The entries must be durably removed first.
+        self.sync()?;
+        let mut clusters = Vec::new();
+        for (cluster, references) in gone {
+            self.refer(cluster, -(references as i64));
+            clusters.push(cluster);
         }
+        self.write_refcounts()?;
+        self.sync()?;
+        clusters.sort_unstable();
+        let mut runs = Vec::new();
+        for cluster in clusters {
+            if self.references(cluster) == 0 {
+                add_to_runs(&mut runs, cluster);
+            }
+        }
+        runs.into_iter().for_each(|run| self.image.punch(run));
+        Ok(())
     }
 
     /// Makes all writes durable.
@@ -206,16 +188,4 @@ impl<'a> Space<'a> {
     pub(in crate::check) fn batch_clusters(&self) -> u64 {
         (super::BATCH_BYTES / self.image.cluster_bytes()).clamp(1, super::BATCH_CLUSTERS_MAX)
     }
-}
-
-/// Runs of consecutive numbers in a sorted sequence.
-pub(in crate::check) fn runs(sorted: impl IntoIterator<Item = u64>) -> Vec<Range<u64>> {
-    let mut runs: Vec<Range<u64>> = Vec::new();
-    for cluster in sorted {
-        match runs.last_mut() {
-            Some(last) if last.end == cluster => last.end += 1,
-            _ => runs.push(cluster..cluster + 1),
-        }
-    }
-    runs
 }

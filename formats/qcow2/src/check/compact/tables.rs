@@ -18,9 +18,7 @@ use crate::structures::{
 
 /// A structure with one aligned 8-byte pointer, so that one write moves it.
 struct Table {
-    /// First cluster.
     first: u64,
-    /// Clusters.
     count: u64,
     /// Host offset of the pointer to it.
     pointer: u64,
@@ -165,7 +163,6 @@ fn relocate(
         let word = space.offset(to).to_be_bytes();
         space.image.storage.write_at(&word, HostOffset(table.pointer))?;
     }
-    space.sync()?;
     let bits = space.image.geometry().cluster_bits;
     let places: FxHashMap<u64, u64> =
         moves.iter().map(|&(table, to)| (table.first << bits, to << bits)).collect();
@@ -179,24 +176,16 @@ fn relocate(
     )
 }
 
-/// Frees the old places of moved structures.
+/// Frees the old places of moved structures, once the pointers to the new ones are durable.
 pub(super) fn release(
     space: &mut Space<'_>,
     clusters: impl Iterator<Item = u64>,
     report: &mut CompactReport,
 ) -> Result<()> {
-    let mut clusters: Vec<u64> = clusters.collect();
-    clusters.sort_unstable();
-    for &cluster in &clusters {
-        space.refer(cluster, -(space.references(cluster) as i64));
-    }
-    space.write_refcounts()?;
-    space.sync()?;
-    report.moved_clusters += clusters.len() as u64;
-    for run in super::space::runs(clusters) {
-        space.punch(run);
-    }
-    Ok(())
+    let gone: Vec<(u64, u64)> =
+        clusters.map(|cluster| (cluster, space.references(cluster))).collect();
+    report.moved_clusters += gone.len() as u64;
+    space.release(gone)
 }
 
 fn move_l2_tables(space: &mut Space<'_>, end: u64, report: &mut CompactReport) -> Result<()> {
@@ -220,7 +209,6 @@ fn move_l2_tables(space: &mut Space<'_>, end: u64, report: &mut CompactReport) -
         space.write_refcounts()?;
         space.sync()?;
         point_l1s(space, &moves)?;
-        space.sync()?;
         release(space, old.into_iter(), report)?;
     }
     Ok(())

@@ -3,7 +3,7 @@
 use rustc_hash::FxHashMap;
 use vdkit_block::{CompactReport, HostOffset, ReadOp, Result, is_zero};
 
-use super::space::{Space, runs};
+use super::space::Space;
 use super::tables;
 use crate::check::image::Image;
 use crate::check::mapping::{L2Table, entry_at};
@@ -29,7 +29,7 @@ pub(super) fn drop_zeroes(
     let tables = space.survey.tables.clone();
     // Zeroes on disk are not zeroes to the guest of an encrypted disk.
     let scan = scan && space.image.header.encryption == Encryption::None;
-    let mut freed: Vec<(u64, i64)> = Vec::new();
+    let mut freed: Vec<(u64, u64)> = Vec::new();
     let mut empty: FxHashMap<u64, u64> = FxHashMap::default();
     for (done, table) in tables.iter().enumerate() {
         space.monitor.cancel.check()?;
@@ -44,39 +44,19 @@ pub(super) fn drop_zeroes(
         }
         write_changed(&space.image, table.offset, &old, &new)?;
         if freed.len() >= FREED_MAX {
-            release(space, &mut freed)?;
+            space.release(freed.drain(..))?;
         }
     }
-    release(space, &mut freed)?;
+    if !freed.is_empty() {
+        space.release(freed)?;
+    }
     if !empty.is_empty() {
         // Unlinking needs no space, so all empty tables are unlinked at once.
         tables::point_l1s(space, &empty)?;
-        let mut gone: Vec<(u64, i64)> = tables
-            .iter()
-            .filter(|table| empty.contains_key(&table.offset))
-            .map(|t| (t.offset >> space.image.geometry().cluster_bits, t.weight().into()))
-            .collect();
-        report.empty_tables += gone.len() as u64;
-        release(space, &mut gone)?;
-    }
-    Ok(())
-}
-
-/// Frees clusters that entries do not name any more.
-fn release(space: &mut Space<'_>, freed: &mut Vec<(u64, i64)>) -> Result<()> {
-    if freed.is_empty() {
-        return Ok(());
-    }
-    // The entries must be durably removed first.
-    space.sync()?;
-    freed.sort_unstable();
-    for &(cluster, references) in &*freed {
-        space.refer(cluster, -references);
-    }
-    space.write_refcounts()?;
-    space.sync()?;
-    for run in runs(freed.drain(..).map(|(cluster, _)| cluster)) {
-        space.punch(run);
+        let bits = space.image.geometry().cluster_bits;
+        let gone = tables.iter().filter(|table| empty.contains_key(&table.offset));
+        report.empty_tables += gone.clone().count() as u64;
+        space.release(gone.map(|table| (table.offset >> bits, table.references())))?;
     }
     Ok(())
 }
@@ -112,7 +92,7 @@ impl Zeroes<'_, '_> {
     fn free(
         &self,
         bytes: &mut [u8],
-        freed: &mut Vec<(u64, i64)>,
+        freed: &mut Vec<(u64, u64)>,
         report: &mut CompactReport,
     ) -> Result<()> {
         let image = &self.space.image;
@@ -128,7 +108,7 @@ impl Zeroes<'_, '_> {
             }
             let host = image.geometry().host_cluster(entry.host());
             // A reference from another table would keep the cluster.
-            let sole = self.space.references(host) == u64::from(self.table.weight().unsigned_abs());
+            let sole = self.space.references(host) == self.table.references();
             if sole && !self.space.is_metadata(host) {
                 candidates.push((host, index));
             }
@@ -147,7 +127,7 @@ impl Zeroes<'_, '_> {
                 }
                 new.encode(&mut words_mut(bytes)[index * words..][..words]);
                 if !new.has_space(false) {
-                    freed.push((host, self.table.weight().into()));
+                    freed.push((host, self.table.references()));
                     report.zero_clusters += 1;
                 }
             }

@@ -29,8 +29,8 @@ use std::sync::Arc;
 
 use rustc_hash::FxHashSet;
 use vdkit_block::{
-    CheckReport, Error, HostOffset, Limits, Monitor, Remedy, Repair, Result, Storage,
-    require_writable,
+    CheckReport, Error, Finding, HostOffset, Limits, Monitor, Remedy, Repair, Result, Severity,
+    Storage, require_writable,
 };
 
 use super::image::Image;
@@ -108,8 +108,14 @@ fn keep(image: &mut Image, first: Survey, kept: Kept, monitor: &Monitor<'_>) -> 
     Survey::take(image, Mode::Compare, monitor)
 }
 
-/// See [`super::rebuild_refcounts`].
-pub(super) fn recover(
+/// Rebuilds the refcounts and COPIED flags of an image that was not closed cleanly, and clears its
+/// dirty bit. The engine calls this when it opens such an image for writing, and must then reread
+/// the header, since the refcount table may have moved.
+///
+/// # Errors
+/// [`Error::Corrupt`] if the mapping itself is damaged (only a repair may decide what is lost), and
+/// as [`super::check`].
+pub fn rebuild_refcounts(
     storage: &Arc<dyn Storage>,
     limits: &Limits,
     monitor: &Monitor<'_>,
@@ -140,8 +146,14 @@ pub(super) fn recover(
     Ok(())
 }
 
-/// See [`super::change_refcount_width`].
-pub(super) fn change_width(
+/// Converts a sound version 3 image to refcounts of 2^`order` bits, in new blocks and a new table.
+/// One header write switches to them; a crash before it leaves the old ones. Afterwards the old
+/// blocks and table are free.
+///
+/// # Errors
+/// [`Error::Invalid`] if a cluster has more references than the new width can count;
+/// [`Error::Corrupt`] if the image is not sound, and as [`super::check`].
+pub(crate) fn change_refcount_width(
     storage: &Arc<dyn Storage>,
     order: u32,
     limits: &Limits,
@@ -149,20 +161,32 @@ pub(super) fn change_width(
 ) -> Result<()> {
     // Refcounts must be exact first: the COPIED flags that go with a refcount that is too high
     // would contradict the new refcounts.
-    let report = &run(storage, true, Repair::Leaks, limits, monitor)?;
-    let mut image = Image::open(storage, limits)?;
-    if report.corruptions_left() + report.leaks_left() > 0 {
-        let finding = report.findings.iter().find(|finding| !finding.repaired);
-        return Err(Error::corrupt(
-            image.name(),
-            finding.map_or(0, |finding| finding.offset),
-            finding.map_or("metadata", |finding| finding.structure),
-            finding.map_or("damage".to_owned(), |finding| finding.message.clone()),
-            "sound metadata",
-        )
-        .with_remedy(Remedy::REPAIR));
+    make_sound(storage, true, limits, monitor)?;
+    relocate::change_width(&mut Image::open(storage, limits)?, order, monitor)
+}
+
+/// Frees leaked clusters, and returns their number.
+///
+/// # Errors
+/// [`Error::Corrupt`] for an image with any other damage.
+pub(in crate::check) fn make_sound(
+    storage: &Arc<dyn Storage>,
+    data_file: bool,
+    limits: &Limits,
+    monitor: &Monitor<'_>,
+) -> Result<u64> {
+    let image = Image::open(storage, limits)?;
+    if image.header.has(incompatible::DIRTY) {
+        rebuild_refcounts(storage, limits, monitor)?;
     }
-    relocate::change_width(&mut image, order, monitor)
+    let found = run(storage, data_file, Repair::Leaks, limits, monitor)?;
+    if found.corruptions_left() + found.leaks_left() > 0 {
+        let first = found.findings.iter().find(|finding| !finding.repaired);
+        let remedy = Remedy::Repair { repair: Repair::All, force: found.leaks_kept > 0 };
+        return Err(unsound(&image, first).with_remedy(remedy));
+    }
+    forget_autoclear(&image)?;
+    Ok(found.leaks_fixed)
 }
 
 /// [`Error::Corrupt`] if more than refcounts is wrong.
@@ -171,16 +195,19 @@ fn refuse_damage(image: &Image, survey: &Survey) -> Result<()> {
         return Ok(());
     }
     let first = survey.findings.report.findings.iter().find(|finding| {
-        finding.severity == vdkit_block::Severity::Corruption && finding.structure != "refcount"
+        finding.severity == Severity::Corruption && finding.structure != "refcount"
     });
-    Err(Error::corrupt(
+    Err(unsound(image, first).with_remedy(Remedy::REPAIR))
+}
+
+fn unsound(image: &Image, found: Option<&Finding>) -> Error {
+    Error::corrupt(
         image.name(),
-        first.map_or(0, |finding| finding.offset),
-        first.map_or("metadata", |finding| finding.structure),
-        first.map_or("damage".to_owned(), |finding| finding.message.clone()),
+        found.map_or(0, |finding| finding.offset),
+        found.map_or("metadata", |finding| finding.structure),
+        found.map_or("damage".to_owned(), |finding| finding.message.clone()),
         "sound metadata",
     )
-    .with_remedy(Remedy::REPAIR))
 }
 
 /// Repairs until nothing is left that the policy allows. Returns the final survey.
@@ -225,8 +252,7 @@ fn round(
     discard: bool,
     monitor: &Monitor<'_>,
 ) -> Result<bool> {
-    let report = &survey.findings.report;
-    if report.leaks == 0 && report.corruptions == 0 && survey.ahead == 0 {
+    if !has_findings(survey) {
         return Ok(false);
     }
     // An apparent leak may be what a damaged entry pointed to.
@@ -267,7 +293,7 @@ fn round(
 }
 
 /// A writer must clear unknown and inapplicable autoclear bits.
-pub(in crate::check) fn forget_autoclear(image: &Image) -> Result<bool> {
+fn forget_autoclear(image: &Image) -> Result<bool> {
     let known = if image.header.has_data_file() {
         autoclear::BITMAPS | autoclear::DATA_FILE_RAW
     } else {

@@ -34,7 +34,6 @@ pub(in crate::check) struct Kept {
 }
 
 impl Kept {
-    /// Whether nothing is kept.
     pub(in crate::check) fn is_empty(&self) -> bool {
         self.tables.is_empty()
     }
@@ -44,7 +43,6 @@ impl Kept {
         self.clusters.get(behind).is_some_and(|run| run.contains(&cluster))
     }
 
-    /// Number of kept clusters.
     pub(in crate::check) fn len(&self) -> u64 {
         self.clusters.iter().map(|run| run.end - run.start).sum()
     }

@@ -13,7 +13,7 @@ use vdkit_block::{Error, HostOffset, Monitor, Result, is_zero};
 
 use super::orphans::Kept;
 use crate::check::balance::{Balance, METADATA, SINGLE};
-use crate::check::image::Image;
+use crate::check::image::{Image, add_to_runs};
 use crate::check::reader::{self, Meter};
 use crate::check::survey::{Mode, Owner, Survey};
 use crate::entry::L2Entry;
@@ -64,6 +64,10 @@ pub(super) struct Search<'a> {
     doubtful_sectors: FxHashSet<u64>,
     /// Index after the last existing block.
     behind: u64,
+    flagless: Flagless,
+    /// Offsets of candidates that are still to be read.
+    part: Vec<u64>,
+    kept: Kept,
     /// Clusters that only one table maps; a reused buffer.
     mapped: Vec<Range<u64>>,
 }
@@ -76,21 +80,25 @@ impl<'a> Search<'a> {
         scope: Scope,
         monitor: &Monitor<'_>,
     ) -> Result<Self> {
-        let references = Survey::take(image, Mode::References, monitor)?.balance;
+        let unsound = !survey.refcounts.sound || survey.owner_in_conflict(Owner::Refcounts);
+        let mut references = Survey::take(image, Mode::References, monitor)?;
+        if !unsound {
+            references.count_refcount_structures(image);
+        }
         let mut search = Self {
             image,
             survey,
             scope,
-            references,
-            unsound: !survey.refcounts.sound || survey.owner_in_conflict(Owner::Refcounts),
+            references: references.balance,
+            unsound,
             doubtful: FxHashSet::default(),
             doubtful_sectors: FxHashSet::default(),
             behind: 0,
+            flagless: Flagless::No,
+            part: Vec::new(),
+            kept: Kept::default(),
             mapped: Vec::new(),
         };
-        if !search.unsound {
-            search.count_refcount_structures();
-        }
         search.references.check_limit(image.name())?;
         search.doubt(monitor)?;
         Ok(search)
@@ -99,21 +107,6 @@ impl<'a> Search<'a> {
     /// Whether all refcounts can be trusted.
     pub(super) fn trusts_everything(&self) -> bool {
         !self.unsound && self.doubtful.is_empty() && self.doubtful_sectors.is_empty()
-    }
-
-    fn count_refcount_structures(&mut self) {
-        let image = self.image;
-        let header = &image.header;
-        let bytes = u64::from(header.refcount_table_clusters) * image.cluster_bytes();
-        let table = image.clusters_of(header.refcount_table_offset.0, bytes);
-        let blocks = self.survey.refcounts.blocks.iter().filter(|&&block| block != 0);
-        let blocks = blocks.map(|&block| block >> image.geometry().cluster_bits);
-        // A damaged header may place the table far beyond the end of the file.
-        let clusters = table.take_while(|&cluster| cluster < image.file_clusters()).chain(blocks);
-        for cluster in clusters {
-            self.references.refer(cluster, 1);
-            self.references.mark_metadata(cluster);
-        }
     }
 
     /// Finds blocks and sectors that cannot be trusted.
@@ -203,34 +196,28 @@ impl<'a> Search<'a> {
 
     /// Examines all candidates.
     pub(super) fn run(mut self, flagless: Flagless, monitor: &Monitor<'_>) -> Result<Kept> {
-        let mut kept = Kept::default();
+        self.flagless = flagless;
         let survey = self.survey;
         let leaked = survey.balance.unbalanced().filter(|&(_, balance)| balance > 0);
-        let mut part = Vec::new();
         let mut meter = Meter::new(monitor);
         for (cluster, balance) in leaked {
             let lost = self.is_orphan(cluster) && cluster < self.image.file_clusters();
             if lost && self.refcount(cluster) == balance {
-                self.add(&mut part, cluster, flagless, &mut kept, &mut meter)?;
+                self.add(cluster, &mut meter)?;
             }
         }
         if self.scope == Scope::Everything && !self.trusts_everything() {
-            self.unbelieved(&mut part, flagless, &mut kept, &mut meter)?;
+            self.unbelieved(&mut meter)?;
         }
-        self.look(&mut part, flagless, &mut kept, &mut meter)?;
+        self.look(&mut meter)?;
+        let mut kept = self.kept;
         kept.tables.sort_unstable();
         merge(&mut kept.clusters);
         Ok(kept)
     }
 
     /// Adds unreferenced clusters whose refcount is 0 but not trusted.
-    fn unbelieved(
-        &mut self,
-        part: &mut Vec<u64>,
-        flagless: Flagless,
-        kept: &mut Kept,
-        meter: &mut Meter<'_, '_>,
-    ) -> Result<()> {
+    fn unbelieved(&mut self, meter: &mut Meter<'_, '_>) -> Result<()> {
         let image = self.image;
         let bits = image.geometry().cluster_bits;
         let sector = self.sector_clusters();
@@ -253,7 +240,7 @@ impl<'a> Search<'a> {
             }
             for cluster in at..end {
                 if self.is_orphan(cluster) && self.survey.balance.balance(cluster) == 0 {
-                    self.add(part, cluster, flagless, kept, meter)?;
+                    self.add(cluster, meter)?;
                 }
             }
             meter.monitor.cancel.check()?;
@@ -262,50 +249,36 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    fn add(
-        &mut self,
-        part: &mut Vec<u64>,
-        cluster: u64,
-        flagless: Flagless,
-        kept: &mut Kept,
-        meter: &mut Meter<'_, '_>,
-    ) -> Result<()> {
-        part.push(cluster << self.image.geometry().cluster_bits);
-        if part.len() < PART { Ok(()) } else { self.look(part, flagless, kept, meter) }
+    fn add(&mut self, cluster: u64, meter: &mut Meter<'_, '_>) -> Result<()> {
+        self.part.push(cluster << self.image.geometry().cluster_bits);
+        if self.part.len() < PART { Ok(()) } else { self.look(meter) }
     }
 
     /// Reads the candidates of a batch.
-    fn look(
-        &mut self,
-        part: &mut Vec<u64>,
-        flagless: Flagless,
-        kept: &mut Kept,
-        meter: &mut Meter<'_, '_>,
-    ) -> Result<()> {
+    fn look(&mut self, meter: &mut Meter<'_, '_>) -> Result<()> {
         let image = self.image;
         let bytes = image.cluster_bytes();
-        reader::for_each_cluster(&*image.storage, part, bytes, meter, |i, bytes| {
+        let part = std::mem::take(&mut self.part);
+        reader::for_each_cluster(&*image.storage, &part, bytes, meter, |i, bytes| {
             if is_zero(bytes) {
                 return Ok(());
             }
-            if let Some(mapped) = self.judge(part[i], bytes, flagless)? {
-                kept.tables.push((part[i], mapped));
+            if let Some(mapped) = self.judge(part[i], bytes)? {
+                self.kept.tables.push((part[i], mapped));
                 let own = part[i] >> image.geometry().cluster_bits;
-                kept.clusters.push(own..own + 1);
-                kept.clusters.append(&mut self.mapped);
-                self.stay_within_limit(kept)?;
+                self.kept.clusters.push(own..own + 1);
+                self.kept.clusters.append(&mut self.mapped);
+                self.stay_within_limit()?;
             }
             Ok(())
-        })?;
-        part.clear();
-        Ok(())
+        })
     }
 
     /// Returns the number of clusters that only this lost table maps, and leaves them in `mapped`.
     /// Returns `None` if this is not a lost table: if not all its entries are plausible, or if
     /// freeing it would lose nothing. For example, a copy of an existing table, as an interrupted
     /// repair leaves it, names the same clusters.
-    fn judge(&mut self, own: u64, bytes: &[u8], flagless: Flagless) -> Result<Option<u64>> {
+    fn judge(&mut self, own: u64, bytes: &[u8]) -> Result<Option<u64>> {
         let image = self.image;
         let geometry = image.geometry();
         let data_file = image.header.has_data_file();
@@ -340,11 +313,7 @@ impl<'a> Search<'a> {
                 possible &= cluster != own >> geometry.cluster_bits && self.is_used(cluster);
                 if self.is_orphan(cluster) {
                     lost += 1;
-                    match mapped.last_mut() {
-                        Some(last) if last.end == cluster => last.end += 1,
-                        Some(last) if last.contains(&cluster) => {}
-                        _ => mapped.push(cluster..cluster + 1),
-                    }
+                    add_to_runs(&mut mapped, cluster);
                 } else {
                     others += u64::from(entry.is_copied() || self.is_metadata(cluster));
                     shares |= !self.is_metadata(cluster);
@@ -358,7 +327,7 @@ impl<'a> Search<'a> {
             && lost + others == 0
             && image.header.backing_name.is_some()
             && (spoken_for || geometry.refcount_order < 6);
-        let counts = match flagless {
+        let counts = match self.flagless {
             Flagless::No => false,
             Flagless::Sharing => shares,
             Flagless::Yes => true,
@@ -367,7 +336,6 @@ impl<'a> Search<'a> {
             && (lost > 0 || hides)
             && (flags || counts && !self.is_refcount_table(bytes)? || hides)
             && (spoken_for || others * OTHERS_MAX <= lost);
-        mapped.retain(|run| !run.is_empty());
         let count = mapped.iter().map(|run| run.end - run.start).sum();
         self.mapped = mapped;
         Ok(is_table.then_some(count))
@@ -397,12 +365,12 @@ impl<'a> Search<'a> {
 
     /// Fails above the memory limit. Merges runs first, so that clusters of several tables count
     /// once.
-    fn stay_within_limit(&self, kept: &mut Kept) -> Result<()> {
+    fn stay_within_limit(&mut self) -> Result<()> {
         let places = |kept: &Kept| (kept.tables.len() + kept.clusters.len()) as u64;
-        if self.check_limit(places(kept)).is_err() {
-            merge(&mut kept.clusters);
+        if self.check_limit(places(&self.kept)).is_err() {
+            merge(&mut self.kept.clusters);
         }
-        self.check_limit(places(kept))
+        self.check_limit(places(&self.kept))
     }
 
     /// Fails if `places` entries of 16 bytes exceed the memory limit.
@@ -421,7 +389,6 @@ impl<'a> Search<'a> {
     }
 }
 
-/// Sorts and merges runs.
 fn merge(clusters: &mut Vec<Range<u64>>) {
     clusters.sort_unstable_by_key(|run| (run.start, run.end));
     let mut merged: Vec<Range<u64>> = Vec::new();

@@ -124,6 +124,31 @@ fn thousands_of_snapshots_of_one_l1_table_are_refused() {
 }
 
 #[test]
+fn a_snapshot_table_ends_at_its_largest_size() {
+    let storage = image(1 << 30, 2, 4);
+    storage.write_at(&2u32.to_be_bytes(), HostOffset(60)).unwrap();
+    storage.write_at(&(8 * CLUSTER).to_be_bytes(), HostOffset(64)).unwrap();
+    let entry = |extra: u32| {
+        let mut entry = [0u8; 40];
+        entry[13] = 1;
+        entry[36..].copy_from_slice(&extra.to_be_bytes());
+        entry
+    };
+    // The first entry fills the largest table but for its own fixed part, and a second one follows
+    // that has 4 GiB of extra data.
+    let extra = crate::snapshots::TABLE_BYTES_MAX as u32 - 8;
+    let second = 8 * CLUSTER + (40 + u64::from(extra) + 1).next_multiple_of(8);
+    storage.write_at(&entry(extra), HostOffset(8 * CLUSTER)).unwrap();
+    storage.write_at(&entry(u32::MAX), HostOffset(second)).unwrap();
+    storage.set_len(8 << 30).unwrap();
+    let (result, read) = run(&storage, Repair::Nothing);
+    let report = result.unwrap();
+    let lost = |message: &str| message.contains("2 snapshots from here on are lost");
+    assert!(report.findings.iter().any(|finding| lost(&finding.message)), "{report:#?}");
+    assert!(read < 4 << 20, "{read}");
+}
+
+#[test]
 fn a_tiny_file_that_claims_much_is_refused() {
     for size in [1u64 << 60, i64::MAX as u64, u64::MAX] {
         let storage = image(size, 1, 4);
