@@ -7,14 +7,13 @@ use serde::Serialize;
 use vdkit::jobs::{bitmaps, merge_bitmap};
 use vdkit::{BackingChoice, BitmapStatus, Bitmaps, Disk, NewBitmap, OpenOptions};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Json, References, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::keys::Keys;
 use crate::output::{Table, bytes_short};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "bitmap",
     about: "Record which parts of a disk were written, for incremental backups",
@@ -41,11 +40,10 @@ vdkit bitmap merge disk.qcow2 monday --into all
 vdkit bitmap merge -b old.qcow2 disk.qcow2 tuesday --into all
 vdkit bitmap clear disk.qcow2 monday
 ",
-    augment: augment::<BitmapArgs>,
+    augment: BitmapArgs::augment_args,
     run: run::<BitmapArgs>,
 };
 
-/// Arguments of `vdkit bitmap`.
 #[derive(Args, Debug)]
 pub struct BitmapArgs {
     /// Action: list, add, remove, clear, enable, disable, merge or dirty
@@ -273,8 +271,6 @@ fn dirty_text(all: &dyn Bitmaps, name: &str, session: &mut Session) -> Outcome {
 }
 
 impl Run for BitmapArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         self.check()?;
         let disk = Disk::open(&vdkit::registry(), &self.image, &self.options())?;

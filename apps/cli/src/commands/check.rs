@@ -7,14 +7,13 @@ use serde::Serialize;
 use vdkit::jobs;
 use vdkit::{CheckReport, Error, Finding, Repair};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Json, Opening, ProgressOption};
 use crate::failure::{Exit, Failure, Outcome, Tone, print_line};
 use crate::output::{Output, bytes_long};
 use crate::runs;
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "check",
     about: "Check an image's metadata, and repair it",
@@ -32,7 +31,7 @@ vdkit check disk.qcow2
 vdkit check --repair leaks disk.qcow2   free leaked space
 vdkit check --repair all disk.qcow2     repair every fault that can be repaired; make a copy first
 ",
-    augment: augment::<CheckArgs>,
+    augment: CheckArgs::augment_args,
     run: run::<CheckArgs>,
 };
 
@@ -43,7 +42,6 @@ enum RepairChoice {
     All,
 }
 
-/// Arguments of `vdkit check`.
 #[derive(Args, Debug)]
 pub struct CheckArgs {
     /// The image
@@ -191,8 +189,6 @@ fn hint(report: &CheckReport, repair: Repair, named: Option<&str>, image: &str) 
 }
 
 impl Run for CheckArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let repair = match self.repair {
             None => Repair::Nothing,

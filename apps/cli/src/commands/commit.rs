@@ -5,13 +5,12 @@ use std::path::PathBuf;
 use clap::{Args, ValueHint};
 use vdkit::jobs::{self, CommitOptions, CommitReport};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Force, Json, ProgressOption, Writing};
 use crate::failure::{Exit, Outcome, Tone, print_line, quoted};
 use crate::output::bytes_long;
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "commit",
     about: "Copy an overlay's content into its backing image",
@@ -27,11 +26,10 @@ vdkit commit overlay.qcow2                    into its backing image; empties th
 vdkit commit --keep overlay.qcow2             keeps the overlay as it is
 vdkit commit --to base.qcow2 overlay.qcow2    further down the chain
 ",
-    augment: augment::<CommitArgs>,
+    augment: CommitArgs::augment_args,
     run: run::<CommitArgs>,
 };
 
-/// Arguments of `vdkit commit`.
 #[derive(Args, Debug)]
 pub struct CommitArgs {
     /// The overlay
@@ -57,8 +55,6 @@ pub struct CommitArgs {
 }
 
 impl Run for CommitArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let mut options = CommitOptions::default();
         options.to = self.to.clone();

@@ -7,13 +7,12 @@ use serde::Serialize;
 use vdkit::jobs::{self, Compacted};
 use vdkit::{CompactOptions, CompactReport};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Json, OpeningForWriting, ProgressOption};
 use crate::failure::{Exit, Outcome};
 use crate::output::{Output, bytes_short};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "compact",
     about: "Free unused and zero clusters in place",
@@ -32,11 +31,10 @@ vdkit compact disk.qcow2
 vdkit compact --no-zero-scan disk.qcow2    uses metadata only, without reading guest data
 vdkit compact -f raw disk.img              holes instead of blocks of zeroes
 ",
-    augment: augment::<CompactArgs>,
+    augment: CompactArgs::augment_args,
     run: run::<CompactArgs>,
 };
 
-/// Arguments of `vdkit compact`.
 #[derive(Args, Debug)]
 pub struct CompactArgs {
     /// The image
@@ -99,8 +97,6 @@ fn print(name: &str, report: &CompactReport, out: &mut Output) -> std::io::Resul
 }
 
 impl Run for CompactArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let how = CompactOptions::default().zero_scan(!self.no_zero_scan);
         let options = self.opening.options();

@@ -23,7 +23,7 @@ use vdkit::{
     OpenOptions, Options, Registry, Secret, same_file,
 };
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{
     Force, FormatOptions, Json, ParentOption, ProgressOption, References, cache_mode, size,
 };
@@ -34,7 +34,6 @@ use crate::keys::{Keys, TargetKey, key_of_new};
 use crate::protocols;
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "convert",
     about: "Convert an image to another format, or copy it",
@@ -77,11 +76,10 @@ vdkit convert appliance.ova --disk 2 data.raw      only one of the disks
 vdkit convert root.qcow2 data.raw new.ova -o cpus=4,memory=8G
                                                    an appliance with two disks
 ",
-    augment: augment::<ConvertArgs>,
+    augment: ConvertArgs::augment_args,
     run: run::<ConvertArgs>,
 };
 
-/// Arguments of `vdkit convert`.
 #[derive(Args, Debug)]
 #[command(override_usage = "vdkit convert [OPTIONS] SOURCE... TARGET")]
 pub struct ConvertArgs {
@@ -229,8 +227,6 @@ fn detect_zeros(text: &str) -> Result<DetectZeros, String> {
 }
 
 impl Run for ConvertArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let registry = vdkit::registry();
         let images: Vec<_> = self.images.iter().map(|name| standard(name)).collect();

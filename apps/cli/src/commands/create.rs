@@ -8,7 +8,7 @@ use serde::Serialize;
 use vdkit::jobs::{self, CreateOptions, NewBacking, Preset, Use};
 use vdkit::{FormatDriver, OpenOptions, Options};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{FormatOptions, Json, ProgressOption, References, size};
 use crate::failure::{Exit, Failure, Outcome, Tone, print_line, quoted};
 use crate::guard;
@@ -17,7 +17,6 @@ use crate::output::bytes_long;
 use crate::protocols;
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "create",
     about: "Create an image, empty or with a backing image",
@@ -33,11 +32,10 @@ vdkit create overlay.qcow2 --backing base.qcow2   an overlay of the same size
 vdkit create disk.raw 10G --for gcp               format, options and size for Google Cloud
 vdkit create -f qcow2 /dev/vg0/guest 20G          on a block device
 ",
-    augment: augment::<CreateArgs>,
+    augment: CreateArgs::augment_args,
     run: run::<CreateArgs>,
 };
 
-/// Arguments of `vdkit create`.
 #[derive(Args, Debug)]
 pub struct CreateArgs {
     /// The new image, or a block device
@@ -140,8 +138,6 @@ impl CreateArgs {
 }
 
 impl Run for CreateArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         protocols::refuse_target(&self.image)?;
         let driver = self.driver()?;

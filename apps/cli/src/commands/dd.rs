@@ -6,7 +6,7 @@ use clap::Args;
 use vdkit::jobs::{self, DdOptions, DdPlan, NewImage};
 use vdkit::{Disk, Monitor, OpenOptions, Options};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Force, FormatOptions, Json, ProgressOption, References, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
@@ -15,7 +15,6 @@ use crate::output::bytes_long;
 use crate::protocols;
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "dd",
     about: "Copy a part of one disk to a part of another",
@@ -37,11 +36,10 @@ vdkit dd if=disk.qcow2 of=mbr.bin bs=512 count=1
 vdkit dd if=part.raw of=disk.qcow2 bs=1M seek=1      into an existing image
 vdkit dd if=disk.qcow2 of=tail.raw bs=1G skip=9      everything from 9 GiB on
 ",
-    augment: augment::<DdArgs>,
+    augment: DdArgs::augment_args,
     run: run::<DdArgs>,
 };
 
-/// Arguments of `vdkit dd`.
 #[derive(Args, Debug)]
 pub struct DdArgs {
     /// if=FILE, of=FILE, bs=SIZE, count=N, skip=N, seek=N, conv=WORD[,WORD]
@@ -160,8 +158,6 @@ impl Request {
 }
 
 impl Run for DdArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let registry = vdkit::registry();
         let request = Request::of(&self.operands)?;

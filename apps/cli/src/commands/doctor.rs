@@ -9,13 +9,12 @@ use vdkit::jobs::{
     DoctorSeverity,
 };
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Json, ProgressOption, References};
 use crate::failure::{Exit, Failure, Outcome, quoted};
 use crate::output::{Output, bytes_short};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "doctor",
     about: "Find faults and slow settings of images, with the commands that repair them",
@@ -31,11 +30,10 @@ vdkit doctor /var/lib/libvirt/images          every image in the folder, and ima
 vdkit doctor --libvirt disk.qcow2             also prints the <disk> element for libvirt
 vdkit doctor --json disk.qcow2 | jq '.images[].findings[].code'
 ",
-    augment: augment::<DoctorArgs>,
+    augment: DoctorArgs::augment_args,
     run: run::<DoctorArgs>,
 };
 
-/// Arguments of `vdkit doctor`.
 #[derive(Args, Debug)]
 pub struct DoctorArgs {
     /// An image or a folder
@@ -62,8 +60,6 @@ pub struct DoctorArgs {
 }
 
 impl Run for DoctorArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let folder = self.path.is_dir();
         if folder && self.format.is_some() {

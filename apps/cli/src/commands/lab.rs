@@ -2,7 +2,7 @@
 
 use clap::{Args, Subcommand as Actions};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::session::Session;
 
@@ -14,7 +14,6 @@ mod measure;
 mod plans;
 mod report;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "lab",
     about: "Measure which way to store a disk is best on this host",
@@ -46,11 +45,10 @@ vdkit lab compare BEFORE.sqlite AFTER.sqlite              which cells became wor
 vdkit lab compare B1 A1 --before B2 B3 --after A2 A3      the same with several runs of each state
 vdkit lab export RUN.sqlite --csv > values.csv
 ",
-    augment: augment::<LabArgs>,
+    augment: LabArgs::augment_args,
     run: run::<LabArgs>,
 };
 
-/// Arguments of `vdkit lab`.
 #[derive(Args, Debug)]
 #[command(
     override_usage = "vdkit lab list|show|run|report|compare|calibrate|export [OPTIONS]",
@@ -81,8 +79,6 @@ enum Action {
 }
 
 impl Run for LabArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         match self.action {
             Action::List(arguments) => arguments.run(session),

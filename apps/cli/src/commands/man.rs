@@ -5,12 +5,11 @@ use std::path::{Path, PathBuf};
 use clap::{Args, Command, ValueHint};
 use clap_mangen::Man;
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::definition;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "man",
     about: "Print a manual page, or write every page to a folder",
@@ -21,11 +20,10 @@ vdkit man | man -l -                  read the main page
 vdkit man --page convert | man -l -   read the page of one command
 vdkit man /usr/local/share/man/man1   write vdkit.1 and one page per command
 ",
-    augment: augment::<ManArgs>,
+    augment: ManArgs::augment_args,
     run: run::<ManArgs>,
 };
 
-/// Arguments of `vdkit man`.
 #[derive(Args, Debug)]
 pub struct ManArgs {
     /// Write all pages to this folder, which is created if it is missing
@@ -37,8 +35,6 @@ pub struct ManArgs {
 }
 
 impl Run for ManArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let mut root = definition::command();
         root.build();

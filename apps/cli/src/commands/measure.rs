@@ -6,13 +6,12 @@ use clap::{ArgGroup, Args, ValueHint};
 use vdkit::jobs;
 use vdkit::{Disk, Monitor, Options};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{FormatOptions, Json, Reading, size};
 use crate::failure::{Exit, Outcome};
 use crate::output::{Fields, bytes_long};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "measure",
     about: "Compute how many bytes a converted or new image needs",
@@ -24,11 +23,10 @@ allocated' its size after the guest has written every byte.",
 vdkit measure disk.raw -O qcow2
 vdkit measure --size 100G -O qcow2 -o cluster_size=2M
 ",
-    augment: augment::<MeasureArgs>,
+    augment: MeasureArgs::augment_args,
     run: run::<MeasureArgs>,
 };
 
-/// Arguments of `vdkit measure`.
 #[derive(Args, Debug)]
 #[command(group = ArgGroup::new("what").args(["source", "size"]).required(true))]
 pub struct MeasureArgs {
@@ -53,8 +51,6 @@ pub struct MeasureArgs {
 }
 
 impl Run for MeasureArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let driver = vdkit::format(&self.target_format)?;
         let texts = self.options.options.iter().map(String::as_str);

@@ -7,7 +7,7 @@ use clap::{Args, ValueHint};
 use serde::Serialize;
 use vdkit::serve::{Export, ExportOptions, Scrape};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::Json;
 use crate::failure::{Exit, Outcome};
 use crate::fuse::{self, FuseOptions};
@@ -15,7 +15,6 @@ use crate::output::bytes_long;
 use crate::serving::{DRAIN, POLL, ServedDisk, SpaceWatch};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "mount",
     about: "Mount an image's disk as one plain file, over FUSE",
@@ -35,11 +34,10 @@ vdkit mount disk.qcow2 disk.raw
 vdkit mount --read-only --snapshot before-update disk.qcow2 old.raw
 vdkit mount disk.qcow2 disk.raw & sleep 1; mount -o loop disk.raw /mnt
 ",
-    augment: augment::<MountArgs>,
+    augment: MountArgs::augment_args,
     run: run::<MountArgs>,
 };
 
-/// Arguments of `vdkit mount`.
 #[derive(Args, Debug)]
 pub struct MountArgs {
     /// The image
@@ -69,8 +67,6 @@ struct MountAnswer {
 }
 
 impl Run for MountArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         // Set up before anything that a signal would have to undo.
         let stop = session.cancel_on_signal()?;

@@ -7,14 +7,13 @@ use serde::Serialize;
 use vdkit::Disk;
 use vdkit::jobs::{self, Preallocation, ResizeOptions};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Force, Json, ProgressOption, Writing, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
 use crate::output::bytes_long;
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "resize",
     about: "Enlarge or shrink a disk",
@@ -28,11 +27,10 @@ vdkit resize disk.qcow2 +10G                10 GiB more
 vdkit resize --shrink disk.qcow2 -5G        5 GiB less: first shrink the guest's file systems
 vdkit resize -f raw disk.img 40G --preallocation falloc
 ",
-    augment: augment::<ResizeArgs>,
+    augment: ResizeArgs::augment_args,
     run: run::<ResizeArgs>,
 };
 
-/// Arguments of `vdkit resize`.
 #[derive(Args, Debug)]
 pub struct ResizeArgs {
     /// The image
@@ -114,8 +112,6 @@ impl Change {
 }
 
 impl Run for ResizeArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         if self.shrink {
             let cancel = session.cancel_on_signal()?;

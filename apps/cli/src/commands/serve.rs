@@ -12,7 +12,7 @@ use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions, Tls};
 use vdkit::serve::{Control, Controller, Export, ExportOptions, Scrape};
 use vdkit::{CancelToken, Disk, vhost_user};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::Json;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::fuse::{self, FuseOptions};
@@ -20,7 +20,6 @@ use crate::notify;
 use crate::serving::{DRAIN, POLL, ServedDisk, SpaceWatch};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "serve",
     about: "Serve an image as a disk: over NBD, over vhost-user, as a file",
@@ -45,11 +44,10 @@ vdkit serve disk.qcow2 --nbd unix:/run/old.sock --snapshot before-update
 vdkit serve disk.qcow2 --nbd unix:/run/disk.sock --metrics 127.0.0.1:9101
 vdkit serve disk.qcow2 --nbd unix:/run/disk.sock --fuse /run/disk.raw
 ",
-    augment: augment::<ServeArgs>,
+    augment: ServeArgs::augment_args,
     run: run::<ServeArgs>,
 };
 
-/// Arguments of `vdkit serve`.
 #[derive(Args, Debug)]
 pub struct ServeArgs {
     /// The image
@@ -301,8 +299,6 @@ impl Service {
 }
 
 impl Run for ServeArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         if self.fuse.is_none() && (self.fuse_options.growable || self.fuse_options.allow_other) {
             return Err(Failure::usage("--growable and --allow-other are about --fuse FILE"));

@@ -11,14 +11,13 @@ use rustix::io::Errno;
 use serde::Serialize;
 use vdkit::{CancelToken, Disk, Error, GuestOffset};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{CacheOption, Force, Json, Writing, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
 use crate::output::bytes_long;
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "write",
     about: "Write guest bytes at an offset",
@@ -34,7 +33,7 @@ vdkit write disk.qcow2 0 64K --pattern 0xaa       64 KiB of one byte
 vdkit write disk.qcow2 4G 1G --zero               zeroes, as metadata if possible
 vdkit write disk.qcow2 4G 1G --discard            the guest no longer needs them
 ",
-    augment: augment::<WriteArgs>,
+    augment: WriteArgs::augment_args,
     run: run::<WriteArgs>,
 };
 
@@ -42,7 +41,6 @@ vdkit write disk.qcow2 4G 1G --discard            the guest no longer needs them
 const STEP: usize = 1 << 20;
 const ZERO_STEP: u64 = 1 << 30;
 
-/// Arguments of `vdkit write`.
 #[derive(Args, Debug)]
 #[command(group = ArgGroup::new("made").args(["pattern", "zero", "discard"]).requires("length"))]
 #[command(group = ArgGroup::new("source").args(["pattern", "zero", "discard", "input"]))]
@@ -96,8 +94,6 @@ fn byte(text: &str) -> Result<u8, String> {
 }
 
 impl Run for WriteArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let options = self.opening.options().cache(self.cache.mode());
         let input = self.source()?;

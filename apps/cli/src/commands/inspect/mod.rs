@@ -23,14 +23,13 @@ use vdkit::jobs::inspect::{
 use vdkit::storage::{FileOptions, FileStorage, LockMode};
 use vdkit::{CancelToken, Storage};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Json, size};
 use crate::failure::{Exit, Failure, Outcome, Tone, print_line};
 use crate::output::{Output, bytes_short};
 use crate::sandbox::Sandbox;
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "inspect",
     about: "Judge whether an untrusted image is safe to accept",
@@ -44,7 +43,7 @@ vdkit inspect upload.qcow2
 vdkit inspect -f qcow2 --max-size 100G upload.qcow2   the required format and largest size
 vdkit inspect --strict --json upload.qcow2 | jq '.findings[].code'
 ",
-    augment: augment::<InspectArgs>,
+    augment: InspectArgs::augment_args,
     run: run::<InspectArgs>,
 };
 
@@ -75,7 +74,6 @@ fn seconds(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| "write seconds, such as 10 or 0.5, up to a day".to_owned())
 }
 
-/// Arguments of `vdkit inspect`.
 #[derive(Args, Debug)]
 pub struct InspectArgs {
     /// The image
@@ -156,8 +154,6 @@ struct InspectAnswer<'a> {
 }
 
 impl Run for InspectArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let options = self.options();
         if let Some(format) = &options.format

@@ -14,7 +14,6 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::output::Output;
 use crate::session::Session;
 
-/// Arguments of `vdkit lab compare`.
 #[derive(Args, Debug)]
 pub struct CompareArgs {
     /// The earlier run's file

@@ -9,7 +9,6 @@ use super::failure;
 use crate::failure::{Exit, Outcome};
 use crate::session::Session;
 
-/// Arguments of `vdkit lab export`.
 #[derive(Args, Debug)]
 pub struct ExportArgs {
     /// The run's file

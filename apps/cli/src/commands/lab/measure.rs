@@ -21,7 +21,6 @@ use crate::output::{Output, Table, bytes_short};
 use crate::session::Session;
 use crate::time;
 
-/// Arguments of `vdkit lab run`.
 #[derive(Args, Debug)]
 pub struct RunArgs {
     #[command(flatten)]

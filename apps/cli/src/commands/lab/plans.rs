@@ -14,7 +14,6 @@ use crate::failure::{Exit, Failure, Outcome};
 use crate::output::{Table, bytes_short};
 use crate::session::Session;
 
-/// Arguments of `vdkit lab list`.
 #[derive(Args, Debug)]
 pub struct ListArgs {
     #[command(flatten)]
@@ -86,7 +85,6 @@ impl PlanChoice {
     }
 }
 
-/// Arguments of `vdkit lab show`.
 #[derive(Args, Debug)]
 pub struct ShowArgs {
     #[command(flatten)]

@@ -11,7 +11,6 @@ use super::failure;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::session::Session;
 
-/// Arguments of `vdkit lab report`.
 #[derive(Args, Debug)]
 pub struct ReportArgs {
     /// The run's file
