@@ -1,14 +1,16 @@
 //! Arguments that several subcommands share: one definition each.
 
+use std::io;
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use clap::{Args, ValueHint};
+use serde::Serialize;
 use vdkit::{BackingChoice, CacheMode, Monitor, OpenOptions, RefPolicy, parse_size};
 
 use crate::failure::{Failure, Tone, print_line};
 use crate::keys::Keys;
-use crate::output::bytes_long;
+use crate::output::{Output, bytes_long};
 use crate::progress::{ProgressMode, Reporter};
 use crate::session::Session;
 
@@ -216,6 +218,21 @@ pub struct Json {
     /// Print the result as JSON
     #[arg(long)]
     pub json: bool,
+}
+
+impl Json {
+    /// Prints an answer as JSON, or by `text`.
+    ///
+    /// # Errors
+    /// Stdout cannot be written.
+    pub fn print<T: Serialize>(
+        self,
+        answer: &T,
+        out: &mut Output,
+        text: impl FnOnce(&T, &mut Output) -> io::Result<()>,
+    ) -> io::Result<()> {
+        if self.json { out.json(answer) } else { text(answer, out) }
+    }
 }
 
 /// Option that selects how progress is shown.

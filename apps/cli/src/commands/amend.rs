@@ -57,14 +57,13 @@ impl Run for AmendArgs {
         let report = self.progress.run("amend", session, |monitor| {
             jobs::amend(&vdkit::registry(), &self.image, &opening, texts, monitor)
         })??;
-        if self.json.json {
-            session.out.json(&report)?;
-        } else if report.changed.is_empty() {
-            session.out.line(format!("{}: has these options already", self.image.display()))?;
-        } else {
-            let changed = report.changed.join(", ");
-            session.out.line(format!("{}: changed {changed}", self.image.display()))?;
-        }
+        self.json.print(&report, &mut session.out, |report, out| {
+            let image = self.image.display();
+            if report.changed.is_empty() {
+                return out.line(format!("{image}: has these options already"));
+            }
+            out.line(format!("{image}: changed {}", report.changed.join(", ")))
+        })?;
         Ok(Exit::Done)
     }
 }

@@ -8,7 +8,7 @@ use vdkit::jobs::{self, CommitOptions, CommitReport};
 use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Force, Json, ProgressOption, Writing};
 use crate::failure::{Exit, Outcome, Tone, print_line, quoted};
-use crate::output::bytes_long;
+use crate::output::{Output, bytes_long};
 use crate::session::Session;
 
 pub const COMMAND: Subcommand = Subcommand {
@@ -68,18 +68,14 @@ impl Run for CommitArgs {
         let report = self.progress.run("commit", session, |monitor| {
             jobs::commit(&vdkit::registry(), &self.overlay, &opening, &options, monitor)
         })??;
-        if self.json.json {
-            session.out.json(&report)?;
-        } else {
-            tell(&report, session)?;
-        }
+        self.json.print(&report, &mut session.out, tell)?;
         Ok(Exit::Done)
     }
 }
 
-fn tell(report: &CommitReport, session: &mut Session) -> std::io::Result<()> {
+fn tell(report: &CommitReport, out: &mut Output) -> std::io::Result<()> {
     let moved = &report.moved;
-    session.out.line(format!(
+    out.line(format!(
         "{}: {} written, {} shared, {} made zero{}",
         report.base.display(),
         bytes_long(moved.written),
@@ -87,7 +83,7 @@ fn tell(report: &CommitReport, session: &mut Session) -> std::io::Result<()> {
         bytes_long(moved.zero_known + moved.zero_found),
         if report.emptied { "; the overlay is empty now" } else { "" }
     ))?;
-    session.out.finish()?;
+    out.finish()?;
     for image in &report.invalidated {
         print_line(
             Tone::Warning,

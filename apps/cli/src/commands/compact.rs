@@ -57,20 +57,17 @@ pub struct CompactArgs {
 struct CompactAnswer<'a> {
     filename: String,
     format: &'a str,
+    /// Bytes of host space that were freed.
     gained: u64,
     #[serde(flatten)]
     report: &'a CompactReport,
 }
 
-/// Bytes of host space that the compaction freed.
-fn gained(report: &CompactReport) -> u64 {
-    report.allocated_before.saturating_sub(report.allocated_after)
-}
-
-fn print(name: &str, report: &CompactReport, out: &mut Output) -> std::io::Result<()> {
+fn print(answer: &CompactAnswer<'_>, out: &mut Output) -> std::io::Result<()> {
+    let CompactAnswer { filename, gained, report, .. } = answer;
     out.line(format!(
-        "{name}: {} gained: {} on disk before, {} now; the file's length is {}, was {}",
-        bytes_short(gained(report)),
+        "{filename}: {} gained: {} on disk before, {} now; the file's length is {}, was {}",
+        bytes_short(*gained),
         bytes_short(report.allocated_before),
         bytes_short(report.allocated_after),
         bytes_short(report.length_after),
@@ -105,12 +102,9 @@ impl Run for CompactArgs {
                 jobs::compact(&vdkit::registry(), &self.image, &options, how, monitor)
             })??;
         let filename = self.image.display().to_string();
-        if self.json.json {
-            let gained = gained(&report);
-            session.out.json(&CompactAnswer { filename, format, gained, report: &report })?;
-        } else {
-            print(&filename, &report, &mut session.out)?;
-        }
+        let gained = report.allocated_before.saturating_sub(report.allocated_after);
+        let answer = CompactAnswer { filename, format, gained, report: &report };
+        self.json.print(&answer, &mut session.out, print)?;
         Ok(Exit::Done)
     }
 }

@@ -92,11 +92,7 @@ impl Run for CompareArgs {
         let report = self
             .progress
             .run("compare", session, |monitor| jobs::compare(&a, &b, &options, monitor))??;
-        if self.json.json {
-            session.out.json(&report)?;
-        } else {
-            session.out.line(verdict(&report))?;
-        }
+        self.json.print(&report, &mut session.out, |report, out| out.line(verdict(report)))?;
         Ok(if report.identical { Exit::Done } else { Exit::Differs })
     }
 }

@@ -191,16 +191,14 @@ impl Run for CreateArgs {
             backing_filename_format: created.backing.as_ref().and_then(|b| b.format.clone()),
             backing_filename: created.backing.map(|backing| backing.name),
         };
-        if self.json.json {
-            session.out.json(&answer)?;
-        } else {
+        self.json.print(&answer, &mut session.out, |answer, out| {
             let size = bytes_long(answer.virtual_size);
             let on = match &answer.backing_filename {
                 Some(name) => format!(", backing image {name}"),
                 None => String::new(),
             };
-            session.out.line(format!("{}: {}, {size}{on}", answer.filename, answer.format))?;
-        }
+            out.line(format!("{}: {}, {size}{on}", answer.filename, answer.format))
+        })?;
         Ok(Exit::Done)
     }
 }

@@ -189,15 +189,10 @@ impl Run for DdArgs {
                 super::tell_half_written(&request.target, &progress);
             }
         })?;
-        if self.json.json {
-            session.out.json(&report)?;
-        } else {
-            session.out.line(format!(
-                "copied {}, of which {} were zero",
-                bytes_long(report.copied_bytes),
-                bytes_long(report.zero_bytes)
-            ))?;
-        }
+        self.json.print(&report, &mut session.out, |report, out| {
+            let [copied, zero] = [report.copied_bytes, report.zero_bytes].map(bytes_long);
+            out.line(format!("copied {copied}, of which {zero} were zero"))
+        })?;
         Ok(Exit::Done)
     }
 }

@@ -75,18 +75,10 @@ impl Run for DoctorArgs {
         let report = jobs::doctor(&vdkit::registry(), &self.path, &options, &monitor);
         progress.finish();
         let report = report?;
-        if self.json.json {
-            session.out.json(&report)?;
-        } else {
-            for image in &report.images {
-                print(image, &mut session.out)?;
-            }
-            if folder {
-                sum_up(&report, &mut session.out)?;
-            } else {
-                print_findings(&report.findings, &mut session.out)?;
-            }
-        }
+        self.json.print(&report, &mut session.out, |report, out| {
+            report.images.iter().try_for_each(|image| print(image, out))?;
+            if folder { sum_up(report, out) } else { print_findings(&report.findings, out) }
+        })?;
         Ok(match &report {
             report if report.errors > 0 => Exit::Corrupt,
             report if report.warnings > 0 => Exit::Differs,

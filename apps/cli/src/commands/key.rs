@@ -147,11 +147,7 @@ impl KeyArgs {
         let listed = jobs::list_keys(&vdkit::registry(), &self.image, options)?;
         let tried = !options.keys.is_empty();
         let answer = self.answer(&listed.slots, tried.then_some(&listed.opened[..]));
-        if self.json.json {
-            out.json(&answer)?;
-        } else {
-            print_slots(&answer, out)?;
-        }
+        self.json.print(&answer, out, print_slots)?;
         if tried && listed.opened.is_empty() {
             return Err(Failure::failed(format!(
                 "{}: the key opens none of its key slots",

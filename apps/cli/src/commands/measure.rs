@@ -65,14 +65,12 @@ impl Run for MeasureArgs {
             }
             (None, bytes) => jobs::measure_empty(bytes.unwrap_or(0), driver, &options)?,
         };
-        if self.json.json {
-            session.out.json(&report)?;
-        } else {
+        self.json.print(&report, &mut session.out, |report, out| {
             let mut fields = Fields::default();
             fields.add("required", bytes_long(report.required));
             fields.add("fully allocated", bytes_long(report.fully_allocated));
-            fields.print(&mut session.out, 0)?;
-        }
+            fields.print(out, 0)
+        })?;
         Ok(Exit::Done)
     }
 }

@@ -71,22 +71,20 @@ impl Run for RebaseArgs {
         let report = self.progress.run("rebase", session, |monitor| {
             jobs::rebase(&vdkit::registry(), &self.image, &opening, &options, monitor)
         })??;
-        if self.json.json {
-            session.out.json(&report)?;
-            return Ok(Exit::Done);
-        }
-        let on = match &report.backing {
-            Some(backing) => format!("backing image {backing}"),
-            None => "no backing image".to_owned(),
-        };
-        session.out.line(format!(
-            "{}: {on}; {} compared, {} copied, {} shared, {} made zero",
-            self.image.display(),
-            bytes_long(report.compared),
-            bytes_long(report.copied),
-            bytes_long(report.reflinked),
-            bytes_long(report.zeroed)
-        ))?;
+        self.json.print(&report, &mut session.out, |report, out| {
+            let on = match &report.backing {
+                Some(backing) => format!("backing image {backing}"),
+                None => "no backing image".to_owned(),
+            };
+            out.line(format!(
+                "{}: {on}; {} compared, {} copied, {} shared, {} made zero",
+                self.image.display(),
+                bytes_long(report.compared),
+                bytes_long(report.copied),
+                bytes_long(report.reflinked),
+                bytes_long(report.zeroed)
+            ))
+        })?;
         Ok(Exit::Done)
     }
 }

@@ -145,18 +145,12 @@ impl Run for ResizeArgs {
         let closed = disk.close();
         resized?;
         closed?;
-        let virtual_size = disk.guest_bytes();
-        if self.json.json {
-            let filename = self.image.display().to_string();
-            session.out.json(&ResizeAnswer { filename, old_size, virtual_size })?;
-        } else {
-            session.out.line(format!(
-                "{}: from {} to {}",
-                self.image.display(),
-                bytes_long(old_size),
-                bytes_long(virtual_size)
-            ))?;
-        }
+        let (filename, virtual_size) = (self.image.display().to_string(), disk.guest_bytes());
+        let answer = ResizeAnswer { filename, old_size, virtual_size };
+        self.json.print(&answer, &mut session.out, |answer, out| {
+            let [old, new] = [answer.old_size, answer.virtual_size].map(bytes_long);
+            out.line(format!("{}: from {old} to {new}", answer.filename))
+        })?;
         Ok(Exit::Done)
     }
 }

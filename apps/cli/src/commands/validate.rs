@@ -49,11 +49,7 @@ impl Run for ValidateArgs {
     fn run(self, session: &mut Session) -> Outcome {
         let options = OpenOptions::read_only().maybe_format(self.format).lock(!self.force_share);
         let report = validate(&vdkit::registry(), &self.image, self.target, &options)?;
-        if self.json.json {
-            session.out.json(&report)?;
-        } else {
-            print(&report, &mut session.out)?;
-        }
+        self.json.print(&report, &mut session.out, print)?;
         Ok(if report.accepted { Exit::Done } else { Exit::Differs })
     }
 }

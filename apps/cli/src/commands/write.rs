@@ -116,12 +116,11 @@ impl Run for WriteArgs {
         let closed = disk.close();
         let length = written?;
         closed?;
-        if self.json.json {
-            let filename = self.image.display().to_string();
-            session.out.json(&WriteAnswer { filename, offset: at.0, length })?;
-        } else {
-            session.out.line(format!("wrote {} at offset {}", bytes_long(length), at.0))?;
-        }
+        let filename = self.image.display().to_string();
+        let answer = WriteAnswer { filename, offset: at.0, length };
+        self.json.print(&answer, &mut session.out, |answer, out| {
+            out.line(format!("wrote {} at offset {}", bytes_long(length), answer.offset))
+        })?;
         Ok(Exit::Done)
     }
 }

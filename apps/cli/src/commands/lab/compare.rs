@@ -48,11 +48,7 @@ impl CompareArgs {
             let key = after.first().map_or("", |run| run.plan.metric.as_str());
             Failure::failed(format!("{}: unknown metric '{key}'", self.after.display()))
         })?;
-        if self.json.json {
-            session.out.json(&comparison)?;
-        } else {
-            print(&comparison, &mut session.out)?;
-        }
+        self.json.print(&comparison, &mut session.out, print)?;
         Ok(Exit::Done)
     }
 }
