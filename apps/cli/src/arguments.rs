@@ -185,7 +185,7 @@ impl ParentOption {
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct CacheOption {
     /// Cache mode: writeback, none (bypasses the page cache), writethrough, directsync or unsafe
-    #[arg(long, value_name = "MODE", default_value_t = CacheMode::Writeback, hide_default_value = true, value_parser = cache_mode)]
+    #[arg(long, value_name = "MODE", default_value_t = CacheMode::Writeback, hide_default_value = true)]
     pub cache: CacheMode,
 }
 
@@ -194,14 +194,6 @@ impl CacheOption {
     pub fn mode(self) -> CacheMode {
         self.cache
     }
-}
-
-/// Parses a cache mode.
-///
-/// # Errors
-/// The text names no cache mode.
-pub fn cache_mode(text: &str) -> Result<CacheMode, String> {
-    text.parse().map_err(|error: vdkit::Error| error.to_string())
 }
 
 /// Option that allows an operation that may damage other images.

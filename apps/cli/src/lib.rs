@@ -73,7 +73,7 @@ pub fn run(arguments: impl IntoIterator<Item = std::ffi::OsString>) -> Exit {
         return Exit::Usage;
     };
     arguments::print_notes();
-    let mut session = Session::new();
+    let mut session = Session::default();
     let answer = (command.run)(matches, &mut session).and_then(|exit| {
         session.out.finish()?;
         Ok(exit)

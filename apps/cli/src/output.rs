@@ -5,7 +5,7 @@ use std::io::{self, StdoutLock, Write};
 use serde::Serialize;
 
 /// Buffered stdout. Results are small, so one write at the end is cheaper than many.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Output {
     buffer: Vec<u8>,
 }
@@ -14,11 +14,6 @@ pub struct Output {
 const FLUSH_BYTES: usize = 64 << 10;
 
 impl Output {
-    /// An empty buffer.
-    pub fn new() -> Self {
-        Self { buffer: Vec::new() }
-    }
-
     /// Adds a line. Escapes control characters, because names come from untrusted images.
     pub fn line(&mut self, text: impl AsRef<str>) -> io::Result<()> {
         self.buffer.extend_from_slice(crate::failure::printable(text.as_ref()).as_bytes());
@@ -66,12 +61,6 @@ impl Output {
 
     fn flush_when_full(&mut self) -> io::Result<()> {
         if self.buffer.len() >= FLUSH_BYTES { self.finish() } else { Ok(()) }
-    }
-}
-
-impl Default for Output {
-    fn default() -> Self {
-        Self::new()
     }
 }
 

@@ -10,7 +10,7 @@ use vdkit::CancelToken;
 use crate::failure::{Exit, Failure};
 use crate::output::Output;
 
-/// The state of one call.
+/// The state of one call; by default nothing is set up yet.
 #[derive(Debug, Default)]
 pub struct Session {
     /// The buffered results.
@@ -19,11 +19,6 @@ pub struct Session {
 }
 
 impl Session {
-    /// A new session, with nothing set up yet.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Prints the warnings of opening a disk.
     pub fn warn(&self, disk: &vdkit::Disk) {
         for warning in disk.warnings() {

@@ -25,7 +25,7 @@ use vdkit::{
 
 use super::{Group, Run, Subcommand, run};
 use crate::arguments::{
-    Force, FormatOptions, Json, ParentOption, ProgressOption, References, cache_mode, size,
+    Force, FormatOptions, Json, ParentOption, ProgressOption, References, size,
 };
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
@@ -114,10 +114,10 @@ pub struct ConvertArgs {
     #[arg(short = 'm', long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     threads: Option<u16>,
     /// Cache mode of the target: writeback, none, writethrough, directsync or unsafe
-    #[arg(short = 't', long, value_name = "MODE", value_parser = cache_mode)]
+    #[arg(short = 't', long, value_name = "MODE")]
     cache: Option<CacheMode>,
     /// Cache mode of the sources: writeback or none
-    #[arg(short = 'T', long, value_name = "MODE", value_parser = cache_mode)]
+    #[arg(short = 'T', long, value_name = "MODE")]
     src_cache: Option<CacheMode>,
     /// Detect zeroes in units of SIZE, or not at all with 'off' (default: 4K)
     #[arg(short = 'S', long, value_name = "SIZE|off", value_parser = detect_zeros)]
