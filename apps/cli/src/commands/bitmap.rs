@@ -284,11 +284,8 @@ impl Run for BitmapArgs {
             };
         }
         let changed = self.change(&disk, name);
-        // Close the image after a failure too, so that it is marked clean.
         let list = changed.and_then(|()| Ok(bitmaps(&disk)?.list()?));
-        let closed = disk.close();
-        let list = list?;
-        closed?;
+        let list = super::closed(&disk, list)?;
         if self.json.json { self.print_list(list, session) } else { Ok(Exit::Done) }
     }
 }

@@ -218,11 +218,7 @@ impl DdArgs {
         let target = Disk::open(&vdkit::registry(), &request.target, &writing)?;
         target.warnings().for_each(|warning| monitor.progress.message(warning));
         let copied = plan.run(source, &target, &request.options, monitor);
-        // Close the target after a failure too, so that it is marked clean.
-        let closed = target.close();
-        let report = copied?;
-        closed?;
-        Ok(report)
+        super::closed(&target, copied)
     }
 }
 

@@ -157,6 +157,17 @@ pub fn find(name: &str) -> Option<&'static Subcommand> {
     ALL.iter().find(|entry| entry.name == name)
 }
 
+/// Closes a disk after a change, also after one that failed, so that the image is marked clean.
+pub(crate) fn closed<T, E>(disk: &Disk, done: Result<T, E>) -> Result<T, Failure>
+where
+    Failure: From<E>,
+{
+    let closed = disk.close();
+    let done = done?;
+    closed?;
+    Ok(done)
+}
+
 /// The byte range given by an offset and an optional length.
 pub(crate) fn guest_range(
     disk: &Disk,

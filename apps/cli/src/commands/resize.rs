@@ -141,10 +141,7 @@ impl Run for ResizeArgs {
         let resized = self
             .progress
             .run("resize", session, |monitor| jobs::resize(&disk, size, &options, monitor))?;
-        // Close the disk after a failure too, so that the image is marked clean.
-        let closed = disk.close();
-        resized?;
-        closed?;
+        super::closed(&disk, resized)?;
         let (filename, virtual_size) = (self.image.display().to_string(), disk.guest_bytes());
         let answer = ResizeAnswer { filename, old_size, virtual_size };
         self.json.print(&answer, &mut session.out, |answer, out| {

@@ -130,11 +130,7 @@ impl SnapshotArgs {
         let done = self
             .progress
             .run("snapshot", session, |monitor| jobs::snapshot(disk, action, monitor))?;
-        // Close the disk after a failure too, so that the image is marked clean.
-        let closed = disk.close();
-        let info = done?;
-        closed?;
-        Ok(info)
+        super::closed(disk, done)
     }
 }
 

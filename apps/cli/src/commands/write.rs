@@ -107,15 +107,11 @@ impl Run for WriteArgs {
         let at = GuestOffset(range.start);
         let len = range.end - range.start;
         let cancel = session.cancel_on_signal()?;
-        // Close the disk after a failure too: earlier writes are kept, and the image is marked
-        // clean.
         let written = match input {
             Some(input) => self.copy(&disk, input, len, &cancel),
             None => self.make(&disk, at, len, &cancel),
         };
-        let closed = disk.close();
-        let length = written?;
-        closed?;
+        let length = super::closed(&disk, written)?;
         let filename = self.image.display().to_string();
         let answer = WriteAnswer { filename, offset: at.0, length };
         self.json.print(&answer, &mut session.out, |answer, out| {
