@@ -17,7 +17,7 @@ use crate::arguments::Json;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::fuse::{self, FuseOptions};
 use crate::notify;
-use crate::serving::{DRAIN, POLL, ServedDisk, SpaceWatch};
+use crate::serving::{DRAIN, ServedDisk, wait};
 use crate::session::Session;
 
 pub const COMMAND: Subcommand = Subcommand {
@@ -259,19 +259,10 @@ impl ServeArgs {
         }
         Ok(session.out.finish()?)
     }
-
-    /// Waits until a signal or `ctl quit` asks for the end, or until the last client leaves with
-    /// `--once`.
-    fn wait(&self, service: &Service, export: &Export, stop: &CancelToken) {
-        let mut space = SpaceWatch::default();
-        while !stop.is_cancelled() && !service.is_over(self.once) {
-            std::thread::sleep(POLL);
-            space.look(export);
-        }
-    }
 }
 
 impl Service {
+    /// With `once`, the service is over when the last client leaves.
     fn is_over(&self, once: bool) -> bool {
         let vhost = self.vhost.as_ref();
         let came = self.nbd.served() + vhost.map_or(0, vhost_user::Server::served);
@@ -331,7 +322,7 @@ impl Run for ServeArgs {
             let announced = self.announce(session, &serving);
             if announced.is_ok() {
                 notify::ready(&format!("serving {}", serving.filename));
-                self.wait(&service, &export, &stop);
+                wait(&export, &stop, || service.is_over(self.once));
                 notify::stopping();
             }
             announced.and(service.end(&export))
