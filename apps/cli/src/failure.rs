@@ -101,6 +101,11 @@ impl Failure {
         Self::Told(Exit::Failed, message.into(), None)
     }
 
+    /// A thread cannot be started.
+    pub(crate) fn no_thread(error: io::Error) -> Self {
+        Self::failed(format!("cannot start a thread: {error}"))
+    }
+
     /// Adds a hint.
     pub fn hint(self, hint: impl Into<String>) -> Self {
         match self {

@@ -231,7 +231,10 @@ impl CtlArgs {
         let stop = session.cancel_on_signal()?;
         let progress = self.progress.reporter("commit");
         let done = std::thread::scope(|scope| {
-            let commit = scope.spawn(|| self.ask(command));
+            // Without a second thread, no signal could cancel the commit.
+            let commit = std::thread::Builder::new()
+                .spawn_scoped(scope, || self.ask(command))
+                .map_err(Failure::no_thread)?;
             let (mut told, mut ticks) = (false, 0_u32);
             while !commit.is_finished() {
                 std::thread::sleep(TICK);

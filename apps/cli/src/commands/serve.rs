@@ -223,7 +223,6 @@ impl ServeArgs {
         doors: Listeners,
         quit: &CancelToken,
     ) -> Result<Service, Failure> {
-        let no_thread = |error| Failure::failed(format!("cannot start a thread: {error}"));
         let only_file = doors.nbd.is_empty() && doors.vhost.is_none();
         let start_control = |path: &PathBuf| {
             let images = LiveImages::new(vdkit::registry(), self.disk.options());
@@ -236,13 +235,13 @@ impl ServeArgs {
         let mount = |file: &Path| fuse::mount(export, file, self.fuse_options);
         let file = self.fuse.as_deref().map(mount).transpose()?;
         let start_vhost = |listener| vhost_user::Server::start(Arc::clone(export), listener);
-        let vhost = doors.vhost.map(start_vhost).transpose().map_err(no_thread)?;
+        let vhost = doors.vhost.map(start_vhost).transpose().map_err(Failure::no_thread)?;
         let mut options = ServerOptions::default();
         options.connections_max = self.connections;
         options.tls = doors.tls;
         options.poll_max = Duration::from_micros(self.poll_us.into());
         let exports = Exports::new(vec![Arc::clone(export)]);
-        let nbd = Server::start(exports, doors.nbd, options).map_err(no_thread)?;
+        let nbd = Server::start(exports, doors.nbd, options).map_err(Failure::no_thread)?;
         Ok(Service { control, metrics, file, vhost, nbd, only_file })
     }
 

@@ -95,7 +95,7 @@ fn samples(socket: PathBuf, interval: Duration) -> Result<Receiver<io::Result<Sa
     std::thread::Builder::new()
         .name("samples".to_owned())
         .spawn(ask_on)
-        .map_err(|error| Failure::failed(format!("cannot start a thread: {error}")))?;
+        .map_err(Failure::no_thread)?;
     Ok(receiver)
 }
 
