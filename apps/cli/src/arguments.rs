@@ -6,7 +6,10 @@ use std::sync::{Mutex, PoisonError};
 
 use clap::{Args, ValueHint};
 use serde::Serialize;
-use vdkit::{BackingChoice, CacheMode, Monitor, OpenOptions, RefPolicy, parse_size};
+use vdkit::{
+    BackingChoice, CacheMode, FormatDriver, Monitor, OpenOptions, Options, RefPolicy, Secret,
+    parse_size,
+};
 
 use crate::failure::{Failure, Tone, print_line};
 use crate::keys::Keys;
@@ -268,6 +271,29 @@ pub struct FormatOptions {
     /// `vdkit formats FORMAT` lists them. Double a comma that is part of a value.
     #[arg(short = 'o', long = "options", value_name = "KEY=VALUE")]
     pub options: Vec<String>,
+}
+
+impl FormatOptions {
+    /// Parses the options of a new image: those of a preset, then the user's, and its key.
+    ///
+    /// # Errors
+    /// The format has no such option, or the image is not encrypted and a key is given.
+    pub fn parse(
+        &self,
+        driver: &dyn FormatDriver,
+        preset: Option<&str>,
+        key: Option<&Secret>,
+    ) -> Result<Options, Failure> {
+        let texts = preset.into_iter().chain(self.options.iter().map(String::as_str));
+        let mut options = Options::parse(driver.name(), driver.options(), texts)?;
+        if key.is_some() && !driver.encrypts(&options) {
+            let name = driver.name();
+            return Err(Failure::usage(format!("a key has no meaning here: the new {name} image is not encrypted"))
+                .hint("'-O qcow2 -o encrypt.format=luks' or '-O luks' encrypts it ('-f' instead of '-O' for vdkit create)"));
+        }
+        options.set_key(key.cloned());
+        Ok(options)
+    }
 }
 
 #[cfg(test)]

@@ -30,7 +30,7 @@ use crate::arguments::{
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
 use crate::incoming::{Opened, Opening, STANDARD, spool_folder};
-use crate::keys::{Keys, TargetKey, key_of_new};
+use crate::keys::{Keys, TargetKey};
 use crate::protocols;
 use crate::session::Session;
 
@@ -451,14 +451,9 @@ impl ConvertArgs {
             return self.goal_in_existing(registry, target, device, cancel);
         }
         let format = self.target_format.as_deref();
-        let driver = match self.made_for {
-            None => super::target_driver(format, target)?,
-            Some(preset) => super::preset_driver(preset, format)?,
-        };
+        let driver = super::target_driver(self.made_for, format, target)?;
         let preset = self.made_for.map(|preset| preset.options(Use::Delivery));
-        let texts = preset.into_iter().chain(self.options.options.iter().map(String::as_str));
-        let mut options = Options::parse(driver.name(), driver.options(), texts)?;
-        key_of_new(driver, &mut options, self.target_key.key())?;
+        let mut options = self.options.parse(driver, preset, self.target_key.key())?;
         let compress = self.compress.map(|wanted| compression_of(wanted, driver, &mut options));
         let compress = compress.transpose()?;
         if target == Path::new(STANDARD) {

@@ -4,13 +4,13 @@ use std::path::PathBuf;
 
 use clap::Args;
 use vdkit::jobs::{self, DdOptions, DdPlan, NewImage};
-use vdkit::{Disk, Monitor, OpenOptions, Options};
+use vdkit::{Disk, Monitor, OpenOptions};
 
 use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Force, FormatOptions, Json, ProgressOption, References, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
-use crate::keys::{Keys, TargetKey, key_of_new};
+use crate::keys::{Keys, TargetKey};
 use crate::output::bytes_long;
 use crate::protocols;
 use crate::session::Session;
@@ -175,10 +175,9 @@ impl Run for DdArgs {
         let copied = if into {
             self.copy_into(&source, &request, &monitor)
         } else {
-            let driver = super::target_driver(self.target_format.as_deref(), &request.target)?;
-            let texts = self.options.options.iter().map(String::as_str);
-            let mut options = Options::parse(driver.name(), driver.options(), texts)?;
-            key_of_new(driver, &mut options, self.target_key.key())?;
+            let format = self.target_format.as_deref();
+            let driver = super::target_driver(None, format, &request.target)?;
+            let options = self.options.parse(driver, None, self.target_key.key())?;
             let new = NewImage::new(&request.target, driver.name()).options(options);
             jobs::dd_new(&registry, &source, &new, &request.options, &monitor)
                 .map_err(Failure::from)

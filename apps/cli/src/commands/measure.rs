@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, ValueHint};
 use vdkit::jobs;
-use vdkit::{Disk, Monitor, Options};
+use vdkit::{Disk, Monitor};
 
 use super::{Group, Run, Subcommand, run};
 use crate::arguments::{FormatOptions, Json, Reading, size};
@@ -53,8 +53,7 @@ pub struct MeasureArgs {
 impl Run for MeasureArgs {
     fn run(self, session: &mut Session) -> Outcome {
         let driver = vdkit::format(&self.target_format)?;
-        let texts = self.options.options.iter().map(String::as_str);
-        let options = Options::parse(driver.name(), driver.options(), texts)?;
+        let options = self.options.parse(driver, None, None)?;
         let report = match (&self.source, self.size) {
             (Some(path), _) => {
                 let mut opening = self.opening.options();

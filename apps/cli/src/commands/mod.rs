@@ -186,12 +186,16 @@ pub(crate) fn guest_range(
     }
 }
 
-/// The driver of a new image. Its format is the one named, or the one that the file name's ending
-/// stands for, or raw.
+/// The driver of a new image. Its format is the preset's, or the one named, or the one that the file
+/// name's ending stands for, or raw.
 pub(crate) fn target_driver(
+    made_for: Option<Preset>,
     format: Option<&str>,
     path: &Path,
 ) -> Result<&'static dyn FormatDriver, Failure> {
+    if let Some(preset) = made_for {
+        return preset_driver(preset, format);
+    }
     if let Some(name) = format {
         return Ok(vdkit::format(name)?);
     }
@@ -234,7 +238,7 @@ pub(crate) fn target_driver(
 
 /// The driver of the format that a preset needs. `format` is the format that the user named as
 /// well.
-pub(crate) fn preset_driver(
+fn preset_driver(
     preset: Preset,
     format: Option<&str>,
 ) -> Result<&'static dyn FormatDriver, Failure> {
