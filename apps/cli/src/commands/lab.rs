@@ -92,22 +92,21 @@ impl Run for LabArgs {
     }
 }
 
-/// Converts the lab's error into the command's, with its exit code.
-fn failure(error: &vdkit_lab::Error) -> Failure {
-    if let Some(refusal) = error.refusal() {
-        return Failure::Told(Exit::Refused, refusal.reason.clone(), Some(refusal.hint.clone()));
-    }
-    match error.engine() {
-        Some(engine @ vdkit::Error::NoSpace { .. }) => {
-            let hint =
-                "free space, choose another folder or a larger device, or try --quick".to_owned();
-            Failure::Told(engine.kind().into(), engine.to_string(), Some(hint))
+impl From<vdkit_lab::Error> for Failure {
+    fn from(error: vdkit_lab::Error) -> Self {
+        if let Some(refusal) = error.refusal() {
+            return Self::Told(Exit::Refused, refusal.reason.clone(), Some(refusal.hint.clone()));
         }
-        Some(engine @ vdkit::Error::Locked { .. }) => {
-            let hint = "that process measures this run: wait for its end, or stop it".to_owned();
-            Failure::Told(engine.kind().into(), engine.to_string(), Some(hint))
-        }
-        Some(engine) => Failure::Told(engine.kind().into(), format!("{error:#}"), None),
-        None => Failure::failed(format!("{error:#}")),
+        let Some(engine) = error.engine() else { return Self::failed(format!("{error:#}")) };
+        let hint = match engine {
+            vdkit::Error::NoSpace { .. } => {
+                "free space, choose another folder or a larger device, or try --quick"
+            }
+            vdkit::Error::Locked { .. } => {
+                "that process measures this run: wait for its end, or stop it"
+            }
+            _ => return Self::Told(engine.kind().into(), format!("{error:#}"), None),
+        };
+        Self::Told(engine.kind().into(), engine.to_string(), Some(hint.to_owned()))
     }
 }

@@ -8,7 +8,6 @@ use vdkit_lab::metrics::metric;
 use vdkit_lab::model::Run;
 use vdkit_lab::{store::Store, words};
 
-use super::failure;
 use crate::arguments::Json;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::output::Output;
@@ -54,7 +53,7 @@ impl CompareArgs {
 }
 
 pub(super) fn load(path: &Path) -> Result<Run, Failure> {
-    Store::load(path).map_err(|error| failure(&error))
+    Ok(Store::load(path)?)
 }
 
 fn print(comparison: &Comparison, out: &mut Output) -> std::io::Result<()> {

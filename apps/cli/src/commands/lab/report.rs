@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use clap::{Args, ValueHint};
 use vdkit_lab::{report, store::Store, verdict::verdict};
 
-use super::failure;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::session::Session;
 
@@ -35,7 +34,7 @@ impl ReportArgs {
     /// # Errors
     /// The run cannot be read; the file cannot be written, or exists and is not a report.
     pub fn run(self, session: &mut Session) -> Outcome {
-        let run = Store::load(&self.run).map_err(|error| failure(&error))?;
+        let run = Store::load(&self.run)?;
         if self.json {
             session.out.json(&verdict(&run).json())?;
             return Ok(Exit::Done);
