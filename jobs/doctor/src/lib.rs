@@ -313,7 +313,7 @@ fn examine(
         broken: chain.broken,
         in_use: false,
         checked: false,
-        evidence: DoctorEvidence::new(),
+        evidence: DoctorEvidence { cache: "writeback", ..DoctorEvidence::default() },
         findings: Findings::default(),
     };
     patient.look_at_use(&open);
