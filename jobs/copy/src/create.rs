@@ -19,6 +19,8 @@ use crate::new_files::{NewFiles, WantedFiles, beside};
 
 /// Interval between progress updates.
 const TICK: Duration = Duration::from_millis(50);
+/// A new image and its name are durable.
+const DURABLE: CommitOptions = CommitOptions { sync_file: true, sync_folder: true };
 
 /// The backing image of a new image.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -317,44 +319,13 @@ fn create_file(
 ) -> Result<u64> {
     let options = FileOptions::read_write().hints(image.options.hints());
     let pending = PendingFile::create(image.path, &options)?;
-    let files = new_files(registry, image, guest_bytes, monitor)?;
-    let written = Arc::default();
-    let request = CreateRequest {
-        storage: watched(pending.storage().clone(), monitor, &written),
-        files: files.storages().map(|file| watched(file.clone(), monitor, &written)).collect(),
-        guest_bytes,
-        options: image.options.clone(),
-        backing: base.map(|base| base.reference.clone()),
-        backing_bytes: base.and_then(|base| base.guest_bytes),
-    };
-    make(image, &request, &written, monitor)?;
-    drop(request);
     let storage: Arc<dyn Storage> = pending.storage().clone();
+    let files = write(registry, image, storage.clone(), guest_bytes, base, monitor)?;
     // Some formats round the size.
     let made = image.driver.describe(&storage, &Limits::default())?.virtual_size;
     drop(storage);
-    let commit = CommitOptions { sync_file: true, sync_folder: true };
-    files.commit(Some(pending), commit, &monitor.cancel)?;
+    files.commit(Some(pending), DURABLE, &monitor.cancel)?;
     Ok(made)
-}
-
-/// The other files that the options require.
-fn new_files(
-    registry: &Registry,
-    image: &CreateOptions<'_>,
-    guest_bytes: u64,
-    monitor: &Monitor<'_>,
-) -> Result<NewFiles> {
-    let wanted = WantedFiles {
-        registry,
-        driver: image.driver,
-        path: image.path,
-        guest_bytes,
-        options: &image.options,
-        file: &FileOptions::read_write().hints(image.options.hints()),
-        replace: image.replace,
-    };
-    NewFiles::create(&wanted, &monitor.cancel).map_err(|error| error_of(image, error))
 }
 
 /// Writes to a device in place; a failure leaves it incomplete.
@@ -373,25 +344,49 @@ fn create_on_device(
             return Err(Error::Invalid(format!("{}: a size is needed", image.path.display())));
         }
     };
-    let files = new_files(registry, image, guest_bytes, monitor)?;
-    let written = Arc::default();
+    let files = write(registry, image, device.clone(), guest_bytes, base, monitor)?;
+    files.commit(None, DURABLE, &monitor.cancel)?;
+    device.sync()?;
+    if image.driver.name() == "raw" {
+        return Ok(guest_bytes);
+    }
+    Ok(image.driver.describe(&device, &Limits::default())?.virtual_size)
+}
+
+/// Writes the image, and the other files that the options require, which it returns.
+fn write(
+    registry: &Registry,
+    image: &CreateOptions<'_>,
+    storage: Arc<dyn Storage>,
+    guest_bytes: u64,
+    base: Option<&FoundBacking>,
+    monitor: &Monitor<'_>,
+) -> Result<NewFiles> {
+    let wanted = WantedFiles {
+        registry,
+        driver: image.driver,
+        path: image.path,
+        guest_bytes,
+        options: &image.options,
+        file: &FileOptions::read_write().hints(image.options.hints()),
+        replace: image.replace,
+    };
+    let files =
+        NewFiles::create(&wanted, &monitor.cancel).map_err(|error| error_of(image, error))?;
+    let written: Arc<AtomicU64> = Arc::default();
+    let watched = |storage: Arc<dyn Storage>| -> Arc<dyn Storage> {
+        Arc::new(CancellableStorage::new(storage, monitor.cancel.clone(), Arc::clone(&written)))
+    };
     let request = CreateRequest {
-        storage: watched(device.clone(), monitor, &written),
-        files: files.storages().map(|file| watched(file.clone(), monitor, &written)).collect(),
+        storage: watched(storage),
+        files: files.storages().map(|file| watched(file.clone())).collect(),
         guest_bytes,
         options: image.options.clone(),
         backing: base.map(|base| base.reference.clone()),
         backing_bytes: base.and_then(|base| base.guest_bytes),
     };
     make(image, &request, &written, monitor)?;
-    drop(request);
-    let commit = CommitOptions { sync_file: true, sync_folder: true };
-    files.commit(None, commit, &monitor.cancel)?;
-    device.sync()?;
-    if image.driver.name() == "raw" {
-        return Ok(guest_bytes);
-    }
-    Ok(image.driver.describe(&device, &Limits::default())?.virtual_size)
+    Ok(files)
 }
 
 /// Creates the image, and reports progress from `written` if that takes long.
@@ -425,14 +420,6 @@ fn make(
     })?;
     monitor.progress.update(total, total);
     Ok(())
-}
-
-fn watched(
-    storage: Arc<dyn Storage>,
-    monitor: &Monitor<'_>,
-    written: &Arc<AtomicU64>,
-) -> Arc<dyn Storage> {
-    Arc::new(CancellableStorage::new(storage, monitor.cancel.clone(), Arc::clone(written)))
 }
 
 /// The user gave the size, so exceeding a limit is a usage error.
