@@ -31,6 +31,7 @@ use crate::compare::{Side, same_place};
 use crate::convert::image_codec;
 use crate::create::{FoundBacking, NewBacking};
 use crate::crew::{Plan, work_off};
+use crate::new_files::beside;
 use crate::runs::RunKind;
 use crate::share::share;
 use crate::units::UnitWriter;
@@ -99,7 +100,9 @@ pub fn rebase(
 ) -> Result<RebaseReport> {
     let started = Instant::now();
     let found = match &options.backing {
-        Some(backing) => Some(find(registry, image, backing, opening, options.header_only)?),
+        Some(backing) => {
+            Some(find_backing(registry, image, backing, opening, options.header_only)?)
+        }
         None => None,
     };
     let counts = Counts::default();
@@ -166,18 +169,19 @@ fn amendment(
     AmendRequest { storage, files, backing, options, limits: opening.limits }
 }
 
-/// Examines the new backing image, which must not be an overlay of this one.
-fn find(
+/// Examines the new backing image of an image, which must not be an overlay of that one. If only the
+/// header changes, the new backing image may be missing; then its format must be given.
+///
+/// # Errors
+/// [`Error::Invalid`] for an overlay of the image; as [`NewBacking::find`].
+pub fn find_backing(
     registry: &Registry,
     image: &Path,
     backing: &NewBacking,
     opening: &OpenOptions,
     header_only: bool,
 ) -> Result<FoundBacking> {
-    let path = match image.parent() {
-        Some(folder) => folder.join(&backing.name),
-        None => PathBuf::from(&backing.name),
-    };
+    let path = beside(image, &backing.name);
     if header_only && !(backing.open && path.exists()) {
         // It may be created later, or the caller knows better.
         return NewBacking { open: false, ..backing.clone() }.find(registry, image, opening);
