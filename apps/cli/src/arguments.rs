@@ -288,8 +288,11 @@ impl FormatOptions {
         let mut options = Options::parse(driver.name(), driver.options(), texts)?;
         if key.is_some() && !driver.encrypts(&options) {
             let name = driver.name();
-            return Err(Failure::usage(format!("a key has no meaning here: the new {name} image is not encrypted"))
-                .hint("'-O qcow2 -o encrypt.format=luks' or '-O luks' encrypts it ('-f' instead of '-O' for vdkit create)"));
+            let text = format!("a key has no meaning here: the new {name} image is not encrypted");
+            return Err(Failure::usage(text).hint(
+                "'-O qcow2 -o encrypt.format=luks' or '-O luks' encrypts it ('-f' instead of '-O' \
+                 for vdkit create)",
+            ));
         }
         options.set_key(key.cloned());
         Ok(options)

@@ -169,8 +169,8 @@ fn amendment(
     AmendRequest { storage, files, backing, options, limits: opening.limits }
 }
 
-/// Examines the new backing image of an image, which must not be an overlay of that one. If only the
-/// header changes, the new backing image may be missing; then its format must be given.
+/// Examines the new backing image of an image, which must not be an overlay of that one. With
+/// `header_only` it may be missing; then its format must be given.
 ///
 /// # Errors
 /// [`Error::Invalid`] for an overlay of the image; as [`NewBacking::find`].

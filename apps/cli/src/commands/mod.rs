@@ -186,8 +186,8 @@ pub(crate) fn guest_range(
     }
 }
 
-/// The driver of a new image. Its format is the preset's, or the one named, or the one that the file
-/// name's ending stands for, or raw.
+/// The driver of a new image. Its format is the preset's, or the one named, or the one that the
+/// file name's ending stands for, or raw.
 pub(crate) fn target_driver(
     made_for: Option<Preset>,
     format: Option<&str>,
