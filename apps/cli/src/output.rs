@@ -41,11 +41,10 @@ impl Output {
         self.flush_when_full()
     }
 
-    /// Starts a JSON array to which elements are added one at a time, so that a long array needs no
-    /// memory.
-    pub fn json_array(&mut self) -> io::Result<JsonArray<'_>> {
-        self.buffer.push(b'[');
-        Ok(JsonArray { out: self, first: true })
+    /// A JSON array to which elements are added one at a time, so that a long array needs no
+    /// memory. Nothing is printed before the first element or the end.
+    pub fn json_array(&mut self) -> JsonArray<'_> {
+        JsonArray { out: self, first: true }
     }
 
     /// Writes the buffer.
@@ -74,16 +73,14 @@ pub struct JsonArray<'a> {
 impl JsonArray<'_> {
     /// Adds an element.
     pub fn push(&mut self, value: &impl Serialize) -> io::Result<()> {
-        if !std::mem::take(&mut self.first) {
-            self.out.bytes(b",\n")?;
-        }
+        self.out.bytes(if std::mem::take(&mut self.first) { "[" } else { ",\n" }.as_bytes())?;
         serde_json::to_writer(&mut self.out.buffer, value)?;
         self.out.flush_when_full()
     }
 
     /// Closes the array.
     pub fn end(self) -> io::Result<()> {
-        self.out.bytes(b"]\n")
+        self.out.bytes(if self.first { "[]\n" } else { "]\n" }.as_bytes())
     }
 }
 

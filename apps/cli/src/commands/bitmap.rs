@@ -237,24 +237,15 @@ fn each_dirty(
 }
 
 fn dirty_json(all: &dyn Bitmaps, name: &str, session: &mut Session) -> Outcome {
-    // Open the bitmap first: nothing may be printed if it does not exist.
-    let (mut out, mut array) = (Some(&mut session.out), None);
-    each_dirty(all, name, |start, length| {
-        if let Some(out) = out.take() {
-            array = Some(out.json_array()?);
-        }
-        array.as_mut().map_or(Ok(()), |array| array.push(&DirtyRun { start, length }))
-    })?;
-    match (out, array) {
-        (Some(out), _) => out.json_array()?.end()?,
-        (None, Some(array)) => array.end()?,
-        (None, None) => {}
-    }
+    let mut array = session.out.json_array();
+    each_dirty(all, name, |start, length| array.push(&DirtyRun { start, length }))?;
+    array.end()?;
     Ok(Exit::Done)
 }
 
 fn dirty_text(all: &dyn Bitmaps, name: &str, session: &mut Session) -> Outcome {
     let header = "offset            length";
+    // Nothing may be printed if there is no such bitmap.
     let mut begun = false;
     each_dirty(all, name, |start, length| {
         if !begun {

@@ -66,7 +66,7 @@ impl Run for MapArgs {
         let range = super::guest_range(&disk, start, self.length)?;
         let rows = jobs::map(&disk, range.start, range.end - range.start)?;
         if self.json.json {
-            let mut array = session.out.json_array()?;
+            let mut array = session.out.json_array();
             for row in rows {
                 array.push(&row?)?;
             }
