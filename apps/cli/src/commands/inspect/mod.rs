@@ -47,23 +47,9 @@ vdkit inspect --strict --json upload.qcow2 | jq '.findings[].code'
     run: run::<InspectArgs>,
 };
 
-/// The values of `--allow`.
-const ALLOW: &[(&str, Allow)] = &[
-    ("backing", Allow::Backing),
-    ("data-file", Allow::DataFile),
-    ("encryption", Allow::Encryption),
-    ("extended-l2", Allow::ExtendedL2),
-    ("nested", Allow::Nested),
-    ("snapshots", Allow::Snapshots),
-];
-
-fn allow(text: &str) -> Result<Allow, String> {
-    let known = || ALLOW.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
-    ALLOW
-        .iter()
-        .find(|(name, _)| *name == text)
-        .map(|(_, allow)| *allow)
-        .ok_or_else(|| format!("known: {}", known()))
+fn allow(text: &str) -> Result<Allow, &'static str> {
+    serde_json::from_value(text.into())
+        .map_err(|_| "known: backing, data-file, encryption, extended-l2, nested, snapshots")
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
@@ -214,11 +200,10 @@ fn judge(
         (InspectReport::of_nothing(len, finding), None)
     };
     let fd = storage.as_fd().ok_or_else(|| Failure::failed(image.display().to_string()))?;
-    let outcome = fd
-        .as_fd()
-        .try_clone_to_owned()
-        .and_then(|fd| parent::command(fd, options))
-        .and_then(|command| parent::run(command, options, cancel));
+    let outcome = fd.as_fd().try_clone_to_owned().and_then(|fd| {
+        let command = parent::command(fd, options)?;
+        parent::supervise(command, options.time_max, parent::GRACE, cancel)
+    });
     Ok(match outcome {
         Err(error) => unknown(format!("the inspector cannot be started: {error}")),
         Ok(parent::Outcome::Interrupted) => return Err(vdkit::Error::Interrupted.into()),
