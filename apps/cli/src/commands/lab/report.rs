@@ -1,10 +1,12 @@
 //! `vdkit lab report`: writes a run as one HTML file.
 
 use std::fs::File;
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueHint};
+use vdkit::storage::{CommitOptions, FileOptions, PendingFile};
+use vdkit::{HostOffset, Storage};
 use vdkit_lab::{report, store::Store, verdict::verdict};
 
 use crate::failure::{Exit, Failure, Outcome};
@@ -52,7 +54,9 @@ impl ReportArgs {
             ))
             .hint("name another file with --output"));
         }
-        write(&target, page.as_bytes()).map_err(|error| failed(&target, &error))?;
+        let pending = PendingFile::create(&target, &FileOptions::read_write())?;
+        pending.storage().write_at(page.as_bytes(), HostOffset(0))?;
+        pending.commit(CommitOptions::default())?;
         session.out.line(target.display().to_string())?;
         Ok(Exit::Done)
     }
@@ -67,28 +71,4 @@ fn replaceable(target: &Path) -> bool {
     let mut begin = Vec::new();
     let read = file.take(MARK_WITHIN).read_to_end(&mut begin);
     read.is_ok() && String::from_utf8_lossy(&begin).contains(MARK)
-}
-
-/// Writes to a temporary file in the same folder and renames it, so that a partial report is never
-/// visible.
-fn write(target: &Path, bytes: &[u8]) -> io::Result<()> {
-    let mut name = target.file_name().unwrap_or_default().to_owned();
-    name.push(format!(".{}.part", std::process::id()));
-    let part = target.with_file_name(name);
-    let made = File::create_new(&part)
-        .and_then(|mut file| file.write_all(bytes))
-        .and_then(|()| std::fs::rename(&part, target));
-    if made.is_err() {
-        // Remove the temporary file.
-        let _ = std::fs::remove_file(&part);
-    }
-    made
-}
-
-fn failed(target: &Path, error: &io::Error) -> Failure {
-    let message = format!("{}: {error}", target.display());
-    match error.kind() {
-        ErrorKind::StorageFull => Failure::Told(Exit::NoSpace, message, None),
-        _ => Failure::failed(message),
-    }
 }
