@@ -154,15 +154,10 @@ impl<'a> Planner<'a> {
         Ok(planner)
     }
 
-    /// Disables sharing, after it failed.
-    pub fn stop_sharing(&mut self) {
-        self.options.share = None;
-    }
-
-    /// Returns the rest of the last piece from `at`, which could not be shared, to be copied.
+    /// Disables sharing, and returns the rest of the last piece from `at`, which could not be shared, to be copied.
     pub fn copy_from(&mut self, at: u64) {
         debug_assert!(at <= self.at && self.pieces.front().is_none_or(|piece| piece.at <= at));
-        self.stop_sharing();
+        self.options.share = None;
         self.at = at;
     }
 

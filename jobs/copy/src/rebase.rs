@@ -20,8 +20,8 @@ use std::time::Instant;
 
 use serde::Serialize;
 use vdkit_block::{
-    AmendRequest, BackingRef, Error, GuestOffset, HostOffset, Monitor, Options, Result, Storage,
-    align_down,
+    AmendRequest, BackingRef, CopyMethod, Error, GuestOffset, HostOffset, Monitor, Options, Result,
+    Storage, align_down, is_zero,
 };
 use vdkit_chain::{
     BackingChoice, Disk, OpenOptions, Registry, describe_chain, open_image, same_file,
@@ -35,7 +35,6 @@ use crate::new_files::beside;
 use crate::runs::RunKind;
 use crate::share::share;
 use crate::units::UnitWriter;
-use crate::zero::is_zero;
 
 /// Bytes per piece, or a cluster if that is larger.
 const PIECE_BYTES: u64 = 256 << 10;
@@ -377,7 +376,7 @@ impl Sharing {
         if start >= end || !offset.0.is_multiple_of(self.block) {
             return Ok(vec![all]);
         }
-        let shared = share(disk, start..end, &**storage, offset)?;
+        let shared = share(CopyMethod::Reflink, disk, start..end, &**storage, offset)?;
         add(&counts.reflinked, shared.bytes);
         let works = shared.bytes > 0 || self.works.load(Ordering::Relaxed);
         self.works.store(works, Ordering::Relaxed);
