@@ -19,9 +19,6 @@ use crate::session::Session;
 
 /// Parses a size with a binary unit. Records a note where other programs use powers of 1000 for the
 /// unit; [`print_notes`] prints it.
-///
-/// # Errors
-/// The text is not a size.
 pub fn size(text: &str) -> Result<u64, String> {
     let bytes = parse_size(text).map_err(|error| error.to_string())?;
     let unit = text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.');
@@ -67,7 +64,6 @@ pub struct References {
 }
 
 impl References {
-    /// The reference policy that these options select.
     pub fn policy(&self) -> RefPolicy {
         if self.no_refs {
             RefPolicy::Nothing
@@ -96,7 +92,6 @@ pub struct Opening {
 }
 
 impl Opening {
-    /// The options for opening an image that these arguments select.
     pub fn options(&self) -> OpenOptions {
         OpenOptions::read_only()
             .maybe_format(self.format.clone())
@@ -120,7 +115,6 @@ pub struct OpeningForWriting {
 }
 
 impl OpeningForWriting {
-    /// The options for opening an image that these arguments select.
     pub fn options(&self) -> OpenOptions {
         OpenOptions::read_write().maybe_format(self.format.clone()).refs(self.references.policy())
     }
@@ -136,7 +130,6 @@ pub struct Reading {
 }
 
 impl Reading {
-    /// The options for opening an image that these arguments select.
     pub fn options(&self) -> OpenOptions {
         self.keys.apply(self.opening.options())
     }
@@ -152,7 +145,6 @@ pub struct Writing {
 }
 
 impl Writing {
-    /// The options for opening an image that these arguments select.
     pub fn options(&self) -> OpenOptions {
         self.keys.apply(self.opening.options())
     }
@@ -193,7 +185,6 @@ pub struct CacheOption {
 }
 
 impl CacheOption {
-    /// The selected cache mode.
     pub fn mode(self) -> CacheMode {
         self.cache
     }
@@ -217,9 +208,6 @@ pub struct Json {
 
 impl Json {
     /// Prints an answer as JSON, or by `text`.
-    ///
-    /// # Errors
-    /// Stdout cannot be written.
     pub fn print<T: Serialize>(
         self,
         answer: &T,
@@ -246,9 +234,6 @@ impl ProgressOption {
     }
 
     /// Runs a job and shows its progress. A signal cancels the job.
-    ///
-    /// # Errors
-    /// Signals cannot be handled.
     pub fn run<T>(
         self,
         job: &'static str,

@@ -101,12 +101,10 @@ impl Failure {
         Self::Told(Exit::Failed, message.into(), None)
     }
 
-    /// A thread cannot be started.
     pub(crate) fn no_thread(error: io::Error) -> Self {
         Self::failed(format!("cannot start a thread: {error}"))
     }
 
-    /// Adds a hint.
     pub fn hint(self, hint: impl Into<String>) -> Self {
         match self {
             Self::Engine(error) => {
@@ -130,7 +128,6 @@ impl Failure {
         }
     }
 
-    /// The exit code.
     pub fn exit(&self) -> Exit {
         match self {
             Self::Engine(error) => Exit::from(error.kind()),
@@ -139,7 +136,6 @@ impl Failure {
         }
     }
 
-    /// Prints the message and the hint to stderr.
     pub fn print(&self, context: &Context<'_>) {
         let (message, hint) = match self {
             Self::Engine(error) => (message_of(error), hint_for(error, context)),
@@ -166,13 +162,9 @@ impl fmt::Display for Failure {
 /// The label of a line on stderr.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tone {
-    /// `error:`
     Error,
-    /// `warning:`
     Warning,
-    /// `note:`
     Note,
-    /// `hint:`
     Hint,
 }
 

@@ -64,7 +64,6 @@ pub struct TargetKey {
 }
 
 impl TargetKey {
-    /// The target's key.
     pub fn key(&self) -> Option<&Secret> {
         [&self.target_key_file, &self.target_key_fd, &self.target_key_env]
             .into_iter()
@@ -88,7 +87,6 @@ pub struct NewImageKey {
 }
 
 impl NewImageKey {
-    /// The new image's key.
     pub fn key(&self) -> Option<&Secret> {
         [&self.key_file, &self.key_fd, &self.key_env].into_iter().find_map(Option::as_ref)
     }
@@ -110,7 +108,6 @@ pub struct NewKey {
 }
 
 impl NewKey {
-    /// The new key.
     pub fn key(&self) -> Option<&Secret> {
         [&self.new_key_file, &self.new_key_fd, &self.new_key_env]
             .into_iter()

@@ -47,7 +47,6 @@ impl Output {
         JsonArray { out: self, first: true }
     }
 
-    /// Writes the buffer.
     pub fn finish(&mut self) -> io::Result<()> {
         if self.buffer.is_empty() {
             return Ok(());
@@ -71,14 +70,12 @@ pub struct JsonArray<'a> {
 }
 
 impl JsonArray<'_> {
-    /// Adds an element.
     pub fn push(&mut self, value: &impl Serialize) -> io::Result<()> {
         self.out.bytes(if std::mem::take(&mut self.first) { "[" } else { ",\n" }.as_bytes())?;
         serde_json::to_writer(&mut self.out.buffer, value)?;
         self.out.flush_when_full()
     }
 
-    /// Closes the array.
     pub fn end(self) -> io::Result<()> {
         self.out.bytes(if self.first { "[]\n" } else { "]\n" }.as_bytes())
     }
@@ -155,7 +152,6 @@ impl Table {
         Self { rows: vec![first], right }
     }
 
-    /// Adds a row.
     pub fn row(&mut self, cells: impl IntoIterator<Item = String>) {
         self.rows.push(cells.into_iter().collect());
     }

@@ -186,9 +186,6 @@ fn told(action: Action, image: &str, snapshot: &SnapshotInfo) -> String {
 }
 
 /// Prints snapshots as a table, indented by `indent` spaces.
-///
-/// # Errors
-/// Stdout cannot be written.
 pub(super) fn print_list(
     snapshots: &[SnapshotInfo],
     out: &mut Output,
