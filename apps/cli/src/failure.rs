@@ -274,13 +274,10 @@ fn missing_folder(file: &str) -> Option<String> {
 /// What the user may do about the error.
 fn hint_for(error: &Error, context: &Context<'_>) -> Option<String> {
     if let Some(remedy) = error.remedy() {
-        let hint = remedies::worded(&remedy, error, context);
-        return (!hint.is_empty()).then_some(hint);
+        return remedies::worded(&remedy, error, context);
     }
     let hint = match error {
-        Error::Corrupt(fault) if context.command != "check" => {
-            remedies::worded(&Remedy::Check, error, context)
-        }
+        Error::Corrupt(_) => return remedies::worded(&Remedy::Check, error, context),
         Error::Limit { what, .. } if what.contains("trying a key") => {
             "--key-rounds N raises the limit".to_owned()
         }
@@ -319,7 +316,7 @@ fn hint_for(error: &Error, context: &Context<'_>) -> Option<String> {
         }
         _ => return None,
     };
-    (!hint.is_empty()).then_some(hint)
+    Some(hint)
 }
 
 /// Quotes a file name for a shell.
