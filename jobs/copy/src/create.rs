@@ -234,38 +234,30 @@ impl NewBacking {
                 self.name, self.name
             )));
         }
-        let path = beside(image, &self.name);
-        let found = |format, looked: Option<Looked>| FoundBacking {
-            path: path.clone(),
-            guest_bytes: looked.as_ref().map(|looked| looked.guest_bytes),
-            reference: BackingRef {
-                name: self.name.clone(),
-                format,
-                identity: looked.as_ref().and_then(|looked| looked.identity.clone()),
-                modified: looked.as_ref().and_then(|_| modified(&path)),
-            },
-            properties: looked.map(|looked| looked.properties).unwrap_or_default(),
-        };
+        let (path, name) = (beside(image, &self.name), self.name.clone());
         if !self.open {
-            return match &self.format {
-                Some(format) => Ok(found(Some(format.clone()), None)),
-                None => Err(Error::Invalid(format!(
-                    "the format of '{}' must be named where it is not opened: '--backing-format FORMAT' \
-                     (-F FORMAT)",
-                    self.name
-                ))),
+            let Some(format) = self.format.clone() else {
+                return Err(Error::Invalid(format!(
+                    "the format of '{name}' must be named where it is not opened: \
+                     '--backing-format FORMAT' (-F FORMAT)"
+                )));
             };
+            let reference = BackingRef::new(name, Some(format));
+            return Ok(FoundBacking { path, reference, guest_bytes: None, properties: Vec::new() });
         }
         let options = opening.of_other(self.format.clone());
-        let looked = look_at(registry, &path, &options)?;
-        if looked.probed && looked.format == "raw" {
+        let (info, probed, guest_bytes) = look_at(registry, &path, &options)?;
+        if probed && info.format == "raw" {
             return Err(Error::Invalid(format!(
                 "{}: its format was not detected, and its guest could make it look like any; if it \
                  is raw, say so: '--backing-format raw' (-F raw)",
                 path.display()
             )));
         }
-        Ok(found(Some(looked.format.to_owned()), Some(looked)))
+        let (format, identity) = (Some(info.format.to_owned()), info.identity);
+        let reference = BackingRef { name, format, identity, modified: modified(&path) };
+        let (guest_bytes, properties) = (Some(guest_bytes), info.properties);
+        Ok(FoundBacking { path, reference, guest_bytes, properties })
     }
 }
 
@@ -275,34 +267,23 @@ pub(crate) fn modified(path: &Path) -> Option<u64> {
     Some(found.duration_since(UNIX_EPOCH).ok()?.as_secs())
 }
 
-/// Facts about an image.
-struct Looked {
-    format: &'static str,
-    probed: bool,
-    guest_bytes: u64,
-    identity: Option<String>,
-    properties: Vec<(String, String)>,
-}
-
-impl Looked {
-    fn new(info: &ImageInfo, probed: bool, guest_bytes: u64) -> Self {
-        let (identity, properties) = (info.identity.clone(), info.properties.clone());
-        Self { format: info.format, probed, guest_bytes, identity, properties }
-    }
-}
-
 /// Opens an image to check that it is readable. If the chain is encrypted, only headers are read.
-fn look_at(registry: &Registry, path: &Path, options: &OpenOptions) -> Result<Looked> {
+/// Also returns whether its format was probed, and the bytes of its disk.
+fn look_at(
+    registry: &Registry,
+    path: &Path,
+    options: &OpenOptions,
+) -> Result<(ImageInfo, bool, u64)> {
     match Disk::open(registry, path, options) {
         Ok(disk) => {
             let top = &disk.layers()[0];
-            Ok(Looked::new(top.info(), top.probed(), disk.guest_bytes()))
+            Ok((top.info().clone(), top.probed(), disk.guest_bytes()))
         }
         Err(Error::Key { .. }) => {
             let report = describe_chain(registry, path, options)?;
             match (report.links.first(), report.broken) {
                 (_, Some(error)) => Err(error),
-                (Some(top), None) => Ok(Looked::new(&top.info, top.probed, top.info.virtual_size)),
+                (Some(top), None) => Ok((top.info.clone(), top.probed, top.info.virtual_size)),
                 (None, None) => Err(Error::Invalid(format!("{}: is no image", path.display()))),
             }
         }
