@@ -111,6 +111,11 @@ pub fn bytes_short(bytes: u64) -> String {
     format!("{text} {}", UNITS[exponent as usize - 1])
 }
 
+/// A count with its noun, in the singular for one.
+pub fn counted(count: u64, noun: &str) -> String {
+    if count == 1 { format!("1 {noun}") } else { format!("{count} {noun}s") }
+}
+
 /// Aligned `key: value` lines.
 #[derive(Debug, Default)]
 pub struct Fields(Vec<(String, String)>);

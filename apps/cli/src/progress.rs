@@ -64,14 +64,8 @@ impl Reporter {
     pub fn new(mode: ProgressMode, job: &'static str) -> Self {
         let shape = match mode {
             ProgressMode::Json => Shape::Json,
-            ProgressMode::None => Shape::Silent,
-            ProgressMode::Auto | ProgressMode::Bar => {
-                if io::stderr().is_terminal() {
-                    Shape::Bar
-                } else {
-                    Shape::Silent
-                }
-            }
+            ProgressMode::Auto | ProgressMode::Bar if io::stderr().is_terminal() => Shape::Bar,
+            _ => Shape::Silent,
         };
         let wait = match mode {
             ProgressMode::Auto => PATIENCE,

@@ -12,7 +12,7 @@ use vdkit::jobs::{
 use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Json, ProgressOption, References};
 use crate::failure::{Exit, Failure, Outcome, quoted};
-use crate::output::{Output, bytes_short};
+use crate::output::{Output, bytes_short, counted};
 use crate::session::Session;
 
 pub const COMMAND: Subcommand = Subcommand {
@@ -172,16 +172,12 @@ fn print_findings(findings: &[DoctorFinding], out: &mut Output) -> std::io::Resu
 }
 
 fn sum_up(report: &DoctorReport, out: &mut Output) -> std::io::Result<()> {
-    let some = |n: u64, one: &str, many: &str| match n {
-        1 => format!("1 {one}"),
-        n => format!("{n} {many}"),
-    };
     out.line(format!(
         "{}: {}, {}, {} of advice",
-        some(report.images.len() as u64, "image", "images"),
-        some(report.errors, "error", "errors"),
-        some(report.warnings, "warning", "warnings"),
-        some(report.advice, "piece", "pieces"),
+        counted(report.images.len() as u64, "image"),
+        counted(report.errors, "error"),
+        counted(report.warnings, "warning"),
+        counted(report.advice, "piece"),
     ))?;
     print_findings(&report.findings, out)?;
     for orphan in &report.orphans {
