@@ -1,8 +1,11 @@
-//! Results on stdout: buffered text, tables and JSON.
+//! Results: buffered text, tables and JSON on stdout, and files.
 
 use std::io::{self, StdoutLock, Write};
+use std::path::Path;
 
 use serde::Serialize;
+use vdkit::storage::{CommitOptions, FileOptions, LockMode, PendingFile};
+use vdkit::{HostOffset, Storage};
 
 /// Buffered stdout. Results are small, so one write at the end is cheaper than many.
 #[derive(Debug, Default)]
@@ -79,6 +82,13 @@ impl JsonArray<'_> {
     pub fn end(self) -> io::Result<()> {
         self.out.bytes(if self.first { "[]\n" } else { "]\n" }.as_bytes())
     }
+}
+
+/// Puts a file in place, complete or not at all.
+pub fn write_file(path: &Path, bytes: &[u8]) -> vdkit::Result<()> {
+    let pending = PendingFile::create(path, &FileOptions::read_write().lock(LockMode::Off))?;
+    pending.storage().write_at(bytes, HostOffset(0))?;
+    pending.commit(CommitOptions::default())
 }
 
 /// Formats bytes with the exact number: `64 KiB (65536 bytes)`.

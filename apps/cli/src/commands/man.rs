@@ -8,6 +8,7 @@ use clap_mangen::Man;
 use super::{Group, Run, Subcommand, run};
 use crate::definition;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::output::write_file;
 use crate::session::Session;
 
 pub const COMMAND: Subcommand = Subcommand {
@@ -55,17 +56,14 @@ impl Run for ManArgs {
 }
 
 fn write_all(root: Command, dir: &Path) -> Outcome {
-    let failed = |path: &Path, error: std::io::Error| {
-        Failure::failed(format!("{}: cannot write: {error}", path.display()))
-    };
-    std::fs::create_dir_all(dir).map_err(|error| failed(dir, error))?;
+    std::fs::create_dir_all(dir)
+        .map_err(|error| Failure::failed(format!("{}: cannot write: {error}", dir.display())))?;
     let mut pages: Vec<Command> =
         root.get_subcommands().filter(|command| command.get_name() != "help").cloned().collect();
     pages.push(root);
     for page in pages {
         let path = dir.join(format!("{}.1", page_name(&page)));
-        let text = render(page)?;
-        std::fs::write(&path, text).map_err(|error| failed(&path, error))?;
+        write_file(&path, &render(page)?)?;
     }
     Ok(Exit::Done)
 }

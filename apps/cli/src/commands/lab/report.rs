@@ -5,11 +5,10 @@ use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueHint};
-use vdkit::storage::{CommitOptions, FileOptions, PendingFile};
-use vdkit::{HostOffset, Storage};
 use vdkit_lab::{report, store::Store, verdict::verdict};
 
 use crate::failure::{Exit, Failure, Outcome};
+use crate::output::write_file;
 use crate::session::Session;
 
 #[derive(Args, Debug)]
@@ -54,9 +53,7 @@ impl ReportArgs {
             ))
             .hint("name another file with --output"));
         }
-        let pending = PendingFile::create(&target, &FileOptions::read_write())?;
-        pending.storage().write_at(page.as_bytes(), HostOffset(0))?;
-        pending.commit(CommitOptions::default())?;
+        write_file(&target, page.as_bytes())?;
         session.out.line(target.display().to_string())?;
         Ok(Exit::Done)
     }
