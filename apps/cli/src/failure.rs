@@ -186,6 +186,12 @@ pub fn print_line(tone: Tone, text: &str) {
     };
 }
 
+/// Prints one line without a label to stderr.
+pub fn say(text: &str) {
+    // Ignore errors: there is nowhere else to report one.
+    let _ = writeln!(io::stderr().lock(), "{}", printable(text));
+}
+
 /// Escapes control characters, because names come from untrusted images and are printed to a
 /// terminal. Removes the numbers of system errors, which repeat the message.
 pub fn printable(text: &str) -> std::borrow::Cow<'_, str> {

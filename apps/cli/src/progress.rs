@@ -9,7 +9,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use vdkit::Progress;
 
-use crate::failure::{Tone, print_line};
+use crate::failure::{Tone, print_line, say};
 
 /// How progress is shown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -116,10 +116,7 @@ impl Reporter {
         match self.mode {
             ProgressMode::Json => self.event(&Event::Message { job: self.job, text }),
             ProgressMode::None => {}
-            ProgressMode::Auto | ProgressMode::Bar => {
-                // Ignore errors: there is nowhere else to report one.
-                let _ = writeln!(io::stderr().lock(), "{text}");
-            }
+            ProgressMode::Auto | ProgressMode::Bar => say(text),
         }
     }
 

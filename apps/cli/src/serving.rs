@@ -9,7 +9,7 @@ use vdkit::serve::{Export, OnNoSpace, Scrape, ScrapeAddress};
 use vdkit::{CancelToken, Disk, OpenOptions};
 
 use crate::arguments::{CacheOption, Force, References, SnapshotOption, size};
-use crate::failure::{Failure, printable};
+use crate::failure::{Failure, Tone, print_line, say};
 use crate::guard;
 use crate::keys::Keys;
 
@@ -36,9 +36,9 @@ pub fn wait(export: &Export, stop: &CancelToken, over: impl Fn() -> bool) {
         }
         full = !full;
         if full {
-            eprintln!("warning: writes wait for space: {}", printable(&parked.reason));
+            print_line(Tone::Warning, &format!("writes wait for space: {}", parked.reason));
         } else {
-            eprintln!("there is space again: writes go on");
+            say("there is space again: writes go on");
         }
     }
 }

@@ -11,7 +11,7 @@ use vdkit::serve::{Command, ask};
 
 use super::{Group, Run, Subcommand, run};
 use crate::arguments::Json;
-use crate::failure::{Exit, Failure, Outcome};
+use crate::failure::{Exit, Failure, Outcome, say};
 use crate::session::Session;
 
 mod rates;
@@ -201,7 +201,7 @@ impl TopArgs {
 }
 
 fn ended() -> Exit {
-    eprintln!("the service has ended");
+    say("the service has ended");
     Exit::Done
 }
 
