@@ -218,4 +218,18 @@ mod tests {
         assert_eq!(bytes_long(65536), "64 KiB (65536 bytes)");
         assert_eq!(bytes_long(5), "5 bytes");
     }
+
+    #[test]
+    fn an_array_begins_with_its_first_element_or_its_end() {
+        let mut out = Output::default();
+        out.json_array();
+        assert!(out.buffer.is_empty());
+        out.json_array().end().unwrap();
+        let mut array = out.json_array();
+        for number in [1, 2] {
+            array.push(&number).unwrap();
+        }
+        array.end().unwrap();
+        assert_eq!(out.buffer, b"[]\n[1,\n2]\n");
+    }
 }
