@@ -1,22 +1,24 @@
 //! Arguments that several subcommands share: one definition each.
 
+use std::io;
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use clap::{Args, ValueHint};
-use vdkit::{BackingChoice, CacheMode, Monitor, OpenOptions, RefPolicy, parse_size};
+use serde::Serialize;
+use vdkit::{
+    BackingChoice, CacheMode, FormatDriver, Monitor, OpenOptions, Options, RefPolicy, Secret,
+    parse_size,
+};
 
 use crate::failure::{Failure, Tone, print_line};
 use crate::keys::Keys;
-use crate::output::bytes_long;
+use crate::output::{Output, bytes_long};
 use crate::progress::{ProgressMode, Reporter};
 use crate::session::Session;
 
 /// Parses a size with a binary unit. Records a note where other programs use powers of 1000 for the
 /// unit; [`print_notes`] prints it.
-///
-/// # Errors
-/// The text is not a size.
 pub fn size(text: &str) -> Result<u64, String> {
     let bytes = parse_size(text).map_err(|error| error.to_string())?;
     let unit = text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.');
@@ -62,7 +64,6 @@ pub struct References {
 }
 
 impl References {
-    /// The reference policy that these options select.
     pub fn policy(&self) -> RefPolicy {
         if self.no_refs {
             RefPolicy::Nothing
@@ -91,7 +92,6 @@ pub struct Opening {
 }
 
 impl Opening {
-    /// The options for opening an image that these arguments select.
     pub fn options(&self) -> OpenOptions {
         OpenOptions::read_only()
             .maybe_format(self.format.clone())
@@ -115,7 +115,6 @@ pub struct OpeningForWriting {
 }
 
 impl OpeningForWriting {
-    /// The options for opening an image that these arguments select.
     pub fn options(&self) -> OpenOptions {
         OpenOptions::read_write().maybe_format(self.format.clone()).refs(self.references.policy())
     }
@@ -131,7 +130,6 @@ pub struct Reading {
 }
 
 impl Reading {
-    /// The options for opening an image that these arguments select.
     pub fn options(&self) -> OpenOptions {
         self.keys.apply(self.opening.options())
     }
@@ -147,7 +145,6 @@ pub struct Writing {
 }
 
 impl Writing {
-    /// The options for opening an image that these arguments select.
     pub fn options(&self) -> OpenOptions {
         self.keys.apply(self.opening.options())
     }
@@ -183,23 +180,14 @@ impl ParentOption {
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct CacheOption {
     /// Cache mode: writeback, none (bypasses the page cache), writethrough, directsync or unsafe
-    #[arg(long, value_name = "MODE", default_value_t = CacheMode::Writeback, hide_default_value = true, value_parser = cache_mode)]
+    #[arg(long, value_name = "MODE", default_value_t = CacheMode::Writeback, hide_default_value = true)]
     pub cache: CacheMode,
 }
 
 impl CacheOption {
-    /// The selected cache mode.
     pub fn mode(self) -> CacheMode {
         self.cache
     }
-}
-
-/// Parses a cache mode.
-///
-/// # Errors
-/// The text names no cache mode.
-pub fn cache_mode(text: &str) -> Result<CacheMode, String> {
-    text.parse().map_err(|error: vdkit::Error| error.to_string())
 }
 
 /// Option that allows an operation that may damage other images.
@@ -218,6 +206,18 @@ pub struct Json {
     pub json: bool,
 }
 
+impl Json {
+    /// Prints an answer as JSON, or by `text`.
+    pub fn print<T: Serialize>(
+        self,
+        answer: &T,
+        out: &mut Output,
+        text: impl FnOnce(&T, &mut Output) -> io::Result<()>,
+    ) -> io::Result<()> {
+        if self.json { out.json(answer) } else { text(answer, out) }
+    }
+}
+
 /// Option that selects how progress is shown.
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct ProgressOption {
@@ -234,9 +234,6 @@ impl ProgressOption {
     }
 
     /// Runs a job and shows its progress. A signal cancels the job.
-    ///
-    /// # Errors
-    /// Signals cannot be handled.
     pub fn run<T>(
         self,
         job: &'static str,
@@ -259,6 +256,32 @@ pub struct FormatOptions {
     /// `vdkit formats FORMAT` lists them. Double a comma that is part of a value.
     #[arg(short = 'o', long = "options", value_name = "KEY=VALUE")]
     pub options: Vec<String>,
+}
+
+impl FormatOptions {
+    /// Parses the options of a new image: those of a preset, then the user's, and its key.
+    ///
+    /// # Errors
+    /// The format has no such option, or the image is not encrypted and a key is given.
+    pub fn parse(
+        &self,
+        driver: &dyn FormatDriver,
+        preset: Option<&str>,
+        key: Option<&Secret>,
+    ) -> Result<Options, Failure> {
+        let texts = preset.into_iter().chain(self.options.iter().map(String::as_str));
+        let mut options = Options::parse(driver.name(), driver.options(), texts)?;
+        if key.is_some() && !driver.encrypts(&options) {
+            let name = driver.name();
+            let text = format!("a key has no meaning here: the new {name} image is not encrypted");
+            return Err(Failure::usage(text).hint(
+                "'-O qcow2 -o encrypt.format=luks' or '-O luks' encrypts it ('-f' instead of '-O' \
+                 for vdkit create)",
+            ));
+        }
+        options.set_key(key.cloned());
+        Ok(options)
+    }
 }
 
 #[cfg(test)]

@@ -38,7 +38,10 @@ fn root() -> Command {
 }
 
 fn subcommand(entry: &'static Subcommand) -> Command {
-    Command::new(entry.name).about(entry.about).defer(entry.augment)
+    Command::new(entry.name).about(entry.about).defer(|command| match find(command.get_name()) {
+        Some(entry) => with_texts((entry.augment)(command), entry),
+        None => command,
+    })
 }
 
 /// Whether a subcommand can read an image that another process is writing.
@@ -47,8 +50,8 @@ pub fn reads_shared(entry: &Subcommand) -> bool {
     command.get_arguments().any(|argument| argument.get_long() == Some("force-share"))
 }
 
-/// Adds the texts that only help needs; see [`Subcommand::augment`].
-pub fn with_texts(command: Command, entry: &Subcommand) -> Command {
+/// Adds the texts that only help needs.
+fn with_texts(command: Command, entry: &Subcommand) -> Command {
     let mut long = entry.about.to_owned();
     if !entry.details.is_empty() {
         long.push_str("\n\n");

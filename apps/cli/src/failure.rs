@@ -101,7 +101,10 @@ impl Failure {
         Self::Told(Exit::Failed, message.into(), None)
     }
 
-    /// Adds a hint.
+    pub(crate) fn no_thread(error: io::Error) -> Self {
+        Self::failed(format!("cannot start a thread: {error}"))
+    }
+
     pub fn hint(self, hint: impl Into<String>) -> Self {
         match self {
             Self::Engine(error) => {
@@ -125,7 +128,6 @@ impl Failure {
         }
     }
 
-    /// The exit code.
     pub fn exit(&self) -> Exit {
         match self {
             Self::Engine(error) => Exit::from(error.kind()),
@@ -134,7 +136,6 @@ impl Failure {
         }
     }
 
-    /// Prints the message and the hint to stderr.
     pub fn print(&self, context: &Context<'_>) {
         let (message, hint) = match self {
             Self::Engine(error) => (message_of(error), hint_for(error, context)),
@@ -161,13 +162,9 @@ impl fmt::Display for Failure {
 /// The label of a line on stderr.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tone {
-    /// `error:`
     Error,
-    /// `warning:`
     Warning,
-    /// `note:`
     Note,
-    /// `hint:`
     Hint,
 }
 
@@ -187,6 +184,12 @@ pub fn print_line(tone: Tone, text: &str) {
     } else {
         writeln!(stderr.lock(), "{label}: {text}")
     };
+}
+
+/// Prints one line without a label to stderr.
+pub fn say(text: &str) {
+    // Ignore errors: there is nowhere else to report one.
+    let _ = writeln!(io::stderr().lock(), "{}", printable(text));
 }
 
 /// Escapes control characters, because names come from untrusted images and are printed to a
@@ -277,13 +280,10 @@ fn missing_folder(file: &str) -> Option<String> {
 /// What the user may do about the error.
 fn hint_for(error: &Error, context: &Context<'_>) -> Option<String> {
     if let Some(remedy) = error.remedy() {
-        let hint = remedies::worded(&remedy, error, context);
-        return (!hint.is_empty()).then_some(hint);
+        return remedies::worded(&remedy, error, context);
     }
     let hint = match error {
-        Error::Corrupt(fault) if context.command != "check" => {
-            remedies::worded(&Remedy::Check, error, context)
-        }
+        Error::Corrupt(_) => return remedies::worded(&Remedy::Check, error, context),
         Error::Limit { what, .. } if what.contains("trying a key") => {
             "--key-rounds N raises the limit".to_owned()
         }
@@ -322,7 +322,7 @@ fn hint_for(error: &Error, context: &Context<'_>) -> Option<String> {
         }
         _ => return None,
     };
-    (!hint.is_empty()).then_some(hint)
+    Some(hint)
 }
 
 /// Quotes a file name for a shell.

@@ -9,7 +9,7 @@ pub use vdkit::fuse::Server;
 use vdkit::fuse::{Ending, MountError, ServerOptions};
 use vdkit::serve::Export;
 
-use crate::failure::Failure;
+use crate::failure::{Failure, Tone, print_line};
 
 /// Options of the mounted file.
 #[derive(Args, Clone, Copy, Debug, Default)]
@@ -52,7 +52,8 @@ pub fn unmount(server: Server, patience: Duration) -> Result<(), Failure> {
     match server.stop(patience) {
         Ok(Ending::Clean) => Ok(()),
         Ok(Ending::InUse) => {
-            eprintln!("warning: {file}: was still in use; what its users do from now on fails");
+            let text = format!("{file}: was still in use; what its users do from now on fails");
+            print_line(Tone::Warning, &text);
             Ok(())
         }
         Err(error) => Err(Failure::failed(format!("{file}: cannot be unmounted: {error}"))),

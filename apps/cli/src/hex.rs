@@ -16,9 +16,6 @@ pub struct HexDump {
 
 impl HexDump {
     /// Prints the bytes at offset `at`. Each piece but the last has whole rows.
-    ///
-    /// # Errors
-    /// Stdout cannot be written.
     pub fn print(&mut self, at: u64, bytes: &[u8], out: &mut Output) -> io::Result<()> {
         for (i, row) in bytes.chunks(WIDTH).enumerate() {
             if let Ok(whole) = <[u8; WIDTH]>::try_from(row) {
@@ -37,9 +34,6 @@ impl HexDump {
     }
 
     /// Prints the end offset.
-    ///
-    /// # Errors
-    /// Stdout cannot be written.
     pub fn end(self, at: u64, out: &mut Output) -> io::Result<()> {
         out.line(format!("{at:08x}"))
     }

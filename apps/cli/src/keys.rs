@@ -9,8 +9,6 @@ use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, ValueHint};
 use vdkit::{OpenOptions, Secret, plain};
 
-use crate::failure::Failure;
-
 /// Longest key that is read, as in cryptsetup.
 const KEY_BYTES_MAX: usize = 8 << 20;
 
@@ -66,7 +64,6 @@ pub struct TargetKey {
 }
 
 impl TargetKey {
-    /// The target's key.
     pub fn key(&self) -> Option<&Secret> {
         [&self.target_key_file, &self.target_key_fd, &self.target_key_env]
             .into_iter()
@@ -90,7 +87,6 @@ pub struct NewImageKey {
 }
 
 impl NewImageKey {
-    /// The new image's key.
     pub fn key(&self) -> Option<&Secret> {
         [&self.key_file, &self.key_fd, &self.key_env].into_iter().find_map(Option::as_ref)
     }
@@ -112,27 +108,11 @@ pub struct NewKey {
 }
 
 impl NewKey {
-    /// The new key.
     pub fn key(&self) -> Option<&Secret> {
         [&self.new_key_file, &self.new_key_fd, &self.new_key_env]
             .into_iter()
             .find_map(Option::as_ref)
     }
-}
-
-/// Sets the key of a new image. Refuses a key for an image that is not encrypted.
-pub(crate) fn key_of_new(
-    driver: &dyn vdkit::FormatDriver,
-    options: &mut vdkit::Options,
-    key: Option<&Secret>,
-) -> Result<(), Failure> {
-    if key.is_some() && !driver.encrypts(options) {
-        let name = driver.name();
-        return Err(Failure::usage(format!("a key has no meaning here: the new {name} image is not encrypted"))
-            .hint("'-O qcow2 -o encrypt.format=luks' or '-O luks' encrypts it ('-f' instead of '-O' for vdkit create)"));
-    }
-    options.set_key(key.cloned());
-    Ok(())
 }
 
 fn from_file() -> impl TypedValueParser<Value = Secret> {

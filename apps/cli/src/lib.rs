@@ -13,27 +13,27 @@
 //! A call on a small image is over in about a millisecond: nothing is set up (threads, progress
 //! bars, help texts) before it is needed.
 
-pub mod arguments;
+mod arguments;
 pub mod commands;
 pub mod definition;
-pub mod failure;
+mod failure;
 mod fuse;
-pub mod guard;
+mod guard;
 mod habits;
-pub mod hex;
+mod hex;
 mod incoming;
 mod keys;
 mod locks;
 mod notify;
-pub mod output;
-pub mod progress;
+mod output;
+mod progress;
 mod protocols;
 mod remedies;
 mod runs;
 pub mod sandbox;
 mod serving;
-pub mod session;
-pub mod time;
+mod session;
+mod time;
 
 use std::process::ExitCode;
 
@@ -73,7 +73,7 @@ pub fn run(arguments: impl IntoIterator<Item = std::ffi::OsString>) -> Exit {
         return Exit::Usage;
     };
     arguments::print_notes();
-    let mut session = Session::new();
+    let mut session = Session::default();
     let answer = (command.run)(matches, &mut session).and_then(|exit| {
         session.out.finish()?;
         Ok(exit)

@@ -8,6 +8,8 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
+use crate::failure::{Tone, print_line};
+
 /// Says that clients can connect, and in a line what is served.
 pub fn ready(status: &str) {
     let line = status.replace(['\n', '\r'], " ");
@@ -26,7 +28,7 @@ fn send(state: &str) {
         UnixDatagram::unbound()?.send_to_addr(state.as_bytes(), &address).map(drop)
     });
     if let Err(error) = sent {
-        eprintln!("warning: NOTIFY_SOCKET {}: {error}", place.display());
+        print_line(Tone::Warning, &format!("NOTIFY_SOCKET {}: {error}", place.display()));
     }
 }
 

@@ -1,11 +1,14 @@
-//! Results on stdout: buffered text, tables and JSON.
+//! Results: buffered text, tables and JSON on stdout, and files.
 
 use std::io::{self, StdoutLock, Write};
+use std::path::Path;
 
 use serde::Serialize;
+use vdkit::storage::{CommitOptions, FileOptions, LockMode, PendingFile};
+use vdkit::{HostOffset, Storage};
 
 /// Buffered stdout. Results are small, so one write at the end is cheaper than many.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Output {
     buffer: Vec<u8>,
 }
@@ -14,11 +17,6 @@ pub struct Output {
 const FLUSH_BYTES: usize = 64 << 10;
 
 impl Output {
-    /// An empty buffer.
-    pub fn new() -> Self {
-        Self { buffer: Vec::new() }
-    }
-
     /// Adds a line. Escapes control characters, because names come from untrusted images.
     pub fn line(&mut self, text: impl AsRef<str>) -> io::Result<()> {
         self.buffer.extend_from_slice(crate::failure::printable(text.as_ref()).as_bytes());
@@ -46,14 +44,12 @@ impl Output {
         self.flush_when_full()
     }
 
-    /// Starts a JSON array to which elements are added one at a time, so that a long array needs no
-    /// memory.
-    pub fn json_array(&mut self) -> io::Result<JsonArray<'_>> {
-        self.buffer.push(b'[');
-        Ok(JsonArray { out: self, first: true })
+    /// A JSON array to which elements are added one at a time, so that a long array needs no
+    /// memory. Nothing is printed before the first element or the end.
+    pub fn json_array(&mut self) -> JsonArray<'_> {
+        JsonArray { out: self, first: true }
     }
 
-    /// Writes the buffer.
     pub fn finish(&mut self) -> io::Result<()> {
         if self.buffer.is_empty() {
             return Ok(());
@@ -69,12 +65,6 @@ impl Output {
     }
 }
 
-impl Default for Output {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 /// A JSON array in progress, one element per line as with qemu-img.
 #[derive(Debug)]
 pub struct JsonArray<'a> {
@@ -83,19 +73,22 @@ pub struct JsonArray<'a> {
 }
 
 impl JsonArray<'_> {
-    /// Adds an element.
     pub fn push(&mut self, value: &impl Serialize) -> io::Result<()> {
-        if !std::mem::take(&mut self.first) {
-            self.out.bytes(b",\n")?;
-        }
+        self.out.bytes(if std::mem::take(&mut self.first) { "[" } else { ",\n" }.as_bytes())?;
         serde_json::to_writer(&mut self.out.buffer, value)?;
         self.out.flush_when_full()
     }
 
-    /// Closes the array.
     pub fn end(self) -> io::Result<()> {
-        self.out.bytes(b"]\n")
+        self.out.bytes(if self.first { "[]\n" } else { "]\n" }.as_bytes())
     }
+}
+
+/// Puts a file in place, complete or not at all.
+pub fn write_file(path: &Path, bytes: &[u8]) -> vdkit::Result<()> {
+    let pending = PendingFile::create(path, &FileOptions::read_write().lock(LockMode::Off))?;
+    pending.storage().write_at(bytes, HostOffset(0))?;
+    pending.commit(CommitOptions::default())
 }
 
 /// Formats bytes with the exact number: `64 KiB (65536 bytes)`.
@@ -126,6 +119,11 @@ pub fn bytes_short(bytes: u64) -> String {
     };
     let text = text.strip_suffix(".0").unwrap_or(&text);
     format!("{text} {}", UNITS[exponent as usize - 1])
+}
+
+/// A count with its noun, in the singular for one.
+pub fn counted(count: u64, noun: &str) -> String {
+    if count == 1 { format!("1 {noun}") } else { format!("{count} {noun}s") }
 }
 
 /// Aligned `key: value` lines.
@@ -169,7 +167,6 @@ impl Table {
         Self { rows: vec![first], right }
     }
 
-    /// Adds a row.
     pub fn row(&mut self, cells: impl IntoIterator<Item = String>) {
         self.rows.push(cells.into_iter().collect());
     }
@@ -220,5 +217,19 @@ mod tests {
         }
         assert_eq!(bytes_long(65536), "64 KiB (65536 bytes)");
         assert_eq!(bytes_long(5), "5 bytes");
+    }
+
+    #[test]
+    fn an_array_begins_with_its_first_element_or_its_end() {
+        let mut out = Output::default();
+        out.json_array();
+        assert!(out.buffer.is_empty());
+        out.json_array().end().unwrap();
+        let mut array = out.json_array();
+        for number in [1, 2] {
+            array.push(&number).unwrap();
+        }
+        array.end().unwrap();
+        assert_eq!(out.buffer, b"[]\n[1,\n2]\n");
     }
 }

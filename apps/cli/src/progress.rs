@@ -9,7 +9,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use vdkit::Progress;
 
-use crate::failure::{Tone, print_line};
+use crate::failure::{Tone, print_line, say};
 
 /// How progress is shown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -64,14 +64,8 @@ impl Reporter {
     pub fn new(mode: ProgressMode, job: &'static str) -> Self {
         let shape = match mode {
             ProgressMode::Json => Shape::Json,
-            ProgressMode::None => Shape::Silent,
-            ProgressMode::Auto | ProgressMode::Bar => {
-                if io::stderr().is_terminal() {
-                    Shape::Bar
-                } else {
-                    Shape::Silent
-                }
-            }
+            ProgressMode::Auto | ProgressMode::Bar if io::stderr().is_terminal() => Shape::Bar,
+            _ => Shape::Silent,
         };
         let wait = match mode {
             ProgressMode::Auto => PATIENCE,
@@ -122,10 +116,7 @@ impl Reporter {
         match self.mode {
             ProgressMode::Json => self.event(&Event::Message { job: self.job, text }),
             ProgressMode::None => {}
-            ProgressMode::Auto | ProgressMode::Bar => {
-                // Ignore errors: there is nowhere else to report one.
-                let _ = writeln!(io::stderr().lock(), "{text}");
-            }
+            ProgressMode::Auto | ProgressMode::Bar => say(text),
         }
     }
 

@@ -4,15 +4,15 @@ use vdkit::{Error, Remedy, Repair};
 
 use crate::failure::{Context, quoted};
 
-/// The remedy of `error` in the words of the command line; empty if there is nothing to add.
-pub(crate) fn worded(remedy: &Remedy, error: &Error, context: &Context<'_>) -> String {
+/// The remedy of `error` in the words of the command line; none if there is nothing to add.
+pub(crate) fn worded(remedy: &Remedy, error: &Error, context: &Context<'_>) -> Option<String> {
     let file = match error {
         Error::Corrupt(fault) => quoted(&fault.file),
         Error::Unsupported { file, .. } => quoted(file),
         _ => "IMAGE".to_owned(),
     };
-    match remedy {
-        Remedy::Check if context.command == "check" => String::new(),
+    let hint: String = match remedy {
+        Remedy::Check if context.command == "check" => return None,
         Remedy::Check => format!("'vdkit check {file}' lists what is damaged"),
         Remedy::CheckAs { format } => format!(
             "'vdkit check -f {format} {file}' says what is wrong with it; if every byte of it belongs to \
@@ -63,5 +63,6 @@ pub(crate) fn worded(remedy: &Remedy, error: &Error, context: &Context<'_>) -> S
             "write to an overlay instead: vdkit create OVERLAY.qcow2 --backing IMAGE".into()
         }
         other => other.to_string(),
-    }
+    };
+    (!hint.is_empty()).then_some(hint)
 }

@@ -9,7 +9,7 @@ use vdkit::serve::{Export, OnNoSpace, Scrape, ScrapeAddress};
 use vdkit::{CancelToken, Disk, OpenOptions};
 
 use crate::arguments::{CacheOption, Force, References, SnapshotOption, size};
-use crate::failure::{Failure, printable};
+use crate::failure::{Failure, Tone, print_line, say};
 use crate::guard;
 use crate::keys::Keys;
 
@@ -22,27 +22,23 @@ const SERVED_BENEATH: &str = "make an overlay of it for the clients ('vdkit crea
                               needed any more, repeat with --force";
 
 /// Interval between two checks for the end.
-pub const POLL: Duration = Duration::from_millis(50);
+const POLL: Duration = Duration::from_millis(50);
 
-/// Reports when writes begin to wait for space, and when they continue.
-#[derive(Debug, Default)]
-pub struct SpaceWatch {
-    full: bool,
-}
-
-impl SpaceWatch {
-    /// Checks the export, and reports what changed.
-    pub fn look(&mut self, export: &Export) {
+/// Waits until a signal or `ctl quit` asks for the end, or `over` says that nobody is left to
+/// serve. Reports when writes begin to wait for space, and when they continue.
+pub fn wait(export: &Export, stop: &CancelToken, over: impl Fn() -> bool) {
+    let mut full = false;
+    while !stop.is_cancelled() && !over() {
+        std::thread::sleep(POLL);
         let parked = export.parked();
-        let full = parked.requests > 0;
-        if full == self.full {
-            return;
+        if full == (parked.requests > 0) {
+            continue;
         }
-        self.full = full;
+        full = !full;
         if full {
-            eprintln!("warning: writes wait for space: {}", printable(&parked.reason));
+            print_line(Tone::Warning, &format!("writes wait for space: {}", parked.reason));
         } else {
-            eprintln!("there is space again: writes go on");
+            say("there is space again: writes go on");
         }
     }
 }

@@ -7,10 +7,10 @@ use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::flag;
 use vdkit::CancelToken;
 
-use crate::failure::{Exit, Failure};
+use crate::failure::{Exit, Failure, Tone, print_line};
 use crate::output::Output;
 
-/// The state of one call.
+/// The state of one call; by default nothing is set up yet.
 #[derive(Debug, Default)]
 pub struct Session {
     /// The buffered results.
@@ -19,16 +19,9 @@ pub struct Session {
 }
 
 impl Session {
-    /// A new session, with nothing set up yet.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Prints the warnings of opening a disk.
     pub fn warn(&self, disk: &vdkit::Disk) {
-        for warning in disk.warnings() {
-            eprintln!("warning: {}", crate::failure::printable(warning));
-        }
+        disk.warnings().for_each(|warning| print_line(Tone::Warning, warning));
     }
 
     /// After this call, the first SIGINT or SIGTERM asks the job to stop and clean up, and a second

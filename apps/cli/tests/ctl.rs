@@ -86,6 +86,23 @@ fn a_service_tells_and_obeys() {
 }
 
 #[test]
+fn a_commit_that_gets_no_thread_says_so() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "base.qcow2", "1M"]);
+    scratch.ok(&["create", "a.qcow2", "--backing", "base.qcow2"]);
+    let mut child = serve(&scratch, "a.qcow2");
+    let mut commit = scratch.command(&["ctl", "c.sock", "commit"]);
+    // A stack that is larger than an address space.
+    let output = commit.env("RUST_MIN_STACK", (1u64 << 48).to_string()).output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.starts_with("error: cannot start a thread: "), "{stderr}");
+    scratch.ok(&["ctl", "c.sock", "commit"]);
+    scratch.ok(&["ctl", "c.sock", "quit"]);
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}
+
+#[test]
 fn the_cache_of_the_map_is_counted_and_bounded() {
     let scratch = Scratch::new();
     // 4 MiB of L2 tables, a slice of 4 KiB for each 2 MiB of the disk.

@@ -118,6 +118,21 @@ fn it_ends_with_the_service() {
 }
 
 #[test]
+fn it_ends_well_though_nobody_hears_it() {
+    let scratch = Scratch::new();
+    let mut service = serve(&scratch, &["--read-only"]);
+    let mut command = scratch.command(&["top", "--interval", "0.1", "c.sock"]);
+    let mut top = Killed(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap());
+    drop(top.0.stderr.take());
+    let mut lines = BufReader::new(top.0.stdout.take().unwrap());
+    lines.read_line(&mut String::new()).unwrap();
+    scratch.ok(&["ctl", "c.sock", "quit"]);
+    assert_eq!(service.0.wait().unwrap().code(), Some(0));
+    lines.read_to_string(&mut String::new()).unwrap();
+    assert_eq!(top.0.wait().unwrap().code(), Some(0));
+}
+
+#[test]
 fn nonsense_is_refused() {
     let scratch = Scratch::new();
     scratch.fails(1, "none.sock: no service answers", &["top", "none.sock"]);

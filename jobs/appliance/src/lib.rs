@@ -25,11 +25,10 @@ use vdkit_ova::{Machine, NewDisk, Package, PackageLimits, PackageWriter};
 use vdkit_storage::PendingFile;
 use vdkit_stream::{ByteStream, OutPipe, Packing, StorageReader, spool};
 
-use vdkit_copy::Source;
-use vdkit_copy::default_threads;
-use vdkit_copy::verify;
-use vdkit_copy::{ConvertOptions, ConvertReport, Converted, convert, convert_uncommitted};
-use vdkit_copy::{Destination, commit_options, new_file_options};
+use vdkit_copy::{
+    ConvertOptions, ConvertReport, Converted, Destination, Source, commit_options, convert,
+    convert_uncommitted, default_threads, new_file_options, verify,
+};
 
 /// Maximum concurrent conversions: more would only scatter the reads.
 const AT_ONCE_MAX: usize = 4;

@@ -24,16 +24,13 @@ use vdkit_chain::{
     open_image, open_split,
 };
 
+use crate::convert::{CHUNK_BYTES, SHARE_BYTES_MAX};
 use crate::create::modified;
 use crate::mover::{MoveOptions, MovedBytes, Mover, zero_max};
 use crate::plan::{PlanOptions, Planner};
 use crate::source::Source;
 use vdkit_tree::refuse_dependents;
 
-/// Bytes per read of a thread.
-const CHUNK_BYTES: u64 = 512 << 10;
-/// Maximum bytes per reflink, which bounds the delay of a cancellation.
-const SHARE_BYTES_MAX: u64 = 256 << 20;
 /// Granularity of zero detection.
 const DETECT_BYTES: usize = 4096;
 

@@ -19,13 +19,13 @@ use crate::target::{Destination, NewImage, Target};
 use crate::verify::verify;
 
 /// Bytes per read of a thread: they stay in its cache until they are written.
-const CHUNK_BYTES: u64 = 512 << 10;
+pub(crate) const CHUNK_BYTES: u64 = 512 << 10;
 /// Bytes per piece that is read and discarded.
 const READ_DISCARD_BYTES: u64 = 8 << 20;
 /// Minimum threads by default if a side is remote.
 const REMOTE_THREADS: usize = 8;
 /// Maximum bytes per reflink, which bounds the delay of a cancellation.
-const SHARE_BYTES_MAX: u64 = 256 << 20;
+pub(crate) const SHARE_BYTES_MAX: u64 = 256 << 20;
 /// Cell size of the plan for a target without clusters: a file system block.
 const BLOCK_BYTES: u64 = 4096;
 

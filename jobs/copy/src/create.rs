@@ -19,6 +19,8 @@ use crate::new_files::{NewFiles, WantedFiles, beside};
 
 /// Interval between progress updates.
 const TICK: Duration = Duration::from_millis(50);
+/// A new image and its name are durable.
+const DURABLE: CommitOptions = CommitOptions { sync_file: true, sync_folder: true };
 
 /// The backing image of a new image.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -232,38 +234,30 @@ impl NewBacking {
                 self.name, self.name
             )));
         }
-        let path = beside(image, &self.name);
-        let found = |format, looked: Option<Looked>| FoundBacking {
-            path: path.clone(),
-            guest_bytes: looked.as_ref().map(|looked| looked.guest_bytes),
-            reference: BackingRef {
-                name: self.name.clone(),
-                format,
-                identity: looked.as_ref().and_then(|looked| looked.identity.clone()),
-                modified: looked.as_ref().and_then(|_| modified(&path)),
-            },
-            properties: looked.map(|looked| looked.properties).unwrap_or_default(),
-        };
+        let (path, name) = (beside(image, &self.name), self.name.clone());
         if !self.open {
-            return match &self.format {
-                Some(format) => Ok(found(Some(format.clone()), None)),
-                None => Err(Error::Invalid(format!(
-                    "the format of '{}' must be named where it is not opened: '--backing-format FORMAT' \
-                     (-F FORMAT)",
-                    self.name
-                ))),
+            let Some(format) = self.format.clone() else {
+                return Err(Error::Invalid(format!(
+                    "the format of '{name}' must be named where it is not opened: \
+                     '--backing-format FORMAT' (-F FORMAT)"
+                )));
             };
+            let reference = BackingRef::new(name, Some(format));
+            return Ok(FoundBacking { path, reference, guest_bytes: None, properties: Vec::new() });
         }
         let options = opening.of_other(self.format.clone());
-        let looked = look_at(registry, &path, &options)?;
-        if looked.probed && looked.format == "raw" {
+        let (info, probed, guest_bytes) = look_at(registry, &path, &options)?;
+        if probed && info.format == "raw" {
             return Err(Error::Invalid(format!(
                 "{}: its format was not detected, and its guest could make it look like any; if it \
                  is raw, say so: '--backing-format raw' (-F raw)",
                 path.display()
             )));
         }
-        Ok(found(Some(looked.format.to_owned()), Some(looked)))
+        let (format, identity) = (Some(info.format.to_owned()), info.identity);
+        let reference = BackingRef { name, format, identity, modified: modified(&path) };
+        let (guest_bytes, properties) = (Some(guest_bytes), info.properties);
+        Ok(FoundBacking { path, reference, guest_bytes, properties })
     }
 }
 
@@ -273,34 +267,23 @@ pub(crate) fn modified(path: &Path) -> Option<u64> {
     Some(found.duration_since(UNIX_EPOCH).ok()?.as_secs())
 }
 
-/// Facts about an image.
-struct Looked {
-    format: &'static str,
-    probed: bool,
-    guest_bytes: u64,
-    identity: Option<String>,
-    properties: Vec<(String, String)>,
-}
-
-impl Looked {
-    fn new(info: &ImageInfo, probed: bool, guest_bytes: u64) -> Self {
-        let (identity, properties) = (info.identity.clone(), info.properties.clone());
-        Self { format: info.format, probed, guest_bytes, identity, properties }
-    }
-}
-
 /// Opens an image to check that it is readable. If the chain is encrypted, only headers are read.
-fn look_at(registry: &Registry, path: &Path, options: &OpenOptions) -> Result<Looked> {
+/// Also returns whether its format was probed, and the bytes of its disk.
+fn look_at(
+    registry: &Registry,
+    path: &Path,
+    options: &OpenOptions,
+) -> Result<(ImageInfo, bool, u64)> {
     match Disk::open(registry, path, options) {
         Ok(disk) => {
             let top = &disk.layers()[0];
-            Ok(Looked::new(top.info(), top.probed(), disk.guest_bytes()))
+            Ok((top.info().clone(), top.probed(), disk.guest_bytes()))
         }
         Err(Error::Key { .. }) => {
             let report = describe_chain(registry, path, options)?;
             match (report.links.first(), report.broken) {
                 (_, Some(error)) => Err(error),
-                (Some(top), None) => Ok(Looked::new(&top.info, top.probed, top.info.virtual_size)),
+                (Some(top), None) => Ok((top.info.clone(), top.probed, top.info.virtual_size)),
                 (None, None) => Err(Error::Invalid(format!("{}: is no image", path.display()))),
             }
         }
@@ -317,44 +300,13 @@ fn create_file(
 ) -> Result<u64> {
     let options = FileOptions::read_write().hints(image.options.hints());
     let pending = PendingFile::create(image.path, &options)?;
-    let files = new_files(registry, image, guest_bytes, monitor)?;
-    let written = Arc::default();
-    let request = CreateRequest {
-        storage: watched(pending.storage().clone(), monitor, &written),
-        files: files.storages().map(|file| watched(file.clone(), monitor, &written)).collect(),
-        guest_bytes,
-        options: image.options.clone(),
-        backing: base.map(|base| base.reference.clone()),
-        backing_bytes: base.and_then(|base| base.guest_bytes),
-    };
-    make(image, &request, &written, monitor)?;
-    drop(request);
     let storage: Arc<dyn Storage> = pending.storage().clone();
+    let files = write(registry, image, storage.clone(), guest_bytes, base, monitor)?;
     // Some formats round the size.
     let made = image.driver.describe(&storage, &Limits::default())?.virtual_size;
     drop(storage);
-    let commit = CommitOptions { sync_file: true, sync_folder: true };
-    files.commit(Some(pending), commit, &monitor.cancel)?;
+    files.commit(Some(pending), DURABLE, &monitor.cancel)?;
     Ok(made)
-}
-
-/// The other files that the options require.
-fn new_files(
-    registry: &Registry,
-    image: &CreateOptions<'_>,
-    guest_bytes: u64,
-    monitor: &Monitor<'_>,
-) -> Result<NewFiles> {
-    let wanted = WantedFiles {
-        registry,
-        driver: image.driver,
-        path: image.path,
-        guest_bytes,
-        options: &image.options,
-        file: &FileOptions::read_write().hints(image.options.hints()),
-        replace: image.replace,
-    };
-    NewFiles::create(&wanted, &monitor.cancel).map_err(|error| error_of(image, error))
 }
 
 /// Writes to a device in place; a failure leaves it incomplete.
@@ -373,25 +325,49 @@ fn create_on_device(
             return Err(Error::Invalid(format!("{}: a size is needed", image.path.display())));
         }
     };
-    let files = new_files(registry, image, guest_bytes, monitor)?;
-    let written = Arc::default();
+    let files = write(registry, image, device.clone(), guest_bytes, base, monitor)?;
+    files.commit(None, DURABLE, &monitor.cancel)?;
+    device.sync()?;
+    if image.driver.name() == "raw" {
+        return Ok(guest_bytes);
+    }
+    Ok(image.driver.describe(&device, &Limits::default())?.virtual_size)
+}
+
+/// Writes the image, and the other files that the options require, which it returns.
+fn write(
+    registry: &Registry,
+    image: &CreateOptions<'_>,
+    storage: Arc<dyn Storage>,
+    guest_bytes: u64,
+    base: Option<&FoundBacking>,
+    monitor: &Monitor<'_>,
+) -> Result<NewFiles> {
+    let wanted = WantedFiles {
+        registry,
+        driver: image.driver,
+        path: image.path,
+        guest_bytes,
+        options: &image.options,
+        file: &FileOptions::read_write().hints(image.options.hints()),
+        replace: image.replace,
+    };
+    let files =
+        NewFiles::create(&wanted, &monitor.cancel).map_err(|error| error_of(image, error))?;
+    let written: Arc<AtomicU64> = Arc::default();
+    let watched = |storage: Arc<dyn Storage>| -> Arc<dyn Storage> {
+        Arc::new(CancellableStorage::new(storage, monitor.cancel.clone(), Arc::clone(&written)))
+    };
     let request = CreateRequest {
-        storage: watched(device.clone(), monitor, &written),
-        files: files.storages().map(|file| watched(file.clone(), monitor, &written)).collect(),
+        storage: watched(storage),
+        files: files.storages().map(|file| watched(file.clone())).collect(),
         guest_bytes,
         options: image.options.clone(),
         backing: base.map(|base| base.reference.clone()),
         backing_bytes: base.and_then(|base| base.guest_bytes),
     };
     make(image, &request, &written, monitor)?;
-    drop(request);
-    let commit = CommitOptions { sync_file: true, sync_folder: true };
-    files.commit(None, commit, &monitor.cancel)?;
-    device.sync()?;
-    if image.driver.name() == "raw" {
-        return Ok(guest_bytes);
-    }
-    Ok(image.driver.describe(&device, &Limits::default())?.virtual_size)
+    Ok(files)
 }
 
 /// Creates the image, and reports progress from `written` if that takes long.
@@ -425,14 +401,6 @@ fn make(
     })?;
     monitor.progress.update(total, total);
     Ok(())
-}
-
-fn watched(
-    storage: Arc<dyn Storage>,
-    monitor: &Monitor<'_>,
-    written: &Arc<AtomicU64>,
-) -> Arc<dyn Storage> {
-    Arc::new(CancellableStorage::new(storage, monitor.cancel.clone(), Arc::clone(written)))
 }
 
 /// The user gave the size, so exceeding a limit is a usage error.

@@ -39,7 +39,7 @@ pub use dd::{DdOptions, DdPlan, DdReport, dd_new};
 pub use incoming::{Incoming, RawStream, convert_stream, receive};
 pub use mover::MovedBytes;
 pub use new_files::replaced_files;
-pub use rebase::{RebaseOptions, RebaseReport, rebase, take_over};
+pub use rebase::{RebaseOptions, RebaseReport, find_backing, rebase, take_over};
 pub use source::Source;
 pub use target::{Destination, ExistingImage, NewImage, commit_options, new_file_options};
 pub use verify::verify;

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use serde::Serialize;
-use vdkit_block::{CompressionSpec, Error, GuestOffset, Monitor, Result};
+use vdkit_block::{CompressionSpec, CopyMethod, Error, GuestOffset, Monitor, Result};
 use vdkit_chain::Disk;
 use vdkit_storage::AlignedBuf;
 
@@ -282,7 +282,9 @@ impl<'a> Mover<'a> {
         let Neighbours { parts, storage, offset, .. } = pieces;
         let shared = self.in_turn(number, || match &parts[..] {
             // Other threads may be writing zeroes, which waits for reservations.
-            [part] if self.options.over => share(target, part.clone(), &**storage, *offset),
+            [part] if self.options.over => {
+                share(CopyMethod::Reflink, target, part.clone(), &**storage, *offset)
+            }
             parts => share_all(target, parts, &**storage, *offset),
         })?;
         add(&self.moved.shared, shared.bytes);
@@ -315,7 +317,7 @@ impl<'a> Mover<'a> {
             if !self.turns.wait(this) {
                 return Err(Error::Interrupted);
             }
-            let shared = share(target, *at..at + len, &**storage, *offset)?;
+            let shared = share(CopyMethod::Reflink, target, *at..at + len, &**storage, *offset)?;
             let first_left = shared.left.first().map_or(at + len, |part| part.start);
             let done = if shared.refused { first_left - at } else { *len };
             if shared.refused {
@@ -464,23 +466,17 @@ impl<'a> Mover<'a> {
                 _ => self.write_runs(target, buffers, at),
             };
         }
-        let compressed = match self.options.compress {
-            Some(spec) => Some(self.pack(target, buffers, spec, at)?),
-            None => None,
-        };
+        if let Some(spec) = self.options.compress {
+            self.pack(target, buffers, spec, at)?;
+        }
         self.find_runs(&buffers.bytes, &mut buffers.runs);
-        let mut placed = Vec::new();
         let write = |placed: Vec<Placed<'_>>| {
             placed.into_iter().try_for_each(|part| self.write_placed(target, buffers, at, part))
         };
         if self.options.in_order {
-            return self.in_turn(number, || {
-                self.place(target, buffers, at, cluster, compressed, &mut placed)?;
-                write(placed)
-            });
+            return self.in_turn(number, || write(self.place(target, buffers, at)?));
         }
-        self.in_turn(number, || self.place(target, buffers, at, cluster, compressed, &mut placed))?;
-        write(placed)
+        write(self.in_turn(number, || self.place(target, buffers, at))?)
     }
 }
 

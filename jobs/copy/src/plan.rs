@@ -7,10 +7,10 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use vdkit_block::{GuestOffset, HostOffset, Result, Storage, align_down};
-use vdkit_chain::{DiskPlace, Extents, TruncationCheck};
+use vdkit_block::{HostOffset, Result, Storage, align_down};
+use vdkit_chain::Disk;
 
-use crate::holes::Holes;
+use crate::runs::{RunKind, Runs};
 use crate::source::Source;
 
 /// A piece of a job, in bytes of the target disk.
@@ -110,30 +110,19 @@ pub struct Planner<'a> {
     options: PlanOptions,
     /// The next disk of the source.
     disk: usize,
-    extents: Option<(u64, Extents<'a>)>,
+    /// The runs of the one before, and its start.
+    runs: Option<(u64, Runs<'a>)>,
     /// Pieces not yet planned; contiguous.
     pieces: VecDeque<Piece>,
     /// End of the pieces.
     found: u64,
     at: u64,
-    holes: Holes,
-    missing: TruncationCheck,
 }
 
 impl<'a> Planner<'a> {
     /// A plan for a whole source.
     pub fn new(source: &'a Source, options: PlanOptions) -> Self {
-        Self {
-            source,
-            options,
-            disk: 0,
-            extents: None,
-            pieces: VecDeque::new(),
-            found: 0,
-            at: 0,
-            holes: Holes::default(),
-            missing: TruncationCheck::default(),
-        }
+        Self { source, options, disk: 0, runs: None, pieces: VecDeque::new(), found: 0, at: 0 }
     }
 
     /// A plan for everything after the first `from` bytes of a source, which must be one disk.
@@ -147,22 +136,17 @@ impl<'a> Planner<'a> {
             planner.disk = 1;
             (planner.found, planner.at) = (from.min(bytes), from.min(bytes));
             if from < bytes {
-                let extents = disk.extents_of(options.layers, GuestOffset(from), bytes - from)?;
-                planner.extents = Some((0, extents));
+                planner.runs = Some((0, planner.runs_of(disk, from)?));
             }
         }
         Ok(planner)
     }
 
-    /// Disables sharing, after it failed.
-    pub fn stop_sharing(&mut self) {
-        self.options.share = None;
-    }
-
-    /// Returns the rest of the last piece from `at`, which could not be shared, to be copied.
+    /// Disables sharing, and returns the rest of the last piece from `at`, which could not be
+    /// shared, to be copied.
     pub fn copy_from(&mut self, at: u64) {
         debug_assert!(at <= self.at && self.pieces.front().is_none_or(|piece| piece.at <= at));
-        self.stop_sharing();
+        self.options.share = None;
         self.at = at;
     }
 
@@ -289,69 +273,51 @@ impl<'a> Planner<'a> {
 
     fn find_up_to(&mut self, end: u64) -> Result<()> {
         while self.found < end {
-            let (start, extent) = match &mut self.extents {
-                None => {
-                    let source = self.source;
-                    let Some((start, disk)) = source.pieces().nth(self.disk) else { return Ok(()) };
-                    self.disk += 1;
-                    let len = disk.guest_bytes();
-                    if len > 0 {
-                        let layers = self.options.layers;
-                        self.extents = Some((start, disk.extents_of(layers, GuestOffset(0), len)?));
-                    }
-                    continue;
-                }
-                Some((start, extents)) => match extents.next() {
-                    None => {
-                        self.extents = None;
-                        continue;
-                    }
-                    Some(Err(error)) if !self.options.salvage => return Err(error),
-                    Some(Err(_)) => {
-                        let start = *start;
-                        self.push_unmapped(start)?;
-                        continue;
-                    }
-                    Some(Ok(extent)) => (*start, extent),
-                },
+            let Some((start, runs)) = &mut self.runs else {
+                let source = self.source;
+                let Some((start, disk)) = source.pieces().nth(self.disk) else { return Ok(()) };
+                self.disk += 1;
+                self.runs = Some((start, self.runs_of(disk, 0)?));
+                continue;
             };
-            let at = start + extent.at.0;
-            let end = at + extent.len;
-            let disk = self.disk.checked_sub(1).and_then(|index| self.source.disks().get(index));
-            if let Some(disk) = disk.filter(|_| !self.options.salvage) {
-                self.missing.refuse(disk, &extent)?;
-            }
-            let hides_holes = disk.is_none_or(|disk| Holes::hides_holes(disk, extent.depth));
-            match extent.place {
-                DiskPlace::Hole => self.push(at, end, Kind::Absent),
-                DiskPlace::Zero { .. } => self.push(at, end, Kind::Zero),
-                DiskPlace::Compressed { .. } => self.push(at, end, Kind::Coded),
-                DiskPlace::Data { .. }
-                    if disk.is_some_and(|disk| disk.encryption(extent.depth).is_some()) =>
-                {
-                    self.push(at, end, Kind::Coded);
+            let start = *start;
+            match runs.next_run() {
+                Ok(Some(run)) => {
+                    let kind = match run.kind {
+                        RunKind::Zero if run.absent => Kind::Absent,
+                        RunKind::Zero => Kind::Zero,
+                        RunKind::Data { storage, offset } if run.is_plain() => {
+                            Kind::Data { storage: storage.clone(), offset }
+                        }
+                        RunKind::Data { .. } | RunKind::Compressed { .. } => Kind::Coded,
+                    };
+                    self.push(start + run.at, start + run.end(), kind);
                 }
-                DiskPlace::Data { storage, offset } if hides_holes => {
-                    self.push_data(at, end, storage, offset)?;
-                }
-                DiskPlace::Data { storage, offset } => {
-                    self.push(at, end, Kind::Data { storage: storage.clone(), offset });
-                }
+                Ok(None) => self.runs = None,
+                Err(error) if !self.options.salvage => return Err(error),
+                Err(_) => self.push_unmapped(start)?,
             }
         }
         Ok(())
     }
 
+    /// The runs of a disk from a byte on.
+    fn runs_of(&self, disk: &'a Disk, from: u64) -> Result<Runs<'a>> {
+        let bytes = disk.guest_bytes() - from;
+        let runs = Runs::of_layers(disk, self.options.layers, from, bytes)?;
+        Ok(runs.salvage(self.options.salvage))
+    }
+
     /// Adds bytes that could not be mapped, of the disk at `start`, and maps on behind them.
     fn push_unmapped(&mut self, start: u64) -> Result<()> {
-        let Some(disk) = self.disk.checked_sub(1).and_then(|i| self.source.disks().get(i)) else {
+        let source = self.source;
+        let Some(disk) = self.disk.checked_sub(1).and_then(|index| source.disks().get(index))
+        else {
             return Ok(());
         };
-        let bytes = disk.guest_bytes();
         let here = self.found - start;
-        let next = (align_down(here, UNMAPPED_BYTES) + UNMAPPED_BYTES).min(bytes);
-        let rest = disk.extents_of(self.options.layers, GuestOffset(next), bytes - next)?;
-        self.extents = (next < bytes).then_some((start, rest));
+        let next = (align_down(here, UNMAPPED_BYTES) + UNMAPPED_BYTES).min(disk.guest_bytes());
+        self.runs = Some((start, self.runs_of(disk, next)?));
         self.push(self.found, start + next, Kind::Coded);
         Ok(())
     }
@@ -365,26 +331,6 @@ impl<'a> Planner<'a> {
             | (Some(Piece { end: last, kind: Kind::Coded, .. }), Kind::Coded) => *last = end,
             _ => self.pieces.push_back(Piece { at, end, kind }),
         }
-    }
-
-    /// Adds mapped bytes; holes of the host file become zeroes.
-    fn push_data(
-        &mut self,
-        mut at: u64,
-        end: u64,
-        storage: &Arc<dyn Storage>,
-        mut offset: HostOffset,
-    ) -> Result<()> {
-        while at < end {
-            let run = self.holes.run_at(storage, offset, end - at)?;
-            let len = run.len.clamp(1, end - at);
-            let kind =
-                if run.data { Kind::Data { storage: storage.clone(), offset } } else { Kind::Zero };
-            self.push(at, at + len, kind);
-            at += len;
-            offset += len;
-        }
-        Ok(())
     }
 }
 

@@ -20,8 +20,8 @@ use std::time::Instant;
 
 use serde::Serialize;
 use vdkit_block::{
-    AmendRequest, BackingRef, Error, GuestOffset, HostOffset, Monitor, Options, Result, Storage,
-    align_down,
+    AmendRequest, BackingRef, CopyMethod, Error, GuestOffset, HostOffset, Monitor, Options, Result,
+    Storage, align_down, is_zero,
 };
 use vdkit_chain::{
     BackingChoice, Disk, OpenOptions, Registry, describe_chain, open_image, same_file,
@@ -31,10 +31,10 @@ use crate::compare::{Side, same_place};
 use crate::convert::image_codec;
 use crate::create::{FoundBacking, NewBacking};
 use crate::crew::{Plan, work_off};
+use crate::new_files::beside;
 use crate::runs::RunKind;
 use crate::share::share;
 use crate::units::UnitWriter;
-use crate::zero::is_zero;
 
 /// Bytes per piece, or a cluster if that is larger.
 const PIECE_BYTES: u64 = 256 << 10;
@@ -99,7 +99,9 @@ pub fn rebase(
 ) -> Result<RebaseReport> {
     let started = Instant::now();
     let found = match &options.backing {
-        Some(backing) => Some(find(registry, image, backing, opening, options.header_only)?),
+        Some(backing) => {
+            Some(find_backing(registry, image, backing, opening, options.header_only)?)
+        }
         None => None,
     };
     let counts = Counts::default();
@@ -166,18 +168,19 @@ fn amendment(
     AmendRequest { storage, files, backing, options, limits: opening.limits }
 }
 
-/// Examines the new backing image, which must not be an overlay of this one.
-fn find(
+/// Examines the new backing image of an image, which must not be an overlay of that one. With
+/// `header_only` it may be missing; then its format must be given.
+///
+/// # Errors
+/// [`Error::Invalid`] for an overlay of the image; as [`NewBacking::find`].
+pub fn find_backing(
     registry: &Registry,
     image: &Path,
     backing: &NewBacking,
     opening: &OpenOptions,
     header_only: bool,
 ) -> Result<FoundBacking> {
-    let path = match image.parent() {
-        Some(folder) => folder.join(&backing.name),
-        None => PathBuf::from(&backing.name),
-    };
+    let path = beside(image, &backing.name);
     if header_only && !(backing.open && path.exists()) {
         // It may be created later, or the caller knows better.
         return NewBacking { open: false, ..backing.clone() }.find(registry, image, opening);
@@ -373,7 +376,7 @@ impl Sharing {
         if start >= end || !offset.0.is_multiple_of(self.block) {
             return Ok(vec![all]);
         }
-        let shared = share(disk, start..end, &**storage, offset)?;
+        let shared = share(CopyMethod::Reflink, disk, start..end, &**storage, offset)?;
         add(&counts.reflinked, shared.bytes);
         let works = shared.bytes > 0 || self.works.load(Ordering::Relaxed);
         self.works.store(works, Ordering::Relaxed);

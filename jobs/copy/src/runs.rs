@@ -18,6 +18,8 @@ pub struct Run<'a> {
     pub kind: RunKind<'a>,
     /// The layer that holds it, 0 being the top.
     pub depth: usize,
+    /// No mapped layer holds it.
+    pub absent: bool,
     /// The host file may have holes unknown to the map.
     hides_holes: bool,
     /// The host's bytes are not the guest's (compressed units excepted).
@@ -49,7 +51,7 @@ impl Run<'_> {
     /// A run of zeroes.
     pub fn zeroes(at: u64, len: u64) -> Self {
         let (kind, depth) = (RunKind::Zero, usize::MAX);
-        Self { at, len, kind, depth, hides_holes: false, encrypted: false }
+        Self { at, len, kind, depth, absent: false, hides_holes: false, encrypted: false }
     }
 
     /// Guest offset behind the last byte.
@@ -92,20 +94,27 @@ pub struct Runs<'a> {
     /// The unreturned rest of the last extent.
     rest: Option<Run<'a>>,
     holes: Holes,
-    missing: TruncationCheck,
+    /// `None` if truncated files are no error.
+    missing: Option<TruncationCheck>,
 }
 
 impl<'a> Runs<'a> {
     /// The runs of `len` bytes from `at`.
     pub fn new(disk: &'a Disk, at: u64, len: u64) -> Result<Self> {
-        let extents = if len == 0 { None } else { Some(disk.extents(GuestOffset(at), len)?) };
-        Ok(Self {
-            disk,
-            extents,
-            rest: None,
-            holes: Holes::default(),
-            missing: TruncationCheck::default(),
-        })
+        Self::of_layers(disk, usize::MAX, at, len)
+    }
+
+    /// As [`Runs::new`] for the first `layers` images only.
+    pub(crate) fn of_layers(disk: &'a Disk, layers: usize, at: u64, len: u64) -> Result<Self> {
+        let walk = || disk.extents_of(layers, GuestOffset(at), len);
+        let extents = (len > 0).then(walk).transpose()?;
+        let missing = Some(TruncationCheck::default());
+        Ok(Self { disk, extents, rest: None, holes: Holes::default(), missing })
+    }
+
+    /// With `salvage`, truncated files are no error: reads tell what is lost.
+    pub(crate) fn salvage(self, salvage: bool) -> Self {
+        Self { missing: (!salvage).then(TruncationCheck::default), ..self }
     }
 
     /// The next run; `None` at the end.
@@ -114,11 +123,14 @@ impl<'a> Runs<'a> {
             Some(run) => run,
             None => match self.extents.as_mut().and_then(Iterator::next).transpose()? {
                 Some(extent) => {
-                    self.missing.refuse(self.disk, &extent)?;
+                    if let Some(missing) = &mut self.missing {
+                        missing.refuse(self.disk, &extent)?;
+                    }
                     Run {
                         at: extent.at.0,
                         len: extent.len,
                         depth: extent.depth,
+                        absent: matches!(extent.place, DiskPlace::Hole),
                         hides_holes: Holes::hides_holes(self.disk, extent.depth),
                         encrypted: self.disk.encryption(extent.depth).is_some(),
                         kind: match extent.place {

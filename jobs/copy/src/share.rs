@@ -39,31 +39,20 @@ impl Shared {
     }
 }
 
-/// Shares blocks of `from` at `offset` with a guest range of the target.
+/// Shares blocks of `from` at `offset` with a guest range of the target, or lets the kernel copy
+/// them.
 ///
 /// # Errors
 /// Errors of the target and its storage.
 pub(crate) fn share(
+    method: CopyMethod,
     target: &Disk,
     guest: Range<u64>,
     from: &dyn Storage,
     offset: HostOffset,
 ) -> Result<Shared> {
     // Other threads may work on this disk: no reservation may wait for another.
-    share_up_to(1, CopyMethod::Reflink, target, &[guest], from, offset)
-}
-
-/// Like [`share`], but copies in the kernel.
-///
-/// # Errors
-/// As [`share`].
-pub(crate) fn copy_in_kernel(
-    target: &Disk,
-    guest: Range<u64>,
-    from: &dyn Storage,
-    offset: HostOffset,
-) -> Result<Shared> {
-    share_up_to(1, CopyMethod::CopyFileRange, target, &[guest], from, offset)
+    share_up_to(1, method, target, &[guest], from, offset)
 }
 
 /// Shares consecutive blocks of `from` at `offset` with guest ranges of the target, which must be

@@ -145,25 +145,6 @@ pub fn commit_options(wanted: Option<CacheMode>, replaces: bool) -> CommitOption
     }
 }
 
-impl NewImage {
-    fn request(
-        &self,
-        storage: Arc<dyn Storage>,
-        files: Vec<Arc<dyn Storage>>,
-        guest_bytes: u64,
-        base: Option<&Disk>,
-    ) -> CreateRequest {
-        CreateRequest {
-            storage,
-            files,
-            guest_bytes,
-            options: self.options.clone(),
-            backing: self.backing.clone(),
-            backing_bytes: base.map(Disk::guest_bytes),
-        }
-    }
-}
-
 /// An open target.
 pub(crate) struct Target {
     pub(crate) disk: Disk,
@@ -272,8 +253,14 @@ impl Target {
         let name = new.path.display().to_string();
         let too_large = |error| limit_of_new(&name, driver.name(), error);
         let files = NewFiles::create(&wanted, cancel).map_err(too_large)?;
-        let storages = files.storages().map(|file| file.clone() as Arc<dyn Storage>).collect();
-        let request = new.request(pending.storage().clone(), storages, bytes, base.as_ref());
+        let request = CreateRequest {
+            storage: pending.storage().clone(),
+            files: files.storages().map(|file| file.clone() as Arc<dyn Storage>).collect(),
+            guest_bytes: bytes,
+            options: new.options.clone(),
+            backing: new.backing.clone(),
+            backing_bytes: base.as_ref().map(Disk::guest_bytes),
+        };
         let format = driver
             .require_creation(&name)
             .and_then(|new| new.create_open(&request, &Limits::default()))

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-pub use vdkit_block::is_zero;
+use vdkit_block::is_zero;
 
 /// Finds the runs of `bytes` with data, in steps of `step` bytes. Zeroes shorter than `gap` bytes
 /// (at least one step) stay within a run.

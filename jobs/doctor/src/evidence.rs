@@ -4,10 +4,11 @@ use serde::Serialize;
 use vdkit_storage::Placement;
 
 /// Allocation state of the disk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Allocation {
     /// Space is allocated on write.
+    #[default]
     Sparse,
     /// The map is complete, the data is not allocated yet.
     Metadata,
@@ -16,7 +17,7 @@ pub enum Allocation {
 }
 
 /// The measurements.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct DoctorEvidence {
     /// File system type; `None` for a device.
@@ -63,30 +64,6 @@ pub struct DoctorEvidence {
     /// The file system's device number, to add up images that share its space.
     #[serde(skip)]
     pub(super) space: Option<u64>,
-}
-
-impl DoctorEvidence {
-    pub(super) fn new() -> Self {
-        Self {
-            file_system: None,
-            block_bytes: None,
-            free_bytes: None,
-            cluster_bytes: None,
-            allocated_bytes: 0,
-            growth_bytes: 0,
-            allocation: Allocation::Sparse,
-            extents: None,
-            jumps: None,
-            fragmented_clusters: None,
-            allocated_clusters: None,
-            map_bytes: None,
-            snapshots: 0,
-            chain_images: 1,
-            cache: "writeback",
-            cache_reason: "",
-            space: None,
-        }
-    }
 }
 
 /// An unallocated part of 1/N still counts as fully allocated: partitions end before the disk, and

@@ -9,7 +9,7 @@ use vdkit_block::{
 use vdkit_chain::{OpenOptions, OpenedImage, open_image};
 
 use crate::evidence::{allocation, shuffled};
-use crate::{DoctorCode, Examination, METADATA_BYTES_MAX, command};
+use crate::{DoctorCode, DoctorFinding, Examination, METADATA_BYTES_MAX, command};
 use vdkit_inspect::BudgetStorage;
 
 /// Maximum reads and time for the check of one image.
@@ -47,7 +47,8 @@ impl Examination<'_> {
         for bitmap in info.bitmaps.iter().filter(|bitmap| bitmap.in_use && !self.in_use) {
             let name = &bitmap.name;
             let mend = command(&["vdkit", "bitmap", "remove", &word, name]);
-            self.findings.add(DoctorCode::BitmapStale, format!("bitmap '{name}'"), mend);
+            let message = format!("bitmap '{name}'");
+            self.findings.push(DoctorFinding::new(DoctorCode::BitmapStale, message, mend));
         }
         if info.format == "qcow2" {
             self.look_at_qcow2(&info);

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use vdkit_block::{CancelToken, Result};
 use vdkit_storage::{is_abandoned, unfinished_name};
 
-use crate::{DoctorCode, DoctorFinding, Findings, command, word_of};
+use crate::{DoctorCode, DoctorFinding, command, word_of};
 
 /// Maximum folder depth.
 const FOLDERS_DEEP_MAX: usize = 16;
@@ -62,7 +62,5 @@ fn finding(path: PathBuf) -> DoctorFinding {
         bytes >> 10,
         name.display()
     );
-    let mut findings = Findings::default();
-    findings.add(DoctorCode::Abandoned, message, command(&["rm", &word_of(&path)]));
-    findings.0.remove(0)
+    DoctorFinding::new(DoctorCode::Abandoned, message, command(&["rm", &word_of(&path)]))
 }

@@ -67,6 +67,12 @@ pub struct DoctorFinding {
     pub mend: Option<Vec<String>>,
 }
 
+impl DoctorFinding {
+    fn new(code: DoctorCode, message: impl Into<String>, mend: Option<Vec<String>>) -> Self {
+        Self { code, severity: code.severity(), message: message.into(), mend }
+    }
+}
+
 /// Findings on one image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -198,7 +204,7 @@ fn overcommitted(images: &[DoctorImage]) -> Vec<DoctorFinding> {
             pool.2.push(image);
         }
     }
-    let mut findings = Findings::default();
+    let mut findings = Vec::new();
     for (growth, free, images) in pools.into_values() {
         // A single image has its own finding.
         if growth <= free || images.len() < 2 {
@@ -218,39 +224,27 @@ fn overcommitted(images: &[DoctorImage]) -> Vec<DoctorFinding> {
             most.path.display()
         );
         let mend = command(&["vdkit", "compact", &word_of(&most.path)]);
-        findings.add(DoctorCode::Overcommitted, message, mend);
+        findings.push(DoctorFinding::new(DoctorCode::Overcommitted, message, mend));
     }
-    findings.0
+    findings
 }
 
 /// The result for an unreadable image.
 fn unreadable(path: &Path, message: String, remedy: Option<Remedy>) -> DoctorImage {
-    let mut findings = Findings::default();
     let mend = match remedy {
         Some(Remedy::CheckAs { format }) => {
             command(&["vdkit", "check", "-f", &format, &word_of(path)])
         }
         _ => None,
     };
-    findings.add(DoctorCode::Unreadable, message, mend);
     DoctorImage {
         path: path.to_owned(),
         format: None,
         virtual_size: None,
         checked: false,
         evidence: None,
-        findings: findings.0,
+        findings: vec![DoctorFinding::new(DoctorCode::Unreadable, message, mend)],
         libvirt: None,
-    }
-}
-
-/// The findings on one image.
-#[derive(Debug, Default)]
-struct Findings(Vec<DoctorFinding>);
-
-impl Findings {
-    fn add(&mut self, code: DoctorCode, message: String, mend: Option<Vec<String>>) {
-        self.0.push(DoctorFinding { code, severity: code.severity(), message, mend });
     }
 }
 
@@ -278,7 +272,7 @@ struct Examination<'a> {
     in_use: bool,
     checked: bool,
     evidence: DoctorEvidence,
-    findings: Findings,
+    findings: Vec<DoctorFinding>,
 }
 
 fn examine(
@@ -313,8 +307,8 @@ fn examine(
         broken: chain.broken,
         in_use: false,
         checked: false,
-        evidence: DoctorEvidence::new(),
-        findings: Findings::default(),
+        evidence: DoctorEvidence { cache: "writeback", ..DoctorEvidence::default() },
+        findings: Vec::new(),
     };
     patient.look_at_use(&open);
     patient.look_at_header();
@@ -322,7 +316,7 @@ fn examine(
     patient.look_at_host();
     patient.check(&open, monitor)?;
     let libvirt = options.libvirt.then(|| patient.libvirt());
-    let mut findings = patient.findings.0;
+    let mut findings = patient.findings;
     findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
     let info = patient.links.first().map(|link| &link.info);
     Ok(DoctorImage {
@@ -343,7 +337,7 @@ impl Examination<'_> {
     }
 
     fn add(&mut self, code: DoctorCode, message: impl Into<String>, mend: Option<Vec<String>>) {
-        self.findings.add(code, message.into(), mend);
+        self.findings.push(DoctorFinding::new(code, message, mend));
     }
 
     /// Tests the image's lock as a reader that excludes writers.

@@ -11,8 +11,6 @@ pub(super) struct Mounted {
     pub(super) point: PathBuf,
     /// Type: ext4, xfs.
     pub(super) kind: String,
-    /// Source: a device, a data set.
-    pub(super) source: String,
     /// Options of the mount and of the file system.
     pub(super) options: Vec<String>,
 }
@@ -62,13 +60,13 @@ fn parse(line: &[u8]) -> Option<Mounted> {
     let own = words.next()?;
     // Any number of optional fields, up to a hyphen.
     words.find(|word| *word == b"-")?;
-    let [kind, source, system] = [words.next()?, words.next()?, words.next()?];
+    // The source (a device, a data set) is between the two.
+    let (kind, system) = (words.next()?, words.nth(1)?);
     let text = |word: &[u8]| String::from_utf8_lossy(&unescaped(word)).into_owned();
     let options = text(own) + "," + &text(system);
     Some(Mounted {
         point: PathBuf::from(OsString::from_vec(unescaped(point))),
         kind: text(kind),
-        source: text(source),
         options: options.split(',').map(str::to_owned).collect(),
     })
 }

@@ -4,12 +4,10 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use vdkit_block::{AmendRequest, Error, Monitor, OptionKind, OptionSpec, Options, Result};
-use vdkit_chain::{
-    BackingChoice, Disk, OpenOptions, Registry, describe_chain, open_image, same_file,
-};
+use vdkit_chain::{BackingChoice, Disk, OpenOptions, Registry, open_image};
 
 use crate::resize::{ResizeOptions, resize};
-use vdkit_copy::NewBacking;
+use vdkit_copy::{NewBacking, find_backing};
 
 /// An option of amend too, as in qemu-img.
 const SIZE: OptionSpec = OptionSpec {
@@ -49,8 +47,9 @@ pub fn amend<'a>(
     specs.push(SIZE);
     let mut options = Options::parse(opened.driver.name(), &specs, texts)?;
     if let Some(name) = options.text("backing_file").filter(|name| !name.is_empty()) {
-        let name = name.to_owned();
-        let format = found_format(registry, image, &name, &options, opening)?;
+        let backing = NewBacking::new(name, options.text("backing_fmt").map(str::to_owned));
+        let found = find_backing(registry, image, &backing, opening, true)?;
+        let format = found.reference.format.unwrap_or_default();
         options.set(opened.driver.name(), &specs, "backing_fmt", &format)?;
     }
     let size = options.size("size");
@@ -80,33 +79,4 @@ pub fn amend<'a>(
         changed.push("size".to_owned());
     }
     Ok(AmendReport { image: image.to_owned(), changed })
-}
-
-/// The format of the new backing image, which must not itself be an overlay of this image.
-fn found_format(
-    registry: &Registry,
-    image: &Path,
-    name: &str,
-    options: &Options,
-    opening: &OpenOptions,
-) -> Result<String> {
-    let format = options.text("backing_fmt").map(str::to_owned);
-    let path = image.parent().map_or_else(|| PathBuf::from(name), |folder| folder.join(name));
-    let looking = OpenOptions::read_only()
-        .maybe_format(format.clone())
-        .refs(opening.refs.clone())
-        .lock(false);
-    if path.exists() {
-        let chain = describe_chain(registry, &path, &looking)?;
-        if chain.links.iter().any(|link| same_file(&link.path, image)) {
-            return Err(Error::Invalid(format!(
-                "{}: {} stands on it; neither could be read any more",
-                image.display(),
-                path.display()
-            )));
-        }
-    }
-    let backing = NewBacking::new(name, format).open(path.exists());
-    let found = backing.find(registry, image, opening)?;
-    Ok(found.reference.format.unwrap_or_default())
 }

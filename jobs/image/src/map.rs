@@ -105,24 +105,19 @@ impl<'a> Iterator for Map<'a> {
     type Item = Result<MapRow<'a>>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        let mut row = match self.ahead.take().map_or_else(|| self.next_row(), |row| Ok(Some(row))) {
-            Ok(row) => row?,
-            Err(error) => {
-                self.extents = None;
-                return Some(Err(error));
-            }
-        };
+        let mut row = self.ahead.take();
         loop {
-            match self.next_row() {
-                Ok(Some(next)) => match row.joined(&next) {
-                    Some(joined) => row = joined,
+            match (row, self.next_row()) {
+                (None, Ok(Some(next))) => row = Some(next),
+                (Some(this), Ok(Some(next))) => match this.joined(&next) {
+                    Some(joined) => row = Some(joined),
                     None => {
                         self.ahead = Some(next);
-                        return Some(Ok(row));
+                        return Some(Ok(this));
                     }
                 },
-                Ok(None) => return Some(Ok(row)),
-                Err(error) => {
+                (last, Ok(None)) => return last.map(Ok),
+                (_, Err(error)) => {
                     self.extents = None;
                     return Some(Err(error));
                 }

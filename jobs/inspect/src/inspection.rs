@@ -204,18 +204,20 @@ struct Findings {
     omitted: u64,
 }
 
-impl Findings {
-    /// Adds a finding. If there are too many, drops one of less weight.
-    fn add(&mut self, finding: InspectFinding) {
-        if self.list.len() < code::FINDINGS_MAX {
-            return self.list.push(finding);
+impl InspectFinding {
+    /// Adds the finding. If there are too many, drops one of less weight.
+    fn add_to(self, findings: &mut Findings) {
+        if findings.list.len() < code::FINDINGS_MAX {
+            return findings.list.push(self);
         }
-        self.omitted += 1;
-        if let Some(lighter) = self.list.iter_mut().find(|f| f.severity < finding.severity) {
-            *lighter = finding;
+        findings.omitted += 1;
+        if let Some(lighter) = findings.list.iter_mut().find(|f| f.severity < self.severity) {
+            *lighter = self;
         }
     }
+}
 
+impl Findings {
     fn refused(&self) -> bool {
         self.list.iter().any(|finding| finding.severity == Weight::Refuse)
     }
@@ -291,7 +293,10 @@ impl Inspection<'_> {
     fn run(&mut self, found: &mut Vec<Signature>) -> Result<()> {
         if self.len == 0 {
             self.virtual_size = Some(0);
-            self.findings.add(InspectFinding::new(Code::Empty).at(0).mend("fetch it again"));
+            InspectFinding::new(Code::Empty)
+                .at(0)
+                .mend("fetch it again")
+                .add_to(&mut self.findings);
             return Ok(());
         }
         let head = self.read(0, signature::HEAD_BYTES)?;
@@ -349,32 +354,29 @@ impl Inspection<'_> {
                 .iter()
                 .map(|signature| format!("{} at {:#x}", signature.name, signature.offset))
                 .collect();
-            self.findings.add(
-                InspectFinding::new(Code::SeveralFormats)
-                    .at(at)
-                    .found(places.join(", "))
-                    .expected("the signature of one format")
-                    .mend("refuse it: no honest tool makes such a file"),
-            );
+            InspectFinding::new(Code::SeveralFormats)
+                .at(at)
+                .found(places.join(", "))
+                .expected("the signature of one format")
+                .mend("refuse it: no honest tool makes such a file")
+                .add_to(&mut self.findings);
         }
         for banned in disks.iter().filter(|name| signature::BANNED.contains(name)) {
-            self.findings.add(
-                InspectFinding::new(Code::FormatBanned)
-                    .at(0)
-                    .found(*banned)
-                    .expected("qcow2, raw, vmdk, vdi, vhd or vhdx")
-                    .mend("have it converted to qcow2 by whom it comes from"),
-            );
+            InspectFinding::new(Code::FormatBanned)
+                .at(0)
+                .found(*banned)
+                .expected("qcow2, raw, vmdk, vdi, vhd or vhdx")
+                .mend("have it converted to qcow2 by whom it comes from")
+                .add_to(&mut self.findings);
         }
         if disks.is_empty() && !others.is_empty() {
             let names: Vec<_> = others.iter().copied().collect();
-            self.findings.add(
-                InspectFinding::new(Code::NotADisk)
-                    .at(0)
-                    .found(names.join(", "))
-                    .expected("a disk image")
-                    .mend("unpack it in a safe place and inspect what was in it"),
-            );
+            InspectFinding::new(Code::NotADisk)
+                .at(0)
+                .found(names.join(", "))
+                .expected("a disk image")
+                .mend("unpack it in a safe place and inspect what was in it")
+                .add_to(&mut self.findings);
         }
         self.judge_format(found, holds_contents.then_some(&contents));
     }
@@ -392,26 +394,24 @@ impl Inspection<'_> {
         }
         let iso = found.iter().find(|signature| optical && signature.name == "iso");
         let (at, found) = iso.map_or((0, format), |iso| (iso.offset, iso.name));
-        self.findings.add(
-            InspectFinding::new(Code::FormatMismatch)
-                .at(at)
-                .found(found)
-                .expected(wanted.clone())
-                .mend("refuse it, or ask for what it is"),
-        );
+        InspectFinding::new(Code::FormatMismatch)
+            .at(at)
+            .found(found)
+            .expected(wanted.clone())
+            .mend("refuse it, or ask for what it is")
+            .add_to(&mut self.findings);
     }
 
     /// Checks the guest disk size, stored in the field at `offset`.
     fn judge_size(&mut self, bytes: u64, offset: u64) {
         self.virtual_size = Some(bytes);
         if bytes > self.options.size_max {
-            self.findings.add(
-                InspectFinding::new(Code::VirtualSize)
-                    .at(offset)
-                    .found(format!("{bytes} bytes in a file of {}", self.len))
-                    .expected(format!("at most {}", self.options.size_max))
-                    .mend("raise --max-size where such a disk is wanted"),
-            );
+            InspectFinding::new(Code::VirtualSize)
+                .at(offset)
+                .found(format!("{bytes} bytes in a file of {}", self.len))
+                .expected(format!("at most {}", self.options.size_max))
+                .mend("raise --max-size where such a disk is wanted")
+                .add_to(&mut self.findings);
         }
     }
 
@@ -419,75 +419,68 @@ impl Inspection<'_> {
     /// bytes.
     fn judge_table(&mut self, what: &str, offset: u64, start: u64, bytes: u64, most: u64) {
         if bytes > most {
-            self.findings.add(
-                InspectFinding::new(Code::TableTooLarge)
-                    .at(offset)
-                    .found(format!("{what} of {bytes} bytes"))
-                    .expected(format!("at most {most} bytes"))
-                    .mend("refuse it: no honest tool makes such a table"),
-            );
+            InspectFinding::new(Code::TableTooLarge)
+                .at(offset)
+                .found(format!("{what} of {bytes} bytes"))
+                .expected(format!("at most {most} bytes"))
+                .mend("refuse it: no honest tool makes such a table")
+                .add_to(&mut self.findings);
         }
         if bytes > 0 && start.checked_add(bytes).is_none_or(|end| end > self.len) {
-            self.findings.add(
-                InspectFinding::new(Code::OutsideFile)
-                    .at(offset)
-                    .found(format!("{what} of {bytes} bytes at {start:#x}"))
-                    .expected(format!("an end within the file of {} bytes", self.len))
-                    .mend("fetch it again: it may have been cut short"),
-            );
+            InspectFinding::new(Code::OutsideFile)
+                .at(offset)
+                .found(format!("{what} of {bytes} bytes at {start:#x}"))
+                .expected(format!("an end within the file of {} bytes", self.len))
+                .mend("fetch it again: it may have been cut short")
+                .add_to(&mut self.findings);
         }
     }
 
     fn encrypted(&mut self, method: &str, offset: u64) {
-        self.findings.add(
-            InspectFinding::new(Code::Encrypted)
-                .allowed(self.options.allows(Allow::Encryption))
-                .at(offset)
-                .found(method)
-                .expected("no encryption")
-                .mend("ask for it unencrypted, or let it pass with --allow encryption"),
-        );
+        InspectFinding::new(Code::Encrypted)
+            .allowed(self.options.allows(Allow::Encryption))
+            .at(offset)
+            .found(method)
+            .expected("no encryption")
+            .mend("ask for it unencrypted, or let it pass with --allow encryption")
+            .add_to(&mut self.findings);
     }
 
     fn header_truncated(&mut self, bytes: u64, needed: u64) {
-        self.findings.add(
-            InspectFinding::new(Code::HeaderTruncated)
-                .at(bytes)
-                .found(format!("{bytes} bytes"))
-                .expected(format!("at least {needed}"))
-                .mend("fetch it again: it was cut short"),
-        );
+        InspectFinding::new(Code::HeaderTruncated)
+            .at(bytes)
+            .found(format!("{bytes} bytes"))
+            .expected(format!("at least {needed}"))
+            .mend("fetch it again: it was cut short")
+            .add_to(&mut self.findings);
     }
 
     fn header_invalid(&mut self, offset: u64, found: impl Into<String>, expected: &str) {
-        self.findings.add(
-            InspectFinding::new(Code::HeaderInvalid)
-                .at(offset)
-                .found(found)
-                .expected(expected)
-                .mend("refuse it, or ask for it again"),
-        );
+        InspectFinding::new(Code::HeaderInvalid)
+            .at(offset)
+            .found(found)
+            .expected(expected)
+            .mend("refuse it, or ask for it again")
+            .add_to(&mut self.findings);
     }
 
     fn parent_image(&mut self, offset: u64, found: impl Into<String>) {
-        self.findings.add(
-            InspectFinding::new(Code::ParentImage)
-                .at(offset)
-                .found(found)
-                .expected("an image that stands alone")
-                .mend("ask for an image that stands alone"),
-        );
+        InspectFinding::new(Code::ParentImage)
+            .at(offset)
+            .found(found)
+            .expected("an image that stands alone")
+            .mend("ask for an image that stands alone")
+            .add_to(&mut self.findings);
     }
 
     /// Notes that only the header was examined.
     fn contents_not_checked(&mut self, format: &str) {
         self.depth = self.depth.max(Depth::Header);
-        self.findings.add(
-            InspectFinding::new(Code::ContentsNotChecked)
-                .found(format!("{format}: recognised, contents not checked"))
-                .expected("a format whose tables are known: qcow2, raw")
-                .mend("convert it in a safe place, and inspect the result"),
-        );
+        InspectFinding::new(Code::ContentsNotChecked)
+            .found(format!("{format}: recognised, contents not checked"))
+            .expected("a format whose tables are known: qcow2, raw")
+            .mend("convert it in a safe place, and inspect the result")
+            .add_to(&mut self.findings);
     }
 
     /// Handles an early end: caused by the image, or by an error of reading.
@@ -504,7 +497,7 @@ impl Inspection<'_> {
                 .mend("raise --timeout where the image may be that large"),
             None => return self.note_error(error),
         };
-        self.findings.add(limits.found("more"));
+        limits.found("more").add_to(&mut self.findings);
         Ok(())
     }
 
@@ -515,12 +508,11 @@ impl Inspection<'_> {
                 let place = format!("{}: {}", fault.structure, fault.found);
                 self.header_invalid(fault.offset, place, &fault.expected);
             }
-            Error::Limit { what, found, limit, .. } => self.findings.add(
-                InspectFinding::new(Code::TableTooLarge)
-                    .found(format!("{what} is {found}"))
-                    .expected(format!("at most {limit}"))
-                    .mend("refuse it, or raise --max-memory where the image may be that large"),
-            ),
+            Error::Limit { what, found, limit, .. } => InspectFinding::new(Code::TableTooLarge)
+                .found(format!("{what} is {found}"))
+                .expected(format!("at most {limit}"))
+                .mend("refuse it, or raise --max-memory where the image may be that large")
+                .add_to(&mut self.findings),
             Error::Unsupported { what, .. } => {
                 let found = what.strip_prefix("not supported: ").unwrap_or(&what);
                 self.header_invalid(0, found, "what is known");
@@ -528,13 +520,12 @@ impl Inspection<'_> {
             Error::Io { offset, len, source, .. }
                 if source.kind() == std::io::ErrorKind::UnexpectedEof =>
             {
-                self.findings.add(
-                    InspectFinding::new(Code::OutsideFile)
-                        .at(offset)
-                        .found(format!("{len} bytes at {offset:#x}"))
-                        .expected(format!("an end within the file of {} bytes", self.len))
-                        .mend("fetch it again: it may have been cut short"),
-                );
+                InspectFinding::new(Code::OutsideFile)
+                    .at(offset)
+                    .found(format!("{len} bytes at {offset:#x}"))
+                    .expected(format!("an end within the file of {} bytes", self.len))
+                    .mend("fetch it again: it may have been cut short")
+                    .add_to(&mut self.findings);
             }
             other => return Err(other),
         }

@@ -84,14 +84,14 @@ pub fn validate(
     preset: Preset,
     options: &OpenOptions,
 ) -> Result<ValidateReport> {
-    let opened = describe(registry, image, options)?;
-    let mut judge = Judge { image, preset, info: &opened.info, objections: Vec::new() };
+    let (storage, info) = describe(registry, image, options)?;
+    let mut judge = Judge { image, preset, info: &info, objections: Vec::new() };
     judge.format();
     judge.parts();
     judge.size();
     judge.name();
-    if (preset, opened.info.format) == (Preset::Azure, "vpc") {
-        for fault in azure_faults(&*opened.storage)? {
+    if (preset, info.format) == (Preset::Azure, "vpc") {
+        for fault in azure_faults(&*storage)? {
             let message = format!("{} at {:#x}: {}", fault.structure, fault.offset, fault.message);
             // Sizes have their own rule.
             if fault.structure != "current size" {
@@ -103,21 +103,20 @@ pub fn validate(
     Ok(ValidateReport {
         image: image.to_owned(),
         target: preset.name(),
-        format: opened.info.format,
-        virtual_size: opened.info.virtual_size,
+        format: info.format,
+        virtual_size: info.virtual_size,
         accepted: objections.is_empty(),
         objections,
         notes: notes(image, preset),
     })
 }
 
-struct Described {
-    storage: Arc<dyn Storage>,
-    info: ImageInfo,
-}
-
 /// The image's own header; referenced files are not opened.
-fn describe(registry: &Registry, image: &Path, options: &OpenOptions) -> Result<Described> {
+fn describe(
+    registry: &Registry,
+    image: &Path,
+    options: &OpenOptions,
+) -> Result<(Arc<dyn Storage>, ImageInfo)> {
     let lock = if options.lock { LockMode::Auto } else { LockMode::Off };
     let file = FileStorage::open(image, &FileOptions::read_only().lock(lock))?;
     let storage: Arc<dyn Storage> = Arc::new(file);
@@ -126,7 +125,7 @@ fn describe(registry: &Registry, image: &Path, options: &OpenOptions) -> Result<
         None => registry.probe(&*storage)?.driver,
     };
     let info = driver.describe(&storage, &options.limits)?;
-    Ok(Described { storage, info })
+    Ok((storage, info))
 }
 
 /// Steps outside the image.

@@ -5,12 +5,11 @@ use std::path::PathBuf;
 use clap::{Args, ValueHint};
 use vdkit::jobs;
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{FormatOptions, Json, ProgressOption, Writing};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "amend",
     about: "Change an image's options in place",
@@ -28,11 +27,10 @@ vdkit amend disk.qcow2 -o compat=1.1,lazy_refcounts=on
 vdkit amend disk.qcow2 -o refcount_bits=64               room for more snapshots
 vdkit amend disk.qcow2 -o compat=0.10                    for very old software
 ",
-    augment: augment::<AmendArgs>,
+    augment: AmendArgs::augment_args,
     run: run::<AmendArgs>,
 };
 
-/// Arguments of `vdkit amend`.
 #[derive(Args, Debug)]
 pub struct AmendArgs {
     /// The image
@@ -49,8 +47,6 @@ pub struct AmendArgs {
 }
 
 impl Run for AmendArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         if self.options.options.is_empty() {
             return Err(Failure::usage("nothing to change is given")
@@ -61,14 +57,13 @@ impl Run for AmendArgs {
         let report = self.progress.run("amend", session, |monitor| {
             jobs::amend(&vdkit::registry(), &self.image, &opening, texts, monitor)
         })??;
-        if self.json.json {
-            session.out.json(&report)?;
-        } else if report.changed.is_empty() {
-            session.out.line(format!("{}: has these options already", self.image.display()))?;
-        } else {
-            let changed = report.changed.join(", ");
-            session.out.line(format!("{}: changed {changed}", self.image.display()))?;
-        }
+        self.json.print(&report, &mut session.out, |report, out| {
+            let image = self.image.display();
+            if report.changed.is_empty() {
+                return out.line(format!("{image}: has these options already"));
+            }
+            out.line(format!("{image}: changed {}", report.changed.join(", ")))
+        })?;
         Ok(Exit::Done)
     }
 }

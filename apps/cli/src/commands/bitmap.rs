@@ -7,14 +7,13 @@ use serde::Serialize;
 use vdkit::jobs::{bitmaps, merge_bitmap};
 use vdkit::{BackingChoice, BitmapStatus, Bitmaps, Disk, NewBitmap, OpenOptions};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Json, References, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::keys::Keys;
 use crate::output::{Table, bytes_short};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "bitmap",
     about: "Record which parts of a disk were written, for incremental backups",
@@ -41,11 +40,10 @@ vdkit bitmap merge disk.qcow2 monday --into all
 vdkit bitmap merge -b old.qcow2 disk.qcow2 tuesday --into all
 vdkit bitmap clear disk.qcow2 monday
 ",
-    augment: augment::<BitmapArgs>,
+    augment: BitmapArgs::augment_args,
     run: run::<BitmapArgs>,
 };
 
-/// Arguments of `vdkit bitmap`.
 #[derive(Args, Debug)]
 pub struct BitmapArgs {
     /// Action: list, add, remove, clear, enable, disable, merge or dirty
@@ -239,24 +237,15 @@ fn each_dirty(
 }
 
 fn dirty_json(all: &dyn Bitmaps, name: &str, session: &mut Session) -> Outcome {
-    // Open the bitmap first: nothing may be printed if it does not exist.
-    let (mut out, mut array) = (Some(&mut session.out), None);
-    each_dirty(all, name, |start, length| {
-        if let Some(out) = out.take() {
-            array = Some(out.json_array()?);
-        }
-        array.as_mut().map_or(Ok(()), |array| array.push(&DirtyRun { start, length }))
-    })?;
-    match (out, array) {
-        (Some(out), _) => out.json_array()?.end()?,
-        (None, Some(array)) => array.end()?,
-        (None, None) => {}
-    }
+    let mut array = session.out.json_array();
+    each_dirty(all, name, |start, length| array.push(&DirtyRun { start, length }))?;
+    array.end()?;
     Ok(Exit::Done)
 }
 
 fn dirty_text(all: &dyn Bitmaps, name: &str, session: &mut Session) -> Outcome {
     let header = "offset            length";
+    // Nothing may be printed if there is no such bitmap.
     let mut begun = false;
     each_dirty(all, name, |start, length| {
         if !begun {
@@ -273,8 +262,6 @@ fn dirty_text(all: &dyn Bitmaps, name: &str, session: &mut Session) -> Outcome {
 }
 
 impl Run for BitmapArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         self.check()?;
         let disk = Disk::open(&vdkit::registry(), &self.image, &self.options())?;
@@ -288,11 +275,8 @@ impl Run for BitmapArgs {
             };
         }
         let changed = self.change(&disk, name);
-        // Close the image after a failure too, so that it is marked clean.
         let list = changed.and_then(|()| Ok(bitmaps(&disk)?.list()?));
-        let closed = disk.close();
-        let list = list?;
-        closed?;
+        let list = super::closed(&disk, list)?;
         if self.json.json { self.print_list(list, session) } else { Ok(Exit::Done) }
     }
 }

@@ -7,14 +7,13 @@ use serde::Serialize;
 use vdkit::jobs;
 use vdkit::{CheckReport, Error, Finding, Repair};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Json, Opening, ProgressOption};
 use crate::failure::{Exit, Failure, Outcome, Tone, print_line};
-use crate::output::{Output, bytes_long};
+use crate::output::{Output, bytes_long, counted};
 use crate::runs;
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "check",
     about: "Check an image's metadata, and repair it",
@@ -32,7 +31,7 @@ vdkit check disk.qcow2
 vdkit check --repair leaks disk.qcow2   free leaked space
 vdkit check --repair all disk.qcow2     repair every fault that can be repaired; make a copy first
 ",
-    augment: augment::<CheckArgs>,
+    augment: CheckArgs::augment_args,
     run: run::<CheckArgs>,
 };
 
@@ -43,7 +42,6 @@ enum RepairChoice {
     All,
 }
 
-/// Arguments of `vdkit check`.
 #[derive(Args, Debug)]
 pub struct CheckArgs {
     /// The image
@@ -124,8 +122,8 @@ fn print(format: &str, report: &CheckReport, out: &mut Output) -> std::io::Resul
     if report.leaks_fixed + report.corruptions_fixed > 0 {
         out.line(format!(
             "repaired: {}, {}",
-            some(report.leaks_fixed, "leaked cluster"),
-            some(report.corruptions_fixed, "error")
+            counted(report.leaks_fixed, "leaked cluster"),
+            counted(report.corruptions_fixed, "error")
         ))?;
     }
     let (leaks, corruptions) = (report.leaks_left(), report.corruptions_left());
@@ -137,18 +135,18 @@ fn print(format: &str, report: &CheckReport, out: &mut Output) -> std::io::Resul
         (_, 0) if report.leaks_kept > 0 => format!(
             "only leaks: {} that nothing refers to; {} of them were kept, which look like lost tables and \
              their data",
-            some(leaks, "cluster"),
+            counted(leaks, "cluster"),
             report.leaks_kept
         ),
         (_, 0) => format!(
             "only leaks: {} that nothing refers to; no data is harmed",
-            some(leaks, "cluster")
+            counted(leaks, "cluster")
         ),
-        (0, _) => format!("corrupt: {}", some(corruptions, "error")),
+        (0, _) => format!("corrupt: {}", counted(corruptions, "error")),
         _ => format!(
             "corrupt: {}, and {}",
-            some(corruptions, "error"),
-            some(leaks, "leaked cluster")
+            counted(corruptions, "error"),
+            counted(leaks, "leaked cluster")
         ),
     })?;
     if report.total_clusters > 0 {
@@ -164,11 +162,6 @@ fn print(format: &str, report: &CheckReport, out: &mut Output) -> std::io::Resul
         out.line(format!("image ends at offset {}", bytes_long(report.image_end_offset)))?;
     }
     Ok(())
-}
-
-/// A count with its noun, in the singular for one.
-fn some(count: u64, what: &str) -> String {
-    if count == 1 { format!("1 {what}") } else { format!("{count} {what}s") }
 }
 
 /// A command that would repair what remains, if there is one that was not tried yet.
@@ -191,8 +184,6 @@ fn hint(report: &CheckReport, repair: Repair, named: Option<&str>, image: &str) 
 }
 
 impl Run for CheckArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let repair = match self.repair {
             None => Repair::Nothing,

@@ -5,13 +5,12 @@ use std::path::PathBuf;
 use clap::{Args, ValueHint};
 use vdkit::jobs::{self, CommitOptions, CommitReport};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Force, Json, ProgressOption, Writing};
 use crate::failure::{Exit, Outcome, Tone, print_line, quoted};
-use crate::output::bytes_long;
+use crate::output::{Output, bytes_long};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "commit",
     about: "Copy an overlay's content into its backing image",
@@ -27,11 +26,10 @@ vdkit commit overlay.qcow2                    into its backing image; empties th
 vdkit commit --keep overlay.qcow2             keeps the overlay as it is
 vdkit commit --to base.qcow2 overlay.qcow2    further down the chain
 ",
-    augment: augment::<CommitArgs>,
+    augment: CommitArgs::augment_args,
     run: run::<CommitArgs>,
 };
 
-/// Arguments of `vdkit commit`.
 #[derive(Args, Debug)]
 pub struct CommitArgs {
     /// The overlay
@@ -57,8 +55,6 @@ pub struct CommitArgs {
 }
 
 impl Run for CommitArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let mut options = CommitOptions::default();
         options.to = self.to.clone();
@@ -72,18 +68,14 @@ impl Run for CommitArgs {
         let report = self.progress.run("commit", session, |monitor| {
             jobs::commit(&vdkit::registry(), &self.overlay, &opening, &options, monitor)
         })??;
-        if self.json.json {
-            session.out.json(&report)?;
-        } else {
-            tell(&report, session)?;
-        }
+        self.json.print(&report, &mut session.out, tell)?;
         Ok(Exit::Done)
     }
 }
 
-fn tell(report: &CommitReport, session: &mut Session) -> std::io::Result<()> {
+fn tell(report: &CommitReport, out: &mut Output) -> std::io::Result<()> {
     let moved = &report.moved;
-    session.out.line(format!(
+    out.line(format!(
         "{}: {} written, {} shared, {} made zero{}",
         report.base.display(),
         bytes_long(moved.written),
@@ -91,7 +83,7 @@ fn tell(report: &CommitReport, session: &mut Session) -> std::io::Result<()> {
         bytes_long(moved.zero_known + moved.zero_found),
         if report.emptied { "; the overlay is empty now" } else { "" }
     ))?;
-    session.out.finish()?;
+    out.finish()?;
     for image in &report.invalidated {
         print_line(
             Tone::Warning,

@@ -7,13 +7,12 @@ use serde::Serialize;
 use vdkit::jobs::{self, Compacted};
 use vdkit::{CompactOptions, CompactReport};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Json, OpeningForWriting, ProgressOption};
 use crate::failure::{Exit, Outcome};
 use crate::output::{Output, bytes_short};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "compact",
     about: "Free unused and zero clusters in place",
@@ -32,11 +31,10 @@ vdkit compact disk.qcow2
 vdkit compact --no-zero-scan disk.qcow2    uses metadata only, without reading guest data
 vdkit compact -f raw disk.img              holes instead of blocks of zeroes
 ",
-    augment: augment::<CompactArgs>,
+    augment: CompactArgs::augment_args,
     run: run::<CompactArgs>,
 };
 
-/// Arguments of `vdkit compact`.
 #[derive(Args, Debug)]
 pub struct CompactArgs {
     /// The image
@@ -59,20 +57,17 @@ pub struct CompactArgs {
 struct CompactAnswer<'a> {
     filename: String,
     format: &'a str,
+    /// Bytes of host space that were freed.
     gained: u64,
     #[serde(flatten)]
     report: &'a CompactReport,
 }
 
-/// Bytes of host space that the compaction freed.
-fn gained(report: &CompactReport) -> u64 {
-    report.allocated_before.saturating_sub(report.allocated_after)
-}
-
-fn print(name: &str, report: &CompactReport, out: &mut Output) -> std::io::Result<()> {
+fn print(answer: &CompactAnswer<'_>, out: &mut Output) -> std::io::Result<()> {
+    let CompactAnswer { filename, gained, report, .. } = answer;
     out.line(format!(
-        "{name}: {} gained: {} on disk before, {} now; the file's length is {}, was {}",
-        bytes_short(gained(report)),
+        "{filename}: {} gained: {} on disk before, {} now; the file's length is {}, was {}",
+        bytes_short(*gained),
         bytes_short(report.allocated_before),
         bytes_short(report.allocated_after),
         bytes_short(report.length_after),
@@ -99,8 +94,6 @@ fn print(name: &str, report: &CompactReport, out: &mut Output) -> std::io::Resul
 }
 
 impl Run for CompactArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let how = CompactOptions::default().zero_scan(!self.no_zero_scan);
         let options = self.opening.options();
@@ -109,12 +102,9 @@ impl Run for CompactArgs {
                 jobs::compact(&vdkit::registry(), &self.image, &options, how, monitor)
             })??;
         let filename = self.image.display().to_string();
-        if self.json.json {
-            let gained = gained(&report);
-            session.out.json(&CompactAnswer { filename, format, gained, report: &report })?;
-        } else {
-            print(&filename, &report, &mut session.out)?;
-        }
+        let gained = report.allocated_before.saturating_sub(report.allocated_after);
+        let answer = CompactAnswer { filename, format, gained, report: &report };
+        self.json.print(&answer, &mut session.out, print)?;
         Ok(Exit::Done)
     }
 }

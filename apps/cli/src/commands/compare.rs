@@ -6,14 +6,13 @@ use clap::{Args, ValueHint};
 use vdkit::jobs::{self, CompareOptions, CompareReport};
 use vdkit::{Disk, OpenOptions};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Json, ProgressOption, References};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::keys::Keys;
 use crate::output::bytes_long;
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "compare",
     about: "Compare the guest disks of two images",
@@ -28,11 +27,10 @@ vdkit compare --strict a.qcow2 b.qcow2   sizes must be equal too
 vdkit compare --snapshot golden disk.qcow2 disk.qcow2
                                          has anything changed since the snapshot?
 ",
-    augment: augment::<CompareArgs>,
+    augment: CompareArgs::augment_args,
     run: run::<CompareArgs>,
 };
 
-/// Arguments of `vdkit compare`.
 #[derive(Args, Debug)]
 pub struct CompareArgs {
     /// First image
@@ -86,8 +84,6 @@ impl CompareArgs {
 }
 
 impl Run for CompareArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let a = self.open(&self.a, self.format.as_ref(), self.snapshot.as_ref())?;
         let b = self.open(&self.b, self.second_format.as_ref(), self.snapshot_b.as_ref())?;
@@ -96,11 +92,7 @@ impl Run for CompareArgs {
         let report = self
             .progress
             .run("compare", session, |monitor| jobs::compare(&a, &b, &options, monitor))??;
-        if self.json.json {
-            session.out.json(&report)?;
-        } else {
-            session.out.line(verdict(&report))?;
-        }
+        self.json.print(&report, &mut session.out, |report, out| out.line(verdict(report)))?;
         Ok(if report.identical { Exit::Done } else { Exit::Differs })
     }
 }

@@ -3,12 +3,11 @@
 use clap::Args;
 use clap_complete::Shell;
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::definition;
 use crate::failure::{Exit, Outcome};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "completions",
     about: "Print the completion script of a shell",
@@ -19,11 +18,10 @@ vdkit completions bash > /etc/bash_completion.d/vdkit
 vdkit completions zsh > ~/.zfunc/_vdkit
 vdkit completions fish > ~/.config/fish/completions/vdkit.fish
 ",
-    augment: augment::<CompletionsArgs>,
+    augment: CompletionsArgs::augment_args,
     run: run::<CompletionsArgs>,
 };
 
-/// Arguments of `vdkit completions`.
 #[derive(Args, Debug)]
 pub struct CompletionsArgs {
     /// The shell
@@ -32,8 +30,6 @@ pub struct CompletionsArgs {
 }
 
 impl Run for CompletionsArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let mut script = Vec::new();
         clap_complete::generate(self.shell, &mut definition::command(), "vdkit", &mut script);

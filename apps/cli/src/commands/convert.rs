@@ -23,18 +23,17 @@ use vdkit::{
     OpenOptions, Options, Registry, Secret, same_file,
 };
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{
-    Force, FormatOptions, Json, ParentOption, ProgressOption, References, cache_mode, size,
+    Force, FormatOptions, Json, ParentOption, ProgressOption, References, size,
 };
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
 use crate::incoming::{Opened, Opening, STANDARD, spool_folder};
-use crate::keys::{Keys, TargetKey, key_of_new};
+use crate::keys::{Keys, TargetKey};
 use crate::protocols;
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "convert",
     about: "Convert an image to another format, or copy it",
@@ -77,11 +76,10 @@ vdkit convert appliance.ova --disk 2 data.raw      only one of the disks
 vdkit convert root.qcow2 data.raw new.ova -o cpus=4,memory=8G
                                                    an appliance with two disks
 ",
-    augment: augment::<ConvertArgs>,
+    augment: ConvertArgs::augment_args,
     run: run::<ConvertArgs>,
 };
 
-/// Arguments of `vdkit convert`.
 #[derive(Args, Debug)]
 #[command(override_usage = "vdkit convert [OPTIONS] SOURCE... TARGET")]
 pub struct ConvertArgs {
@@ -116,10 +114,10 @@ pub struct ConvertArgs {
     #[arg(short = 'm', long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     threads: Option<u16>,
     /// Cache mode of the target: writeback, none, writethrough, directsync or unsafe
-    #[arg(short = 't', long, value_name = "MODE", value_parser = cache_mode)]
+    #[arg(short = 't', long, value_name = "MODE")]
     cache: Option<CacheMode>,
     /// Cache mode of the sources: writeback or none
-    #[arg(short = 'T', long, value_name = "MODE", value_parser = cache_mode)]
+    #[arg(short = 'T', long, value_name = "MODE")]
     src_cache: Option<CacheMode>,
     /// Detect zeroes in units of SIZE, or not at all with 'off' (default: 4K)
     #[arg(short = 'S', long, value_name = "SIZE|off", value_parser = detect_zeros)]
@@ -229,8 +227,6 @@ fn detect_zeros(text: &str) -> Result<DetectZeros, String> {
 }
 
 impl Run for ConvertArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let registry = vdkit::registry();
         let images: Vec<_> = self.images.iter().map(|name| standard(name)).collect();
@@ -455,14 +451,9 @@ impl ConvertArgs {
             return self.goal_in_existing(registry, target, device, cancel);
         }
         let format = self.target_format.as_deref();
-        let driver = match self.made_for {
-            None => super::target_driver(format, target)?,
-            Some(preset) => super::preset_driver(preset, format)?,
-        };
+        let driver = super::target_driver(self.made_for, format, target)?;
         let preset = self.made_for.map(|preset| preset.options(Use::Delivery));
-        let texts = preset.into_iter().chain(self.options.options.iter().map(String::as_str));
-        let mut options = Options::parse(driver.name(), driver.options(), texts)?;
-        key_of_new(driver, &mut options, self.target_key.key())?;
+        let mut options = self.options.parse(driver, preset, self.target_key.key())?;
         let compress = self.compress.map(|wanted| compression_of(wanted, driver, &mut options));
         let compress = compress.transpose()?;
         if target == Path::new(STANDARD) {

@@ -6,18 +6,17 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueHint};
 use serde::Serialize;
 use vdkit::jobs::{self, CreateOptions, NewBacking, Preset, Use};
-use vdkit::{FormatDriver, OpenOptions, Options};
+use vdkit::{OpenOptions, Options};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{FormatOptions, Json, ProgressOption, References, size};
 use crate::failure::{Exit, Failure, Outcome, Tone, print_line, quoted};
 use crate::guard;
-use crate::keys::{NewImageKey, key_of_new};
+use crate::keys::NewImageKey;
 use crate::output::bytes_long;
 use crate::protocols;
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "create",
     about: "Create an image, empty or with a backing image",
@@ -33,11 +32,10 @@ vdkit create overlay.qcow2 --backing base.qcow2   an overlay of the same size
 vdkit create disk.raw 10G --for gcp               format, options and size for Google Cloud
 vdkit create -f qcow2 /dev/vg0/guest 20G          on a block device
 ",
-    augment: augment::<CreateArgs>,
+    augment: CreateArgs::augment_args,
     run: run::<CreateArgs>,
 };
 
-/// Arguments of `vdkit create`.
 #[derive(Args, Debug)]
 pub struct CreateArgs {
     /// The new image, or a block device
@@ -91,16 +89,6 @@ struct CreateAnswer {
 }
 
 impl CreateArgs {
-    fn driver(&self) -> Result<&'static dyn FormatDriver, Failure> {
-        let format = self.format.as_deref();
-        match self.made_for {
-            None => super::target_driver(format, &self.image),
-            Some(preset) => super::preset_driver(preset, format),
-        }
-    }
-}
-
-impl CreateArgs {
     /// The backing image, from `--backing` or, as with qemu-img, from `-o backing_file`.
     fn new_backing(&self, options: &Options) -> Result<Option<NewBacking>, Failure> {
         let pick = |flag: &Option<String>, key: &str| match (flag, options.text(key)) {
@@ -113,9 +101,7 @@ impl CreateArgs {
         let name = pick(&self.backing, "backing_file")?;
         Ok(name.map(|name| NewBacking::new(name, format).open(!self.unsafe_backing)))
     }
-}
 
-impl CreateArgs {
     /// Prints a note if the format rounded the size, or if the size is so small that a unit is
     /// probably missing.
     fn note_size(&self, format: &str, guest_bytes: u64) {
@@ -140,16 +126,11 @@ impl CreateArgs {
 }
 
 impl Run for CreateArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         protocols::refuse_target(&self.image)?;
-        let driver = self.driver()?;
-        let own = self.options.options.iter().map(String::as_str);
+        let driver = super::target_driver(self.made_for, self.format.as_deref(), &self.image)?;
         let preset = self.made_for.map(|preset| preset.options(Use::Disk));
-        let texts = preset.into_iter().chain(own);
-        let mut options = Options::parse(driver.name(), driver.options(), texts)?;
-        key_of_new(driver, &mut options, self.key.key())?;
+        let options = self.options.parse(driver, preset, self.key.key())?;
         let backing = self.new_backing(&options)?;
         if let (Some(preset), Some(bytes)) = (self.made_for, self.size)
             && !bytes.is_multiple_of(preset.unit())
@@ -195,16 +176,14 @@ impl Run for CreateArgs {
             backing_filename_format: created.backing.as_ref().and_then(|b| b.format.clone()),
             backing_filename: created.backing.map(|backing| backing.name),
         };
-        if self.json.json {
-            session.out.json(&answer)?;
-        } else {
+        self.json.print(&answer, &mut session.out, |answer, out| {
             let size = bytes_long(answer.virtual_size);
             let on = match &answer.backing_filename {
                 Some(name) => format!(", backing image {name}"),
                 None => String::new(),
             };
-            session.out.line(format!("{}: {}, {size}{on}", answer.filename, answer.format))?;
-        }
+            out.line(format!("{}: {}, {size}{on}", answer.filename, answer.format))
+        })?;
         Ok(Exit::Done)
     }
 }

@@ -9,7 +9,7 @@ use serde_json::Value;
 use vdkit::Progress;
 use vdkit::serve::{Command, ask};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Json, ProgressOption, print_notes, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::output::bytes_long;
@@ -21,7 +21,6 @@ use crate::time;
 const TICK: Duration = Duration::from_millis(20);
 const TICKS_A_LOOK: u32 = 10;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "ctl",
     about: "Query or control a running 'vdkit serve'",
@@ -59,11 +58,10 @@ vdkit ctl /run/disk.ctl commit
 vdkit ctl /run/disk.ctl bitmap-add since-monday
 vdkit ctl /run/disk.ctl resume                     after freeing space
 ",
-    augment: augment::<CtlArgs>,
+    augment: CtlArgs::augment_args,
     run: run::<CtlArgs>,
 };
 
-/// Arguments of `vdkit ctl`.
 #[derive(Args, Debug)]
 pub struct CtlArgs {
     /// The service's control socket
@@ -233,7 +231,10 @@ impl CtlArgs {
         let stop = session.cancel_on_signal()?;
         let progress = self.progress.reporter("commit");
         let done = std::thread::scope(|scope| {
-            let commit = scope.spawn(|| self.ask(command));
+            // Without a second thread, no signal could cancel the commit.
+            let commit = std::thread::Builder::new()
+                .spawn_scoped(scope, || self.ask(command))
+                .map_err(Failure::no_thread)?;
             let (mut told, mut ticks) = (false, 0_u32);
             while !commit.is_finished() {
                 std::thread::sleep(TICK);
@@ -319,8 +320,6 @@ fn lines(prefix: &str, value: &Value, out: &mut Vec<String>) {
 }
 
 impl Run for CtlArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let command = self.command()?;
         let answer = match self.action {

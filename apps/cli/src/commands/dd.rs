@@ -4,18 +4,17 @@ use std::path::PathBuf;
 
 use clap::Args;
 use vdkit::jobs::{self, DdOptions, DdPlan, NewImage};
-use vdkit::{Disk, Monitor, OpenOptions, Options};
+use vdkit::{Disk, Monitor, OpenOptions};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Force, FormatOptions, Json, ProgressOption, References, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
-use crate::keys::{Keys, TargetKey, key_of_new};
+use crate::keys::{Keys, TargetKey};
 use crate::output::bytes_long;
 use crate::protocols;
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "dd",
     about: "Copy a part of one disk to a part of another",
@@ -37,11 +36,10 @@ vdkit dd if=disk.qcow2 of=mbr.bin bs=512 count=1
 vdkit dd if=part.raw of=disk.qcow2 bs=1M seek=1      into an existing image
 vdkit dd if=disk.qcow2 of=tail.raw bs=1G skip=9      everything from 9 GiB on
 ",
-    augment: augment::<DdArgs>,
+    augment: DdArgs::augment_args,
     run: run::<DdArgs>,
 };
 
-/// Arguments of `vdkit dd`.
 #[derive(Args, Debug)]
 pub struct DdArgs {
     /// if=FILE, of=FILE, bs=SIZE, count=N, skip=N, seek=N, conv=WORD[,WORD]
@@ -160,8 +158,6 @@ impl Request {
 }
 
 impl Run for DdArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let registry = vdkit::registry();
         let request = Request::of(&self.operands)?;
@@ -179,10 +175,9 @@ impl Run for DdArgs {
         let copied = if into {
             self.copy_into(&source, &request, &monitor)
         } else {
-            let driver = super::target_driver(self.target_format.as_deref(), &request.target)?;
-            let texts = self.options.options.iter().map(String::as_str);
-            let mut options = Options::parse(driver.name(), driver.options(), texts)?;
-            key_of_new(driver, &mut options, self.target_key.key())?;
+            let format = self.target_format.as_deref();
+            let driver = super::target_driver(None, format, &request.target)?;
+            let options = self.options.parse(driver, None, self.target_key.key())?;
             let new = NewImage::new(&request.target, driver.name()).options(options);
             jobs::dd_new(&registry, &source, &new, &request.options, &monitor)
                 .map_err(Failure::from)
@@ -193,15 +188,10 @@ impl Run for DdArgs {
                 super::tell_half_written(&request.target, &progress);
             }
         })?;
-        if self.json.json {
-            session.out.json(&report)?;
-        } else {
-            session.out.line(format!(
-                "copied {}, of which {} were zero",
-                bytes_long(report.copied_bytes),
-                bytes_long(report.zero_bytes)
-            ))?;
-        }
+        self.json.print(&report, &mut session.out, |report, out| {
+            let [copied, zero] = [report.copied_bytes, report.zero_bytes].map(bytes_long);
+            out.line(format!("copied {copied}, of which {zero} were zero"))
+        })?;
         Ok(Exit::Done)
     }
 }
@@ -227,11 +217,7 @@ impl DdArgs {
         let target = Disk::open(&vdkit::registry(), &request.target, &writing)?;
         target.warnings().for_each(|warning| monitor.progress.message(warning));
         let copied = plan.run(source, &target, &request.options, monitor);
-        // Close the target after a failure too, so that it is marked clean.
-        let closed = target.close();
-        let report = copied?;
-        closed?;
-        Ok(report)
+        super::closed(&target, copied)
     }
 }
 

@@ -9,13 +9,12 @@ use vdkit::jobs::{
     DoctorSeverity,
 };
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Json, ProgressOption, References};
 use crate::failure::{Exit, Failure, Outcome, quoted};
-use crate::output::{Output, bytes_short};
+use crate::output::{Output, bytes_short, counted};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "doctor",
     about: "Find faults and slow settings of images, with the commands that repair them",
@@ -31,11 +30,10 @@ vdkit doctor /var/lib/libvirt/images          every image in the folder, and ima
 vdkit doctor --libvirt disk.qcow2             also prints the <disk> element for libvirt
 vdkit doctor --json disk.qcow2 | jq '.images[].findings[].code'
 ",
-    augment: augment::<DoctorArgs>,
+    augment: DoctorArgs::augment_args,
     run: run::<DoctorArgs>,
 };
 
-/// Arguments of `vdkit doctor`.
 #[derive(Args, Debug)]
 pub struct DoctorArgs {
     /// An image or a folder
@@ -62,8 +60,6 @@ pub struct DoctorArgs {
 }
 
 impl Run for DoctorArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let folder = self.path.is_dir();
         if folder && self.format.is_some() {
@@ -79,18 +75,10 @@ impl Run for DoctorArgs {
         let report = jobs::doctor(&vdkit::registry(), &self.path, &options, &monitor);
         progress.finish();
         let report = report?;
-        if self.json.json {
-            session.out.json(&report)?;
-        } else {
-            for image in &report.images {
-                print(image, &mut session.out)?;
-            }
-            if folder {
-                sum_up(&report, &mut session.out)?;
-            } else {
-                print_findings(&report.findings, &mut session.out)?;
-            }
-        }
+        self.json.print(&report, &mut session.out, |report, out| {
+            report.images.iter().try_for_each(|image| print(image, out))?;
+            if folder { sum_up(report, out) } else { print_findings(&report.findings, out) }
+        })?;
         Ok(match &report {
             report if report.errors > 0 => Exit::Corrupt,
             report if report.warnings > 0 => Exit::Differs,
@@ -184,16 +172,12 @@ fn print_findings(findings: &[DoctorFinding], out: &mut Output) -> std::io::Resu
 }
 
 fn sum_up(report: &DoctorReport, out: &mut Output) -> std::io::Result<()> {
-    let some = |n: u64, one: &str, many: &str| match n {
-        1 => format!("1 {one}"),
-        n => format!("{n} {many}"),
-    };
     out.line(format!(
         "{}: {}, {}, {} of advice",
-        some(report.images.len() as u64, "image", "images"),
-        some(report.errors, "error", "errors"),
-        some(report.warnings, "warning", "warnings"),
-        some(report.advice, "piece", "pieces"),
+        counted(report.images.len() as u64, "image"),
+        counted(report.errors, "error"),
+        counted(report.warnings, "warning"),
+        counted(report.advice, "piece"),
     ))?;
     print_findings(&report.findings, out)?;
     for orphan in &report.orphans {

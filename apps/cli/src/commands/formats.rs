@@ -4,13 +4,12 @@ use clap::Args;
 use serde::Serialize;
 use vdkit::{FormatDriver, OptionKind, OptionSpec};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::Json;
 use crate::failure::{Exit, Outcome};
 use crate::output::{Output, Table};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "formats",
     about: "List the formats, or the options of a format",
@@ -21,11 +20,10 @@ vdkit formats               which formats can be read and written
 vdkit formats qcow2         the options of 'create' and 'convert' with -O qcow2
 vdkit formats qcow2 --json  the same as JSON
 ",
-    augment: augment::<FormatsArgs>,
+    augment: FormatsArgs::augment_args,
     run: run::<FormatsArgs>,
 };
 
-/// Arguments of `vdkit formats`.
 #[derive(Args, Debug)]
 pub struct FormatsArgs {
     /// Show this format's options
@@ -83,8 +81,6 @@ impl From<&dyn FormatDriver> for FormatAnswer {
 }
 
 impl Run for FormatsArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let out = &mut session.out;
         match self.format {

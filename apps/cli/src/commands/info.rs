@@ -11,14 +11,13 @@ use vdkit::{
     SnapshotInfo,
 };
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Json, Opening};
 use crate::failure::{Exit, Failure, Outcome, Tone, print_line};
 use crate::incoming::OVA;
 use crate::output::{Fields, Output, Table, bytes_long, bytes_short};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "info",
     about: "Show an image's format, sizes, options, snapshots and bitmaps",
@@ -33,11 +32,10 @@ vdkit info --chain overlay.qcow2         with every image of its backing chain
 vdkit info appliance.ova                 the disks of an appliance
 vdkit info --json disk.qcow2 | jq '.\"virtual-size\"'
 ",
-    augment: augment::<InfoArgs>,
+    augment: InfoArgs::augment_args,
     run: run::<InfoArgs>,
 };
 
-/// Arguments of `vdkit info`.
 #[derive(Args, Debug)]
 pub struct InfoArgs {
     /// The image
@@ -53,8 +51,6 @@ pub struct InfoArgs {
 }
 
 impl Run for InfoArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         if self.opening.format.as_deref() == Some(OVA) {
             return self.appliance(session);

@@ -7,14 +7,13 @@ use serde::Serialize;
 use vdkit::jobs::{self, KeysAfter};
 use vdkit::{KeySlot, OpenOptions, Secret};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::Json;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::keys::{Keys, NewKey};
 use crate::output::{Output, Table};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "key",
     about: "List, add, remove or change the keys of an encrypted image",
@@ -37,11 +36,10 @@ vdkit key add disk.qcow2 --key-file old.key --new-key-file second.key
 vdkit key change disk.qcow2 --key-file old.key --new-key-file new.key
 vdkit key remove disk.qcow2 --slot 1 --key-file new.key
 ",
-    augment: augment::<KeyArgs>,
+    augment: KeyArgs::augment_args,
     run: run::<KeyArgs>,
 };
 
-/// Arguments of `vdkit key`.
 #[derive(Args, Debug)]
 pub struct KeyArgs {
     /// Action: list, add, remove or change
@@ -149,11 +147,7 @@ impl KeyArgs {
         let listed = jobs::list_keys(&vdkit::registry(), &self.image, options)?;
         let tried = !options.keys.is_empty();
         let answer = self.answer(&listed.slots, tried.then_some(&listed.opened[..]));
-        if self.json.json {
-            out.json(&answer)?;
-        } else {
-            print_slots(&answer, out)?;
-        }
+        self.json.print(&answer, out, print_slots)?;
         if tried && listed.opened.is_empty() {
             return Err(Failure::failed(format!(
                 "{}: the key opens none of its key slots",
@@ -201,8 +195,6 @@ fn print_slots(answer: &KeyAnswer, out: &mut Output) -> std::io::Result<()> {
 }
 
 impl Run for KeyArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         self.refuse_idle_options()?;
         let (registry, image) = (vdkit::registry(), self.image.as_path());

@@ -2,7 +2,7 @@
 
 use clap::{Args, Subcommand as Actions};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::session::Session;
 
@@ -14,7 +14,6 @@ mod measure;
 mod plans;
 mod report;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "lab",
     about: "Measure which way to store a disk is best on this host",
@@ -46,11 +45,10 @@ vdkit lab compare BEFORE.sqlite AFTER.sqlite              which cells became wor
 vdkit lab compare B1 A1 --before B2 B3 --after A2 A3      the same with several runs of each state
 vdkit lab export RUN.sqlite --csv > values.csv
 ",
-    augment: augment::<LabArgs>,
+    augment: LabArgs::augment_args,
     run: run::<LabArgs>,
 };
 
-/// Arguments of `vdkit lab`.
 #[derive(Args, Debug)]
 #[command(
     override_usage = "vdkit lab list|show|run|report|compare|calibrate|export [OPTIONS]",
@@ -81,8 +79,6 @@ enum Action {
 }
 
 impl Run for LabArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         match self.action {
             Action::List(arguments) => arguments.run(session),
@@ -96,22 +92,21 @@ impl Run for LabArgs {
     }
 }
 
-/// Converts the lab's error into the command's, with its exit code.
-fn failure(error: &vdkit_lab::Error) -> Failure {
-    if let Some(refusal) = error.refusal() {
-        return Failure::Told(Exit::Refused, refusal.reason.clone(), Some(refusal.hint.clone()));
-    }
-    match error.engine() {
-        Some(engine @ vdkit::Error::NoSpace { .. }) => {
-            let hint =
-                "free space, choose another folder or a larger device, or try --quick".to_owned();
-            Failure::Told(engine.kind().into(), engine.to_string(), Some(hint))
+impl From<vdkit_lab::Error> for Failure {
+    fn from(error: vdkit_lab::Error) -> Self {
+        if let Some(refusal) = error.refusal() {
+            return Self::Told(Exit::Refused, refusal.reason.clone(), Some(refusal.hint.clone()));
         }
-        Some(engine @ vdkit::Error::Locked { .. }) => {
-            let hint = "that process measures this run: wait for its end, or stop it".to_owned();
-            Failure::Told(engine.kind().into(), engine.to_string(), Some(hint))
-        }
-        Some(engine) => Failure::Told(engine.kind().into(), format!("{error:#}"), None),
-        None => Failure::failed(format!("{error:#}")),
+        let Some(engine) = error.engine() else { return Self::failed(format!("{error:#}")) };
+        let hint = match engine {
+            vdkit::Error::NoSpace { .. } => {
+                "free space, choose another folder or a larger device, or try --quick"
+            }
+            vdkit::Error::Locked { .. } => {
+                "that process measures this run: wait for its end, or stop it"
+            }
+            _ => return Self::Told(engine.kind().into(), format!("{error:#}"), None),
+        };
+        Self::Told(engine.kind().into(), engine.to_string(), Some(hint.to_owned()))
     }
 }

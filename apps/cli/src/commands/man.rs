@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 use clap::{Args, Command, ValueHint};
 use clap_mangen::Man;
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::definition;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::output::write_file;
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "man",
     about: "Print a manual page, or write every page to a folder",
@@ -21,11 +21,10 @@ vdkit man | man -l -                  read the main page
 vdkit man --page convert | man -l -   read the page of one command
 vdkit man /usr/local/share/man/man1   write vdkit.1 and one page per command
 ",
-    augment: augment::<ManArgs>,
+    augment: ManArgs::augment_args,
     run: run::<ManArgs>,
 };
 
-/// Arguments of `vdkit man`.
 #[derive(Args, Debug)]
 pub struct ManArgs {
     /// Write all pages to this folder, which is created if it is missing
@@ -37,8 +36,6 @@ pub struct ManArgs {
 }
 
 impl Run for ManArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let mut root = definition::command();
         root.build();
@@ -59,17 +56,14 @@ impl Run for ManArgs {
 }
 
 fn write_all(root: Command, dir: &Path) -> Outcome {
-    let failed = |path: &Path, error: std::io::Error| {
-        Failure::failed(format!("{}: cannot write: {error}", path.display()))
-    };
-    std::fs::create_dir_all(dir).map_err(|error| failed(dir, error))?;
+    std::fs::create_dir_all(dir)
+        .map_err(|error| Failure::failed(format!("{}: cannot write: {error}", dir.display())))?;
     let mut pages: Vec<Command> =
         root.get_subcommands().filter(|command| command.get_name() != "help").cloned().collect();
     pages.push(root);
     for page in pages {
         let path = dir.join(format!("{}.1", page_name(&page)));
-        let text = render(page)?;
-        std::fs::write(&path, text).map_err(|error| failed(&path, error))?;
+        write_file(&path, &render(page)?)?;
     }
     Ok(Exit::Done)
 }

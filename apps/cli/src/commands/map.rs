@@ -6,13 +6,12 @@ use clap::{Args, ValueHint};
 use vdkit::Disk;
 use vdkit::jobs::{self, MapRow};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Json, ParentOption, Reading, SnapshotOption, size};
 use crate::failure::{Exit, Outcome};
 use crate::output::Output;
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "map",
     about: "Show where the guest's bytes are stored",
@@ -27,11 +26,10 @@ vdkit map --json overlay.qcow2          JSON with qemu-img's keys
 vdkit map --start 1G --length 64M disk.qcow2
 vdkit map --snapshot golden disk.qcow2  where a snapshot's bytes are stored
 ",
-    augment: augment::<MapArgs>,
+    augment: MapArgs::augment_args,
     run: run::<MapArgs>,
 };
 
-/// Arguments of `vdkit map`.
 #[derive(Args, Debug)]
 pub struct MapArgs {
     /// The image
@@ -57,8 +55,6 @@ pub struct MapArgs {
 }
 
 impl Run for MapArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let options = self
             .opening
@@ -70,7 +66,7 @@ impl Run for MapArgs {
         let range = super::guest_range(&disk, start, self.length)?;
         let rows = jobs::map(&disk, range.start, range.end - range.start)?;
         if self.json.json {
-            let mut array = session.out.json_array()?;
+            let mut array = session.out.json_array();
             for row in rows {
                 array.push(&row?)?;
             }

@@ -4,15 +4,14 @@ use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, ValueHint};
 use vdkit::jobs;
-use vdkit::{Disk, Monitor, Options};
+use vdkit::{Disk, Monitor};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{FormatOptions, Json, Reading, size};
 use crate::failure::{Exit, Outcome};
 use crate::output::{Fields, bytes_long};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "measure",
     about: "Compute how many bytes a converted or new image needs",
@@ -24,11 +23,10 @@ allocated' its size after the guest has written every byte.",
 vdkit measure disk.raw -O qcow2
 vdkit measure --size 100G -O qcow2 -o cluster_size=2M
 ",
-    augment: augment::<MeasureArgs>,
+    augment: MeasureArgs::augment_args,
     run: run::<MeasureArgs>,
 };
 
-/// Arguments of `vdkit measure`.
 #[derive(Args, Debug)]
 #[command(group = ArgGroup::new("what").args(["source", "size"]).required(true))]
 pub struct MeasureArgs {
@@ -53,12 +51,9 @@ pub struct MeasureArgs {
 }
 
 impl Run for MeasureArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let driver = vdkit::format(&self.target_format)?;
-        let texts = self.options.options.iter().map(String::as_str);
-        let options = Options::parse(driver.name(), driver.options(), texts)?;
+        let options = self.options.parse(driver, None, None)?;
         let report = match (&self.source, self.size) {
             (Some(path), _) => {
                 let mut opening = self.opening.options();
@@ -69,14 +64,12 @@ impl Run for MeasureArgs {
             }
             (None, bytes) => jobs::measure_empty(bytes.unwrap_or(0), driver, &options)?,
         };
-        if self.json.json {
-            session.out.json(&report)?;
-        } else {
+        self.json.print(&report, &mut session.out, |report, out| {
             let mut fields = Fields::default();
             fields.add("required", bytes_long(report.required));
             fields.add("fully allocated", bytes_long(report.fully_allocated));
-            fields.print(&mut session.out, 0)?;
-        }
+            fields.print(out, 0)
+        })?;
         Ok(Exit::Done)
     }
 }

@@ -9,41 +9,40 @@ use clap::{ArgMatches, Args, Command, FromArgMatches};
 use vdkit::jobs::Preset;
 use vdkit::{Disk, FormatDriver};
 
-use crate::definition;
 use crate::failure::{Failure, Outcome, Tone, print_line};
 use crate::progress::Reporter;
 use crate::session::Session;
 
-pub mod amend;
-pub mod bitmap;
-pub mod check;
-pub mod commit;
-pub mod compact;
-pub mod compare;
-pub mod completions;
-pub mod convert;
-pub mod create;
-pub mod ctl;
-pub mod dd;
-pub mod doctor;
-pub mod formats;
-pub mod info;
-pub mod inspect;
-pub mod key;
-pub mod lab;
-pub mod man;
-pub mod map;
-pub mod measure;
-pub mod mount;
-pub mod read;
-pub mod rebase;
-pub mod resize;
-pub mod serve;
-pub mod snapshot;
-pub mod top;
-pub mod tree;
-pub mod validate;
-pub mod write;
+mod amend;
+mod bitmap;
+mod check;
+mod commit;
+mod compact;
+mod compare;
+mod completions;
+mod convert;
+mod create;
+mod ctl;
+mod dd;
+mod doctor;
+mod formats;
+mod info;
+pub(crate) mod inspect;
+mod key;
+mod lab;
+mod man;
+mod map;
+mod measure;
+mod mount;
+mod read;
+mod rebase;
+mod resize;
+mod serve;
+mod snapshot;
+mod top;
+mod tree;
+mod validate;
+mod write;
 
 /// Every subcommand, in the order of the overview.
 pub static ALL: &[Subcommand] = &[
@@ -127,7 +126,7 @@ pub struct Subcommand {
     pub details: &'static str,
     /// Example command lines with a short comment each, printed at the end of the help.
     pub examples: &'static str,
-    /// Adds the arguments and the long texts. Called only for the subcommand that is used.
+    /// Adds the arguments. Called only for the subcommand that is used.
     pub augment: fn(Command) -> Command,
     /// Runs the subcommand.
     pub run: fn(&ArgMatches, &mut Session) -> Outcome,
@@ -135,19 +134,11 @@ pub struct Subcommand {
 
 /// The arguments of a subcommand, with the code that runs it.
 pub trait Run: Args + FromArgMatches {
-    /// The subcommand's entry in the table.
-    const ROW: &'static Subcommand;
-
     /// Runs the subcommand.
     ///
     /// # Errors
     /// The failure, with its exit code.
     fn run(self, session: &mut Session) -> Outcome;
-}
-
-/// [`Subcommand::augment`] of a [`Run`].
-pub fn augment<R: Run>(command: Command) -> Command {
-    definition::with_texts(R::augment_args(command), R::ROW)
 }
 
 /// [`Subcommand::run`] of a [`Run`].
@@ -164,6 +155,17 @@ pub fn run<R: Run>(matches: &ArgMatches, session: &mut Session) -> Outcome {
 /// Finds the subcommand called `name`.
 pub fn find(name: &str) -> Option<&'static Subcommand> {
     ALL.iter().find(|entry| entry.name == name)
+}
+
+/// Closes a disk after a change, also after one that failed, so that the image is marked clean.
+pub(crate) fn closed<T, E>(disk: &Disk, done: Result<T, E>) -> Result<T, Failure>
+where
+    Failure: From<E>,
+{
+    let closed = disk.close();
+    let done = done?;
+    closed?;
+    Ok(done)
 }
 
 /// The byte range given by an offset and an optional length.
@@ -184,12 +186,16 @@ pub(crate) fn guest_range(
     }
 }
 
-/// The driver of a new image. Its format is the one named, or the one that the file name's ending
-/// stands for, or raw.
+/// The driver of a new image. Its format is the preset's, or the one named, or the one that the
+/// file name's ending stands for, or raw.
 pub(crate) fn target_driver(
+    made_for: Option<Preset>,
     format: Option<&str>,
     path: &Path,
 ) -> Result<&'static dyn FormatDriver, Failure> {
+    if let Some(preset) = made_for {
+        return preset_driver(preset, format);
+    }
     if let Some(name) = format {
         return Ok(vdkit::format(name)?);
     }
@@ -232,7 +238,7 @@ pub(crate) fn target_driver(
 
 /// The driver of the format that a preset needs. `format` is the format that the user named as
 /// well.
-pub(crate) fn preset_driver(
+fn preset_driver(
     preset: Preset,
     format: Option<&str>,
 ) -> Result<&'static dyn FormatDriver, Failure> {

@@ -5,17 +5,17 @@ use std::sync::Arc;
 
 use clap::{Args, ValueHint};
 use serde::Serialize;
+use vdkit::CancelToken;
 use vdkit::serve::{Export, ExportOptions, Scrape};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::Json;
-use crate::failure::{Exit, Outcome};
+use crate::failure::{Exit, Failure, Outcome};
 use crate::fuse::{self, FuseOptions};
 use crate::output::bytes_long;
-use crate::serving::{DRAIN, POLL, ServedDisk, SpaceWatch};
+use crate::serving::{DRAIN, ServedDisk, wait};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "mount",
     about: "Mount an image's disk as one plain file, over FUSE",
@@ -35,11 +35,10 @@ vdkit mount disk.qcow2 disk.raw
 vdkit mount --read-only --snapshot before-update disk.qcow2 old.raw
 vdkit mount disk.qcow2 disk.raw & sleep 1; mount -o loop disk.raw /mnt
 ",
-    augment: augment::<MountArgs>,
+    augment: MountArgs::augment_args,
     run: run::<MountArgs>,
 };
 
-/// Arguments of `vdkit mount`.
 #[derive(Args, Debug)]
 pub struct MountArgs {
     /// The image
@@ -69,8 +68,6 @@ struct MountAnswer {
 }
 
 impl Run for MountArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         // Set up before anything that a signal would have to undo.
         let stop = session.cancel_on_signal()?;
@@ -81,50 +78,47 @@ impl Run for MountArgs {
         options.read_only = self.disk.read_only;
         options.on_nospace = self.disk.on_nospace();
         let export = Export::new(disk, options);
-        let started = self.disk.tell_counts(&export).and_then(|metrics| {
-            fuse::mount(&export, &self.file, self.fuse).map(|server| (server, metrics))
-        });
-        let (server, metrics) = match started {
-            Ok(started) => started,
-            Err(failure) => {
-                // Close the export, which removes the in-use mark that opening for writing set in
-                // the image.
-                export.close()?;
-                return Err(failure);
-            }
-        };
-        let answer = MountAnswer {
-            filename,
-            file: server.file().display().to_string(),
-            virtual_size: export.size(),
-            read_only: export.read_only(),
-            metrics: metrics.as_ref().map(Scrape::place),
-        };
-        let told = self.tell(session, &answer);
-        let mut space = SpaceWatch::default();
-        while told.is_ok() && !stop.is_cancelled() && !server.finished() {
-            std::thread::sleep(POLL);
-            space.look(&export);
-        }
-        drop(metrics);
-        // Fail the writes that wait for space, because unmounting would wait for them.
-        export.end_waiting();
-        let unmounted = fuse::unmount(server, DRAIN);
+        let done = self.serve(&export, filename, &stop, session);
         // Close the export after a failure too, so that the image is marked clean.
-        Arc::clone(&export).close()?;
-        told?;
-        unmounted?;
+        let closed = export.close();
+        done?;
+        closed?;
         Ok(Exit::Done)
     }
 }
 
 impl MountArgs {
-    /// Reports that the file is mounted.
-    fn tell(
+    /// Serves the file until the end.
+    fn serve(
         &self,
+        export: &Arc<Export>,
+        filename: String,
+        stop: &CancelToken,
         session: &mut Session,
-        answer: &MountAnswer,
-    ) -> Result<(), crate::failure::Failure> {
+    ) -> Result<(), Failure> {
+        let metrics = self.disk.tell_counts(export)?;
+        let server = fuse::mount(export, &self.file, self.fuse)?;
+        let told = self.tell(
+            session,
+            &MountAnswer {
+                filename,
+                file: server.file().display().to_string(),
+                virtual_size: export.size(),
+                read_only: export.read_only(),
+                metrics: metrics.as_ref().map(Scrape::place),
+            },
+        );
+        if told.is_ok() {
+            wait(export, stop, || server.finished());
+        }
+        drop(metrics);
+        // Fail the writes that wait for space, because unmounting would wait for them.
+        export.end_waiting();
+        told.and(fuse::unmount(server, DRAIN))
+    }
+
+    /// Reports that the file is mounted.
+    fn tell(&self, session: &mut Session, answer: &MountAnswer) -> Result<(), Failure> {
         if self.json.json {
             // One line, because a program that waits for the mount reads up to the line feed.
             session.out.json_line(answer)?;

@@ -5,13 +5,12 @@ use std::path::PathBuf;
 use clap::{Args, ValueHint};
 use vdkit::{Disk, GuestOffset};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{CacheOption, ParentOption, Reading, SnapshotOption, size};
 use crate::failure::{Exit, Outcome};
 use crate::hex::HexDump;
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "read",
     about: "Print guest bytes at an offset",
@@ -24,14 +23,13 @@ vdkit read disk.qcow2 0 512 --hex         the boot sector as a hex dump
 vdkit read disk.qcow2 1M 64K > part.bin   64 KiB from offset 1 MiB
 vdkit read disk.qcow2 1M | sha256sum      everything from there to the end
 ",
-    augment: augment::<ReadArgs>,
+    augment: ReadArgs::augment_args,
     run: run::<ReadArgs>,
 };
 
 /// Bytes per read.
 const STEP: u64 = 1 << 20;
 
-/// Arguments of `vdkit read`.
 #[derive(Args, Debug)]
 pub struct ReadArgs {
     /// The image
@@ -57,8 +55,6 @@ pub struct ReadArgs {
 }
 
 impl Run for ReadArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let options = self
             .opening

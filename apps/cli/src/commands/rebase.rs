@@ -6,13 +6,12 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{ArgGroup, Args, ValueHint};
 use vdkit::jobs::{self, NewBacking, RebaseOptions};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Json, ProgressOption, Writing};
 use crate::failure::{Exit, Outcome};
 use crate::output::bytes_long;
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "rebase",
     about: "Give an image another backing image, or none",
@@ -28,11 +27,10 @@ vdkit rebase overlay.qcow2 --backing newer.qcow2             the same disk with 
 vdkit rebase overlay.qcow2 --no-backing                      everything in one file
 vdkit rebase --unsafe overlay.qcow2 --backing ../base.qcow2  the backing image was moved
 ",
-    augment: augment::<RebaseArgs>,
+    augment: RebaseArgs::augment_args,
     run: run::<RebaseArgs>,
 };
 
-/// Arguments of `vdkit rebase`.
 #[derive(Args, Debug)]
 #[command(group = ArgGroup::new("new").args(["backing", "no_backing"]).required(true))]
 pub struct RebaseArgs {
@@ -63,8 +61,6 @@ pub struct RebaseArgs {
 }
 
 impl Run for RebaseArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let mut options = RebaseOptions::default();
         options.backing =
@@ -75,22 +71,20 @@ impl Run for RebaseArgs {
         let report = self.progress.run("rebase", session, |monitor| {
             jobs::rebase(&vdkit::registry(), &self.image, &opening, &options, monitor)
         })??;
-        if self.json.json {
-            session.out.json(&report)?;
-            return Ok(Exit::Done);
-        }
-        let on = match &report.backing {
-            Some(backing) => format!("backing image {backing}"),
-            None => "no backing image".to_owned(),
-        };
-        session.out.line(format!(
-            "{}: {on}; {} compared, {} copied, {} shared, {} made zero",
-            self.image.display(),
-            bytes_long(report.compared),
-            bytes_long(report.copied),
-            bytes_long(report.reflinked),
-            bytes_long(report.zeroed)
-        ))?;
+        self.json.print(&report, &mut session.out, |report, out| {
+            let on = match &report.backing {
+                Some(backing) => format!("backing image {backing}"),
+                None => "no backing image".to_owned(),
+            };
+            out.line(format!(
+                "{}: {on}; {} compared, {} copied, {} shared, {} made zero",
+                self.image.display(),
+                bytes_long(report.compared),
+                bytes_long(report.copied),
+                bytes_long(report.reflinked),
+                bytes_long(report.zeroed)
+            ))
+        })?;
         Ok(Exit::Done)
     }
 }

@@ -7,14 +7,13 @@ use serde::Serialize;
 use vdkit::Disk;
 use vdkit::jobs::{self, Preallocation, ResizeOptions};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Force, Json, ProgressOption, Writing, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
 use crate::output::bytes_long;
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "resize",
     about: "Enlarge or shrink a disk",
@@ -28,11 +27,10 @@ vdkit resize disk.qcow2 +10G                10 GiB more
 vdkit resize --shrink disk.qcow2 -5G        5 GiB less: first shrink the guest's file systems
 vdkit resize -f raw disk.img 40G --preallocation falloc
 ",
-    augment: augment::<ResizeArgs>,
+    augment: ResizeArgs::augment_args,
     run: run::<ResizeArgs>,
 };
 
-/// Arguments of `vdkit resize`.
 #[derive(Args, Debug)]
 pub struct ResizeArgs {
     /// The image
@@ -114,8 +112,6 @@ impl Change {
 }
 
 impl Run for ResizeArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         if self.shrink {
             let cancel = session.cancel_on_signal()?;
@@ -145,22 +141,13 @@ impl Run for ResizeArgs {
         let resized = self
             .progress
             .run("resize", session, |monitor| jobs::resize(&disk, size, &options, monitor))?;
-        // Close the disk after a failure too, so that the image is marked clean.
-        let closed = disk.close();
-        resized?;
-        closed?;
-        let virtual_size = disk.guest_bytes();
-        if self.json.json {
-            let filename = self.image.display().to_string();
-            session.out.json(&ResizeAnswer { filename, old_size, virtual_size })?;
-        } else {
-            session.out.line(format!(
-                "{}: from {} to {}",
-                self.image.display(),
-                bytes_long(old_size),
-                bytes_long(virtual_size)
-            ))?;
-        }
+        super::closed(&disk, resized)?;
+        let (filename, virtual_size) = (self.image.display().to_string(), disk.guest_bytes());
+        let answer = ResizeAnswer { filename, old_size, virtual_size };
+        self.json.print(&answer, &mut session.out, |answer, out| {
+            let [old, new] = [answer.old_size, answer.virtual_size].map(bytes_long);
+            out.line(format!("{}: from {old} to {new}", answer.filename))
+        })?;
         Ok(Exit::Done)
     }
 }

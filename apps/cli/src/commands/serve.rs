@@ -12,15 +12,14 @@ use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions, Tls};
 use vdkit::serve::{Control, Controller, Export, ExportOptions, Scrape};
 use vdkit::{CancelToken, Disk, vhost_user};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::Json;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::fuse::{self, FuseOptions};
 use crate::notify;
-use crate::serving::{DRAIN, POLL, ServedDisk, SpaceWatch};
+use crate::serving::{DRAIN, ServedDisk, wait};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "serve",
     about: "Serve an image as a disk: over NBD, over vhost-user, as a file",
@@ -45,11 +44,10 @@ vdkit serve disk.qcow2 --nbd unix:/run/old.sock --snapshot before-update
 vdkit serve disk.qcow2 --nbd unix:/run/disk.sock --metrics 127.0.0.1:9101
 vdkit serve disk.qcow2 --nbd unix:/run/disk.sock --fuse /run/disk.raw
 ",
-    augment: augment::<ServeArgs>,
+    augment: ServeArgs::augment_args,
     run: run::<ServeArgs>,
 };
 
-/// Arguments of `vdkit serve`.
 #[derive(Args, Debug)]
 pub struct ServeArgs {
     /// The image
@@ -225,7 +223,6 @@ impl ServeArgs {
         doors: Listeners,
         quit: &CancelToken,
     ) -> Result<Service, Failure> {
-        let no_thread = |error| Failure::failed(format!("cannot start a thread: {error}"));
         let only_file = doors.nbd.is_empty() && doors.vhost.is_none();
         let start_control = |path: &PathBuf| {
             let images = LiveImages::new(vdkit::registry(), self.disk.options());
@@ -238,13 +235,13 @@ impl ServeArgs {
         let mount = |file: &Path| fuse::mount(export, file, self.fuse_options);
         let file = self.fuse.as_deref().map(mount).transpose()?;
         let start_vhost = |listener| vhost_user::Server::start(Arc::clone(export), listener);
-        let vhost = doors.vhost.map(start_vhost).transpose().map_err(no_thread)?;
+        let vhost = doors.vhost.map(start_vhost).transpose().map_err(Failure::no_thread)?;
         let mut options = ServerOptions::default();
         options.connections_max = self.connections;
         options.tls = doors.tls;
         options.poll_max = Duration::from_micros(self.poll_us.into());
         let exports = Exports::new(vec![Arc::clone(export)]);
-        let nbd = Server::start(exports, doors.nbd, options).map_err(no_thread)?;
+        let nbd = Server::start(exports, doors.nbd, options).map_err(Failure::no_thread)?;
         Ok(Service { control, metrics, file, vhost, nbd, only_file })
     }
 
@@ -261,19 +258,10 @@ impl ServeArgs {
         }
         Ok(session.out.finish()?)
     }
-
-    /// Waits until a signal or `ctl quit` asks for the end, or until the last client leaves with
-    /// `--once`.
-    fn wait(&self, service: &Service, export: &Export, stop: &CancelToken) {
-        let mut space = SpaceWatch::default();
-        while !stop.is_cancelled() && !service.is_over(self.once) {
-            std::thread::sleep(POLL);
-            space.look(export);
-        }
-    }
 }
 
 impl Service {
+    /// With `once`, the service is over when the last client leaves.
     fn is_over(&self, once: bool) -> bool {
         let vhost = self.vhost.as_ref();
         let came = self.nbd.served() + vhost.map_or(0, vhost_user::Server::served);
@@ -301,8 +289,6 @@ impl Service {
 }
 
 impl Run for ServeArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         if self.fuse.is_none() && (self.fuse_options.growable || self.fuse_options.allow_other) {
             return Err(Failure::usage("--growable and --allow-other are about --fuse FILE"));
@@ -335,7 +321,7 @@ impl Run for ServeArgs {
             let announced = self.announce(session, &serving);
             if announced.is_ok() {
                 notify::ready(&format!("serving {}", serving.filename));
-                self.wait(&service, &export, &stop);
+                wait(&export, &stop, || service.is_over(self.once));
                 notify::stopping();
             }
             announced.and(service.end(&export))

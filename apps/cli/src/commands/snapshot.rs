@@ -8,7 +8,7 @@ use serde::Serialize;
 use vdkit::jobs::{self, SnapshotAction};
 use vdkit::{BackingChoice, Disk, SnapshotInfo};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Force, Json, ProgressOption, Reading};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
@@ -16,7 +16,6 @@ use crate::output::{Output, Table, bytes_short};
 use crate::session::Session;
 use crate::time;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "snapshot",
     about: "List, create, apply, delete or rename snapshots inside an image",
@@ -43,11 +42,10 @@ vdkit snapshot rename disk.qcow2 before-update golden
 vdkit snapshot delete disk.qcow2 golden
 vdkit convert disk.qcow2 old.raw --snapshot golden  a snapshot as an image
 ",
-    augment: augment::<SnapshotArgs>,
+    augment: SnapshotArgs::augment_args,
     run: run::<SnapshotArgs>,
 };
 
-/// Arguments of `vdkit snapshot`.
 #[derive(Args, Debug)]
 #[command(
     override_usage = "vdkit snapshot list|create|apply|delete|rename [OPTIONS] IMAGE [SNAPSHOT] [NAME]"
@@ -132,17 +130,11 @@ impl SnapshotArgs {
         let done = self
             .progress
             .run("snapshot", session, |monitor| jobs::snapshot(disk, action, monitor))?;
-        // Close the disk after a failure too, so that the image is marked clean.
-        let closed = disk.close();
-        let info = done?;
-        closed?;
-        Ok(info)
+        super::closed(disk, done)
     }
 }
 
 impl Run for SnapshotArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let asked = self.asked()?;
         if self.action == Action::Apply {
@@ -194,9 +186,6 @@ fn told(action: Action, image: &str, snapshot: &SnapshotInfo) -> String {
 }
 
 /// Prints snapshots as a table, indented by `indent` spaces.
-///
-/// # Errors
-/// Stdout cannot be written.
 pub(super) fn print_list(
     snapshots: &[SnapshotInfo],
     out: &mut Output,

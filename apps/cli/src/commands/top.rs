@@ -9,9 +9,9 @@ use clap::{Args, ValueHint};
 use vdkit::CancelToken;
 use vdkit::serve::{Command, ask};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::Json;
-use crate::failure::{Exit, Failure, Outcome};
+use crate::failure::{Exit, Failure, Outcome, say};
 use crate::session::Session;
 
 mod rates;
@@ -21,7 +21,6 @@ mod view;
 use rates::{Rates, Sample};
 use screen::{Input, Screen};
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "top",
     about: "Watch a running 'vdkit serve': requests, bytes, latencies, cache",
@@ -36,11 +35,10 @@ vdkit top /run/disk.ctl
 vdkit top --once /run/disk.ctl                    one interval of a second, as plain text
 vdkit top --json --interval 10 --count 6 /run/disk.ctl   a minute for a script
 ",
-    augment: augment::<TopArgs>,
+    augment: TopArgs::augment_args,
     run: run::<TopArgs>,
 };
 
-/// Arguments of `vdkit top`.
 #[derive(Args, Debug)]
 pub struct TopArgs {
     /// The service's control socket
@@ -97,7 +95,7 @@ fn samples(socket: PathBuf, interval: Duration) -> Result<Receiver<io::Result<Sa
     std::thread::Builder::new()
         .name("samples".to_owned())
         .spawn(ask_on)
-        .map_err(|error| Failure::failed(format!("cannot start a thread: {error}")))?;
+        .map_err(Failure::no_thread)?;
     Ok(receiver)
 }
 
@@ -203,13 +201,11 @@ impl TopArgs {
 }
 
 fn ended() -> Exit {
-    eprintln!("the service has ended");
+    say("the service has ended");
     Exit::Done
 }
 
 impl Run for TopArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let stop = session.cancel_on_signal()?;
         let samples = samples(self.socket.clone(), self.interval)?;

@@ -7,13 +7,12 @@ use clap::{Args, ValueHint};
 use vdkit::Monitor;
 use vdkit::jobs::{self, ReferenceStatus, TreeImage, TreeOptions, TreeReport};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Json, References};
 use crate::failure::{Exit, Outcome, Tone, print_line};
 use crate::output::{Output, bytes_short};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "tree",
     about: "Show which image backs which, and what deleting one would break",
@@ -27,11 +26,10 @@ vdkit tree base.qcow2                  the images that depend on it
 vdkit tree -r /var/lib/libvirt/images  with subfolders
 vdkit tree --delete-check base.qcow2   can it be deleted? 0 yes, 5 an image needs it
 ",
-    augment: augment::<TreeArgs>,
+    augment: TreeArgs::augment_args,
     run: run::<TreeArgs>,
 };
 
-/// Arguments of `vdkit tree`.
 #[derive(Args, Debug)]
 pub struct TreeArgs {
     /// An image or a folder
@@ -50,8 +48,6 @@ pub struct TreeArgs {
 }
 
 impl Run for TreeArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let mut options = TreeOptions::default();
         options.refs = self.references.policy();

@@ -6,13 +6,12 @@ use clap::{Args, ValueHint};
 use vdkit::OpenOptions;
 use vdkit::jobs::{Preset, ValidateReport, validate};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::Json;
 use crate::failure::{Exit, Outcome};
 use crate::output::{Output, bytes_long};
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "validate",
     about: "Check whether a hypervisor or cloud accepts an image",
@@ -24,11 +23,10 @@ image. Each reason comes with the command that fixes it.",
 vdkit validate --for azure disk.vhd
 vdkit validate --for aws --json disk.vmdk | jq .accepted
 ",
-    augment: augment::<ValidateArgs>,
+    augment: ValidateArgs::augment_args,
     run: run::<ValidateArgs>,
 };
 
-/// Arguments of `vdkit validate`.
 #[derive(Args, Debug)]
 pub struct ValidateArgs {
     /// The image
@@ -48,16 +46,10 @@ pub struct ValidateArgs {
 }
 
 impl Run for ValidateArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let options = OpenOptions::read_only().maybe_format(self.format).lock(!self.force_share);
         let report = validate(&vdkit::registry(), &self.image, self.target, &options)?;
-        if self.json.json {
-            session.out.json(&report)?;
-        } else {
-            print(&report, &mut session.out)?;
-        }
+        self.json.print(&report, &mut session.out, print)?;
         Ok(if report.accepted { Exit::Done } else { Exit::Differs })
     }
 }

@@ -1,24 +1,22 @@
 //! `vdkit write`: writes guest bytes at an offset.
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::os::fd::AsFd;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, ValueHint};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
 use serde::Serialize;
-use vdkit::{CancelToken, Disk, Error, GuestOffset};
+use vdkit::stream::{ByteStream, Stdin};
+use vdkit::{CancelToken, Disk, GuestOffset};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{CacheOption, Force, Json, Writing, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
 use crate::output::bytes_long;
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "write",
     about: "Write guest bytes at an offset",
@@ -34,7 +32,7 @@ vdkit write disk.qcow2 0 64K --pattern 0xaa       64 KiB of one byte
 vdkit write disk.qcow2 4G 1G --zero               zeroes, as metadata if possible
 vdkit write disk.qcow2 4G 1G --discard            the guest no longer needs them
 ",
-    augment: augment::<WriteArgs>,
+    augment: WriteArgs::augment_args,
     run: run::<WriteArgs>,
 };
 
@@ -42,7 +40,6 @@ vdkit write disk.qcow2 4G 1G --discard            the guest no longer needs them
 const STEP: usize = 1 << 20;
 const ZERO_STEP: u64 = 1 << 30;
 
-/// Arguments of `vdkit write`.
 #[derive(Args, Debug)]
 #[command(group = ArgGroup::new("made").args(["pattern", "zero", "discard"]).requires("length"))]
 #[command(group = ArgGroup::new("source").args(["pattern", "zero", "discard", "input"]))]
@@ -96,8 +93,6 @@ fn byte(text: &str) -> Result<u8, String> {
 }
 
 impl Run for WriteArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let options = self.opening.options().cache(self.cache.mode());
         let input = self.source()?;
@@ -111,21 +106,16 @@ impl Run for WriteArgs {
         let at = GuestOffset(range.start);
         let len = range.end - range.start;
         let cancel = session.cancel_on_signal()?;
-        // Close the disk after a failure too: earlier writes are kept, and the image is marked
-        // clean.
         let written = match input {
             Some(input) => self.copy(&disk, input, len, &cancel),
             None => self.make(&disk, at, len, &cancel),
         };
-        let closed = disk.close();
-        let length = written?;
-        closed?;
-        if self.json.json {
-            let filename = self.image.display().to_string();
-            session.out.json(&WriteAnswer { filename, offset: at.0, length })?;
-        } else {
-            session.out.line(format!("wrote {} at offset {}", bytes_long(length), at.0))?;
-        }
+        let length = super::closed(&disk, written)?;
+        let filename = self.image.display().to_string();
+        let answer = WriteAnswer { filename, offset: at.0, length };
+        self.json.print(&answer, &mut session.out, |answer, out| {
+            out.line(format!("wrote {} at offset {}", bytes_long(length), answer.offset))
+        })?;
         Ok(Exit::Done)
     }
 }
@@ -138,12 +128,15 @@ impl WriteArgs {
         }
         let opened = match &self.input {
             Some(path) => File::open(path),
-            // Bypass the standard library's buffer: `poll` does not see bytes that the buffer
-            // holds.
             None => io::stdin().as_fd().try_clone_to_owned().map(File::from),
         };
-        let name = self.input.as_deref().unwrap_or(Path::new("stdin"));
-        opened.map(Some).map_err(|error| read_failed(name, &error))
+        opened.map(Some).map_err(|error| {
+            Failure::failed(format!("{}: cannot read: {error}", self.input_name()))
+        })
+    }
+
+    fn input_name(&self) -> String {
+        self.input.as_ref().map_or("stdin".to_owned(), |path| path.display().to_string())
     }
 
     /// Writes `len` bytes that need no input: a pattern, zeroes or a discard.
@@ -174,11 +167,13 @@ impl WriteArgs {
     fn copy(
         &self,
         disk: &Disk,
-        mut input: File,
+        input: File,
         room: u64,
         cancel: &CancelToken,
     ) -> Result<u64, Failure> {
-        let name = self.input.clone().unwrap_or_else(|| PathBuf::from("stdin"));
+        // Its reads notice a cancellation.
+        let input = Stdin::from_file(input, cancel.clone());
+        let mut input = ByteStream::new(self.input_name(), input);
         let mut buf = vec![0; STEP];
         let mut done = 0;
         loop {
@@ -188,8 +183,7 @@ impl WriteArgs {
                 Some(len) => (len - done).min(STEP as u64),
                 None => (room - done).saturating_add(1).min(STEP as u64),
             } as usize;
-            let got = fill(&mut input, &mut buf[..want], cancel)
-                .map_err(|error| read_failed(&name, &error))?;
+            let got = input.read_full(&mut buf[..want])?;
             if got as u64 > room - done {
                 return Err(Failure::usage(format!(
                     "{}: the input is longer than the {room} bytes from there to the end of the disk",
@@ -206,46 +200,11 @@ impl WriteArgs {
         match self.length {
             Some(len) if done < len => Err(Failure::failed(format!(
                 "{}: ended after {done} bytes of {len}",
-                name.display()
+                self.input_name()
             ))),
             _ => Ok(done),
         }
     }
-}
-
-fn read_failed(path: &Path, error: &io::Error) -> Failure {
-    if error.kind() == io::ErrorKind::Interrupted {
-        return Failure::Engine(Error::Interrupted);
-    }
-    Failure::failed(format!("{}: cannot read: {error}", path.display()))
-}
-
-/// Waits until the input is readable. A blocking read would not notice a cancellation.
-fn wait_for(input: &File, cancel: &CancelToken) -> io::Result<()> {
-    const LOOK_AGAIN: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
-    loop {
-        if cancel.is_cancelled() {
-            return Err(io::ErrorKind::Interrupted.into());
-        }
-        match poll(&mut [PollFd::new(input, PollFlags::IN)], Some(&LOOK_AGAIN)) {
-            Ok(0) | Err(Errno::INTR) => {}
-            Ok(_) => return Ok(()),
-            Err(errno) => return Err(errno.into()),
-        }
-    }
-}
-
-/// Reads until the buffer is full or the input ends.
-fn fill(input: &mut File, buf: &mut [u8], cancel: &CancelToken) -> io::Result<usize> {
-    let mut got = 0;
-    while got < buf.len() {
-        wait_for(input, cancel)?;
-        match input.read(&mut buf[got..])? {
-            0 => break,
-            n => got += n,
-        }
-    }
-    Ok(got)
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use vdkit_block::{CopyMethod, CopyOp, HostOffset, Reservation, Result, Storage};
 use vdkit_chain::Disk;
 
 use super::{Buffers, Mover, Placed, add};
-use crate::share::copy_in_kernel;
+use crate::share::share;
 
 impl Mover<'_> {
     /// Copies a chunk in the kernel, after reserving its space in turn. The rest is read and
@@ -28,7 +28,7 @@ impl Mover<'_> {
         // If every byte is or may be allocated, nothing is reserved.
         if self.options.over || target.top().caps().fill_bytes == 1 {
             self.in_turn(number, || Ok(()))?;
-            let copied = copy_in_kernel(target, guest, from, offset)?;
+            let copied = share(CopyMethod::CopyFileRange, target, guest, from, offset)?;
             add(&self.moved.kernel_copied, copied.bytes);
             self.kernel_refuses.fetch_or(copied.refused, Ordering::Relaxed);
             return self.copy_parts(buffers, &copied.left);

@@ -2,12 +2,13 @@
 
 use std::ops::Range;
 
-use vdkit_block::{CompressedReservation, CompressionSpec, Fill, GuestOffset, Reservation, Result};
+use vdkit_block::{
+    CompressedReservation, CompressionSpec, Fill, GuestOffset, Reservation, Result, is_zero,
+};
 use vdkit_chain::Disk;
 
 use super::{Buffers, Mover, add};
 use crate::units::append_unit;
-use crate::zero::is_zero;
 use vdkit_deflate::Compressor;
 
 /// Marks a zero cluster in the list of compressed lengths.
@@ -119,20 +120,17 @@ impl Mover<'_> {
         Ok(())
     }
 
-    /// Reserves target space for a chunk, in guest order.
+    /// Reserves target space for a chunk, in guest order. A chunk to be compressed was packed.
     pub(super) fn place<'t>(
         &self,
         target: &'t Disk,
         buffers: &Buffers,
         at: u64,
-        cluster: u64,
-        compressed: Option<()>,
-        placed: &mut Vec<Placed<'t>>,
-    ) -> Result<()> {
-        let cluster = cluster as usize;
+    ) -> Result<Vec<Placed<'t>>> {
+        let cluster = target.top().caps().cluster_bytes as usize;
         let clusters = buffers.bytes.len().div_ceil(cluster);
-        let kind = |index: usize| match compressed {
-            Some(()) => match buffers.lens[index] {
+        let kind = |index: usize| match self.options.compress {
+            Some(_) => match buffers.lens[index] {
                 ZERO_CLUSTER => PlaceKind::Zero,
                 0 => PlaceKind::Plain,
                 _ => PlaceKind::Compressed,
@@ -147,30 +145,29 @@ impl Mover<'_> {
                 }
             }
         };
-        let mut index = 0;
-        let mut compressed_at = 0;
+        let mut placed = Vec::new();
+        let (mut index, mut compressed_at) = (0, 0);
         while index < clusters {
             let this = kind(index);
-            let mut end = index + 1;
-            while end < clusters && kind(end) == this {
-                end += 1;
-            }
+            let end = index + (index..clusters).take_while(|next| kind(*next) == this).count();
             match this {
                 PlaceKind::Zero => add(&self.moved.zero_found, ((end - index) * cluster) as u64),
                 PlaceKind::Plain => {
                     let to = (end * cluster).min(self.chunk_end(at, buffers.bytes.len()));
-                    self.place_plain(target, at, index * cluster, to, placed)?;
+                    self.place_plain(target, at, index * cluster, to, &mut placed)?;
                 }
                 PlaceKind::Compressed => {
-                    let first = GuestOffset(at + (index * cluster) as u64);
-                    let lens = &buffers.lens[index..end];
-                    compressed_at =
-                        self.place_compressed(target, first, lens, cluster, compressed_at, placed)?;
+                    while index < end {
+                        let first = GuestOffset(at + (index * cluster) as u64);
+                        let lens = &buffers.lens[index..end];
+                        index +=
+                            self.place_some(target, first, lens, &mut compressed_at, &mut placed)?;
+                    }
                 }
             }
             index = end;
         }
-        Ok(())
+        Ok(placed)
     }
 
     /// The chunk's length without the zero padding of the last cluster.
@@ -202,25 +199,6 @@ impl Mover<'_> {
             }
         }
         Ok(())
-    }
-
-    /// Returns the start of the next unit's payload.
-    fn place_compressed<'t>(
-        &self,
-        target: &'t Disk,
-        first: GuestOffset,
-        mut lens: &[u32],
-        cluster: usize,
-        mut payload: usize,
-        placed: &mut Vec<Placed<'t>>,
-    ) -> Result<usize> {
-        let mut at = first;
-        while !lens.is_empty() {
-            let units = self.place_some(target, at, lens, &mut payload, placed)?;
-            at += (units * cluster) as u64;
-            lens = &lens[units..];
-        }
-        Ok(payload)
     }
 
     /// Reserves space for the first units of `lens`, as many as fit at once, and returns their

@@ -2,7 +2,7 @@
 
 use super::bits::BitWriter;
 use super::huffman::{CODE_BITS_MAX, assign, code_lengths};
-use super::matcher::Sequence;
+use super::matcher::{MATCH_MAX, Sequence};
 
 /// Literals, end of block and lengths.
 const LITLEN_SYMBOLS: usize = 286;
@@ -17,37 +17,18 @@ const PRECODE_ORDER: [usize; PRECODE_SYMBOLS] =
     [16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15];
 
 /// First length of each length symbol (from 257 on) and its number of extra bits.
-const LENGTHS: [(u16, u8); 29] = [
-    (3, 0),
-    (4, 0),
-    (5, 0),
-    (6, 0),
-    (7, 0),
-    (8, 0),
-    (9, 0),
-    (10, 0),
-    (11, 1),
-    (13, 1),
-    (15, 1),
-    (17, 1),
-    (19, 2),
-    (23, 2),
-    (27, 2),
-    (31, 2),
-    (35, 3),
-    (43, 3),
-    (51, 3),
-    (59, 3),
-    (67, 4),
-    (83, 4),
-    (99, 4),
-    (115, 4),
-    (131, 5),
-    (163, 5),
-    (195, 5),
-    (227, 5),
-    (258, 0),
-];
+const LENGTHS: [(u16, u8); 29] = {
+    let mut table = [(MATCH_MAX as u16, 0); 29];
+    let (mut slot, mut first) = (0usize, 3u16);
+    while slot < 28 {
+        // Four symbols have each number of extra bits, but eight have none.
+        let extra = if slot < 8 { 0 } else { slot / 4 - 1 };
+        table[slot] = (first, extra as u8);
+        first += 1 << extra;
+        slot += 1;
+    }
+    table
+};
 
 /// Length symbol (less 257) of each match length.
 static LENGTH_SLOT: [u8; 259] = {

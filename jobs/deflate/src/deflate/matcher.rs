@@ -11,7 +11,7 @@ const BUCKET_BITS: u32 = 11;
 /// Latest positions by the hash of three bytes.
 const SHORT_BITS: u32 = 11;
 /// Longest match of RFC 1951.
-const MATCH_MAX: usize = 258;
+pub(super) const MATCH_MAX: usize = 258;
 /// Bytes that must follow a position to search for a match there: one load.
 const MARGIN: usize = 8;
 /// Maximum distance of a three-byte match: beyond it, the distance costs too many bits.

@@ -51,13 +51,12 @@ impl Inspection<'_> {
         }
         let version = le32(head, 0x44);
         if version != 0x0001_0001 {
-            self.findings.add(
-                InspectFinding::new(Code::UnknownVersion)
-                    .at(0x44)
-                    .found(format!("{}.{}", version >> 16, version & 0xffff))
-                    .expected("1.1")
-                    .mend("have it converted by VirtualBox"),
-            );
+            InspectFinding::new(Code::UnknownVersion)
+                .at(0x44)
+                .found(format!("{}.{}", version >> 16, version & 0xffff))
+                .expected("1.1")
+                .mend("have it converted by VirtualBox")
+                .add_to(&mut self.findings);
         }
         self.judge_size(le64(head, 0x170), 0x170);
         let kind = le32(head, 0x4c);
@@ -132,13 +131,12 @@ impl Inspection<'_> {
         } else {
             return;
         };
-        self.findings.add(
-            InspectFinding::new(Code::VhdFooterCopy)
-                .at(0)
-                .found(found)
-                .expected(expected)
-                .mend("refuse it, or have it converted by whom it comes from"),
-        );
+        InspectFinding::new(Code::VhdFooterCopy)
+            .at(0)
+            .found(found)
+            .expected(expected)
+            .mend("refuse it, or have it converted by whom it comes from")
+            .add_to(&mut self.findings);
     }
 
     fn vhd_dynamic(&mut self, footer: &[u8], base: u64) -> Result<()> {

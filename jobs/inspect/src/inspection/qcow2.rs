@@ -43,13 +43,12 @@ impl Inspection<'_> {
             return Ok(());
         }
         if version > 3 {
-            self.findings.add(
-                InspectFinding::new(Code::UnknownVersion)
-                    .at(4)
-                    .found(version.to_string())
-                    .expected("2 or 3")
-                    .mend("have it converted by the software that made it"),
-            );
+            InspectFinding::new(Code::UnknownVersion)
+                .at(4)
+                .found(version.to_string())
+                .expected("2 or 3")
+                .mend("have it converted by the software that made it")
+                .add_to(&mut self.findings);
             return Ok(());
         }
         let cluster_bits = be32(head, 20);
@@ -92,41 +91,37 @@ impl Inspection<'_> {
         let bits = be64(head, 72);
         let unknown = bits & !incompatible::KNOWN;
         if unknown != 0 {
-            self.findings.add(
-                InspectFinding::new(Code::UnknownIncompatible)
-                    .at(72)
-                    .found(format!("bits {unknown:#x}"))
-                    .expected(format!("none beside {:#x}", incompatible::KNOWN))
-                    .mend("have it converted by the software that made it"),
-            );
+            InspectFinding::new(Code::UnknownIncompatible)
+                .at(72)
+                .found(format!("bits {unknown:#x}"))
+                .expected(format!("none beside {:#x}", incompatible::KNOWN))
+                .mend("have it converted by the software that made it")
+                .add_to(&mut self.findings);
         }
         if bits & incompatible::CORRUPT != 0 {
-            self.findings.add(
-                InspectFinding::new(Code::MarkedCorrupt)
-                    .at(72)
-                    .found("the corrupt bit")
-                    .expected("a sound image")
-                    .mend("vdkit check --repair all IMAGE, on a copy"),
-            );
+            InspectFinding::new(Code::MarkedCorrupt)
+                .at(72)
+                .found("the corrupt bit")
+                .expected("a sound image")
+                .mend("vdkit check --repair all IMAGE, on a copy")
+                .add_to(&mut self.findings);
         }
         if bits & incompatible::DIRTY != 0 {
-            self.findings.add(
-                InspectFinding::new(Code::NotClosed)
-                    .at(72)
-                    .found("the dirty bit")
-                    .expected("an image that was closed")
-                    .mend("vdkit check --repair all IMAGE"),
-            );
+            InspectFinding::new(Code::NotClosed)
+                .at(72)
+                .found("the dirty bit")
+                .expected("an image that was closed")
+                .mend("vdkit check --repair all IMAGE")
+                .add_to(&mut self.findings);
         }
         if bits & incompatible::EXTENDED_L2 != 0 {
-            self.findings.add(
-                InspectFinding::new(Code::ExtendedL2)
-                    .allowed(self.options.allows(Allow::ExtendedL2))
-                    .at(72)
-                    .found("incompatible feature bit 4")
-                    .expected("standard L2 entries")
-                    .mend("let it pass with --allow extended-l2, or convert it"),
-            );
+            InspectFinding::new(Code::ExtendedL2)
+                .allowed(self.options.allows(Allow::ExtendedL2))
+                .at(72)
+                .found("incompatible feature bit 4")
+                .expected("standard L2 entries")
+                .mend("let it pass with --allow extended-l2, or convert it")
+                .add_to(&mut self.findings);
         }
         for (at, known, code) in [
             (80, compatible::LAZY_REFCOUNTS, Code::UnknownCompatible),
@@ -134,9 +129,10 @@ impl Inspection<'_> {
         ] {
             let unknown = be64(head, at) & !known;
             if unknown != 0 {
-                self.findings.add(
-                    InspectFinding::new(code).at(at as u64).found(format!("bits {unknown:#x}")),
-                );
+                InspectFinding::new(code)
+                    .at(at as u64)
+                    .found(format!("bits {unknown:#x}"))
+                    .add_to(&mut self.findings);
             }
         }
     }
@@ -178,14 +174,13 @@ impl Inspection<'_> {
             .and_then(|(start, end)| head.get(start..end))
             .map(|name| String::from_utf8_lossy(name).into_owned())
             .unwrap_or_default();
-        self.findings.add(
-            InspectFinding::new(Code::BackingFile)
-                .allowed(self.options.allows(Allow::Backing))
-                .at(8)
-                .found(format!("'{name}'"))
-                .expected("an image that stands alone")
-                .mend("let it pass with --allow backing, or have it converted to stand alone"),
-        );
+        InspectFinding::new(Code::BackingFile)
+            .allowed(self.options.allows(Allow::Backing))
+            .at(8)
+            .found(format!("'{name}'"))
+            .expected("an image that stands alone")
+            .mend("let it pass with --allow backing, or have it converted to stand alone")
+            .add_to(&mut self.findings);
         reference::judge(&mut self.findings, "backing file", &name, offset);
     }
 
@@ -219,12 +214,11 @@ impl Inspection<'_> {
             let end = backing.saturating_add(be32(head, 16).into());
             used.push(backing..end);
             if !kinds.contains(&extension::BACKING_FORMAT) {
-                self.findings.add(
-                    InspectFinding::new(Code::BackingFormat)
-                        .at(8)
-                        .expected("the backing file's format by name")
-                        .mend("vdkit rebase, or qemu-img rebase -u -F FORMAT"),
-                );
+                InspectFinding::new(Code::BackingFormat)
+                    .at(8)
+                    .expected("the backing file's format by name")
+                    .mend("vdkit rebase, or qemu-img rebase -u -F FORMAT")
+                    .add_to(&mut self.findings);
             }
         }
         self.data_file(head, &kinds);
@@ -256,13 +250,12 @@ impl Inspection<'_> {
             }
             _ => return,
         };
-        self.findings.add(
-            InspectFinding::new(code)
-                .at(at)
-                .found(format!("{} bytes of type {kind:#010x}", data.len()))
-                .expected("each known extension once")
-                .mend("vdkit convert IMAGE NEW drops it"),
-        );
+        InspectFinding::new(code)
+            .at(at)
+            .found(format!("{} bytes of type {kind:#010x}", data.len()))
+            .expected("each known extension once")
+            .mend("vdkit convert IMAGE NEW drops it")
+            .add_to(&mut self.findings);
     }
 
     fn data_file(&mut self, head: &[u8], kinds: &[u32]) {
@@ -276,14 +269,13 @@ impl Inspection<'_> {
             (true, false) => "the feature bit without a name",
             _ => "a name without the feature bit",
         };
-        self.findings.add(
-            InspectFinding::new(Code::DataFile)
-                .allowed(self.options.allows(Allow::DataFile))
-                .at(72)
-                .found(found)
-                .expected("an image that holds its own data")
-                .mend("let it pass with --allow data-file, or have it converted"),
-        );
+        InspectFinding::new(Code::DataFile)
+            .allowed(self.options.allows(Allow::DataFile))
+            .at(72)
+            .found(found)
+            .expected("an image that holds its own data")
+            .mend("let it pass with --allow data-file, or have it converted")
+            .add_to(&mut self.findings);
     }
 
     /// Unreferenced bytes of the header cluster must be zero.
@@ -302,13 +294,12 @@ impl Inspection<'_> {
             at = at.max(range.end);
         }
         if let Some((first, count)) = stray {
-            self.findings.add(
-                InspectFinding::new(Code::HeaderPadding)
-                    .at(first)
-                    .found(format!("{count} bytes that are not zero"))
-                    .expected("zeroes")
-                    .mend("vdkit convert IMAGE NEW drops them"),
-            );
+            InspectFinding::new(Code::HeaderPadding)
+                .at(first)
+                .found(format!("{count} bytes that are not zero"))
+                .expected("zeroes")
+                .mend("vdkit convert IMAGE NEW drops them")
+                .add_to(&mut self.findings);
         }
     }
 
@@ -356,24 +347,22 @@ impl Inspection<'_> {
         let allowed = self.options.allows(Allow::Snapshots);
         let infos: Vec<_> = table.snapshots.iter().map(|snapshot| snapshot.info()).collect();
         let names: Vec<_> = infos.iter().take(8).map(|info| format!("'{}'", info.name)).collect();
-        self.findings.add(
-            InspectFinding::new(Code::InternalSnapshots)
-                .allowed(allowed)
-                .at(at)
-                .found(format!("{}: {}", infos.len(), names.join(", ")))
-                .expected("none")
-                .mend("vdkit convert IMAGE NEW drops them"),
-        );
+        InspectFinding::new(Code::InternalSnapshots)
+            .allowed(allowed)
+            .at(at)
+            .found(format!("{}: {}", infos.len(), names.join(", ")))
+            .expected("none")
+            .mend("vdkit convert IMAGE NEW drops them")
+            .add_to(&mut self.findings);
         let state: u64 = infos.iter().map(|info| info.vm_state_bytes).fold(0, u64::saturating_add);
         if state > 0 {
-            self.findings.add(
-                InspectFinding::new(Code::VmState)
-                    .allowed(allowed)
-                    .at(at)
-                    .found(format!("{state} bytes"))
-                    .expected("none")
-                    .mend("vdkit convert IMAGE NEW drops it"),
-            );
+            InspectFinding::new(Code::VmState)
+                .allowed(allowed)
+                .at(at)
+                .found(format!("{state} bytes"))
+                .expected("none")
+                .mend("vdkit convert IMAGE NEW drops it")
+                .add_to(&mut self.findings);
         }
         let largest = infos.iter().filter_map(|info| info.disk_bytes).max().unwrap_or(0);
         if largest > self.options.size_max {
@@ -384,7 +373,7 @@ impl Inspection<'_> {
     }
 
     fn bitmaps(&mut self, found: String) {
-        self.findings.add(InspectFinding::new(Code::Bitmaps).found(found));
+        InspectFinding::new(Code::Bitmaps).found(found).add_to(&mut self.findings);
     }
 
     fn mapping(&mut self, header: &Header, mapping: &Mapping) {
@@ -392,13 +381,12 @@ impl Inspection<'_> {
             let more = mapping.outside - mapping.first_outside.len() as u64;
             let rest =
                 if index == 0 && more > 0 { format!("; {more} more") } else { String::new() };
-            self.findings.add(
-                InspectFinding::new(Code::OutsideFile)
-                    .at(at)
-                    .found(format!("an entry that leads to {to:#x}{rest}"))
-                    .expected(format!("a place within the file of {} bytes", self.len))
-                    .mend("fetch it again: it may have been cut short"),
-            );
+            InspectFinding::new(Code::OutsideFile)
+                .at(at)
+                .found(format!("an entry that leads to {to:#x}{rest}"))
+                .expected(format!("a place within the file of {} bytes", self.len))
+                .mend("fetch it again: it may have been cut short")
+                .add_to(&mut self.findings);
         }
         if header.has_data_file() {
             return;
@@ -407,13 +395,12 @@ impl Inspection<'_> {
         self.data_bytes = Some(bytes);
         let most = self.len.saturating_mul(self.options.ratio_max);
         if bytes > most.max(InspectOptions::EXPANSION_FREE) {
-            self.findings.add(
-                InspectFinding::new(Code::Expansion)
-                    .at(header.l1_offset.0)
-                    .found(format!("{bytes} bytes of data in a file of {}", self.len))
-                    .expected(format!("at most {} times the file", self.options.ratio_max))
-                    .mend("raise --max-ratio where the image is known to compress so well"),
-            );
+            InspectFinding::new(Code::Expansion)
+                .at(header.l1_offset.0)
+                .found(format!("{bytes} bytes of data in a file of {}", self.len))
+                .expected(format!("at most {} times the file", self.options.ratio_max))
+                .mend("raise --max-ratio where the image is known to compress so well")
+                .add_to(&mut self.findings);
         }
     }
 
@@ -428,13 +415,12 @@ impl Inspection<'_> {
             let more = report.corruptions.saturating_sub(DAMAGE_TOLD as u64);
             let rest =
                 if index == 0 && more > 0 { format!("; {more} more") } else { String::new() };
-            self.findings.add(
-                InspectFinding::new(Code::MetadataCorrupt)
-                    .at(finding.offset)
-                    .found(format!("{}: {}{rest}", finding.structure, finding.message))
-                    .expected("sound metadata")
-                    .mend("vdkit check --repair all IMAGE, on a copy"),
-            );
+            InspectFinding::new(Code::MetadataCorrupt)
+                .at(finding.offset)
+                .found(format!("{}: {}{rest}", finding.structure, finding.message))
+                .expected("sound metadata")
+                .mend("vdkit check --repair all IMAGE, on a copy")
+                .add_to(&mut self.findings);
         }
         if report.leaks > 0 {
             let first = report.findings.iter().find(|f| f.severity == Severity::Leak);
@@ -444,7 +430,7 @@ impl Inspection<'_> {
                 .expected("none")
                 .mend("vdkit check --repair leaks IMAGE, or vdkit convert IMAGE NEW");
             finding.offset = first.map(|finding| finding.offset);
-            self.findings.add(finding);
+            finding.add_to(&mut self.findings);
         }
         Ok(())
     }
@@ -475,13 +461,12 @@ impl Inspection<'_> {
         let names = signature::names(&found, Kind::Disk);
         // LUKS on a whole disk was put there by its owner, and causes no other file to be opened.
         if let Some(name) = names.iter().find(|&&name| name != "luks") {
-            self.findings.add(
-                InspectFinding::new(Code::NestedFormat)
-                    .allowed(self.options.allows(Allow::Nested))
-                    .found(format!("a {name} header on the guest's disk"))
-                    .expected("a partition table, a file system or nothing")
-                    .mend("let it pass with --allow nested, and name -f raw wherever it goes"),
-            );
+            InspectFinding::new(Code::NestedFormat)
+                .allowed(self.options.allows(Allow::Nested))
+                .found(format!("a {name} header on the guest's disk"))
+                .expected("a partition table, a file system or nothing")
+                .mend("let it pass with --allow nested, and name -f raw wherever it goes")
+                .add_to(&mut self.findings);
         }
         Ok(())
     }

@@ -21,13 +21,12 @@ fn shape(name: &str) -> Option<Code> {
 /// Judges a name stored at `offset`.
 pub(super) fn judge(findings: &mut Findings, what: &str, name: &str, offset: u64) {
     let Some(code) = shape(name) else { return };
-    findings.add(
-        InspectFinding::new(code)
-            .at(offset)
-            .found(format!("{what} '{name}'"))
-            .expected("no reference, or a plain name beneath the image's own folder")
-            .mend("ask for an image that stands alone: vdkit convert IMAGE NEW"),
-    );
+    InspectFinding::new(code)
+        .at(offset)
+        .found(format!("{what} '{name}'"))
+        .expected("no reference, or a plain name beneath the image's own folder")
+        .mend("ask for an image that stands alone: vdkit convert IMAGE NEW")
+        .add_to(findings);
 }
 
 #[cfg(test)]

@@ -36,13 +36,12 @@ impl Inspection<'_> {
         }
         let version = le32(head, 4);
         if !(1..=3).contains(&version) {
-            self.findings.add(
-                InspectFinding::new(Code::UnknownVersion)
-                    .at(4)
-                    .found(version.to_string())
-                    .expected("1 to 3")
-                    .mend("ask for a monolithicSparse or streamOptimized image"),
-            );
+            InspectFinding::new(Code::UnknownVersion)
+                .at(4)
+                .found(version.to_string())
+                .expected("1 to 3")
+                .mend("ask for a monolithicSparse or streamOptimized image")
+                .add_to(&mut self.findings);
         }
         let capacity = le64(head, 12);
         self.judge_size(capacity.saturating_mul(SECTOR), 12);
@@ -75,34 +74,31 @@ impl Inspection<'_> {
         let same = footer.is_some_and(|footer| footer[..44] == head[..44]);
         let placed = footer.is_some_and(|footer| le64(footer, 56) != AT_END);
         if !same || !placed {
-            self.findings.add(
-                InspectFinding::new(Code::VmdkFooter)
-                    .at(self.len.saturating_sub(1024))
-                    .found(if footer.is_none() { "no footer" } else { "another header" })
-                    .expected("the header once more, with the grain directory's place")
-                    .mend("refuse it, or ask for a monolithicSparse image"),
-            );
+            InspectFinding::new(Code::VmdkFooter)
+                .at(self.len.saturating_sub(1024))
+                .found(if footer.is_none() { "no footer" } else { "another header" })
+                .expected("the header once more, with the grain directory's place")
+                .mend("refuse it, or ask for a monolithicSparse image")
+                .add_to(&mut self.findings);
         }
     }
 
     fn vmdk_descriptor(&mut self, at: u64, found: &str, expected: &str) {
-        self.findings.add(
-            InspectFinding::new(Code::VmdkDescriptor)
-                .at(at)
-                .found(found)
-                .expected(expected)
-                .mend("refuse it, or ask for a monolithicSparse image"),
-        );
+        InspectFinding::new(Code::VmdkDescriptor)
+            .at(at)
+            .found(found)
+            .expected(expected)
+            .mend("refuse it, or ask for a monolithicSparse image")
+            .add_to(&mut self.findings);
     }
 
     fn vmdk_create_type(&mut self, found: &str, at: u64) {
-        self.findings.add(
-            InspectFinding::new(Code::VmdkCreateType)
-                .at(at)
-                .found(found)
-                .expected("monolithicSparse or streamOptimized")
-                .mend("ask for a monolithicSparse or streamOptimized image"),
-        );
+        InspectFinding::new(Code::VmdkCreateType)
+            .at(at)
+            .found(found)
+            .expected("monolithicSparse or streamOptimized")
+            .mend("ask for a monolithicSparse or streamOptimized image")
+            .add_to(&mut self.findings);
     }
 
     /// Every line must be known.
@@ -182,13 +178,12 @@ impl Inspection<'_> {
                 && !name.is_empty()
                 && !name.contains(['/', '\\']);
             if !itself {
-                self.findings.add(
-                    InspectFinding::new(Code::ReferenceExtent)
-                        .at(*at)
-                        .found(*line)
-                        .expected("one SPARSE extent, the file itself")
-                        .mend("ask for a monolithicSparse or streamOptimized image"),
-                );
+                InspectFinding::new(Code::ReferenceExtent)
+                    .at(*at)
+                    .found(*line)
+                    .expected("one SPARSE extent, the file itself")
+                    .mend("ask for a monolithicSparse or streamOptimized image")
+                    .add_to(&mut self.findings);
             }
         }
     }

@@ -23,14 +23,13 @@ use vdkit::jobs::inspect::{
 use vdkit::storage::{FileOptions, FileStorage, LockMode};
 use vdkit::{CancelToken, Storage};
 
-use super::{Group, Run, Subcommand, augment, run};
+use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Json, size};
 use crate::failure::{Exit, Failure, Outcome, Tone, print_line};
 use crate::output::{Output, bytes_short};
 use crate::sandbox::Sandbox;
 use crate::session::Session;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Subcommand = Subcommand {
     name: "inspect",
     about: "Judge whether an untrusted image is safe to accept",
@@ -44,27 +43,13 @@ vdkit inspect upload.qcow2
 vdkit inspect -f qcow2 --max-size 100G upload.qcow2   the required format and largest size
 vdkit inspect --strict --json upload.qcow2 | jq '.findings[].code'
 ",
-    augment: augment::<InspectArgs>,
+    augment: InspectArgs::augment_args,
     run: run::<InspectArgs>,
 };
 
-/// The values of `--allow`.
-const ALLOW: &[(&str, Allow)] = &[
-    ("backing", Allow::Backing),
-    ("data-file", Allow::DataFile),
-    ("encryption", Allow::Encryption),
-    ("extended-l2", Allow::ExtendedL2),
-    ("nested", Allow::Nested),
-    ("snapshots", Allow::Snapshots),
-];
-
-fn allow(text: &str) -> Result<Allow, String> {
-    let known = || ALLOW.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
-    ALLOW
-        .iter()
-        .find(|(name, _)| *name == text)
-        .map(|(_, allow)| *allow)
-        .ok_or_else(|| format!("known: {}", known()))
+fn allow(text: &str) -> Result<Allow, &'static str> {
+    serde_json::from_value(text.into())
+        .map_err(|_| "known: backing, data-file, encryption, extended-l2, nested, snapshots")
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
@@ -75,7 +60,6 @@ fn seconds(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| "write seconds, such as 10 or 0.5, up to a day".to_owned())
 }
 
-/// Arguments of `vdkit inspect`.
 #[derive(Args, Debug)]
 pub struct InspectArgs {
     /// The image
@@ -156,8 +140,6 @@ struct InspectAnswer<'a> {
 }
 
 impl Run for InspectArgs {
-    const ROW: &'static Subcommand = &COMMAND;
-
     fn run(self, session: &mut Session) -> Outcome {
         let options = self.options();
         if let Some(format) = &options.format
@@ -218,11 +200,10 @@ fn judge(
         (InspectReport::of_nothing(len, finding), None)
     };
     let fd = storage.as_fd().ok_or_else(|| Failure::failed(image.display().to_string()))?;
-    let outcome = fd
-        .as_fd()
-        .try_clone_to_owned()
-        .and_then(|fd| parent::command(fd, options))
-        .and_then(|command| parent::run(command, options, cancel));
+    let outcome = fd.as_fd().try_clone_to_owned().and_then(|fd| {
+        let command = parent::command(fd, options)?;
+        parent::supervise(command, options.time_max, parent::GRACE, cancel)
+    });
     Ok(match outcome {
         Err(error) => unknown(format!("the inspector cannot be started: {error}")),
         Ok(parent::Outcome::Interrupted) => return Err(vdkit::Error::Interrupted.into()),

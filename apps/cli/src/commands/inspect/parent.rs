@@ -17,7 +17,7 @@ const ANSWER_BYTES_MAX: usize = 1 << 20;
 /// Bytes kept of the child's stderr.
 const WORDS_BYTES_MAX: usize = 16 << 10;
 /// The child limits its own time. The parent kills the child this much later.
-const GRACE: Duration = Duration::from_secs(3);
+pub(super) const GRACE: Duration = Duration::from_secs(3);
 /// Interval between two checks for an interrupt.
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -81,18 +81,6 @@ pub(super) fn supervise(
         Heard::All(answer, _) if status.success() => Outcome::Answered(answer),
         Heard::All(_, words) => death(status, &words),
     })
-}
-
-/// [`supervise`] with the default grace period.
-///
-/// # Errors
-/// As [`supervise`].
-pub(super) fn run(
-    command: Command,
-    options: &InspectOptions,
-    cancel: &CancelToken,
-) -> std::io::Result<Outcome> {
-    supervise(command, options.time_max, GRACE, cancel)
 }
 
 fn failed(code: Code, found: String, expected: String, mend: &str) -> Outcome {

@@ -1,14 +1,11 @@
 //! The confirmation before a device is overwritten: the user types the device's name.
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, BufRead, BufReader, IsTerminal, Write};
 use std::path::Path;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vdkit::CancelToken;
+use vdkit::stream::Stdin;
 use vdkit_lab as lab;
-
-/// Longest delay before an interrupt is noticed.
-const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
 
 /// Whether stdin and stderr are a terminal, so that a user can answer.
 pub(super) fn possible() -> bool {
@@ -27,13 +24,9 @@ pub(super) fn for_name(
     let mut stderr = io::stderr().lock();
     write!(stderr, "{told}.\nType the device's name to go on: ")?;
     stderr.flush()?;
-    let stdin = io::stdin();
-    // A terminal becomes readable when a whole line is there. A blocking read would not notice an
-    // interrupt.
-    while poll(&mut [PollFd::new(&stdin, PollFlags::IN)], Some(&TICK)).unwrap_or(0) == 0 {
-        cancel.check()?;
-    }
     let mut line = String::new();
-    stdin.read_line(&mut line)?;
+    let read = BufReader::new(Stdin::open(cancel.clone())?).read_line(&mut line);
+    cancel.check()?;
+    read?;
     Ok(Path::new(line.trim()) == device)
 }

@@ -12,7 +12,6 @@ use crate::arguments::Json;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::session::Session;
 
-/// Arguments of `vdkit lab calibrate`.
 #[derive(Args, Debug)]
 pub struct CalibrateArgs {
     /// Files of runs of one plan with nothing changed between them, oldest first

@@ -8,13 +8,11 @@ use vdkit_lab::metrics::metric;
 use vdkit_lab::model::Run;
 use vdkit_lab::{store::Store, words};
 
-use super::failure;
 use crate::arguments::Json;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::output::Output;
 use crate::session::Session;
 
-/// Arguments of `vdkit lab compare`.
 #[derive(Args, Debug)]
 pub struct CompareArgs {
     /// The earlier run's file
@@ -49,17 +47,13 @@ impl CompareArgs {
             let key = after.first().map_or("", |run| run.plan.metric.as_str());
             Failure::failed(format!("{}: unknown metric '{key}'", self.after.display()))
         })?;
-        if self.json.json {
-            session.out.json(&comparison)?;
-        } else {
-            print(&comparison, &mut session.out)?;
-        }
+        self.json.print(&comparison, &mut session.out, print)?;
         Ok(Exit::Done)
     }
 }
 
 pub(super) fn load(path: &Path) -> Result<Run, Failure> {
-    Store::load(path).map_err(|error| failure(&error))
+    Ok(Store::load(path)?)
 }
 
 fn print(comparison: &Comparison, out: &mut Output) -> std::io::Result<()> {

@@ -5,11 +5,9 @@ use std::path::PathBuf;
 use clap::{Args, ValueHint};
 use vdkit_lab::{export, store::Store};
 
-use super::failure;
 use crate::failure::{Exit, Outcome};
 use crate::session::Session;
 
-/// Arguments of `vdkit lab export`.
 #[derive(Args, Debug)]
 pub struct ExportArgs {
     /// The run's file
@@ -25,7 +23,7 @@ pub struct ExportArgs {
 
 impl ExportArgs {
     pub(super) fn run(self, session: &mut Session) -> Outcome {
-        let run = Store::load(&self.run).map_err(|error| failure(&error))?;
+        let run = Store::load(&self.run)?;
         let mut bytes = Vec::new();
         if self.csv {
             export::csv(&run, &mut bytes)?;

@@ -13,7 +13,6 @@ use vdkit_lab::stats::median;
 use vdkit_lab::verdict::{VerdictJson, verdict};
 use vdkit_lab::words::{plural, value};
 
-use super::failure;
 use super::plans::PlanChoice;
 use crate::arguments::{Json, ProgressOption};
 use crate::failure::{Exit, Failure, Outcome, quoted};
@@ -21,7 +20,6 @@ use crate::output::{Output, Table, bytes_short};
 use crate::session::Session;
 use crate::time;
 
-/// Arguments of `vdkit lab run`.
 #[derive(Args, Debug)]
 pub struct RunArgs {
     #[command(flatten)]
@@ -112,17 +110,16 @@ impl RunArgs {
             steady: Some(vdkit_lab::stats::steady),
         };
         if let Some(file) = &self.resume {
-            let active =
-                ActiveRun::resume(file, &tools, &monitor).map_err(|error| failure(&error))?;
+            let active = ActiveRun::resume(file, &tools, &monitor)?;
             return self.measure(active, file, &tools, &monitor, session);
         }
         let request = self.request()?;
         let metric = self.plan.read()?.0;
-        let mut prepared = Prepared::new(request).map_err(|error| failure(&error))?;
+        let mut prepared = Prepared::new(request)?;
         if !self.dry_run {
-            prepared.confirm(&tools, &monitor).map_err(|error| failure(&error))?;
+            prepared.confirm(&tools, &monitor)?;
         }
-        prepared.calibrate(&tools, &monitor).map_err(|error| failure(&error))?;
+        prepared.calibrate(&tools, &monitor)?;
         if self.dry_run {
             return self.tell(&prepared, &metric, session);
         }
@@ -130,7 +127,7 @@ impl RunArgs {
             progress.say(&line);
         }
         let out = self.out.clone().unwrap_or_else(|| new_name(&metric.name));
-        let active = prepared.begin(&out, &tools, &monitor).map_err(|error| failure(&error))?;
+        let active = prepared.begin(&out, &tools, &monitor)?;
         self.measure(active, &out, &tools, &monitor, session)
     }
 
@@ -184,17 +181,15 @@ impl RunArgs {
         session: &mut Session,
     ) -> Outcome {
         let estimate = active.estimate().clone();
-        let run = active.run(tools, monitor).map_err(|error| {
-            let failure = failure(&error);
-            match monitor.cancel.is_cancelled() {
+        let run =
+            active.run(tools, monitor).map_err(|error| match monitor.cancel.is_cancelled() {
                 true => Failure::Told(
                     Exit::Interrupted,
                     "interrupted; the samples so far are saved".to_owned(),
                     Some(format!("to continue: {}", self.resume_command(file))),
                 ),
-                false => failure,
-            }
-        })?;
+                false => error.into(),
+            })?;
         let name = file.display().to_string();
         if self.json.json {
             session.out.json(&answer(

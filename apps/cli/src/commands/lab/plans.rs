@@ -8,13 +8,11 @@ use vdkit_lab::axes;
 use vdkit_lab::plan::{self, Effort, Plan};
 use vdkit_lab::words::plural;
 
-use super::failure;
 use crate::arguments::Json;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::output::{Table, bytes_short};
 use crate::session::Session;
 
-/// Arguments of `vdkit lab list`.
 #[derive(Args, Debug)]
 pub struct ListArgs {
     #[command(flatten)]
@@ -31,7 +29,7 @@ struct Listed {
 
 impl ListArgs {
     pub(super) fn run(self, session: &mut Session) -> Outcome {
-        let plans = plan::built_in().map_err(|error| failure(&error))?;
+        let plans = plan::built_in()?;
         if self.json.json {
             let list = plans.into_iter().map(|plan| Listed {
                 name: plan.name,
@@ -72,21 +70,15 @@ impl PlanChoice {
     /// # Errors
     /// No built-in plan has this name, or the text is not a valid plan.
     pub fn read(&self) -> Result<(Plan, String), Failure> {
-        let usage = |error: &vdkit_lab::Error| Failure::usage(format!("{error:#}"));
+        let usage = |error: vdkit_lab::Error| Failure::usage(format!("{error:#}"));
         match (&self.file, &self.name) {
-            (Some(path), _) => {
-                let plan = Plan::read(path).map_err(|error| usage(&error))?;
-                Ok((plan, path.display().to_string()))
-            }
-            (None, Some(name)) => {
-                Ok((Plan::named(name).map_err(|error| usage(&error))?, format!("{name}.toml")))
-            }
+            (Some(path), _) => Ok((Plan::read(path).map_err(usage)?, path.display().to_string())),
+            (None, Some(name)) => Ok((Plan::named(name).map_err(usage)?, format!("{name}.toml"))),
             (None, None) => Err(Failure::usage("name a plan; 'vdkit lab list' lists them")),
         }
     }
 }
 
-/// Arguments of `vdkit lab show`.
 #[derive(Args, Debug)]
 pub struct ShowArgs {
     #[command(flatten)]
@@ -103,8 +95,8 @@ struct Shown<'a> {
     question: &'a str,
     metric: &'a str,
     axes: Vec<ShownAxis<'a>>,
-    full: ShownEffort,
-    quick: ShownEffort,
+    full: Effort,
+    quick: Effort,
     published: usize,
     text: &'a str,
 }
@@ -115,22 +107,6 @@ struct ShownAxis<'a> {
     name: &'a str,
     values: &'a [String],
     quick: &'a [String],
-}
-
-#[derive(Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct ShownEffort {
-    rounds: u32,
-    seconds: f64,
-    disk: u64,
-    bytes: u64,
-}
-
-impl From<Effort> for ShownEffort {
-    fn from(effort: Effort) -> Self {
-        let Effort { rounds, seconds, disk, bytes } = effort;
-        Self { rounds, seconds, disk, bytes }
-    }
 }
 
 impl ShowArgs {
@@ -151,8 +127,8 @@ impl ShowArgs {
                         quick: &axis.quick,
                     })
                     .collect(),
-                full: plan.full.into(),
-                quick: plan.quick.into(),
+                full: plan.full,
+                quick: plan.quick,
                 published: plan.published.len(),
                 text: &plan.text,
             })?;

@@ -1,17 +1,16 @@
 //! `vdkit lab report`: writes a run as one HTML file.
 
 use std::fs::File;
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueHint};
 use vdkit_lab::{report, store::Store, verdict::verdict};
 
-use super::failure;
 use crate::failure::{Exit, Failure, Outcome};
+use crate::output::write_file;
 use crate::session::Session;
 
-/// Arguments of `vdkit lab report`.
 #[derive(Args, Debug)]
 pub struct ReportArgs {
     /// The run's file
@@ -36,7 +35,7 @@ impl ReportArgs {
     /// # Errors
     /// The run cannot be read; the file cannot be written, or exists and is not a report.
     pub fn run(self, session: &mut Session) -> Outcome {
-        let run = Store::load(&self.run).map_err(|error| failure(&error))?;
+        let run = Store::load(&self.run)?;
         if self.json {
             session.out.json(&verdict(&run).json())?;
             return Ok(Exit::Done);
@@ -54,7 +53,7 @@ impl ReportArgs {
             ))
             .hint("name another file with --output"));
         }
-        write(&target, page.as_bytes()).map_err(|error| failed(&target, &error))?;
+        write_file(&target, page.as_bytes())?;
         session.out.line(target.display().to_string())?;
         Ok(Exit::Done)
     }
@@ -69,28 +68,4 @@ fn replaceable(target: &Path) -> bool {
     let mut begin = Vec::new();
     let read = file.take(MARK_WITHIN).read_to_end(&mut begin);
     read.is_ok() && String::from_utf8_lossy(&begin).contains(MARK)
-}
-
-/// Writes to a temporary file in the same folder and renames it, so that a partial report is never
-/// visible.
-fn write(target: &Path, bytes: &[u8]) -> io::Result<()> {
-    let mut name = target.file_name().unwrap_or_default().to_owned();
-    name.push(format!(".{}.part", std::process::id()));
-    let part = target.with_file_name(name);
-    let made = File::create_new(&part)
-        .and_then(|mut file| file.write_all(bytes))
-        .and_then(|()| std::fs::rename(&part, target));
-    if made.is_err() {
-        // Remove the temporary file.
-        let _ = std::fs::remove_file(&part);
-    }
-    made
-}
-
-fn failed(target: &Path, error: &io::Error) -> Failure {
-    let message = format!("{}: {error}", target.display());
-    match error.kind() {
-        ErrorKind::StorageFull => Failure::Told(Exit::NoSpace, message, None),
-        _ => Failure::failed(message),
-    }
 }

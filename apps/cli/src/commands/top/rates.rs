@@ -16,7 +16,7 @@ pub struct Sample {
 }
 
 /// The fields of the answer to `status` that are shown.
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Status {
     pub filename: String,
@@ -41,12 +41,9 @@ pub struct Parked {
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Rates {
-    pub filename: String,
-    pub virtual_size: u64,
-    pub read_only: bool,
-    pub paused: bool,
-    pub parked: Parked,
-    pub uptime_seconds: f64,
+    /// The later state.
+    #[serde(flatten)]
+    pub status: Status,
     pub interval_seconds: f64,
     /// Every kind of request, in the service's order.
     pub ops: Vec<OpRates>,
@@ -102,14 +99,8 @@ impl Rates {
         };
         let (fast, slow) = (lane(|stats| stats.fast_lane), lane(|stats| stats.slow_lane));
         let cache_before = before.and_then(|stats| stats.map_cache).unwrap_or_default();
-        let status = later.status.clone();
         Self {
-            filename: status.filename,
-            virtual_size: status.virtual_size,
-            read_only: status.read_only,
-            paused: status.paused,
-            parked: status.parked,
-            uptime_seconds: status.uptime_seconds,
+            status: later.status.clone(),
             interval_seconds: seconds,
             ops,
             fast_lane_share: share(fast, slow),

@@ -6,13 +6,14 @@ use crate::output::bytes_short;
 
 /// The lines: the served image, a table of the kinds of request, and further values.
 pub fn lines(rates: &Rates) -> Vec<String> {
+    let status = &rates.status;
     let mut lines = vec![
         format!(
             "{}  {}{}  up {}",
-            printable(&rates.filename).replace('\n', "\\n"),
-            bytes_short(rates.virtual_size),
-            if rates.read_only { "  read-only" } else { "" },
-            clock(rates.uptime_seconds)
+            printable(&status.filename).replace('\n', "\\n"),
+            bytes_short(status.virtual_size),
+            if status.read_only { "  read-only" } else { "" },
+            clock(status.uptime_seconds)
         ),
         format!(
             "{:<8}{:>12}{:>15}{:>8}{:>10}{:>10}{:>10}",
@@ -27,11 +28,11 @@ pub fn lines(rates: &Rates) -> Vec<String> {
         ));
     }
     lines.extend(cache(rates));
-    if rates.paused {
+    if status.paused {
         lines.push("PAUSED   to resume: vdkit ctl SOCKET resume".to_owned());
     }
-    if rates.parked.requests > 0 {
-        let parked = &rates.parked;
+    if status.parked.requests > 0 {
+        let parked = &status.parked;
         lines.push(format!(
             "FULL     writes and discards waiting for space: {} ({}), the oldest for {}: {}",
             parked.requests,
