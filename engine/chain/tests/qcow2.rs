@@ -17,7 +17,7 @@ use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_qcow2::{Qcow2, Qcow2Driver};
 use vdkit_raw::RawDriver;
 use vdkit_storage::{FileOptions, FileStorage, MemoryStorage};
-use vdkit_testbase::{FaultKind, FaultPlan, FaultyStorage, create_image, disk_on};
+use vdkit_testbase::{CountingStorage, FaultKind, FaultPlan, FaultyStorage, create_image, disk_on};
 
 fn run(program: &str, arguments: &[&str]) {
     let output = Command::new(program).args(arguments).output().unwrap();
@@ -450,4 +450,22 @@ fn a_disk_that_could_not_grow_shows_its_old_size() {
         }
         assert!(!lasting || hidden > 0, "no size was hidden");
     }
+}
+
+/// Written in an order of its own, and discarded in that of the disk: what was freed is one hole.
+#[test]
+fn clusters_that_are_neighbors_in_the_file_are_discarded_together() {
+    const CLUSTER: u64 = 64 << 10;
+    const CLUSTERS: u64 = 256;
+    let counting = CountingStorage::new(Arc::new(MemoryStorage::new("image")));
+    create_image(&Qcow2Driver, counting.clone(), CLUSTERS * CLUSTER, "");
+    let disk = disk_on(&Qcow2Driver, counting.clone());
+    for i in 0..CLUSTERS {
+        disk.write_at(&[1; CLUSTER as usize], GuestOffset(i * 77 % CLUSTERS * CLUSTER)).unwrap();
+    }
+    disk.flush().unwrap();
+    let before = counting.counts().discards;
+    disk.discard(GuestOffset(0), CLUSTERS * CLUSTER).unwrap();
+    disk.flush().unwrap();
+    assert_eq!(counting.counts().discards - before, 1);
 }

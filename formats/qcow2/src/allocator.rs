@@ -272,6 +272,10 @@ impl Qcow2 {
                 }
             }
         }
+        // In an image that was written in any order, neighbors in the file are none on the disk.
+        // Joined, they are one run of the pool, and one hole in the file system.
+        last.sort_unstable_by_key(|run| run.first);
+        last.dedup_by(|next, run| run.join(next));
         (last, result)
     }
 
