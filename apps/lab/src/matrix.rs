@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use crate::lists::{distinct, grouped};
 use crate::model::{Axes, Better, Cell, Metric, Run, SURVIVED, metric};
 use crate::stats::{Comparator, Gain, Rounds, Side, Summary, geometric_mean, summary};
 
@@ -275,17 +276,9 @@ impl<'a> Matrix<'a> {
     /// are compared under the conditions that they share with others. A way that failed under a
     /// shared condition is left out.
     pub fn picks_where(&self, wanted: impl Fn(&Cell) -> bool) -> Vec<Pick> {
-        let mut groups: Vec<(Axes, Vec<usize>)> = Vec::new();
-        for (i, cell) in self.run.cells.iter().enumerate() {
-            if !self.advises(cell) || !wanted(cell) {
-                continue;
-            }
-            let choice = self.part(&cell.axes, Role::Choice);
-            match groups.iter_mut().find(|(axes, _)| *axes == choice) {
-                Some((_, members)) => members.push(i),
-                None => groups.push((choice, vec![i])),
-            }
-        }
+        let cells = self.run.cells.iter().enumerate();
+        let cells = cells.filter(|(_, cell)| self.advises(cell) && wanted(cell));
+        let groups = grouped(cells.map(|(i, cell)| (self.part(&cell.axes, Role::Choice), i)));
         let shared = self.shared_conditions(&groups);
         let measured = |i: &usize| self.summary(&self.run.cells[*i]).is_some();
         let condition = |i: &usize| self.condition(&self.run.cells[*i]);
@@ -336,20 +329,13 @@ impl<'a> Matrix<'a> {
     /// The set of conditions that allows most comparisons: the number of conditions times the
     /// number of ways that have all of them is largest.
     fn shared_conditions(&self, groups: &[(Axes, Vec<usize>)]) -> Vec<Axes> {
-        let mut sets: Vec<Vec<Axes>> = Vec::new();
-        for (_, cells) in groups {
-            let mut set: Vec<Axes> = Vec::new();
-            for condition in cells.iter().map(|i| self.condition(&self.run.cells[*i])) {
-                if !set.contains(&condition) {
-                    set.push(condition);
-                }
-            }
-            sets.push(set);
-        }
+        let condition = |i: &usize| self.condition(&self.run.cells[*i]);
+        let sets: Vec<Vec<Axes>> =
+            groups.iter().map(|(_, cells)| distinct(cells.iter().map(condition))).collect();
         let has = |all: &[Axes], part: &[Axes]| part.iter().all(|one| all.contains(one));
         let worth = |set: &Vec<Axes>| sets.iter().filter(|all| has(all, set)).count() * set.len();
-        // Among equals, prefer the larger set: more ways over fewer conditions. Then prefer
-        // conditions without a guest, which show more of the disk.
+        // Among equals, prefer the larger set: more conditions for fewer ways. Then prefer conditions
+        // without a guest, which show more of the disk.
         let in_host = |set: &Vec<Axes>| {
             let host = (SEEN.to_owned(), seen(&Axes::new()).to_owned());
             set.iter().all(|condition| condition.contains(&host))
@@ -439,15 +425,7 @@ fn same(a: &Axes, b: &Axes) -> bool {
 
 /// The values of an axis, in the order of the cells.
 pub fn values<'a>(run: &'a Run, axis: &str) -> Vec<&'a str> {
-    let mut found: Vec<&str> = Vec::new();
-    for cell in &run.cells {
-        if let Some(value) = cell.axis(axis)
-            && !found.contains(&value)
-        {
-            found.push(value);
-        }
-    }
-    found
+    distinct(run.cells.iter().filter_map(|cell| cell.axis(axis)))
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use maud::{Markup, html};
 
 use super::head::code;
 use crate::axes::about_value;
+use crate::lists::distinct;
 use crate::matrix::values;
 use crate::model::{Cell, Effort, Outcome, PlaceInfo, PlaceKind, Run, Section, metric};
 use crate::stats::outliers;
@@ -70,12 +71,8 @@ fn cell_commands(cell: &Cell) -> Markup {
 
 /// Every value by cell and round.
 pub(super) fn samples(run: &Run) -> Option<Markup> {
-    let mut keys: Vec<&str> = Vec::new();
-    for key in run.cells.iter().flat_map(|cell| &cell.samples).flat_map(|s| s.values.keys()) {
-        if !keys.contains(&key.as_str()) {
-            keys.push(key);
-        }
-    }
+    let samples = run.cells.iter().flat_map(|cell| &cell.samples);
+    let mut keys = distinct(samples.flat_map(|sample| sample.values.keys()).map(String::as_str));
     if keys.is_empty() {
         return None;
     }

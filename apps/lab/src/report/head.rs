@@ -3,6 +3,7 @@
 use maud::{Markup, html};
 
 use crate::axes::about_value;
+use crate::lists::grouped;
 use crate::model::{Axes, Run};
 use crate::stats::{Gain, NARROW};
 use crate::verdict::{Advice, Exception, SetAside, Setup, Verdict};
@@ -197,17 +198,11 @@ fn left_out(verdict: &Verdict) -> String {
 /// Ways that were faster but are not advised, grouped by reason.
 fn set_aside(ways: &[SetAside]) -> Markup {
     const NAMED: usize = 4;
-    let mut reasons: Vec<(&str, Vec<String>)> = Vec::new();
-    for way in ways {
-        let name = match &way.gain {
-            Some(gain) => format!("{} ({} times as good)", label(&way.axes), times(gain.ratio)),
-            None => label(&way.axes),
-        };
-        match reasons.iter_mut().find(|(reason, _)| *reason == way.reason) {
-            Some((_, names)) => names.push(name),
-            None => reasons.push((way.reason, vec![name])),
-        }
-    }
+    let name = |way: &SetAside| match &way.gain {
+        Some(gain) => format!("{} ({} times as good)", label(&way.axes), times(gain.ratio)),
+        None => label(&way.axes),
+    };
+    let reasons = grouped(ways.iter().map(|way| (way.reason, name(way))));
     html! {
         aside class="aside" aria-label="Faster, but not advised" {
             p class="aside-name" { "Faster, but not advised" }

@@ -4,6 +4,7 @@ use maud::{Markup, html};
 
 use super::charts::{Bar, bar};
 use super::results::{HINT, against};
+use crate::lists::grouped;
 use crate::matrix::Matrix;
 use crate::model::{Axes, Published, Run, metric};
 use crate::plan::Plan;
@@ -54,13 +55,8 @@ pub(super) fn peers(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
 
 /// Published numbers, grouped by metric.
 pub(super) fn published(matrix: &Matrix<'_>) -> Option<Markup> {
-    let mut groups: Vec<(&str, Vec<&Published>)> = Vec::new();
-    for number in &matrix.run.published {
-        match groups.iter_mut().find(|(metric, _)| *metric == number.metric) {
-            Some((_, numbers)) => numbers.push(number),
-            None => groups.push((&number.metric, vec![number])),
-        }
-    }
+    let numbers = matrix.run.published.iter();
+    let groups = grouped(numbers.map(|number| (number.metric.as_str(), number)));
     (!groups.is_empty()).then(|| {
         html! {
             p class="note" {

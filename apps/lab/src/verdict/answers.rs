@@ -1,6 +1,7 @@
 //! Answers the questions that a run's axes raise, in one sentence each.
 
 use super::{asked, prepared, published, scores};
+use crate::lists::{distinct, grouped};
 use crate::matrix::{Matrix, OWN_TOOL, Pick, Role, SEEN, in_guest, program};
 use crate::model::{Axes, Better, Cell, SURVIVED, metric};
 use crate::stats::{Decision, Gain, ROUNDS_MIN, Summary, median, summary};
@@ -64,12 +65,7 @@ fn values_of(matrix: &Matrix<'_>, axis: &str, picks: &[Pick]) -> Vec<Value> {
     let rest = |pick: &Pick| -> Axes {
         pick.axes.iter().filter(|(name, _)| name != axis).cloned().collect()
     };
-    let mut names: Vec<String> = Vec::new();
-    for name in picks.iter().filter_map(|pick| named(pick, axis)) {
-        if !names.contains(&name) {
-            names.push(name);
-        }
-    }
+    let names = distinct(picks.iter().filter_map(|pick| named(pick, axis)));
     let has = |name: &String, others: &Axes| {
         let own = |pick: &&Pick| named(pick, axis).as_ref() == Some(name);
         picks.iter().filter(own).any(|pick| rest(pick) == *others)
@@ -167,14 +163,9 @@ fn of_other_fronts(matrix: &Matrix<'_>, best: Option<&Pick>) -> Option<Answer> {
 
 /// The best way under each load.
 fn of_conditions(matrix: &Matrix<'_>) -> Vec<Answer> {
-    let mut conditions: Vec<Axes> = Vec::new();
-    for cell in &matrix.run.cells {
-        let condition = matrix.load(cell);
-        if !condition.is_empty() && !conditions.contains(&condition) {
-            conditions.push(condition);
-        }
-    }
-    conditions.into_iter().filter_map(|condition| of_condition(matrix, &condition)).collect()
+    let loads = matrix.run.cells.iter().map(|cell| matrix.load(cell));
+    let loads = distinct(loads.filter(|load| !load.is_empty()));
+    loads.iter().filter_map(|load| of_condition(matrix, load)).collect()
 }
 
 fn of_condition(matrix: &Matrix<'_>, condition: &Axes) -> Option<Answer> {
@@ -229,18 +220,12 @@ pub(super) fn median_of(cell: &Cell, key: &str) -> Option<f64> {
 
 /// Programs side by side, if several did the same.
 pub(super) fn peers(matrix: &Matrix<'_>) -> Vec<PeerRow> {
-    let mut tools: Vec<String> = Vec::new();
-    let mut things: Vec<(Axes, Vec<(String, &Cell)>)> = Vec::new();
-    for cell in &matrix.run.cells {
-        let (thing, Some(tool)) = program(&cell.axes) else { continue };
-        if !tools.contains(&tool) {
-            tools.push(tool.clone());
-        }
-        match things.iter_mut().find(|(known, _)| *known == thing) {
-            Some((_, cells)) => cells.push((tool, cell)),
-            None => things.push((thing, vec![(tool, cell)])),
-        }
-    }
+    let cells = matrix.run.cells.iter();
+    let mut tools = distinct(cells.clone().filter_map(|cell| program(&cell.axes).1));
+    let things = grouped(cells.filter_map(|cell| {
+        let (thing, tool) = program(&cell.axes);
+        Some((thing, (tool?, cell)))
+    }));
     // vdkit first, the others in the order of the run.
     tools.sort_by_key(|tool| tool != OWN_TOOL);
     things.iter().filter_map(|(thing, cells)| peer_row(matrix, thing, cells, &tools)).collect()

@@ -2,6 +2,7 @@
 
 use crate::axes::BACKEND;
 use crate::fit::{Unfit, fit};
+use crate::lists::distinct;
 use crate::matrix::{Matrix, Role, seen};
 use crate::model::{Axes, Cell, Outcome, Run};
 use crate::words::{label, plural};
@@ -96,23 +97,16 @@ fn parts(run: &Run, cells: &[usize], size: usize) -> Vec<Axes> {
     let varies = |axis: &str| crate::matrix::values(run, axis).len() > 1;
     let mut all: Vec<Axes> = Vec::new();
     for i in cells {
-        let own: Vec<&(String, String)> =
-            run.cells[*i].axes.iter().filter(|(axis, _)| varies(axis)).collect();
+        let own = run.cells[*i].axes.iter().filter(|(axis, _)| varies(axis));
+        let own: Axes = own.cloned().collect();
         for (at, first) in own.iter().enumerate() {
-            let more: Vec<Axes> = match size {
-                1 => vec![vec![(*first).clone()]],
-                _ => {
-                    own[at + 1..].iter().map(|two| vec![(*first).clone(), (*two).clone()]).collect()
-                }
-            };
-            for what in more {
-                if !all.contains(&what) {
-                    all.push(what);
-                }
+            match size {
+                1 => all.push(vec![first.clone()]),
+                _ => all.extend(own[at + 1..].iter().map(|two| vec![first.clone(), two.clone()])),
             }
         }
     }
-    all
+    distinct(all)
 }
 
 fn entry(run: &Run, what: Axes, cells: &[usize], blocks: bool) -> Missing {

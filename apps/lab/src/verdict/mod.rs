@@ -26,6 +26,7 @@ mod scores;
 mod sentence;
 mod setup;
 
+use crate::lists::distinct;
 use crate::matrix::{Matrix, Pick, Role, in_guest};
 use crate::model::{Axes, Run, SURVIVED};
 use crate::stats::{Decision, Gain, ROUNDS_MIN};
@@ -370,12 +371,7 @@ fn set_aside(matrix: &Matrix<'_>, best: &Pick, picks: &[Pick]) -> Vec<SetAside> 
 
 /// Loads under which the best way overall is not the best.
 fn exceptions(matrix: &Matrix<'_>, best: &Pick) -> Vec<Exception> {
-    let mut loads: Vec<Axes> = Vec::new();
-    for load in best.cells.iter().map(|i| matrix.load(&matrix.run.cells[*i])) {
-        if !loads.contains(&load) {
-            loads.push(load);
-        }
-    }
+    let loads = distinct(best.cells.iter().map(|i| matrix.load(&matrix.run.cells[*i])));
     if matrix.metric.key == SURVIVED || loads.len() < 2 {
         return Vec::new();
     }

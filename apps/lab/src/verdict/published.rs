@@ -1,6 +1,7 @@
 //! Compares published numbers with those of this host.
 
 use super::answers::{Answer, median_of};
+use crate::lists::grouped;
 use crate::matrix::{Matrix, Role, program};
 use crate::model::{Cell, Published, Run, metric};
 use crate::stats::{Decision, MATTERS, ROUNDS_MIN, median};
@@ -30,18 +31,10 @@ pub(crate) fn all_measured_for(matrix: &Matrix<'_>, number: &Published) -> Vec<f
 
 /// The counterparts from other programs, by name.
 pub(crate) fn others_for(matrix: &Matrix<'_>, number: &Published) -> Vec<(String, f64)> {
-    let mut found: Vec<(String, Vec<f64>)> = Vec::new();
-    for cell in spoken_of(matrix, number) {
-        let (_, name) = program(&cell.axes);
-        let (Some(name), Some(value)) = (name, median_of(cell, &number.metric)) else { continue };
-        if matrix.counts(cell) {
-            continue;
-        }
-        match found.iter_mut().find(|(known, _)| *known == name) {
-            Some((_, values)) => values.push(value),
-            None => found.push((name, vec![value])),
-        }
-    }
+    let others = spoken_of(matrix, number).into_iter().filter(|cell| !matrix.counts(cell));
+    let found = grouped(others.filter_map(|cell| {
+        Some((program(&cell.axes).1?, median_of(cell, &number.metric)?))
+    }));
     found.into_iter().filter_map(|(name, values)| Some((name, median(&values)?))).collect()
 }
 

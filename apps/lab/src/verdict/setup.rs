@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use vdkit_libvirt::{CachePlace, DiskSource, LibvirtDisk, cache_for};
 
 use crate::front::Cache;
+use crate::lists::{distinct, grouped};
 use crate::model::{Axes, Cell, PlaceInfo, PlaceKind, Run};
 use crate::words::{listed, quoted};
 
@@ -218,16 +219,10 @@ fn cache_place(place: Option<&PlaceInfo>) -> CachePlace {
 
 /// The cache modes that the run used without comparing them, from its commands.
 fn used(run: &Run) -> String {
-    let mut modes: Vec<(&str, Vec<String>)> = Vec::new();
-    for cell in &run.cells {
-        let Some(mode) = mode_of(cell) else { continue };
-        let front = cell.axis("front").unwrap_or_default().to_owned();
-        match modes.iter_mut().find(|(known, _)| *known == mode) {
-            Some((_, fronts)) if fronts.contains(&front) => {}
-            Some((_, fronts)) => fronts.push(front),
-            None => modes.push((mode, vec![front])),
-        }
-    }
+    let front = |cell: &Cell| cell.axis("front").unwrap_or_default().to_owned();
+    let found = grouped(run.cells.iter().filter_map(|cell| Some((mode_of(cell)?, front(cell)))));
+    let mut modes: Vec<(&str, Vec<String>)> =
+        found.into_iter().map(|(mode, fronts)| (mode, distinct(fronts))).collect();
     // The mode of most fronts comes first. Among equals, QEMU's default comes first.
     modes.sort_by_key(|(mode, fronts)| (std::cmp::Reverse(fronts.len()), *mode != CACHE));
     match &modes[..] {
