@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use crate::lists::{distinct, grouped};
-use crate::model::{Axes, Better, Cell, Metric, Run, SURVIVED, metric};
+use crate::model::{Axes, Cell, Metric, Run, SURVIVED, metric, value_of};
 use crate::stats::{Comparator, Gain, Rounds, Side, Summary, geometric_mean, summary};
 
 /// The role of an axis.
@@ -89,7 +89,7 @@ pub fn program(axes: &Axes) -> (Axes, Option<String>) {
 
 /// Whether the load ran within a guest.
 pub fn in_guest(axes: &Axes) -> bool {
-    axes.iter().any(|(axis, value)| axis == "front" && value.starts_with("guest-"))
+    value_of(axes, "front").is_some_and(|front| front.starts_with("guest-"))
 }
 
 /// The condition of [`Matrix::condition`] that says where the load ran.
@@ -290,8 +290,7 @@ impl<'a> Matrix<'a> {
             }
         }
         picks.sort_by(|a, b| {
-            let order = a.summary.median.total_cmp(&b.summary.median);
-            let order = if self.metric.better == Better::Higher { order.reverse() } else { order };
+            let order = self.metric.best_first(a.summary.median, b.summary.median);
             // Among equals (such as survivors), the way with fewer programs comes first.
             order.then(self.daemons(a).total_cmp(&self.daemons(b)))
         });
@@ -378,11 +377,6 @@ impl<'a> Matrix<'a> {
     /// Compares one way with another.
     pub fn against(&self, pick: &Pick, base: &Pick) -> Option<Gain> {
         self.comparator.gain(pick.side(), base.side(), self.metric.better)
-    }
-
-    /// Whether one value of the metric is better than another.
-    pub fn is_better(&self, one: f64, two: f64) -> bool {
-        if self.metric.better == Better::Higher { one > two } else { one < two }
     }
 
     /// The way among `picks` that has the plan's baseline values and otherwise the same axes.

@@ -21,6 +21,11 @@ pub use crate::metrics::{Better, METRICS, Metric, SURVIVED, metric};
 /// The axes of a cell in the order of the plan: name and value, such as `layout` and `qcow2`.
 pub type Axes = Vec<(String, String)>;
 
+/// The value of an axis.
+pub fn value_of<'a>(axes: &'a Axes, name: &str) -> Option<&'a str> {
+    axes.iter().find(|(axis, _)| axis == name).map(|(_, value)| value.as_str())
+}
+
 /// One run of a plan on one machine.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -128,7 +133,7 @@ pub struct Cell {
 impl Cell {
     /// The value of an axis.
     pub fn axis(&self, name: &str) -> Option<&str> {
-        self.axes.iter().find(|(axis, _)| axis == name).map(|(_, value)| value.as_str())
+        value_of(&self.axes, name)
     }
 
     /// The samples' values of a metric, by round.

@@ -19,7 +19,7 @@ use vdkit_chain::Registry;
 use crate::fit;
 use crate::front::{self, Cache, Front};
 use crate::layout::{Content, Layout};
-use crate::model::{Axes, Sample};
+use crate::model::{Axes, Sample, value_of};
 use crate::peers::skip;
 use crate::place::Place;
 use crate::plan::Effort;
@@ -55,7 +55,7 @@ pub struct Bench<'a> {
 impl Bench<'_> {
     /// The value of an axis.
     pub fn axis(&self, name: &str) -> Option<&str> {
-        self.axes.iter().find(|(axis, _)| axis == name).map(|(_, value)| value.as_str())
+        value_of(self.axes, name)
     }
 
     /// A command line of `vdkit`.

@@ -6,6 +6,7 @@ use super::charts::{
     Caption, Curve, LINES_MAX, Line, Point, Timeline, curves, distribution, state, timeline,
 };
 use super::theme::LINE_COLORS;
+use crate::lists::grouped;
 use crate::matrix::{Matrix, OWN_TOOL, Role, role};
 use crate::model::{Axes, Cell, Series, Steady, metric};
 use crate::stats::{Percentile, median, merged, percentiles};
@@ -272,16 +273,8 @@ fn drawn_note(ways: usize) -> Markup {
 
 /// Cells by load. The advised way comes first, then the default, then the best of the others.
 fn by_load<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<&'a Cell>)> {
-    let mut groups: Vec<(Axes, Vec<(usize, &Cell)>)> = Vec::new();
-    for (i, cell) in matrix.run.cells.iter().enumerate() {
-        let load = matrix.load(cell);
-        match groups.iter_mut().find(|(known, _)| *known == load) {
-            Some((_, cells)) => cells.push((i, cell)),
-            None => groups.push((load, vec![(i, cell)])),
-        }
-    }
-    let higher = matrix.metric.better == crate::model::Better::Higher;
-    groups
+    let cells = matrix.run.cells.iter().enumerate();
+    grouped(cells.map(|(i, cell)| (matrix.load(cell), (i, cell))))
         .into_iter()
         .map(|(load, mut cells)| {
             // If all cells can be drawn, they keep their order, and so their colors, in every
@@ -293,9 +286,8 @@ fn by_load<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<&'a Cel
                     (!verdict.cells.contains(i), !default)
                 };
                 let of = |cell: &Cell| matrix.summary(cell).map_or(0.0, |summary| summary.median);
-                let order = of(a).total_cmp(&of(b));
-                let order = if higher { order.reverse() } else { order };
-                place(i, a).cmp(&place(j, b)).then(if few { i.cmp(j) } else { order })
+                let order = if few { i.cmp(j) } else { matrix.metric.best_first(of(a), of(b)) };
+                place(i, a).cmp(&place(j, b)).then(order)
             });
             (load, cells.into_iter().map(|(_, cell)| cell).collect())
         })

@@ -3,7 +3,7 @@
 
 use crate::fit::{Fit, fit, images_of, layout_of};
 use crate::layout::More;
-use crate::model::{Axes, Effort, PlaceInfo};
+use crate::model::{Axes, Effort, PlaceInfo, value_of};
 use crate::profile::{self, Kind, Load, SCORE_LOADS};
 
 /// The counted costs of one round.
@@ -42,9 +42,9 @@ const FILE_REQUESTS: f64 = 1.0;
 
 /// The cost of one round of a cell.
 pub fn cost(axes: &Axes, effort: &Effort, fit: &Fit) -> Cost {
-    let value = |name: &str| axes.iter().find(|(axis, _)| axis == name).map(|(_, v)| v.as_str());
-    let Some(profile) = value("profile").and_then(profile::find) else { return Cost::default() };
-    let front = value("front").unwrap_or("nbd");
+    let profile = value_of(axes, "profile").and_then(profile::find);
+    let Some(profile) = profile else { return Cost::default() };
+    let front = value_of(axes, "front").unwrap_or("nbd");
     let disk = fit.disk as f64;
     let mut cost = made(axes, disk);
     let filled = |cost: &mut Cost| cost.written += disk;
@@ -65,10 +65,7 @@ pub fn cost(axes: &Axes, effort: &Effort, fit: &Fit) -> Cost {
         }
         Kind::Convert => {
             cost.commands += 1.0;
-            cost.read += match value("content") {
-                Some("full") => disk,
-                _ => 0.0,
-            };
+            cost.read += if is_full(axes) { disk } else { 0.0 };
         }
         Kind::Open => {
             cost.commands += 1.0 + images_of(axes) as f64;
@@ -109,11 +106,16 @@ pub fn once<'a>(cells: impl Iterator<Item = &'a Axes>, effort: &Effort, place: &
     }
 }
 
+/// Whether the disk is filled before the load.
+fn is_full(axes: &Axes) -> bool {
+    value_of(axes, "content") == Some("full")
+}
+
 /// The cost of creating the image with its content.
 fn made(axes: &Axes, disk: f64) -> Cost {
     let mut cost = Cost { commands: images_of(axes) as f64, ..Cost::default() };
     let Ok(layout) = layout_of(axes) else { return cost };
-    if axes.iter().any(|(axis, value)| axis == "content" && value == "full") {
+    if is_full(axes) {
         cost.written += disk * images_of(axes) as f64;
     }
     if layout.options.contains("=full") {

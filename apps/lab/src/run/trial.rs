@@ -16,7 +16,7 @@ use crate::cells::Rng;
 use crate::engine::{self, Bench};
 use crate::fit::fit;
 use crate::front::{self, GuestSpeed};
-use crate::model::{Axes, Cell, Outcome, Sample};
+use crate::model::{Axes, Cell, Outcome, Sample, value_of};
 use crate::place::{self, Place};
 use crate::plan::Effort;
 use crate::profile::{self, Kind, Load, Sync};
@@ -39,9 +39,8 @@ pub struct Tried {
 
 /// The front of a cell, and its load if it is a load of requests.
 pub fn front_and_load(axes: &Axes) -> Option<(&str, Load)> {
-    let value = |name: &str| axes.iter().find(|(axis, _)| axis == name).map(|(_, v)| v.as_str());
-    match value("profile").and_then(profile::find)?.kind {
-        Kind::Load(load) => Some((value("front").unwrap_or("nbd"), load)),
+    match value_of(axes, "profile").and_then(profile::find)?.kind {
+        Kind::Load(load) => Some((value_of(axes, "front").unwrap_or("nbd"), load)),
         _ => None,
     }
 }

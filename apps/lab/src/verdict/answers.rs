@@ -3,7 +3,7 @@
 use super::{asked, prepared, published, scores};
 use crate::lists::{distinct, grouped};
 use crate::matrix::{Matrix, OWN_TOOL, Pick, Role, SEEN, in_guest, program};
-use crate::model::{Axes, Better, Cell, SURVIVED, metric};
+use crate::model::{Axes, Cell, SURVIVED, metric, value_of};
 use crate::stats::{Decision, Gain, ROUNDS_MIN, Summary, median, summary};
 use crate::words::{self, label, listed, span, times, title};
 
@@ -57,7 +57,7 @@ struct Value {
 
 /// A way's value of an axis.
 fn named(pick: &Pick, axis: &str) -> Option<String> {
-    pick.axes.iter().find(|(name, _)| name == axis).map(|(_, value)| value.clone())
+    value_of(&pick.axes, axis).map(str::to_owned)
 }
 
 /// The values of an axis, each over all ways that are otherwise equal, best first.
@@ -81,10 +81,8 @@ fn values_of(matrix: &Matrix<'_>, axis: &str, picks: &[Pick]) -> Vec<Value> {
             Some(Value { name: name.clone(), pick })
         })
         .collect();
-    values.sort_by(|a, b| {
-        let order = a.pick.summary.median.total_cmp(&b.pick.summary.median);
-        if matrix.metric.better == Better::Higher { order.reverse() } else { order }
-    });
+    let median = |value: &Value| value.pick.summary.median;
+    values.sort_by(|a, b| matrix.metric.best_first(median(a), median(b)));
     values
 }
 
@@ -101,9 +99,8 @@ fn of_choice(
     if others.is_empty() {
         return None;
     }
-    let default = matrix.run.plan.baseline.as_ref();
-    let default = default.and_then(|axes| axes.iter().find(|(name, _)| name == axis));
-    let base = default.and_then(|(_, name)| values.iter().find(|value| value.name == *name));
+    let default = matrix.run.plan.baseline.as_ref().and_then(|axes| value_of(axes, axis));
+    let base = default.and_then(|name| values.iter().find(|value| value.name == name));
     let against = base.filter(|base| base.name != first.name).unwrap_or(&others[0]);
     let tied: Vec<String> = others
         .iter()

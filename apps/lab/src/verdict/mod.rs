@@ -26,9 +26,11 @@ mod scores;
 mod sentence;
 mod setup;
 
+use crate::axes::BACKEND;
+use crate::front;
 use crate::lists::distinct;
 use crate::matrix::{Matrix, Pick, Role, in_guest};
-use crate::model::{Axes, Run, SURVIVED};
+use crate::model::{Axes, Run, SURVIVED, value_of};
 use crate::stats::{Decision, Gain, ROUNDS_MIN};
 use crate::words;
 
@@ -133,17 +135,20 @@ pub struct Verdict {
 
 /// Why a way is not advised, wherever the image is.
 fn is_unfit(axes: &Axes) -> Option<&'static str> {
-    let has = |name: &str, wanted: &str| axes.iter().any(|(axis, v)| axis == name && v == wanted);
-    if has("cache", "unsafe") {
+    if value_of(axes, "cache") == Some("unsafe") {
         return Some(
             "cache=unsafe ignores the guest's flushes, so a power failure may damage the guest's files",
         );
     }
-    if has("layout", "qcow2-aged") || has("layout", "qcow2-fragmented") {
-        return Some("images get into this state with use; nobody would choose it");
+    match value_of(axes, "layout")? {
+        "qcow2-aged" | "qcow2-fragmented" => {
+            Some("images get into this state with use; nobody would choose it")
+        }
+        "vmdk" => {
+            Some("QEMU supports VMDK to exchange disks with other programs, not to run guests")
+        }
+        _ => None,
     }
-    has("layout", "vmdk")
-        .then_some("QEMU supports VMDK to exchange disks with other programs, not to run guests")
 }
 
 /// The ways that may be advised. If no way is safe (as in a run on tmpfs alone), returns all ways
@@ -164,15 +169,13 @@ fn eligible(run: &Run, picks: &[Pick]) -> (Vec<Pick>, Option<&'static str>) {
 
 /// Why a way is not safe.
 fn not_safe(run: &Run, axes: &Axes) -> Option<&'static str> {
-    let value = |name: &str| axes.iter().find(|(axis, _)| axis == name).map(|(_, v)| v.as_str());
     if let Some(reason) = is_unfit(axes) {
         return Some(reason);
     }
-    let place =
-        value("backend").and_then(|name| run.environment.places.iter().find(|p| p.name == name));
-    let kind = place.and_then(|place| place.file_system.as_deref());
-    let memory = |kind: &str| kind == "tmpfs" || kind == "ramfs";
-    if kind.is_some_and(memory) || (place.is_none() && value("backend").is_some_and(memory)) {
+    let name = value_of(axes, BACKEND);
+    let place = run.environment.places.iter().find(|place| Some(place.name.as_str()) == name);
+    let kind = place.map_or(name, |place| place.file_system.as_deref());
+    if kind.is_some_and(|kind| kind == "tmpfs" || kind == "ramfs") {
         return Some("a disk in memory is lost in a power failure");
     }
     None
@@ -338,10 +341,8 @@ fn base_leads(matrix: &Matrix<'_>, first: &Pick, base: &Pick) -> bool {
 
 /// Whether a program besides QEMU serves the disk.
 pub(crate) fn needs_server(axes: &Axes) -> bool {
-    let bare = ["file", "in-process", "guest-virtio", "guest-scsi", "guest-ide"];
-    axes.iter().any(|(axis, value)| {
-        axis == "front" && !bare.contains(&value.as_str()) && !value.starts_with("guest-virtio")
-    })
+    let front = value_of(axes, "front");
+    front.is_some_and(|name| front::find(name).is_none_or(|front| front.daemons() > 0))
 }
 
 fn ties(matrix: &Matrix<'_>, best: &Pick, picks: &[Pick]) -> Vec<Axes> {
@@ -362,7 +363,9 @@ fn set_aside(matrix: &Matrix<'_>, best: &Pick, picks: &[Pick]) -> Vec<SetAside> 
             let faster = match gain {
                 Some(gain) => gain.decision == Decision::Better,
                 // Survival has no ratio, only an order.
-                None => matrix.is_better(pick.summary.median, best.summary.median),
+                None => {
+                    matrix.metric.best_first(pick.summary.median, best.summary.median).is_lt()
+                }
             };
             faster.then(|| SetAside { axes: matrix.short(&pick.axes), gain, reason })
         })

@@ -6,7 +6,7 @@ use vdkit_libvirt::{CachePlace, DiskSource, LibvirtDisk, cache_for};
 
 use crate::front::Cache;
 use crate::lists::{distinct, grouped};
-use crate::model::{Axes, Cell, PlaceInfo, PlaceKind, Run};
+use crate::model::{Axes, Cell, PlaceInfo, PlaceKind, Run, value_of};
 use crate::words::{listed, quoted};
 
 /// The cache mode if a run does not name one: QEMU's default.
@@ -139,8 +139,8 @@ fn zfs_command(volume: bool, record: Option<&str>) -> Option<String> {
 
 /// The setup for these choices; `cells` are the cells that measured them.
 pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
-    let value = |name: &str| axes.iter().find(|(axis, _)| axis == name).map(|(_, v)| v.as_str());
-    let layout = value("layout").or_else(|| value("format")).unwrap_or("qcow2");
+    let value = |name: &str| value_of(axes, name);
+    let layout = value("layout").unwrap_or("qcow2");
     let commands = cells.first().map_or(&[][..], |cell| &run.cells[*cell].commands);
     let image = Image::made_by(commands).unwrap_or_else(|| Image::of_name(layout));
     let place = value("backend")
@@ -158,7 +158,7 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
     let served = cells.iter().find_map(|cell| mode_of(&run.cells[*cell])).unwrap_or(CACHE);
     let cache = value("cache").unwrap_or(served);
     let front = value("front").unwrap_or("");
-    let bus = value("bus").or_else(|| ["ide", "scsi"].into_iter().find(|bus| front.contains(bus)));
+    let bus = ["ide", "scsi"].into_iter().find(|bus| front.contains(bus));
 
     let mut typed: Vec<String> = zfs_command(volume, value("record")).into_iter().collect();
     let name = quoted(&disk.to_string_lossy());
