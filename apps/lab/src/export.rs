@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use crate::model::{Outcome, Run, metric};
+use crate::model::{Run, metric};
 
 /// Writes a whole run as one JSON object.
 ///
@@ -23,14 +23,9 @@ pub fn csv(run: &Run, out: &mut impl Write) -> io::Result<()> {
     heads.extend(["outcome", "reason", "round", "metric", "unit", "value"]);
     line(out, heads)?;
     for cell in &run.cells {
-        let (outcome, reason) = match &cell.outcome {
-            Outcome::Pending => ("pending", ""),
-            Outcome::Measured => ("measured", ""),
-            Outcome::Skipped(reason) => ("skipped", reason.as_str()),
-            Outcome::Failed(reason) => ("failed", reason.as_str()),
-        };
+        let (outcome, reason) = cell.outcome.state();
         let axes = run.plan.axes.iter().map(|axis| cell.axis(axis).unwrap_or_default());
-        let start: Vec<&str> = axes.chain([outcome, reason]).collect();
+        let start: Vec<&str> = axes.chain([outcome, reason.unwrap_or_default()]).collect();
         if cell.samples.is_empty() {
             line(out, start.iter().copied().chain(["", "", "", ""]))?;
         }
@@ -64,7 +59,7 @@ fn line<'a>(out: &mut impl Write, fields: impl IntoIterator<Item = &'a str>) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{Cell, PlanSummary, Sample};
+    use crate::model::{Cell, Outcome, PlanSummary, Sample};
 
     #[test]
     fn values_are_lines_of_a_table() {

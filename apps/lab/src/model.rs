@@ -163,6 +163,18 @@ pub enum Outcome {
     Failed(String),
 }
 
+impl Outcome {
+    /// The outcome as one word, and the reason if there is one.
+    pub fn state(&self) -> (&'static str, Option<&str>) {
+        match self {
+            Self::Pending => ("pending", None),
+            Self::Measured => ("measured", None),
+            Self::Skipped(reason) => ("skipped", Some(reason)),
+            Self::Failed(reason) => ("failed", Some(reason)),
+        }
+    }
+}
+
 /// The results of one round of a cell.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

@@ -15,6 +15,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 use vdkit_block::CancelToken;
 
 use crate::peers;
+use crate::words::quoted;
 
 /// Interval between two checks for an interrupt.
 const LOOK: Duration = Duration::from_millis(50);
@@ -158,16 +159,6 @@ fn told(status: ExitStatus) -> String {
         (Some(code), _) => format!("exit code {code}"),
         (None, Some(signal)) => format!("signal {signal}"),
         _ => status.to_string(),
-    }
-}
-
-/// Quotes a word for a shell.
-pub fn quoted(word: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+=:@%,".contains(c);
-    if !word.is_empty() && word.chars().all(plain) {
-        word.to_owned()
-    } else {
-        format!("'{}'", word.replace('\'', r"'\''"))
     }
 }
 

@@ -1,6 +1,6 @@
 //! Formats numbers and names for people, with units and significant digits.
 
-use crate::model::{Axes, Metric, SURVIVED};
+use crate::model::{Axes, Metric, SURVIVED, metric};
 
 /// Formats a value of a metric with its unit: `12.3k IOPS`, `181 MB/s`, `4.56 ms`, `2 min 36 s`.
 ///
@@ -15,10 +15,24 @@ pub fn value(metric: &Metric, number: f64) -> String {
         "B/s" => scaled(number, 1000.0, &["B/s", "kB/s", "MB/s", "GB/s", "TB/s"]),
         "ns" => time(number * 1e-9),
         "s" => time(number),
-        "B" => scaled(number, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB"]),
+        "B" => size(number),
         "" => counted(number),
         unit => format!("{} {unit}", digits(number)),
     }
+}
+
+/// Formats a value of the metric with this key. A metric of a later version has no unit here.
+pub fn value_of(key: &str, number: f64) -> String {
+    metric(key).map_or_else(|| number.to_string(), |metric| value(metric, number))
+}
+
+/// Formats a number of bytes: `1.50 GiB`.
+pub fn bytes(number: u64) -> String {
+    size(number as f64)
+}
+
+fn size(number: f64) -> String {
+    scaled(number, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB"])
 }
 
 /// Formats the share of rounds that survived.
@@ -105,7 +119,11 @@ pub fn times(ratio: f64) -> String {
 /// Formats a fraction as percent: `7 %`, `0.4 %`.
 pub fn percent(part: f64) -> String {
     let hundred = part * 100.0;
-    if hundred.abs() < 0.95 { format!("{hundred:.1} %") } else { format!("{hundred:.0} %") }
+    match hundred.abs() {
+        size if !size.is_finite() => "–".to_owned(),
+        size if size < 0.95 => format!("{hundred:.1} %"),
+        _ => format!("{hundred:.0} %"),
+    }
 }
 
 /// Formats a range of ratios for sentences: `1.70 to 1.95`.
@@ -210,7 +228,6 @@ pub fn date(seconds: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::metric;
 
     #[test]
     fn numbers_have_units_and_few_digits() {
@@ -244,6 +261,8 @@ mod tests {
             ("1.84".into(), "12.3".into(), "0.50".into())
         );
         assert_eq!((percent(0.071), percent(0.004)), ("7 %".into(), "0.4 %".into()));
+        // The range of a window whose mean is 0: see `window_of`.
+        assert_eq!((percent(f64::MAX), percent(f64::NAN)), ("–".into(), "–".into()));
     }
 
     #[test]

@@ -18,7 +18,7 @@ use rusqlite::{Connection, OpenFlags, params};
 use serde::Serialize;
 use vdkit_storage::{FileOptions, FileStorage};
 
-use crate::model::{Cell, Environment, Outcome, Run, Sample, Series, Warning};
+use crate::model::{Cell, Environment, Run, Sample, Series, Warning};
 
 /// Application id in the database's header: "vdkl".
 const APPLICATION_ID: i32 = 0x7664_6b6c;
@@ -38,15 +38,6 @@ pub struct Store {
 
 fn json(value: &impl Serialize) -> Result<String> {
     Ok(serde_json::to_string(value)?)
-}
-
-fn state(outcome: &Outcome) -> (&'static str, Option<&str>) {
-    match outcome {
-        Outcome::Pending => ("pending", None),
-        Outcome::Measured => ("measured", None),
-        Outcome::Skipped(reason) => ("skipped", Some(reason)),
-        Outcome::Failed(reason) => ("failed", Some(reason)),
-    }
 }
 
 /// Keeps other processes from measuring into the same file. None if its file system has no locks;
@@ -111,7 +102,7 @@ impl Store {
             )?;
         }
         for cell in &run.cells {
-            let (outcome, reason) = state(&cell.outcome);
+            let (outcome, reason) = cell.outcome.state();
             transaction.execute(
                 "INSERT INTO cell (key, axes, commands, notes, outcome, reason)
                  VALUES (?, ?, ?, ?, ?, ?)",
@@ -273,7 +264,7 @@ impl Store {
     /// # Errors
     /// The file cannot be written.
     pub fn set_outcome(&mut self, cell: &Cell) -> Result<()> {
-        let (outcome, reason) = state(&cell.outcome);
+        let (outcome, reason) = cell.outcome.state();
         self.connection.execute(
             "UPDATE cell SET outcome = ?, reason = ?, commands = ?, notes = ? WHERE key = ?",
             params![outcome, reason, json(&cell.commands)?, json(&cell.notes)?, cell.key],

@@ -3,9 +3,9 @@
 
 use super::answers::{Answer, median_of};
 use crate::matrix::{Matrix, Pick};
-use crate::model::{Cell, SURVIVED, metric};
+use crate::model::{Cell, SURVIVED};
 use crate::stats::median;
-use crate::words::{label, listed, plural, time, value};
+use crate::words::{label, listed, plural, time, value_of};
 
 /// Largest number of ways that are named individually.
 const NAMED: usize = 6;
@@ -54,11 +54,11 @@ pub(super) fn of_reads(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answer> {
         let counts: Vec<f64> = cells.filter_map(|cell| median_of(cell, key)).collect();
         let fewest = counts.iter().copied().reduce(f64::min)?;
         let most = counts.iter().copied().reduce(f64::max)?;
-        let count = |number: f64| metric(key).map(|metric| value(metric, number));
-        match fewest < most {
-            true => Some(format!("{} to {}", count(fewest)?, count(most)?)),
-            false => count(most),
-        }
+        let most_said = value_of(key, most);
+        Some(match fewest < most {
+            true => format!("{} to {most_said}", value_of(key, fewest)),
+            false => most_said,
+        })
     };
     let said: Vec<String> = picks
         .iter()
