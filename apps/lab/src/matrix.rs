@@ -2,51 +2,10 @@
 
 use std::collections::BTreeSet;
 
+pub use crate::axes::{Role, role};
 use crate::lists::{distinct, grouped};
 use crate::model::{Axes, Cell, Metric, Run, SURVIVED, metric, value_of};
 use crate::stats::{Comparator, Gain, Rounds, Side, Summary, geometric_mean, summary};
-
-/// The role of an axis.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
-    /// The user chooses its value: backend, layout, cache mode, front.
-    Choice,
-    /// A load or an image size. A good choice is good under each of them.
-    Condition,
-    /// The program. Programs are shown side by side and are never a part of the advice.
-    Tool,
-}
-
-/// Axes that are conditions. Every other axis but the tool is a choice.
-const CONDITIONS: &[&str] = &[
-    "profile",
-    "load",
-    "engine",
-    "pattern",
-    "direction",
-    "block",
-    "depth",
-    "queue_depth",
-    "jobs",
-    "size",
-    "images",
-    "count",
-    "allocation",
-    "content",
-    "fill",
-    "pass",
-    "temperature",
-    "source",
-];
-
-/// The default role of an axis. A plan may override it: [`Matrix::role`].
-pub fn role(axis: &str) -> Role {
-    match axis {
-        "tool" | "program" => Role::Tool,
-        axis if CONDITIONS.contains(&axis) => Role::Condition,
-        _ => Role::Choice,
-    }
-}
 
 /// The program that the advice concerns, if there are several.
 pub const OWN_TOOL: &str = "vdkit";

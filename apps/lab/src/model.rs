@@ -26,6 +26,12 @@ pub fn value_of<'a>(axes: &'a Axes, name: &str) -> Option<&'a str> {
     axes.iter().find(|(axis, _)| axis == name).map(|(_, value)| value.as_str())
 }
 
+/// The axes with another value of one of them.
+pub fn with_value(axes: &Axes, name: &str, value: &str) -> Axes {
+    let value = |axis: &str, old: &str| if axis == name { value.to_owned() } else { old.to_owned() };
+    axes.iter().map(|(axis, old)| (axis.clone(), value(axis, old))).collect()
+}
+
 /// One run of a plan on one machine.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

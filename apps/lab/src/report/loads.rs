@@ -8,7 +8,7 @@ use super::charts::{
 use super::theme::LINE_COLORS;
 use crate::lists::grouped;
 use crate::matrix::{Matrix, OWN_TOOL, Role, role};
-use crate::model::{Axes, Cell, Series, Steady, metric};
+use crate::model::{Axes, Cell, Series, Steady, metric, with_value};
 use crate::stats::{Percentile, median, merged, percentiles};
 use crate::verdict::{Verdict, steadiness};
 use crate::words::{counted, digits, label, percent, plural, time, title, value};
@@ -123,27 +123,10 @@ fn told_apart(ways: &[Axes]) -> Vec<String> {
         .collect()
 }
 
-/// The queue depth of a cell, from its axis or from `q32` in the load's name, and the load without
-/// it.
+/// The queue depth of a cell, from `q32` in the load's name, and the axes without it.
 fn depth_of(cell: &Cell) -> Option<(u32, Axes)> {
-    let mut found = None;
-    let mut rest = Axes::new();
-    for (axis, value) in &cell.axes {
-        if ["depth", "queue_depth", "iodepth"].contains(&axis.as_str()) {
-            found = found.or(value.trim_start_matches(['q', 'Q']).parse().ok());
-            continue;
-        }
-        if found.is_none()
-            && axis == "profile"
-            && let Some((depth, stem)) = without_depth(value)
-        {
-            found = Some(depth);
-            rest.push((axis.clone(), stem));
-            continue;
-        }
-        rest.push((axis.clone(), value.clone()));
-    }
-    found.map(|depth| (depth, rest))
+    let (depth, stem) = without_depth(cell.axis("profile")?)?;
+    Some((depth, with_value(&cell.axes, "profile", &stem)))
 }
 
 /// Splits `rnd4k-q32-write` into 32 and `rnd4k-write`.

@@ -4,7 +4,7 @@
 use super::answers::Answer;
 use crate::lists::{distinct, grouped};
 use crate::matrix::{Matrix, Role};
-use crate::model::{Axes, Cell};
+use crate::model::{Axes, Cell, with_value};
 use crate::stats::{Decision, Gain};
 use crate::words::{label, listed, span, times};
 
@@ -51,12 +51,7 @@ fn by_state<'a>(matrix: &Matrix<'a>, axis: &str, prepared: &str, sparse: &str) -
         preallocated && matrix.summary(cell).is_some()
     };
     let pair = |(i, cell): (usize, &'a Cell)| {
-        let mut wanted: Axes = cell.axes.clone();
-        for (name, value) in &mut wanted {
-            if name == axis {
-                *value = sparse.to_owned();
-            }
-        }
+        let wanted = with_value(&cell.axes, axis, sparse);
         let base = cells.iter().position(|other| other.axes == wanted)?;
         matrix.summary(&cells[base])?;
         let named = |(name, _): &&(String, String)| name == "layout" || name == axis;
