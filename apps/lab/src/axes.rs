@@ -86,7 +86,12 @@ const AXES: &[Row] = &[
         "format and options of the image",
         Values::Words(|| words(LAYOUTS, |l| (l.name, l.about))),
     ),
-    ("cache", Role::Choice, "use of the page cache, and flushes", Values::Words(|| CACHES.to_vec())),
+    (
+        "cache",
+        Role::Choice,
+        "use of the page cache, and flushes",
+        Values::Words(|| CACHES.to_vec()),
+    ),
     (
         "front",
         Role::Choice,

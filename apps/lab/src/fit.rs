@@ -87,10 +87,9 @@ fn tables(layout: &Layout, total: u64) -> u64 {
 
 /// Whether almost nothing is written to the image.
 fn stays_empty(axes: &Axes, layout: &Layout, kind: Kind) -> bool {
-    let reserved = layout.options.contains("=falloc") || layout.options.contains("=full");
     let filled = value_of(axes, "content") == Some("full")
         || matches!(layout.more, More::Fragmented | More::Aged);
-    matches!(kind, Kind::Open | Kind::Convert) && !reserved && !filled
+    matches!(kind, Kind::Open | Kind::Convert) && !layout.is_reserved() && !filled
 }
 
 /// Computes the disk and the space of one cell.
@@ -114,7 +113,6 @@ pub fn fit(axes: &Axes, effort: &Effort, place: &PlaceInfo) -> Result<Fit, Unfit
     let effort = Effort { disk, ..*effort };
     let empty = stays_empty(axes, layout, kind);
     let count = images_of(axes);
-    let reserved = layout.options.contains("=falloc") || layout.options.contains("=full");
     let bytes = match kind {
         // Tables take 8 bytes per 64 KiB or less, in a few kinds; `sparse` writes a 512th of the
         // disk.
@@ -122,7 +120,7 @@ pub fn fit(axes: &Axes, effort: &Effort, place: &PlaceInfo) -> Result<Fit, Unfit
         Kind::Open | Kind::Convert => disk * count,
         // One fully written base image, and overlays that are only read.
         Kind::Boot => disk + count * (1 << 20),
-        _ if reserved => disk,
+        _ if layout.is_reserved() => disk,
         _ => profile.map_or(disk, |profile| profile.bytes(&effort)),
     };
     let backed = layout.more == More::Backing && kind != Kind::Boot;

@@ -28,8 +28,11 @@ pub fn value_of<'a>(axes: &'a Axes, name: &str) -> Option<&'a str> {
 
 /// The axes with another value of one of them.
 pub fn with_value(axes: &Axes, name: &str, value: &str) -> Axes {
-    let value = |axis: &str, old: &str| if axis == name { value.to_owned() } else { old.to_owned() };
-    axes.iter().map(|(axis, old)| (axis.clone(), value(axis, old))).collect()
+    let mut changed = axes.clone();
+    for (_, old) in changed.iter_mut().filter(|(axis, _)| axis == name) {
+        value.clone_into(old);
+    }
+    changed
 }
 
 /// One run of a plan on one machine.
