@@ -292,8 +292,8 @@ impl<'a> Matrix<'a> {
             groups.iter().map(|(_, cells)| distinct(cells.iter().map(condition))).collect();
         let has = |all: &[Axes], part: &[Axes]| part.iter().all(|one| all.contains(one));
         let worth = |set: &Vec<Axes>| sets.iter().filter(|all| has(all, set)).count() * set.len();
-        // Among equals, prefer the larger set: more conditions for fewer ways. Then prefer conditions
-        // without a guest, which show more of the disk.
+        // Among equals, prefer the larger set: more conditions and fewer ways. Then prefer
+        // conditions without a guest, which show more of the disk.
         let in_host = |set: &Vec<Axes>| {
             let host = (SEEN.to_owned(), seen(&Axes::new()).to_owned());
             set.iter().all(|condition| condition.contains(&host))

@@ -1,5 +1,7 @@
 //! Answers the questions that a run's axes raise, in one sentence each.
 
+use serde::Serialize;
+
 use super::{asked, prepared, published, scores};
 use crate::lists::{distinct, grouped};
 use crate::matrix::{Matrix, OWN_TOOL, Pick, Role, SEEN, in_guest, program};
@@ -8,11 +10,12 @@ use crate::stats::{Decision, Gain, ROUNDS_MIN, Summary, median, summary};
 use crate::words::{self, label, listed, span, times, title};
 
 /// A question and its answer.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Answer {
     /// The question.
     pub question: String,
     /// A sentence.
+    #[serde(rename = "answer")]
     pub sentence: String,
 }
 

@@ -1,5 +1,8 @@
 //! Finds the parts of the plan that this run did not measure.
 
+use serde::Serialize;
+
+use super::output::names;
 use crate::axes::BACKEND;
 use crate::fit::{Unfit, fit};
 use crate::lists::distinct;
@@ -8,20 +11,23 @@ use crate::model::{Axes, Cell, Outcome, Run};
 use crate::words::{label, plural};
 
 /// Something that was not measured, and why.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Missing {
     /// What the cells have in common: one value (such as `raw`), two values, or all values of a
     /// cell. Empty if nothing at all was measured.
+    #[serde(serialize_with = "names")]
     pub what: Axes,
     /// `failed`, `skipped`, or `pending` if the run has not reached it.
     pub state: &'static str,
     /// Number of cells.
     pub cells: usize,
     /// Number of rounds that were measured before the failure.
+    #[serde(skip)]
     pub rounds: usize,
     /// The first reason.
     pub reason: String,
     /// Whether the run gives no advice without it: it is a value of a choice, and has no result.
+    #[serde(rename = "blocks-advice")]
     pub blocks: bool,
 }
 

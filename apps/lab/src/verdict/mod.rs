@@ -26,6 +26,9 @@ mod scores;
 mod sentence;
 mod setup;
 
+use output::{all_names, names, names_of_any, setup_of_any};
+use serde::Serialize;
+
 use crate::axes::BACKEND;
 use crate::front;
 use crate::lists::distinct;
@@ -38,35 +41,39 @@ pub(crate) use answers::heading;
 pub use answers::{Answer, PeerRow};
 pub use confidence::{Confidence, Level, steadiness};
 pub use missing::Missing;
-pub use output::VerdictJson;
 pub(crate) use published::{all_measured_for, measured_for, others_for};
 pub use scores::{Ranking, rankings};
 pub use setup::Setup;
 
 /// A way that was faster and is not advised.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SetAside {
     /// Its axes.
+    #[serde(rename = "way", serialize_with = "names")]
     pub axes: Axes,
     /// Comparison with the advised way, if possible.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub gain: Option<Gain>,
     /// Why it is not advised.
     pub reason: &'static str,
 }
 
 /// A load under which another way is better than the advised one.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Exception {
     /// The load.
+    #[serde(serialize_with = "names")]
     pub load: Axes,
     /// The best way under the load.
+    #[serde(rename = "best", serialize_with = "names")]
     pub axes: Axes,
     /// Comparison with the advised way under this load.
     pub gain: Gain,
 }
 
 /// What the evidence supports.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Advice {
     /// A way is certainly better than the default, or than the other ways if there is no default.
     Use,
@@ -75,62 +82,63 @@ pub enum Advice {
     /// Undecided: there are too few rounds, or the ways differ too little.
     Untold,
     /// Nothing was measured, or a necessary part of the plan was not.
+    #[default]
     None,
 }
 
-impl Advice {
-    /// The advice as one word, for programs.
-    pub fn word(self) -> &'static str {
-        match self {
-            Self::Use => "use",
-            Self::Stay => "stay",
-            Self::Untold => "untold",
-            Self::None => "none",
-        }
-    }
-}
-
-/// The conclusion from a run.
-#[derive(Clone, Debug)]
+/// The conclusion from a run. Programs get it as JSON, in the order of the fields.
+#[derive(Clone, Debug, Default, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct Verdict {
+    /// Parts of the plan that were not measured.
+    #[serde(rename = "not-measured")]
+    pub missing: Vec<Missing>,
     /// The kind of advice.
     pub advice: Advice,
-    /// Parts of the plan that were not measured.
-    pub missing: Vec<Missing>,
     /// The advice in one sentence.
     pub sentence: String,
     /// The choices of the advised way; none without advice.
+    #[serde(serialize_with = "names_of_any", skip_serializing_if = "Option::is_none")]
     pub best: Option<Axes>,
     /// The best safe way, certain or not.
+    #[serde(serialize_with = "names_of_any", skip_serializing_if = "Option::is_none")]
     pub leading: Option<Axes>,
     /// Indices of the advised way's cells.
+    #[serde(skip)]
     pub cells: Vec<usize>,
     /// The default that the way is compared with.
+    #[serde(serialize_with = "names_of_any", skip_serializing_if = "Option::is_none")]
     pub baseline: Option<Axes>,
     /// Comparison of the advised or leading way with the default; none if it is the default, or if
     /// there is no default.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub gain: Option<Gain>,
     /// If the default stays: the largest factor by which another way may be better within the
     /// noise.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub hidden: Option<f64>,
     /// The confidence of the verdict.
     pub confidence: Confidence,
     /// Ways that are indistinguishable from the advised one.
+    #[serde(serialize_with = "all_names")]
     pub ties: Vec<Axes>,
-    /// Ways that were faster and are not safe.
-    pub set_aside: Vec<SetAside>,
     /// Loads under which another way is better.
     pub exceptions: Vec<Exception>,
+    /// Ways that were faster and are not safe.
+    pub set_aside: Vec<SetAside>,
     /// Ways that were not measured under all loads and were therefore not compared.
+    #[serde(serialize_with = "all_names")]
     pub left_out: Vec<Axes>,
     /// Answers to the plan's question and to those that follow from its axes.
     pub answers: Vec<Answer>,
     /// The tools side by side.
+    #[serde(skip)]
     pub peers: Vec<PeerRow>,
-    /// How to set up the advised way.
-    pub setup: Option<Setup>,
     /// What the reader must know before relying on the verdict.
     pub cautions: Vec<String>,
+    /// How to set up the advised way.
+    #[serde(flatten, serialize_with = "setup_of_any")]
+    pub setup: Option<Setup>,
 }
 
 /// Why a way is not advised, wherever the image is.
@@ -186,24 +194,10 @@ pub fn verdict(run: &Run) -> Verdict {
     let matrix = Matrix::new(run);
     let missing = missing::missing(run, matrix.as_ref());
     let nothing = |sentence: &str| Verdict {
-        advice: Advice::None,
         missing: missing.clone(),
         sentence: sentence.to_owned(),
-        best: None,
-        leading: None,
-        cells: Vec::new(),
-        baseline: None,
-        gain: None,
-        hidden: None,
-        confidence: Confidence::none(),
-        ties: Vec::new(),
-        set_aside: Vec::new(),
-        exceptions: Vec::new(),
-        left_out: Vec::new(),
-        answers: Vec::new(),
-        peers: Vec::new(),
-        setup: None,
         cautions: cautions(run),
+        ..Verdict::default()
     };
     let Some(matrix) = matrix else {
         return nothing("This version does not know the plan's metric, so nothing is advised.");

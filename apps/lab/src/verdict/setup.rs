@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use serde::Serialize;
 use vdkit_libvirt::{CachePlace, DiskSource, LibvirtDisk, cache_for};
 
 use crate::front::Cache;
@@ -13,13 +14,15 @@ use crate::words::{listed, quoted};
 const CACHE: &str = "writeback";
 
 /// Commands to type, and the disk's element in a guest's definition.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Setup {
     /// Commands in order. The user replaces the words in capitals.
     pub commands: Vec<String>,
     /// libvirt's `<disk>` element.
+    #[serde(rename = "libvirt-xml", skip_serializing_if = "String::is_empty")]
     pub xml: String,
     /// Why this cache mode was chosen, if the run did not compare cache modes.
+    #[serde(rename = "cache-mode", skip_serializing_if = "Option::is_none")]
     pub cache: Option<String>,
 }
 

@@ -10,7 +10,7 @@ use vdkit_lab as lab;
 use vdkit_lab::model::{self, Cell, Outcome as CellOutcome, Run};
 use vdkit_lab::run::{ActiveRun, Estimate, Prepared, Request, Tools, random_seed};
 use vdkit_lab::stats::median;
-use vdkit_lab::verdict::{VerdictJson, verdict};
+use vdkit_lab::verdict::{Verdict, verdict};
 use vdkit_lab::words::{plural, value};
 
 use super::failure;
@@ -80,7 +80,7 @@ struct RunAnswer<'a> {
     beforehand: &'a [String],
     warnings: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
-    verdict: Option<VerdictJson>,
+    verdict: Option<Verdict>,
 }
 
 #[derive(Serialize)]
@@ -203,7 +203,7 @@ impl RunArgs {
                 &estimate,
                 Some(&name),
                 run.warnings.len(),
-                Some(verdict(&run).json()),
+                Some(verdict(&run)),
             ))?;
         } else {
             print(&run, &mut session.out)?;
@@ -334,7 +334,7 @@ fn answer<'a>(
     estimate: &'a Estimate,
     filename: Option<&'a str>,
     warnings: usize,
-    verdict: Option<VerdictJson>,
+    verdict: Option<Verdict>,
 ) -> RunAnswer<'a> {
     let cell = |cell: &'a Cell| {
         let (state, reason) = state(&cell.outcome);

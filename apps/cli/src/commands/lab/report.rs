@@ -38,7 +38,7 @@ impl ReportArgs {
     pub fn run(self, session: &mut Session) -> Outcome {
         let run = Store::load(&self.run).map_err(|error| failure(&error))?;
         if self.json {
-            session.out.json(&verdict(&run).json())?;
+            session.out.json(&verdict(&run))?;
             return Ok(Exit::Done);
         }
         let page = report::html(&run);
