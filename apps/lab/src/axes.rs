@@ -2,7 +2,7 @@
 
 use vdkit_block::parse_size;
 
-use crate::front::FRONTS;
+use crate::front::{CACHES, FRONTS};
 use crate::layout::LAYOUTS;
 use crate::profile::PROFILES;
 
@@ -14,15 +14,6 @@ pub const TOOLS: &[(&str, &str)] = &[
     ("vdkit", "the command vdkit"),
     ("qemu-img", "QEMU's qemu-img, or qemu-io to read an image"),
     ("library", "vdkit's library in the lab's own process, to read an image"),
-];
-
-/// Cache modes of images.
-pub const CACHES: &[(&str, &str)] = &[
-    ("writeback", "through the host's page cache, durable when flushed"),
-    ("none", "bypasses the page cache, durable when flushed"),
-    ("writethrough", "through the page cache, each write durable"),
-    ("directsync", "bypasses the page cache, each write durable"),
-    ("unsafe", "through the page cache, flushes do nothing"),
 ];
 
 /// Content of a disk before the load begins.
@@ -90,7 +81,7 @@ const AXES: &[Row] = &[
         "cache",
         Role::Choice,
         "use of the page cache, and flushes",
-        Values::Words(|| CACHES.to_vec()),
+        Values::Words(|| words(CACHES, |c| (c.name, c.about))),
     ),
     (
         "front",

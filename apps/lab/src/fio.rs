@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::error::{Context, Result, bail};
 use serde_json::Value;
 
-use crate::front::{Guest, Target};
+use crate::front::{Cache, Guest, Target};
 use crate::model::{Histogram, Series};
 use crate::plan::Effort;
 use crate::profile::{Load, Pattern, Sync};
@@ -25,12 +25,8 @@ pub enum Disk {
     File {
         /// Its path.
         path: String,
-        /// Whether fio uses O_DIRECT.
-        direct: bool,
-        /// Whether fio uses O_DSYNC.
-        through: bool,
-        /// Whether fio leaves out fsync.
-        no_flush: bool,
+        /// Whether fio uses O_DIRECT and O_DSYNC, and leaves out fsync.
+        cache: Cache,
     },
     /// The URI of an NBD export.
     Nbd(String),
@@ -40,13 +36,7 @@ impl Disk {
     /// The disk that fio opens for a target; none if fio cannot open it.
     pub fn of(target: &Target) -> Option<Self> {
         match target {
-            Target::File { path, direct, through, no_flush } => Some(Self::File {
-                path: path.to_str()?.to_owned(),
-                direct: *direct,
-                through: *through,
-                no_flush: *no_flush,
-            }),
-            Target::Nbd { uri } => Some(Self::Nbd(uri.clone())),
+            Target::Disk(disk) => Some(disk.clone()),
             Target::Guest(guest) => Some(Self::of_guest(guest)),
             Target::InProcess { .. } => None,
         }
@@ -54,19 +44,20 @@ impl Disk {
 
     /// The disk that fio opens in a guest.
     pub fn of_guest(guest: &Guest) -> Self {
-        Self::File { path: guest.disk.to_owned(), direct: true, through: false, no_flush: false }
+        Self::File { path: guest.disk.to_owned(), cache: Cache::NONE }
     }
 
-    fn arguments(&self, engine: &str) -> Vec<String> {
+    /// Arguments that open the disk; `engine` is fio's I/O engine for files.
+    pub fn arguments(&self, engine: &str) -> Vec<String> {
         match self {
-            Self::File { path, direct, through, .. } => {
+            Self::File { path, cache } => {
                 let mut all = vec![
                     // fio separates file names by colons.
                     format!("--filename={}", path.replace(':', "\\:")),
                     format!("--ioengine={engine}"),
-                    format!("--direct={}", u8::from(*direct)),
+                    format!("--direct={}", u8::from(cache.direct)),
                 ];
-                if *through {
+                if cache.through {
                     all.push("--sync=dsync".to_owned());
                 }
                 all
@@ -76,7 +67,7 @@ impl Disk {
     }
 
     fn flushes(&self) -> bool {
-        !matches!(self, Self::File { no_flush: true, .. })
+        !matches!(self, Self::File { cache: Cache { no_flush: true, .. }, .. })
     }
 }
 
@@ -323,7 +314,8 @@ mod tests {
 
     #[test]
     fn the_command_line_says_what_the_load_is() {
-        let disk = Disk::File { path: "/a:b".into(), direct: true, through: true, no_flush: false };
+        let cache = |name| Cache::named(name).unwrap();
+        let disk = Disk::File { path: "/a:b".into(), cache: cache("directsync") };
         let line = text("libaio16", &disk);
         for word in [
             "--filename=/a\\:b --ioengine=libaio --direct=1 --sync=dsync",
@@ -342,7 +334,7 @@ mod tests {
         assert!(line.contains("--runtime=2000ms --time_based"), "{line}");
         let line = text("database", &Disk::Nbd("nbd+unix:///?socket=/s".into()));
         assert!(line.contains("--fsync=1") && !line.contains("fdatasync"), "{line}");
-        let file = Disk::File { path: "/a".into(), direct: true, through: false, no_flush: false };
+        let file = Disk::File { path: "/a".into(), cache: Cache::NONE };
         for (name, every) in [("durable16", "--fsync=1 "), ("batch16", "--fsync=32 ")] {
             let line = text(name, &file);
             assert!(line.contains(every) && line.contains("--numjobs=16"), "{name}: {line}");
@@ -354,8 +346,7 @@ mod tests {
             assert!(!line.contains("--norandommap") && !line.contains("--time_based"), "{line}");
             assert!(line.contains("--size=4194304"), "{line}");
         }
-        let unsafe_disk =
-            Disk::File { path: "/a".into(), direct: false, through: false, no_flush: true };
+        let unsafe_disk = Disk::File { path: "/a".into(), cache: cache("unsafe") };
         let line = text("database", &unsafe_disk);
         assert!(!line.contains("sync=") && !line.contains("flush"), "{line}");
     }

@@ -181,10 +181,8 @@ const MARK: &str = "=== kernel ===";
 
 impl Writer {
     fn start(bench: &mut Bench<'_>, fio: &Path, target: &Target) -> Result<Self> {
-        let disk = Disk::of(target);
-        let disk = match disk {
-            Some(disk) => disk,
-            None => return skip("fio cannot open this: fronts nbd…, fuse…, file or guest…"),
+        let Some(disk) = Disk::of(target) else {
+            return skip("fio cannot open this: fronts nbd…, fuse…, file or guest…");
         };
         let Target::Guest(guest) = target else {
             let line = arguments(Line::new(fio), &disk).within(&bench.folder);
@@ -278,14 +276,9 @@ fn told_of_error(fio: &Value) -> bool {
 
 /// Writes in order with a sync at the end.
 fn arguments(fio: Line, disk: &Disk) -> Line {
-    let line = fio.args(["--output-format=json", "--name=client"]);
-    let line = match disk {
-        Disk::Nbd(uri) => line.args(["--ioengine=nbd", &format!("--uri={uri}")]),
-        Disk::File { path, direct, .. } => line
-            .arg(format!("--filename={}", path.replace(':', "\\:")))
-            .args(["--ioengine=libaio", &format!("--direct={}", u8::from(*direct))]),
-    };
-    line.args(["--rw=write", "--bs=64k", "--iodepth=4", "--end_fsync=1"])
+    fio.args(["--output-format=json", "--name=client"])
+        .args(disk.arguments("libaio"))
+        .args(["--rw=write", "--bs=64k", "--iodepth=4", "--end_fsync=1"])
         .arg(format!("--size={WRITE_BYTES}"))
 }
 

@@ -44,11 +44,8 @@ pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
 fn bare(bench: &mut Bench<'_>) -> Result<BTreeMap<String, f64>> {
     let (layout, front) = (layout::find("raw"), front::find("file"));
     let (layout, front) = (layout.context("no layout 'raw'")?, front.context("no front 'file'")?);
-    let direct = all(bench, layout, front, Cache::named("none")?);
-    match direct {
-        Err(error) if error.skipped().is_some() => {
-            all(bench, layout, front, Cache::named("writeback")?)
-        }
+    match all(bench, layout, front, Cache::NONE) {
+        Err(error) if error.skipped().is_some() => all(bench, layout, front, Cache::WRITEBACK),
         other => other,
     }
 }

@@ -328,8 +328,7 @@ pub fn guest_speed(bench: &mut Bench<'_>) -> Result<GuestSpeed> {
     let files = vec![path.clone()];
     let image = Image { path, format: "raw", bytes, shown_bytes: bytes, files, device: false };
     let began = Instant::now();
-    let cache = Cache::named("writeback")?;
-    let (guest, _) = prepare(bench, Bus::Virtio, Source::Qemu, &image, cache)?;
+    let (guest, _) = prepare(bench, Bus::Virtio, Source::Qemu, &image, Cache::WRITEBACK)?;
     let fio = FIO_OF_NOTHING.join(" ");
     let script = format!("cat /proc/uptime > $OUT\nfio {fio} || exit 1\ncat /proc/uptime > $OUT\n");
     let said = guest.run(bench, &script, 0.0)?;
