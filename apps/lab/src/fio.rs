@@ -10,6 +10,7 @@ use crate::front::{Cache, Guest, Target};
 use crate::model::{Histogram, Series};
 use crate::plan::Effort;
 use crate::profile::{Load, Pattern, Sync};
+use crate::stats::merged;
 
 /// Names of the two jobs: the load, and a second job that only syncs. The second one measures how
 /// long it takes to make the load's writes durable, because fio does not sync after its last write.
@@ -221,15 +222,14 @@ pub fn parse(text: &str, load: &Load) -> Result<Answer> {
 
 /// Latencies of a job, reads and writes together: the histogram, and the mean in ns.
 fn latencies(job: &Value) -> (Histogram, Option<f64>) {
-    let mut histogram = Histogram::default();
+    let sides = ["read", "write"].map(|side| &job[side]["clat_ns"]);
     let (mut sum, mut count) = (0.0, 0.0);
-    for side in ["read", "write"] {
-        let latency = &job[side]["clat_ns"];
+    for latency in sides {
         let n = latency["N"].as_f64().unwrap_or(0.0);
         sum += latency["mean"].as_f64().unwrap_or(0.0) * n;
         count += n;
-        histogram.merge(&bins(&latency["bins"]));
     }
+    let histogram = merged(&sides.map(|latency| bins(&latency["bins"])));
     (histogram, (count > 0.0).then(|| sum / count))
 }
 
@@ -255,13 +255,11 @@ pub const PERCENTILES: &[(&str, f64)] = &[
     ("latency_p9999_ns", 0.9999),
 ];
 
+/// The buckets in fio's order, which is that of texts.
 fn bins(bins: &Value) -> Histogram {
     let pairs = bins.as_object().into_iter().flatten();
-    let mut buckets: Vec<(u64, u64)> =
-        pairs.filter_map(|(ns, count)| Some((ns.parse().ok()?, count.as_u64()?))).collect();
-    buckets.retain(|(_, count)| *count > 0);
-    buckets.sort_unstable();
-    Histogram { buckets }
+    let buckets = pairs.filter_map(|(ns, count)| Some((ns.parse().ok()?, count.as_u64()?)));
+    Histogram { buckets: buckets.collect() }
 }
 
 /// Parses a log of requests per second of all jobs: lines of time in ms, value, direction.

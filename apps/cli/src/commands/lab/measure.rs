@@ -109,7 +109,6 @@ impl RunArgs {
             registry: &registry,
             erase: self.erase.clone(),
             ask: super::ask::possible().then_some(&ask),
-            steady: Some(vdkit_lab::stats::steady),
         };
         if let Some(file) = &self.resume {
             let active =
