@@ -118,11 +118,7 @@ impl Line {
     /// # Errors
     /// The program cannot be started, or fails, or the user interrupts; an interrupt stops it.
     pub fn run(&self, cancel: &CancelToken) -> Result<Ended> {
-        let ended = self.run_any(cancel)?;
-        if !ended.status.success() {
-            bail!("{}: {}{}", self.text(), told(ended.status), ended.complaint());
-        }
-        Ok(ended)
+        self.start()?.succeed(cancel)
     }
 
     /// As [`Line::run`], but a failing program is a result too.
@@ -130,14 +126,7 @@ impl Line {
     /// # Errors
     /// The program cannot be started, or the user interrupts.
     pub fn run_any(&self, cancel: &CancelToken) -> Result<Ended> {
-        let mut running = self.start()?;
-        while !running.wait(LOOK)? {
-            if let Err(stop) = cancel.check() {
-                running.end();
-                return Err(stop.into());
-            }
-        }
-        running.ended()
+        self.start()?.finish(cancel)
     }
 
     /// Starts the program and returns.
@@ -194,8 +183,6 @@ pub struct IoCounts {
     pub read_calls: u64,
     /// Bytes returned by read system calls.
     pub read_call_bytes: u64,
-    /// Bytes read from storage.
-    pub read_bytes: u64,
 }
 
 impl IoCounts {
@@ -209,11 +196,15 @@ impl IoCounts {
             let mut lines = text.lines().filter_map(|line| line.split_once(": "));
             lines.find(|(key, _)| *key == name)?.1.trim().parse().ok()
         };
-        Some(Self {
-            read_calls: value("syscr")?,
-            read_call_bytes: value("rchar")?,
-            read_bytes: value("read_bytes")?,
-        })
+        Some(Self { read_calls: value("syscr")?, read_call_bytes: value("rchar")? })
+    }
+
+    /// What was counted since an earlier moment.
+    pub fn since(self, before: Self) -> Self {
+        Self {
+            read_calls: self.read_calls.saturating_sub(before.read_calls),
+            read_call_bytes: self.read_call_bytes.saturating_sub(before.read_call_bytes),
+        }
     }
 }
 
@@ -248,11 +239,6 @@ fn read_all(file: &mut File) -> String {
 }
 
 impl Running {
-    /// The command line.
-    pub fn line(&self) -> &str {
-        &self.line
-    }
-
     /// The process ID.
     pub fn pid(&self) -> u32 {
         self.child.id()
@@ -288,6 +274,31 @@ impl Running {
         let status = self.child.wait().context("waiting for a process")?;
         self.ended = Some((status, elapsed, io));
         Ok(true)
+    }
+
+    /// Waits for the program's end.
+    ///
+    /// # Errors
+    /// The user interrupts; dropping this then ends the program.
+    pub fn finish(&mut self, cancel: &CancelToken) -> Result<Ended> {
+        while !self.wait(LOOK)? {
+            cancel.check()?;
+        }
+        self.ended()
+    }
+
+    /// As [`Running::finish`], for a program that must not fail.
+    ///
+    /// # Errors
+    /// As [`Running::finish`], or the program fails.
+    pub fn succeed(&mut self, cancel: &CancelToken) -> Result<Ended> {
+        let ended = self.finish(cancel)?;
+        if ended.status.success() { Ok(ended) } else { self.failed(&ended) }
+    }
+
+    /// The error of a program that has failed, or ended too early.
+    fn failed<T>(&self, ended: &Ended) -> Result<T> {
+        bail!("{}: {}{}", self.line, told(ended.status), ended.complaint())
     }
 
     /// The result of a program that has ended.
@@ -348,8 +359,7 @@ impl Running {
         while !ready() {
             cancel.check()?;
             if self.wait(Duration::from_millis(5))? {
-                let ended = self.ended()?;
-                bail!("{}: {}{}", self.line, told(ended.status), ended.complaint());
+                return self.ended().and_then(|ended| self.failed(&ended));
             }
             if Instant::now() > until {
                 bail!(
@@ -433,7 +443,7 @@ mod tests {
     fn the_kernels_counts_are_read() {
         let text = "rchar: 10\nwchar: 2\nsyscr: 3\nsyscw: 4\nread_bytes: 4096\nwrite_bytes: 0\n";
         let counts = IoCounts::parse(text).unwrap();
-        assert_eq!(counts, IoCounts { read_calls: 3, read_call_bytes: 10, read_bytes: 4096 });
+        assert_eq!(counts, IoCounts { read_calls: 3, read_call_bytes: 10 });
         assert_eq!(IoCounts::parse("rchar: x"), None);
     }
 }

@@ -24,8 +24,7 @@ fn text(path: &Path) -> Option<String> {
 /// The folder cannot be read.
 pub fn folder(path: &Path) -> Result<PlaceInfo> {
     let found = rustix::fs::statvfs(path).with_context(|| path.display().to_string())?;
-    let text = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    let all = mounts::parse(&text);
+    let all = mounts::all();
     let mount = mounts::of(&all, path);
     let number = fs::metadata(path).with_context(|| path.display().to_string())?.dev();
     let mut info = match mount {

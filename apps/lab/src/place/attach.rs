@@ -9,6 +9,7 @@ use rustix::mount::{UnmountFlags, unmount};
 use vdkit_block::CancelToken;
 
 use crate::engine::Bench;
+use crate::environment::mounts;
 use crate::peers::need;
 use crate::process::Line;
 
@@ -128,9 +129,8 @@ fn take_down(at: &Path) -> Result<()> {
 /// # Errors
 /// A mount or device cannot be removed.
 pub fn release_all(folder: &Path) -> Result<()> {
-    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     // Unmount in reverse order, because a later mount may use an earlier one.
-    for at in crate::environment::mounts::parse(&mounts).iter().rev() {
+    for at in mounts::all().iter().rev() {
         if at.point.starts_with(folder) && at.point != folder {
             take_down(&at.point)?;
         }

@@ -98,8 +98,7 @@ pub fn confirm(
 pub fn check_unused(path: &Path) -> Result<()> {
     let number = fs::metadata(path).with_context(|| path.display().to_string())?.rdev();
     let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
-    let text = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    let mounts = mounts::parse(&text);
+    let mounts = mounts::all();
     let whole = Path::new("/sys/dev/block").join(format!("{major}:{minor}"));
     let numbers = with_partitions(&whole, (major, minor));
     if let Some(mount) = mounts.iter().find(|mount| numbers.contains(&mount.device)) {

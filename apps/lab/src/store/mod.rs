@@ -191,11 +191,6 @@ impl Store {
         Self::open_read_only(path)?.run()
     }
 
-    /// Path of the file.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// Stores the description of the machine. A resumed run replaces the earlier description.
     ///
     /// # Errors
