@@ -8,7 +8,7 @@ use crate::lists::grouped;
 use crate::matrix::{Matrix, OWN_TOOL, Role, role};
 use crate::model::{Axes, Better, Cell, SURVIVED};
 use crate::stats::{Decision, Gain, Summary};
-use crate::verdict::{Ranking, Verdict, rankings};
+use crate::verdict::{Ranking, TOP, Verdict, rankings};
 use crate::words::{label, percent, plural, sentence, span, times, title, value};
 
 /// A row of a table.
@@ -286,9 +286,6 @@ pub(super) fn scores(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
         }
     })
 }
-
-/// Number of open rows of a ranking.
-const TOP: usize = 5;
 
 fn ranked(ranking: &Ranking, verdict: &Verdict) -> Markup {
     let most = ranking.rows.first().map_or(0.0, |(.., score)| *score);

@@ -2,12 +2,13 @@
 
 use serde::Serialize;
 
+use super::sentence::figure;
 use super::{asked, prepared, published, scores};
 use crate::lists::{distinct, grouped};
 use crate::matrix::{Matrix, OWN_TOOL, Pick, Role, SEEN, in_guest, program};
 use crate::model::{Axes, Cell, SURVIVED, metric, value_of};
 use crate::stats::{Decision, Gain, ROUNDS_MIN, Summary, median, summary};
-use crate::words::{self, label, listed, span, times, title};
+use crate::words::{self, label, listed, span, title};
 
 /// A question and its answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -115,19 +116,12 @@ fn of_choice(
         .collect();
     let found = matrix.against(&first.pick, &against.pick);
     let mut sentence = match found {
-        Some(found) if found.is_hint() => format!(
-            "{} times as good, with too few rounds to decide: {} against {}",
-            times(found.ratio),
-            first.name,
-            against.name
-        ),
-        Some(found) if found.decision == Decision::Better => format!(
-            "{} times as good ({}): {} against {}, all else equal",
-            times(found.ratio),
-            span(found.interval.low, found.interval.high),
-            first.name,
-            against.name
-        ),
+        Some(found) if found.is_hint() => {
+            format!("{}: {} against {}", figure(&found), first.name, against.name)
+        }
+        Some(found) if found.decision == Decision::Better => {
+            format!("{}: {} against {}, all else equal", figure(&found), first.name, against.name)
+        }
         Some(found) => format!(
             "{} times as good: {} against {}, no significant difference",
             span(found.interval.low, found.interval.high),

@@ -42,7 +42,7 @@ pub use answers::{Answer, PeerRow};
 pub use confidence::{Confidence, Level, steadiness};
 pub use missing::Missing;
 pub(crate) use published::{all_measured_for, measured_for, others_for};
-pub use scores::{Ranking, rankings};
+pub use scores::{Ranking, TOP, rankings};
 pub use setup::Setup;
 
 /// A way that was faster and is not advised.

@@ -2,11 +2,12 @@
 //! later writes?
 
 use super::answers::Answer;
+use super::sentence::figure;
 use crate::lists::{distinct, grouped};
 use crate::matrix::{Matrix, Role};
 use crate::model::{Axes, Cell, with_value};
-use crate::stats::{Decision, Gain};
-use crate::words::{label, listed, span, times};
+use crate::stats::Decision;
+use crate::words::{label, listed, span};
 
 /// Values with preallocated space and the corresponding sparse values: the axis, and both values.
 const ALLOCATED: [(&str, &str, &str); 8] = [
@@ -88,17 +89,13 @@ fn said(matrix: &Matrix<'_>, own: &Axes, sparse: &str, pairs: &Pairs<'_>) -> Opt
         1..=3 => format!(" ({})", listed(&loads)),
         _ => String::new(),
     };
-    Some(format!("{}: {name} against {sparse}{under}", figure(&gain)))
+    let figure = match gain.decision {
+        Decision::Tie if !gain.is_hint() => {
+            let interval = span(gain.interval.low, gain.interval.high);
+            format!("{interval} times as good, no significant difference")
+        }
+        _ => figure(&gain),
+    };
+    Some(format!("{figure}: {name} against {sparse}{under}"))
 }
 
-/// Formats a gain: `1.84 times as good (1.70 to 1.95)`.
-fn figure(gain: &Gain) -> String {
-    let interval = span(gain.interval.low, gain.interval.high);
-    match gain.decision {
-        _ if gain.is_hint() => {
-            format!("{} times as good, with too few rounds to decide", times(gain.ratio))
-        }
-        Decision::Tie => format!("{interval} times as good, no significant difference"),
-        _ => format!("{} times as good ({interval})", times(gain.ratio)),
-    }
-}

@@ -6,6 +6,7 @@ use serde::Serialize;
 use vdkit_libvirt::{CachePlace, DiskSource, LibvirtDisk, cache_for};
 
 use crate::front::Cache;
+use crate::layout::{self, More};
 use crate::lists::{distinct, grouped};
 use crate::model::{Axes, Cell, PlaceInfo, PlaceKind, Run, value_of};
 use crate::words::{listed, quoted};
@@ -75,26 +76,18 @@ impl Image {
         format!("vdkit create -f {}{options}{base} {name}{size}", quoted(&self.format))
     }
 
-    /// Derives the image from the name of a layout.
-    fn of_name(layout: &str) -> Self {
-        let formats = ["qcow2", "vmdk", "vhdx", "vhd", "vdi"];
-        let format = formats.into_iter().find(|format| layout.contains(format)).unwrap_or("raw");
-        let overlay = layout.contains("overlay");
-        let mut image = Self { format: format.to_owned(), options: Vec::new(), overlay };
-        for part in layout.split(['-', '_', ' ']) {
-            let size = part.strip_suffix(['k', 'K', 'm', 'M']).and_then(|n| n.parse::<u32>().ok());
-            match part {
-                part if size.is_some() && format == "qcow2" => {
-                    image.options.push(format!("cluster_size={}", part.to_uppercase()));
-                }
-                "ext" | "extl2" | "extended" => image.options.push("extended_l2=on".to_owned()),
-                "metadata" | "falloc" | "full" => {
-                    image.options.push(format!("preallocation={part}"));
-                }
-                _ => {}
-            }
+    /// The image of a layout, for a run without a command that creates it. A layout of a later
+    /// version is taken for raw.
+    fn of_layout(name: &str) -> Self {
+        let Some(layout) = layout::find(name) else {
+            return Self { format: "raw".to_owned(), ..Self::default() };
+        };
+        let options = (!layout.options.is_empty()).then(|| layout.options.to_owned());
+        Self {
+            format: layout.format.to_owned(),
+            options: options.into_iter().collect(),
+            overlay: layout.more == More::Backing,
         }
-        image
     }
 
     fn allocated(&self) -> bool {
@@ -145,7 +138,7 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
     let value = |name: &str| value_of(axes, name);
     let layout = value("layout").unwrap_or("qcow2");
     let commands = cells.first().map_or(&[][..], |cell| &run.cells[*cell].commands);
-    let image = Image::made_by(commands).unwrap_or_else(|| Image::of_name(layout));
+    let image = Image::made_by(commands).unwrap_or_else(|| Image::of_layout(layout));
     let place = value("backend")
         .and_then(|name| run.environment.places.iter().find(|place| place.name == name));
     let volume = layout == "zvol";
@@ -305,14 +298,16 @@ mod tests {
     }
 
     #[test]
-    fn names_of_layouts_are_understood() {
+    fn a_layout_has_its_own_options() {
         let options = |layout: &str| {
-            let image = Image::of_name(layout);
+            let image = Image::of_layout(layout);
             (image.format.clone(), image.options.join(","), image.allocated())
         };
         assert_eq!(options("qcow2-8k"), ("qcow2".into(), "cluster_size=8K".into(), false));
         assert_eq!(options("raw-falloc"), ("raw".into(), "preallocation=falloc".into(), true));
-        assert_eq!(options("qcow2-ext"), ("qcow2".into(), "extended_l2=on".into(), false));
+        // The size of the clusters too, which was once left out.
+        let extended = "extended_l2=on,cluster_size=128K";
+        assert_eq!(options("qcow2-ext"), ("qcow2".into(), extended.into(), false));
         assert_eq!(options("raw-sparse"), ("raw".into(), String::new(), false));
     }
 
