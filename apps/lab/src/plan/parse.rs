@@ -9,6 +9,7 @@ use vdkit_block::parse_size;
 
 use super::{Axis, Effort, Plan};
 use crate::axes;
+use crate::cells::product;
 use crate::metrics::{METRICS, metric};
 use crate::model::{Axes, PlaceKind, Published};
 
@@ -142,12 +143,7 @@ impl Place<'_> {
                 let Some((_, values)) = words.iter().find(|(axis, _)| axis == name) else {
                     return Err(self.at(table, format!("include: a value for '{name}' is missing")));
                 };
-                let with = |cell: &Axes, value: &String| {
-                    let mut cell = cell.clone();
-                    cell.push(((*name).to_owned(), value.clone()));
-                    cell
-                };
-                cells = cells.iter().flat_map(|c| values.iter().map(|v| with(c, v))).collect();
+                cells = product(&cells, name, values);
             }
             all.extend(cells);
         }
