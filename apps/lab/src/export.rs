@@ -5,9 +5,6 @@ use std::io::{self, Write};
 use crate::model::{Run, metric};
 
 /// Writes a whole run as one JSON object.
-///
-/// # Errors
-/// The writer fails.
 pub fn json(run: &Run, out: &mut impl Write) -> io::Result<()> {
     serde_json::to_writer_pretty(&mut *out, run)?;
     out.write_all(b"\n")
@@ -15,9 +12,6 @@ pub fn json(run: &Run, out: &mut impl Write) -> io::Result<()> {
 
 /// Writes one line for each value of each sample, and one for each cell without samples (RFC 4180,
 /// but with line feeds alone). Columns: the axes, then outcome, reason, round, metric, unit, value.
-///
-/// # Errors
-/// The writer fails.
 pub fn csv(run: &Run, out: &mut impl Write) -> io::Result<()> {
     let mut heads: Vec<&str> = run.plan.axes.iter().map(String::as_str).collect();
     heads.extend(["outcome", "reason", "round", "metric", "unit", "value"]);

@@ -156,9 +156,6 @@ pub struct Answer {
 }
 
 /// Parses fio's JSON.
-///
-/// # Errors
-/// The text is no JSON, or reports an error.
 pub fn parse(text: &str, load: &Load) -> Result<Answer> {
     // fio may print warnings before the JSON.
     let from = text.find('{').context("fio has printed no JSON")?;

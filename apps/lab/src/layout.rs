@@ -171,9 +171,6 @@ pub fn make(bench: &mut Bench<'_>, layout: &Layout, bytes: u64, content: Content
 }
 
 /// As [`make`], but with another name, for a place with several images.
-///
-/// # Errors
-/// As [`make`].
 pub fn make_named(
     bench: &mut Bench<'_>,
     layout: &Layout,
@@ -246,9 +243,6 @@ fn empty(bench: &mut Bench<'_>, device: &Path) -> Result<()> {
 }
 
 /// Writes zeroes to both ends of a device.
-///
-/// # Errors
-/// The device refuses.
 pub fn clear_ends(device: &Path, total: u64) -> Result<()> {
     use std::os::unix::fs::FileExt;
     let zeroes = vec![0; ENDS.min(total) as usize];

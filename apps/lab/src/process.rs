@@ -122,17 +122,11 @@ impl Line {
     }
 
     /// As [`Line::run`], but a failing program is a result too.
-    ///
-    /// # Errors
-    /// The program cannot be started, or the user interrupts.
     pub fn run_any(&self, cancel: &CancelToken) -> Result<Ended> {
         self.start()?.finish(cancel)
     }
 
     /// Starts the program and returns.
-    ///
-    /// # Errors
-    /// The program cannot be started.
     pub fn start(&self) -> Result<Running> {
         let began = Instant::now();
         let (child, out, errors) = self.spawn()?;
@@ -255,9 +249,6 @@ impl Running {
     }
 
     /// Waits at most `most` for the program's end. Returns whether it has ended.
-    ///
-    /// # Errors
-    /// The system refuses.
     pub fn wait(&mut self, most: Duration) -> Result<bool> {
         if self.ended.is_some() {
             return Ok(true);
@@ -302,9 +293,6 @@ impl Running {
     }
 
     /// The result of a program that has ended.
-    ///
-    /// # Errors
-    /// The program is still running.
     pub fn ended(&mut self) -> Result<Ended> {
         let Some((status, elapsed, io)) = self.ended else { bail!("{}: still runs", self.line) };
         let (stdout, stderr) = (read_all(&mut self.out), read_all(&mut self.errors));

@@ -64,18 +64,12 @@ impl Bench<'_> {
     }
 
     /// Runs a command and records its command line.
-    ///
-    /// # Errors
-    /// As [`Line::run`].
     pub fn run(&mut self, line: &Line) -> Result<Ended> {
         self.commands.push(line.text());
         line.run(&self.cancel)
     }
 
     /// Starts a server and records its command line.
-    ///
-    /// # Errors
-    /// As [`Line::start`].
     pub fn start(&mut self, line: &Line) -> Result<Running> {
         self.commands.push(format!("{} &", line.text()));
         line.start()
@@ -103,9 +97,6 @@ impl Bench<'_> {
     }
 
     /// The load of the cell.
-    ///
-    /// # Errors
-    /// The plan names no load.
     pub fn profile(&self) -> Result<&'static Profile> {
         let Some(name) = self.axis("profile") else { bail!("the cell has no profile") };
         profile::find(name).with_context(|| format!("unknown profile '{name}'"))

@@ -19,9 +19,6 @@ fn text(path: &Path) -> Option<String> {
 }
 
 /// Describes a folder's file system and the device below it.
-///
-/// # Errors
-/// The folder cannot be read.
 pub fn folder(path: &Path) -> Result<PlaceInfo> {
     let found = rustix::fs::statvfs(path).with_context(|| path.display().to_string())?;
     let all = mounts::all();

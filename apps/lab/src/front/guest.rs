@@ -178,9 +178,6 @@ impl Guest {
 
     /// Boots the guest with a script and returns. QEMU listens for QMP ([`super::qmp`]) at
     /// [`Booted::monitor`].
-    ///
-    /// # Errors
-    /// QEMU cannot be started.
     pub fn boot(&self, bench: &mut Bench<'_>, script: &str) -> Result<Booted> {
         let at = |name: &str| bench.folder.join(name);
         let (console, results, initrd) = (at("console.log"), at("results.log"), at("guest.initrd"));
@@ -222,9 +219,6 @@ pub struct Booted {
 
 impl Booted {
     /// As [`Running::wait`].
-    ///
-    /// # Errors
-    /// The system refuses.
     pub fn wait(&mut self, most: Duration) -> Result<bool> {
         self.running.wait(most)
     }
@@ -316,9 +310,6 @@ impl Default for GuestSpeed {
 }
 
 /// Boots a guest that does not use its disk.
-///
-/// # Errors
-/// The guest does not boot.
 pub fn guest_speed(bench: &mut Bench<'_>) -> Result<GuestSpeed> {
     // Test KVM first: the result is cached, and a failing test takes long.
     accelerator(&initramfs::kernel()?.image, &bench.cancel)?;

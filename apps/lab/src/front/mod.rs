@@ -230,9 +230,6 @@ impl Cache {
     };
 
     /// The mode of this name.
-    ///
-    /// # Errors
-    /// No mode has this name.
     pub fn named(name: &str) -> Result<Self> {
         let found = CACHES.iter().find(|cache| cache.name == name).copied();
         found.with_context(|| format!("unknown cache mode '{name}'"))

@@ -21,9 +21,6 @@ pub struct Attached {
 
 impl Attached {
     /// Attaches a file.
-    ///
-    /// # Errors
-    /// The system refuses.
     pub fn new(bench: &mut Bench<'_>, file: &Path) -> Result<Self> {
         let line = Line::new(need("losetup")?).args(["--find", "--show"]).arg(file);
         let ended = bench.run(&line)?;
@@ -36,9 +33,6 @@ impl Attached {
     }
 
     /// Detaches the device.
-    ///
-    /// # Errors
-    /// The system refuses.
     pub fn end(self, bench: &mut Bench<'_>) -> Result<()> {
         bench.commands.push(format!("losetup --detach {}", self.device.display()));
         detach(&self.device)
@@ -82,9 +76,6 @@ pub struct Mounted {
 
 impl Mounted {
     /// Mounts a device with an ext4 file system.
-    ///
-    /// # Errors
-    /// The system refuses.
     pub fn new(bench: &mut Bench<'_>, device: &Path, at: &Path) -> Result<Self> {
         let line = Line::new(need("mount")?).args(["-t", "ext4"]).arg(device).arg(at);
         bench.run(&line)?;
@@ -92,9 +83,6 @@ impl Mounted {
     }
 
     /// Unmounts the file system, which writes back its dirty pages.
-    ///
-    /// # Errors
-    /// The system refuses.
     pub fn end(mut self, bench: &mut Bench<'_>) -> Result<()> {
         let Some(at) = self.at.take() else { return Ok(()) };
         bench.commands.push(format!("umount {}", at.display()));
@@ -125,9 +113,6 @@ fn take_down(at: &Path) -> Result<()> {
 
 /// Unmounts everything below a folder, and detaches all loop devices over files in it. Cleans up
 /// after a process that was killed.
-///
-/// # Errors
-/// A mount or device cannot be removed.
 pub fn release_all(folder: &Path) -> Result<()> {
     // Unmount in reverse order, because a later mount may use an earlier one.
     for at in mounts::all().iter().rev() {

@@ -36,9 +36,6 @@ fn refuse<T>(device: &Path, reason: impl std::fmt::Display, hint: &str) -> Resul
 }
 
 /// Describes a device without opening it for writing.
-///
-/// # Errors
-/// The path is no block device, or cannot be read.
 pub fn describe(path: &Path) -> Result<PlaceInfo> {
     let found = fs::metadata(path).with_context(|| path.display().to_string())?;
     if !found.file_type().is_block_device() {

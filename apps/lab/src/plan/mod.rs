@@ -82,9 +82,6 @@ pub fn built_in() -> Result<Vec<Plan>> {
 
 impl Plan {
     /// The built-in plan of this name.
-    ///
-    /// # Errors
-    /// No built-in plan has this name.
     pub fn named(name: &str) -> Result<Self> {
         match BUILT_IN.iter().find(|(known, _)| *known == name) {
             Some((_, text)) => Self::parse(text, &format!("{name}.toml")),
@@ -105,9 +102,6 @@ impl Plan {
     }
 
     /// Parses a plan. `name` is the source in error messages.
-    ///
-    /// # Errors
-    /// As [`Plan::read`].
     pub fn parse(text: &str, name: &str) -> Result<Self> {
         parse::parse(text, name)
     }

@@ -84,9 +84,6 @@ impl Estimate {
     }
 
     /// Checks that the places have enough space.
-    ///
-    /// # Errors
-    /// A place has too little space.
     pub fn check(&self) -> Result<()> {
         for (name, needed, there) in &self.space {
             if needed > there {

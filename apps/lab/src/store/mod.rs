@@ -53,9 +53,6 @@ fn own(path: &Path) -> Result<Option<FileStorage>> {
 impl Store {
     /// Creates a file for a run, with its cells and without samples. [`Store::request`] returns
     /// `request`.
-    ///
-    /// # Errors
-    /// The file exists, or cannot be written.
     pub fn create(path: &Path, run: &Run, request: &impl Serialize) -> Result<Self> {
         if path.exists() {
             bail!("{}: already exists; name another file with --out", path.display());
@@ -192,9 +189,6 @@ impl Store {
     }
 
     /// Stores the description of the machine. A resumed run replaces the earlier description.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub fn set_environment(&mut self, environment: &Environment) -> Result<()> {
         let core = Environment { sections: Vec::new(), ..environment.clone() };
         let transaction = self.connection.transaction()?;
@@ -212,9 +206,6 @@ impl Store {
     }
 
     /// Adds a round of a cell, and updates the cell's commands and notes.
-    ///
-    /// # Errors
-    /// The round exists already, or the file cannot be written.
     pub fn add_sample(&mut self, cell: &Cell, sample: &Sample) -> Result<()> {
         let transaction = self.connection.transaction()?;
         let id: i64 =
@@ -255,9 +246,6 @@ impl Store {
     }
 
     /// Stores the outcome of a cell.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub fn set_outcome(&mut self, cell: &Cell) -> Result<()> {
         let (outcome, reason) = cell.outcome.state();
         self.connection.execute(
@@ -268,9 +256,6 @@ impl Store {
     }
 
     /// Adds a warning.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub fn add_warning(&mut self, warning: &Warning) -> Result<()> {
         self.connection.execute(
             "INSERT INTO warning (kind, text, cells) VALUES (?, ?, ?)",
@@ -280,18 +265,12 @@ impl Store {
     }
 
     /// Marks the run as complete.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub fn end(&mut self, when: u64) -> Result<()> {
         self.connection.execute("UPDATE run SET ended = ?", params![when as i64])?;
         Ok(())
     }
 
     /// Records a folder that must be removed, by this process or a later one.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub fn add_scratch(&mut self, folder: &Path) -> Result<()> {
         let name = folder.to_str().context("a scratch folder whose name is not UTF-8")?;
         self.connection.execute("INSERT OR IGNORE INTO scratch VALUES (?)", [name])?;
@@ -299,9 +278,6 @@ impl Store {
     }
 
     /// Folders that an earlier process left behind.
-    ///
-    /// # Errors
-    /// The file cannot be read.
     pub fn scratch(&self) -> Result<Vec<PathBuf>> {
         let mut query = self.connection.prepare("SELECT path FROM scratch")?;
         let rows = query.query_map([], |row| row.get::<_, String>(0))?;
@@ -309,9 +285,6 @@ impl Store {
     }
 
     /// Records that a folder was removed.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub fn forget_scratch(&mut self, folder: &Path) -> Result<()> {
         let name = folder.to_str().context("a scratch folder whose name is not UTF-8")?;
         self.connection.execute("DELETE FROM scratch WHERE path = ?", [name])?;
