@@ -168,12 +168,9 @@ fn on_device(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::axes_of as axes;
 
     const EFFORT: Effort = Effort { rounds: 3, seconds: 10.0, disk: 1 << 30, bytes: 1 << 20 };
-
-    fn axes(values: &[(&str, &str)]) -> Axes {
-        values.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
-    }
 
     fn place(kind: PlaceKind, total_bytes: u64) -> PlaceInfo {
         PlaceInfo { kind, total_bytes, ..PlaceInfo::default() }

@@ -68,8 +68,9 @@ pub struct Matrix<'a> {
     pub metric: &'a Metric,
     /// Names of axes with more than one value, in the plan's order.
     pub varying: Vec<&'a str>,
-    /// Whether guests are only compared with guests.
-    apart: bool,
+    /// Whether guests are only compared with guests: some cells ran in guests and others did not,
+    /// the front is a choice, and the metric is a speed.
+    pub apart: bool,
     /// Decides whether a difference is larger than noise.
     comparator: Comparator,
 }
@@ -266,16 +267,10 @@ impl<'a> Matrix<'a> {
     /// and processor slow down every disk, so guests are compared with guests.
     pub fn condition(&self, cell: &Cell) -> Axes {
         let mut condition = self.part(&cell.axes, Role::Condition);
-        if self.guests_apart() {
+        if self.apart {
             condition.push((SEEN.to_owned(), seen(&cell.axes).to_owned()));
         }
         condition
-    }
-
-    /// Whether guests are compared separately: some cells ran in guests and others did not, the
-    /// front is a choice, and the metric is a speed.
-    pub fn guests_apart(&self) -> bool {
-        self.apart
     }
 
     /// The conditions without axes that are the same in all cells.

@@ -21,6 +21,11 @@ pub use crate::metrics::{Better, METRICS, Metric, SURVIVED, metric};
 /// The axes of a cell in the order of the plan: name and value, such as `layout` and `qcow2`.
 pub type Axes = Vec<(String, String)>;
 
+/// Axes with these values.
+pub fn axes_of(values: &[(&str, &str)]) -> Axes {
+    values.iter().map(|(axis, value)| ((*axis).to_owned(), (*value).to_owned())).collect()
+}
+
 /// The value of an axis.
 pub fn value_of<'a>(axes: &'a Axes, name: &str) -> Option<&'a str> {
     axes.iter().find(|(axis, _)| axis == name).map(|(_, value)| value.as_str())

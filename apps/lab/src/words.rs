@@ -149,9 +149,7 @@ fn alone(axis: &str, value: &str) -> String {
 
 /// Turns a text into a sentence, with a capital letter and a full stop.
 pub fn sentence(text: &str) -> String {
-    let mut letters = text.chars();
-    let first = letters.next().into_iter().flat_map(char::to_uppercase);
-    let mut whole: String = first.chain(letters).collect();
+    let mut whole = capital(text);
     if !whole.is_empty() && !whole.ends_with(['.', '!', '?']) {
         whole.push('.');
     }
@@ -160,16 +158,17 @@ pub fn sentence(text: &str) -> String {
 
 /// Formats a name for a heading: `queue_depth` as `Queue depth`.
 pub fn title(name: &str) -> String {
-    let plain = match name {
-        "cache" => "cache mode".to_owned(),
-        "record" => "record size".to_owned(),
-        _ => name.replace('_', " "),
-    };
-    let mut letters = plain.chars();
-    match letters.next() {
-        Some(first) => first.to_uppercase().chain(letters).collect(),
-        None => plain,
+    match name {
+        "cache" => "Cache mode".to_owned(),
+        "record" => "Record size".to_owned(),
+        _ => capital(&name.replace('_', " ")),
     }
+}
+
+fn capital(text: &str) -> String {
+    let mut letters = text.chars();
+    let first = letters.next().into_iter().flat_map(char::to_uppercase);
+    first.chain(letters).collect()
 }
 
 /// Formats a number of things: `1 cell`, `2 cells`.

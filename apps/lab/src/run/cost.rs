@@ -3,7 +3,7 @@
 
 use crate::fit::{Fit, fit, images_of, layout_of};
 use crate::layout::More;
-use crate::model::{Axes, Effort, PlaceInfo, value_of};
+use crate::model::{Axes, Effort, PlaceInfo, axes_of, value_of};
 use crate::profile::{self, Kind, Load, SCORE_LOADS};
 
 /// The counted costs of one round.
@@ -97,9 +97,7 @@ pub fn cost(axes: &Axes, effort: &Effort, fit: &Fit) -> Cost {
 pub fn once<'a>(cells: impl Iterator<Item = &'a Axes>, effort: &Effort, place: &PlaceInfo) -> Cost {
     let scores = ("profile".to_owned(), "scores".to_owned());
     let wanted = cells.filter(|axes| axes.contains(&scores)).count() > 0;
-    let bare: Axes = [("layout", "raw"), ("front", "file"), ("profile", "scores")]
-        .map(|(axis, value)| (axis.to_owned(), value.to_owned()))
-        .into();
+    let bare = axes_of(&[("layout", "raw"), ("front", "file"), ("profile", "scores")]);
     match fit(&bare, effort, place) {
         Ok(fit) if wanted => cost(&bare, effort, &fit),
         _ => Cost::default(),
@@ -176,10 +174,8 @@ mod tests {
     const MIB: f64 = (1 << 20) as f64;
 
     fn of(values: &[(&str, &str)]) -> Cost {
-        let axes: Axes =
-            values.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
         let fit = Fit { disk: 64 << 20, wanted: 64 << 20, bytes: 0 };
-        cost(&axes, &EFFORT, &fit)
+        cost(&axes_of(values), &EFFORT, &fit)
     }
 
     #[test]
@@ -212,7 +208,7 @@ mod tests {
     fn each_kind_is_counted() {
         let scores = of(&[("front", "guest-ide"), ("profile", "scores")]);
         assert_eq!((scores.guests, scores.guest_fios, scores.fixed), (1.0, 8.0, 80.0));
-        let axes: Axes = vec![("profile".to_owned(), "scores".to_owned())];
+        let axes = axes_of(&[("profile", "scores")]);
         let place = PlaceInfo::default();
         assert_eq!(once([&axes, &axes].into_iter(), &EFFORT, &place).fios, 8.0);
         assert_eq!(once(std::iter::empty(), &EFFORT, &place), Cost::default());

@@ -159,8 +159,7 @@ mod tests {
     const EFFORT: Effort = Effort { rounds: 3, seconds: 10.0, disk: 1 << 30, bytes: 1 << 20 };
 
     fn cell(axes: &[(&str, &str)]) -> Cell {
-        let axes = axes.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
-        Cell { axes: axes.collect(), ..Cell::default() }
+        Cell { axes: crate::model::axes_of(axes), ..Cell::default() }
     }
 
     fn of(cells: &[Cell], place: &PlaceInfo) -> Estimate {

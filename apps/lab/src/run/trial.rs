@@ -161,12 +161,10 @@ pub fn guest(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::axes_of as axes;
 
     #[test]
     fn loads_have_a_front_and_other_things_have_none() {
-        let axes = |values: &[(&str, &str)]| -> Axes {
-            values.iter().map(|(axis, value)| ((*axis).to_owned(), (*value).to_owned())).collect()
-        };
         let load = axes(&[("front", "fuse"), ("profile", "batch16")]);
         assert_eq!(
             front_and_load(&load).map(|(front, load)| (front, load.jobs)),

@@ -147,7 +147,7 @@ fn of_choice(
 
 /// The best front among ways measured in another position (host or guest) than the advised way.
 fn of_other_fronts(matrix: &Matrix<'_>, best: Option<&Pick>) -> Option<Answer> {
-    let here = in_guest(&best.filter(|_| matrix.guests_apart())?.axes);
+    let here = in_guest(&best.filter(|_| matrix.apart)?.axes);
     let all = matrix.picks_where(|cell| in_guest(&cell.axes) != here);
     let (picks, _) = super::eligible(matrix.run, &all);
     let answer = of_choice(matrix, "front", &picks, None)?;

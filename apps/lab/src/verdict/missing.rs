@@ -133,7 +133,7 @@ fn blocks(matrix: &Matrix<'_>, axis: &str, cells: &[usize]) -> bool {
     let places: Vec<&str> = matrix
         .picks()
         .iter()
-        .filter(|_| matrix.guests_apart())
+        .filter(|_| matrix.apart)
         .map(|pick| seen(&pick.axes))
         .collect();
     let compared = |cell: &Cell| places.is_empty() || places.contains(&seen(&cell.axes));

@@ -395,7 +395,7 @@ fn left_out(matrix: &Matrix<'_>, picks: &[Pick]) -> Vec<Axes> {
         // Guests are compared with guests, so other ways are no gap.
         let same = picks.iter().any(|pick| in_guest(&pick.axes) == in_guest(&way));
         let way = matrix.short(&way);
-        if (same || !matrix.guests_apart()) && !found.contains(&way) {
+        if (same || !matrix.apart) && !found.contains(&way) {
             found.push(way);
         }
     }

@@ -267,11 +267,7 @@ fn mode(line: &str) -> Option<&'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::PlaceInfo;
-
-    fn axes(values: &[(&str, &str)]) -> Axes {
-        values.iter().map(|(axis, value)| ((*axis).to_owned(), (*value).to_owned())).collect()
-    }
+    use crate::model::axes_of as axes;
 
     #[test]
     fn an_image_is_made_as_it_was_in_the_run() {

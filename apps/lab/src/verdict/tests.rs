@@ -1,9 +1,5 @@
 use super::*;
-use crate::model::{Cell, Outcome, PlaceInfo, PlanSummary, Published, Sample};
-
-fn axes(values: &[(&str, &str)]) -> Axes {
-    values.iter().map(|(axis, value)| ((*axis).to_owned(), (*value).to_owned())).collect()
-}
+use crate::model::{Cell, Outcome, PlaceInfo, PlanSummary, Published, Sample, axes_of as axes};
 
 fn cell(values: &[(&str, &str)], metric: &str, samples: &[f64]) -> Cell {
     Cell {
