@@ -297,6 +297,24 @@ fn sound(bench: &mut Bench<'_>, image: &Image) -> Result<bool> {
     }
 }
 
+/// What happened. `waited` is how long there was no space.
+fn told(heard: &Heard, waited: Duration, sound: bool) -> String {
+    let told = match (heard.failed, sound, heard.stops) {
+        (_, false, _) => "failed: the image is damaged",
+        (true, ..) if heard.errors > 0 => {
+            return format!("failed: the client got errors ({}); the image is sound", heard.errors);
+        }
+        (true, ..) => "failed: the client did not complete its writes; the image is sound",
+        _ if waited.is_zero() => "completed, but the file system was never full",
+        (.., 0) => "paused, and continued when there was space again",
+        _ => {
+            "QEMU stopped the whole guest, which saw no error and continued when there was space \
+             again and the lab resumed it (cont)"
+        }
+    };
+    told.to_owned()
+}
+
 fn conclude(
     bench: &mut Bench<'_>,
     heard: Heard,
@@ -306,24 +324,10 @@ fn conclude(
 ) -> Sample {
     let written = heard.fio["jobs"][0]["write"]["io_bytes"].as_u64().unwrap_or(0);
     let complete = !heard.failed && written == WRITE_BYTES;
-    if waited.is_zero() {
-        bench.note(if heard.failed {
-            "the client got an error before the file system was full"
-        } else {
-            "the file system was never full"
-        });
+    if heard.failed && waited.is_zero() {
+        bench.note("the client got an error before the file system was full");
     }
-    let told = match (heard.failed, sound, heard.stops) {
-        (false, true, 0) => "paused, and continued when there was space again".to_owned(),
-        (false, true, _) => "QEMU stopped the whole guest, which saw no error and continued when \
-                             there was space again and the lab resumed it (cont)"
-            .to_owned(),
-        (true, true, _) => {
-            format!("failed: the client got errors ({}); the image is sound", heard.errors)
-        }
-        (_, false, _) => "failed: the image is damaged".to_owned(),
-    };
-    bench.note(&told);
+    bench.note(&told(&heard, waited, sound));
     let all = values([
         ("survived", f64::from(u8::from(complete && sound))),
         ("io_errors", heard.errors as f64),
@@ -339,6 +343,20 @@ fn conclude(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A client that never met a full file system was once said to have paused, and one that did not
+    /// end in time to have got 0 errors.
+    #[test]
+    fn no_pause_and_no_error_is_made_up() {
+        let full = Duration::from_secs(3);
+        let heard = |failed, errors, stops| Heard { failed, errors, stops, ..Heard::default() };
+        assert!(told(&heard(false, 0, 0), full, true).starts_with("paused"));
+        assert!(told(&heard(false, 0, 1), full, true).starts_with("QEMU stopped"));
+        assert!(told(&heard(false, 0, 0), Duration::ZERO, true).contains("never full"));
+        assert!(told(&heard(true, 2, 0), full, true).contains("got errors (2)"));
+        assert!(told(&heard(true, 0, 0), full, true).contains("did not complete"));
+        assert!(told(&heard(false, 0, 0), full, false).contains("damaged"));
+    }
 
     #[test]
     fn an_answer_without_an_end_is_an_error() {
