@@ -185,14 +185,17 @@ pub fn listed(things: &[String]) -> String {
     }
 }
 
+/// As [`listed`], but names at most this many, and counts the others.
+pub fn listed_most(things: &[String], most: usize) -> String {
+    match things.len().checked_sub(most) {
+        Some(more @ 1..) => format!("{} and {more} more", things[..most].join(", ")),
+        _ => listed(things),
+    }
+}
+
 /// Names the first few configurations, and counts the others.
 pub fn first_of(ways: &[Axes]) -> String {
-    const NAMED: usize = 3;
-    let names: Vec<String> = ways.iter().take(NAMED).map(label).collect();
-    match ways.len() {
-        few if few <= NAMED => listed(&names),
-        many => format!("{} and {} more", names.join(", "), many - NAMED),
-    }
+    listed_most(&ways.iter().map(label).collect::<Vec<_>>(), 3)
 }
 
 /// Quotes a word for a shell if necessary.

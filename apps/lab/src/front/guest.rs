@@ -103,7 +103,6 @@ pub(super) fn prepare(
     let kernel = initramfs::kernel()?;
     let initial = bench.folder.join("guest.cpio");
     initramfs::write(&kernel, bus.modules(), bus.disk(), &initial)?;
-    let words = |list: &[&str]| list.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
     let (mut arguments, mut server) = (Vec::new(), None);
     match source {
         Source::Qemu | Source::QemuReporting => {
@@ -115,16 +114,15 @@ pub(super) fn prepare(
             let socket = bench.folder.join("nbd.sock");
             server = Some(serve::nbd(bench, by, image, cache, &socket)?);
             let path = socket.display();
-            arguments.extend(words(&["-blockdev"]));
-            arguments
-                .push(format!("driver=nbd,node-name=disk,server.type=unix,server.path={path}"));
+            let node = format!("driver=nbd,node-name=disk,server.type=unix,server.path={path}");
+            arguments.extend(["-blockdev".to_owned(), node]);
         }
         Source::VhostUser => {
             let socket = bench.folder.join("vhost.sock");
             server = Some(vhost_user(bench, image, cache, &socket)?);
-            arguments.push("-chardev".to_owned());
-            arguments.push(format!("socket,id=disk,path={}", socket.display()));
-            arguments.extend(words(&["-device", "vhost-user-blk-pci,chardev=disk"]));
+            let socket = format!("socket,id=disk,path={}", socket.display());
+            let device = "vhost-user-blk-pci,chardev=disk";
+            arguments.extend(["-chardev", &socket, "-device", device].map(str::to_owned));
         }
     }
     if source != Source::VhostUser {

@@ -10,7 +10,7 @@ use rustix::fs::{Mode, OFlags, SeekFrom, seek};
 use vdkit_block::CancelToken;
 
 use crate::environment::{block, mounts};
-use crate::model::PlaceInfo;
+use crate::model::{PlaceInfo, PlaceKind};
 use crate::peers::find;
 use crate::process::Line;
 
@@ -42,6 +42,7 @@ pub fn describe(path: &Path) -> Result<PlaceInfo> {
         return refuse(path, "not a block device", "name a folder with --on");
     }
     let mut info = block::device(found.rdev(), path);
+    info.kind = PlaceKind::Device;
     let file = File::open(path).with_context(|| path.display().to_string())?;
     info.total_bytes = seek(&file, SeekFrom::End(0)).context("size of the device")?;
     info.free_bytes = info.total_bytes;

@@ -6,7 +6,7 @@ use crate::axes::about_value;
 use crate::lists::grouped;
 use crate::model::{Axes, Run};
 use crate::stats::{Gain, NARROW};
-use crate::verdict::{Advice, Exception, SetAside, Setup, Verdict};
+use crate::verdict::{Advice, Exception, SetAside, Setup, Verdict, blocking};
 use crate::words::{date, first_of, label, listed, percent, plural, sentence, span, time, times};
 
 /// The title, the machine in one line, and the theme switch.
@@ -109,8 +109,7 @@ fn kicker(verdict: &Verdict) -> &'static str {
 
 /// The heading if there is no advice.
 fn no_advice(verdict: &Verdict) -> String {
-    let blocking = verdict.missing.iter().filter(|missing| missing.blocks);
-    let blocking: Vec<String> = blocking.map(|missing| label(&missing.what)).collect();
+    let blocking = blocking(&verdict.missing);
     match (verdict.advice, blocking.is_empty()) {
         (Advice::None, false) => format!("Not measured: {}", listed(&blocking)),
         (Advice::None, true) => "Nothing to compare".to_owned(),

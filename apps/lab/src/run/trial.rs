@@ -16,7 +16,7 @@ use crate::cells::Rng;
 use crate::engine::{self, Bench};
 use crate::fit::fit;
 use crate::front::{self, GuestSpeed};
-use crate::model::{Axes, Cell, Outcome, Sample, value_of};
+use crate::model::{Axes, Cell, Outcome, value_of};
 use crate::place::{self, Place};
 use crate::plan::Effort;
 use crate::profile::{self, Kind, Load, Sync};
@@ -77,7 +77,7 @@ pub fn tried(
         let small = Effort { seconds: SECONDS.min(effort.seconds), disk, bytes, ..*effort };
         let Ok(fit) = fit(&cell.axes, &small, &place.info) else { continue };
         let began = Instant::now();
-        let found = once(&cell.axes, place, small, tools, cancel);
+        let found = with_bench(&cell.axes, place, small, (tools, cancel), engine::sample);
         cancel.check()?;
         let Ok(sample) = found else { continue };
         if load.to_the_end {
@@ -92,17 +92,6 @@ pub fn tried(
         }
     }
     Ok(tried)
-}
-
-/// Runs one round of a cell.
-fn once(
-    axes: &Axes,
-    place: &Place,
-    effort: Effort,
-    tools: &Tools<'_>,
-    cancel: &CancelToken,
-) -> Result<Sample> {
-    with_bench(axes, place, effort, (tools, cancel), engine::sample)
 }
 
 /// Runs a closure with a temporary folder on a place.

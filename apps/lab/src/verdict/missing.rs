@@ -49,6 +49,11 @@ impl Missing {
     }
 }
 
+/// The parts without which nothing is advised.
+pub(crate) fn blocking(missing: &[Missing]) -> Vec<String> {
+    missing.iter().filter(|missing| missing.blocks).map(|missing| label(&missing.what)).collect()
+}
+
 /// Why a cell has no result, or lacks some of its rounds.
 fn state(cell: &Cell, metric: &str) -> Option<(&'static str, String)> {
     let first = |text: &str| text.lines().next().unwrap_or_default().to_owned();

@@ -1,5 +1,6 @@
 //! Writes a verdict as one sentence.
 
+use super::missing::blocking;
 use super::{Advice, Found, Missing, needs_server};
 use crate::matrix::{Matrix, Pick};
 use crate::model::SURVIVED;
@@ -9,11 +10,7 @@ use crate::words::{label, listed, plural, sentence as begun, span, times, value}
 /// The advice and its gain, or why there is no advice.
 pub(super) fn sentence(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missing]) -> String {
     let name = label(&matrix.short(&found.way.axes));
-    let blocked: Vec<String> = missing
-        .iter()
-        .filter(|missing| missing.blocks)
-        .map(|missing| label(&missing.what))
-        .collect();
+    let blocked = blocking(missing);
     if !blocked.is_empty() {
         let was = if blocked.len() == 1 { "was" } else { "were" };
         return format!(
