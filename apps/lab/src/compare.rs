@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::lists::distinct;
+use crate::lists::{distinct, numbered};
 use crate::matrix::Matrix;
 use crate::model::{Axes, Better, Cell, Metric, Run, SURVIVED, metric};
 use crate::stats::{Decision, RUNS_APART, Rounds, Runs, median};
@@ -148,20 +148,8 @@ fn find<'a>(run: &'a Run, key: &str) -> Option<&'a Cell> {
 /// Assigns a number to the load of each cell.
 fn loads(runs: &[&Run], keys: &[&str]) -> Vec<usize> {
     let matrix = runs.first().and_then(|run| Matrix::new(run));
-    let mut known: Vec<Axes> = Vec::new();
-    let mut number = |load: Axes| {
-        known.iter().position(|other| *other == load).unwrap_or_else(|| {
-            known.push(load);
-            known.len() - 1
-        })
-    };
     let cell = |key: &str| runs.iter().find_map(|run| find(run, key));
-    keys.iter()
-        .map(|key| {
-            let load = matrix.as_ref().zip(cell(key)).map(|(matrix, cell)| matrix.condition(cell));
-            number(load.unwrap_or_default())
-        })
-        .collect()
+    numbered(keys.iter().map(|key| Some(matrix.as_ref()?.condition(cell(key)?))))
 }
 
 fn one(

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 pub use crate::axes::{Role, role};
-use crate::lists::{distinct, grouped};
+use crate::lists::{distinct, grouped, numbered};
 use crate::model::{Axes, Cell, Metric, Run, SURVIVED, metric, value_of};
 use crate::stats::{Comparator, Gain, Rounds, Side, Summary, geometric_mean, summary};
 
@@ -118,28 +118,16 @@ impl<'a> Matrix<'a> {
     /// All comparisons of a verdict share one error probability: cells of one load, ways, and
     /// values of each axis.
     fn new_comparator(&self) -> Comparator {
-        let mut loads: Vec<Axes> = Vec::new();
-        let mut sizes: Vec<usize> = Vec::new();
-        let mut cells = Vec::new();
-        let mut ways: Vec<Axes> = Vec::new();
-        for cell in &self.run.cells {
-            let condition = self.condition(cell);
-            let load = loads.iter().position(|known| *known == condition).unwrap_or_else(|| {
-                loads.push(condition);
-                sizes.push(0);
-                loads.len() - 1
-            });
-            let rounds = cell.rounds(self.metric.key);
-            sizes[load] += usize::from(!rounds.is_empty());
-            let way = self.part(&cell.axes, Role::Choice);
-            if !rounds.is_empty() && !ways.contains(&way) {
-                ways.push(way);
-            }
-            cells.push((load, rounds));
-        }
+        let all = &self.run.cells;
+        let loads = numbered(all.iter().map(|cell| self.condition(cell)));
+        let rounds = all.iter().map(|cell| cell.rounds(self.metric.key));
+        let cells: Vec<(usize, Rounds)> = loads.into_iter().zip(rounds).collect();
+        let measured = || all.iter().zip(&cells).filter(|(_, (_, rounds))| !rounds.is_empty());
+        let loads = grouped(measured().map(|(cell, (load, _))| (*load, cell)));
+        let ways = distinct(measured().map(|(cell, _)| self.part(&cell.axes, Role::Choice)));
         let pairs = |count: usize| count * count.saturating_sub(1) / 2;
         let axes = self.varying.iter().filter(|axis| self.role(axis) == Role::Choice);
-        let comparisons = sizes.iter().copied().map(pairs).sum::<usize>()
+        let comparisons = loads.iter().map(|(_, cells)| pairs(cells.len())).sum::<usize>()
             + pairs(ways.len())
             + axes.map(|axis| pairs(self.values(axis).len())).sum::<usize>();
         Comparator::new(&cells, comparisons, interim_tests(self.run))

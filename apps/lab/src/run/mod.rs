@@ -219,10 +219,7 @@ impl Prepared {
         let id = format!("{}-{started}-{:08x}", self.plan.name, random_seed() as u32);
         let run = Run {
             id,
-            plan: PlanSummary {
-                effort: Some(self.request.effort(&self.plan)),
-                ..self.plan.summary()
-            },
+            plan: self.summary(),
             published: self.plan.published.clone(),
             quick: self.request.quick,
             seed: self.request.seed,
@@ -237,21 +234,24 @@ impl Prepared {
         Ok(self.start(store, run.cells))
     }
 
+    fn summary(&self) -> PlanSummary {
+        PlanSummary { effort: Some(self.request.effort(&self.plan)), ..self.plan.summary() }
+    }
+
     fn environment(&self, monitor: &Monitor<'_>) -> Environment {
         let infos: Vec<PlaceInfo> = self.places.iter().map(|place| place.info.clone()).collect();
         environment::describe(&infos, &monitor.cancel)
     }
 
     fn start(self, store: Store, cells: Vec<Cell>) -> ActiveRun {
-        let effort = self.request.effort(&self.plan);
         ActiveRun {
             rounds: Rounds::of(&self.request, &self.plan),
-            summary: PlanSummary { effort: Some(effort), ..self.plan.summary() },
+            summary: self.summary(),
+            effort: self.request.effort(&self.plan),
             rng: Rng::new(random_seed()),
             references: BTreeMap::new(),
             request: self.request,
             places: self.places,
-            effort,
             cells,
             store,
             estimate: self.estimate,

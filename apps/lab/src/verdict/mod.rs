@@ -387,20 +387,14 @@ fn exceptions(matrix: &Matrix<'_>, best: &Pick) -> Vec<Exception> {
 
 /// Ways that have results and are not among the picks.
 fn left_out(matrix: &Matrix<'_>, picks: &[Pick]) -> Vec<Axes> {
-    let mut found: Vec<Axes> = Vec::new();
-    for cell in matrix.run.cells.iter().filter(|cell| matrix.counts(cell)) {
-        let way = matrix.part(&cell.axes, Role::Choice);
-        if matrix.summary(cell).is_none() || picks.iter().any(|pick| pick.axes == way) {
-            continue;
-        }
-        // Guests are compared with guests, so other ways are no gap.
-        let same = picks.iter().any(|pick| in_guest(&pick.axes) == in_guest(&way));
-        let way = matrix.short(&way);
-        if (same || !matrix.apart) && !found.contains(&way) {
-            found.push(way);
-        }
-    }
-    found
+    let cells = matrix.run.cells.iter().filter(|cell| matrix.counts(cell));
+    let measured = cells.filter(|cell| matrix.summary(cell).is_some());
+    let ways = measured.map(|cell| matrix.part(&cell.axes, Role::Choice));
+    let others = ways.filter(|way| picks.iter().all(|pick| pick.axes != *way));
+    // Guests are compared with guests, so other ways are no gap.
+    let same = |way: &Axes| picks.iter().any(|pick| in_guest(&pick.axes) == in_guest(way));
+    let gaps = others.filter(|way| !matrix.apart || same(way));
+    distinct(gaps.map(|way| matrix.short(&way)))
 }
 
 /// The note of cells whose guest ran without KVM.
