@@ -251,8 +251,8 @@ pub struct Series {
 }
 
 /// Whether a load was steady, by the rule of SNIA's Solid State Storage Performance Test
-/// Specification: over a window of five measurements the largest minus the smallest value is at most
-/// 20 % of their mean, and the fitted line rises or falls by at most 10 % of the mean.
+/// Specification: over a window of five measurements the largest minus the smallest value is at
+/// most 20 % of their mean, and the fitted line rises or falls by at most 10 % of the mean.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Steady {

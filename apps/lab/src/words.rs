@@ -111,9 +111,11 @@ pub fn digits(number: f64) -> String {
     format!("{number:.places$}")
 }
 
-/// Formats a ratio: `1.84`, `12.3`.
+/// Formats a ratio: `1.84`, `12.3`, `0.0040`.
 pub fn times(ratio: f64) -> String {
-    if ratio >= 9.95 { digits(ratio) } else { format!("{ratio:.2}") }
+    // With two places, a ratio of 1 to 250 would be 0.00.
+    let far = ratio >= 9.95 || (ratio > 0.0 && ratio < 0.0995);
+    if far { digits(ratio) } else { format!("{ratio:.2}") }
 }
 
 /// Formats a fraction as percent: `7 %`, `0.4 %`.
@@ -259,8 +261,8 @@ mod tests {
             ("–".into(), "0.0123".into(), "-2.50".into())
         );
         assert_eq!(
-            (times(1.8449), times(12.34), times(0.5)),
-            ("1.84".into(), "12.3".into(), "0.50".into())
+            [times(1.8449), times(12.34), times(0.5), times(0.004), times(0.0)],
+            ["1.84", "12.3", "0.50", "0.0040", "0.00"]
         );
         assert_eq!((percent(0.071), percent(0.004)), ("7 %".into(), "0.4 %".into()));
         // The range of a window whose mean is 0: see `window_of`.

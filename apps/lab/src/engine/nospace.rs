@@ -344,8 +344,8 @@ fn conclude(
 mod tests {
     use super::*;
 
-    /// A client that never met a full file system was once said to have paused, and one that did not
-    /// end in time to have got 0 errors.
+    /// A client that never met a full file system was once said to have paused, and one that did
+    /// not end in time to have got 0 errors.
     #[test]
     fn no_pause_and_no_error_is_made_up() {
         let full = Duration::from_secs(3);
