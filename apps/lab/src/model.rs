@@ -203,7 +203,7 @@ pub struct Sample {
     pub series: Vec<Series>,
     /// Whether the load was steady.
     pub steady: Option<Steady>,
-    /// fio's own JSON.
+    /// fio's own JSON, or the throughputs that a score is made of.
     pub raw: Option<serde_json::Value>,
     /// Start time.
     pub started: u64,

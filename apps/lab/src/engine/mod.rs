@@ -9,6 +9,8 @@ pub mod nospace;
 mod open;
 mod scores;
 
+pub use scores::references;
+
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 

@@ -249,7 +249,7 @@ impl Prepared {
             summary: self.summary(),
             effort: self.request.effort(&self.plan),
             rng: Rng::new(random_seed()),
-            references: BTreeMap::new(),
+            references: engine::references(&cells),
             request: self.request,
             places: self.places,
             cells,
