@@ -173,6 +173,11 @@ fn capital(text: &str) -> String {
     first.chain(letters).collect()
 }
 
+/// The name of a metric in a column header.
+pub fn heading(key: &str) -> String {
+    title(metric(key).map_or(key, |metric| metric.title))
+}
+
 /// Formats a number of things: `1 cell`, `2 cells`.
 pub fn plural(count: usize, thing: &str) -> String {
     format!("{count} {thing}{}", if count == 1 { "" } else { "s" })

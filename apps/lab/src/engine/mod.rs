@@ -41,7 +41,7 @@ pub struct Bench<'a> {
     /// Seed of random bytes and random offsets.
     pub seed: u64,
     /// Where the image is created.
-    pub place: &'a Place,
+    pub place: Place,
     /// An empty folder, on the place if the place is a folder. Removed after the round.
     pub folder: PathBuf,
     /// The cell.

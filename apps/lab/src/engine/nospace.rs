@@ -69,26 +69,12 @@ pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
 fn within(bench: &mut Bench<'_>, fio: &Path, pool: &std::path::Path) -> Result<Sample> {
     let (layout, front, cache) = (bench.layout()?, bench.front()?, bench.cache()?);
     // The image shares the file system with the ballast; sockets and results do not.
-    let place = Place::scratch(pool, &bench.place.info);
-    let image = {
-        let mut inner = Bench {
-            command: bench.command.clone(),
-            registry: bench.registry,
-            cancel: bench.cancel.clone(),
-            effort: bench.effort,
-            seed: bench.seed,
-            place: &place,
-            folder: pool.to_owned(),
-            axes: bench.axes,
-            commands: Vec::new(),
-            notes: Vec::new(),
-            references: &mut *bench.references,
-        };
-        let image = layout::make(&mut inner, layout, 2 * WRITE_BYTES, Content::Nothing)?;
-        let commands = std::mem::take(&mut inner.commands);
-        bench.commands.extend(commands);
-        image
-    };
+    let inner = Place::scratch(pool, &bench.place.info);
+    let place = std::mem::replace(&mut bench.place, inner);
+    let folder = std::mem::replace(&mut bench.folder, pool.to_owned());
+    let image = layout::make(bench, layout, 2 * WRITE_BYTES, Content::Nothing);
+    (bench.place, bench.folder) = (place, folder);
+    let image = image?;
     let ballast = pool.join("ballast");
     let file = std::fs::File::create(&ballast)?;
     let fill = free_bytes(pool)?.saturating_sub(ROOM_BYTES);

@@ -8,8 +8,7 @@ use crate::lists::distinct;
 use crate::matrix::values;
 use crate::model::{Cell, Effort, Outcome, PlaceInfo, PlaceKind, Run, Section};
 use crate::stats::outliers;
-use crate::verdict::heading;
-use crate::words::{bytes, label, plural, time, title, value_of};
+use crate::words::{bytes, heading, label, plural, time, title, value_of};
 
 /// Cells without results, with the reasons.
 pub(super) fn missing(run: &Run) -> Option<Markup> {

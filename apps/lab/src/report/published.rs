@@ -8,8 +8,8 @@ use crate::lists::grouped;
 use crate::matrix::Matrix;
 use crate::model::{Axes, Published, Run};
 use crate::plan::Plan;
-use crate::verdict::{Verdict, all_measured_for, heading, measured_for, others_for};
-use crate::words::{digits, label, plural, times, value, value_of};
+use crate::verdict::{Verdict, all_measured_for, measured_for, others_for};
+use crate::words::{digits, heading, label, plural, times, value, value_of};
 
 /// Tools side by side: the same task done by each tool in this run.
 pub(super) fn peers(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {

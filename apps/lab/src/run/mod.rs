@@ -370,7 +370,7 @@ impl ActiveRun {
             cancel: monitor.cancel.clone(),
             effort: self.effort,
             seed: self.request.seed ^ u64::from(round),
-            place: &place,
+            place,
             folder: folder.clone(),
             axes: &cell.axes,
             commands: Vec::new(),

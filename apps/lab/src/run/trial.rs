@@ -110,7 +110,7 @@ fn with_bench<T>(
         cancel: cancel.clone(),
         effort,
         seed: 1,
-        place,
+        place: place.clone(),
         folder: folder.clone(),
         axes,
         commands: Vec::new(),

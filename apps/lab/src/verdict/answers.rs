@@ -6,7 +6,7 @@ use super::sentence::figure;
 use super::{asked, prepared, published, scores};
 use crate::lists::{distinct, grouped};
 use crate::matrix::{Matrix, OWN_TOOL, Pick, Role, SEEN, in_guest, program};
-use crate::model::{Axes, Cell, SURVIVED, metric, value_of};
+use crate::model::{Axes, Cell, SURVIVED, value_of};
 use crate::stats::{Decision, Gain, ROUNDS_MIN, Summary, median, summary};
 use crate::words::{self, label, listed, span, title};
 
@@ -246,9 +246,4 @@ fn peer_row(
     let told = |axis: &str| matrix.varying.contains(&axis);
     let axes = thing.iter().filter(|(axis, _)| told(axis)).cloned().collect();
     Some(PeerRow { axes, tools: measured, gains })
-}
-
-/// The name of a metric in a column header.
-pub(crate) fn heading(key: &str) -> String {
-    metric(key).map_or_else(|| title(key), |metric| title(metric.title))
 }

@@ -37,7 +37,6 @@ use crate::model::{Axes, Run, SURVIVED, value_of};
 use crate::stats::{Decision, Gain, ROUNDS_MIN};
 use crate::words;
 
-pub(crate) use answers::heading;
 pub use answers::{Answer, PeerRow};
 pub use confidence::{Confidence, Level, steadiness};
 pub use missing::Missing;
