@@ -1,14 +1,8 @@
-//! Writes results for other programs, as JSON and as CSV.
+//! Writes results for other programs, as CSV.
 
 use std::io::{self, Write};
 
 use crate::model::{Run, metric};
-
-/// Writes a whole run as one JSON object.
-pub fn json(run: &Run, out: &mut impl Write) -> io::Result<()> {
-    serde_json::to_writer_pretty(&mut *out, run)?;
-    out.write_all(b"\n")
-}
 
 /// Writes one line for each value of each sample, and one for each cell without samples (RFC 4180,
 /// but with line feeds alone). Columns: the axes, then outcome, reason, round, metric, unit, value.
@@ -84,8 +78,5 @@ mod tests {
              raw,measured,,0,iops,1/s,1.5\n\
              qcow2,skipped,\"no \"\"fio\"\", sorry\",,,,\n"
         );
-        let mut out = Vec::new();
-        json(&run, &mut out).unwrap();
-        assert_eq!(serde_json::from_slice::<Run>(&out).unwrap(), run);
     }
 }

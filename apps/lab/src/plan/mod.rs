@@ -5,6 +5,8 @@ mod parse;
 
 use std::path::Path;
 
+use serde::Serialize;
+
 use crate::error::{Context, Result, bail};
 
 pub use crate::model::Effort;
@@ -46,7 +48,7 @@ pub struct Plan {
 }
 
 /// One axis of a plan.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Axis {
     /// Its name.
     pub name: String,
@@ -55,9 +57,11 @@ pub struct Axis {
     /// Values in a quick run.
     pub quick: Vec<String>,
     /// Whether the axis is a condition in this plan, whatever its role is in others.
+    #[serde(skip)]
     pub condition: bool,
     /// File systems on which the axis is varied; empty for all. Elsewhere the axis has its first
     /// value.
+    #[serde(skip)]
     pub on: Vec<String>,
 }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueHint};
 use serde::Serialize;
 use vdkit_lab::axes;
-use vdkit_lab::plan::{self, Effort, Plan};
+use vdkit_lab::plan::{self, Axis, Effort, Plan};
 use vdkit_lab::words::plural;
 
 use super::failure;
@@ -102,35 +102,11 @@ struct Shown<'a> {
     title: &'a str,
     question: &'a str,
     metric: &'a str,
-    axes: Vec<ShownAxis<'a>>,
-    full: ShownEffort,
-    quick: ShownEffort,
+    axes: &'a [Axis],
+    full: Effort,
+    quick: Effort,
     published: usize,
     text: &'a str,
-}
-
-#[derive(Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct ShownAxis<'a> {
-    name: &'a str,
-    values: &'a [String],
-    quick: &'a [String],
-}
-
-#[derive(Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct ShownEffort {
-    rounds: u32,
-    seconds: f64,
-    disk: u64,
-    bytes: u64,
-}
-
-impl From<Effort> for ShownEffort {
-    fn from(effort: Effort) -> Self {
-        let Effort { rounds, seconds, disk, bytes } = effort;
-        Self { rounds, seconds, disk, bytes }
-    }
 }
 
 impl ShowArgs {
@@ -142,17 +118,9 @@ impl ShowArgs {
                 title: &plan.title,
                 question: &plan.question,
                 metric: &plan.metric,
-                axes: plan
-                    .axes
-                    .iter()
-                    .map(|axis| ShownAxis {
-                        name: &axis.name,
-                        values: &axis.values,
-                        quick: &axis.quick,
-                    })
-                    .collect(),
-                full: plan.full.into(),
-                quick: plan.quick.into(),
+                axes: &plan.axes,
+                full: plan.full,
+                quick: plan.quick,
                 published: plan.published.len(),
                 text: &plan.text,
             })?;
