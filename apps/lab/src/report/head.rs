@@ -6,8 +6,8 @@ use crate::axes::about_value;
 use crate::lists::grouped;
 use crate::model::{Axes, Run};
 use crate::stats::{Gain, NARROW};
-use crate::verdict::{Advice, Exception, SetAside, Setup, Verdict, blocking};
-use crate::words::{date, first_of, label, listed, percent, plural, sentence, span, time, times};
+use crate::verdict::{Advice, Exception, SetAside, Setup, Verdict, blocking, interval};
+use crate::words::{date, first_of, label, listed, plural, sentence, time, times};
 
 /// The title, the machine in one line, and the theme switch.
 pub(super) fn top(run: &Run) -> Markup {
@@ -77,7 +77,9 @@ pub(super) fn verdict(run: &Run, verdict: &Verdict) -> Markup {
                         p class="tile-name" { "Not significantly different" }
                         p class="tile-value" { @match verdict.ties.len() { 0 => "none", n => (n) } }
                         p class="tile-note" { (ties(verdict)) }
-                        @if !verdict.left_out.is_empty() { p class="tile-note" { (left_out(verdict)) } }
+                        @if let Some(text) = verdict.not_compared() {
+                            p class="tile-note" { (sentence(&text)) }
+                        }
                     }
                 }
             }
@@ -172,10 +174,7 @@ fn gain_tile(gain: &Gain, verdict: &Verdict) -> Markup {
             p class="tile-value" { (times(gain.ratio)) "×" }
             p class="tile-note" {
                 @if gain.is_hint() { "too few rounds to tell how much of it is noise" }
-                @else {
-                    (percent(gain.interval.coverage)) " interval for all comparisons together: "
-                    (span(gain.interval.low, gain.interval.high))
-                }
+                @else { (interval(gain)) }
                 "."
             }
         }
@@ -187,11 +186,6 @@ fn ties(verdict: &Verdict) -> String {
         0 => "Over all loads together, all others differ significantly.".to_owned(),
         _ => format!("{}.", first_of(&verdict.ties)),
     }
-}
-
-/// Ways that were not compared.
-fn left_out(verdict: &Verdict) -> String {
-    format!("Not compared, because not measured under all loads: {}.", first_of(&verdict.left_out))
 }
 
 /// Ways that were faster but are not advised, grouped by reason.

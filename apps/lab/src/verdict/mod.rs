@@ -41,6 +41,7 @@ pub use answers::{Answer, PeerRow};
 pub use confidence::{Confidence, Level, steadiness};
 pub use missing::Missing;
 pub(crate) use missing::blocking;
+pub(crate) use output::interval;
 pub(crate) use published::{all_measured_for, measured_for, others_for};
 pub use scores::{Ranking, TOP, rankings};
 pub use setup::Setup;

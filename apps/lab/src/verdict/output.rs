@@ -6,6 +6,7 @@ use serde::{Serialize, Serializer};
 
 use super::{Missing, SetAside, Setup, Verdict};
 use crate::model::Axes;
+use crate::stats::Gain;
 use crate::words::{first_of, label, percent, plural, span, times};
 
 fn by_name(axes: &Axes) -> BTreeMap<&str, &str> {
@@ -38,6 +39,18 @@ pub(super) fn setup_of_any<S: Serializer>(
     setup.clone().unwrap_or_default().serialize(serializer)
 }
 
+/// The interval of a gain, or with too few rounds the range.
+pub(crate) fn interval(gain: &Gain) -> String {
+    let span = span(gain.interval.low, gain.interval.high);
+    match gain.is_hint() {
+        true => format!("range of the rounds: {span}"),
+        false => {
+            let coverage = percent(gain.interval.coverage);
+            format!("{coverage} interval for all comparisons together: {span}")
+        }
+    }
+}
+
 impl Verdict {
     /// The verdict for a terminal: what was not measured, the advice and its gain, problems, and
     /// the setup.
@@ -47,16 +60,8 @@ impl Verdict {
             not_measured.map(|part| format!("not measured: {part}")).collect();
         lines.push(self.sentence.clone());
         if let (Some(gain), Some(base)) = (&self.gain, &self.baseline) {
-            let which = match gain.is_hint() {
-                true => "range of the rounds".to_owned(),
-                false => format!(
-                    "{} interval for all comparisons together",
-                    percent(gain.interval.coverage)
-                ),
-            };
-            let span = span(gain.interval.low, gain.interval.high);
-            let times = times(gain.ratio);
-            lines.push(format!("against the default ({}): {times}x; {which}: {span}", label(base)));
+            let (base, times, interval) = (label(base), times(gain.ratio), interval(gain));
+            lines.push(format!("against the default ({base}): {times}x; {interval}"));
         }
         let confidence = &self.confidence;
         lines.push(format!("confidence: {}; {}", confidence.level.word(), confidence.words));
@@ -72,12 +77,7 @@ impl Verdict {
             let gain = gain.unwrap_or_default();
             lines.push(format!("faster, but not advised: {}{gain}: {reason}", label(axes)));
         }
-        if !self.left_out.is_empty() {
-            lines.push(format!(
-                "not compared, because not measured under all loads: {}",
-                first_of(&self.left_out)
-            ));
-        }
+        lines.extend(self.not_compared());
         lines.extend(self.cautions.iter().map(|caution| format!("caution: {caution}")));
         let Some(setup) = &self.setup else { return lines };
         if !setup.commands.is_empty() {
@@ -88,6 +88,13 @@ impl Verdict {
         lines.extend(setup.xml.lines().map(|line| format!("  {line}")));
         lines.extend(setup.cache.clone());
         lines
+    }
+
+    /// The ways that were not compared, if there are any.
+    pub fn not_compared(&self) -> Option<String> {
+        let named = first_of(&self.left_out);
+        (!named.is_empty())
+            .then(|| format!("not compared, because not measured under all loads: {named}"))
     }
 
     /// The parts of the plan that were not measured.
