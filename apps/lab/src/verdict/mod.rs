@@ -26,7 +26,7 @@ mod scores;
 mod sentence;
 mod setup;
 
-use output::{all_names, names, names_of_any, setup_of_any};
+use output::{all_names, names, optional_names, optional_setup};
 use serde::Serialize;
 
 use crate::axes::BACKEND;
@@ -99,16 +99,16 @@ pub struct Verdict {
     /// The advice in one sentence.
     pub sentence: String,
     /// The choices of the advised way; none without advice.
-    #[serde(serialize_with = "names_of_any", skip_serializing_if = "Option::is_none")]
+    #[serde(serialize_with = "optional_names", skip_serializing_if = "Option::is_none")]
     pub best: Option<Axes>,
     /// The best safe way, certain or not.
-    #[serde(serialize_with = "names_of_any", skip_serializing_if = "Option::is_none")]
+    #[serde(serialize_with = "optional_names", skip_serializing_if = "Option::is_none")]
     pub leading: Option<Axes>,
     /// Indices of the advised way's cells.
     #[serde(skip)]
     pub cells: Vec<usize>,
     /// The default that the way is compared with.
-    #[serde(serialize_with = "names_of_any", skip_serializing_if = "Option::is_none")]
+    #[serde(serialize_with = "optional_names", skip_serializing_if = "Option::is_none")]
     pub baseline: Option<Axes>,
     /// Comparison of the advised or leading way with the default; none if it is the default, or if
     /// there is no default.
@@ -138,7 +138,7 @@ pub struct Verdict {
     /// What the reader must know before relying on the verdict.
     pub cautions: Vec<String>,
     /// How to set up the advised way.
-    #[serde(flatten, serialize_with = "setup_of_any")]
+    #[serde(flatten, serialize_with = "optional_setup")]
     pub setup: Option<Setup>,
 }
 

@@ -19,7 +19,7 @@ pub(super) fn names<S: Serializer>(axes: &Axes, serializer: S) -> Result<S::Ok, 
 }
 
 /// As [`names`], for axes that may be none.
-pub(super) fn names_of_any<S: Serializer>(
+pub(super) fn optional_names<S: Serializer>(
     axes: &Option<Axes>,
     serializer: S,
 ) -> Result<S::Ok, S::Error> {
@@ -32,7 +32,7 @@ pub(super) fn all_names<S: Serializer>(ways: &[Axes], serializer: S) -> Result<S
 }
 
 /// Writes a setup. Without one, the list of commands is empty.
-pub(super) fn setup_of_any<S: Serializer>(
+pub(super) fn optional_setup<S: Serializer>(
     setup: &Option<Setup>,
     serializer: S,
 ) -> Result<S::Ok, S::Error> {
