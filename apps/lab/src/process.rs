@@ -3,7 +3,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -102,17 +102,6 @@ impl Line {
         Ok(File::from(opened.with_context(|| folder.display().to_string())?))
     }
 
-    fn spawn(&self) -> Result<(Child, File, File)> {
-        let (out, errors) = (self.spool()?, self.spool()?);
-        let child = self
-            .command()
-            .stdout(out.try_clone()?)
-            .stderr(errors.try_clone()?)
-            .spawn()
-            .with_context(|| format!("cannot run {}", self.program.display()))?;
-        Ok((child, out, errors))
-    }
-
     /// Runs the program to its end.
     ///
     /// # Errors
@@ -129,7 +118,9 @@ impl Line {
     /// Starts the program and returns.
     pub fn start(&self) -> Result<Running> {
         let began = Instant::now();
-        let (child, out, errors) = self.spawn()?;
+        let (out, errors) = (self.spool()?, self.spool()?);
+        let spawned = self.command().stdout(out.try_clone()?).stderr(errors.try_clone()?).spawn();
+        let child = spawned.with_context(|| format!("cannot run {}", self.program.display()))?;
         let pidfd = pidfd_open(Pid::from_child(&child), PidfdFlags::empty())
             .context("a handle of a process")?;
         Ok(Running { line: self.text(), child, pidfd, out, errors, began, ended: None })
@@ -225,10 +216,13 @@ pub struct Running {
     ended: Option<(ExitStatus, Duration, IoCounts)>,
 }
 
-fn read_all(file: &mut File) -> String {
-    let mut bytes = Vec::new();
+/// What a program has written to a file so far.
+fn read_all(file: &File) -> String {
+    let mut bytes = vec![0; file.metadata().map_or(0, |found| found.len()) as usize];
+    // Read by position: the program writes through the same file offset, which a seek would move.
     // Ignore errors: this only reads messages back for display.
-    let _ = file.seek(SeekFrom::Start(0)).and_then(|_| file.read_to_end(&mut bytes));
+    let read = file.read_at(&mut bytes, 0);
+    bytes.truncate(read.unwrap_or(0));
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
@@ -236,16 +230,6 @@ impl Running {
     /// The process ID.
     pub fn pid(&self) -> u32 {
         self.child.id()
-    }
-
-    /// Its messages so far.
-    pub fn messages(&self) -> String {
-        // Read by position: the program writes through the same file offset, which a seek would
-        // move.
-        let mut bytes = vec![0; self.errors.metadata().map_or(0, |found| found.len()) as usize];
-        let read = std::os::unix::fs::FileExt::read_at(&self.errors, &mut bytes, 0);
-        bytes.truncate(read.unwrap_or(0));
-        String::from_utf8_lossy(&bytes).into_owned()
     }
 
     /// Waits at most `most` for the program's end. Returns whether it has ended.
@@ -295,7 +279,7 @@ impl Running {
     /// The result of a program that has ended.
     pub fn ended(&mut self) -> Result<Ended> {
         let Some((status, elapsed, io)) = self.ended else { bail!("{}: still runs", self.line) };
-        let (stdout, stderr) = (read_all(&mut self.out), read_all(&mut self.errors));
+        let (stdout, stderr) = (read_all(&self.out), read_all(&self.errors));
         Ok(Ended { status, stdout, stderr, elapsed, io })
     }
 
@@ -354,7 +338,7 @@ impl Running {
                     "{}: is not ready after {} s\n{}",
                     self.line,
                     most.as_secs(),
-                    self.messages()
+                    read_all(&self.errors)
                 );
             }
         }

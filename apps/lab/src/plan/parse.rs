@@ -152,14 +152,8 @@ impl Place<'_> {
 
     fn effort(&self, table: &EffortTable) -> Result<Effort> {
         let size = |text: &Spanned<String>| {
-            let bytes = parse_size(text.get_ref()).map_err(|error| self.at(text, error))?;
-            match bytes >= 1 << 20 && bytes % (1 << 20) == 0 {
-                true => Ok(bytes),
-                false => {
-                    let found = text.get_ref();
-                    Err(self.at(text, format!("expected whole MiB such as 256M, found '{found}'")))
-                }
-            }
+            let size = self.value("size", text)?;
+            parse_size(&size).map_err(|error| self.at(text, error))
         };
         let (rounds, seconds) = (*table.rounds.get_ref(), *table.seconds.get_ref());
         if !(1..=1000).contains(&rounds) {
