@@ -1,8 +1,8 @@
 //! Describes devices, and decides whether the lab may overwrite one.
 
 use std::fs::{self, File};
-use std::io::ErrorKind;
-use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
+use std::io::Read;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use crate::error::{Context, Result};
@@ -150,7 +150,7 @@ fn with_partitions(whole: &Path, own: (u32, u32)) -> Vec<(u32, u32)> {
 }
 
 /// Bytes at a device's start that are searched for data.
-const SEARCHED_BYTES: usize = 1 << 20;
+const SEARCHED_BYTES: u64 = 1 << 20;
 
 /// What a device contains, if anything: a known signature, or bytes that are not zero.
 fn content(path: &Path, cancel: &CancelToken) -> Result<Option<String>> {
@@ -164,16 +164,9 @@ fn content(path: &Path, cancel: &CancelToken) -> Result<Option<String>> {
     }
     // wipefs does not know some content, such as a disk image or a database on the device.
     let file = File::open(path).with_context(|| path.display().to_string())?;
-    let mut bytes = vec![0; SEARCHED_BYTES];
-    let mut read = 0;
-    while read < bytes.len() {
-        match file.read_at(&mut bytes[read..], read as u64) {
-            Ok(0) => break,
-            Ok(more) => read += more,
-            Err(error) if error.kind() == ErrorKind::Interrupted => {}
-            Err(error) => return Err(error).with_context(|| path.display().to_string()),
-        }
-    }
-    let found = bytes[..read].iter().position(|byte| *byte != 0);
+    let mut bytes = Vec::new();
+    let read = file.take(SEARCHED_BYTES).read_to_end(&mut bytes);
+    read.with_context(|| path.display().to_string())?;
+    let found = bytes.iter().position(|byte| *byte != 0);
     Ok(found.map(|at| format!("data (a byte that is not zero at {at})")))
 }
