@@ -2,7 +2,7 @@
 
 use vdkit_block::parse_size;
 
-use crate::front::FRONTS;
+use crate::front::{CACHES, FRONTS};
 use crate::layout::LAYOUTS;
 use crate::profile::PROFILES;
 
@@ -14,15 +14,6 @@ pub const TOOLS: &[(&str, &str)] = &[
     ("vdkit", "the command vdkit"),
     ("qemu-img", "QEMU's qemu-img, or qemu-io to read an image"),
     ("library", "vdkit's library in the lab's own process, to read an image"),
-];
-
-/// Cache modes of images.
-pub const CACHES: &[(&str, &str)] = &[
-    ("writeback", "through the host's page cache, durable when flushed"),
-    ("none", "bypasses the page cache, durable when flushed"),
-    ("writethrough", "through the page cache, each write durable"),
-    ("directsync", "bypasses the page cache, each write durable"),
-    ("unsafe", "through the page cache, flushes do nothing"),
 ];
 
 /// Content of a disk before the load begins.
@@ -58,24 +49,84 @@ enum Values {
     Count,
 }
 
-/// Each axis with its meaning and its values.
-const AXES: &[(&str, &str, Values)] = &[
-    (BACKEND, "where images are: a folder (--on) or a device (--device)", Values::Words(Vec::new)),
+/// The role of an axis.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// The user chooses its value: backend, layout, cache mode, front.
+    Choice,
+    /// A load or an image size. A good choice is good under each of them.
+    Condition,
+    /// The program. Programs are shown side by side and are never a part of the advice.
+    Tool,
+}
+
+/// A row of the table of axes: name, role, meaning, values.
+type Row = (&'static str, Role, &'static str, Values);
+
+/// Every axis.
+const AXES: &[Row] = &[
+    (
+        BACKEND,
+        Role::Choice,
+        "where images are: a folder (--on) or a device (--device)",
+        Values::Words(Vec::new),
+    ),
     (
         "layout",
+        Role::Choice,
         "format and options of the image",
         Values::Words(|| words(LAYOUTS, |l| (l.name, l.about))),
     ),
-    ("cache", "use of the page cache, and flushes", Values::Words(|| CACHES.to_vec())),
-    ("front", "what the load goes through", Values::Words(|| words(FRONTS, |f| (f.name, f.about)))),
-    ("profile", "the load", Values::Words(|| words(PROFILES, |p| (p.name, p.about)))),
-    ("tool", "which program creates, converts or opens images", Values::Words(|| TOOLS.to_vec())),
-    ("content", "content of the disk before the load", Values::Words(|| CONTENTS.to_vec())),
-    ("preallocation", "when space is allocated", Values::Words(|| PREALLOCATIONS.to_vec())),
-    ("record", "of a ZFS data set or volume", Values::Words(|| RECORDS.to_vec())),
-    ("size", "size of the disk, such as 16G", Values::Size),
-    ("images", "number of images at once", Values::Count),
+    (
+        "cache",
+        Role::Choice,
+        "use of the page cache, and flushes",
+        Values::Words(|| words(CACHES, |c| (c.name, c.about))),
+    ),
+    (
+        "front",
+        Role::Choice,
+        "what the load goes through",
+        Values::Words(|| words(FRONTS, |f| (f.name, f.about))),
+    ),
+    (
+        "profile",
+        Role::Condition,
+        "the load",
+        Values::Words(|| words(PROFILES, |p| (p.name, p.about))),
+    ),
+    (
+        "tool",
+        Role::Tool,
+        "which program creates, converts or opens images",
+        Values::Words(|| TOOLS.to_vec()),
+    ),
+    (
+        "content",
+        Role::Condition,
+        "content of the disk before the load",
+        Values::Words(|| CONTENTS.to_vec()),
+    ),
+    (
+        "preallocation",
+        Role::Choice,
+        "when space is allocated",
+        Values::Words(|| PREALLOCATIONS.to_vec()),
+    ),
+    ("record", Role::Choice, "of a ZFS data set or volume", Values::Words(|| RECORDS.to_vec())),
+    ("size", Role::Condition, "size of the disk, such as 16G", Values::Size),
+    ("images", Role::Condition, "number of images at once", Values::Count),
 ];
+
+fn find(name: &str) -> Option<&'static Row> {
+    AXES.iter().find(|(known, ..)| *known == name)
+}
+
+/// The default role of an axis, which a plan may override: [`crate::matrix::Matrix::role`]. An
+/// unknown axis is a choice.
+pub fn role(name: &str) -> Role {
+    find(name).map_or(Role::Choice, |(_, role, ..)| *role)
+}
 
 fn words<T>(
     table: &[T],
@@ -91,12 +142,12 @@ pub fn names() -> Vec<&'static str> {
 
 /// The meaning of an axis.
 pub fn about(name: &str) -> Option<&'static str> {
-    AXES.iter().find(|(known, ..)| *known == name).map(|(_, about, _)| *about)
+    find(name).map(|(.., about, _)| *about)
 }
 
 /// The meaning of an axis's value.
 pub fn about_value(axis: &str, value: &str) -> Option<&'static str> {
-    let (.., values) = AXES.iter().find(|(known, ..)| *known == axis)?;
+    let (.., values) = find(axis)?;
     let Values::Words(words) = values else { return None };
     words().into_iter().find(|(word, _)| *word == value).map(|(_, about)| about)
 }
@@ -106,7 +157,7 @@ pub fn about_value(axis: &str, value: &str) -> Option<&'static str> {
 /// # Errors
 /// What it can have.
 pub fn check(axis: &str, value: &str) -> Result<(), String> {
-    let Some((.., values)) = AXES.iter().find(|(known, ..)| *known == axis) else {
+    let Some((.., values)) = find(axis) else {
         return Err(format!("unknown axis '{axis}'; known: {}", names().join(", ")));
     };
     match values {
@@ -155,7 +206,7 @@ mod tests {
 
     #[test]
     fn each_value_has_its_meaning_once() {
-        for (axis, _, values) in AXES {
+        for (axis, .., values) in AXES {
             let Values::Words(words) = values else { continue };
             let words = words();
             for (word, about) in &words {

@@ -11,6 +11,7 @@ use serde::Serialize;
 
 use crate::cells::{Rng, shuffled};
 use crate::compare::compare;
+use crate::lists::grouped;
 use crate::matrix::{Matrix, Role};
 use crate::model::{Axes, Cell, Outcome, PlanSummary, Run, Sample};
 use crate::stats::{Decision, Gain, Interval, ROUNDS_MIN};
@@ -130,14 +131,8 @@ fn copies(run: &Run) -> Vec<Run> {
         let conditions = matrix.part(&cell.axes, Role::Condition);
         cell.axes.iter().filter(|entry| !conditions.contains(entry)).cloned().collect()
     };
-    let mut ways: Vec<(Axes, Vec<&Cell>)> = Vec::new();
-    for cell in run.cells.iter().filter(|cell| matrix.summary(cell).is_some()) {
-        let own = way(cell);
-        match ways.iter_mut().find(|(known, _)| *known == own) {
-            Some((_, cells)) => cells.push(cell),
-            None => ways.push((own, vec![cell])),
-        }
-    }
+    let cells = run.cells.iter().filter(|cell| matrix.summary(cell).is_some());
+    let ways = grouped(cells.map(|cell| (way(cell), cell)));
     ways.iter().filter_map(|(_, cells)| dealt(run, cells)).collect()
 }
 

@@ -31,12 +31,7 @@ fn products(plan: &Plan, place: &PlaceInfo, quick: bool) -> Vec<Axes> {
         let values = if quick { &axis.quick } else { &axis.values };
         let varied = axis.on.is_empty() || axis.on.iter().any(|on| on == kind);
         let values = if varied { &values[..] } else { &values[..1] };
-        let with = |cell: &Axes, value: &String| {
-            let mut cell = cell.clone();
-            cell.push((axis.name.clone(), value.clone()));
-            cell
-        };
-        products = products.iter().flat_map(|cell| values.iter().map(|v| with(cell, v))).collect();
+        products = product(&products, &axis.name, values);
     }
     for more in if quick { &plan.quick_include } else { &plan.include } {
         if !products.contains(more) {
@@ -44,6 +39,16 @@ fn products(plan: &Plan, place: &PlaceInfo, quick: bool) -> Vec<Axes> {
         }
     }
     products
+}
+
+/// Each of these cells with each value of one more axis.
+pub(crate) fn product(cells: &[Axes], axis: &str, values: &[String]) -> Vec<Axes> {
+    let with = |cell: &Axes, value: &String| {
+        let mut cell = cell.clone();
+        cell.push((axis.to_owned(), value.clone()));
+        cell
+    };
+    cells.iter().flat_map(|cell| values.iter().map(|value| with(cell, value))).collect()
 }
 
 /// Whether a cell is meaningful on a place: ZFS volumes are only measured on a data set.

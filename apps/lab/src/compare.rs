@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 
+use crate::lists::{distinct, numbered};
 use crate::matrix::Matrix;
 use crate::model::{Axes, Better, Cell, Metric, Run, SURVIVED, metric};
 use crate::stats::{Decision, RUNS_APART, Rounds, Runs, median};
@@ -66,18 +67,13 @@ pub struct Comparison {
     pub warnings: Vec<String>,
 }
 
-/// Compares the runs of `after` with those of `before`, by the metric of the earlier runs' plan.
+/// Compares the runs of `after` with those of `before`, by the metric of the later runs' plan.
 /// Returns nothing if that metric is unknown or a side has no run.
 pub fn compare(before: &[Run], after: &[Run]) -> Option<Comparison> {
     let (first, last) = (before.first()?, after.first()?);
     let metric = metric(&last.plan.metric)?;
     let runs: Vec<&Run> = before.iter().chain(after).collect();
-    let mut keys: Vec<&str> = Vec::new();
-    for key in runs.iter().flat_map(|run| &run.cells).map(|cell| cell.key.as_str()) {
-        if !keys.contains(&key) {
-            keys.push(key);
-        }
-    }
+    let keys = distinct(runs.iter().flat_map(|run| &run.cells).map(|cell| cell.key.as_str()));
     let side = |side: &[Run]| -> Vec<Vec<Rounds>> {
         let rounds = |run: &Run, key: &str| {
             find(run, key).map_or_else(Rounds::new, |cell| cell.rounds(metric.key))
@@ -152,20 +148,8 @@ fn find<'a>(run: &'a Run, key: &str) -> Option<&'a Cell> {
 /// Assigns a number to the load of each cell.
 fn loads(runs: &[&Run], keys: &[&str]) -> Vec<usize> {
     let matrix = runs.first().and_then(|run| Matrix::new(run));
-    let mut known: Vec<Axes> = Vec::new();
-    let mut number = |load: Axes| {
-        known.iter().position(|other| *other == load).unwrap_or_else(|| {
-            known.push(load);
-            known.len() - 1
-        })
-    };
     let cell = |key: &str| runs.iter().find_map(|run| find(run, key));
-    keys.iter()
-        .map(|key| {
-            let load = matrix.as_ref().zip(cell(key)).map(|(matrix, cell)| matrix.condition(cell));
-            number(load.unwrap_or_default())
-        })
-        .collect()
+    numbered(keys.iter().map(|key| Some(matrix.as_ref()?.condition(cell(key)?))))
 }
 
 fn one(

@@ -1,36 +1,19 @@
-//! Writes results for other programs, as JSON and as CSV.
+//! Writes results for other programs, as CSV.
 
 use std::io::{self, Write};
 
-use crate::model::{Outcome, Run, metric};
-
-/// Writes a whole run as one JSON object.
-///
-/// # Errors
-/// The writer fails.
-pub fn json(run: &Run, out: &mut impl Write) -> io::Result<()> {
-    serde_json::to_writer_pretty(&mut *out, run)?;
-    out.write_all(b"\n")
-}
+use crate::model::{Run, metric};
 
 /// Writes one line for each value of each sample, and one for each cell without samples (RFC 4180,
 /// but with line feeds alone). Columns: the axes, then outcome, reason, round, metric, unit, value.
-///
-/// # Errors
-/// The writer fails.
 pub fn csv(run: &Run, out: &mut impl Write) -> io::Result<()> {
     let mut heads: Vec<&str> = run.plan.axes.iter().map(String::as_str).collect();
     heads.extend(["outcome", "reason", "round", "metric", "unit", "value"]);
     line(out, heads)?;
     for cell in &run.cells {
-        let (outcome, reason) = match &cell.outcome {
-            Outcome::Pending => ("pending", ""),
-            Outcome::Measured => ("measured", ""),
-            Outcome::Skipped(reason) => ("skipped", reason.as_str()),
-            Outcome::Failed(reason) => ("failed", reason.as_str()),
-        };
+        let (outcome, reason) = cell.outcome.state();
         let axes = run.plan.axes.iter().map(|axis| cell.axis(axis).unwrap_or_default());
-        let start: Vec<&str> = axes.chain([outcome, reason]).collect();
+        let start: Vec<&str> = axes.chain([outcome, reason.unwrap_or_default()]).collect();
         if cell.samples.is_empty() {
             line(out, start.iter().copied().chain(["", "", "", ""]))?;
         }
@@ -64,7 +47,7 @@ fn line<'a>(out: &mut impl Write, fields: impl IntoIterator<Item = &'a str>) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{Cell, PlanSummary, Sample};
+    use crate::model::{Cell, Outcome, PlanSummary, Sample};
 
     #[test]
     fn values_are_lines_of_a_table() {
@@ -95,8 +78,5 @@ mod tests {
              raw,measured,,0,iops,1/s,1.5\n\
              qcow2,skipped,\"no \"\"fio\"\", sorry\",,,,\n"
         );
-        let mut out = Vec::new();
-        json(&run, &mut out).unwrap();
-        assert_eq!(serde_json::from_slice::<Run>(&out).unwrap(), run);
     }
 }

@@ -6,10 +6,11 @@ use std::path::Path;
 use crate::error::{Context, Result, bail};
 use serde_json::Value;
 
-use crate::front::{Guest, Target};
+use crate::front::{Cache, Guest, Target};
 use crate::model::{Histogram, Series};
 use crate::plan::Effort;
 use crate::profile::{Load, Pattern, Sync};
+use crate::stats::merged;
 
 /// Names of the two jobs: the load, and a second job that only syncs. The second one measures how
 /// long it takes to make the load's writes durable, because fio does not sync after its last write.
@@ -25,12 +26,8 @@ pub enum Disk {
     File {
         /// Its path.
         path: String,
-        /// Whether fio uses O_DIRECT.
-        direct: bool,
-        /// Whether fio uses O_DSYNC.
-        through: bool,
-        /// Whether fio leaves out fsync.
-        no_flush: bool,
+        /// Whether fio uses O_DIRECT and O_DSYNC, and leaves out fsync.
+        cache: Cache,
     },
     /// The URI of an NBD export.
     Nbd(String),
@@ -40,13 +37,7 @@ impl Disk {
     /// The disk that fio opens for a target; none if fio cannot open it.
     pub fn of(target: &Target) -> Option<Self> {
         match target {
-            Target::File { path, direct, through, no_flush } => Some(Self::File {
-                path: path.to_str()?.to_owned(),
-                direct: *direct,
-                through: *through,
-                no_flush: *no_flush,
-            }),
-            Target::Nbd { uri } => Some(Self::Nbd(uri.clone())),
+            Target::Disk(disk) => Some(disk.clone()),
             Target::Guest(guest) => Some(Self::of_guest(guest)),
             Target::InProcess { .. } => None,
         }
@@ -54,19 +45,20 @@ impl Disk {
 
     /// The disk that fio opens in a guest.
     pub fn of_guest(guest: &Guest) -> Self {
-        Self::File { path: guest.disk.to_owned(), direct: true, through: false, no_flush: false }
+        Self::File { path: guest.disk.to_owned(), cache: Cache::NONE }
     }
 
-    fn arguments(&self, engine: &str) -> Vec<String> {
+    /// Arguments that open the disk; `engine` is fio's I/O engine for files.
+    pub fn arguments(&self, engine: &str) -> Vec<String> {
         match self {
-            Self::File { path, direct, through, .. } => {
+            Self::File { path, cache } => {
                 let mut all = vec![
                     // fio separates file names by colons.
                     format!("--filename={}", path.replace(':', "\\:")),
                     format!("--ioengine={engine}"),
-                    format!("--direct={}", u8::from(*direct)),
+                    format!("--direct={}", u8::from(cache.direct)),
                 ];
-                if *through {
+                if cache.through {
                     all.push("--sync=dsync".to_owned());
                 }
                 all
@@ -76,7 +68,7 @@ impl Disk {
     }
 
     fn flushes(&self) -> bool {
-        !matches!(self, Self::File { no_flush: true, .. })
+        !matches!(self, Self::File { cache: Cache { no_flush: true, .. }, .. })
     }
 }
 
@@ -164,9 +156,6 @@ pub struct Answer {
 }
 
 /// Parses fio's JSON.
-///
-/// # Errors
-/// The text is no JSON, or reports an error.
 pub fn parse(text: &str, load: &Load) -> Result<Answer> {
     // fio may print warnings before the JSON.
     let from = text.find('{').context("fio has printed no JSON")?;
@@ -230,15 +219,14 @@ pub fn parse(text: &str, load: &Load) -> Result<Answer> {
 
 /// Latencies of a job, reads and writes together: the histogram, and the mean in ns.
 fn latencies(job: &Value) -> (Histogram, Option<f64>) {
-    let mut histogram = Histogram::default();
+    let sides = ["read", "write"].map(|side| &job[side]["clat_ns"]);
     let (mut sum, mut count) = (0.0, 0.0);
-    for side in ["read", "write"] {
-        let latency = &job[side]["clat_ns"];
+    for latency in sides {
         let n = latency["N"].as_f64().unwrap_or(0.0);
         sum += latency["mean"].as_f64().unwrap_or(0.0) * n;
         count += n;
-        histogram.merge(&bins(&latency["bins"]));
     }
+    let histogram = merged(&sides.map(|latency| bins(&latency["bins"])));
     (histogram, (count > 0.0).then(|| sum / count))
 }
 
@@ -264,13 +252,11 @@ pub const PERCENTILES: &[(&str, f64)] = &[
     ("latency_p9999_ns", 0.9999),
 ];
 
+/// The buckets in fio's order, which is that of texts.
 fn bins(bins: &Value) -> Histogram {
     let pairs = bins.as_object().into_iter().flatten();
-    let mut buckets: Vec<(u64, u64)> =
-        pairs.filter_map(|(ns, count)| Some((ns.parse().ok()?, count.as_u64()?))).collect();
-    buckets.retain(|(_, count)| *count > 0);
-    buckets.sort_unstable();
-    Histogram { buckets }
+    let buckets = pairs.filter_map(|(ns, count)| Some((ns.parse().ok()?, count.as_u64()?)));
+    Histogram { buckets: buckets.collect() }
 }
 
 /// Parses a log of requests per second of all jobs: lines of time in ms, value, direction.
@@ -323,7 +309,8 @@ mod tests {
 
     #[test]
     fn the_command_line_says_what_the_load_is() {
-        let disk = Disk::File { path: "/a:b".into(), direct: true, through: true, no_flush: false };
+        let cache = |name| Cache::named(name).unwrap();
+        let disk = Disk::File { path: "/a:b".into(), cache: cache("directsync") };
         let line = text("libaio16", &disk);
         for word in [
             "--filename=/a\\:b --ioengine=libaio --direct=1 --sync=dsync",
@@ -342,7 +329,7 @@ mod tests {
         assert!(line.contains("--runtime=2000ms --time_based"), "{line}");
         let line = text("database", &Disk::Nbd("nbd+unix:///?socket=/s".into()));
         assert!(line.contains("--fsync=1") && !line.contains("fdatasync"), "{line}");
-        let file = Disk::File { path: "/a".into(), direct: true, through: false, no_flush: false };
+        let file = Disk::File { path: "/a".into(), cache: Cache::NONE };
         for (name, every) in [("durable16", "--fsync=1 "), ("batch16", "--fsync=32 ")] {
             let line = text(name, &file);
             assert!(line.contains(every) && line.contains("--numjobs=16"), "{name}: {line}");
@@ -354,8 +341,7 @@ mod tests {
             assert!(!line.contains("--norandommap") && !line.contains("--time_based"), "{line}");
             assert!(line.contains("--size=4194304"), "{line}");
         }
-        let unsafe_disk =
-            Disk::File { path: "/a".into(), direct: false, through: false, no_flush: true };
+        let unsafe_disk = Disk::File { path: "/a".into(), cache: cache("unsafe") };
         let line = text("database", &unsafe_disk);
         assert!(!line.contains("sync=") && !line.contains("flush"), "{line}");
     }

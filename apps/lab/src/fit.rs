@@ -8,7 +8,7 @@
 use vdkit_block::parse_size;
 
 use crate::layout::{self, Layout, More};
-use crate::model::{Axes, Effort, PlaceInfo, PlaceKind};
+use crate::model::{Axes, Effort, PlaceInfo, PlaceKind, value_of};
 use crate::profile::{self, Kind, Load};
 
 /// A cell on a place.
@@ -52,14 +52,10 @@ impl std::fmt::Display for Unfit {
 
 impl std::error::Error for Unfit {}
 
-fn value<'a>(axes: &'a Axes, name: &str) -> Option<&'a str> {
-    axes.iter().find(|(axis, _)| axis == name).map(|(_, value)| value.as_str())
-}
-
 /// The layout of a cell. Its preallocation may be a separate axis.
 pub fn layout_of(axes: &Axes) -> Result<&'static Layout, String> {
-    let name = value(axes, "layout").unwrap_or("qcow2");
-    let name = match value(axes, "preallocation") {
+    let name = value_of(axes, "layout").unwrap_or("qcow2");
+    let name = match value_of(axes, "preallocation") {
         None | Some("off") => name.to_owned(),
         Some(kind) => format!("{name}-{kind}"),
     };
@@ -68,12 +64,12 @@ pub fn layout_of(axes: &Axes) -> Result<&'static Layout, String> {
 
 /// Number of images that a cell has at once.
 pub fn images_of(axes: &Axes) -> u64 {
-    value(axes, "images").and_then(|count| count.parse().ok()).unwrap_or(1)
+    value_of(axes, "images").and_then(|count| count.parse().ok()).unwrap_or(1)
 }
 
 /// The size of a disk in the plan.
 fn wanted(axes: &Axes, effort: &Effort, kind: Kind) -> u64 {
-    let size = value(axes, "size").and_then(|size| parse_size(size).ok());
+    let size = value_of(axes, "size").and_then(|size| parse_size(size).ok());
     let size = size.unwrap_or(effort.disk);
     match kind {
         Kind::Load(Load { to_the_end: true, jobs, .. }) => {
@@ -91,10 +87,9 @@ fn tables(layout: &Layout, total: u64) -> u64 {
 
 /// Whether almost nothing is written to the image.
 fn stays_empty(axes: &Axes, layout: &Layout, kind: Kind) -> bool {
-    let reserved = layout.options.contains("=falloc") || layout.options.contains("=full");
-    let filled = value(axes, "content") == Some("full")
+    let filled = value_of(axes, "content") == Some("full")
         || matches!(layout.more, More::Fragmented | More::Aged);
-    matches!(kind, Kind::Open | Kind::Convert) && !reserved && !filled
+    matches!(kind, Kind::Open | Kind::Convert) && !layout.is_reserved() && !filled
 }
 
 /// Computes the disk and the space of one cell.
@@ -103,7 +98,7 @@ fn stays_empty(axes: &Axes, layout: &Layout, kind: Kind) -> bool {
 /// The cell is impossible on this place.
 pub fn fit(axes: &Axes, effort: &Effort, place: &PlaceInfo) -> Result<Fit, Unfit> {
     let layout = layout_of(axes).map_err(Unfit::Kind)?;
-    let profile = value(axes, "profile").and_then(profile::find);
+    let profile = value_of(axes, "profile").and_then(profile::find);
     let Some(kind) = profile.map(|profile| profile.kind) else {
         return Err(Unfit::Kind("the cell has no load".to_owned()));
     };
@@ -118,7 +113,6 @@ pub fn fit(axes: &Axes, effort: &Effort, place: &PlaceInfo) -> Result<Fit, Unfit
     let effort = Effort { disk, ..*effort };
     let empty = stays_empty(axes, layout, kind);
     let count = images_of(axes);
-    let reserved = layout.options.contains("=falloc") || layout.options.contains("=full");
     let bytes = match kind {
         // Tables take 8 bytes per 64 KiB or less, in a few kinds; `sparse` writes a 512th of the
         // disk.
@@ -126,7 +120,7 @@ pub fn fit(axes: &Axes, effort: &Effort, place: &PlaceInfo) -> Result<Fit, Unfit
         Kind::Open | Kind::Convert => disk * count,
         // One fully written base image, and overlays that are only read.
         Kind::Boot => disk + count * (1 << 20),
-        _ if reserved => disk,
+        _ if layout.is_reserved() => disk,
         _ => profile.map_or(disk, |profile| profile.bytes(&effort)),
     };
     let backed = layout.more == More::Backing && kind != Kind::Boot;
@@ -174,12 +168,9 @@ fn on_device(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::axes_of as axes;
 
     const EFFORT: Effort = Effort { rounds: 3, seconds: 10.0, disk: 1 << 30, bytes: 1 << 20 };
-
-    fn axes(values: &[(&str, &str)]) -> Axes {
-        values.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
-    }
 
     fn place(kind: PlaceKind, total_bytes: u64) -> PlaceInfo {
         PlaceInfo { kind, total_bytes, ..PlaceInfo::default() }

@@ -62,6 +62,17 @@ const PIECE: u64 = 64 << 10;
 /// Distance between two pieces.
 const STRIDE: u64 = 32 << 20;
 
+impl Layout {
+    const fn with(self, more: More) -> Self {
+        Self { more, ..self }
+    }
+
+    /// Whether the file system reserves the image's space in advance.
+    pub fn is_reserved(&self) -> bool {
+        self.options.contains("=falloc") || self.options.contains("=full")
+    }
+}
+
 impl Content {
     /// The written ranges of a disk in order, as start and length; a range is at most 1 MiB.
     fn parts(self, bytes: u64) -> impl Iterator<Item = (u64, u64)> {
@@ -114,28 +125,19 @@ pub static LAYOUTS: &[Layout] = &[
     layout("qcow2-metadata", "qcow2, tables preallocated", "qcow2", "preallocation=metadata"),
     layout("qcow2-falloc", "qcow2, preallocated by fallocate", "qcow2", "preallocation=falloc"),
     layout("qcow2-full", "qcow2, preallocated by writing zeroes", "qcow2", "preallocation=full"),
-    Layout {
-        more: More::Backing,
-        ..layout("qcow2-overlay", "qcow2 with a backing image", "qcow2", "")
-    },
-    Layout {
-        more: More::Fragmented,
-        ..layout("qcow2-fragmented", "qcow2, fully written in random order", "qcow2", "")
-    },
-    Layout {
-        more: More::Aged,
-        ..layout(
-            "qcow2-aged",
-            "qcow2, fully written in random order, a third discarded and rewritten",
-            "qcow2",
-            "",
-        )
-    },
+    layout("qcow2-overlay", "qcow2 with a backing image", "qcow2", "").with(More::Backing),
+    layout("qcow2-fragmented", "qcow2, fully written in random order", "qcow2", "")
+        .with(More::Fragmented),
+    layout(
+        "qcow2-aged",
+        "qcow2, fully written in random order, a third discarded and rewritten",
+        "qcow2",
+        "",
+    )
+    .with(More::Aged),
     layout("vmdk", "VMware's sparse format, grains of 64 KiB", "vmdk", ""),
-    Layout {
-        more: More::Volume,
-        ..layout("zvol", "raw, on a ZFS volume below the data set of the place", "raw", "")
-    },
+    layout("zvol", "raw, on a ZFS volume below the data set of the place", "raw", "")
+        .with(More::Volume),
 ];
 
 /// The layout of this name.
@@ -169,9 +171,6 @@ pub fn make(bench: &mut Bench<'_>, layout: &Layout, bytes: u64, content: Content
 }
 
 /// As [`make`], but with another name, for a place with several images.
-///
-/// # Errors
-/// As [`make`].
 pub fn make_named(
     bench: &mut Bench<'_>,
     layout: &Layout,
@@ -244,9 +243,6 @@ fn empty(bench: &mut Bench<'_>, device: &Path) -> Result<()> {
 }
 
 /// Writes zeroes to both ends of a device.
-///
-/// # Errors
-/// The device refuses.
 pub fn clear_ends(device: &Path, total: u64) -> Result<()> {
     use std::os::unix::fs::FileExt;
     let zeroes = vec![0; ENDS.min(total) as usize];

@@ -30,6 +30,7 @@ pub mod fio;
 pub mod fit;
 pub mod front;
 pub mod layout;
+mod lists;
 pub mod matrix;
 pub mod metrics;
 pub mod model;

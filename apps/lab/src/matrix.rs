@@ -2,50 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use crate::model::{Axes, Better, Cell, Metric, Run, SURVIVED, metric};
+pub use crate::axes::{Role, role};
+use crate::lists::{distinct, grouped, numbered};
+use crate::model::{Axes, Cell, Metric, Run, SURVIVED, metric, value_of};
 use crate::stats::{Comparator, Gain, Rounds, Side, Summary, geometric_mean, summary};
-
-/// The role of an axis.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
-    /// The user chooses its value: backend, layout, cache mode, front.
-    Choice,
-    /// A load or an image size. A good choice is good under each of them.
-    Condition,
-    /// The program. Programs are shown side by side and are never a part of the advice.
-    Tool,
-}
-
-/// Axes that are conditions. Every other axis but the tool is a choice.
-const CONDITIONS: &[&str] = &[
-    "profile",
-    "load",
-    "engine",
-    "pattern",
-    "direction",
-    "block",
-    "depth",
-    "queue_depth",
-    "jobs",
-    "size",
-    "images",
-    "count",
-    "allocation",
-    "content",
-    "fill",
-    "pass",
-    "temperature",
-    "source",
-];
-
-/// The default role of an axis. A plan may override it: [`Matrix::role`].
-pub fn role(axis: &str) -> Role {
-    match axis {
-        "tool" | "program" => Role::Tool,
-        axis if CONDITIONS.contains(&axis) => Role::Condition,
-        _ => Role::Choice,
-    }
-}
 
 /// The program that the advice concerns, if there are several.
 pub const OWN_TOOL: &str = "vdkit";
@@ -88,7 +48,7 @@ pub fn program(axes: &Axes) -> (Axes, Option<String>) {
 
 /// Whether the load ran within a guest.
 pub fn in_guest(axes: &Axes) -> bool {
-    axes.iter().any(|(axis, value)| axis == "front" && value.starts_with("guest-"))
+    value_of(axes, "front").is_some_and(|front| front.starts_with("guest-"))
 }
 
 /// The condition of [`Matrix::condition`] that says where the load ran.
@@ -108,8 +68,9 @@ pub struct Matrix<'a> {
     pub metric: &'a Metric,
     /// Names of axes with more than one value, in the plan's order.
     pub varying: Vec<&'a str>,
-    /// Whether guests are only compared with guests.
-    apart: bool,
+    /// Whether guests are only compared with guests: some cells ran in guests and others did not,
+    /// the front is a choice, and the metric is a speed.
+    pub apart: bool,
     /// Decides whether a difference is larger than noise.
     comparator: Comparator,
 }
@@ -157,28 +118,16 @@ impl<'a> Matrix<'a> {
     /// All comparisons of a verdict share one error probability: cells of one load, ways, and
     /// values of each axis.
     fn new_comparator(&self) -> Comparator {
-        let mut loads: Vec<Axes> = Vec::new();
-        let mut sizes: Vec<usize> = Vec::new();
-        let mut cells = Vec::new();
-        let mut ways: Vec<Axes> = Vec::new();
-        for cell in &self.run.cells {
-            let condition = self.condition(cell);
-            let load = loads.iter().position(|known| *known == condition).unwrap_or_else(|| {
-                loads.push(condition);
-                sizes.push(0);
-                loads.len() - 1
-            });
-            let rounds = cell.rounds(self.metric.key);
-            sizes[load] += usize::from(!rounds.is_empty());
-            let way = self.part(&cell.axes, Role::Choice);
-            if !rounds.is_empty() && !ways.contains(&way) {
-                ways.push(way);
-            }
-            cells.push((load, rounds));
-        }
+        let all = &self.run.cells;
+        let loads = numbered(all.iter().map(|cell| self.condition(cell)));
+        let rounds = all.iter().map(|cell| cell.rounds(self.metric.key));
+        let cells: Vec<(usize, Rounds)> = loads.into_iter().zip(rounds).collect();
+        let measured = || all.iter().zip(&cells).filter(|(_, (_, rounds))| !rounds.is_empty());
+        let loads = grouped(measured().map(|(cell, (load, _))| (*load, cell)));
+        let ways = distinct(measured().map(|(cell, _)| self.part(&cell.axes, Role::Choice)));
         let pairs = |count: usize| count * count.saturating_sub(1) / 2;
         let axes = self.varying.iter().filter(|axis| self.role(axis) == Role::Choice);
-        let comparisons = sizes.iter().copied().map(pairs).sum::<usize>()
+        let comparisons = loads.iter().map(|(_, cells)| pairs(cells.len())).sum::<usize>()
             + pairs(ways.len())
             + axes.map(|axis| pairs(self.values(axis).len())).sum::<usize>();
         Comparator::new(&cells, comparisons, interim_tests(self.run))
@@ -275,17 +224,9 @@ impl<'a> Matrix<'a> {
     /// are compared under the conditions that they share with others. A way that failed under a
     /// shared condition is left out.
     pub fn picks_where(&self, wanted: impl Fn(&Cell) -> bool) -> Vec<Pick> {
-        let mut groups: Vec<(Axes, Vec<usize>)> = Vec::new();
-        for (i, cell) in self.run.cells.iter().enumerate() {
-            if !self.advises(cell) || !wanted(cell) {
-                continue;
-            }
-            let choice = self.part(&cell.axes, Role::Choice);
-            match groups.iter_mut().find(|(axes, _)| *axes == choice) {
-                Some((_, members)) => members.push(i),
-                None => groups.push((choice, vec![i])),
-            }
-        }
+        let cells = self.run.cells.iter().enumerate();
+        let cells = cells.filter(|(_, cell)| self.advises(cell) && wanted(cell));
+        let groups = grouped(cells.map(|(i, cell)| (self.part(&cell.axes, Role::Choice), i)));
         let shared = self.shared_conditions(&groups);
         let measured = |i: &usize| self.summary(&self.run.cells[*i]).is_some();
         let condition = |i: &usize| self.condition(&self.run.cells[*i]);
@@ -297,8 +238,7 @@ impl<'a> Matrix<'a> {
             }
         }
         picks.sort_by(|a, b| {
-            let order = a.summary.median.total_cmp(&b.summary.median);
-            let order = if self.metric.better == Better::Higher { order.reverse() } else { order };
+            let order = self.metric.best_first(a.summary.median, b.summary.median);
             // Among equals (such as survivors), the way with fewer programs comes first.
             order.then(self.daemons(a).total_cmp(&self.daemons(b)))
         });
@@ -315,16 +255,10 @@ impl<'a> Matrix<'a> {
     /// and processor slow down every disk, so guests are compared with guests.
     pub fn condition(&self, cell: &Cell) -> Axes {
         let mut condition = self.part(&cell.axes, Role::Condition);
-        if self.guests_apart() {
+        if self.apart {
             condition.push((SEEN.to_owned(), seen(&cell.axes).to_owned()));
         }
         condition
-    }
-
-    /// Whether guests are compared separately: some cells ran in guests and others did not, the
-    /// front is a choice, and the metric is a speed.
-    pub fn guests_apart(&self) -> bool {
-        self.apart
     }
 
     /// The conditions without axes that are the same in all cells.
@@ -336,19 +270,12 @@ impl<'a> Matrix<'a> {
     /// The set of conditions that allows most comparisons: the number of conditions times the
     /// number of ways that have all of them is largest.
     fn shared_conditions(&self, groups: &[(Axes, Vec<usize>)]) -> Vec<Axes> {
-        let mut sets: Vec<Vec<Axes>> = Vec::new();
-        for (_, cells) in groups {
-            let mut set: Vec<Axes> = Vec::new();
-            for condition in cells.iter().map(|i| self.condition(&self.run.cells[*i])) {
-                if !set.contains(&condition) {
-                    set.push(condition);
-                }
-            }
-            sets.push(set);
-        }
+        let condition = |i: &usize| self.condition(&self.run.cells[*i]);
+        let sets: Vec<Vec<Axes>> =
+            groups.iter().map(|(_, cells)| distinct(cells.iter().map(condition))).collect();
         let has = |all: &[Axes], part: &[Axes]| part.iter().all(|one| all.contains(one));
         let worth = |set: &Vec<Axes>| sets.iter().filter(|all| has(all, set)).count() * set.len();
-        // Among equals, prefer the larger set: more ways over fewer conditions. Then prefer
+        // Among equals, prefer the larger set: more conditions and fewer ways. Then prefer
         // conditions without a guest, which show more of the disk.
         let in_host = |set: &Vec<Axes>| {
             let host = (SEEN.to_owned(), seen(&Axes::new()).to_owned());
@@ -394,11 +321,6 @@ impl<'a> Matrix<'a> {
         self.comparator.gain(pick.side(), base.side(), self.metric.better)
     }
 
-    /// Whether one value of the metric is better than another.
-    pub fn is_better(&self, one: f64, two: f64) -> bool {
-        if self.metric.better == Better::Higher { one > two } else { one < two }
-    }
-
     /// The way among `picks` that has the plan's baseline values and otherwise the same axes.
     pub fn base<'p>(&self, pick: &Pick, picks: &'p [Pick]) -> Option<&'p Pick> {
         let wanted = with_baseline(&pick.axes, self.run)?;
@@ -439,15 +361,7 @@ fn same(a: &Axes, b: &Axes) -> bool {
 
 /// The values of an axis, in the order of the cells.
 pub fn values<'a>(run: &'a Run, axis: &str) -> Vec<&'a str> {
-    let mut found: Vec<&str> = Vec::new();
-    for cell in &run.cells {
-        if let Some(value) = cell.axis(axis)
-            && !found.contains(&value)
-        {
-            found.push(value);
-        }
-    }
-    found
+    distinct(run.cells.iter().filter_map(|cell| cell.axis(axis)))
 }
 
 #[cfg(test)]

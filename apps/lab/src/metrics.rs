@@ -1,5 +1,7 @@
 //! The table of metrics, one row each.
 
+use std::cmp::Ordering;
+
 use serde::{Deserialize, Serialize};
 
 /// Whether higher or lower values are better.
@@ -24,6 +26,14 @@ pub struct Metric {
     pub unit: &'static str,
     /// Whether higher or lower values are better.
     pub better: Better,
+}
+
+impl Metric {
+    /// The order of two values, the better one first.
+    pub fn best_first(&self, one: f64, two: f64) -> Ordering {
+        let order = one.total_cmp(&two);
+        if self.better == Better::Higher { order.reverse() } else { order }
+    }
 }
 
 const fn more(key: &'static str, title: &'static str, unit: &'static str) -> Metric {

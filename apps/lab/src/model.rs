@@ -21,6 +21,25 @@ pub use crate::metrics::{Better, METRICS, Metric, SURVIVED, metric};
 /// The axes of a cell in the order of the plan: name and value, such as `layout` and `qcow2`.
 pub type Axes = Vec<(String, String)>;
 
+/// Axes with these values.
+pub fn axes_of(values: &[(&str, &str)]) -> Axes {
+    values.iter().map(|(axis, value)| ((*axis).to_owned(), (*value).to_owned())).collect()
+}
+
+/// The value of an axis.
+pub fn value_of<'a>(axes: &'a Axes, name: &str) -> Option<&'a str> {
+    axes.iter().find(|(axis, _)| axis == name).map(|(_, value)| value.as_str())
+}
+
+/// The axes with another value of one of them.
+pub fn with_value(axes: &Axes, name: &str, value: &str) -> Axes {
+    let mut changed = axes.clone();
+    for (_, old) in changed.iter_mut().filter(|(axis, _)| axis == name) {
+        value.clone_into(old);
+    }
+    changed
+}
+
 /// One run of a plan on one machine.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -128,7 +147,7 @@ pub struct Cell {
 impl Cell {
     /// The value of an axis.
     pub fn axis(&self, name: &str) -> Option<&str> {
-        self.axes.iter().find(|(axis, _)| axis == name).map(|(_, value)| value.as_str())
+        value_of(&self.axes, name)
     }
 
     /// The samples' values of a metric, by round.
@@ -158,6 +177,18 @@ pub enum Outcome {
     Failed(String),
 }
 
+impl Outcome {
+    /// The outcome as one word, and the reason if there is one.
+    pub fn state(&self) -> (&'static str, Option<&str>) {
+        match self {
+            Self::Pending => ("pending", None),
+            Self::Measured => ("measured", None),
+            Self::Skipped(reason) => ("skipped", Some(reason)),
+            Self::Failed(reason) => ("failed", Some(reason)),
+        }
+    }
+}
+
 /// The results of one round of a cell.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -172,7 +203,7 @@ pub struct Sample {
     pub series: Vec<Series>,
     /// Whether the load was steady.
     pub steady: Option<Steady>,
-    /// fio's own JSON.
+    /// fio's own JSON, or the throughputs that a score is made of.
     pub raw: Option<serde_json::Value>,
     /// Start time.
     pub started: u64,
@@ -192,27 +223,18 @@ pub struct Histogram {
 impl Histogram {
     /// Number of requests.
     pub fn count(&self) -> u64 {
-        self.buckets.iter().map(|(_, count)| count).sum()
+        self.buckets.iter().fold(0u64, |sum, (_, count)| sum.saturating_add(*count))
     }
 
     /// The time within which a fraction (0 to 1) of all requests completed, in nanoseconds. None
     /// without requests.
     pub fn quantile(&self, fraction: f64) -> Option<u64> {
         let wanted = (fraction.clamp(0.0, 1.0) * self.count() as f64).ceil().max(1.0);
-        let mut seen = 0;
+        let mut seen = 0u64;
         self.buckets.iter().find_map(|(ns, count)| {
-            seen += count;
+            seen = seen.saturating_add(*count);
             (seen as f64 >= wanted).then_some(*ns)
         })
-    }
-
-    /// Adds the requests of another histogram.
-    pub fn merge(&mut self, other: &Self) {
-        let mut all: BTreeMap<u64, u64> = self.buckets.iter().copied().collect();
-        for (ns, count) in &other.buckets {
-            *all.entry(*ns).or_default() += count;
-        }
-        self.buckets = all.into_iter().collect();
     }
 }
 
@@ -229,8 +251,8 @@ pub struct Series {
 }
 
 /// Whether a load was steady, by the rule of SNIA's Solid State Storage Performance Test
-/// Specification: over a window of five measurements no value differs by more than 10 % from their
-/// mean, and the fitted line rises or falls by at most 10 % of the mean.
+/// Specification: over a window of five measurements the largest minus the smallest value is at
+/// most 20 % of their mean, and the fitted line rises or falls by at most 10 % of the mean.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Steady {
@@ -435,13 +457,6 @@ mod tests {
         let at = |fraction| histogram.quantile(fraction).unwrap();
         assert_eq!((at(0.0), at(0.5), at(0.51), at(0.99), at(1.0)), (10, 10, 20, 20, 1000));
         assert_eq!(Histogram::default().quantile(0.5), None);
-    }
-
-    #[test]
-    fn merged_histograms_hold_the_requests_of_both() {
-        let mut one = Histogram { buckets: vec![(10, 1), (30, 2)] };
-        one.merge(&Histogram { buckets: vec![(20, 5), (30, 3)] });
-        assert_eq!(one.buckets, [(10, 1), (20, 5), (30, 5)]);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -15,6 +15,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 use vdkit_block::CancelToken;
 
 use crate::peers;
+use crate::words::quoted;
 
 /// Interval between two checks for an interrupt.
 const LOOK: Duration = Duration::from_millis(50);
@@ -101,51 +102,25 @@ impl Line {
         Ok(File::from(opened.with_context(|| folder.display().to_string())?))
     }
 
-    fn spawn(&self) -> Result<(Child, File, File)> {
-        let (out, errors) = (self.spool()?, self.spool()?);
-        let child = self
-            .command()
-            .stdout(out.try_clone()?)
-            .stderr(errors.try_clone()?)
-            .spawn()
-            .with_context(|| format!("cannot run {}", self.program.display()))?;
-        Ok((child, out, errors))
-    }
-
     /// Runs the program to its end.
     ///
     /// # Errors
     /// The program cannot be started, or fails, or the user interrupts; an interrupt stops it.
     pub fn run(&self, cancel: &CancelToken) -> Result<Ended> {
-        let ended = self.run_any(cancel)?;
-        if !ended.status.success() {
-            bail!("{}: {}{}", self.text(), told(ended.status), ended.complaint());
-        }
-        Ok(ended)
+        self.start()?.succeed(cancel)
     }
 
     /// As [`Line::run`], but a failing program is a result too.
-    ///
-    /// # Errors
-    /// The program cannot be started, or the user interrupts.
     pub fn run_any(&self, cancel: &CancelToken) -> Result<Ended> {
-        let mut running = self.start()?;
-        while !running.wait(LOOK)? {
-            if let Err(stop) = cancel.check() {
-                running.end();
-                return Err(stop.into());
-            }
-        }
-        running.ended()
+        self.start()?.finish(cancel)
     }
 
     /// Starts the program and returns.
-    ///
-    /// # Errors
-    /// The program cannot be started.
     pub fn start(&self) -> Result<Running> {
         let began = Instant::now();
-        let (child, out, errors) = self.spawn()?;
+        let (out, errors) = (self.spool()?, self.spool()?);
+        let spawned = self.command().stdout(out.try_clone()?).stderr(errors.try_clone()?).spawn();
+        let child = spawned.with_context(|| format!("cannot run {}", self.program.display()))?;
         let pidfd = pidfd_open(Pid::from_child(&child), PidfdFlags::empty())
             .context("a handle of a process")?;
         Ok(Running { line: self.text(), child, pidfd, out, errors, began, ended: None })
@@ -158,16 +133,6 @@ fn told(status: ExitStatus) -> String {
         (Some(code), _) => format!("exit code {code}"),
         (None, Some(signal)) => format!("signal {signal}"),
         _ => status.to_string(),
-    }
-}
-
-/// Quotes a word for a shell.
-pub fn quoted(word: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+=:@%,".contains(c);
-    if !word.is_empty() && word.chars().all(plain) {
-        word.to_owned()
-    } else {
-        format!("'{}'", word.replace('\'', r"'\''"))
     }
 }
 
@@ -203,8 +168,6 @@ pub struct IoCounts {
     pub read_calls: u64,
     /// Bytes returned by read system calls.
     pub read_call_bytes: u64,
-    /// Bytes read from storage.
-    pub read_bytes: u64,
 }
 
 impl IoCounts {
@@ -218,11 +181,15 @@ impl IoCounts {
             let mut lines = text.lines().filter_map(|line| line.split_once(": "));
             lines.find(|(key, _)| *key == name)?.1.trim().parse().ok()
         };
-        Some(Self {
-            read_calls: value("syscr")?,
-            read_call_bytes: value("rchar")?,
-            read_bytes: value("read_bytes")?,
-        })
+        Some(Self { read_calls: value("syscr")?, read_call_bytes: value("rchar")? })
+    }
+
+    /// What was counted since an earlier moment.
+    pub fn since(self, before: Self) -> Self {
+        Self {
+            read_calls: self.read_calls.saturating_sub(before.read_calls),
+            read_call_bytes: self.read_call_bytes.saturating_sub(before.read_call_bytes),
+        }
     }
 }
 
@@ -249,38 +216,23 @@ pub struct Running {
     ended: Option<(ExitStatus, Duration, IoCounts)>,
 }
 
-fn read_all(file: &mut File) -> String {
-    let mut bytes = Vec::new();
+/// What a program has written to a file so far.
+fn read_all(file: &File) -> String {
+    let mut bytes = vec![0; file.metadata().map_or(0, |found| found.len()) as usize];
+    // Read by position: the program writes through the same file offset, which a seek would move.
     // Ignore errors: this only reads messages back for display.
-    let _ = file.seek(SeekFrom::Start(0)).and_then(|_| file.read_to_end(&mut bytes));
+    let read = file.read_at(&mut bytes, 0);
+    bytes.truncate(read.unwrap_or(0));
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
 impl Running {
-    /// The command line.
-    pub fn line(&self) -> &str {
-        &self.line
-    }
-
     /// The process ID.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Its messages so far.
-    pub fn messages(&self) -> String {
-        // Read by position: the program writes through the same file offset, which a seek would
-        // move.
-        let mut bytes = vec![0; self.errors.metadata().map_or(0, |found| found.len()) as usize];
-        let read = std::os::unix::fs::FileExt::read_at(&self.errors, &mut bytes, 0);
-        bytes.truncate(read.unwrap_or(0));
-        String::from_utf8_lossy(&bytes).into_owned()
-    }
-
     /// Waits at most `most` for the program's end. Returns whether it has ended.
-    ///
-    /// # Errors
-    /// The system refuses.
     pub fn wait(&mut self, most: Duration) -> Result<bool> {
         if self.ended.is_some() {
             return Ok(true);
@@ -299,13 +251,35 @@ impl Running {
         Ok(true)
     }
 
-    /// The result of a program that has ended.
+    /// Waits for the program's end.
     ///
     /// # Errors
-    /// The program is still running.
+    /// The user interrupts; dropping this then ends the program.
+    pub fn finish(&mut self, cancel: &CancelToken) -> Result<Ended> {
+        while !self.wait(LOOK)? {
+            cancel.check()?;
+        }
+        self.ended()
+    }
+
+    /// As [`Running::finish`], for a program that must not fail.
+    ///
+    /// # Errors
+    /// As [`Running::finish`], or the program fails.
+    pub fn succeed(&mut self, cancel: &CancelToken) -> Result<Ended> {
+        let ended = self.finish(cancel)?;
+        if ended.status.success() { Ok(ended) } else { self.failed(&ended) }
+    }
+
+    /// The error of a program that has failed, or ended too early.
+    fn failed<T>(&self, ended: &Ended) -> Result<T> {
+        bail!("{}: {}{}", self.line, told(ended.status), ended.complaint())
+    }
+
+    /// The result of a program that has ended.
     pub fn ended(&mut self) -> Result<Ended> {
         let Some((status, elapsed, io)) = self.ended else { bail!("{}: still runs", self.line) };
-        let (stdout, stderr) = (read_all(&mut self.out), read_all(&mut self.errors));
+        let (stdout, stderr) = (read_all(&self.out), read_all(&self.errors));
         Ok(Ended { status, stdout, stderr, elapsed, io })
     }
 
@@ -357,15 +331,14 @@ impl Running {
         while !ready() {
             cancel.check()?;
             if self.wait(Duration::from_millis(5))? {
-                let ended = self.ended()?;
-                bail!("{}: {}{}", self.line, told(ended.status), ended.complaint());
+                return self.ended().and_then(|ended| self.failed(&ended));
             }
             if Instant::now() > until {
                 bail!(
                     "{}: is not ready after {} s\n{}",
                     self.line,
                     most.as_secs(),
-                    self.messages()
+                    read_all(&self.errors)
                 );
             }
         }
@@ -442,7 +415,7 @@ mod tests {
     fn the_kernels_counts_are_read() {
         let text = "rchar: 10\nwchar: 2\nsyscr: 3\nsyscw: 4\nread_bytes: 4096\nwrite_bytes: 0\n";
         let counts = IoCounts::parse(text).unwrap();
-        assert_eq!(counts, IoCounts { read_calls: 3, read_call_bytes: 10, read_bytes: 4096 });
+        assert_eq!(counts, IoCounts { read_calls: 3, read_call_bytes: 10 });
         assert_eq!(IoCounts::parse("rchar: x"), None);
     }
 }

@@ -112,73 +112,50 @@ const BASE: Load = Load {
     rewrites: false,
 };
 
+/// Sequential requests of 1 MiB.
+const SEQ: Load = Load { block: 1 << 20, ..BASE };
+const SEQ_Q8: Load = Load { depth: 8, ..SEQ };
+
+/// Random requests.
+const RND: Load = Load { rw: Pattern::RandomRead, ..BASE };
+const RND_Q32: Load = Load { depth: 32, ..RND };
+const RND_64K: Load = Load { block: 64 << 10, depth: 4, ..RND };
+const RND_1M: Load = Load { block: 1 << 20, ..RND };
+
+/// The load with writes in place of its reads.
+const fn writes(load: Load) -> Load {
+    let rw = if matches!(load.rw, Pattern::Read) { Pattern::Write } else { Pattern::RandomWrite };
+    Load { rw, ..load }
+}
+
 /// The whole part of the disk in random order, each block once, and a sync.
-const ALL: Load = Load {
-    rw: Pattern::RandomWrite,
-    block: 64 << 10,
-    depth: 4,
-    to_the_end: true,
-    once: true,
-    ..BASE
-};
+const ALL: Load = Load { to_the_end: true, once: true, ..writes(RND_64K) };
 
 /// Sixteen writers, each of which waits for every write and every sync.
-const DURABLE: Load = Load { rw: Pattern::RandomWrite, jobs: 16, engine: "sync", ..BASE };
+const SIXTEEN: Load = Load { jobs: 16, engine: "sync", ..writes(RND) };
+
+const fn profile(name: &'static str, about: &'static str, kind: Kind) -> Profile {
+    Profile { name, about, kind }
+}
 
 const fn load(name: &'static str, about: &'static str, load: Load) -> Profile {
-    Profile { name, about, kind: Kind::Load(load) }
+    profile(name, about, Kind::Load(load))
 }
 
 /// Every load that plans may name.
 pub static PROFILES: &[Profile] = &[
-    load(
-        "seq1m-q8-read",
-        "1 MiB sequential, 8 in flight",
-        Load { block: 1 << 20, depth: 8, ..BASE },
-    ),
-    load(
-        "seq1m-q8-write",
-        "1 MiB sequential, 8 in flight",
-        Load { rw: Pattern::Write, block: 1 << 20, depth: 8, ..BASE },
-    ),
-    load("seq1m-q1-read", "1 MiB sequential, 1 in flight", Load { block: 1 << 20, ..BASE }),
-    load(
-        "seq1m-q1-write",
-        "1 MiB sequential, 1 in flight",
-        Load { rw: Pattern::Write, block: 1 << 20, ..BASE },
-    ),
-    load(
-        "rnd4k-q32-read",
-        "4 KiB random, 32 in flight",
-        Load { rw: Pattern::RandomRead, depth: 32, ..BASE },
-    ),
-    load(
-        "rnd4k-q32-write",
-        "4 KiB random, 32 in flight",
-        Load { rw: Pattern::RandomWrite, depth: 32, ..BASE },
-    ),
-    load("rnd4k-q1-read", "4 KiB random, 1 in flight", Load { rw: Pattern::RandomRead, ..BASE }),
-    load("rnd4k-q1-write", "4 KiB random, 1 in flight", Load { rw: Pattern::RandomWrite, ..BASE }),
-    load(
-        "rnd64k-read",
-        "64 KiB random, 4 in flight",
-        Load { rw: Pattern::RandomRead, block: 64 << 10, depth: 4, ..BASE },
-    ),
-    load(
-        "rnd64k-write",
-        "64 KiB random, 4 in flight",
-        Load { rw: Pattern::RandomWrite, block: 64 << 10, depth: 4, ..BASE },
-    ),
-    load(
-        "rnd1m-read",
-        "1 MiB random, 1 in flight",
-        Load { rw: Pattern::RandomRead, block: 1 << 20, ..BASE },
-    ),
-    load(
-        "rnd1m-write",
-        "1 MiB random, 1 in flight",
-        Load { rw: Pattern::RandomWrite, block: 1 << 20, ..BASE },
-    ),
+    load("seq1m-q8-read", "1 MiB sequential, 8 in flight", SEQ_Q8),
+    load("seq1m-q8-write", "1 MiB sequential, 8 in flight", writes(SEQ_Q8)),
+    load("seq1m-q1-read", "1 MiB sequential, 1 in flight", SEQ),
+    load("seq1m-q1-write", "1 MiB sequential, 1 in flight", writes(SEQ)),
+    load("rnd4k-q32-read", "4 KiB random, 32 in flight", RND_Q32),
+    load("rnd4k-q32-write", "4 KiB random, 32 in flight", writes(RND_Q32)),
+    load("rnd4k-q1-read", "4 KiB random, 1 in flight", RND),
+    load("rnd4k-q1-write", "4 KiB random, 1 in flight", writes(RND)),
+    load("rnd64k-read", "64 KiB random, 4 in flight", RND_64K),
+    load("rnd64k-write", "64 KiB random, 4 in flight", writes(RND_64K)),
+    load("rnd1m-read", "1 MiB random, 1 in flight", RND_1M),
+    load("rnd1m-write", "1 MiB random, 1 in flight", writes(RND_1M)),
     load(
         "mixed-fsync",
         "4 KiB random, 70 % reads, 8 in flight, an fsync after every 32 writes",
@@ -187,22 +164,22 @@ pub static PROFILES: &[Profile] = &[
     load(
         "sync16",
         "4 KiB random by 16 writers with 1 in flight each, an fsync at the end",
-        Load { rw: Pattern::RandomWrite, jobs: 16, engine: "sync", to_the_end: true, ..BASE },
+        Load { to_the_end: true, ..SIXTEEN },
     ),
     load(
         "libaio16",
         "4 KiB random by 16 writers with 16 in flight each, an fsync at the end",
-        Load { rw: Pattern::RandomWrite, jobs: 16, depth: 16, to_the_end: true, ..BASE },
+        Load { jobs: 16, depth: 16, to_the_end: true, ..writes(RND) },
     ),
     load(
         "durable16",
         "4 KiB random by 16 writers, an fsync after each write",
-        Load { sync: Sync::Fsync(1), ..DURABLE },
+        Load { sync: Sync::Fsync(1), ..SIXTEEN },
     ),
     load(
         "batch16",
         "4 KiB random by 16 writers, an fsync after every 32 writes of a writer",
-        Load { sync: Sync::Fsync(32), ..DURABLE },
+        Load { sync: Sync::Fsync(32), ..SIXTEEN },
     ),
     load("first-write", "64 KiB random, 4 in flight, each block once, on an empty disk", ALL),
     load(
@@ -223,44 +200,30 @@ pub static PROFILES: &[Profile] = &[
     load(
         "database",
         "8 KiB random, 1 in flight, an fdatasync after each write",
-        Load {
-            rw: Pattern::RandomWrite,
-            block: 8 << 10,
-            engine: "sync",
-            sync: Sync::Fdatasync(1),
-            ..BASE
-        },
+        Load { block: 8 << 10, engine: "sync", sync: Sync::Fdatasync(1), ..writes(RND) },
     ),
-    Profile {
-        name: "scores",
-        about: "sequential 1 MiB and random 4 KiB, 64 KiB and 1 MiB, reads and writes, as scores",
-        kind: Kind::Scores,
-    },
-    Profile {
-        name: "convert",
-        about: "the whole disk is converted, and the output is discarded",
-        kind: Kind::Convert,
-    },
-    Profile {
-        name: "open",
-        about: "the image is opened and 4 KiB are read, with cold caches",
-        kind: Kind::Open,
-    },
-    Profile {
-        name: "install",
-        about: "a tree of files is copied into a file system on the disk, twice",
-        kind: Kind::Install,
-    },
-    Profile {
-        name: "boot",
-        about: "several overlays of one image are opened and read at once, with cold caches",
-        kind: Kind::Boot,
-    },
-    Profile {
-        name: "nospace",
-        about: "the file system below the image fills while a client writes, and has free space again later",
-        kind: Kind::NoSpace,
-    },
+    profile(
+        "scores",
+        "sequential 1 MiB and random 4 KiB, 64 KiB and 1 MiB, reads and writes, as scores",
+        Kind::Scores,
+    ),
+    profile("convert", "the whole disk is converted, and the output is discarded", Kind::Convert),
+    profile("open", "the image is opened and 4 KiB are read, with cold caches", Kind::Open),
+    profile(
+        "install",
+        "a tree of files is copied into a file system on the disk, twice",
+        Kind::Install,
+    ),
+    profile(
+        "boot",
+        "several overlays of one image are opened and read at once, with cold caches",
+        Kind::Boot,
+    ),
+    profile(
+        "nospace",
+        "the file system below the image fills while a client writes, and has free space again later",
+        Kind::NoSpace,
+    ),
 ];
 
 /// The load of this name.
@@ -270,14 +233,14 @@ pub fn find(name: &str) -> Option<&'static Profile> {
 
 /// The parts of [`Kind::Scores`]: key and load.
 pub const SCORE_LOADS: &[(&str, Load)] = &[
-    ("seq-read", Load { block: 1 << 20, depth: 8, ..BASE }),
-    ("seq-write", Load { rw: Pattern::Write, block: 1 << 20, depth: 8, ..BASE }),
-    ("rnd4k-read", Load { rw: Pattern::RandomRead, depth: 32, ..BASE }),
-    ("rnd4k-write", Load { rw: Pattern::RandomWrite, depth: 32, ..BASE }),
-    ("rnd64k-read", Load { rw: Pattern::RandomRead, block: 64 << 10, depth: 4, ..BASE }),
-    ("rnd64k-write", Load { rw: Pattern::RandomWrite, block: 64 << 10, depth: 4, ..BASE }),
-    ("rnd1m-read", Load { rw: Pattern::RandomRead, block: 1 << 20, ..BASE }),
-    ("rnd1m-write", Load { rw: Pattern::RandomWrite, block: 1 << 20, ..BASE }),
+    ("seq-read", SEQ_Q8),
+    ("seq-write", writes(SEQ_Q8)),
+    ("rnd4k-read", RND_Q32),
+    ("rnd4k-write", writes(RND_Q32)),
+    ("rnd64k-read", RND_64K),
+    ("rnd64k-write", writes(RND_64K)),
+    ("rnd1m-read", RND_1M),
+    ("rnd1m-write", writes(RND_1M)),
 ];
 
 impl Profile {

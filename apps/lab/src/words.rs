@@ -1,6 +1,6 @@
 //! Formats numbers and names for people, with units and significant digits.
 
-use crate::model::{Axes, Metric, SURVIVED};
+use crate::model::{Axes, Metric, SURVIVED, metric};
 
 /// Formats a value of a metric with its unit: `12.3k IOPS`, `181 MB/s`, `4.56 ms`, `2 min 36 s`.
 ///
@@ -15,10 +15,24 @@ pub fn value(metric: &Metric, number: f64) -> String {
         "B/s" => scaled(number, 1000.0, &["B/s", "kB/s", "MB/s", "GB/s", "TB/s"]),
         "ns" => time(number * 1e-9),
         "s" => time(number),
-        "B" => scaled(number, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB"]),
+        "B" => size(number),
         "" => counted(number),
         unit => format!("{} {unit}", digits(number)),
     }
+}
+
+/// Formats a value of the metric with this key. A metric of a later version has no unit here.
+pub fn value_of(key: &str, number: f64) -> String {
+    metric(key).map_or_else(|| number.to_string(), |metric| value(metric, number))
+}
+
+/// Formats a number of bytes: `1.50 GiB`.
+pub fn bytes(number: u64) -> String {
+    size(number as f64)
+}
+
+fn size(number: f64) -> String {
+    scaled(number, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB"])
 }
 
 /// Formats the share of rounds that survived.
@@ -97,15 +111,21 @@ pub fn digits(number: f64) -> String {
     format!("{number:.places$}")
 }
 
-/// Formats a ratio: `1.84`, `12.3`.
+/// Formats a ratio: `1.84`, `12.3`, `0.0040`.
 pub fn times(ratio: f64) -> String {
-    if ratio >= 9.95 { digits(ratio) } else { format!("{ratio:.2}") }
+    // With two places, a ratio of 1 to 250 would be 0.00.
+    let far = ratio >= 9.95 || (ratio > 0.0 && ratio < 0.0995);
+    if far { digits(ratio) } else { format!("{ratio:.2}") }
 }
 
 /// Formats a fraction as percent: `7 %`, `0.4 %`.
 pub fn percent(part: f64) -> String {
     let hundred = part * 100.0;
-    if hundred.abs() < 0.95 { format!("{hundred:.1} %") } else { format!("{hundred:.0} %") }
+    match hundred.abs() {
+        size if !size.is_finite() => "–".to_owned(),
+        size if size < 0.95 => format!("{hundred:.1} %"),
+        _ => format!("{hundred:.0} %"),
+    }
 }
 
 /// Formats a range of ratios for sentences: `1.70 to 1.95`.
@@ -131,9 +151,7 @@ fn alone(axis: &str, value: &str) -> String {
 
 /// Turns a text into a sentence, with a capital letter and a full stop.
 pub fn sentence(text: &str) -> String {
-    let mut letters = text.chars();
-    let first = letters.next().into_iter().flat_map(char::to_uppercase);
-    let mut whole: String = first.chain(letters).collect();
+    let mut whole = capital(text);
     if !whole.is_empty() && !whole.ends_with(['.', '!', '?']) {
         whole.push('.');
     }
@@ -142,16 +160,22 @@ pub fn sentence(text: &str) -> String {
 
 /// Formats a name for a heading: `queue_depth` as `Queue depth`.
 pub fn title(name: &str) -> String {
-    let plain = match name {
-        "cache" => "cache mode".to_owned(),
-        "record" => "record size".to_owned(),
-        _ => name.replace('_', " "),
-    };
-    let mut letters = plain.chars();
-    match letters.next() {
-        Some(first) => first.to_uppercase().chain(letters).collect(),
-        None => plain,
+    match name {
+        "cache" => "Cache mode".to_owned(),
+        "record" => "Record size".to_owned(),
+        _ => capital(&name.replace('_', " ")),
     }
+}
+
+fn capital(text: &str) -> String {
+    let mut letters = text.chars();
+    let first = letters.next().into_iter().flat_map(char::to_uppercase);
+    first.chain(letters).collect()
+}
+
+/// The name of a metric in a column header.
+pub fn heading(key: &str) -> String {
+    title(metric(key).map_or(key, |metric| metric.title))
 }
 
 /// Formats a number of things: `1 cell`, `2 cells`.
@@ -168,14 +192,17 @@ pub fn listed(things: &[String]) -> String {
     }
 }
 
+/// As [`listed`], but names at most this many, and counts the others.
+pub fn listed_most(things: &[String], most: usize) -> String {
+    match things.len().checked_sub(most) {
+        Some(more @ 1..) => format!("{} and {more} more", things[..most].join(", ")),
+        _ => listed(things),
+    }
+}
+
 /// Names the first few configurations, and counts the others.
 pub fn first_of(ways: &[Axes]) -> String {
-    const NAMED: usize = 3;
-    let names: Vec<String> = ways.iter().take(NAMED).map(label).collect();
-    match ways.len() {
-        few if few <= NAMED => listed(&names),
-        many => format!("{} and {} more", names.join(", "), many - NAMED),
-    }
+    listed_most(&ways.iter().map(label).collect::<Vec<_>>(), 3)
 }
 
 /// Quotes a word for a shell if necessary.
@@ -210,7 +237,6 @@ pub fn date(seconds: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::metric;
 
     #[test]
     fn numbers_have_units_and_few_digits() {
@@ -240,10 +266,12 @@ mod tests {
             ("–".into(), "0.0123".into(), "-2.50".into())
         );
         assert_eq!(
-            (times(1.8449), times(12.34), times(0.5)),
-            ("1.84".into(), "12.3".into(), "0.50".into())
+            [times(1.8449), times(12.34), times(0.5), times(0.004), times(0.0)],
+            ["1.84", "12.3", "0.50", "0.0040", "0.00"]
         );
         assert_eq!((percent(0.071), percent(0.004)), ("7 %".into(), "0.4 %".into()));
+        // The range of a window whose mean is 0: see `window_of`.
+        assert_eq!((percent(f64::MAX), percent(f64::NAN)), ("–".into(), "–".into()));
     }
 
     #[test]

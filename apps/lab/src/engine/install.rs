@@ -10,6 +10,7 @@ use crate::error::{Context, Result};
 use vdkit_block::CancelToken;
 
 use super::{Bench, values};
+use crate::fio::Disk;
 use crate::front::{self, Target};
 use crate::layout;
 use crate::model::Sample;
@@ -28,10 +29,10 @@ pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
     let bytes = bench.disk_bytes()?;
     let image = layout::make(bench, layout, bytes, bench.content(false))?;
     let served = front::start(bench, front, &image, cache)?;
-    let Target::File { path, .. } = &served.target else {
+    let Target::Disk(Disk::File { path, .. }) = &served.target else {
         return skip("a file system is made on a file or a device: front file, fuse or fuse-qsd");
     };
-    let disk = path.clone();
+    let disk = PathBuf::from(path);
     // Read the files into memory first, or the first pass would wait for them.
     read_all(&files, &bench.cancel)?;
     let first = pass(bench, &disk, bytes, &files)?;

@@ -9,6 +9,8 @@ pub mod nospace;
 mod open;
 mod scores;
 
+pub use scores::references;
+
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -19,7 +21,7 @@ use vdkit_chain::Registry;
 use crate::fit;
 use crate::front::{self, Cache, Front};
 use crate::layout::{Content, Layout};
-use crate::model::{Axes, Sample};
+use crate::model::{Axes, Sample, value_of};
 use crate::peers::skip;
 use crate::place::Place;
 use crate::plan::Effort;
@@ -39,7 +41,7 @@ pub struct Bench<'a> {
     /// Seed of random bytes and random offsets.
     pub seed: u64,
     /// Where the image is created.
-    pub place: &'a Place,
+    pub place: Place,
     /// An empty folder, on the place if the place is a folder. Removed after the round.
     pub folder: PathBuf,
     /// The cell.
@@ -55,7 +57,7 @@ pub struct Bench<'a> {
 impl Bench<'_> {
     /// The value of an axis.
     pub fn axis(&self, name: &str) -> Option<&str> {
-        self.axes.iter().find(|(axis, _)| axis == name).map(|(_, value)| value.as_str())
+        value_of(self.axes, name)
     }
 
     /// A command line of `vdkit`.
@@ -64,18 +66,12 @@ impl Bench<'_> {
     }
 
     /// Runs a command and records its command line.
-    ///
-    /// # Errors
-    /// As [`Line::run`].
     pub fn run(&mut self, line: &Line) -> Result<Ended> {
         self.commands.push(line.text());
         line.run(&self.cancel)
     }
 
     /// Starts a server and records its command line.
-    ///
-    /// # Errors
-    /// As [`Line::start`].
     pub fn start(&mut self, line: &Line) -> Result<Running> {
         self.commands.push(format!("{} &", line.text()));
         line.start()
@@ -103,9 +99,6 @@ impl Bench<'_> {
     }
 
     /// The load of the cell.
-    ///
-    /// # Errors
-    /// The plan names no load.
     pub fn profile(&self) -> Result<&'static Profile> {
         let Some(name) = self.axis("profile") else { bail!("the cell has no profile") };
         profile::find(name).with_context(|| format!("unknown profile '{name}'"))

@@ -69,26 +69,12 @@ pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
 fn within(bench: &mut Bench<'_>, fio: &Path, pool: &std::path::Path) -> Result<Sample> {
     let (layout, front, cache) = (bench.layout()?, bench.front()?, bench.cache()?);
     // The image shares the file system with the ballast; sockets and results do not.
-    let place = Place::scratch(pool, &bench.place.info);
-    let image = {
-        let mut inner = Bench {
-            command: bench.command.clone(),
-            registry: bench.registry,
-            cancel: bench.cancel.clone(),
-            effort: bench.effort,
-            seed: bench.seed,
-            place: &place,
-            folder: pool.to_owned(),
-            axes: bench.axes,
-            commands: Vec::new(),
-            notes: Vec::new(),
-            references: &mut *bench.references,
-        };
-        let image = layout::make(&mut inner, layout, 2 * WRITE_BYTES, Content::Nothing)?;
-        let commands = std::mem::take(&mut inner.commands);
-        bench.commands.extend(commands);
-        image
-    };
+    let inner = Place::scratch(pool, &bench.place.info);
+    let place = std::mem::replace(&mut bench.place, inner);
+    let folder = std::mem::replace(&mut bench.folder, pool.to_owned());
+    let image = layout::make(bench, layout, 2 * WRITE_BYTES, Content::Nothing);
+    (bench.place, bench.folder) = (place, folder);
+    let image = image?;
     let ballast = pool.join("ballast");
     let file = std::fs::File::create(&ballast)?;
     let fill = free_bytes(pool)?.saturating_sub(ROOM_BYTES);
@@ -181,10 +167,8 @@ const MARK: &str = "=== kernel ===";
 
 impl Writer {
     fn start(bench: &mut Bench<'_>, fio: &Path, target: &Target) -> Result<Self> {
-        let disk = Disk::of(target);
-        let disk = match disk {
-            Some(disk) => disk,
-            None => return skip("fio cannot open this: fronts nbd…, fuse…, file or guest…"),
+        let Some(disk) = Disk::of(target) else {
+            return skip("fio cannot open this: fronts nbd…, fuse…, file or guest…");
         };
         let Target::Guest(guest) = target else {
             let line = arguments(Line::new(fio), &disk).within(&bench.folder);
@@ -278,14 +262,9 @@ fn told_of_error(fio: &Value) -> bool {
 
 /// Writes in order with a sync at the end.
 fn arguments(fio: Line, disk: &Disk) -> Line {
-    let line = fio.args(["--output-format=json", "--name=client"]);
-    let line = match disk {
-        Disk::Nbd(uri) => line.args(["--ioengine=nbd", &format!("--uri={uri}")]),
-        Disk::File { path, direct, .. } => line
-            .arg(format!("--filename={}", path.replace(':', "\\:")))
-            .args(["--ioengine=libaio", &format!("--direct={}", u8::from(*direct))]),
-    };
-    line.args(["--rw=write", "--bs=64k", "--iodepth=4", "--end_fsync=1"])
+    fio.args(["--output-format=json", "--name=client"])
+        .args(disk.arguments("libaio"))
+        .args(["--rw=write", "--bs=64k", "--iodepth=4", "--end_fsync=1"])
         .arg(format!("--size={WRITE_BYTES}"))
 }
 
@@ -304,6 +283,24 @@ fn sound(bench: &mut Bench<'_>, image: &Image) -> Result<bool> {
     }
 }
 
+/// What happened. `waited` is how long there was no space.
+fn told(heard: &Heard, waited: Duration, sound: bool) -> String {
+    let told = match (heard.failed, sound, heard.stops) {
+        (_, false, _) => "failed: the image is damaged",
+        (true, ..) if heard.errors > 0 => {
+            return format!("failed: the client got errors ({}); the image is sound", heard.errors);
+        }
+        (true, ..) => "failed: the client did not complete its writes; the image is sound",
+        _ if waited.is_zero() => "completed, but the file system was never full",
+        (.., 0) => "paused, and continued when there was space again",
+        _ => {
+            "QEMU stopped the whole guest, which saw no error and continued when there was space \
+             again and the lab resumed it (cont)"
+        }
+    };
+    told.to_owned()
+}
+
 fn conclude(
     bench: &mut Bench<'_>,
     heard: Heard,
@@ -313,24 +310,10 @@ fn conclude(
 ) -> Sample {
     let written = heard.fio["jobs"][0]["write"]["io_bytes"].as_u64().unwrap_or(0);
     let complete = !heard.failed && written == WRITE_BYTES;
-    if waited.is_zero() {
-        bench.note(if heard.failed {
-            "the client got an error before the file system was full"
-        } else {
-            "the file system was never full"
-        });
+    if heard.failed && waited.is_zero() {
+        bench.note("the client got an error before the file system was full");
     }
-    let told = match (heard.failed, sound, heard.stops) {
-        (false, true, 0) => "paused, and continued when there was space again".to_owned(),
-        (false, true, _) => "QEMU stopped the whole guest, which saw no error and continued when \
-                             there was space again and the lab resumed it (cont)"
-            .to_owned(),
-        (true, true, _) => {
-            format!("failed: the client got errors ({}); the image is sound", heard.errors)
-        }
-        (_, false, _) => "failed: the image is damaged".to_owned(),
-    };
-    bench.note(&told);
+    bench.note(&told(&heard, waited, sound));
     let all = values([
         ("survived", f64::from(u8::from(complete && sound))),
         ("io_errors", heard.errors as f64),
@@ -346,6 +329,20 @@ fn conclude(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A client that never met a full file system was once said to have paused, and one that did
+    /// not end in time to have got 0 errors.
+    #[test]
+    fn no_pause_and_no_error_is_made_up() {
+        let full = Duration::from_secs(3);
+        let heard = |failed, errors, stops| Heard { failed, errors, stops, ..Heard::default() };
+        assert!(told(&heard(false, 0, 0), full, true).starts_with("paused"));
+        assert!(told(&heard(false, 0, 1), full, true).starts_with("QEMU stopped"));
+        assert!(told(&heard(false, 0, 0), Duration::ZERO, true).contains("never full"));
+        assert!(told(&heard(true, 2, 0), full, true).contains("got errors (2)"));
+        assert!(told(&heard(true, 0, 0), full, true).contains("did not complete"));
+        assert!(told(&heard(false, 0, 0), full, false).contains("damaged"));
+    }
 
     #[test]
     fn an_answer_without_an_end_is_an_error() {

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use crate::error::{Result, bail};
+use crate::error::Result;
 use vdkit_block::GuestOffset;
 use vdkit_chain::{Disk, OpenOptions};
 
@@ -79,16 +79,9 @@ fn commands(
     let mut running = lines.map(|line| bench.start(&line)).collect::<Result<Vec<_>>>()?;
     let mut io = IoCounts::default();
     for one in &mut running {
-        while !one.wait(Duration::from_millis(50))? {
-            bench.cancel.check()?;
-        }
-        let ended = one.ended()?;
-        if !ended.status.success() {
-            bail!("{}: {}{}", one.line(), ended.status, ended.complaint());
-        }
-        io.read_calls += ended.io.read_calls.saturating_sub(start.read_calls);
-        io.read_call_bytes += ended.io.read_call_bytes.saturating_sub(start.read_call_bytes);
-        io.read_bytes += ended.io.read_bytes.saturating_sub(start.read_bytes);
+        let own = one.succeed(&bench.cancel)?.io.since(start);
+        io.read_calls += own.read_calls;
+        io.read_call_bytes += own.read_call_bytes;
     }
     bench.note("the time includes the command's start; the reads exclude those of '--version'");
     Ok((began.elapsed(), io))
@@ -120,12 +113,5 @@ fn in_process(
         result?;
     }
     bench.commands.push(format!("# in the lab's process: Disk::open, then {len} bytes at {at}"));
-    Ok((
-        elapsed,
-        IoCounts {
-            read_calls: after.read_calls.saturating_sub(before.read_calls),
-            read_call_bytes: after.read_call_bytes.saturating_sub(before.read_call_bytes),
-            read_bytes: after.read_bytes.saturating_sub(before.read_bytes),
-        },
-    ))
+    Ok((elapsed, after.since(before)))
 }

@@ -11,9 +11,10 @@ use std::collections::BTreeMap;
 use crate::error::{Context, Result};
 
 use super::{Bench, load};
+use crate::axes::BACKEND;
 use crate::front::{self, Cache, Front, Target};
 use crate::layout::{self, Content, Layout};
-use crate::model::Sample;
+use crate::model::{Cell, Sample};
 use crate::profile::{Load, SCORE_LOADS};
 
 pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
@@ -27,28 +28,40 @@ pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
     let reference = bench.references.get(&place).context("the bare place was not measured")?;
     let read = score(&found, reference, "read");
     let write = score(&found, reference, "write");
-    let mut values = super::values([
+    let values = super::values([
         ("read_bytes_per_second", read),
         ("write_bytes_per_second", write),
+        ("bytes_per_second", (read + write) / 2.0),
         ("score", (read + write) / 2e6),
     ]);
+    let mut raw = serde_json::to_value(&found)?;
+    raw[BARE] = serde_json::to_value(reference)?;
     let told: Vec<String> =
         reference.iter().map(|(key, rate)| format!("{key} {:.1}", rate / 1e6)).collect();
     bench.note(&format!("throughput of the bare place in MB/s: {}", told.join(", ")));
-    values.insert("bytes_per_second".to_owned(), (read + write) / 2.0);
-    let raw = serde_json::to_value(&found)?;
     Ok(Sample { values, raw: Some(raw), ..Sample::default() })
+}
+
+/// Key of the bare place's throughputs in a sample's raw results.
+const BARE: &str = "bare";
+
+/// The throughputs of the bare places that a run has measured already. A resumed run goes on with
+/// them, because scores with another reference are not comparable.
+pub fn references(cells: &[Cell]) -> BTreeMap<String, BTreeMap<String, f64>> {
+    let of = |cell: &Cell| {
+        let bare = cell.samples.iter().find_map(|sample| sample.raw.as_ref()?.get(BARE))?;
+        let place = cell.axis(BACKEND)?.to_owned();
+        Some((place, serde_json::from_value(bare.clone()).ok()?))
+    };
+    cells.iter().filter_map(of).collect()
 }
 
 /// Throughputs of the bare place.
 fn bare(bench: &mut Bench<'_>) -> Result<BTreeMap<String, f64>> {
     let (layout, front) = (layout::find("raw"), front::find("file"));
     let (layout, front) = (layout.context("no layout 'raw'")?, front.context("no front 'file'")?);
-    let direct = all(bench, layout, front, Cache::named("none")?);
-    match direct {
-        Err(error) if error.skipped().is_some() => {
-            all(bench, layout, front, Cache::named("writeback")?)
-        }
+    match all(bench, layout, front, Cache::NONE) {
+        Err(error) if error.skipped().is_some() => all(bench, layout, front, Cache::WRITEBACK),
         other => other,
     }
 }
@@ -100,6 +113,27 @@ fn score(found: &BTreeMap<String, f64>, bare: &BTreeMap<String, f64>, side: &str
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::axes_of;
+
+    /// A resumed run once measured the bare place again, so that its later rounds had other scores
+    /// than the earlier ones.
+    #[test]
+    fn a_resumed_run_keeps_its_reference() {
+        let sample = |raw| Sample { raw: Some(raw), ..Sample::default() };
+        let cell = |place: &str, raw| Cell {
+            axes: axes_of(&[(BACKEND, place)]),
+            samples: vec![sample(raw)],
+            ..Cell::default()
+        };
+        let cells = [
+            cell("ext4", serde_json::json!({"seq-read": 1.0, "bare": {"seq-read": 2.0}})),
+            cell("xfs", serde_json::json!({"jobs": []})),
+            Cell::default(),
+        ];
+        let found = references(&cells);
+        assert_eq!(found.len(), 1);
+        assert_eq!(found["ext4"], BTreeMap::from([("seq-read".to_owned(), 2.0)]));
+    }
 
     #[test]
     fn small_requests_count_as_much_as_large_ones() {

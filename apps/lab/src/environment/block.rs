@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::error::{Context, Result};
 
 use super::mounts;
-use crate::model::{PlaceInfo, PlaceKind};
+use crate::model::PlaceInfo;
 
 /// Largest depth to which devices below devices are followed.
 const DEPTH: usize = 8;
@@ -19,30 +19,25 @@ fn text(path: &Path) -> Option<String> {
 }
 
 /// Describes a folder's file system and the device below it.
-///
-/// # Errors
-/// The folder cannot be read.
 pub fn folder(path: &Path) -> Result<PlaceInfo> {
     let found = rustix::fs::statvfs(path).with_context(|| path.display().to_string())?;
-    let text = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    let all = mounts::parse(&text);
+    let all = mounts::all();
     let mount = mounts::of(&all, path);
     let number = fs::metadata(path).with_context(|| path.display().to_string())?.dev();
     let mut info = match mount {
         // A file system without a device, or with several (btrfs), has an artificial device number.
         Some(mount) if rustix::fs::major(number) == 0 => {
             match fs::metadata(&mount.source).map(|found| found.rdev()) {
-                Ok(device) if mount.source.starts_with("/dev/") => {
-                    device_of(device, Path::new(&mount.source))
+                Ok(number) if mount.source.starts_with("/dev/") => {
+                    device(number, Path::new(&mount.source))
                 }
                 _ => PlaceInfo::default(),
             }
         }
-        _ => device_of(number, Path::new(mount.map_or("", |mount| &mount.source))),
+        _ => device(number, Path::new(mount.map_or("", |mount| &mount.source))),
     };
     let kind = mount.map_or("unknown", |mount| mount.kind.as_str());
     info.name = kind.strip_prefix("fuse.").unwrap_or(kind).to_owned();
-    info.kind = PlaceKind::Directory;
     info.file_system = mount.map(|mount| mount.kind.clone());
     info.mount_options = mount.map(|mount| mount.options.clone());
     info.total_bytes = found.f_blocks * found.f_frsize;
@@ -52,10 +47,6 @@ pub fn folder(path: &Path) -> Result<PlaceInfo> {
 
 /// Describes a device. `path` is the name that the user gave.
 pub fn device(number: u64, path: &Path) -> PlaceInfo {
-    PlaceInfo { kind: PlaceKind::Device, ..device_of(number, path) }
-}
-
-fn device_of(number: u64, path: &Path) -> PlaceInfo {
     System::host().device(number, path)
 }
 

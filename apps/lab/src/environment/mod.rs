@@ -33,10 +33,10 @@ pub fn describe(places: &[PlaceInfo], cancel: &CancelToken) -> Environment {
         memory_bytes: meminfo("MemTotal").unwrap_or(0),
         kernel,
         virtualization: virtualization(&cpu),
-        places: places.clone(),
+        places,
         sections: Vec::new(),
     };
-    environment.sections = sections(&environment, &places, cancel);
+    environment.sections = sections(&environment, cancel);
     environment
 }
 
@@ -44,7 +44,7 @@ pub fn describe(places: &[PlaceInfo], cancel: &CancelToken) -> Environment {
 /// booting a guest is in the notes of cells with guests.
 const KVM_OPENS: &str = "can be opened; only booting a guest shows whether KVM works";
 
-fn sections(environment: &Environment, places: &[PlaceInfo], cancel: &CancelToken) -> Vec<Section> {
+fn sections(environment: &Environment, cancel: &CancelToken) -> Vec<Section> {
     let mut machine = vec![
         ("processor".to_owned(), environment.cpu.clone()),
         ("threads".to_owned(), environment.cores.to_string()),
@@ -67,7 +67,7 @@ fn sections(environment: &Environment, places: &[PlaceInfo], cancel: &CancelToke
     let average: Vec<&str> = average.split_whitespace().take(3).collect();
     machine.push(("load average (1, 5, 15 min)".to_owned(), average.join(", ")));
     let mut all = vec![Section { title: "Machine".to_owned(), entries: machine }];
-    for place in places {
+    for place in &environment.places {
         all.push(Section { title: format!("Place {}", place.name), entries: entries_of(place) });
     }
     all.push(Section { title: "Programs".to_owned(), entries: peers::versions(cancel) });

@@ -46,8 +46,13 @@ fn unescape(text: &str) -> Vec<u8> {
     all
 }
 
+/// Every mount of this process, in order.
+pub fn all() -> Vec<Mount> {
+    parse(&std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default())
+}
+
 /// Parses every mount, in order. Skips lines that cannot be parsed.
-pub fn parse(text: &str) -> Vec<Mount> {
+fn parse(text: &str) -> Vec<Mount> {
     let line = |line: &str| {
         let (left, right) = line.split_once(" - ")?;
         let left: Vec<&str> = left.split(' ').collect();

@@ -7,6 +7,7 @@ use vdkit_block::CancelToken;
 use super::mounts;
 use crate::model::{PlaceInfo, PlaceKind};
 use crate::peers;
+use crate::place::zfs::is_data_set;
 use crate::process::Line;
 
 /// ZFS properties that affect images (zfsprops(7)): record size, compression, sync, caching.
@@ -41,13 +42,11 @@ fn zfs_name(place: &PlaceInfo) -> Option<String> {
         let (_, name) = place.beneath.first()?.split_once("ZFS volume ")?;
         return Some(name.to_owned());
     }
-    let kind = place.file_system.as_deref()?;
-    if kind != "zfs" && kind != "fuse.zfs" {
+    if !is_data_set(place) {
         return None;
     }
-    let text = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
     let path = Path::new(&place.path).canonicalize().ok()?;
-    Some(mounts::of(&mounts::parse(&text), &path)?.source.clone())
+    Some(mounts::of(&mounts::all(), &path)?.source.clone())
 }
 
 fn zfs(name: &str, cancel: &CancelToken) -> Option<Vec<(String, String)>> {

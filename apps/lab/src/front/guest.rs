@@ -103,7 +103,6 @@ pub(super) fn prepare(
     let kernel = initramfs::kernel()?;
     let initial = bench.folder.join("guest.cpio");
     initramfs::write(&kernel, bus.modules(), bus.disk(), &initial)?;
-    let words = |list: &[&str]| list.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
     let (mut arguments, mut server) = (Vec::new(), None);
     match source {
         Source::Qemu | Source::QemuReporting => {
@@ -115,16 +114,15 @@ pub(super) fn prepare(
             let socket = bench.folder.join("nbd.sock");
             server = Some(serve::nbd(bench, by, image, cache, &socket)?);
             let path = socket.display();
-            arguments.extend(words(&["-blockdev"]));
-            arguments
-                .push(format!("driver=nbd,node-name=disk,server.type=unix,server.path={path}"));
+            let node = format!("driver=nbd,node-name=disk,server.type=unix,server.path={path}");
+            arguments.extend(["-blockdev".to_owned(), node]);
         }
         Source::VhostUser => {
             let socket = bench.folder.join("vhost.sock");
             server = Some(vhost_user(bench, image, cache, &socket)?);
-            arguments.push("-chardev".to_owned());
-            arguments.push(format!("socket,id=disk,path={}", socket.display()));
-            arguments.extend(words(&["-device", "vhost-user-blk-pci,chardev=disk"]));
+            let socket = format!("socket,id=disk,path={}", socket.display());
+            let device = "vhost-user-blk-pci,chardev=disk";
+            arguments.extend(["-chardev", &socket, "-device", device].map(str::to_owned));
         }
     }
     if source != Source::VhostUser {
@@ -178,9 +176,6 @@ impl Guest {
 
     /// Boots the guest with a script and returns. QEMU listens for QMP ([`super::qmp`]) at
     /// [`Booted::monitor`].
-    ///
-    /// # Errors
-    /// QEMU cannot be started.
     pub fn boot(&self, bench: &mut Bench<'_>, script: &str) -> Result<Booted> {
         let at = |name: &str| bench.folder.join(name);
         let (console, results, initrd) = (at("console.log"), at("results.log"), at("guest.initrd"));
@@ -222,9 +217,6 @@ pub struct Booted {
 
 impl Booted {
     /// As [`Running::wait`].
-    ///
-    /// # Errors
-    /// The system refuses.
     pub fn wait(&mut self, most: Duration) -> Result<bool> {
         self.running.wait(most)
     }
@@ -316,9 +308,6 @@ impl Default for GuestSpeed {
 }
 
 /// Boots a guest that does not use its disk.
-///
-/// # Errors
-/// The guest does not boot.
 pub fn guest_speed(bench: &mut Bench<'_>) -> Result<GuestSpeed> {
     // Test KVM first: the result is cached, and a failing test takes long.
     accelerator(&initramfs::kernel()?.image, &bench.cancel)?;
@@ -328,8 +317,7 @@ pub fn guest_speed(bench: &mut Bench<'_>) -> Result<GuestSpeed> {
     let files = vec![path.clone()];
     let image = Image { path, format: "raw", bytes, shown_bytes: bytes, files, device: false };
     let began = Instant::now();
-    let cache = Cache::named("writeback")?;
-    let (guest, _) = prepare(bench, Bus::Virtio, Source::Qemu, &image, cache)?;
+    let (guest, _) = prepare(bench, Bus::Virtio, Source::Qemu, &image, Cache::WRITEBACK)?;
     let fio = FIO_OF_NOTHING.join(" ");
     let script = format!("cat /proc/uptime > $OUT\nfio {fio} || exit 1\ncat /proc/uptime > $OUT\n");
     let said = guest.run(bench, &script, 0.0)?;

@@ -4,15 +4,16 @@ mod guest;
 pub mod qmp;
 mod serve;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
-use crate::error::{Context, Result, bail};
+use crate::error::{Context, Result};
 use rustix::fs::{Mode, OFlags};
 
 pub use guest::{Booted, Bus, FIO_OF_NOTHING, Guest, GuestSpeed, Said, Source, guest_speed};
 
 use crate::engine::Bench;
+use crate::fio::Disk;
 use crate::layout::Image;
 use crate::peers::{need_fuse, skip};
 use crate::process::{Running, cpu_seconds};
@@ -177,6 +178,8 @@ impl Front {
 pub struct Cache {
     /// Name of the mode in vdkit and QEMU.
     pub name: &'static str,
+    /// What it does.
+    pub about: &'static str,
     /// Bypasses the page cache.
     pub direct: bool,
     /// Each write is durable.
@@ -185,43 +188,59 @@ pub struct Cache {
     pub no_flush: bool,
 }
 
+/// Every cache mode.
+pub static CACHES: &[Cache] = &[
+    Cache::WRITEBACK,
+    Cache::NONE,
+    Cache {
+        name: "writethrough",
+        about: "through the page cache, each write durable",
+        through: true,
+        ..Cache::WRITEBACK
+    },
+    Cache {
+        name: "directsync",
+        about: "bypasses the page cache, each write durable",
+        through: true,
+        ..Cache::NONE
+    },
+    Cache {
+        name: "unsafe",
+        about: "through the page cache, flushes do nothing",
+        no_flush: true,
+        ..Cache::WRITEBACK
+    },
+];
+
 impl Cache {
+    /// QEMU's default.
+    pub const WRITEBACK: Self = Self {
+        name: "writeback",
+        about: "through the host's page cache, durable when flushed",
+        direct: false,
+        through: false,
+        no_flush: false,
+    };
+    /// The usual mode of guests.
+    pub const NONE: Self = Self {
+        name: "none",
+        about: "bypasses the page cache, durable when flushed",
+        direct: true,
+        ..Self::WRITEBACK
+    };
+
     /// The mode of this name.
-    ///
-    /// # Errors
-    /// No mode has this name.
     pub fn named(name: &str) -> Result<Self> {
-        let mode = |name, direct, through, no_flush| Self { name, direct, through, no_flush };
-        Ok(match name {
-            "writeback" => mode("writeback", false, false, false),
-            "none" => mode("none", true, false, false),
-            "writethrough" => mode("writethrough", false, true, false),
-            "directsync" => mode("directsync", true, true, false),
-            "unsafe" => mode("unsafe", false, false, true),
-            other => bail!("unknown cache mode '{other}'"),
-        })
+        let found = CACHES.iter().find(|cache| cache.name == name).copied();
+        found.with_context(|| format!("unknown cache mode '{name}'"))
     }
 }
 
 /// The disk that the load uses.
 #[derive(Debug)]
 pub enum Target {
-    /// A file to open.
-    File {
-        /// Path of the file.
-        path: PathBuf,
-        /// Whether the load uses O_DIRECT.
-        direct: bool,
-        /// Whether the load uses O_DSYNC.
-        through: bool,
-        /// Whether the load leaves out flushes.
-        no_flush: bool,
-    },
-    /// An NBD export.
-    Nbd {
-        /// The URI that clients use.
-        uri: String,
-    },
+    /// A file, a device or an NBD export.
+    Disk(Disk),
     /// An image that the library opens.
     InProcess {
         /// The image.
@@ -281,15 +300,15 @@ pub fn start(bench: &mut Bench<'_>, front: &Front, image: &Image, cache: Cache) 
             let running = serve::nbd(bench, server, image, cache, &socket)?;
             let name = if matches!(server, Server::StorageDaemon(_)) { "disk" } else { "" };
             let uri = format!("nbd+unix:///{name}?socket={}", socket.display());
-            Ok(Served::by(Target::Nbd { uri }, Some(running)))
+            Ok(Served::by(Target::Disk(Disk::Nbd(uri)), Some(running)))
         }
         Kind::Fuse(server) => {
             need_fuse()?;
             let path = bench.folder.join("fuse.raw");
             let running = serve::fuse(bench, server, image, cache, &path)?;
             // The server implements the cache mode; a second cache above it would hide the effect.
-            let target = Target::File { path, direct: true, through: false, no_flush: false };
-            Ok(Served::by(target, Some(running)))
+            let disk = Disk::File { path: name_of(&path)?.to_owned(), cache: Cache::NONE };
+            Ok(Served::by(Target::Disk(disk), Some(running)))
         }
         Kind::Guest(bus, source) => {
             let (guest, server) = guest::prepare(bench, bus, source, image, cache)?;
@@ -305,13 +324,13 @@ fn file(image: &Image, cache: Cache) -> Result<Served> {
             image.format
         ));
     }
-    let target = Target::File {
-        path: image.path.clone(),
-        direct: cache.direct,
-        through: cache.through,
-        no_flush: cache.no_flush,
-    };
-    Ok(Served::by(target, None))
+    let disk = Disk::File { path: name_of(&image.path)?.to_owned(), cache };
+    Ok(Served::by(Target::Disk(disk), None))
+}
+
+/// A path as text, for the command lines of programs that take it within an option.
+fn name_of(path: &Path) -> Result<&str> {
+    path.to_str().context("a name that is not UTF-8")
 }
 
 /// Whether the place supports O_DIRECT.

@@ -25,9 +25,6 @@ pub struct Machine {
 
 impl Machine {
     /// Connects to QEMU's socket.
-    ///
-    /// # Errors
-    /// QEMU does not listen, or does not speak the protocol.
     pub fn connect(socket: &Path) -> Result<Self> {
         let stream = UnixStream::connect(socket).with_context(|| socket.display().to_string())?;
         stream.set_read_timeout(Some(PATIENCE))?;
@@ -64,18 +61,12 @@ impl Machine {
     }
 
     /// The guest's run state: `running`, [`STOPPED`] and others.
-    ///
-    /// # Errors
-    /// QEMU has ended, or refuses.
     pub fn status(&mut self) -> Result<String> {
         let found = self.ask("query-status")?;
         found["status"].as_str().map(str::to_owned).context("an answer of QEMU without a status")
     }
 
     /// Resumes a stopped guest.
-    ///
-    /// # Errors
-    /// QEMU has ended, or refuses.
     pub fn go_on(&mut self) -> Result<()> {
         self.ask("cont").map(|_| ())
     }

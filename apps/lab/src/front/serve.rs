@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::error::{Context, Result, bail};
 
-use super::{Aio, Cache, READY, Server};
+use super::{Aio, Cache, READY, Server, name_of};
 use crate::engine::Bench;
 use crate::layout::Image;
 use crate::peers::{need, skip};
@@ -66,7 +66,7 @@ fn storage_daemon(image: &Image, cache: Cache, aio: Aio) -> Result<Line> {
 
 /// QEMU's node definitions for an image, whose node is `disk`.
 pub(super) fn nodes(image: &Image, cache: Cache, aio: Aio) -> Result<[String; 2]> {
-    let path = image.path.to_str().context("a name that is not UTF-8")?.replace(',', ",,");
+    let path = name_of(&image.path)?.replace(',', ",,");
     let driver = if image.device { "host_device" } else { "file" };
     let switch = |on| if on { "on" } else { "off" };
     let flags =

@@ -9,6 +9,7 @@ use rustix::mount::{UnmountFlags, unmount};
 use vdkit_block::CancelToken;
 
 use crate::engine::Bench;
+use crate::environment::mounts;
 use crate::peers::need;
 use crate::process::Line;
 
@@ -20,9 +21,6 @@ pub struct Attached {
 
 impl Attached {
     /// Attaches a file.
-    ///
-    /// # Errors
-    /// The system refuses.
     pub fn new(bench: &mut Bench<'_>, file: &Path) -> Result<Self> {
         let line = Line::new(need("losetup")?).args(["--find", "--show"]).arg(file);
         let ended = bench.run(&line)?;
@@ -35,9 +33,6 @@ impl Attached {
     }
 
     /// Detaches the device.
-    ///
-    /// # Errors
-    /// The system refuses.
     pub fn end(self, bench: &mut Bench<'_>) -> Result<()> {
         bench.commands.push(format!("losetup --detach {}", self.device.display()));
         detach(&self.device)
@@ -81,9 +76,6 @@ pub struct Mounted {
 
 impl Mounted {
     /// Mounts a device with an ext4 file system.
-    ///
-    /// # Errors
-    /// The system refuses.
     pub fn new(bench: &mut Bench<'_>, device: &Path, at: &Path) -> Result<Self> {
         let line = Line::new(need("mount")?).args(["-t", "ext4"]).arg(device).arg(at);
         bench.run(&line)?;
@@ -91,9 +83,6 @@ impl Mounted {
     }
 
     /// Unmounts the file system, which writes back its dirty pages.
-    ///
-    /// # Errors
-    /// The system refuses.
     pub fn end(mut self, bench: &mut Bench<'_>) -> Result<()> {
         let Some(at) = self.at.take() else { return Ok(()) };
         bench.commands.push(format!("umount {}", at.display()));
@@ -124,13 +113,9 @@ fn take_down(at: &Path) -> Result<()> {
 
 /// Unmounts everything below a folder, and detaches all loop devices over files in it. Cleans up
 /// after a process that was killed.
-///
-/// # Errors
-/// A mount or device cannot be removed.
 pub fn release_all(folder: &Path) -> Result<()> {
-    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     // Unmount in reverse order, because a later mount may use an earlier one.
-    for at in crate::environment::mounts::parse(&mounts).iter().rev() {
+    for at in mounts::all().iter().rev() {
         if at.point.starts_with(folder) && at.point != folder {
             take_down(&at.point)?;
         }

@@ -1,8 +1,8 @@
 //! Describes devices, and decides whether the lab may overwrite one.
 
 use std::fs::{self, File};
-use std::io::ErrorKind;
-use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
+use std::io::Read;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use crate::error::{Context, Result};
@@ -10,7 +10,7 @@ use rustix::fs::{Mode, OFlags, SeekFrom, seek};
 use vdkit_block::CancelToken;
 
 use crate::environment::{block, mounts};
-use crate::model::PlaceInfo;
+use crate::model::{PlaceInfo, PlaceKind};
 use crate::peers::find;
 use crate::process::Line;
 
@@ -36,15 +36,13 @@ fn refuse<T>(device: &Path, reason: impl std::fmt::Display, hint: &str) -> Resul
 }
 
 /// Describes a device without opening it for writing.
-///
-/// # Errors
-/// The path is no block device, or cannot be read.
 pub fn describe(path: &Path) -> Result<PlaceInfo> {
     let found = fs::metadata(path).with_context(|| path.display().to_string())?;
     if !found.file_type().is_block_device() {
         return refuse(path, "not a block device", "name a folder with --on");
     }
     let mut info = block::device(found.rdev(), path);
+    info.kind = PlaceKind::Device;
     let file = File::open(path).with_context(|| path.display().to_string())?;
     info.total_bytes = seek(&file, SeekFrom::End(0)).context("size of the device")?;
     info.free_bytes = info.total_bytes;
@@ -98,8 +96,7 @@ pub fn confirm(
 pub fn check_unused(path: &Path) -> Result<()> {
     let number = fs::metadata(path).with_context(|| path.display().to_string())?.rdev();
     let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
-    let text = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    let mounts = mounts::parse(&text);
+    let mounts = mounts::all();
     let whole = Path::new("/sys/dev/block").join(format!("{major}:{minor}"));
     let numbers = with_partitions(&whole, (major, minor));
     if let Some(mount) = mounts.iter().find(|mount| numbers.contains(&mount.device)) {
@@ -153,7 +150,7 @@ fn with_partitions(whole: &Path, own: (u32, u32)) -> Vec<(u32, u32)> {
 }
 
 /// Bytes at a device's start that are searched for data.
-const SEARCHED_BYTES: usize = 1 << 20;
+const SEARCHED_BYTES: u64 = 1 << 20;
 
 /// What a device contains, if anything: a known signature, or bytes that are not zero.
 fn content(path: &Path, cancel: &CancelToken) -> Result<Option<String>> {
@@ -167,16 +164,9 @@ fn content(path: &Path, cancel: &CancelToken) -> Result<Option<String>> {
     }
     // wipefs does not know some content, such as a disk image or a database on the device.
     let file = File::open(path).with_context(|| path.display().to_string())?;
-    let mut bytes = vec![0; SEARCHED_BYTES];
-    let mut read = 0;
-    while read < bytes.len() {
-        match file.read_at(&mut bytes[read..], read as u64) {
-            Ok(0) => break,
-            Ok(more) => read += more,
-            Err(error) if error.kind() == ErrorKind::Interrupted => {}
-            Err(error) => return Err(error).with_context(|| path.display().to_string()),
-        }
-    }
-    let found = bytes[..read].iter().position(|byte| *byte != 0);
+    let mut bytes = Vec::new();
+    let read = file.take(SEARCHED_BYTES).read_to_end(&mut bytes);
+    read.with_context(|| path.display().to_string())?;
+    let found = bytes.iter().position(|byte| *byte != 0);
     Ok(found.map(|at| format!("data (a byte that is not zero at {at})")))
 }

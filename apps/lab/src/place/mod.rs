@@ -51,9 +51,6 @@ impl Place {
 
     /// Uses a device as a place. [`device::check_unused`] and [`device::confirm`] decide whether it
     /// may be used.
-    ///
-    /// # Errors
-    /// The path is no device.
     pub fn on_device(path: &Path) -> Result<Self> {
         let full = path.canonicalize().with_context(|| path.display().to_string())?;
         // Keep the name that the user gave: a zvol's name identifies it.
@@ -80,9 +77,6 @@ impl Place {
 }
 
 /// Free bytes of a file system.
-///
-/// # Errors
-/// The system refuses.
 pub fn free_bytes(path: &Path) -> Result<u64> {
     let found = rustix::fs::statvfs(path).with_context(|| path.display().to_string())?;
     Ok(found.f_bavail * found.f_frsize)
@@ -107,9 +101,6 @@ pub fn name_all(places: &mut [Place]) -> Result<()> {
 }
 
 /// Creates a folder below a place, or in the system's temporary folder for a device.
-///
-/// # Errors
-/// The folder cannot be created.
 pub fn new_folder(place: &Place, rng: &mut Rng) -> Result<PathBuf> {
     let parent = match place.device() {
         Some(_) => std::env::temp_dir(),

@@ -33,10 +33,6 @@ pub fn is_data_set(place: &PlaceInfo) -> bool {
     place.file_system.as_deref().is_some_and(is_zfs)
 }
 
-fn all_mounts() -> Vec<Mount> {
-    mounts::parse(&std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default())
-}
-
 /// The record size of the cell; none if it uses the place's.
 fn record<'a>(bench: &'a Bench<'_>) -> Option<&'a str> {
     bench.axis("record").filter(|record| *record != "inherited")
@@ -56,7 +52,7 @@ pub fn folder(bench: &mut Bench<'_>) -> Result<PathBuf> {
 /// The data set of this round, created if necessary. Returns its name and its mount point.
 fn own(bench: &mut Bench<'_>, record: Option<&str>) -> Result<(String, PathBuf)> {
     let at = bench.folder.join(MOUNTED);
-    let Some(name) = own_name(&all_mounts(), &bench.folder) else {
+    let Some(name) = own_name(&mounts::all(), &bench.folder) else {
         return skip("this place is not a ZFS data set");
     };
     if !at.exists() {
@@ -111,7 +107,7 @@ pub fn volume(bench: &mut Bench<'_>, bytes: u64) -> Result<PathBuf> {
 /// # Errors
 /// ZFS refuses for longer than a server takes to end.
 pub fn release(folder: &Path) -> Result<()> {
-    let Some(name) = own_name(&all_mounts(), folder) else { return Ok(()) };
+    let Some(name) = own_name(&mounts::all(), folder) else { return Ok(()) };
     if !folder.join(MOUNTED).exists() {
         return Ok(());
     }

@@ -5,6 +5,8 @@ mod parse;
 
 use std::path::Path;
 
+use serde::Serialize;
+
 use crate::error::{Context, Result, bail};
 
 pub use crate::model::Effort;
@@ -46,7 +48,7 @@ pub struct Plan {
 }
 
 /// One axis of a plan.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Axis {
     /// Its name.
     pub name: String,
@@ -55,9 +57,11 @@ pub struct Axis {
     /// Values in a quick run.
     pub quick: Vec<String>,
     /// Whether the axis is a condition in this plan, whatever its role is in others.
+    #[serde(skip)]
     pub condition: bool,
     /// File systems on which the axis is varied; empty for all. Elsewhere the axis has its first
     /// value.
+    #[serde(skip)]
     pub on: Vec<String>,
 }
 
@@ -82,9 +86,6 @@ pub fn built_in() -> Result<Vec<Plan>> {
 
 impl Plan {
     /// The built-in plan of this name.
-    ///
-    /// # Errors
-    /// No built-in plan has this name.
     pub fn named(name: &str) -> Result<Self> {
         match BUILT_IN.iter().find(|(known, _)| *known == name) {
             Some((_, text)) => Self::parse(text, &format!("{name}.toml")),
@@ -105,9 +106,6 @@ impl Plan {
     }
 
     /// Parses a plan. `name` is the source in error messages.
-    ///
-    /// # Errors
-    /// As [`Plan::read`].
     pub fn parse(text: &str, name: &str) -> Result<Self> {
         parse::parse(text, name)
     }

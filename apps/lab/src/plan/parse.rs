@@ -9,6 +9,7 @@ use vdkit_block::parse_size;
 
 use super::{Axis, Effort, Plan};
 use crate::axes;
+use crate::cells::product;
 use crate::metrics::{METRICS, metric};
 use crate::model::{Axes, PlaceKind, Published};
 
@@ -142,12 +143,7 @@ impl Place<'_> {
                 let Some((_, values)) = words.iter().find(|(axis, _)| axis == name) else {
                     return Err(self.at(table, format!("include: a value for '{name}' is missing")));
                 };
-                let with = |cell: &Axes, value: &String| {
-                    let mut cell = cell.clone();
-                    cell.push(((*name).to_owned(), value.clone()));
-                    cell
-                };
-                cells = cells.iter().flat_map(|c| values.iter().map(|v| with(c, v))).collect();
+                cells = product(&cells, name, values);
             }
             all.extend(cells);
         }
@@ -156,14 +152,8 @@ impl Place<'_> {
 
     fn effort(&self, table: &EffortTable) -> Result<Effort> {
         let size = |text: &Spanned<String>| {
-            let bytes = parse_size(text.get_ref()).map_err(|error| self.at(text, error))?;
-            match bytes >= 1 << 20 && bytes % (1 << 20) == 0 {
-                true => Ok(bytes),
-                false => {
-                    let found = text.get_ref();
-                    Err(self.at(text, format!("expected whole MiB such as 256M, found '{found}'")))
-                }
-            }
+            let size = self.value("size", text)?;
+            parse_size(&size).map_err(|error| self.at(text, error))
         };
         let (rounds, seconds) = (*table.rounds.get_ref(), *table.seconds.get_ref());
         if !(1..=1000).contains(&rounds) {

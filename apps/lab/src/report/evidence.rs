@@ -4,33 +4,33 @@ use maud::{Markup, html};
 
 use super::head::code;
 use crate::axes::about_value;
+use crate::lists::distinct;
 use crate::matrix::values;
-use crate::model::{Cell, Effort, Outcome, PlaceInfo, PlaceKind, Run, Section, metric};
+use crate::model::{Cell, Effort, Outcome, PlaceInfo, PlaceKind, Run, Section};
 use crate::stats::outliers;
-use crate::verdict::heading;
-use crate::words::{label, plural, time, title, value};
+use crate::words::{bytes, heading, label, plural, time, title, value_of};
 
 /// Cells without results, with the reasons.
 pub(super) fn missing(run: &Run) -> Option<Markup> {
-    let said = |cell: &Cell| match &cell.outcome {
-        Outcome::Skipped(reason) => Some(("skipped", reason.clone())),
-        Outcome::Failed(text) => Some(("failed", text.clone())),
-        Outcome::Pending if cell.samples.is_empty() => {
-            Some(("pending", "not reached yet".to_owned()))
-        }
-        _ => None,
+    let missed = |cell: &&Cell| match &cell.outcome {
+        Outcome::Skipped(_) | Outcome::Failed(_) => true,
+        Outcome::Pending => cell.samples.is_empty(),
+        Outcome::Measured => false,
     };
-    let rows: Vec<_> = run.cells.iter().filter_map(|cell| Some((cell, said(cell)?))).collect();
+    let rows: Vec<&Cell> = run.cells.iter().filter(missed).collect();
     (!rows.is_empty()).then(|| {
         html! {
             div class="scroll" tabindex="0" role="region" aria-label="Cells that were not measured" {
                 table class="plain" {
                     thead { tr { th scope="col" { "Cell" } th scope="col" { "State" } th scope="col" { "Why" } } }
-                    tbody { @for (cell, (state, why)) in &rows { tr {
-                        th scope="row" { (label(&cell.axes)) }
-                        td { (state) }
-                        td class="why" { (why) }
-                    } } }
+                    tbody { @for cell in rows {
+                        @let (state, why) = cell.outcome.state();
+                        tr {
+                            th scope="row" { (label(&cell.axes)) }
+                            td { (state) }
+                            td class="why" { (why.unwrap_or("not reached yet")) }
+                        }
+                    } }
                 }
             }
         }
@@ -70,22 +70,14 @@ fn cell_commands(cell: &Cell) -> Markup {
 
 /// Every value by cell and round.
 pub(super) fn samples(run: &Run) -> Option<Markup> {
-    let mut keys: Vec<&str> = Vec::new();
-    for key in run.cells.iter().flat_map(|cell| &cell.samples).flat_map(|s| s.values.keys()) {
-        if !keys.contains(&key.as_str()) {
-            keys.push(key);
-        }
-    }
+    let samples = run.cells.iter().flat_map(|cell| &cell.samples);
+    let mut keys = distinct(samples.flat_map(|sample| sample.values.keys()).map(String::as_str));
     if keys.is_empty() {
         return None;
     }
     // In the order of the table of metrics.
     let place = |key: &str| crate::model::METRICS.iter().position(|metric| metric.key == key);
     keys.sort_by_key(|key| place(key).unwrap_or(usize::MAX));
-    let said = |key: &str, number: f64| match metric(key) {
-        Some(metric) => value(metric, number),
-        None => number.to_string(),
-    };
     let count: usize = run.cells.iter().map(|cell| cell.samples.len()).sum();
     let far = |cell: &Cell| outliers(&cell.values(&run.plan.metric));
     Some(html! {
@@ -107,7 +99,7 @@ pub(super) fn samples(run: &Run) -> Option<Markup> {
                             th scope="row" { (label(&cell.axes)) }
                             td class="num" { (sample.round + 1) @if far.contains(&i) { span class="sr" { " (outlier)" } } }
                             @for key in &keys { td class="num" {
-                                @match sample.values.get(*key) { Some(number) => (said(key, *number)), None => "" }
+                                @match sample.values.get(*key) { Some(number) => (value_of(key, *number)), None => "" }
                             } }
                             td class="num" { (time(sample.seconds)) }
                         } }
@@ -163,9 +155,6 @@ pub(super) fn words(run: &Run) -> Option<Markup> {
 
 /// Sizes of disks and loads.
 fn amounts(effort: &Effort) -> Vec<(String, String)> {
-    let bytes = |number: u64| {
-        metric("host_bytes").map_or_else(String::new, |known| value(known, number as f64))
-    };
     [
         ("size of a disk", bytes(effort.disk), "unless an axis sets it"),
         (
@@ -189,8 +178,6 @@ fn sheet(title: &str, entries: &[(String, String)]) -> Markup {
 }
 
 fn place_entries(place: &PlaceInfo) -> Vec<(String, String)> {
-    let bytes =
-        |number: u64| metric("host_bytes").map_or_else(String::new, |m| value(m, number as f64));
     let kind = match place.kind {
         PlaceKind::Directory => "folder",
         PlaceKind::Device => "block device",

@@ -3,10 +3,11 @@
 use maud::{Markup, html};
 
 use crate::axes::about_value;
+use crate::lists::grouped;
 use crate::model::{Axes, Run};
 use crate::stats::{Gain, NARROW};
-use crate::verdict::{Advice, Exception, SetAside, Setup, Verdict};
-use crate::words::{date, first_of, label, listed, percent, plural, sentence, span, time, times};
+use crate::verdict::{Advice, Exception, SetAside, Setup, Verdict, blocking, interval};
+use crate::words::{date, first_of, label, listed, plural, sentence, time, times};
 
 /// The title, the machine in one line, and the theme switch.
 pub(super) fn top(run: &Run) -> Markup {
@@ -76,7 +77,9 @@ pub(super) fn verdict(run: &Run, verdict: &Verdict) -> Markup {
                         p class="tile-name" { "Not significantly different" }
                         p class="tile-value" { @match verdict.ties.len() { 0 => "none", n => (n) } }
                         p class="tile-note" { (ties(verdict)) }
-                        @if !verdict.left_out.is_empty() { p class="tile-note" { (left_out(verdict)) } }
+                        @if let Some(text) = verdict.not_compared() {
+                            p class="tile-note" { (sentence(&text)) }
+                        }
                     }
                 }
             }
@@ -108,8 +111,7 @@ fn kicker(verdict: &Verdict) -> &'static str {
 
 /// The heading if there is no advice.
 fn no_advice(verdict: &Verdict) -> String {
-    let blocking = verdict.missing.iter().filter(|missing| missing.blocks);
-    let blocking: Vec<String> = blocking.map(|missing| label(&missing.what)).collect();
+    let blocking = blocking(&verdict.missing);
     match (verdict.advice, blocking.is_empty()) {
         (Advice::None, false) => format!("Not measured: {}", listed(&blocking)),
         (Advice::None, true) => "Nothing to compare".to_owned(),
@@ -172,10 +174,7 @@ fn gain_tile(gain: &Gain, verdict: &Verdict) -> Markup {
             p class="tile-value" { (times(gain.ratio)) "×" }
             p class="tile-note" {
                 @if gain.is_hint() { "too few rounds to tell how much of it is noise" }
-                @else {
-                    (percent(gain.interval.coverage)) " interval for all comparisons together: "
-                    (span(gain.interval.low, gain.interval.high))
-                }
+                @else { (interval(gain)) }
                 "."
             }
         }
@@ -189,25 +188,14 @@ fn ties(verdict: &Verdict) -> String {
     }
 }
 
-/// Ways that were not compared.
-fn left_out(verdict: &Verdict) -> String {
-    format!("Not compared, because not measured under all loads: {}.", first_of(&verdict.left_out))
-}
-
 /// Ways that were faster but are not advised, grouped by reason.
 fn set_aside(ways: &[SetAside]) -> Markup {
     const NAMED: usize = 4;
-    let mut reasons: Vec<(&str, Vec<String>)> = Vec::new();
-    for way in ways {
-        let name = match &way.gain {
-            Some(gain) => format!("{} ({} times as good)", label(&way.axes), times(gain.ratio)),
-            None => label(&way.axes),
-        };
-        match reasons.iter_mut().find(|(reason, _)| *reason == way.reason) {
-            Some((_, names)) => names.push(name),
-            None => reasons.push((way.reason, vec![name])),
-        }
-    }
+    let name = |way: &SetAside| match &way.gain {
+        Some(gain) => format!("{} ({} times as good)", label(&way.axes), times(gain.ratio)),
+        None => label(&way.axes),
+    };
+    let reasons = grouped(ways.iter().map(|way| (way.reason, name(way))));
     html! {
         aside class="aside" aria-label="Faster, but not advised" {
             p class="aside-name" { "Faster, but not advised" }

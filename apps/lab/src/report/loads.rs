@@ -3,11 +3,12 @@
 use maud::{Markup, html};
 
 use super::charts::{
-    Caption, Curve, LINES_MAX, Line, Point, Timeline, curves, distribution, state, timeline,
+    Caption, LINES_MAX, Line, Point, Timeline, curves, distribution, state, timeline,
 };
 use super::theme::LINE_COLORS;
+use crate::lists::grouped;
 use crate::matrix::{Matrix, OWN_TOOL, Role, role};
-use crate::model::{Axes, Cell, Series, Steady, metric};
+use crate::model::{Axes, Cell, Series, Steady, metric, with_value};
 use crate::stats::{Percentile, median, merged, percentiles};
 use crate::verdict::{Verdict, steadiness};
 use crate::words::{counted, digits, label, percent, plural, time, title, value};
@@ -98,6 +99,15 @@ impl Colors {
         let named = told_apart(&ways).into_iter().zip(found);
         named.map(|(name, (color, _, thing))| (color, name, thing)).collect()
     }
+
+    /// The lines of a chart, and those of the table below it, which has all ways.
+    fn lines<P: Clone>(&self, all: &[(Axes, Vec<P>)]) -> (Vec<Line<P>>, Vec<Line<P>>) {
+        let line = |color, name, points: &Vec<P>| Line { color, name, points: points.clone() };
+        let drawn = self.drawn(all, LINES_MAX).into_iter();
+        let drawn = drawn.map(|(color, name, points)| line(color, name, points));
+        let numbers = all.iter().map(|(way, points)| line(0, label(way), points));
+        (drawn.collect(), numbers.collect())
+    }
 }
 
 /// Whether a cell equals the leading way except for the plan's baseline values.
@@ -122,27 +132,10 @@ fn told_apart(ways: &[Axes]) -> Vec<String> {
         .collect()
 }
 
-/// The queue depth of a cell, from its axis or from `q32` in the load's name, and the load without
-/// it.
+/// The queue depth of a cell, from `q32` in the load's name, and the axes without it.
 fn depth_of(cell: &Cell) -> Option<(u32, Axes)> {
-    let mut found = None;
-    let mut rest = Axes::new();
-    for (axis, value) in &cell.axes {
-        if ["depth", "queue_depth", "iodepth"].contains(&axis.as_str()) {
-            found = found.or(value.trim_start_matches(['q', 'Q']).parse().ok());
-            continue;
-        }
-        if found.is_none()
-            && axis == "profile"
-            && let Some((depth, stem)) = without_depth(value)
-        {
-            found = Some(depth);
-            rest.push((axis.clone(), stem));
-            continue;
-        }
-        rest.push((axis.clone(), value.clone()));
-    }
-    found.map(|depth| (depth, rest))
+    let (depth, stem) = without_depth(cell.axis("profile")?)?;
+    Some((depth, with_value(&cell.axes, "profile", &stem)))
 }
 
 /// Splits `rnd4k-q32-write` into 32 and `rnd4k-write`.
@@ -214,15 +207,8 @@ pub(super) fn depth(matrix: &Matrix<'_>, verdict: &Verdict, colors: &Colors) -> 
         by_depth(matrix, verdict).into_iter().enumerate().filter_map(|(i, (load, ways))| {
             let all: Vec<(Axes, Vec<Point>)> =
                 ways.into_iter().map(|way| (way.way, way.points)).collect();
-            let curve = |(color, name, points): (usize, String, &Vec<Point>)| Curve {
-                color,
-                name,
-                points: points.clone(),
-            };
-            let lines: Vec<Curve> = colors.drawn(&all, LINES_MAX).into_iter().map(curve).collect();
-            let numbers: Vec<Curve> =
-                all.iter().map(|(way, points)| curve((0, label(way), points))).collect();
-            let most = |curve: &Curve| curve.points.last().map_or(0.0, |point| point.iops);
+            let (lines, numbers) = colors.lines(&all);
+            let most = |line: &Line<Point>| line.points.last().map_or(0.0, |point| point.iops);
             let first = lines.iter().max_by(|a, b| most(a).total_cmp(&most(b)))?.name.clone();
             let name = if load.is_empty() { "By queue depth".to_owned() } else { load };
             let caption = Caption {
@@ -237,7 +223,7 @@ pub(super) fn depth(matrix: &Matrix<'_>, verdict: &Verdict, colors: &Colors) -> 
     stacked(charts.collect())
 }
 
-fn depth_table(ways: &[Curve]) -> Markup {
+fn depth_table(ways: &[Line<Point>]) -> Markup {
     html! {
         details class="numbers" {
             summary { "Numbers" }
@@ -272,16 +258,8 @@ fn drawn_note(ways: usize) -> Markup {
 
 /// Cells by load. The advised way comes first, then the default, then the best of the others.
 fn by_load<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<&'a Cell>)> {
-    let mut groups: Vec<(Axes, Vec<(usize, &Cell)>)> = Vec::new();
-    for (i, cell) in matrix.run.cells.iter().enumerate() {
-        let load = matrix.load(cell);
-        match groups.iter_mut().find(|(known, _)| *known == load) {
-            Some((_, cells)) => cells.push((i, cell)),
-            None => groups.push((load, vec![(i, cell)])),
-        }
-    }
-    let higher = matrix.metric.better == crate::model::Better::Higher;
-    groups
+    let cells = matrix.run.cells.iter().enumerate();
+    grouped(cells.map(|(i, cell)| (matrix.load(cell), (i, cell))))
         .into_iter()
         .map(|(load, mut cells)| {
             // If all cells can be drawn, they keep their order, and so their colors, in every
@@ -293,9 +271,8 @@ fn by_load<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<&'a Cel
                     (!verdict.cells.contains(i), !default)
                 };
                 let of = |cell: &Cell| matrix.summary(cell).map_or(0.0, |summary| summary.median);
-                let order = of(a).total_cmp(&of(b));
-                let order = if higher { order.reverse() } else { order };
-                place(i, a).cmp(&place(j, b)).then(if few { i.cmp(j) } else { order })
+                let order = if few { i.cmp(j) } else { matrix.metric.best_first(of(a), of(b)) };
+                place(i, a).cmp(&place(j, b)).then(order)
             });
             (load, cells.into_iter().map(|(_, cell)| cell).collect())
         })
@@ -314,17 +291,10 @@ pub(super) fn latency(matrix: &Matrix<'_>, verdict: &Verdict, colors: &Colors) -
                     (points.len() > 1).then(|| (way(matrix, cell), points))
                 })
                 .collect();
-            let line = |(color, name, points): (usize, String, &Vec<Percentile>)| Line {
-                color,
-                name,
-                points: points.clone(),
-            };
-            let lines: Vec<Line> = colors.drawn(&found, LINES_MAX).into_iter().map(line).collect();
+            let (lines, numbers) = colors.lines(&found);
             if lines.is_empty() {
                 return None;
             }
-            let numbers: Vec<Line> =
-                found.iter().map(|(way, points)| line((0, label(way), points))).collect();
             let name = if load.is_empty() { "All requests".to_owned() } else { label(&load) };
             let caption = Caption {
                 id: format!("latency-{i}"),
@@ -336,8 +306,8 @@ pub(super) fn latency(matrix: &Matrix<'_>, verdict: &Verdict, colors: &Colors) -
     stacked(charts.collect())
 }
 
-fn said(lines: &[Line]) -> String {
-    let of = |line: &Line| {
+fn said(lines: &[Line<Percentile>]) -> String {
+    let of = |line: &Line<Percentile>| {
         let (first, last) = (line.points.first()?, line.points.last()?);
         let ns = |point: &Percentile| time(point.ns as f64 * 1e-9);
         Some(format!(
@@ -348,7 +318,7 @@ fn said(lines: &[Line]) -> String {
             ns(last)
         ))
     };
-    lines.iter().take(LINES_MAX).filter_map(of).collect::<Vec<_>>().join("; ")
+    lines.iter().filter_map(of).collect::<Vec<_>>().join("; ")
 }
 
 /// Formats a percentile: `99.99 %`.
@@ -357,7 +327,7 @@ fn percent_of(point: &Percentile) -> String {
     format!("{} %", text.trim_end_matches('0').trim_end_matches('.'))
 }
 
-fn latency_table(lines: &[Line]) -> Markup {
+fn latency_table(lines: &[Line<Percentile>]) -> Markup {
     let most = lines.iter().max_by_key(|line| line.points.len());
     let heads = most.map(|line| line.points.as_slice()).unwrap_or_default();
     html! {
@@ -430,7 +400,8 @@ fn time_chart(
     let lines = shown
         .iter()
         .map(|(color, name, (_, series))| {
-            (*color, name.clone(), &series.seconds[..], &series.values[..])
+            let points = series.seconds.iter().copied().zip(series.values.iter().copied());
+            Line { color: *color, name: name.clone(), points: points.collect() }
         })
         .collect();
     let caption = Caption {

@@ -24,6 +24,7 @@ mod published;
 mod results;
 mod theme;
 
+use base64::prelude::{BASE64_STANDARD, Engine};
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 use sha2::{Digest, Sha256};
 
@@ -63,26 +64,10 @@ pub fn html(run: &Run) -> String {
 /// The content security policy: nothing is loaded, and one script is allowed by its hash. Source:
 /// W3C, Content Security Policy Level 3, 2.3.1 "Source Lists".
 fn policy() -> String {
-    let hash = base64(&Sha256::digest(SCRIPT.as_bytes()));
+    let hash = BASE64_STANDARD.encode(&Sha256::digest(SCRIPT.as_bytes())[..]);
     format!(
         "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hash}'; base-uri 'none'; form-action 'none'"
     )
-}
-
-/// Encodes base64. Source: RFC 4648, section 4.
-fn base64(bytes: &[u8]) -> String {
-    const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
-    for chunk in bytes.chunks(3) {
-        let mut word = [0; 3];
-        word[..chunk.len()].copy_from_slice(chunk);
-        let bits = u32::from_be_bytes([0, word[0], word[1], word[2]]);
-        for i in 0..4 {
-            let letter = LETTERS[(bits >> (18 - 6 * i)) as usize & 63];
-            text.push(if i <= chunk.len() { char::from(letter) } else { '=' });
-        }
-    }
-    text
 }
 
 /// A section of the page with its entry in the table of contents.

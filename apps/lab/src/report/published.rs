@@ -4,11 +4,12 @@ use maud::{Markup, html};
 
 use super::charts::{Bar, bar};
 use super::results::{HINT, against};
+use crate::lists::grouped;
 use crate::matrix::Matrix;
-use crate::model::{Axes, Published, Run, metric};
+use crate::model::{Axes, Published, Run};
 use crate::plan::Plan;
-use crate::verdict::{Verdict, all_measured_for, heading, measured_for, others_for};
-use crate::words::{digits, label, plural, times, value};
+use crate::verdict::{Verdict, all_measured_for, measured_for, others_for};
+use crate::words::{digits, heading, label, plural, times, value, value_of};
 
 /// Tools side by side: the same task done by each tool in this run.
 pub(super) fn peers(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
@@ -54,13 +55,8 @@ pub(super) fn peers(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
 
 /// Published numbers, grouped by metric.
 pub(super) fn published(matrix: &Matrix<'_>) -> Option<Markup> {
-    let mut groups: Vec<(&str, Vec<&Published>)> = Vec::new();
-    for number in &matrix.run.published {
-        match groups.iter_mut().find(|(metric, _)| *metric == number.metric) {
-            Some((_, numbers)) => numbers.push(number),
-            None => groups.push((&number.metric, vec![number])),
-        }
-    }
+    let numbers = matrix.run.published.iter();
+    let groups = grouped(numbers.map(|number| (number.metric.as_str(), number)));
     (!groups.is_empty()).then(|| {
         html! {
             p class="note" {
@@ -157,10 +153,7 @@ fn group(matrix: &Matrix<'_>, key: &str, numbers: &[&Published]) -> Markup {
 }
 
 fn pairs(matrix: &Matrix<'_>, key: &str, rows: &[Row<'_>], common: bool) -> Markup {
-    let said = |number: f64| match metric(key) {
-        Some(metric) => value(metric, number),
-        None => number.to_string(),
-    };
+    let said = |number: f64| value_of(key, number);
     let mut most_published = scale(rows.iter().map(|row| row.number.value));
     let mut most_here = scale(rows.iter().filter_map(|row| row.here));
     if rows.len() == 1 {

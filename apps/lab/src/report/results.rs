@@ -4,10 +4,11 @@ use maud::{Markup, html};
 
 use super::charts::{Bar, bar};
 use crate::axes::about_value;
+use crate::lists::grouped;
 use crate::matrix::{Matrix, OWN_TOOL, Role, role};
 use crate::model::{Axes, Better, Cell, SURVIVED};
 use crate::stats::{Decision, Gain, Summary};
-use crate::verdict::{Ranking, Verdict, rankings};
+use crate::verdict::{Ranking, TOP, Verdict, rankings};
 use crate::words::{label, percent, plural, sentence, span, times, title, value};
 
 /// A row of a table.
@@ -23,17 +24,14 @@ struct Row<'a> {
 
 /// Cells grouped by load, best first.
 fn groups<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<Row<'a>>)> {
-    let mut groups: Vec<(Axes, Vec<Row<'a>>)> = Vec::new();
-    for (i, cell) in matrix.run.cells.iter().enumerate() {
-        let Some(summary) = matrix.summary(cell) else { continue };
-        let varying = |axes: Axes| -> Axes {
-            axes.into_iter().filter(|(axis, _)| matrix.varying.contains(&axis.as_str())).collect()
-        };
+    let row = |(i, cell): (usize, &'a Cell)| {
+        let summary = matrix.summary(cell)?;
         let load = matrix.load(cell);
         // The tool is left out if it is vdkit; rows of other tools name theirs.
         let own = |entry: &(String, String)| role(&entry.0) == Role::Tool && entry.1 == OWN_TOOL;
-        let rest = varying(cell.axes.clone()).into_iter();
-        let name: Axes = rest.filter(|entry| !load.contains(entry) && !own(entry)).collect();
+        let rest = cell.axes.iter().filter(|(axis, _)| matrix.varying.contains(&axis.as_str()));
+        let name = rest.filter(|entry| !load.contains(entry) && !own(entry));
+        let name: Axes = name.cloned().collect();
         let base = matrix.base_of(cell);
         let row = Row {
             cell,
@@ -43,16 +41,12 @@ fn groups<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<Row<'a>>
             advised: verdict.cells.contains(&i),
             default: base.is_some_and(|base| base.key == cell.key),
         };
-        match groups.iter_mut().find(|(known, _)| *known == load) {
-            Some((_, rows)) => rows.push(row),
-            None => groups.push((load, vec![row])),
-        }
-    }
+        Some((load, row))
+    };
+    let mut groups = grouped(matrix.run.cells.iter().enumerate().filter_map(row));
     for (_, rows) in &mut groups {
-        rows.sort_by(|a, b| {
-            let order = a.summary.median.total_cmp(&b.summary.median);
-            if matrix.metric.better == Better::Higher { order.reverse() } else { order }
-        });
+        let median = |row: &Row<'_>| row.summary.median;
+        rows.sort_by(|a, b| matrix.metric.best_first(median(a), median(b)));
     }
     groups
 }
@@ -292,9 +286,6 @@ pub(super) fn scores(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
         }
     })
 }
-
-/// Number of open rows of a ranking.
-const TOP: usize = 5;
 
 fn ranked(ranking: &Ranking, verdict: &Verdict) -> Markup {
     let most = ranking.rows.first().map_or(0.0, |(.., score)| *score);

@@ -3,7 +3,7 @@
 
 use crate::fit::{Fit, fit, images_of, layout_of};
 use crate::layout::More;
-use crate::model::{Axes, Effort, PlaceInfo};
+use crate::model::{Axes, Effort, PlaceInfo, axes_of, value_of};
 use crate::profile::{self, Kind, Load, SCORE_LOADS};
 
 /// The counted costs of one round.
@@ -42,9 +42,9 @@ const FILE_REQUESTS: f64 = 1.0;
 
 /// The cost of one round of a cell.
 pub fn cost(axes: &Axes, effort: &Effort, fit: &Fit) -> Cost {
-    let value = |name: &str| axes.iter().find(|(axis, _)| axis == name).map(|(_, v)| v.as_str());
-    let Some(profile) = value("profile").and_then(profile::find) else { return Cost::default() };
-    let front = value("front").unwrap_or("nbd");
+    let profile = value_of(axes, "profile").and_then(profile::find);
+    let Some(profile) = profile else { return Cost::default() };
+    let front = value_of(axes, "front").unwrap_or("nbd");
     let disk = fit.disk as f64;
     let mut cost = made(axes, disk);
     let filled = |cost: &mut Cost| cost.written += disk;
@@ -65,10 +65,7 @@ pub fn cost(axes: &Axes, effort: &Effort, fit: &Fit) -> Cost {
         }
         Kind::Convert => {
             cost.commands += 1.0;
-            cost.read += match value("content") {
-                Some("full") => disk,
-                _ => 0.0,
-            };
+            cost.read += if is_full(axes) { disk } else { 0.0 };
         }
         Kind::Open => {
             cost.commands += 1.0 + images_of(axes) as f64;
@@ -100,20 +97,23 @@ pub fn cost(axes: &Axes, effort: &Effort, fit: &Fit) -> Cost {
 pub fn once<'a>(cells: impl Iterator<Item = &'a Axes>, effort: &Effort, place: &PlaceInfo) -> Cost {
     let scores = ("profile".to_owned(), "scores".to_owned());
     let wanted = cells.filter(|axes| axes.contains(&scores)).count() > 0;
-    let bare: Axes = [("layout", "raw"), ("front", "file"), ("profile", "scores")]
-        .map(|(axis, value)| (axis.to_owned(), value.to_owned()))
-        .into();
+    let bare = axes_of(&[("layout", "raw"), ("front", "file"), ("profile", "scores")]);
     match fit(&bare, effort, place) {
         Ok(fit) if wanted => cost(&bare, effort, &fit),
         _ => Cost::default(),
     }
 }
 
+/// Whether the disk is filled before the load.
+fn is_full(axes: &Axes) -> bool {
+    value_of(axes, "content") == Some("full")
+}
+
 /// The cost of creating the image with its content.
 fn made(axes: &Axes, disk: f64) -> Cost {
     let mut cost = Cost { commands: images_of(axes) as f64, ..Cost::default() };
     let Ok(layout) = layout_of(axes) else { return cost };
-    if axes.iter().any(|(axis, value)| axis == "content" && value == "full") {
+    if is_full(axes) {
         cost.written += disk * images_of(axes) as f64;
     }
     if layout.options.contains("=full") {
@@ -174,10 +174,8 @@ mod tests {
     const MIB: f64 = (1 << 20) as f64;
 
     fn of(values: &[(&str, &str)]) -> Cost {
-        let axes: Axes =
-            values.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
         let fit = Fit { disk: 64 << 20, wanted: 64 << 20, bytes: 0 };
-        cost(&axes, &EFFORT, &fit)
+        cost(&axes_of(values), &EFFORT, &fit)
     }
 
     #[test]
@@ -210,7 +208,7 @@ mod tests {
     fn each_kind_is_counted() {
         let scores = of(&[("front", "guest-ide"), ("profile", "scores")]);
         assert_eq!((scores.guests, scores.guest_fios, scores.fixed), (1.0, 8.0, 80.0));
-        let axes: Axes = vec![("profile".to_owned(), "scores".to_owned())];
+        let axes = axes_of(&[("profile", "scores")]);
         let place = PlaceInfo::default();
         assert_eq!(once([&axes, &axes].into_iter(), &EFFORT, &place).fios, 8.0);
         assert_eq!(once(std::iter::empty(), &EFFORT, &place), Cost::default());

@@ -8,6 +8,7 @@ use super::cost::once;
 use super::speed::Speed;
 use crate::axes::BACKEND;
 use crate::fit::{Unfit, fit};
+use crate::lists::grouped;
 use crate::model::{Cell, Outcome, PlaceInfo, PlaceKind};
 use crate::plan::Effort;
 use crate::words::plural;
@@ -83,9 +84,6 @@ impl Estimate {
     }
 
     /// Checks that the places have enough space.
-    ///
-    /// # Errors
-    /// A place has too little space.
     pub fn check(&self) -> Result<()> {
         for (name, needed, there) in &self.space {
             if needed > there {
@@ -130,16 +128,13 @@ fn told(cells: &[Cell], places: &[&PlaceInfo], effort: &Effort) -> Vec<String> {
     let mut told = Vec::new();
     for place in places {
         let here = || cells.iter().filter(|cell| cell.axis(BACKEND) == Some(&place.name));
-        let mut reasons: Vec<(&str, usize)> = Vec::new();
-        for cell in here() {
-            let Outcome::Skipped(reason) = &cell.outcome else { continue };
-            match reasons.iter_mut().find(|(known, _)| known == reason) {
-                Some((_, count)) => *count += 1,
-                None => reasons.push((reason, 1)),
-            }
-        }
-        for (reason, count) in reasons {
-            told.push(format!("{}: {} left out: {reason}", place.name, plural(count, "cell")));
+        let skipped = here().filter_map(|cell| match &cell.outcome {
+            Outcome::Skipped(reason) => Some((reason, cell)),
+            _ => None,
+        });
+        for (reason, cells) in grouped(skipped) {
+            let cells = plural(cells.len(), "cell");
+            told.push(format!("{}: {cells} left out: {reason}", place.name));
         }
         let smaller = here().filter(|cell| measures(cell)).find_map(|cell| {
             let fit = fit(&cell.axes, effort, place).ok()?;
@@ -164,8 +159,7 @@ mod tests {
     const EFFORT: Effort = Effort { rounds: 3, seconds: 10.0, disk: 1 << 30, bytes: 1 << 20 };
 
     fn cell(axes: &[(&str, &str)]) -> Cell {
-        let axes = axes.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
-        Cell { axes: axes.collect(), ..Cell::default() }
+        Cell { axes: crate::model::axes_of(axes), ..Cell::default() }
     }
 
     fn of(cells: &[Cell], place: &PlaceInfo) -> Estimate {

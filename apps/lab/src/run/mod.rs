@@ -22,12 +22,12 @@ use crate::engine::{self, Bench};
 use crate::environment::{self, load};
 use crate::fit;
 use crate::model::{
-    Cell, Environment, Outcome, PlaceInfo, PlaceKind, PlanSummary, Run, Sample, Series, Steady,
-    Warning,
+    Cell, Environment, Outcome, PlaceInfo, PlaceKind, PlanSummary, Run, Sample, Warning,
 };
 use crate::peers::Skip;
 use crate::place::{self, Place, device};
 use crate::plan::{Effort, Plan};
+use crate::stats::steady;
 use crate::store::Store;
 
 pub use estimate::Estimate;
@@ -56,10 +56,6 @@ pub struct Request {
     pub devices: Vec<PathBuf>,
 }
 
-/// Decides from time series whether a load was steady; the rule is documented at
-/// [`crate::model::Steady`].
-pub type SteadyRule = fn(&[Series]) -> Option<Steady>;
-
 /// What a run needs from its caller.
 pub struct Tools<'a> {
     /// Path of the command `vdkit`.
@@ -72,8 +68,6 @@ pub struct Tools<'a> {
     pub erase: Vec<PathBuf>,
     /// Asks the user to confirm another device; none without a terminal.
     pub ask: Option<device::Ask<'a>>,
-    /// The rule for steadiness.
-    pub steady: Option<SteadyRule>,
 }
 
 /// A validated run that has not written anything yet.
@@ -225,10 +219,7 @@ impl Prepared {
         let id = format!("{}-{started}-{:08x}", self.plan.name, random_seed() as u32);
         let run = Run {
             id,
-            plan: PlanSummary {
-                effort: Some(self.request.effort(&self.plan)),
-                ..self.plan.summary()
-            },
+            plan: self.summary(),
             published: self.plan.published.clone(),
             quick: self.request.quick,
             seed: self.request.seed,
@@ -243,21 +234,24 @@ impl Prepared {
         Ok(self.start(store, run.cells))
     }
 
+    fn summary(&self) -> PlanSummary {
+        PlanSummary { effort: Some(self.request.effort(&self.plan)), ..self.plan.summary() }
+    }
+
     fn environment(&self, monitor: &Monitor<'_>) -> Environment {
         let infos: Vec<PlaceInfo> = self.places.iter().map(|place| place.info.clone()).collect();
         environment::describe(&infos, &monitor.cancel)
     }
 
     fn start(self, store: Store, cells: Vec<Cell>) -> ActiveRun {
-        let effort = self.request.effort(&self.plan);
         ActiveRun {
             rounds: Rounds::of(&self.request, &self.plan),
-            summary: PlanSummary { effort: Some(effort), ..self.plan.summary() },
+            summary: self.summary(),
+            effort: self.request.effort(&self.plan),
             rng: Rng::new(random_seed()),
-            references: BTreeMap::new(),
+            references: engine::references(&cells),
             request: self.request,
             places: self.places,
-            effort,
             cells,
             store,
             estimate: self.estimate,
@@ -376,7 +370,7 @@ impl ActiveRun {
             cancel: monitor.cancel.clone(),
             effort: self.effort,
             seed: self.request.seed ^ u64::from(round),
-            place: &place,
+            place,
             folder: folder.clone(),
             axes: &cell.axes,
             commands: Vec::new(),
@@ -402,7 +396,7 @@ impl ActiveRun {
         match measured {
             Ok(sample) => {
                 let seconds = began.elapsed().as_secs_f64();
-                let steady = tools.steady.and_then(|rule| rule(&sample.series));
+                let steady = steady(&sample.series);
                 let sample = Sample { round, started, seconds, steady, ..sample };
                 self.keep(&mut cell, sample)?;
             }

@@ -158,12 +158,12 @@ fn turn() -> Result<f64> {
     })
 }
 
-/// Duration until a byte is durable.
+/// Duration until a byte is durable: the mean over [`WRITE_BYTES`], or over a smaller device.
 fn byte(place: &Place) -> Result<f64> {
     let mut buffer = vec![0; 1 << 20];
     noise(&mut buffer, &mut Rng::new(1));
     let began = Instant::now();
-    match place.device() {
+    let bytes = match place.device() {
         Some(device) => {
             let file = File::options().write(true).open(device)?;
             let bytes = WRITE_BYTES.min(place.info.total_bytes as usize);
@@ -172,6 +172,7 @@ fn byte(place: &Place) -> Result<f64> {
                 file.write_all_at(&buffer[..len], at as u64)?;
             }
             file.sync_data()?;
+            bytes
         }
         None => {
             // The file has no name, so nothing is left behind.
@@ -183,9 +184,10 @@ fn byte(place: &Place) -> Result<f64> {
                 file.write_all(&buffer)?;
             }
             file.sync_data()?;
+            WRITE_BYTES
         }
-    }
-    Ok(began.elapsed().as_secs_f64() / WRITE_BYTES as f64)
+    };
+    Ok(began.elapsed().as_secs_f64() / bytes.max(1) as f64)
 }
 
 #[cfg(test)]
@@ -217,8 +219,7 @@ mod tests {
         let mut speed = Speed::default();
         let of = |speed: &Speed, front: &str, profile: &str| {
             let axes = [("layout", "qcow2"), ("front", front), ("profile", profile)];
-            let axes = axes.map(|(axis, value)| (axis.to_owned(), value.to_owned()));
-            speed.of_cell(&axes.into(), &effort, &fit)
+            speed.of_cell(&crate::model::axes_of(&axes), &effort, &fit)
         };
         let before = |front, profile| of(&Speed::default(), front, profile);
         speed.tried.requests.insert(("fuse".to_owned(), 4096), 1e-3);

@@ -16,7 +16,7 @@ use crate::cells::Rng;
 use crate::engine::{self, Bench};
 use crate::fit::fit;
 use crate::front::{self, GuestSpeed};
-use crate::model::{Axes, Cell, Outcome, Sample};
+use crate::model::{Axes, Cell, Outcome, value_of};
 use crate::place::{self, Place};
 use crate::plan::Effort;
 use crate::profile::{self, Kind, Load, Sync};
@@ -39,9 +39,8 @@ pub struct Tried {
 
 /// The front of a cell, and its load if it is a load of requests.
 pub fn front_and_load(axes: &Axes) -> Option<(&str, Load)> {
-    let value = |name: &str| axes.iter().find(|(axis, _)| axis == name).map(|(_, v)| v.as_str());
-    match value("profile").and_then(profile::find)?.kind {
-        Kind::Load(load) => Some((value("front").unwrap_or("nbd"), load)),
+    match value_of(axes, "profile").and_then(profile::find)?.kind {
+        Kind::Load(load) => Some((value_of(axes, "front").unwrap_or("nbd"), load)),
         _ => None,
     }
 }
@@ -78,7 +77,7 @@ pub fn tried(
         let small = Effort { seconds: SECONDS.min(effort.seconds), disk, bytes, ..*effort };
         let Ok(fit) = fit(&cell.axes, &small, &place.info) else { continue };
         let began = Instant::now();
-        let found = once(&cell.axes, place, small, tools, cancel);
+        let found = with_bench(&cell.axes, place, small, (tools, cancel), engine::sample);
         cancel.check()?;
         let Ok(sample) = found else { continue };
         if load.to_the_end {
@@ -93,17 +92,6 @@ pub fn tried(
         }
     }
     Ok(tried)
-}
-
-/// Runs one round of a cell.
-fn once(
-    axes: &Axes,
-    place: &Place,
-    effort: Effort,
-    tools: &Tools<'_>,
-    cancel: &CancelToken,
-) -> Result<Sample> {
-    with_bench(axes, place, effort, (tools, cancel), engine::sample)
 }
 
 /// Runs a closure with a temporary folder on a place.
@@ -122,7 +110,7 @@ fn with_bench<T>(
         cancel: cancel.clone(),
         effort,
         seed: 1,
-        place,
+        place: place.clone(),
         folder: folder.clone(),
         axes,
         commands: Vec::new(),
@@ -162,12 +150,10 @@ pub fn guest(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::axes_of as axes;
 
     #[test]
     fn loads_have_a_front_and_other_things_have_none() {
-        let axes = |values: &[(&str, &str)]| -> Axes {
-            values.iter().map(|(axis, value)| ((*axis).to_owned(), (*value).to_owned())).collect()
-        };
         let load = axes(&[("front", "fuse"), ("profile", "batch16")]);
         assert_eq!(
             front_and_load(&load).map(|(front, load)| (front, load.jobs)),

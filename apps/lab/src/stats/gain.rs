@@ -6,6 +6,8 @@
 //! it (Bonferroni), and the shares shrink with each time that a run tests its own results to see
 //! whether it may stop.
 
+use serde::Serialize;
+
 use super::noise::{Noise, Rounds};
 use super::special::student;
 use super::{Interval, sorted};
@@ -30,7 +32,8 @@ const SHARED: f64 = 0.4;
 pub const NARROW: f64 = 1.25;
 
 /// The result of a comparison.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Decision {
     /// Better than the other.
     Better,
@@ -61,18 +64,20 @@ impl Decision {
 }
 
 /// Comparison of one way with another.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Gain {
     /// How many times as good: 2 is twice the throughput, or half the time. Geometric mean of the
     /// ratios, round by round.
     pub ratio: f64,
     /// Interval of the ratio. With fewer than [`ROUNDS_MIN`] rounds it is the range of the measured
     /// ratios, with no coverage.
+    #[serde(flatten)]
     pub interval: Interval,
-    /// The result.
-    pub decision: Decision,
     /// Number of rounds of the side that has fewer.
     pub rounds: usize,
+    /// The result.
+    #[serde(rename = "verdict")]
+    pub decision: Decision,
 }
 
 impl Gain {

@@ -16,7 +16,7 @@ pub struct Percentile {
     pub ns: u64,
 }
 
-/// Merges histograms.
+/// Merges histograms. The buckets of the result are in rising order, and none is empty.
 pub fn merged<'a>(histograms: impl IntoIterator<Item = &'a Histogram>) -> Histogram {
     let mut all: BTreeMap<u64, u64> = BTreeMap::new();
     for (ns, count) in histograms.into_iter().flat_map(|histogram| &histogram.buckets) {
@@ -30,26 +30,12 @@ pub fn merged<'a>(histograms: impl IntoIterator<Item = &'a Histogram>) -> Histog
 /// request). Leaves out fractions for which there are too few requests: a thousand requests have no
 /// p99.99.
 pub fn percentiles(histogram: &Histogram) -> Vec<Percentile> {
-    let count = histogram.buckets.iter().fold(0u64, |sum, (_, count)| sum.saturating_add(*count));
-    let reached = |fraction: &&f64| (1.0 - **fraction) * count as f64 >= 1.0 - 1e-6;
-    FRACTIONS
-        .iter()
-        .filter(reached)
-        .filter_map(|fraction| {
-            let ns = at(histogram, *fraction, count)?;
-            Some(Percentile { fraction: *fraction, ns })
-        })
+    let count = histogram.count() as f64;
+    let reached = |fraction: &f64| (1.0 - fraction) * count >= 1.0 - 1e-6;
+    let reached = FRACTIONS.iter().copied().filter(reached);
+    reached
+        .filter_map(|fraction| Some(Percentile { fraction, ns: histogram.quantile(fraction)? }))
         .collect()
-}
-
-/// The latency of the request at this rank.
-fn at(histogram: &Histogram, fraction: f64, count: u64) -> Option<u64> {
-    let rank = ((fraction * count as f64).ceil() as u64).clamp(1, count.max(1));
-    let mut seen = 0u64;
-    histogram.buckets.iter().find_map(|(ns, count)| {
-        seen = seen.saturating_add(*count);
-        (seen >= rank).then_some(*ns)
-    })
 }
 
 #[cfg(test)]

@@ -27,6 +27,8 @@ mod runs;
 mod special;
 mod steady;
 
+use serde::Serialize;
+
 pub use gain::{Comparator, Decision, ERROR, Gain, MATTERS, NARROW, ROUNDS_MIN, Side};
 pub use histogram::{FRACTIONS, Percentile, merged, percentiles};
 pub use noise::{Noise, Rounds, Spread};
@@ -37,7 +39,7 @@ pub use steady::{EXCURSION_MAX, SLOPE_MAX, WINDOW, steady, steady_window, window
 pub const COVERAGE: f64 = 0.95;
 
 /// An interval that contains a number with some certainty.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Interval {
     /// Lower end.
     pub low: f64,

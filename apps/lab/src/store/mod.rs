@@ -18,7 +18,7 @@ use rusqlite::{Connection, OpenFlags, params};
 use serde::Serialize;
 use vdkit_storage::{FileOptions, FileStorage};
 
-use crate::model::{Cell, Environment, Outcome, Run, Sample, Series, Warning};
+use crate::model::{Cell, Environment, Run, Sample, Series, Warning};
 
 /// Application id in the database's header: "vdkl".
 const APPLICATION_ID: i32 = 0x7664_6b6c;
@@ -40,15 +40,6 @@ fn json(value: &impl Serialize) -> Result<String> {
     Ok(serde_json::to_string(value)?)
 }
 
-fn state(outcome: &Outcome) -> (&'static str, Option<&str>) {
-    match outcome {
-        Outcome::Pending => ("pending", None),
-        Outcome::Measured => ("measured", None),
-        Outcome::Skipped(reason) => ("skipped", Some(reason)),
-        Outcome::Failed(reason) => ("failed", Some(reason)),
-    }
-}
-
 /// Keeps other processes from measuring into the same file. None if its file system has no locks;
 /// SQLite reports other problems of the file.
 fn own(path: &Path) -> Result<Option<FileStorage>> {
@@ -62,9 +53,6 @@ fn own(path: &Path) -> Result<Option<FileStorage>> {
 impl Store {
     /// Creates a file for a run, with its cells and without samples. [`Store::request`] returns
     /// `request`.
-    ///
-    /// # Errors
-    /// The file exists, or cannot be written.
     pub fn create(path: &Path, run: &Run, request: &impl Serialize) -> Result<Self> {
         if path.exists() {
             bail!("{}: already exists; name another file with --out", path.display());
@@ -111,7 +99,7 @@ impl Store {
             )?;
         }
         for cell in &run.cells {
-            let (outcome, reason) = state(&cell.outcome);
+            let (outcome, reason) = cell.outcome.state();
             transaction.execute(
                 "INSERT INTO cell (key, axes, commands, notes, outcome, reason)
                  VALUES (?, ?, ?, ?, ?, ?)",
@@ -200,15 +188,7 @@ impl Store {
         Self::open_read_only(path)?.run()
     }
 
-    /// Path of the file.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// Stores the description of the machine. A resumed run replaces the earlier description.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub fn set_environment(&mut self, environment: &Environment) -> Result<()> {
         let core = Environment { sections: Vec::new(), ..environment.clone() };
         let transaction = self.connection.transaction()?;
@@ -226,9 +206,6 @@ impl Store {
     }
 
     /// Adds a round of a cell, and updates the cell's commands and notes.
-    ///
-    /// # Errors
-    /// The round exists already, or the file cannot be written.
     pub fn add_sample(&mut self, cell: &Cell, sample: &Sample) -> Result<()> {
         let transaction = self.connection.transaction()?;
         let id: i64 =
@@ -269,11 +246,8 @@ impl Store {
     }
 
     /// Stores the outcome of a cell.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub fn set_outcome(&mut self, cell: &Cell) -> Result<()> {
-        let (outcome, reason) = state(&cell.outcome);
+        let (outcome, reason) = cell.outcome.state();
         self.connection.execute(
             "UPDATE cell SET outcome = ?, reason = ?, commands = ?, notes = ? WHERE key = ?",
             params![outcome, reason, json(&cell.commands)?, json(&cell.notes)?, cell.key],
@@ -282,9 +256,6 @@ impl Store {
     }
 
     /// Adds a warning.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub fn add_warning(&mut self, warning: &Warning) -> Result<()> {
         self.connection.execute(
             "INSERT INTO warning (kind, text, cells) VALUES (?, ?, ?)",
@@ -294,18 +265,12 @@ impl Store {
     }
 
     /// Marks the run as complete.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub fn end(&mut self, when: u64) -> Result<()> {
         self.connection.execute("UPDATE run SET ended = ?", params![when as i64])?;
         Ok(())
     }
 
     /// Records a folder that must be removed, by this process or a later one.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub fn add_scratch(&mut self, folder: &Path) -> Result<()> {
         let name = folder.to_str().context("a scratch folder whose name is not UTF-8")?;
         self.connection.execute("INSERT OR IGNORE INTO scratch VALUES (?)", [name])?;
@@ -313,9 +278,6 @@ impl Store {
     }
 
     /// Folders that an earlier process left behind.
-    ///
-    /// # Errors
-    /// The file cannot be read.
     pub fn scratch(&self) -> Result<Vec<PathBuf>> {
         let mut query = self.connection.prepare("SELECT path FROM scratch")?;
         let rows = query.query_map([], |row| row.get::<_, String>(0))?;
@@ -323,9 +285,6 @@ impl Store {
     }
 
     /// Records that a folder was removed.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub fn forget_scratch(&mut self, folder: &Path) -> Result<()> {
         let name = folder.to_str().context("a scratch folder whose name is not UTF-8")?;
         self.connection.execute("DELETE FROM scratch WHERE path = ?", [name])?;

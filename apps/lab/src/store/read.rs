@@ -32,9 +32,6 @@ fn rows<T>(
 
 impl Store {
     /// The whole run as it is now.
-    ///
-    /// # Errors
-    /// The file cannot be read, or is damaged.
     pub fn run(&self) -> Result<Run> {
         self.whole().with_context(|| self.path.display().to_string())
     }
@@ -74,9 +71,6 @@ impl Store {
     }
 
     /// The request of the run; see [`Store::create`].
-    ///
-    /// # Errors
-    /// The file cannot be read, or is damaged.
     pub fn request<T: DeserializeOwned>(&self) -> Result<T> {
         let text: String =
             self.connection.query_row("SELECT request FROM run", [], |row| row.get(0))?;

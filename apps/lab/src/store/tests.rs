@@ -4,7 +4,7 @@ use rusqlite::Connection;
 use tempfile::TempDir;
 
 use super::*;
-use crate::model::{Histogram, PlaceInfo, PlanSummary, Published, Section, Steady};
+use crate::model::{Histogram, Outcome, PlaceInfo, PlanSummary, Published, Section, Steady};
 
 fn cell(layout: &str) -> Cell {
     let axes = vec![("backend".to_owned(), "ext4".to_owned()), ("layout".into(), layout.into())];

@@ -1,17 +1,22 @@
 //! Answers the questions that a run's axes raise, in one sentence each.
 
+use serde::Serialize;
+
+use super::sentence::figure;
 use super::{asked, prepared, published, scores};
+use crate::lists::{distinct, grouped};
 use crate::matrix::{Matrix, OWN_TOOL, Pick, Role, SEEN, in_guest, program};
-use crate::model::{Axes, Better, Cell, SURVIVED, metric};
+use crate::model::{Axes, Cell, SURVIVED, value_of};
 use crate::stats::{Decision, Gain, ROUNDS_MIN, Summary, median, summary};
-use crate::words::{self, label, listed, span, times, title};
+use crate::words::{self, label, listed, span, title};
 
 /// A question and its answer.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Answer {
     /// The question.
     pub question: String,
     /// A sentence.
+    #[serde(rename = "answer")]
     pub sentence: String,
 }
 
@@ -56,7 +61,7 @@ struct Value {
 
 /// A way's value of an axis.
 fn named(pick: &Pick, axis: &str) -> Option<String> {
-    pick.axes.iter().find(|(name, _)| name == axis).map(|(_, value)| value.clone())
+    value_of(&pick.axes, axis).map(str::to_owned)
 }
 
 /// The values of an axis, each over all ways that are otherwise equal, best first.
@@ -64,12 +69,7 @@ fn values_of(matrix: &Matrix<'_>, axis: &str, picks: &[Pick]) -> Vec<Value> {
     let rest = |pick: &Pick| -> Axes {
         pick.axes.iter().filter(|(name, _)| name != axis).cloned().collect()
     };
-    let mut names: Vec<String> = Vec::new();
-    for name in picks.iter().filter_map(|pick| named(pick, axis)) {
-        if !names.contains(&name) {
-            names.push(name);
-        }
-    }
+    let names = distinct(picks.iter().filter_map(|pick| named(pick, axis)));
     let has = |name: &String, others: &Axes| {
         let own = |pick: &&Pick| named(pick, axis).as_ref() == Some(name);
         picks.iter().filter(own).any(|pick| rest(pick) == *others)
@@ -85,10 +85,8 @@ fn values_of(matrix: &Matrix<'_>, axis: &str, picks: &[Pick]) -> Vec<Value> {
             Some(Value { name: name.clone(), pick })
         })
         .collect();
-    values.sort_by(|a, b| {
-        let order = a.pick.summary.median.total_cmp(&b.pick.summary.median);
-        if matrix.metric.better == Better::Higher { order.reverse() } else { order }
-    });
+    let median = |value: &Value| value.pick.summary.median;
+    values.sort_by(|a, b| matrix.metric.best_first(median(a), median(b)));
     values
 }
 
@@ -105,9 +103,8 @@ fn of_choice(
     if others.is_empty() {
         return None;
     }
-    let default = matrix.run.plan.baseline.as_ref();
-    let default = default.and_then(|axes| axes.iter().find(|(name, _)| name == axis));
-    let base = default.and_then(|(_, name)| values.iter().find(|value| value.name == *name));
+    let default = matrix.run.plan.baseline.as_ref().and_then(|axes| value_of(axes, axis));
+    let base = default.and_then(|name| values.iter().find(|value| value.name == name));
     let against = base.filter(|base| base.name != first.name).unwrap_or(&others[0]);
     let tied: Vec<String> = others
         .iter()
@@ -119,19 +116,12 @@ fn of_choice(
         .collect();
     let found = matrix.against(&first.pick, &against.pick);
     let mut sentence = match found {
-        Some(found) if found.is_hint() => format!(
-            "{} times as good, with too few rounds to decide: {} against {}",
-            times(found.ratio),
-            first.name,
-            against.name
-        ),
-        Some(found) if found.decision == Decision::Better => format!(
-            "{} times as good ({}): {} against {}, all else equal",
-            times(found.ratio),
-            span(found.interval.low, found.interval.high),
-            first.name,
-            against.name
-        ),
+        Some(found) if found.is_hint() => {
+            format!("{}: {} against {}", figure(&found), first.name, against.name)
+        }
+        Some(found) if found.decision == Decision::Better => {
+            format!("{}: {} against {}, all else equal", figure(&found), first.name, against.name)
+        }
         Some(found) => format!(
             "{} times as good: {} against {}, no significant difference",
             span(found.interval.low, found.interval.high),
@@ -157,7 +147,7 @@ fn of_choice(
 
 /// The best front among ways measured in another position (host or guest) than the advised way.
 fn of_other_fronts(matrix: &Matrix<'_>, best: Option<&Pick>) -> Option<Answer> {
-    let here = in_guest(&best.filter(|_| matrix.guests_apart())?.axes);
+    let here = in_guest(&best.filter(|_| matrix.apart)?.axes);
     let all = matrix.picks_where(|cell| in_guest(&cell.axes) != here);
     let (picks, _) = super::eligible(matrix.run, &all);
     let answer = of_choice(matrix, "front", &picks, None)?;
@@ -167,14 +157,9 @@ fn of_other_fronts(matrix: &Matrix<'_>, best: Option<&Pick>) -> Option<Answer> {
 
 /// The best way under each load.
 fn of_conditions(matrix: &Matrix<'_>) -> Vec<Answer> {
-    let mut conditions: Vec<Axes> = Vec::new();
-    for cell in &matrix.run.cells {
-        let condition = matrix.load(cell);
-        if !condition.is_empty() && !conditions.contains(&condition) {
-            conditions.push(condition);
-        }
-    }
-    conditions.into_iter().filter_map(|condition| of_condition(matrix, &condition)).collect()
+    let loads = matrix.run.cells.iter().map(|cell| matrix.load(cell));
+    let loads = distinct(loads.filter(|load| !load.is_empty()));
+    loads.iter().filter_map(|load| of_condition(matrix, load)).collect()
 }
 
 fn of_condition(matrix: &Matrix<'_>, condition: &Axes) -> Option<Answer> {
@@ -229,18 +214,12 @@ pub(super) fn median_of(cell: &Cell, key: &str) -> Option<f64> {
 
 /// Programs side by side, if several did the same.
 pub(super) fn peers(matrix: &Matrix<'_>) -> Vec<PeerRow> {
-    let mut tools: Vec<String> = Vec::new();
-    let mut things: Vec<(Axes, Vec<(String, &Cell)>)> = Vec::new();
-    for cell in &matrix.run.cells {
-        let (thing, Some(tool)) = program(&cell.axes) else { continue };
-        if !tools.contains(&tool) {
-            tools.push(tool.clone());
-        }
-        match things.iter_mut().find(|(known, _)| *known == thing) {
-            Some((_, cells)) => cells.push((tool, cell)),
-            None => things.push((thing, vec![(tool, cell)])),
-        }
-    }
+    let cells = matrix.run.cells.iter();
+    let mut tools = distinct(cells.clone().filter_map(|cell| program(&cell.axes).1));
+    let things = grouped(cells.filter_map(|cell| {
+        let (thing, tool) = program(&cell.axes);
+        Some((thing, (tool?, cell)))
+    }));
     // vdkit first, the others in the order of the run.
     tools.sort_by_key(|tool| tool != OWN_TOOL);
     things.iter().filter_map(|(thing, cells)| peer_row(matrix, thing, cells, &tools)).collect()
@@ -267,9 +246,4 @@ fn peer_row(
     let told = |axis: &str| matrix.varying.contains(&axis);
     let axes = thing.iter().filter(|(axis, _)| told(axis)).cloned().collect();
     Some(PeerRow { axes, tools: measured, gains })
-}
-
-/// The name of a metric in a column header.
-pub(crate) fn heading(key: &str) -> String {
-    metric(key).map_or_else(|| title(key), |metric| title(metric.title))
 }

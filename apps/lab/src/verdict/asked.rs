@@ -3,20 +3,12 @@
 
 use super::answers::{Answer, median_of};
 use crate::matrix::{Matrix, Pick};
-use crate::model::{Cell, SURVIVED, metric};
+use crate::model::{Cell, SURVIVED};
 use crate::stats::median;
-use crate::words::{label, listed, plural, time, value};
+use crate::words::{label, listed, listed_most, plural, time, value_of};
 
 /// Largest number of ways that are named individually.
 const NAMED: usize = 6;
-
-/// Joins names into a sentence; counts the last ones if there are many.
-fn named(all: &[String]) -> String {
-    if all.len() <= NAMED {
-        return listed(all);
-    }
-    format!("{} and {} more", all[..NAMED].join(", "), all.len() - NAMED)
-}
 
 /// Duration of the second pass over the same image, compared with the first.
 pub(super) fn of_second_pass(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answer> {
@@ -40,7 +32,7 @@ pub(super) fn of_second_pass(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answ
     let question = "How long does the second pass take?".to_owned();
     let several = picks.iter().any(|pick| pick.cells.len() > 1);
     let of = if several { "; medians of all loads" } else { "" };
-    Some(Answer { question, sentence: format!("{}{of}.", named(&said)) })
+    Some(Answer { question, sentence: format!("{}{of}.", listed_most(&said, NAMED)) })
 }
 
 /// Number of reads to open one image, over all sizes: the program's read calls, and the reads that
@@ -54,11 +46,11 @@ pub(super) fn of_reads(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answer> {
         let counts: Vec<f64> = cells.filter_map(|cell| median_of(cell, key)).collect();
         let fewest = counts.iter().copied().reduce(f64::min)?;
         let most = counts.iter().copied().reduce(f64::max)?;
-        let count = |number: f64| metric(key).map(|metric| value(metric, number));
-        match fewest < most {
-            true => Some(format!("{} to {}", count(fewest)?, count(most)?)),
-            false => count(most),
-        }
+        let most_said = value_of(key, most);
+        Some(match fewest < most {
+            true => format!("{} to {most_said}", value_of(key, fewest)),
+            false => most_said,
+        })
     };
     let said: Vec<String> = picks
         .iter()
@@ -83,7 +75,7 @@ pub(super) fn of_reads(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answer> {
         "{}: to open one image{sizes} and read 4 KiB. The first number counts the reads of vdkit; \
          the reads at the device include the file system's metadata, read-ahead and the program's \
          own file.",
-        named(&said)
+        listed_most(&said, NAMED)
     );
     Some(Answer { question, sentence })
 }
@@ -150,7 +142,7 @@ pub(super) fn of_survival(matrix: &Matrix<'_>) -> Option<Answer> {
     }
     let said = |names: &[String], nothing: &str| match names.len() {
         0 => nothing.to_owned(),
-        1..=6 => listed(names),
+        1..=NAMED => listed(names),
         many => plural(many, "cell"),
     };
     let sentence = format!(

@@ -1,5 +1,7 @@
 //! The confidence of a verdict, in words.
 
+use serde::{Serialize, Serializer};
+
 use crate::matrix::{Matrix, Pick};
 use crate::model::{Cell, SNIA_SECONDS, Steady};
 use crate::stats::{ROUNDS_MIN, steady};
@@ -30,13 +32,26 @@ impl Level {
     }
 }
 
+impl Serialize for Level {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.word())
+    }
+}
+
 /// A level with its reasons.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Confidence {
     /// How sure.
     pub level: Level,
     /// The reasons, without a capital letter and a full stop.
+    #[serde(rename = "reason")]
     pub words: String,
+}
+
+impl Default for Confidence {
+    fn default() -> Self {
+        Self { level: Level::Hint, words: "nothing was measured".to_owned() }
+    }
 }
 
 /// Smallest number of rounds and largest variation for fair and for high confidence.
@@ -44,10 +59,6 @@ const FAIR: (usize, f64) = (ROUNDS_MIN, 0.15);
 const HIGH: (usize, f64) = (5, 0.05);
 
 impl Confidence {
-    pub(super) fn none() -> Self {
-        Self { level: Level::Hint, words: "nothing was measured".to_owned() }
-    }
-
     /// Confidence in the comparison of two ways. `disturbed` says that there are cautions.
     pub(super) fn of(
         matrix: &Matrix<'_>,

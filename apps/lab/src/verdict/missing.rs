@@ -1,26 +1,33 @@
 //! Finds the parts of the plan that this run did not measure.
 
+use serde::Serialize;
+
+use super::output::names;
 use crate::axes::BACKEND;
 use crate::fit::{Unfit, fit};
+use crate::lists::distinct;
 use crate::matrix::{Matrix, Role, seen};
 use crate::model::{Axes, Cell, Outcome, Run};
 use crate::words::{label, plural};
 
 /// Something that was not measured, and why.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Missing {
     /// What the cells have in common: one value (such as `raw`), two values, or all values of a
     /// cell. Empty if nothing at all was measured.
+    #[serde(serialize_with = "names")]
     pub what: Axes,
     /// `failed`, `skipped`, or `pending` if the run has not reached it.
     pub state: &'static str,
     /// Number of cells.
     pub cells: usize,
     /// Number of rounds that were measured before the failure.
+    #[serde(skip)]
     pub rounds: usize,
     /// The first reason.
     pub reason: String,
     /// Whether the run gives no advice without it: it is a value of a choice, and has no result.
+    #[serde(rename = "blocks-advice")]
     pub blocks: bool,
 }
 
@@ -40,6 +47,11 @@ impl Missing {
             state => format!("{what}: {cells} {state} ({reason})"),
         }
     }
+}
+
+/// The parts without which nothing is advised.
+pub(crate) fn blocking(missing: &[Missing]) -> Vec<String> {
+    missing.iter().filter(|missing| missing.blocks).map(|missing| label(&missing.what)).collect()
 }
 
 /// Why a cell has no result, or lacks some of its rounds.
@@ -96,23 +108,16 @@ fn parts(run: &Run, cells: &[usize], size: usize) -> Vec<Axes> {
     let varies = |axis: &str| crate::matrix::values(run, axis).len() > 1;
     let mut all: Vec<Axes> = Vec::new();
     for i in cells {
-        let own: Vec<&(String, String)> =
-            run.cells[*i].axes.iter().filter(|(axis, _)| varies(axis)).collect();
+        let own = run.cells[*i].axes.iter().filter(|(axis, _)| varies(axis));
+        let own: Axes = own.cloned().collect();
         for (at, first) in own.iter().enumerate() {
-            let more: Vec<Axes> = match size {
-                1 => vec![vec![(*first).clone()]],
-                _ => {
-                    own[at + 1..].iter().map(|two| vec![(*first).clone(), (*two).clone()]).collect()
-                }
-            };
-            for what in more {
-                if !all.contains(&what) {
-                    all.push(what);
-                }
+            match size {
+                1 => all.push(vec![first.clone()]),
+                _ => all.extend(own[at + 1..].iter().map(|two| vec![first.clone(), two.clone()])),
             }
         }
     }
-    all
+    distinct(all)
 }
 
 fn entry(run: &Run, what: Axes, cells: &[usize], blocks: bool) -> Missing {
@@ -133,7 +138,7 @@ fn blocks(matrix: &Matrix<'_>, axis: &str, cells: &[usize]) -> bool {
     let places: Vec<&str> = matrix
         .picks()
         .iter()
-        .filter(|_| matrix.guests_apart())
+        .filter(|_| matrix.apart)
         .map(|pick| seen(&pick.axes))
         .collect();
     let compared = |cell: &Cell| places.is_empty() || places.contains(&seen(&cell.axes));

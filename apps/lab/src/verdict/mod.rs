@@ -26,44 +26,55 @@ mod scores;
 mod sentence;
 mod setup;
 
+use output::{all_names, names, optional_names, optional_setup};
+use serde::Serialize;
+
+use crate::axes::BACKEND;
+use crate::front;
+use crate::lists::distinct;
 use crate::matrix::{Matrix, Pick, Role, in_guest};
-use crate::model::{Axes, Run, SURVIVED};
+use crate::model::{Axes, Run, SURVIVED, value_of};
 use crate::stats::{Decision, Gain, ROUNDS_MIN};
 use crate::words;
 
-pub(crate) use answers::heading;
 pub use answers::{Answer, PeerRow};
 pub use confidence::{Confidence, Level, steadiness};
 pub use missing::Missing;
-pub use output::VerdictJson;
+pub(crate) use missing::blocking;
+pub(crate) use output::interval;
 pub(crate) use published::{all_measured_for, measured_for, others_for};
-pub use scores::{Ranking, rankings};
+pub use scores::{Ranking, TOP, rankings};
 pub use setup::Setup;
 
 /// A way that was faster and is not advised.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SetAside {
     /// Its axes.
+    #[serde(rename = "way", serialize_with = "names")]
     pub axes: Axes,
     /// Comparison with the advised way, if possible.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub gain: Option<Gain>,
     /// Why it is not advised.
     pub reason: &'static str,
 }
 
 /// A load under which another way is better than the advised one.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Exception {
     /// The load.
+    #[serde(serialize_with = "names")]
     pub load: Axes,
     /// The best way under the load.
+    #[serde(rename = "best", serialize_with = "names")]
     pub axes: Axes,
     /// Comparison with the advised way under this load.
     pub gain: Gain,
 }
 
 /// What the evidence supports.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Advice {
     /// A way is certainly better than the default, or than the other ways if there is no default.
     Use,
@@ -72,77 +83,81 @@ pub enum Advice {
     /// Undecided: there are too few rounds, or the ways differ too little.
     Untold,
     /// Nothing was measured, or a necessary part of the plan was not.
+    #[default]
     None,
 }
 
-impl Advice {
-    /// The advice as one word, for programs.
-    pub fn word(self) -> &'static str {
-        match self {
-            Self::Use => "use",
-            Self::Stay => "stay",
-            Self::Untold => "untold",
-            Self::None => "none",
-        }
-    }
-}
-
-/// The conclusion from a run.
-#[derive(Clone, Debug)]
+/// The conclusion from a run. Programs get it as JSON, in the order of the fields.
+#[derive(Clone, Debug, Default, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct Verdict {
+    /// Parts of the plan that were not measured.
+    #[serde(rename = "not-measured")]
+    pub missing: Vec<Missing>,
     /// The kind of advice.
     pub advice: Advice,
-    /// Parts of the plan that were not measured.
-    pub missing: Vec<Missing>,
     /// The advice in one sentence.
     pub sentence: String,
     /// The choices of the advised way; none without advice.
+    #[serde(serialize_with = "optional_names", skip_serializing_if = "Option::is_none")]
     pub best: Option<Axes>,
     /// The best safe way, certain or not.
+    #[serde(serialize_with = "optional_names", skip_serializing_if = "Option::is_none")]
     pub leading: Option<Axes>,
     /// Indices of the advised way's cells.
+    #[serde(skip)]
     pub cells: Vec<usize>,
     /// The default that the way is compared with.
+    #[serde(serialize_with = "optional_names", skip_serializing_if = "Option::is_none")]
     pub baseline: Option<Axes>,
     /// Comparison of the advised or leading way with the default; none if it is the default, or if
     /// there is no default.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub gain: Option<Gain>,
     /// If the default stays: the largest factor by which another way may be better within the
     /// noise.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub hidden: Option<f64>,
     /// The confidence of the verdict.
     pub confidence: Confidence,
     /// Ways that are indistinguishable from the advised one.
+    #[serde(serialize_with = "all_names")]
     pub ties: Vec<Axes>,
-    /// Ways that were faster and are not safe.
-    pub set_aside: Vec<SetAside>,
     /// Loads under which another way is better.
     pub exceptions: Vec<Exception>,
+    /// Ways that were faster and are not safe.
+    pub set_aside: Vec<SetAside>,
     /// Ways that were not measured under all loads and were therefore not compared.
+    #[serde(serialize_with = "all_names")]
     pub left_out: Vec<Axes>,
     /// Answers to the plan's question and to those that follow from its axes.
     pub answers: Vec<Answer>,
     /// The tools side by side.
+    #[serde(skip)]
     pub peers: Vec<PeerRow>,
-    /// How to set up the advised way.
-    pub setup: Option<Setup>,
     /// What the reader must know before relying on the verdict.
     pub cautions: Vec<String>,
+    /// How to set up the advised way.
+    #[serde(flatten, serialize_with = "optional_setup")]
+    pub setup: Option<Setup>,
 }
 
 /// Why a way is not advised, wherever the image is.
 fn is_unfit(axes: &Axes) -> Option<&'static str> {
-    let has = |name: &str, wanted: &str| axes.iter().any(|(axis, v)| axis == name && v == wanted);
-    if has("cache", "unsafe") {
+    if value_of(axes, "cache") == Some("unsafe") {
         return Some(
             "cache=unsafe ignores the guest's flushes, so a power failure may damage the guest's files",
         );
     }
-    if has("layout", "qcow2-aged") || has("layout", "qcow2-fragmented") {
-        return Some("images get into this state with use; nobody would choose it");
+    match value_of(axes, "layout")? {
+        "qcow2-aged" | "qcow2-fragmented" => {
+            Some("images get into this state with use; nobody would choose it")
+        }
+        "vmdk" => {
+            Some("QEMU supports VMDK to exchange disks with other programs, not to run guests")
+        }
+        _ => None,
     }
-    has("layout", "vmdk")
-        .then_some("QEMU supports VMDK to exchange disks with other programs, not to run guests")
 }
 
 /// The ways that may be advised. If no way is safe (as in a run on tmpfs alone), returns all ways
@@ -163,15 +178,13 @@ fn eligible(run: &Run, picks: &[Pick]) -> (Vec<Pick>, Option<&'static str>) {
 
 /// Why a way is not safe.
 fn not_safe(run: &Run, axes: &Axes) -> Option<&'static str> {
-    let value = |name: &str| axes.iter().find(|(axis, _)| axis == name).map(|(_, v)| v.as_str());
     if let Some(reason) = is_unfit(axes) {
         return Some(reason);
     }
-    let place =
-        value("backend").and_then(|name| run.environment.places.iter().find(|p| p.name == name));
-    let kind = place.and_then(|place| place.file_system.as_deref());
-    let memory = |kind: &str| kind == "tmpfs" || kind == "ramfs";
-    if kind.is_some_and(memory) || (place.is_none() && value("backend").is_some_and(memory)) {
+    let name = value_of(axes, BACKEND);
+    let place = run.environment.places.iter().find(|place| Some(place.name.as_str()) == name);
+    let kind = place.map_or(name, |place| place.file_system.as_deref());
+    if kind.is_some_and(|kind| kind == "tmpfs" || kind == "ramfs") {
         return Some("a disk in memory is lost in a power failure");
     }
     None
@@ -182,24 +195,10 @@ pub fn verdict(run: &Run) -> Verdict {
     let matrix = Matrix::new(run);
     let missing = missing::missing(run, matrix.as_ref());
     let nothing = |sentence: &str| Verdict {
-        advice: Advice::None,
         missing: missing.clone(),
         sentence: sentence.to_owned(),
-        best: None,
-        leading: None,
-        cells: Vec::new(),
-        baseline: None,
-        gain: None,
-        hidden: None,
-        confidence: Confidence::none(),
-        ties: Vec::new(),
-        set_aside: Vec::new(),
-        exceptions: Vec::new(),
-        left_out: Vec::new(),
-        answers: Vec::new(),
-        peers: Vec::new(),
-        setup: None,
         cautions: cautions(run),
+        ..Verdict::default()
     };
     let Some(matrix) = matrix else {
         return nothing("This version does not know the plan's metric, so nothing is advised.");
@@ -337,10 +336,8 @@ fn base_leads(matrix: &Matrix<'_>, first: &Pick, base: &Pick) -> bool {
 
 /// Whether a program besides QEMU serves the disk.
 pub(crate) fn needs_server(axes: &Axes) -> bool {
-    let bare = ["file", "in-process", "guest-virtio", "guest-scsi", "guest-ide"];
-    axes.iter().any(|(axis, value)| {
-        axis == "front" && !bare.contains(&value.as_str()) && !value.starts_with("guest-virtio")
-    })
+    let front = value_of(axes, "front");
+    front.is_some_and(|name| front::find(name).is_none_or(|front| front.daemons() > 0))
 }
 
 fn ties(matrix: &Matrix<'_>, best: &Pick, picks: &[Pick]) -> Vec<Axes> {
@@ -361,7 +358,9 @@ fn set_aside(matrix: &Matrix<'_>, best: &Pick, picks: &[Pick]) -> Vec<SetAside> 
             let faster = match gain {
                 Some(gain) => gain.decision == Decision::Better,
                 // Survival has no ratio, only an order.
-                None => matrix.is_better(pick.summary.median, best.summary.median),
+                None => {
+                    matrix.metric.best_first(pick.summary.median, best.summary.median).is_lt()
+                }
             };
             faster.then(|| SetAside { axes: matrix.short(&pick.axes), gain, reason })
         })
@@ -370,12 +369,7 @@ fn set_aside(matrix: &Matrix<'_>, best: &Pick, picks: &[Pick]) -> Vec<SetAside> 
 
 /// Loads under which the best way overall is not the best.
 fn exceptions(matrix: &Matrix<'_>, best: &Pick) -> Vec<Exception> {
-    let mut loads: Vec<Axes> = Vec::new();
-    for load in best.cells.iter().map(|i| matrix.load(&matrix.run.cells[*i])) {
-        if !loads.contains(&load) {
-            loads.push(load);
-        }
-    }
+    let loads = distinct(best.cells.iter().map(|i| matrix.load(&matrix.run.cells[*i])));
     if matrix.metric.key == SURVIVED || loads.len() < 2 {
         return Vec::new();
     }
@@ -393,20 +387,14 @@ fn exceptions(matrix: &Matrix<'_>, best: &Pick) -> Vec<Exception> {
 
 /// Ways that have results and are not among the picks.
 fn left_out(matrix: &Matrix<'_>, picks: &[Pick]) -> Vec<Axes> {
-    let mut found: Vec<Axes> = Vec::new();
-    for cell in matrix.run.cells.iter().filter(|cell| matrix.counts(cell)) {
-        let way = matrix.part(&cell.axes, Role::Choice);
-        if matrix.summary(cell).is_none() || picks.iter().any(|pick| pick.axes == way) {
-            continue;
-        }
-        // Guests are compared with guests, so other ways are no gap.
-        let same = picks.iter().any(|pick| in_guest(&pick.axes) == in_guest(&way));
-        let way = matrix.short(&way);
-        if (same || !matrix.guests_apart()) && !found.contains(&way) {
-            found.push(way);
-        }
-    }
-    found
+    let cells = matrix.run.cells.iter().filter(|cell| matrix.counts(cell));
+    let measured = cells.filter(|cell| matrix.summary(cell).is_some());
+    let ways = measured.map(|cell| matrix.part(&cell.axes, Role::Choice));
+    let others = ways.filter(|way| picks.iter().all(|pick| pick.axes != *way));
+    // Guests are compared with guests, so other ways are no gap.
+    let same = |way: &Axes| picks.iter().any(|pick| in_guest(&pick.axes) == in_guest(way));
+    let gaps = others.filter(|way| !matrix.apart || same(way));
+    distinct(gaps.map(|way| matrix.short(&way)))
 }
 
 /// The note of cells whose guest ran without KVM.

@@ -2,178 +2,56 @@
 
 use std::collections::BTreeMap;
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
-use super::{Answer, Missing, SetAside, Verdict};
+use super::{Missing, SetAside, Setup, Verdict};
 use crate::model::Axes;
 use crate::stats::Gain;
 use crate::words::{first_of, label, percent, plural, span, times};
 
-/// The JSON form of a verdict.
-#[derive(Clone, Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct VerdictJson {
-    not_measured: Vec<MissingJson>,
-    advice: &'static str,
-    sentence: String,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    best: Option<Names>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    leading: Option<Names>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    baseline: Option<Names>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    gain: Option<GainJson>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    hidden: Option<f64>,
-    confidence: ConfidenceJson,
-    ties: Vec<Names>,
-    exceptions: Vec<ExceptionJson>,
-    set_aside: Vec<SetAsideJson>,
-    left_out: Vec<Names>,
-    answers: Vec<AnswerJson>,
-    cautions: Vec<String>,
-    commands: Vec<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    libvirt_xml: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    cache_mode: Option<String>,
+fn by_name(axes: &Axes) -> BTreeMap<&str, &str> {
+    axes.iter().map(|(axis, value)| (axis.as_str(), value.as_str())).collect()
 }
 
-/// Values by axis name.
-type Names = BTreeMap<String, String>;
-
-#[derive(Clone, Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct MissingJson {
-    what: Names,
-    state: &'static str,
-    cells: usize,
-    reason: String,
-    blocks_advice: bool,
+/// Writes axes as an object: values by the names of axes.
+pub(super) fn names<S: Serializer>(axes: &Axes, serializer: S) -> Result<S::Ok, S::Error> {
+    by_name(axes).serialize(serializer)
 }
 
-impl From<&Missing> for MissingJson {
-    fn from(missing: &Missing) -> Self {
-        Self {
-            what: names(&missing.what),
-            state: missing.state,
-            cells: missing.cells,
-            reason: missing.reason.clone(),
-            blocks_advice: missing.blocks,
-        }
-    }
+/// As [`names`], for axes that may be none.
+pub(super) fn optional_names<S: Serializer>(
+    axes: &Option<Axes>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    axes.as_ref().map(by_name).serialize(serializer)
 }
 
-#[derive(Clone, Debug, Serialize)]
-struct GainJson {
-    ratio: f64,
-    low: f64,
-    high: f64,
-    coverage: f64,
-    rounds: usize,
-    verdict: &'static str,
+/// As [`names`], for several ways.
+pub(super) fn all_names<S: Serializer>(ways: &[Axes], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(ways.iter().map(by_name))
 }
 
-#[derive(Clone, Debug, Serialize)]
-struct ConfidenceJson {
-    level: &'static str,
-    reason: String,
+/// Writes a setup. Without one, the list of commands is empty.
+pub(super) fn optional_setup<S: Serializer>(
+    setup: &Option<Setup>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    setup.clone().unwrap_or_default().serialize(serializer)
 }
 
-#[derive(Clone, Debug, Serialize)]
-struct ExceptionJson {
-    load: Names,
-    best: Names,
-    gain: GainJson,
-}
-
-#[derive(Clone, Debug, Serialize)]
-struct SetAsideJson {
-    way: Names,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    gain: Option<GainJson>,
-    reason: &'static str,
-}
-
-#[derive(Clone, Debug, Serialize)]
-struct AnswerJson {
-    question: String,
-    answer: String,
-}
-
-fn names(axes: &Axes) -> Names {
-    axes.iter().cloned().collect()
-}
-
-fn all(ways: &[Axes]) -> Vec<Names> {
-    ways.iter().map(names).collect()
-}
-
-impl From<&Gain> for GainJson {
-    fn from(gain: &Gain) -> Self {
-        Self {
-            ratio: gain.ratio,
-            low: gain.interval.low,
-            high: gain.interval.high,
-            coverage: gain.interval.coverage,
-            rounds: gain.rounds,
-            verdict: gain.decision.word(),
+/// The interval of a gain, or with too few rounds the range.
+pub(crate) fn interval(gain: &Gain) -> String {
+    let span = span(gain.interval.low, gain.interval.high);
+    match gain.is_hint() {
+        true => format!("range of the rounds: {span}"),
+        false => {
+            let coverage = percent(gain.interval.coverage);
+            format!("{coverage} interval for all comparisons together: {span}")
         }
     }
 }
 
 impl Verdict {
-    /// The verdict for other programs.
-    pub fn json(&self) -> VerdictJson {
-        VerdictJson {
-            not_measured: self.missing.iter().map(MissingJson::from).collect(),
-            advice: self.advice.word(),
-            sentence: self.sentence.clone(),
-            leading: self.leading.as_ref().map(names),
-            best: self.best.as_ref().map(names),
-            baseline: self.baseline.as_ref().map(names),
-            gain: self.gain.as_ref().map(GainJson::from),
-            hidden: self.hidden,
-            confidence: ConfidenceJson {
-                level: self.confidence.level.word(),
-                reason: self.confidence.words.clone(),
-            },
-            ties: all(&self.ties),
-            exceptions: self
-                .exceptions
-                .iter()
-                .map(|found| ExceptionJson {
-                    load: names(&found.load),
-                    best: names(&found.axes),
-                    gain: (&found.gain).into(),
-                })
-                .collect(),
-            set_aside: self
-                .set_aside
-                .iter()
-                .map(|way| SetAsideJson {
-                    way: names(&way.axes),
-                    gain: way.gain.as_ref().map(GainJson::from),
-                    reason: way.reason,
-                })
-                .collect(),
-            left_out: all(&self.left_out),
-            answers: self
-                .answers
-                .iter()
-                .map(|Answer { question, sentence }| AnswerJson {
-                    question: question.clone(),
-                    answer: sentence.clone(),
-                })
-                .collect(),
-            cautions: self.cautions.clone(),
-            commands: self.setup.iter().flat_map(|setup| setup.commands.clone()).collect(),
-            libvirt_xml: self.setup.as_ref().map(|setup| setup.xml.clone()),
-            cache_mode: self.setup.as_ref().and_then(|setup| setup.cache.clone()),
-        }
-    }
-
     /// The verdict for a terminal: what was not measured, the advice and its gain, problems, and
     /// the setup.
     pub fn lines(&self) -> Vec<String> {
@@ -182,16 +60,8 @@ impl Verdict {
             not_measured.map(|part| format!("not measured: {part}")).collect();
         lines.push(self.sentence.clone());
         if let (Some(gain), Some(base)) = (&self.gain, &self.baseline) {
-            let which = match gain.is_hint() {
-                true => "range of the rounds".to_owned(),
-                false => format!(
-                    "{} interval for all comparisons together",
-                    percent(gain.interval.coverage)
-                ),
-            };
-            let span = span(gain.interval.low, gain.interval.high);
-            let times = times(gain.ratio);
-            lines.push(format!("against the default ({}): {times}x; {which}: {span}", label(base)));
+            let (base, times, interval) = (label(base), times(gain.ratio), interval(gain));
+            lines.push(format!("against the default ({base}): {times}x; {interval}"));
         }
         let confidence = &self.confidence;
         lines.push(format!("confidence: {}; {}", confidence.level.word(), confidence.words));
@@ -207,12 +77,7 @@ impl Verdict {
             let gain = gain.unwrap_or_default();
             lines.push(format!("faster, but not advised: {}{gain}: {reason}", label(axes)));
         }
-        if !self.left_out.is_empty() {
-            lines.push(format!(
-                "not compared, because not measured under all loads: {}",
-                first_of(&self.left_out)
-            ));
-        }
+        lines.extend(self.not_compared());
         lines.extend(self.cautions.iter().map(|caution| format!("caution: {caution}")));
         let Some(setup) = &self.setup else { return lines };
         if !setup.commands.is_empty() {
@@ -223,6 +88,13 @@ impl Verdict {
         lines.extend(setup.xml.lines().map(|line| format!("  {line}")));
         lines.extend(setup.cache.clone());
         lines
+    }
+
+    /// The ways that were not compared, if there are any.
+    pub fn not_compared(&self) -> Option<String> {
+        let named = first_of(&self.left_out);
+        (!named.is_empty())
+            .then(|| format!("not compared, because not measured under all loads: {named}"))
     }
 
     /// The parts of the plan that were not measured.

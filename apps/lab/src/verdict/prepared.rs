@@ -2,10 +2,12 @@
 //! later writes?
 
 use super::answers::Answer;
+use super::sentence::figure;
+use crate::lists::{distinct, grouped};
 use crate::matrix::{Matrix, Role};
-use crate::model::{Axes, Cell};
-use crate::stats::{Decision, Gain};
-use crate::words::{label, listed, span, times};
+use crate::model::{Axes, Cell, with_value};
+use crate::stats::Decision;
+use crate::words::{label, listed, span};
 
 /// Values with preallocated space and the corresponding sparse values: the axis, and both values.
 const ALLOCATED: [(&str, &str, &str); 8] = [
@@ -21,17 +23,13 @@ const ALLOCATED: [(&str, &str, &str); 8] = [
 
 /// One answer for disks that were empty and one for disks that were full.
 pub(super) fn of_allocation(matrix: &Matrix<'_>) -> Vec<Answer> {
-    let mut groups: Vec<(&str, Vec<String>)> = Vec::new();
+    let mut all = Vec::new();
     for (axis, prepared, sparse) in ALLOCATED {
-        for (when, own, pairs) in by_state(matrix, axis, prepared, sparse) {
-            let Some(said) = said(matrix, &own, sparse, &pairs) else { continue };
-            match groups.iter_mut().find(|(known, _)| *known == when) {
-                Some((_, all)) => all.push(said),
-                None => groups.push((when, vec![said])),
-            }
+        for ((when, own), pairs) in by_state(matrix, axis, prepared, sparse) {
+            all.extend(said(matrix, &own, sparse, &pairs).map(|said| (when, said)));
         }
     }
-    groups
+    grouped(all)
         .into_iter()
         .map(|(when, said)| Answer {
             question: format!("Does preallocation pay{when}?"),
@@ -43,37 +41,25 @@ pub(super) fn of_allocation(matrix: &Matrix<'_>) -> Vec<Answer> {
 /// Pairs of a cell of a preallocated layout and the otherwise equal cell of the sparse one.
 type Pairs<'a> = Vec<(usize, usize, &'a Cell)>;
 
-/// A state of the disk, the preallocated value, and the pairs of cells.
-type Group<'a> = (&'static str, Axes, Pairs<'a>);
+/// A state of the disk and the preallocated value, and the pairs of cells.
+type Group<'a> = ((&'static str, Axes), Pairs<'a>);
 
 /// Groups the pairs by whether the load writes the disk for the first time, and by format.
 fn by_state<'a>(matrix: &Matrix<'a>, axis: &str, prepared: &str, sparse: &str) -> Vec<Group<'a>> {
     let cells = &matrix.run.cells;
-    let mut groups: Vec<Group<'a>> = Vec::new();
-    for (i, cell) in cells.iter().enumerate() {
-        let fits = cell.axis(axis) == Some(prepared) && matrix.counts(cell);
-        if !fits || matrix.summary(cell).is_none() {
-            continue;
-        }
-        let mut wanted: Axes = cell.axes.clone();
-        for (name, value) in &mut wanted {
-            if name == axis {
-                *value = sparse.to_owned();
-            }
-        }
-        let base = cells.iter().position(|other| other.axes == wanted);
-        let Some(base) = base.filter(|base| matrix.summary(&cells[*base]).is_some()) else {
-            continue;
-        };
+    let fits = |cell: &Cell| {
+        let preallocated = cell.axis(axis) == Some(prepared) && matrix.counts(cell);
+        preallocated && matrix.summary(cell).is_some()
+    };
+    let pair = |(i, cell): (usize, &'a Cell)| {
+        let wanted = with_value(&cell.axes, axis, sparse);
+        let base = cells.iter().position(|other| other.axes == wanted)?;
+        matrix.summary(&cells[base])?;
         let named = |(name, _): &&(String, String)| name == "layout" || name == axis;
-        let (when, own): (_, Axes) =
-            (state(cell), cell.axes.iter().filter(named).cloned().collect());
-        match groups.iter_mut().find(|(known, axes, _)| *known == when && *axes == own) {
-            Some((.., pairs)) => pairs.push((i, base, cell)),
-            None => groups.push((when, own, vec![(i, base, cell)])),
-        }
-    }
-    groups
+        let own: Axes = cell.axes.iter().filter(named).cloned().collect();
+        Some(((state(cell), own), (i, base, cell)))
+    };
+    grouped(cells.iter().enumerate().filter(|(_, cell)| fits(cell)).filter_map(pair))
 }
 
 /// Whether a load writes for the first time or again.
@@ -96,31 +82,20 @@ fn said(matrix: &Matrix<'_>, own: &Axes, sparse: &str, pairs: &Pairs<'_>) -> Opt
     let prepared = matrix.pick(Vec::new(), cells(|pair| pair.0))?;
     let base = matrix.pick(Vec::new(), cells(|pair| pair.1))?;
     let gain = matrix.against(&prepared, &base)?;
-    let loads: Vec<String> = pairs
-        .iter()
-        .map(|(.., cell)| label(&matrix.part(&matrix.load(cell), Role::Condition)))
-        .filter(|load| !load.is_empty())
-        .fold(Vec::new(), |mut all, load| {
-            if !all.contains(&load) {
-                all.push(load);
-            }
-            all
-        });
+    let load = |cell: &Cell| label(&matrix.part(&matrix.load(cell), Role::Condition));
+    let loads = pairs.iter().map(|(.., cell)| load(cell));
+    let loads = distinct(loads.filter(|load| !load.is_empty()));
     let under = match loads.len() {
         1..=3 => format!(" ({})", listed(&loads)),
         _ => String::new(),
     };
-    Some(format!("{}: {name} against {sparse}{under}", figure(&gain)))
+    let figure = match gain.decision {
+        Decision::Tie if !gain.is_hint() => {
+            let interval = span(gain.interval.low, gain.interval.high);
+            format!("{interval} times as good, no significant difference")
+        }
+        _ => figure(&gain),
+    };
+    Some(format!("{figure}: {name} against {sparse}{under}"))
 }
 
-/// Formats a gain: `1.84 times as good (1.70 to 1.95)`.
-fn figure(gain: &Gain) -> String {
-    let interval = span(gain.interval.low, gain.interval.high);
-    match gain.decision {
-        _ if gain.is_hint() => {
-            format!("{} times as good, with too few rounds to decide", times(gain.ratio))
-        }
-        Decision::Tie => format!("{interval} times as good, no significant difference"),
-        _ => format!("{} times as good ({interval})", times(gain.ratio)),
-    }
-}

@@ -1,17 +1,19 @@
 //! Compares published numbers with those of this host.
 
 use super::answers::{Answer, median_of};
+use crate::lists::grouped;
 use crate::matrix::{Matrix, Role, program};
 use crate::model::{Cell, Published, Run, metric};
 use crate::stats::{Decision, MATTERS, ROUNDS_MIN, median};
 use crate::words::sentence;
 
-/// The cells that a published number covers.
-fn spoken_of<'a>(matrix: &Matrix<'a>, number: &Published) -> Vec<&'a Cell> {
+/// The cells that a published number covers, with their indices: vdkit's, or those of others.
+fn spoken_of<'a>(matrix: &Matrix<'a>, number: &Published, own: bool) -> Vec<(usize, &'a Cell)> {
     let fits = |cell: &Cell| {
-        number.axes.iter().all(|(axis, value)| cell.axis(axis) == Some(value.as_str()))
+        let named = number.axes.iter().all(|(axis, value)| cell.axis(axis) == Some(value));
+        named && matrix.counts(cell) == own
     };
-    matrix.run.cells.iter().filter(|cell| fits(cell)).collect()
+    matrix.run.cells.iter().enumerate().filter(|(_, cell)| fits(cell)).collect()
 }
 
 /// This run's counterpart of a published number: the median of the cells that the number covers.
@@ -22,26 +24,18 @@ pub(crate) fn measured_for(matrix: &Matrix<'_>, number: &Published) -> Option<f6
 
 /// The median of each of those cells, in rising order.
 pub(crate) fn all_measured_for(matrix: &Matrix<'_>, number: &Published) -> Vec<f64> {
-    let own = spoken_of(matrix, number).into_iter().filter(|cell| matrix.counts(cell));
-    let mut all: Vec<f64> = own.filter_map(|cell| median_of(cell, &number.metric)).collect();
+    let own = spoken_of(matrix, number, true).into_iter();
+    let mut all: Vec<f64> = own.filter_map(|(_, cell)| median_of(cell, &number.metric)).collect();
     all.sort_by(f64::total_cmp);
     all
 }
 
 /// The counterparts from other programs, by name.
 pub(crate) fn others_for(matrix: &Matrix<'_>, number: &Published) -> Vec<(String, f64)> {
-    let mut found: Vec<(String, Vec<f64>)> = Vec::new();
-    for cell in spoken_of(matrix, number) {
-        let (_, name) = program(&cell.axes);
-        let (Some(name), Some(value)) = (name, median_of(cell, &number.metric)) else { continue };
-        if matrix.counts(cell) {
-            continue;
-        }
-        match found.iter_mut().find(|(known, _)| *known == name) {
-            Some((_, values)) => values.push(value),
-            None => found.push((name, vec![value])),
-        }
-    }
+    let others = spoken_of(matrix, number, false).into_iter();
+    let found = grouped(others.filter_map(|(_, cell)| {
+        Some((program(&cell.axes).1?, median_of(cell, &number.metric)?))
+    }));
     found.into_iter().filter_map(|(name, values)| Some((name, median(&values)?))).collect()
 }
 
@@ -104,12 +98,8 @@ impl Apart<'_> {
         });
         let Some(matrix) = at.map(|at| &self.known[at]) else { return false };
         let pick = |number: &Published| {
-            let fits = |i: &usize| {
-                let cell = &self.run.cells[*i];
-                let named = |(axis, value): &(String, String)| cell.axis(axis) == Some(value);
-                matrix.counts(cell) && number.axes.iter().all(named)
-            };
-            matrix.pick(Vec::new(), (0..self.run.cells.len()).filter(fits).collect())
+            let cells = spoken_of(matrix, number, true).into_iter().map(|(i, _)| i);
+            matrix.pick(Vec::new(), cells.collect())
         };
         let (Some(one), Some(two)) = (pick(one), pick(two)) else { return false };
         matrix.against(&one, &two).is_some_and(|gain| gain.decision != Decision::Tie)

@@ -34,7 +34,7 @@ pub fn rankings(matrix: &Matrix<'_>) -> Vec<Ranking> {
     let scored = |i: &usize| median_of(&cells[*i], "score").is_some();
     let all: Vec<usize> = (0..cells.len()).filter(scored).collect();
     let places: &[Option<bool>] =
-        if matrix.guests_apart() { &[Some(false), Some(true)] } else { &[None] };
+        if matrix.apart { &[Some(false), Some(true)] } else { &[None] };
     let mut found = Vec::new();
     for guest in places {
         for (title, key) in SCORES {

@@ -1,19 +1,16 @@
 //! Writes a verdict as one sentence.
 
+use super::missing::blocking;
 use super::{Advice, Found, Missing, needs_server};
 use crate::matrix::{Matrix, Pick};
 use crate::model::SURVIVED;
-use crate::stats::{Decision, NARROW, ROUNDS_MIN};
+use crate::stats::{Decision, Gain, NARROW, ROUNDS_MIN};
 use crate::words::{label, listed, plural, sentence as begun, span, times, value};
 
 /// The advice and its gain, or why there is no advice.
 pub(super) fn sentence(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missing]) -> String {
     let name = label(&matrix.short(&found.way.axes));
-    let blocked: Vec<String> = missing
-        .iter()
-        .filter(|missing| missing.blocks)
-        .map(|missing| label(&missing.what))
-        .collect();
+    let blocked = blocking(missing);
     if !blocked.is_empty() {
         let was = if blocked.len() == 1 { "was" } else { "were" };
         return format!(
@@ -37,22 +34,33 @@ pub(super) fn sentence(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missin
     }
 }
 
+/// A gain: `1.84 times as good (1.70 to 1.95)`.
+pub(super) fn figure(gain: &Gain) -> String {
+    match gain.is_hint() {
+        true => format!("{} times as good, with too few rounds to decide", times(gain.ratio)),
+        false => format!(
+            "{} times as good ({})",
+            times(gain.ratio),
+            span(gain.interval.low, gain.interval.high)
+        ),
+    }
+}
+
 /// The answer to the plan's question, which begins with the figure.
 pub(super) fn answer(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missing]) -> String {
     let name = |pick: &Pick| label(&matrix.short(&pick.axes));
     match (found.advice, found.gain, found.other()) {
         (Advice::Use, Some(gain), Some(base)) => format!(
-            "{} times as good ({}): {} against {}, the default, in {}{}.",
-            times(gain.ratio),
-            span(gain.interval.low, gain.interval.high),
+            "{}: {} against {}, the default, in {}{}.",
+            figure(&gain),
             name(found.way),
             name(base),
             matrix.metric.title,
             together(found.way)
         ),
         (Advice::Untold, Some(gain), Some(base)) if gain.is_hint() => format!(
-            "{} times as good, with too few rounds to decide: {} against {}, the default.",
-            times(gain.ratio),
+            "{}: {} against {}, the default.",
+            figure(&gain),
             name(found.way),
             name(base)
         ),

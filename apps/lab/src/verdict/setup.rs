@@ -2,23 +2,28 @@
 
 use std::path::{Path, PathBuf};
 
+use serde::Serialize;
 use vdkit_libvirt::{CachePlace, DiskSource, LibvirtDisk, cache_for};
 
 use crate::front::Cache;
-use crate::model::{Axes, Cell, PlaceInfo, PlaceKind, Run};
+use crate::layout::{self, More};
+use crate::lists::{distinct, grouped};
+use crate::model::{Axes, Cell, PlaceInfo, PlaceKind, Run, value_of};
 use crate::words::{listed, quoted};
 
 /// The cache mode if a run does not name one: QEMU's default.
 const CACHE: &str = "writeback";
 
 /// Commands to type, and the disk's element in a guest's definition.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Setup {
     /// Commands in order. The user replaces the words in capitals.
     pub commands: Vec<String>,
     /// libvirt's `<disk>` element.
+    #[serde(rename = "libvirt-xml", skip_serializing_if = "String::is_empty")]
     pub xml: String,
     /// Why this cache mode was chosen, if the run did not compare cache modes.
+    #[serde(rename = "cache-mode", skip_serializing_if = "Option::is_none")]
     pub cache: Option<String>,
 }
 
@@ -71,26 +76,18 @@ impl Image {
         format!("vdkit create -f {}{options}{base} {name}{size}", quoted(&self.format))
     }
 
-    /// Derives the image from the name of a layout.
-    fn of_name(layout: &str) -> Self {
-        let formats = ["qcow2", "vmdk", "vhdx", "vhd", "vdi"];
-        let format = formats.into_iter().find(|format| layout.contains(format)).unwrap_or("raw");
-        let overlay = layout.contains("overlay");
-        let mut image = Self { format: format.to_owned(), options: Vec::new(), overlay };
-        for part in layout.split(['-', '_', ' ']) {
-            let size = part.strip_suffix(['k', 'K', 'm', 'M']).and_then(|n| n.parse::<u32>().ok());
-            match part {
-                part if size.is_some() && format == "qcow2" => {
-                    image.options.push(format!("cluster_size={}", part.to_uppercase()));
-                }
-                "ext" | "extl2" | "extended" => image.options.push("extended_l2=on".to_owned()),
-                "metadata" | "falloc" | "full" => {
-                    image.options.push(format!("preallocation={part}"));
-                }
-                _ => {}
-            }
+    /// The image of a layout, for a run without a command that creates it. A layout of a later
+    /// version is taken for raw.
+    fn of_layout(name: &str) -> Self {
+        let Some(layout) = layout::find(name) else {
+            return Self { format: "raw".to_owned(), ..Self::default() };
+        };
+        let options = (!layout.options.is_empty()).then(|| layout.options.to_owned());
+        Self {
+            format: layout.format.to_owned(),
+            options: options.into_iter().collect(),
+            overlay: layout.more == More::Backing,
         }
-        image
     }
 
     fn allocated(&self) -> bool {
@@ -138,10 +135,10 @@ fn zfs_command(volume: bool, record: Option<&str>) -> Option<String> {
 
 /// The setup for these choices; `cells` are the cells that measured them.
 pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
-    let value = |name: &str| axes.iter().find(|(axis, _)| axis == name).map(|(_, v)| v.as_str());
-    let layout = value("layout").or_else(|| value("format")).unwrap_or("qcow2");
+    let value = |name: &str| value_of(axes, name);
+    let layout = value("layout").unwrap_or("qcow2");
     let commands = cells.first().map_or(&[][..], |cell| &run.cells[*cell].commands);
-    let image = Image::made_by(commands).unwrap_or_else(|| Image::of_name(layout));
+    let image = Image::made_by(commands).unwrap_or_else(|| Image::of_layout(layout));
     let place = value("backend")
         .and_then(|name| run.environment.places.iter().find(|place| place.name == name));
     let volume = layout == "zvol";
@@ -157,7 +154,7 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
     let served = cells.iter().find_map(|cell| mode_of(&run.cells[*cell])).unwrap_or(CACHE);
     let cache = value("cache").unwrap_or(served);
     let front = value("front").unwrap_or("");
-    let bus = value("bus").or_else(|| ["ide", "scsi"].into_iter().find(|bus| front.contains(bus)));
+    let bus = ["ide", "scsi"].into_iter().find(|bus| front.contains(bus));
 
     let mut typed: Vec<String> = zfs_command(volume, value("record")).into_iter().collect();
     let name = quoted(&disk.to_string_lossy());
@@ -218,16 +215,10 @@ fn cache_place(place: Option<&PlaceInfo>) -> CachePlace {
 
 /// The cache modes that the run used without comparing them, from its commands.
 fn used(run: &Run) -> String {
-    let mut modes: Vec<(&str, Vec<String>)> = Vec::new();
-    for cell in &run.cells {
-        let Some(mode) = mode_of(cell) else { continue };
-        let front = cell.axis("front").unwrap_or_default().to_owned();
-        match modes.iter_mut().find(|(known, _)| *known == mode) {
-            Some((_, fronts)) if fronts.contains(&front) => {}
-            Some((_, fronts)) => fronts.push(front),
-            None => modes.push((mode, vec![front])),
-        }
-    }
+    let front = |cell: &Cell| cell.axis("front").unwrap_or_default().to_owned();
+    let found = grouped(run.cells.iter().filter_map(|cell| Some((mode_of(cell)?, front(cell)))));
+    let mut modes: Vec<(&str, Vec<String>)> =
+        found.into_iter().map(|(mode, fronts)| (mode, distinct(fronts))).collect();
     // The mode of most fronts comes first. Among equals, QEMU's default comes first.
     modes.sort_by_key(|(mode, fronts)| (std::cmp::Reverse(fronts.len()), *mode != CACHE));
     match &modes[..] {
@@ -276,11 +267,7 @@ fn mode(line: &str) -> Option<&'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::PlaceInfo;
-
-    fn axes(values: &[(&str, &str)]) -> Axes {
-        values.iter().map(|(axis, value)| ((*axis).to_owned(), (*value).to_owned())).collect()
-    }
+    use crate::model::axes_of as axes;
 
     #[test]
     fn an_image_is_made_as_it_was_in_the_run() {
@@ -307,14 +294,16 @@ mod tests {
     }
 
     #[test]
-    fn names_of_layouts_are_understood() {
+    fn a_layout_has_its_own_options() {
         let options = |layout: &str| {
-            let image = Image::of_name(layout);
+            let image = Image::of_layout(layout);
             (image.format.clone(), image.options.join(","), image.allocated())
         };
         assert_eq!(options("qcow2-8k"), ("qcow2".into(), "cluster_size=8K".into(), false));
         assert_eq!(options("raw-falloc"), ("raw".into(), "preallocation=falloc".into(), true));
-        assert_eq!(options("qcow2-ext"), ("qcow2".into(), "extended_l2=on".into(), false));
+        // The size of the clusters too, which was once left out.
+        let extended = "extended_l2=on,cluster_size=128K";
+        assert_eq!(options("qcow2-ext"), ("qcow2".into(), extended.into(), false));
         assert_eq!(options("raw-sparse"), ("raw".into(), String::new(), false));
     }
 

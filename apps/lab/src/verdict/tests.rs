@@ -1,9 +1,5 @@
 use super::*;
-use crate::model::{Cell, Outcome, PlaceInfo, PlanSummary, Published, Sample};
-
-fn axes(values: &[(&str, &str)]) -> Axes {
-    values.iter().map(|(axis, value)| ((*axis).to_owned(), (*value).to_owned())).collect()
-}
+use crate::model::{Cell, Outcome, PlaceInfo, PlanSummary, Published, Sample, axes_of as axes};
 
 fn cell(values: &[(&str, &str)], metric: &str, samples: &[f64]) -> Cell {
     Cell {
@@ -464,7 +460,7 @@ fn no_advice_stands_without_what_was_asked_for() {
     );
     assert!(!lines.iter().any(|line| line.contains("Stay with")), "{lines:#?}");
     assert!(!lines.iter().any(|line| line.contains("<disk")), "{lines:#?}");
-    let told = serde_json::to_string(&found.json()).unwrap();
+    let told = serde_json::to_string(&found).unwrap();
     assert!(told.starts_with(r#"{"not-measured":[{"what":{"layout":"raw"},"state":"failed","#));
     assert!(told.contains(r#""advice":"none""#) && !told.contains(r#""best""#), "{told}");
     // Cells that were skipped because a program is missing are not measured either.

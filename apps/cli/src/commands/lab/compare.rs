@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueHint};
 use vdkit_lab::compare::{Compared, Comparison, compare};
-use vdkit_lab::metrics::metric;
 use vdkit_lab::model::Run;
 use vdkit_lab::{store::Store, words};
 
@@ -78,10 +77,7 @@ fn print(comparison: &Comparison, out: &mut Output) -> std::io::Result<()> {
 /// backend=ext4/layout=raw`. The interval is left out where it is not known (too few rounds, a busy
 /// machine).
 fn row(cell: &Compared) -> String {
-    let said = |number: f64| match metric(cell.metric) {
-        Some(metric) => words::value(metric, number),
-        None => number.to_string(),
-    };
+    let said = |number: f64| words::value_of(cell.metric, number);
     let interval = match cell.coverage > 0.0 {
         true => words::span(cell.low, cell.high),
         false => "no interval".to_owned(),

@@ -24,13 +24,13 @@ pub struct ExportArgs {
 impl ExportArgs {
     pub(super) fn run(self, session: &mut Session) -> Outcome {
         let run = Store::load(&self.run)?;
-        let mut bytes = Vec::new();
         if self.csv {
+            let mut bytes = Vec::new();
             export::csv(&run, &mut bytes)?;
+            session.out.bytes(&bytes)?;
         } else {
-            export::json(&run, &mut bytes)?;
+            session.out.json(&run)?;
         }
-        session.out.bytes(&bytes)?;
         Ok(Exit::Done)
     }
 }

@@ -7,10 +7,10 @@ use clap::{Args, ValueHint};
 use serde::Serialize;
 use vdkit::Monitor;
 use vdkit_lab as lab;
-use vdkit_lab::model::{self, Cell, Outcome as CellOutcome, Run};
+use vdkit_lab::model::{self, Cell, Run};
 use vdkit_lab::run::{ActiveRun, Estimate, Prepared, Request, Tools, random_seed};
 use vdkit_lab::stats::median;
-use vdkit_lab::verdict::{VerdictJson, verdict};
+use vdkit_lab::verdict::{Verdict, verdict};
 use vdkit_lab::words::{plural, value};
 
 use super::plans::PlanChoice;
@@ -78,7 +78,7 @@ struct RunAnswer<'a> {
     beforehand: &'a [String],
     warnings: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
-    verdict: Option<VerdictJson>,
+    verdict: Option<Verdict>,
 }
 
 #[derive(Serialize)]
@@ -107,26 +107,25 @@ impl RunArgs {
             registry: &registry,
             erase: self.erase.clone(),
             ask: super::ask::possible().then_some(&ask),
-            steady: Some(vdkit_lab::stats::steady),
         };
         if let Some(file) = &self.resume {
             let active = ActiveRun::resume(file, &tools, &monitor)?;
             return self.measure(active, file, &tools, &monitor, session);
         }
         let request = self.request()?;
-        let metric = self.plan.read()?.0;
+        let plan = self.plan.read()?.0;
         let mut prepared = Prepared::new(request)?;
         if !self.dry_run {
             prepared.confirm(&tools, &monitor)?;
         }
         prepared.calibrate(&tools, &monitor)?;
         if self.dry_run {
-            return self.tell(&prepared, &metric, session);
+            return self.tell(&prepared, &plan, session);
         }
         for line in told(&prepared.estimate, prepared.rounds_most(), self.time) {
             progress.say(&line);
         }
-        let out = self.out.clone().unwrap_or_else(|| new_name(&metric.name));
+        let out = self.out.clone().unwrap_or_else(|| new_name(&plan.name));
         let active = prepared.begin(&out, &tools, &monitor)?;
         self.measure(active, &out, &tools, &monitor, session)
     }
@@ -198,7 +197,7 @@ impl RunArgs {
                 &estimate,
                 Some(&name),
                 run.warnings.len(),
-                Some(verdict(&run).json()),
+                Some(verdict(&run)),
             ))?;
         } else {
             print(&run, &mut session.out)?;
@@ -314,25 +313,16 @@ fn told(estimate: &Estimate, most: u32, given: Option<u64>) -> Vec<String> {
     lines
 }
 
-fn state(outcome: &CellOutcome) -> (&'static str, Option<&str>) {
-    match outcome {
-        CellOutcome::Pending => ("pending", None),
-        CellOutcome::Measured => ("measured", None),
-        CellOutcome::Skipped(reason) => ("skipped", Some(reason)),
-        CellOutcome::Failed(reason) => ("failed", Some(reason)),
-    }
-}
-
 fn answer<'a>(
     plan: &'a model::PlanSummary,
     cells: &'a [Cell],
     estimate: &'a Estimate,
     filename: Option<&'a str>,
     warnings: usize,
-    verdict: Option<VerdictJson>,
+    verdict: Option<Verdict>,
 ) -> RunAnswer<'a> {
     let cell = |cell: &'a Cell| {
-        let (state, reason) = state(&cell.outcome);
+        let (state, reason) = cell.outcome.state();
         CellAnswer { key: &cell.key, state, reason, values: cell.values(&plan.metric) }
     };
     RunAnswer {
@@ -363,7 +353,7 @@ fn print(run: &Run, out: &mut Output) -> std::io::Result<()> {
         let median = median(&cell.values(&run.plan.metric)).zip(metric);
         let median =
             median.map_or_else(|| "-".to_owned(), |(median, metric)| value(metric, median));
-        let (state, reason) = state(&cell.outcome);
+        let (state, reason) = cell.outcome.state();
         let reason = reason.and_then(|reason| reason.lines().next()).unwrap_or_default();
         let told = if reason.is_empty() { state.to_owned() } else { format!("{state}: {reason}") };
         table.row(axes.chain([median, told]).collect::<Vec<_>>());

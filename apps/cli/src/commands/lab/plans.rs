@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueHint};
 use serde::Serialize;
 use vdkit_lab::axes;
-use vdkit_lab::plan::{self, Effort, Plan};
+use vdkit_lab::plan::{self, Axis, Effort, Plan};
 use vdkit_lab::words::plural;
 
 use crate::arguments::Json;
@@ -94,19 +94,11 @@ struct Shown<'a> {
     title: &'a str,
     question: &'a str,
     metric: &'a str,
-    axes: Vec<ShownAxis<'a>>,
+    axes: &'a [Axis],
     full: Effort,
     quick: Effort,
     published: usize,
     text: &'a str,
-}
-
-#[derive(Serialize)]
-#[serde(rename_all = "kebab-case")]
-struct ShownAxis<'a> {
-    name: &'a str,
-    values: &'a [String],
-    quick: &'a [String],
 }
 
 impl ShowArgs {
@@ -118,15 +110,7 @@ impl ShowArgs {
                 title: &plan.title,
                 question: &plan.question,
                 metric: &plan.metric,
-                axes: plan
-                    .axes
-                    .iter()
-                    .map(|axis| ShownAxis {
-                        name: &axis.name,
-                        values: &axis.values,
-                        quick: &axis.quick,
-                    })
-                    .collect(),
+                axes: &plan.axes,
                 full: plan.full,
                 quick: plan.quick,
                 published: plan.published.len(),

@@ -37,7 +37,7 @@ impl ReportArgs {
     pub fn run(self, session: &mut Session) -> Outcome {
         let run = Store::load(&self.run)?;
         if self.json {
-            session.out.json(&verdict(&run).json())?;
+            session.out.json(&verdict(&run))?;
             return Ok(Exit::Done);
         }
         let page = report::html(&run);

@@ -5,7 +5,7 @@ use maud::{Markup, html};
 
 use crate::words::{counted, time};
 
-use super::{Axis, Caption, EndLabel, Frame, LINES_MAX, Scale, axes, end_labels, figure, n, path};
+use super::{Axis, Caption, Frame, Line, Scale, axes, end_labels, figure, n, path};
 
 /// The result at one queue depth.
 #[derive(Clone, Debug)]
@@ -17,25 +17,12 @@ pub(in crate::report) struct Point {
     pub(in crate::report) latency: f64,
 }
 
-/// A line.
-#[derive(Clone, Debug)]
-pub(in crate::report) struct Curve {
-    /// The number of its color.
-    pub(in crate::report) color: usize,
-    pub(in crate::report) name: String,
-    /// By queue depth.
-    pub(in crate::report) points: Vec<Point>,
+/// Draws the chart.
+pub(in crate::report) fn curves(caption: &Caption, curves: &[Line<Point>]) -> Markup {
+    figure(caption, curves, |frame| draw(frame, curves))
 }
 
-/// Draws the first [`LINES_MAX`] curves.
-pub(in crate::report) fn curves(caption: &Caption, curves: &[Curve]) -> Markup {
-    let shown = &curves[..curves.len().min(LINES_MAX)];
-    let name = |curve: &Curve| (curve.color, curve.name.clone());
-    let names: Vec<(usize, String)> = shown.iter().map(name).collect();
-    figure(caption, &names, |frame| draw(frame, shown))
-}
-
-fn draw(frame: &Frame, curves: &[Curve]) -> Markup {
+fn draw(frame: &Frame, curves: &[Line<Point>]) -> Markup {
     let all = || curves.iter().flat_map(|curve| &curve.points);
     let most = all().map(|point| point.iops).fold(0.0, f64::max);
     let slowest = all().map(|point| point.latency).fold(0.0, f64::max);
@@ -53,11 +40,6 @@ fn draw(frame: &Frame, curves: &[Curve]) -> Markup {
         time,
     );
     let place = |point: &Point| (x.scale.at(point.iops), y.scale.at(point.latency));
-    let labels = curves.iter().filter_map(|curve| {
-        let last = curve.points.last()?;
-        Some(EndLabel { color: curve.color, text: curve.name.clone(), y: place(last).1 })
-    });
-    let labels = labels.collect();
     html! {
         (axes(frame, &x, &y))
         @for (line, curve) in curves.iter().enumerate() {
@@ -71,6 +53,6 @@ fn draw(frame: &Frame, curves: &[Curve]) -> Markup {
                 }
             }
         }
-        (end_labels(frame, labels))
+        (end_labels(frame, curves, place))
     }
 }

@@ -5,25 +5,11 @@ use maud::{Markup, html};
 use crate::stats::Percentile;
 use crate::words::time;
 
-use super::{Axis, Caption, EndLabel, Frame, LINES_MAX, Scale, axes, end_labels, figure, path};
+use super::{Axis, Caption, Frame, Line, Scale, axes, end_labels, figure, paths};
 
-/// A distribution.
-#[derive(Clone, Debug)]
-pub(in crate::report) struct Line {
-    /// The number of its color.
-    pub(in crate::report) color: usize,
-    pub(in crate::report) name: String,
-    /// Points in rising order.
-    pub(in crate::report) points: Vec<Percentile>,
-}
-
-/// Draws the first [`LINES_MAX`] lines. The horizontal axis has one step per nine: 0.9, 0.99,
-/// 0.999.
-pub(in crate::report) fn distribution(caption: &Caption, lines: &[Line]) -> Markup {
-    let shown = &lines[..lines.len().min(LINES_MAX)];
-    let name = |line: &Line| (line.color, line.name.clone());
-    let names: Vec<(usize, String)> = shown.iter().map(name).collect();
-    figure(caption, &names, |frame| draw(frame, shown))
+/// Draws the chart. The horizontal axis has one step per nine: 0.9, 0.99, 0.999.
+pub(in crate::report) fn distribution(caption: &Caption, lines: &[Line<Percentile>]) -> Markup {
+    figure(caption, lines, |frame| draw(frame, lines))
 }
 
 /// Maps 0.9 to 1 and 0.99 to 2.
@@ -31,7 +17,7 @@ fn nines(fraction: f64) -> f64 {
     -(1.0 - fraction).max(1e-9).log10()
 }
 
-fn draw(frame: &Frame, lines: &[Line]) -> Markup {
+fn draw(frame: &Frame, lines: &[Line<Percentile>]) -> Markup {
     let all = || lines.iter().flat_map(|line| &line.points);
     let seconds = |ns: u64| ns as f64 * 1e-9;
     let slowest = all().map(|point| seconds(point.ns)).fold(0.0, f64::max);
@@ -54,17 +40,9 @@ fn draw(frame: &Frame, lines: &[Line]) -> Markup {
     );
     let place =
         |point: &Percentile| (x.scale.at(nines(point.fraction)), y.scale.at(seconds(point.ns)));
-    let labels = lines.iter().filter_map(|all| {
-        let last = all.points.last()?;
-        Some(EndLabel { color: all.color, text: all.name.clone(), y: place(last).1 })
-    });
-    let labels = labels.collect();
     html! {
         (axes(frame, &x, &y))
-        @for all in lines {
-            @let places: Vec<(f64, f64)> = all.points.iter().map(place).collect();
-            path class=(format!("line s{}", all.color)) d=(path(&places)) {}
-        }
-        (end_labels(frame, labels))
+        (paths(lines, place))
+        (end_labels(frame, lines, place))
     }
 }

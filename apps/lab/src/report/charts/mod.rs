@@ -11,8 +11,8 @@ use maud::{Markup, html};
 
 pub(super) use axis::{Axis, Scale};
 pub(super) use bars::{Bar, bar};
-pub(super) use curve::{Curve, Point, curves};
-pub(super) use distribution::{Line, distribution};
+pub(super) use curve::{Point, curves};
+pub(super) use distribution::distribution;
 pub(super) use series::{Timeline, state, timeline};
 
 /// Largest number of lines in one chart that color, dash and label can distinguish.
@@ -81,19 +81,20 @@ pub(super) struct Caption {
     pub(super) description: String,
 }
 
-/// A name at the end of a line.
+/// A line of a chart.
 #[derive(Clone, Debug)]
-pub(super) struct EndLabel {
+pub(super) struct Line<P> {
+    /// The number of its color.
     pub(super) color: usize,
-    pub(super) text: String,
-    pub(super) y: f64,
+    pub(super) name: String,
+    /// In the order of the horizontal axis.
+    pub(super) points: Vec<P>,
 }
 
-/// Builds a chart in both sizes, with a legend for the small one. `names` are the lines' names with
-/// their colors.
-pub(super) fn figure(
+/// Builds a chart in both sizes, with a legend of its lines for the small one.
+pub(super) fn figure<P>(
     caption: &Caption,
-    names: &[(usize, String)],
+    lines: &[Line<P>],
     draw: impl Fn(&Frame) -> Markup,
 ) -> Markup {
     html! {
@@ -107,9 +108,9 @@ pub(super) fn figure(
                 (draw(&frame))
             }
         }
-        @if names.len() > 1 {
+        @if lines.len() > 1 {
             ul class="legend" aria-hidden="true" {
-                @for (color, name) in names {
+                @for Line { color, name, .. } in lines {
                     li {
                         svg viewBox="0 0 28 10" class="swatch" {
                             line class=(format!("line s{color}")) x1="1" x2="27" y1="5" y2="5" {}
@@ -147,27 +148,43 @@ pub(super) fn axes(frame: &Frame, x: &Axis, y: &Axis) -> Markup {
     }
 }
 
-/// Draws labels at the ends of lines, moved apart so that none overlaps another.
-pub(super) fn end_labels(frame: &Frame, mut labels: Vec<EndLabel>) -> Markup {
+/// Draws lines through the places of their points.
+pub(super) fn paths<P>(lines: &[Line<P>], place: impl Fn(&P) -> (f64, f64)) -> Markup {
+    html! {
+        @for line in lines {
+            @let places: Vec<(f64, f64)> = line.points.iter().map(&place).collect();
+            path class=(format!("line s{}", line.color)) d=(path(&places)) {}
+        }
+    }
+}
+
+/// Draws the names of lines at their ends, moved apart so that none overlaps another.
+pub(super) fn end_labels<P>(
+    frame: &Frame,
+    lines: &[Line<P>],
+    place: impl Fn(&P) -> (f64, f64),
+) -> Markup {
     const APART: f64 = 17.0;
+    let ends = lines.iter().filter_map(|line| Some((place(line.points.last()?).1, line)));
+    let mut labels: Vec<(f64, &Line<P>)> = ends.collect();
     if !frame.wide || labels.len() < 2 {
         return html! {};
     }
-    labels.sort_by(|a, b| a.y.total_cmp(&b.y));
+    labels.sort_by(|a, b| a.0.total_cmp(&b.0));
     let mut least = frame.y1() + 6.0;
-    for label in &mut labels {
-        label.y = label.y.max(least);
-        least = label.y + APART;
+    for (y, _) in &mut labels {
+        *y = least.max(*y);
+        least = *y + APART;
     }
     let mut most = frame.y0();
-    for label in labels.iter_mut().rev() {
-        label.y = label.y.min(most);
-        most = label.y - APART;
+    for (y, _) in labels.iter_mut().rev() {
+        *y = most.min(*y);
+        most = *y - APART;
     }
     html! {
-        @for label in &labels {
-            text class=(format!("label t{}", label.color)) x=(n(frame.x1() + 10.0)) y=(n(label.y + 4.0)) {
-                (shortened(&label.text, 26))
+        @for (y, line) in &labels {
+            text class=(format!("label t{}", line.color)) x=(n(frame.x1() + 10.0)) y=(n(y + 4.0)) {
+                (shortened(&line.name, 26))
             }
         }
     }
@@ -206,9 +223,9 @@ mod tests {
 
     #[test]
     fn labels_do_not_cover_one_another() {
-        let label = |color, y| EndLabel { color, text: format!("l{color}"), y };
-        let labels = vec![label(0, 100.0), label(1, 101.0), label(2, 283.0), label(3, 284.0)];
-        let drawn = end_labels(&Frame::WIDE, labels).into_string();
+        let line = |(color, y)| Line { color, name: format!("l{color}"), points: vec![y] };
+        let lines = [(0, 100.0), (1, 101.0), (2, 283.0), (3, 284.0)].map(line);
+        let drawn = end_labels(&Frame::WIDE, &lines, |y: &f64| (0.0, *y)).into_string();
         let ys: Vec<f64> = drawn
             .split(" y=\"")
             .skip(1)

@@ -5,29 +5,27 @@ use maud::{Markup, html};
 use crate::model::{Metric, Steady};
 use crate::words::{digits, value};
 
-use super::{Axis, Caption, EndLabel, Frame, Scale, axes, end_labels, figure, n, path};
+use super::{Axis, Caption, Frame, Line, Scale, axes, end_labels, figure, n, paths};
 
 /// Loads over the same time.
 #[derive(Clone, Debug)]
 pub(in crate::report) struct Timeline<'a> {
     pub(in crate::report) metric: &'a Metric,
-    /// Color, name, ends of the intervals in seconds, values.
-    pub(in crate::report) lines: Vec<(usize, String, &'a [f64], &'a [f64])>,
+    /// A point is the end of an interval in seconds, and the value.
+    pub(in crate::report) lines: Vec<Line<(f64, f64)>>,
     /// The window of the first line.
     pub(in crate::report) window: Option<Steady>,
 }
 
 /// Draws the chart.
 pub(in crate::report) fn timeline(caption: &Caption, timeline: &Timeline<'_>) -> Markup {
-    let names = timeline.lines.iter().map(|(color, name, ..)| (*color, name.clone()));
-    let names: Vec<(usize, String)> = names.collect();
-    figure(caption, &names, |frame| draw(frame, timeline))
+    figure(caption, &timeline.lines, |frame| draw(frame, timeline))
 }
 
 fn draw(frame: &Frame, timeline: &Timeline<'_>) -> Markup {
-    let last = timeline.lines.iter().filter_map(|(.., seconds, _)| seconds.last().copied());
-    let last = last.fold(0.0, f64::max);
-    let values = timeline.lines.iter().flat_map(|(.., values)| values.iter().copied());
+    let all = || timeline.lines.iter().flat_map(|line| &line.points);
+    let last = all().map(|(second, _)| *second).fold(0.0, f64::max);
+    let values = all().map(|(_, value)| *value);
     let most = values.filter(|value| value.is_finite()).fold(0.0, f64::max);
     let x = Axis::new(
         Scale::linear(0.0, last, frame.x0(), frame.x1()),
@@ -41,15 +39,7 @@ fn draw(frame: &Frame, timeline: &Timeline<'_>) -> Markup {
         timeline.metric.title,
         |number| if number == 0.0 { "0".to_owned() } else { value(timeline.metric, number) },
     );
-    let places = |seconds: &[f64], values: &[f64]| -> Vec<(f64, f64)> {
-        let both = seconds.iter().zip(values);
-        both.map(|(second, value)| (x.scale.at(*second), y.scale.at(*value))).collect()
-    };
-    let labels = timeline.lines.iter().filter_map(|(color, name, seconds, values)| {
-        let (_, y) = *places(seconds, values).last()?;
-        Some(EndLabel { color: *color, text: name.clone(), y })
-    });
-    let labels = labels.collect();
+    let place = |(second, value): &(f64, f64)| (x.scale.at(*second), y.scale.at(*value));
     html! {
         @if let Some(window) = &timeline.window {
             @let from = x.scale.at(window.from_seconds);
@@ -59,16 +49,14 @@ fn draw(frame: &Frame, timeline: &Timeline<'_>) -> Markup {
                 height=(n(frame.y0() - frame.y1())) {}
         }
         (axes(frame, &x, &y))
-        @for (color, _, seconds, values) in &timeline.lines {
-            path class=(format!("line s{color}")) d=(path(&places(seconds, values))) {}
-        }
+        (paths(&timeline.lines, place))
         @if let Some(window) = &timeline.window {
             @let middle = (x.scale.at(window.from_seconds) + x.scale.at(window.to_seconds)) / 2.0;
             text class="note" x=(n(middle)) y=(n(frame.y0() - 8.0)) text-anchor="middle" {
                 (state(window))
             }
         }
-        (end_labels(frame, labels))
+        (end_labels(frame, &timeline.lines, place))
     }
 }
 

@@ -2,12 +2,8 @@
 
 use vdkit_testkit::Rng;
 
-use crate::model::*;
+use crate::model::{axes_of as axes, *};
 use crate::stats::steady_window;
-
-fn axes(values: &[(&str, &str)]) -> Axes {
-    values.iter().map(|(axis, value)| ((*axis).to_owned(), (*value).to_owned())).collect()
-}
 
 /// A number from 0 to 1.
 fn even(rng: &mut Rng) -> f64 {

@@ -115,14 +115,10 @@ fn axes_with_hostile_names_are_harmless() {
 
 #[test]
 fn the_script_is_known_by_its_hash() {
-    assert_eq!(base64(b""), "");
-    assert_eq!(base64(b"f"), "Zg==");
-    assert_eq!(base64(b"fo"), "Zm8=");
-    assert_eq!(base64(b"foobar"), "Zm9vYmFy");
     let page = page();
     let policy = values(&page, "content").into_iter().find(|value| value.contains("sha256-"));
     let script = page.rsplit("<script>").next().unwrap().split("</script>").next().unwrap();
-    let hash = base64(&Sha256::digest(script.as_bytes()));
+    let hash = BASE64_STANDARD.encode(&Sha256::digest(script.as_bytes())[..]);
     assert!(policy.unwrap().contains(&format!("sha256-{hash}")));
 }
 
