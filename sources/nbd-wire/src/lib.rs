@@ -4,7 +4,8 @@
 //! | what | where |
 //! |---|---|
 //! | the protocol's numbers, by the section names of the NBD project's `doc/proto.md` | here |
-//! | TLS with pre-shared keys, without a socket (feature `tls-psk`) | `psk`, `wires` |
+//! | TLS without a socket (feature `tls`) | `tls` |
+//! | the same with pre-shared keys (feature `tls-psk`) | `psk`, `wires` |
 //!
 //! All integers of the protocol are big-endian.
 
@@ -12,6 +13,8 @@
 
 #[cfg(feature = "tls-psk")]
 pub mod psk;
+#[cfg(feature = "tls")]
+pub mod tls;
 #[cfg(feature = "tls-psk")]
 mod wires;
 

@@ -4,25 +4,22 @@
 //! server asks clients for a certificate.
 
 use std::fmt;
-use std::io::{self, Read, Write};
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
 use parking_lot::Mutex;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use rustls::{ClientConfig, ClientConnection, RootCertStore};
+use rustls::pki_types::{PrivateKeyDer, ServerName};
+use rustls::{ClientConfig, ClientConnection};
 
 use crate::channel::Socket;
 use crate::uri::{Place, TlsNames};
+use crate::wire::tls::{
+    CA_CERTIFICATE, Received, SEND_BYTES, Session, authorities, bad, invalid, objects,
+};
 
-/// Ciphertext received at once: somewhat more than a record.
-const RECEIVE_BYTES: usize = 32 << 10;
-/// Maximum plaintext per encryption step, which bounds memory.
-const SEND_BYTES: usize = 256 << 10;
-
-const CA_CERTIFICATE: &str = "ca-cert.pem";
 const CERTIFICATE: &str = "client-cert.pem";
 const PRIVATE_KEY: &str = "client-key.pem";
 
@@ -38,21 +35,6 @@ pub(crate) enum Tls {
     /// With a pre-shared key.
     #[cfg(feature = "tls-psk")]
     Key(Arc<vdkit_nbd_wire::psk::Keys>),
-}
-
-fn bad(path: &Path, why: impl fmt::Display) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidInput, format!("{}: {why}", path.display()))
-}
-
-fn invalid(error: impl fmt::Display) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, format!("TLS: {error}"))
-}
-
-fn certificates(path: &Path) -> io::Result<Vec<CertificateDer<'static>>> {
-    let found: Result<Vec<_>, _> =
-        CertificateDer::pem_file_iter(path).map_err(|error| bad(path, error))?.collect();
-    let found = found.map_err(|error| bad(path, error))?;
-    if found.is_empty() { Err(bad(path, "holds no certificate")) } else { Ok(found) }
 }
 
 impl Tls {
@@ -101,18 +83,13 @@ impl Tls {
                 .with_no_client_auth();
             return Ok(Self::Certificates(Arc::new(config), server));
         };
-        let ca = folder.join(CA_CERTIFICATE);
-        let mut roots = RootCertStore::empty();
-        for certificate in certificates(&ca)? {
-            roots.add(certificate).map_err(|error| bad(&ca, error))?;
-        }
-        let builder = builder.with_root_certificates(roots);
+        let builder = builder.with_root_certificates(authorities(&folder.join(CA_CERTIFICATE))?);
         let (own, key) = (folder.join(CERTIFICATE), folder.join(PRIVATE_KEY));
         // A dangling link counts as existing: reading the file reports it.
         let config = if own.symlink_metadata().is_err() && key.symlink_metadata().is_err() {
             builder.with_no_client_auth()
         } else {
-            let chain = certificates(&own)?;
+            let chain = objects(&own, "certificate")?;
             let private = PrivateKeyDer::from_pem_file(&key).map_err(|error| bad(&key, error))?;
             builder.with_client_auth_cert(chain, private).map_err(|error| bad(&key, error))?
         };
@@ -122,10 +99,8 @@ impl Tls {
     fn session(&self) -> io::Result<Session> {
         match self {
             Self::Certificates(config, server) => {
-                let mut session =
-                    ClientConnection::new(config.clone(), server.clone()).map_err(invalid)?;
-                session.set_buffer_limit(None);
-                Ok(Session::Certificates(Box::new(session)))
+                let connection = ClientConnection::new(config.clone(), server.clone());
+                connection.map(Session::with_certificates).map_err(invalid)
             }
             #[cfg(feature = "tls-psk")]
             Self::Key(key) => vdkit_nbd_wire::psk::PskSession::client(key).map(Session::Key),
@@ -142,7 +117,7 @@ impl Tls {
         let stream = TlsStream {
             socket,
             session: Mutex::new(session),
-            incoming: Mutex::new(Incoming { buf: vec![0; RECEIVE_BYTES], start: 0, end: 0 }),
+            incoming: Mutex::default(),
             outgoing: Mutex::default(),
         };
         loop {
@@ -169,90 +144,13 @@ impl Tls {
     }
 }
 
-/// The TLS state of a connection, between plaintext and ciphertext. No method blocks.
-enum Session {
-    Certificates(Box<ClientConnection>),
-    #[cfg(feature = "tls-psk")]
-    Key(vdkit_nbd_wire::psk::PskSession),
-}
-
-impl Session {
-    fn is_handshaking(&self) -> bool {
-        match self {
-            Self::Certificates(session) => session.is_handshaking(),
-            #[cfg(feature = "tls-psk")]
-            Self::Key(session) => session.is_handshaking(),
-        }
-    }
-
-    fn has_output(&self) -> bool {
-        match self {
-            Self::Certificates(session) => session.wants_write(),
-            #[cfg(feature = "tls-psk")]
-            Self::Key(session) => session.has_output(),
-        }
-    }
-
-    /// Takes ciphertext from the server, and returns how many bytes were taken.
-    fn take_in(&mut self, ciphertext: &[u8]) -> io::Result<usize> {
-        match self {
-            Self::Certificates(session) => {
-                let taken = session.read_tls(&mut &*ciphertext)?;
-                session.process_new_packets().map_err(invalid)?;
-                Ok(taken)
-            }
-            #[cfg(feature = "tls-psk")]
-            Self::Key(session) => session.take_in(ciphertext),
-        }
-    }
-
-    /// Appends the ciphertext to send to `out`.
-    fn give_out(&mut self, out: &mut Vec<u8>) -> io::Result<()> {
-        match self {
-            Self::Certificates(session) => {
-                while session.wants_write() {
-                    session.write_tls(out)?;
-                }
-            }
-            #[cfg(feature = "tls-psk")]
-            Self::Key(session) => session.give_out(out),
-        }
-        Ok(())
-    }
-
-    /// Reads plaintext; `WouldBlock` if there is none yet.
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        match self {
-            Self::Certificates(session) => session.reader().read(buf),
-            #[cfg(feature = "tls-psk")]
-            Self::Key(session) => session.read(buf),
-        }
-    }
-
-    /// Encrypts all bytes.
-    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
-        match self {
-            Self::Certificates(session) => session.writer().write_all(bytes),
-            #[cfg(feature = "tls-psk")]
-            Self::Key(session) => session.write(bytes),
-        }
-    }
-}
-
-/// Ciphertext not yet taken by the session: `buf[start..end]`.
-struct Incoming {
-    buf: Vec<u8>,
-    start: usize,
-    end: usize,
-}
-
 /// A socket within TLS.
 pub(crate) struct TlsStream {
     socket: Socket,
     /// Never locked while waiting for the socket.
     session: Mutex<Session>,
     /// Received ciphertext; locked by the receiving thread.
-    incoming: Mutex<Incoming>,
+    incoming: Mutex<Received>,
     /// Ciphertext to send, in the order of its encryption.
     outgoing: Mutex<Vec<u8>>,
 }
@@ -268,19 +166,10 @@ impl TlsStream {
         &self.socket
     }
 
-    /// Passes ciphertext to the session, receiving more only if none is left; `false` at the end.
-    /// (The session takes nothing while it holds unread plaintext.)
+    /// Passes ciphertext to the session; `false` at the end.
     fn pull(&self) -> io::Result<bool> {
-        let mut incoming = self.incoming.lock();
-        let Incoming { buf, start, end } = &mut *incoming;
-        if start == end {
-            (*start, *end) = (0, self.socket.recv(buf)?);
-            if *end == 0 {
-                return Ok(false);
-            }
-        }
-        *start += self.session.lock().take_in(&buf[*start..*end])?;
-        Ok(true)
+        let take_in = |ciphertext: &[u8]| self.session.lock().take_in(ciphertext);
+        self.incoming.lock().pass(|buf| self.socket.recv(buf), take_in)
     }
 
     /// Sends the session's output.

@@ -7,8 +7,6 @@
 //! Pre-shared keys are the feature `tls-psk`: rustls lacks them, so they need a second TLS stack.
 
 mod certificates;
-#[cfg(feature = "tls-psk")]
-mod psk;
 mod subject;
 
 use std::fmt;
@@ -19,19 +17,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use rustls::ServerConfig;
+use rustls::{ServerConfig, ServerConnection};
 
 use crate::admission::Admission;
 use crate::channel::Channel;
-
-/// Ciphertext received at once: somewhat more than a record.
-const RECEIVE_BYTES: usize = 32 << 10;
-/// Maximum plaintext per encryption step, which bounds memory.
-const SEND_BYTES: usize = 256 << 10;
+use crate::wire::tls::{Received, SEND_BYTES, Session, bad, invalid};
 
 const CERTIFICATE: &str = "server-cert.pem";
 const PRIVATE_KEY: &str = "server-key.pem";
-const CA_CERTIFICATE: &str = "ca-cert.pem";
 const REVOKED: &str = "ca-crl.pem";
 const KEYS: &str = "keys.psk";
 
@@ -47,10 +40,6 @@ enum Kind {
     Certificates(Arc<ServerConfig>),
     #[cfg(feature = "tls-psk")]
     Keys(Arc<vdkit_nbd_wire::psk::Keys>),
-}
-
-fn bad(path: &Path, why: impl fmt::Display) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidInput, format!("{}: {why}", path.display()))
 }
 
 /// Whether a file exists. A dangling link counts as existing: it is a mistake, and reading the file
@@ -123,12 +112,15 @@ impl Tls {
         Err(bad(keys, "this build has no pre-shared keys; build it with the feature tls-psk"))
     }
 
-    fn session(&self) -> io::Result<Box<dyn Session>> {
-        Ok(match &self.kind {
-            Kind::Certificates(config) => Box::new(certificates::session(config)?),
+    fn session(&self) -> io::Result<Session> {
+        match &self.kind {
+            Kind::Certificates(config) => {
+                let connection = ServerConnection::new(config.clone());
+                connection.map(Session::with_certificates).map_err(invalid)
+            }
             #[cfg(feature = "tls-psk")]
-            Kind::Keys(keys) => Box::new(psk::session(keys)?),
-        })
+            Kind::Keys(keys) => vdkit_nbd_wire::psk::PskSession::server(keys).map(Session::Key),
+        }
     }
 
     /// Starts TLS on a connection; the peer has until `until`.
@@ -139,7 +131,7 @@ impl Tls {
         let channel = TlsChannel {
             socket,
             session: Mutex::new(self.session()?),
-            received: Mutex::new(Received { buf: vec![0; RECEIVE_BYTES], start: 0, end: 0 }),
+            received: Mutex::default(),
             sending: Mutex::default(),
         };
         while channel.session.lock().is_handshaking() {
@@ -181,60 +173,11 @@ impl Tls {
     }
 }
 
-/// The TLS state of a connection, between plaintext and ciphertext. No method blocks.
-trait Session: Send {
-    /// Still in the handshake: no data can be read or written.
-    fn is_handshaking(&self) -> bool;
-
-    /// Takes ciphertext from the peer and returns how much was taken; possibly 0 while there is
-    /// unread plaintext.
-    ///
-    /// # Errors
-    /// `InvalidData` if it is not acceptable.
-    fn take_in(&mut self, ciphertext: &[u8]) -> io::Result<usize>;
-
-    /// Whether there is ciphertext to send.
-    fn has_output(&self) -> bool;
-
-    /// Appends that ciphertext to `out`.
-    ///
-    /// # Errors
-    /// None known.
-    fn give_out(&mut self, out: &mut Vec<u8>) -> io::Result<()>;
-
-    /// Reads plaintext; 0 at its end.
-    ///
-    /// # Errors
-    /// `WouldBlock` if there is none yet; `UnexpectedEof` if the peer ended without close_notify.
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize>;
-
-    /// Encrypts all bytes.
-    ///
-    /// # Errors
-    /// If the session has failed.
-    fn write(&mut self, bytes: &[u8]) -> io::Result<()>;
-
-    /// Encrypts a close_notify.
-    fn say_goodbye(&mut self);
-
-    /// The certificate (DER) that the client presented and that was verified.
-    fn certificate(&self) -> Option<Vec<u8>> {
-        None
-    }
-}
-
-/// Ciphertext not yet taken by the session: `buf[start..end]`.
-struct Received {
-    buf: Vec<u8>,
-    start: usize,
-    end: usize,
-}
-
 /// A connection inside TLS.
 pub struct TlsChannel {
     socket: Arc<dyn Channel>,
     /// Never locked while waiting to receive from the socket.
-    session: Mutex<Box<dyn Session>>,
+    session: Mutex<Session>,
     /// Received ciphertext, for the receiving thread.
     received: Mutex<Received>,
     /// Ciphertext to send; records must be sent in the order of their encryption.
@@ -255,19 +198,10 @@ impl fmt::Debug for TlsChannel {
 }
 
 impl TlsChannel {
-    /// Feeds ciphertext to the session, receiving more only if none is left; `false` at the end.
-    /// (The session takes nothing while it holds unread plaintext.)
+    /// Passes ciphertext to the session; `false` at the end.
     fn pull(&self) -> io::Result<bool> {
-        let mut received = self.received.lock();
-        let Received { buf, start, end } = &mut *received;
-        if start == end {
-            (*start, *end) = (0, self.socket.recv(buf)?);
-            if *end == 0 {
-                return Ok(false);
-            }
-        }
-        *start += self.session.lock().take_in(&buf[*start..*end])?;
-        Ok(true)
+        let take_in = |ciphertext: &[u8]| self.session.lock().take_in(ciphertext);
+        self.received.lock().pass(|buf| self.socket.recv(buf), take_in)
     }
 
     /// Sends the session's output.
