@@ -138,11 +138,7 @@ impl<'a> Handshake<'a> {
     fn recv_exact(&self, buf: &mut [u8]) -> io::Result<()> {
         let mut done = 0;
         while done < buf.len() {
-            let left = self.until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(io::ErrorKind::TimedOut.into());
-            }
-            self.channel.set_timeout(Some(left))?;
+            self.channel.set_timeout(Some(wire::time_left(self.until)?))?;
             match self.channel.recv(&mut buf[done..]) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(got) => done += got,
@@ -220,11 +216,7 @@ impl<'a> Handshake<'a> {
 
     /// Sends before the deadline: a peer that does not read must not block us.
     fn send(&self, bytes: &[u8]) -> io::Result<()> {
-        let left = self.until.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(io::ErrorKind::TimedOut.into());
-        }
-        self.channel.set_timeout(Some(left))?;
+        self.channel.set_timeout(Some(wire::time_left(self.until)?))?;
         self.channel.send(bytes)
     }
 

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io;
-use std::net::{Shutdown, SocketAddr, TcpListener};
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use rustix::net::Shutdown;
 use vdkit_serve::{ACCEPT_PAUSE, Access, UnixSocket, Wake};
 
 use crate::channel::{Channel, Socket};
@@ -114,19 +115,18 @@ impl Listener {
     }
 
     fn accept(&self, poll_max: Duration) -> io::Result<Socket> {
-        match self {
-            Self::Unix(socket) => socket.accept().map(|(socket, _)| Socket::unix(socket, poll_max)),
-            Self::Handed(socket) => {
-                socket.accept().map(|(socket, _)| Socket::unix(socket, poll_max))
-            }
+        let (socket, _) = match self {
+            Self::Unix(listener) => listener.accept()?,
+            Self::Handed(listener) => listener.accept()?,
             Self::Tcp(listener) => {
                 let (socket, _) = listener.accept()?;
                 // Replies are sent whole, so delaying them gains nothing.
                 socket.set_nodelay(true)?;
                 rustix::net::sockopt::set_socket_keepalive(&socket, true)?;
-                Ok(Socket::tcp(socket, poll_max))
+                return Ok(Socket::new(socket, poll_max));
             }
-        }
+        };
+        Ok(Socket::new(socket, poll_max))
     }
 }
 

@@ -18,6 +18,9 @@ pub mod tls;
 #[cfg(feature = "tls-psk")]
 mod wires;
 
+use std::io;
+use std::time::{Duration, Instant};
+
 /// First word of a server ("NBDMAGIC").
 pub const MAGIC: u64 = 0x4e42_444d_4147_4943;
 /// Before the server's flags and each option ("IHAVEOPT").
@@ -171,3 +174,12 @@ pub const SIMPLE_REPLY_BYTES: usize = 16;
 pub const CHUNK_BYTES: usize = 20;
 /// Bytes of a chunk with an extended header.
 pub const EXTENDED_CHUNK_BYTES: usize = 32;
+
+/// The time that is left until a deadline.
+///
+/// # Errors
+/// `TimedOut` after it.
+pub fn time_left(until: Instant) -> io::Result<Duration> {
+    let left = until.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
+}

@@ -16,6 +16,7 @@ use s2n_tls::psk::Psk;
 use s2n_tls::security;
 use zeroize::Zeroizing;
 
+use crate::tls::bad;
 use crate::wires::Wired;
 
 /// Maximum bytes of a key file.
@@ -26,10 +27,6 @@ const KEYS_MAX: usize = 256;
 const KEY_BYTES_MIN: usize = 16;
 /// Maximum bytes of a client's name.
 const NAME_BYTES_MAX: usize = 1024;
-
-fn bad(path: &Path, why: impl fmt::Display) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidInput, format!("{}: {why}", path.display()))
-}
 
 /// A line of a key file.
 struct Line<'a> {

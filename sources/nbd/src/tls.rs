@@ -16,6 +16,7 @@ use rustls::{ClientConfig, ClientConnection};
 
 use crate::channel::Socket;
 use crate::uri::{Place, TlsNames};
+use crate::wire::time_left;
 use crate::wire::tls::{
     CA_CERTIFICATE, Received, SEND_BYTES, Session, authorities, bad, invalid, objects,
 };
@@ -125,11 +126,7 @@ impl Tls {
             if !stream.session.lock().is_handshaking() {
                 return Ok(stream);
             }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(io::ErrorKind::TimedOut.into());
-            }
-            stream.socket.set_timeout(Some(left))?;
+            stream.socket.set_timeout(Some(time_left(until)?))?;
             match stream.pull() {
                 Ok(true) => {}
                 Ok(false) => return Err(io::ErrorKind::UnexpectedEof.into()),

@@ -11,16 +11,17 @@ mod subject;
 
 use std::fmt;
 use std::io;
-use std::net::Shutdown;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use rustix::net::Shutdown;
 use rustls::{ServerConfig, ServerConnection};
 
 use crate::admission::Admission;
 use crate::channel::Channel;
+use crate::wire::time_left;
 use crate::wire::tls::{Received, SEND_BYTES, Session, bad, invalid};
 
 const CERTIFICATE: &str = "server-cert.pem";
@@ -135,11 +136,7 @@ impl Tls {
             sending: Mutex::default(),
         };
         while channel.session.lock().is_handshaking() {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(io::ErrorKind::TimedOut.into());
-            }
-            channel.socket.set_timeout(Some(left))?;
+            channel.socket.set_timeout(Some(time_left(until)?))?;
             channel.push()?;
             if !channel.session.lock().is_handshaking() {
                 break;
