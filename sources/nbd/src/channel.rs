@@ -28,7 +28,7 @@ impl Socket {
     /// Errors of the system; `TimedOut` after `until`.
     pub(crate) fn connect(place: &Place, until: Instant) -> io::Result<Self> {
         match place {
-            Place::Unix(path) => Ok(Self(UnixStream::connect(path)?.into())),
+            Place::Unix(path) => UnixStream::connect(path).map(Self::over),
             Place::Tcp { host, port } => {
                 let mut failed = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
                 for address in (host.as_str(), *port).to_socket_addrs()? {
@@ -42,13 +42,18 @@ impl Socket {
         }
     }
 
+    /// A connected socket.
+    pub(crate) fn over(stream: impl Into<OwnedFd>) -> Self {
+        Self(stream.into())
+    }
+
     fn tcp(stream: TcpStream) -> io::Result<Self> {
         stream.set_nodelay(true)?;
         sockopt::set_socket_keepalive(&stream, true)?;
         sockopt::set_tcp_keepidle(&stream, KEEPALIVE)?;
         sockopt::set_tcp_keepintvl(&stream, KEEPALIVE / 3)?;
         sockopt::set_tcp_keepcnt(&stream, 3)?;
-        Ok(Self(stream.into()))
+        Ok(Self::over(stream))
     }
 
     /// Receives some bytes; 0 at the end.
