@@ -39,6 +39,14 @@ pub fn qemu_name(name: &str) -> &str {
     }
 }
 
+/// The cache mode that QEMU calls by this name.
+pub fn cache_mode(name: &str) -> Option<CacheMode> {
+    match name {
+        "off" => Some(CacheMode::None),
+        name => name.parse().ok(),
+    }
+}
+
 /// The policy for files that an image names: any, as with QEMU, or vdkit's own with
 /// `VDKIT_REFS=strict`.
 pub fn references() -> RefPolicy {

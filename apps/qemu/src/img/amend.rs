@@ -98,7 +98,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let [file] = &parsed.operands[..] else {
         return Err(Failure::new("Expecting one image file name"));
     };
-    let cache = opening::cache(parsed.last("cache"), "cache option")?;
+    let cache = opening::cache(parsed, "cache", "cache")?.unwrap_or_default();
     let (objects, image) = opening::image(parsed, file)?;
     let access = Access { cache, ..Access::write() };
     let options = open_options(&image, access, &objects)?;

@@ -52,7 +52,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         }
     };
     let file = one_image(parsed)?;
-    let cache = opening::cache(parsed.last("cache"), "source cache option")?;
+    let cache = opening::cache(parsed, "cache", "source cache")?.unwrap_or_default();
     let quiet = parsed.has("quiet");
     call.out.quiet(quiet);
     let (objects, image) = opening::image(parsed, file)?;

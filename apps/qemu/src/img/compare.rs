@@ -51,7 +51,8 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     call.out.quiet(quiet);
     let not_opened = |failure: Failure| failure.code(NOT_OPENED);
     let objects = Objects::parse(parsed.all("object")).map_err(not_opened)?;
-    let cache = opening::cache(parsed.last("cache"), "source cache option").map_err(not_opened)?;
+    let cache = opening::cache(parsed, "cache", "source cache").map_err(not_opened)?;
+    let cache = cache.unwrap_or_default();
     let access = Access { share: parsed.has("force-share"), cache, ..Access::read() };
     let disk = |text: &str, format: &str| -> Result<Disk, Failure> {
         let options = parsed.has("image-opts");

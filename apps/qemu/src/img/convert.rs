@@ -12,7 +12,7 @@ use vdkit::{
 };
 
 use super::create::{create_at, target_path};
-use super::{Call, Command, FORCE_SHARE, OBJECT, PROGRESS, QUIET, SRC_CACHE};
+use super::{Call, Command, FORCE_SHARE, OBJECT, PROGRESS, QUIET, SRC_CACHE, opening};
 use crate::creation::{Asked, Wanted, asked, failed_creation, table};
 use crate::failure::{Failure, could_not_open, words};
 use crate::getopt::{Opt, Parsed, alias, flag, long, valued};
@@ -69,32 +69,6 @@ pub const COMMAND: Command = Command {
     run,
 };
 
-/// A cache mode by QEMU's name.
-pub fn cache_mode(name: &str) -> Option<CacheMode> {
-    match name {
-        "none" | "off" => Some(CacheMode::None),
-        "writeback" => Some(CacheMode::Writeback),
-        "writethrough" => Some(CacheMode::Writethrough),
-        "directsync" => Some(CacheMode::DirectSync),
-        "unsafe" => Some(CacheMode::Unsafe),
-        _ => None,
-    }
-}
-
-/// The cache mode that an option names.
-///
-/// # Errors
-/// There is no mode of this name. `what` is QEMU's word for the option.
-pub fn cache_option(
-    parsed: &Parsed,
-    option: &str,
-    what: &str,
-) -> Result<Option<CacheMode>, Failure> {
-    let Some(name) = parsed.last(option) else { return Ok(None) };
-    let found = cache_mode(name);
-    found.map(Some).ok_or_else(|| Failure::new(format!("Invalid {what} option: {name}")))
-}
-
 /// The rate that `-r` gives; 0 is none.
 ///
 /// # Errors
@@ -139,10 +113,10 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         into: parsed.has("no-create"),
         compress: parsed.has("compress"),
         detect: sparse_size(parsed)?,
-        snapshot: snapshot_option(parsed)?,
+        snapshot: snapshot_option(parsed, "source-snapshot")?,
         rate: rate_option(parsed)?,
-        cache: cache_option(parsed, "target-cache", "cache")?,
-        source_cache: cache_option(parsed, "source-cache", "source cache")?,
+        cache: opening::cache(parsed, "target-cache", "cache")?,
+        source_cache: opening::cache(parsed, "source-cache", "source cache")?,
         objects: Objects::parse(parsed.all("object"))?,
     };
     settings.refuse_contradictions()?;
@@ -171,9 +145,12 @@ fn sparse_size(parsed: &Parsed) -> Result<Option<u32>, Failure> {
     Ok((bytes > 0).then(|| 1 << bytes.min(ENGINE_MOST).ilog2()))
 }
 
-/// The snapshot that `-l` names: by itself, or as `snapshot.id=…,snapshot.name=…`.
-fn snapshot_option(parsed: &Parsed) -> Result<Option<String>, Failure> {
-    let Some(text) = parsed.last("source-snapshot") else { return Ok(None) };
+/// The snapshot that an option names: by itself, or as `snapshot.id=…,snapshot.name=…`.
+///
+/// # Errors
+/// A property that no snapshot has.
+pub fn snapshot_option(parsed: &Parsed, option: &str) -> Result<Option<String>, Failure> {
+    let Some(text) = parsed.last(option) else { return Ok(None) };
     if !text.starts_with("snapshot.") {
         return Ok(Some(text.to_owned()));
     }
@@ -267,8 +244,7 @@ impl Settings<'_> {
         let format = self.format.unwrap_or("raw");
         match error {
             Error::File { .. } | Error::Locked { .. } | Error::Invalid(_) if !self.into => {
-                let why = failed_creation(Path::new(target), error).text;
-                Failure::new(format!("{target}: error while converting {format}: {why}"))
+                failed_creation(Path::new(target), error).within(&converting(target, format))
             }
             Error::Locked { .. } | Error::File { .. } => could_not_open(target, words(error)),
             other => Failure::new(words(other)),
@@ -314,6 +290,10 @@ fn holds_snapshot(path: &Path, options: &OpenOptions, snapshot: &str) -> bool {
     link.info.snapshots.iter().any(|one| one.id == snapshot || one.name == snapshot)
 }
 
+fn converting(target: &str, format: &str) -> String {
+    format!("{target}: error while converting {format}")
+}
+
 /// Where the data goes.
 struct Goal {
     destination: Destination,
@@ -337,10 +317,7 @@ impl Settings<'_> {
         wanted.set_backing(self.parsed.last("backing"), self.parsed.last("backing-format"))?;
         let compress = self.compression(&wanted)?;
         let backing = self.backing(source, &path, &wanted)?;
-        let told = |failure: Failure| {
-            let text = format!("{target}: error while converting {format}: {}", failure.text);
-            Failure { text, ..failure }
-        };
+        let told = |failure: Failure| failure.within(&converting(target, format));
         let driver = table.driver()?;
         let options = wanted.options(&self.objects, source.bytes()).map_err(told)?;
         if is_device(&path) {

@@ -49,7 +49,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         [_, _, extra, ..] => return Err(Failure::usage(format!("Unexpected argument: {extra}"))),
     };
     let objects = Objects::parse(parsed.all("object"))?;
-    let named = |failure: Failure| Failure { text: format!("{name}: {}", failure.text), ..failure };
+    let named = |failure: Failure| failure.within(name);
     let request = Request { name, table: table(format).map_err(named)?, objects: &objects };
     let mut wanted = Wanted::new(request.table, values).map_err(named)?;
     wanted.set_backing(parsed.last("backing"), parsed.last("backing-format")).map_err(named)?;

@@ -5,11 +5,11 @@ use vdkit::{Disk, Monitor, OpenOptions};
 
 use super::convert::is_device;
 use super::create::{create_at, target_path};
-use super::{Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT};
+use super::{Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, opening};
 use crate::creation::{Wanted, failed_creation, table};
 use crate::failure::Failure;
 use crate::getopt::{Parsed, valued};
-use crate::open::{Access, Named, open, references, registry};
+use crate::open::{open, references, registry};
 use crate::output::{Silent, cancel_on_signal};
 use crate::secrets::Objects;
 use crate::sizes;
@@ -81,10 +81,8 @@ fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
     let (Some(input), Some(output)) = (operands.input, operands.output) else {
         return Err(Failure::new("Must specify both input and output files"));
     };
-    let objects = Objects::parse(parsed.all("object"))?;
-    let named = Named::of(parsed, input);
-    let access = Access { share: parsed.has("force-share"), ..Access::read() };
-    let source = open(&named.parse()?, access, &objects)?;
+    let (objects, image) = opening::image(parsed, input)?;
+    let source = open(&image, opening::access(parsed, input, false)?, &objects)?;
     let (from, len) = operands.part(source.guest_bytes()).unwrap_or_else(|| {
         eprintln!("qemu-img: {input}: cannot skip to specified offset");
         (0, 0)
@@ -112,10 +110,8 @@ impl Output<'_> {
     fn copy(&self, source: &Disk, dd: &DdOptions) -> Result<(), Failure> {
         let (name, table) = (self.name, table(self.format).map_err(unnamed_format)?);
         let path = target_path(name)?;
-        let told = |failure: Failure| {
-            let text = format!("{name}: error while creating output image: {}", failure.text);
-            Failure { text, ..failure }
-        };
+        let creating = format!("{name}: error while creating output image");
+        let told = |failure: Failure| failure.within(&creating);
         let bytes = dd.count.unwrap_or(0).next_multiple_of(512);
         let driver = table.driver()?;
         let options = Wanted::new(table, Vec::new())?.options(self.objects, bytes).map_err(told)?;
@@ -134,9 +130,7 @@ impl Output<'_> {
         let target = Disk::open(&registry(), &path, &opening)?;
         let plan = DdPlan::new(source.guest_bytes(), dd)?;
         let copied = plan.run(source, &target, dd, &monitor);
-        let closed = target.close();
-        copied?;
-        Ok(closed?)
+        opening::close(&target, copied.map(drop).map_err(Failure::from))
     }
 }
 

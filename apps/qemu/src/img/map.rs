@@ -9,6 +9,7 @@ use super::{
 use crate::failure::Failure;
 use crate::getopt::{Parsed, valued};
 use crate::names;
+use crate::open::open;
 use crate::sizes;
 
 /// Entry in the table of subcommands.
@@ -110,7 +111,8 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let (start, length) =
         (size("start-offset", "start offset")?, size("max-length", "max length")?);
     let file = one_image(parsed)?;
-    let disk = opening::disk(parsed, file, false)?;
+    let (objects, image) = opening::image(parsed, file)?;
+    let disk = open(&image, opening::access(parsed, file, false)?, &objects)?;
     if !json {
         call.out.line("Offset          Length          Mapped to       File")?;
     }
@@ -130,7 +132,6 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         begun = true;
         Ok(())
     };
-    let (_, image) = opening::image(parsed, file)?;
     if start >= end {
         print(&Row { start, ..Row::default() })?;
     } else if let names::Place::Null(_) = image.place {

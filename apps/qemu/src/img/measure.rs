@@ -2,13 +2,14 @@
 
 use vdkit::{BitmapInfo, Disk, Error, Measured, Options};
 
+use super::convert::snapshot_option;
 use super::map::each_row;
 use super::{Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, opening, wants_json};
 use crate::creation::{Asked, Wanted, asked, table};
 use crate::failure::Failure;
 use crate::getopt::{Parsed, long, valued};
 use crate::json::{Dict, pretty};
-use crate::open::{Access, open_options, open_with};
+use crate::open::{open_options, open_with};
 use crate::secrets::Objects;
 use crate::sizes;
 
@@ -158,21 +159,18 @@ fn data_clusters(disk: &Disk, cluster_bytes: u64) -> Result<u64, Failure> {
 
 /// The image that would be converted, or its snapshot, and the bitmaps of the image.
 fn source(parsed: &Parsed, file: &str) -> Result<(Disk, Vec<BitmapInfo>), Failure> {
+    let snapshot = snapshot_option(parsed, "snapshot")?;
     let (objects, image) = opening::image(parsed, file)?;
-    let access = Access { share: parsed.has("force-share"), ..Access::read() };
+    let access = opening::access(parsed, file, false)?;
     let mut options = open_options(&image, access, &objects)?;
     let disk = open_with(&image, &options)?;
     let info = disk.layers()[0].info().clone();
-    let Some(name) = parsed.last("snapshot") else { return Ok((disk, info.bitmaps)) };
-    let name = name
-        .strip_prefix("snapshot.name=")
-        .or_else(|| name.strip_prefix("snapshot.id="))
-        .unwrap_or(name);
+    let Some(name) = snapshot else { return Ok((disk, info.bitmaps)) };
     if !info.snapshots.iter().any(|one| one.id == name || one.name == name) {
         return Err(Failure::new("Failed to load snapshot: Can't find snapshot"));
     }
     drop(disk);
-    options.snapshot = Some(name.to_owned());
+    options.snapshot = Some(name);
     Ok((open_with(&image, &options)?, info.bitmaps))
 }
 

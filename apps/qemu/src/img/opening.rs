@@ -5,7 +5,7 @@ use vdkit::{CacheMode, Disk};
 use crate::failure::{Failure, could_not_open};
 use crate::getopt::Parsed;
 use crate::names::Image;
-use crate::open::{Access, Named, open};
+use crate::open::{Access, Named, cache_mode, open};
 use crate::secrets::Objects;
 
 /// The objects of the command line, and the image that `text` names.
@@ -38,14 +38,23 @@ pub fn disk(parsed: &Parsed, text: &str, writable: bool) -> Result<Disk, Failure
     open(&image, access(parsed, text, writable)?, &objects)
 }
 
-/// A cache mode by QEMU's name; `what` is the option in words.
+/// Closes a disk after work on it. It is closed after a failure too, so that it is marked clean.
 ///
 /// # Errors
-/// An unknown name.
-pub fn cache(mode: Option<&str>, what: &str) -> Result<CacheMode, Failure> {
-    match mode {
-        None => Ok(CacheMode::Writeback),
-        Some("off") => Ok(CacheMode::None),
-        Some(name) => name.parse().map_err(|_| Failure::new(format!("Invalid {what}: {name}"))),
-    }
+/// The failure of the work, or of closing.
+pub fn close<T>(disk: &Disk, done: Result<T, Failure>) -> Result<T, Failure> {
+    let closed = disk.close();
+    let done = done?;
+    closed?;
+    Ok(done)
+}
+
+/// The cache mode that an option names.
+///
+/// # Errors
+/// There is no mode of this name. `what` is QEMU's word for the option.
+pub fn cache(parsed: &Parsed, option: &str, what: &str) -> Result<Option<CacheMode>, Failure> {
+    let Some(name) = parsed.last(option) else { return Ok(None) };
+    let found = cache_mode(name);
+    found.map(Some).ok_or_else(|| Failure::new(format!("Invalid {what} option: {name}")))
 }

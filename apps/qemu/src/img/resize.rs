@@ -1,15 +1,13 @@
 //! `qemu-img resize`: enlarges or shrinks a disk.
 
 use vdkit::jobs::{self, Preallocation, ResizeOptions};
-use vdkit::{Disk, Error, Monitor};
+use vdkit::{Disk, Monitor};
 
-use super::{Call, Command, FORMAT, IMAGE_OPTS, OBJECT, QUIET};
+use super::{Call, Command, FORMAT, IMAGE_OPTS, OBJECT, QUIET, opening};
 use crate::creation::bad_size;
-use crate::failure::{Failure, words};
+use crate::failure::Failure;
 use crate::getopt::{Parsed, long};
-use crate::open::{Access, Named, open};
 use crate::output::{Silent, cancel_on_signal};
-use crate::secrets::Objects;
 use crate::sizes;
 
 /// Entry in the table of subcommands.
@@ -66,13 +64,8 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     };
     let preallocation = preallocation(parsed)?;
     let change = Change::parse(size)?;
-    let objects = Objects::parse(parsed.all("object"))?;
-    let named = Named::of(parsed, name);
-    let disk = open(&named.parse()?, Access::write(), &objects)?;
-    let resized = resize(&disk, change, preallocation, parsed.has("shrink"));
-    let closed = disk.close();
-    resized?;
-    closed?;
+    let disk = opening::disk(parsed, name, true)?;
+    opening::close(&disk, resize(&disk, change, preallocation, parsed.has("shrink")))?;
     call.out.said("Image resized.")?;
     Ok(0)
 }
@@ -117,10 +110,7 @@ fn resize(
     options.shrink = shrink;
     options.preallocation = preallocation;
     let monitor = Monitor::new(&Silent).cancelled_by(cancel_on_signal()?);
-    jobs::resize(disk, bytes, &options, &monitor).map_err(|error| match error {
-        Error::Unsupported { .. } => Failure::new(words(&error)),
-        other => other.into(),
-    })
+    Ok(jobs::resize(disk, bytes, &options, &monitor)?)
 }
 
 #[cfg(test)]

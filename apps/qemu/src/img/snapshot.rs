@@ -48,10 +48,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         }
     };
     let disk = opening::disk(parsed, file, true)?;
-    let changed = change(&disk, &action);
-    let closed = disk.close();
-    changed?;
-    closed?;
+    opening::close(&disk, change(&disk, &action))?;
     Ok(0)
 }
 

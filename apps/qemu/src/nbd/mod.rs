@@ -280,7 +280,7 @@ fn cache_mode(parsed: &Parsed) -> Result<CacheMode, Failure> {
         (true, None) => "none",
         (false, mode) => mode.unwrap_or("writeback"),
     };
-    mode.parse().map_err(|_| Failure::new(format!("Invalid cache mode `{mode}'")))
+    open::cache_mode(mode).ok_or_else(|| Failure::new(format!("Invalid cache mode `{mode}'")))
 }
 
 fn addresses(parsed: &Parsed) -> Vec<Address> {
@@ -446,7 +446,13 @@ fn write_pid(file: Option<&std::path::Path>) -> Result<(), Failure> {
 
 #[cfg(test)]
 mod tests {
-    use super::integer;
+    use super::*;
+
+    #[test]
+    fn an_old_name_of_a_cache_mode_is_known() {
+        let parsed = getopt::parse(&["--cache=off".into()], OPTIONS, false).unwrap();
+        assert_eq!(cache_mode(&parsed).unwrap(), CacheMode::None);
+    }
 
     #[test]
     fn numbers_are_read_as_strtol_reads_them() {
