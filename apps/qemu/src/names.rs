@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use serde_json::Value;
 
 use crate::debug::{self, Debug};
+use crate::open::is_protocol;
 use crate::{sizes, storages};
 
 /// Properties by dotted keys: `file.filename` is the member `filename` of the member `file`.
@@ -180,6 +181,10 @@ impl Image {
         }
     }
 
+    fn with_format(self, format: &str) -> Self {
+        Self { format: Some(format.to_owned()), ..self }
+    }
+
     /// The path, if it is a whole file.
     pub fn path(&self) -> Option<&std::path::Path> {
         match &self.place {
@@ -192,10 +197,8 @@ impl Image {
     pub fn opened(&self) -> PathBuf {
         match (&self.place, self.window) {
             (Place::File(path), None) => path.clone(),
-            (Place::File(path), Some((start, bytes))) => storages::part_path(path, start, bytes),
-            (Place::Null(bytes), _) => storages::null_path(*bytes),
             (Place::Nbd(uri), _) => uri.into(),
-            (Place::Debug(debug), _) => debug::path(&self.typed, self.format.as_deref(), debug),
+            _ => storages::path(self),
         }
     }
 
@@ -257,9 +260,7 @@ pub fn parse(text: &str) -> Result<Image, String> {
     match &text[..end] {
         "file" | "host_device" => Ok(Image::at(text, Place::File(rest.into()))),
         "null-co" | "null-aio" => {
-            let mut image = Image::at(text, Place::Null(NULL_BYTES));
-            image.format = Some("raw".to_owned());
-            Ok(image)
+            Ok(Image::at(text, Place::Null(NULL_BYTES)).with_format("raw"))
         }
         "nbd" | "nbd+unix" | "nbd+tcp" | "nbds" | "nbds+unix" => {
             Ok(Image::at(text, Place::Nbd(text.to_owned())))
@@ -288,8 +289,7 @@ fn from_properties(typed: &str, mut flat: Flat) -> Result<Image, String> {
         return without_driver(typed, flat);
     };
     if FILTERS.contains(&driver.as_str()) {
-        let mut file = child(&mut flat, "file", typed)?
-            .ok_or_else(|| "A block device must be specified for \"file\"".to_owned())?;
+        let mut file = needed_child(&mut flat, "file", typed)?;
         typed.clone_into(&mut file.typed);
         if driver == "throttle" {
             let group = flat.take("throttle-group");
@@ -302,23 +302,18 @@ fn from_properties(typed: &str, mut flat: Flat) -> Result<Image, String> {
             let name = flat
                 .take("filename")
                 .ok_or_else(|| format!("The '{driver}' block driver requires a file name"))?;
-            let mut image = Image::at(typed, Place::File(name.into()));
-            image.format = Some("raw".to_owned());
-            finish(&driver, flat, image)
+            finish(&driver, flat, Image::at(typed, Place::File(name.into())).with_format("raw"))
         }
         "null-co" | "null-aio" => {
             let bytes = flat.take("size").map_or(Ok(NULL_BYTES), |size| size_of("size", &size))?;
-            let mut image = Image::at(typed, Place::Null(bytes));
-            image.format = Some("raw".to_owned());
+            let mut image = Image::at(typed, Place::Null(bytes)).with_format("raw");
             flat.take("latency-ns");
             image.reads_zeroes = flat.take("read-zeroes").is_some_and(|value| value == "on");
             finish(&driver, flat, image)
         }
         "nbd" => {
             let uri = nbd_uri(&mut flat)?;
-            let mut image = Image::at(typed, Place::Nbd(uri));
-            image.format = Some("raw".to_owned());
-            finish(&driver, flat, image)
+            finish(&driver, flat, Image::at(typed, Place::Nbd(uri)).with_format("raw"))
         }
         "blkdebug" => {
             let image = needed_child(&mut flat, "image", typed)?;
@@ -341,9 +336,7 @@ fn from_properties(typed: &str, mut flat: Flat) -> Result<Image, String> {
 
 /// A node of a debugging driver. Alone it is a disk of plain bytes.
 fn debugged(typed: &str, driver: &str, debug: Debug) -> Image {
-    let mut image = Image::at(typed, Place::Debug(Box::new(debug)));
-    image.format = Some(driver.to_owned());
-    image
+    Image::at(typed, Place::Debug(Box::new(debug))).with_format(driver)
 }
 
 fn needed_child(flat: &mut Flat, name: &str, typed: &str) -> Result<Image, String> {
@@ -358,9 +351,6 @@ fn without_driver(typed: &str, mut flat: Flat) -> Result<Image, String> {
         typed.clone_into(&mut image.typed);
         return finish("raw", flat, image);
     }
-    if let Some(node) = flat.get("file") {
-        return Err(format!("Cannot find device='{node}' nor node-name='{node}'"));
-    }
     let mut file = child(&mut flat, "file", typed)?
         .ok_or_else(|| "Must specify either driver or file".to_owned())?;
     typed.clone_into(&mut file.typed);
@@ -368,10 +358,15 @@ fn without_driver(typed: &str, mut flat: Flat) -> Result<Image, String> {
     finish("raw", flat, file)
 }
 
+/// No node has a name here: images are opened by the command alone.
+fn no_node(name: &str) -> String {
+    format!("Cannot find device='{name}' nor node-name='{name}'")
+}
+
 /// The child of that name: an object of properties.
 fn child(flat: &mut Flat, name: &str, typed: &str) -> Result<Option<Image>, String> {
     if let Some(node) = flat.take(name) {
-        return Err(format!("Cannot find device='{node}' nor node-name='{node}'"));
+        return Err(no_node(&node));
     }
     let below = flat.take_below(name);
     if below.is_empty() {
@@ -381,12 +376,10 @@ fn child(flat: &mut Flat, name: &str, typed: &str) -> Result<Option<Image>, Stri
 }
 
 fn of_format(typed: &str, format: &str, mut flat: Flat) -> Result<Image, String> {
-    let file = match flat.take("filename") {
-        Some(name) => Some(parse(&name)?),
-        None => child(&mut flat, "file", typed)?,
+    let mut image = match flat.take("filename") {
+        Some(name) => parse(&name)?,
+        None => needed_child(&mut flat, "file", typed)?,
     };
-    let mut image =
-        file.ok_or_else(|| "A block device must be specified for \"file\"".to_owned())?;
     typed.clone_into(&mut image.typed);
     image.format = Some(format.to_owned());
     if format == "raw" {
@@ -401,9 +394,7 @@ fn of_format(typed: &str, format: &str, mut flat: Flat) -> Result<Image, String>
     }
     image.backing = match flat.take("backing") {
         Some(name) if name.is_empty() => Some(None),
-        Some(node) => {
-            return Err(format!("Cannot find device='{node}' nor node-name='{node}'"));
-        }
+        Some(node) => return Err(no_node(&node)),
         None => child(&mut flat, "backing", typed)?.map(|backing| Some(Box::new(backing))),
     };
     if let Some(data) = child(&mut flat, "data-file", typed)? {
@@ -460,13 +451,10 @@ fn finish(driver: &str, mut flat: Flat, image: Image) -> Result<Image, String> {
     }
     match flat.first_key() {
         None => Ok(image),
-        Some(key) => Err(match driver {
-            "file" | "host_device" | "host_cdrom" | "null-co" | "null-aio" | "nbd" | "blkdebug"
-            | "blkverify" => {
-                format!("Block protocol '{driver}' doesn't support the option '{key}'")
-            }
-            _ => format!("Block format '{driver}' does not support the option '{key}'"),
-        }),
+        Some(key) if driver == "host_cdrom" || is_protocol(driver) => {
+            Err(format!("Block protocol '{driver}' doesn't support the option '{key}'"))
+        }
+        Some(key) => Err(format!("Block format '{driver}' does not support the option '{key}'")),
     }
 }
 
