@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde_json::Value;
+use vdkit::nbd_client::percent;
 
 use crate::debug::{self, Debug};
 use crate::open::is_protocol;
@@ -468,24 +469,16 @@ fn shown_uri(uri: &str) -> String {
         Place::Unix(path) if export.is_empty() => format!("nbd+unix://?socket={}", path.display()),
         Place::Unix(path) => format!("nbd+unix:///{export}?socket={}", path.display()),
         Place::Tcp { host, port } => {
-            let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
+            let host = bracketed(host);
             let slash = if export.is_empty() { "" } else { "/" };
             format!("nbd://{host}:{port}{slash}{export}")
         }
     }
 }
 
-/// Percent-encodes text for a part of a URI.
-pub fn percent(text: &str) -> String {
-    let mut out = String::new();
-    for byte in text.bytes() {
-        match byte {
-            b'-' | b'.' | b'_' | b'~' | b'/' => out.push(char::from(byte)),
-            _ if byte.is_ascii_alphanumeric() => out.push(char::from(byte)),
-            _ => out += &format!("%{byte:02X}"),
-        }
-    }
-    out
+/// A host's name, or its address in the brackets that one with colons needs before a port.
+pub fn bracketed(host: &str) -> String {
+    if host.contains(':') { format!("[{host}]") } else { host.to_owned() }
 }
 
 fn size_of(name: &str, text: &str) -> Result<u64, String> {
@@ -495,14 +488,15 @@ fn size_of(name: &str, text: &str) -> Result<u64, String> {
 
 /// The URI of an NBD export from its properties.
 fn nbd_uri(flat: &mut Flat) -> Result<String, String> {
-    let export = flat.take("export").unwrap_or_default();
+    let export = percent(flat.take("export").unwrap_or_default());
     let mut take = |key: &str| flat.take(&format!("server.{key}")).or_else(|| flat.take(key));
     let (host, path) = (take("host"), take("path"));
     let (port, _kind) = (take("port"), take("type"));
     match (host, path) {
-        (None, Some(path)) => Ok(format!("nbd+unix:///{export}?socket={path}")),
+        (None, Some(path)) => Ok(format!("nbd+unix:///{export}?socket={}", percent(path))),
         (Some(host), None) => {
-            Ok(format!("nbd://{host}:{}/{export}", port.unwrap_or_else(|| "10809".to_owned())))
+            let port = port.unwrap_or_else(|| "10809".to_owned());
+            Ok(format!("nbd://{}:{port}/{export}", bracketed(&host)))
         }
         (Some(_), Some(_)) => Err("path and host may not be used at the same time".to_owned()),
         (None, None) => Err("NBD server address missing".to_owned()),
@@ -538,6 +532,21 @@ mod tests {
         assert_eq!(image.window, Some((1024, Some(512))));
         assert_eq!(image.place, Place::File("a,b".into()));
         assert!(image.path().is_none(), "it is not the whole file");
+    }
+
+    #[test]
+    fn properties_of_an_export_become_a_uri() {
+        for (text, uri) in [
+            (
+                "driver=nbd,export=a?b%41,server.type=unix,server.path=/run/x y",
+                "nbd+unix:///a%3Fb%2541?socket=/run/x%20y",
+            ),
+            ("driver=nbd,host=::1,export=a/b", "nbd://[::1]:10809/a/b"),
+            ("driver=nbd,host=h,port=7", "nbd://h:7/"),
+        ] {
+            let image = parse_options(text).unwrap();
+            assert_eq!(image.place, Place::Nbd(uri.to_owned()), "{text}");
+        }
     }
 
     #[test]

@@ -21,6 +21,7 @@ use crate::handshake::{Agreed, HANDSHAKE_TIME, Handshake, Outcome, TlsState};
 use crate::poll::POLL_MAX;
 use crate::session::Session;
 use crate::tls::Tls;
+use crate::wire::percent;
 
 /// Address of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -94,9 +95,9 @@ impl Listener {
     /// The URI of an export. Source: the NBD project's `doc/uri.md`.
     pub fn uri(&self, name: &str, tls: bool) -> String {
         let scheme = if tls { "nbds" } else { "nbd" };
-        let name = percent(name.as_bytes(), b"-._~/");
+        let name = percent(name);
         let unix = |path: &Path| {
-            let path = percent(path.as_os_str().as_encoded_bytes(), b"-._~/");
+            let path = percent(path.as_os_str().as_encoded_bytes());
             format!("{scheme}+unix:///{name}?socket={path}")
         };
         match self {
@@ -138,19 +139,6 @@ impl AsFd for Listener {
             Self::Tcp(socket) => socket.as_fd(),
         }
     }
-}
-
-/// Percent-encodes text for a URI: letters, digits and `plain` stay.
-fn percent(text: &[u8], plain: &[u8]) -> String {
-    let mut out = String::new();
-    for byte in text {
-        if byte.is_ascii_alphanumeric() || plain.contains(byte) {
-            out.push(char::from(*byte));
-        } else {
-            out.push_str(&format!("%{byte:02X}"));
-        }
-    }
-    out
 }
 
 /// Options of a server.

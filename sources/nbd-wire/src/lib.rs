@@ -183,3 +183,16 @@ pub fn time_left(until: Instant) -> io::Result<Duration> {
     let left = until.saturating_duration_since(Instant::now());
     if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
 }
+
+/// Percent-encodes text for a part of a URI.
+pub fn percent(text: impl AsRef<[u8]>) -> String {
+    let mut out = String::new();
+    for byte in text.as_ref() {
+        if byte.is_ascii_alphanumeric() || b"-._~/".contains(byte) {
+            out.push(char::from(*byte));
+        } else {
+            out.push_str(&format!("%{byte:02X}"));
+        }
+    }
+    out
+}

@@ -49,5 +49,6 @@ pub use storage::{BASE_ALLOCATION, NBD, NbdOptions, NbdStorage, describe_exports
 use vdkit_nbd_wire as wire;
 /// Transmission flags of an export.
 pub use wire::flag;
+pub use wire::percent;
 
 pub use uri::{NbdUri, Place, SCHEMES, TlsNames};

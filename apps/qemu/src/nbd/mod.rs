@@ -288,7 +288,7 @@ fn addresses(parsed: &Parsed) -> Vec<Address> {
         return vec![Address::Unix(path.into())];
     }
     let host = parsed.last("bind").unwrap_or("0.0.0.0");
-    let host = if host.contains(':') { format!("[{host}]") } else { host.to_owned() };
+    let host = crate::names::bracketed(host);
     vec![Address::Tcp(format!("{host}:{}", parsed.last("port").unwrap_or(PORT).trim_start()))]
 }
 

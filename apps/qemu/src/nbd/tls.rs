@@ -4,10 +4,11 @@
 use std::path::Path;
 
 use vdkit::nbd::{Admission, Tls};
+use vdkit::nbd_client::percent;
 
 use crate::failure::{Failure, system_words};
 use crate::getopt::Parsed;
-use crate::names::{Flat, percent};
+use crate::names::Flat;
 use crate::secrets::Objects;
 
 /// The pre-shared keys within the folder of a `tls-creds-psk` object.
