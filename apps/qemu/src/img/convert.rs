@@ -212,15 +212,12 @@ impl Settings<'_> {
         self.refuse_bitmaps(&disks)?;
         let source = Source::new(disks);
         let cancel = cancel_on_signal()?;
-        let Goal { destination, compress, backing, keys } = self.goal(&source, target)?;
-        let mut options = ConvertOptions::new(destination);
-        options.compress = compress;
+        let mut options = self.goal(&source, target)?;
         options.detect_zeroes = self.detect;
         options.fill = self.detect.is_none();
         options.salvage = self.parsed.has("salvage");
         options.target_is_zero = self.parsed.has("target-is-zero");
         options.rate = self.rate;
-        options.backing = backing;
         options.bitmaps = match (self.parsed.has("bitmaps"), self.parsed.has("skip-broken-bitmaps"))
         {
             (false, _) => None,
@@ -228,7 +225,6 @@ impl Settings<'_> {
             (true, true) => Some(BrokenBitmaps::Skip),
         };
         options.size_unit = 512;
-        options.keys = keys;
         let quiet = self.parsed.has("quiet");
         let shown = self.parsed.has("progress") && !quiet;
         let progress = Progress::new(shown)?;
@@ -294,16 +290,9 @@ fn converting(target: &str, format: &str) -> String {
     format!("{target}: error while converting {format}")
 }
 
-/// Where the data goes.
-struct Goal {
-    destination: Destination,
-    compress: Option<CompressionSpec>,
-    backing: Option<Backing>,
-    keys: Vec<vdkit::Secret>,
-}
-
 impl Settings<'_> {
-    fn goal(&self, source: &Source, target: &str) -> Result<Goal, Failure> {
+    /// Where the data goes, and how it is stored there.
+    fn goal(&self, source: &Source, target: &str) -> Result<ConvertOptions, Failure> {
         if self.into {
             let options = self.parsed.has("target-image-opts");
             let format = (!options).then(|| self.format.unwrap_or("raw"));
@@ -315,7 +304,7 @@ impl Settings<'_> {
         let path = target_path(target)?;
         let mut wanted = Wanted::new(table, self.values.clone())?;
         wanted.set_backing(self.parsed.last("backing"), self.parsed.last("backing-format"))?;
-        let compress = self.compression(&wanted)?;
+        let compress = self.compression(table.format, wanted.get("compression_type"))?;
         let backing = self.backing(source, &path, &wanted)?;
         let told = |failure: Failure| failure.within(&converting(target, format));
         let driver = table.driver()?;
@@ -324,8 +313,9 @@ impl Settings<'_> {
             if driver.name() != "raw" {
                 create_at(&path, driver, source.bytes(), options, None).map_err(told)?;
             }
-            let format = Some(driver.name().to_owned());
-            return Ok(Goal { compress, ..self.write_to(path, format, Vec::new()) });
+            let mut goal = self.write_to(path, driver.name());
+            goal.compress = compress;
+            return Ok(goal);
         }
         let (backing, reference) = backing.unzip();
         let destination = Destination::New(
@@ -334,20 +324,20 @@ impl Settings<'_> {
                 .backing(reference)
                 .cache(self.cache),
         );
-        Ok(Goal { destination, compress, backing, keys: Vec::new() })
+        let mut goal = ConvertOptions::new(destination);
+        (goal.compress, goal.backing) = (compress, backing);
+        Ok(goal)
     }
 
-    fn write_to(&self, path: PathBuf, format: Option<String>, keys: Vec<vdkit::Secret>) -> Goal {
-        let existing = ExistingImage::new(path).format(format).cache(self.cache).refs(references());
-        let destination = Destination::Into(existing);
-        Goal { destination, compress: None, backing: None, keys }
+    fn write_to(&self, path: PathBuf, format: &str) -> ConvertOptions {
+        let existing = ExistingImage::new(path).format(Some(format.to_owned()));
+        ConvertOptions::new(Destination::Into(existing.cache(self.cache).refs(references())))
     }
 
     /// `-n`: the target exists.
-    fn existing(&self, source: &Source, image: &Image) -> Result<Goal, Failure> {
+    fn existing(&self, source: &Source, image: &Image) -> Result<ConvertOptions, Failure> {
         if matches!(image.place, Place::Null(_)) {
-            let destination = Destination::Null;
-            return Ok(Goal { destination, compress: None, backing: None, keys: Vec::new() });
+            return Ok(ConvertOptions::new(Destination::Null));
         }
         let path = image.opened();
         // Read without a lock first: the writer's follows.
@@ -358,25 +348,22 @@ impl Settings<'_> {
             return Err(Failure::new("output file is smaller than input file"));
         }
         let info = disk.layers()[0].info();
-        let codec = if info.compression == Some("zstd") { Codec::Zstd } else { Codec::Deflate };
-        if self.compress && !matches!(info.format, "qcow2" | "vmdk") {
-            return Err(Failure::new("Compression not supported for this file format"));
-        }
-        let compress = self.compress && info.format == "qcow2";
-        let compress = compress.then_some(CompressionSpec { codec, level: None });
-        let (format, keys) = (Some(info.format.to_owned()), options.keys);
-        drop(disk);
-        Ok(Goal { compress, ..self.write_to(path, format, keys) })
+        let mut goal = self.write_to(path, info.format);
+        goal.compress = self.compression(info.format, info.compression)?;
+        goal.keys = options.keys;
+        Ok(goal)
     }
 
-    fn compression(&self, wanted: &Wanted) -> Result<Option<CompressionSpec>, Failure> {
-        if !self.compress {
-            return Ok(None);
-        }
-        match wanted.table.format {
+    /// How data is compressed in a format; `method` is the image's own.
+    fn compression(
+        &self,
+        format: &str,
+        method: Option<&str>,
+    ) -> Result<Option<CompressionSpec>, Failure> {
+        match format {
+            _ if !self.compress => Ok(None),
             "qcow2" => {
-                let zstd = wanted.get("compression_type") == Some("zstd");
-                let codec = if zstd { Codec::Zstd } else { Codec::Deflate };
+                let codec = if method == Some("zstd") { Codec::Zstd } else { Codec::Deflate };
                 Ok(Some(CompressionSpec { codec, level: None }))
             }
             // A stream is always compressed, and other subformats never.
