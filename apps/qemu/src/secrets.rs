@@ -48,19 +48,15 @@ impl Objects {
                 "secret" => {
                     let bytes = objects.read_secret(&mut properties)?;
                     objects.secrets.insert(id, bytes);
+                    continue;
                 }
+                "throttle-group" => check_limits(&properties)?,
                 "tls-creds-x509" | "tls-creds-psk" | "authz-simple" | "authz-list"
-                | "authz-list-file" | "authz-listfile" | "authz-pam" => {
-                    properties.put("qom-type", &kind);
-                    objects.others.insert(id, properties);
-                }
-                "throttle-group" => {
-                    check_limits(&properties)?;
-                    properties.put("qom-type", "throttle-group");
-                    objects.others.insert(id, properties);
-                }
+                | "authz-list-file" | "authz-listfile" | "authz-pam" => {}
                 _ => return Err(Failure::new(format!("Invalid parameter '{kind}'"))),
             }
+            properties.put("qom-type", &kind);
+            objects.others.insert(id, properties);
         }
         Ok(objects)
     }

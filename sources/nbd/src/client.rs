@@ -31,7 +31,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::channel::Socket;
 use crate::connection::{Connection, Request};
 use crate::failure::{Broken, Failure};
-use crate::handshake::{Agreed, DescribedExport, ExportInfo, Handshake, ListedExport, Wanted};
+use crate::handshake::{Agreed, DescribedExport, ExportInfo, Handshake, ListedExport};
 use crate::reply::Expected;
 use crate::tls::Tls;
 use crate::uri::NbdUri;
@@ -87,9 +87,7 @@ impl Target {
 
     fn connect(&self, most: Duration) -> std::io::Result<Connection> {
         let until = Instant::now() + most;
-        let (export, contexts) = (&*self.uri.export, &self.contexts[..]);
-        let wanted = Wanted { export, contexts };
-        let (channel, agreed) = self.begin(until)?.go(&wanted)?;
+        let (channel, agreed) = self.begin(until)?.go(&self.uri.export, &self.contexts)?;
         Connection::new(channel, agreed, self.limits.silence)
     }
 }

@@ -60,15 +60,6 @@ impl Agreed {
 /// Reply to an option: its type and data.
 type Answer = (u32, Vec<u8>);
 
-/// What is wanted of a server.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Wanted<'a> {
-    /// Name of the export.
-    pub(crate) export: &'a str,
-    /// Metadata contexts.
-    pub(crate) contexts: &'a [String],
-}
-
 fn bad(what: impl AsRef<str>) -> io::Error {
     let text = format!("the server broke the protocol: {}", what.as_ref());
     io::Error::new(io::ErrorKind::InvalidData, text)
@@ -243,14 +234,14 @@ impl Handshake {
         Ok(told)
     }
 
-    /// Negotiates an export.
+    /// Negotiates an export, with these metadata contexts if the server has them.
     ///
     /// # Errors
     /// As [`Handshake::begin`]; `NotFound` for an unknown export, with the names of some that exist.
-    pub(crate) fn go(self, wanted: &Wanted<'_>) -> io::Result<(Channel, Agreed)> {
+    pub(crate) fn go(self, export: &str, wanted: &[String]) -> io::Result<(Channel, Agreed)> {
         let structured = self.has(option::STRUCTURED_REPLY)?;
-        let contexts = match structured && !wanted.contexts.is_empty() {
-            true => self.contexts(option::SET_META_CONTEXT, wanted.export, wanted.contexts)?,
+        let contexts = match structured && !wanted.is_empty() {
+            true => self.contexts(option::SET_META_CONTEXT, export, wanted)?,
             false => Vec::new(),
         };
         let mut agreed = Agreed {
@@ -262,12 +253,12 @@ impl Handshake {
             preferred: 4096,
             maximum: wire::PAYLOAD_MAX,
         };
-        let (told, (kind, text)) = self.ask_about(option::GO, wanted.export)?;
+        let (told, (kind, text)) = self.ask_about(option::GO, export)?;
         if kind == answer::UNSUPPORTED {
-            return self.go_by_name(wanted.export, agreed);
+            return self.go_by_name(export, agreed);
         }
         if kind == answer::UNKNOWN {
-            return Err(self.unknown(wanted.export, &text));
+            return Err(self.unknown(export, &text));
         }
         if kind != answer::ACK {
             return Err(refused("this export", kind, &text));
