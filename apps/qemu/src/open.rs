@@ -150,8 +150,9 @@ pub fn format_of(
     // A writer's lock is taken, and told about, when the image is opened.
     let lock = if access.share || access.writable { LockMode::Off } else { LockMode::Auto };
     let options = FileOptions::read_only().lock(lock);
-    if let Some(path) = image.path() {
-        regular(path).map_err(|failure| in_opening(&image.typed, failure))?;
+    if let Some(path) = image.path().filter(|path| path.is_dir()) {
+        let why = format!("'file' driver requires '{}' to be a regular file", path.display());
+        return Err(could_not_open(&image.typed, why));
     }
     let storage = registry()
         .open_storage(&image.opened(), &options)
@@ -192,21 +193,6 @@ fn check_window(image: &Image) -> Result<(), Failure> {
         _ => return Ok(()),
     };
     Err(could_not_open(&image.typed, why))
-}
-
-/// Refuses a folder in QEMU's words.
-fn regular(path: &Path) -> Result<(), Failure> {
-    if path.is_dir() {
-        return Err(Failure::new(format!(
-            "'file' driver requires '{}' to be a regular file",
-            path.display()
-        )));
-    }
-    Ok(())
-}
-
-fn in_opening(typed: &str, failure: Failure) -> Failure {
-    could_not_open(typed, failure.text)
 }
 
 /// Warns of writing to an image that was probed as raw.
@@ -295,7 +281,7 @@ pub fn failed_open(image: &Image, format: Option<&str>, error: &Error) -> Failur
             format!("Failed to connect to '{socket}': {}", system_words(source)),
         );
     }
-    match (error, image.path(), format.and_then(vdkit_driver)) {
+    match (error, image.path(), format.and_then(|name| vdkit::format(name).ok())) {
         (Error::Locked { file, writing: false, .. }, Some(path), _) if Path::new(file) != path => {
             could_not_open(typed, format!("Could not open backing file: {}", words(error)))
         }
@@ -306,10 +292,6 @@ pub fn failed_open(image: &Image, format: Option<&str>, error: &Error) -> Failur
         ) if is_another_format(path, driver) => could_not_open(typed, not_in(driver.name(), path)),
         _ => could_not_open(typed, words(error)),
     }
-}
-
-fn vdkit_driver(name: &str) -> Option<&'static dyn FormatDriver> {
-    FORMATS.iter().copied().find(|driver| driver.name() == name)
 }
 
 /// Whether the content of a file is not of the format that the user named.
@@ -327,9 +309,8 @@ fn not_in(format: &str, path: &Path) -> String {
         "vdi" => "Image not in VDI format (bad signature 00000000)".to_owned(),
         "vhd" | "vpc" => "invalid VPC image".to_owned(),
         "luks" => "Volume is not in LUKS format".to_owned(),
-        "qcow" | "qed" => {
-            format!("Image not in {} format", if format == "qed" { "QED" } else { "qcow" })
-        }
+        "qcow" => "Image not in qcow format".to_owned(),
+        "qed" => "Image not in QED format".to_owned(),
         "parallels" => "Image not in Parallels format".to_owned(),
         _ => format!("Could not open '{}': Invalid argument", path.display()),
     }

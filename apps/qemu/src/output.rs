@@ -150,16 +150,6 @@ impl Sink for Progress {
     }
 }
 
-/// Shows nothing: QEMU's programs do not comment on what is copied.
-#[derive(Clone, Copy, Debug)]
-pub struct Silent;
-
-impl Sink for Silent {
-    fn update(&self, _done: u64, _total: u64) {}
-
-    fn message(&self, _text: &str) {}
-}
-
 /// Shows progress and, of messages, only what could not be read.
 #[derive(Clone, Copy, Debug)]
 pub struct Converting<'a> {

@@ -13,7 +13,7 @@ use crate::failure::Failure;
 use crate::getopt::{Parsed, valued};
 use crate::json::{Dict, pretty};
 use crate::open::{failed_open, open, open_options, qemu_name, registry};
-use crate::output::{Silent, cancel_on_signal};
+use crate::output::cancel_on_signal;
 
 /// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
@@ -76,7 +76,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         return Err(Failure::new(why).code(NOT_CHECKED));
     }
     let path = &image.opened();
-    let monitor = Monitor::new(&Silent).cancelled_by(cancel_on_signal()?);
+    let monitor = Monitor::default().cancelled_by(cancel_on_signal()?);
     let checked = jobs::check(&registry(), path, &options, repair, &monitor)
         .map_err(|error| failed_open(&image, options.format.as_deref(), &error))?;
     let report = shown(name, checked.report, file_bytes);

@@ -10,7 +10,7 @@ use crate::creation::{Wanted, failed_creation, table};
 use crate::failure::Failure;
 use crate::getopt::{Parsed, valued};
 use crate::open::{open, references, registry};
-use crate::output::{Silent, cancel_on_signal};
+use crate::output::cancel_on_signal;
 use crate::secrets::Objects;
 use crate::sizes;
 
@@ -94,44 +94,41 @@ fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
     options.count = Some(len);
     options.skip = from;
     options.size_unit = 512;
-    let output = Output { name: output, format, objects: &objects };
-    output.copy(&source, &options)?;
+    copy(&source, &options, output, format, &objects)?;
     Ok(0)
 }
 
-/// The new image.
-struct Output<'a> {
-    name: &'a str,
-    format: &'a str,
-    objects: &'a Objects,
-}
-
-impl Output<'_> {
-    fn copy(&self, source: &Disk, dd: &DdOptions) -> Result<(), Failure> {
-        let (name, table) = (self.name, table(self.format).map_err(unnamed_format)?);
-        let path = target_path(name)?;
-        let creating = format!("{name}: error while creating output image");
-        let told = |failure: Failure| failure.within(&creating);
-        let bytes = dd.count.unwrap_or(0).next_multiple_of(512);
-        let driver = table.driver()?;
-        let options = Wanted::new(table, Vec::new())?.options(self.objects, bytes).map_err(told)?;
-        let monitor = Monitor::new(&Silent).cancelled_by(cancel_on_signal()?);
-        let format = driver.name().to_owned();
-        if !is_device(&path) {
-            let new = NewImage::new(path.clone(), format).options(options);
-            return jobs::dd_new(&registry(), source, &new, dd, &monitor)
-                .map(drop)
-                .map_err(|error| told(failed_creation(&path, &error)));
-        }
-        if format != "raw" {
-            create_at(&path, driver, bytes, options, None).map_err(told)?;
-        }
-        let opening = OpenOptions::read_write().format(&format).refs(references());
-        let target = Disk::open(&registry(), &path, &opening)?;
-        let plan = DdPlan::new(source.guest_bytes(), dd)?;
-        let copied = plan.run(source, &target, dd, &monitor);
-        opening::close(&target, copied.map(drop).map_err(Failure::from))
+/// Copies into the new image `name`.
+fn copy(
+    source: &Disk,
+    dd: &DdOptions,
+    name: &str,
+    format: &str,
+    objects: &Objects,
+) -> Result<(), Failure> {
+    let table = table(format).map_err(unnamed_format)?;
+    let path = target_path(name)?;
+    let creating = format!("{name}: error while creating output image");
+    let told = |failure: Failure| failure.within(&creating);
+    let bytes = dd.count.unwrap_or(0).next_multiple_of(512);
+    let driver = table.driver()?;
+    let options = Wanted::new(table, Vec::new())?.options(objects, bytes).map_err(told)?;
+    let monitor = Monitor::default().cancelled_by(cancel_on_signal()?);
+    let format = driver.name().to_owned();
+    if !is_device(&path) {
+        let new = NewImage::new(path.clone(), format).options(options);
+        return jobs::dd_new(&registry(), source, &new, dd, &monitor)
+            .map(drop)
+            .map_err(|error| told(failed_creation(&path, &error)));
     }
+    if format != "raw" {
+        create_at(&path, driver, bytes, options, None).map_err(told)?;
+    }
+    let opening = OpenOptions::read_write().format(&format).refs(references());
+    let target = Disk::open(&registry(), &path, &opening)?;
+    let plan = DdPlan::new(source.guest_bytes(), dd)?;
+    let copied = plan.run(source, &target, dd, &monitor);
+    opening::close(&target, copied.map(drop).map_err(Failure::from))
 }
 
 /// QEMU's `dd` does not name the format that it does not know.

@@ -7,7 +7,7 @@ use super::{Call, Command, FORMAT, IMAGE_OPTS, OBJECT, QUIET, opening};
 use crate::creation::bad_size;
 use crate::failure::Failure;
 use crate::getopt::{Parsed, long};
-use crate::output::{Silent, cancel_on_signal};
+use crate::output::cancel_on_signal;
 use crate::sizes;
 
 /// Entry in the table of subcommands.
@@ -109,7 +109,7 @@ fn resize(
     let mut options = ResizeOptions::default();
     options.shrink = shrink;
     options.preallocation = preallocation;
-    let monitor = Monitor::new(&Silent).cancelled_by(cancel_on_signal()?);
+    let monitor = Monitor::default().cancelled_by(cancel_on_signal()?);
     Ok(jobs::resize(disk, bytes, &options, &monitor)?)
 }
 

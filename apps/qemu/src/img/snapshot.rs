@@ -7,7 +7,6 @@ use super::{Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, QUIET, one_i
 use crate::failure::{Failure, words};
 use crate::getopt::{Parsed, flag, valued};
 use crate::human;
-use crate::output::Silent;
 
 /// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
@@ -79,8 +78,7 @@ fn change(disk: &Disk, action: &SnapshotAction) -> Result<(), Failure> {
     if let Some(why) = why {
         return Err(failed(action, why));
     }
-    let monitor = Monitor::new(&Silent);
-    match jobs::snapshot(disk, action, &monitor) {
+    match jobs::snapshot(disk, action, &Monitor::default()) {
         Ok(_) => Ok(()),
         Err(Error::ReadOnly { .. }) => Err(failed(action, "Read-only file system")),
         Err(error) => Err(failed(action, &words(&error))),
