@@ -241,8 +241,7 @@ impl Amending<'_> {
 
     /// What version 2 of the format cannot have.
     fn check_version(&self, texts: &[String]) -> Result<(), Failure> {
-        let properties = &self.info.properties;
-        let now = |key: &str| properties.iter().find(|(k, _)| k == key).map(|(_, v)| v.as_str());
+        let now = |key: &str| self.info.property(key);
         let then = texts.iter().find_map(|text| text.strip_prefix("compat="));
         if then.or_else(|| now("compat")) != Some("0.10") {
             return Ok(());

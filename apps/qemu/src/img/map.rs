@@ -189,12 +189,9 @@ fn within_layer<'d>(
 /// its clusters are allocated from the start.
 fn looks_for_holes(layer: &Layer) -> bool {
     let info = layer.info();
-    let property = |key: &str| {
-        info.properties.iter().find(|(name, _)| name == key).map_or("", |(_, value)| value.as_str())
-    };
     match layer.format().name() {
-        "vdi" => property("image-type") == "static",
-        "vpc" | "vhd" => property("subformat") == "fixed",
+        "vdi" => info.property("image-type") == Some("static"),
+        "vpc" | "vhd" => info.property("subformat") == Some("fixed"),
         "vmdk" => info.extents.iter().any(|extent| extent.kind == "FLAT"),
         "qcow2" => !info.files.is_empty() || preallocated(layer).unwrap_or(false),
         _ => false,

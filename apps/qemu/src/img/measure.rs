@@ -176,8 +176,7 @@ fn source(parsed: &Parsed, file: &str) -> Result<(Disk, Vec<BitmapInfo>), Failur
 
 /// Whether the format of the image keeps bitmaps.
 fn keeps_bitmaps(disk: &Disk) -> bool {
-    let compat = disk.layers()[0].info().properties.iter().find(|(key, _)| key == "compat");
-    compat.is_some_and(|(_, value)| value == "1.1")
+    disk.layers()[0].info().property("compat") == Some("1.1")
 }
 
 /// Bytes that bitmaps take in an image with clusters of this size.
