@@ -3,7 +3,7 @@
 use vdkit::jobs::{self, ResizeOptions};
 use vdkit::{Error, ImageInfo, Monitor, OpenOptions, Progress as Sink};
 
-use super::{CACHE, Call, Command, FORMAT, IMAGE_OPTS, OBJECT, PROGRESS, QUIET, opening};
+use super::{CACHE, Command, FORMAT, IMAGE_OPTS, OBJECT, Output, PROGRESS, QUIET, opening};
 use crate::creation::{self, Asked, Key, asked, meant, number, size, switch, text};
 use crate::failure::{Failure, could_not_open, words};
 use crate::getopt::{Parsed, long, valued};
@@ -71,7 +71,7 @@ fn help(format: &str) -> Result<String, Failure> {
     Ok(text)
 }
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     if !parsed.has("options") {
         return Err(Failure::usage("Must specify options (-o)"));
     }
@@ -80,7 +80,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         if crate::open::driver(format).is_none() {
             return Err(Failure::new(format!("Unknown file format '{format}'")));
         }
-        call.out.text(help(format)?)?;
+        out.text(help(format)?)?;
         return Ok(0);
     }
     let [file] = &parsed.operands[..] else {
@@ -100,7 +100,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let values = match asked {
         Asked::Values(values) => values,
         Asked::Help => {
-            call.out.text(help(format)?)?;
+            out.text(help(format)?)?;
             return Ok(0);
         }
     };

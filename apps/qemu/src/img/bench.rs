@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use vdkit::{Disk, GuestOffset};
 
-use super::{Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, QUIET, one_image, opening};
+use super::{Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, Output, QUIET, one_image, opening};
 use crate::failure::{Failure, could_not_open};
 use crate::getopt::{Opt, Parsed, flag, long, valued};
 use crate::open::{Access, cache_mode, open};
@@ -136,7 +136,7 @@ impl Load {
     }
 }
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let load = Load::parse(parsed)?;
     let cache = match parsed.last("cache") {
         None => vdkit::CacheMode::default(),
@@ -156,7 +156,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     }
     let access = Access { cache, ..opening::access(parsed, file, load.write)? };
     let disk = open(&image, access, &objects)?;
-    call.out.line(format!(
+    out.line(format!(
         "Sending {} {} requests, {} bytes each, {} in parallel (starting at offset {}, step size {})",
         load.count,
         if load.write { "write" } else { "read" },
@@ -166,9 +166,9 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         load.step
     ))?;
     if load.flush_interval > 0 {
-        call.out.line(format!("Sending flush every {} requests", load.flush_interval))?;
+        out.line(format!("Sending flush every {} requests", load.flush_interval))?;
     }
-    call.out.flush()?;
+    out.flush()?;
     let started = Instant::now();
     let ran = load.run(&disk);
     let seconds = started.elapsed().as_secs_f64();
@@ -177,6 +177,6 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         other => Failure::from(other).within("Failed request"),
     });
     opening::close(&disk, ran)?;
-    call.out.line(format!("Run completed in {seconds:.3} seconds."))?;
+    out.line(format!("Run completed in {seconds:.3} seconds."))?;
     Ok(0)
 }

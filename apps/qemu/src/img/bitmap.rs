@@ -3,7 +3,7 @@
 use vdkit::jobs::{bitmaps, merge_bitmap};
 use vdkit::{Disk, Error, NewBitmap};
 
-use super::{Call, Command, FORMAT, IMAGE_OPTS, OBJECT, opening};
+use super::{Command, FORMAT, IMAGE_OPTS, OBJECT, Output, opening};
 use crate::failure::{Failure, words};
 use crate::getopt::{Parsed, long, valued};
 use crate::open::{Access, Named, open};
@@ -35,7 +35,7 @@ pub const COMMAND: Command = Command {
 /// The actions, which are performed in the order in which they are given.
 const ACTIONS: &[&str] = &["add", "remove", "clear", "enable", "disable", "merge"];
 
-fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, _out: &mut Output) -> Result<u8, Failure> {
     let granularity = parsed
         .last("granularity")
         .map(|text| sizes::option("granularity", text))

@@ -6,7 +6,7 @@ use vdkit::jobs;
 use vdkit::{CheckReport, Finding, Monitor, Repair, Severity};
 
 use super::{
-    Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, QUIET, one_image, opening,
+    Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, Output, QUIET, one_image, opening,
     wants_json,
 };
 use crate::failure::Failure;
@@ -39,7 +39,7 @@ const NOT_CHECKED: u8 = 63;
 /// Formats whose metadata `qemu-img` checks, by QEMU's names.
 const CHECKED: &[&str] = &["qcow2", "qed", "vdi", "vmdk", "vhdx", "parallels"];
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let json = wants_json(parsed)?;
     let repair = match parsed.last("repair") {
         None => Repair::Nothing,
@@ -54,7 +54,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let file = one_image(parsed)?;
     let cache = opening::cache(parsed, "cache", "source cache")?.unwrap_or_default();
     let quiet = parsed.has("quiet");
-    call.out.quiet(quiet);
+    out.quiet(quiet);
     let (objects, image) = opening::image(parsed, file)?;
     let mut access = opening::access(parsed, file, repair != Repair::Nothing)?;
     access.cache = cache;
@@ -82,9 +82,9 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let report = shown(name, checked.report, file_bytes);
     tell_findings(&report, quiet);
     if json {
-        call.out.said(pretty(&value(file, name, &report).into()))?;
+        out.said(pretty(&value(file, name, &report).into()))?;
     } else if !quiet {
-        call.out.text(text(&report))?;
+        out.text(text(&report))?;
     }
     Ok(match (report.corruptions_left(), report.leaks_left()) {
         (0, 0) => 0,

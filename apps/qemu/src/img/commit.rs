@@ -6,7 +6,9 @@ use vdkit::jobs::{self, CommitOptions};
 use vdkit::{ChainLink, Error, Monitor, OpenOptions, describe_chain, same_file};
 
 use super::convert::rate_option;
-use super::{CACHE, Call, Command, FORMAT, IMAGE_OPTS, OBJECT, PROGRESS, QUIET, one_image, opening};
+use super::{
+    CACHE, Command, FORMAT, IMAGE_OPTS, OBJECT, Output, PROGRESS, QUIET, one_image, opening,
+};
 use crate::failure::{Failure, could_not_open, words};
 use crate::getopt::{Parsed, flag, valued};
 use crate::names::Image;
@@ -32,9 +34,9 @@ pub const COMMAND: Command = Command {
     run,
 };
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let quiet = parsed.has("quiet");
-    call.out.quiet(quiet);
+    out.quiet(quiet);
     let rate = rate_option(parsed)?;
     let file = one_image(parsed)?;
     let cache = opening::cache(parsed, "cache", "cache")?.unwrap_or_default();
@@ -67,7 +69,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         }
         other => failed_open(&image, None, other),
     })?;
-    call.out.said("Image committed.")?;
+    out.said("Image committed.")?;
     Ok(0)
 }
 

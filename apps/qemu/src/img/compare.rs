@@ -4,7 +4,7 @@ use vdkit::jobs::{self, CompareOptions, CompareReport};
 use vdkit::{Disk, Monitor, Progress as Sink};
 
 use super::map::each_row;
-use super::{Call, Command, FORCE_SHARE, IMAGE_OPTS, OBJECT, PROGRESS, QUIET, opening};
+use super::{Command, FORCE_SHARE, IMAGE_OPTS, OBJECT, Output, PROGRESS, QUIET, opening};
 use crate::failure::Failure;
 use crate::getopt::{Parsed, alias, flag, valued};
 use crate::open::{Access, Named, open};
@@ -43,12 +43,12 @@ const NOT_READ: u8 = 4;
 /// Differences are found in this unit.
 const SECTOR_BYTES: u64 = 512;
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let [first, second] = &parsed.operands[..] else {
         return Err(Failure::usage("Expecting two image file names"));
     };
     let quiet = parsed.has("quiet");
-    call.out.quiet(quiet);
+    out.quiet(quiet);
     let not_opened = |failure: Failure| failure.code(NOT_OPENED);
     let objects = Objects::parse(parsed.all("object")).map_err(not_opened)?;
     let cache = opening::cache(parsed, "cache", "source cache").map_err(not_opened)?;
@@ -63,8 +63,8 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let b = disk(second, "b-format").map_err(not_opened)?;
     let strict = parsed.has("strict");
     let progress = Progress::new(parsed.has("progress") && !quiet)?;
-    let ended = compare(&a, &b, strict, &progress, call);
-    call.out.flush()?;
+    let ended = compare(&a, &b, strict, &progress, out);
+    out.flush()?;
     progress.finish(false);
     ended
 }
@@ -74,11 +74,11 @@ fn compare(
     b: &Disk,
     strict: bool,
     progress: &Progress,
-    call: &mut Call,
+    out: &mut Output,
 ) -> Result<u8, Failure> {
     let sizes = [a, b].map(|disk| disk.guest_bytes().next_multiple_of(SECTOR_BYTES));
     if strict && sizes[0] != sizes[1] {
-        call.out.said("Strict mode: Image size mismatch!")?;
+        out.said("Strict mode: Image size mismatch!")?;
         return Ok(DIFFERENT);
     }
     let monitor = Monitor::new(progress).cancelled_by(cancel_on_signal()?);
@@ -89,11 +89,11 @@ fn compare(
     if strict {
         let other = other_allocation(a, b).map_err(|failure| failure.code(NOT_MAPPED))?;
         if let Some(at) = other.filter(|at| different.is_none_or(|different| *at <= different)) {
-            call.out.said(format!("Strict mode: Offset {at} block status mismatch!"))?;
+            out.said(format!("Strict mode: Offset {at} block status mismatch!"))?;
             return Ok(DIFFERENT);
         }
     }
-    say(&report, sizes, different, progress, call)
+    say(&report, sizes, different, progress, out)
 }
 
 fn say(
@@ -101,20 +101,20 @@ fn say(
     sizes: [u64; 2],
     different: Option<u64>,
     progress: &Progress,
-    call: &mut Call,
+    out: &mut Output,
 ) -> Result<u8, Failure> {
     let common = sizes[0].min(sizes[1]);
     if sizes[0] != sizes[1] && different.is_none_or(|at| at >= common) {
-        call.out.said("Warning: Image size mismatch!")?;
+        out.said("Warning: Image size mismatch!")?;
     }
     if let Some(at) = different {
-        call.out.said(format!("Content mismatch at offset {at}!"))?;
+        out.said(format!("Content mismatch at offset {at}!"))?;
         return Ok(DIFFERENT);
     }
     let total = report.a_bytes.max(report.b_bytes).max(1);
-    call.out.flush()?;
+    out.flush()?;
     progress.update(total, total);
-    call.out.said("Images are identical.")?;
+    out.said("Images are identical.")?;
     Ok(0)
 }
 

@@ -12,7 +12,7 @@ use vdkit::{
 };
 
 use super::create::{create_at, target_path};
-use super::{Call, Command, FORCE_SHARE, OBJECT, PROGRESS, QUIET, SRC_CACHE, opening};
+use super::{Command, FORCE_SHARE, OBJECT, Output, PROGRESS, QUIET, SRC_CACHE, opening};
 use crate::creation::{Asked, Wanted, asked, failed_creation, table};
 use crate::failure::{Failure, could_not_open, words};
 use crate::getopt::{Opt, Parsed, alias, flag, long, valued};
@@ -93,13 +93,13 @@ struct Settings<'a> {
     source_cache: Option<CacheMode>,
 }
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let format = parsed.last("target-format");
     let values = match asked(parsed.all("target-options"))? {
         Asked::Values(values) => values,
         Asked::Help => {
             let named = parsed.operands.len() > 1;
-            call.out.text(table(format.unwrap_or("raw"))?.help(named))?;
+            out.text(table(format.unwrap_or("raw"))?.help(named))?;
             return Ok(0);
         }
     };

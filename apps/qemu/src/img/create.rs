@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use vdkit::jobs::{self, CreateOptions, NewBacking};
 use vdkit::{FormatDriver, Monitor, OpenOptions, Options, storage};
 
-use super::{Call, Command, OBJECT, QUIET};
+use super::{Command, OBJECT, Output, QUIET};
 use crate::creation::{Asked, Wanted, asked, failed_creation, table};
 use crate::failure::{Failure, words};
 use crate::getopt::{Parsed, flag, valued};
@@ -32,13 +32,13 @@ pub const COMMAND: Command = Command {
     run,
 };
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
-    call.out.quiet(parsed.has("quiet"));
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
+    out.quiet(parsed.has("quiet"));
     let format = parsed.last("format").unwrap_or("raw");
     let values = match asked(parsed.all("options"))? {
         Asked::Values(values) => values,
         Asked::Help => {
-            call.out.text(table(format)?.help(!parsed.operands.is_empty()))?;
+            out.text(table(format)?.help(!parsed.operands.is_empty()))?;
             return Ok(0);
         }
     };
@@ -64,8 +64,8 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     };
     let bytes = bytes.map_err(named)?;
     wanted.set("size", &bytes.to_string());
-    call.out.said(wanted.formatting(name))?;
-    call.out.flush()?;
+    out.said(wanted.formatting(name))?;
+    out.flush()?;
     let options = wanted.options(&objects, bytes).map_err(named)?;
     let driver = wanted.table.driver().map_err(named)?;
     create_at(&path, driver, whole_sectors(bytes), options, backing).map_err(named)?;

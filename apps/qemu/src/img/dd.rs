@@ -5,7 +5,7 @@ use vdkit::{Disk, Monitor, OpenOptions};
 
 use super::convert::is_device;
 use super::create::{create_at, target_path};
-use super::{Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, opening};
+use super::{Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, Output, opening};
 use crate::creation::{Wanted, failed_creation, table};
 use crate::failure::Failure;
 use crate::getopt::{Parsed, valued};
@@ -76,7 +76,7 @@ fn blocks(what: &str, text: &str) -> Result<u64, Failure> {
     sizes::within(what, text, 0, i64::MAX as u64)
 }
 
-fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, _out: &mut Output) -> Result<u8, Failure> {
     let operands = Operands::parse(&parsed.operands)?;
     let (Some(input), Some(output)) = (operands.input, operands.output) else {
         return Err(Failure::new("Must specify both input and output files"));

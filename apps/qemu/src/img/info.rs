@@ -5,7 +5,7 @@ use std::path::Path;
 use vdkit::{BackingChoice, ChainLink, SnapshotInfo, describe_chain};
 
 use super::{
-    Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, one_image, wants_json,
+    Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, Output, one_image, wants_json,
 };
 use crate::failure::{Failure, could_not_open};
 use crate::getopt::{Parsed, flag};
@@ -208,7 +208,7 @@ fn taken(bytes: Option<u64>) -> String {
     bytes.map_or_else(|| "unavailable".to_owned(), human::size)
 }
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let json = wants_json(parsed)?;
     let named = Named::of(parsed, one_image(parsed)?);
     let objects = Objects::parse(parsed.all("object"))?;
@@ -229,10 +229,10 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
                 values.into()
             }
         };
-        call.out.line(pretty(&whole))?;
+        out.line(pretty(&whole))?;
     } else {
         let texts: Vec<_> = images.iter().map(text).collect();
-        call.out.text(texts.join("\n"))?;
+        out.text(texts.join("\n"))?;
     }
     Ok(0)
 }

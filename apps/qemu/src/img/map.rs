@@ -4,7 +4,8 @@ use vdkit::jobs::{self, MapRow};
 use vdkit::{Disk, GuestOffset, Layer, Place};
 
 use super::{
-    Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, one_image, opening, wants_json,
+    Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, Output, one_image, opening,
+    wants_json,
 };
 use crate::failure::Failure;
 use crate::getopt::{Parsed, valued};
@@ -57,7 +58,7 @@ fn hexadecimal(value: u64) -> String {
     if value == 0 { "0".to_owned() } else { format!("{value:#x}") }
 }
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let json = wants_json(parsed)?;
     let size =
         |key: &str, what: &str| parsed.last(key).map(|text| sizes::option(what, text)).transpose();
@@ -67,7 +68,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let (objects, image) = opening::image(parsed, file)?;
     let disk = open(&image, opening::access(parsed, file, false)?, &objects)?;
     if !json {
-        call.out.line("Offset          Length          Mapped to       File")?;
+        out.line("Offset          Length          Mapped to       File")?;
     }
     let start = start.unwrap_or(0);
     let end = length.map_or(u64::MAX, |length| start.saturating_add(length));
@@ -75,12 +76,12 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let mut begun = false;
     let mut print = |row: &MapRow<'_>| -> Result<(), Failure> {
         if json {
-            call.out.text(if begun { ",\n" } else { "[" })?;
-            call.out.text(as_json(row))?;
+            out.text(if begun { ",\n" } else { "[" })?;
+            out.text(as_json(row))?;
         } else if row.data && (row.offset.is_none() || row.filename.is_none()) {
             return Err(Failure::new("File contains external, encrypted or compressed clusters."));
         } else if row.data && !row.zero {
-            call.out.text(as_text(row))?;
+            out.text(as_text(row))?;
         }
         begun = true;
         Ok(())
@@ -102,7 +103,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         })?;
     }
     if json {
-        call.out.line("]")?;
+        out.line("]")?;
     }
     Ok(0)
 }

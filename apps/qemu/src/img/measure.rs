@@ -4,7 +4,7 @@ use vdkit::{BitmapInfo, Disk, Error, Measured, Options};
 
 use super::convert::snapshot_option;
 use super::map::each_row;
-use super::{Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, opening, wants_json};
+use super::{Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, Output, opening, wants_json};
 use crate::creation::{Asked, Wanted, asked, table};
 use crate::failure::Failure;
 use crate::getopt::{Parsed, long, valued};
@@ -33,7 +33,7 @@ pub const COMMAND: Command = Command {
     run,
 };
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let json = wants_json(parsed)?;
     let size = parsed.last("size").map(|text| sizes::option("image size", text)).transpose()?;
     let of_file = ["image-opts", "format", "snapshot"].iter().any(|option| parsed.has(option));
@@ -78,13 +78,13 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
             .with("required", measured.required)
             .with("fully-allocated", measured.fully_allocated)
             .with_some("bitmaps", bitmaps);
-        call.out.line(pretty(&dict.into()))?;
+        out.line(pretty(&dict.into()))?;
         return Ok(0);
     }
-    call.out.line(format!("required size: {}", measured.required))?;
-    call.out.line(format!("fully allocated size: {}", measured.fully_allocated))?;
+    out.line(format!("required size: {}", measured.required))?;
+    out.line(format!("fully allocated size: {}", measured.fully_allocated))?;
     if let Some(bytes) = bitmaps {
-        call.out.line(format!("bitmaps size: {bytes}"))?;
+        out.line(format!("bitmaps size: {bytes}"))?;
     }
     Ok(0)
 }

@@ -6,7 +6,7 @@ use vdkit::jobs::{self, NewBacking, RebaseOptions};
 use vdkit::{Error, Monitor, describe_chain};
 
 use super::{
-    CACHE, Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, PROGRESS, QUIET, one_image,
+    CACHE, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, Output, PROGRESS, QUIET, one_image,
     opening,
 };
 use crate::failure::{Failure, could_not_open, system_words, words};
@@ -37,7 +37,7 @@ pub const COMMAND: Command = Command {
     run,
 };
 
-fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, _out: &mut Output) -> Result<u8, Failure> {
     let header_only = parsed.has("backing-unsafe");
     let file = one_image(parsed)?;
     if parsed.last("backing").is_none() && !header_only {

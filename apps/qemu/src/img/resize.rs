@@ -3,7 +3,7 @@
 use vdkit::jobs::{self, Preallocation, ResizeOptions};
 use vdkit::{Disk, Monitor};
 
-use super::{Call, Command, FORMAT, IMAGE_OPTS, OBJECT, QUIET, opening};
+use super::{Command, FORMAT, IMAGE_OPTS, OBJECT, Output, QUIET, opening};
 use crate::creation::bad_size;
 use crate::failure::Failure;
 use crate::getopt::{Parsed, long};
@@ -55,8 +55,8 @@ impl Change {
     }
 }
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
-    call.out.quiet(parsed.has("quiet"));
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
+    out.quiet(parsed.has("quiet"));
     let (name, size) = match &parsed.operands[..] {
         [name, size] => (name, size),
         [] | [_] => return Err(Failure::usage("Expecting image file name and size")),
@@ -66,7 +66,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let change = Change::parse(size)?;
     let disk = opening::disk(parsed, name, true)?;
     opening::close(&disk, resize(&disk, change, preallocation, parsed.has("shrink")))?;
-    call.out.said("Image resized.")?;
+    out.said("Image resized.")?;
     Ok(0)
 }
 

@@ -3,7 +3,7 @@
 use vdkit::jobs::{self, SnapshotAction};
 use vdkit::{Disk, Error, Monitor, SnapshotInfo};
 
-use super::{Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, QUIET, one_image, opening};
+use super::{Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, Output, QUIET, one_image, opening};
 use crate::failure::{Failure, words};
 use crate::getopt::{Parsed, flag, valued};
 use crate::human;
@@ -27,7 +27,7 @@ pub const COMMAND: Command = Command {
     run,
 };
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let mut actions = parsed
         .in_order()
         .filter(|(name, _)| matches!(*name, "list" | "create" | "apply" | "delete"));
@@ -42,7 +42,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         Some(("delete", name)) => SnapshotAction::Delete(name.to_owned()),
         _ => {
             let disk = opening::disk(parsed, file, false)?;
-            call.out.text(list(&disk.layers()[0].info().snapshots))?;
+            out.text(list(&disk.layers()[0].info().snapshots))?;
             return Ok(0);
         }
     };

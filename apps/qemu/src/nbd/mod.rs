@@ -327,8 +327,7 @@ fn opening(name: &str, why: &str) -> Failure {
 /// Opens the disk; the folder holds the overlay of `--snapshot` for as long as it is served.
 fn open_disk(request: &Request) -> Result<(Disk, Option<tempfile::TempDir>), Failure> {
     if !request.temporary {
-        let options = open_options(&request.image, request.access, &request.objects)?;
-        let mut options = options;
+        let mut options = open_options(&request.image, request.access, &request.objects)?;
         options.snapshot.clone_from(&request.snapshot);
         return Ok((open::open_with(&request.image, &options)?, None));
     }
