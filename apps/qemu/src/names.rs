@@ -103,9 +103,14 @@ impl Flat {
         )
     }
 
+    /// The keys in order.
+    pub fn keys(&self) -> impl Iterator<Item = &str> {
+        self.0.keys().map(String::as_str)
+    }
+
     /// The first key, if any property is left.
     pub fn first_key(&self) -> Option<&str> {
-        self.0.keys().next().map(String::as_str)
+        self.keys().next()
     }
 
     /// Whether no property is left.

@@ -131,15 +131,11 @@ fn is_identifier(text: &str) -> bool {
 
 /// Refuses properties that no throttle group has.
 fn check_limits(properties: &Flat) -> Result<(), Failure> {
-    let mut rest = properties.clone();
-    rest.take_below("limits");
-    while let Some(key) = rest.first_key().map(str::to_owned) {
-        if !["x-bps-", "x-iops-"].iter().any(|start| key.starts_with(start)) {
-            return Err(Failure::new(format!("Parameter '{key}' is unexpected")));
-        }
-        rest.take(&key);
+    let known = |key: &str| ["limits.", "x-bps-", "x-iops-"].iter().any(|of| key.starts_with(of));
+    match properties.keys().find(|key| !known(key)) {
+        Some(key) => Err(Failure::new(format!("Parameter '{key}' is unexpected"))),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 /// The bytes of a secret as they are given, and whether they are base64.
