@@ -16,29 +16,18 @@ pub enum BadSize {
 /// # Errors
 /// See [`BadSize`].
 pub fn parse(text: &str) -> Result<u64, BadSize> {
-    parse_unit(text, 1)
-}
-
-/// As [`parse`]; a number without a suffix counts `unit` bytes.
-///
-/// # Errors
-/// See [`BadSize`].
-pub fn parse_unit(text: &str, unit: u64) -> Result<u64, BadSize> {
     let text = text.trim_start();
     if let Some(digits) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
-        // A hexadecimal number takes no suffix but the unit that is implied.
-        let digits_end = digits.find(|c: char| !c.is_ascii_hexdigit()).unwrap_or(digits.len());
-        if digits_end == 0 || digits_end < digits.len() {
+        // A hexadecimal number takes no suffix.
+        if digits.is_empty() || !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
             return Err(BadSize::Form);
         }
-        let value = u64::from_str_radix(digits, 16).map_err(|_| BadSize::Range)?;
-        return value.checked_mul(unit).ok_or(BadSize::Range);
+        return u64::from_str_radix(digits, 16).map_err(|_| BadSize::Range);
     }
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, suffix) = text.split_at(end);
     let multiple = match suffix.to_ascii_lowercase().as_str() {
-        "" => unit,
-        "b" => 1,
+        "" | "b" => 1,
         "k" => 1 << 10,
         "m" => 1 << 20,
         "g" => 1 << 30,

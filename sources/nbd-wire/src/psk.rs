@@ -187,11 +187,6 @@ impl PskSession {
         self.handshaking
     }
 
-    /// The name that the client gave with its key, after the handshake.
-    pub fn name(&self) -> Option<String> {
-        self.wired.psk_name()
-    }
-
     /// Takes ciphertext from the peer and returns how many bytes were taken; possibly 0 while there
     /// is unread plaintext.
     ///
