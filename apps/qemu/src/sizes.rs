@@ -26,7 +26,7 @@ pub fn parse(text: &str) -> Result<u64, BadSize> {
     }
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, suffix) = text.split_at(end);
-    let multiple = match suffix.to_ascii_lowercase().as_str() {
+    let multiple: u64 = match suffix.to_ascii_lowercase().as_str() {
         "" | "b" => 1,
         "k" => 1 << 10,
         "m" => 1 << 20,
@@ -36,10 +36,7 @@ pub fn parse(text: &str) -> Result<u64, BadSize> {
         "e" => 1 << 60,
         _ => return Err(BadSize::Form),
     };
-    let (whole, fraction) = match number.split_once('.') {
-        Some((whole, fraction)) => (whole, fraction),
-        None => (number, ""),
-    };
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     if whole.is_empty() || fraction.contains('.') {
         return Err(BadSize::Form);
     }
