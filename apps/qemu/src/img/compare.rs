@@ -1,6 +1,6 @@
 //! `qemu-img compare`: whether two images have the same content.
 
-use vdkit::jobs::{self, CompareOptions, CompareReport};
+use vdkit::jobs::{self, CompareOptions};
 use vdkit::{Disk, Monitor, Progress as Sink};
 
 use super::map::each_row;
@@ -93,16 +93,6 @@ fn compare(
             return Ok(DIFFERENT);
         }
     }
-    say(&report, sizes, different, progress, out)
-}
-
-fn say(
-    report: &CompareReport,
-    sizes: [u64; 2],
-    different: Option<u64>,
-    progress: &Progress,
-    out: &mut Output,
-) -> Result<u8, Failure> {
     let common = sizes[0].min(sizes[1]);
     if sizes[0] != sizes[1] && different.is_none_or(|at| at >= common) {
         out.said("Warning: Image size mismatch!")?;
@@ -138,9 +128,6 @@ fn other_allocation(a: &Disk, b: &Disk) -> Result<Option<u64>, Failure> {
 /// whether it reaches the end of a raw file.
 fn kinds(disk: &Disk) -> Result<Vec<(u64, [bool; 5])>, Failure> {
     let mut kinds = Vec::new();
-    if disk.guest_bytes() == 0 {
-        return Ok(kinds);
-    }
     each_row(disk, 0, disk.guest_bytes(), &mut |row| {
         let format = disk.layers()[row.depth].format();
         let last = format.name() == "raw" && row.end() == format.guest_bytes();

@@ -143,9 +143,6 @@ fn measure(
 fn data_clusters(disk: &Disk, cluster_bytes: u64) -> Result<u64, Failure> {
     // The first cluster that is not counted yet.
     let (mut clusters, mut uncounted) = (0, 0);
-    if disk.guest_bytes() == 0 {
-        return Ok(0);
-    }
     each_row(disk, 0, disk.guest_bytes(), &mut |row| {
         if row.data && !row.zero {
             let end = row.end().div_ceil(cluster_bytes);
