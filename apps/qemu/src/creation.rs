@@ -53,9 +53,6 @@ impl Key {
     }
 
     /// A value in QEMU's own notation, checked against the option's type.
-    ///
-    /// # Errors
-    /// QEMU's words for a value of another type.
     pub fn checked(&self, value: &str) -> Result<String, Failure> {
         let name = self.name;
         match self.kind {
@@ -284,9 +281,6 @@ impl Table {
     }
 
     /// The engine's driver.
-    ///
-    /// # Errors
-    /// vdkit does not write the format.
     pub fn driver(&self) -> Result<&'static dyn FormatDriver, Failure> {
         let name = match self.format {
             "file" | "host_device" => "raw",
@@ -354,9 +348,6 @@ pub struct Wanted {
 
 impl Wanted {
     /// Checks names and types.
-    ///
-    /// # Errors
-    /// QEMU's words for an unknown option or a value of another type.
     pub fn new(table: &'static Table, values: Vec<(String, String)>) -> Result<Self, Failure> {
         let mut wanted = Self { table, values: BTreeMap::new() };
         for (name, value) in &values {
@@ -391,9 +382,6 @@ impl Wanted {
     }
 
     /// Sets the backing image and its format, as `-b` and `-F` do.
-    ///
-    /// # Errors
-    /// The format has no backing images.
     pub fn set_backing(&mut self, name: Option<&str>, format: Option<&str>) -> Result<(), Failure> {
         let pairs = [
             ("backing_file", name, "Backing file"),

@@ -17,9 +17,6 @@ pub struct Flat(BTreeMap<String, String>);
 impl Flat {
     /// Reads `key=value,key=value`; a doubled comma is a comma of a value. The first part may be
     /// the value of `implied` without its key.
-    ///
-    /// # Errors
-    /// A part without a key.
     pub fn from_keys(text: &str, implied: Option<&str>) -> Result<Self, String> {
         let mut flat = Self::default();
         for (i, part) in split_commas(text).into_iter().enumerate() {
@@ -38,9 +35,6 @@ impl Flat {
     }
 
     /// Reads a JSON object.
-    ///
-    /// # Errors
-    /// It is no object.
     pub fn from_json(text: &str) -> Result<Self, String> {
         let value: Value = serde_json::from_str(text)
             .map_err(|_| "Could not parse the JSON options".to_owned())?;
@@ -281,9 +275,6 @@ pub fn parse(text: &str) -> Result<Image, String> {
 }
 
 /// Reads the value of an image argument with `--image-opts`.
-///
-/// # Errors
-/// As [`parse`].
 pub fn parse_options(text: &str) -> Result<Image, String> {
     let flat = Flat::from_keys(text, Some("file"))?;
     from_properties(text, flat)

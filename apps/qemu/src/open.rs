@@ -100,9 +100,6 @@ impl<'a> Named<'a> {
     }
 
     /// Reads the name.
-    ///
-    /// # Errors
-    /// A protocol, driver or option that is unknown.
     pub fn parse(&self) -> Result<Image, Failure> {
         let parsed = match self.options {
             true => names::parse_options(self.text),
@@ -133,9 +130,6 @@ pub fn is_protocol(driver: &str) -> bool {
 }
 
 /// The format of an image, and whether it was probed.
-///
-/// # Errors
-/// The file cannot be opened or read.
 pub fn format_of(
     image: &Image,
     access: Access,
@@ -206,9 +200,6 @@ pub fn warn_probed_raw(image: &Image) {
 }
 
 /// The engine's options for an image.
-///
-/// # Errors
-/// A secret is missing; errors of probing.
 pub fn open_options(
     image: &Image,
     access: Access,
@@ -249,18 +240,12 @@ pub fn open_options(
 }
 
 /// Opens an image with its backing chain.
-///
-/// # Errors
-/// `Could not open 'NAME': …`.
 pub fn open(image: &Image, access: Access, objects: &Objects) -> Result<Disk, Failure> {
     let options = open_options(image, access, objects)?;
     open_with(image, &options)
 }
 
 /// Opens an image with the engine's own options.
-///
-/// # Errors
-/// `Could not open 'NAME': …`.
 pub fn open_with(image: &Image, options: &OpenOptions) -> Result<Disk, Failure> {
     let opened = Disk::open(&registry(), image.opened(), options);
     opened.map_err(|error| failed_open(image, options.format.as_deref(), &error))

@@ -62,9 +62,6 @@ impl Objects {
     }
 
     /// The secret with this id.
-    ///
-    /// # Errors
-    /// There is none.
     pub fn secret(&self, id: &str) -> Result<Secret, Failure> {
         match self.secrets.get(id) {
             Some(bytes) => Ok(Secret::new(bytes.clone())),

@@ -12,9 +12,6 @@ pub enum BadSize {
 }
 
 /// Reads `512`, `64k`, `1.5G`, `0x200`; suffixes b, k, m, g, t, p, e in either case mean powers of 1024.
-///
-/// # Errors
-/// See [`BadSize`].
 pub fn parse(text: &str) -> Result<u64, BadSize> {
     let text = text.trim_start();
     if let Some(digits) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
@@ -52,9 +49,6 @@ pub fn parse(text: &str) -> Result<u64, BadSize> {
 }
 
 /// A size that a command takes as an option or operand called `what`.
-///
-/// # Errors
-/// QEMU's words for a wrong size.
 pub fn option(what: &str, text: &str) -> Result<u64, Failure> {
     match parse(text) {
         Ok(bytes) if i64::try_from(bytes).is_ok() => Ok(bytes),
@@ -67,9 +61,6 @@ pub fn option(what: &str, text: &str) -> Result<u64, Failure> {
 }
 
 /// A number or size that a command takes as an option called `what`, within bounds.
-///
-/// # Errors
-/// QEMU's words for a wrong number.
 pub fn within(what: &str, text: &str, least: u64, most: u64) -> Result<u64, Failure> {
     let digits = text.trim_start().strip_prefix('-');
     let negative = digits.is_some_and(|digits| parse(digits).is_ok());

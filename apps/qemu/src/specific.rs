@@ -32,9 +32,6 @@ pub struct ExtentFile {
 }
 
 /// The files of an image's extents, which are opened for that.
-///
-/// # Errors
-/// One cannot be opened.
 pub fn extent_files(link: &ChainLink) -> vdkit::Result<Vec<ExtentFile>> {
     let of = |extent: &ExtentInfo| {
         let Some(name) = &extent.file else {

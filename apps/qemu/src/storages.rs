@@ -138,9 +138,6 @@ impl PartOf {
     /// The `bytes` from `start` on; `None` is all to the end. It may end within the last sector that
     /// the storage fills only in part; the rest of that sector reads as zero. Returns `None` if it
     /// would end later.
-    ///
-    /// # Errors
-    /// The length of the storage cannot be read.
     pub fn new(inner: Arc<dyn Storage>, start: u64, bytes: Option<u64>) -> Result<Option<Self>> {
         const SECTOR_BYTES: u64 = 512;
         let len = inner.len()?;

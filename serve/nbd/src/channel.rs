@@ -28,43 +28,28 @@ pub trait Channel: Send + Sync + fmt::Debug {
     fn recv(&self, buf: &mut [u8]) -> io::Result<usize>;
 
     /// Receives bytes that are already there; `None` if [`Channel::recv`] may have to wait.
-    ///
-    /// # Errors
-    /// Errors of the socket.
     fn recv_ready(&self, buf: &mut [u8]) -> io::Result<Option<usize>> {
         let _ = buf;
         Ok(None)
     }
 
     /// Sends all bytes.
-    ///
-    /// # Errors
-    /// Errors of the socket.
     fn send(&self, bytes: &[u8]) -> io::Result<()>;
 
     /// Sends what is possible while waiting for the peer at most [`BRIEFLY`]. Returns how many
     /// bytes were taken, and whether these were all sent. If not, call [`Channel::send`], even with
     /// no bytes: it sends the rest first.
-    ///
-    /// # Errors
-    /// Errors of the socket.
     fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
         self.send(bytes).map(|()| (bytes.len(), true))
     }
 
     /// Sends a header and the data after it.
-    ///
-    /// # Errors
-    /// Errors of the socket.
     fn send_both(&self, head: &[u8], data: &[u8]) -> io::Result<()> {
         self.send(head)?;
         self.send(data)
     }
 
     /// Timeout of [`Channel::recv`] and [`Channel::send`].
-    ///
-    /// # Errors
-    /// Errors of the socket.
     fn set_timeout(&self, most: Option<Duration>) -> io::Result<()>;
 
     /// Shuts down one or both directions; wakes threads that wait.

@@ -65,9 +65,6 @@ impl Debug {
 
     /// Opens the storage. `name` is the user's, and `format` the one that the user named for the
     /// content.
-    ///
-    /// # Errors
-    /// Errors of opening the images beneath.
     pub fn open(
         &self,
         name: &str,
@@ -100,9 +97,6 @@ pub fn parse_faulty(rest: &str) -> std::result::Result<Debug, String> {
 }
 
 /// `RAW:IMAGE` after `blkverify:`.
-///
-/// # Errors
-/// As [`parse_faulty`].
 pub fn parse_verify(rest: &str) -> std::result::Result<Debug, String> {
     let (raw, test) =
         rest.split_once(':').ok_or("blkverify requires raw copy and original image path")?;
@@ -122,9 +116,6 @@ const LIMITS: &[&str] = &[
 ];
 
 /// The properties of a `blkdebug` node without its image; what is not known is left.
-///
-/// # Errors
-/// As [`parse_faulty`].
 pub fn faulty_properties(flat: &mut Flat, image: Image) -> std::result::Result<Debug, String> {
     let mut rules = Rules::read(flat.take("config").as_deref())?;
     rules.add_properties(flat)?;

@@ -105,9 +105,6 @@ pub struct Rules {
 
 impl Rules {
     /// The rules of a file.
-    ///
-    /// # Errors
-    /// QEMU's words for a file that cannot be read or parsed.
     pub fn read(file: Option<&str>) -> Result<Self, String> {
         let mut rules = Self::default();
         let Some(file) = file else { return Ok(rules) };
@@ -146,9 +143,6 @@ impl Rules {
     }
 
     /// Takes `inject-error.N.…` and `set-state.N.…`.
-    ///
-    /// # Errors
-    /// QEMU's words for a wrong rule.
     pub fn add_properties(&mut self, flat: &mut Flat) -> Result<(), String> {
         for name in ["inject-error", "set-state"] {
             let mut below = flat.take_below(name);

@@ -31,9 +31,6 @@ pub struct Verify {
 
 impl Verify {
     /// The disk of `test`, compared with `raw`.
-    ///
-    /// # Errors
-    /// Errors of opening the image.
     pub fn open(
         name: &str,
         raw: Arc<dyn Storage>,

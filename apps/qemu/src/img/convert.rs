@@ -70,9 +70,6 @@ pub const COMMAND: Command = Command {
 };
 
 /// The rate that `-r` gives; 0 is none.
-///
-/// # Errors
-/// It is no size.
 pub fn rate_option(parsed: &Parsed) -> Result<Option<u64>, Failure> {
     let Some(text) = parsed.last("rate") else { return Ok(None) };
     Ok(Some(sizes::within("rate limit", text, 0, i64::MAX as u64)?).filter(|&rate| rate > 0))
@@ -146,9 +143,6 @@ fn sparse_size(parsed: &Parsed) -> Result<Option<u32>, Failure> {
 }
 
 /// The snapshot that an option names: by itself, or as `snapshot.id=…,snapshot.name=…`.
-///
-/// # Errors
-/// A property that no snapshot has.
 pub fn snapshot_option(parsed: &Parsed, option: &str) -> Result<Option<String>, Failure> {
     let Some(text) = parsed.last(option) else { return Ok(None) };
     if !text.starts_with("snapshot.") {

@@ -163,9 +163,6 @@ fn probed(image: &Path, backing: &str) -> Option<String> {
 }
 
 /// Creates an image in a file, whatever it holds, or on a device.
-///
-/// # Errors
-/// QEMU's words where the file cannot be made, or is in use.
 pub fn create_at(
     path: &Path,
     driver: &'static dyn FormatDriver,

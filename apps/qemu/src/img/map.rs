@@ -109,9 +109,6 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
 }
 
 /// Calls `take` with the rows that QEMU makes of `length` bytes of a disk.
-///
-/// # Errors
-/// Errors of the maps, and those of `take`.
 pub fn each_row<'d>(
     disk: &'d Disk,
     start: u64,

@@ -210,9 +210,6 @@ fn options_help(options: &[Opt]) -> String {
 }
 
 /// Whether `--output` asks for JSON.
-///
-/// # Errors
-/// A word that is neither `human` nor `json`.
 pub fn wants_json(parsed: &Parsed) -> Result<bool, Failure> {
     match parsed.last("output") {
         None | Some("human") => Ok(false),
@@ -224,9 +221,6 @@ pub fn wants_json(parsed: &Parsed) -> Result<bool, Failure> {
 }
 
 /// The one operand of a command that takes one image.
-///
-/// # Errors
-/// There is none, or more than one.
 pub fn one_image(parsed: &Parsed) -> Result<&str, Failure> {
     match &parsed.operands[..] {
         [name] => Ok(name),

@@ -9,9 +9,6 @@ use crate::open::{Access, Named, cache_mode, open};
 use crate::secrets::Objects;
 
 /// The objects of the command line, and the image that `text` names.
-///
-/// # Errors
-/// As [`Objects::parse`] and [`Named::parse`].
 pub fn image(parsed: &Parsed, text: &str) -> Result<(Objects, Image), Failure> {
     let objects = Objects::parse(parsed.all("object"))?;
     Ok((objects, Named::of(parsed, text).parse()?))
@@ -30,18 +27,12 @@ pub fn access(parsed: &Parsed, text: &str, writable: bool) -> Result<Access, Fai
 }
 
 /// Opens the one image of a command, with its backing chain.
-///
-/// # Errors
-/// As [`image`], [`access`] and [`open`].
 pub fn disk(parsed: &Parsed, text: &str, writable: bool) -> Result<Disk, Failure> {
     let (objects, image) = image(parsed, text)?;
     open(&image, access(parsed, text, writable)?, &objects)
 }
 
 /// Closes a disk after work on it. It is closed after a failure too, so that it is marked clean.
-///
-/// # Errors
-/// The failure of the work, or of closing.
 pub fn close<T>(disk: &Disk, done: Result<T, Failure>) -> Result<T, Failure> {
     let closed = disk.close();
     let done = done?;

@@ -80,9 +80,6 @@ pub fn server(parsed: &Parsed, objects: &Objects) -> Result<Option<Tls>, Failure
 }
 
 /// What a client's URI says of TLS: the user before the host, and options.
-///
-/// # Errors
-/// As [`server`].
 pub fn client(parsed: &Parsed, objects: &Objects) -> Result<Option<(String, String)>, Failure> {
     let Some(id) = parsed.last("tls-creds") else {
         return match parsed.has("tls-hostname") {
