@@ -115,7 +115,8 @@ impl Progress {
             self.show(10_000);
         }
         if self.shown {
-            println!();
+            // As in `show`: a reader that went away must not abort a job that is done.
+            let _ = writeln!(io::stdout());
         }
     }
 }
