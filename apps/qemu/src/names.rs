@@ -259,9 +259,7 @@ pub fn parse(text: &str) -> Result<Image, String> {
     let rest = &text[end + 1..];
     match &text[..end] {
         "file" | "host_device" => Ok(Image::at(text, Place::File(rest.into()))),
-        "null-co" | "null-aio" => {
-            Ok(Image::at(text, Place::Null(NULL_BYTES)).with_format("raw"))
-        }
+        "null-co" | "null-aio" => Ok(Image::at(text, Place::Null(NULL_BYTES)).with_format("raw")),
         "nbd" | "nbd+unix" | "nbd+tcp" | "nbds" | "nbds+unix" => {
             Ok(Image::at(text, Place::Nbd(text.to_owned())))
         }

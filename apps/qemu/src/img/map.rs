@@ -38,13 +38,7 @@ fn as_json(row: &MapRow<'_>) -> String {
     format!(
         "{{ \"start\": {}, \"length\": {}, \"depth\": {}, \"present\": {}, \"zero\": {}, \"data\": {}, \
          \"compressed\": {}{offset}}}",
-        row.start,
-        row.length,
-        row.depth,
-        row.present,
-        row.zero,
-        row.data,
-        row.compressed
+        row.start, row.length, row.depth, row.present, row.zero, row.data, row.compressed
     )
 }
 

@@ -4,7 +4,9 @@ use vdkit::{BitmapInfo, Disk, Error, Measured, Options};
 
 use super::convert::snapshot_option;
 use super::map::each_row;
-use super::{Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, Output, opening, wants_json};
+use super::{
+    Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, Output, opening, wants_json,
+};
 use crate::creation::{Asked, Wanted, asked, table};
 use crate::failure::Failure;
 use crate::getopt::{Parsed, long, valued};
