@@ -1,20 +1,25 @@
-//! TLS on both sides: the session between plaintext and ciphertext, and files of certificates.
+//! TLS on both sides: the session between plaintext and ciphertext, a connection within it, and
+//! files of certificates.
 
 use std::fmt;
 use std::io::{self, Read, Write};
 use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 use rustls::{Connection, RootCertStore};
 
 #[cfg(feature = "tls-psk")]
 use crate::psk::PskSession;
+use crate::time_left;
 
 /// Ciphertext received at once: somewhat more than a record.
 const RECEIVE_BYTES: usize = 32 << 10;
 /// Maximum plaintext per encryption step, which bounds memory.
-pub const SEND_BYTES: usize = 256 << 10;
+const SEND_BYTES: usize = 256 << 10;
 /// The file with the certificate of the authority that signed those of the peers.
 pub const CA_CERTIFICATE: &str = "ca-cert.pem";
 
@@ -165,37 +170,206 @@ impl Session {
     }
 }
 
+/// A connection beneath TLS. At most one thread receives and one sends at a time.
+pub trait Transport {
+    /// Receives some bytes; 0 at the end.
+    fn recv(&self, buf: &mut [u8]) -> io::Result<usize>;
+
+    /// Sends all bytes.
+    fn send(&self, bytes: &[u8]) -> io::Result<()>;
+
+    /// Sends what is possible without waiting for long; returns how many bytes that were.
+    fn send_ready(&self, bytes: &[u8]) -> io::Result<usize> {
+        self.send(bytes).map(|()| bytes.len())
+    }
+
+    /// Time limit of each call that waits.
+    fn set_timeout(&self, most: Option<Duration>) -> io::Result<()>;
+}
+
 /// Ciphertext not yet taken by the session: `buf[start..end]`.
-pub struct Received {
+struct Received {
     buf: Vec<u8>,
     start: usize,
     end: usize,
 }
 
-impl Default for Received {
-    fn default() -> Self {
-        Self { buf: vec![0; RECEIVE_BYTES], start: 0, end: 0 }
+/// Ciphertext to send: `buf[sent..]` is unsent.
+#[derive(Default)]
+struct Sending {
+    buf: Vec<u8>,
+    sent: usize,
+}
+
+/// A connection within TLS.
+pub struct TlsStream<T: ?Sized> {
+    socket: Arc<T>,
+    /// Never locked while waiting to receive from the socket.
+    session: Mutex<Session>,
+    /// Received ciphertext, for the receiving thread.
+    received: Mutex<Received>,
+    /// Ciphertext to send; records must be sent in the order of their encryption.
+    sending: Mutex<Sending>,
+}
+
+impl<T: fmt::Debug + ?Sized> fmt::Debug for TlsStream<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TlsStream").field("socket", &self.socket).finish_non_exhaustive()
     }
 }
 
-impl Received {
-    /// Passes ciphertext to the session, receiving more only if none is left; `false` at the end.
-    /// (The session takes nothing while it holds unread plaintext.)
+impl<T: Transport + ?Sized> TlsStream<T> {
+    /// Starts TLS on a connection; the peer has until `until`.
     ///
     /// # Errors
-    /// Those of `recv` and of `take_in`.
-    pub fn pass(
-        &mut self,
-        recv: impl FnOnce(&mut [u8]) -> io::Result<usize>,
-        take_in: impl FnOnce(&[u8]) -> io::Result<usize>,
-    ) -> io::Result<bool> {
-        if self.start == self.end {
-            (self.start, self.end) = (0, recv(&mut self.buf)?);
-            if self.end == 0 {
+    /// Errors of the socket; `InvalidData` if the peer's TLS is not acceptable; `TimedOut`.
+    pub fn start(socket: Arc<T>, session: Session, until: Instant) -> io::Result<Self> {
+        let received = Received { buf: vec![0; RECEIVE_BYTES], start: 0, end: 0 };
+        let stream = Self {
+            socket,
+            session: Mutex::new(session),
+            received: Mutex::new(received),
+            sending: Mutex::default(),
+        };
+        loop {
+            stream.socket.set_timeout(Some(time_left(until)?))?;
+            stream.push()?;
+            if !stream.session.lock().is_handshaking() {
+                return Ok(stream);
+            }
+            match stream.pull() {
+                Ok(true) => {}
+                Ok(false) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => {
+                    // Tells the peer why, if it still listens.
+                    let _ = stream.push();
+                    return Err(error);
+                }
+            }
+        }
+    }
+
+    /// The connection beneath.
+    pub fn socket(&self) -> &T {
+        &self.socket
+    }
+
+    /// See [`Session::certificate`].
+    pub fn certificate(&self) -> Option<Vec<u8>> {
+        self.session.lock().certificate()
+    }
+
+    /// Feeds ciphertext to the session, receiving more only if none is left; `false` at the end.
+    /// (The session takes nothing while it holds unread plaintext.)
+    fn pull(&self) -> io::Result<bool> {
+        let mut received = self.received.lock();
+        let Received { buf, start, end } = &mut *received;
+        if start == end {
+            (*start, *end) = (0, self.socket.recv(buf)?);
+            if *end == 0 {
                 return Ok(false);
             }
         }
-        self.start += take_in(&self.buf[self.start..self.end])?;
+        *start += self.session.lock().take_in(&buf[*start..*end])?;
         Ok(true)
+    }
+
+    /// Sends the session's output.
+    fn push(&self) -> io::Result<()> {
+        self.push_held(&mut self.sending.lock())
+    }
+
+    /// Appends the session's output to the ciphertext to send.
+    fn gather(&self, out: &mut Sending) -> io::Result<()> {
+        if out.sent == out.buf.len() {
+            out.buf.clear();
+            out.sent = 0;
+        }
+        self.session.lock().give_out(&mut out.buf)
+    }
+
+    fn push_held(&self, out: &mut Sending) -> io::Result<()> {
+        self.gather(out)?;
+        let rest = &out.buf[std::mem::replace(&mut out.sent, out.buf.len())..];
+        if rest.is_empty() { Ok(()) } else { self.socket.send(rest) }
+    }
+
+    /// As [`TlsStream::push`], without waiting for long; returns whether everything was sent.
+    fn push_ready(&self, out: &mut Sending) -> io::Result<bool> {
+        self.gather(out)?;
+        out.sent += self.socket.send_ready(&out.buf[out.sent..])?;
+        Ok(out.sent == out.buf.len())
+    }
+
+    /// Receives some bytes; 0 at the end, with close_notify or without: what is received has
+    /// lengths of its own, so nothing is cut unnoticed.
+    ///
+    /// # Errors
+    /// Errors of the socket; `WouldBlock` after the time limit; `InvalidData` if TLS fails.
+    pub fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
+        if buf.is_empty() {
+            return Ok(0);
+        }
+        loop {
+            let wants_write = {
+                let mut session = self.session.lock();
+                match session.read(buf) {
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(0),
+                    read => return read,
+                }
+                session.has_output()
+            };
+            if wants_write {
+                self.push()?;
+            }
+            if !self.pull()? {
+                return Ok(0);
+            }
+        }
+    }
+
+    /// Sends all bytes of a header, which is short, and of a payload.
+    ///
+    /// # Errors
+    /// As [`TlsStream::recv`].
+    pub fn send(&self, head: &[u8], payload: &[u8]) -> io::Result<()> {
+        let mut out = self.sending.lock();
+        self.push_held(&mut out)?;
+        self.session.lock().write(head)?;
+        for piece in payload.chunks(SEND_BYTES) {
+            self.session.lock().write(piece)?;
+            self.push_held(&mut out)?;
+        }
+        self.push_held(&mut out)
+    }
+
+    /// Sends what is possible without waiting for long. Returns how many bytes were taken, and
+    /// whether these were all sent.
+    ///
+    /// # Errors
+    /// As [`TlsStream::recv`].
+    pub fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
+        let mut out = self.sending.lock();
+        let mut taken = 0;
+        for piece in bytes.chunks(SEND_BYTES) {
+            if !self.push_ready(&mut out)? {
+                break;
+            }
+            self.session.lock().write(piece)?;
+            taken += piece.len();
+        }
+        let all = self.push_ready(&mut out)?;
+        Ok((taken, all))
+    }
+
+    /// Sends a close_notify, without waiting for a sending thread or for the peer: the socket closes
+    /// anyway.
+    pub fn say_goodbye(&self) {
+        self.session.lock().say_goodbye();
+        if let Some(mut out) = self.sending.try_lock() {
+            let _ = self.push_ready(&mut out);
+        }
     }
 }

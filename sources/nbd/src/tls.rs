@@ -3,23 +3,19 @@
 //! The files have QEMU's names: `ca-cert.pem`, and `client-cert.pem` with `client-key.pem` if the
 //! server asks clients for a certificate.
 
-use std::fmt;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection};
 
 use crate::channel::Socket;
 use crate::uri::{Place, TlsNames};
-use crate::wire::time_left;
-use crate::wire::tls::{
-    CA_CERTIFICATE, Received, SEND_BYTES, Session, authorities, bad, invalid, objects,
-};
+use crate::wire;
+use crate::wire::tls::{CA_CERTIFICATE, Session, Transport, authorities, bad, invalid, objects};
 
 const CERTIFICATE: &str = "client-cert.pem";
 const PRIVATE_KEY: &str = "client-key.pem";
@@ -114,104 +110,23 @@ impl Tls {
     /// Errors of the socket; `InvalidData` if the server's certificate is not accepted;
     /// `TimedOut` after `until`.
     pub(crate) fn start(&self, socket: Socket, until: Instant) -> io::Result<TlsStream> {
-        let session = self.session()?;
-        let stream = TlsStream {
-            socket,
-            session: Mutex::new(session),
-            incoming: Mutex::default(),
-            outgoing: Mutex::default(),
-        };
-        loop {
-            stream.push()?;
-            if !stream.session.lock().is_handshaking() {
-                return Ok(stream);
-            }
-            stream.socket.set_timeout(Some(time_left(until)?))?;
-            match stream.pull() {
-                Ok(true) => {}
-                Ok(false) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(error) => {
-                    // Tells the server why, if it still listens.
-                    let _ = stream.push();
-                    return Err(error);
-                }
-            }
-        }
+        TlsStream::start(Arc::new(socket), self.session()?, until)
     }
 }
 
 /// A socket within TLS.
-pub(crate) struct TlsStream {
-    socket: Socket,
-    /// Never locked while waiting for the socket.
-    session: Mutex<Session>,
-    /// Received ciphertext; locked by the receiving thread.
-    incoming: Mutex<Received>,
-    /// Ciphertext to send, in the order of its encryption.
-    outgoing: Mutex<Vec<u8>>,
-}
+pub(crate) type TlsStream = wire::tls::TlsStream<Socket>;
 
-impl fmt::Debug for TlsStream {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TlsStream").field("socket", &self.socket).finish_non_exhaustive()
-    }
-}
-
-impl TlsStream {
-    pub(crate) fn socket(&self) -> &Socket {
-        &self.socket
+impl Transport for Socket {
+    fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
+        Self::recv(self, buf)
     }
 
-    /// Passes ciphertext to the session; `false` at the end.
-    fn pull(&self) -> io::Result<bool> {
-        let take_in = |ciphertext: &[u8]| self.session.lock().take_in(ciphertext);
-        self.incoming.lock().pass(|buf| self.socket.recv(buf), take_in)
+    fn send(&self, bytes: &[u8]) -> io::Result<()> {
+        Self::send(self, bytes, &[])
     }
 
-    /// Sends the session's output.
-    fn push(&self) -> io::Result<()> {
-        let mut outgoing = self.outgoing.lock();
-        self.push_held(&mut outgoing)
-    }
-
-    fn push_held(&self, outgoing: &mut Vec<u8>) -> io::Result<()> {
-        outgoing.clear();
-        self.session.lock().give_out(outgoing)?;
-        if outgoing.is_empty() { Ok(()) } else { self.socket.send(outgoing, &[]) }
-    }
-
-    /// As [`crate::channel::Channel::recv`].
-    pub(crate) fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
-        if buf.is_empty() {
-            return Ok(0);
-        }
-        loop {
-            let wants_write = {
-                let mut session = self.session.lock();
-                match session.read(buf) {
-                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                    read => return read,
-                }
-                session.has_output()
-            };
-            if wants_write {
-                self.push()?;
-            }
-            if !self.pull()? {
-                return Ok(0);
-            }
-        }
-    }
-
-    /// As [`crate::channel::Channel::send`].
-    pub(crate) fn send(&self, head: &[u8], payload: &[u8]) -> io::Result<()> {
-        let mut outgoing = self.outgoing.lock();
-        self.session.lock().write(head)?;
-        for piece in payload.chunks(SEND_BYTES) {
-            self.session.lock().write(piece)?;
-            self.push_held(&mut outgoing)?;
-        }
-        self.push_held(&mut outgoing)
+    fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
+        Self::set_timeout(self, most)
     }
 }

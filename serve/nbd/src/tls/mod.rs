@@ -9,20 +9,17 @@
 mod certificates;
 mod subject;
 
-use std::fmt;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
 use rustix::net::Shutdown;
 use rustls::{ServerConfig, ServerConnection};
 
 use crate::admission::Admission;
 use crate::channel::Channel;
-use crate::wire::time_left;
-use crate::wire::tls::{Received, SEND_BYTES, Session, bad, invalid};
+use crate::wire::tls::{Session, TlsStream, Transport, bad, invalid};
 
 const CERTIFICATE: &str = "server-cert.pem";
 const PRIVATE_KEY: &str = "server-key.pem";
@@ -129,37 +126,14 @@ impl Tls {
     /// # Errors
     /// Errors of the socket; `InvalidData` if the peer's TLS is not acceptable; `TimedOut`.
     pub fn accept(&self, socket: Arc<dyn Channel>, until: Instant) -> io::Result<Arc<dyn Channel>> {
-        let channel = TlsChannel {
-            socket,
-            session: Mutex::new(self.session()?),
-            received: Mutex::default(),
-            sending: Mutex::default(),
-        };
-        while channel.session.lock().is_handshaking() {
-            channel.socket.set_timeout(Some(time_left(until)?))?;
-            channel.push()?;
-            if !channel.session.lock().is_handshaking() {
-                break;
-            }
-            match channel.pull() {
-                Ok(true) => {}
-                Ok(false) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(error) => {
-                    // Send the peer a TLS alert.
-                    let _ = channel.push();
-                    return Err(error);
-                }
-            }
-        }
-        channel.push()?;
-        self.admit(&channel)?;
-        Ok(Arc::new(channel))
+        let stream = TlsStream::start(socket, self.session()?, until)?;
+        self.admit(&stream)?;
+        Ok(Arc::new(TlsChannel(stream)))
     }
 
-    fn admit(&self, channel: &TlsChannel) -> io::Result<()> {
+    fn admit(&self, stream: &TlsStream<dyn Channel>) -> io::Result<()> {
         let Some(admission) = &self.admission else { return Ok(()) };
-        let Some(certificate) = channel.session.lock().certificate() else { return Ok(()) };
+        let Some(certificate) = stream.certificate() else { return Ok(()) };
         match subject::of(&certificate) {
             Some(subject) if admission.admits(&subject) => Ok(()),
             _ => {
@@ -171,131 +145,53 @@ impl Tls {
 }
 
 /// A connection inside TLS.
-pub struct TlsChannel {
-    socket: Arc<dyn Channel>,
-    /// Never locked while waiting to receive from the socket.
-    session: Mutex<Session>,
-    /// Received ciphertext, for the receiving thread.
-    received: Mutex<Received>,
-    /// Ciphertext to send; records must be sent in the order of their encryption.
-    sending: Mutex<Sending>,
-}
+#[derive(Debug)]
+struct TlsChannel(TlsStream<dyn Channel>);
 
-/// Ciphertext to send: `buf[sent..]` is unsent.
-#[derive(Default)]
-struct Sending {
-    buf: Vec<u8>,
-    sent: usize,
-}
-
-impl fmt::Debug for TlsChannel {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TlsChannel").field("socket", &self.socket).finish_non_exhaustive()
-    }
-}
-
-impl TlsChannel {
-    /// Passes ciphertext to the session; `false` at the end.
-    fn pull(&self) -> io::Result<bool> {
-        let take_in = |ciphertext: &[u8]| self.session.lock().take_in(ciphertext);
-        self.received.lock().pass(|buf| self.socket.recv(buf), take_in)
+impl Transport for dyn Channel {
+    fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
+        Channel::recv(self, buf)
     }
 
-    /// Sends the session's output.
-    fn push(&self) -> io::Result<()> {
-        let mut out = self.sending.lock();
-        self.push_held(&mut out)
+    fn send(&self, bytes: &[u8]) -> io::Result<()> {
+        Channel::send(self, bytes)
     }
 
-    /// Appends the session's output to the ciphertext to send.
-    fn gather(&self, out: &mut Sending) -> io::Result<()> {
-        if out.sent == out.buf.len() {
-            out.buf.clear();
-            out.sent = 0;
-        }
-        self.session.lock().give_out(&mut out.buf)
+    fn send_ready(&self, bytes: &[u8]) -> io::Result<usize> {
+        Channel::send_ready(self, bytes).map(|(sent, _)| sent)
     }
 
-    fn push_held(&self, out: &mut Sending) -> io::Result<()> {
-        self.gather(out)?;
-        let rest = &out.buf[std::mem::replace(&mut out.sent, out.buf.len())..];
-        if rest.is_empty() { Ok(()) } else { self.socket.send(rest) }
-    }
-
-    /// As [`TlsChannel::push`], without waiting for long; returns whether everything was sent.
-    fn push_ready(&self, out: &mut Sending) -> io::Result<bool> {
-        self.gather(out)?;
-        let (sent, _) = self.socket.send_ready(&out.buf[out.sent..])?;
-        out.sent += sent;
-        Ok(out.sent == out.buf.len())
+    fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
+        Channel::set_timeout(self, most)
     }
 }
 
 impl Channel for TlsChannel {
     fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
-        loop {
-            let wants_write = {
-                let mut session = self.session.lock();
-                match session.read(buf) {
-                    Ok(got) => return Ok(got),
-                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                    // The peer closed without close_notify. Requests have lengths, so none was
-                    // truncated unnoticed.
-                    Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(0),
-                    Err(error) => return Err(error),
-                }
-                session.has_output()
-            };
-            if wants_write {
-                self.push()?;
-            }
-            if !self.pull()? {
-                return Ok(0);
-            }
-        }
+        self.0.recv(buf)
     }
 
     fn send(&self, bytes: &[u8]) -> io::Result<()> {
-        let mut out = self.sending.lock();
-        self.push_held(&mut out)?;
-        for piece in bytes.chunks(SEND_BYTES) {
-            self.session.lock().write(piece)?;
-            self.push_held(&mut out)?;
-        }
-        Ok(())
+        self.0.send(&[], bytes)
     }
 
     fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
-        let mut out = self.sending.lock();
-        let mut taken = 0;
-        for piece in bytes.chunks(SEND_BYTES) {
-            if !self.push_ready(&mut out)? {
-                break;
-            }
-            self.session.lock().write(piece)?;
-            taken += piece.len();
-        }
-        let all = self.push_ready(&mut out)?;
-        Ok((taken, all))
+        self.0.send_ready(bytes)
     }
 
     fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
-        self.socket.set_timeout(most)
+        Channel::set_timeout(self.0.socket(), most)
     }
 
     fn shutdown(&self, how: Shutdown) {
         if how != Shutdown::Read {
-            self.session.lock().say_goodbye();
-            // Without waiting for a sending thread or the peer: the socket closes anyway.
-            if let Some(mut out) = self.sending.try_lock() {
-                let _ = self.push_ready(&mut out);
-            }
+            self.0.say_goodbye();
         }
-        self.socket.shutdown(how);
+        self.0.socket().shutdown(how);
     }
 
     fn has_left(&self) -> bool {
-        self.socket.has_left()
+        self.0.socket().has_left()
     }
 }
 
