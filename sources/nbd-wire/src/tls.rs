@@ -74,7 +74,7 @@ impl Session {
     }
 
     /// Still in the handshake: no data can be read or written.
-    pub fn is_handshaking(&self) -> bool {
+    fn is_handshaking(&self) -> bool {
         match self {
             Self::Certificates(connection) => connection.is_handshaking(),
             #[cfg(feature = "tls-psk")]
@@ -84,10 +84,7 @@ impl Session {
 
     /// Takes ciphertext from the peer and returns how many bytes were taken; possibly 0 while there
     /// is unread plaintext.
-    ///
-    /// # Errors
-    /// `InvalidData` if it is not acceptable.
-    pub fn take_in(&mut self, ciphertext: &[u8]) -> io::Result<usize> {
+    fn take_in(&mut self, ciphertext: &[u8]) -> io::Result<usize> {
         match self {
             Self::Certificates(connection) => {
                 let taken = connection.read_tls(&mut &*ciphertext)?;
@@ -100,7 +97,7 @@ impl Session {
     }
 
     /// Whether there is ciphertext to send.
-    pub fn has_output(&self) -> bool {
+    fn has_output(&self) -> bool {
         match self {
             Self::Certificates(connection) => connection.wants_write(),
             #[cfg(feature = "tls-psk")]
@@ -109,10 +106,7 @@ impl Session {
     }
 
     /// Appends that ciphertext to `out`.
-    ///
-    /// # Errors
-    /// None known.
-    pub fn give_out(&mut self, out: &mut Vec<u8>) -> io::Result<()> {
+    fn give_out(&mut self, out: &mut Vec<u8>) -> io::Result<()> {
         match self {
             Self::Certificates(connection) => {
                 while connection.wants_write() {
@@ -125,11 +119,9 @@ impl Session {
         Ok(())
     }
 
-    /// Reads plaintext; 0 at its end.
-    ///
-    /// # Errors
-    /// `WouldBlock` if there is none yet; `UnexpectedEof` if the peer ended without close_notify.
-    pub fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+    /// Reads plaintext; 0 at its end, `WouldBlock` if there is none yet, `UnexpectedEof` if the peer
+    /// ended without close_notify.
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         match self {
             Self::Certificates(connection) => connection.reader().read(buf),
             #[cfg(feature = "tls-psk")]
@@ -138,10 +130,7 @@ impl Session {
     }
 
     /// Encrypts all bytes.
-    ///
-    /// # Errors
-    /// If the session has failed.
-    pub fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
         match self {
             Self::Certificates(connection) => connection.writer().write_all(bytes),
             #[cfg(feature = "tls-psk")]
@@ -150,7 +139,7 @@ impl Session {
     }
 
     /// Encrypts a close_notify.
-    pub fn say_goodbye(&mut self) {
+    fn say_goodbye(&mut self) {
         match self {
             Self::Certificates(connection) => connection.send_close_notify(),
             #[cfg(feature = "tls-psk")]
@@ -158,8 +147,7 @@ impl Session {
         }
     }
 
-    /// The certificate (DER) that the peer presented and that was verified.
-    pub fn certificate(&self) -> Option<Vec<u8>> {
+    fn certificate(&self) -> Option<Vec<u8>> {
         match self {
             Self::Certificates(connection) => {
                 connection.peer_certificates()?.first().map(|first| first.to_vec())
@@ -255,7 +243,7 @@ impl<T: Transport + ?Sized> TlsStream<T> {
         &self.socket
     }
 
-    /// See [`Session::certificate`].
+    /// The certificate (DER) that the peer presented and that was verified.
     pub fn certificate(&self) -> Option<Vec<u8>> {
         self.session.lock().certificate()
     }
