@@ -40,6 +40,39 @@ pub struct Key {
     pub help: &'static str,
 }
 
+impl Key {
+    /// The option's line of what `-o help` prints.
+    pub fn help_line(&self) -> String {
+        let kind = match self.kind {
+            Kind::Size => "size",
+            Kind::Switch => "bool (on/off)",
+            Kind::Number => "num",
+            Kind::Text => "str",
+        };
+        format!("  {:<22} - {}\n", format!("{}=<{kind}>", self.name), self.help)
+    }
+
+    /// A value in QEMU's own notation, checked against the option's type.
+    pub fn checked(&self, value: &str) -> Result<String, Failure> {
+        let name = self.name;
+        match self.kind {
+            Kind::Text => Ok(value.to_owned()),
+            Kind::Switch => match value {
+                "on" | "yes" | "true" | "y" => Ok("on".to_owned()),
+                "off" | "no" | "false" | "n" => Ok("off".to_owned()),
+                _ => Err(Failure::new(format!("Parameter '{name}' expects 'on' or 'off'"))),
+            },
+            Kind::Size => {
+                sizes::parse(value).map(|bytes| bytes.to_string()).map_err(|_| bad_size(name))
+            }
+            Kind::Number => value
+                .parse::<u64>()
+                .map(|number| number.to_string())
+                .map_err(|_| Failure::new(format!("Parameter '{name}' expects a number"))),
+        }
+    }
+}
+
 /// A format that images can be created in, by QEMU's name.
 #[derive(Clone, Copy, Debug)]
 pub struct Table {
@@ -49,19 +82,23 @@ pub struct Table {
     pub keys: &'static [Key],
 }
 
-const fn size(name: &'static str, default: Option<&'static str>, help: &'static str) -> Key {
+/// An option that is a byte count.
+pub const fn size(name: &'static str, default: Option<&'static str>, help: &'static str) -> Key {
     Key { name, kind: Kind::Size, default, help }
 }
 
-const fn switch(name: &'static str, default: Option<&'static str>, help: &'static str) -> Key {
+/// An option that is `on` or `off`.
+pub const fn switch(name: &'static str, default: Option<&'static str>, help: &'static str) -> Key {
     Key { name, kind: Kind::Switch, default, help }
 }
 
-const fn number(name: &'static str, default: Option<&'static str>, help: &'static str) -> Key {
+/// An option that is a whole number.
+pub const fn number(name: &'static str, default: Option<&'static str>, help: &'static str) -> Key {
     Key { name, kind: Kind::Number, default, help }
 }
 
-const fn text(name: &'static str, default: Option<&'static str>, help: &'static str) -> Key {
+/// An option that is text.
+pub const fn text(name: &'static str, default: Option<&'static str>, help: &'static str) -> Key {
     Key { name, kind: Kind::Text, default, help }
 }
 
@@ -235,15 +272,7 @@ impl Table {
             true => "Supported options:\n".to_owned(),
             false => format!("Supported {} options:\n", self.format),
         };
-        for key in keys {
-            let kind = match key.kind {
-                Kind::Size => "size",
-                Kind::Switch => "bool (on/off)",
-                Kind::Number => "num",
-                Kind::Text => "str",
-            };
-            let _ = writeln!(help, "  {:<22} - {}", format!("{}=<{kind}>", key.name), key.help);
-        }
+        help.extend(keys.into_iter().map(Key::help_line));
         if !named {
             help += "\nThe protocol level may support further options.\nSpecify the target filename to \
                      include those options.\n";
@@ -252,9 +281,6 @@ impl Table {
     }
 
     /// The engine's driver.
-    ///
-    /// # Errors
-    /// vdkit does not write the format.
     pub fn driver(&self) -> Result<&'static dyn FormatDriver, Failure> {
         let name = match self.format {
             "file" | "host_device" => "raw",
@@ -298,6 +324,20 @@ pub fn asked<'a>(texts: impl Iterator<Item = &'a str>) -> Result<Asked, Failure>
     Ok(if help { Asked::Help } else { Asked::Values(values) })
 }
 
+/// The name and value that are meant: a key without a value is a switch that is on, or off with
+/// `no` before it.
+pub fn meant<'a>(
+    name: &'a str,
+    value: &'a str,
+    is_known: impl Fn(&str) -> bool,
+) -> (&'a str, &'a str) {
+    match (value, name.strip_prefix("no")) {
+        ("\0", Some(rest)) if !is_known(name) => (rest, "off"),
+        ("\0", _) => (name, "on"),
+        _ => (name, value),
+    }
+}
+
 /// The options of one new image.
 #[derive(Clone, Debug)]
 pub struct Wanted {
@@ -307,24 +347,15 @@ pub struct Wanted {
 }
 
 impl Wanted {
-    /// Checks names and types. A key without a value is a switch that is on, or off with `no`
-    /// before it.
-    ///
-    /// # Errors
-    /// QEMU's words for an unknown option or a value of another type.
+    /// Checks names and types.
     pub fn new(table: &'static Table, values: Vec<(String, String)>) -> Result<Self, Failure> {
         let mut wanted = Self { table, values: BTreeMap::new() };
-        for (name, value) in values {
-            let (name, value) = match (value.as_str(), name.strip_prefix("no")) {
-                ("\0", _) if table.key(&name).is_some() => (name, "on".to_owned()),
-                ("\0", Some(rest)) => (rest.to_owned(), "off".to_owned()),
-                ("\0", None) => (name, "on".to_owned()),
-                _ => (name, value),
-            };
-            let Some(key) = table.key(&name) else {
+        for (name, value) in &values {
+            let (name, value) = meant(name, value, |name| table.key(name).is_some());
+            let Some(key) = table.key(name) else {
                 return Err(Failure::new(format!("Invalid parameter '{name}'")));
             };
-            wanted.values.insert(key.name, checked(key, &value)?);
+            wanted.values.insert(key.name, key.checked(value)?);
         }
         Ok(wanted)
     }
@@ -351,9 +382,6 @@ impl Wanted {
     }
 
     /// Sets the backing image and its format, as `-b` and `-F` do.
-    ///
-    /// # Errors
-    /// The format has no backing images.
     pub fn set_backing(&mut self, name: Option<&str>, format: Option<&str>) -> Result<(), Failure> {
         let pairs = [
             ("backing_file", name, "Backing file"),
@@ -500,26 +528,6 @@ impl Wanted {
             Some(id) => objects.secret(id).map(Some),
             None => Err(Failure::new(format!("Parameter '{name}' is required for cipher"))),
         }
-    }
-}
-
-/// A value in QEMU's own notation, checked against the option's type.
-fn checked(key: &Key, value: &str) -> Result<String, Failure> {
-    let name = key.name;
-    match key.kind {
-        Kind::Text => Ok(value.to_owned()),
-        Kind::Switch => match value {
-            "on" | "yes" | "true" | "y" => Ok("on".to_owned()),
-            "off" | "no" | "false" | "n" => Ok("off".to_owned()),
-            _ => Err(Failure::new(format!("Parameter '{name}' expects 'on' or 'off'"))),
-        },
-        Kind::Size => {
-            sizes::parse(value).map(|bytes| bytes.to_string()).map_err(|_| bad_size(name))
-        }
-        Kind::Number => value
-            .parse::<u64>()
-            .map(|number| number.to_string())
-            .map_err(|_| Failure::new(format!("Parameter '{name}' expects a number"))),
     }
 }
 

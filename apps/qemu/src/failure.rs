@@ -44,6 +44,12 @@ impl Failure {
         Self { code, ..self }
     }
 
+    /// With words before its own.
+    #[must_use]
+    pub fn within(self, what: &str) -> Self {
+        Self { text: format!("{what}: {}", self.text), ..self }
+    }
+
     /// Prints it on stderr. `called` is the name by which the program was called: the C library
     /// prints that one, with the command's name after it.
     pub fn print(&self, program: &str, called: &str, command: Option<&str>) {

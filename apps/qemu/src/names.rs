@@ -4,8 +4,10 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde_json::Value;
+use vdkit::nbd_client::percent;
 
 use crate::debug::{self, Debug};
+use crate::open::is_protocol;
 use crate::{sizes, storages};
 
 /// Properties by dotted keys: `file.filename` is the member `filename` of the member `file`.
@@ -15,9 +17,6 @@ pub struct Flat(BTreeMap<String, String>);
 impl Flat {
     /// Reads `key=value,key=value`; a doubled comma is a comma of a value. The first part may be
     /// the value of `implied` without its key.
-    ///
-    /// # Errors
-    /// A part without a key.
     pub fn from_keys(text: &str, implied: Option<&str>) -> Result<Self, String> {
         let mut flat = Self::default();
         for (i, part) in split_commas(text).into_iter().enumerate() {
@@ -36,9 +35,6 @@ impl Flat {
     }
 
     /// Reads a JSON object.
-    ///
-    /// # Errors
-    /// It is no object.
     pub fn from_json(text: &str) -> Result<Self, String> {
         let value: Value = serde_json::from_str(text)
             .map_err(|_| "Could not parse the JSON options".to_owned())?;
@@ -101,9 +97,14 @@ impl Flat {
         )
     }
 
+    /// The keys in order.
+    pub fn keys(&self) -> impl Iterator<Item = &str> {
+        self.0.keys().map(String::as_str)
+    }
+
     /// The first key, if any property is left.
     pub fn first_key(&self) -> Option<&str> {
-        self.0.keys().next().map(String::as_str)
+        self.keys().next()
     }
 
     /// Whether no property is left.
@@ -180,6 +181,10 @@ impl Image {
         }
     }
 
+    fn with_format(self, format: &str) -> Self {
+        Self { format: Some(format.to_owned()), ..self }
+    }
+
     /// The path, if it is a whole file.
     pub fn path(&self) -> Option<&std::path::Path> {
         match &self.place {
@@ -192,10 +197,8 @@ impl Image {
     pub fn opened(&self) -> PathBuf {
         match (&self.place, self.window) {
             (Place::File(path), None) => path.clone(),
-            (Place::File(path), Some((start, bytes))) => storages::part_path(path, start, bytes),
-            (Place::Null(bytes), _) => storages::null_path(*bytes),
             (Place::Nbd(uri), _) => uri.into(),
-            (Place::Debug(debug), _) => debug::path(&self.typed, self.format.as_deref(), debug),
+            _ => storages::path(self),
         }
     }
 
@@ -256,11 +259,7 @@ pub fn parse(text: &str) -> Result<Image, String> {
     let rest = &text[end + 1..];
     match &text[..end] {
         "file" | "host_device" => Ok(Image::at(text, Place::File(rest.into()))),
-        "null-co" | "null-aio" => {
-            let mut image = Image::at(text, Place::Null(NULL_BYTES));
-            image.format = Some("raw".to_owned());
-            Ok(image)
-        }
+        "null-co" | "null-aio" => Ok(Image::at(text, Place::Null(NULL_BYTES)).with_format("raw")),
         "nbd" | "nbd+unix" | "nbd+tcp" | "nbds" | "nbds+unix" => {
             Ok(Image::at(text, Place::Nbd(text.to_owned())))
         }
@@ -274,9 +273,6 @@ pub fn parse(text: &str) -> Result<Image, String> {
 }
 
 /// Reads the value of an image argument with `--image-opts`.
-///
-/// # Errors
-/// As [`parse`].
 pub fn parse_options(text: &str) -> Result<Image, String> {
     let flat = Flat::from_keys(text, Some("file"))?;
     from_properties(text, flat)
@@ -288,8 +284,7 @@ fn from_properties(typed: &str, mut flat: Flat) -> Result<Image, String> {
         return without_driver(typed, flat);
     };
     if FILTERS.contains(&driver.as_str()) {
-        let mut file = child(&mut flat, "file", typed)?
-            .ok_or_else(|| "A block device must be specified for \"file\"".to_owned())?;
+        let mut file = needed_child(&mut flat, "file", typed)?;
         typed.clone_into(&mut file.typed);
         if driver == "throttle" {
             let group = flat.take("throttle-group");
@@ -302,23 +297,18 @@ fn from_properties(typed: &str, mut flat: Flat) -> Result<Image, String> {
             let name = flat
                 .take("filename")
                 .ok_or_else(|| format!("The '{driver}' block driver requires a file name"))?;
-            let mut image = Image::at(typed, Place::File(name.into()));
-            image.format = Some("raw".to_owned());
-            finish(&driver, flat, image)
+            finish(&driver, flat, Image::at(typed, Place::File(name.into())).with_format("raw"))
         }
         "null-co" | "null-aio" => {
             let bytes = flat.take("size").map_or(Ok(NULL_BYTES), |size| size_of("size", &size))?;
-            let mut image = Image::at(typed, Place::Null(bytes));
-            image.format = Some("raw".to_owned());
+            let mut image = Image::at(typed, Place::Null(bytes)).with_format("raw");
             flat.take("latency-ns");
             image.reads_zeroes = flat.take("read-zeroes").is_some_and(|value| value == "on");
             finish(&driver, flat, image)
         }
         "nbd" => {
             let uri = nbd_uri(&mut flat)?;
-            let mut image = Image::at(typed, Place::Nbd(uri));
-            image.format = Some("raw".to_owned());
-            finish(&driver, flat, image)
+            finish(&driver, flat, Image::at(typed, Place::Nbd(uri)).with_format("raw"))
         }
         "blkdebug" => {
             let image = needed_child(&mut flat, "image", typed)?;
@@ -341,9 +331,7 @@ fn from_properties(typed: &str, mut flat: Flat) -> Result<Image, String> {
 
 /// A node of a debugging driver. Alone it is a disk of plain bytes.
 fn debugged(typed: &str, driver: &str, debug: Debug) -> Image {
-    let mut image = Image::at(typed, Place::Debug(Box::new(debug)));
-    image.format = Some(driver.to_owned());
-    image
+    Image::at(typed, Place::Debug(Box::new(debug))).with_format(driver)
 }
 
 fn needed_child(flat: &mut Flat, name: &str, typed: &str) -> Result<Image, String> {
@@ -358,9 +346,6 @@ fn without_driver(typed: &str, mut flat: Flat) -> Result<Image, String> {
         typed.clone_into(&mut image.typed);
         return finish("raw", flat, image);
     }
-    if let Some(node) = flat.get("file") {
-        return Err(format!("Cannot find device='{node}' nor node-name='{node}'"));
-    }
     let mut file = child(&mut flat, "file", typed)?
         .ok_or_else(|| "Must specify either driver or file".to_owned())?;
     typed.clone_into(&mut file.typed);
@@ -368,10 +353,15 @@ fn without_driver(typed: &str, mut flat: Flat) -> Result<Image, String> {
     finish("raw", flat, file)
 }
 
+/// No node has a name here: images are opened by the command alone.
+fn no_node(name: &str) -> String {
+    format!("Cannot find device='{name}' nor node-name='{name}'")
+}
+
 /// The child of that name: an object of properties.
 fn child(flat: &mut Flat, name: &str, typed: &str) -> Result<Option<Image>, String> {
     if let Some(node) = flat.take(name) {
-        return Err(format!("Cannot find device='{node}' nor node-name='{node}'"));
+        return Err(no_node(&node));
     }
     let below = flat.take_below(name);
     if below.is_empty() {
@@ -381,12 +371,10 @@ fn child(flat: &mut Flat, name: &str, typed: &str) -> Result<Option<Image>, Stri
 }
 
 fn of_format(typed: &str, format: &str, mut flat: Flat) -> Result<Image, String> {
-    let file = match flat.take("filename") {
-        Some(name) => Some(parse(&name)?),
-        None => child(&mut flat, "file", typed)?,
+    let mut image = match flat.take("filename") {
+        Some(name) => parse(&name)?,
+        None => needed_child(&mut flat, "file", typed)?,
     };
-    let mut image =
-        file.ok_or_else(|| "A block device must be specified for \"file\"".to_owned())?;
     typed.clone_into(&mut image.typed);
     image.format = Some(format.to_owned());
     if format == "raw" {
@@ -401,9 +389,7 @@ fn of_format(typed: &str, format: &str, mut flat: Flat) -> Result<Image, String>
     }
     image.backing = match flat.take("backing") {
         Some(name) if name.is_empty() => Some(None),
-        Some(node) => {
-            return Err(format!("Cannot find device='{node}' nor node-name='{node}'"));
-        }
+        Some(node) => return Err(no_node(&node)),
         None => child(&mut flat, "backing", typed)?.map(|backing| Some(Box::new(backing))),
     };
     if let Some(data) = child(&mut flat, "data-file", typed)? {
@@ -460,13 +446,10 @@ fn finish(driver: &str, mut flat: Flat, image: Image) -> Result<Image, String> {
     }
     match flat.first_key() {
         None => Ok(image),
-        Some(key) => Err(match driver {
-            "file" | "host_device" | "host_cdrom" | "null-co" | "null-aio" | "nbd" | "blkdebug"
-            | "blkverify" => {
-                format!("Block protocol '{driver}' doesn't support the option '{key}'")
-            }
-            _ => format!("Block format '{driver}' does not support the option '{key}'"),
-        }),
+        Some(key) if driver == "host_cdrom" || is_protocol(driver) => {
+            Err(format!("Block protocol '{driver}' doesn't support the option '{key}'"))
+        }
+        Some(key) => Err(format!("Block format '{driver}' does not support the option '{key}'")),
     }
 }
 
@@ -480,24 +463,16 @@ fn shown_uri(uri: &str) -> String {
         Place::Unix(path) if export.is_empty() => format!("nbd+unix://?socket={}", path.display()),
         Place::Unix(path) => format!("nbd+unix:///{export}?socket={}", path.display()),
         Place::Tcp { host, port } => {
-            let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
+            let host = bracketed(host);
             let slash = if export.is_empty() { "" } else { "/" };
             format!("nbd://{host}:{port}{slash}{export}")
         }
     }
 }
 
-/// Percent-encodes text for a part of a URI.
-pub fn percent(text: &str) -> String {
-    let mut out = String::new();
-    for byte in text.bytes() {
-        match byte {
-            b'-' | b'.' | b'_' | b'~' | b'/' => out.push(char::from(byte)),
-            _ if byte.is_ascii_alphanumeric() => out.push(char::from(byte)),
-            _ => out += &format!("%{byte:02X}"),
-        }
-    }
-    out
+/// A host's name, or its address in the brackets that one with colons needs before a port.
+pub fn bracketed(host: &str) -> String {
+    if host.contains(':') { format!("[{host}]") } else { host.to_owned() }
 }
 
 fn size_of(name: &str, text: &str) -> Result<u64, String> {
@@ -507,14 +482,15 @@ fn size_of(name: &str, text: &str) -> Result<u64, String> {
 
 /// The URI of an NBD export from its properties.
 fn nbd_uri(flat: &mut Flat) -> Result<String, String> {
-    let export = flat.take("export").unwrap_or_default();
+    let export = percent(flat.take("export").unwrap_or_default());
     let mut take = |key: &str| flat.take(&format!("server.{key}")).or_else(|| flat.take(key));
     let (host, path) = (take("host"), take("path"));
     let (port, _kind) = (take("port"), take("type"));
     match (host, path) {
-        (None, Some(path)) => Ok(format!("nbd+unix:///{export}?socket={path}")),
+        (None, Some(path)) => Ok(format!("nbd+unix:///{export}?socket={}", percent(path))),
         (Some(host), None) => {
-            Ok(format!("nbd://{host}:{}/{export}", port.unwrap_or_else(|| "10809".to_owned())))
+            let port = port.unwrap_or_else(|| "10809".to_owned());
+            Ok(format!("nbd://{}:{port}/{export}", bracketed(&host)))
         }
         (Some(_), Some(_)) => Err("path and host may not be used at the same time".to_owned()),
         (None, None) => Err("NBD server address missing".to_owned()),
@@ -550,6 +526,21 @@ mod tests {
         assert_eq!(image.window, Some((1024, Some(512))));
         assert_eq!(image.place, Place::File("a,b".into()));
         assert!(image.path().is_none(), "it is not the whole file");
+    }
+
+    #[test]
+    fn properties_of_an_export_become_a_uri() {
+        for (text, uri) in [
+            (
+                "driver=nbd,export=a?b%41,server.type=unix,server.path=/run/x y",
+                "nbd+unix:///a%3Fb%2541?socket=/run/x%20y",
+            ),
+            ("driver=nbd,host=::1,export=a/b", "nbd://[::1]:10809/a/b"),
+            ("driver=nbd,host=h,port=7", "nbd://h:7/"),
+        ] {
+            let image = parse_options(text).unwrap();
+            assert_eq!(image.place, Place::Nbd(uri.to_owned()), "{text}");
+        }
     }
 
     #[test]

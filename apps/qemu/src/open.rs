@@ -39,6 +39,14 @@ pub fn qemu_name(name: &str) -> &str {
     }
 }
 
+/// The cache mode that QEMU calls by this name.
+pub fn cache_mode(name: &str) -> Option<CacheMode> {
+    match name {
+        "off" => Some(CacheMode::None),
+        name => name.parse().ok(),
+    }
+}
+
 /// The policy for files that an image names: any, as with QEMU, or vdkit's own with
 /// `VDKIT_REFS=strict`.
 pub fn references() -> RefPolicy {
@@ -92,9 +100,6 @@ impl<'a> Named<'a> {
     }
 
     /// Reads the name.
-    ///
-    /// # Errors
-    /// A protocol, driver or option that is unknown.
     pub fn parse(&self) -> Result<Image, Failure> {
         let parsed = match self.options {
             true => names::parse_options(self.text),
@@ -125,9 +130,6 @@ pub fn is_protocol(driver: &str) -> bool {
 }
 
 /// The format of an image, and whether it was probed.
-///
-/// # Errors
-/// The file cannot be opened or read.
 pub fn format_of(
     image: &Image,
     access: Access,
@@ -142,8 +144,9 @@ pub fn format_of(
     // A writer's lock is taken, and told about, when the image is opened.
     let lock = if access.share || access.writable { LockMode::Off } else { LockMode::Auto };
     let options = FileOptions::read_only().lock(lock);
-    if let Some(path) = image.path() {
-        regular(path).map_err(|failure| in_opening(&image.typed, failure))?;
+    if let Some(path) = image.path().filter(|path| path.is_dir()) {
+        let why = format!("'file' driver requires '{}' to be a regular file", path.display());
+        return Err(could_not_open(&image.typed, why));
     }
     let storage = registry()
         .open_storage(&image.opened(), &options)
@@ -186,21 +189,6 @@ fn check_window(image: &Image) -> Result<(), Failure> {
     Err(could_not_open(&image.typed, why))
 }
 
-/// Refuses a folder in QEMU's words.
-fn regular(path: &Path) -> Result<(), Failure> {
-    if path.is_dir() {
-        return Err(Failure::new(format!(
-            "'file' driver requires '{}' to be a regular file",
-            path.display()
-        )));
-    }
-    Ok(())
-}
-
-fn in_opening(typed: &str, failure: Failure) -> Failure {
-    could_not_open(typed, failure.text)
-}
-
 /// Warns of writing to an image that was probed as raw.
 pub fn warn_probed_raw(image: &Image) {
     eprintln!(
@@ -212,9 +200,6 @@ pub fn warn_probed_raw(image: &Image) {
 }
 
 /// The engine's options for an image.
-///
-/// # Errors
-/// A secret is missing; errors of probing.
 pub fn open_options(
     image: &Image,
     access: Access,
@@ -255,18 +240,12 @@ pub fn open_options(
 }
 
 /// Opens an image with its backing chain.
-///
-/// # Errors
-/// `Could not open 'NAME': …`.
 pub fn open(image: &Image, access: Access, objects: &Objects) -> Result<Disk, Failure> {
     let options = open_options(image, access, objects)?;
     open_with(image, &options)
 }
 
 /// Opens an image with the engine's own options.
-///
-/// # Errors
-/// `Could not open 'NAME': …`.
 pub fn open_with(image: &Image, options: &OpenOptions) -> Result<Disk, Failure> {
     let opened = Disk::open(&registry(), image.opened(), options);
     opened.map_err(|error| failed_open(image, options.format.as_deref(), &error))
@@ -287,7 +266,7 @@ pub fn failed_open(image: &Image, format: Option<&str>, error: &Error) -> Failur
             format!("Failed to connect to '{socket}': {}", system_words(source)),
         );
     }
-    match (error, image.path(), format.and_then(vdkit_driver)) {
+    match (error, image.path(), format.and_then(|name| vdkit::format(name).ok())) {
         (Error::Locked { file, writing: false, .. }, Some(path), _) if Path::new(file) != path => {
             could_not_open(typed, format!("Could not open backing file: {}", words(error)))
         }
@@ -298,10 +277,6 @@ pub fn failed_open(image: &Image, format: Option<&str>, error: &Error) -> Failur
         ) if is_another_format(path, driver) => could_not_open(typed, not_in(driver.name(), path)),
         _ => could_not_open(typed, words(error)),
     }
-}
-
-fn vdkit_driver(name: &str) -> Option<&'static dyn FormatDriver> {
-    FORMATS.iter().copied().find(|driver| driver.name() == name)
 }
 
 /// Whether the content of a file is not of the format that the user named.
@@ -319,9 +294,8 @@ fn not_in(format: &str, path: &Path) -> String {
         "vdi" => "Image not in VDI format (bad signature 00000000)".to_owned(),
         "vhd" | "vpc" => "invalid VPC image".to_owned(),
         "luks" => "Volume is not in LUKS format".to_owned(),
-        "qcow" | "qed" => {
-            format!("Image not in {} format", if format == "qed" { "QED" } else { "qcow" })
-        }
+        "qcow" => "Image not in qcow format".to_owned(),
+        "qed" => "Image not in QED format".to_owned(),
         "parallels" => "Image not in Parallels format".to_owned(),
         _ => format!("Could not open '{}': Invalid argument", path.display()),
     }

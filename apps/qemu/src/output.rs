@@ -30,34 +30,22 @@ impl Output {
     }
 
     /// Prints text that was asked for.
-    ///
-    /// # Errors
-    /// Writing fails.
     pub fn text(&mut self, text: impl AsRef<str>) -> io::Result<()> {
         self.out.write_all(text.as_ref().as_bytes())
     }
 
     /// Prints a line that was asked for.
-    ///
-    /// # Errors
-    /// Writing fails.
     pub fn line(&mut self, text: impl AsRef<str>) -> io::Result<()> {
         self.text(text)?;
         self.text("\n")
     }
 
     /// Prints a line that `-q` suppresses.
-    ///
-    /// # Errors
-    /// Writing fails.
     pub fn said(&mut self, text: impl AsRef<str>) -> io::Result<()> {
         if self.quiet { Ok(()) } else { self.line(text) }
     }
 
     /// Writes out what is buffered.
-    ///
-    /// # Errors
-    /// Writing fails.
     pub fn flush(&mut self) -> io::Result<()> {
         self.out.flush()
     }
@@ -65,9 +53,6 @@ impl Output {
 
 /// A token that SIGINT and SIGTERM cancel: the job cleans up, and the program ends with the code
 /// of QEMU's program that a signal ended.
-///
-/// # Errors
-/// The system refuses the handlers.
 pub fn cancel_on_signal() -> Result<CancelToken, Failure> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
@@ -92,9 +77,6 @@ pub struct Progress {
 
 impl Progress {
     /// Shows progress if `shown`, or when SIGUSR1 arrives.
-    ///
-    /// # Errors
-    /// The system refuses the handler.
     pub fn new(shown: bool) -> Result<Self, Failure> {
         let asked = Arc::new(AtomicBool::new(false));
         flag::register(SIGUSR1, Arc::clone(&asked))?;
@@ -133,7 +115,8 @@ impl Progress {
             self.show(10_000);
         }
         if self.shown {
-            println!();
+            // As in `show`: a reader that went away must not abort a job that is done.
+            let _ = writeln!(io::stdout());
         }
     }
 }
@@ -148,16 +131,6 @@ impl Sink for Progress {
     fn message(&self, text: &str) {
         eprintln!("qemu-img: warning: {text}");
     }
-}
-
-/// Shows nothing: QEMU's programs do not comment on what is copied.
-#[derive(Clone, Copy, Debug)]
-pub struct Silent;
-
-impl Sink for Silent {
-    fn update(&self, _done: u64, _total: u64) {}
-
-    fn message(&self, _text: &str) {}
 }
 
 /// Shows progress and, of messages, only what could not be read.

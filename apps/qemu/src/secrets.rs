@@ -48,27 +48,20 @@ impl Objects {
                 "secret" => {
                     let bytes = objects.read_secret(&mut properties)?;
                     objects.secrets.insert(id, bytes);
+                    continue;
                 }
+                "throttle-group" => check_limits(&properties)?,
                 "tls-creds-x509" | "tls-creds-psk" | "authz-simple" | "authz-list"
-                | "authz-list-file" | "authz-listfile" | "authz-pam" => {
-                    properties.put("qom-type", &kind);
-                    objects.others.insert(id, properties);
-                }
-                "throttle-group" => {
-                    check_limits(&properties)?;
-                    properties.put("qom-type", "throttle-group");
-                    objects.others.insert(id, properties);
-                }
+                | "authz-list-file" | "authz-listfile" | "authz-pam" => {}
                 _ => return Err(Failure::new(format!("Invalid parameter '{kind}'"))),
             }
+            properties.put("qom-type", &kind);
+            objects.others.insert(id, properties);
         }
         Ok(objects)
     }
 
     /// The secret with this id.
-    ///
-    /// # Errors
-    /// There is none.
     pub fn secret(&self, id: &str) -> Result<Secret, Failure> {
         match self.secrets.get(id) {
             Some(bytes) => Ok(Secret::new(bytes.clone())),
@@ -135,15 +128,11 @@ fn is_identifier(text: &str) -> bool {
 
 /// Refuses properties that no throttle group has.
 fn check_limits(properties: &Flat) -> Result<(), Failure> {
-    let mut rest = properties.clone();
-    rest.take_below("limits");
-    while let Some(key) = rest.first_key().map(str::to_owned) {
-        if !["x-bps-", "x-iops-"].iter().any(|start| key.starts_with(start)) {
-            return Err(Failure::new(format!("Parameter '{key}' is unexpected")));
-        }
-        rest.take(&key);
+    let known = |key: &str| ["limits.", "x-bps-", "x-iops-"].iter().any(|of| key.starts_with(of));
+    match properties.keys().find(|key| !known(key)) {
+        Some(key) => Err(Failure::new(format!("Parameter '{key}' is unexpected"))),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 /// The bytes of a secret as they are given, and whether they are base64.

@@ -12,33 +12,19 @@ pub enum BadSize {
 }
 
 /// Reads `512`, `64k`, `1.5G`, `0x200`; suffixes b, k, m, g, t, p, e in either case mean powers of 1024.
-///
-/// # Errors
-/// See [`BadSize`].
 pub fn parse(text: &str) -> Result<u64, BadSize> {
-    parse_unit(text, 1)
-}
-
-/// As [`parse`]; a number without a suffix counts `unit` bytes.
-///
-/// # Errors
-/// See [`BadSize`].
-pub fn parse_unit(text: &str, unit: u64) -> Result<u64, BadSize> {
     let text = text.trim_start();
     if let Some(digits) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
-        // A hexadecimal number takes no suffix but the unit that is implied.
-        let digits_end = digits.find(|c: char| !c.is_ascii_hexdigit()).unwrap_or(digits.len());
-        if digits_end == 0 || digits_end < digits.len() {
+        // A hexadecimal number takes no suffix.
+        if digits.is_empty() || !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
             return Err(BadSize::Form);
         }
-        let value = u64::from_str_radix(digits, 16).map_err(|_| BadSize::Range)?;
-        return value.checked_mul(unit).ok_or(BadSize::Range);
+        return u64::from_str_radix(digits, 16).map_err(|_| BadSize::Range);
     }
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, suffix) = text.split_at(end);
-    let multiple = match suffix.to_ascii_lowercase().as_str() {
-        "" => unit,
-        "b" => 1,
+    let multiple: u64 = match suffix.to_ascii_lowercase().as_str() {
+        "" | "b" => 1,
         "k" => 1 << 10,
         "m" => 1 << 20,
         "g" => 1 << 30,
@@ -47,10 +33,7 @@ pub fn parse_unit(text: &str, unit: u64) -> Result<u64, BadSize> {
         "e" => 1 << 60,
         _ => return Err(BadSize::Form),
     };
-    let (whole, fraction) = match number.split_once('.') {
-        Some((whole, fraction)) => (whole, fraction),
-        None => (number, ""),
-    };
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     if whole.is_empty() || fraction.contains('.') {
         return Err(BadSize::Form);
     }
@@ -66,9 +49,6 @@ pub fn parse_unit(text: &str, unit: u64) -> Result<u64, BadSize> {
 }
 
 /// A size that a command takes as an option or operand called `what`.
-///
-/// # Errors
-/// QEMU's words for a wrong size.
 pub fn option(what: &str, text: &str) -> Result<u64, Failure> {
     match parse(text) {
         Ok(bytes) if i64::try_from(bytes).is_ok() => Ok(bytes),
@@ -81,9 +61,6 @@ pub fn option(what: &str, text: &str) -> Result<u64, Failure> {
 }
 
 /// A number or size that a command takes as an option called `what`, within bounds.
-///
-/// # Errors
-/// QEMU's words for a wrong number.
 pub fn within(what: &str, text: &str, least: u64, most: u64) -> Result<u64, Failure> {
     let digits = text.trim_start().strip_prefix('-');
     let negative = digits.is_some_and(|digits| parse(digits).is_ok());

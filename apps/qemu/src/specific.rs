@@ -32,9 +32,6 @@ pub struct ExtentFile {
 }
 
 /// The files of an image's extents, which are opened for that.
-///
-/// # Errors
-/// One cannot be opened.
 pub fn extent_files(link: &ChainLink) -> vdkit::Result<Vec<ExtentFile>> {
     let of = |extent: &ExtentInfo| {
         let Some(name) = &extent.file else {
@@ -60,7 +57,7 @@ fn describe(file: Arc<dyn Storage>) -> vdkit::Result<ImageInfo> {
 }
 
 fn vmdk(link: &ChainLink, files: &[ExtentFile]) -> Dict {
-    let id = |key: &str| property(link, key).and_then(|hex| u64::from_str_radix(hex, 16).ok());
+    let id = |key: &str| link.info.property(key).and_then(|hex| u64::from_str_radix(hex, 16).ok());
     let extents: Vec<Value> = link
         .info
         .extents
@@ -81,7 +78,7 @@ fn vmdk(link: &ChainLink, files: &[ExtentFile]) -> Dict {
     Dict::default()
         .with("cid", id("cid").unwrap_or(0))
         .with("parent-cid", id("parent-cid").unwrap_or(u64::from(u32::MAX)))
-        .with("create-type", property(link, "create-type").unwrap_or_default())
+        .with("create-type", link.info.property("create-type").unwrap_or_default())
         .with("extents", extents)
 }
 
@@ -120,19 +117,14 @@ fn luks(header: &KeyHeader) -> Dict {
         .with("master-key-iters", header.digest_iterations)
 }
 
-/// The value of a property.
-fn property<'a>(link: &'a ChainLink, key: &str) -> Option<&'a str> {
-    link.info.properties.iter().find(|(name, _)| name == key).map(|(_, value)| value.as_str())
-}
-
 fn switch(link: &ChainLink, key: &str) -> Option<bool> {
-    property(link, key).map(|value| value == "true")
+    link.info.property(key).map(|value| value == "true")
 }
 
 fn qcow2(link: &ChainLink) -> Dict {
     let info = &link.info;
-    let version3 = property(link, "compat") == Some("1.1");
-    let bits = property(link, "refcount-bits").and_then(|bits| bits.parse::<u64>().ok());
+    let version3 = link.info.property("compat") == Some("1.1");
+    let bits = link.info.property("refcount-bits").and_then(|bits| bits.parse::<u64>().ok());
     let bitmaps: Vec<Value> = info
         .bitmaps
         .iter()
@@ -148,7 +140,7 @@ fn qcow2(link: &ChainLink) -> Dict {
         })
         .collect();
     let mut dict = Dict::default()
-        .with_some("compat", property(link, "compat"))
+        .with_some("compat", link.info.property("compat"))
         .with("compression-type", info.compression.unwrap_or("zlib"));
     if !version3 {
         return dict.with_some("refcount-bits", bits).with_some("encrypt", encrypt(info));

@@ -1,8 +1,8 @@
 //! Storages that only QEMU's names ask for: a disk of nothing, a part of a file, and the disk of an
 //! image as bytes.
 
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
 
 use vdkit::storage::{FileOptions, FileStorage};
 use vdkit::{
@@ -10,22 +10,24 @@ use vdkit::{
     StorageCaps, StorageExtent, ZeroMode,
 };
 
-use crate::debug;
+use crate::names::{Image, Place};
 
-/// What the names that [`null_path`] and [`part_path`] make begin with. No user can give such a
-/// name: to `names::parse` it is an unknown protocol.
-const NULL: &str = "vdkit-null:";
-const PART: &str = "vdkit-part:";
+/// What the names of these places begin with. No user can give such a name: to `names::parse` it is
+/// an unknown protocol.
+const PREFIX: &str = "vdkit-place:";
 
-/// A name under which the engine opens a [`NullStorage`].
-pub fn null_path(bytes: u64) -> PathBuf {
-    format!("{NULL}{bytes}").into()
-}
+/// The images that are in such places. The engine opens storages by name, so each name is a number
+/// here.
+static NOTED: Mutex<Vec<Image>> = Mutex::new(Vec::new());
 
-/// A name under which the engine opens a [`PartOf`] a file.
-pub fn part_path(file: &Path, start: u64, bytes: Option<u64>) -> PathBuf {
-    let bytes = bytes.map(|bytes| bytes.to_string()).unwrap_or_default();
-    format!("{PART}{start}:{bytes}:{}", file.display()).into()
+/// A name under which the engine opens the place of an image.
+pub fn path(image: &Image) -> PathBuf {
+    let mut all = NOTED.lock().expect("no thread panics with it");
+    let index = all.iter().position(|other| other == image).unwrap_or_else(|| {
+        all.push(image.clone());
+        all.len() - 1
+    });
+    format!("{PREFIX}{index}").into()
 }
 
 /// Opens these names.
@@ -34,30 +36,34 @@ pub struct Places;
 
 impl Protocol for Places {
     fn matches(&self, name: &str) -> bool {
-        [NULL, PART, debug::PREFIX].iter().any(|prefix| name.starts_with(prefix))
+        name.starts_with(PREFIX)
     }
 
     fn open(&self, name: &str, writable: bool, cache: CacheMode) -> Result<Arc<dyn Storage>> {
-        if name.starts_with(debug::PREFIX) {
-            return debug::open(name, writable, cache);
-        }
-        let wrong = || Error::Invalid(format!("{name}: is no name of a part"));
-        if let Some(bytes) = name.strip_prefix(NULL) {
-            return Ok(Arc::new(NullStorage::new(bytes.parse().map_err(|_| wrong())?)));
-        }
-        let mut parts = name[PART.len()..].splitn(3, ':');
-        let mut next = || parts.next().ok_or_else(wrong);
-        let start = next()?.parse().map_err(|_| wrong())?;
-        let bytes = match next()? {
-            "" => None,
-            bytes => Some(bytes.parse().map_err(|_| wrong())?),
+        let index = name.strip_prefix(PREFIX).and_then(|index| index.parse::<usize>().ok());
+        let noted = {
+            let all = NOTED.lock().expect("no thread panics with it");
+            index.and_then(|index| all.get(index).cloned())
         };
-        let file = next()?;
-        let options = FileOptions::default().writable(writable).cache(cache);
-        let inner = Arc::new(FileStorage::open(file, &options)?);
-        match PartOf::new(inner, start, bytes)? {
-            Some(part) => Ok(Arc::new(part)),
-            None => Err(Error::Invalid(format!("{file}: ends before the part that was named"))),
+        let Some(image) = noted else {
+            return Err(Error::Invalid(format!("{name}: is no name of an image")));
+        };
+        match (&image.place, image.window) {
+            (Place::Null(bytes), _) => Ok(Arc::new(NullStorage::new(*bytes))),
+            (Place::Debug(debug), _) => {
+                debug.open(&image.typed, image.format.as_deref(), writable, cache)
+            }
+            (Place::File(file), window) => {
+                let (start, bytes) = window.unwrap_or_default();
+                let options = FileOptions::default().writable(writable).cache(cache);
+                let inner = Arc::new(FileStorage::open(file, &options)?);
+                let part = PartOf::new(inner, start, bytes)?.ok_or_else(|| {
+                    let file = file.display();
+                    Error::Invalid(format!("{file}: ends before the part that was named"))
+                })?;
+                Ok(Arc::new(part))
+            }
+            (Place::Nbd(uri), _) => vdkit::nbd_client::NBD.open(uri, writable, cache),
         }
     }
 }
@@ -132,9 +138,6 @@ impl PartOf {
     /// The `bytes` from `start` on; `None` is all to the end. It may end within the last sector that
     /// the storage fills only in part; the rest of that sector reads as zero. Returns `None` if it
     /// would end later.
-    ///
-    /// # Errors
-    /// The length of the storage cannot be read.
     pub fn new(inner: Arc<dyn Storage>, start: u64, bytes: Option<u64>) -> Result<Option<Self>> {
         const SECTOR_BYTES: u64 = 512;
         let len = inner.len()?;

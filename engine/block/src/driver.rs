@@ -88,6 +88,11 @@ impl ImageInfo {
         Self { format, virtual_size, ..Self::default() }
     }
 
+    /// The value of a format-specific property.
+    pub fn property(&self, key: &str) -> Option<&str> {
+        self.properties.iter().find(|(name, _)| name == key).map(|(_, value)| value.as_str())
+    }
+
     /// The backing reference, if any.
     pub fn backing(&self) -> Option<BackingRef> {
         Some(BackingRef {

@@ -5,7 +5,7 @@ use vdkit_block::{GuestOffset, Result};
 use vdkit_chain::{Disk, DiskExtent, DiskPlace, Extents};
 
 /// A run of guest bytes with the same properties.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub struct MapRow<'a> {
@@ -64,8 +64,13 @@ impl<'a> MapRow<'a> {
         row
     }
 
+    /// Guest offset of the end.
+    pub fn end(&self) -> u64 {
+        self.start + self.length
+    }
+
     /// Merges the rows if `next` follows with the same properties.
-    fn joined(&self, next: &Self) -> Option<Self> {
+    pub fn joined(&self, next: &Self) -> Option<Self> {
         let follows = match (self.offset, next.offset) {
             (Some(offset), Some(next)) => offset.checked_add(self.length) == Some(next),
             (None, None) => true,

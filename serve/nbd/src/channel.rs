@@ -2,14 +2,13 @@
 
 use std::fmt;
 use std::io::{self, IoSlice};
-use std::net::{Shutdown, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::net::UnixStream;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, recv, sendmsg};
 
 use crate::poll::{Poll, PollLimit};
 
@@ -29,43 +28,28 @@ pub trait Channel: Send + Sync + fmt::Debug {
     fn recv(&self, buf: &mut [u8]) -> io::Result<usize>;
 
     /// Receives bytes that are already there; `None` if [`Channel::recv`] may have to wait.
-    ///
-    /// # Errors
-    /// Errors of the socket.
     fn recv_ready(&self, buf: &mut [u8]) -> io::Result<Option<usize>> {
         let _ = buf;
         Ok(None)
     }
 
     /// Sends all bytes.
-    ///
-    /// # Errors
-    /// Errors of the socket.
     fn send(&self, bytes: &[u8]) -> io::Result<()>;
 
     /// Sends what is possible while waiting for the peer at most [`BRIEFLY`]. Returns how many
     /// bytes were taken, and whether these were all sent. If not, call [`Channel::send`], even with
     /// no bytes: it sends the rest first.
-    ///
-    /// # Errors
-    /// Errors of the socket.
     fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
         self.send(bytes).map(|()| (bytes.len(), true))
     }
 
     /// Sends a header and the data after it.
-    ///
-    /// # Errors
-    /// Errors of the socket.
     fn send_both(&self, head: &[u8], data: &[u8]) -> io::Result<()> {
         self.send(head)?;
         self.send(data)
     }
 
     /// Timeout of [`Channel::recv`] and [`Channel::send`].
-    ///
-    /// # Errors
-    /// Errors of the socket.
     fn set_timeout(&self, most: Option<Duration>) -> io::Result<()>;
 
     /// Shuts down one or both directions; wakes threads that wait.
@@ -78,16 +62,10 @@ pub trait Channel: Send + Sync + fmt::Debug {
     }
 }
 
-#[derive(Debug)]
-enum Stream {
-    Unix(UnixStream),
-    Tcp(TcpStream),
-}
-
 /// A plain socket.
 #[derive(Debug)]
 pub struct Socket {
-    stream: Stream,
+    fd: OwnedFd,
     poll: Poll,
     /// The receiving direction was shut down locally, not by the peer.
     ended_here: AtomicBool,
@@ -96,19 +74,14 @@ pub struct Socket {
 }
 
 impl Socket {
-    /// A Unix socket, polled for at most `poll_max` before a thread sleeps on it.
-    pub fn unix(stream: UnixStream, poll_max: Duration) -> Self {
-        Self::over(Stream::Unix(stream), Poll::new(poll_max, PollLimit::usual()))
+    /// A connected socket, polled for at most `poll_max` before a thread sleeps on it.
+    pub fn new(stream: impl Into<OwnedFd>, poll_max: Duration) -> Self {
+        Self::over(stream.into(), Poll::new(poll_max, PollLimit::usual()))
     }
 
-    /// A TCP socket, likewise.
-    pub fn tcp(stream: TcpStream, poll_max: Duration) -> Self {
-        Self::over(Stream::Tcp(stream), Poll::new(poll_max, PollLimit::usual()))
-    }
-
-    fn over(stream: Stream, poll: Poll) -> Self {
+    fn over(fd: OwnedFd, poll: Poll) -> Self {
         let ended_here = AtomicBool::new(false);
-        let socket = Self { stream, poll, ended_here, patient: AtomicBool::new(true) };
+        let socket = Self { fd, poll, ended_here, patient: AtomicBool::new(true) };
         // Without a timeout, waits would be unbounded: close the socket.
         if socket.wait_at_most(None, Some(BRIEFLY)).is_err() {
             socket.shutdown(Shutdown::Both);
@@ -116,17 +89,10 @@ impl Socket {
         socket
     }
 
-    fn fd(&self) -> BorrowedFd<'_> {
-        match &self.stream {
-            Stream::Unix(stream) => stream.as_fd(),
-            Stream::Tcp(stream) => stream.as_fd(),
-        }
-    }
-
     /// Sends some bytes of the slices in one call, within the socket's timeout.
     fn send_some(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
         let flags = SendFlags::NOSIGNAL;
-        let send = || sendmsg(self.fd(), slices, &mut SendAncillaryBuffer::default(), flags);
+        let send = || sendmsg(&self.fd, slices, &mut SendAncillaryBuffer::default(), flags);
         match rustix::io::retry_on_intr(send) {
             Err(rustix::io::Errno::AGAIN) => Ok(0),
             sent => Ok(sent?),
@@ -138,27 +104,18 @@ impl Socket {
         if !self.patient.load(Ordering::Relaxed) {
             return Err(io::ErrorKind::WouldBlock.into());
         }
-        let fd = self.fd();
-        let mut fds = [PollFd::new(&fd, PollFlags::OUT)];
+        let mut fds = [PollFd::new(&self.fd, PollFlags::OUT)];
         rustix::io::retry_on_intr(|| rustix::event::poll(&mut fds, None))?;
         Ok(())
     }
 
     fn wait_at_most(&self, reading: Option<Duration>, writing: Option<Duration>) -> io::Result<()> {
-        match &self.stream {
-            Stream::Unix(stream) => {
-                stream.set_read_timeout(reading)?;
-                stream.set_write_timeout(writing)
-            }
-            Stream::Tcp(stream) => {
-                stream.set_read_timeout(reading)?;
-                stream.set_write_timeout(writing)
-            }
-        }
+        set_socket_timeout(&self.fd, Timeout::Recv, reading)?;
+        Ok(set_socket_timeout(&self.fd, Timeout::Send, writing)?)
     }
 
     fn recv_with(&self, buf: &mut [u8], flags: RecvFlags) -> io::Result<usize> {
-        let recv = || recv(self.fd(), &mut *buf, flags).map(|(got, _)| got);
+        let recv = || recv(&self.fd, &mut *buf, flags).map(|(got, _)| got);
         Ok(rustix::io::retry_on_intr(recv)?)
     }
 
@@ -243,18 +200,14 @@ impl Channel for Socket {
             self.ended_here.store(true, Ordering::SeqCst);
         }
         // The peer may be gone already.
-        let _ = match &self.stream {
-            Stream::Unix(stream) => stream.shutdown(how),
-            Stream::Tcp(stream) => stream.shutdown(how),
-        };
+        let _ = rustix::net::shutdown(&self.fd, how);
     }
 
     fn has_left(&self) -> bool {
-        let fd = self.fd();
         // At the end of the service, pending requests of connected clients are still served.
         let ended_here = self.ended_here.load(Ordering::SeqCst);
         let asks = if ended_here { PollFlags::empty() } else { PollFlags::RDHUP };
-        let mut fds = [PollFd::new(&fd, asks)];
+        let mut fds = [PollFd::new(&self.fd, asks)];
         // If poll fails, assume that the peer is there: receiving reports errors.
         let asked = rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok();
         asked && fds[0].revents().intersects(asks | PollFlags::HUP | PollFlags::ERR)
@@ -264,6 +217,7 @@ impl Channel for Socket {
 #[cfg(test)]
 mod tests {
     use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
 
     use super::*;
     use crate::poll::POLL_MAX;
@@ -273,7 +227,7 @@ mod tests {
         let (here, there) = UnixStream::pair().unwrap();
         // Far smaller than the data, so that each call sends a part.
         rustix::net::sockopt::set_socket_send_buffer_size(&here, 4096).unwrap();
-        let (socket, data) = (Socket::unix(here, POLL_MAX), vec![7; 3_000_000]);
+        let (socket, data) = (Socket::new(here, POLL_MAX), vec![7; 3_000_000]);
         let receiving = std::thread::spawn(move || {
             let mut all = Vec::new();
             (&there).read_to_end(&mut all).map(|_| all)
@@ -292,7 +246,7 @@ mod tests {
         let (here, mut there) = UnixStream::pair().unwrap();
         let limit = Box::leak(Box::new(PollLimit::new(1)));
         let hour = Duration::from_secs(3600);
-        let socket = Socket::over(Stream::Unix(here), Poll::new(hour, limit));
+        let socket = Socket::over(here.into(), Poll::new(hour, limit));
         let mut buf = [0; 8];
         // Polling alone finds bytes, and the end.
         for (sent, got) in [(&b"bytes"[..], Some(5)), (b"", None)] {
@@ -315,13 +269,13 @@ mod tests {
     #[test]
     fn a_peer_has_left_before_its_last_bytes_are_read_and_not_because_we_end() {
         let (here, mut there) = UnixStream::pair().unwrap();
-        let socket = Socket::unix(here, POLL_MAX);
+        let socket = Socket::new(here, POLL_MAX);
         there.write_all(b"bytes").unwrap();
         assert!(!socket.has_left());
         drop(there);
         assert!(socket.has_left());
         let (here, there) = UnixStream::pair().unwrap();
-        let socket = Socket::unix(here, POLL_MAX);
+        let socket = Socket::new(here, POLL_MAX);
         socket.shutdown(Shutdown::Read);
         assert!(!socket.has_left());
         drop(there);
@@ -331,7 +285,7 @@ mod tests {
     #[test]
     fn a_peer_that_does_not_read_is_not_waited_for() {
         let (here, there) = UnixStream::pair().unwrap();
-        let socket = Socket::unix(here, POLL_MAX);
+        let socket = Socket::new(here, POLL_MAX);
         let bytes = vec![7; 3_000_000];
         let (sent, all) = socket.send_ready(&bytes).unwrap();
         assert!(all && sent > 0 && sent < bytes.len(), "{sent} bytes");
@@ -348,7 +302,7 @@ mod tests {
     fn a_peer_that_is_gone_is_an_error() {
         let (here, there) = UnixStream::pair().unwrap();
         drop(there);
-        let sent = Socket::unix(here, POLL_MAX).send_both(b"head", b"data");
+        let sent = Socket::new(here, POLL_MAX).send_both(b"head", b"data");
         assert_eq!(sent.unwrap_err().kind(), io::ErrorKind::BrokenPipe);
     }
 }

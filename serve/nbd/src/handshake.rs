@@ -20,6 +20,9 @@ pub const HANDSHAKE_TIME: Duration = Duration::from_secs(15);
 const OPTIONS_MAX: u32 = 1024;
 /// Maximum data of one option: names and queries.
 const OPTION_BYTES_MAX: u32 = 64 << 10;
+/// Options that have no data.
+const WITHOUT_DATA: [u32; 4] =
+    [option::LIST, option::STARTTLS, option::STRUCTURED_REPLY, option::EXTENDED_HEADERS];
 /// Preferred request size: a page, and the unit of allocation of file systems.
 const PREFERRED_BYTES: u32 = 4096;
 
@@ -138,11 +141,7 @@ impl<'a> Handshake<'a> {
     fn recv_exact(&self, buf: &mut [u8]) -> io::Result<()> {
         let mut done = 0;
         while done < buf.len() {
-            let left = self.until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(io::ErrorKind::TimedOut.into());
-            }
-            self.channel.set_timeout(Some(left))?;
+            self.channel.set_timeout(Some(wire::time_left(self.until)?))?;
             match self.channel.recv(&mut buf[done..]) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(got) => done += got,
@@ -220,11 +219,7 @@ impl<'a> Handshake<'a> {
 
     /// Sends before the deadline: a peer that does not read must not block us.
     fn send(&self, bytes: &[u8]) -> io::Result<()> {
-        let left = self.until.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(io::ErrorKind::TimedOut.into());
-        }
-        self.channel.set_timeout(Some(left))?;
+        self.channel.set_timeout(Some(wire::time_left(self.until)?))?;
         self.channel.send(bytes)
     }
 
@@ -257,6 +252,9 @@ impl<'a> Handshake<'a> {
             }
             return self.refuse(option, answer::TLS_REQUIRED, "this server wants TLS");
         }
+        if WITHOUT_DATA.contains(&option) && !data.is_empty() {
+            return self.refuse(option, answer::INVALID, "this option has no data");
+        }
         match option {
             option::EXPORT_NAME => self.export_name(data).map(Some),
             option::ABORT => {
@@ -264,21 +262,15 @@ impl<'a> Handshake<'a> {
                 let _ = self.reply(option, answer::ACK, b"");
                 Ok(Some(Outcome::End))
             }
-            option::LIST => self.list(data),
-            option::STARTTLS => self.start_tls(data),
+            option::LIST => self.list(),
+            option::STARTTLS => self.start_tls(),
             option::INFO | option::GO => self.info(option, data),
-            option::STRUCTURED_REPLY if !data.is_empty() => {
-                self.refuse(option, answer::INVALID, "this option has no data")
-            }
             option::STRUCTURED_REPLY if self.extended => {
                 self.refuse(option, answer::INVALID, "extended headers are in use already")
             }
             option::STRUCTURED_REPLY => {
                 self.structured = true;
                 self.acknowledge(option)
-            }
-            option::EXTENDED_HEADERS if !data.is_empty() => {
-                self.refuse(option, answer::INVALID, "this option has no data")
             }
             option::EXTENDED_HEADERS => {
                 self.extended = true;
@@ -290,12 +282,9 @@ impl<'a> Handshake<'a> {
         }
     }
 
-    fn start_tls(&self, data: &[u8]) -> io::Result<Option<Outcome>> {
+    fn start_tls(&self) -> io::Result<Option<Outcome>> {
         let option = option::STARTTLS;
         match self.tls {
-            _ if !data.is_empty() => {
-                self.refuse(option, answer::INVALID, "this option has no data")
-            }
             TlsState::None => {
                 self.refuse(option, answer::POLICY, "this server was started without TLS")
             }
@@ -307,10 +296,7 @@ impl<'a> Handshake<'a> {
         }
     }
 
-    fn list(&self, data: &[u8]) -> io::Result<Option<Outcome>> {
-        if !data.is_empty() {
-            return self.refuse(option::LIST, answer::INVALID, "this option has no data");
-        }
+    fn list(&self) -> io::Result<Option<Outcome>> {
         for export in self.exports.all() {
             let mut entry = Vec::new();
             entry.extend((export.name().len() as u32).to_be_bytes());

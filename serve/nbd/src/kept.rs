@@ -1,9 +1,9 @@
 //! Requests that found no space: the export keeps them, and they are answered later.
 
-use std::net::Shutdown;
 use std::sync::Arc;
 use std::time::Instant;
 
+use rustix::net::Shutdown;
 use vdkit_block::Error;
 use vdkit_serve::{Change, Claim};
 

@@ -106,10 +106,10 @@ impl Receiver {
 
 #[cfg(test)]
 mod tests {
-    use std::net::Shutdown;
     use std::time::Duration;
 
     use parking_lot::Mutex;
+    use rustix::net::Shutdown;
 
     use super::*;
 

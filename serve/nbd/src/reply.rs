@@ -187,47 +187,33 @@ impl Replier {
     /// Finishes a read reply whose data is in [`Outbox::data_room`].
     pub fn put_data(&self, out: &mut Outbox, request: &Request, len: usize) {
         if self.structured {
-            self.put_data_chunk(out, request, request.offset, len, chunk::DONE);
+            self.put_head(out, request, chunk::OFFSET_DATA, 8 + len);
+            out.free(8).copy_from_slice(&request.offset.to_be_bytes());
         } else {
-            wire::put_simple(&mut out.buf[out.used..], 0, request.cookie);
-            out.used += wire::SIMPLE_REPLY_BYTES + len;
+            wire::put_simple(out.free(wire::SIMPLE_REPLY_BYTES), 0, request.cookie);
         }
+        out.used += len;
     }
 
-    fn put_data_chunk(&self, out: &mut Outbox, request: &Request, at: u64, len: usize, flags: u16) {
-        let head = self.put_chunk(out, request, chunk::OFFSET_DATA, flags, 8 + len as u64);
-        let start = out.used + head;
-        out.buf[start..start + 8].copy_from_slice(&at.to_be_bytes());
-        out.used = start + 8 + len;
+    /// Adds the header of the one chunk of a reply.
+    fn put_head(&self, out: &mut Outbox, request: &Request, kind: u16, len: usize) {
+        let (cookie, offset, len) = (request.cookie, request.offset, len as u64);
+        let header = Chunk { flags: chunk::DONE, kind, cookie, offset, len };
+        header.put(out.free(wire::chunk_bytes(self.extended)), self.extended);
     }
 
-    /// Writes a chunk header after the gathered replies, without counting it.
-    fn put_chunk(
-        &self,
-        out: &mut Outbox,
-        request: &Request,
-        kind: u16,
-        flags: u16,
-        len: u64,
-    ) -> usize {
-        let (cookie, offset) = (request.cookie, request.offset);
-        let header = Chunk { flags, kind, cookie, offset, len };
-        header.put(&mut out.buf[out.used..], self.extended)
-    }
-
-    fn put_hole(&self, out: &mut Outbox, request: &Request, at: u64, len: u64, flags: u16) {
-        let head = self.put_chunk(out, request, chunk::OFFSET_HOLE, flags, 12);
-        let start = out.used + head;
-        out.buf[start..start + 8].copy_from_slice(&at.to_be_bytes());
-        // Pieces of reads are far below 4 GiB.
-        out.buf[start + 8..start + 12].copy_from_slice(&(len as u32).to_be_bytes());
-        out.used = start + 12;
+    /// Adds the one chunk of a reply.
+    fn put_chunk(&self, out: &mut Outbox, request: &Request, kind: u16, payload: &[u8]) {
+        out.reserve(self.reply_bytes(payload.len()));
+        self.put_head(out, request, kind, payload.len());
+        out.free(payload.len()).copy_from_slice(payload);
     }
 
     /// Adds the reply to a read of zeroes.
     pub fn put_zero(&self, out: &mut Outbox, request: &Request) {
         if self.structured {
-            self.put_hole(out, request, request.offset, request.len, chunk::DONE);
+            let payload = hole_payload(request.offset, request.len);
+            self.put_chunk(out, request, chunk::OFFSET_HOLE, &payload);
         } else {
             let len = request.len as usize;
             out.data_room(self.head(), len).fill(0);
@@ -253,35 +239,36 @@ impl Replier {
 
     /// Sends a hole chunk.
     pub fn hole(&self, request: &Request, at: u64, len: u64, last: bool) -> io::Result<()> {
-        let mut payload = [0; 12];
-        payload[..8].copy_from_slice(&at.to_be_bytes());
-        // Pieces of reads are far below 4 GiB.
-        payload[8..].copy_from_slice(&(len as u32).to_be_bytes());
         let flags = if last { chunk::DONE } else { 0 };
-        self.chunk(request, chunk::OFFSET_HOLE, flags, &payload)
+        self.chunk(request, chunk::OFFSET_HOLE, flags, &hole_payload(at, len))
     }
 
     /// Adds a success reply without data. There are at most as many as requests received at once,
     /// so this never has to send.
     pub fn put_ok(&self, out: &mut Outbox, request: &Request) {
-        out.reserve(self.reply_bytes(0));
         if self.extended {
-            let head = self.put_chunk(out, request, chunk::NONE, chunk::DONE, 0);
-            out.used += head;
+            self.put_chunk(out, request, chunk::NONE, &[]);
         } else {
-            let cookie = request.cookie;
-            wire::put_simple(out.free(wire::SIMPLE_REPLY_BYTES), 0, cookie);
+            self.put_simple(out, request, 0);
         }
     }
 
     /// Sends a success reply.
     pub fn ok(&self, request: &Request) -> io::Result<()> {
-        let mut bytes = [0; wire::EXTENDED_CHUNK_BYTES];
-        if self.extended {
-            return self.end(request);
-        }
-        wire::put_simple(&mut bytes, 0, request.cookie);
-        self.send(&bytes[..wire::SIMPLE_REPLY_BYTES])
+        if self.extended { self.end(request) } else { self.simple(request, 0) }
+    }
+
+    /// Sends a simple reply without data.
+    fn simple(&self, request: &Request, errno: u32) -> io::Result<()> {
+        let mut bytes = [0; wire::SIMPLE_REPLY_BYTES];
+        wire::put_simple(&mut bytes, errno, request.cookie);
+        self.send(&bytes)
+    }
+
+    /// As [`Replier::simple`], gathered.
+    fn put_simple(&self, out: &mut Outbox, request: &Request, errno: u32) {
+        out.reserve(self.reply_bytes(0));
+        wire::put_simple(out.free(wire::SIMPLE_REPLY_BYTES), errno, request.cookie);
     }
 
     /// Sends the last, empty chunk of a reply.
@@ -307,23 +294,17 @@ impl Replier {
     /// Sends an error as the end of a reply.
     pub fn error(&self, request: &Request, errno: u32, text: &str) -> io::Result<()> {
         if !self.structured {
-            let mut bytes = [0; wire::SIMPLE_REPLY_BYTES];
-            wire::put_simple(&mut bytes, errno, request.cookie);
-            return self.send(&bytes);
+            return self.simple(request, errno);
         }
         self.chunk(request, chunk::ERROR, chunk::DONE, &error_payload(errno, text))
     }
 
     /// As [`Replier::error`], gathered.
     pub fn put_error(&self, out: &mut Outbox, request: &Request, errno: u32, text: &str) {
-        let payload = error_payload(errno, text);
-        out.reserve(self.reply_bytes(payload.len()));
         if self.structured {
-            let len = payload.len() as u64;
-            out.used += self.put_chunk(out, request, chunk::ERROR, chunk::DONE, len);
-            out.free(payload.len()).copy_from_slice(&payload);
+            self.put_chunk(out, request, chunk::ERROR, &error_payload(errno, text));
         } else {
-            wire::put_simple(out.free(wire::SIMPLE_REPLY_BYTES), errno, request.cookie);
+            self.put_simple(out, request, errno);
         }
     }
 
@@ -333,6 +314,15 @@ impl Replier {
         payload.extend(at.to_be_bytes());
         self.chunk(request, chunk::ERROR_OFFSET, chunk::DONE, &payload)
     }
+}
+
+/// Payload of a hole chunk.
+fn hole_payload(at: u64, len: u64) -> [u8; 12] {
+    let mut payload = [0; 12];
+    payload[..8].copy_from_slice(&at.to_be_bytes());
+    // Pieces of reads are far below 4 GiB.
+    payload[8..].copy_from_slice(&(len as u32).to_be_bytes());
+    payload
 }
 
 /// Common start of all error chunks.

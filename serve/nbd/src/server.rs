@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io;
-use std::net::{Shutdown, SocketAddr, TcpListener};
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use rustix::net::Shutdown;
 use vdkit_serve::{ACCEPT_PAUSE, Access, UnixSocket, Wake};
 
 use crate::channel::{Channel, Socket};
@@ -20,6 +21,7 @@ use crate::handshake::{Agreed, HANDSHAKE_TIME, Handshake, Outcome, TlsState};
 use crate::poll::POLL_MAX;
 use crate::session::Session;
 use crate::tls::Tls;
+use crate::wire::percent;
 
 /// Address of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -93,9 +95,9 @@ impl Listener {
     /// The URI of an export. Source: the NBD project's `doc/uri.md`.
     pub fn uri(&self, name: &str, tls: bool) -> String {
         let scheme = if tls { "nbds" } else { "nbd" };
-        let name = percent(name.as_bytes(), b"-._~/");
+        let name = percent(name);
         let unix = |path: &Path| {
-            let path = percent(path.as_os_str().as_encoded_bytes(), b"-._~/");
+            let path = percent(path.as_os_str().as_encoded_bytes());
             format!("{scheme}+unix:///{name}?socket={path}")
         };
         match self {
@@ -114,19 +116,18 @@ impl Listener {
     }
 
     fn accept(&self, poll_max: Duration) -> io::Result<Socket> {
-        match self {
-            Self::Unix(socket) => socket.accept().map(|(socket, _)| Socket::unix(socket, poll_max)),
-            Self::Handed(socket) => {
-                socket.accept().map(|(socket, _)| Socket::unix(socket, poll_max))
-            }
+        let (socket, _) = match self {
+            Self::Unix(listener) => listener.accept()?,
+            Self::Handed(listener) => listener.accept()?,
             Self::Tcp(listener) => {
                 let (socket, _) = listener.accept()?;
                 // Replies are sent whole, so delaying them gains nothing.
                 socket.set_nodelay(true)?;
                 rustix::net::sockopt::set_socket_keepalive(&socket, true)?;
-                Ok(Socket::tcp(socket, poll_max))
+                return Ok(Socket::new(socket, poll_max));
             }
-        }
+        };
+        Ok(Socket::new(socket, poll_max))
     }
 }
 
@@ -138,19 +139,6 @@ impl AsFd for Listener {
             Self::Tcp(socket) => socket.as_fd(),
         }
     }
-}
-
-/// Percent-encodes text for a URI: letters, digits and `plain` stay.
-fn percent(text: &[u8], plain: &[u8]) -> String {
-    let mut out = String::new();
-    for byte in text {
-        if byte.is_ascii_alphanumeric() || plain.contains(byte) {
-            out.push(char::from(*byte));
-        } else {
-            out.push_str(&format!("%{byte:02X}"));
-        }
-    }
-    out
 }
 
 /// Options of a server.

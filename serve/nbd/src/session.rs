@@ -12,13 +12,13 @@
 //! many of them: see [`crate::commit`].
 
 use std::io;
-use std::net::Shutdown;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::Scope;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
+use rustix::net::Shutdown;
 use vdkit_block::Error;
 use vdkit_chain::Ready;
 use vdkit_serve::{Client, Export, OpKind, SlowWriteBackoff, Written};

@@ -4,7 +4,8 @@
 //! | what | where |
 //! |---|---|
 //! | the protocol's numbers, by the section names of the NBD project's `doc/proto.md` | here |
-//! | TLS with pre-shared keys, without a socket (feature `tls-psk`) | `psk`, `wires` |
+//! | TLS without a socket (feature `tls`) | `tls` |
+//! | the same with pre-shared keys (feature `tls-psk`) | `psk`, `wires` |
 //!
 //! All integers of the protocol are big-endian.
 
@@ -12,8 +13,13 @@
 
 #[cfg(feature = "tls-psk")]
 pub mod psk;
+#[cfg(feature = "tls")]
+pub mod tls;
 #[cfg(feature = "tls-psk")]
 mod wires;
+
+use std::io;
+use std::time::{Duration, Instant};
 
 /// First word of a server ("NBDMAGIC").
 pub const MAGIC: u64 = 0x4e42_444d_4147_4943;
@@ -168,3 +174,25 @@ pub const SIMPLE_REPLY_BYTES: usize = 16;
 pub const CHUNK_BYTES: usize = 20;
 /// Bytes of a chunk with an extended header.
 pub const EXTENDED_CHUNK_BYTES: usize = 32;
+
+/// The time that is left until a deadline.
+///
+/// # Errors
+/// `TimedOut` after it.
+pub fn time_left(until: Instant) -> io::Result<Duration> {
+    let left = until.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
+}
+
+/// Percent-encodes text for a part of a URI.
+pub fn percent(text: impl AsRef<[u8]>) -> String {
+    let mut out = String::new();
+    for byte in text.as_ref() {
+        if byte.is_ascii_alphanumeric() || b"-._~/".contains(byte) {
+            out.push(char::from(*byte));
+        } else {
+            out.push_str(&format!("%{byte:02X}"));
+        }
+    }
+    out
+}

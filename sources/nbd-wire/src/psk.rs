@@ -16,6 +16,7 @@ use s2n_tls::psk::Psk;
 use s2n_tls::security;
 use zeroize::Zeroizing;
 
+use crate::tls::bad;
 use crate::wires::Wired;
 
 /// Maximum bytes of a key file.
@@ -26,10 +27,6 @@ const KEYS_MAX: usize = 256;
 const KEY_BYTES_MIN: usize = 16;
 /// Maximum bytes of a client's name.
 const NAME_BYTES_MAX: usize = 1024;
-
-fn bad(path: &Path, why: impl fmt::Display) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidInput, format!("{}: {why}", path.display()))
-}
 
 /// A line of a key file.
 struct Line<'a> {
@@ -153,7 +150,7 @@ impl PskSession {
         Self::new(keys, Connection::new_server())
     }
 
-    /// The client's side of a connection. Its first message is ready for [`PskSession::give_out`].
+    /// The client's side of a connection. Its first message is ready to be sent.
     ///
     /// # Errors
     /// As [`PskSession::server`].
@@ -185,42 +182,27 @@ impl PskSession {
         Ok(())
     }
 
-    /// Still in the handshake: no data can be read or written.
-    pub fn is_handshaking(&self) -> bool {
+    // The methods that follow are described at `crate::tls::Session`.
+
+    pub(crate) fn is_handshaking(&self) -> bool {
         self.handshaking
     }
 
-    /// The name that the client gave with its key, after the handshake.
-    pub fn name(&self) -> Option<String> {
-        self.wired.psk_name()
-    }
-
-    /// Takes ciphertext from the peer and returns how many bytes were taken; possibly 0 while there
-    /// is unread plaintext.
-    ///
-    /// # Errors
-    /// `InvalidData` if it is not acceptable.
-    pub fn take_in(&mut self, ciphertext: &[u8]) -> io::Result<usize> {
+    pub(crate) fn take_in(&mut self, ciphertext: &[u8]) -> io::Result<usize> {
         let taken = self.wired.take_in(ciphertext);
         self.negotiate()?;
         Ok(taken)
     }
 
-    /// Whether there is ciphertext to send.
-    pub fn has_output(&self) -> bool {
+    pub(crate) fn has_output(&self) -> bool {
         self.wired.has_output()
     }
 
-    /// Appends that ciphertext to `out`.
-    pub fn give_out(&mut self, out: &mut Vec<u8>) {
+    pub(crate) fn give_out(&mut self, out: &mut Vec<u8>) {
         self.wired.give_out(out);
     }
 
-    /// Reads plaintext; 0 at its end.
-    ///
-    /// # Errors
-    /// `WouldBlock` if there is none yet; `InvalidData` if the session has failed.
-    pub fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+    pub(crate) fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         if buf.is_empty() {
             return Ok(0);
         }
@@ -230,11 +212,7 @@ impl PskSession {
         }
     }
 
-    /// Encrypts all bytes.
-    ///
-    /// # Errors
-    /// `InvalidData` if the session has failed.
-    pub fn write(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+    pub(crate) fn write(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             match self.wired.send(bytes) {
                 Poll::Ready(Ok(sent)) if sent > 0 => bytes = &bytes[sent..],
@@ -248,8 +226,7 @@ impl PskSession {
         Ok(())
     }
 
-    /// Encrypts a close_notify.
-    pub fn say_goodbye(&mut self) {
+    pub(crate) fn say_goodbye(&mut self) {
         // The alert was queued or cannot be sent any more: the socket closes either way.
         let _ = self.wired.shutdown_send();
     }

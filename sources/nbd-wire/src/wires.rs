@@ -84,13 +84,6 @@ impl Wired {
         self.connection.poll_send(bytes)
     }
 
-    /// The name of the pre-shared key that the handshake chose.
-    pub(super) fn psk_name(&self) -> Option<String> {
-        let mut name = vec![0; self.connection.negotiated_psk_identity_length().ok()?];
-        self.connection.negotiated_psk_identity(&mut name).ok()?;
-        String::from_utf8(name).ok().filter(|name| !name.is_empty())
-    }
-
     /// Sends a close_notify.
     pub(super) fn shutdown_send(&mut self) -> Poll<Result<(), Error>> {
         self.connection.poll_shutdown_send().map_ok(|_| ())

@@ -2,28 +2,24 @@
 
 use std::fmt;
 use std::io::{self, IoSlice};
-use std::net::{Shutdown, TcpStream, ToSocketAddrs};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::net::{TcpStream, ToSocketAddrs};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg, sockopt};
+use rustix::net::sockopt::{self, Timeout};
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, recv, sendmsg};
 
 use crate::tls::TlsStream;
 use crate::uri::Place;
+use crate::wire::time_left;
 
 /// The kernel notices a dead host after about this time without traffic.
 const KEEPALIVE: Duration = Duration::from_secs(15);
 
-#[derive(Debug)]
-enum Stream {
-    Unix(UnixStream),
-    Tcp(TcpStream),
-}
-
 /// A plain socket.
 #[derive(Debug)]
-pub(crate) struct Socket(Stream);
+pub(crate) struct Socket(OwnedFd);
 
 impl Socket {
     /// Connects to a server.
@@ -32,15 +28,11 @@ impl Socket {
     /// Errors of the system; `TimedOut` after `until`.
     pub(crate) fn connect(place: &Place, until: Instant) -> io::Result<Self> {
         match place {
-            Place::Unix(path) => Ok(Self(Stream::Unix(UnixStream::connect(path)?))),
+            Place::Unix(path) => UnixStream::connect(path).map(Self::over),
             Place::Tcp { host, port } => {
                 let mut failed = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
                 for address in (host.as_str(), *port).to_socket_addrs()? {
-                    let left = until.saturating_duration_since(Instant::now());
-                    if left.is_zero() {
-                        return Err(io::ErrorKind::TimedOut.into());
-                    }
-                    match TcpStream::connect_timeout(&address, left) {
+                    match TcpStream::connect_timeout(&address, time_left(until)?) {
                         Ok(stream) => return Self::tcp(stream),
                         Err(error) => failed = error,
                     }
@@ -50,20 +42,18 @@ impl Socket {
         }
     }
 
+    /// A connected socket.
+    pub(crate) fn over(stream: impl Into<OwnedFd>) -> Self {
+        Self(stream.into())
+    }
+
     fn tcp(stream: TcpStream) -> io::Result<Self> {
         stream.set_nodelay(true)?;
         sockopt::set_socket_keepalive(&stream, true)?;
         sockopt::set_tcp_keepidle(&stream, KEEPALIVE)?;
         sockopt::set_tcp_keepintvl(&stream, KEEPALIVE / 3)?;
         sockopt::set_tcp_keepcnt(&stream, 3)?;
-        Ok(Self(Stream::Tcp(stream)))
-    }
-
-    fn fd(&self) -> BorrowedFd<'_> {
-        match &self.0 {
-            Stream::Unix(stream) => stream.as_fd(),
-            Stream::Tcp(stream) => stream.as_fd(),
-        }
+        Ok(Self::over(stream))
     }
 
     /// Receives some bytes; 0 at the end.
@@ -72,7 +62,7 @@ impl Socket {
     }
 
     fn recv_with(&self, buf: &mut [u8], flags: RecvFlags) -> io::Result<usize> {
-        let got = rustix::io::retry_on_intr(|| recv(self.fd(), &mut *buf, flags));
+        let got = rustix::io::retry_on_intr(|| recv(&self.0, &mut *buf, flags));
         Ok(got.map(|(got, _)| got)?)
     }
 
@@ -83,7 +73,7 @@ impl Socket {
             let flags = SendFlags::NOSIGNAL;
             let mut control = SendAncillaryBuffer::default();
             let sent =
-                rustix::io::retry_on_intr(|| sendmsg(self.fd(), &slices, &mut control, flags))?;
+                rustix::io::retry_on_intr(|| sendmsg(&self.0, &slices, &mut control, flags))?;
             let of_head = sent.min(head.len());
             head = &head[of_head..];
             payload = &payload[sent - of_head..];
@@ -91,25 +81,26 @@ impl Socket {
         Ok(())
     }
 
-    pub(crate) fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
-        match &self.0 {
-            Stream::Unix(stream) => {
-                stream.set_read_timeout(most)?;
-                stream.set_write_timeout(most)
-            }
-            Stream::Tcp(stream) => {
-                stream.set_read_timeout(most)?;
-                stream.set_write_timeout(most)
-            }
+    /// Sends what the socket has room for; returns how many bytes that were.
+    #[cfg(feature = "tls")]
+    pub(crate) fn send_ready(&self, bytes: &[u8]) -> io::Result<usize> {
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        match rustix::io::retry_on_intr(|| rustix::net::send(&self.0, bytes, flags)) {
+            Err(rustix::io::Errno::AGAIN) => Ok(0),
+            sent => Ok(sent?),
         }
+    }
+
+    pub(crate) fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
+        for side in [Timeout::Recv, Timeout::Send] {
+            sockopt::set_socket_timeout(&self.0, side, most)?;
+        }
+        Ok(())
     }
 
     fn shutdown(&self) {
         // An error means that the connection has ended already.
-        let _ = match &self.0 {
-            Stream::Unix(stream) => stream.shutdown(Shutdown::Both),
-            Stream::Tcp(stream) => stream.shutdown(Shutdown::Both),
-        };
+        let _ = rustix::net::shutdown(&self.0, Shutdown::Both);
     }
 }
 
@@ -187,11 +178,7 @@ impl Channel {
     pub(crate) fn recv_exact(&self, buf: &mut [u8], until: Instant) -> io::Result<()> {
         let mut done = 0;
         while done < buf.len() {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(io::ErrorKind::TimedOut.into());
-            }
-            self.set_timeout(Some(left))?;
+            self.set_timeout(Some(time_left(until)?))?;
             match self.recv(&mut buf[done..]) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(got) => done += got,

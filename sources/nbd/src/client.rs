@@ -22,6 +22,7 @@
 //! nothing is lost, and flushes go on. So a flush never claims more than what is known. An answer that
 //! arrives after its generation has ended does not count: the request is sent again.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -30,7 +31,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::channel::Socket;
 use crate::connection::{Connection, Request};
 use crate::failure::{Broken, Failure};
-use crate::handshake::{Agreed, DescribedExport, Handshake, ListedExport, Wanted};
+use crate::handshake::{Agreed, DescribedExport, ExportInfo, Handshake, ListedExport};
 use crate::reply::Expected;
 use crate::tls::Tls;
 use crate::uri::NbdUri;
@@ -86,9 +87,7 @@ impl Target {
 
     fn connect(&self, most: Duration) -> std::io::Result<Connection> {
         let until = Instant::now() + most;
-        let (export, contexts) = (&*self.uri.export, &self.contexts[..]);
-        let wanted = Wanted { export, contexts };
-        let (channel, agreed) = self.begin(until)?.go(&wanted)?;
+        let (channel, agreed) = self.begin(until)?.go(&self.uri.export, &self.contexts)?;
         Connection::new(channel, agreed, self.limits.silence)
     }
 }
@@ -411,27 +410,16 @@ impl Drop for Client {
     }
 }
 
-/// The exports that a server lists.
+/// The exports that a server lists, each described.
 ///
 /// # Errors
 /// Errors of the system, of TLS and of the negotiation; `PermissionDenied` if the server does not
 /// list its exports.
-pub(crate) fn exports(uri: &NbdUri) -> std::io::Result<Vec<ListedExport>> {
-    let target = Target::new(uri.clone(), Vec::new(), Limits::default())?;
-    let handshake = target.begin(Instant::now() + target.limits.connect)?;
-    let exports = handshake.exports();
-    handshake.abort();
-    exports
-}
-
-/// The exports that a server lists, each described.
-///
-/// # Errors
-/// As [`exports`].
 pub(crate) fn described(uri: &NbdUri) -> std::io::Result<Vec<DescribedExport>> {
     let target = Target::new(uri.clone(), Vec::new(), Limits::default())?;
     let handshake = target.begin(Instant::now() + target.limits.connect)?;
-    let (extended, structured) = handshake.extended()?;
+    let extended = handshake.has(option::EXTENDED_HEADERS)?;
+    let structured = extended || handshake.has(option::STRUCTURED_REPLY)?;
     let describe = |listed: ListedExport| {
         let info = handshake.info(&listed.name)?;
         let contexts = match structured {
@@ -446,15 +434,12 @@ pub(crate) fn described(uri: &NbdUri) -> std::io::Result<Vec<DescribedExport>> {
     described
 }
 
-/// The metadata contexts that a server has for an export.
+/// Opens an export over a connected socket for one who sends simple requests: without TLS, and
+/// without time limits afterwards.
 ///
 /// # Errors
-/// As [`exports`].
-pub(crate) fn contexts(uri: &NbdUri) -> std::io::Result<Vec<String>> {
-    let target = Target::new(uri.clone(), Vec::new(), Limits::default())?;
-    let handshake = target.begin(Instant::now() + target.limits.connect)?;
-    handshake.structured()?;
-    let contexts = handshake.contexts(option::LIST_META_CONTEXT, &uri.export, &[]);
-    handshake.abort();
-    Ok(contexts?.into_iter().map(|(name, _)| name).collect())
+/// Errors of the system and of the negotiation.
+pub fn open_simple(socket: impl Into<OwnedFd>, export: &str) -> std::io::Result<ExportInfo> {
+    let until = Instant::now() + CONNECT;
+    Handshake::begin(Socket::over(socket), None, until)?.go_simple(export)
 }

@@ -173,9 +173,6 @@ pub(crate) struct Connection {
 impl Connection {
     /// A negotiated connection. The server is considered dead if it neither sends nor takes a byte
     /// for `silence` while a request waits.
-    ///
-    /// # Errors
-    /// Errors of the socket.
     pub(crate) fn new(
         channel: Channel,
         agreed: Agreed,

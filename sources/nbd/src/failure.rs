@@ -7,6 +7,18 @@ use vdkit_block::{Error, IoAction};
 
 use crate::wire::errno;
 
+/// Error numbers of the protocol, and what they mean.
+const ERRORS: &[(u32, io::ErrorKind, &str)] = &[
+    (errno::PERM, io::ErrorKind::PermissionDenied, "operation not permitted"),
+    (errno::IO, io::ErrorKind::Other, "input/output error"),
+    (errno::NOMEM, io::ErrorKind::OutOfMemory, "out of memory"),
+    (errno::INVAL, io::ErrorKind::InvalidInput, "invalid request"),
+    (errno::NOSPC, io::ErrorKind::StorageFull, "no space left"),
+    (errno::OVERFLOW, io::ErrorKind::Other, "value too large"),
+    (errno::NOTSUP, io::ErrorKind::Unsupported, "not supported"),
+    (errno::SHUTDOWN, io::ErrorKind::Other, "the server is shutting down"),
+];
+
 /// Failure of a request.
 #[derive(Clone, Debug)]
 pub(crate) enum Failure {
@@ -69,22 +81,12 @@ impl Failure {
         let source = match self {
             Self::Broken(broken) => io::Error::other(&*broken.why),
             Self::Refused { errno, message } => {
-                let kind = match errno {
-                    errno::PERM => io::ErrorKind::PermissionDenied,
-                    errno::NOSPC => io::ErrorKind::StorageFull,
-                    errno::NOMEM => io::ErrorKind::OutOfMemory,
-                    errno::INVAL => io::ErrorKind::InvalidInput,
-                    errno::NOTSUP => io::ErrorKind::Unsupported,
-                    _ => io::ErrorKind::Other,
+                let (kind, what) = match ERRORS.iter().find(|(number, ..)| *number == errno) {
+                    Some((_, kind, what)) => (*kind, (*what).to_owned()),
+                    None => (io::ErrorKind::Other, format!("error {errno}")),
                 };
-                let what = name_of(errno);
-                io::Error::new(
-                    kind,
-                    match message {
-                        Some(message) => format!("the server answers: {what} ({message})"),
-                        None => format!("the server answers: {what}"),
-                    },
-                )
+                let message = message.map(|message| format!(" ({message})")).unwrap_or_default();
+                io::Error::new(kind, format!("the server answers: {what}{message}"))
             }
         };
         Error::io(name, action, offset, len, source)
@@ -94,20 +96,6 @@ impl Failure {
 impl From<Broken> for Failure {
     fn from(broken: Broken) -> Self {
         Self::Broken(broken)
-    }
-}
-
-fn name_of(errno: u32) -> String {
-    match errno {
-        errno::PERM => "operation not permitted".to_owned(),
-        errno::IO => "input/output error".to_owned(),
-        errno::NOMEM => "out of memory".to_owned(),
-        errno::INVAL => "invalid request".to_owned(),
-        errno::NOSPC => "no space left".to_owned(),
-        errno::OVERFLOW => "value too large".to_owned(),
-        errno::NOTSUP => "not supported".to_owned(),
-        errno::SHUTDOWN => "the server is shutting down".to_owned(),
-        other => format!("error {other}"),
     }
 }
 

@@ -60,15 +60,6 @@ impl Agreed {
 /// Reply to an option: its type and data.
 type Answer = (u32, Vec<u8>);
 
-/// What is wanted of a server.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Wanted<'a> {
-    /// Name of the export.
-    pub(crate) export: &'a str,
-    /// Metadata contexts.
-    pub(crate) contexts: &'a [String],
-}
-
 fn bad(what: impl AsRef<str>) -> io::Error {
     let text = format!("the server broke the protocol: {}", what.as_ref());
     io::Error::new(io::ErrorKind::InvalidData, text)
@@ -183,33 +174,41 @@ impl Handshake {
         Err(bad(format!("endless replies to option {option}")))
     }
 
-    /// Asks for structured replies; whether the server has them.
+    /// Asks for something that takes no data, such as structured replies; whether the server has it.
     ///
     /// # Errors
     /// As [`Handshake::begin`]; `PermissionDenied` if the server takes only TLS.
-    pub(crate) fn structured(&self) -> io::Result<bool> {
-        let (kind, data) = self.ask(option::STRUCTURED_REPLY, &[])?;
+    pub(crate) fn has(&self, option: u32) -> io::Result<bool> {
+        let (kind, data) = self.ask(option, &[])?;
         match kind {
             answer::ACK => Ok(true),
             answer::TLS_REQUIRED => Err(refused("plain connections", kind, &data)),
             kind if kind & answer::ERROR != 0 => Ok(false),
-            kind => Err(bad(format!("reply {kind} to NBD_OPT_STRUCTURED_REPLY"))),
+            kind => Err(bad(format!("reply {kind} to option {option}"))),
         }
     }
 
-    /// Asks for extended headers, or else for structured replies: whether the server has the
-    /// extended ones, and whether it has either.
-    ///
-    /// # Errors
-    /// As [`Handshake::structured`].
-    pub(crate) fn extended(&self) -> io::Result<(bool, bool)> {
-        let (kind, data) = self.ask(option::EXTENDED_HEADERS, &[])?;
-        match kind {
-            answer::ACK => Ok((true, true)),
-            answer::TLS_REQUIRED => Err(refused("plain connections", kind, &data)),
-            kind if kind & answer::ERROR != 0 => Ok((false, self.structured()?)),
-            kind => Err(bad(format!("reply {kind} to NBD_OPT_EXTENDED_HEADERS"))),
+    /// NBD_OPT_INFO or NBD_OPT_GO: what the server tells of an export, and its last reply.
+    fn ask_about(&self, option: u32, export: &str) -> io::Result<(ExportInfo, Answer)> {
+        let mut data = string(export);
+        data.extend([1u16, info::BLOCK_SIZE].into_iter().flat_map(u16::to_be_bytes));
+        let (replies, last) = self.ask_all(option, &data)?;
+        let mut told = ExportInfo::default();
+        for (_, data) in replies.iter().filter(|(kind, _)| *kind == answer::INFO) {
+            match (be16(data, 0), data.len()) {
+                (info::EXPORT, 12) => {
+                    (told.bytes, told.flags) = (be64(data, 2), be16(data, 10));
+                }
+                (info::BLOCK_SIZE, 14) => {
+                    told.block_bytes = Some([be32(data, 2), be32(data, 6), be32(data, 10)]);
+                }
+                (info::EXPORT | info::BLOCK_SIZE, len) => {
+                    return Err(bad(format!("{len} bytes of information about the export")));
+                }
+                _ => {}
+            }
         }
+        Ok((told, last))
     }
 
     /// What the server tells of an export without opening it; `None` if it does not know
@@ -218,35 +217,31 @@ impl Handshake {
     /// # Errors
     /// As [`Handshake::begin`].
     pub(crate) fn info(&self, export: &str) -> io::Result<Option<ExportInfo>> {
-        let mut data = string(export);
-        data.extend([1u16, info::BLOCK_SIZE].into_iter().flat_map(u16::to_be_bytes));
-        let (replies, (kind, _)) = self.ask_all(option::INFO, &data)?;
-        if kind != answer::ACK {
-            return Ok(None);
-        }
-        let mut told = ExportInfo::default();
-        for (_, data) in replies.iter().filter(|(kind, _)| *kind == answer::INFO) {
-            match (data.get(..2).map(|kind| be16(kind, 0)), data.len()) {
-                (Some(info::EXPORT), 12) => {
-                    (told.bytes, told.flags) = (be64(data, 2), be16(data, 10));
-                }
-                (Some(info::BLOCK_SIZE), 14) => {
-                    told.block_bytes = Some([be32(data, 2), be32(data, 6), be32(data, 10)]);
-                }
-                _ => {}
-            }
-        }
-        Ok(Some(told))
+        let (told, (kind, _)) = self.ask_about(option::INFO, export)?;
+        Ok((kind == answer::ACK).then_some(told))
     }
 
-    /// Negotiates an export.
+    /// Opens an export for simple replies. The socket has no time limits then.
+    ///
+    /// # Errors
+    /// As [`Handshake::begin`].
+    pub(crate) fn go_simple(&self, export: &str) -> io::Result<ExportInfo> {
+        let (told, (kind, text)) = self.ask_about(option::GO, export)?;
+        if kind != answer::ACK {
+            return Err(refused("this export", kind, &text));
+        }
+        self.channel.set_timeout(None)?;
+        Ok(told)
+    }
+
+    /// Negotiates an export, with these metadata contexts if the server has them.
     ///
     /// # Errors
     /// As [`Handshake::begin`]; `NotFound` for an unknown export, with the names of some that exist.
-    pub(crate) fn go(self, wanted: &Wanted<'_>) -> io::Result<(Channel, Agreed)> {
-        let structured = self.structured()?;
-        let contexts = match structured && !wanted.contexts.is_empty() {
-            true => self.contexts(option::SET_META_CONTEXT, wanted.export, wanted.contexts)?,
+    pub(crate) fn go(self, export: &str, wanted: &[String]) -> io::Result<(Channel, Agreed)> {
+        let structured = self.has(option::STRUCTURED_REPLY)?;
+        let contexts = match structured && !wanted.is_empty() {
+            true => self.contexts(option::SET_META_CONTEXT, export, wanted)?,
             false => Vec::new(),
         };
         let mut agreed = Agreed {
@@ -258,34 +253,22 @@ impl Handshake {
             preferred: 4096,
             maximum: wire::PAYLOAD_MAX,
         };
-        let mut data = string(wanted.export);
-        data.extend([1u16, info::BLOCK_SIZE].into_iter().flat_map(u16::to_be_bytes));
-        let (replies, (kind, text)) = self.ask_all(option::GO, &data)?;
+        let (told, (kind, text)) = self.ask_about(option::GO, export)?;
         if kind == answer::UNSUPPORTED {
-            return self.go_by_name(wanted.export, agreed);
+            return self.go_by_name(export, agreed);
         }
         if kind == answer::UNKNOWN {
-            return Err(self.unknown(wanted.export, &text));
+            return Err(self.unknown(export, &text));
         }
         if kind != answer::ACK {
             return Err(refused("this export", kind, &text));
         }
-        let mut described = false;
-        for (_, data) in replies.iter().filter(|(kind, _)| *kind == answer::INFO) {
-            match (be16(data, 0), data.len()) {
-                (info::EXPORT, 12) => {
-                    (agreed.bytes, agreed.flags) = (be64(data, 2), be16(data, 10));
-                    described = true;
-                }
-                (info::BLOCK_SIZE, 14) => sizes(&mut agreed, data)?,
-                (info::EXPORT | info::BLOCK_SIZE, len) => {
-                    return Err(bad(format!("{len} bytes of information about the export")));
-                }
-                _ => {}
-            }
-        }
-        if !described {
+        if told.flags == 0 {
             return Err(bad("it does not say how long the export is"));
+        }
+        (agreed.bytes, agreed.flags) = (told.bytes, told.flags);
+        if let Some(blocks) = told.block_bytes {
+            set_blocks(&mut agreed, blocks)?;
         }
         checked(agreed).map(|agreed| (self.channel, agreed))
     }
@@ -429,9 +412,9 @@ fn string(text: &str) -> Vec<u8> {
     bytes
 }
 
-/// The information about block sizes.
-fn sizes(agreed: &mut Agreed, data: &[u8]) -> io::Result<()> {
-    let (minimum, preferred, maximum) = (be32(data, 2), be32(data, 6), be32(data, 10));
+/// Takes the server's block sizes over, if they make sense.
+fn set_blocks(agreed: &mut Agreed, blocks: [u32; 3]) -> io::Result<()> {
+    let [minimum, preferred, maximum] = blocks;
     let power = minimum.is_power_of_two() && minimum <= MINIMUM_BLOCK_MAX;
     let largest = maximum.min(wire::PAYLOAD_MAX) & !(minimum.max(1) - 1);
     if !power || !preferred.is_power_of_two() || preferred < minimum || largest < minimum {

@@ -42,13 +42,13 @@ mod tls;
 mod tls;
 mod uri;
 
+pub use client::open_simple;
 pub use handshake::{DescribedExport, ExportInfo, ListedExport};
 pub use reply::StatusRun;
-pub use storage::{
-    BASE_ALLOCATION, NBD, NbdOptions, NbdStorage, describe_exports, list_contexts, list_exports,
-};
+pub use storage::{BASE_ALLOCATION, NBD, NbdOptions, NbdStorage, describe_exports};
 use vdkit_nbd_wire as wire;
 /// Transmission flags of an export.
 pub use wire::flag;
+pub use wire::percent;
 
 pub use uri::{NbdUri, Place, SCHEMES, TlsNames};

@@ -141,9 +141,6 @@ impl<'a> Reply<'a> {
     }
 
     /// Receives what follows a header; whether the reply is complete.
-    ///
-    /// # Errors
-    /// The connection is unusable.
     pub(crate) fn receive(&mut self, head: Head, source: &mut dyn Source) -> Result<bool, Broken> {
         match head {
             Head::Simple { error: 0, .. } => {

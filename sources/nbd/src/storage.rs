@@ -12,7 +12,7 @@ use vdkit_block::{
 use crate::client::{self, Client, Limits};
 use crate::connection::Request;
 use crate::failure::Failure;
-use crate::handshake::{DescribedExport, ListedExport};
+use crate::handshake::DescribedExport;
 use crate::reply::{Expected, StatusRun};
 use crate::uri::NbdUri;
 use crate::wire::{command, flag, request_flag};
@@ -97,29 +97,14 @@ fn parsed(name: &str) -> Result<NbdUri> {
     NbdUri::parse(name).map_err(|why| Error::Invalid(format!("{name}: {why}")))
 }
 
-/// The exports that a server lists. The export in the name is ignored.
+/// The exports that a server lists, with all that it tells of each without opening it. The export in
+/// the name is ignored.
 ///
 /// # Errors
 /// [`Error::Invalid`] for a malformed name; [`Error::File`] if the server cannot be reached or does
 /// not list its exports.
-pub fn list_exports(name: &str) -> Result<Vec<ListedExport>> {
-    client::exports(&parsed(name)?).map_err(|error| open_error(name, error))
-}
-
-/// As [`list_exports`], with all that the server tells of each export without opening it.
-///
-/// # Errors
-/// As [`list_exports`].
 pub fn describe_exports(name: &str) -> Result<Vec<DescribedExport>> {
     client::described(&parsed(name)?).map_err(|error| open_error(name, error))
-}
-
-/// The metadata contexts that a server has for an export.
-///
-/// # Errors
-/// As [`list_exports`].
-pub fn list_contexts(name: &str) -> Result<Vec<String>> {
-    client::contexts(&parsed(name)?).map_err(|error| open_error(name, error))
 }
 
 impl NbdStorage {

@@ -36,17 +36,9 @@ struct State {
 
 impl Faulty {
     /// The storage before another one. `format` is the user's for the content.
-    ///
-    /// # Errors
-    /// None known.
-    pub fn new(
-        name: String,
-        inner: Arc<dyn Storage>,
-        rules: Rules,
-        format: Option<&str>,
-    ) -> Result<Self> {
+    pub fn new(name: &str, inner: Arc<dyn Storage>, rules: Rules, format: Option<&str>) -> Self {
         let state = State { machine: Machine::new(rules), areas: Areas::of(&*inner, format) };
-        Ok(Self { name, inner, state: Mutex::new(state) })
+        Self { name: name.to_owned(), inner, state: Mutex::new(state) }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

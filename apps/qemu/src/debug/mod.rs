@@ -6,9 +6,6 @@
 //! | `areas` | what a byte of an image holds, from which QEMU's events follow |
 //! | `faulty` | the storage that fails by rules |
 //! | `verify` | the storage that compares |
-//!
-//! The engine opens storages by name, so each of these images is noted in a list of this process, and
-//! its name is a number there.
 
 mod areas;
 mod faulty;
@@ -16,18 +13,17 @@ mod rules;
 mod verify;
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use vdkit::{CacheMode, Error, Result, Storage};
+use vdkit::storage::FileOptions;
+use vdkit::{CacheMode, Result, Storage};
 
 use crate::names::{Flat, Image};
 use crate::open::registry;
+use faulty::Faulty;
 pub use rules::Rules;
+use verify::Verify;
 pub use verify::mismatched;
-
-/// What the names begin with. No user can give such a name: to `names::parse` it is an unknown
-/// protocol.
-pub const PREFIX: &str = "vdkit-debug:";
 
 /// An image behind a storage of this module.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -66,59 +62,27 @@ impl Debug {
         };
         image.path().map(|path| (name, path.to_owned())).into_iter().collect()
     }
-}
 
-/// An image that is opened by a number.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Noted {
-    name: String,
-    format: Option<String>,
-    debug: Debug,
-}
-
-static NOTED: Mutex<Vec<Noted>> = Mutex::new(Vec::new());
-
-/// A name under which the engine opens the storage. `format` is the one that the user named for
-/// the content.
-pub fn path(name: &str, format: Option<&str>, debug: &Debug) -> PathBuf {
-    let noted =
-        Noted { name: name.to_owned(), format: format.map(str::to_owned), debug: debug.clone() };
-    let mut all = NOTED.lock().expect("no thread panics with it");
-    let index = all.iter().position(|other| *other == noted).unwrap_or_else(|| {
-        all.push(noted);
-        all.len() - 1
-    });
-    format!("{PREFIX}{index}").into()
-}
-
-/// Opens the storage of a name that [`path`] made.
-///
-/// # Errors
-/// Errors of opening the image beneath, and of rules that fail requests at once.
-pub fn open(path: &str, writable: bool, cache: CacheMode) -> Result<Arc<dyn Storage>> {
-    let index = path.strip_prefix(PREFIX).and_then(|index| index.parse::<usize>().ok());
-    let noted = {
-        let all = NOTED.lock().expect("no thread panics with it");
-        index.and_then(|index| all.get(index).cloned())
-    };
-    let Some(Noted { name, format, debug }) = noted else {
-        return Err(Error::Invalid(format!("{path}: is no name of an image")));
-    };
-    match debug {
-        Debug::Faulty { image, rules } => {
-            let inner = storage(&image, writable, cache)?;
-            Ok(Arc::new(faulty::Faulty::new(name, inner, rules, format.as_deref())?))
-        }
-        Debug::Verify { raw, test } => {
-            let raw = storage(&raw, writable, cache)?;
-            Ok(Arc::new(verify::Verify::open(name, raw, &test, writable, cache)?))
+    /// Opens the storage. `name` is the user's, and `format` the one that the user named for the
+    /// content.
+    pub fn open(
+        &self,
+        name: &str,
+        format: Option<&str>,
+        writable: bool,
+        cache: CacheMode,
+    ) -> Result<Arc<dyn Storage>> {
+        let options = FileOptions::default().writable(writable).cache(cache);
+        let storage = |image: &Image| registry().open_storage(&image.opened(), &options);
+        match self {
+            Self::Faulty { image, rules } => {
+                Ok(Arc::new(Faulty::new(name, storage(image)?, rules.clone(), format)))
+            }
+            Self::Verify { raw, test } => {
+                Ok(Arc::new(Verify::open(name, storage(raw)?, test, writable, cache)?))
+            }
         }
     }
-}
-
-fn storage(image: &Image, writable: bool, cache: CacheMode) -> Result<Arc<dyn Storage>> {
-    let options = vdkit::storage::FileOptions::default().writable(writable);
-    registry().open_storage(&image.opened(), &options.cache(cache))
 }
 
 /// `RULES:IMAGE` after `blkdebug:`; the rules' file may be left out.
@@ -133,9 +97,6 @@ pub fn parse_faulty(rest: &str) -> std::result::Result<Debug, String> {
 }
 
 /// `RAW:IMAGE` after `blkverify:`.
-///
-/// # Errors
-/// As [`parse_faulty`].
 pub fn parse_verify(rest: &str) -> std::result::Result<Debug, String> {
     let (raw, test) =
         rest.split_once(':').ok_or("blkverify requires raw copy and original image path")?;
@@ -155,9 +116,6 @@ const LIMITS: &[&str] = &[
 ];
 
 /// The properties of a `blkdebug` node without its image; what is not known is left.
-///
-/// # Errors
-/// As [`parse_faulty`].
 pub fn faulty_properties(flat: &mut Flat, image: Image) -> std::result::Result<Debug, String> {
     let mut rules = Rules::read(flat.take("config").as_deref())?;
     rules.add_properties(flat)?;

@@ -1,8 +1,6 @@
 //! When requests fail: rules from a file or from properties, and how events and states choose among
 //! them.
 
-use std::collections::BTreeMap;
-
 use crate::failure::system_words;
 use crate::names::Flat;
 
@@ -107,16 +105,13 @@ pub struct Rules {
 
 impl Rules {
     /// The rules of a file.
-    ///
-    /// # Errors
-    /// QEMU's words for a file that cannot be read or parsed.
     pub fn read(file: Option<&str>) -> Result<Self, String> {
         let mut rules = Self::default();
         let Some(file) = file else { return Ok(rules) };
         let text = std::fs::read_to_string(file).map_err(|error| {
             format!("Could not read blkdebug config file: {}", system_words(&error))
         })?;
-        let mut group: Option<(String, BTreeMap<String, String>)> = None;
+        let mut group: Option<(String, Flat)> = None;
         for (number, line) in text.lines().enumerate() {
             let line = line.trim();
             if line.is_empty() || line.starts_with('#') {
@@ -127,13 +122,13 @@ impl Rules {
                 if !["inject-error", "set-state"].contains(&name) {
                     return Err(format!("There is no option group '{name}'"));
                 }
-                rules.add_group(group.replace((name.to_owned(), BTreeMap::new())))?;
+                rules.add_group(group.replace((name.to_owned(), Flat::default())))?;
                 continue;
             }
             let pair = line.split_once('=').map(|(key, value)| (key.trim(), value.trim()));
             match (&mut group, pair) {
                 (Some((_, values)), Some((key, value))) => {
-                    values.insert(key.to_owned(), value.trim_matches('"').to_owned());
+                    values.put(key, value.trim_matches('"'));
                 }
                 (None, Some(_)) => return Err("no group defined".to_owned()),
                 (_, None) => return Err(format!("{file}:{}: parse error", number + 1)),
@@ -143,26 +138,16 @@ impl Rules {
         Ok(rules)
     }
 
-    fn add_group(
-        &mut self,
-        group: Option<(String, BTreeMap<String, String>)>,
-    ) -> Result<(), String> {
+    fn add_group(&mut self, group: Option<(String, Flat)>) -> Result<(), String> {
         group.map_or(Ok(()), |(name, values)| self.add(&name, values))
     }
 
     /// Takes `inject-error.N.…` and `set-state.N.…`.
-    ///
-    /// # Errors
-    /// QEMU's words for a wrong rule.
     pub fn add_properties(&mut self, flat: &mut Flat) -> Result<(), String> {
         for name in ["inject-error", "set-state"] {
             let mut below = flat.take_below(name);
             for number in 0.. {
-                let mut one = below.take_below(&number.to_string());
-                let mut values = BTreeMap::new();
-                while let Some(key) = one.first_key().map(str::to_owned) {
-                    values.insert(key.clone(), one.take(&key).unwrap_or_default());
-                }
+                let values = below.take_below(&number.to_string());
                 if values.is_empty() {
                     break;
                 }
@@ -172,15 +157,15 @@ impl Rules {
         Ok(())
     }
 
-    fn add(&mut self, name: &str, mut values: BTreeMap<String, String>) -> Result<(), String> {
+    fn add(&mut self, name: &str, mut values: Flat) -> Result<(), String> {
         let known: &[&str] = match name {
             "set-state" => &["event", "state", "new_state"],
             _ => &["event", "state", "errno", "sector", "once", "immediately", "iotype"],
         };
-        if let Some(key) = values.keys().find(|key| !known.contains(&key.as_str())) {
+        if let Some(key) = values.keys().find(|key| !known.contains(key)) {
             return Err(format!("Invalid parameter '{key}'"));
         }
-        let event = values.remove("event").ok_or("Missing event name for rule")?;
+        let event = values.take("event").ok_or("Missing event name for rule")?;
         if !EVENTS.contains(&event.as_str()) {
             return Err(format!("invalid parameter value: {event}"));
         }
@@ -194,15 +179,15 @@ impl Rules {
             let once = switch(&mut values, "once")?;
             // A request fails at once here in either case: it has no time between start and end.
             switch(&mut values, "immediately")?;
-            let kinds = kinds(values.remove("iotype"))?;
+            let kinds = kinds(values.take("iotype"))?;
             self.injects.push(Inject { event, state, errno, at, once, kinds });
         }
         Ok(())
     }
 }
 
-fn number(values: &mut BTreeMap<String, String>, key: &str) -> Result<Option<u64>, String> {
-    let Some(text) = values.remove(key) else { return Ok(None) };
+fn number(values: &mut Flat, key: &str) -> Result<Option<u64>, String> {
+    let Some(text) = values.take(key) else { return Ok(None) };
     match text.strip_prefix("0x") {
         // A rule without a sector has sector -1 in QEMU's own words.
         _ if key == "sector" && text == "-1" => Ok(None),
@@ -215,8 +200,8 @@ fn wrong_number(key: &str) -> String {
     format!("Parameter '{key}' expects a number")
 }
 
-fn switch(values: &mut BTreeMap<String, String>, key: &str) -> Result<bool, String> {
-    match values.remove(key).as_deref() {
+fn switch(values: &mut Flat, key: &str) -> Result<bool, String> {
+    match values.take(key).as_deref() {
         None | Some("off" | "no" | "false" | "n") => Ok(false),
         Some("on" | "yes" | "true" | "y") => Ok(true),
         Some(_) => Err(format!("Parameter '{key}' expects 'on' or 'off'")),

@@ -31,11 +31,8 @@ pub struct Verify {
 
 impl Verify {
     /// The disk of `test`, compared with `raw`.
-    ///
-    /// # Errors
-    /// Errors of opening the image.
     pub fn open(
-        name: String,
+        name: &str,
         raw: Arc<dyn Storage>,
         test: &Image,
         writable: bool,
@@ -48,7 +45,7 @@ impl Verify {
             Error::Invalid(why.to_owned())
         })?;
         let disk = Disk::open(&registry(), test.opened(), &options)?;
-        Ok(Self { name, raw, test: DiskStorage::new(disk) })
+        Ok(Self { name: name.to_owned(), raw, test: DiskStorage::new(disk) })
     }
 
     /// Reports a difference, once, and fails the request: nothing that follows could be trusted.

@@ -3,15 +3,14 @@
 use vdkit::jobs::{self, ResizeOptions};
 use vdkit::{Error, ImageInfo, Monitor, OpenOptions, Progress as Sink};
 
-use super::{CACHE, Call, Command, FORMAT, IMAGE_OPTS, OBJECT, PROGRESS, QUIET, opening};
-use crate::creation::{self, Asked, Kind, asked, bad_size};
+use super::{CACHE, Command, FORMAT, IMAGE_OPTS, OBJECT, Output, PROGRESS, QUIET, opening};
+use crate::creation::{self, Asked, Key, asked, meant, number, size, switch, text};
 use crate::failure::{Failure, could_not_open, words};
 use crate::getopt::{Parsed, long, valued};
 use crate::names::Image;
 use crate::open::{Access, open, open_options, qemu_name, registry};
 use crate::output::{Progress, cancel_on_signal};
 use crate::secrets::Objects;
-use crate::sizes;
 
 /// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
@@ -31,31 +30,28 @@ pub const COMMAND: Command = Command {
     run,
 };
 
-/// An option that can be changed: its name, type and a line of help.
-type Key = (&'static str, Kind, &'static str);
-
 const LUKS: &[Key] = &[
-    ("iter-time", Kind::Number, "milliseconds of the key derivation"),
-    ("keyslot", Kind::Number, "the one key slot that is changed"),
-    ("new-secret", Kind::Text, "id of the secret that a key slot gets"),
-    ("old-secret", Kind::Text, "id of the secret whose key slots are changed"),
-    ("state", Kind::Text, "new state of the key slots: active or inactive"),
+    number("iter-time", None, "milliseconds of the key derivation"),
+    number("keyslot", None, "the one key slot that is changed"),
+    text("new-secret", None, "id of the secret that a key slot gets"),
+    text("old-secret", None, "id of the secret whose key slots are changed"),
+    text("state", None, "new state of the key slots: active or inactive"),
 ];
 
 const QCOW2: &[Key] = &[
-    ("backing_file", Kind::Text, "name of the backing image"),
-    ("backing_fmt", Kind::Text, "format of the backing image"),
-    ("compat", Kind::Text, "version of the format: v2 (0.10) or v3 (1.1)"),
-    ("data_file", Kind::Text, "name of the file for guest data"),
-    ("data_file_raw", Kind::Switch, "the data file stays readable as a raw image"),
-    ("encrypt.iter-time", Kind::Number, "milliseconds of the key derivation"),
-    ("encrypt.keyslot", Kind::Number, "the one key slot that is changed"),
-    ("encrypt.new-secret", Kind::Text, "id of the secret that a key slot gets"),
-    ("encrypt.old-secret", Kind::Text, "id of the secret whose key slots are changed"),
-    ("encrypt.state", Kind::Text, "new state of the key slots: active or inactive"),
-    ("lazy_refcounts", Kind::Switch, "refcounts are updated late"),
-    ("refcount_bits", Kind::Number, "bits of a refcount"),
-    ("size", Kind::Size, "size of the guest disk"),
+    text("backing_file", None, "name of the backing image"),
+    text("backing_fmt", None, "format of the backing image"),
+    text("compat", None, "version of the format: v2 (0.10) or v3 (1.1)"),
+    text("data_file", None, "name of the file for guest data"),
+    switch("data_file_raw", None, "the data file stays readable as a raw image"),
+    number("encrypt.iter-time", None, "milliseconds of the key derivation"),
+    number("encrypt.keyslot", None, "the one key slot that is changed"),
+    text("encrypt.new-secret", None, "id of the secret that a key slot gets"),
+    text("encrypt.old-secret", None, "id of the secret whose key slots are changed"),
+    text("encrypt.state", None, "new state of the key slots: active or inactive"),
+    switch("lazy_refcounts", None, "refcounts are updated late"),
+    number("refcount_bits", None, "bits of a refcount"),
+    size("size", None, "size of the guest disk"),
 ];
 
 /// The options of a format that can be changed.
@@ -71,19 +67,11 @@ fn keys(format: &str) -> Result<&'static [Key], Failure> {
 
 fn help(format: &str) -> Result<String, Failure> {
     let mut text = format!("Amend options for '{format}':\n");
-    for (name, kind, about) in keys(format)? {
-        let kind = match kind {
-            Kind::Size => "size",
-            Kind::Switch => "bool (on/off)",
-            Kind::Number => "num",
-            Kind::Text => "str",
-        };
-        text += &format!("  {:<22} - {about}\n", format!("{name}=<{kind}>"));
-    }
+    text.extend(keys(format)?.iter().map(Key::help_line));
     Ok(text)
 }
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     if !parsed.has("options") {
         return Err(Failure::usage("Must specify options (-o)"));
     }
@@ -92,13 +80,13 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         if crate::open::driver(format).is_none() {
             return Err(Failure::new(format!("Unknown file format '{format}'")));
         }
-        call.out.text(help(format)?)?;
+        out.text(help(format)?)?;
         return Ok(0);
     }
     let [file] = &parsed.operands[..] else {
         return Err(Failure::new("Expecting one image file name"));
     };
-    let cache = opening::cache(parsed.last("cache"), "cache option")?;
+    let cache = opening::cache(parsed, "cache", "cache")?.unwrap_or_default();
     let (objects, image) = opening::image(parsed, file)?;
     let access = Access { cache, ..Access::write() };
     let options = open_options(&image, access, &objects)?;
@@ -112,7 +100,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let values = match asked {
         Asked::Values(values) => values,
         Asked::Help => {
-            call.out.text(help(format)?)?;
+            out.text(help(format)?)?;
             return Ok(0);
         }
     };
@@ -138,35 +126,20 @@ fn checked(
     known: &'static [Key],
     values: Vec<(String, String)>,
 ) -> Result<Values, Failure> {
+    let find = |name: &str| known.iter().find(|key| key.name == name);
     let mut out: Values = Vec::new();
-    for (name, value) in values {
-        let is_known = |name: &str| known.iter().any(|(key, ..)| *key == name);
-        let (name, value) = match (value.as_str(), name.strip_prefix("no")) {
-            ("\0", Some(rest)) if !is_known(&name) => (rest.to_owned(), "off".to_owned()),
-            _ => (name, value),
-        };
-        let Some((key, kind, _)) = known.iter().find(|(key, ..)| *key == name) else {
+    for (name, value) in &values {
+        let (name, value) = meant(name, value, |name| find(name).is_some());
+        let Some(key) = find(name) else {
             let creates = creation::table(format)
                 .is_ok_and(|table| table.all(false).any(|key| key.name == name));
             let hint =
                 if creates { "\nThis option is only supported for image creation" } else { "" };
             return Err(Failure::new(format!("Invalid parameter '{name}'{hint}")));
         };
-        let value = match kind {
-            Kind::Size => sizes::parse(&value).map_err(|_| bad_size(key))?.to_string(),
-            Kind::Number => value
-                .parse::<u64>()
-                .map_err(|_| Failure::new(format!("Parameter '{key}' expects a number")))?
-                .to_string(),
-            Kind::Switch => match value.as_str() {
-                "\0" | "on" | "yes" | "true" | "y" => "on".to_owned(),
-                "off" | "no" | "false" | "n" => "off".to_owned(),
-                _ => return Err(Failure::new(format!("Parameter '{key}' expects 'on' or 'off'"))),
-            },
-            Kind::Text => value,
-        };
-        out.retain(|(other, _)| other != key);
-        out.push((key, value));
+        let value = key.checked(value)?;
+        out.retain(|(other, _)| *other != key.name);
+        out.push((key.name, value));
     }
     Ok(out)
 }
@@ -268,8 +241,7 @@ impl Amending<'_> {
 
     /// What version 2 of the format cannot have.
     fn check_version(&self, texts: &[String]) -> Result<(), Failure> {
-        let properties = &self.info.properties;
-        let now = |key: &str| properties.iter().find(|(k, _)| k == key).map(|(_, v)| v.as_str());
+        let now = |key: &str| self.info.property(key);
         let then = texts.iter().find_map(|text| text.strip_prefix("compat="));
         if then.or_else(|| now("compat")) != Some("0.10") {
             return Ok(());
@@ -436,6 +408,7 @@ mod tests {
                 .map_err(|failure| failure.text)
         };
         assert_eq!(check("size", "1k"), Ok(vec![("size", "1024".to_owned())]));
+        assert_eq!(check("data_file", "\0"), Ok(vec![("data_file", "on".to_owned())]));
         assert_eq!(check("foo", "1"), Err("Invalid parameter 'foo'".to_owned()));
         assert_eq!(
             check("cluster_size", "4k"),

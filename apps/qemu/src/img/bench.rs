@@ -5,12 +5,10 @@ use std::time::Instant;
 
 use vdkit::{Disk, GuestOffset};
 
-use super::convert::cache_mode;
-use super::{Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, QUIET, one_image};
+use super::{Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, Output, QUIET, one_image, opening};
 use crate::failure::{Failure, could_not_open};
 use crate::getopt::{Opt, Parsed, flag, long, valued};
-use crate::open::{Access, Named, open};
-use crate::secrets::Objects;
+use crate::open::{Access, cache_mode, open};
 use crate::sizes;
 
 /// Threads that send requests; a larger depth is not reached.
@@ -145,7 +143,7 @@ impl Load {
     }
 }
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let load = Load::parse(parsed)?;
     let cache = match parsed.last("cache") {
         None => vdkit::CacheMode::default(),
@@ -155,27 +153,17 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     if let Some(aio) = aio.filter(|aio| !matches!(*aio, "threads" | "native" | "io_uring")) {
         return Err(Failure::new(format!("Invalid aio option: {aio}")));
     }
-    let named = Named::of(parsed, one_image(parsed)?);
-    let image = named.parse()?;
+    let file = one_image(parsed)?;
+    let (objects, image) = opening::image(parsed, file)?;
     if (parsed.has("native") || aio == Some("native")) && !cache.direct() {
         return Err(could_not_open(
             &image.typed,
             "aio=native was specified, but it requires cache.direct=on, which was not specified.",
         ));
     }
-    if load.write && parsed.has("force-share") {
-        let why = "force-share=on can only be used with read-only images";
-        return Err(could_not_open(&image.typed, why));
-    }
-    let objects = Objects::parse(parsed.all("object"))?;
-    let access = Access {
-        writable: load.write,
-        share: parsed.has("force-share"),
-        cache,
-        ..Access::default()
-    };
+    let access = Access { cache, ..opening::access(parsed, file, load.write)? };
     let disk = open(&image, access, &objects)?;
-    call.out.line(format!(
+    out.line(format!(
         "Sending {} {} requests, {} bytes each, {} in parallel (starting at offset {}, step size {})",
         load.count,
         if load.write { "write" } else { "read" },
@@ -185,18 +173,17 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         load.step
     ))?;
     if load.flush_interval > 0 {
-        call.out.line(format!("Sending flush every {} requests", load.flush_interval))?;
+        out.line(format!("Sending flush every {} requests", load.flush_interval))?;
     }
-    call.out.flush()?;
+    out.flush()?;
     let started = Instant::now();
     let ran = load.run(&disk);
     let seconds = started.elapsed().as_secs_f64();
-    let closed = disk.close();
-    ran.map_err(|error| match error {
+    let ran = ran.map_err(|error| match error {
         vdkit::Error::Invalid(_) => Failure::new("Failed request: Input/output error"),
-        other => Failure::new(format!("Failed request: {}", crate::failure::words(&other))),
-    })?;
-    closed?;
-    call.out.line(format!("Run completed in {seconds:.3} seconds."))?;
+        other => Failure::from(other).within("Failed request"),
+    });
+    opening::close(&disk, ran)?;
+    out.line(format!("Run completed in {seconds:.3} seconds."))?;
     Ok(0)
 }

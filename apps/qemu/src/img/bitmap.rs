@@ -3,7 +3,7 @@
 use vdkit::jobs::{bitmaps, merge_bitmap};
 use vdkit::{Disk, Error, NewBitmap};
 
-use super::{Call, Command, FORMAT, IMAGE_OPTS, OBJECT, opening};
+use super::{Command, FORMAT, IMAGE_OPTS, OBJECT, Output, opening};
 use crate::failure::{Failure, words};
 use crate::getopt::{Parsed, long, valued};
 use crate::open::{Access, Named, open};
@@ -35,7 +35,7 @@ pub const COMMAND: Command = Command {
 /// The actions, which are performed in the order in which they are given.
 const ACTIONS: &[&str] = &["add", "remove", "clear", "enable", "disable", "merge"];
 
-fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, _out: &mut Output) -> Result<u8, Failure> {
     let granularity = parsed
         .last("granularity")
         .map(|text| sizes::option("granularity", text))
@@ -61,11 +61,7 @@ fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
     }
     let (objects, image) = opening::image(parsed, file)?;
     let disk = open(&image, Access { alone: true, ..Access::write() }, &objects)?;
-    let changed = change(parsed, &disk, name, granularity);
-    // The image is closed after a failure too, so that it is marked clean.
-    let closed = disk.close();
-    changed?;
-    closed?;
+    opening::close(&disk, change(parsed, &disk, name, granularity))?;
     Ok(0)
 }
 
@@ -75,10 +71,7 @@ fn change(
     name: &str,
     granularity: Option<u64>,
 ) -> Result<(), Failure> {
-    let source = match parsed.last("source-file") {
-        Some(text) => Some(source(parsed, text)?),
-        None => None,
-    };
+    let source = parsed.last("source-file").map(|text| source(parsed, text)).transpose()?;
     for (action, value) in parsed.in_order().filter(|(option, _)| ACTIONS.contains(option)) {
         act(disk, source.as_ref(), (action, value), name, granularity).map_err(|why| {
             Failure::new(format!("Operation {action} on bitmap {name} failed: {why}"))

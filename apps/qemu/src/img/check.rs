@@ -6,14 +6,14 @@ use vdkit::jobs;
 use vdkit::{CheckReport, Finding, Monitor, Repair, Severity};
 
 use super::{
-    Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, QUIET, one_image, opening,
+    Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, Output, QUIET, one_image, opening,
     wants_json,
 };
 use crate::failure::Failure;
 use crate::getopt::{Parsed, valued};
 use crate::json::{Dict, pretty};
 use crate::open::{failed_open, open, open_options, qemu_name, registry};
-use crate::output::{Silent, cancel_on_signal};
+use crate::output::cancel_on_signal;
 
 /// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
@@ -39,7 +39,7 @@ const NOT_CHECKED: u8 = 63;
 /// Formats whose metadata `qemu-img` checks, by QEMU's names.
 const CHECKED: &[&str] = &["qcow2", "qed", "vdi", "vmdk", "vhdx", "parallels"];
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let json = wants_json(parsed)?;
     let repair = match parsed.last("repair") {
         None => Repair::Nothing,
@@ -52,9 +52,9 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         }
     };
     let file = one_image(parsed)?;
-    let cache = opening::cache(parsed.last("cache"), "source cache option")?;
+    let cache = opening::cache(parsed, "cache", "source cache")?.unwrap_or_default();
     let quiet = parsed.has("quiet");
-    call.out.quiet(quiet);
+    out.quiet(quiet);
     let (objects, image) = opening::image(parsed, file)?;
     let mut access = opening::access(parsed, file, repair != Repair::Nothing)?;
     access.cache = cache;
@@ -76,15 +76,15 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         return Err(Failure::new(why).code(NOT_CHECKED));
     }
     let path = &image.opened();
-    let monitor = Monitor::new(&Silent).cancelled_by(cancel_on_signal()?);
+    let monitor = Monitor::default().cancelled_by(cancel_on_signal()?);
     let checked = jobs::check(&registry(), path, &options, repair, &monitor)
         .map_err(|error| failed_open(&image, options.format.as_deref(), &error))?;
     let report = shown(name, checked.report, file_bytes);
     tell_findings(&report, quiet);
     if json {
-        call.out.said(pretty(&value(file, name, &report).into()))?;
+        out.said(pretty(&value(file, name, &report).into()))?;
     } else if !quiet {
-        call.out.text(text(&report))?;
+        out.text(text(&report))?;
     }
     Ok(match (report.corruptions_left(), report.leaks_left()) {
         (0, 0) => 0,

@@ -5,14 +5,15 @@ use std::path::{Path, PathBuf};
 use vdkit::jobs::{self, CommitOptions};
 use vdkit::{ChainLink, Error, Monitor, OpenOptions, describe_chain, same_file};
 
-use super::convert::{cache_option, rate_option};
-use super::{CACHE, Call, Command, FORMAT, IMAGE_OPTS, OBJECT, PROGRESS, QUIET, one_image};
+use super::convert::rate_option;
+use super::{
+    CACHE, Command, FORMAT, IMAGE_OPTS, OBJECT, Output, PROGRESS, QUIET, one_image, opening,
+};
 use crate::failure::{Failure, could_not_open, words};
 use crate::getopt::{Parsed, flag, valued};
 use crate::names::Image;
-use crate::open::{Access, Named, failed_open, open_options, registry};
+use crate::open::{Access, failed_open, open_options, registry};
 use crate::output::{Converting, Progress, cancel_on_signal};
-use crate::secrets::Objects;
 
 /// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
@@ -33,14 +34,13 @@ pub const COMMAND: Command = Command {
     run,
 };
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let quiet = parsed.has("quiet");
-    call.out.quiet(quiet);
+    out.quiet(quiet);
     let rate = rate_option(parsed)?;
-    let named = Named::of(parsed, one_image(parsed)?);
-    let cache = cache_option(parsed, "cache", "cache")?.unwrap_or_default();
-    let objects = Objects::parse(parsed.all("object"))?;
-    let image = named.parse()?;
+    let file = one_image(parsed)?;
+    let cache = opening::cache(parsed, "cache", "cache")?.unwrap_or_default();
+    let (objects, image) = opening::image(parsed, file)?;
     let Some(path) = image.path() else {
         return Err(could_not_open(&image.typed, "vdkit commits images in files only"));
     };
@@ -69,7 +69,7 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         }
         other => failed_open(&image, None, other),
     })?;
-    call.out.said("Image committed.")?;
+    out.said("Image committed.")?;
     Ok(0)
 }
 

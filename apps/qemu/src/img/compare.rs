@@ -1,10 +1,10 @@
 //! `qemu-img compare`: whether two images have the same content.
 
-use vdkit::jobs::{self, CompareOptions, CompareReport};
+use vdkit::jobs::{self, CompareOptions};
 use vdkit::{Disk, Monitor, Progress as Sink};
 
 use super::map::each_row;
-use super::{Call, Command, FORCE_SHARE, IMAGE_OPTS, OBJECT, PROGRESS, QUIET, opening};
+use super::{Command, FORCE_SHARE, IMAGE_OPTS, OBJECT, Output, PROGRESS, QUIET, opening};
 use crate::failure::Failure;
 use crate::getopt::{Parsed, alias, flag, valued};
 use crate::open::{Access, Named, open};
@@ -43,15 +43,16 @@ const NOT_READ: u8 = 4;
 /// Differences are found in this unit.
 const SECTOR_BYTES: u64 = 512;
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let [first, second] = &parsed.operands[..] else {
         return Err(Failure::usage("Expecting two image file names"));
     };
     let quiet = parsed.has("quiet");
-    call.out.quiet(quiet);
+    out.quiet(quiet);
     let not_opened = |failure: Failure| failure.code(NOT_OPENED);
     let objects = Objects::parse(parsed.all("object")).map_err(not_opened)?;
-    let cache = opening::cache(parsed.last("cache"), "source cache option").map_err(not_opened)?;
+    let cache = opening::cache(parsed, "cache", "source cache").map_err(not_opened)?;
+    let cache = cache.unwrap_or_default();
     let access = Access { share: parsed.has("force-share"), cache, ..Access::read() };
     let disk = |text: &str, format: &str| -> Result<Disk, Failure> {
         let options = parsed.has("image-opts");
@@ -62,8 +63,8 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     let b = disk(second, "b-format").map_err(not_opened)?;
     let strict = parsed.has("strict");
     let progress = Progress::new(parsed.has("progress") && !quiet)?;
-    let ended = compare(&a, &b, strict, &progress, call);
-    call.out.flush()?;
+    let ended = compare(&a, &b, strict, &progress, out);
+    out.flush()?;
     progress.finish(false);
     ended
 }
@@ -73,11 +74,11 @@ fn compare(
     b: &Disk,
     strict: bool,
     progress: &Progress,
-    call: &mut Call,
+    out: &mut Output,
 ) -> Result<u8, Failure> {
     let sizes = [a, b].map(|disk| disk.guest_bytes().next_multiple_of(SECTOR_BYTES));
     if strict && sizes[0] != sizes[1] {
-        call.out.said("Strict mode: Image size mismatch!")?;
+        out.said("Strict mode: Image size mismatch!")?;
         return Ok(DIFFERENT);
     }
     let monitor = Monitor::new(progress).cancelled_by(cancel_on_signal()?);
@@ -88,32 +89,22 @@ fn compare(
     if strict {
         let other = other_allocation(a, b).map_err(|failure| failure.code(NOT_MAPPED))?;
         if let Some(at) = other.filter(|at| different.is_none_or(|different| *at <= different)) {
-            call.out.said(format!("Strict mode: Offset {at} block status mismatch!"))?;
+            out.said(format!("Strict mode: Offset {at} block status mismatch!"))?;
             return Ok(DIFFERENT);
         }
     }
-    say(&report, sizes, different, progress, call)
-}
-
-fn say(
-    report: &CompareReport,
-    sizes: [u64; 2],
-    different: Option<u64>,
-    progress: &Progress,
-    call: &mut Call,
-) -> Result<u8, Failure> {
     let common = sizes[0].min(sizes[1]);
     if sizes[0] != sizes[1] && different.is_none_or(|at| at >= common) {
-        call.out.said("Warning: Image size mismatch!")?;
+        out.said("Warning: Image size mismatch!")?;
     }
     if let Some(at) = different {
-        call.out.said(format!("Content mismatch at offset {at}!"))?;
+        out.said(format!("Content mismatch at offset {at}!"))?;
         return Ok(DIFFERENT);
     }
     let total = report.a_bytes.max(report.b_bytes).max(1);
-    call.out.flush()?;
+    out.flush()?;
     progress.update(total, total);
-    call.out.said("Images are identical.")?;
+    out.said("Images are identical.")?;
     Ok(0)
 }
 
@@ -137,9 +128,6 @@ fn other_allocation(a: &Disk, b: &Disk) -> Result<Option<u64>, Failure> {
 /// whether it reaches the end of a raw file.
 fn kinds(disk: &Disk) -> Result<Vec<(u64, [bool; 5])>, Failure> {
     let mut kinds = Vec::new();
-    if disk.guest_bytes() == 0 {
-        return Ok(kinds);
-    }
     each_row(disk, 0, disk.guest_bytes(), &mut |row| {
         let format = disk.layers()[row.depth].format();
         let last = format.name() == "raw" && row.end() == format.guest_bytes();

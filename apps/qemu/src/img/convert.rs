@@ -12,7 +12,7 @@ use vdkit::{
 };
 
 use super::create::{create_at, target_path};
-use super::{Call, Command, FORCE_SHARE, OBJECT, PROGRESS, QUIET, SRC_CACHE};
+use super::{Command, FORCE_SHARE, OBJECT, Output, PROGRESS, QUIET, SRC_CACHE, opening};
 use crate::creation::{Asked, Wanted, asked, failed_creation, table};
 use crate::failure::{Failure, could_not_open, words};
 use crate::getopt::{Opt, Parsed, alias, flag, long, valued};
@@ -69,36 +69,7 @@ pub const COMMAND: Command = Command {
     run,
 };
 
-/// A cache mode by QEMU's name.
-pub fn cache_mode(name: &str) -> Option<CacheMode> {
-    match name {
-        "none" | "off" => Some(CacheMode::None),
-        "writeback" => Some(CacheMode::Writeback),
-        "writethrough" => Some(CacheMode::Writethrough),
-        "directsync" => Some(CacheMode::DirectSync),
-        "unsafe" => Some(CacheMode::Unsafe),
-        _ => None,
-    }
-}
-
-/// The cache mode that an option names.
-///
-/// # Errors
-/// There is no mode of this name. `what` is QEMU's word for the option.
-pub fn cache_option(
-    parsed: &Parsed,
-    option: &str,
-    what: &str,
-) -> Result<Option<CacheMode>, Failure> {
-    let Some(name) = parsed.last(option) else { return Ok(None) };
-    let found = cache_mode(name);
-    found.map(Some).ok_or_else(|| Failure::new(format!("Invalid {what} option: {name}")))
-}
-
 /// The rate that `-r` gives; 0 is none.
-///
-/// # Errors
-/// It is no size.
 pub fn rate_option(parsed: &Parsed) -> Result<Option<u64>, Failure> {
     let Some(text) = parsed.last("rate") else { return Ok(None) };
     Ok(Some(sizes::within("rate limit", text, 0, i64::MAX as u64)?).filter(|&rate| rate > 0))
@@ -119,13 +90,13 @@ struct Settings<'a> {
     source_cache: Option<CacheMode>,
 }
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let format = parsed.last("target-format");
     let values = match asked(parsed.all("target-options"))? {
         Asked::Values(values) => values,
         Asked::Help => {
             let named = parsed.operands.len() > 1;
-            call.out.text(table(format.unwrap_or("raw"))?.help(named))?;
+            out.text(table(format.unwrap_or("raw"))?.help(named))?;
             return Ok(0);
         }
     };
@@ -139,10 +110,10 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         into: parsed.has("no-create"),
         compress: parsed.has("compress"),
         detect: sparse_size(parsed)?,
-        snapshot: snapshot_option(parsed)?,
+        snapshot: snapshot_option(parsed, "source-snapshot")?,
         rate: rate_option(parsed)?,
-        cache: cache_option(parsed, "target-cache", "cache")?,
-        source_cache: cache_option(parsed, "source-cache", "source cache")?,
+        cache: opening::cache(parsed, "target-cache", "cache")?,
+        source_cache: opening::cache(parsed, "source-cache", "source cache")?,
         objects: Objects::parse(parsed.all("object"))?,
     };
     settings.refuse_contradictions()?;
@@ -171,9 +142,9 @@ fn sparse_size(parsed: &Parsed) -> Result<Option<u32>, Failure> {
     Ok((bytes > 0).then(|| 1 << bytes.min(ENGINE_MOST).ilog2()))
 }
 
-/// The snapshot that `-l` names: by itself, or as `snapshot.id=…,snapshot.name=…`.
-fn snapshot_option(parsed: &Parsed) -> Result<Option<String>, Failure> {
-    let Some(text) = parsed.last("source-snapshot") else { return Ok(None) };
+/// The snapshot that an option names: by itself, or as `snapshot.id=…,snapshot.name=…`.
+pub fn snapshot_option(parsed: &Parsed, option: &str) -> Result<Option<String>, Failure> {
+    let Some(text) = parsed.last(option) else { return Ok(None) };
     if !text.starts_with("snapshot.") {
         return Ok(Some(text.to_owned()));
     }
@@ -235,15 +206,12 @@ impl Settings<'_> {
         self.refuse_bitmaps(&disks)?;
         let source = Source::new(disks);
         let cancel = cancel_on_signal()?;
-        let Goal { destination, compress, backing, keys } = self.goal(&source, target)?;
-        let mut options = ConvertOptions::new(destination);
-        options.compress = compress;
+        let mut options = self.goal(&source, target)?;
         options.detect_zeroes = self.detect;
         options.fill = self.detect.is_none();
         options.salvage = self.parsed.has("salvage");
         options.target_is_zero = self.parsed.has("target-is-zero");
         options.rate = self.rate;
-        options.backing = backing;
         options.bitmaps = match (self.parsed.has("bitmaps"), self.parsed.has("skip-broken-bitmaps"))
         {
             (false, _) => None,
@@ -251,7 +219,6 @@ impl Settings<'_> {
             (true, true) => Some(BrokenBitmaps::Skip),
         };
         options.size_unit = 512;
-        options.keys = keys;
         let quiet = self.parsed.has("quiet");
         let shown = self.parsed.has("progress") && !quiet;
         let progress = Progress::new(shown)?;
@@ -267,8 +234,7 @@ impl Settings<'_> {
         let format = self.format.unwrap_or("raw");
         match error {
             Error::File { .. } | Error::Locked { .. } | Error::Invalid(_) if !self.into => {
-                let why = failed_creation(Path::new(target), error).text;
-                Failure::new(format!("{target}: error while converting {format}: {why}"))
+                failed_creation(Path::new(target), error).within(&converting(target, format))
             }
             Error::Locked { .. } | Error::File { .. } => could_not_open(target, words(error)),
             other => Failure::new(words(other)),
@@ -314,16 +280,13 @@ fn holds_snapshot(path: &Path, options: &OpenOptions, snapshot: &str) -> bool {
     link.info.snapshots.iter().any(|one| one.id == snapshot || one.name == snapshot)
 }
 
-/// Where the data goes.
-struct Goal {
-    destination: Destination,
-    compress: Option<CompressionSpec>,
-    backing: Option<Backing>,
-    keys: Vec<vdkit::Secret>,
+fn converting(target: &str, format: &str) -> String {
+    format!("{target}: error while converting {format}")
 }
 
 impl Settings<'_> {
-    fn goal(&self, source: &Source, target: &str) -> Result<Goal, Failure> {
+    /// Where the data goes, and how it is stored there.
+    fn goal(&self, source: &Source, target: &str) -> Result<ConvertOptions, Failure> {
         if self.into {
             let options = self.parsed.has("target-image-opts");
             let format = (!options).then(|| self.format.unwrap_or("raw"));
@@ -335,20 +298,18 @@ impl Settings<'_> {
         let path = target_path(target)?;
         let mut wanted = Wanted::new(table, self.values.clone())?;
         wanted.set_backing(self.parsed.last("backing"), self.parsed.last("backing-format"))?;
-        let compress = self.compression(&wanted)?;
+        let compress = self.compression(table.format, wanted.get("compression_type"))?;
         let backing = self.backing(source, &path, &wanted)?;
-        let told = |failure: Failure| {
-            let text = format!("{target}: error while converting {format}: {}", failure.text);
-            Failure { text, ..failure }
-        };
+        let told = |failure: Failure| failure.within(&converting(target, format));
         let driver = table.driver()?;
         let options = wanted.options(&self.objects, source.bytes()).map_err(told)?;
         if is_device(&path) {
             if driver.name() != "raw" {
                 create_at(&path, driver, source.bytes(), options, None).map_err(told)?;
             }
-            let format = Some(driver.name().to_owned());
-            return Ok(Goal { compress, ..self.write_to(path, format, Vec::new()) });
+            let mut goal = self.write_to(path, driver.name());
+            goal.compress = compress;
+            return Ok(goal);
         }
         let (backing, reference) = backing.unzip();
         let destination = Destination::New(
@@ -357,20 +318,20 @@ impl Settings<'_> {
                 .backing(reference)
                 .cache(self.cache),
         );
-        Ok(Goal { destination, compress, backing, keys: Vec::new() })
+        let mut goal = ConvertOptions::new(destination);
+        (goal.compress, goal.backing) = (compress, backing);
+        Ok(goal)
     }
 
-    fn write_to(&self, path: PathBuf, format: Option<String>, keys: Vec<vdkit::Secret>) -> Goal {
-        let existing = ExistingImage::new(path).format(format).cache(self.cache).refs(references());
-        let destination = Destination::Into(existing);
-        Goal { destination, compress: None, backing: None, keys }
+    fn write_to(&self, path: PathBuf, format: &str) -> ConvertOptions {
+        let existing = ExistingImage::new(path).format(Some(format.to_owned()));
+        ConvertOptions::new(Destination::Into(existing.cache(self.cache).refs(references())))
     }
 
     /// `-n`: the target exists.
-    fn existing(&self, source: &Source, image: &Image) -> Result<Goal, Failure> {
+    fn existing(&self, source: &Source, image: &Image) -> Result<ConvertOptions, Failure> {
         if matches!(image.place, Place::Null(_)) {
-            let destination = Destination::Null;
-            return Ok(Goal { destination, compress: None, backing: None, keys: Vec::new() });
+            return Ok(ConvertOptions::new(Destination::Null));
         }
         let path = image.opened();
         // Read without a lock first: the writer's follows.
@@ -381,25 +342,22 @@ impl Settings<'_> {
             return Err(Failure::new("output file is smaller than input file"));
         }
         let info = disk.layers()[0].info();
-        let codec = if info.compression == Some("zstd") { Codec::Zstd } else { Codec::Deflate };
-        if self.compress && !matches!(info.format, "qcow2" | "vmdk") {
-            return Err(Failure::new("Compression not supported for this file format"));
-        }
-        let compress = self.compress && info.format == "qcow2";
-        let compress = compress.then_some(CompressionSpec { codec, level: None });
-        let (format, keys) = (Some(info.format.to_owned()), options.keys);
-        drop(disk);
-        Ok(Goal { compress, ..self.write_to(path, format, keys) })
+        let mut goal = self.write_to(path, info.format);
+        goal.compress = self.compression(info.format, info.compression)?;
+        goal.keys = options.keys;
+        Ok(goal)
     }
 
-    fn compression(&self, wanted: &Wanted) -> Result<Option<CompressionSpec>, Failure> {
-        if !self.compress {
-            return Ok(None);
-        }
-        match wanted.table.format {
+    /// How data is compressed in a format; `method` is the image's own.
+    fn compression(
+        &self,
+        format: &str,
+        method: Option<&str>,
+    ) -> Result<Option<CompressionSpec>, Failure> {
+        match format {
+            _ if !self.compress => Ok(None),
             "qcow2" => {
-                let zstd = wanted.get("compression_type") == Some("zstd");
-                let codec = if zstd { Codec::Zstd } else { Codec::Deflate };
+                let codec = if method == Some("zstd") { Codec::Zstd } else { Codec::Deflate };
                 Ok(Some(CompressionSpec { codec, level: None }))
             }
             // A stream is always compressed, and other subformats never.

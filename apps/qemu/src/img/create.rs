@@ -5,13 +5,13 @@ use std::path::{Path, PathBuf};
 use vdkit::jobs::{self, CreateOptions, NewBacking};
 use vdkit::{FormatDriver, Monitor, OpenOptions, Options, storage};
 
-use super::{Call, Command, OBJECT, QUIET};
-use crate::creation::{Asked, Table, Wanted, asked, failed_creation, table};
+use super::{Command, OBJECT, Output, QUIET};
+use crate::creation::{Asked, Wanted, asked, failed_creation, table};
 use crate::failure::{Failure, words};
 use crate::getopt::{Parsed, flag, valued};
 use crate::names::{self, Place};
 use crate::open::{Access, Named, open, references, registry};
-use crate::output::{Silent, cancel_on_signal};
+use crate::output::cancel_on_signal;
 use crate::secrets::Objects;
 use crate::sizes;
 
@@ -32,13 +32,13 @@ pub const COMMAND: Command = Command {
     run,
 };
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
-    call.out.quiet(parsed.has("quiet"));
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
+    out.quiet(parsed.has("quiet"));
     let format = parsed.last("format").unwrap_or("raw");
     let values = match asked(parsed.all("options"))? {
         Asked::Values(values) => values,
         Asked::Help => {
-            call.out.text(table(format)?.help(!parsed.operands.is_empty()))?;
+            out.text(table(format)?.help(!parsed.operands.is_empty()))?;
             return Ok(0);
         }
     };
@@ -49,17 +49,26 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         [_, _, extra, ..] => return Err(Failure::usage(format!("Unexpected argument: {extra}"))),
     };
     let objects = Objects::parse(parsed.all("object"))?;
-    let named = |failure: Failure| Failure { text: format!("{name}: {}", failure.text), ..failure };
-    let request = Request { name, table: table(format).map_err(named)?, objects: &objects };
-    let mut wanted = Wanted::new(request.table, values).map_err(named)?;
+    let named = |failure: Failure| failure.within(name);
+    let mut wanted = Wanted::new(table(format).map_err(named)?, values).map_err(named)?;
     wanted.set_backing(parsed.last("backing"), parsed.last("backing-format")).map_err(named)?;
     let path = target_path(name).map_err(named)?;
-    let backing = request.backing(&path, &wanted, !parsed.has("backing-unsafe")).map_err(named)?;
-    let bytes = request.bytes(&wanted, size, backing.as_ref()).map_err(named)?;
+    let check = !parsed.has("backing-unsafe");
+    let backing = new_backing(name, &path, &wanted, &objects, check).map_err(named)?;
+    let (backing, backing_bytes) = backing.unzip();
+    let bytes = match (size, wanted.bytes("size"), backing_bytes.flatten()) {
+        (Some(_), Some(_), _) => Err(Failure::new("The image size must be specified only once")),
+        (Some(bytes), None, _) | (None, Some(bytes), _) => Ok(bytes),
+        (None, None, Some(bytes)) => Ok(whole_sectors(bytes)),
+        (None, None, None) => Err(Failure::new("Image creation needs a size parameter")),
+    };
+    let bytes = bytes.map_err(named)?;
     wanted.set("size", &bytes.to_string());
-    call.out.said(wanted.formatting(name))?;
-    call.out.flush()?;
-    request.create(&path, &wanted, bytes, backing).map_err(named)?;
+    out.said(wanted.formatting(name))?;
+    out.flush()?;
+    let options = wanted.options(&objects, bytes).map_err(named)?;
+    let driver = wanted.table.driver().map_err(named)?;
+    create_at(&path, driver, whole_sectors(bytes), options, backing).map_err(named)?;
     Ok(0)
 }
 
@@ -85,106 +94,64 @@ pub fn whole_sectors(bytes: u64) -> u64 {
     bytes.next_multiple_of(512).min(i64::MAX as u64)
 }
 
-/// The backing image of a new image.
-struct Backing {
-    new: NewBacking,
-    /// Bytes of its disk, if it was opened.
-    bytes: Option<u64>,
-}
-
-struct Request<'a> {
-    name: &'a str,
-    table: &'static Table,
-    objects: &'a Objects,
-}
-
-impl Request<'_> {
-    fn backing(
-        &self,
-        path: &Path,
-        wanted: &Wanted,
-        check: bool,
-    ) -> Result<Option<Backing>, Failure> {
-        let Some(name) = wanted.get("backing_file") else { return Ok(None) };
-        if name.is_empty() {
-            return Err(Failure::new("Expected backing file name, got empty string"));
+/// The backing image of the new image `own`, and the bytes of its disk if it is opened (`check`).
+fn new_backing(
+    own: &str,
+    path: &Path,
+    wanted: &Wanted,
+    objects: &Objects,
+    check: bool,
+) -> Result<Option<(NewBacking, Option<u64>)>, Failure> {
+    let Some(name) = wanted.get("backing_file") else { return Ok(None) };
+    if name.is_empty() {
+        return Err(Failure::new("Expected backing file name, got empty string"));
+    }
+    if name == own {
+        return Err(Failure::new(
+            "Error: Trying to create an image with the same filename as the backing file",
+        ));
+    }
+    let format = wanted.get("backing_fmt");
+    let opened = |failure: Failure| Failure {
+        text: format!("{}\nCould not open backing image.", failure.text),
+        ..failure
+    };
+    if let Some(format) = format.filter(|format| crate::open::driver(format).is_none()) {
+        return Err(opened(Failure::new(format!("Unknown driver '{format}'"))));
+    }
+    let engine = format.and_then(crate::open::driver).map(|driver| driver.name().to_owned());
+    let mut new = NewBacking::new(name, engine);
+    // A name with a protocol is stored as it is.
+    let protocol = name.split_once(':').is_some_and(|(before, _)| !before.contains('/'));
+    let bytes = match (check, protocol) {
+        (false, _) => None,
+        (true, true) => {
+            let named = Named { text: name, format, options: false };
+            let access = Access { share: true, ..Access::read() };
+            let disk = open(&named.parse()?, access, objects).map_err(opened)?;
+            Some(disk.guest_bytes())
         }
-        if name == self.name {
-            return Err(Failure::new(
-                "Error: Trying to create an image with the same filename as the backing file",
-            ));
-        }
-        let format = wanted.get("backing_fmt");
-        let opened = |failure: Failure| Failure {
-            text: format!("{}\nCould not open backing image.", failure.text),
-            ..failure
-        };
-        if let Some(format) = format.filter(|format| crate::open::driver(format).is_none()) {
-            return Err(opened(Failure::new(format!("Unknown driver '{format}'"))));
-        }
-        let engine = format.and_then(crate::open::driver).map(|driver| driver.name().to_owned());
-        let mut new = NewBacking::new(name, engine);
-        // A name with a protocol is stored as it is.
-        let protocol = name.split_once(':').is_some_and(|(before, _)| !before.contains('/'));
-        let bytes = match (check, protocol) {
-            (false, _) => None,
-            (true, true) => {
-                let named = Named { text: name, format, options: false };
-                let access = Access { share: true, ..Access::read() };
-                let disk = open(&named.parse()?, access, self.objects).map_err(opened)?;
-                Some(disk.guest_bytes())
+        (true, false) => {
+            let opening = OpenOptions::read_only().refs(references()).lock(false);
+            let guessed = NewBacking::new(name, new.format.clone().or(probed(path, name)));
+            let found = guessed
+                .find(&registry(), path, &opening)
+                .map_err(|error| opened(Failure::new(words(&error))))?;
+            if format.is_none() {
+                let found = found.reference.format.unwrap_or_default();
+                return Err(Failure::new(format!(
+                    "Backing file specified without backing format\nDetected format of {}.",
+                    crate::open::qemu_name(&found)
+                )));
             }
-            (true, false) => {
-                let opening = OpenOptions::read_only().refs(references()).lock(false);
-                let guessed = NewBacking::new(name, new.format.clone().or(probed(path, name)));
-                let found = guessed
-                    .find(&registry(), path, &opening)
-                    .map_err(|error| opened(Failure::new(words(&error))))?;
-                if format.is_none() {
-                    let found = found.reference.format.unwrap_or_default();
-                    return Err(Failure::new(format!(
-                        "Backing file specified without backing format\nDetected format of {}.",
-                        crate::open::qemu_name(&found)
-                    )));
-                }
-                found.guest_bytes
-            }
-        };
-        if format.is_none() {
-            return Err(Failure::new("Backing file specified without backing format"));
+            found.guest_bytes
         }
-        new.open = check && !protocol;
-        Ok(Some(Backing { new, bytes }))
+    };
+    if format.is_none() {
+        return Err(Failure::new("Backing file specified without backing format"));
     }
-
-    fn bytes(
-        &self,
-        wanted: &Wanted,
-        operand: Option<u64>,
-        backing: Option<&Backing>,
-    ) -> Result<u64, Failure> {
-        match (operand, wanted.bytes("size")) {
-            (Some(_), Some(_)) => Err(Failure::new("The image size must be specified only once")),
-            (Some(bytes), None) | (None, Some(bytes)) => Ok(bytes),
-            (None, None) => backing
-                .and_then(|backing| backing.bytes)
-                .map(whole_sectors)
-                .ok_or_else(|| Failure::new("Image creation needs a size parameter")),
-        }
-    }
-
-    fn create(
-        &self,
-        path: &Path,
-        wanted: &Wanted,
-        bytes: u64,
-        backing: Option<Backing>,
-    ) -> Result<(), Failure> {
-        let options = wanted.options(self.objects, bytes)?;
-        let driver = self.table.driver()?;
-        let backing = backing.map(|backing| backing.new);
-        create_at(path, driver, whole_sectors(bytes), options, backing)
-    }
+    new.open = check && !protocol;
+    Ok(Some((new, bytes)))
 }
 
 /// The format of a backing image that was not named: whatever it looks like.
@@ -196,9 +163,6 @@ fn probed(image: &Path, backing: &str) -> Option<String> {
 }
 
 /// Creates an image in a file, whatever it holds, or on a device.
-///
-/// # Errors
-/// QEMU's words where the file cannot be made, or is in use.
 pub fn create_at(
     path: &Path,
     driver: &'static dyn FormatDriver,
@@ -213,7 +177,7 @@ pub fn create_at(
         .replace(true)
         // A guest may be writing to the backing image: its overlay is made for that.
         .opening(OpenOptions::read_only().refs(references()).lock(false));
-    let monitor = Monitor::new(&Silent).cancelled_by(cancel_on_signal()?);
+    let monitor = Monitor::default().cancelled_by(cancel_on_signal()?);
     jobs::create(&registry(), &create, &monitor)
         .map(drop)
         .map_err(|error| failed_creation(path, &error))

@@ -5,12 +5,12 @@ use vdkit::{Disk, Monitor, OpenOptions};
 
 use super::convert::is_device;
 use super::create::{create_at, target_path};
-use super::{Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT};
+use super::{Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, Output, opening};
 use crate::creation::{Wanted, failed_creation, table};
 use crate::failure::Failure;
 use crate::getopt::{Parsed, valued};
-use crate::open::{Access, Named, open, references, registry};
-use crate::output::{Silent, cancel_on_signal};
+use crate::open::{open, references, registry};
+use crate::output::cancel_on_signal;
 use crate::secrets::Objects;
 use crate::sizes;
 
@@ -76,15 +76,13 @@ fn blocks(what: &str, text: &str) -> Result<u64, Failure> {
     sizes::within(what, text, 0, i64::MAX as u64)
 }
 
-fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, _out: &mut Output) -> Result<u8, Failure> {
     let operands = Operands::parse(&parsed.operands)?;
     let (Some(input), Some(output)) = (operands.input, operands.output) else {
         return Err(Failure::new("Must specify both input and output files"));
     };
-    let objects = Objects::parse(parsed.all("object"))?;
-    let named = Named::of(parsed, input);
-    let access = Access { share: parsed.has("force-share"), ..Access::read() };
-    let source = open(&named.parse()?, access, &objects)?;
+    let (objects, image) = opening::image(parsed, input)?;
+    let source = open(&image, opening::access(parsed, input, false)?, &objects)?;
     let (from, len) = operands.part(source.guest_bytes()).unwrap_or_else(|| {
         eprintln!("qemu-img: {input}: cannot skip to specified offset");
         (0, 0)
@@ -96,48 +94,41 @@ fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
     options.count = Some(len);
     options.skip = from;
     options.size_unit = 512;
-    let output = Output { name: output, format, objects: &objects };
-    output.copy(&source, &options)?;
+    copy(&source, &options, output, format, &objects)?;
     Ok(0)
 }
 
-/// The new image.
-struct Output<'a> {
-    name: &'a str,
-    format: &'a str,
-    objects: &'a Objects,
-}
-
-impl Output<'_> {
-    fn copy(&self, source: &Disk, dd: &DdOptions) -> Result<(), Failure> {
-        let (name, table) = (self.name, table(self.format).map_err(unnamed_format)?);
-        let path = target_path(name)?;
-        let told = |failure: Failure| {
-            let text = format!("{name}: error while creating output image: {}", failure.text);
-            Failure { text, ..failure }
-        };
-        let bytes = dd.count.unwrap_or(0).next_multiple_of(512);
-        let driver = table.driver()?;
-        let options = Wanted::new(table, Vec::new())?.options(self.objects, bytes).map_err(told)?;
-        let monitor = Monitor::new(&Silent).cancelled_by(cancel_on_signal()?);
-        let format = driver.name().to_owned();
-        if !is_device(&path) {
-            let new = NewImage::new(path.clone(), format).options(options);
-            return jobs::dd_new(&registry(), source, &new, dd, &monitor)
-                .map(drop)
-                .map_err(|error| told(failed_creation(&path, &error)));
-        }
-        if format != "raw" {
-            create_at(&path, driver, bytes, options, None).map_err(told)?;
-        }
-        let opening = OpenOptions::read_write().format(&format).refs(references());
-        let target = Disk::open(&registry(), &path, &opening)?;
-        let plan = DdPlan::new(source.guest_bytes(), dd)?;
-        let copied = plan.run(source, &target, dd, &monitor);
-        let closed = target.close();
-        copied?;
-        Ok(closed?)
+/// Copies into the new image `name`.
+fn copy(
+    source: &Disk,
+    dd: &DdOptions,
+    name: &str,
+    format: &str,
+    objects: &Objects,
+) -> Result<(), Failure> {
+    let table = table(format).map_err(unnamed_format)?;
+    let path = target_path(name)?;
+    let creating = format!("{name}: error while creating output image");
+    let told = |failure: Failure| failure.within(&creating);
+    let bytes = dd.count.unwrap_or(0).next_multiple_of(512);
+    let driver = table.driver()?;
+    let options = Wanted::new(table, Vec::new())?.options(objects, bytes).map_err(told)?;
+    let monitor = Monitor::default().cancelled_by(cancel_on_signal()?);
+    let format = driver.name().to_owned();
+    if !is_device(&path) {
+        let new = NewImage::new(path.clone(), format).options(options);
+        return jobs::dd_new(&registry(), source, &new, dd, &monitor)
+            .map(drop)
+            .map_err(|error| told(failed_creation(&path, &error)));
     }
+    if format != "raw" {
+        create_at(&path, driver, bytes, options, None).map_err(told)?;
+    }
+    let opening = OpenOptions::read_write().format(&format).refs(references());
+    let target = Disk::open(&registry(), &path, &opening)?;
+    let plan = DdPlan::new(source.guest_bytes(), dd)?;
+    let copied = plan.run(source, &target, dd, &monitor);
+    opening::close(&target, copied.map(drop).map_err(Failure::from))
 }
 
 /// QEMU's `dd` does not name the format that it does not know.

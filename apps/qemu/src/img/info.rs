@@ -5,7 +5,7 @@ use std::path::Path;
 use vdkit::{BackingChoice, ChainLink, SnapshotInfo, describe_chain};
 
 use super::{
-    Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, one_image, wants_json,
+    Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, Output, one_image, wants_json,
 };
 use crate::failure::{Failure, could_not_open};
 use crate::getopt::{Parsed, flag};
@@ -52,18 +52,22 @@ impl Described {
     /// than a path.
     fn show_options(&mut self, named: &Named<'_>, window: Option<(u64, Option<u64>)>) {
         const SHOWN: &[&str] = &["offset", "size", "key-secret", "encrypt.key-secret"];
+        const OF_NULL: &[&str] = &["read-zeroes", "size"];
         if let Some((offset, bytes)) = window {
             let rest = self.link.info.virtual_size.saturating_sub(offset);
             self.link.info.virtual_size = bytes.unwrap_or(rest.next_multiple_of(512));
         }
+        let null = matches!(self.place, Place::Null(_));
         let mut flat = properties(named).unwrap_or_default();
-        let shown: Vec<_> = SHOWN.iter().filter_map(|key| Some((*key, flat.take(key)?))).collect();
+        let keys = if null { OF_NULL } else { SHOWN };
+        let shown: Vec<_> = keys.iter().filter_map(|key| Some((*key, flat.take(key)?))).collect();
         if shown.is_empty() {
             return;
         }
         let file = Dict::default().with("driver", "file").with("filename", self.name.as_str());
+        let driver = if null { self.protocol_name() } else { qemu_name(self.link.info.format) };
         let dict =
-            Dict::default().with("driver", qemu_name(self.link.info.format)).with("file", file);
+            Dict::default().with("driver", driver).with_some("file", (!null).then_some(file));
         let dict = shown.into_iter().fold(dict, |dict, (key, value)| dict.with(key, value));
         self.name = format!("json:{}", inline(&dict.into()));
     }
@@ -76,7 +80,11 @@ impl Described {
     /// Bytes that the image takes in all of its files; `None` if nothing tells them.
     fn allocated(&self) -> Option<u64> {
         let extents = self.extents.iter().map(|extent| extent.allocated).sum::<u64>();
-        matches!(self.place, Place::File(_)).then(|| self.link.host.allocated_bytes + extents)
+        match self.place {
+            Place::File(_) => Some(self.link.host.allocated_bytes + extents),
+            Place::Null(_) => Some(0),
+            Place::Nbd(_) | Place::Debug(_) => None,
+        }
     }
 
     /// The driver of the file beneath, by QEMU's name.
@@ -84,22 +92,129 @@ impl Described {
         match &self.place {
             Place::Nbd(_) => "nbd",
             Place::Debug(debug) => debug.driver(),
-            Place::File(_) | Place::Null(_) => "file",
+            Place::Null(_) => "null-co",
+            Place::File(_) => "file",
         }
+    }
+
+    /// The node of what the image is in.
+    fn node(&self) -> Node {
+        let host = &self.link.host;
+        let mut node = Node::file(&self.link.path, host.file_bytes, host.allocated_bytes);
+        if !matches!(self.place, Place::File(_)) {
+            node.name.clone_from(&self.name);
+            node.driver = self.protocol_name();
+            node.allocated = self.allocated();
+        }
+        if let Place::Debug(debug) = &self.place {
+            let files = debug.files().into_iter().map(|(name, path)| {
+                let (bytes, allocated) = sizes_of(&path);
+                (name.to_owned(), Node::file(&path, bytes, allocated))
+            });
+            node.children = files.collect();
+        }
+        node
+    }
+
+    /// The nodes beneath the image, by QEMU's names, in the order in which QEMU lists them.
+    fn beneath(&self) -> Vec<(String, Node)> {
+        let own = self.node();
+        if self.protocol {
+            return own.children;
+        }
+        // The newest child comes first.
+        let extents = self.extents.iter().enumerate().rev().filter_map(|(i, extent)| {
+            let path = extent.path.as_ref()?;
+            Some((format!("extents.{i}"), Node::file(path, extent.bytes, extent.allocated)))
+        });
+        extents.chain([("file".to_owned(), own)]).collect()
     }
 }
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+/// What an image is in: a file, or what stands for one.
+struct Node {
+    /// QEMU's name of its driver.
+    driver: &'static str,
+    name: String,
+    bytes: u64,
+    /// Bytes that it takes; `None` if nothing tells them.
+    allocated: Option<u64>,
+    children: Vec<(String, Node)>,
+}
+
+impl Node {
+    /// A file. QEMU counts its bytes in whole sectors.
+    fn file(path: &Path, bytes: u64, allocated: u64) -> Self {
+        Self {
+            driver: "file",
+            name: path.display().to_string(),
+            bytes: bytes.next_multiple_of(512),
+            allocated: Some(allocated),
+            children: Vec::new(),
+        }
+    }
+
+    /// Whether it passes on what an image beneath it holds.
+    fn is_filter(&self) -> bool {
+        matches!(self.driver, "blkdebug" | "blkverify")
+    }
+
+    fn value(&self) -> Dict {
+        let is_file = self.driver == "file";
+        let data = Dict::default().with("type", "file").with("data", Dict::default());
+        Dict::default()
+            .with("filename", self.name.as_str())
+            .with("format", self.driver)
+            .with_some("dirty-flag", (is_file || self.is_filter()).then_some(false))
+            .with_some("actual-size", self.allocated)
+            .with("virtual-size", self.bytes)
+            .with_some("format-specific", is_file.then_some(data))
+            .with("children", values(&self.children))
+    }
+
+    /// As the child at `path`, `depth` nodes beneath an image's child.
+    fn text(&self, path: &str, depth: usize) -> String {
+        let [name, driver, bytes] = match self.is_filter() {
+            true => ["image", "file format", "virtual size"],
+            false => ["filename", "protocol type", "file length"],
+        };
+        let indent = "    ".repeat(depth);
+        let mut text = format!(
+            "{indent}Child node '/{path}':\n{indent}    {name}: {}\n{indent}    {driver}: {}\n{indent}    \
+             {bytes}: {} ({} bytes)\n{indent}    disk size: {}\n",
+            self.name,
+            self.driver,
+            human::size(self.bytes),
+            self.bytes,
+            taken(self.allocated),
+        );
+        for (name, child) in &self.children {
+            text += &child.text(&format!("{path}/{name}"), depth + 1);
+        }
+        text
+    }
+}
+
+/// Nodes with their names.
+fn values(nodes: &[(String, Node)]) -> Vec<Value> {
+    let value = |(name, node): &(String, Node)| -> Value {
+        Dict::default().with("name", name.as_str()).with("info", node.value()).into()
+    };
+    nodes.iter().map(value).collect()
+}
+
+/// The bytes that an image or a node takes, in words.
+fn taken(bytes: Option<u64>) -> String {
+    bytes.map_or_else(|| "unavailable".to_owned(), human::size)
+}
+
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let json = wants_json(parsed)?;
     let named = Named::of(parsed, one_image(parsed)?);
     let objects = Objects::parse(parsed.all("object"))?;
     let image = named.parse()?;
     let chain = parsed.has("backing-chain");
     let access = Access { share: parsed.has("force-share"), ..Access::read() };
-    if let Place::Null(bytes) = image.place {
-        null(&named, bytes, json, call)?;
-        return Ok(0);
-    }
     let mut images = describe(&image, chain, access, &objects)?;
     if let Some(top) = images.first_mut() {
         top.protocol = driver(&named).is_some_and(|driver| is_protocol(&driver));
@@ -114,10 +229,10 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
                 values.into()
             }
         };
-        call.out.line(pretty(&whole))?;
+        out.line(pretty(&whole))?;
     } else {
         let texts: Vec<_> = images.iter().map(text).collect();
-        call.out.text(texts.join("\n"))?;
+        out.text(texts.join("\n"))?;
     }
     Ok(0)
 }
@@ -137,52 +252,6 @@ fn properties(named: &Named<'_>) -> Option<Flat> {
         None if named.options => Flat::from_keys(named.text, Some("file")).ok(),
         None => None,
     }
-}
-
-/// Describes a disk that is in no file.
-fn null(named: &Named<'_>, bytes: u64, json: bool, call: &mut Call) -> Result<(), Failure> {
-    let direct = driver(named).is_some_and(|driver| driver.starts_with("null-"));
-    let mut name = "null-co://".to_owned();
-    let given = properties(named).unwrap_or_default();
-    let (size, zeroes) = (given.get("size"), given.get("read-zeroes"));
-    if size.is_some() || zeroes.is_some() {
-        let dict = Dict::default()
-            .with_some("read-zeroes", zeroes)
-            .with("driver", "null-co")
-            .with_some("size", size);
-        name = format!("json:{}", inline(&dict.into()));
-    }
-    if !json {
-        let size = human::size(bytes);
-        let format = if direct { "null-co" } else { "raw" };
-        call.out.text(format!(
-            "image: {name}\nfile format: {format}\nvirtual size: {size} ({bytes} bytes)\ndisk size: 0 B\n"
-        ))?;
-        if !direct {
-            call.out.text(format!(
-                "Child node '/file':\n    filename: {name}\n    protocol type: null-co\n    file length: \
-                 {size} ({bytes} bytes)\n    disk size: 0 B\n"
-            ))?;
-        }
-        return Ok(());
-    }
-    let of = |format: &str| {
-        Dict::default()
-            .with("filename", name.as_str())
-            .with("format", format)
-            .with("actual-size", 0_u64)
-            .with("virtual-size", bytes)
-    };
-    let below = of("null-co").with("children", Vec::new());
-    let whole = match direct {
-        true => below,
-        false => {
-            let child = Dict::default().with("name", "file").with("info", below);
-            of("raw").with("children", vec![child.into()])
-        }
-    };
-    call.out.line(pretty(&whole.into()))?;
-    Ok(())
 }
 
 /// A value on one line, as it stands in a name.
@@ -254,47 +323,6 @@ fn beside(image: &Path, name: &str) -> String {
     }
 }
 
-/// Bytes of a file in whole sectors, as QEMU counts them.
-fn whole_sectors(bytes: u64) -> u64 {
-    bytes.next_multiple_of(512)
-}
-
-/// Members that the answer for an image and for its file share.
-fn file_value(name: &str, bytes: u64, allocated: u64) -> Dict {
-    let data = Dict::default().with("type", "file").with("data", Dict::default());
-    Dict::default()
-        .with("filename", name)
-        .with("format", "file")
-        .with("dirty-flag", false)
-        .with("actual-size", allocated)
-        .with("virtual-size", whole_sectors(bytes))
-        .with("format-specific", data)
-        .with("children", Vec::new())
-}
-
-/// A child by its name.
-fn child_value(name: &str, info: Dict) -> Value {
-    Dict::default().with("name", name).with("info", info).into()
-}
-
-/// The members of what an image is in, if that is no file.
-fn below_value(image: &Described) -> Dict {
-    let dict = Dict::default()
-        .with("filename", image.name.as_str())
-        .with("format", image.protocol_name())
-        .with("virtual-size", whole_sectors(image.link.host.file_bytes));
-    match &image.place {
-        Place::Debug(debug) => {
-            let files = debug.files().into_iter().map(|(name, path)| {
-                let (bytes, allocated) = sizes_of(&path);
-                child_value(name, file_value(&path.display().to_string(), bytes, allocated))
-            });
-            dict.with("dirty-flag", false).with("children", files.collect::<Vec<_>>())
-        }
-        _ => dict.with("children", Vec::new()),
-    }
-}
-
 /// Length and allocated bytes of a file; zeroes if it is gone meanwhile.
 fn sizes_of(path: &Path) -> (u64, u64) {
     use std::os::unix::fs::MetadataExt;
@@ -304,23 +332,10 @@ fn sizes_of(path: &Path) -> (u64, u64) {
 fn value(image: &Described) -> Dict {
     let info = &image.link.info;
     if image.protocol {
-        let host = &image.link.host;
-        return match image.place {
-            Place::File(_) => file_value(&image.name, host.file_bytes, host.allocated_bytes),
-            _ => below_value(image),
-        };
+        return image.node().value();
     }
     let snapshots: Vec<Value> = info.snapshots.iter().map(|one| snapshot(one).into()).collect();
     let format = qemu_name(info.format);
-    let children: Vec<Value> = match image.place {
-        Place::File(_) => children(image)
-            .into_iter()
-            .map(|(name, file, bytes, allocated)| {
-                child_value(&name, file_value(&file, bytes, allocated))
-            })
-            .collect(),
-        _ => vec![child_value("file", below_value(image))],
-    };
     let backing_format = info.backing_format.as_deref().map(qemu_name);
     let mut dict = Dict::default()
         .with("filename", image.name.as_str())
@@ -333,7 +348,7 @@ fn value(image: &Described) -> Dict {
         .with_some("full-backing-filename", image.backing.as_deref())
         .with_some("backing-filename-format", backing_format);
     // QEMU's driver for parallels describes nothing but the size.
-    let bare = format == "raw" && matches!(image.place, Place::Nbd(_));
+    let bare = format == "raw" && matches!(image.place, Place::Nbd(_) | Place::Null(_));
     if format != "parallels" && !bare {
         dict.put("dirty-flag", info.dirty && format == "qcow2");
     }
@@ -343,31 +358,7 @@ fn value(image: &Described) -> Dict {
     if let Some(data) = specific::of(&image.link, &image.extents) {
         dict.put("format-specific", Dict::default().with("type", format).with("data", data));
     }
-    dict.with("children", children)
-}
-
-/// The files beneath an image, by QEMU's names: (name, file, bytes, allocated bytes), in the order
-/// in which QEMU lists them.
-fn children(image: &Described) -> Vec<(String, String, u64, u64)> {
-    let host = &image.link.host;
-    if image.protocol {
-        return Vec::new();
-    }
-    // The newest child comes first.
-    let extents = image.extents.iter().enumerate().rev();
-    let mut files: Vec<_> = extents
-        .filter_map(|(i, extent)| {
-            let path = extent.path.as_ref()?.display().to_string();
-            Some((format!("extents.{i}"), path, extent.bytes, extent.allocated))
-        })
-        .collect();
-    files.push((
-        "file".to_owned(),
-        image.link.path.display().to_string(),
-        host.file_bytes,
-        host.allocated_bytes,
-    ));
-    files
+    dict.with("children", values(&image.beneath()))
 }
 
 fn snapshot(one: &SnapshotInfo) -> Dict {
@@ -391,7 +382,7 @@ fn text(image: &Described) -> String {
         if image.protocol { image.protocol_name() } else { qemu_name(info.format) },
         human::size(info.virtual_size),
         info.virtual_size,
-        image.allocated().map_or_else(|| "unavailable".to_owned(), human::size),
+        taken(image.allocated()),
     );
     if info.encryption.is_some() {
         text += "encrypted: yes\n";
@@ -417,54 +408,8 @@ fn text(image: &Described) -> String {
         text += "Format specific information:\n";
         human::dump(&mut text, &data.into(), 1);
     }
-    match image.place {
-        Place::File(_) => {
-            for (name, file, bytes, allocated) in children(image) {
-                text += &file_text(0, &name, &file, bytes, allocated);
-            }
-        }
-        _ => text += &below_text(image),
+    for (name, node) in image.beneath() {
+        text += &node.text(&name, 0);
     }
     text
-}
-
-/// A file as the child of that name, `depth` nodes beneath an image's child.
-fn file_text(depth: usize, name: &str, file: &str, bytes: u64, allocated: u64) -> String {
-    let (indent, bytes) = ("    ".repeat(depth), whole_sectors(bytes));
-    format!(
-        "{indent}Child node '/{name}':\n{indent}    filename: {file}\n{indent}    protocol type: \
-         file\n{indent}    file length: {} ({bytes} bytes)\n{indent}    disk size: {}\n",
-        human::size(bytes),
-        human::size(allocated),
-    )
-}
-
-/// What an image is in, if that is no file.
-fn below_text(image: &Described) -> String {
-    let (driver, bytes) = (image.protocol_name(), whole_sectors(image.link.host.file_bytes));
-    let size = human::size(bytes);
-    let files = match &image.place {
-        Place::Debug(debug) => debug.files(),
-        _ => Vec::new(),
-    };
-    let depth = usize::from(!image.protocol);
-    let prefix = if image.protocol { "" } else { "file/" };
-    let files = files.into_iter().map(|(name, path)| {
-        let (bytes, allocated) = sizes_of(&path);
-        file_text(depth, &format!("{prefix}{name}"), &path.display().to_string(), bytes, allocated)
-    });
-    let files: String = files.collect();
-    match (image.protocol, &image.place) {
-        (true, _) => files,
-        (false, Place::Debug(_)) => format!(
-            "Child node '/file':\n    image: {}\n    file format: {driver}\n    virtual size: {size} \
-             ({bytes} bytes)\n    disk size: unavailable\n{files}",
-            image.name
-        ),
-        (false, _) => format!(
-            "Child node '/file':\n    filename: {}\n    protocol type: {driver}\n    file length: \
-             {size} ({bytes} bytes)\n    disk size: unavailable\n",
-            image.name
-        ),
-    }
 }

@@ -2,13 +2,16 @@
 
 use vdkit::{BitmapInfo, Disk, Error, Measured, Options};
 
+use super::convert::snapshot_option;
 use super::map::each_row;
-use super::{Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, opening, wants_json};
+use super::{
+    Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, Output, opening, wants_json,
+};
 use crate::creation::{Asked, Wanted, asked, table};
 use crate::failure::Failure;
 use crate::getopt::{Parsed, long, valued};
 use crate::json::{Dict, pretty};
-use crate::open::{Access, open_options, open_with};
+use crate::open::{open_options, open_with};
 use crate::secrets::Objects;
 use crate::sizes;
 
@@ -32,7 +35,7 @@ pub const COMMAND: Command = Command {
     run,
 };
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let json = wants_json(parsed)?;
     let size = parsed.last("size").map(|text| sizes::option("image size", text)).transpose()?;
     let of_file = ["image-opts", "format", "snapshot"].iter().any(|option| parsed.has(option));
@@ -77,13 +80,13 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
             .with("required", measured.required)
             .with("fully-allocated", measured.fully_allocated)
             .with_some("bitmaps", bitmaps);
-        call.out.line(pretty(&dict.into()))?;
+        out.line(pretty(&dict.into()))?;
         return Ok(0);
     }
-    call.out.line(format!("required size: {}", measured.required))?;
-    call.out.line(format!("fully allocated size: {}", measured.fully_allocated))?;
+    out.line(format!("required size: {}", measured.required))?;
+    out.line(format!("fully allocated size: {}", measured.fully_allocated))?;
     if let Some(bytes) = bitmaps {
-        call.out.line(format!("bitmaps size: {bytes}"))?;
+        out.line(format!("bitmaps size: {bytes}"))?;
     }
     Ok(0)
 }
@@ -142,9 +145,6 @@ fn measure(
 fn data_clusters(disk: &Disk, cluster_bytes: u64) -> Result<u64, Failure> {
     // The first cluster that is not counted yet.
     let (mut clusters, mut uncounted) = (0, 0);
-    if disk.guest_bytes() == 0 {
-        return Ok(0);
-    }
     each_row(disk, 0, disk.guest_bytes(), &mut |row| {
         if row.data && !row.zero {
             let end = row.end().div_ceil(cluster_bytes);
@@ -158,28 +158,24 @@ fn data_clusters(disk: &Disk, cluster_bytes: u64) -> Result<u64, Failure> {
 
 /// The image that would be converted, or its snapshot, and the bitmaps of the image.
 fn source(parsed: &Parsed, file: &str) -> Result<(Disk, Vec<BitmapInfo>), Failure> {
+    let snapshot = snapshot_option(parsed, "snapshot")?;
     let (objects, image) = opening::image(parsed, file)?;
-    let access = Access { share: parsed.has("force-share"), ..Access::read() };
+    let access = opening::access(parsed, file, false)?;
     let mut options = open_options(&image, access, &objects)?;
     let disk = open_with(&image, &options)?;
     let info = disk.layers()[0].info().clone();
-    let Some(name) = parsed.last("snapshot") else { return Ok((disk, info.bitmaps)) };
-    let name = name
-        .strip_prefix("snapshot.name=")
-        .or_else(|| name.strip_prefix("snapshot.id="))
-        .unwrap_or(name);
+    let Some(name) = snapshot else { return Ok((disk, info.bitmaps)) };
     if !info.snapshots.iter().any(|one| one.id == name || one.name == name) {
         return Err(Failure::new("Failed to load snapshot: Can't find snapshot"));
     }
     drop(disk);
-    options.snapshot = Some(name.to_owned());
+    options.snapshot = Some(name);
     Ok((open_with(&image, &options)?, info.bitmaps))
 }
 
 /// Whether the format of the image keeps bitmaps.
 fn keeps_bitmaps(disk: &Disk) -> bool {
-    let compat = disk.layers()[0].info().properties.iter().find(|(key, _)| key == "compat");
-    compat.is_some_and(|(_, value)| value == "1.1")
+    disk.layers()[0].info().property("compat") == Some("1.1")
 }
 
 /// Bytes that bitmaps take in an image with clusters of this size.

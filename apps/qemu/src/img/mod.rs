@@ -35,15 +35,8 @@ pub struct Command {
     pub operands: &'static str,
     /// Its options. `-h` and `--help` are added.
     pub options: &'static [Opt],
-    /// Runs it; returns the exit code.
-    pub run: fn(&Parsed, &mut Call) -> Result<u8, Failure>,
-}
-
-/// One run of a subcommand.
-#[derive(Debug, Default)]
-pub struct Call {
-    /// The results.
-    pub out: Output,
+    /// Runs it, with its results to print; returns the exit code.
+    pub run: fn(&Parsed, &mut Output) -> Result<u8, Failure>,
 }
 
 /// All subcommands.
@@ -98,9 +91,9 @@ pub const SRC_CACHE: Opt =
 
 /// Runs `qemu-img`, which was called by `name`, with these arguments.
 pub fn main(name: &str, args: &[OsString]) -> ExitCode {
-    let mut call = Call::default();
-    let ended = standard(args, &mut call);
-    let flushed = call.out.flush();
+    let mut out = Output::default();
+    let ended = standard(args, &mut out);
+    let flushed = out.flush();
     if crate::debug::mismatched() {
         return ExitCode::FAILURE;
     }
@@ -116,16 +109,16 @@ pub fn main(name: &str, args: &[OsString]) -> ExitCode {
 
 type Ended = Result<u8, (Failure, Option<&'static str>)>;
 
-fn standard(args: &[OsString], call: &mut Call) -> Ended {
+fn standard(args: &[OsString], out: &mut Output) -> Ended {
     let top = |failure: Failure| (failure, None);
     let getopt = |text: String| Failure { text, code: 1, from: Origin::Getopt };
     let parsed = getopt::parse(args, STANDARD, true).map_err(|text| top(getopt(text)))?;
     if parsed.has("help") {
-        call.out.text(help()).map_err(|error| top(error.into()))?;
+        out.text(help()).map_err(|error| top(error.into()))?;
         return Ok(0);
     }
     if parsed.has("version") {
-        call.out.text(version()).map_err(|error| top(error.into()))?;
+        out.text(version()).map_err(|error| top(error.into()))?;
         return Ok(0);
     }
     let Some(name) = parsed.operands.first() else {
@@ -142,10 +135,10 @@ fn standard(args: &[OsString], call: &mut Call) -> Ended {
     let rest = if signed { &signed_operands_last(rest) } else { rest };
     let parsed = getopt::parse(rest, &options, false).map_err(|text| own(getopt(text)))?;
     if parsed.has("help") {
-        call.out.text(help_of(command, &options)).map_err(|error| own(error.into()))?;
+        out.text(help_of(command, &options)).map_err(|error| own(error.into()))?;
         return Ok(0);
     }
-    (command.run)(&parsed, call).map_err(own)
+    (command.run)(&parsed, out).map_err(own)
 }
 
 /// Moves operands such as `-1M` behind `--`: no option of the command is a digit.
@@ -217,9 +210,6 @@ fn options_help(options: &[Opt]) -> String {
 }
 
 /// Whether `--output` asks for JSON.
-///
-/// # Errors
-/// A word that is neither `human` nor `json`.
 pub fn wants_json(parsed: &Parsed) -> Result<bool, Failure> {
     match parsed.last("output") {
         None | Some("human") => Ok(false),
@@ -231,9 +221,6 @@ pub fn wants_json(parsed: &Parsed) -> Result<bool, Failure> {
 }
 
 /// The one operand of a command that takes one image.
-///
-/// # Errors
-/// There is none, or more than one.
 pub fn one_image(parsed: &Parsed) -> Result<&str, Failure> {
     match &parsed.operands[..] {
         [name] => Ok(name),

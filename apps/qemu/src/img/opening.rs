@@ -5,13 +5,10 @@ use vdkit::{CacheMode, Disk};
 use crate::failure::{Failure, could_not_open};
 use crate::getopt::Parsed;
 use crate::names::Image;
-use crate::open::{Access, Named, open};
+use crate::open::{Access, Named, cache_mode, open};
 use crate::secrets::Objects;
 
 /// The objects of the command line, and the image that `text` names.
-///
-/// # Errors
-/// As [`Objects::parse`] and [`Named::parse`].
 pub fn image(parsed: &Parsed, text: &str) -> Result<(Objects, Image), Failure> {
     let objects = Objects::parse(parsed.all("object"))?;
     Ok((objects, Named::of(parsed, text).parse()?))
@@ -30,22 +27,25 @@ pub fn access(parsed: &Parsed, text: &str, writable: bool) -> Result<Access, Fai
 }
 
 /// Opens the one image of a command, with its backing chain.
-///
-/// # Errors
-/// As [`image`], [`access`] and [`open`].
 pub fn disk(parsed: &Parsed, text: &str, writable: bool) -> Result<Disk, Failure> {
     let (objects, image) = image(parsed, text)?;
     open(&image, access(parsed, text, writable)?, &objects)
 }
 
-/// A cache mode by QEMU's name; `what` is the option in words.
+/// Closes a disk after work on it. It is closed after a failure too, so that it is marked clean.
+pub fn close<T>(disk: &Disk, done: Result<T, Failure>) -> Result<T, Failure> {
+    let closed = disk.close();
+    let done = done?;
+    closed?;
+    Ok(done)
+}
+
+/// The cache mode that an option names.
 ///
 /// # Errors
-/// An unknown name.
-pub fn cache(mode: Option<&str>, what: &str) -> Result<CacheMode, Failure> {
-    match mode {
-        None => Ok(CacheMode::Writeback),
-        Some("off") => Ok(CacheMode::None),
-        Some(name) => name.parse().map_err(|_| Failure::new(format!("Invalid {what}: {name}"))),
-    }
+/// There is no mode of this name. `what` is QEMU's word for the option.
+pub fn cache(parsed: &Parsed, option: &str, what: &str) -> Result<Option<CacheMode>, Failure> {
+    let Some(name) = parsed.last(option) else { return Ok(None) };
+    let found = cache_mode(name);
+    found.map(Some).ok_or_else(|| Failure::new(format!("Invalid {what} option: {name}")))
 }

@@ -5,16 +5,15 @@ use std::path::Path;
 use vdkit::jobs::{self, NewBacking, RebaseOptions};
 use vdkit::{Error, Monitor, describe_chain};
 
-use super::convert::cache_option;
 use super::{
-    CACHE, Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, PROGRESS, QUIET, one_image,
+    CACHE, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, Output, PROGRESS, QUIET, one_image,
+    opening,
 };
 use crate::failure::{Failure, could_not_open, system_words, words};
 use crate::getopt::{Parsed, flag, valued};
 use crate::names::Image;
-use crate::open::{Access, Named, driver, failed_open, open_options, registry};
+use crate::open::{Access, driver, failed_open, open_options, registry};
 use crate::output::{Converting, Progress, cancel_on_signal};
-use crate::secrets::Objects;
 
 /// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
@@ -38,23 +37,22 @@ pub const COMMAND: Command = Command {
     run,
 };
 
-fn run(parsed: &Parsed, _call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, _out: &mut Output) -> Result<u8, Failure> {
     let header_only = parsed.has("backing-unsafe");
-    let named = Named::of(parsed, one_image(parsed)?);
+    let file = one_image(parsed)?;
     if parsed.last("backing").is_none() && !header_only {
         return Err(Failure::usage("Must specify backing file (-b) or use unsafe mode (-u)"));
     }
-    let cache = cache_option(parsed, "cache", "cache")?.unwrap_or_default();
-    let backing_cache = cache_option(parsed, "backing-cache", "source cache")?.unwrap_or_default();
-    let objects = Objects::parse(parsed.all("object"))?;
-    let image = named.parse()?;
+    let cache = opening::cache(parsed, "cache", "cache")?.unwrap_or_default();
+    let backing_cache = opening::cache(parsed, "backing-cache", "source cache")?;
+    let (objects, image) = opening::image(parsed, file)?;
     let Some(path) = image.path() else {
         return Err(could_not_open(&image.typed, "vdkit rebases images in files only"));
     };
     let access =
         Access { cache, share: parsed.has("force-share"), alone: header_only, ..Access::write() };
     let mut opening = open_options(&image, access, &objects)?;
-    opening.backing_cache = Some(backing_cache);
+    opening.backing_cache = Some(backing_cache.unwrap_or_default());
     let compress = parsed.has("compress");
     let able = |format| matches!(format, "qcow2" | "qcow" | "vmdk");
     if compress && !opening.format.as_deref().is_some_and(able) {

@@ -1,15 +1,13 @@
 //! `qemu-img resize`: enlarges or shrinks a disk.
 
 use vdkit::jobs::{self, Preallocation, ResizeOptions};
-use vdkit::{Disk, Error, Monitor};
+use vdkit::{Disk, Monitor};
 
-use super::{Call, Command, FORMAT, IMAGE_OPTS, OBJECT, QUIET};
+use super::{Command, FORMAT, IMAGE_OPTS, OBJECT, Output, QUIET, opening};
 use crate::creation::bad_size;
-use crate::failure::{Failure, words};
+use crate::failure::Failure;
 use crate::getopt::{Parsed, long};
-use crate::open::{Access, Named, open};
-use crate::output::{Silent, cancel_on_signal};
-use crate::secrets::Objects;
+use crate::output::cancel_on_signal;
 use crate::sizes;
 
 /// Entry in the table of subcommands.
@@ -57,8 +55,8 @@ impl Change {
     }
 }
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
-    call.out.quiet(parsed.has("quiet"));
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
+    out.quiet(parsed.has("quiet"));
     let (name, size) = match &parsed.operands[..] {
         [name, size] => (name, size),
         [] | [_] => return Err(Failure::usage("Expecting image file name and size")),
@@ -66,14 +64,9 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
     };
     let preallocation = preallocation(parsed)?;
     let change = Change::parse(size)?;
-    let objects = Objects::parse(parsed.all("object"))?;
-    let named = Named::of(parsed, name);
-    let disk = open(&named.parse()?, Access::write(), &objects)?;
-    let resized = resize(&disk, change, preallocation, parsed.has("shrink"));
-    let closed = disk.close();
-    resized?;
-    closed?;
-    call.out.said("Image resized.")?;
+    let disk = opening::disk(parsed, name, true)?;
+    opening::close(&disk, resize(&disk, change, preallocation, parsed.has("shrink")))?;
+    out.said("Image resized.")?;
     Ok(0)
 }
 
@@ -116,11 +109,8 @@ fn resize(
     let mut options = ResizeOptions::default();
     options.shrink = shrink;
     options.preallocation = preallocation;
-    let monitor = Monitor::new(&Silent).cancelled_by(cancel_on_signal()?);
-    jobs::resize(disk, bytes, &options, &monitor).map_err(|error| match error {
-        Error::Unsupported { .. } => Failure::new(words(&error)),
-        other => other.into(),
-    })
+    let monitor = Monitor::default().cancelled_by(cancel_on_signal()?);
+    Ok(jobs::resize(disk, bytes, &options, &monitor)?)
 }
 
 #[cfg(test)]

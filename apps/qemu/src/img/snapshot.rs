@@ -3,11 +3,10 @@
 use vdkit::jobs::{self, SnapshotAction};
 use vdkit::{Disk, Error, Monitor, SnapshotInfo};
 
-use super::{Call, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, QUIET, one_image, opening};
+use super::{Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, Output, QUIET, one_image, opening};
 use crate::failure::{Failure, words};
 use crate::getopt::{Parsed, flag, valued};
 use crate::human;
-use crate::output::Silent;
 
 /// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
@@ -28,7 +27,7 @@ pub const COMMAND: Command = Command {
     run,
 };
 
-fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
+fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let mut actions = parsed
         .in_order()
         .filter(|(name, _)| matches!(*name, "list" | "create" | "apply" | "delete"));
@@ -43,15 +42,12 @@ fn run(parsed: &Parsed, call: &mut Call) -> Result<u8, Failure> {
         Some(("delete", name)) => SnapshotAction::Delete(name.to_owned()),
         _ => {
             let disk = opening::disk(parsed, file, false)?;
-            call.out.text(list(&disk.layers()[0].info().snapshots))?;
+            out.text(list(&disk.layers()[0].info().snapshots))?;
             return Ok(0);
         }
     };
     let disk = opening::disk(parsed, file, true)?;
-    let changed = change(&disk, &action);
-    let closed = disk.close();
-    changed?;
-    closed?;
+    opening::close(&disk, change(&disk, &action))?;
     Ok(0)
 }
 
@@ -82,8 +78,7 @@ fn change(disk: &Disk, action: &SnapshotAction) -> Result<(), Failure> {
     if let Some(why) = why {
         return Err(failed(action, why));
     }
-    let monitor = Monitor::new(&Silent);
-    match jobs::snapshot(disk, action, &monitor) {
+    match jobs::snapshot(disk, action, &Monitor::default()) {
         Ok(_) => Ok(()),
         Err(Error::ReadOnly { .. }) => Err(failed(action, "Read-only file system")),
         Err(error) => Err(failed(action, &words(&error))),

@@ -1,12 +1,11 @@
 //! `qemu-nbd --list`: the exports of a server.
 
 use vdkit::Error;
-use vdkit::nbd_client::{DescribedExport, describe_exports, flag};
+use vdkit::nbd_client::{DescribedExport, describe_exports, flag, percent};
 
 use super::{PORT, tls};
 use crate::failure::{Failure, system_words, words};
 use crate::getopt::Parsed;
-use crate::names::percent;
 use crate::secrets::Objects;
 
 /// Options that QEMU refuses beside `--list`.

@@ -154,9 +154,9 @@ struct Request {
     temporary: bool,
     persistent: bool,
     clients: usize,
-    handshake: Option<Duration>,
+    handshake: Duration,
     tls: Option<Tls>,
-    addresses: Vec<Address>,
+    address: Address,
     /// The kernel's device that it becomes.
     device: Option<PathBuf>,
     verbose: bool,
@@ -185,8 +185,8 @@ impl Request {
         };
         let handshake =
             match number("handshake limit", parsed.last("handshake-limit").unwrap_or("10"))? {
-                0 => None,
-                seconds => Some(Duration::from_secs(seconds)),
+                0 => NO_LIMIT,
+                seconds => Duration::from_secs(seconds),
             };
         let device = parsed.last("connect").map(PathBuf::from);
         if let Some(device) = &device {
@@ -214,7 +214,7 @@ impl Request {
             clients,
             handshake,
             tls: tls::server(parsed, &objects)?,
-            addresses: addresses(parsed),
+            address: address(parsed),
             pid_file: parsed.last("pid-file").map(PathBuf::from),
             objects,
         })
@@ -280,20 +280,20 @@ fn cache_mode(parsed: &Parsed) -> Result<CacheMode, Failure> {
         (true, None) => "none",
         (false, mode) => mode.unwrap_or("writeback"),
     };
-    mode.parse().map_err(|_| Failure::new(format!("Invalid cache mode `{mode}'")))
+    open::cache_mode(mode).ok_or_else(|| Failure::new(format!("Invalid cache mode `{mode}'")))
 }
 
-fn addresses(parsed: &Parsed) -> Vec<Address> {
+fn address(parsed: &Parsed) -> Address {
     if let Some(path) = parsed.last("socket") {
-        return vec![Address::Unix(path.into())];
+        return Address::Unix(path.into());
     }
     let host = parsed.last("bind").unwrap_or("0.0.0.0");
-    let host = if host.contains(':') { format!("[{host}]") } else { host.to_owned() };
-    vec![Address::Tcp(format!("{host}:{}", parsed.last("port").unwrap_or(PORT).trim_start()))]
+    let host = crate::names::bracketed(host);
+    Address::Tcp(format!("{host}:{}", parsed.last("port").unwrap_or(PORT).trim_start()))
 }
 
-/// Sockets that systemd handed over, or those that the command line names.
-fn listeners(addresses: &[Address]) -> Result<Vec<Listener>, Failure> {
+/// Sockets that systemd handed over, or the one that the command line names.
+fn listeners(address: &Address) -> Result<Vec<Listener>, Failure> {
     let mut handed = ListenFd::from_env();
     let mut listeners = Vec::new();
     for index in 0..handed.len() {
@@ -304,16 +304,13 @@ fn listeners(addresses: &[Address]) -> Result<Vec<Listener>, Failure> {
         }
     }
     if listeners.is_empty() {
-        for address in addresses {
-            let listener = Listener::bind(address).map_err(|error| {
-                let place = match address {
-                    Address::Unix(path) => format!("socket to {}", path.display()),
-                    Address::Tcp(place) => format!("to {place}"),
-                };
-                Failure::new(format!("Failed to bind {place}: {}", system_words(&error)))
-            })?;
-            listeners.push(listener);
-        }
+        listeners.push(Listener::bind(address).map_err(|error| {
+            let place = match address {
+                Address::Unix(path) => format!("socket to {}", path.display()),
+                Address::Tcp(place) => format!("to {place}"),
+            };
+            Failure::new(format!("Failed to bind {place}: {}", system_words(&error)))
+        })?);
     }
     Ok(listeners)
 }
@@ -327,8 +324,7 @@ fn opening(name: &str, why: &str) -> Failure {
 /// Opens the disk; the folder holds the overlay of `--snapshot` for as long as it is served.
 fn open_disk(request: &Request) -> Result<(Disk, Option<tempfile::TempDir>), Failure> {
     if !request.temporary {
-        let options = open_options(&request.image, request.access, &request.objects)?;
-        let mut options = options;
+        let mut options = open_options(&request.image, request.access, &request.objects)?;
         options.snapshot.clone_from(&request.snapshot);
         return Ok((open::open_with(&request.image, &options)?, None));
     }
@@ -375,14 +371,14 @@ fn serve(request: &Request) -> Result<(), Failure> {
         open_disk(request).map_err(|failure| opening(&request.image.typed, &failure.text))?;
     check_bitmaps(&disk, &request.export.bitmaps)?;
     let disk = if request.offset > 0 { part::of(disk, request.offset)? } else { disk };
-    let socket = request.device.as_ref().map(|_| own_socket(&request.addresses)).transpose()?;
-    let own = socket.as_ref().map(|(path, _)| vec![Address::Unix(path.clone())]);
-    let listeners = listeners(own.as_ref().unwrap_or(&request.addresses))?;
+    let socket = request.device.as_ref().map(|_| own_socket(&request.address)).transpose()?;
+    let own = socket.as_ref().map(|(path, _)| Address::Unix(path.clone()));
+    let listeners = listeners(own.as_ref().unwrap_or(&request.address))?;
     let export = Export::new(disk, request.export.clone());
     let mut options = ServerOptions::default();
     options.connections_max = request.clients;
     options.tls = request.tls.clone();
-    options.handshake_time = request.handshake.unwrap_or(NO_LIMIT);
+    options.handshake_time = request.handshake;
     let started = Server::start(Exports::new(vec![Arc::clone(&export)]), listeners, options)
         .map_err(Failure::from)
         .and_then(|server| {
@@ -421,8 +417,8 @@ fn serve(request: &Request) -> Result<(), Failure> {
 
 /// The socket at which the kernel's connection is made: the one that was named, or one of our own
 /// with its folder.
-fn own_socket(addresses: &[Address]) -> Result<(PathBuf, Option<tempfile::TempDir>), Failure> {
-    if let [Address::Unix(path)] = addresses {
+fn own_socket(address: &Address) -> Result<(PathBuf, Option<tempfile::TempDir>), Failure> {
+    if let Address::Unix(path) = address {
         return Ok((path.clone(), None));
     }
     let folder = tempfile::Builder::new().prefix("qemu-nbd.").tempdir()?;
@@ -446,7 +442,13 @@ fn write_pid(file: Option<&std::path::Path>) -> Result<(), Failure> {
 
 #[cfg(test)]
 mod tests {
-    use super::integer;
+    use super::*;
+
+    #[test]
+    fn an_old_name_of_a_cache_mode_is_known() {
+        let parsed = getopt::parse(&["--cache=off".into()], OPTIONS, false).unwrap();
+        assert_eq!(cache_mode(&parsed).unwrap(), CacheMode::None);
+    }
 
     #[test]
     fn numbers_are_read_as_strtol_reads_them() {

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use vdkit::{Disk, OpenOptions, OpenRequest, Storage};
+use vdkit::{Disk, OpenOptions, Storage};
 
 use crate::failure::Failure;
+use crate::open::registry;
 use crate::storages::{DiskStorage, PartOf};
 
 /// The disk from a byte on, as a disk of its own.
@@ -23,12 +24,7 @@ pub fn of(disk: Disk, offset: u64) -> Result<Disk, Failure> {
     let (writable, cache) = (disk.writable(), disk.cache());
     let whole: Arc<dyn Storage> = Arc::new(DiskStorage::new(disk));
     let part = PartOf::new(whole, offset, None)?.ok_or_else(past)?;
-    let part: Arc<dyn Storage> = Arc::new(part);
-    let driver = vdkit::format("raw")?;
     let mut options = OpenOptions::read_only().format("raw").cache(cache);
     options.writable = writable;
-    let info = driver.describe(&part, &options.limits)?;
-    let request =
-        OpenRequest { storage: part, files: Vec::new(), writable, limits: options.limits };
-    Ok(Disk::from_format(driver.open(request)?, info, &options))
+    Ok(Disk::open_storage(&registry(), Arc::new(part), &options)?)
 }

@@ -4,27 +4,21 @@
 use std::path::Path;
 
 use vdkit::nbd::{Admission, Tls};
+use vdkit::nbd_client::percent;
 
 use crate::failure::{Failure, system_words};
 use crate::getopt::Parsed;
-use crate::names::{Flat, percent};
+use crate::names::Flat;
 use crate::secrets::Objects;
 
 /// The pre-shared keys within the folder of a `tls-creds-psk` object.
 const KEYS: &str = "keys.psk";
 
-/// The side for which credentials are used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Side {
-    Server,
-    Client,
-}
-
-/// The object that `--tls-creds` names, and its folder.
+/// The object that `--tls-creds` names, and its folder. `side` is `server` or `client`.
 fn credentials<'o>(
     id: &str,
     objects: &'o Objects,
-    side: Side,
+    side: &str,
 ) -> Result<(&'o Flat, &'o str), Failure> {
     let failed = |why: String| Failure::new(format!("Failed to get TLS creds: {why}"));
     let not_credentials = || failed(format!("Object with id '{id}' is not TLS credentials"));
@@ -37,19 +31,11 @@ fn credentials<'o>(
         return Err(not_credentials());
     }
     // An object without an endpoint is a client's.
-    let server = found.get("endpoint") == Some("server");
-    match side {
-        Side::Server if !server => {
-            Err(failed("Expected TLS credentials for a server endpoint".to_owned()))
-        }
-        Side::Client if server => {
-            Err(failed("Expected TLS credentials for a client endpoint".to_owned()))
-        }
-        _ => {
-            let folder = found.get("dir");
-            Ok((found, folder.ok_or_else(|| Failure::new("Missing 'dir' property value"))?))
-        }
+    if (found.get("endpoint") == Some("server")) != (side == "server") {
+        return Err(failed(format!("Expected TLS credentials for a {side} endpoint")));
     }
+    let folder = found.get("dir");
+    Ok((found, folder.ok_or_else(|| Failure::new("Missing 'dir' property value"))?))
 }
 
 fn keys(object: &Flat) -> bool {
@@ -67,7 +53,7 @@ pub fn server(parsed: &Parsed, objects: &Objects) -> Result<Option<Tls>, Failure
             false => Ok(None),
         };
     };
-    let (object, folder) = credentials(id, objects, Side::Server)?;
+    let (object, folder) = credentials(id, objects, "server")?;
     let folder = Path::new(folder);
     let tls = match keys(object) {
         true => Tls::from_keys(&folder.join(KEYS)),
@@ -94,9 +80,6 @@ pub fn server(parsed: &Parsed, objects: &Objects) -> Result<Option<Tls>, Failure
 }
 
 /// What a client's URI says of TLS: the user before the host, and options.
-///
-/// # Errors
-/// As [`server`].
 pub fn client(parsed: &Parsed, objects: &Objects) -> Result<Option<(String, String)>, Failure> {
     let Some(id) = parsed.last("tls-creds") else {
         return match parsed.has("tls-hostname") {
@@ -104,7 +87,7 @@ pub fn client(parsed: &Parsed, objects: &Objects) -> Result<Option<(String, Stri
             false => Ok(None),
         };
     };
-    let (object, folder) = credentials(id, objects, Side::Client)?;
+    let (object, folder) = credentials(id, objects, "client")?;
     if keys(object) {
         let user = object.get("username").unwrap_or("qemu");
         let file = Path::new(folder).join(KEYS).display().to_string();

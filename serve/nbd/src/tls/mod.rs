@@ -7,31 +7,22 @@
 //! Pre-shared keys are the feature `tls-psk`: rustls lacks them, so they need a second TLS stack.
 
 mod certificates;
-#[cfg(feature = "tls-psk")]
-mod psk;
 mod subject;
 
-use std::fmt;
 use std::io;
-use std::net::Shutdown;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
-use rustls::ServerConfig;
+use rustix::net::Shutdown;
+use rustls::{ServerConfig, ServerConnection};
 
 use crate::admission::Admission;
 use crate::channel::Channel;
-
-/// Ciphertext received at once: somewhat more than a record.
-const RECEIVE_BYTES: usize = 32 << 10;
-/// Maximum plaintext per encryption step, which bounds memory.
-const SEND_BYTES: usize = 256 << 10;
+use crate::wire::tls::{Session, TlsStream, Transport, bad, invalid};
 
 const CERTIFICATE: &str = "server-cert.pem";
 const PRIVATE_KEY: &str = "server-key.pem";
-const CA_CERTIFICATE: &str = "ca-cert.pem";
 const REVOKED: &str = "ca-crl.pem";
 const KEYS: &str = "keys.psk";
 
@@ -47,10 +38,6 @@ enum Kind {
     Certificates(Arc<ServerConfig>),
     #[cfg(feature = "tls-psk")]
     Keys(Arc<vdkit_nbd_wire::psk::Keys>),
-}
-
-fn bad(path: &Path, why: impl fmt::Display) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidInput, format!("{}: {why}", path.display()))
 }
 
 /// Whether a file exists. A dangling link counts as existing: it is a mistake, and reading the file
@@ -123,12 +110,15 @@ impl Tls {
         Err(bad(keys, "this build has no pre-shared keys; build it with the feature tls-psk"))
     }
 
-    fn session(&self) -> io::Result<Box<dyn Session>> {
-        Ok(match &self.kind {
-            Kind::Certificates(config) => Box::new(certificates::session(config)?),
+    fn session(&self) -> io::Result<Session> {
+        match &self.kind {
+            Kind::Certificates(config) => {
+                let connection = ServerConnection::new(config.clone());
+                connection.map(Session::with_certificates).map_err(invalid)
+            }
             #[cfg(feature = "tls-psk")]
-            Kind::Keys(keys) => Box::new(psk::session(keys)?),
-        })
+            Kind::Keys(keys) => vdkit_nbd_wire::psk::PskSession::server(keys).map(Session::Key),
+        }
     }
 
     /// Starts TLS on a connection; the peer has until `until`.
@@ -136,41 +126,14 @@ impl Tls {
     /// # Errors
     /// Errors of the socket; `InvalidData` if the peer's TLS is not acceptable; `TimedOut`.
     pub fn accept(&self, socket: Arc<dyn Channel>, until: Instant) -> io::Result<Arc<dyn Channel>> {
-        let channel = TlsChannel {
-            socket,
-            session: Mutex::new(self.session()?),
-            received: Mutex::new(Received { buf: vec![0; RECEIVE_BYTES], start: 0, end: 0 }),
-            sending: Mutex::default(),
-        };
-        while channel.session.lock().is_handshaking() {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(io::ErrorKind::TimedOut.into());
-            }
-            channel.socket.set_timeout(Some(left))?;
-            channel.push()?;
-            if !channel.session.lock().is_handshaking() {
-                break;
-            }
-            match channel.pull() {
-                Ok(true) => {}
-                Ok(false) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(error) => {
-                    // Send the peer a TLS alert.
-                    let _ = channel.push();
-                    return Err(error);
-                }
-            }
-        }
-        channel.push()?;
-        self.admit(&channel)?;
-        Ok(Arc::new(channel))
+        let stream = TlsStream::start(socket, self.session()?, until)?;
+        self.admit(&stream)?;
+        Ok(Arc::new(TlsChannel(stream)))
     }
 
-    fn admit(&self, channel: &TlsChannel) -> io::Result<()> {
+    fn admit(&self, stream: &TlsStream<dyn Channel>) -> io::Result<()> {
         let Some(admission) = &self.admission else { return Ok(()) };
-        let Some(certificate) = channel.session.lock().certificate() else { return Ok(()) };
+        let Some(certificate) = stream.certificate() else { return Ok(()) };
         match subject::of(&certificate) {
             Some(subject) if admission.admits(&subject) => Ok(()),
             _ => {
@@ -181,258 +144,61 @@ impl Tls {
     }
 }
 
-/// The TLS state of a connection, between plaintext and ciphertext. No method blocks.
-trait Session: Send {
-    /// Still in the handshake: no data can be read or written.
-    fn is_handshaking(&self) -> bool;
-
-    /// Takes ciphertext from the peer and returns how much was taken; possibly 0 while there is
-    /// unread plaintext.
-    ///
-    /// # Errors
-    /// `InvalidData` if it is not acceptable.
-    fn take_in(&mut self, ciphertext: &[u8]) -> io::Result<usize>;
-
-    /// Whether there is ciphertext to send.
-    fn has_output(&self) -> bool;
-
-    /// Appends that ciphertext to `out`.
-    ///
-    /// # Errors
-    /// None known.
-    fn give_out(&mut self, out: &mut Vec<u8>) -> io::Result<()>;
-
-    /// Reads plaintext; 0 at its end.
-    ///
-    /// # Errors
-    /// `WouldBlock` if there is none yet; `UnexpectedEof` if the peer ended without close_notify.
-    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize>;
-
-    /// Encrypts all bytes.
-    ///
-    /// # Errors
-    /// If the session has failed.
-    fn write(&mut self, bytes: &[u8]) -> io::Result<()>;
-
-    /// Encrypts a close_notify.
-    fn say_goodbye(&mut self);
-
-    /// The certificate (DER) that the client presented and that was verified.
-    fn certificate(&self) -> Option<Vec<u8>> {
-        None
-    }
-}
-
-/// Ciphertext not yet taken by the session: `buf[start..end]`.
-struct Received {
-    buf: Vec<u8>,
-    start: usize,
-    end: usize,
-}
-
 /// A connection inside TLS.
-pub struct TlsChannel {
-    socket: Arc<dyn Channel>,
-    /// Never locked while waiting to receive from the socket.
-    session: Mutex<Box<dyn Session>>,
-    /// Received ciphertext, for the receiving thread.
-    received: Mutex<Received>,
-    /// Ciphertext to send; records must be sent in the order of their encryption.
-    sending: Mutex<Sending>,
-}
+#[derive(Debug)]
+struct TlsChannel(TlsStream<dyn Channel>);
 
-/// Ciphertext to send: `buf[sent..]` is unsent.
-#[derive(Default)]
-struct Sending {
-    buf: Vec<u8>,
-    sent: usize,
-}
-
-impl fmt::Debug for TlsChannel {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TlsChannel").field("socket", &self.socket).finish_non_exhaustive()
-    }
-}
-
-impl TlsChannel {
-    /// Feeds ciphertext to the session, receiving more only if none is left; `false` at the end.
-    /// (The session takes nothing while it holds unread plaintext.)
-    fn pull(&self) -> io::Result<bool> {
-        let mut received = self.received.lock();
-        let Received { buf, start, end } = &mut *received;
-        if start == end {
-            (*start, *end) = (0, self.socket.recv(buf)?);
-            if *end == 0 {
-                return Ok(false);
-            }
-        }
-        *start += self.session.lock().take_in(&buf[*start..*end])?;
-        Ok(true)
+impl Transport for dyn Channel {
+    fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
+        Channel::recv(self, buf)
     }
 
-    /// Sends the session's output.
-    fn push(&self) -> io::Result<()> {
-        let mut out = self.sending.lock();
-        self.push_held(&mut out)
+    fn send(&self, bytes: &[u8]) -> io::Result<()> {
+        Channel::send(self, bytes)
     }
 
-    /// Appends the session's output to the ciphertext to send.
-    fn gather(&self, out: &mut Sending) -> io::Result<()> {
-        if out.sent == out.buf.len() {
-            out.buf.clear();
-            out.sent = 0;
-        }
-        self.session.lock().give_out(&mut out.buf)
+    fn send_ready(&self, bytes: &[u8]) -> io::Result<usize> {
+        Channel::send_ready(self, bytes).map(|(sent, _)| sent)
     }
 
-    fn push_held(&self, out: &mut Sending) -> io::Result<()> {
-        self.gather(out)?;
-        let rest = &out.buf[std::mem::replace(&mut out.sent, out.buf.len())..];
-        if rest.is_empty() { Ok(()) } else { self.socket.send(rest) }
-    }
-
-    /// As [`TlsChannel::push`], without waiting for long; returns whether everything was sent.
-    fn push_ready(&self, out: &mut Sending) -> io::Result<bool> {
-        self.gather(out)?;
-        let (sent, _) = self.socket.send_ready(&out.buf[out.sent..])?;
-        out.sent += sent;
-        Ok(out.sent == out.buf.len())
+    fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
+        Channel::set_timeout(self, most)
     }
 }
 
 impl Channel for TlsChannel {
     fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
-        loop {
-            let wants_write = {
-                let mut session = self.session.lock();
-                match session.read(buf) {
-                    Ok(got) => return Ok(got),
-                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                    // The peer closed without close_notify. Requests have lengths, so none was
-                    // truncated unnoticed.
-                    Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(0),
-                    Err(error) => return Err(error),
-                }
-                session.has_output()
-            };
-            // Not by waiting: a sending thread may wait for a client that waits for this thread, and
-            // sends this too, or the next one does.
-            if wants_write && let Some(mut out) = self.sending.try_lock() {
-                self.push_ready(&mut out)?;
-            }
-            if !self.pull()? {
-                return Ok(0);
-            }
-        }
+        self.0.recv(buf)
     }
 
     fn send(&self, bytes: &[u8]) -> io::Result<()> {
-        let mut out = self.sending.lock();
-        self.push_held(&mut out)?;
-        for piece in bytes.chunks(SEND_BYTES) {
-            self.session.lock().write(piece)?;
-            self.push_held(&mut out)?;
-        }
-        Ok(())
+        self.0.send(&[], bytes)
     }
 
     fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
-        let mut out = self.sending.lock();
-        let mut taken = 0;
-        for piece in bytes.chunks(SEND_BYTES) {
-            if !self.push_ready(&mut out)? {
-                break;
-            }
-            self.session.lock().write(piece)?;
-            taken += piece.len();
-        }
-        let all = self.push_ready(&mut out)?;
-        Ok((taken, all))
+        self.0.send_ready(bytes)
     }
 
     fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
-        self.socket.set_timeout(most)
+        Channel::set_timeout(self.0.socket(), most)
     }
 
     fn shutdown(&self, how: Shutdown) {
         if how != Shutdown::Read {
-            self.session.lock().say_goodbye();
-            // Without waiting for a sending thread or the peer: the socket closes anyway.
-            if let Some(mut out) = self.sending.try_lock() {
-                let _ = self.push_ready(&mut out);
-            }
+            self.0.say_goodbye();
         }
-        self.socket.shutdown(how);
+        self.0.socket().shutdown(how);
     }
 
     fn has_left(&self) -> bool {
-        self.socket.has_left()
+        self.0.socket().has_left()
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(feature = "tls-psk")))]
 mod tests {
-    use std::io::Write;
-    use std::os::unix::net::UnixStream;
-    use std::sync::mpsc::channel;
-
     use super::*;
-    use crate::channel::Socket;
 
-    /// A session that leaves bytes as they are, and always has more to send.
-    struct Plain(Vec<u8>);
-
-    impl Session for Plain {
-        fn is_handshaking(&self) -> bool {
-            false
-        }
-        fn take_in(&mut self, ciphertext: &[u8]) -> io::Result<usize> {
-            self.0.extend(ciphertext);
-            Ok(ciphertext.len())
-        }
-        fn has_output(&self) -> bool {
-            true
-        }
-        fn give_out(&mut self, _out: &mut Vec<u8>) -> io::Result<()> {
-            Ok(())
-        }
-        fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-            if self.0.is_empty() {
-                return Err(io::ErrorKind::WouldBlock.into());
-            }
-            let len = self.0.len().min(buf.len());
-            buf[..len].copy_from_slice(&self.0[..len]);
-            self.0.drain(..len);
-            Ok(len)
-        }
-        fn write(&mut self, _bytes: &[u8]) -> io::Result<()> {
-            Ok(())
-        }
-        fn say_goodbye(&mut self) {}
-    }
-
-    #[test]
-    fn who_receives_does_not_wait_for_who_sends() {
-        let (here, mut there) = UnixStream::pair().unwrap();
-        let tls = TlsChannel {
-            socket: Arc::new(Socket::unix(here, Duration::ZERO)),
-            session: Mutex::new(Box::new(Plain(Vec::new()))),
-            received: Mutex::new(Received { buf: vec![0; 16], start: 0, end: 0 }),
-            sending: Mutex::default(),
-        };
-        there.write_all(b"bytes").unwrap();
-        let (tell, told) = channel();
-        std::thread::scope(|scope| {
-            // As a thread that sends to a client that does not read.
-            let sending = tls.sending.lock();
-            scope.spawn(|| tell.send(tls.recv(&mut [0; 8]).unwrap()).unwrap());
-            let got = told.recv_timeout(Duration::from_secs(60));
-            drop(sending);
-            assert_eq!(got, Ok(5));
-        });
-    }
-
-    #[cfg(not(feature = "tls-psk"))]
     #[test]
     fn a_build_without_pre_shared_keys_says_so() {
         let folder = tempfile::tempdir().unwrap();

@@ -2,6 +2,7 @@
 
 mod server;
 
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -202,9 +203,22 @@ fn an_unknown_export_is_answered_with_those_that_exist() {
     let server = Server::start(MIB, Setup::default());
     let error = open(&server.uri().replace("disk?", "dusk?")).unwrap_err().to_string();
     assert!(error.contains("'dusk'") && error.contains("it has: disk, other"), "{error}");
-    let names: Vec<_> =
-        crate::list_exports(&server.uri()).unwrap().into_iter().map(|one| one.name).collect();
+    let listed = crate::describe_exports(&server.uri()).unwrap();
+    let names: Vec<_> = listed.into_iter().map(|one| one.listed.name).collect();
     assert_eq!(names, ["disk", "other"]);
+}
+
+#[test]
+fn a_socket_that_is_passed_on_has_no_time_limits() {
+    let server = Server::start(MIB, Setup::default());
+    let uri = server.uri();
+    let (_, path) = uri.split_once("socket=").unwrap();
+    let socket = UnixStream::connect(path).unwrap();
+    let told = crate::open_simple(socket.try_clone().unwrap(), "disk").unwrap();
+    assert_eq!((told.bytes, told.flags), (MIB as u64, FLAGS));
+    assert_eq!((socket.read_timeout().unwrap(), socket.write_timeout().unwrap()), (None, None));
+    let unknown = crate::open_simple(UnixStream::connect(path).unwrap(), "dusk").unwrap_err();
+    assert!(unknown.to_string().contains("no such export"), "{unknown}");
 }
 
 #[test]

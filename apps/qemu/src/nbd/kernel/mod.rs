@@ -2,18 +2,19 @@
 //! family `nbd` (`linux/nbd-netlink.h`).
 //!
 //! ```text
-//!   server ◄── socket ── negotiation (here) ──► its descriptor goes to the kernel, which sends the
-//!                                               requests of /dev/nbdN from then on
+//!   server ◄── socket ── negotiation ──► its descriptor goes to the kernel, which sends the
+//!                                        requests of /dev/nbdN from then on
 //! ```
 
 mod netlink;
 
-use std::io::{self, Read, Write};
+use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 use netlink::{Attributes, Netlink};
+use vdkit::nbd_client::{ExportInfo, open_simple};
 
 use crate::failure::{Failure, system_words};
 
@@ -39,18 +40,6 @@ mod attribute {
 /// Bytes of a sector of the device.
 const SECTOR_BYTES: u64 = 512;
 
-/// Numbers of the negotiation (doc/proto.md of NBD).
-const OLD_MAGIC: &[u8; 8] = b"NBDMAGIC";
-const OPTION_MAGIC: &[u8; 8] = b"IHAVEOPT";
-const REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-const FIXED_NO_ZEROES: u32 = 3;
-const GO: u32 = 7;
-const ACKNOWLEDGED: u32 = 1;
-const INFO: u32 = 3;
-const INFO_EXPORT: u16 = 0;
-/// The longest answer to an option that is read.
-const REPLY_BYTES_MAX: u32 = 64 << 10;
-
 /// The number of a device of the kernel's nbd.
 ///
 /// # Errors
@@ -67,62 +56,8 @@ pub fn index(device: &Path, verb: &str) -> Result<u32, Failure> {
     })
 }
 
-/// What a server says of its export.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Exported {
-    bytes: u64,
-    /// The transmission flags.
-    flags: u16,
-}
-
-/// Negotiates with a server up to the first request.
-fn negotiate(server: &mut (impl Read + Write), name: &str) -> io::Result<Exported> {
-    let bad = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what.to_owned());
-    let mut greeting = [0; 18];
-    server.read_exact(&mut greeting)?;
-    if greeting[..8] != *OLD_MAGIC || greeting[8..16] != *OPTION_MAGIC {
-        return Err(bad("this is no NBD server of the newer style"));
-    }
-    server.write_all(&FIXED_NO_ZEROES.to_be_bytes())?;
-    let mut option = OPTION_MAGIC.to_vec();
-    option.extend(GO.to_be_bytes());
-    // The name with its length, and no requests for information.
-    option.extend((name.len() as u32 + 6).to_be_bytes());
-    option.extend((name.len() as u32).to_be_bytes());
-    option.extend(name.as_bytes());
-    option.extend([0, 0]);
-    server.write_all(&option)?;
-    let mut exported = None;
-    loop {
-        let mut head = [0; 20];
-        server.read_exact(&mut head)?;
-        let word =
-            |at: usize| u32::from_be_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
-        let magic = u64::from(word(0)) << 32 | u64::from(word(4));
-        let (kind, len) = (word(12), word(16));
-        if magic != REPLY_MAGIC || len > REPLY_BYTES_MAX {
-            return Err(bad("the server's answer is none of NBD"));
-        }
-        let mut data = vec![0; len as usize];
-        server.read_exact(&mut data)?;
-        match (kind, &data[..]) {
-            (ACKNOWLEDGED, _) => {
-                return exported.ok_or_else(|| bad("the server did not tell its size"));
-            }
-            (INFO, [k0, k1, bytes @ .., f0, f1])
-                if u16::from_be_bytes([*k0, *k1]) == INFO_EXPORT && bytes.len() == 8 =>
-            {
-                let bytes = bytes.iter().fold(0, |sum, byte| sum << 8 | u64::from(*byte));
-                exported = Some(Exported { bytes, flags: u16::from_be_bytes([*f0, *f1]) });
-            }
-            (INFO, _) => {}
-            _ => return Err(bad("the server refuses the export")),
-        }
-    }
-}
-
 /// The attributes that attach a socket to a device.
-fn connecting(index: u32, exported: Exported, socket: impl AsFd) -> Attributes {
+fn connecting(index: u32, exported: &ExportInfo, socket: impl AsFd) -> Attributes {
     let fd = socket.as_fd().as_raw_fd() as u32;
     let item = Attributes::default().with_u32(attribute::SOCKET_FD, fd);
     let sockets = Attributes::default().with_nested(attribute::SOCKET_ITEM, &item);
@@ -155,9 +90,9 @@ fn command<F: AsFd>(
 pub fn attach(device: &Path, server: &Path, export: &str) -> Result<(), Failure> {
     let index = index(device, "Failed to open")?;
     let mut kernel = Netlink::connect()?;
-    let mut socket = UnixStream::connect(server)?;
-    let exported = negotiate(&mut socket, export)?;
-    command(&mut kernel, CONNECT, &connecting(index, exported, &socket)).map_err(|failure| {
+    let socket = UnixStream::connect(server)?;
+    let exported = open_simple(socket.try_clone()?, export)?;
+    command(&mut kernel, CONNECT, &connecting(index, &exported, &socket)).map_err(|failure| {
         Failure::new(format!("Failed to attach {}: {}", device.display(), failure.text))
     })
 }
@@ -188,8 +123,9 @@ mod tests {
     #[cfg(target_endian = "little")]
     fn the_command_to_attach_is_as_the_kernel_documents_it() {
         let (socket, _peer) = UnixStream::pair().unwrap();
-        let exported = Exported { bytes: (5 << 20) + 3, flags: 0x0105 };
-        let bytes = message(0x21, CONNECT, 2, &connecting(3, exported, &socket));
+        let mut exported = ExportInfo::default();
+        (exported.bytes, exported.flags) = ((5 << 20) + 3, 0x0105);
+        let bytes = message(0x21, CONNECT, 2, &connecting(3, &exported, &socket));
         let mut wanted = vec![84, 0, 0, 0, 0x21, 0, 5, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0];
         wanted.extend([8, 0, 1, 0, 3, 0, 0, 0]);
         wanted.extend([12, 0, 2, 0, 0, 0, 0x50, 0, 0, 0, 0, 0]);
@@ -263,30 +199,5 @@ mod tests {
         let missing = index(Path::new("/dev/nothing"), "Failed to open").unwrap_err().text;
         assert!(missing.starts_with("Failed to open /dev/nothing: No such file"), "{missing}");
         assert!(index(Path::new("/dev/null"), "Failed to open").is_err());
-    }
-
-    #[test]
-    fn the_servers_size_and_flags_are_read() {
-        let (mut client, mut server) = UnixStream::pair().unwrap();
-        let reply = |kind: u32, data: &[u8]| {
-            let mut bytes = REPLY_MAGIC.to_be_bytes().to_vec();
-            bytes.extend(GO.to_be_bytes());
-            bytes.extend(kind.to_be_bytes());
-            bytes.extend((data.len() as u32).to_be_bytes());
-            bytes.extend(data);
-            bytes
-        };
-        let mut said = [&OLD_MAGIC[..], OPTION_MAGIC, &[0, 3]].concat();
-        said.extend(reply(INFO, &[0, 3, 0, 0, 0, 1, 0, 0, 16, 0, 0, 16, 0, 0]));
-        said.extend(reply(INFO, &[0, 0, 0, 0, 0, 0, 0, 80, 0, 0, 1, 5]));
-        said.extend(reply(ACKNOWLEDGED, &[]));
-        server.write_all(&said).unwrap();
-        let exported = negotiate(&mut client, "x").unwrap();
-        assert_eq!(exported, Exported { bytes: 80 << 16, flags: 0x105 });
-        drop(client);
-        let mut heard = Vec::new();
-        server.read_to_end(&mut heard).unwrap();
-        let option = [&[0, 0, 0, 3][..], OPTION_MAGIC, &[0, 0, 0, 7, 0, 0, 0, 7, 0, 0, 0, 1]];
-        assert_eq!(heard, [&option.concat()[..], b"x\0\0"].concat());
     }
 }

@@ -142,9 +142,6 @@ pub struct Netlink<F> {
 
 impl Netlink<OwnedFd> {
     /// Connects to the kernel.
-    ///
-    /// # Errors
-    /// The system's.
     pub fn connect() -> io::Result<Self> {
         let (family, kind) = (AddressFamily::NETLINK, SocketType::RAW);
         let flags = SocketFlags::CLOEXEC;
@@ -161,9 +158,6 @@ impl<F: AsFd> Netlink<F> {
     }
 
     /// Sends a command and waits for its confirmation. Returns the attributes that came before.
-    ///
-    /// # Errors
-    /// The peer's error, or the system's.
     pub fn request(
         &mut self,
         family: u16,
