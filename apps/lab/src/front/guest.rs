@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Result, bail};
 use vdkit_block::CancelToken;
+use vdkit_guest::Kernel;
 
 use super::{Aio, Cache, READY, Server, serve};
 use crate::engine::Bench;
@@ -88,6 +89,15 @@ impl Bus {
     }
 }
 
+/// Whether guests can be run here; the kernel that they boot.
+pub(super) fn available() -> Result<Kernel> {
+    if std::env::consts::ARCH != "x86_64" {
+        return skip("guests are run on x86-64 hosts only");
+    }
+    need("qemu-system-x86_64")?;
+    initramfs::kernel()
+}
+
 /// Prepares a guest, and starts the server of its disk unless QEMU opens the image itself.
 pub(super) fn prepare(
     bench: &mut Bench<'_>,
@@ -96,11 +106,7 @@ pub(super) fn prepare(
     image: &Image,
     cache: Cache,
 ) -> Result<(Guest, Option<Running>)> {
-    if std::env::consts::ARCH != "x86_64" {
-        return skip("guests are run on x86-64 hosts only");
-    }
-    need("qemu-system-x86_64")?;
-    let kernel = initramfs::kernel()?;
+    let kernel = available()?;
     let initial = bench.folder.join("guest.cpio");
     initramfs::write(&kernel, bus.modules(), bus.disk(), &initial)?;
     let (mut arguments, mut server) = (Vec::new(), None);

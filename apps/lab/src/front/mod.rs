@@ -15,7 +15,7 @@ pub use guest::{Booted, Bus, FIO_OF_NOTHING, Guest, GuestSpeed, Said, Source, gu
 use crate::engine::Bench;
 use crate::fio::Disk;
 use crate::layout::Image;
-use crate::peers::{need_fuse, skip};
+use crate::peers::{need, need_fuse, skip};
 use crate::process::{Running, cpu_seconds};
 
 /// A path from the load to the image.
@@ -153,7 +153,36 @@ pub fn find(name: &str) -> Option<&'static Front> {
     FRONTS.iter().find(|front| front.name == name)
 }
 
+impl Server {
+    /// Whether its program is installed.
+    fn available(self) -> Result<()> {
+        let program = match self {
+            Self::Vdkit => return Ok(()),
+            Self::QemuNbd => "qemu-nbd",
+            Self::StorageDaemon(_) => "qemu-storage-daemon",
+            Self::Nbdkit => "nbdkit",
+        };
+        need(program).map(drop)
+    }
+}
+
 impl Front {
+    /// Whether this host has what the front needs, as far as is known before a run.
+    ///
+    /// # Errors
+    /// [`crate::peers::Skip`] with what is missing.
+    pub fn available(&self) -> Result<()> {
+        match self.kind {
+            Kind::File | Kind::InProcess => Ok(()),
+            Kind::Nbd(server) => server.available(),
+            Kind::Fuse(server) => need_fuse().and_then(|()| server.available()),
+            Kind::Guest(_, source) => {
+                guest::available()?;
+                if let Source::Nbd(server) = source { server.available() } else { Ok(()) }
+            }
+        }
+    }
+
     /// The cache mode for plans that do not vary it: QEMU's default, or `none` for guests.
     pub fn default_cache(&self) -> &'static str {
         match self.kind {

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use crate::error::{Context, Result, bail};
+use crate::error::{Context, Error, Result, bail};
 use serde::{Deserialize, Serialize};
 use vdkit_block::Monitor;
 use vdkit_chain::Registry;
@@ -21,6 +21,7 @@ use crate::cells::{self, Rng};
 use crate::engine::{self, Bench};
 use crate::environment::{self, load};
 use crate::fit;
+use crate::front;
 use crate::model::{
     Cell, Environment, Outcome, PlaceInfo, PlaceKind, PlanSummary, Run, Sample, Warning,
 };
@@ -143,10 +144,13 @@ impl Prepared {
         let mut cells = cells::cells(&plan, &infos, request.quick);
         for cell in &mut cells {
             let place = infos.iter().find(|place| cell.axis(axes::BACKEND) == Some(&place.name));
-            if let Some(Err(unfit)) =
-                place.map(|place| fit::fit(&cell.axes, &request.effort(&plan), place))
-            {
+            let fit = place.map(|place| fit::fit(&cell.axes, &request.effort(&plan), place));
+            let front = cell.axis("front").and_then(front::find);
+            let missing = front.and_then(|front| front.available().err());
+            if let Some(Err(unfit)) = fit {
                 cell.outcome = Outcome::Skipped(unfit.to_string());
+            } else if let Some(Skip(reason)) = missing.as_ref().and_then(Error::skipped) {
+                cell.outcome = Outcome::Skipped(reason.clone());
             }
         }
         let estimate = Estimate::of(&cells, &infos, &request.effort(&plan), &BTreeMap::new());
