@@ -82,14 +82,48 @@ pub fn arguments(
     seed: u64,
     output: &Path,
 ) -> Vec<String> {
-    let mut all = vec![
-        "--output-format=json+".to_owned(),
+    let mut all = global("json+", seed, output);
+    all.push(format!("--name={LOAD}"));
+    all.extend(job(load, disk, effort, disk_bytes));
+    let folder = output.parent().unwrap_or(Path::new("."));
+    all.push(format!("--write_iops_log={}", folder.join(LOG).display()));
+    all.extend([format!("--log_avg_msec={}", interval_ms(effort)), "--per_job_logs=0".to_owned()]);
+    all.extend(flush(load, disk, FLUSH));
+    all
+}
+
+/// Builds the arguments for several loads, one after the other. fio takes longer to start than a
+/// short load does. For [`rates`].
+pub fn in_turn(
+    loads: &[Load],
+    disk: &Disk,
+    effort: &Effort,
+    disk_bytes: u64,
+    seed: u64,
+    output: &Path,
+) -> Vec<String> {
+    let mut all = global("json", seed, output);
+    for (i, load) in loads.iter().enumerate() {
+        all.extend([format!("--name={LOAD}{i}"), "--stonewall".into(), "--new_group".into()]);
+        all.extend(job(load, disk, effort, disk_bytes));
+        all.extend(flush(load, disk, &format!("{FLUSH}{i}")));
+    }
+    all
+}
+
+fn global(format: &str, seed: u64, output: &Path) -> Vec<String> {
+    vec![
+        format!("--output-format={format}"),
         format!("--output={}", output.display()),
         format!("--randseed={}", seed >> 1),
         "--group_reporting".to_owned(),
         "--thread".to_owned(),
-        format!("--name={LOAD}"),
-    ];
+    ]
+}
+
+/// The options of a load.
+fn job(load: &Load, disk: &Disk, effort: &Effort, disk_bytes: u64) -> Vec<String> {
+    let mut all = Vec::new();
     if !load.once {
         all.push("--norandommap".to_owned());
     }
@@ -128,11 +162,14 @@ pub fn arguments(
             Sync::Fdatasync(count) => all.push(format!("--fdatasync={count}")),
         }
     }
-    let folder = output.parent().unwrap_or(Path::new("."));
-    all.push(format!("--write_iops_log={}", folder.join(LOG).display()));
-    all.extend([format!("--log_avg_msec={}", interval_ms(effort)), "--per_job_logs=0".to_owned()]);
+    all
+}
+
+/// The job that syncs what a load wrote; none for a load that only reads.
+fn flush(load: &Load, disk: &Disk, name: &str) -> Vec<String> {
+    let mut all = Vec::new();
     if load.rw != Pattern::Read && load.rw != Pattern::RandomRead && disk.flushes() {
-        all.extend([format!("--name={FLUSH}"), "--stonewall".to_owned(), "--new_group".to_owned()]);
+        all.extend([format!("--name={name}"), "--stonewall".to_owned(), "--new_group".to_owned()]);
         all.extend(disk.arguments("sync"));
         all.extend(["--rw=write", "--bs=4096", "--size=8192", "--fsync=1"].map(str::to_owned));
     }
@@ -155,14 +192,9 @@ pub struct Answer {
     pub raw: Value,
 }
 
-/// Parses fio's JSON.
-pub fn parse(text: &str, load: &Load) -> Result<Answer> {
-    // fio may print warnings before the JSON.
-    let from = text.find('{').context("fio has printed no JSON")?;
-    let mut raw: Value = serde_json::from_str(&text[from..]).context("fio's JSON")?;
+/// The jobs of fio's JSON, none of which failed.
+fn jobs(raw: &Value) -> Result<&Vec<Value>> {
     let jobs = raw["jobs"].as_array().context("fio's JSON has no jobs")?;
-    let named = |name| jobs.iter().find(|job| job["jobname"] == name);
-    let job = named(LOAD).context("fio's JSON does not have the job")?;
     for job in jobs {
         if let Some(error @ 1..) = job["error"].as_u64() {
             bail!(
@@ -171,6 +203,35 @@ pub fn parse(text: &str, load: &Load) -> Result<Answer> {
             );
         }
     }
+    Ok(jobs)
+}
+
+fn json(text: &str) -> Result<Value> {
+    // fio may print warnings before the JSON.
+    let from = text.find('{').context("fio has printed no JSON")?;
+    serde_json::from_str(&text[from..]).context("fio's JSON")
+}
+
+/// Parses the JSON of `count` loads that ran [`in_turn`]: the bytes per second of each.
+pub fn rates(text: &str, count: usize) -> Result<Vec<f64>> {
+    let raw = json(text)?;
+    let jobs = jobs(&raw)?;
+    let rate = |i| {
+        let name = format!("{LOAD}{i}");
+        let job = jobs.iter().find(|job| job["jobname"] == name.as_str());
+        let job = job.context("fio's JSON does not have the job")?;
+        let side = |side: &str| job[side]["bw_bytes"].as_f64().unwrap_or(0.0);
+        Ok(side("read") + side("write"))
+    };
+    (0..count).map(rate).collect()
+}
+
+/// Parses fio's JSON.
+pub fn parse(text: &str, load: &Load) -> Result<Answer> {
+    let mut raw = json(text)?;
+    let jobs = jobs(&raw)?;
+    let named = |name| jobs.iter().find(|job| job["jobname"] == name);
+    let job = named(LOAD).context("fio's JSON does not have the job")?;
     let number = |side: &str, key: &str| job[side][key].as_f64().unwrap_or(0.0);
     let mut values = BTreeMap::new();
     let mut put = |key: &str, value: f64| {
@@ -372,6 +433,20 @@ mod tests {
         // For a load with a time limit, fio's own rate is used.
         let answer = parse(JSON, &load("database")).unwrap();
         assert_eq!((answer.values["iops"], answer.values["sync_mean_ns"]), (1000.0, 7.0));
+    }
+
+    #[test]
+    fn several_loads_run_in_turn_and_have_a_rate_each() {
+        let disk = Disk::Nbd("nbd+unix:///?socket=/s".into());
+        let loads = [load("seq1m-q8-read"), load("seq1m-q8-write")];
+        let line = in_turn(&loads, &disk, &EFFORT, 1 << 30, 8, Path::new("/s/out.json")).join(" ");
+        for word in ["--name=load0 --stonewall", "--name=load1 --stonewall", "--name=flush1"] {
+            assert!(line.contains(word), "{word}: {line}");
+        }
+        assert!(!line.contains("flush0") && !line.contains("iops_log"), "{line}");
+        let text = JSON.replace("\"load\"", "\"load1\"").replace("\"flush\"", "\"load0\"");
+        assert_eq!(rates(&text, 2).unwrap(), [0.0, 4_096_000.0]);
+        assert!(rates(&text, 3).is_err() && rates("{}", 1).is_err());
     }
 
     #[test]

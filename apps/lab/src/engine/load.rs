@@ -1,5 +1,7 @@
 //! Runs a load of requests, with fio on the served disk or with the library itself.
 
+use std::path::Path;
+
 use crate::error::{Context, Result};
 
 use super::{Bench, inside};
@@ -14,8 +16,8 @@ use crate::profile::Load;
 
 /// Separates two files on the guest's second serial port.
 const MARK: &str = "=== series ===";
-/// Ends the output of each load on the guest's second serial port.
-const END: &str = "=== end ===";
+/// Where fio writes its results in a guest.
+const GUEST_OUTPUT: &str = "/tmp/out.json";
 
 pub(super) fn sample(bench: &mut Bench<'_>, load: &Load) -> Result<Sample> {
     let (layout, front, cache) = (bench.layout()?, bench.front()?, bench.cache()?);
@@ -79,11 +81,10 @@ fn with_fio(
     bytes: u64,
 ) -> Result<(Answer, Vec<Series>)> {
     let fio = need("fio")?;
-    let disk = fio::Disk::of(target).context("fio cannot open this")?;
     if let Target::Guest(guest) = target {
-        let mut all = in_guest(bench, &[*load], guest, bytes)?;
-        return all.pop().context("the guest printed no results");
+        return in_guest(bench, load, guest, bytes);
     }
+    let disk = fio::Disk::of(target).context("fio cannot open this")?;
     let output = bench.folder.join("fio.json");
     let arguments = fio::arguments(load, &disk, &bench.effort, bytes, bench.seed, &output);
     let line = Line::new(fio).args(&arguments).within(&bench.folder);
@@ -94,36 +95,61 @@ fn with_fio(
     Ok((fio::parse(&text, load)?, fio::series(&log, load, &bench.effort)))
 }
 
-/// Runs loads one after the other in a guest that boots once. Returns one answer per load.
-pub(super) fn in_guest(
+fn in_guest(
     bench: &mut Bench<'_>,
-    loads: &[Load],
+    load: &Load,
     guest: &Guest,
     bytes: u64,
-) -> Result<Vec<(Answer, Vec<Series>)>> {
+) -> Result<(Answer, Vec<Series>)> {
     let disk = fio::Disk::of_guest(guest);
-    let output = std::path::Path::new("/tmp/out.json");
-    let log = format!("/tmp/{}_iops.log", fio::LOG);
-    let mut script = String::new();
-    for load in loads {
-        let arguments = fio::arguments(load, &disk, &bench.effort, bytes, bench.seed, output);
-        let line = Line::new("fio").args(&arguments).text();
-        script.push_str(&format!(
-            "rm -f {log}\n{line} || exit 1\n\
-             (cat {}; echo; echo '{MARK}'; cat {log}; echo '{END}') > $OUT\n",
-            output.display()
-        ));
-    }
-    let said = guest.run(bench, &script, bench.effort.seconds * loads.len() as f64)?;
+    let output = Path::new(GUEST_OUTPUT);
+    let arguments = fio::arguments(load, &disk, &bench.effort, bytes, bench.seed, output);
+    let script = format!(
+        "{} || exit 1\n(cat {GUEST_OUTPUT}; echo; echo '{MARK}'; cat /tmp/{}_iops.log) > $OUT\n",
+        Line::new("fio").args(&arguments).text(),
+        fio::LOG
+    );
+    let said = said(bench, guest, &script, bench.effort.seconds)?;
+    let (json, log) = said.split_once(MARK).context("the guest printed no results")?;
+    Ok((fio::parse(json, load)?, fio::series(log, load, &bench.effort)))
+}
+
+/// What a guest's script printed.
+fn said(bench: &mut Bench<'_>, guest: &Guest, script: &str, seconds: f64) -> Result<String> {
+    let said = guest.run(bench, script, seconds)?;
     if said.emulated {
         bench.note("the guest's processor was emulated (TCG): no KVM here");
     }
-    let mut parts = said.results.split(END);
-    let mut all = Vec::new();
-    for load in loads {
-        let part = parts.next().and_then(|part| part.split_once(MARK));
-        let (json, log) = part.context("the guest printed no results")?;
-        all.push((fio::parse(json, load)?, fio::series(log, load, &bench.effort)));
-    }
-    Ok(all)
+    Ok(said.results)
+}
+
+/// Runs loads one after the other on a served disk of `bytes` bytes. Returns the bytes per second
+/// of each.
+pub(super) fn rates(
+    bench: &mut Bench<'_>,
+    loads: &[Load],
+    served: &Served,
+    bytes: u64,
+) -> Result<Vec<f64>> {
+    let fio = need("fio")?;
+    let Some(disk) = fio::Disk::of(&served.target) else {
+        let mut rates = Vec::new();
+        for load in loads {
+            rates.push(run(bench, load, served, bytes)?.values["bytes_per_second"]);
+        }
+        return Ok(rates);
+    };
+    let (effort, seed) = (bench.effort, bench.seed);
+    let arguments = |output: &Path| fio::in_turn(loads, &disk, &effort, bytes, seed, output);
+    let text = if let Target::Guest(guest) = &served.target {
+        let line = Line::new("fio").args(&arguments(Path::new(GUEST_OUTPUT))).text();
+        let script = format!("{line} || exit 1\ncat {GUEST_OUTPUT} > $OUT\n");
+        said(bench, guest, &script, effort.seconds * loads.len() as f64)?
+    } else {
+        let output = bench.folder.join("fio.json");
+        let line = Line::new(fio).args(&arguments(&output)).within(&bench.folder);
+        bench.run(&line)?;
+        std::fs::read_to_string(&output).context("fio's output")?
+    };
+    fio::rates(&text, loads.len())
 }

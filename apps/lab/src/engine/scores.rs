@@ -12,10 +12,10 @@ use crate::error::{Context, Result};
 
 use super::{Bench, load};
 use crate::axes::BACKEND;
-use crate::front::{self, Cache, Front, Target};
+use crate::front::{self, Cache, Front};
 use crate::layout::{self, Content, Layout};
 use crate::model::{Cell, Sample};
-use crate::profile::{Load, SCORE_LOADS};
+use crate::profile::SCORE_LOADS;
 
 pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
     let (layout, front, cache) = (bench.layout()?, bench.front()?, bench.cache()?);
@@ -76,27 +76,15 @@ fn all(
     let bytes = bench.disk_bytes()?;
     let image = layout::make(bench, layout, bytes, Content::All)?;
     let served = front::start(bench, front, &image, cache)?;
-    let mut found = BTreeMap::new();
-    if let Target::Guest(guest) = &served.target {
-        // Run all loads in one guest, because booting takes much longer than a load.
-        let loads: Vec<Load> = SCORE_LOADS.iter().map(|(_, one)| *one).collect();
-        let answers = load::in_guest(bench, &loads, guest, bytes)?;
-        for ((key, _), (answer, _)) in SCORE_LOADS.iter().zip(answers) {
-            found.insert((*key).to_owned(), answer.values["bytes_per_second"]);
-        }
-    } else {
-        for (key, one) in SCORE_LOADS {
-            let sample = load::run(bench, one, &served, bytes)?;
-            found.insert((*key).to_owned(), sample.values["bytes_per_second"]);
-        }
-    }
+    let loads = SCORE_LOADS.iter().map(|(_, load)| *load).collect::<Vec<_>>();
+    let rates = load::rates(bench, &loads, &served, bytes)?;
     served.end();
     if !image.device {
         for path in &image.files {
             std::fs::remove_file(path).with_context(|| path.display().to_string())?;
         }
     }
-    Ok(found)
+    Ok(SCORE_LOADS.iter().map(|(key, _)| (*key).to_owned()).zip(rates).collect())
 }
 
 /// The mean throughput of reads or writes, with 4 KiB requests scaled.

@@ -59,9 +59,8 @@ pub fn cost(axes: &Axes, effort: &Effort, fit: &Fit) -> Cost {
         Kind::Scores => {
             filled(&mut cost);
             served(&mut cost, front);
-            let count = SCORE_LOADS.len() as f64;
-            cost.fixed += count * effort.seconds;
-            fios(&mut cost, front, count);
+            cost.fixed += SCORE_LOADS.len() as f64 * effort.seconds;
+            fios(&mut cost, front, 1.0);
         }
         Kind::Convert => {
             cost.commands += 1.0;
@@ -207,10 +206,10 @@ mod tests {
     #[test]
     fn each_kind_is_counted() {
         let scores = of(&[("front", "guest-ide"), ("profile", "scores")]);
-        assert_eq!((scores.guests, scores.guest_fios, scores.fixed), (1.0, 8.0, 80.0));
+        assert_eq!((scores.guests, scores.guest_fios, scores.fixed), (1.0, 1.0, 80.0));
         let axes = axes_of(&[("profile", "scores")]);
         let place = PlaceInfo::default();
-        assert_eq!(once([&axes, &axes].into_iter(), &EFFORT, &place).fios, 8.0);
+        assert_eq!(once([&axes, &axes].into_iter(), &EFFORT, &place).fios, 1.0);
         assert_eq!(once(std::iter::empty(), &EFFORT, &place), Cost::default());
         let open = of(&[("images", "8"), ("tool", "vdkit"), ("profile", "open")]);
         assert_eq!((open.commands, open.written, open.cold), (17.0, 0.0, 1.0));
