@@ -75,7 +75,7 @@ fn commands(
         });
     }
     let began = Instant::now();
-    let lines = lines.into_iter().map(Line::timed);
+    let lines = lines.into_iter().map(|line| line.timed().muted());
     let mut running = lines.map(|line| bench.start(&line)).collect::<Result<Vec<_>>>()?;
     let mut io = IoCounts::default();
     for one in &mut running {
