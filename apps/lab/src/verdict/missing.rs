@@ -135,12 +135,8 @@ fn entry(run: &Run, what: Axes, cells: &[usize], blocks: bool) -> Missing {
 /// Whether the advice could have chosen these cells: they are choices of vdkit's own, measured in
 /// the same position (host or guest) as the others, and possible on this place.
 fn blocks(matrix: &Matrix<'_>, axis: &str, cells: &[usize]) -> bool {
-    let places: Vec<&str> = matrix
-        .picks()
-        .iter()
-        .filter(|_| matrix.apart)
-        .map(|pick| seen(&pick.axes))
-        .collect();
+    let places: Vec<&str> =
+        matrix.picks().iter().filter(|_| matrix.apart).map(|pick| seen(&pick.axes)).collect();
     let compared = |cell: &Cell| places.is_empty() || places.contains(&seen(&cell.axes));
     let cells = cells.iter().map(|i| &matrix.run.cells[*i]);
     matrix.role(axis) == Role::Choice

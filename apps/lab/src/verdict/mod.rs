@@ -358,9 +358,7 @@ fn set_aside(matrix: &Matrix<'_>, best: &Pick, picks: &[Pick]) -> Vec<SetAside> 
             let faster = match gain {
                 Some(gain) => gain.decision == Decision::Better,
                 // Survival has no ratio, only an order.
-                None => {
-                    matrix.metric.best_first(pick.summary.median, best.summary.median).is_lt()
-                }
+                None => matrix.metric.best_first(pick.summary.median, best.summary.median).is_lt(),
             };
             faster.then(|| SetAside { axes: matrix.short(&pick.axes), gain, reason })
         })

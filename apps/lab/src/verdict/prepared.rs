@@ -98,4 +98,3 @@ fn said(matrix: &Matrix<'_>, own: &Axes, sparse: &str, pairs: &Pairs<'_>) -> Opt
     };
     Some(format!("{figure}: {name} against {sparse}{under}"))
 }
-

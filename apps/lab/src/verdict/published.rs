@@ -33,9 +33,10 @@ pub(crate) fn all_measured_for(matrix: &Matrix<'_>, number: &Published) -> Vec<f
 /// The counterparts from other programs, by name.
 pub(crate) fn others_for(matrix: &Matrix<'_>, number: &Published) -> Vec<(String, f64)> {
     let others = spoken_of(matrix, number, false).into_iter();
-    let found = grouped(others.filter_map(|(_, cell)| {
-        Some((program(&cell.axes).1?, median_of(cell, &number.metric)?))
-    }));
+    let found =
+        grouped(others.filter_map(|(_, cell)| {
+            Some((program(&cell.axes).1?, median_of(cell, &number.metric)?))
+        }));
     found.into_iter().filter_map(|(name, values)| Some((name, median(&values)?))).collect()
 }
 

@@ -33,8 +33,7 @@ pub fn rankings(matrix: &Matrix<'_>) -> Vec<Ranking> {
     let cells = &matrix.run.cells;
     let scored = |i: &usize| median_of(&cells[*i], "score").is_some();
     let all: Vec<usize> = (0..cells.len()).filter(scored).collect();
-    let places: &[Option<bool>] =
-        if matrix.apart { &[Some(false), Some(true)] } else { &[None] };
+    let places: &[Option<bool>] = if matrix.apart { &[Some(false), Some(true)] } else { &[None] };
     let mut found = Vec::new();
     for guest in places {
         for (title, key) in SCORES {

@@ -58,12 +58,9 @@ pub(super) fn answer(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missing]
             matrix.metric.title,
             together(found.way)
         ),
-        (Advice::Untold, Some(gain), Some(base)) if gain.is_hint() => format!(
-            "{}: {} against {}, the default.",
-            figure(&gain),
-            name(found.way),
-            name(base)
-        ),
+        (Advice::Untold, Some(gain), Some(base)) if gain.is_hint() => {
+            format!("{}: {} against {}, the default.", figure(&gain), name(found.way), name(base))
+        }
         (Advice::Stay, ..) => match (measured(matrix, found.way), most_hidden(matrix, found)) {
             (Some(measured), Some((most, pick))) => format!(
                 "{measured} with {}, the default; nothing is significantly better, and noise hides a \
