@@ -296,7 +296,7 @@ impl FileStorage {
     /// Makes a regular file at least this long.
     fn grow_to(&self, end: u64) -> Result<(), Errno> {
         // As in `len`: an unaligned direct write may pass the end for a moment.
-        let exact = self.is_direct().then(|| self.hold_length());
+        let exact = self.direct.is_some().then(|| self.hold_length());
         if self.raw_len()? >= end {
             return Ok(());
         }

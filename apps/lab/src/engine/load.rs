@@ -142,12 +142,12 @@ pub(super) fn rates(
     let (effort, seed) = (bench.effort, bench.seed);
     let arguments = |output: &Path| fio::in_turn(loads, &disk, &effort, bytes, seed, output);
     let text = if let Target::Guest(guest) = &served.target {
-        let line = Line::new("fio").args(&arguments(Path::new(GUEST_OUTPUT))).text();
+        let line = Line::new("fio").args(arguments(Path::new(GUEST_OUTPUT))).text();
         let script = format!("{line} || exit 1\ncat {GUEST_OUTPUT} > $OUT\n");
         said(bench, guest, &script, effort.seconds * loads.len() as f64)?
     } else {
         let output = bench.folder.join("fio.json");
-        let line = Line::new(fio).args(&arguments(&output)).within(&bench.folder);
+        let line = Line::new(fio).args(arguments(&output)).within(&bench.folder);
         bench.run(&line)?;
         std::fs::read_to_string(&output).context("fio's output")?
     };
