@@ -308,6 +308,14 @@ fn packing_step(rng: &mut Rng) -> Step {
     }
 }
 
+/// Many sizes, so that disks often end within a cluster that has data.
+fn resizing_step(rng: &mut Rng) -> Step {
+    match rng.below(3) {
+        0 => Step::Resize(rng.next_u64() as u16),
+        _ => ops::random_step(rng),
+    }
+}
+
 fn case(shape: &Shape, plan: Plan, seed: u64) {
     let mut rng = Rng::new(seed);
     let ops = 6 + rng.below(plan.ops) as usize;
@@ -353,6 +361,14 @@ fn each_kind_of_image_survives_a_power_cut() {
 fn encrypted_images_survive_a_power_cut() {
     let shapes = Shape::encrypted();
     support::for_seeds(6, |seed| case(&shapes[seed as usize % shapes.len()], ANYTHING, seed));
+}
+
+/// What was never written decrypts to noise.
+#[test]
+fn encrypted_images_that_are_resized_survive_a_power_cut() {
+    let plan = Plan { next: resizing_step, ..ANYTHING };
+    let shapes = Shape::encrypted();
+    support::for_seeds(6, |seed| case(&shapes[seed as usize % shapes.len()], plan, seed));
 }
 
 #[test]

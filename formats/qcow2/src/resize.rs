@@ -63,7 +63,7 @@ impl Qcow2 {
                 entries * 8
             )));
         }
-        self.hide_tail(old)?;
+        self.hide_tail(old, new)?;
         // Clears what an interrupted shrink left there.
         self.clear(lead, old, new, |entry| entry != L2Entry::default())?;
         self.hide_beneath(lead, old, new.min(beneath))?;
@@ -91,9 +91,9 @@ impl Qcow2 {
         Ok(entries > present)
     }
 
-    /// Makes the last cluster read as zero beyond the end of the disk, since a larger disk would
-    /// expose that part. Must be flushed before the header's size changes.
-    fn hide_tail(&self, end: u64) -> Result<()> {
+    /// Makes the last cluster read as zero beyond the end of the disk, since a disk that ends at
+    /// `upto` would expose that part. Must be flushed before the header's size changes.
+    fn hide_tail(&self, end: u64, upto: u64) -> Result<()> {
         let (cluster, unit) = (self.geometry.cluster_bytes(), self.geometry.subcluster_bytes());
         if end.is_multiple_of(cluster) {
             return Ok(());
@@ -112,8 +112,10 @@ impl Qcow2 {
             let from = entry.host() + inside;
             let mut tail = cluster - inside;
             if self.has_data_file() {
-                // The data file ends with the disk; beyond that it reads as zero.
-                tail = tail.min(self.data.len()?.saturating_sub(from.0));
+                // The data file ends with the disk; beyond that it reads as zero, which decrypts to
+                // noise.
+                let upto = if self.encryption.is_some() { upto } else { self.data.len()? };
+                tail = tail.min(upto.saturating_sub(from.0));
             }
             if tail > 0 {
                 self.write_data_zeroes(GuestOffset(end), from, tail)?;
@@ -318,7 +320,7 @@ impl Qcow2 {
         self.switch_header(&mut self.meta.lock(), header_offset!(size), &new.to_be_bytes())?;
         self.guest_bytes.store(new, Ordering::Release);
         // Also for other programs, which do not clear this part when they enlarge a disk.
-        self.hide_tail(new)?;
+        self.hide_tail(new, old)?;
         self.clear(lead, new, old, |_| true)?;
         self.meta.flush_led(self, lead)?;
         if self.header.data_file_raw() && self.data.caps().growable {

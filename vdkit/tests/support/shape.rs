@@ -201,6 +201,7 @@ impl Shape {
             Self { content: filled, base: Base::Shorter, lazy: true, ..cbc.clone() },
             Self { version: 2, content: filled, base: Base::Longer, ..cbc.clone() },
             Self { data_file: DataFile::Outside, content: filled, ..cbc.clone() },
+            Self { data_file: DataFile::Outside, base: Base::Longer, ..cbc.clone() },
             Self {
                 extended: true,
                 cluster: 16384,
