@@ -359,7 +359,9 @@ int vdkit_flush(const vdkit_disk *disk);
 
 // Changes the size; durable on return. No other call may use the disk meanwhile, and its queues must
 // have no open requests. `flags`: VDKIT_SHRINK, or 0.
-int vdkit_resize(const vdkit_disk *disk, uint64_t size, uint32_t flags);
+int vdkit_resize(const vdkit_disk *disk,
+                 uint64_t size,
+                 uint32_t flags);
 
 // Tells `each` of all extents of a range, in order. If `each` ends the walk, the result is
 // VDKIT_E_INTERRUPTED.

@@ -69,7 +69,7 @@ const COPIED: f64 = 1.0 / 150e6;
 /// A file system that is made, mounted and unmounted; mostly waiting for loop devices.
 const FILE_SYSTEM: f64 = 0.3;
 /// Programs and libraries that are read again after caches were dropped.
-const COLD: f64 = 0.4;
+const COLD: f64 = 0.15;
 /// A byte that a conversion reads.
 const READ: f64 = 1.0 / 1.5e9;
 
