@@ -333,6 +333,8 @@ def test_what_progress_raises_ends_the_job():
 def test_ctrl_c_ends_a_job():
     program = (
         "import os, signal, threading, time, vdkit\n"
+        # Whoever runs the tests in the background ignores it.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with open('big.raw', 'wb') as file:\n"
         "    for _ in range(400): file.write(os.urandom(1 << 20))\n"
         "threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
@@ -348,6 +350,7 @@ def test_ctrl_c_ends_a_job():
 def test_ctrl_c_ends_the_wait_for_a_server():
     program = (
         "import os, signal, socket, threading, vdkit\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "mute = socket.create_server(('127.0.0.1', 0))\n"
         "uri = f'nbd://127.0.0.1:{mute.getsockname()[1]}'\n"
         "for wait in (vdkit.open, vdkit.info):\n"
