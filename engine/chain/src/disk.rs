@@ -351,6 +351,14 @@ impl Disk {
     /// # Errors
     /// As [`Disk::flush`].
     pub fn close(&self) -> Result<()> {
-        if self.writable { self.top().close() } else { Ok(()) }
+        if !self.writable {
+            return Ok(());
+        }
+        let shown = self.guest_bytes();
+        if self.top().guest_bytes() > shown {
+            // A resize failed and could not be taken back: the last time to do that, if the format can.
+            let _ = self.top().resize(shown);
+        }
+        self.top().close()
     }
 }
