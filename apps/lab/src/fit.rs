@@ -120,7 +120,8 @@ pub fn fit(axes: &Axes, effort: &Effort, place: &PlaceInfo) -> Result<Fit, Unfit
         Kind::Open | Kind::Convert => disk * count,
         // One fully written base image, and overlays that are only read.
         Kind::Boot => disk + count * (1 << 20),
-        _ if layout.is_reserved() => disk,
+        // An aged image was written everywhere.
+        _ if layout.is_reserved() || layout.more == More::Aged => disk,
         _ => profile.map_or(disk, |profile| profile.bytes(&effort)),
     };
     let backed = layout.more == More::Backing && kind != Kind::Boot;
@@ -232,6 +233,12 @@ mod tests {
         assert!(matches!(open("qcow2-metadata", "16G"), Err(Unfit::Small { .. })));
         assert_eq!(open("raw", "1G").unwrap().disk, 1 << 30);
         assert!(open("qcow2-metadata", "1G").unwrap().disk < 1 << 30);
+    }
+
+    #[test]
+    fn an_aged_image_takes_the_whole_disk_whatever_its_load() {
+        let aged = axes(&[("layout", "qcow2-aged"), ("profile", "install")]);
+        assert_eq!(fit(&aged, &EFFORT, &PlaceInfo::default()).unwrap().bytes, 1 << 30);
     }
 
     #[test]
