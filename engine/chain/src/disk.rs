@@ -354,10 +354,14 @@ impl Disk {
         if !self.writable {
             return Ok(());
         }
-        let shown = self.guest_bytes();
-        if self.top().guest_bytes() > shown {
-            // A resize failed and could not be taken back: the last time to do that, if the format can.
-            let _ = self.top().resize(shown);
+        {
+            // Under the lock, a size that is not shown is none of a resize that still runs, but of
+            // one that failed and could not be taken back. This is the last time to do that.
+            let _no_resize = self.resizing.lock();
+            let shown = self.guest_bytes();
+            if self.top().guest_bytes() > shown {
+                let _ = self.top().resize(shown);
+            }
         }
         self.top().close()
     }
