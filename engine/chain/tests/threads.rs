@@ -4,6 +4,7 @@ mod support;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use support::map::CLUSTER;
 use support::{MapFormat, Memory, Random, map_disk, pack, raw_disk};
@@ -193,4 +194,26 @@ fn a_resize_that_waited_is_asked_about_the_size_that_it_finds() {
         assert!(second.unwrap().join().unwrap().is_err());
     });
     assert_eq!(disk.guest_bytes(), large);
+}
+
+#[test]
+fn a_close_waits_for_a_resize_and_takes_nothing_of_it_back() {
+    let (disk, _) = disk();
+    let (small, large) = (4 * CLUSTER, 8 * CLUSTER);
+    disk.resize(small).unwrap();
+    let (tell, closed) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let disk = &disk;
+        let grown = |_: u64| Ok(());
+        disk.resize_with(large, &Monitor::default(), grown, |_| {
+            // The image is large now, and the disk still shows the small size.
+            scope.spawn(move || tell.send(disk.close()).unwrap());
+            let early = closed.recv_timeout(Duration::from_millis(200));
+            assert!(early.is_err(), "closed in the middle of a resize");
+            Ok(())
+        })
+        .unwrap();
+        closed.recv().unwrap().unwrap();
+    });
+    assert_eq!((disk.guest_bytes(), disk.top().guest_bytes()), (large, large));
 }
