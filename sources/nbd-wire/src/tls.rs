@@ -307,8 +307,8 @@ impl<T: Transport + ?Sized> TlsStream<T> {
                 }
                 session.has_output()
             };
-            // Not by waiting: a sending thread may wait for a peer that waits for this thread, and sends
-            // this too, or the next one does.
+            // This thread must not wait for the lock. A sending thread holds it until the peer reads,
+            // and the peer may wait for this thread. Whoever sends next also sends this output.
             if wants_write && let Some(mut out) = self.sending.try_lock() {
                 self.push_ready(&mut out)?;
             }
