@@ -67,7 +67,7 @@ pub enum Failure {
     Engine(Error),
     /// An error of the command: exit code, message and optional hint.
     Told(Exit, String, Option<String>),
-    /// The reader of stdout closed the pipe, which is not an error.
+    /// The reader of stdout closed the pipe, which ends a long answer and is not an error.
     ClosedPipe,
 }
 

@@ -13,6 +13,9 @@
 //! A call on a small image is over in about a millisecond: nothing is set up (threads, progress
 //! bars, help texts) before it is needed.
 
+// These macros panic when the reader went away.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
+
 mod arguments;
 pub mod commands;
 pub mod definition;

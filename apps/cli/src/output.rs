@@ -8,9 +8,13 @@ use vdkit::storage::{CommitOptions, FileOptions, LockMode, PendingFile};
 use vdkit::{HostOffset, Storage};
 
 /// Buffered stdout. Results are small, so one write at the end is cheaper than many.
+///
+/// A reader that went away does not end the command: its exit code is an answer too.
 #[derive(Debug, Default)]
 pub struct Output {
     buffer: Vec<u8>,
+    /// The reader of stdout went away; nothing more is printed.
+    unread: bool,
 }
 
 /// The buffer is written when it reaches this size, which bounds the memory of long maps.
@@ -55,9 +59,26 @@ impl Output {
             return Ok(());
         }
         let mut stdout: StdoutLock<'_> = io::stdout().lock();
-        let answer = stdout.write_all(&self.buffer).and_then(|()| stdout.flush());
+        let answer = match self.unread {
+            true => Ok(()),
+            false => stdout.write_all(&self.buffer).and_then(|()| stdout.flush()),
+        };
         self.buffer.clear();
-        answer
+        match answer {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
+                self.unread = true;
+                Ok(())
+            }
+            answer => answer,
+        }
+    }
+
+    /// Ends an answer that is long or has no end, once nobody reads it.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::BrokenPipe`].
+    pub fn still_read(&self) -> io::Result<()> {
+        if self.unread { Err(io::ErrorKind::BrokenPipe.into()) } else { Ok(()) }
     }
 
     fn flush_when_full(&mut self) -> io::Result<()> {
@@ -76,7 +97,8 @@ impl JsonArray<'_> {
     pub fn push(&mut self, value: &impl Serialize) -> io::Result<()> {
         self.out.bytes(if std::mem::take(&mut self.first) { "[" } else { ",\n" }.as_bytes())?;
         serde_json::to_writer(&mut self.out.buffer, value)?;
-        self.out.flush_when_full()
+        self.out.flush_when_full()?;
+        self.out.still_read()
     }
 
     pub fn end(self) -> io::Result<()> {

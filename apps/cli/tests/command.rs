@@ -3,7 +3,7 @@
 mod common;
 
 use std::os::unix::fs::PermissionsExt;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use common::{Scratch, peer};
 use vdkit_cli::commands::ALL;
@@ -122,6 +122,62 @@ fn a_full_stdout_is_an_error() {
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(stderr.contains("stdout"), "{arguments:?}: {stderr}");
     }
+}
+
+/// Runs a command whose stdout, or stderr too, is a pipe that nobody reads.
+fn unread(scratch: &Scratch, arguments: &[&str], messages_too: bool) -> std::process::Output {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut command = scratch.command(arguments);
+    if messages_too {
+        command.stderr(writer.try_clone().unwrap());
+    } else {
+        command.stderr(Stdio::piped());
+    }
+    command.stdout(writer).spawn().unwrap().wait_with_output().unwrap()
+}
+
+#[test]
+fn output_that_nobody_reads_changes_no_exit_code() {
+    let scratch = Scratch::new();
+    scratch.write("a.raw", &[1; 65536]);
+    scratch.write("b.raw", &[2; 65536]);
+    scratch.write("empty.img", &[]);
+    scratch.ok(&["create", "a.qcow2", "1M"]);
+    let mut bytes = std::fs::read(scratch.path("a.qcow2")).unwrap();
+    bytes[40..48].copy_from_slice(&(1u64 << 60).to_be_bytes());
+    scratch.write("far.qcow2", &bytes);
+    for (arguments, code) in [
+        (&["--help"][..], 0),
+        (&["info", "a.qcow2"], 0),
+        (&["read", "a.raw", "0"], 0),
+        (&["map", "--json", "a.qcow2"], 0),
+        (&["compare", "a.raw", "b.raw"], 3),
+        (&["inspect", "empty.img"], 5),
+        (&["inspect", "--json", "empty.img"], 5),
+        (&["info", "nothing"], 1),
+        (&["nothing"], 2),
+        (&["qemu-img", "--help"], 0),
+        (&["qemu-img", "convert", "--help"], 0),
+        (&["qemu-img", "info", "a.qcow2"], 0),
+        (&["qemu-img", "info", "nothing"], 1),
+        (&["qemu-img", "check", "far.qcow2"], 1),
+        (&["qemu-img", "compare", "a.raw", "b.raw"], 1),
+        (&["qemu-img", "create", "-f", "qcow2", "new.qcow2", "1M"], 0),
+        (&["qemu-img", "convert", "-p", "a.raw", "copy.raw"], 0),
+        (&["qemu-img", "dd", "if=a.raw", "of=part.raw", "bs=1M", "skip=9"], 0),
+        (&["qemu-nbd", "--help"], 0),
+        (&["qemu-nbd", "--version"], 0),
+        (&["qemu-nbd", "nothing"], 1),
+    ] {
+        for messages_too in [false, true] {
+            let output = unread(&scratch, arguments, messages_too);
+            assert_eq!(output.status.code(), Some(code), "{arguments:?}: {output:?}");
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert!(!said.contains("panicked"), "{arguments:?}: {said}");
+        }
+    }
+    assert!(scratch.path("new.qcow2").exists());
 }
 
 #[test]

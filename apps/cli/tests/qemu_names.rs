@@ -61,6 +61,25 @@ fn the_name_may_follow_vdkit() {
 }
 
 #[test]
+fn results_that_cannot_be_printed_are_an_error() {
+    let scratch = Scratch::new();
+    for arguments in [
+        &["qemu-img", "create", "-f", "qcow2", "a.qcow2", "1M"][..],
+        &["qemu-img", "info", "a.qcow2"],
+        &["qemu-nbd", "--version"],
+    ] {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let done = scratch.command(arguments).stdout(full).output().unwrap();
+        let said = String::from_utf8_lossy(&done.stderr);
+        assert_eq!(done.status.code(), Some(1), "{arguments:?}: {said}");
+        let words = format!("{}: stdout: No space left on device\n", arguments[0]);
+        assert_eq!(said, words, "{arguments:?}");
+    }
+    // What the command is for was done.
+    scratch.ok(&["qemu-img", "check", "a.qcow2"]);
+}
+
+#[test]
 fn references_are_followed_anywhere_unless_the_environment_says_strict() {
     let scratch = Scratch::new();
     std::fs::create_dir(scratch.path("far")).unwrap();

@@ -4,6 +4,8 @@ use std::io;
 
 use vdkit::{Error, ErrorKind};
 
+use crate::output::say;
+
 /// Why a command ended, and how.
 #[derive(Debug)]
 pub struct Failure {
@@ -61,11 +63,11 @@ impl Failure {
             None => name.to_owned(),
         };
         match self.from {
-            Origin::Getopt => eprintln!("{}: {}", with_command(called), self.text),
-            Origin::Usage | Origin::Work => eprintln!("{program}: {}", self.text),
+            Origin::Getopt => say(format_args!("{}: {}", with_command(called), self.text)),
+            Origin::Usage | Origin::Work => say(format_args!("{program}: {}", self.text)),
         }
         if self.from != Origin::Work {
-            eprintln!("Try '{} --help' for more info", with_command(program));
+            say(format_args!("Try '{} --help' for more info", with_command(program)));
         }
     }
 }

@@ -14,6 +14,9 @@
 //! | `img` | a file for each subcommand of `qemu-img` |
 //! | `nbd` | `qemu-nbd` |
 
+// These macros panic when the reader went away.
+#![deny(clippy::print_stdout, clippy::print_stderr)]
+
 mod creation;
 pub mod dates;
 mod debug;

@@ -12,6 +12,7 @@ use vdkit::{
 use crate::failure::{Failure, could_not_open, system_words, words};
 use crate::getopt::Parsed;
 use crate::names::{self, Image, Place};
+use crate::output::say;
 use crate::secrets::Objects;
 use crate::storages::Places;
 
@@ -191,12 +192,12 @@ fn check_window(image: &Image) -> Result<(), Failure> {
 
 /// Warns of writing to an image that was probed as raw.
 pub fn warn_probed_raw(image: &Image) {
-    eprintln!(
+    say(format_args!(
         "WARNING: Image format was not specified for '{}' and probing guessed raw.\n         \
          Automatically detecting the format is dangerous for raw images, write operations on block 0 \
          will be restricted.\n         Specify the 'raw' format explicitly to remove the restrictions.",
         image.shown()
-    );
+    ));
 }
 
 /// The engine's options for an image.

@@ -1,5 +1,6 @@
 //! Results on stdout, progress, and the end of a job by a signal.
 
+use std::fmt::Display;
 use std::io::{self, BufWriter, Stdout, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,16 +11,25 @@ use vdkit::{CancelToken, Error, Progress as Sink};
 
 use crate::failure::{Failure, words};
 
-/// Buffered results.
+/// Prints a line on stderr. Ignores errors: there is nowhere else to report one, and a message must not
+/// end a job.
+pub fn say(text: impl Display) {
+    let _ = io::stderr().write_all(format!("{text}\n").as_bytes());
+}
+
+/// Buffered results. A command goes on when they cannot be printed, since it may do more than print. A
+/// reader that went away is no failure, as with QEMU's programs; [`Output::finish`] reports any other.
 #[derive(Debug)]
 pub struct Output {
     out: BufWriter<Stdout>,
     quiet: bool,
+    /// Why nothing more is printed.
+    failed: Option<io::Error>,
 }
 
 impl Default for Output {
     fn default() -> Self {
-        Self { out: BufWriter::new(io::stdout()), quiet: false }
+        Self { out: BufWriter::new(io::stdout()), quiet: false, failed: None }
     }
 }
 
@@ -30,24 +40,44 @@ impl Output {
     }
 
     /// Prints text that was asked for.
-    pub fn text(&mut self, text: impl AsRef<str>) -> io::Result<()> {
-        self.out.write_all(text.as_ref().as_bytes())
+    pub fn text(&mut self, text: impl AsRef<str>) {
+        if self.failed.is_none() {
+            self.failed = self.out.write_all(text.as_ref().as_bytes()).err();
+        }
     }
 
     /// Prints a line that was asked for.
-    pub fn line(&mut self, text: impl AsRef<str>) -> io::Result<()> {
-        self.text(text)?;
-        self.text("\n")
+    pub fn line(&mut self, text: impl AsRef<str>) {
+        self.text(text);
+        self.text("\n");
     }
 
     /// Prints a line that `-q` suppresses.
-    pub fn said(&mut self, text: impl AsRef<str>) -> io::Result<()> {
-        if self.quiet { Ok(()) } else { self.line(text) }
+    pub fn said(&mut self, text: impl AsRef<str>) {
+        if !self.quiet {
+            self.line(text);
+        }
     }
 
     /// Writes out what is buffered.
-    pub fn flush(&mut self) -> io::Result<()> {
-        self.out.flush()
+    pub fn flush(&mut self) {
+        if self.failed.is_none() {
+            self.failed = self.out.flush().err();
+        }
+    }
+
+    /// Writes out the rest.
+    ///
+    /// # Errors
+    /// Results could not be printed, though their reader is there.
+    pub fn finish(mut self) -> Result<(), Failure> {
+        self.flush();
+        match self.failed {
+            Some(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+                Err(Failure::from(error).within("stdout"))
+            }
+            _ => Ok(()),
+        }
     }
 }
 
@@ -129,7 +159,7 @@ impl Sink for Progress {
     }
 
     fn message(&self, text: &str) {
-        eprintln!("qemu-img: warning: {text}");
+        say(format_args!("qemu-img: warning: {text}"));
     }
 }
 
@@ -152,7 +182,7 @@ impl Sink for Converting<'_> {
     fn unreadable(&self, offset: u64, error: &Error) {
         if !self.quiet {
             let why = words(error);
-            eprintln!("qemu-img: warning: error while reading offset {offset}: {why}");
+            say(format_args!("qemu-img: warning: error while reading offset {offset}: {why}"));
         }
     }
 }

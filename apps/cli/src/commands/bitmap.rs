@@ -253,7 +253,8 @@ fn dirty_text(all: &dyn Bitmaps, name: &str, session: &mut Session) -> Outcome {
             begun = true;
         }
         let [start, length] = [start, length].map(|bytes| format!("{bytes:#x}"));
-        session.out.line(format!("{start:<16}  {length}"))
+        session.out.line(format!("{start:<16}  {length}"))?;
+        session.out.still_read()
     })?;
     if !begun {
         session.out.line(header)?;

@@ -77,6 +77,7 @@ impl Run for MapArgs {
                 let row = row?;
                 if self.all || row.data {
                     print(&row, &mut session.out)?;
+                    session.out.still_read()?;
                 }
             }
         }

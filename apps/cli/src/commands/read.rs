@@ -75,6 +75,7 @@ impl Run for ReadArgs {
                 Some(dump) => dump.print(at, &buf[..len], &mut session.out)?,
                 None => session.out.bytes(&buf[..len])?,
             }
+            session.out.still_read()?;
             at += len as u64;
         }
         if let Some(dump) = dump {

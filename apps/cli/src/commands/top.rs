@@ -154,6 +154,7 @@ impl TopArgs {
                 }
             }
             session.out.finish()?;
+            session.out.still_read()?;
         }
         Ok(Exit::Done)
     }

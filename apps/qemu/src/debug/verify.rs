@@ -9,6 +9,7 @@ use vdkit::{CacheMode, Disk, Error, HostOffset, Result, SpaceMap, Storage, Stora
 
 use crate::names::Image;
 use crate::open::{Access, open_options, registry};
+use crate::output::say;
 use crate::secrets::Objects;
 use crate::storages::DiskStorage;
 
@@ -51,10 +52,10 @@ impl Verify {
     /// Reports a difference, once, and fails the request: nothing that follows could be trusted.
     fn differs(&self, offset: u64, bytes: usize, at: usize) -> Error {
         if !MISMATCHED.swap(true, Ordering::SeqCst) {
-            eprintln!(
+            say(format_args!(
                 "blkverify: read offset={offset} bytes={bytes} contents mismatch at offset {}",
                 offset + at as u64
-            );
+            ));
         }
         let source = io::Error::other("the image differs from its raw copy");
         Error::io(&self.name, vdkit::IoAction::Read, offset, bytes as u64, source)

@@ -80,7 +80,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
         if crate::open::driver(format).is_none() {
             return Err(Failure::new(format!("Unknown file format '{format}'")));
         }
-        out.text(help(format)?)?;
+        out.text(help(format)?);
         return Ok(0);
     }
     let [file] = &parsed.operands[..] else {
@@ -100,7 +100,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let values = match asked {
         Asked::Values(values) => values,
         Asked::Help => {
-            out.text(help(format)?)?;
+            out.text(help(format)?);
             return Ok(0);
         }
     };

@@ -171,11 +171,11 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
         load.depth,
         load.offset,
         load.step
-    ))?;
+    ));
     if load.flush_interval > 0 {
-        out.line(format!("Sending flush every {} requests", load.flush_interval))?;
+        out.line(format!("Sending flush every {} requests", load.flush_interval));
     }
-    out.flush()?;
+    out.flush();
     let started = Instant::now();
     let ran = load.run(&disk);
     let seconds = started.elapsed().as_secs_f64();
@@ -184,6 +184,6 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
         other => Failure::from(other).within("Failed request"),
     });
     opening::close(&disk, ran)?;
-    out.line(format!("Run completed in {seconds:.3} seconds."))?;
+    out.line(format!("Run completed in {seconds:.3} seconds."));
     Ok(0)
 }

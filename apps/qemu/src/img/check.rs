@@ -13,7 +13,7 @@ use crate::failure::Failure;
 use crate::getopt::{Parsed, valued};
 use crate::json::{Dict, pretty};
 use crate::open::{failed_open, open, open_options, qemu_name, registry};
-use crate::output::cancel_on_signal;
+use crate::output::{cancel_on_signal, say};
 
 /// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
@@ -82,9 +82,9 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let report = shown(name, checked.report, file_bytes);
     tell_findings(&report, quiet);
     if json {
-        out.said(pretty(&value(file, name, &report).into()))?;
+        out.said(pretty(&value(file, name, &report).into()));
     } else if !quiet {
-        out.text(text(&report))?;
+        out.text(text(&report));
     }
     Ok(match (report.corruptions_left(), report.leaks_left()) {
         (0, 0) => 0,
@@ -163,10 +163,10 @@ fn tell_findings(report: &CheckReport, quiet: bool) {
             Severity::Warning => "Warning",
         };
         let repaired = if finding.repaired { " (repaired)" } else { "" };
-        eprintln!(
+        say(format_args!(
             "{kind}: {} at offset {:#x}: {}{repaired}",
             finding.structure, finding.offset, finding.message
-        );
+        ));
     }
 }
 

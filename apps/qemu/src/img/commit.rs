@@ -69,7 +69,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
         }
         other => failed_open(&image, None, other),
     })?;
-    out.said("Image committed.")?;
+    out.said("Image committed.");
     Ok(0)
 }
 

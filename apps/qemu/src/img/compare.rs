@@ -64,7 +64,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let strict = parsed.has("strict");
     let progress = Progress::new(parsed.has("progress") && !quiet)?;
     let ended = compare(&a, &b, strict, &progress, out);
-    out.flush()?;
+    out.flush();
     progress.finish(false);
     ended
 }
@@ -78,7 +78,7 @@ fn compare(
 ) -> Result<u8, Failure> {
     let sizes = [a, b].map(|disk| disk.guest_bytes().next_multiple_of(SECTOR_BYTES));
     if strict && sizes[0] != sizes[1] {
-        out.said("Strict mode: Image size mismatch!")?;
+        out.said("Strict mode: Image size mismatch!");
         return Ok(DIFFERENT);
     }
     let monitor = Monitor::new(progress).cancelled_by(cancel_on_signal()?);
@@ -89,22 +89,22 @@ fn compare(
     if strict {
         let other = other_allocation(a, b).map_err(|failure| failure.code(NOT_MAPPED))?;
         if let Some(at) = other.filter(|at| different.is_none_or(|different| *at <= different)) {
-            out.said(format!("Strict mode: Offset {at} block status mismatch!"))?;
+            out.said(format!("Strict mode: Offset {at} block status mismatch!"));
             return Ok(DIFFERENT);
         }
     }
     let common = sizes[0].min(sizes[1]);
     if sizes[0] != sizes[1] && different.is_none_or(|at| at >= common) {
-        out.said("Warning: Image size mismatch!")?;
+        out.said("Warning: Image size mismatch!");
     }
     if let Some(at) = different {
-        out.said(format!("Content mismatch at offset {at}!"))?;
+        out.said(format!("Content mismatch at offset {at}!"));
         return Ok(DIFFERENT);
     }
     let total = report.a_bytes.max(report.b_bytes).max(1);
-    out.flush()?;
+    out.flush();
     progress.update(total, total);
-    out.said("Images are identical.")?;
+    out.said("Images are identical.");
     Ok(0)
 }
 

@@ -96,7 +96,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
         Asked::Values(values) => values,
         Asked::Help => {
             let named = parsed.operands.len() > 1;
-            out.text(table(format.unwrap_or("raw"))?.help(named))?;
+            out.text(table(format.unwrap_or("raw"))?.help(named));
             return Ok(0);
         }
     };

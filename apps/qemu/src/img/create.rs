@@ -38,7 +38,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let values = match asked(parsed.all("options"))? {
         Asked::Values(values) => values,
         Asked::Help => {
-            out.text(table(format)?.help(!parsed.operands.is_empty()))?;
+            out.text(table(format)?.help(!parsed.operands.is_empty()));
             return Ok(0);
         }
     };
@@ -64,8 +64,8 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     };
     let bytes = bytes.map_err(named)?;
     wanted.set("size", &bytes.to_string());
-    out.said(wanted.formatting(name))?;
-    out.flush()?;
+    out.said(wanted.formatting(name));
+    out.flush();
     let options = wanted.options(&objects, bytes).map_err(named)?;
     let driver = wanted.table.driver().map_err(named)?;
     create_at(&path, driver, whole_sectors(bytes), options, backing).map_err(named)?;

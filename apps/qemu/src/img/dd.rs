@@ -10,7 +10,7 @@ use crate::creation::{Wanted, failed_creation, table};
 use crate::failure::Failure;
 use crate::getopt::{Parsed, valued};
 use crate::open::{open, references, registry};
-use crate::output::cancel_on_signal;
+use crate::output::{cancel_on_signal, say};
 use crate::secrets::Objects;
 use crate::sizes;
 
@@ -84,7 +84,7 @@ fn run(parsed: &Parsed, _out: &mut Output) -> Result<u8, Failure> {
     let (objects, image) = opening::image(parsed, input)?;
     let source = open(&image, opening::access(parsed, input, false)?, &objects)?;
     let (from, len) = operands.part(source.guest_bytes()).unwrap_or_else(|| {
-        eprintln!("qemu-img: {input}: cannot skip to specified offset");
+        say(format_args!("qemu-img: {input}: cannot skip to specified offset"));
         (0, 0)
     });
     let format = parsed.last("output-format").unwrap_or("raw");

@@ -229,10 +229,10 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
                 values.into()
             }
         };
-        out.line(pretty(&whole))?;
+        out.line(pretty(&whole));
     } else {
         let texts: Vec<_> = images.iter().map(text).collect();
-        out.text(texts.join("\n"))?;
+        out.text(texts.join("\n"));
     }
     Ok(0)
 }

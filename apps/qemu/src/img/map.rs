@@ -62,7 +62,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let (objects, image) = opening::image(parsed, file)?;
     let disk = open(&image, opening::access(parsed, file, false)?, &objects)?;
     if !json {
-        out.line("Offset          Length          Mapped to       File")?;
+        out.line("Offset          Length          Mapped to       File");
     }
     let start = start.unwrap_or(0);
     let end = length.map_or(u64::MAX, |length| start.saturating_add(length));
@@ -70,12 +70,12 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let mut begun = false;
     let mut print = |row: &MapRow<'_>| -> Result<(), Failure> {
         if json {
-            out.text(if begun { ",\n" } else { "[" })?;
-            out.text(as_json(row))?;
+            out.text(if begun { ",\n" } else { "[" });
+            out.text(as_json(row));
         } else if row.data && (row.offset.is_none() || row.filename.is_none()) {
             return Err(Failure::new("File contains external, encrypted or compressed clusters."));
         } else if row.data && !row.zero {
-            out.text(as_text(row))?;
+            out.text(as_text(row));
         }
         begun = true;
         Ok(())
@@ -97,7 +97,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
         })?;
     }
     if json {
-        out.line("]")?;
+        out.line("]");
     }
     Ok(0)
 }

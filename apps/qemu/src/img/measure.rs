@@ -80,13 +80,13 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
             .with("required", measured.required)
             .with("fully-allocated", measured.fully_allocated)
             .with_some("bitmaps", bitmaps);
-        out.line(pretty(&dict.into()))?;
+        out.line(pretty(&dict.into()));
         return Ok(0);
     }
-    out.line(format!("required size: {}", measured.required))?;
-    out.line(format!("fully allocated size: {}", measured.fully_allocated))?;
+    out.line(format!("required size: {}", measured.required));
+    out.line(format!("fully allocated size: {}", measured.fully_allocated));
     if let Some(bytes) = bitmaps {
-        out.line(format!("bitmaps size: {bytes}"))?;
+        out.line(format!("bitmaps size: {bytes}"));
     }
     Ok(0)
 }

@@ -93,18 +93,17 @@ pub const SRC_CACHE: Opt =
 pub fn main(name: &str, args: &[OsString]) -> ExitCode {
     let mut out = Output::default();
     let ended = standard(args, &mut out);
-    let flushed = out.flush();
+    let printed = out.finish();
     if crate::debug::mismatched() {
         return ExitCode::FAILURE;
     }
-    match (ended, flushed) {
-        (Ok(code), Ok(())) => ExitCode::from(code),
-        (Ok(_), Err(_)) => ExitCode::FAILURE,
-        (Err((failure, command)), _) => {
-            failure.print(PROGRAM, name, command);
-            ExitCode::from(failure.code)
-        }
-    }
+    let (failure, command) = match (ended, printed) {
+        (Ok(code), Ok(())) => return ExitCode::from(code),
+        (Ok(_), Err(failure)) => (failure, None),
+        (Err(ended), _) => ended,
+    };
+    failure.print(PROGRAM, name, command);
+    ExitCode::from(failure.code)
 }
 
 type Ended = Result<u8, (Failure, Option<&'static str>)>;
@@ -114,11 +113,11 @@ fn standard(args: &[OsString], out: &mut Output) -> Ended {
     let getopt = |text: String| Failure { text, code: 1, from: Origin::Getopt };
     let parsed = getopt::parse(args, STANDARD, true).map_err(|text| top(getopt(text)))?;
     if parsed.has("help") {
-        out.text(help()).map_err(|error| top(error.into()))?;
+        out.text(help());
         return Ok(0);
     }
     if parsed.has("version") {
-        out.text(version()).map_err(|error| top(error.into()))?;
+        out.text(version());
         return Ok(0);
     }
     let Some(name) = parsed.operands.first() else {
@@ -135,7 +134,7 @@ fn standard(args: &[OsString], out: &mut Output) -> Ended {
     let rest = if signed { &signed_operands_last(rest) } else { rest };
     let parsed = getopt::parse(rest, &options, false).map_err(|text| own(getopt(text)))?;
     if parsed.has("help") {
-        out.text(help_of(command, &options)).map_err(|error| own(error.into()))?;
+        out.text(help_of(command, &options));
         return Ok(0);
     }
     (command.run)(&parsed, out).map_err(own)

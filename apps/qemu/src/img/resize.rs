@@ -66,7 +66,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let change = Change::parse(size)?;
     let disk = opening::disk(parsed, name, true)?;
     opening::close(&disk, resize(&disk, change, preallocation, parsed.has("shrink")))?;
-    out.said("Image resized.")?;
+    out.said("Image resized.");
     Ok(0)
 }
 

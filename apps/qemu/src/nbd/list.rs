@@ -6,6 +6,7 @@ use vdkit::nbd_client::{DescribedExport, describe_exports, flag, percent};
 use super::{PORT, tls};
 use crate::failure::{Failure, system_words, words};
 use crate::getopt::Parsed;
+use crate::output::Output;
 use crate::secrets::Objects;
 
 /// Options that QEMU refuses beside `--list`.
@@ -44,7 +45,7 @@ const FLAGS: &[(u16, &str)] = &[
 ///
 /// # Errors
 /// Options that contradict `--list`; the server cannot be reached or lists nothing.
-pub fn run(parsed: &Parsed) -> Result<(), Failure> {
+pub fn run(parsed: &Parsed, out: &mut Output) -> Result<(), Failure> {
     check(parsed)?;
     let objects = Objects::parse(parsed.all("object"))?;
     let tls = tls::client(parsed, &objects)?;
@@ -67,7 +68,7 @@ pub fn run(parsed: &Parsed) -> Result<(), Failure> {
         }
     };
     let exports = describe_exports(&uri).map_err(|error| failed(&place, &error))?;
-    print!("{}", text(&exports));
+    out.text(text(&exports));
     Ok(())
 }
 

@@ -21,7 +21,7 @@ use vdkit::{CacheMode, CancelToken, Disk, Monitor, OpenOptions};
 use crate::failure::{Failure, system_words, words};
 use crate::getopt::{self, Opt, Parsed, flag, long, valued};
 use crate::open::{self, Access, Named, format_of, open_options};
-use crate::output::cancel_on_signal;
+use crate::output::{Output, cancel_on_signal, say};
 use crate::secrets::Objects;
 
 const PROGRAM: &str = "qemu-nbd";
@@ -78,12 +78,11 @@ const OPTIONS: &[Opt] = &[
 
 /// Runs `qemu-nbd` with these arguments.
 pub fn main(args: &[OsString]) -> ExitCode {
-    match run(args) {
+    let mut out = Output::default();
+    match run(args, &mut out).and(out.finish()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            if !failure.text.is_empty() {
-                eprintln!("{PROGRAM}: {}", failure.text);
-            }
+            failure.print(PROGRAM, PROGRAM, None);
             ExitCode::from(failure.code)
         }
     }
@@ -94,27 +93,27 @@ fn usage(text: impl std::fmt::Display) -> Failure {
     Failure::new(format!("{text}\nTry `qemu-nbd --help' for more information."))
 }
 
-fn run(args: &[OsString]) -> Result<(), Failure> {
+fn run(args: &[OsString], out: &mut Output) -> Result<(), Failure> {
     let parsed = getopt::parse(args, OPTIONS, false).map_err(|text| {
         Failure::new(format!("{text}\n{PROGRAM}: Try `qemu-nbd --help' for more information."))
     })?;
     if parsed.has("help") {
-        print!("{}", help());
+        out.text(help());
         return Ok(());
     }
     if parsed.has("version") {
-        println!("qemu-nbd {} (vdkit {})", crate::QEMU_VERSION, env!("CARGO_PKG_VERSION"));
+        out.line(format!("qemu-nbd {} (vdkit {})", crate::QEMU_VERSION, env!("CARGO_PKG_VERSION")));
         return Ok(());
     }
     if parsed.has("list") {
-        return list::run(&parsed);
+        return list::run(&parsed, out);
     }
     if parsed.has("disconnect") {
         let [device] = &parsed.operands[..] else {
             return Err(usage("Invalid number of arguments"));
         };
         kernel::detach(device.as_ref())?;
-        println!("{device} disconnected");
+        out.line(format!("{device} disconnected"));
         return Ok(());
     }
     if parsed.has("selinux-label") {
@@ -388,7 +387,7 @@ fn serve(request: &Request) -> Result<(), Failure> {
                     let attached = kernel::attach(device, path, &request.export.name);
                     if attached.is_ok() && request.verbose {
                         let (device, image) = (device.display(), &request.image.typed);
-                        eprintln!("NBD device {device} is now connected to {image}");
+                        say(format_args!("NBD device {device} is now connected to {image}"));
                     }
                     attached
                 }

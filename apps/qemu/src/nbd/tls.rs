@@ -9,6 +9,7 @@ use vdkit::nbd_client::percent;
 use crate::failure::{Failure, system_words};
 use crate::getopt::Parsed;
 use crate::names::Flat;
+use crate::output::say;
 use crate::secrets::Objects;
 
 /// The pre-shared keys within the folder of a `tls-creds-psk` object.
@@ -71,9 +72,9 @@ pub fn server(parsed: &Parsed, objects: &Objects) -> Result<Option<Tls>, Failure
     Ok(Some(tls.with_admission(Admission::new(move |subject| {
         let admitted = rule.admits(subject);
         if !admitted {
-            eprintln!(
+            say(format_args!(
                 "qemu-nbd: option negotiation failed: TLS x509 authz check for {subject} is denied"
-            );
+            ));
         }
         admitted
     }))))

@@ -10,6 +10,7 @@ use vdkit::Storage;
 use vdkit::jobs::inspect::{InspectOptions, InspectReport, inspect};
 use vdkit::storage::{FileOptions, FileStorage, LockMode};
 
+use crate::failure::{Tone, print_line};
 use crate::sandbox::{self, Sandbox};
 
 /// First argument that makes this program act as the child. Internal.
@@ -31,7 +32,10 @@ pub(super) struct Answer {
 pub fn main(arguments: &[std::ffi::OsString]) -> ExitCode {
     let options = arguments.first().and_then(|text| text.to_str());
     let Some(options) = options.and_then(|text| serde_json::from_str(text).ok()) else {
-        eprintln!("error: '{CHILD}' is for vdkit itself; use 'vdkit inspect IMAGE'");
+        print_line(
+            Tone::Error,
+            &format!("'{CHILD}' is for vdkit itself; use 'vdkit inspect IMAGE'"),
+        );
         return ExitCode::from(2);
     };
     let answer = answer(&options);
