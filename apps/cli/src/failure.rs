@@ -325,13 +325,19 @@ fn hint_for(error: &Error, context: &Context<'_>) -> Option<String> {
     Some(hint)
 }
 
-/// Quotes a file name for a shell.
+/// A file name as a word for a shell, which no program takes for an option.
 pub fn quoted(name: &str) -> String {
+    let option = name.len() > 1 && name.starts_with('-');
+    if option { quoted_word(&format!("./{name}")) } else { quoted_word(name) }
+}
+
+/// Quotes a word for a shell.
+pub fn quoted_word(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+=:@%".contains(c);
-    if !name.is_empty() && name.chars().all(plain) {
-        name.to_owned()
+    if !word.is_empty() && word.chars().all(plain) {
+        word.to_owned()
     } else {
-        format!("'{}'", name.replace('\'', r"'\''"))
+        format!("'{}'", word.replace('\'', r"'\''"))
     }
 }
 
@@ -387,5 +393,7 @@ mod tests {
         assert_eq!(quoted("/a/b-1.qcow2"), "/a/b-1.qcow2");
         assert_eq!(quoted("it's"), r"'it'\''s'");
         assert_eq!(quoted(""), "''");
+        assert_eq!((quoted("-"), quoted("-a b")), ("-".to_owned(), "'./-a b'".to_owned()));
+        assert_eq!(quoted_word("--repair"), "--repair");
     }
 }

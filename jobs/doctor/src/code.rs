@@ -41,6 +41,7 @@ codes! {
     Abandoned "abandoned-file" Warning "A command was killed while it wrote a new file. The incomplete file takes space under a hidden name (.partial).";
     InUse "in-use" Advice "Another process has the image open for writing, so findings that change meanwhile were left out.";
     NotChecked "not-checked" Advice "The metadata was not checked, because reading all of it would take too long here.";
+    NotSearched "not-searched" Advice "The folder has so many files that not all were looked at for files of killed commands.";
     VersionTwo "version-2" Advice "The image has version 2 (compat 0.10), which has no zero clusters, feature bits or dirty bitmaps.";
     MapCache "l2-cache" Advice "The L2 tables of the whole disk are larger than the default cache of 32 MiB.";
     SmallClusters "small-clusters" Advice "With larger clusters, the L2 tables of the whole disk would fit into the default cache.";

@@ -24,6 +24,23 @@ pub(super) fn leftovers(
     deep: bool,
     cancel: &CancelToken,
 ) -> Result<Vec<DoctorFinding>> {
+    let (mut found, complete) = search(folder, image, deep, FILES_MAX, cancel)?;
+    found.sort();
+    let mut findings: Vec<_> = found.into_iter().map(finding).collect();
+    if !complete {
+        findings.push(not_searched(folder, deep));
+    }
+    Ok(findings)
+}
+
+/// The unfinished files among the first `files_max` files, and whether there are no more files.
+fn search(
+    folder: &Path,
+    image: Option<&Path>,
+    deep: bool,
+    files_max: usize,
+    cancel: &CancelToken,
+) -> Result<(Vec<PathBuf>, bool)> {
     let mut found = Vec::new();
     let mut looked_at = 0;
     let mut folders = vec![(folder.to_owned(), if deep { FOLDERS_DEEP_MAX } else { 0 })];
@@ -31,10 +48,10 @@ pub(super) fn leftovers(
         let Ok(entries) = folder.read_dir() else { continue };
         for entry in entries.flatten() {
             cancel.check()?;
-            looked_at += 1;
-            if looked_at > FILES_MAX {
-                break;
+            if looked_at == files_max {
+                return Ok((found, false));
             }
+            looked_at += 1;
             let path = entry.path();
             let Ok(kind) = entry.file_type() else { continue };
             let wanted = |name: &OsStr| image.is_none_or(|image| image.file_name() == Some(name));
@@ -48,8 +65,18 @@ pub(super) fn leftovers(
             }
         }
     }
-    found.sort();
-    Ok(found.into_iter().map(finding).collect())
+    Ok((found, true))
+}
+
+fn not_searched(folder: &Path, deep: bool) -> DoctorFinding {
+    let message = format!(
+        "'{}' has more than {FILES_MAX} files: not all were looked at for files of killed commands",
+        folder.display()
+    );
+    let depth: &[&str] = if deep { &[] } else { &["-maxdepth", "1"] };
+    let word = word_of(folder);
+    let mend = [&["find", word.as_str()][..], depth, &["-name", ".*.partial"]].concat();
+    DoctorFinding::new(DoctorCode::NotSearched, message, command(&mend))
 }
 
 fn finding(path: PathBuf) -> DoctorFinding {
@@ -63,4 +90,29 @@ fn finding(path: PathBuf) -> DoctorFinding {
         name.display()
     );
     DoctorFinding::new(DoctorCode::Abandoned, message, command(&["rm", &word_of(&path)]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_search_that_stops_early_says_so() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(dir.path().join("below")).unwrap();
+        for name in ["a", ".a.1-0.partial", "below/.b.1-0.partial"] {
+            std::fs::write(dir.path().join(name), b"x").unwrap();
+        }
+        let search = |deep, files_max| {
+            let cancel = CancelToken::default();
+            let (found, complete) = search(dir.path(), None, deep, files_max, &cancel).unwrap();
+            (found.len(), complete)
+        };
+        assert_eq!(search(true, 4), (2, true));
+        assert_eq!(search(false, 3), (1, true));
+        assert!(!search(true, 3).1 && !search(false, 2).1);
+        assert_eq!(search(true, 0), (0, false));
+        let told = not_searched(Path::new("-x"), false);
+        assert_eq!(told.mend.unwrap().join(" "), "find ./-x -maxdepth 1 -name .*.partial");
+    }
 }

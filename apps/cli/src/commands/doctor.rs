@@ -11,7 +11,7 @@ use vdkit::jobs::{
 
 use super::{Group, Run, Subcommand, run};
 use crate::arguments::{Json, ProgressOption, References};
-use crate::failure::{Exit, Failure, Outcome, quoted};
+use crate::failure::{Exit, Failure, Outcome, quoted_word};
 use crate::output::{Output, bytes_short, counted};
 use crate::session::Session;
 
@@ -164,7 +164,7 @@ fn print_findings(findings: &[DoctorFinding], out: &mut Output) -> std::io::Resu
         let code = finding.code.name();
         out.line(format!("  {severity:<8} {code}: {}", finding.message.replace('\n', " ")))?;
         if let Some(words) = &finding.mend {
-            let words: Vec<String> = words.iter().map(|word| quoted(word)).collect();
+            let words: Vec<String> = words.iter().map(|word| quoted_word(word)).collect();
             out.line(format!("           {}", words.join(" ")))?;
         }
     }
