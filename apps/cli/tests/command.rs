@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::process::{Command, Stdio};
 
@@ -178,6 +180,52 @@ fn output_that_nobody_reads_changes_no_exit_code() {
         }
     }
     assert!(scratch.path("new.qcow2").exists());
+}
+
+/// A byte that is not UTF-8 is a letter of a name like others; in JSON, which is UTF-8, it is replaced.
+#[test]
+fn names_that_are_not_text_are_names() {
+    let scratch = Scratch::new();
+    let name = |stem: &[u8]| OsStr::from_bytes(&[stem, b"\xe9.qcow2"].concat()).to_owned();
+    let (base, over) = (name(b"base"), name(b"over"));
+    let run = |arguments: &[&str], names: &[&OsStr]| {
+        let done = scratch.command(arguments).args(names).output().unwrap();
+        // Doctor and validate may find something.
+        assert!(matches!(done.status.code(), Some(0 | 3)), "{arguments:?}: {done:?}");
+        String::from_utf8(done.stdout).unwrap()
+    };
+    run(&["create"], &[&base, OsStr::new("1M")]);
+    std::os::unix::fs::symlink(&base, scratch.path("base.qcow2")).unwrap();
+    run(&["create", "--backing", "base.qcow2"], &[&over]);
+    for arguments in [
+        &["info", "--json"][..],
+        &["doctor", "--json"],
+        &["tree", "--json"],
+        &["validate", "--json", "--for", "kvm"],
+        &["rebase", "--json", "--backing", "base.qcow2"],
+        &["amend", "--json", "-o", "lazy_refcounts=on"],
+        &["commit", "--json", "--force"],
+    ] {
+        let said = run(arguments, &[&over]);
+        assert!(said.contains("over\u{fffd}.qcow2"), "{arguments:?}: {said}");
+    }
+    let operand = |key: &str, name: &OsStr| {
+        let mut word = OsString::from(key);
+        word.push(name);
+        word
+    };
+    let copy = name(b"copy");
+    run(&["dd"], &[&operand("if=", &base), &operand("of=", &copy)]);
+    assert!(scratch.path("").join(&copy).exists());
+    // QEMU's syntax is text.
+    for line in [&["qemu-img", "create", "-f", "qcow2"][..], &["qemu-img", "info"]] {
+        let done = scratch.command(line).arg(name(b"new")).arg("1M").output().unwrap();
+        assert_eq!(done.status.code(), Some(1), "{line:?}: {done:?}");
+        let said = String::from_utf8_lossy(&done.stderr);
+        assert!(said.contains("is not UTF-8"), "{said}");
+    }
+    let entries = std::fs::read_dir(scratch.path("")).unwrap().count();
+    assert_eq!(entries, 4, "base, its link, over and copy");
 }
 
 #[test]

@@ -1,8 +1,7 @@
 //! Command-line options as GNU `getopt_long` reads them: grouped short options, attached values,
 //! long options by unique prefix, options after operands, and `--`.
 
-use std::ffi::{OsStr, OsString};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::ffi::OsString;
 
 /// One option of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,56 +99,56 @@ impl Parsed {
 /// Parses `args`. With `stop_at_operand`, everything from the first operand on is an operand.
 ///
 /// # Errors
-/// The words that GNU libc prints after the program's name.
+/// The words that GNU libc prints after the program's name; an argument that is not UTF-8. (Names are
+/// text here, since QEMU's syntax is found in them; another file would be meant with its bytes replaced.)
 pub fn parse(args: &[OsString], options: &[Opt], stop_at_operand: bool) -> Result<Parsed, String> {
+    let text = |arg: &OsString| match arg.to_str() {
+        Some(text) => Ok(text.to_owned()),
+        None => Err(format!(
+            "the argument '{}' is not UTF-8: vdkit takes such a file name by its own name only (vdkit \
+             convert, info …)",
+            arg.display()
+        )),
+    };
+    let args = args.iter().map(text).collect::<Result<Vec<String>, String>>()?;
     let mut parsed = Parsed::default();
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
-        let bytes = arg.as_bytes();
-        if bytes == b"--" {
+        if arg == "--" {
             break;
         }
-        if let Some(word) = bytes.strip_prefix(b"--") {
+        if let Some(word) = arg.strip_prefix("--") {
             let (option, value) = long_option(word, options, &mut rest)?;
             parsed.given.push((option.name(), value));
-        } else if bytes.len() > 1 && bytes[0] == b'-' {
-            short_options(&bytes[1..], options, &mut rest, &mut parsed)?;
+        } else if let Some(letters) = arg.strip_prefix('-').filter(|letters| !letters.is_empty()) {
+            short_options(letters, options, &mut rest, &mut parsed)?;
         } else {
-            parsed.operands.push(text(arg));
+            parsed.operands.push(arg.clone());
             if stop_at_operand {
                 break;
             }
         }
     }
-    parsed.operands.extend(rest.map(|arg| text(arg)));
+    parsed.operands.extend(rest.cloned());
     Ok(parsed)
 }
 
-/// A name that is no UTF-8 keeps its bytes where they can be read, and is replaced elsewhere.
-fn text(arg: &OsStr) -> String {
-    arg.to_string_lossy().into_owned()
-}
-
-fn bytes_text(bytes: &[u8]) -> String {
-    text(&OsString::from_vec(bytes.to_vec()))
-}
-
 fn long_option<'a>(
-    word: &[u8],
+    word: &str,
     options: &'a [Opt],
-    rest: &mut std::slice::Iter<'_, OsString>,
+    rest: &mut std::slice::Iter<'_, String>,
 ) -> Result<(&'a Opt, String), String> {
-    let (name, attached) = match word.iter().position(|&byte| byte == b'=') {
-        Some(at) => (bytes_text(&word[..at]), Some(bytes_text(&word[at + 1..]))),
-        None => (bytes_text(word), None),
+    let (name, attached) = match word.split_once('=') {
+        Some((name, value)) => (name, Some(value)),
+        None => (word, None),
     };
-    let option = find_long(&name, &bytes_text(word), options)?;
+    let option = find_long(name, word, options)?;
     match (option.value, attached) {
         (None, Some(_)) => Err(format!("option '--{}' doesn't allow an argument", option.long)),
         (None, None) => Ok((option, String::new())),
-        (Some(_), Some(value)) => Ok((option, value)),
+        (Some(_), Some(value)) => Ok((option, value.to_owned())),
         (Some(_), None) => match rest.next() {
-            Some(value) => Ok((option, text(value))),
+            Some(value) => Ok((option, value.clone())),
             None => Err(format!("option '--{}' requires an argument", option.long)),
         },
     }
@@ -175,13 +174,12 @@ fn find_long<'a>(name: &str, word: &str, options: &'a [Opt]) -> Result<&'a Opt, 
 }
 
 fn short_options(
-    letters: &[u8],
+    letters: &str,
     options: &[Opt],
-    rest: &mut std::slice::Iter<'_, OsString>,
+    rest: &mut std::slice::Iter<'_, String>,
     parsed: &mut Parsed,
 ) -> Result<(), String> {
-    for (i, &letter) in letters.iter().enumerate() {
-        let letter = char::from(letter);
+    for (i, letter) in letters.char_indices() {
         let Some(option) = options.iter().find(|option| option.short == Some(letter)) else {
             return Err(format!("invalid option -- '{letter}'"));
         };
@@ -189,14 +187,13 @@ fn short_options(
             parsed.given.push((option.name(), String::new()));
             continue;
         }
-        let attached = &letters[i + 1..];
-        let value = match (attached.is_empty(), rest.as_slice().first()) {
-            (false, _) => bytes_text(attached),
-            (true, Some(next)) => {
+        let value = match (&letters[i + letter.len_utf8()..], rest.as_slice().first()) {
+            ("", Some(next)) => {
                 rest.next();
-                text(next)
+                next.clone()
             }
-            (true, None) => return Err(format!("option requires an argument -- '{letter}'")),
+            ("", None) => return Err(format!("option requires an argument -- '{letter}'")),
+            (attached, _) => attached.to_owned(),
         };
         parsed.given.push((option.name(), value));
         break;
@@ -242,6 +239,16 @@ mod tests {
             assert_eq!(run(line).unwrap().last("target"), Some("x"), "{line}");
         }
         assert_eq!(run("--ta x").unwrap_err(), "unrecognized option '--ta'");
+    }
+
+    #[test]
+    fn an_argument_that_is_not_text_is_no_other_name() {
+        use std::os::unix::ffi::OsStringExt;
+        for line in [&b"\xe9.img"[..], b"--format=\xe9", b"-f\xe9"] {
+            let args = [OsString::from_vec(line.to_vec())];
+            let words = parse(&args, OPTIONS, false).unwrap_err();
+            assert!(words.contains("is not UTF-8"), "{words}");
+        }
     }
 
     #[test]

@@ -46,6 +46,7 @@ mod format;
 mod in_flight;
 mod layer;
 mod limits;
+pub mod lossy;
 mod monitor;
 mod options;
 mod policy;

@@ -56,8 +56,10 @@ pub struct CommitOptions {
 #[non_exhaustive]
 pub struct CommitReport {
     /// The overlay.
+    #[serde(serialize_with = "vdkit_block::lossy::path")]
     pub overlay: PathBuf,
     /// The target.
+    #[serde(serialize_with = "vdkit_block::lossy::path")]
     pub base: PathBuf,
     /// Bytes of the overlay's disk.
     pub virtual_size: u64,
@@ -70,6 +72,7 @@ pub struct CommitReport {
     /// The overlay is empty now.
     pub emptied: bool,
     /// Images between the two; they show a mixture now and should be deleted.
+    #[serde(serialize_with = "vdkit_block::lossy::paths")]
     pub invalidated: Vec<PathBuf>,
     /// Wall time.
     pub seconds: f64,

@@ -64,6 +64,7 @@ pub struct RebaseOptions {
 #[non_exhaustive]
 pub struct RebaseReport {
     /// The image.
+    #[serde(serialize_with = "vdkit_block::lossy::path")]
     pub image: PathBuf,
     /// The old backing file name.
     pub old_backing: Option<String>,

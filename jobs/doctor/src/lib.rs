@@ -79,6 +79,7 @@ impl DoctorFinding {
 #[non_exhaustive]
 pub struct DoctorImage {
     /// The file.
+    #[serde(serialize_with = "vdkit_block::lossy::path")]
     pub path: PathBuf,
     /// Its format, if known.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -106,6 +107,7 @@ pub struct DoctorReport {
     /// The images, by path.
     pub images: Vec<DoctorImage>,
     /// Images whose backing image is missing.
+    #[serde(serialize_with = "vdkit_block::lossy::paths")]
     pub orphans: Vec<PathBuf>,
     /// Findings on several images together, and unfinished files of killed commands.
     pub findings: Vec<DoctorFinding>,

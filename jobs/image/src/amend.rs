@@ -23,6 +23,7 @@ const SIZE: OptionSpec = OptionSpec {
 #[non_exhaustive]
 pub struct AmendReport {
     /// The image.
+    #[serde(serialize_with = "vdkit_block::lossy::path")]
     pub image: PathBuf,
     /// Keys of the changed options.
     pub changed: Vec<String>,

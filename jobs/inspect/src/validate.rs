@@ -58,6 +58,7 @@ pub enum Rule {
 #[non_exhaustive]
 pub struct ValidateReport {
     /// The image.
+    #[serde(serialize_with = "vdkit_block::lossy::path")]
     pub image: PathBuf,
     /// The platform.
     #[serde(rename = "for")]

@@ -52,6 +52,7 @@ pub struct TreeBacking {
     pub format: Option<String>,
     /// The file, if found.
     #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(serialize_with = "vdkit_block::lossy::optional")]
     pub path: Option<PathBuf>,
     /// Result of resolving it.
     pub standing: ReferenceStatus,
@@ -63,6 +64,7 @@ pub struct TreeBacking {
 #[non_exhaustive]
 pub struct TreeImage {
     /// The file.
+    #[serde(serialize_with = "vdkit_block::lossy::path")]
     pub path: PathBuf,
     /// Its format.
     pub format: &'static str,
@@ -72,9 +74,11 @@ pub struct TreeImage {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub backing: Option<TreeBacking>,
     /// Direct overlays.
+    #[serde(serialize_with = "vdkit_block::lossy::paths")]
     pub overlays: Vec<PathBuf>,
     /// All images that would become unreadable without it: direct and indirect overlays, and images
     /// whose data file it is.
+    #[serde(serialize_with = "vdkit_block::lossy::paths")]
     pub deleting_orphans: Vec<PathBuf>,
 }
 
@@ -84,6 +88,7 @@ pub struct TreeImage {
 #[non_exhaustive]
 pub struct TreeFault {
     /// The file.
+    #[serde(serialize_with = "vdkit_block::lossy::path")]
     pub path: PathBuf,
     /// The error.
     pub error: String,
@@ -98,6 +103,7 @@ pub struct TreeReport {
     /// or if requested.
     pub images: Vec<TreeImage>,
     /// Images whose backing image is missing.
+    #[serde(serialize_with = "vdkit_block::lossy::paths")]
     pub orphans: Vec<PathBuf>,
     /// Files that could not be described.
     pub faults: Vec<TreeFault>,

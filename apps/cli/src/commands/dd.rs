@@ -1,8 +1,11 @@
 //! `vdkit dd`: copies a part of one disk to a part of another.
 
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
 use clap::Args;
+use clap::builder::{OsStringValueParser, TypedValueParser};
 use vdkit::jobs::{self, DdOptions, DdPlan, NewImage};
 use vdkit::{Disk, Monitor, OpenOptions};
 
@@ -43,7 +46,7 @@ vdkit dd if=disk.qcow2 of=tail.raw bs=1G skip=9      everything from 9 GiB on
 #[derive(Args, Debug)]
 pub struct DdArgs {
     /// if=FILE, of=FILE, bs=SIZE, count=N, skip=N, seek=N, conv=WORD[,WORD]
-    #[arg(value_name = "OPERAND", required = true, value_parser = operand)]
+    #[arg(value_name = "OPERAND", required = true, value_parser = OsStringValueParser::new().try_map(operand))]
     operands: Vec<Operand>,
     /// Format of the source (default: probed from its header)
     #[arg(short = 'f', long, value_name = "FORMAT")]
@@ -85,12 +88,22 @@ enum Operand {
     Conversions { sparse: bool, must_exist: bool },
 }
 
-fn operand(text: &str) -> Result<Operand, String> {
+fn operand(text: OsString) -> Result<Operand, String> {
+    // A file name need not be UTF-8.
+    let file = |key: &str| {
+        let name = text.as_bytes().strip_prefix(key.as_bytes())?;
+        Some(PathBuf::from(OsStr::from_bytes(name)))
+    };
+    if let Some(path) = file("if=") {
+        return Ok(Operand::Source(path));
+    }
+    if let Some(path) = file("of=") {
+        return Ok(Operand::Target(path));
+    }
+    let text = text.to_string_lossy();
     let (key, value) =
         text.split_once('=').ok_or_else(|| "operands have the form KEY=VALUE".to_owned())?;
     Ok(match key {
-        "if" => Operand::Source(value.into()),
-        "of" => Operand::Target(value.into()),
         "bs" => match size(value)? {
             0 => return Err("blocks must have at least one byte".to_owned()),
             bytes => Operand::Block(bytes),
@@ -227,14 +240,14 @@ mod tests {
 
     #[test]
     fn operands() {
-        assert_eq!(operand("bs=1M"), Ok(Operand::Block(1 << 20)));
-        assert_eq!(operand("if=a=b"), Ok(Operand::Source("a=b".into())));
+        assert_eq!(operand("bs=1M".into()), Ok(Operand::Block(1 << 20)));
+        assert_eq!(operand("if=a=b".into()), Ok(Operand::Source("a=b".into())));
         assert_eq!(
-            operand("conv=notrunc,sparse"),
+            operand("conv=notrunc,sparse".into()),
             Ok(Operand::Conversions { sparse: true, must_exist: false })
         );
         for text in ["bs", "bs=0", "bs=x", "status=none", "conv=ebcdic"] {
-            assert!(operand(text).is_err(), "{text}");
+            assert!(operand(text.into()).is_err(), "{text}");
         }
     }
 }
