@@ -163,3 +163,12 @@ fn a_base_is_not_changed_under_its_overlays() {
     scratch.ok(&["convert", "--into", "source.raw", "base.qcow2", "--force"]);
     scratch.ok(&["dd", "if=source.raw", "of=base.qcow2", "--force"]);
 }
+
+#[test]
+fn an_input_that_is_too_long_says_what_was_written() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "1M"]);
+    let answer = scratch.run_with_input(&["write", "a.qcow2", "0"], &vec![7; (1 << 20) + 1]);
+    assert_eq!(answer.code, Some(2), "{answer:?}");
+    assert!(answer.stderr.contains("its first 1048576 bytes were written"), "{answer:?}");
+}

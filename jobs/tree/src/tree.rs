@@ -354,7 +354,8 @@ fn allowed(image: &Path, target: &Path, refs: &RefPolicy) -> bool {
     }
 }
 
-/// Keeps only the requested image, its backing chain and its dependents.
+/// Keeps only the requested image, its backing chain and its dependents. A file that could not be
+/// described may be one of these, so faults stay.
 fn keep_related(report: &mut TreeReport, asked: &Path) {
     let mut related = vec![asked.to_owned()];
     let mut at = asked.to_owned();
@@ -368,5 +369,4 @@ fn keep_related(report: &mut TreeReport, asked: &Path) {
     related.extend(report.image(asked).into_iter().flat_map(|i| i.deleting_orphans.clone()));
     report.images.retain(|image| related.contains(&image.path));
     report.orphans.retain(|path| related.contains(path));
-    report.faults.retain(|fault| related.contains(&fault.path));
 }

@@ -9,7 +9,7 @@ use clap::{ArgMatches, Args, Command, FromArgMatches};
 use vdkit::jobs::Preset;
 use vdkit::{Disk, FormatDriver};
 
-use crate::failure::{Failure, Outcome, Tone, print_line};
+use crate::failure::{Failure, Outcome, Tone, print_line, quoted};
 use crate::progress::Reporter;
 use crate::session::Session;
 
@@ -214,7 +214,7 @@ pub(crate) fn target_driver(
         ))
         .hint(format!(
             "make the disk under another name, and pack it when it is finished: 'vdkit convert DISK… {}'",
-            path.display()
+            quoted(&path.display().to_string())
         )));
     }
     if ending.eq_ignore_ascii_case("iso") {

@@ -67,24 +67,25 @@ impl Run for TreeArgs {
         }
         if self.delete_check.is_some() {
             tell_orphans(path, report.image(&asked), session)?;
-            return Ok(exit);
-        }
-        let folder = if asked.is_dir() {
-            asked
         } else {
-            asked.parent().map(Path::to_owned).unwrap_or_default()
-        };
-        let mut drawing = Drawing {
-            images: report.images.iter().map(|image| (image.path.as_path(), image)).collect(),
-            folder: &folder,
-            drawn: HashSet::new(),
-        };
-        drawing.draw(&report, &mut session.out)?;
+            let folder = if asked.is_dir() { &asked } else { asked.parent().unwrap_or(&asked) };
+            let mut drawing = Drawing {
+                images: report.images.iter().map(|image| (image.path.as_path(), image)).collect(),
+                folder,
+                drawn: HashSet::new(),
+            };
+            drawing.draw(&report, &mut session.out)?;
+        }
         session.out.finish()?;
         for fault in &report.faults {
             print_line(Tone::Warning, &fault.error);
         }
-        Ok(Exit::Done)
+        if self.delete_check.is_some() && !report.faults.is_empty() {
+            let text =
+                "what cannot be read may need it too: 'vdkit check' says what is wrong there";
+            print_line(Tone::Hint, text);
+        }
+        Ok(exit)
     }
 }
 

@@ -186,7 +186,8 @@ impl WriteArgs {
             let got = input.read_full(&mut buf[..want])?;
             if got as u64 > room - done {
                 return Err(Failure::usage(format!(
-                    "{}: the input is longer than the {room} bytes from there to the end of the disk",
+                    "{}: the input is longer than the {room} bytes from there to the end of the disk; \
+                     its first {done} bytes were written",
                     self.image.display()
                 )));
             }
