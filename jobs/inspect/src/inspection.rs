@@ -293,10 +293,7 @@ impl Inspection<'_> {
     fn run(&mut self, found: &mut Vec<Signature>) -> Result<()> {
         if self.len == 0 {
             self.virtual_size = Some(0);
-            InspectFinding::new(Code::Empty)
-                .at(0)
-                .mend("fetch it again")
-                .add_to(&mut self.findings);
+            InspectFinding::new(Code::Empty).at(0).add_to(&mut self.findings);
             return Ok(());
         }
         let head = self.read(0, signature::HEAD_BYTES)?;
@@ -321,6 +318,18 @@ impl Inspection<'_> {
             }
             _ => Ok(()), // banned: not read any further
         }
+    }
+
+    /// Adds a finding about the bytes at `offset`.
+    fn find(
+        &mut self,
+        code: Code,
+        offset: u64,
+        found: impl Into<String>,
+        expected: impl Into<String>,
+    ) {
+        let finding = InspectFinding::new(code).at(offset).found(found).expected(expected);
+        finding.add_to(&mut self.findings);
     }
 
     /// The format to open it as.
@@ -354,29 +363,14 @@ impl Inspection<'_> {
                 .iter()
                 .map(|signature| format!("{} at {:#x}", signature.name, signature.offset))
                 .collect();
-            InspectFinding::new(Code::SeveralFormats)
-                .at(at)
-                .found(places.join(", "))
-                .expected("the signature of one format")
-                .mend("refuse it: no honest tool makes such a file")
-                .add_to(&mut self.findings);
+            self.find(Code::SeveralFormats, at, places.join(", "), "the signature of one format");
         }
         for banned in disks.iter().filter(|name| signature::BANNED.contains(name)) {
-            InspectFinding::new(Code::FormatBanned)
-                .at(0)
-                .found(*banned)
-                .expected("qcow2, raw, vmdk, vdi, vhd or vhdx")
-                .mend("have it converted to qcow2 by whom it comes from")
-                .add_to(&mut self.findings);
+            self.find(Code::FormatBanned, 0, *banned, "qcow2, raw, vmdk, vdi, vhd or vhdx");
         }
         if disks.is_empty() && !others.is_empty() {
             let names: Vec<_> = others.iter().copied().collect();
-            InspectFinding::new(Code::NotADisk)
-                .at(0)
-                .found(names.join(", "))
-                .expected("a disk image")
-                .mend("unpack it in a safe place and inspect what was in it")
-                .add_to(&mut self.findings);
+            self.find(Code::NotADisk, 0, names.join(", "), "a disk image");
         }
         self.judge_format(found, holds_contents.then_some(&contents));
     }
@@ -394,24 +388,19 @@ impl Inspection<'_> {
         }
         let iso = found.iter().find(|signature| optical && signature.name == "iso");
         let (at, found) = iso.map_or((0, format), |iso| (iso.offset, iso.name));
-        InspectFinding::new(Code::FormatMismatch)
-            .at(at)
-            .found(found)
-            .expected(wanted.clone())
-            .mend("refuse it, or ask for what it is")
-            .add_to(&mut self.findings);
+        self.find(Code::FormatMismatch, at, found, wanted.clone());
     }
 
     /// Checks the guest disk size, stored in the field at `offset`.
     fn judge_size(&mut self, bytes: u64, offset: u64) {
         self.virtual_size = Some(bytes);
         if bytes > self.options.size_max {
-            InspectFinding::new(Code::VirtualSize)
-                .at(offset)
-                .found(format!("{bytes} bytes in a file of {}", self.len))
-                .expected(format!("at most {}", self.options.size_max))
-                .mend("raise --max-size where such a disk is wanted")
-                .add_to(&mut self.findings);
+            self.find(
+                Code::VirtualSize,
+                offset,
+                format!("{bytes} bytes in a file of {}", self.len),
+                format!("at most {}", self.options.size_max),
+            );
         }
     }
 
@@ -419,20 +408,20 @@ impl Inspection<'_> {
     /// bytes.
     fn judge_table(&mut self, what: &str, offset: u64, start: u64, bytes: u64, most: u64) {
         if bytes > most {
-            InspectFinding::new(Code::TableTooLarge)
-                .at(offset)
-                .found(format!("{what} of {bytes} bytes"))
-                .expected(format!("at most {most} bytes"))
-                .mend("refuse it: no honest tool makes such a table")
-                .add_to(&mut self.findings);
+            self.find(
+                Code::TableTooLarge,
+                offset,
+                format!("{what} of {bytes} bytes"),
+                format!("at most {most} bytes"),
+            );
         }
         if bytes > 0 && start.checked_add(bytes).is_none_or(|end| end > self.len) {
-            InspectFinding::new(Code::OutsideFile)
-                .at(offset)
-                .found(format!("{what} of {bytes} bytes at {start:#x}"))
-                .expected(format!("an end within the file of {} bytes", self.len))
-                .mend("fetch it again: it may have been cut short")
-                .add_to(&mut self.findings);
+            self.find(
+                Code::OutsideFile,
+                offset,
+                format!("{what} of {bytes} bytes at {start:#x}"),
+                format!("an end within the file of {} bytes", self.len),
+            );
         }
     }
 
@@ -442,35 +431,24 @@ impl Inspection<'_> {
             .at(offset)
             .found(method)
             .expected("no encryption")
-            .mend("ask for it unencrypted, or let it pass with --allow encryption")
             .add_to(&mut self.findings);
     }
 
     fn header_truncated(&mut self, bytes: u64, needed: u64) {
-        InspectFinding::new(Code::HeaderTruncated)
-            .at(bytes)
-            .found(format!("{bytes} bytes"))
-            .expected(format!("at least {needed}"))
-            .mend("fetch it again: it was cut short")
-            .add_to(&mut self.findings);
+        self.find(
+            Code::HeaderTruncated,
+            bytes,
+            format!("{bytes} bytes"),
+            format!("at least {needed}"),
+        );
     }
 
     fn header_invalid(&mut self, offset: u64, found: impl Into<String>, expected: &str) {
-        InspectFinding::new(Code::HeaderInvalid)
-            .at(offset)
-            .found(found)
-            .expected(expected)
-            .mend("refuse it, or ask for it again")
-            .add_to(&mut self.findings);
+        self.find(Code::HeaderInvalid, offset, found, expected);
     }
 
     fn parent_image(&mut self, offset: u64, found: impl Into<String>) {
-        InspectFinding::new(Code::ParentImage)
-            .at(offset)
-            .found(found)
-            .expected("an image that stands alone")
-            .mend("ask for an image that stands alone")
-            .add_to(&mut self.findings);
+        self.find(Code::ParentImage, offset, found, "an image that stands alone");
     }
 
     /// Notes that only the header was examined.
@@ -479,22 +457,18 @@ impl Inspection<'_> {
         InspectFinding::new(Code::ContentsNotChecked)
             .found(format!("{format}: recognised, contents not checked"))
             .expected("a format whose tables are known: qcow2, raw")
-            .mend("convert it in a safe place, and inspect the result")
             .add_to(&mut self.findings);
     }
 
     /// Handles an early end: caused by the image, or by an error of reading.
     fn note_end(&mut self, error: Error, exceeded: Option<Exceeded>) -> Result<()> {
         let limits = match exceeded {
-            Some(Exceeded::Reads) => InspectFinding::new(Code::LimitReads)
-                .expected(format!(
-                    "at most {} reads of {} bytes together",
-                    self.options.reads_max, self.options.read_bytes_max
-                ))
-                .mend("raise --max-read where the image may be that large"),
+            Some(Exceeded::Reads) => InspectFinding::new(Code::LimitReads).expected(format!(
+                "at most {} reads of {} bytes together",
+                self.options.reads_max, self.options.read_bytes_max
+            )),
             Some(Exceeded::Time) => InspectFinding::new(Code::LimitTime)
-                .expected(format!("at most {} ms", self.options.time_max.as_millis()))
-                .mend("raise --timeout where the image may be that large"),
+                .expected(format!("at most {} ms", self.options.time_max.as_millis())),
             None => return self.note_error(error),
         };
         limits.found("more").add_to(&mut self.findings);
@@ -520,12 +494,12 @@ impl Inspection<'_> {
             Error::Io { offset, len, source, .. }
                 if source.kind() == std::io::ErrorKind::UnexpectedEof =>
             {
-                InspectFinding::new(Code::OutsideFile)
-                    .at(offset)
-                    .found(format!("{len} bytes at {offset:#x}"))
-                    .expected(format!("an end within the file of {} bytes", self.len))
-                    .mend("fetch it again: it may have been cut short")
-                    .add_to(&mut self.findings);
+                self.find(
+                    Code::OutsideFile,
+                    offset,
+                    format!("{len} bytes at {offset:#x}"),
+                    format!("an end within the file of {} bytes", self.len),
+                );
             }
             other => return Err(other),
         }

@@ -131,12 +131,7 @@ impl Inspection<'_> {
         } else {
             return;
         };
-        InspectFinding::new(Code::VhdFooterCopy)
-            .at(0)
-            .found(found)
-            .expected(expected)
-            .mend("refuse it, or have it converted by whom it comes from")
-            .add_to(&mut self.findings);
+        self.find(Code::VhdFooterCopy, 0, found, expected);
     }
 
     fn vhd_dynamic(&mut self, footer: &[u8], base: u64) -> Result<()> {

@@ -25,12 +25,12 @@ impl Inspection<'_> {
             InspectFinding::new(Code::HybridIso).at(0).found("iso, mbr").add_to(&mut self.findings);
         }
         if contents.is_empty() && found.is_empty() {
-            InspectFinding::new(Code::RawByElimination)
-                .at(0)
-                .found("no signature")
-                .expected("a partition table or a file system")
-                .mend("name the format wherever the image is used: -f raw")
-                .add_to(&mut self.findings);
+            self.find(
+                Code::RawByElimination,
+                0,
+                "no signature",
+                "a partition table or a file system",
+            );
         }
         if contents.contains("mbr") {
             self.mbr(head, contents.contains("gpt"), contents.contains("iso"));
@@ -47,12 +47,12 @@ impl Inspection<'_> {
             let Some(entry) = head.get(at..at + ENTRY_BYTES) else { return };
             let (flag, kind) = (entry[0], entry[4]);
             if !matches!(flag, 0 | 0x80) {
-                InspectFinding::new(Code::MbrBootFlag)
-                    .at(at as u64)
-                    .found(format!("{flag:#04x} in entry {index}"))
-                    .expected("0x00 or 0x80")
-                    .mend("refuse it, or name it raw and write a new partition table")
-                    .add_to(&mut self.findings);
+                self.find(
+                    Code::MbrBootFlag,
+                    at as u64,
+                    format!("{flag:#04x} in entry {index}"),
+                    "0x00 or 0x80",
+                );
             }
             if kind == 0 {
                 continue;
@@ -71,12 +71,7 @@ impl Inspection<'_> {
             }
         }
         if used == 0 {
-            InspectFinding::new(Code::MbrNoPartition)
-                .at(ENTRIES as u64)
-                .found("four empty entries")
-                .expected("a partition")
-                .mend("refuse it, or clear the last two bytes of its first sector")
-                .add_to(&mut self.findings);
+            self.find(Code::MbrNoPartition, ENTRIES as u64, "four empty entries", "a partition");
         }
         // Hybrid MBRs beside a GPT exist, but there the protective entry is the first.
         if protective.len() > 1 || protective.first().is_some_and(|&first| first != 0) {
@@ -98,20 +93,20 @@ impl Inspection<'_> {
     }
 
     fn protective(&mut self, found: &str) {
-        InspectFinding::new(Code::MbrProtective)
-            .at(ENTRIES as u64)
-            .found(found)
-            .expected("one entry of type 0xee from sector 1 on, and a GPT")
-            .mend("refuse it, or have its partition table written anew")
-            .add_to(&mut self.findings);
+        self.find(
+            Code::MbrProtective,
+            ENTRIES as u64,
+            found,
+            "one entry of type 0xee from sector 1 on, and a GPT",
+        );
     }
 
     fn beyond_end(&mut self, at: u64, found: &str) {
-        InspectFinding::new(Code::PartitionBeyondEnd)
-            .at(at)
-            .found(found)
-            .expected(format!("an end within the disk of {} bytes", self.len))
-            .mend("fetch it again: it may have been cut short")
-            .add_to(&mut self.findings);
+        self.find(
+            Code::PartitionBeyondEnd,
+            at,
+            found,
+            format!("an end within the disk of {} bytes", self.len),
+        );
     }
 }

@@ -43,12 +43,7 @@ impl Inspection<'_> {
             return Ok(());
         }
         if version > 3 {
-            InspectFinding::new(Code::UnknownVersion)
-                .at(4)
-                .found(version.to_string())
-                .expected("2 or 3")
-                .mend("have it converted by the software that made it")
-                .add_to(&mut self.findings);
+            self.find(Code::UnknownVersion, 4, version.to_string(), "2 or 3");
             return Ok(());
         }
         let cluster_bits = be32(head, 20);
@@ -91,28 +86,18 @@ impl Inspection<'_> {
         let bits = be64(head, 72);
         let unknown = bits & !incompatible::KNOWN;
         if unknown != 0 {
-            InspectFinding::new(Code::UnknownIncompatible)
-                .at(72)
-                .found(format!("bits {unknown:#x}"))
-                .expected(format!("none beside {:#x}", incompatible::KNOWN))
-                .mend("have it converted by the software that made it")
-                .add_to(&mut self.findings);
+            self.find(
+                Code::UnknownIncompatible,
+                72,
+                format!("bits {unknown:#x}"),
+                format!("none beside {:#x}", incompatible::KNOWN),
+            );
         }
         if bits & incompatible::CORRUPT != 0 {
-            InspectFinding::new(Code::MarkedCorrupt)
-                .at(72)
-                .found("the corrupt bit")
-                .expected("a sound image")
-                .mend("vdkit check --repair all IMAGE, on a copy")
-                .add_to(&mut self.findings);
+            self.find(Code::MarkedCorrupt, 72, "the corrupt bit", "a sound image");
         }
         if bits & incompatible::DIRTY != 0 {
-            InspectFinding::new(Code::NotClosed)
-                .at(72)
-                .found("the dirty bit")
-                .expected("an image that was closed")
-                .mend("vdkit check --repair all IMAGE")
-                .add_to(&mut self.findings);
+            self.find(Code::NotClosed, 72, "the dirty bit", "an image that was closed");
         }
         if bits & incompatible::EXTENDED_L2 != 0 {
             InspectFinding::new(Code::ExtendedL2)
@@ -120,7 +105,6 @@ impl Inspection<'_> {
                 .at(72)
                 .found("incompatible feature bit 4")
                 .expected("standard L2 entries")
-                .mend("let it pass with --allow extended-l2, or convert it")
                 .add_to(&mut self.findings);
         }
         for (at, known, code) in [
@@ -179,7 +163,6 @@ impl Inspection<'_> {
             .at(8)
             .found(format!("'{name}'"))
             .expected("an image that stands alone")
-            .mend("let it pass with --allow backing, or have it converted to stand alone")
             .add_to(&mut self.findings);
         reference::judge(&mut self.findings, "backing file", &name, offset);
     }
@@ -217,7 +200,6 @@ impl Inspection<'_> {
                 InspectFinding::new(Code::BackingFormat)
                     .at(8)
                     .expected("the backing file's format by name")
-                    .mend("vdkit rebase, or qemu-img rebase -u -F FORMAT")
                     .add_to(&mut self.findings);
             }
         }
@@ -250,12 +232,12 @@ impl Inspection<'_> {
             }
             _ => return,
         };
-        InspectFinding::new(code)
-            .at(at)
-            .found(format!("{} bytes of type {kind:#010x}", data.len()))
-            .expected("each known extension once")
-            .mend("vdkit convert IMAGE NEW drops it")
-            .add_to(&mut self.findings);
+        self.find(
+            code,
+            at,
+            format!("{} bytes of type {kind:#010x}", data.len()),
+            "each known extension once",
+        );
     }
 
     fn data_file(&mut self, head: &[u8], kinds: &[u32]) {
@@ -274,7 +256,6 @@ impl Inspection<'_> {
             .at(72)
             .found(found)
             .expected("an image that holds its own data")
-            .mend("let it pass with --allow data-file, or have it converted")
             .add_to(&mut self.findings);
     }
 
@@ -294,12 +275,12 @@ impl Inspection<'_> {
             at = at.max(range.end);
         }
         if let Some((first, count)) = stray {
-            InspectFinding::new(Code::HeaderPadding)
-                .at(first)
-                .found(format!("{count} bytes that are not zero"))
-                .expected("zeroes")
-                .mend("vdkit convert IMAGE NEW drops them")
-                .add_to(&mut self.findings);
+            self.find(
+                Code::HeaderPadding,
+                first,
+                format!("{count} bytes that are not zero"),
+                "zeroes",
+            );
         }
     }
 
@@ -352,7 +333,6 @@ impl Inspection<'_> {
             .at(at)
             .found(format!("{}: {}", infos.len(), names.join(", ")))
             .expected("none")
-            .mend("vdkit convert IMAGE NEW drops them")
             .add_to(&mut self.findings);
         let state: u64 = infos.iter().map(|info| info.vm_state_bytes).fold(0, u64::saturating_add);
         if state > 0 {
@@ -361,7 +341,6 @@ impl Inspection<'_> {
                 .at(at)
                 .found(format!("{state} bytes"))
                 .expected("none")
-                .mend("vdkit convert IMAGE NEW drops it")
                 .add_to(&mut self.findings);
         }
         let largest = infos.iter().filter_map(|info| info.disk_bytes).max().unwrap_or(0);
@@ -381,12 +360,12 @@ impl Inspection<'_> {
             let more = mapping.outside - mapping.first_outside.len() as u64;
             let rest =
                 if index == 0 && more > 0 { format!("; {more} more") } else { String::new() };
-            InspectFinding::new(Code::OutsideFile)
-                .at(at)
-                .found(format!("an entry that leads to {to:#x}{rest}"))
-                .expected(format!("a place within the file of {} bytes", self.len))
-                .mend("fetch it again: it may have been cut short")
-                .add_to(&mut self.findings);
+            self.find(
+                Code::OutsideFile,
+                at,
+                format!("an entry that leads to {to:#x}{rest}"),
+                format!("a place within the file of {} bytes", self.len),
+            );
         }
         if header.has_data_file() {
             return;
@@ -395,12 +374,12 @@ impl Inspection<'_> {
         self.data_bytes = Some(bytes);
         let most = self.len.saturating_mul(self.options.ratio_max);
         if bytes > most.max(InspectOptions::EXPANSION_FREE) {
-            InspectFinding::new(Code::Expansion)
-                .at(header.l1_offset.0)
-                .found(format!("{bytes} bytes of data in a file of {}", self.len))
-                .expected(format!("at most {} times the file", self.options.ratio_max))
-                .mend("raise --max-ratio where the image is known to compress so well")
-                .add_to(&mut self.findings);
+            self.find(
+                Code::Expansion,
+                header.l1_offset.0,
+                format!("{bytes} bytes of data in a file of {}", self.len),
+                format!("at most {} times the file", self.options.ratio_max),
+            );
         }
     }
 
@@ -415,20 +394,19 @@ impl Inspection<'_> {
             let more = report.corruptions.saturating_sub(DAMAGE_TOLD as u64);
             let rest =
                 if index == 0 && more > 0 { format!("; {more} more") } else { String::new() };
-            InspectFinding::new(Code::MetadataCorrupt)
-                .at(finding.offset)
-                .found(format!("{}: {}{rest}", finding.structure, finding.message))
-                .expected("sound metadata")
-                .mend("vdkit check --repair all IMAGE, on a copy")
-                .add_to(&mut self.findings);
+            self.find(
+                Code::MetadataCorrupt,
+                finding.offset,
+                format!("{}: {}{rest}", finding.structure, finding.message),
+                "sound metadata",
+            );
         }
         if report.leaks > 0 {
             let first = report.findings.iter().find(|f| f.severity == Severity::Leak);
             let mut finding = InspectFinding::new(Code::UnreferencedSpace)
                 .allowed(dirty)
                 .found(format!("{} clusters", report.leaks))
-                .expected("none")
-                .mend("vdkit check --repair leaks IMAGE, or vdkit convert IMAGE NEW");
+                .expected("none");
             finding.offset = first.map(|finding| finding.offset);
             finding.add_to(&mut self.findings);
         }
@@ -465,7 +443,6 @@ impl Inspection<'_> {
                 .allowed(self.options.allows(Allow::Nested))
                 .found(format!("a {name} header on the guest's disk"))
                 .expected("a partition table, a file system or nothing")
-                .mend("let it pass with --allow nested, and name -f raw wherever it goes")
                 .add_to(&mut self.findings);
         }
         Ok(())

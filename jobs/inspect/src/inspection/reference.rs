@@ -25,7 +25,6 @@ pub(super) fn judge(findings: &mut Findings, what: &str, name: &str, offset: u64
         .at(offset)
         .found(format!("{what} '{name}'"))
         .expected("no reference, or a plain name beneath the image's own folder")
-        .mend("ask for an image that stands alone: vdkit convert IMAGE NEW")
         .add_to(findings);
 }
 

@@ -74,31 +74,21 @@ impl Inspection<'_> {
         let same = footer.is_some_and(|footer| footer[..44] == head[..44]);
         let placed = footer.is_some_and(|footer| le64(footer, 56) != AT_END);
         if !same || !placed {
-            InspectFinding::new(Code::VmdkFooter)
-                .at(self.len.saturating_sub(1024))
-                .found(if footer.is_none() { "no footer" } else { "another header" })
-                .expected("the header once more, with the grain directory's place")
-                .mend("refuse it, or ask for a monolithicSparse image")
-                .add_to(&mut self.findings);
+            self.find(
+                Code::VmdkFooter,
+                self.len.saturating_sub(1024),
+                if footer.is_none() { "no footer" } else { "another header" },
+                "the header once more, with the grain directory's place",
+            );
         }
     }
 
     fn vmdk_descriptor(&mut self, at: u64, found: &str, expected: &str) {
-        InspectFinding::new(Code::VmdkDescriptor)
-            .at(at)
-            .found(found)
-            .expected(expected)
-            .mend("refuse it, or ask for a monolithicSparse image")
-            .add_to(&mut self.findings);
+        self.find(Code::VmdkDescriptor, at, found, expected);
     }
 
     fn vmdk_create_type(&mut self, found: &str, at: u64) {
-        InspectFinding::new(Code::VmdkCreateType)
-            .at(at)
-            .found(found)
-            .expected("monolithicSparse or streamOptimized")
-            .mend("ask for a monolithicSparse or streamOptimized image")
-            .add_to(&mut self.findings);
+        self.find(Code::VmdkCreateType, at, found, "monolithicSparse or streamOptimized");
     }
 
     /// Every line must be known.
@@ -178,12 +168,7 @@ impl Inspection<'_> {
                 && !name.is_empty()
                 && !name.contains(['/', '\\']);
             if !itself {
-                InspectFinding::new(Code::ReferenceExtent)
-                    .at(*at)
-                    .found(*line)
-                    .expected("one SPARSE extent, the file itself")
-                    .mend("ask for a monolithicSparse or streamOptimized image")
-                    .add_to(&mut self.findings);
+                self.find(Code::ReferenceExtent, *at, *line, "one SPARSE extent, the file itself");
             }
         }
     }

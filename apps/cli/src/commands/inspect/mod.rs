@@ -153,9 +153,8 @@ impl Run for InspectArgs {
         let cancel = session.cancel_on_signal()?;
         let (mut report, sandbox) = judge(&storage, &self.image, &options, &cancel)?;
         if sandbox.is_some_and(|sandbox| !sandbox.complete) {
-            let finding = InspectFinding::new(Code::SandboxPartial)
-                .expected("Landlock and seccomp")
-                .mend("use a kernel with both (Linux 5.13 or newer)");
+            let finding =
+                InspectFinding::new(Code::SandboxPartial).expected("Landlock and seccomp");
             print_line(Tone::Warning, &format!("{}: {}", self.image.display(), finding.what));
             report.findings.push(finding);
             report.verdict = InspectReport::verdict_of(&report.findings, options.strict);
@@ -193,10 +192,7 @@ fn judge(
 ) -> Result<(InspectReport, Option<Sandbox>), Failure> {
     let len = storage.len()?;
     let unknown = |why: String| {
-        let finding = InspectFinding::new(Code::NotJudged)
-            .found(why)
-            .expected("a verdict")
-            .mend("treat it as refused, and try again");
+        let finding = InspectFinding::new(Code::NotJudged).found(why).expected("a verdict");
         (InspectReport::of_nothing(len, finding), None)
     };
     let fd = storage.as_fd().ok_or_else(|| Failure::failed(image.display().to_string()))?;
@@ -210,10 +206,8 @@ fn judge(
         Ok(parent::Outcome::Failed(finding)) => (InspectReport::of_nothing(len, *finding), None),
         Ok(parent::Outcome::Answered(text)) => match parent::believe(&text, options, len) {
             Err(why) => {
-                let finding = InspectFinding::new(Code::InspectorAnswer)
-                    .found(why)
-                    .expected("a report")
-                    .mend("refuse the image, and report this");
+                let finding =
+                    InspectFinding::new(Code::InspectorAnswer).found(why).expected("a report");
                 (InspectReport::of_nothing(len, finding), None)
             }
             Ok(child::Answer { sandbox, report: Some(report), .. }) => (report, Some(sandbox)),

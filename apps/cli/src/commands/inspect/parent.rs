@@ -70,21 +70,19 @@ pub(super) fn supervise(
             Code::LimitTime,
             "no answer".to_owned(),
             format!("one within {} s", time.as_secs_f64()),
-            "raise --timeout where the image may be that large",
         ),
         Heard::TooMuch => failed(
             Code::InspectorAnswer,
             format!("more than {ANSWER_BYTES_MAX} bytes"),
             "a report".to_owned(),
-            "refuse the image, and report this",
         ),
         Heard::All(answer, _) if status.success() => Outcome::Answered(answer),
         Heard::All(_, words) => death(status, &words),
     })
 }
 
-fn failed(code: Code, found: String, expected: String, mend: &str) -> Outcome {
-    let finding = InspectFinding::new(code).found(found).expected(expected).mend(mend);
+fn failed(code: Code, found: String, expected: String) -> Outcome {
+    let finding = InspectFinding::new(code).found(found).expected(expected);
     Outcome::Failed(Box::new(finding))
 }
 
@@ -99,12 +97,7 @@ fn death(status: ExitStatus, words: &[u8]) -> Outcome {
         Some(libc::SIGABRT) if words.contains("memory allocation of") => Code::LimitMemory,
         _ => Code::InspectorDied,
     };
-    let mend = match code {
-        Code::LimitTime => "raise --timeout where the image may be that large",
-        Code::LimitMemory => "raise --max-memory where the image may be that large",
-        _ => "refuse the image, and report this",
-    };
-    failed(code, format!("{status}: {last}"), "an inspector that ends by itself".to_owned(), mend)
+    failed(code, format!("{status}: {last}"), "an inspector that ends by itself".to_owned())
 }
 
 enum Heard {
