@@ -184,12 +184,6 @@ pub struct CacheOption {
     pub cache: CacheMode,
 }
 
-impl CacheOption {
-    pub fn mode(self) -> CacheMode {
-        self.cache
-    }
-}
-
 /// Option that allows an operation that may damage other images.
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct Force {

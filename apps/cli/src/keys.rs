@@ -48,71 +48,45 @@ impl Keys {
     }
 }
 
-/// Key of the target, for commands that also read another image.
-#[derive(Args, Clone, Debug, Default)]
-pub struct TargetKey {
-    /// Key of an encrypted target: every byte of FILE
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, value_parser = from_file())]
-    pub target_key_file: Option<Secret>,
-    /// As --target-key-file, from the open file descriptor N
-    #[arg(long, value_name = "N", value_parser = from_fd, conflicts_with = "target_key_file")]
-    pub target_key_fd: Option<Secret>,
-    /// As --target-key-file, from the environment variable NAME
-    #[arg(long, value_name = "NAME", value_parser = from_env)]
-    #[arg(conflicts_with_all = ["target_key_file", "target_key_fd"])]
-    pub target_key_env: Option<Secret>,
+/// Defines the options of one key, as a file, a file descriptor or an environment variable.
+macro_rules! one_key {
+    ($(#[$about:meta])* $name:ident, $what:literal: $file:ident $option:literal, $fd:ident, $env:ident) => {
+        $(#[$about])*
+        #[derive(Args, Clone, Debug, Default)]
+        pub struct $name {
+            #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, value_parser = from_file())]
+            #[arg(help = concat!($what, ": every byte of FILE"))]
+            $file: Option<Secret>,
+            #[arg(long, value_name = "N", value_parser = from_fd, conflicts_with = stringify!($file))]
+            #[arg(help = concat!("As ", $option, ", from the open file descriptor N"))]
+            $fd: Option<Secret>,
+            #[arg(long, value_name = "NAME", value_parser = from_env)]
+            #[arg(conflicts_with_all = [stringify!($file), stringify!($fd)])]
+            #[arg(help = concat!("As ", $option, ", from the environment variable NAME"))]
+            $env: Option<Secret>,
+        }
+
+        impl $name {
+            pub fn key(&self) -> Option<&Secret> {
+                [&self.$file, &self.$fd, &self.$env].into_iter().find_map(Option::as_ref)
+            }
+        }
+    };
 }
 
-impl TargetKey {
-    pub fn key(&self) -> Option<&Secret> {
-        [&self.target_key_file, &self.target_key_fd, &self.target_key_env]
-            .into_iter()
-            .find_map(Option::as_ref)
-    }
+one_key! {
+    /// Key of the target, for commands that also read another image.
+    TargetKey, "Key of an encrypted target": target_key_file "--target-key-file", target_key_fd, target_key_env
 }
 
-/// The key of a new image.
-#[derive(Args, Clone, Debug, Default)]
-pub struct NewImageKey {
-    /// Key of a new encrypted image: every byte of FILE
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, value_parser = from_file())]
-    pub key_file: Option<Secret>,
-    /// As --key-file, from the open file descriptor N
-    #[arg(long, value_name = "N", value_parser = from_fd, conflicts_with = "key_file")]
-    pub key_fd: Option<Secret>,
-    /// As --key-file, from the environment variable NAME
-    #[arg(long, value_name = "NAME", value_parser = from_env)]
-    #[arg(conflicts_with_all = ["key_file", "key_fd"])]
-    pub key_env: Option<Secret>,
+one_key! {
+    /// Key of a new image.
+    NewImageKey, "Key of a new encrypted image": key_file "--key-file", key_fd, key_env
 }
 
-impl NewImageKey {
-    pub fn key(&self) -> Option<&Secret> {
-        [&self.key_file, &self.key_fd, &self.key_env].into_iter().find_map(Option::as_ref)
-    }
-}
-
-/// The new key of an image that already has one.
-#[derive(Args, Clone, Debug, Default)]
-pub struct NewKey {
-    /// The new key: every byte of FILE
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, value_parser = from_file())]
-    pub new_key_file: Option<Secret>,
-    /// As --new-key-file, from the open file descriptor N
-    #[arg(long, value_name = "N", value_parser = from_fd, conflicts_with = "new_key_file")]
-    pub new_key_fd: Option<Secret>,
-    /// As --new-key-file, from the environment variable NAME
-    #[arg(long, value_name = "NAME", value_parser = from_env)]
-    #[arg(conflicts_with_all = ["new_key_file", "new_key_fd"])]
-    pub new_key_env: Option<Secret>,
-}
-
-impl NewKey {
-    pub fn key(&self) -> Option<&Secret> {
-        [&self.new_key_file, &self.new_key_fd, &self.new_key_env]
-            .into_iter()
-            .find_map(Option::as_ref)
-    }
+one_key! {
+    /// The new key of an image that already has one.
+    NewKey, "The new key": new_key_file "--new-key-file", new_key_fd, new_key_env
 }
 
 fn from_file() -> impl TypedValueParser<Value = Secret> {

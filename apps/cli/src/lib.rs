@@ -36,7 +36,6 @@ mod runs;
 pub mod sandbox;
 mod serving;
 mod session;
-mod time;
 
 use std::process::ExitCode;
 

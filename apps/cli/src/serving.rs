@@ -103,7 +103,7 @@ impl ServedDisk {
         let mut options = OpenOptions::default()
             .maybe_format(self.format.clone())
             .writable(!self.read_only && snapshot.is_none())
-            .cache(self.cache.mode())
+            .cache(self.cache.cache)
             .refs(self.references.policy())
             .snapshot(snapshot);
         if let Some(bytes) = self.l2_cache {

@@ -13,6 +13,13 @@ pub fn utc(seconds: u32) -> String {
     text(seconds.into())
 }
 
+/// A guest's clock as `0:00:07.125`: hours of at least `digits` digits, minutes, seconds, milliseconds.
+pub fn clock(nanoseconds: u64, digits: usize) -> String {
+    let (seconds, rest) = (nanoseconds / 1_000_000_000, nanoseconds % 1_000_000_000);
+    let (hours, minutes) = (seconds / 3600, seconds / 60 % 60);
+    format!("{hours:0digits$}:{minutes:02}:{:02}.{:03}", seconds % 60, rest / 1_000_000)
+}
+
 fn text(seconds: i64) -> String {
     let (year, month, day) = civil(seconds.div_euclid(86_400));
     let rest = seconds.rem_euclid(86_400);
@@ -102,9 +109,22 @@ mod tests {
     }
 
     #[test]
-    fn days_become_dates() {
-        for (days, date) in [(0, (1970, 1, 1)), (11_016, (2000, 2, 29)), (20_778, (2026, 11, 21))] {
-            assert_eq!(civil(days), date);
+    fn seconds_become_dates() {
+        for (seconds, text) in [
+            (0, "1970-01-01 00:00:00"),
+            (951_782_399, "2000-02-28 23:59:59"),
+            (951_782_400, "2000-02-29 00:00:00"),
+            (1_795_233_978, "2026-11-21 04:06:18"),
+            (u32::MAX, "2106-02-07 06:28:15"),
+        ] {
+            assert_eq!(utc(seconds), text);
         }
+    }
+
+    #[test]
+    fn clocks_begin_with_the_hours() {
+        assert_eq!(clock(0, 1), "0:00:00.000");
+        assert_eq!(clock(7_125_900_000, 4), "0000:00:07.125");
+        assert_eq!(clock(u64::MAX, 1), "5124095:34:33.709");
     }
 }

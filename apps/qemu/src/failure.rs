@@ -2,6 +2,7 @@
 
 use std::io;
 
+pub use vdkit::plain as system_words;
 use vdkit::{Error, ErrorKind};
 
 use crate::output::say;
@@ -81,15 +82,6 @@ impl From<io::Error> for Failure {
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         Self::new(words(&error))
-    }
-}
-
-/// The system's words for an error, without its number.
-pub fn system_words(error: &io::Error) -> String {
-    let text = error.to_string();
-    match text.find(" (os error") {
-        Some(at) => text[..at].to_owned(),
-        None => text,
     }
 }
 

@@ -1,6 +1,7 @@
 //! One case by both programs, each in a copy of the images' folder.
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
@@ -215,11 +216,7 @@ impl<'a> Twins<'a> {
 
     /// What the reference says of an image: the lines that do not depend on how it is laid out.
     fn image(&self, folder: &Path, name: &str) -> String {
-        let done = self.answer(
-            self.programs[0],
-            folder,
-            &["info".to_owned(), "-U".to_owned(), name.to_owned()],
-        );
+        let done = self.answer(self.programs[0], folder, &["info", "-U", name]);
         let told = [
             "file format:",
             "virtual size:",
@@ -243,11 +240,7 @@ impl<'a> Twins<'a> {
             || text.contains("format: vdi")
             || text.contains("format: vmdk")
         {
-            let done = self.answer(
-                self.programs[0],
-                folder,
-                &["check".to_owned(), "-U".to_owned(), name.to_owned()],
-            );
+            let done = self.answer(self.programs[0], folder, &["check", "-U", name]);
             text += &format!("check: {}\n", code(&done));
         }
         text
@@ -259,7 +252,7 @@ impl<'a> Twins<'a> {
         if told.contains("encrypted: yes") {
             return self.same_plaintext(&folders[0], &paths, &told);
         }
-        let command = ["compare", "-U", &paths[0], &paths[1]].map(str::to_owned);
+        let command = ["compare", "-U", paths[0].as_str(), paths[1].as_str()];
         let done = self.answer(self.programs[0], &folders[0], &command);
         match done.status.code() {
             Some(0) => true,
@@ -270,7 +263,7 @@ impl<'a> Twins<'a> {
     }
 
     /// The answer of a program; its exit code is [`HUNG`] if it does not end.
-    fn answer(&self, program: &Path, folder: &Path, arguments: &[String]) -> Output {
+    fn answer(&self, program: &Path, folder: &Path, arguments: &[impl AsRef<OsStr>]) -> Output {
         self.run_as(&[], program, folder, arguments)
     }
 
@@ -280,7 +273,7 @@ impl<'a> Twins<'a> {
         before: &[&str],
         program: &Path,
         folder: &Path,
-        arguments: &[String],
+        arguments: &[impl AsRef<OsStr>],
     ) -> Output {
         Command::new("timeout")
             .args(["--kill-after=5", &self.limit_seconds.to_string()])
@@ -311,7 +304,6 @@ impl<'a> Twins<'a> {
                 .collect();
             words.extend(["--object", &secret, "--image-opts"]);
             words.extend(names.iter().map(String::as_str));
-            let words: Vec<String> = words.into_iter().map(str::to_owned).collect();
             self.answer(self.programs[0], folder, &words).status.code()
         };
         PASSWORDS.iter().all(|password| {

@@ -22,5 +22,5 @@ pub use keys::{KeysAfter, ListedKeys, add_key, change_key, list_keys, remove_key
 pub use map::{Map, MapRow, map};
 pub use measure::{MeasureReport, measure, measure_empty};
 pub use occupied::{Occupied, occupied};
-pub use resize::{Preallocation, ResizeOptions, resize};
+pub use resize::{Preallocation, ResizeOptions, SizeChange, resize};
 pub use snapshot::{SnapshotAction, snapshot, snapshots};

@@ -17,6 +17,43 @@ pub enum Preallocation {
     Full,
 }
 
+/// A size of a disk, or a change of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SizeChange {
+    /// This size.
+    To(u64),
+    /// So many bytes more.
+    By(u64),
+    /// So many bytes less.
+    Less(u64),
+}
+
+impl SizeChange {
+    /// Reads `40G`, `+10G` or `-5G`; `size` reads what follows the sign.
+    ///
+    /// # Errors
+    /// Those of `size`.
+    pub fn parse<E>(
+        text: &str,
+        size: impl Fn(&str) -> std::result::Result<u64, E>,
+    ) -> std::result::Result<Self, E> {
+        match (text.strip_prefix('+'), text.strip_prefix('-')) {
+            (Some(more), _) => size(more).map(Self::By),
+            (_, Some(less)) => size(less).map(Self::Less),
+            _ => size(text).map(Self::To),
+        }
+    }
+
+    /// The resulting size of a disk of `old` bytes; `None` below zero and beyond all numbers.
+    pub fn applied_to(self, old: u64) -> Option<u64> {
+        match self {
+            Self::To(bytes) => Some(bytes),
+            Self::By(bytes) => old.checked_add(bytes),
+            Self::Less(bytes) => old.checked_sub(bytes),
+        }
+    }
+}
+
 /// Options of a resize.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueHint};
 use vdkit::jobs;
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{FormatOptions, Json, ProgressOption, Writing};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::session::Session;
@@ -27,8 +27,7 @@ vdkit amend disk.qcow2 -o compat=1.1,lazy_refcounts=on
 vdkit amend disk.qcow2 -o refcount_bits=64               room for more snapshots
 vdkit amend disk.qcow2 -o compat=0.10                    for very old software
 ",
-    augment: AmendArgs::augment_args,
-    run: run::<AmendArgs>,
+    ..runs::<AmendArgs>()
 };
 
 #[derive(Args, Debug)]

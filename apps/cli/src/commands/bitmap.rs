@@ -7,7 +7,7 @@ use serde::Serialize;
 use vdkit::jobs::{bitmaps, merge_bitmap};
 use vdkit::{BackingChoice, BitmapStatus, Bitmaps, Disk, NewBitmap, OpenOptions};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{Json, References, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::keys::Keys;
@@ -40,8 +40,7 @@ vdkit bitmap merge disk.qcow2 monday --into all
 vdkit bitmap merge -b old.qcow2 disk.qcow2 tuesday --into all
 vdkit bitmap clear disk.qcow2 monday
 ",
-    augment: BitmapArgs::augment_args,
-    run: run::<BitmapArgs>,
+    ..runs::<BitmapArgs>()
 };
 
 #[derive(Args, Debug)]

@@ -7,7 +7,7 @@ use serde::Serialize;
 use vdkit::jobs;
 use vdkit::{CheckReport, Error, Finding, Repair};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{Json, Opening, ProgressOption};
 use crate::failure::{Exit, Failure, Outcome, Tone, print_line};
 use crate::output::{Output, bytes_long, counted};
@@ -31,8 +31,7 @@ vdkit check disk.qcow2
 vdkit check --repair leaks disk.qcow2   free leaked space
 vdkit check --repair all disk.qcow2     repair every fault that can be repaired; make a copy first
 ",
-    augment: CheckArgs::augment_args,
-    run: run::<CheckArgs>,
+    ..runs::<CheckArgs>()
 };
 
 /// What `--repair` may do.

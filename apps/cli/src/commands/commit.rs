@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueHint};
 use vdkit::jobs::{self, CommitOptions, CommitReport};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{Force, Json, ProgressOption, Writing};
 use crate::failure::{Exit, Outcome, Tone, print_line, quoted};
 use crate::output::{Output, bytes_long};
@@ -26,8 +26,7 @@ vdkit commit overlay.qcow2                    into its backing image; empties th
 vdkit commit --keep overlay.qcow2             keeps the overlay as it is
 vdkit commit --to base.qcow2 overlay.qcow2    further down the chain
 ",
-    augment: CommitArgs::augment_args,
-    run: run::<CommitArgs>,
+    ..runs::<CommitArgs>()
 };
 
 #[derive(Args, Debug)]

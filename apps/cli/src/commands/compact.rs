@@ -7,7 +7,7 @@ use serde::Serialize;
 use vdkit::jobs::{self, Compacted};
 use vdkit::{CompactOptions, CompactReport};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{Json, OpeningForWriting, ProgressOption};
 use crate::failure::{Exit, Outcome};
 use crate::output::{Output, bytes_short};
@@ -31,8 +31,7 @@ vdkit compact disk.qcow2
 vdkit compact --no-zero-scan disk.qcow2    uses metadata only, without reading guest data
 vdkit compact -f raw disk.img              holes instead of blocks of zeroes
 ",
-    augment: CompactArgs::augment_args,
-    run: run::<CompactArgs>,
+    ..runs::<CompactArgs>()
 };
 
 #[derive(Args, Debug)]

@@ -6,7 +6,7 @@ use clap::{Args, ValueHint};
 use vdkit::jobs::{self, CompareOptions, CompareReport};
 use vdkit::{Disk, OpenOptions};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{Json, ProgressOption, References};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::keys::Keys;
@@ -27,8 +27,7 @@ vdkit compare --strict a.qcow2 b.qcow2   sizes must be equal too
 vdkit compare --snapshot golden disk.qcow2 disk.qcow2
                                          has anything changed since the snapshot?
 ",
-    augment: CompareArgs::augment_args,
-    run: run::<CompareArgs>,
+    ..runs::<CompareArgs>()
 };
 
 #[derive(Args, Debug)]

@@ -3,7 +3,7 @@
 use clap::Args;
 use clap_complete::Shell;
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::definition;
 use crate::failure::{Exit, Outcome};
 use crate::session::Session;
@@ -12,14 +12,12 @@ pub const COMMAND: Subcommand = Subcommand {
     name: "completions",
     about: "Print the completion script of a shell",
     group: Group::Help,
-    details: "",
     examples: "
 vdkit completions bash > /etc/bash_completion.d/vdkit
 vdkit completions zsh > ~/.zfunc/_vdkit
 vdkit completions fish > ~/.config/fish/completions/vdkit.fish
 ",
-    augment: CompletionsArgs::augment_args,
-    run: run::<CompletionsArgs>,
+    ..runs::<CompletionsArgs>()
 };
 
 #[derive(Args, Debug)]

@@ -23,7 +23,7 @@ use vdkit::{
     OpenOptions, Options, Registry, Secret, same_file,
 };
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{
     Force, FormatOptions, Json, ParentOption, ProgressOption, References, size,
 };
@@ -76,8 +76,7 @@ vdkit convert appliance.ova --disk 2 data.raw      only one of the disks
 vdkit convert root.qcow2 data.raw new.ova -o cpus=4,memory=8G
                                                    an appliance with two disks
 ",
-    augment: ConvertArgs::augment_args,
-    run: run::<ConvertArgs>,
+    ..runs::<ConvertArgs>()
 };
 
 #[derive(Args, Debug)]

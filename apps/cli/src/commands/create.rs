@@ -8,7 +8,7 @@ use serde::Serialize;
 use vdkit::jobs::{self, CreateOptions, NewBacking, Preset, Use};
 use vdkit::{OpenOptions, Options};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{FormatOptions, Json, ProgressOption, References, size};
 use crate::failure::{Exit, Failure, Outcome, Tone, print_line, quoted};
 use crate::guard;
@@ -32,8 +32,7 @@ vdkit create overlay.qcow2 --backing base.qcow2   an overlay of the same size
 vdkit create disk.raw 10G --for gcp               format, options and size for Google Cloud
 vdkit create -f qcow2 /dev/vg0/guest 20G          on a block device
 ",
-    augment: CreateArgs::augment_args,
-    run: run::<CreateArgs>,
+    ..runs::<CreateArgs>()
 };
 
 #[derive(Args, Debug)]

@@ -8,13 +8,13 @@ use clap::{Args, ValueEnum, ValueHint};
 use serde_json::Value;
 use vdkit::Progress;
 use vdkit::serve::{Command, ask};
+use vdkit_qemu::dates;
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{Json, ProgressOption, print_notes, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::output::bytes_long;
 use crate::session::Session;
-use crate::time;
 
 /// Interval between two checks whether a commit has finished. Progress is queried once every few
 /// checks.
@@ -58,8 +58,7 @@ vdkit ctl /run/disk.ctl commit
 vdkit ctl /run/disk.ctl bitmap-add since-monday
 vdkit ctl /run/disk.ctl resume                     after freeing space
 ",
-    augment: CtlArgs::augment_args,
-    run: run::<CtlArgs>,
+    ..runs::<CtlArgs>()
 };
 
 #[derive(Args, Debug)]
@@ -270,10 +269,12 @@ fn readable(key: &str, value: &Value) -> Option<(String, String)> {
     match (key, number) {
         ("date-nanoseconds", _) => None,
         ("date-seconds", Some(seconds)) => {
-            let taken = u32::try_from(seconds).map_or_else(|_| seconds.to_string(), time::utc);
+            let taken = u32::try_from(seconds).map_or_else(|_| seconds.to_string(), dates::utc);
             Some(("taken (UTC)".to_owned(), taken))
         }
-        ("vm-clock-nanoseconds", Some(clock)) => Some(("VM clock".to_owned(), time::clock(clock))),
+        ("vm-clock-nanoseconds", Some(clock)) => {
+            Some(("VM clock".to_owned(), dates::clock(clock, 1)))
+        }
         ("vm-state-bytes", Some(bytes)) => Some(("VM state".to_owned(), bytes_long(bytes))),
         ("disk-bytes", Some(bytes)) => Some(("disk".to_owned(), bytes_long(bytes))),
         _ => {

@@ -9,7 +9,7 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use vdkit::jobs::{self, DdOptions, DdPlan, NewImage};
 use vdkit::{Disk, Monitor, OpenOptions};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{Force, FormatOptions, Json, ProgressOption, References, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
@@ -39,8 +39,7 @@ vdkit dd if=disk.qcow2 of=mbr.bin bs=512 count=1
 vdkit dd if=part.raw of=disk.qcow2 bs=1M seek=1      into an existing image
 vdkit dd if=disk.qcow2 of=tail.raw bs=1G skip=9      everything from 9 GiB on
 ",
-    augment: DdArgs::augment_args,
-    run: run::<DdArgs>,
+    ..runs::<DdArgs>()
 };
 
 #[derive(Args, Debug)]

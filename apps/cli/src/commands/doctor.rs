@@ -9,7 +9,7 @@ use vdkit::jobs::{
     DoctorSeverity,
 };
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{Json, ProgressOption, References};
 use crate::failure::{Exit, Failure, Outcome, quoted_word};
 use crate::output::{Output, bytes_short, counted};
@@ -30,8 +30,7 @@ vdkit doctor /var/lib/libvirt/images          every image in the folder, and ima
 vdkit doctor --libvirt disk.qcow2             also prints the <disk> element for libvirt
 vdkit doctor --json disk.qcow2 | jq '.images[].findings[].code'
 ",
-    augment: DoctorArgs::augment_args,
-    run: run::<DoctorArgs>,
+    ..runs::<DoctorArgs>()
 };
 
 #[derive(Args, Debug)]

@@ -4,7 +4,7 @@ use clap::Args;
 use serde::Serialize;
 use vdkit::{FormatDriver, OptionKind, OptionSpec};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::Json;
 use crate::failure::{Exit, Outcome};
 use crate::output::{Output, Table};
@@ -14,14 +14,12 @@ pub const COMMAND: Subcommand = Subcommand {
     name: "formats",
     about: "List the formats, or the options of a format",
     group: Group::Help,
-    details: "",
     examples: "
 vdkit formats               which formats can be read and written
 vdkit formats qcow2         the options of 'create' and 'convert' with -O qcow2
 vdkit formats qcow2 --json  the same as JSON
 ",
-    augment: FormatsArgs::augment_args,
-    run: run::<FormatsArgs>,
+    ..runs::<FormatsArgs>()
 };
 
 #[derive(Args, Debug)]

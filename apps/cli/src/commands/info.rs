@@ -11,7 +11,7 @@ use vdkit::{
     SnapshotInfo,
 };
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{Json, Opening};
 use crate::failure::{Exit, Failure, Outcome, Tone, print_line};
 use crate::incoming::OVA;
@@ -32,8 +32,7 @@ vdkit info --chain overlay.qcow2         with every image of its backing chain
 vdkit info appliance.ova                 the disks of an appliance
 vdkit info --json disk.qcow2 | jq '.\"virtual-size\"'
 ",
-    augment: InfoArgs::augment_args,
-    run: run::<InfoArgs>,
+    ..runs::<InfoArgs>()
 };
 
 #[derive(Args, Debug)]

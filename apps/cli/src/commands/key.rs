@@ -7,7 +7,7 @@ use serde::Serialize;
 use vdkit::jobs::{self, KeysAfter};
 use vdkit::{KeySlot, OpenOptions, Secret};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::Json;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::keys::{Keys, NewKey};
@@ -36,8 +36,7 @@ vdkit key add disk.qcow2 --key-file old.key --new-key-file second.key
 vdkit key change disk.qcow2 --key-file old.key --new-key-file new.key
 vdkit key remove disk.qcow2 --slot 1 --key-file new.key
 ",
-    augment: KeyArgs::augment_args,
-    run: run::<KeyArgs>,
+    ..runs::<KeyArgs>()
 };
 
 #[derive(Args, Debug)]

@@ -2,7 +2,7 @@
 
 use clap::{Args, Subcommand as Actions};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::session::Session;
 
@@ -45,8 +45,7 @@ vdkit lab compare BEFORE.sqlite AFTER.sqlite              which cells became wor
 vdkit lab compare B1 A1 --before B2 B3 --after A2 A3      the same with several runs of each state
 vdkit lab export RUN.sqlite --csv > values.csv
 ",
-    augment: LabArgs::augment_args,
-    run: run::<LabArgs>,
+    ..runs::<LabArgs>()
 };
 
 #[derive(Args, Debug)]

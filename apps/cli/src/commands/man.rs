@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::{Args, Command, ValueHint};
 use clap_mangen::Man;
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::definition;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::output::write_file;
@@ -15,14 +15,12 @@ pub const COMMAND: Subcommand = Subcommand {
     name: "man",
     about: "Print a manual page, or write every page to a folder",
     group: Group::Help,
-    details: "",
     examples: "
 vdkit man | man -l -                  read the main page
 vdkit man --page convert | man -l -   read the page of one command
 vdkit man /usr/local/share/man/man1   write vdkit.1 and one page per command
 ",
-    augment: ManArgs::augment_args,
-    run: run::<ManArgs>,
+    ..runs::<ManArgs>()
 };
 
 #[derive(Args, Debug)]

@@ -6,7 +6,7 @@ use clap::{Args, ValueHint};
 use vdkit::Disk;
 use vdkit::jobs::{self, MapRow};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{Json, ParentOption, Reading, SnapshotOption, size};
 use crate::failure::{Exit, Outcome};
 use crate::output::Output;
@@ -26,8 +26,7 @@ vdkit map --json overlay.qcow2          JSON with qemu-img's keys
 vdkit map --start 1G --length 64M disk.qcow2
 vdkit map --snapshot golden disk.qcow2  where a snapshot's bytes are stored
 ",
-    augment: MapArgs::augment_args,
-    run: run::<MapArgs>,
+    ..runs::<MapArgs>()
 };
 
 #[derive(Args, Debug)]

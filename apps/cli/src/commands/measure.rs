@@ -6,7 +6,7 @@ use clap::{ArgGroup, Args, ValueHint};
 use vdkit::jobs;
 use vdkit::{Disk, Monitor};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{FormatOptions, Json, Reading, size};
 use crate::failure::{Exit, Outcome};
 use crate::output::{Fields, bytes_long};
@@ -23,8 +23,7 @@ allocated' its size after the guest has written every byte.",
 vdkit measure disk.raw -O qcow2
 vdkit measure --size 100G -O qcow2 -o cluster_size=2M
 ",
-    augment: MeasureArgs::augment_args,
-    run: run::<MeasureArgs>,
+    ..runs::<MeasureArgs>()
 };
 
 #[derive(Args, Debug)]

@@ -141,11 +141,20 @@ pub trait Run: Args + FromArgMatches {
     fn run(self, session: &mut Session) -> Outcome;
 }
 
-/// [`Subcommand::run`] of a [`Run`].
-///
-/// # Errors
-/// As [`Run::run`].
-pub fn run<R: Run>(matches: &ArgMatches, session: &mut Session) -> Outcome {
+/// A subcommand without texts whose arguments are `R`.
+const fn runs<R: Run>() -> Subcommand {
+    Subcommand {
+        name: "",
+        about: "",
+        group: Group::Help,
+        details: "",
+        examples: "",
+        augment: R::augment_args,
+        run: run::<R>,
+    }
+}
+
+fn run<R: Run>(matches: &ArgMatches, session: &mut Session) -> Outcome {
     // Cannot fail: parsing has already checked the matches against the definition.
     let arguments = R::from_arg_matches(matches)
         .map_err(|error| Failure::usage(error.to_string().trim_end().to_owned()))?;

@@ -8,7 +8,7 @@ use serde::Serialize;
 use vdkit::CancelToken;
 use vdkit::serve::{Export, ExportOptions, Scrape};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::Json;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::fuse::{self, FuseOptions};
@@ -35,8 +35,7 @@ vdkit mount disk.qcow2 disk.raw
 vdkit mount --read-only --snapshot before-update disk.qcow2 old.raw
 vdkit mount disk.qcow2 disk.raw & sleep 1; mount -o loop disk.raw /mnt
 ",
-    augment: MountArgs::augment_args,
-    run: run::<MountArgs>,
+    ..runs::<MountArgs>()
 };
 
 #[derive(Args, Debug)]

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueHint};
 use vdkit::{Disk, GuestOffset};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{CacheOption, ParentOption, Reading, SnapshotOption, size};
 use crate::failure::{Exit, Outcome};
 use crate::hex::HexDump;
@@ -23,8 +23,7 @@ vdkit read disk.qcow2 0 512 --hex         the boot sector as a hex dump
 vdkit read disk.qcow2 1M 64K > part.bin   64 KiB from offset 1 MiB
 vdkit read disk.qcow2 1M | sha256sum      everything from there to the end
 ",
-    augment: ReadArgs::augment_args,
-    run: run::<ReadArgs>,
+    ..runs::<ReadArgs>()
 };
 
 /// Bytes per read.
@@ -59,7 +58,7 @@ impl Run for ReadArgs {
         let options = self
             .opening
             .options()
-            .cache(self.cache.mode())
+            .cache(self.cache.cache)
             .snapshot(self.snapshot.snapshot.clone())
             .backing(self.parent.choice());
         let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;

@@ -6,7 +6,7 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{ArgGroup, Args, ValueHint};
 use vdkit::jobs::{self, NewBacking, RebaseOptions};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{Json, ProgressOption, Writing};
 use crate::failure::{Exit, Outcome};
 use crate::output::bytes_long;
@@ -27,8 +27,7 @@ vdkit rebase overlay.qcow2 --backing newer.qcow2             the same disk with 
 vdkit rebase overlay.qcow2 --no-backing                      everything in one file
 vdkit rebase --unsafe overlay.qcow2 --backing ../base.qcow2  the backing image was moved
 ",
-    augment: RebaseArgs::augment_args,
-    run: run::<RebaseArgs>,
+    ..runs::<RebaseArgs>()
 };
 
 #[derive(Args, Debug)]

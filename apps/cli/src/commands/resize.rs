@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum, ValueHint};
 use serde::Serialize;
 use vdkit::Disk;
-use vdkit::jobs::{self, Preallocation, ResizeOptions};
+use vdkit::jobs::{self, Preallocation, ResizeOptions, SizeChange};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{Force, Json, ProgressOption, Writing, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
@@ -27,8 +27,7 @@ vdkit resize disk.qcow2 +10G                10 GiB more
 vdkit resize --shrink disk.qcow2 -5G        5 GiB less: first shrink the guest's file systems
 vdkit resize -f raw disk.img 40G --preallocation falloc
 ",
-    augment: ResizeArgs::augment_args,
-    run: run::<ResizeArgs>,
+    ..runs::<ResizeArgs>()
 };
 
 #[derive(Args, Debug)]
@@ -38,7 +37,7 @@ pub struct ResizeArgs {
     image: PathBuf,
     /// The new size, or with a sign the change of size
     #[arg(value_name = "[+|-]SIZE", value_parser = change, allow_hyphen_values = true)]
-    size: Change,
+    size: SizeChange,
     /// Allow a smaller disk; data beyond the new end is lost
     #[arg(long)]
     shrink: bool,
@@ -79,36 +78,8 @@ struct ResizeAnswer {
     virtual_size: u64,
 }
 
-/// The size argument.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Change {
-    To(u64),
-    By(u64),
-    Less(u64),
-}
-
-fn change(text: &str) -> Result<Change, String> {
-    Ok(if let Some(more) = text.strip_prefix('+') {
-        Change::By(size(more)?)
-    } else if let Some(less) = text.strip_prefix('-') {
-        Change::Less(size(less)?)
-    } else {
-        Change::To(size(text)?)
-    })
-}
-
-impl Change {
-    /// The resulting size of a disk of `old` bytes.
-    fn applied_to(self, old: u64) -> Result<u64, Failure> {
-        let new = match self {
-            Self::To(bytes) => Some(bytes),
-            Self::By(bytes) => old.checked_add(bytes),
-            Self::Less(bytes) => old.checked_sub(bytes),
-        };
-        new.ok_or_else(|| {
-            Failure::usage(format!("a disk of {} cannot change by that much", bytes_long(old)))
-        })
-    }
+fn change(text: &str) -> Result<SizeChange, String> {
+    SizeChange::parse(text, size)
 }
 
 impl Run for ResizeArgs {
@@ -120,7 +91,10 @@ impl Run for ResizeArgs {
         let disk = Disk::open(&vdkit::registry(), &self.image, &self.opening.options())?;
         session.warn(&disk);
         let old_size = disk.guest_bytes();
-        let size = self.size.applied_to(old_size)?;
+        let size = self.size.applied_to(old_size).ok_or_else(|| {
+            let old = bytes_long(old_size);
+            Failure::usage(format!("a disk of {old} cannot change by that much"))
+        })?;
         if size < old_size && !self.shrink {
             return Err(Failure::usage(format!(
                 "{}: {} is less than the {} it has, and what lies beyond would be lost",
@@ -159,10 +133,10 @@ mod tests {
     #[test]
     fn sizes_may_be_relative() {
         for (text, bytes) in [("40G", 40 << 30), ("+1K", 1024 + 4096), ("-1K", 4096 - 1024)] {
-            assert_eq!(change(text).unwrap().applied_to(4096).unwrap(), bytes, "{text}");
+            assert_eq!(change(text).unwrap().applied_to(4096), Some(bytes), "{text}");
         }
-        assert!(Change::Less(4097).applied_to(4096).is_err());
-        assert!(Change::By(u64::MAX).applied_to(1).is_err());
+        assert_eq!(SizeChange::Less(4097).applied_to(4096), None);
+        assert_eq!(SizeChange::By(u64::MAX).applied_to(1), None);
         assert!(change("++1").is_err() && change("--1").is_err() && change("").is_err());
     }
 }

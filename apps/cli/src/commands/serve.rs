@@ -12,7 +12,7 @@ use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions, Tls};
 use vdkit::serve::{Control, Controller, Export, ExportOptions, Scrape};
 use vdkit::{CancelToken, Disk, vhost_user};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::Json;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::fuse::{self, FuseOptions};
@@ -44,8 +44,7 @@ vdkit serve disk.qcow2 --nbd unix:/run/old.sock --snapshot before-update
 vdkit serve disk.qcow2 --nbd unix:/run/disk.sock --metrics 127.0.0.1:9101
 vdkit serve disk.qcow2 --nbd unix:/run/disk.sock --fuse /run/disk.raw
 ",
-    augment: ServeArgs::augment_args,
-    run: run::<ServeArgs>,
+    ..runs::<ServeArgs>()
 };
 
 #[derive(Args, Debug)]

@@ -7,14 +7,14 @@ use clap::{Args, ValueEnum, ValueHint};
 use serde::Serialize;
 use vdkit::jobs::{self, SnapshotAction};
 use vdkit::{BackingChoice, Disk, SnapshotInfo};
+use vdkit_qemu::dates;
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{Force, Json, ProgressOption, Reading};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
 use crate::output::{Output, Table, bytes_short};
 use crate::session::Session;
-use crate::time;
 
 pub const COMMAND: Subcommand = Subcommand {
     name: "snapshot",
@@ -42,8 +42,7 @@ vdkit snapshot rename disk.qcow2 before-update golden
 vdkit snapshot delete disk.qcow2 golden
 vdkit convert disk.qcow2 old.raw --snapshot golden  a snapshot as an image
 ",
-    augment: SnapshotArgs::augment_args,
-    run: run::<SnapshotArgs>,
+    ..runs::<SnapshotArgs>()
 };
 
 #[derive(Args, Debug)]
@@ -197,8 +196,8 @@ pub(super) fn print_list(
             snapshot.id.clone(),
             snapshot.name.clone(),
             bytes_short(snapshot.vm_state_bytes),
-            time::utc(snapshot.date_seconds),
-            time::clock(snapshot.vm_clock_nanoseconds),
+            dates::utc(snapshot.date_seconds),
+            dates::clock(snapshot.vm_clock_nanoseconds, 1),
             snapshot.disk_bytes.map_or_else(|| "-".to_owned(), bytes_short),
         ]);
     }

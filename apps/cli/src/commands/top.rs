@@ -9,7 +9,7 @@ use clap::{Args, ValueHint};
 use vdkit::CancelToken;
 use vdkit::serve::{Command, ask};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::Json;
 use crate::failure::{Exit, Failure, Outcome, say};
 use crate::session::Session;
@@ -35,8 +35,7 @@ vdkit top /run/disk.ctl
 vdkit top --once /run/disk.ctl                    one interval of a second, as plain text
 vdkit top --json --interval 10 --count 6 /run/disk.ctl   a minute for a script
 ",
-    augment: TopArgs::augment_args,
-    run: run::<TopArgs>,
+    ..runs::<TopArgs>()
 };
 
 #[derive(Args, Debug)]

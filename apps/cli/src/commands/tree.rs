@@ -7,7 +7,7 @@ use clap::{Args, ValueHint};
 use vdkit::Monitor;
 use vdkit::jobs::{self, ReferenceStatus, TreeImage, TreeOptions, TreeReport};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{Json, References};
 use crate::failure::{Exit, Outcome, Tone, print_line};
 use crate::output::{Output, bytes_short};
@@ -26,8 +26,7 @@ vdkit tree base.qcow2                  the images that depend on it
 vdkit tree -r /var/lib/libvirt/images  with subfolders
 vdkit tree --delete-check base.qcow2   can it be deleted? 0 yes, 5 an image needs it
 ",
-    augment: TreeArgs::augment_args,
-    run: run::<TreeArgs>,
+    ..runs::<TreeArgs>()
 };
 
 #[derive(Args, Debug)]

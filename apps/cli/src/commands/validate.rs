@@ -6,7 +6,7 @@ use clap::{Args, ValueHint};
 use vdkit::OpenOptions;
 use vdkit::jobs::{Preset, ValidateReport, validate};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::Json;
 use crate::failure::{Exit, Outcome};
 use crate::output::{Output, bytes_long};
@@ -23,8 +23,7 @@ image. Each reason comes with the command that fixes it.",
 vdkit validate --for azure disk.vhd
 vdkit validate --for aws --json disk.vmdk | jq .accepted
 ",
-    augment: ValidateArgs::augment_args,
-    run: run::<ValidateArgs>,
+    ..runs::<ValidateArgs>()
 };
 
 #[derive(Args, Debug)]

@@ -10,7 +10,7 @@ use serde::Serialize;
 use vdkit::stream::{ByteStream, Stdin};
 use vdkit::{CancelToken, Disk, GuestOffset};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{CacheOption, Force, Json, Writing, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
@@ -32,8 +32,7 @@ vdkit write disk.qcow2 0 64K --pattern 0xaa       64 KiB of one byte
 vdkit write disk.qcow2 4G 1G --zero               zeroes, as metadata if possible
 vdkit write disk.qcow2 4G 1G --discard            the guest no longer needs them
 ",
-    augment: WriteArgs::augment_args,
-    run: run::<WriteArgs>,
+    ..runs::<WriteArgs>()
 };
 
 /// Bytes per write, and bytes zeroed between two checks for cancellation.
@@ -94,7 +93,7 @@ fn byte(text: &str) -> Result<u8, String> {
 
 impl Run for WriteArgs {
     fn run(self, session: &mut Session) -> Outcome {
-        let options = self.opening.options().cache(self.cache.mode());
+        let options = self.opening.options().cache(self.cache.cache);
         let input = self.source()?;
         let cancel = CancelToken::default();
         guard::refuse_dependents(&self.image, &self.force, "writing to it", &cancel)?;

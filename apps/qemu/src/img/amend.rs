@@ -12,7 +12,6 @@ use crate::open::{Access, open, open_options, qemu_name, registry};
 use crate::output::{Progress, cancel_on_signal};
 use crate::secrets::Objects;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
     name: "amend",
     about: "Change options of an image",

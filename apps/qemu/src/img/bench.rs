@@ -34,7 +34,6 @@ const OPTIONS: &[Opt] = &[
     OBJECT.whole_name_only(),
 ];
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
     name: "bench",
     about: "Measure requests to an image",

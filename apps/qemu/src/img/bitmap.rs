@@ -10,7 +10,6 @@ use crate::open::{Access, Named, open};
 use crate::secrets::Objects;
 use crate::sizes;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
     name: "bitmap",
     about: "Change the dirty bitmaps of an image",

@@ -15,7 +15,6 @@ use crate::json::{Dict, pretty};
 use crate::open::{failed_open, open, open_options, qemu_name, registry};
 use crate::output::{cancel_on_signal, say};
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
     name: "check",
     about: "Check and repair the metadata of an image",
@@ -54,7 +53,6 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let file = one_image(parsed)?;
     let cache = opening::cache(parsed, "cache", "source cache")?.unwrap_or_default();
     let quiet = parsed.has("quiet");
-    out.quiet(quiet);
     let (objects, image) = opening::image(parsed, file)?;
     let mut access = opening::access(parsed, file, repair != Repair::Nothing)?;
     access.cache = cache;

@@ -15,7 +15,6 @@ use crate::names::Image;
 use crate::open::{Access, failed_open, open_options, registry};
 use crate::output::{Converting, Progress, cancel_on_signal};
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
     name: "commit",
     about: "Copy the content of an image into its backing image",
@@ -36,7 +35,6 @@ pub const COMMAND: Command = Command {
 
 fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let quiet = parsed.has("quiet");
-    out.quiet(quiet);
     let rate = rate_option(parsed)?;
     let file = one_image(parsed)?;
     let cache = opening::cache(parsed, "cache", "cache")?.unwrap_or_default();

@@ -11,7 +11,6 @@ use crate::open::{Access, Named, open};
 use crate::output::{Progress, cancel_on_signal};
 use crate::secrets::Objects;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
     name: "compare",
     about: "Compare the contents of two images",
@@ -48,7 +47,6 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
         return Err(Failure::usage("Expecting two image file names"));
     };
     let quiet = parsed.has("quiet");
-    out.quiet(quiet);
     let not_opened = |failure: Failure| failure.code(NOT_OPENED);
     let objects = Objects::parse(parsed.all("object")).map_err(not_opened)?;
     let cache = opening::cache(parsed, "cache", "source cache").map_err(not_opened)?;

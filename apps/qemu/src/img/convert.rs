@@ -60,7 +60,6 @@ const OPTIONS: &[Opt] = &[
     flag('C', "copy-range-offloading", "accepted; blocks are shared where that is possible"),
 ];
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
     name: "convert",
     about: "Copy one image to another, and convert its format",

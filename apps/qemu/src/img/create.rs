@@ -15,7 +15,6 @@ use crate::output::cancel_on_signal;
 use crate::secrets::Objects;
 use crate::sizes;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
     name: "create",
     about: "Create a new image",
@@ -33,7 +32,6 @@ pub const COMMAND: Command = Command {
 };
 
 fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
-    out.quiet(parsed.has("quiet"));
     let format = parsed.last("format").unwrap_or("raw");
     let values = match asked(parsed.all("options"))? {
         Asked::Values(values) => values,

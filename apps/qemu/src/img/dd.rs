@@ -14,7 +14,6 @@ use crate::output::{cancel_on_signal, say};
 use crate::secrets::Objects;
 use crate::sizes;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
     name: "dd",
     about: "Copy a part of a disk into a new image",

@@ -16,7 +16,6 @@ use crate::open::{Access, Named, failed_open, is_protocol, open_options, qemu_na
 use crate::secrets::Objects;
 use crate::specific::{self, ExtentFile};
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
     name: "info",
     about: "Display information about image",

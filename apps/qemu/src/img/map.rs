@@ -13,7 +13,6 @@ use crate::names;
 use crate::open::open;
 use crate::sizes;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
     name: "map",
     about: "Show where the bytes of the disk are",

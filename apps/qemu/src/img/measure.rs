@@ -15,7 +15,6 @@ use crate::open::{open_options, open_with};
 use crate::secrets::Objects;
 use crate::sizes;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
     name: "measure",
     about: "Compute the size of a new image",

@@ -69,23 +69,15 @@ const STANDARD: &[Opt] = &[
 
 /// The options that most subcommands share.
 pub const FORMAT: Opt = valued('f', "format", "FMT", "format of the image");
-/// See [`FORMAT`].
 pub const IMAGE_OPTS: Opt =
     long("image-opts", None, "image names are options: driver=…,file.filename=…");
-/// See [`FORMAT`].
 pub const OBJECT: Opt = long("object", Some("OBJDEF"), "a secret or credentials (repeatable)");
-/// See [`FORMAT`].
 pub const OUTPUT: Opt = long("output", Some("human|json"), "for people or for programs");
-/// See [`FORMAT`].
 pub const FORCE_SHARE: Opt =
     flag('U', "force-share", "open the image even if another program writes to it");
-/// See [`FORMAT`].
 pub const QUIET: Opt = flag('q', "quiet", "print no messages");
-/// See [`FORMAT`].
 pub const PROGRESS: Opt = flag('p', "progress", "show progress");
-/// See [`FORMAT`].
 pub const CACHE: Opt = valued('t', "cache", "CACHE", "cache mode of the image that is written");
-/// See [`FORMAT`].
 pub const SRC_CACHE: Opt =
     valued('T', "source-cache", "CACHE", "cache mode of the images that are read");
 
@@ -137,6 +129,7 @@ fn standard(args: &[OsString], out: &mut Output) -> Ended {
         out.text(help_of(command, &options));
         return Ok(0);
     }
+    out.quiet(parsed.has("quiet"));
     (command.run)(&parsed, out).map_err(own)
 }
 

@@ -15,7 +15,6 @@ use crate::names::Image;
 use crate::open::{Access, driver, failed_open, open_options, registry};
 use crate::output::{Converting, Progress, cancel_on_signal};
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
     name: "rebase",
     about: "Change the backing image of an image",

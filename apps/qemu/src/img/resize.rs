@@ -1,6 +1,6 @@
 //! `qemu-img resize`: enlarges or shrinks a disk.
 
-use vdkit::jobs::{self, Preallocation, ResizeOptions};
+use vdkit::jobs::{self, Preallocation, ResizeOptions, SizeChange};
 use vdkit::{Disk, Monitor};
 
 use super::{Command, FORMAT, IMAGE_OPTS, OBJECT, Output, QUIET, opening};
@@ -10,7 +10,6 @@ use crate::getopt::{Parsed, long};
 use crate::output::cancel_on_signal;
 use crate::sizes;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
     name: "resize",
     about: "Enlarge or shrink a disk",
@@ -26,44 +25,23 @@ pub const COMMAND: Command = Command {
     run,
 };
 
-/// The size operand.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Change {
-    To(u64),
-    By(u64),
-    Less(u64),
+fn parse_change(text: &str) -> Result<SizeChange, Failure> {
+    SizeChange::parse(text, |bytes| sizes::parse(bytes).map_err(|_| bad_size("size")))
 }
 
-impl Change {
-    fn parse(text: &str) -> Result<Self, Failure> {
-        let bytes = |text: &str| sizes::parse(text).map_err(|_| bad_size("size"));
-        Ok(match (text.strip_prefix('+'), text.strip_prefix('-')) {
-            (Some(more), _) => Self::By(bytes(more)?),
-            (_, Some(less)) => Self::Less(bytes(less)?),
-            _ => Self::To(bytes(text)?),
-        })
-    }
-
-    /// The resulting size of a disk of `old` bytes, if that is a size.
-    fn applied_to(self, old: u64) -> Option<u64> {
-        let new = match self {
-            Self::To(bytes) => Some(bytes),
-            Self::By(bytes) => old.checked_add(bytes),
-            Self::Less(bytes) => old.checked_sub(bytes),
-        };
-        new.filter(|&bytes| bytes > 0 && i64::try_from(bytes).is_ok())
-    }
+/// The resulting size of a disk of `old` bytes, if that is a size.
+fn changed(old: u64, change: SizeChange) -> Option<u64> {
+    change.applied_to(old).filter(|&bytes| bytes > 0 && i64::try_from(bytes).is_ok())
 }
 
 fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
-    out.quiet(parsed.has("quiet"));
     let (name, size) = match &parsed.operands[..] {
         [name, size] => (name, size),
         [] | [_] => return Err(Failure::usage("Expecting image file name and size")),
         _ => return Err(Failure::usage("Extra argument(s) in command line")),
     };
     let preallocation = preallocation(parsed)?;
-    let change = Change::parse(size)?;
+    let change = parse_change(size)?;
     let disk = opening::disk(parsed, name, true)?;
     opening::close(&disk, resize(&disk, change, preallocation, parsed.has("shrink")))?;
     out.said("Image resized.");
@@ -82,14 +60,14 @@ fn preallocation(parsed: &Parsed) -> Result<Preallocation, Failure> {
 
 fn resize(
     disk: &Disk,
-    change: Change,
+    change: SizeChange,
     preallocation: Preallocation,
     shrink: bool,
 ) -> Result<(), Failure> {
     let old = disk.guest_bytes();
     let format = disk.layers()[0].info().format;
     let bytes =
-        change.applied_to(old).ok_or_else(|| Failure::new("New image size must be positive"))?;
+        changed(old, change).ok_or_else(|| Failure::new("New image size must be positive"))?;
     if bytes <= old && preallocation != Preallocation::Off {
         return Err(Failure::new("Preallocation can only be used for growing images"));
     }
@@ -119,13 +97,13 @@ mod tests {
 
     #[test]
     fn sizes_are_absolute_or_a_change() {
-        let applied = |text: &str| Change::parse(text).unwrap().applied_to(4096);
+        let applied = |text: &str| changed(4096, parse_change(text).unwrap());
         assert_eq!(applied("1k"), Some(1024));
         assert_eq!(applied("+1k"), Some(5120));
         assert_eq!(applied("-1k"), Some(3072));
         for text in ["0", "-4096", "-1M", "8E", "+8E"] {
             assert_eq!(applied(text), None, "{text}");
         }
-        assert!(Change::parse("x").is_err() && Change::parse("+x").is_err());
+        assert!(parse_change("x").is_err() && parse_change("+x").is_err());
     }
 }

@@ -4,11 +4,11 @@ use vdkit::jobs::{self, SnapshotAction};
 use vdkit::{Disk, Error, Monitor, SnapshotInfo};
 
 use super::{Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, Output, QUIET, one_image, opening};
+use crate::dates;
 use crate::failure::{Failure, words};
 use crate::getopt::{Parsed, flag, valued};
 use crate::human;
 
-/// Entry in the table of subcommands.
 pub const COMMAND: Command = Command {
     name: "snapshot",
     about: "List or change the snapshots within an image",
@@ -111,8 +111,8 @@ pub fn table(snapshots: &[SnapshotInfo]) -> String {
             &one.id,
             &one.name,
             &human::size(one.vm_state_bytes),
-            &crate::dates::local(one.date_seconds),
-            &clock(one.vm_clock_nanoseconds),
+            &dates::local(one.date_seconds),
+            &dates::clock(one.vm_clock_nanoseconds, 4),
             &one.icount.map_or_else(String::new, |count| count.to_string()),
         );
     }
@@ -121,13 +121,6 @@ pub fn table(snapshots: &[SnapshotInfo]) -> String {
 
 fn row(id: &str, tag: &str, bytes: &str, date: &str, clock: &str, icount: &str) -> String {
     format!("{id:<7} {tag:<16} {bytes:>8} {date:>19} {clock:>15} {icount:>10}\n")
-}
-
-/// A guest's clock: hours, minutes, seconds, milliseconds.
-fn clock(nanoseconds: u64) -> String {
-    let (seconds, rest) = (nanoseconds / 1_000_000_000, nanoseconds % 1_000_000_000);
-    let (hours, minutes) = (seconds / 3600, seconds / 60 % 60);
-    format!("{hours:04}:{minutes:02}:{:02}.{:03}", seconds % 60, rest / 1_000_000)
 }
 
 #[cfg(test)]

@@ -3,7 +3,6 @@
 mod background;
 mod kernel;
 mod list;
-mod part;
 mod tls;
 
 use std::ffi::OsString;
@@ -23,6 +22,7 @@ use crate::getopt::{self, Opt, Parsed, flag, long, valued};
 use crate::open::{self, Access, Named, format_of, open_options};
 use crate::output::{Output, cancel_on_signal, say};
 use crate::secrets::Objects;
+use crate::storages::{DiskStorage, PartOf};
 
 const PROGRAM: &str = "qemu-nbd";
 
@@ -346,6 +346,26 @@ fn open_disk(request: &Request) -> Result<(Disk, Option<tempfile::TempDir>), Fai
     Ok((open::open(&image, access, &request.objects)?, Some(folder)))
 }
 
+/// `--offset`: the disk of any format from a byte on, as a disk of its own.
+///
+/// # Errors
+/// The disk ends before that byte.
+fn part_of(disk: Disk, offset: u64) -> Result<Disk, Failure> {
+    let bytes = disk.guest_bytes();
+    let past = || {
+        let why = format!("Offset {offset} has to be smaller than the image size {bytes}");
+        Failure::new(why)
+    };
+    if offset >= bytes {
+        return Err(past());
+    }
+    let (writable, cache) = (disk.writable(), disk.cache());
+    let part = PartOf::new(Arc::new(DiskStorage::new(disk)), offset, None)?.ok_or_else(past)?;
+    let mut options = OpenOptions::read_only().format("raw").cache(cache);
+    options.writable = writable;
+    Ok(Disk::open_storage(&open::registry(), Arc::new(part), &options)?)
+}
+
 fn check_bitmaps(disk: &Disk, names: &[String]) -> Result<(), Failure> {
     let there = match disk.top().bitmaps() {
         Some(bitmaps) if !names.is_empty() => bitmaps.list()?,
@@ -369,7 +389,7 @@ fn serve(request: &Request) -> Result<(), Failure> {
     let (disk, overlay) =
         open_disk(request).map_err(|failure| opening(&request.image.typed, &failure.text))?;
     check_bitmaps(&disk, &request.export.bitmaps)?;
-    let disk = if request.offset > 0 { part::of(disk, request.offset)? } else { disk };
+    let disk = if request.offset > 0 { part_of(disk, request.offset)? } else { disk };
     let socket = request.device.as_ref().map(|_| own_socket(&request.address)).transpose()?;
     let own = socket.as_ref().map(|(path, _)| Address::Unix(path.clone()));
     let listeners = listeners(own.as_ref().unwrap_or(&request.address))?;

@@ -23,7 +23,7 @@ use vdkit::jobs::inspect::{
 use vdkit::storage::{FileOptions, FileStorage, LockMode};
 use vdkit::{CancelToken, Storage};
 
-use super::{Group, Run, Subcommand, run};
+use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{Json, size};
 use crate::failure::{Exit, Failure, Outcome, Tone, print_line};
 use crate::output::{Output, bytes_short};
@@ -43,8 +43,7 @@ vdkit inspect upload.qcow2
 vdkit inspect -f qcow2 --max-size 100G upload.qcow2   the required format and largest size
 vdkit inspect --strict --json upload.qcow2 | jq '.findings[].code'
 ",
-    augment: InspectArgs::augment_args,
-    run: run::<InspectArgs>,
+    ..runs::<InspectArgs>()
 };
 
 fn allow(text: &str) -> Result<Allow, &'static str> {

@@ -12,13 +12,13 @@ use vdkit_lab::run::{ActiveRun, Estimate, Prepared, Request, Tools, random_seed}
 use vdkit_lab::stats::median;
 use vdkit_lab::verdict::{Verdict, verdict};
 use vdkit_lab::words::{plural, value};
+use vdkit_qemu::dates;
 
 use super::plans::PlanChoice;
 use crate::arguments::{Json, ProgressOption};
 use crate::failure::{Exit, Failure, Outcome, quoted};
 use crate::output::{Output, Table, bytes_short};
 use crate::session::Session;
-use crate::time;
 
 #[derive(Args, Debug)]
 pub struct RunArgs {
@@ -260,7 +260,7 @@ fn absolute(path: &Path) -> PathBuf {
 
 fn new_name(plan: &str) -> PathBuf {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs();
-    let time = time::utc(u32::try_from(now).unwrap_or(u32::MAX));
+    let time = dates::utc(u32::try_from(now).unwrap_or(u32::MAX));
     let digits: String = time.replace(' ', "-").replace(':', "");
     format!("vdkit-lab-{plan}-{digits}.sqlite").into()
 }
