@@ -1,6 +1,5 @@
 //! Arguments that several subcommands share: one definition each.
 
-use std::io;
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
@@ -206,8 +205,8 @@ impl Json {
         self,
         answer: &T,
         out: &mut Output,
-        text: impl FnOnce(&T, &mut Output) -> io::Result<()>,
-    ) -> io::Result<()> {
+        text: impl FnOnce(&T, &mut Output),
+    ) {
         if self.json { out.json(answer) } else { text(answer, out) }
     }
 }

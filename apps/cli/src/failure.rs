@@ -67,8 +67,6 @@ pub enum Failure {
     Engine(Error),
     /// An error of the command: exit code, message and optional hint.
     Told(Exit, String, Option<String>),
-    /// The reader of stdout closed the pipe, which ends a long answer and is not an error.
-    ClosedPipe,
 }
 
 impl From<Error> for Failure {
@@ -81,7 +79,6 @@ impl From<io::Error> for Failure {
     /// Only for errors of writing to stdout; other I/O errors carry a file name.
     fn from(error: io::Error) -> Self {
         match error.kind() {
-            io::ErrorKind::BrokenPipe => Self::ClosedPipe,
             io::ErrorKind::StorageFull => {
                 Self::Told(Exit::NoSpace, format!("stdout: {error}"), None)
             }
@@ -112,7 +109,6 @@ impl Failure {
                 Self::Told(exit, message_of(&error), Some(hint.into()))
             }
             Self::Told(exit, message, _) => Self::Told(exit, message, Some(hint.into())),
-            Self::ClosedPipe => Self::ClosedPipe,
         }
     }
 
@@ -124,7 +120,6 @@ impl Failure {
                 Self::Told(exit, format!("{}{word}", message_of(&error)), hint)
             }
             Self::Told(_, message, hint) => Self::Told(exit, format!("{message}{word}"), hint),
-            Self::ClosedPipe => Self::ClosedPipe,
         }
     }
 
@@ -132,7 +127,6 @@ impl Failure {
         match self {
             Self::Engine(error) => Exit::from(error.kind()),
             Self::Told(exit, ..) => *exit,
-            Self::ClosedPipe => Exit::Done,
         }
     }
 
@@ -140,7 +134,6 @@ impl Failure {
         let (message, hint) = match self {
             Self::Engine(error) => (message_of(error), hint_for(error, context)),
             Self::Told(_, message, hint) => (message.clone(), hint.clone()),
-            Self::ClosedPipe => return,
         };
         print_line(Tone::Error, &message);
         if let Some(hint) = hint {
@@ -154,7 +147,6 @@ impl fmt::Display for Failure {
         match self {
             Self::Engine(error) => f.write_str(&message_of(error)),
             Self::Told(_, message, _) => f.write_str(message),
-            Self::ClosedPipe => f.write_str("stdout was closed"),
         }
     }
 }

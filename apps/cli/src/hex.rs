@@ -1,7 +1,6 @@
 //! Hex dumps in the format of `hexdump -C`.
 
 use std::fmt::Write as _;
-use std::io;
 
 use crate::output::Output;
 
@@ -16,25 +15,24 @@ pub struct HexDump {
 
 impl HexDump {
     /// Prints the bytes at offset `at`. Each piece but the last has whole rows.
-    pub fn print(&mut self, at: u64, bytes: &[u8], out: &mut Output) -> io::Result<()> {
+    pub fn print(&mut self, at: u64, bytes: &[u8], out: &mut Output) {
         for (i, row) in bytes.chunks(WIDTH).enumerate() {
             if let Ok(whole) = <[u8; WIDTH]>::try_from(row) {
                 if self.last == Some(whole) {
                     if !std::mem::replace(&mut self.starred, true) {
-                        out.line("*")?;
+                        out.line("*");
                     }
                     continue;
                 }
                 self.last = Some(whole);
             }
             self.starred = false;
-            out.line(row_text(at + (i * WIDTH) as u64, row))?;
+            out.line(row_text(at + (i * WIDTH) as u64, row));
         }
-        Ok(())
     }
 
     /// Prints the end offset.
-    pub fn end(self, at: u64, out: &mut Output) -> io::Result<()> {
+    pub fn end(self, at: u64, out: &mut Output) {
         out.line(format!("{at:08x}"))
     }
 }

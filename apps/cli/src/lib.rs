@@ -39,7 +39,7 @@ mod session;
 
 use std::process::ExitCode;
 
-use failure::{Context, Exit, Failure};
+use failure::{Context, Exit};
 use session::Session;
 use vdkit_qemu::Program;
 
@@ -82,7 +82,6 @@ pub fn run(arguments: impl IntoIterator<Item = std::ffi::OsString>) -> Exit {
     });
     match answer {
         Ok(exit) => exit,
-        Err(Failure::ClosedPipe) => Exit::Done,
         Err(failure) => {
             // Write the results that were printed before the failure, so that they come before its
             // message.

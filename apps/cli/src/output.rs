@@ -9,12 +9,13 @@ use vdkit::{HostOffset, Storage};
 
 /// Buffered stdout. Results are small, so one write at the end is cheaper than many.
 ///
-/// A reader that went away does not end the command: its exit code is an answer too.
+/// A command goes on when its results cannot be printed: its exit code is an answer too. A reader that
+/// went away is no failure; [`Output::finish`] reports any other.
 #[derive(Debug, Default)]
 pub struct Output {
     buffer: Vec<u8>,
-    /// The reader of stdout went away; nothing more is printed.
-    unread: bool,
+    /// Why nothing more is printed.
+    failed: Option<io::Error>,
 }
 
 /// The buffer is written when it reaches this size, which bounds the memory of long maps.
@@ -22,30 +23,34 @@ const FLUSH_BYTES: usize = 64 << 10;
 
 impl Output {
     /// Adds a line. Escapes control characters, because names come from untrusted images.
-    pub fn line(&mut self, text: impl AsRef<str>) -> io::Result<()> {
-        self.buffer.extend_from_slice(crate::failure::printable(text.as_ref()).as_bytes());
-        self.buffer.push(b'\n');
-        self.flush_when_full()
+    pub fn line(&mut self, text: impl AsRef<str>) {
+        self.bytes(crate::failure::printable(text.as_ref()).as_bytes());
+        self.bytes(b"\n");
     }
 
     /// Adds a value as indented JSON and a newline.
-    pub fn json(&mut self, value: &impl Serialize) -> io::Result<()> {
-        serde_json::to_writer_pretty(&mut self.buffer, value)?;
-        self.buffer.push(b'\n');
-        self.flush_when_full()
+    pub fn json(&mut self, value: &impl Serialize) {
+        let written = serde_json::to_writer_pretty(&mut self.buffer, value);
+        self.end_json(written);
     }
 
     /// Adds a value as JSON on one line, for a program that reads it while the command goes on.
-    pub fn json_line(&mut self, value: &impl Serialize) -> io::Result<()> {
-        serde_json::to_writer(&mut self.buffer, value)?;
-        self.buffer.push(b'\n');
-        self.flush_when_full()
+    pub fn json_line(&mut self, value: &impl Serialize) {
+        let written = serde_json::to_writer(&mut self.buffer, value);
+        self.end_json(written);
+    }
+
+    fn end_json(&mut self, written: serde_json::Result<()>) {
+        self.bytes(b"\n");
+        self.note(written.map_err(io::Error::from));
     }
 
     /// Adds bytes as they are.
-    pub fn bytes(&mut self, bytes: &[u8]) -> io::Result<()> {
+    pub fn bytes(&mut self, bytes: &[u8]) {
         self.buffer.extend_from_slice(bytes);
-        self.flush_when_full()
+        if self.buffer.len() >= FLUSH_BYTES {
+            self.flush();
+        }
     }
 
     /// A JSON array to which elements are added one at a time, so that a long array needs no
@@ -54,35 +59,35 @@ impl Output {
         JsonArray { out: self, first: true }
     }
 
-    pub fn finish(&mut self) -> io::Result<()> {
-        if self.buffer.is_empty() {
-            return Ok(());
+    /// Writes out what is buffered.
+    pub fn flush(&mut self) {
+        if !self.unread() && !self.buffer.is_empty() {
+            let mut stdout: StdoutLock<'_> = io::stdout().lock();
+            let written = stdout.write_all(&self.buffer).and_then(|()| stdout.flush());
+            self.note(written);
         }
-        let mut stdout: StdoutLock<'_> = io::stdout().lock();
-        let answer = match self.unread {
-            true => Ok(()),
-            false => stdout.write_all(&self.buffer).and_then(|()| stdout.flush()),
-        };
         self.buffer.clear();
-        match answer {
-            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
-                self.unread = true;
-                Ok(())
-            }
-            answer => answer,
-        }
     }
 
-    /// Ends an answer that is long or has no end, once nobody reads it.
+    fn note(&mut self, written: io::Result<()>) {
+        self.failed = self.failed.take().or(written.err());
+    }
+
+    /// Whether nothing more is printed. A long answer, or one without an end, ends then.
+    pub fn unread(&self) -> bool {
+        self.failed.is_some()
+    }
+
+    /// Writes out the rest.
     ///
     /// # Errors
-    /// [`io::ErrorKind::BrokenPipe`].
-    pub fn still_read(&self) -> io::Result<()> {
-        if self.unread { Err(io::ErrorKind::BrokenPipe.into()) } else { Ok(()) }
-    }
-
-    fn flush_when_full(&mut self) -> io::Result<()> {
-        if self.buffer.len() >= FLUSH_BYTES { self.finish() } else { Ok(()) }
+    /// Results could not be printed, though their reader is there.
+    pub fn finish(&mut self) -> io::Result<()> {
+        self.flush();
+        match self.failed.take() {
+            Some(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -94,15 +99,16 @@ pub struct JsonArray<'a> {
 }
 
 impl JsonArray<'_> {
-    pub fn push(&mut self, value: &impl Serialize) -> io::Result<()> {
-        self.out.bytes(if std::mem::take(&mut self.first) { "[" } else { ",\n" }.as_bytes())?;
-        serde_json::to_writer(&mut self.out.buffer, value)?;
-        self.out.flush_when_full()?;
-        self.out.still_read()
+    /// Adds an element; returns whether the array is read further.
+    pub fn push(&mut self, value: &impl Serialize) -> bool {
+        self.out.bytes(if std::mem::take(&mut self.first) { "[" } else { ",\n" }.as_bytes());
+        let written = serde_json::to_writer(&mut self.out.buffer, value);
+        self.out.note(written.map_err(io::Error::from));
+        !self.out.unread()
     }
 
-    pub fn end(self) -> io::Result<()> {
-        self.out.bytes(if self.first { "[]\n" } else { "]\n" }.as_bytes())
+    pub fn end(self) {
+        self.out.bytes(if self.first { "[]\n" } else { "]\n" }.as_bytes());
     }
 }
 
@@ -160,17 +166,16 @@ impl Fields {
     }
 
     /// Prints all lines, indented by `indent` spaces.
-    pub fn print(&self, out: &mut Output, indent: usize) -> io::Result<()> {
+    pub fn print(&self, out: &mut Output, indent: usize) {
         let width = self.0.iter().map(|(key, _)| key.chars().count() + 1).max().unwrap_or(0);
         for (key, value) in &self.0 {
             let mut lines = value.lines();
             let first = lines.next().unwrap_or("");
-            out.line(format!("{:indent$}{:<width$} {first}", "", format!("{key}:")))?;
+            out.line(format!("{:indent$}{:<width$} {first}", "", format!("{key}:")));
             for line in lines {
-                out.line(format!("{:indent$}{:<width$} {line}", "", ""))?;
+                out.line(format!("{:indent$}{:<width$} {line}", "", ""));
             }
         }
-        Ok(())
     }
 }
 
@@ -194,7 +199,7 @@ impl Table {
     }
 
     /// Prints the table, indented by `indent` spaces.
-    pub fn print(&self, out: &mut Output, indent: usize) -> io::Result<()> {
+    pub fn print(&self, out: &mut Output, indent: usize) {
         let width = |i: usize| {
             self.rows.iter().filter_map(|r| r.get(i)).map(|c| c.chars().count()).max().unwrap_or(0)
         };
@@ -212,9 +217,8 @@ impl Table {
                     line.push_str(&format!("{cell:<width$}"));
                 }
             }
-            out.line(line.trim_end())?;
+            out.line(line.trim_end());
         }
-        Ok(())
     }
 }
 
@@ -246,12 +250,12 @@ mod tests {
         let mut out = Output::default();
         out.json_array();
         assert!(out.buffer.is_empty());
-        out.json_array().end().unwrap();
+        out.json_array().end();
         let mut array = out.json_array();
         for number in [1, 2] {
-            array.push(&number).unwrap();
+            assert!(array.push(&number));
         }
-        array.end().unwrap();
+        array.end();
         assert_eq!(out.buffer, b"[]\n[1,\n2]\n");
     }
 }

@@ -62,7 +62,7 @@ impl Run for AmendArgs {
                 return out.line(format!("{image}: has these options already"));
             }
             out.line(format!("{image}: changed {}", report.changed.join(", ")))
-        })?;
+        });
         Ok(Exit::Done)
     }
 }

@@ -202,7 +202,7 @@ impl BitmapArgs {
     fn print_list(&self, list: Vec<BitmapStatus>, session: &mut Session) -> Outcome {
         if self.json.json {
             let filename = self.image.display().to_string();
-            session.out.json(&BitmapAnswer { filename, bitmaps: list })?;
+            session.out.json(&BitmapAnswer { filename, bitmaps: list });
             return Ok(Exit::Done);
         }
         let mut table = Table::new(&["name", ">granularity", "state", ">dirty"]);
@@ -215,30 +215,29 @@ impl BitmapArgs {
             let dirty = dirty_bytes.map_or_else(|| "-".to_owned(), bytes_short);
             table.row([info.name, bytes_short(info.granularity), state.to_owned(), dirty]);
         }
-        table.print(&mut session.out, 0)?;
+        table.print(&mut session.out, 0);
         Ok(Exit::Done)
     }
 }
 
-/// Calls `print` for each dirty run. Returns errors of the engine and of stdout as one type.
+/// Calls `print` for each dirty run, until it returns false.
 fn each_dirty(
     all: &dyn Bitmaps,
     name: &str,
-    mut print: impl FnMut(u64, u64) -> std::io::Result<()>,
+    mut print: impl FnMut(u64, u64) -> bool,
 ) -> Result<(), Failure> {
-    let mut told = Ok(());
+    let mut read = true;
     let visited = all.for_each_dirty(name, &mut |run| {
-        told = print(run.start, run.end - run.start);
-        if told.is_ok() { Ok(()) } else { Err(vdkit::Error::Interrupted) }
+        read = print(run.start, run.end - run.start);
+        if read { Ok(()) } else { Err(vdkit::Error::Interrupted) }
     });
-    told?;
-    Ok(visited?)
+    if read { Ok(visited?) } else { Ok(()) }
 }
 
 fn dirty_json(all: &dyn Bitmaps, name: &str, session: &mut Session) -> Outcome {
     let mut array = session.out.json_array();
     each_dirty(all, name, |start, length| array.push(&DirtyRun { start, length }))?;
-    array.end()?;
+    array.end();
     Ok(Exit::Done)
 }
 
@@ -247,16 +246,15 @@ fn dirty_text(all: &dyn Bitmaps, name: &str, session: &mut Session) -> Outcome {
     // Nothing may be printed if there is no such bitmap.
     let mut begun = false;
     each_dirty(all, name, |start, length| {
-        if !begun {
-            session.out.line(header)?;
-            begun = true;
+        if !std::mem::replace(&mut begun, true) {
+            session.out.line(header);
         }
         let [start, length] = [start, length].map(|bytes| format!("{bytes:#x}"));
-        session.out.line(format!("{start:<16}  {length}"))?;
-        session.out.still_read()
+        session.out.line(format!("{start:<16}  {length}"));
+        !session.out.unread()
     })?;
     if !begun {
-        session.out.line(header)?;
+        session.out.line(header);
     }
     Ok(Exit::Done)
 }

@@ -110,20 +110,20 @@ fn verdict(report: &CheckReport) -> Exit {
     }
 }
 
-fn print(format: &str, report: &CheckReport, out: &mut Output) -> std::io::Result<()> {
+fn print(format: &str, report: &CheckReport, out: &mut Output) {
     let (lines, told) = runs::lines(&report.findings);
-    lines.iter().try_for_each(|line| out.line(line))?;
+    lines.iter().for_each(|line| out.line(line));
     let found = report.leaks + report.corruptions + report.warnings;
     let unlisted = found.saturating_sub(told as u64);
     if unlisted > 0 {
-        out.line(format!("… and {unlisted} more ({found} in all)"))?;
+        out.line(format!("… and {unlisted} more ({found} in all)"));
     }
     if report.leaks_fixed + report.corruptions_fixed > 0 {
         out.line(format!(
             "repaired: {}, {}",
             counted(report.leaks_fixed, "leaked cluster"),
             counted(report.corruptions_fixed, "error")
-        ))?;
+        ));
     }
     let (leaks, corruptions) = (report.leaks_left(), report.corruptions_left());
     out.line(match (leaks, corruptions) {
@@ -147,7 +147,7 @@ fn print(format: &str, report: &CheckReport, out: &mut Output) -> std::io::Resul
             counted(corruptions, "error"),
             counted(leaks, "leaked cluster")
         ),
-    })?;
+    });
     if report.total_clusters > 0 {
         let share = |n: u64, of: u64| if of == 0 { 0.0 } else { n as f64 * 100.0 / of as f64 };
         out.line(format!(
@@ -157,10 +157,9 @@ fn print(format: &str, report: &CheckReport, out: &mut Output) -> std::io::Resul
             share(report.allocated_clusters, report.total_clusters),
             share(report.fragmented_clusters, report.allocated_clusters),
             share(report.compressed_clusters, report.allocated_clusters),
-        ))?;
-        out.line(format!("image ends at offset {}", bytes_long(report.image_end_offset)))?;
+        ));
+        out.line(format!("image ends at offset {}", bytes_long(report.image_end_offset)));
     }
-    Ok(())
 }
 
 /// A command that would repair what remains, if there is one that was not tried yet.
@@ -207,16 +206,16 @@ impl Run for CheckArgs {
             other => other.into(),
         })?;
         if self.json.json {
-            session.out.json(&self.answer(format, &report))?;
+            session.out.json(&self.answer(format, &report));
         } else {
-            print(format, &report, &mut session.out)?;
+            print(format, &report, &mut session.out);
             if let Some(hint) = hint(
                 &report,
                 repair,
                 self.opening.format.as_deref(),
                 &self.image.display().to_string(),
             ) {
-                session.out.finish()?;
+                session.out.flush();
                 print_line(Tone::Hint, &hint);
             }
         }

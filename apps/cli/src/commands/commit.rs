@@ -67,12 +67,12 @@ impl Run for CommitArgs {
         let report = self.progress.run("commit", session, |monitor| {
             jobs::commit(&vdkit::registry(), &self.overlay, &opening, &options, monitor)
         })??;
-        self.json.print(&report, &mut session.out, tell)?;
+        self.json.print(&report, &mut session.out, tell);
         Ok(Exit::Done)
     }
 }
 
-fn tell(report: &CommitReport, out: &mut Output) -> std::io::Result<()> {
+fn tell(report: &CommitReport, out: &mut Output) {
     let moved = &report.moved;
     out.line(format!(
         "{}: {} written, {} shared, {} made zero{}",
@@ -81,8 +81,8 @@ fn tell(report: &CommitReport, out: &mut Output) -> std::io::Result<()> {
         bytes_long(moved.reflinked),
         bytes_long(moved.zero_known + moved.zero_found),
         if report.emptied { "; the overlay is empty now" } else { "" }
-    ))?;
-    out.finish()?;
+    ));
+    out.flush();
     for image in &report.invalidated {
         print_line(
             Tone::Warning,
@@ -101,5 +101,4 @@ fn tell(report: &CommitReport, out: &mut Output) -> std::io::Result<()> {
             &format!("'{command}' puts the overlay on the base; then delete what was between"),
         );
     }
-    Ok(())
 }

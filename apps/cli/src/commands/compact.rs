@@ -62,7 +62,7 @@ struct CompactAnswer<'a> {
     report: &'a CompactReport,
 }
 
-fn print(answer: &CompactAnswer<'_>, out: &mut Output) -> std::io::Result<()> {
+fn print(answer: &CompactAnswer<'_>, out: &mut Output) {
     let CompactAnswer { filename, gained, report, .. } = answer;
     out.line(format!(
         "{filename}: {} gained: {} on disk before, {} now; the file's length is {}, was {}",
@@ -71,7 +71,7 @@ fn print(answer: &CompactAnswer<'_>, out: &mut Output) -> std::io::Result<()> {
         bytes_short(report.allocated_after),
         bytes_short(report.length_after),
         bytes_short(report.length_before),
-    ))?;
+    ));
     for (count, what) in [
         (report.zero_clusters, "clusters of zeroes dropped"),
         (report.empty_tables, "empty tables dropped"),
@@ -80,16 +80,15 @@ fn print(answer: &CompactAnswer<'_>, out: &mut Output) -> std::io::Result<()> {
         (report.moved_clusters, "clusters moved"),
     ] {
         if count > 0 {
-            out.line(format!("{count} {what}"))?;
+            out.line(format!("{count} {what}"));
         }
     }
     if report.punched_bytes > 0 {
-        out.line(format!("{} of zeroes are holes now", bytes_short(report.punched_bytes)))?;
+        out.line(format!("{} of zeroes are holes now", bytes_short(report.punched_bytes)));
     }
     for left in &report.left_alone {
-        out.line(format!("{} clusters left where they are: {}", left.clusters, left.what))?;
+        out.line(format!("{} clusters left where they are: {}", left.clusters, left.what));
     }
-    Ok(())
 }
 
 impl Run for CompactArgs {
@@ -103,7 +102,7 @@ impl Run for CompactArgs {
         let filename = self.image.display().to_string();
         let gained = report.allocated_before.saturating_sub(report.allocated_after);
         let answer = CompactAnswer { filename, format, gained, report: &report };
-        self.json.print(&answer, &mut session.out, print)?;
+        self.json.print(&answer, &mut session.out, print);
         Ok(Exit::Done)
     }
 }

@@ -91,7 +91,7 @@ impl Run for CompareArgs {
         let report = self
             .progress
             .run("compare", session, |monitor| jobs::compare(&a, &b, &options, monitor))??;
-        self.json.print(&report, &mut session.out, |report, out| out.line(verdict(report)))?;
+        self.json.print(&report, &mut session.out, |report, out| out.line(verdict(report)));
         Ok(if report.identical { Exit::Done } else { Exit::Differs })
     }
 }

@@ -31,7 +31,7 @@ impl Run for CompletionsArgs {
     fn run(self, session: &mut Session) -> Outcome {
         let mut script = Vec::new();
         clap_complete::generate(self.shell, &mut definition::command(), "vdkit", &mut script);
-        session.out.bytes(&script)?;
+        session.out.bytes(&script);
         Ok(Exit::Done)
     }
 }

@@ -273,7 +273,7 @@ impl Run for ConvertArgs {
             }
         })?;
         if self.json.json {
-            session.out.json(&answer)?;
+            session.out.json(&answer);
         }
         Ok(Exit::Done)
     }

@@ -182,7 +182,7 @@ impl Run for CreateArgs {
                 None => String::new(),
             };
             out.line(format!("{}: {}, {size}{on}", answer.filename, answer.format))
-        })?;
+        });
         Ok(Exit::Done)
     }
 }

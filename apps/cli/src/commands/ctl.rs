@@ -328,14 +328,14 @@ impl Run for CtlArgs {
             _ => self.ask(&command)?,
         };
         if let Value::String(text) = &answer {
-            session.out.bytes(text.as_bytes())?;
+            session.out.bytes(text.as_bytes());
         } else if self.json.json {
-            session.out.json(&answer)?;
+            session.out.json(&answer);
         } else {
             let mut text = Vec::new();
             lines("", &answer, &mut text);
             for line in text {
-                session.out.line(line)?;
+                session.out.line(line);
             }
         }
         Ok(Exit::Done)

@@ -203,7 +203,7 @@ impl Run for DdArgs {
         self.json.print(&report, &mut session.out, |report, out| {
             let [copied, zero] = [report.copied_bytes, report.zero_bytes].map(bytes_long);
             out.line(format!("copied {copied}, of which {zero} were zero"))
-        })?;
+        });
         Ok(Exit::Done)
     }
 }

@@ -75,9 +75,9 @@ impl Run for DoctorArgs {
         progress.finish();
         let report = report?;
         self.json.print(&report, &mut session.out, |report, out| {
-            report.images.iter().try_for_each(|image| print(image, out))?;
+            report.images.iter().for_each(|image| print(image, out));
             if folder { sum_up(report, out) } else { print_findings(&report.findings, out) }
-        })?;
+        });
         Ok(match &report {
             report if report.errors > 0 => Exit::Corrupt,
             report if report.warnings > 0 => Exit::Differs,
@@ -86,7 +86,7 @@ impl Run for DoctorArgs {
     }
 }
 
-fn print(image: &DoctorImage, out: &mut Output) -> std::io::Result<()> {
+fn print(image: &DoctorImage, out: &mut Output) {
     let mut line = image.path.display().to_string();
     if let (Some(format), Some(size)) = (image.format, image.virtual_size) {
         line.push_str(&format!("  {format} {}", bytes_short(size)));
@@ -98,16 +98,15 @@ fn print(image: &DoctorImage, out: &mut Output) -> std::io::Result<()> {
             "  nothing found in its header"
         });
     }
-    out.line(line)?;
+    out.line(line);
     if let Some(evidence) = &image.evidence {
-        out.line(format!("  {}", figures(evidence)))?;
-        out.line(format!("  cache={} for guests: {}", evidence.cache, evidence.cache_reason))?;
+        out.line(format!("  {}", figures(evidence)));
+        out.line(format!("  cache={} for guests: {}", evidence.cache, evidence.cache_reason));
     }
-    print_findings(&image.findings, out)?;
+    print_findings(&image.findings, out);
     if let Some(xml) = &image.libvirt {
-        xml.lines().try_for_each(|line| out.line(format!("    {line}")))?;
+        xml.lines().for_each(|line| out.line(format!("    {line}")));
     }
-    Ok(())
 }
 
 /// The measured values in one line.
@@ -153,7 +152,7 @@ fn figures(evidence: &DoctorEvidence) -> String {
     said.join("; ")
 }
 
-fn print_findings(findings: &[DoctorFinding], out: &mut Output) -> std::io::Result<()> {
+fn print_findings(findings: &[DoctorFinding], out: &mut Output) {
     for finding in findings {
         let severity = match finding.severity {
             DoctorSeverity::Error => "error",
@@ -161,26 +160,24 @@ fn print_findings(findings: &[DoctorFinding], out: &mut Output) -> std::io::Resu
             DoctorSeverity::Advice => "advice",
         };
         let code = finding.code.name();
-        out.line(format!("  {severity:<8} {code}: {}", finding.message.replace('\n', " ")))?;
+        out.line(format!("  {severity:<8} {code}: {}", finding.message.replace('\n', " ")));
         if let Some(words) = &finding.mend {
             let words: Vec<String> = words.iter().map(|word| quoted_word(word)).collect();
-            out.line(format!("           {}", words.join(" ")))?;
+            out.line(format!("           {}", words.join(" ")));
         }
     }
-    Ok(())
 }
 
-fn sum_up(report: &DoctorReport, out: &mut Output) -> std::io::Result<()> {
+fn sum_up(report: &DoctorReport, out: &mut Output) {
     out.line(format!(
         "{}: {}, {}, {} of advice",
         counted(report.images.len() as u64, "image"),
         counted(report.errors, "error"),
         counted(report.warnings, "warning"),
         counted(report.advice, "piece"),
-    ))?;
-    print_findings(&report.findings, out)?;
+    ));
+    print_findings(&report.findings, out);
     for orphan in &report.orphans {
-        out.line(format!("orphan: {}", orphan.display()))?;
+        out.line(format!("orphan: {}", orphan.display()));
     }
-    Ok(())
 }

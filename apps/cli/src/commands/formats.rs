@@ -84,19 +84,19 @@ impl Run for FormatsArgs {
         match self.format {
             Some(name) => {
                 let answer = FormatAnswer::from(vdkit::format(&name)?);
-                if self.json.json { out.json(&answer)? } else { print_one(&answer, out)? }
+                if self.json.json { out.json(&answer) } else { print_one(&answer, out) }
             }
             None => {
                 let answers: Vec<_> =
                     vdkit::FORMATS.iter().map(|&driver| FormatAnswer::from(driver)).collect();
-                if self.json.json { out.json(&answers)? } else { print_all(&answers, out)? }
+                if self.json.json { out.json(&answers) } else { print_all(&answers, out) }
             }
         }
         Ok(Exit::Done)
     }
 }
 
-fn print_all(answers: &[FormatAnswer], out: &mut Output) -> std::io::Result<()> {
+fn print_all(answers: &[FormatAnswer], out: &mut Output) {
     let mut table = Table::new(&["format", "reads", "writes", "description"]);
     let yes = |truth: bool| if truth { "yes" } else { "no" }.to_owned();
     for answer in answers {
@@ -107,16 +107,16 @@ fn print_all(answers: &[FormatAnswer], out: &mut Output) -> std::io::Result<()> 
             answer.description.to_owned(),
         ]);
     }
-    table.print(out, 0)?;
+    table.print(out, 0);
     out.line("\n'vdkit formats FORMAT' lists the options of one.")
 }
 
-fn print_one(answer: &FormatAnswer, out: &mut Output) -> std::io::Result<()> {
-    out.line(format!("{}: {}", answer.name, answer.description))?;
+fn print_one(answer: &FormatAnswer, out: &mut Output) {
+    out.line(format!("{}: {}", answer.name, answer.description));
     if answer.options.is_empty() {
         return out.line("It has no options.");
     }
-    out.line("\nOptions, for -o KEY=VALUE:\n")?;
+    out.line("\nOptions, for -o KEY=VALUE:\n");
     let mut table = Table::new(&["key", "value", "default", "meaning"]);
     for option in &answer.options {
         let value = match option.kind {

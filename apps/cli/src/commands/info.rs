@@ -13,7 +13,7 @@ use vdkit::{
 
 use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{Json, Opening};
-use crate::failure::{Exit, Failure, Outcome, Tone, print_line};
+use crate::failure::{Exit, Outcome, Tone, print_line};
 use crate::incoming::OVA;
 use crate::output::{Fields, Output, Table, bytes_long, bytes_short};
 use crate::session::Session;
@@ -68,8 +68,8 @@ impl Run for InfoArgs {
             }
             described => described?,
         };
-        print(&report, self.chain, self.json, &mut session.out)?;
-        session.out.finish()?;
+        print(&report, self.chain, self.json, &mut session.out);
+        session.out.flush();
         for pair in report.links.windows(2) {
             if let Some(changed) = ChangedParent::between(&pair[0], &pair[1]) {
                 print_line(Tone::Warning, &format!("{}: {changed}", pair[0].path.display()));
@@ -91,29 +91,28 @@ impl InfoArgs {
     }
 }
 
-fn print(report: &ChainReport, chain: bool, json: Json, out: &mut Output) -> Result<(), Failure> {
+fn print(report: &ChainReport, chain: bool, json: Json, out: &mut Output) {
     match (json.json, chain) {
         (true, true) => {
-            out.json(&report.links.iter().map(Described::from).collect::<Vec<_>>())?;
+            out.json(&report.links.iter().map(Described::from).collect::<Vec<_>>());
         }
         (true, false) => {
             for link in &report.links {
-                out.json(&Described::from(link))?;
+                out.json(&Described::from(link));
             }
         }
         (false, _) => {
             for (i, link) in report.links.iter().enumerate() {
                 if i > 0 {
-                    out.line("")?;
+                    out.line("");
                 }
-                print_image(link, out)?;
+                print_image(link, out);
             }
         }
     }
-    Ok(())
 }
 
-fn print_image(link: &ChainLink, out: &mut Output) -> std::io::Result<()> {
+fn print_image(link: &ChainLink, out: &mut Output) {
     let info = &link.info;
     let mut fields = Fields::default();
     fields.add("image", link.path.display().to_string());
@@ -155,9 +154,9 @@ fn print_image(link: &ChainLink, out: &mut Output) -> std::io::Result<()> {
     if info.corrupt {
         fields.add("state", "marked corrupt");
     }
-    fields.print(out, 0)?;
-    print_properties(info, out)?;
-    print_snapshots(&info.snapshots, out)?;
+    fields.print(out, 0);
+    print_properties(info, out);
+    print_snapshots(&info.snapshots, out);
     print_bitmaps(&info.bitmaps, out)
 }
 
@@ -168,11 +167,11 @@ fn named(name: &str, format: Option<&str>) -> String {
     }
 }
 
-fn print_properties(info: &ImageInfo, out: &mut Output) -> std::io::Result<()> {
+fn print_properties(info: &ImageInfo, out: &mut Output) {
     if info.properties.is_empty() {
-        return Ok(());
+        return;
     }
-    out.line(format!("{} options:", info.format))?;
+    out.line(format!("{} options:", info.format));
     let mut fields = Fields::default();
     for (key, value) in &info.properties {
         fields.add(key, value);
@@ -180,19 +179,19 @@ fn print_properties(info: &ImageInfo, out: &mut Output) -> std::io::Result<()> {
     fields.print(out, 2)
 }
 
-fn print_snapshots(snapshots: &[SnapshotInfo], out: &mut Output) -> std::io::Result<()> {
+fn print_snapshots(snapshots: &[SnapshotInfo], out: &mut Output) {
     if snapshots.is_empty() {
-        return Ok(());
+        return;
     }
-    out.line("snapshots:")?;
+    out.line("snapshots:");
     super::snapshot::print_list(snapshots, out, 2)
 }
 
-fn print_bitmaps(bitmaps: &[BitmapInfo], out: &mut Output) -> std::io::Result<()> {
+fn print_bitmaps(bitmaps: &[BitmapInfo], out: &mut Output) {
     if bitmaps.is_empty() {
-        return Ok(());
+        return;
     }
-    out.line("bitmaps:")?;
+    out.line("bitmaps:");
     let mut table = Table::new(&["name", ">granularity", "state"]);
     for bitmap in bitmaps {
         let state = match (bitmap.in_use, bitmap.enabled) {

@@ -146,7 +146,7 @@ impl KeyArgs {
         let listed = jobs::list_keys(&vdkit::registry(), &self.image, options)?;
         let tried = !options.keys.is_empty();
         let answer = self.answer(&listed.slots, tried.then_some(&listed.opened[..]));
-        self.json.print(&answer, out, print_slots)?;
+        self.json.print(&answer, out, print_slots);
         if tried && listed.opened.is_empty() {
             return Err(Failure::failed(format!(
                 "{}: the key opens none of its key slots",
@@ -163,21 +163,21 @@ impl KeyArgs {
                 removed_slots: after.removed.clone(),
                 ..self.answer(&after.slots, None)
             };
-            out.json(&answer)?;
+            out.json(&answer);
             return Ok(Exit::Done);
         }
         let image = self.image.display();
         if let Some(slot) = after.added {
-            out.line(format!("{image}: slot {slot} has the new key"))?;
+            out.line(format!("{image}: slot {slot} has the new key"));
         }
         for slot in &after.removed {
-            out.line(format!("{image}: slot {slot} is wiped"))?;
+            out.line(format!("{image}: slot {slot} is wiped"));
         }
         Ok(Exit::Done)
     }
 }
 
-fn print_slots(answer: &KeyAnswer, out: &mut Output) -> std::io::Result<()> {
+fn print_slots(answer: &KeyAnswer, out: &mut Output) {
     let mut table = Table::new(&[">slot", "state", ">iterations", "key given"]);
     for slot in &answer.slots {
         table.row([

@@ -48,7 +48,7 @@ impl Run for ManArgs {
                 .cloned()
                 .ok_or_else(|| Failure::usage(format!("no command is called '{name}'")))?,
         };
-        session.out.bytes(&render(page)?)?;
+        session.out.bytes(&render(page)?);
         Ok(Exit::Done)
     }
 }

@@ -67,16 +67,20 @@ impl Run for MapArgs {
         if self.json.json {
             let mut array = session.out.json_array();
             for row in rows {
-                array.push(&row?)?;
+                if !array.push(&row?) {
+                    break;
+                }
             }
-            array.end()?;
+            array.end();
         } else {
-            session.out.line(HEADER)?;
+            session.out.line(HEADER);
             for row in rows {
                 let row = row?;
                 if self.all || row.data {
-                    print(&row, &mut session.out)?;
-                    session.out.still_read()?;
+                    print(&row, &mut session.out);
+                }
+                if session.out.unread() {
+                    break;
                 }
             }
         }
@@ -86,7 +90,7 @@ impl Run for MapArgs {
 
 const HEADER: &str = "offset            length            mapped to         file";
 
-fn print(row: &MapRow<'_>, out: &mut Output) -> std::io::Result<()> {
+fn print(row: &MapRow<'_>, out: &mut Output) {
     let place = match (row.offset, row.compressed, row.present) {
         (Some(offset), ..) => format!("{offset:#x}"),
         (None, true, _) => "compressed".to_owned(),

@@ -68,7 +68,7 @@ impl Run for MeasureArgs {
             fields.add("required", bytes_long(report.required));
             fields.add("fully allocated", bytes_long(report.fully_allocated));
             fields.print(out, 0)
-        })?;
+        });
         Ok(Exit::Done)
     }
 }

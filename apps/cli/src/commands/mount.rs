@@ -120,7 +120,7 @@ impl MountArgs {
     fn tell(&self, session: &mut Session, answer: &MountAnswer) -> Result<(), Failure> {
         if self.json.json {
             // One line, because a program that waits for the mount reads up to the line feed.
-            session.out.json_line(answer)?;
+            session.out.json_line(answer);
         } else {
             session.out.line(format!(
                 "{}: {} at {}{}",
@@ -128,9 +128,9 @@ impl MountArgs {
                 bytes_long(answer.virtual_size),
                 answer.file,
                 if answer.read_only { ", read-only" } else { "" }
-            ))?;
+            ));
             if let Some(place) = &answer.metrics {
-                session.out.line(format!("metrics at {place}"))?;
+                session.out.line(format!("metrics at {place}"));
             }
         }
         session.out.finish()?;

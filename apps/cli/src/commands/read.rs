@@ -66,19 +66,18 @@ impl Run for ReadArgs {
         let mut buf = vec![0; STEP.min(range.end - range.start) as usize];
         let mut dump = self.hex.then(HexDump::default);
         let mut at = range.start;
-        while at < range.end {
+        while at < range.end && !session.out.unread() {
             // Cannot truncate: at most the buffer's length.
             let len = (range.end - at).min(STEP) as usize;
             disk.read_at(&mut buf[..len], GuestOffset(at))?;
             match &mut dump {
-                Some(dump) => dump.print(at, &buf[..len], &mut session.out)?,
-                None => session.out.bytes(&buf[..len])?,
+                Some(dump) => dump.print(at, &buf[..len], &mut session.out),
+                None => session.out.bytes(&buf[..len]),
             }
-            session.out.still_read()?;
             at += len as u64;
         }
         if let Some(dump) = dump {
-            dump.end(at, &mut session.out)?;
+            dump.end(at, &mut session.out);
         }
         Ok(Exit::Done)
     }

@@ -83,7 +83,7 @@ impl Run for RebaseArgs {
                 bytes_long(report.reflinked),
                 bytes_long(report.zeroed)
             ))
-        })?;
+        });
         Ok(Exit::Done)
     }
 }

@@ -121,7 +121,7 @@ impl Run for ResizeArgs {
         self.json.print(&answer, &mut session.out, |answer, out| {
             let [old, new] = [answer.old_size, answer.virtual_size].map(bytes_long);
             out.line(format!("{}: from {old} to {new}", answer.filename))
-        })?;
+        });
         Ok(Exit::Done)
     }
 }

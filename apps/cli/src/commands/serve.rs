@@ -246,13 +246,13 @@ impl ServeArgs {
 
     fn announce(&self, session: &mut Session, serving: &Serving) -> Result<(), Failure> {
         if self.json.json {
-            session.out.json_line(serving)?;
+            session.out.json_line(serving);
         } else {
             for uri in serving.uris.iter().chain(&serving.file) {
-                session.out.line(format!("serving {} at {uri}", serving.filename))?;
+                session.out.line(format!("serving {} at {uri}", serving.filename));
             }
             if let Some(place) = &serving.metrics {
-                session.out.line(format!("metrics at {place}"))?;
+                session.out.line(format!("metrics at {place}"));
             }
         }
         Ok(session.out.finish()?)

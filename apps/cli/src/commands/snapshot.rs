@@ -161,13 +161,13 @@ impl Run for SnapshotArgs {
                 action: self.action,
                 snapshots,
                 virtual_size: disk.guest_bytes(),
-            })?;
+            });
         } else if asked.is_none() {
-            print_list(&snapshots, &mut session.out, 0)?;
+            print_list(&snapshots, &mut session.out, 0);
         } else {
             for snapshot in &snapshots {
                 let image = self.image.display();
-                session.out.line(told(self.action, &image.to_string(), snapshot))?;
+                session.out.line(told(self.action, &image.to_string(), snapshot));
             }
         }
         Ok(Exit::Done)
@@ -185,11 +185,7 @@ fn told(action: Action, image: &str, snapshot: &SnapshotInfo) -> String {
 }
 
 /// Prints snapshots as a table, indented by `indent` spaces.
-pub(super) fn print_list(
-    snapshots: &[SnapshotInfo],
-    out: &mut Output,
-    indent: usize,
-) -> std::io::Result<()> {
+pub(super) fn print_list(snapshots: &[SnapshotInfo], out: &mut Output, indent: usize) {
     let mut table = Table::new(&["id", "name", ">VM state", "taken (UTC)", ">VM clock", ">disk"]);
     for snapshot in snapshots {
         table.row([

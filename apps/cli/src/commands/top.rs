@@ -135,7 +135,7 @@ impl TopArgs {
     /// Prints one interval after the other.
     fn print(&self, watch: &mut Watch, stop: &CancelToken, session: &mut Session) -> Outcome {
         let mut left = if self.once { 1 } else { self.count.unwrap_or(u64::MAX) };
-        while left > 0 && !stop.is_cancelled() {
+        while left > 0 && !stop.is_cancelled() && !session.out.unread() {
             let rates = match watch.next(POLL_INTERVAL)? {
                 Update::Interval(rates) => rates,
                 Update::Nothing => continue,
@@ -143,17 +143,16 @@ impl TopArgs {
             };
             left -= 1;
             if self.json.json {
-                session.out.json_line(&rates)?;
+                session.out.json_line(&rates);
             } else {
                 for line in view::lines(&rates) {
-                    session.out.line(line)?;
+                    session.out.line(line);
                 }
                 if left > 0 {
-                    session.out.line("")?;
+                    session.out.line("");
                 }
             }
-            session.out.finish()?;
-            session.out.still_read()?;
+            session.out.flush();
         }
         Ok(Exit::Done)
     }

@@ -61,21 +61,22 @@ impl Run for TreeArgs {
             _ => Exit::Done,
         };
         if self.json.json {
-            session.out.json(&report)?;
+            session.out.json(&report);
             return Ok(exit);
         }
         if self.delete_check.is_some() {
-            tell_orphans(path, report.image(&asked), session)?;
+            tell_orphans(path, report.image(&asked), session);
         } else {
-            let folder = if asked.is_dir() { &asked } else { asked.parent().unwrap_or(&asked) };
+            let parent = asked.parent().filter(|_| !asked.is_dir());
+            let folder = parent.unwrap_or(&asked);
             let mut drawing = Drawing {
                 images: report.images.iter().map(|image| (image.path.as_path(), image)).collect(),
                 folder,
                 drawn: HashSet::new(),
             };
-            drawing.draw(&report, &mut session.out)?;
+            drawing.draw(&report, &mut session.out);
         }
-        session.out.finish()?;
+        session.out.flush();
         for fault in &report.faults {
             print_line(Tone::Warning, &fault.error);
         }
@@ -89,11 +90,7 @@ impl Run for TreeArgs {
 }
 
 /// Reports the images that could not be read if a file were deleted.
-fn tell_orphans(
-    path: &Path,
-    image: Option<&TreeImage>,
-    session: &mut Session,
-) -> std::io::Result<()> {
+fn tell_orphans(path: &Path, image: Option<&TreeImage>, session: &mut Session) {
     let orphans = image.map_or(&[][..], |image| &image.deleting_orphans);
     if orphans.is_empty() {
         return session.out.line(format!("{}: nothing beside it needs it", path.display()));
@@ -101,9 +98,8 @@ fn tell_orphans(
     let named = path.parent().unwrap_or(Path::new(""));
     for orphan in orphans {
         let name = orphan.file_name().map_or(orphan.clone(), |name| named.join(name));
-        session.out.line(format!("{}: deleting it orphans {}", path.display(), name.display()))?;
+        session.out.line(format!("{}: deleting it orphans {}", path.display(), name.display()));
     }
-    Ok(())
 }
 
 struct Drawing<'a> {
@@ -116,7 +112,7 @@ struct Drawing<'a> {
 const DEPTH_MAX: usize = 1000;
 
 impl<'a> Drawing<'a> {
-    fn draw(&mut self, report: &'a TreeReport, out: &mut Output) -> std::io::Result<()> {
+    fn draw(&mut self, report: &'a TreeReport, out: &mut Output) {
         for root in report.roots() {
             if let Some(backing) = &root.backing {
                 let why = match backing.standing {
@@ -124,22 +120,21 @@ impl<'a> Drawing<'a> {
                     ReferenceStatus::Refused => "refused by policy",
                     ReferenceStatus::Elsewhere | ReferenceStatus::Listed => "not in this folder",
                 };
-                out.line(format!("{} ({why})", backing.name))?;
-                self.branch(root, "└─ ", "   ", 0, out)?;
+                out.line(format!("{} ({why})", backing.name));
+                self.branch(root, "└─ ", "   ", 0, out);
             } else {
-                self.branch(root, "", "", 0, out)?;
+                self.branch(root, "", "", 0, out);
             }
         }
         // A cycle of images has no root.
         for image in &report.images {
             if !self.drawn.contains(image.path.as_path()) {
-                out.line(format!("{}  (in a chain without an end)", self.name(image)))?;
+                out.line(format!("{}  (in a chain without an end)", self.name(image)));
             }
         }
         if report.images.is_empty() {
-            out.line("no images")?;
+            out.line("no images");
         }
-        Ok(())
     }
 
     fn name(&self, image: &TreeImage) -> String {
@@ -154,9 +149,9 @@ impl<'a> Drawing<'a> {
         rest: &str,
         depth: usize,
         out: &mut Output,
-    ) -> std::io::Result<()> {
+    ) {
         if depth > DEPTH_MAX || !self.drawn.insert(&image.path) {
-            return Ok(());
+            return;
         }
         let name = self.name(image);
         let mut line =
@@ -166,7 +161,7 @@ impl<'a> Drawing<'a> {
             1 => line.push_str("  (deleting it breaks 1 image)"),
             n => line.push_str(&format!("  (deleting it breaks {n} images)")),
         }
-        out.line(line)?;
+        out.line(line);
         let overlays: Vec<&'a TreeImage> = image
             .overlays
             .iter()
@@ -176,8 +171,7 @@ impl<'a> Drawing<'a> {
             let last = i + 1 == overlays.len();
             let (twig, below) = if last { ("└─ ", "   ") } else { ("├─ ", "│  ") };
             let (twig, below) = (format!("{rest}{twig}"), format!("{rest}{below}"));
-            self.branch(overlay, &twig, &below, depth + 1, out)?;
+            self.branch(overlay, &twig, &below, depth + 1, out);
         }
-        Ok(())
     }
 }

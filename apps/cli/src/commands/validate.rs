@@ -48,23 +48,22 @@ impl Run for ValidateArgs {
     fn run(self, session: &mut Session) -> Outcome {
         let options = OpenOptions::read_only().maybe_format(self.format).lock(!self.force_share);
         let report = validate(&vdkit::registry(), &self.image, self.target, &options)?;
-        self.json.print(&report, &mut session.out, print)?;
+        self.json.print(&report, &mut session.out, print);
         Ok(if report.accepted { Exit::Done } else { Exit::Differs })
     }
 }
 
-fn print(report: &ValidateReport, out: &mut Output) -> std::io::Result<()> {
+fn print(report: &ValidateReport, out: &mut Output) {
     let verdict = if report.accepted { "takes it" } else { "would refuse it" };
     let (image, size) = (report.image.display(), bytes_long(report.virtual_size));
-    out.line(format!("{image}: {}, {size}: {} {verdict}", report.format, report.target))?;
+    out.line(format!("{image}: {}, {size}: {} {verdict}", report.format, report.target));
     for objection in &report.objections {
-        out.line(format!("  {}", objection.message))?;
+        out.line(format!("  {}", objection.message));
         if let Some(mend) = &objection.mend {
-            out.line(format!("    {mend}"))?;
+            out.line(format!("    {mend}"));
         }
     }
     for note in &report.notes {
-        out.line(format!("  note: {note}"))?;
+        out.line(format!("  note: {note}"));
     }
-    Ok(())
 }

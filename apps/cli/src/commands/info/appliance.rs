@@ -92,7 +92,7 @@ pub(super) fn print(
 ) -> Result<(), Failure> {
     let answer = answer(package, path)?;
     if json.json {
-        out.json(&answer)?;
+        out.json(&answer);
         return Ok(());
     }
     let mut fields = Fields::default();
@@ -110,8 +110,8 @@ pub(super) fn print(
     if let Some(name) = answer.certificate {
         fields.add("certificate", format!("{name} (not verified)"));
     }
-    fields.print(out, 0)?;
-    out.line("disks:")?;
+    fields.print(out, 0);
+    out.line("disks:");
     let mut table = Table::new(&[">no", "id", "file", ">file size", ">disk size", "format"]);
     for disk in &answer.disks {
         let size = disk.virtual_size.or(disk.capacity);
@@ -125,14 +125,14 @@ pub(super) fn print(
             disk.format.unwrap_or("-").to_owned(),
         ]);
     }
-    table.print(out, 2)?;
+    table.print(out, 2);
     let sizes = answer.disks.iter().filter_map(|disk| Some((disk.capacity?, disk.virtual_size?)));
     for (told, found) in sizes.filter(|(told, found)| told != found) {
         out.line(format!(
             "a disk of {} is described as one of {}",
             bytes_long(found),
             bytes_long(told)
-        ))?;
+        ));
     }
     Ok(())
 }

@@ -170,9 +170,9 @@ impl Run for InspectArgs {
                     max_read: options.read_bytes_max,
                 },
                 sandbox: sandbox.unwrap_or_default(),
-            })?;
+            });
         } else {
-            print(&self.image, &report, &mut session.out)?;
+            print(&self.image, &report, &mut session.out);
         }
         Ok(match report.verdict {
             Verdict::Accept => Exit::Done,
@@ -217,7 +217,7 @@ fn judge(
     })
 }
 
-fn print(image: &Path, report: &InspectReport, out: &mut Output) -> std::io::Result<()> {
+fn print(image: &Path, report: &InspectReport, out: &mut Output) {
     let verdict = match report.verdict {
         Verdict::Accept => "accepted",
         Verdict::Refuse => "refused",
@@ -227,7 +227,7 @@ fn print(image: &Path, report: &InspectReport, out: &mut Output) -> std::io::Res
         .virtual_size
         .map(|bytes| format!(", a disk of {}", bytes_short(bytes)))
         .unwrap_or_default();
-    out.line(format!("{}: {verdict} ({}{disk})", image.display(), report.format))?;
+    out.line(format!("{}: {verdict} ({}{disk})", image.display(), report.format));
     for finding in &report.findings {
         let weight = match finding.severity {
             Weight::Refuse => "refuse",
@@ -244,13 +244,12 @@ fn print(image: &Path, report: &InspectReport, out: &mut Output) -> std::io::Res
             line.push('.');
         }
         // A line feed in a name from the image must not start a new line of output.
-        out.line(line.replace('\n', "\\n"))?;
+        out.line(line.replace('\n', "\\n"));
         if finding.severity >= Weight::Warn && !finding.mend.is_empty() {
-            out.line(format!("  {}", finding.mend))?;
+            out.line(format!("  {}", finding.mend));
         }
     }
     if report.findings_omitted > 0 {
-        out.line(format!("… and {} more", report.findings_omitted))?;
+        out.line(format!("… and {} more", report.findings_omitted));
     }
-    Ok(())
 }

@@ -42,19 +42,19 @@ impl CalibrateArgs {
         }
         let found = calibrate(&runs);
         if self.json.json {
-            session.out.json(&found)?;
+            session.out.json(&found);
             return Ok(Exit::Done);
         }
         let out = &mut session.out;
-        out.line(row("verdicts on copies of one configuration", &found.verdicts))?;
-        out.line(row("one run against another", &found.pairs))?;
-        out.line(row("two or three runs, alternating", &found.turns))?;
+        out.line(row("verdicts on copies of one configuration", &found.verdicts));
+        out.line(row("one run against another", &found.pairs));
+        out.line(row("two or three runs, alternating", &found.turns));
         for tally in [&found.verdicts, &found.pairs, &found.turns] {
             for example in &tally.examples {
-                out.line(format!("wrong: {example}"))?;
+                out.line(format!("wrong: {example}"));
             }
         }
-        out.line(format!("expected: at most {} of each are wrong", words::percent(stats::ERROR)))?;
+        out.line(format!("expected: at most {} of each are wrong", words::percent(stats::ERROR)));
         Ok(Exit::Done)
     }
 }

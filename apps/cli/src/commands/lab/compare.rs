@@ -46,7 +46,7 @@ impl CompareArgs {
             let key = after.first().map_or("", |run| run.plan.metric.as_str());
             Failure::failed(format!("{}: unknown metric '{key}'", self.after.display()))
         })?;
-        self.json.print(&comparison, &mut session.out, print)?;
+        self.json.print(&comparison, &mut session.out, print);
         Ok(Exit::Done)
     }
 }
@@ -55,16 +55,16 @@ pub(super) fn load(path: &Path) -> Result<Run, Failure> {
     Ok(Store::load(path)?)
 }
 
-fn print(comparison: &Comparison, out: &mut Output) -> std::io::Result<()> {
+fn print(comparison: &Comparison, out: &mut Output) {
     for warning in &comparison.warnings {
-        out.line(format!("note: {warning}"))?;
+        out.line(format!("note: {warning}"));
     }
     for cell in &comparison.cells {
-        out.line(row(cell))?;
+        out.line(row(cell));
     }
     for (keys, when) in [(&comparison.only_before, "before"), (&comparison.only_after, "after")] {
         for key in keys {
-            out.line(format!("only {when}  {key}"))?;
+            out.line(format!("only {when}  {key}"));
         }
     }
     out.line(format!(

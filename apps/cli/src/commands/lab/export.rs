@@ -27,9 +27,9 @@ impl ExportArgs {
         if self.csv {
             let mut bytes = Vec::new();
             export::csv(&run, &mut bytes)?;
-            session.out.bytes(&bytes)?;
+            session.out.bytes(&bytes);
         } else {
-            session.out.json(&run)?;
+            session.out.json(&run);
         }
         Ok(Exit::Done)
     }

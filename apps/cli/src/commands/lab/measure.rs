@@ -198,15 +198,15 @@ impl RunArgs {
                 Some(&name),
                 run.warnings.len(),
                 Some(verdict(&run)),
-            ))?;
+            ));
         } else {
-            print(&run, &mut session.out)?;
-            session.out.line("")?;
+            print(&run, &mut session.out);
+            session.out.line("");
             for line in verdict(&run).lines() {
-                session.out.line(line)?;
+                session.out.line(line);
             }
-            session.out.line("")?;
-            session.out.line(format!("results: {name}"))?;
+            session.out.line("");
+            session.out.line(format!("results: {name}"));
         }
         Ok(Exit::Done)
     }
@@ -223,21 +223,14 @@ impl RunArgs {
     fn tell(&self, prepared: &Prepared, plan: &lab::plan::Plan, session: &mut Session) -> Outcome {
         if self.json.json {
             let summary = plan.summary();
-            session.out.json(&answer(
-                &summary,
-                &prepared.cells,
-                &prepared.estimate,
-                None,
-                0,
-                None,
-            ))?;
+            session.out.json(&answer(&summary, &prepared.cells, &prepared.estimate, None, 0, None));
             return Ok(Exit::Done);
         }
         for cell in &prepared.cells {
-            session.out.line(&cell.key)?;
+            session.out.line(&cell.key);
         }
         for line in told(&prepared.estimate, prepared.rounds_most(), self.time) {
-            session.out.line(line)?;
+            session.out.line(line);
         }
         Ok(Exit::Done)
     }
@@ -342,7 +335,7 @@ fn answer<'a>(
 const WARNINGS: usize = 5;
 
 /// Prints a table with a line for each cell, and the reason for each cell that was not measured.
-fn print(run: &Run, out: &mut Output) -> std::io::Result<()> {
+fn print(run: &Run, out: &mut Output) {
     let metric = model::metric(&run.plan.metric);
     let title = format!(">{}", metric.map_or("", |metric| metric.title));
     let mut heads: Vec<&str> = run.plan.axes.iter().map(String::as_str).collect();
@@ -358,14 +351,13 @@ fn print(run: &Run, out: &mut Output) -> std::io::Result<()> {
         let told = if reason.is_empty() { state.to_owned() } else { format!("{state}: {reason}") };
         table.row(axes.chain([median, told]).collect::<Vec<_>>());
     }
-    table.print(out, 0)?;
+    table.print(out, 0);
     for warning in run.warnings.iter().take(WARNINGS) {
-        out.line(format!("warning: {}", warning.text))?;
+        out.line(format!("warning: {}", warning.text));
     }
     if let Some(more @ 1..) = run.warnings.len().checked_sub(WARNINGS) {
-        out.line(format!("and {} in the results file", plural(more, "more warning")))?;
+        out.line(format!("and {} in the results file", plural(more, "more warning")));
     }
-    Ok(())
 }
 
 #[cfg(test)]

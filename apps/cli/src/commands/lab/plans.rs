@@ -36,14 +36,14 @@ impl ListArgs {
                 title: plan.title,
                 question: plan.question,
             });
-            session.out.json(&list.collect::<Vec<_>>())?;
+            session.out.json(&list.collect::<Vec<_>>());
             return Ok(Exit::Done);
         }
         let mut table = Table::new(&["plan", "question"]);
         for plan in plans {
             table.row([plan.name, plan.question]);
         }
-        table.print(&mut session.out, 0)?;
+        table.print(&mut session.out, 0);
         Ok(Exit::Done)
     }
 }
@@ -115,12 +115,12 @@ impl ShowArgs {
                 quick: plan.quick,
                 published: plan.published.len(),
                 text: &plan.text,
-            })?;
+            });
             return Ok(Exit::Done);
         }
-        session.out.line(format!("{}: {}", plan.name, plan.title))?;
-        session.out.line(&plan.question)?;
-        session.out.line("")?;
+        session.out.line(format!("{}: {}", plan.name, plan.title));
+        session.out.line(&plan.question);
+        session.out.line("");
         let mut table = Table::new(&["axis", "value", "", "meaning"]);
         for axis in &plan.axes {
             for (i, value) in axis.values.iter().enumerate() {
@@ -130,8 +130,8 @@ impl ShowArgs {
                 table.row([name.to_owned(), value.clone(), quick.to_owned(), about.to_owned()]);
             }
         }
-        table.print(&mut session.out, 0)?;
-        session.out.line("")?;
+        table.print(&mut session.out, 0);
+        session.out.line("");
         for (name, effort) in [("full", plan.full), ("quick", plan.quick)] {
             session.out.line(format!(
                 "{name} run: {}, loads of {} s, disk of {}, {} per job or tree of files",
@@ -139,7 +139,7 @@ impl ShowArgs {
                 effort.seconds,
                 bytes_short(effort.disk),
                 bytes_short(effort.bytes)
-            ))?;
+            ));
         }
         Ok(Exit::Done)
     }

@@ -37,13 +37,13 @@ impl ReportArgs {
     pub fn run(self, session: &mut Session) -> Outcome {
         let run = Store::load(&self.run)?;
         if self.json {
-            session.out.json(&verdict(&run))?;
+            session.out.json(&verdict(&run));
             return Ok(Exit::Done);
         }
         let page = report::html(&run);
         let target = self.output.unwrap_or_else(|| self.run.with_extension("html"));
         if target.as_os_str() == "-" {
-            session.out.bytes(page.as_bytes())?;
+            session.out.bytes(page.as_bytes());
             return Ok(Exit::Done);
         }
         if !replaceable(&target) {
@@ -54,7 +54,7 @@ impl ReportArgs {
             .hint("name another file with --output"));
         }
         write_file(&target, page.as_bytes())?;
-        session.out.line(target.display().to_string())?;
+        session.out.line(target.display().to_string());
         Ok(Exit::Done)
     }
 }
