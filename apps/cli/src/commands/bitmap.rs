@@ -195,10 +195,6 @@ impl BitmapArgs {
         Ok(merge_bitmap(disk, name, &source, source_name)?)
     }
 
-    fn print_dirty(&self, all: &dyn Bitmaps, name: &str, session: &mut Session) -> Outcome {
-        if self.json.json { dirty_json(all, name, session) } else { dirty_text(all, name, session) }
-    }
-
     fn print_list(&self, list: Vec<BitmapStatus>, session: &mut Session) -> Outcome {
         if self.json.json {
             let filename = self.image.display().to_string();
@@ -268,7 +264,8 @@ impl Run for BitmapArgs {
         if !self.action.changes() {
             let all = bitmaps(&disk)?;
             return match self.action {
-                Action::Dirty => self.print_dirty(all, name, session),
+                Action::Dirty if self.json.json => dirty_json(all, name, session),
+                Action::Dirty => dirty_text(all, name, session),
                 _ => self.print_list(all.list()?, session),
             };
         }

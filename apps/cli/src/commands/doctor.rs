@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
-use vdkit::Monitor;
 use vdkit::jobs::{
     self, Allocation, DoctorEvidence, DoctorFinding, DoctorImage, DoctorOptions, DoctorReport,
     DoctorSeverity,
@@ -69,11 +68,9 @@ impl Run for DoctorArgs {
         options.refs = self.references.policy();
         options.recursive = self.recursive;
         options.libvirt = self.libvirt;
-        let progress = self.progress.reporter("doctor");
-        let monitor = Monitor::new(&progress).cancelled_by(session.cancel_on_signal()?);
-        let report = jobs::doctor(&vdkit::registry(), &self.path, &options, &monitor);
-        progress.finish();
-        let report = report?;
+        let report = self.progress.run("doctor", session, |monitor| {
+            jobs::doctor(&vdkit::registry(), &self.path, &options, monitor)
+        })??;
         self.json.print(&report, &mut session.out, |report, out| {
             report.images.iter().for_each(|image| print(image, out));
             if folder { sum_up(report, out) } else { print_findings(&report.findings, out) }
