@@ -5,7 +5,7 @@
 //!
 //! | what | where |
 //! |---|---|
-//! | one flat disk over a chain of images | [`Disk`], [`OpenOptions`]; as a file: [`Disk::stream`] |
+//! | one flat disk over a chain of images | [`Disk`], [`OpenOptions`]; as a file: [`Disk::stream`]; in the background: [`Queue`] |
 //! | an image's metadata | [`describe_chain`], [`ImageInfo`] |
 //! | jobs: convert, compare, check, create, resize, measure | [`jobs`] |
 //! | a disk for a running guest: the common part of all servers, NBD, and vhost-user | `serve`, `nbd`, `vhost_user` (features) |
@@ -105,9 +105,9 @@ pub use vdkit_block::{
     Secret, parse_size,
 };
 pub use vdkit_chain::{
-    BackingChoice, ChainLink, ChainReport, ChangedParent, Disk, DiskExtent, DiskPlace, DiskStream,
-    Extents, HostInfo, Layer, NewPart, OpenOptions, Ready, RequestGuard, changed_parent,
-    describe_chain, same_file,
+    BackingChoice, ChainLink, ChainReport, ChangedParent, Completion, Disk, DiskExtent, DiskPlace,
+    DiskStream, Extents, HostInfo, Layer, NewPart, OpenOptions, Queue, Ready, Request,
+    RequestGuard, changed_parent, describe_chain, same_file,
 };
 
 // Errors, cancellation and progress.
