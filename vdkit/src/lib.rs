@@ -237,7 +237,7 @@ pub mod nbd {
 /// A disk as a virtio disk of a virtual machine, over shared memory (vhost-user-blk).
 #[cfg(feature = "vhost")]
 pub mod vhost_user {
-    pub use vdkit_vhost::{Listener, Server};
+    pub use vdkit_vhost::{Listener, Server, ServerOptions};
 }
 
 /// A disk as a plain file.
