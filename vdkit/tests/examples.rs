@@ -36,6 +36,7 @@ fn each_example_does_what_its_first_line_says() {
     assert_eq!(run("bitmap base.qcow2 changes"), "3145728 +65536\n");
     assert!(run("snapshot base.qcow2 before").ends_with(" before\n"));
     assert!(run("extents base.qcow2").contains("3145728 +65536: data, host offset "));
+    assert_eq!(run("queue base.qcow2"), "1023 of 1024 pieces are zero\n");
     assert!(run("measure base.qcow2 vhdx").contains(" bytes; "));
 
     assert!(run("convert base.qcow2 copy.vmdk vmdk").starts_with("copy.vmdk: 67108864 bytes"));

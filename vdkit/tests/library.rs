@@ -7,6 +7,7 @@ const PAGE: &str = include_str!("../../docs/library.md");
 #[rustfmt::skip]
 #[allow(clippy::items_after_statements, reason = "each recipe stands for itself")]
 fn recipes(folder: &Path) -> Result<(), Box<dyn std::error::Error>> {
+    use std::sync::Arc;
     use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options};
 
     let registry = vdkit::registry(); // the formats that can be opened
@@ -43,6 +44,27 @@ fn recipes(folder: &Path) -> Result<(), Box<dyn std::error::Error>> {
         .filter_map(|extent| extent.map(|e| (!e.place.reads_zero()).then_some(e.len)).transpose())
         .sum::<vdkit::Result<u64>>()?;
     assert_eq!(data, 64 << 10);
+
+    use vdkit::{Queue, Request};
+
+    let shared = Arc::new(Disk::open(&registry, &path, &OpenOptions::read_only())?);
+    let queue: Queue = Queue::new(shared, 4)?; // four threads
+    for i in 0..64 {
+        let buffer = vec![0; 64 << 10];
+        queue.submit(i, Request::Read { at: GuestOffset(i << 16), buffer });
+    }
+    let mut found = None;
+    while queue.outstanding() > 0 {
+        for mut done in queue.reap(8, None) {
+            let (cookie, buffer) = (done.cookie, done.buffer.take());
+            done.result()?;
+            if buffer.is_some_and(|bytes| bytes.starts_with(b"hello")) {
+                found = Some(cookie);
+            }
+        }
+    }
+    assert_eq!(found, Some(16));
+    drop(queue); // waits for requests in flight
 
     use vdkit::jobs::{ConvertOptions, Destination, NewImage, Source, convert};
     use vdkit::{CancelToken, Progress};
@@ -81,7 +103,6 @@ fn recipes(folder: &Path) -> Result<(), Box<dyn std::error::Error>> {
     let storage = registry.open_storage(&path, &FileOptions::read_only())?;
     assert_eq!(inspect(storage, &InspectOptions::default())?.verdict, Verdict::Accept);
 
-    use std::sync::Arc;
     use vdkit::storage::MemoryStorage;
 
     let bytes = std::fs::read(&path)?;

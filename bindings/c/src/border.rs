@@ -6,6 +6,7 @@ use std::mem::MaybeUninit;
 use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::ptr::NonNull;
 
 use vdkit::Error;
 
@@ -114,17 +115,25 @@ pub(crate) unsafe fn path<'a>(path: *const c_char, name: &str) -> Result<&'a Pat
     Ok(Path::new(OsStr::from_bytes(bytes)))
 }
 
+/// Memory that a slice can be made of: no longer than slices are, and NULL only if it is empty.
+pub(crate) fn checked(memory: *const c_void, len: usize) -> Result<*mut u8> {
+    if isize::try_from(len).is_err() {
+        return Err(misuse(format!("a buffer of {len} bytes")));
+    }
+    match memory.is_null() {
+        true if len > 0 => Err(misuse("the buffer is NULL")),
+        true => Ok(NonNull::dangling().as_ptr()),
+        false => Ok(memory.cast_mut().cast()),
+    }
+}
+
 /// Memory to read from.
 ///
 /// # Safety
 /// `len` bytes at `bytes` are readable and not changed while the result is in use.
 pub(crate) unsafe fn bytes<'a>(bytes: *const c_void, len: usize) -> Result<&'a [u8]> {
-    match (bytes.is_null(), check_len(len)?) {
-        (true, 0) => Ok(&[]),
-        (true, _) => Err(misuse("the buffer is NULL")),
-        // SAFETY: the caller's promise, and the length is checked.
-        (false, len) => Ok(unsafe { std::slice::from_raw_parts(bytes.cast(), len) }),
-    }
+    // SAFETY: the caller's promise, and it is checked.
+    Ok(unsafe { std::slice::from_raw_parts(checked(bytes, len)?, len) })
 }
 
 /// Memory to write to.
@@ -132,12 +141,8 @@ pub(crate) unsafe fn bytes<'a>(bytes: *const c_void, len: usize) -> Result<&'a [
 /// # Safety
 /// `len` bytes at `bytes` are writable, and nobody else uses them while the result is in use.
 pub(crate) unsafe fn bytes_mut<'a>(bytes: *mut c_void, len: usize) -> Result<&'a mut [u8]> {
-    match (bytes.is_null(), check_len(len)?) {
-        (true, 0) => Ok(&mut []),
-        (true, _) => Err(misuse("the buffer is NULL")),
-        // SAFETY: the caller's promise, and the length is checked.
-        (false, len) => Ok(unsafe { std::slice::from_raw_parts_mut(bytes.cast(), len) }),
-    }
+    // SAFETY: the caller's promise, and it is checked.
+    Ok(unsafe { std::slice::from_raw_parts_mut(checked(bytes, len)?, len) })
 }
 
 /// A list of `count` values.
@@ -152,14 +157,6 @@ pub(crate) unsafe fn list<'a, T>(list: *const T, count: c_int) -> Result<&'a [T]
             Ok(unsafe { std::slice::from_raw_parts(list, count) })
         }
         _ => Err(misuse(format!("{count} entries of a list that is NULL or negative in length"))),
-    }
-}
-
-/// Slices cannot be longer.
-fn check_len(len: usize) -> Result<usize> {
-    match isize::try_from(len) {
-        Ok(_) => Ok(len),
-        Err(_) => Err(misuse(format!("a buffer of {len} bytes"))),
     }
 }
 

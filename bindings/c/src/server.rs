@@ -137,7 +137,8 @@ pub unsafe extern "C" fn vdkit_serve_vhost_user(
         });
         let new = serve(disk, listening, |export, (listener, path)| {
             let uri = listener.uri();
-            let running = vhost_user::Server::start(export.clone(), listener);
+            let options = vhost_user::ServerOptions::default();
+            let running = vhost_user::Server::start(export.clone(), listener, options);
             let failed = |source| failed_to_open(&path.display().to_string(), source);
             Ok((Running::Vhost(running.map_err(failed)?), uri))
         })?;

@@ -481,6 +481,11 @@ static void queue(void)
         reaped++;
     }
     CHECK(buf[0][0] == 63);
+    CHECK(vdkit_queue_pread(queue, NULL, 512, 0, 103) == VDKIT_E_USAGE);
+    CHECK(vdkit_queue_write_zeroes(queue, 512, 0, 64, 103) == VDKIT_E_USAGE); /* an unknown flag */
+    CHECK(vdkit_queue_open(queue) == 0);
+    OK(vdkit_queue_pwrite(queue, NULL, 0, 0, 104)); /* nothing */
+    CHECK(vdkit_queue_reap(queue, done, 1, -1) == 1 && done[0].result == 0);
     OK(vdkit_queue_write_zeroes(queue, 65536, 0, VDKIT_MAY_UNMAP, 1));
     OK(vdkit_queue_discard(queue, 65536, 65536, 2));
     vdkit_queue_free(queue); /* waits for both */

@@ -14,6 +14,7 @@
 //!     │ write.rs  resolve top ─► in place?  write
 //!     │                       └► reserve ─► fill + write ─► publish
 //!     │ extent.rs the flattened map: runs of data, zero, hole, compressed
+//!     └ queue.rs  the same requests in the background, reaped when they are done
 //! ```
 //!
 //! # What keeps a disk whole
@@ -36,6 +37,7 @@ mod exchange;
 mod extent;
 mod nonblocking;
 mod options;
+mod queue;
 mod read;
 mod reference;
 mod registry;
@@ -54,6 +56,7 @@ pub use disk::{Disk, Layer, RequestGuard};
 pub use extent::{DiskExtent, DiskPlace, Extents};
 pub use nonblocking::Ready;
 pub use options::{BackingChoice, OpenOptions};
+pub use queue::{Completion, Queue, Request};
 pub use registry::{Probed, Protocol, Registry, RejectedKind};
 pub use resize::NewPart;
 pub use split::{Split, links_down_to, open_split, same_file};

@@ -51,11 +51,18 @@ pub struct Device {
     /// The guest's write cache is on. The switch outlives connections: the monitor reports it when
     /// the guest sets it, but not on reconnecting or renegotiating features.
     pub writeback: Arc<AtomicBool>,
+    /// Offered rings.
+    pub queues: u16,
 }
 
 impl Device {
-    pub fn new(export: Arc<Export>, client: Client, writeback: Arc<AtomicBool>) -> Self {
-        Self { export, client: Arc::new(client), acked: AtomicU64::new(0), writeback }
+    pub fn new(
+        export: Arc<Export>,
+        client: Client,
+        writeback: Arc<AtomicBool>,
+        queues: u16,
+    ) -> Self {
+        Self { export, client: Arc::new(client), acked: AtomicU64::new(0), writeback, queues }
     }
 
     /// Offered features.
@@ -108,7 +115,7 @@ impl Device {
         put(26, &8_u16.to_le_bytes());
         put(28, &((unit / SECTOR_BYTES) as u32).to_le_bytes());
         put(32, &[u8::from(self.writeback.load(Ordering::Relaxed))]);
-        put(34, &QUEUES_MAX.to_le_bytes());
+        put(34, &self.queues.to_le_bytes());
         if !self.export.read_only() {
             put(36, &RANGE_SECTORS_MAX.to_le_bytes());
             put(40, &RANGES_MAX.to_le_bytes());

@@ -42,4 +42,4 @@ mod server;
 mod session;
 mod wire;
 
-pub use server::{Listener, Server};
+pub use server::{Listener, Server, ServerOptions};

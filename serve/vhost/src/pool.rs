@@ -10,8 +10,6 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::queue::Job;
 
-/// Maximum threads per disk.
-const THREADS_MAX: usize = 16;
 /// Maximum size of a thread's idle buffer.
 const BOUNCE_KEPT: usize = 1 << 20;
 
@@ -26,13 +24,14 @@ struct State {
 /// The threads and their queue.
 #[derive(Default)]
 pub struct Pool {
+    threads_max: usize,
     state: Mutex<State>,
     wake: Condvar,
 }
 
 impl Pool {
-    pub fn new() -> Arc<Self> {
-        Arc::new(Self::default())
+    pub fn new(threads_max: usize) -> Arc<Self> {
+        Arc::new(Self { threads_max, ..Self::default() })
     }
 
     /// Runs a request on another thread, or on this one if none can be created.
@@ -40,7 +39,7 @@ impl Pool {
         let alone = {
             let mut state = self.state.lock();
             state.jobs.push_back(job);
-            if state.idle < state.jobs.len() && state.threads.len() < THREADS_MAX {
+            if state.idle < state.jobs.len() && state.threads.len() < self.threads_max {
                 let pool = self.clone();
                 let builder = std::thread::Builder::new().name("vhost".to_owned());
                 if let Ok(thread) = builder.spawn(move || pool.work()) {

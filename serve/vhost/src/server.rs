@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use vdkit_serve::{Access, Export, UnixSocket, Wake};
 
+use crate::device::QUEUES_MAX;
 use crate::session::Session;
 
 /// Pause after a failure that may be transient.
@@ -37,6 +38,23 @@ impl Listener {
     }
 }
 
+/// Options of a server.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct ServerOptions {
+    /// Maximum queues of the disk, 1 to 64. The guest decides how many it uses; each has a thread.
+    pub queues_max: u16,
+    /// Maximum threads for requests that may wait for a disk, besides those of the queues. Without any,
+    /// the queues' own threads wait.
+    pub threads_max: usize,
+}
+
+impl Default for ServerOptions {
+    fn default() -> Self {
+        Self { queues_max: QUEUES_MAX, threads_max: 16 }
+    }
+}
+
 /// Connection counts.
 #[derive(Debug, Default)]
 struct Visits {
@@ -61,7 +79,11 @@ impl Server {
     ///
     /// # Errors
     /// If no thread can be created.
-    pub fn start(export: Arc<Export>, listener: Listener) -> io::Result<Self> {
+    pub fn start(
+        export: Arc<Export>,
+        listener: Listener,
+        options: ServerOptions,
+    ) -> io::Result<Self> {
         let wake = Arc::new(Wake::new()?);
         let (tell, ended) = channel();
         let woken = wake.clone();
@@ -69,7 +91,7 @@ impl Server {
         let counted = visits.clone();
         let thread =
             std::thread::Builder::new().name("vhost-user".to_owned()).spawn(move || {
-                serve(&export, &listener, &woken, &counted);
+                serve(&export, &listener, &options, &woken, &counted);
                 drop(listener);
                 // The receiver may be gone.
                 let _ = tell.send(());
@@ -106,7 +128,13 @@ impl Drop for Server {
     }
 }
 
-fn serve(export: &Arc<Export>, listener: &Listener, wake: &Wake, visits: &Visits) {
+fn serve(
+    export: &Arc<Export>,
+    listener: &Listener,
+    options: &ServerOptions,
+    wake: &Wake,
+    visits: &Visits,
+) {
     // On, which is the initial state.
     let writeback = Arc::new(AtomicBool::new(true));
     loop {
@@ -119,7 +147,7 @@ fn serve(export: &Arc<Export>, listener: &Listener, wake: &Wake, visits: &Visits
             }
         }
         let session = match listener.0.accept() {
-            Ok((socket, _)) => Session::new(socket, export.clone(), writeback.clone()),
+            Ok((socket, _)) => Session::new(socket, export.clone(), writeback.clone(), options),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
             Err(error) => Err(error),
         };

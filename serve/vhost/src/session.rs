@@ -19,6 +19,7 @@ use crate::memory::{Memory, REGIONS_MAX};
 use crate::pool::Pool;
 use crate::queue::Ring;
 use crate::rings::Slot;
+use crate::server::ServerOptions;
 use crate::wire::{
     Fields, InflightArea, MemoryRegion, RingAddresses, TooShort, backend_request, flag, invalid,
     protocol, request,
@@ -64,15 +65,17 @@ impl Session {
         socket: UnixStream,
         export: Arc<Export>,
         writeback: Arc<AtomicBool>,
+        options: &ServerOptions,
     ) -> io::Result<Self> {
         let watched = socket.try_clone()?;
         let client = Client::new(move || has_left(&watched));
-        let device = Arc::new(Device::new(export, client, writeback));
-        let pool = Pool::new();
+        let queues = options.queues_max.clamp(1, QUEUES_MAX);
+        let device = Arc::new(Device::new(export, client, writeback, queues));
+        let pool = Pool::new(options.threads_max);
         let ring = |index| Slot::new(Ring::new(index, device.clone(), pool.clone()));
         Ok(Self {
             channel: Channel::new(socket)?,
-            slots: (0..QUEUES_MAX).map(ring).collect(),
+            slots: (0..queues).map(ring).collect(),
             sectors: device.sectors(),
             device,
             pool,
@@ -171,7 +174,7 @@ impl Session {
                 }
                 self.protocol_features = features;
             }
-            request::GET_QUEUE_NUM => return Ok(Reply::Number(u64::from(QUEUES_MAX))),
+            request::GET_QUEUE_NUM => return Ok(Reply::Number(u64::from(self.device.queues))),
             request::SET_BACKEND_REQ_FD => {
                 let file = single(message.fds)?.ok_or_else(|| invalid("no socket came along"))?;
                 self.backend = Some(Channel::new(file.into())?);
@@ -289,7 +292,7 @@ impl Session {
         self.device.acknowledge(features);
         // Without protocol features, no message enables a ring.
         if features & feature::PROTOCOL_FEATURES == 0 {
-            for index in 0..u32::from(QUEUES_MAX) {
+            for index in 0..u32::from(self.device.queues) {
                 self.enable(index, true)?;
             }
         }

@@ -233,7 +233,10 @@ impl ServeArgs {
         let metrics = self.disk.tell_counts(export)?;
         let mount = |file: &Path| fuse::mount(export, file, self.fuse_options);
         let file = self.fuse.as_deref().map(mount).transpose()?;
-        let start_vhost = |listener| vhost_user::Server::start(Arc::clone(export), listener);
+        let start_vhost = |listener| {
+            let options = vhost_user::ServerOptions::default();
+            vhost_user::Server::start(Arc::clone(export), listener, options)
+        };
         let vhost = doors.vhost.map(start_vhost).transpose().map_err(Failure::no_thread)?;
         let mut options = ServerOptions::default();
         options.connections_max = self.connections;

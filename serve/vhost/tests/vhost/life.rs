@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use vdkit_serve::{Export, ExportOptions};
 use vdkit_storage::MemoryStorage;
-use vdkit_vhost::{Listener, Server};
+use vdkit_vhost::{Listener, Server, ServerOptions};
 
 use crate::guest::*;
 use crate::rig::Rig;
@@ -168,10 +168,31 @@ fn a_dropped_server_serves_no_more() {
     let socket = folder.path().join("vhost.sock");
     let disk = qcow2(Arc::new(MemoryStorage::new("image")), MIB, "");
     let export = Export::new(disk, ExportOptions::default());
-    let server = Server::start(export.clone(), Listener::bind(&socket).unwrap()).unwrap();
+    let listener = Listener::bind(&socket).unwrap();
+    let server = Server::start(export.clone(), listener, ServerOptions::default()).unwrap();
     let mut guest = Guest::boot(&socket, 1);
     guest.write(0, 0, &[1; 512]);
     drop(server);
     assert_eq!(Arc::strong_count(&export), 1);
     assert!(!socket.exists());
+}
+
+/// A server with few queues and no threads for slow requests, which the queues' threads then do.
+#[test]
+fn a_small_server_serves_all_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("vhost.sock");
+    let disk = qcow2(Arc::new(MemoryStorage::new("image")), MIB, "");
+    let export = Export::new(disk, ExportOptions::default());
+    let mut options = ServerOptions::default();
+    options.queues_max = 2;
+    options.threads_max = 0;
+    let server = Server::start(export, Listener::bind(&socket).unwrap(), options).unwrap();
+    let mut guest = Guest::boot(&socket, 2);
+    assert_eq!(guest.get(17), 2, "queues");
+    assert_eq!(guest.config(34, 2), [2, 0]);
+    // Too long for the non-blocking path.
+    guest.write(1, 0, &[7; DATA as usize]);
+    assert!(guest.read(0, 0, DATA as u32) == [7; DATA as usize]);
+    drop(server);
 }

@@ -8,7 +8,7 @@ use vdkit_block::Storage;
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_serve::{Export, ExportOptions};
 use vdkit_storage::MemoryStorage;
-use vdkit_vhost::{Listener, Server};
+use vdkit_vhost::{Listener, Server, ServerOptions};
 
 use vdkit_testkit::assert_sound;
 use vdkit_testkit::disks::qcow2;
@@ -47,7 +47,8 @@ impl Rig {
 
     fn serve(&mut self) {
         let listener = Listener::bind(&self.socket).unwrap();
-        self.server = Some(Server::start(self.export.clone(), listener).unwrap());
+        let options = ServerOptions::default();
+        self.server = Some(Server::start(self.export.clone(), listener, options).unwrap());
     }
 
     /// Replaces the server by another one.
