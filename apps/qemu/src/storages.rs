@@ -305,7 +305,6 @@ impl SpaceMap for DiskStorage {
         if there == 0 {
             return Ok(StorageExtent { len, data: false });
         }
-        let _resolving = self.disk.enter();
         let extent = self.disk.extent_at(GuestOffset(offset.0), there)?;
         Ok(StorageExtent { len: extent.len, data: !extent.place.reads_zero() })
     }

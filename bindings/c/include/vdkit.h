@@ -357,8 +357,8 @@ int vdkit_discard(const vdkit_disk *disk, uint64_t len, uint64_t offset);
 // Makes every write that has returned durable.
 int vdkit_flush(const vdkit_disk *disk);
 
-// Changes the size; durable on return. No other call may use the disk meanwhile, and its queues must
-// have no open requests. `flags`: VDKIT_SHRINK, or 0.
+// Changes the size; durable on return. Other threads and queues may use the disk meanwhile: some formats
+// let their requests wait. Those beyond a smaller size fail. `flags`: VDKIT_SHRINK, or 0.
 int vdkit_resize(const vdkit_disk *disk,
                  uint64_t size,
                  uint32_t flags);

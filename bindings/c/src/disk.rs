@@ -263,8 +263,8 @@ pub unsafe extern "C" fn vdkit_flush(disk: Option<&vdkit_disk>) -> c_int {
     call(|| given(disk, "disk")?.0.flush())
 }
 
-/// Changes the size; durable on return. No other call may use the disk meanwhile, and its queues must
-/// have no open requests. `flags`: VDKIT_SHRINK, or 0.
+/// Changes the size; durable on return. Other threads and queues may use the disk meanwhile: some formats
+/// let their requests wait. Those beyond a smaller size fail. `flags`: VDKIT_SHRINK, or 0.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_resize(disk: Option<&vdkit_disk>, size: u64, flags: u32) -> c_int {
     call(|| {

@@ -495,6 +495,37 @@ static void queue(void)
     vdkit_open_options_free(options);
 }
 
+/* The table of blocks moves while requests are open. */
+static void resizing_in_use(void)
+{
+    static char buf[64][512];
+    vdkit_open_options *options = writing("vhdx");
+    vdkit_completion done;
+    vdkit_queue *queue = NULL;
+    vdkit_disk *disk = NULL;
+
+    OK(create("grows.vhdx", "vhdx", 64 * MIB, "block_size=1M", NULL));
+    OK(vdkit_open("grows.vhdx", options, &disk));
+    OK(vdkit_queue_new(disk, 4, &queue));
+    for (int i = 0; i < 64; i++) {
+        memset(buf[i], i + 1, 512);
+        OK(vdkit_queue_pwrite(queue, buf[i], 512, (uint64_t)i * MIB, (uint64_t)i));
+    }
+    OK(vdkit_resize(disk, 130ull << 30, 0));
+    for (int i = 0; i < 64; i++)
+        CHECK(vdkit_queue_reap(queue, &done, 1, -1) == 1 && done.result == 0);
+    vdkit_queue_free(queue);
+    OK(vdkit_resize(disk, 64 * MIB, VDKIT_SHRINK));
+    OK(vdkit_close(disk));
+    OK(vdkit_open("grows.vhdx", options, &disk));
+    for (int i = 0; i < 64; i++) {
+        OK(vdkit_pread(disk, buf[0], 512, (uint64_t)i * MIB));
+        CHECK(buf[0][0] == i + 1 && buf[0][511] == i + 1);
+    }
+    OK(vdkit_close(disk));
+    vdkit_open_options_free(options);
+}
+
 static int updates;
 
 static int count_updates(void *user, uint64_t done, uint64_t total)
@@ -753,6 +784,7 @@ int main(int argc, char **argv)
     durable();
     threads();
     queue();
+    resizing_in_use();
     jobs();
     serving();
     serving_with_tls();

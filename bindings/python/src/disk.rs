@@ -77,14 +77,6 @@ impl Disk {
         }
     }
 
-    /// As [`Disk::call`], while no other call uses the disk.
-    fn alone<T>(&self, act: impl FnOnce(&vdkit::Disk) -> Result<T>) -> Result<T> {
-        match &*self.0.write() {
-            Some(disk) => act(disk),
-            None => Err(closed()),
-        }
-    }
-
     fn with<T: Send>(
         &self,
         py: Python<'_>,
@@ -239,8 +231,7 @@ impl Disk {
     fn resize(&self, py: Python<'_>, size: u64, shrink: bool) -> PyResult<()> {
         let mut options = jobs::ResizeOptions::default();
         options.shrink = shrink;
-        // Only qcow2 is resized while others use it.
-        run(py, None, |monitor| self.alone(|disk| jobs::resize(disk, size, &options, monitor)))
+        run(py, None, |monitor| self.call(|disk| jobs::resize(disk, size, &options, monitor)))
     }
 
     fn snapshot(&self, py: Python<'_>, action: &str, name: String) -> PyResult<()> {

@@ -35,6 +35,7 @@ pub use loom::sync::Arc;
 pub use loom::sync::atomic::Ordering;
 use loom::sync::atomic::fence;
 pub use loom::thread;
+pub use loom::thread_local;
 
 /// Runs a model in every order of steps with at most `preemptions` preemptions.
 ///

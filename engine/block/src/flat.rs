@@ -5,16 +5,20 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use crate::capabilities::StorageExtent;
 use crate::encryption::{CIPHER_SECTOR_BYTES, Encryption};
-use crate::error::{Result, require_writable};
+use crate::error::{Error, Result, require_writable};
 use crate::extent::{Extent, FileIndex, Place};
 use crate::format::{Format, FormatCaps};
 use crate::in_flight::InFlight;
 use crate::reservation::Reservation;
 use crate::storage::{Storage, ZeroMode};
 use crate::units::{GuestOffset, HostOffset};
+
+/// Pause between two checks of whether the requests have ended that may reach beyond a new end.
+const DRAIN_STEP: Duration = Duration::from_micros(100);
 
 /// Data and holes of a range of a file, for scans in steps smaller than a run. Only data is cached:
 /// a cached hole would be wrong after a write, while cached data that became a hole still reads
@@ -80,7 +84,7 @@ impl Flat {
     /// A disk of `guest_bytes` bytes from the host offset `first` on.
     ///
     /// # Errors
-    /// [`crate::Error::ReadOnly`] if `writable` is set and the storage is not.
+    /// [`Error::ReadOnly`] if `writable` is set and the storage is not.
     pub fn new(
         storage: Arc<dyn Storage>,
         writable: bool,
@@ -96,15 +100,41 @@ impl Flat {
     /// Fails if the image was opened for reading.
     ///
     /// # Errors
-    /// [`crate::Error::ReadOnly`].
+    /// [`Error::ReadOnly`].
     pub fn require_writable(&self) -> Result<()> {
         require_writable(self.writable, self.storage.name())
+    }
+
+    /// Ends the disk at `guest_bytes` for requests that begin from now on, if it is longer, and waits
+    /// for requests that may still write beyond. Call it before cutting the file: a late write would
+    /// lengthen the file again, or overwrite what follows the disk. Returns the size before.
+    pub fn shrink(&self, guest_bytes: u64) -> u64 {
+        // A request enters and then reads the size. So it sees the new size, or is waited for.
+        let before = self.guest_bytes.fetch_min(guest_bytes, Ordering::SeqCst);
+        if guest_bytes < before {
+            let stamp = self.in_flight.stamp();
+            while !self.in_flight.passed(stamp) {
+                std::thread::sleep(DRAIN_STEP);
+            }
+        }
+        before
     }
 
     /// Uses another size, after the file has changed.
     pub fn resized(&self, guest_bytes: u64) {
         self.runs.forget();
         self.guest_bytes.store(guest_bytes, Ordering::Release);
+    }
+
+    /// Fails for a range beyond the end. For requests in flight, that stays true until they end: see
+    /// [`Flat::shrink`].
+    fn require_inside(&self, at: GuestOffset, len: u64) -> Result<()> {
+        let size = self.guest_bytes.load(Ordering::SeqCst);
+        if at.0.checked_add(len).is_some_and(|end| end <= size) {
+            return Ok(());
+        }
+        let name = self.storage.name();
+        Err(Error::Invalid(format!("{name}: {len} bytes at {at} end beyond the disk's {size}")))
     }
 
     fn host(&self, at: GuestOffset) -> HostOffset {
@@ -206,6 +236,7 @@ impl<F: FlatFormat> Format for F {
     }
 
     fn resolve_for_io(&self, at: GuestOffset, len: u64) -> Result<Extent> {
+        self.flat().require_inside(at, len)?;
         Ok(self.flat().data(at, len))
     }
 
@@ -226,6 +257,8 @@ impl<F: FlatFormat> Format for F {
         if !self.new_reads_zero() {
             return Ok(at.0..at.0);
         }
+        let _guard = flat.in_flight.enter();
+        flat.require_inside(at, len)?;
         let mode = if may_unmap { ZeroMode::MayUnmap } else { ZeroMode::KeepAllocated };
         flat.storage.write_zeroes(flat.host(at), len, mode)?;
         flat.runs.forget();
@@ -236,6 +269,8 @@ impl<F: FlatFormat> Format for F {
         let flat = self.flat();
         flat.require_writable()?;
         if self.new_reads_zero() {
+            let _guard = flat.in_flight.enter();
+            flat.require_inside(at, len)?;
             FlatFormat::discard(self, flat.host(at), len)?;
             flat.runs.forget();
         }

@@ -10,6 +10,7 @@ use crate::codec::Codec;
 use crate::encryption::Encryption;
 use crate::error::{Error, Result};
 use crate::extent::{Compressed, Extent, FileIndex};
+use crate::gate::Gate;
 use crate::in_flight::InFlight;
 use crate::reservation::{CompressedFrame, CompressedReservation, Reservation};
 use crate::snapshots::Snapshots;
@@ -174,6 +175,13 @@ pub trait Format: Send + Sync + fmt::Debug {
     /// The in-flight counter: enter before resolving, leave after the I/O on the extents.
     fn in_flight(&self) -> &InFlight;
 
+    /// The gate of a format that moves blocks or tables when it is resized or closed. It closes the
+    /// gate itself meanwhile. Each request enters it once, before it resolves or reserves, and
+    /// leaves it after its I/O and its publications. `None` if requests may run at any time.
+    fn gate(&self) -> Option<&Gate> {
+        None
+    }
+
     /// The extent at `at`: the longest run that is cheap to find, at most `len`.
     fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent>;
 
@@ -221,8 +229,8 @@ pub trait Format: Send + Sync + fmt::Debug {
     /// format without `close` leaves the state of a crash: consistent, perhaps with leaks.
     fn close(&self) -> Result<()>;
 
-    /// Resizes the guest disk. Shrinking frees the space beyond the end. Formats may move blocks and
-    /// tables without regard to requests: but for qcow2, the caller sees to it that none runs.
+    /// Resizes the guest disk. Shrinking frees the space beyond the end. Requests may run meanwhile,
+    /// if they enter [`Format::gate`]. The calling thread must not be within one.
     fn resize(&self, guest_bytes: u64) -> Result<()>;
 
     /// The cache of the map; `None` for formats without one.

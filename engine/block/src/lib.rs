@@ -43,6 +43,7 @@ mod error;
 mod extent;
 mod flat;
 mod format;
+mod gate;
 mod in_flight;
 mod layer;
 mod limits;
@@ -84,6 +85,7 @@ pub use format::{
     BackingRef, CompressedUnits, CompressedWriter, Format, FormatCaps, MapCache, MapCacheStats,
     Overlay,
 };
+pub use gate::{Alone, Gate, Inside};
 pub use in_flight::{InFlight, InFlightGuard, Stamp};
 pub use layer::StorageLayer;
 pub use limits::Limits;

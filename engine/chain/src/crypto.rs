@@ -215,9 +215,10 @@ impl Disk {
     /// As [`Disk::write_at`].
     pub fn write_new_at(&self, bytes: &[u8], at: GuestOffset) -> Result<()> {
         self.check_writable()?;
+        let _begun = self.begin();
         let len = bytes.len() as u64;
         self.check_range(at, len)?;
-        let guard = self.enter();
+        let flights = self.in_flight();
         let extent = self.top().resolve_for_io(at, len)?;
         if let Place::Data { file, offset, exclusive: true } = extent.place
             && extent.len == len
@@ -233,7 +234,7 @@ impl Disk {
                 Some(_) => {}
             }
         }
-        drop(guard);
+        drop(flights);
         self.write_unchecked(bytes, at)
     }
 }

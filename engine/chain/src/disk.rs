@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use parking_lot::{Mutex, RwLock};
 use vdkit_block::{
-    CacheMode, Encryption, Error, Format, GuestOffset, ImageInfo, InFlightGuard, Limits, MapCache,
-    MapCacheStats, OpenRequest, Result, Storage, require_writable,
+    CacheMode, Encryption, Error, Format, Gate, GuestOffset, ImageInfo, InFlightGuard, Inside,
+    Limits, MapCache, MapCacheStats, OpenRequest, Result, Storage, require_writable,
 };
 
 use crate::extent::{Cursor, DiskExtent, Extents, Purpose};
@@ -71,12 +71,28 @@ impl Layer {
     }
 }
 
-/// A request in flight; see [`Disk::enter`].
+/// Gates of the images that change while a disk is open: the top image's, and that of the image
+/// beneath if it is written too. Requests enter them in this order.
+pub(crate) type Gates<'a> = [Option<&'a Gate>; 2];
+
+/// A request that has entered the gates of its disk; see [`Disk::begin`].
+pub(crate) type Begun<'a> = [Option<Inside<'a>>; 2];
+
+/// Enters gates; waits while an image is resized whose format must be alone for that.
+pub(crate) fn enter_all(gates: Gates<'_>) -> Begun<'_> {
+    gates.map(|gate| gate.map(Gate::enter))
+}
+
+/// Requests in flight in the images that change: from a lookup in the map to the end of the I/O.
+pub(crate) type Flights<'a> = (InFlightGuard<'a>, Option<InFlightGuard<'a>>);
+
+/// A request of a caller that moves bytes itself; see [`Disk::enter`]. It stays on its thread.
 #[derive(Debug)]
 #[must_use = "the request ends when the guard is dropped"]
 pub struct RequestGuard<'a> {
-    _top: InFlightGuard<'a>,
-    _beneath: Option<InFlightGuard<'a>>,
+    // In the order in which they are left.
+    _flights: Flights<'a>,
+    _begun: Begun<'a>,
 }
 
 /// A disk as the guest sees it: an image and its backing chain. Shared by threads.
@@ -214,7 +230,9 @@ impl Disk {
 
     /// The top image's map.
     ///
-    /// Publish compressed units that were reserved here with [`Disk::publish_compressed`].
+    /// Publish compressed units that were reserved here with [`Disk::publish_compressed`]. If other
+    /// threads may resize the disk, call [`Disk::enter`] before reserving here, or changing the
+    /// image otherwise, and keep the guard until that is published.
     pub fn top(&self) -> &Arc<dyn Format> {
         &self.layers[0].format
     }
@@ -261,15 +279,55 @@ impl Disk {
     }
 
     /// Begins a request. Callers that move the bytes of an extent themselves enter before the
-    /// lookup and keep the guard until the bytes are moved, so that the space is not reused
-    /// meanwhile. (Only the top image changes while a disk is open, or the two on top: see
-    /// [`Disk::share_beneath`].)
+    /// lookup and keep the guard until the bytes are moved, so that the space is not reused, and no
+    /// block moves, meanwhile. (Only the top image changes while a disk is open, or the two on top:
+    /// see [`Disk::share_beneath`].) The thread may make any request while it holds the guard, but
+    /// must not resize or close the disk, which waits for the guard.
     pub fn enter(&self) -> RequestGuard<'_> {
-        let beneath = if self.beneath_changes { self.layers.get(1) } else { None };
-        RequestGuard {
-            _top: self.top().in_flight().enter(),
-            _beneath: beneath.map(|layer| layer.format.in_flight().enter()),
+        let begun = self.begin();
+        RequestGuard { _flights: self.in_flight(), _begun: begun }
+    }
+
+    /// The image beneath, if it changes.
+    fn changing_beneath(&self) -> Option<&Layer> {
+        if self.beneath_changes { self.layers.get(1) } else { None }
+    }
+
+    /// The gates that each request enters first, and only once: all public methods that ask the map
+    /// anything do so.
+    pub(crate) fn gates(&self) -> Gates<'_> {
+        [self.top().gate(), self.changing_beneath().and_then(|layer| layer.format.gate())]
+    }
+
+    /// Begins a request, before its range is compared with the size.
+    pub(crate) fn begin(&self) -> Begun<'_> {
+        enter_all(self.gates())
+    }
+
+    /// [`Disk::begin`] without waiting; `None` if it would wait.
+    pub(crate) fn try_begin(&self) -> Option<Begun<'_>> {
+        let [top, beneath] = self.gates();
+        let top = top.map(Gate::try_enter);
+        let beneath = beneath.map(Gate::try_enter);
+        match (top, beneath) {
+            (Some(None), _) | (_, Some(None)) => None,
+            (top, beneath) => Some([top.flatten(), beneath.flatten()]),
         }
+    }
+
+    /// Keeps space that the map names from being reused. Within a request that has begun.
+    pub(crate) fn in_flight(&self) -> Flights<'_> {
+        let beneath = self.changing_beneath();
+        (self.top().in_flight().enter(), beneath.map(|layer| layer.format.in_flight().enter()))
+    }
+
+    /// Fails within a request of this thread, for which a resize or a close would wait.
+    pub(crate) fn refuse_within_request(&self) -> Result<()> {
+        if self.gates().into_iter().flatten().any(Gate::is_inside) {
+            let what = "the disk cannot be resized or closed within a request of the same thread";
+            return Err(Error::Invalid(format!("{}: {what}", self.name)));
+        }
+        Ok(())
     }
 
     /// Resource limits on images.
@@ -283,8 +341,8 @@ impl Disk {
     /// # Errors
     /// [`Error::Invalid`] past the end of the disk and for `len` 0; damage; errors of storages.
     pub fn extent_at(&self, at: GuestOffset, len: u64) -> Result<DiskExtent<'_>> {
-        self.check_range(at, len)?;
         let _guard = self.enter();
+        self.check_range(at, len)?;
         self.walk(Purpose::Map, at.0, at.0 + len)
             .step_within(ANSWERS_MAX)?
             .ok_or_else(|| Error::Invalid(format!("{}: an empty range has no map", self.name)))
@@ -296,8 +354,7 @@ impl Disk {
     /// # Errors
     /// [`Error::Invalid`] past the end of the disk.
     pub fn extents(&self, at: GuestOffset, len: u64) -> Result<Extents<'_>> {
-        self.check_range(at, len)?;
-        Ok(self.walk(Purpose::Map, at.0, at.0 + len))
+        self.extents_of(self.layers.len(), at, len)
     }
 
     /// As [`Disk::extents`] for the first `layers` images only: bytes that they do not hold are a
@@ -308,11 +365,13 @@ impl Disk {
     pub fn extents_of(&self, layers: usize, at: GuestOffset, len: u64) -> Result<Extents<'_>> {
         self.check_range(at, len)?;
         let layers = &self.layers[..layers.min(self.layers.len())];
-        Ok(Extents::new(Cursor::new(layers, Purpose::Map, at.0, at.0 + len)))
+        let cursor = Cursor::new(layers, Purpose::Map, at.0, at.0 + len);
+        Ok(Extents::new(cursor, self.gates()))
     }
 
+    /// The extents of a range, for a request that has begun.
     pub(crate) fn walk(&self, purpose: Purpose, at: u64, end: u64) -> Extents<'_> {
-        Extents::new(Cursor::new(&self.layers, purpose, at, end))
+        Extents::new(Cursor::new(&self.layers, purpose, at, end), [None; 2])
     }
 
     /// Fails for ranges beyond the disk.
@@ -349,11 +408,13 @@ impl Disk {
     /// another close ends it.
     ///
     /// # Errors
-    /// As [`Disk::flush`].
+    /// As [`Disk::flush`]; [`Error::Invalid`] within a request of the same thread ([`Disk::enter`]), in
+    /// formats that move blocks.
     pub fn close(&self) -> Result<()> {
         if !self.writable {
             return Ok(());
         }
+        self.refuse_within_request()?;
         {
             // Under the lock, a size that is not shown is none of a resize that still runs, but of
             // one that failed and could not be taken back. This is the last time to do that.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use vdkit_block::{Compressed, Error, GuestOffset, HostOffset, IoAction, Place, Result, Storage};
 
-use crate::disk::Layer;
+use crate::disk::{Gates, Layer, enter_all};
 
 /// A run of the disk at one location.
 #[derive(Clone, Copy, Debug)]
@@ -196,13 +196,15 @@ impl<'a> Cursor<'a> {
 #[derive(Debug)]
 pub struct Extents<'a> {
     cursor: Cursor<'a>,
+    /// Each step of the iterator is a request of its own.
+    gates: Gates<'a>,
     ahead: Option<DiskExtent<'a>>,
     error: Option<Error>,
 }
 
 impl<'a> Extents<'a> {
-    pub(crate) fn new(cursor: Cursor<'a>) -> Self {
-        Self { cursor, ahead: None, error: None }
+    pub(crate) fn new(cursor: Cursor<'a>, gates: Gates<'a>) -> Self {
+        Self { cursor, gates, ahead: None, error: None }
     }
 
     /// The next extent; `None` at the end of the range.
@@ -252,6 +254,7 @@ impl<'a> Iterator for Extents<'a> {
     type Item = Result<DiskExtent<'a>>;
 
     fn next(&mut self) -> Option<Self::Item> {
+        let _begun = enter_all(self.gates);
         let step = self.step();
         if step.is_err() {
             self.cursor.stop();

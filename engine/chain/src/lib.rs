@@ -24,6 +24,7 @@
 //! | no file is in a chain twice; no chain is longer than the limit | `walk` |
 //! | bytes past the end of a shorter backing image read as zero, also after the overlay grew | `extent`, `resize` |
 //! | nobody sees the new part of a disk before it is ready, nor one that could not be taken back | `resize`, `shown_size` |
+//! | no block or table moves under a request | [`Gate`](vdkit_block::Gate), entered by all public methods of `disk`, `read`, `write` |
 //! | freed clusters are not reused under a reader | guards of [`InFlight`](vdkit_block::InFlight), `read`, `write` |
 //! | each layer's encrypted bytes use that layer's key; no plaintext is written to them | `seal`, `read`, `write` |
 //! | the cache never serves a decompressed unit that was replaced | `unit_cache` |

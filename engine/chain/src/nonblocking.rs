@@ -29,10 +29,11 @@ impl Disk {
     /// `None`, with `buf` undefined, if it may wait. Compressed and encrypted bytes always return
     /// `None`, since they take long.
     pub fn read_ready(&self, buf: &mut [u8], at: GuestOffset) -> Option<Result<Ready>> {
+        let _begun = self.try_begin()?;
         if let Err(error) = self.check_range(at, buf.len() as u64) {
             return Some(Err(error));
         }
-        let _guard = self.enter();
+        let _flights = self.in_flight();
         let mut at = at.0;
         let mut rest = buf;
         let whole = rest.len();
@@ -61,10 +62,11 @@ impl Disk {
     /// refcount space can still take long.
     pub fn write_ready(&self, at: GuestOffset, len: u64) -> bool {
         let top = self.top();
+        let Some(_begun) = self.try_begin() else { return false };
         if !self.writable() || top.encryption().is_some() || self.check_range(at, len).is_err() {
             return false;
         }
-        let _guard = self.enter();
+        let _flights = self.in_flight();
         let mut done = 0;
         while done < len {
             let here = at + done;

@@ -54,6 +54,7 @@ impl Disk {
     /// # Errors
     /// [`Error::Invalid`] past the end of the disk; damage; errors of storages.
     pub fn read_at(&self, buf: &mut [u8], at: GuestOffset) -> Result<()> {
+        let _begun = self.begin();
         self.check_range(at, buf.len() as u64)?;
         self.read_through(buf, at)
     }
@@ -63,6 +64,7 @@ impl Disk {
     /// # Errors
     /// As [`Disk::read_at`]; nothing is read if the range ends past the end of the disk.
     pub fn read_vectored_at(&self, bufs: &mut [IoSliceMut<'_>], at: GuestOffset) -> Result<()> {
+        let _begun = self.begin();
         self.check_range(at, total(bufs.iter().map(|buf| buf.len())))?;
         let mut at = at;
         for buf in bufs {
@@ -72,9 +74,9 @@ impl Disk {
         Ok(())
     }
 
-    /// As [`Disk::read_at`], with zeroes past the end of the disk.
+    /// As [`Disk::read_at`], with zeroes past the end of the disk, for a request that has begun.
     pub(crate) fn read_through(&self, buf: &mut [u8], at: GuestOffset) -> Result<()> {
-        let _guard = self.enter();
+        let _flights = self.in_flight();
         let generation = self.units.generation();
         let end = at.0.saturating_add(buf.len() as u64).min(self.guest_bytes());
         let inside = end.saturating_sub(at.0) as usize;

@@ -42,6 +42,7 @@ impl NewPart<'_> {
             let name = self.disk.name();
             return Err(Error::Invalid(format!("{name}: {at} is not in the new part")));
         }
+        let _begun = self.disk.begin();
         self.disk.write_unchecked(buf, at)
     }
 }
@@ -49,16 +50,18 @@ impl NewPart<'_> {
 impl Disk {
     /// Resizes the disk. New bytes read as zero, even if a longer backing image holds data there,
     /// or the last cluster still holds data that an earlier shrink cut off. Until it returns, other
-    /// threads see the old size. They may use a qcow2 disk meanwhile. Of any other format the caller
-    /// keeps requests away: see [`vdkit_block::Format::resize`].
+    /// threads see the old size. They may use the disk meanwhile: if the format moves blocks or
+    /// tables (VDI, VHD, VHDX), the resize waits for their requests, and new ones wait for it. A
+    /// request that reaches beyond a smaller size fails.
     ///
     /// If new space does not read as zero (raw LUKS), zeroes are written; a power cut can then
     /// leave the disk larger, with noise in the new part.
     ///
     /// # Errors
-    /// [`Error::ReadOnly`]; [`Error::Invalid`] for a size that the format cannot have; other errors of the
-    /// format. A disk that was to grow then shows its old size.
-    /// (But if only the sync at the end failed, in a cache mode with durable writes, it has grown.)
+    /// [`Error::ReadOnly`]; [`Error::Invalid`] for a size that the format cannot have, and in those
+    /// formats within a request of the same thread ([`Disk::enter`]); other errors of the format. A
+    /// disk that was to grow then shows its old size. (But if only the sync at the end failed, in a
+    /// cache mode with durable writes, it has grown.)
     pub fn resize(&self, guest_bytes: u64) -> Result<()> {
         self.resize_with(guest_bytes, &Monitor::default(), |_| Ok(()), |_| Ok(()))
     }
@@ -77,6 +80,7 @@ impl Disk {
         prepare: impl FnOnce(&NewPart<'_>) -> Result<()>,
     ) -> Result<()> {
         self.check_writable()?;
+        self.refuse_within_request()?;
         let _one = self.resizing.lock();
         let before = self.guest_bytes();
         allow(before)?;
@@ -122,6 +126,7 @@ impl Disk {
     /// Zeroes what an earlier shrink left in the old last cluster, the backing data (for formats
     /// that cannot hide it before they grow), or all if new space does not read as zero.
     fn zero_part(&self, part: &NewPart<'_>, beneath: u64, monitor: &Monitor<'_>) -> Result<()> {
+        let _begun = self.begin();
         if !self.top().new_reads_zero() {
             return self.zero_in_steps(part, monitor);
         }

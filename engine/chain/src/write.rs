@@ -85,12 +85,14 @@ impl Disk {
     /// As [`Disk::write_at`]; nothing is written if the range ends past the end of the disk.
     pub fn write_vectored_at(&self, bufs: &[IoSlice<'_>], at: GuestOffset) -> Result<()> {
         self.check_writable()?;
+        let begun = self.begin();
         self.check_range(at, total(bufs.iter().map(|buf| buf.len())))?;
         let mut at = at;
         for buf in bufs {
             self.write_unchecked(buf, at)?;
             at += buf.len() as u64;
         }
+        drop(begun);
         self.flush_if_write_durable()
     }
 
@@ -102,11 +104,13 @@ impl Disk {
     /// As [`Disk::write_at`].
     pub fn write_unsettled(&self, buf: &[u8], at: GuestOffset) -> Result<()> {
         self.check_writable()?;
+        let _begun = self.begin();
         self.check_range(at, buf.len() as u64)?;
         self.write_unchecked(buf, at)
     }
 
-    /// As [`Disk::write_unsettled`], for a range that is known to be on the disk.
+    /// As [`Disk::write_unsettled`], for a range that is known to be on the disk, within a request
+    /// that has begun.
     pub(crate) fn write_unchecked(&self, buf: &[u8], at: GuestOffset) -> Result<()> {
         self.write_source(Source::Bytes(buf), at)
     }
@@ -118,12 +122,15 @@ impl Disk {
     /// As [`Disk::write_at`].
     pub fn write_zeroes(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<()> {
         self.check_writable()?;
+        let begun = self.begin();
         self.check_range(at, len)?;
         self.zero_unchecked(at, len, may_unmap)?;
+        drop(begun);
         self.flush_if_write_durable()
     }
 
-    /// As [`Disk::write_zeroes`] and not durable yet, for a range that is known to be on the disk.
+    /// As [`Disk::write_zeroes`] and not durable yet, for a range that is known to be on the disk,
+    /// within a request that has begun.
     pub(crate) fn zero_unchecked(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<()> {
         if len == 0 {
             return Ok(());
@@ -140,6 +147,7 @@ impl Disk {
     /// As [`Disk::write_at`].
     pub fn write_zeroes_persistent(&self, at: GuestOffset, len: u64) -> Result<()> {
         self.check_writable()?;
+        let begun = self.begin();
         self.check_range(at, len)?;
         if len == 0 {
             return Ok(());
@@ -148,6 +156,7 @@ impl Disk {
         for edge in edges(&done, at.0, at.0 + len) {
             self.write_source(Source::Zeroes(edge.end - edge.start), GuestOffset(edge.start))?;
         }
+        drop(begun);
         self.flush_if_write_durable()
     }
 
@@ -158,6 +167,7 @@ impl Disk {
     /// [`Error::ReadOnly`]; [`Error::Unsupported`] if the format cannot; errors of the format.
     pub fn empty(&self) -> Result<()> {
         self.check_writable()?;
+        let _begun = self.begin();
         self.top().empty()
     }
 
@@ -169,11 +179,13 @@ impl Disk {
     /// As [`Disk::write_at`].
     pub fn discard(&self, at: GuestOffset, len: u64) -> Result<()> {
         self.check_writable()?;
+        let begun = self.begin();
         self.check_range(at, len)?;
         if len == 0 {
             return Ok(());
         }
         self.top().discard(at, len)?;
+        drop(begun);
         self.flush_if_write_durable()
     }
 
@@ -190,6 +202,7 @@ impl Disk {
             .map(|unit| u32::try_from(unit.as_ref().len()))
             .collect::<Result<_, _>>()
             .map_err(|_| Error::Invalid("a compressed unit passes 4 GiB".to_owned()))?;
+        let begun = self.begin();
         let mut done = 0;
         while done < units.len() {
             let offset = cluster_bytes
@@ -202,6 +215,7 @@ impl Disk {
             self.fill_compressed(reservation, &units[done..done + taken])?;
             done += taken;
         }
+        drop(begun);
         self.flush_if_write_durable()
     }
 
@@ -247,7 +261,7 @@ impl Disk {
         let mut at = at;
         while at < end {
             let run = {
-                let _guard = self.enter();
+                let _flights = self.in_flight();
                 let Some(run) = self.walk(Purpose::Io, at, end).step()? else { break };
                 (run.len, run.place.reads_zero())
             };
@@ -263,6 +277,7 @@ impl Disk {
     /// Copies the unit of the byte at `at` from the backing image to the top image, if it is still
     /// there. Guest data stays the same; bytes beyond the end of the disk become zero.
     pub(crate) fn own_byte(&self, at: u64) -> Result<()> {
+        let _begun = self.begin();
         let offset = GuestOffset(at);
         if self.top().resolve(offset, 1)?.place != Place::Hole {
             return Ok(());
@@ -305,7 +320,7 @@ impl Disk {
     fn write_in_place(&self, source: Source<'_>, at: GuestOffset, done: u64) -> Result<u64> {
         // Enter before the map lookup and leave after the write, so that the space is not reused
         // for another cluster meanwhile.
-        let _guard = self.enter();
+        let _flights = self.in_flight();
         let top = self.top();
         let extent = top.resolve_for_io(at, source.len() - done)?;
         let Place::Data { file, offset, exclusive: true } = extent.place else { return Ok(0) };

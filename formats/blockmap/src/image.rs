@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use vdkit_block::{
-    Error, Extent, FileIndex, Format, FormatCaps, GuestOffset, HostOffset, InFlight, IoAction,
-    Limits, MapCache, MapCacheStats, Place, Remedy, Reservation, Result, Storage, ZeroMode,
-    is_aligned, require_writable,
+    Error, Extent, FileIndex, Format, FormatCaps, Gate, GuestOffset, HostOffset, InFlight,
+    IoAction, Limits, MapCache, MapCacheStats, Place, Remedy, Reservation, Result, Storage,
+    ZeroMode, is_aligned, require_writable,
 };
 use vdkit_meta::{Engine, MutexGuard, Reclaim, Tickets};
 
@@ -149,20 +149,21 @@ pub struct Opening {
 
 /// An image: the map, the allocator and the order of its metadata writes.
 ///
-/// Lock order: the lead of flushes, `state`, then the table's locks. A resize moves blocks under
-/// the first two, while no request is in flight.
+/// Lock order: `gate`, the lead of flushes, `state`, then the table's locks. Resizing and closing
+/// move blocks with all but the last one held, so no request is under way.
 #[derive(Debug)]
 pub struct BlockImage<E> {
     pub(crate) envelope: E,
     pub(crate) storage: Arc<dyn Storage>,
     pub(crate) writable: bool,
-    /// Changed only by a resize, while no request is in flight.
+    /// Changed only by a resize, with `gate` closed.
     pub(crate) geometry: RwLock<Geometry>,
     pub(crate) guest_bytes: AtomicU64,
     /// Bytes of the file, for validating entries.
     pub(crate) host_bytes: AtomicU64,
     pub(crate) table: Table,
     in_flight: InFlight,
+    pub(crate) gate: Gate,
     warnings: Vec<String>,
     /// Sector bitmaps of the blocks; `None` if all sectors are present.
     pub(crate) sectors: Option<SectorMaps>,
@@ -255,6 +256,7 @@ impl<E: Envelope> BlockImage<E> {
             host_bytes: AtomicU64::new(host_bytes),
             table: Table::new(limits.cache_bytes, PAGE_BYTES, PAGES_MIN),
             in_flight: InFlight::default(),
+            gate: Gate::default(),
             warnings: opening.warnings,
             sectors: (opening.has_parent && opening.sector_maps)
                 .then(|| sectors::cache(geometry.skip)),
@@ -487,6 +489,10 @@ impl<E: Envelope> Format for BlockImage<E> {
 
     vdkit_block::accessors!(warnings, storage, in_flight);
 
+    fn gate(&self) -> Option<&Gate> {
+        Some(&self.gate)
+    }
+
     fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
         self.in_range(at, len, IoAction::Map)?;
         loop {
@@ -558,7 +564,12 @@ impl<E: Envelope> Format for BlockImage<E> {
     }
 
     fn close(&self) -> Result<()> {
-        if self.writable { self.state.close(self) } else { Ok(()) }
+        if !self.writable {
+            return Ok(());
+        }
+        // The gaps that failed writes left are closed.
+        let _alone = self.gate.close();
+        self.state.close(self)
     }
 
     fn resize(&self, guest_bytes: u64) -> Result<()> {

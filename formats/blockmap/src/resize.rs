@@ -11,7 +11,7 @@ use crate::image::{BlockImage, Envelope, State, end_of_blocks};
 use crate::table::{STEP_ENTRIES, read_entries, write_blocks, write_holes};
 
 impl<E: Envelope> BlockImage<E> {
-    /// As [`vdkit_block::Format::resize`]. The caller ensures that no request is in flight.
+    /// As [`vdkit_block::Format::resize`].
     pub(crate) fn resize_to(&self, guest_bytes: u64) -> Result<()> {
         if self.sectors.is_some() {
             return Err(Error::unsupported(
@@ -20,6 +20,8 @@ impl<E: Envelope> BlockImage<E> {
                 "convert it to a new image",
             ));
         }
+        // Before the size is judged by a geometry that another resize may change.
+        let _alone = self.gate.close();
         let guest_bytes =
             self.envelope.judge_size(self.storage.name(), &self.geometry(), guest_bytes)?;
         let (_lead, mut state) = self.state.quiesce(self)?;

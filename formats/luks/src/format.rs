@@ -1,7 +1,6 @@
 //! The map of a raw container: guest byte *n* is byte *payload offset + n*, encrypted.
 
 use std::mem::offset_of;
-use std::sync::atomic::Ordering;
 
 use vdkit_block::{
     Encryption, Error, Flat, FlatFormat, HostOffset, OpenRequest, Result, Secret, SectorNumbering,
@@ -94,8 +93,7 @@ impl FlatFormat for LuksFormat {
         if !flat.storage.caps().growable && end > flat.storage.len()? {
             return Err(Error::Invalid(format!("{file}: has a fixed length and cannot grow")));
         }
-        // Concurrent requests must not reach bytes beyond the end of the file.
-        let before = flat.guest_bytes.fetch_min(bytes, Ordering::AcqRel);
+        let before = flat.shrink(bytes);
         if flat.storage.caps().growable
             && let Err(error) = flat.storage.set_len(end)
         {

@@ -42,6 +42,11 @@ fn other_sizes_equal_the_model_live_and_offline() {
 }
 
 #[test]
+fn requests_beside_resizes_lose_nothing() {
+    (1..).zip(&ALL).for_each(|(seed, images)| images.beside_requests(2, seed));
+}
+
+#[test]
 fn a_resize_may_fail_at_any_call() {
     ALL.iter().for_each(|images| images.all_faults(&FaultKind::SPACE));
 }

@@ -69,12 +69,16 @@ impl FlatFormat for RawFormat {
                 )));
             }
         }
-        if storage.caps().growable {
-            storage.set_len(guest_bytes)?;
-        }
         // Rounded up as when opening; a fixed device keeps its length, of which the guest sees
         // less.
         let rounded = align_up(guest_bytes, SECTOR_BYTES).unwrap_or(GUEST_BYTES_MAX);
+        let before = self.flat.shrink(rounded);
+        if storage.caps().growable
+            && let Err(error) = storage.set_len(guest_bytes)
+        {
+            self.flat.resized(before);
+            return Err(error);
+        }
         self.flat.resized(rounded);
         Ok(())
     }

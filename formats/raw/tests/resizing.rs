@@ -14,6 +14,16 @@ fn other_sizes_equal_the_model_live_and_offline() {
 }
 
 #[test]
+fn requests_beside_resizes_lose_nothing() {
+    RAW.beside_requests(8, 1);
+}
+
+#[test]
+fn a_file_is_cut_when_requests_beyond_have_ended() {
+    Resizes { sizes: &[70 * KIB], ..RAW }.waits_for_a_write();
+}
+
+#[test]
 fn a_resize_may_fail_at_any_call() {
     RAW.all_faults(&[FaultKind::SetLen, FaultKind::Allocate]);
 }

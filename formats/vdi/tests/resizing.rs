@@ -27,6 +27,21 @@ fn other_sizes_equal_the_model_live_and_offline() {
 }
 
 #[test]
+fn requests_beside_resizes_lose_nothing() {
+    SMALL.beside_requests(8, 1);
+    STATIC.beside_requests(4, 2);
+    TABLES.beside_requests(1, 3);
+}
+
+#[test]
+fn a_resize_and_requests_wait_for_each_other() {
+    let moved = Resizes { sizes: &[600 * GIB], ..TABLES };
+    [SMALL, STATIC, moved].iter().for_each(Resizes::waits_for_a_write);
+    Resizes { sizes: &[3 * MIB], ..SMALL }.waits_for_a_write();
+    [SMALL, moved].iter().for_each(Resizes::waits_for_a_guard);
+}
+
+#[test]
 fn a_resize_may_fail_at_any_call() {
     let large = Resizes { sizes: &[ROOM * MIB + 512, 3 * GIB], ..TABLES };
     [SMALL, STATIC, large].iter().for_each(|images| images.all_faults(&FaultKind::SPACE));

@@ -139,7 +139,10 @@ impl FlatFormat for FixedVhd {
         let resized = footer.clone().sized(bytes, geometry);
         let done = match bytes > old {
             true => self.grow(at, footer, &resized),
-            false => self.shrink(at, &resized),
+            false => {
+                self.flat.shrink(bytes);
+                self.shrink(at, &resized)
+            }
         };
         if done.is_ok() {
             *footer = resized;

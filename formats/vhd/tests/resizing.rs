@@ -35,6 +35,22 @@ fn other_sizes_equal_the_model_live_and_offline() {
 }
 
 #[test]
+fn requests_beside_resizes_lose_nothing() {
+    TABLES.beside_requests(4, 1);
+    ROUNDED.beside_requests(2, 2);
+    FIXED_SIZES.beside_requests(8, 3);
+}
+
+#[test]
+fn a_resize_and_requests_wait_for_each_other() {
+    [TABLES, ROUNDED].iter().for_each(Resizes::waits_for_a_write);
+    [TABLES, ROUNDED].iter().for_each(Resizes::waits_for_a_guard);
+    Resizes { sizes: &[40 * MIB], ..TABLES }.waits_for_a_write();
+    // The write would take the place of the footer, or lengthen the file.
+    Resizes { sizes: &[MIB], ..FIXED_SIZES }.waits_for_a_write();
+}
+
+#[test]
 fn a_resize_may_fail_at_any_call() {
     TABLES.all_faults(&FaultKind::SPACE);
     // A file can be truncated on a full disk.

@@ -7,7 +7,7 @@ use parking_lot::RwLock;
 use rustc_hash::FxHashMap;
 use uuid::Uuid;
 use vdkit_block::{
-    BackingRef, Error, Extent, Format, FormatCaps, GuestOffset, InFlight, IoAction, Limits,
+    BackingRef, Error, Extent, Format, FormatCaps, Gate, GuestOffset, InFlight, IoAction, Limits,
     MapCache, MapCacheStats, OpenRequest, Overlay, Place, Reservation, Result, Storage,
     random_uuid, require_writable,
 };
@@ -104,8 +104,8 @@ impl Parts {
 
 /// A VHDX image: the map, the allocator, and the order of its metadata writes.
 ///
-/// Lock order: the lead of flushes, `meta`, then the lock of `pages`. Guest data never moves under
-/// any of them, but space that must be zeroed before its allocation is zeroed under `meta`.
+/// Lock order: `gate`, the lead of flushes, `meta`, then the lock of `pages`. Guest data never moves
+/// under any of them, but space that must be zeroed before its allocation is zeroed under `meta`.
 #[derive(Debug)]
 pub struct Vhdx {
     pub(crate) storage: Arc<dyn Storage>,
@@ -125,6 +125,8 @@ pub struct Vhdx {
     /// Length of the file that blocks may use.
     pub(crate) file_bytes: AtomicU64,
     pub(crate) in_flight: InFlight,
+    /// Closed while a resize moves the block allocation table.
+    pub(crate) gate: Gate,
     pub(crate) meta: Engine<Meta, Log>,
     /// The headers have this session's GUIDs.
     pub(crate) session: AtomicBool,
@@ -220,6 +222,7 @@ impl Vhdx {
             taken: RwLock::new(taken),
             file_bytes: AtomicU64::new(file_bytes),
             in_flight: InFlight::default(),
+            gate: Gate::default(),
             meta: Engine::new(
                 Meta {
                     space: None,
@@ -290,6 +293,10 @@ impl Format for Vhdx {
     }
 
     vdkit_block::accessors!(backing, warnings, storage, in_flight);
+
+    fn gate(&self) -> Option<&Gate> {
+        Some(&self.gate)
+    }
 
     fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
         self.in_range(at.0, len, IoAction::Map)?;

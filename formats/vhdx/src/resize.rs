@@ -3,7 +3,7 @@
 //! New entries are durable before the size that exposes them. A smaller size is durable before the
 //! entries beyond it are removed. The size is in the metadata region and changes through the log. A
 //! table that outgrows its region moves: its copy is complete and durable before one log entry
-//! changes both region tables.
+//! changes both region tables. No request is inside [`vdkit_block::Gate`] meanwhile.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -30,6 +30,8 @@ impl Vhdx {
         let file = self.storage.name();
         let new = new
             .ok_or_else(|| Error::limit(file, "size of the disk", guest_bytes, GUEST_BYTES_MAX))?;
+        // A request may hold a page or an entry of the table that moves, or space of a block that goes.
+        let _alone = self.gate.close();
         let old = self.guest_len();
         if new == old {
             return Ok(());

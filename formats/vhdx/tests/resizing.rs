@@ -39,6 +39,21 @@ fn other_sizes_equal_the_model_live_and_offline() {
 }
 
 #[test]
+fn requests_beside_resizes_lose_nothing() {
+    SMALL.beside_requests(8, 1);
+    FIXED.beside_requests(4, 2);
+    Resizes { sizes: &[200 * GIB, 3 * GIB, 300 * GIB], ..TABLES }.beside_requests(1, 3);
+}
+
+#[test]
+fn a_resize_and_requests_wait_for_each_other() {
+    let moved = Resizes { sizes: &[200 * GIB], ..TABLES };
+    [SMALL, FIXED, moved].iter().for_each(Resizes::waits_for_a_write);
+    Resizes { sizes: &[2 * MIB], ..SMALL }.waits_for_a_write();
+    [SMALL, moved].iter().for_each(Resizes::waits_for_a_guard);
+}
+
+#[test]
 fn a_resize_may_fail_at_any_call() {
     let moved = Resizes { sizes: &[126 * GIB, 200 * GIB, 3 * GIB], ..TABLES };
     [moved, SMALL, FIXED].iter().for_each(|images| images.all_faults(&FaultKind::SPACE));

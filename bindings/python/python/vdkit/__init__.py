@@ -214,8 +214,8 @@ class Disk:
         self._disk.flush()
 
     def resize(self, size: int, shrink: bool = False) -> None:
-        """Changes the size, while no other call uses the disk; durable on return. ``shrink`` allows
-        losing what lies beyond."""
+        """Changes the size; durable on return. Other threads may use the disk meanwhile: they see its old
+        size until then. ``shrink`` allows losing what lies beyond."""
         self._disk.resize(size, shrink)
 
     def extents(self, offset: int = 0, length: Optional[int] = None) -> Extents:

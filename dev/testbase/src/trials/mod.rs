@@ -4,6 +4,7 @@
 //!
 //! All functions panic where a promise is broken, naming the seed.
 
+mod beside;
 mod faults;
 mod oracle;
 mod promised;

@@ -1,4 +1,5 @@
-//! Loom models of the durability protocols, over all interleavings of their steps.
+//! Loom models of the durability protocols, and of changes that must be alone, over all
+//! interleavings of their steps.
 //!
 //! Each model includes the source of the protocol itself, over loom's locks and atomics. Each has a
 //! mutation, a plausible mistake, which the model must detect: those tests expect a panic.
@@ -14,6 +15,8 @@ mod sync {
 mod commit;
 #[path = "../../src/engine.rs"]
 mod engine;
+#[path = "../../../block/src/gate.rs"]
+mod gate;
 #[path = "../../../block/src/in_flight.rs"]
 mod in_flight;
 #[path = "../../src/reclaim.rs"]
@@ -23,5 +26,6 @@ mod syncs;
 #[path = "../../src/tickets.rs"]
 mod tickets;
 
+mod alone;
 mod cluster;
 mod group;
