@@ -71,7 +71,7 @@ pub(super) fn answer(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missing]
                 "{measured} with {}, the default; {} is significantly better, and noise hides a gain \
                  of at most {} times ({}).",
                 name(found.way),
-                nothing(found),
+                nothing(found, "nothing"),
                 times(most),
                 name(pick)
             ),
@@ -132,9 +132,10 @@ fn by_how_much(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
     }
 }
 
-/// What is no better than the default. Ways that may not be advised can be better.
-fn nothing(found: &Found<'_>) -> &'static str {
-    if found.set_aside == 0 { "nothing" } else { "nothing that can be advised" }
+/// What is no better than the default: `what`, but ways that may not be advised can be better.
+fn nothing(found: &Found<'_>, what: &str) -> String {
+    let advisable = if found.set_aside == 0 { "" } else { " that can be advised" };
+    format!("{what}{advisable}")
 }
 
 /// The largest gain over the default that the noise may hide, and the way that may have it.
@@ -149,7 +150,8 @@ pub(super) fn most_hidden<'p>(matrix: &Matrix<'_>, found: &Found<'p>) -> Option<
 
 /// Why the default stays, and how strong that reason is.
 fn stay(matrix: &Matrix<'_>, found: &Found<'_>, name: &str) -> String {
-    let (measure, nothing) = (matrix.metric.title, nothing(found));
+    let measure = matrix.metric.title;
+    let [nothing, here] = ["nothing", "nothing measured here"].map(|what| nothing(found, what));
     match most_hidden(matrix, found) {
         Some((most, pick)) if most > NARROW => format!(
             "Stay with {name}, the default: {nothing} is significantly better in {measure}, but noise \
@@ -158,15 +160,13 @@ fn stay(matrix: &Matrix<'_>, found: &Found<'_>, name: &str) -> String {
             label(&matrix.short(&pick.axes))
         ),
         Some((most, pick)) => format!(
-            "Stay with {name}, the default: {nothing} measured here is better in {measure} by more than \
+            "Stay with {name}, the default: {here} is better in {measure} by more than \
              {} times ({}).",
             times(most),
             label(&matrix.short(&pick.axes))
         ),
         None => {
-            format!(
-                "Stay with {name}, the default: {nothing} measured here is better in {measure}."
-            )
+            format!("Stay with {name}, the default: {here} is better in {measure}.")
         }
     }
 }

@@ -335,8 +335,10 @@ fn pool(fronts: &[(&str, f64)], broken: &str) -> Run {
         }
         cell
     };
-    let each = |layout| fronts.iter().map(move |(front, part)| of(layout, front, *part));
-    let cells = each("raw").chain(each("qcow2")).collect();
+    let mut cells = Vec::new();
+    for layout in ["raw", "qcow2"] {
+        cells.extend(fronts.iter().map(|(front, part)| of(layout, front, *part)));
+    }
     let baseline: &[(&str, &str)] = &[("layout", "qcow2"), ("front", "nbd-qemu-nbd")];
     run("survived", &["layout", "front"], Some(baseline), cells)
 }
@@ -376,7 +378,7 @@ fn a_default_that_survived_stays() {
     assert_eq!(found.best, Some(axes(&[("layout", "qcow2"), ("front", "nbd-qemu-nbd")])));
     assert_eq!(
         found.sentence,
-        "Stay with qcow2 · nbd-qemu-nbd, the default: it survived in all 3 rounds; 5 other \
+        "Stay with qcow2 · nbd-qemu-nbd, the default: it survived in all 3 rounds; 4 other \
          configurations did as well."
     );
     assert_eq!(found.setup, None, "vdkit's command would start another program");
@@ -422,7 +424,9 @@ fn what_may_not_be_advised_is_not_passed_over() {
     let mut run = run("iops", &["cache"], Some(default), cells);
     let sentence = verdict(&run).sentence;
     assert!(
-        sentence.starts_with("Stay with none, the default: nothing that can be advised measured"),
+        sentence.starts_with(
+            "Stay with none, the default: nothing measured here that can be advised is better"
+        ),
         "{sentence}"
     );
     run.cells.remove(1);
