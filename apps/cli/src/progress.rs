@@ -155,6 +155,11 @@ impl Reporter {
                 bar.set_style(style.progress_chars("━╸─"));
             }
             bar.set_message(self.job);
+            // What was done before the first drawing, as in a resumed run, says nothing about the
+            // rate of what follows.
+            bar.set_position(done);
+            bar.set_length(total);
+            bar.reset_eta();
             bar
         });
         bar.set_length(total);

@@ -31,6 +31,18 @@ pub const PREALLOCATIONS: &[(&str, &str)] = &[
     ("full", "written with zeroes in advance"),
 ];
 
+/// Values with preallocated space and the corresponding sparse values: the axis, and both values.
+pub const ALLOCATED: [(&str, &str, &str); 8] = [
+    ("layout", "raw-falloc", "raw"),
+    ("layout", "raw-full", "raw"),
+    ("layout", "qcow2-metadata", "qcow2"),
+    ("layout", "qcow2-falloc", "qcow2"),
+    ("layout", "qcow2-full", "qcow2"),
+    ("preallocation", "metadata", "off"),
+    ("preallocation", "falloc", "off"),
+    ("preallocation", "full", "off"),
+];
+
 /// Record sizes of ZFS.
 pub const RECORDS: &[(&str, &str)] = &[
     ("inherited", "that of the place's data set"),

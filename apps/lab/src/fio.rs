@@ -72,97 +72,101 @@ impl Disk {
     }
 }
 
-/// Builds the arguments for a load on a disk of `disk_bytes`. fio writes results to `output`, and
-/// logs into the same folder.
-pub fn arguments(
-    load: &Load,
-    disk: &Disk,
-    effort: &Effort,
-    disk_bytes: u64,
-    seed: u64,
-    output: &Path,
-) -> Vec<String> {
-    let mut all = global("json+", seed, output);
-    all.push(format!("--name={LOAD}"));
-    all.extend(job(load, disk, effort, disk_bytes));
-    let folder = output.parent().unwrap_or(Path::new("."));
-    all.push(format!("--write_iops_log={}", folder.join(LOG).display()));
-    all.extend([format!("--log_avg_msec={}", interval_ms(effort)), "--per_job_logs=0".to_owned()]);
-    all.extend(flush(load, disk, FLUSH));
-    all
+/// A call of fio on one disk.
+#[derive(Clone, Copy, Debug)]
+pub struct Call<'a> {
+    /// The disk.
+    pub disk: &'a Disk,
+    /// Size of the part of the disk that loads use.
+    pub disk_bytes: u64,
+    /// Amount of work.
+    pub effort: Effort,
+    /// Seed of random offsets.
+    pub seed: u64,
+    /// Where fio writes results. Logs go into the same folder.
+    pub output: &'a Path,
 }
 
-/// Builds the arguments for several loads, one after the other. fio takes longer to start than a
-/// short load does. For [`rates`].
-pub fn in_turn(
-    loads: &[Load],
-    disk: &Disk,
-    effort: &Effort,
-    disk_bytes: u64,
-    seed: u64,
-    output: &Path,
-) -> Vec<String> {
-    let mut all = global("json", seed, output);
-    for (i, load) in loads.iter().enumerate() {
-        all.extend([format!("--name={LOAD}{i}"), "--stonewall".into(), "--new_group".into()]);
-        all.extend(job(load, disk, effort, disk_bytes));
-        all.extend(flush(load, disk, &format!("{FLUSH}{i}")));
+impl Call<'_> {
+    /// The arguments for one load. For [`parse`].
+    pub fn of(&self, load: &Load) -> Vec<String> {
+        let mut all = self.global("json+");
+        all.push(format!("--name={LOAD}"));
+        all.extend(self.job(load));
+        let log = self.output.with_file_name(LOG);
+        all.push(format!("--write_iops_log={}", log.display()));
+        let interval = interval_ms(&self.effort);
+        all.extend([format!("--log_avg_msec={interval}"), "--per_job_logs=0".to_owned()]);
+        all.extend(flush(load, self.disk, FLUSH));
+        all
     }
-    all
-}
 
-fn global(format: &str, seed: u64, output: &Path) -> Vec<String> {
-    vec![
-        format!("--output-format={format}"),
-        format!("--output={}", output.display()),
-        format!("--randseed={}", seed >> 1),
-        "--group_reporting".to_owned(),
-        "--thread".to_owned(),
-    ]
-}
-
-/// The options of a load.
-fn job(load: &Load, disk: &Disk, effort: &Effort, disk_bytes: u64) -> Vec<String> {
-    let mut all = Vec::new();
-    if !load.once {
-        all.push("--norandommap".to_owned());
-    }
-    all.extend(disk.arguments(load.engine));
-    all.push(format!("--rw={}", load.rw.word()));
-    if let Pattern::RandomMix(reads) = load.rw {
-        all.push(format!("--rwmixread={reads}"));
-    }
-    all.push(format!("--bs={}", load.block));
-    all.push(format!("--iodepth={}", load.depth));
-    if load.jobs > 1 {
-        all.push(format!("--numjobs={}", load.jobs));
-    }
-    let each = match load.to_the_end {
-        true => effort.bytes.min(disk_bytes / u64::from(load.jobs)),
-        false => disk_bytes / u64::from(load.jobs),
-    };
-    let each = each / load.block * load.block;
-    all.push(format!("--size={each}"));
-    if load.jobs > 1 {
-        all.push(format!("--offset_increment={each}"));
-    }
-    // Without `--time_based`, fio ends when either the size or the time is reached.
-    all.push(format!("--runtime={}ms", (effort.seconds * 1e3) as u64));
-    if !load.to_the_end {
-        all.push("--time_based".to_owned());
-    }
-    if disk.flushes() {
-        match load.sync {
-            Sync::Never => {}
-            Sync::Fsync(count) => all.push(format!("--fsync={count}")),
-            // NBD has only one kind of flush, and fio's nbd engine fails on fdatasync.
-            Sync::Fdatasync(count) if matches!(disk, Disk::Nbd(_)) => {
-                all.push(format!("--fsync={count}"));
-            }
-            Sync::Fdatasync(count) => all.push(format!("--fdatasync={count}")),
+    /// The arguments for several loads, one after the other. fio takes longer to start than a short
+    /// load does. For [`rates`].
+    pub fn in_turn(&self, loads: &[Load]) -> Vec<String> {
+        let mut all = self.global("json");
+        for (i, load) in loads.iter().enumerate() {
+            all.extend([format!("--name={LOAD}{i}"), "--stonewall".into(), "--new_group".into()]);
+            all.extend(self.job(load));
+            all.extend(flush(load, self.disk, &format!("{FLUSH}{i}")));
         }
+        all
     }
-    all
+
+    fn global(&self, format: &str) -> Vec<String> {
+        vec![
+            format!("--output-format={format}"),
+            format!("--output={}", self.output.display()),
+            format!("--randseed={}", self.seed >> 1),
+            "--group_reporting".to_owned(),
+            "--thread".to_owned(),
+        ]
+    }
+
+    /// The options of a load.
+    fn job(&self, load: &Load) -> Vec<String> {
+        let Self { disk, disk_bytes, effort, .. } = *self;
+        let mut all = Vec::new();
+        if !load.once {
+            all.push("--norandommap".to_owned());
+        }
+        all.extend(disk.arguments(load.engine));
+        all.push(format!("--rw={}", load.rw.word()));
+        if let Pattern::RandomMix(reads) = load.rw {
+            all.push(format!("--rwmixread={reads}"));
+        }
+        all.push(format!("--bs={}", load.block));
+        all.push(format!("--iodepth={}", load.depth));
+        if load.jobs > 1 {
+            all.push(format!("--numjobs={}", load.jobs));
+        }
+        let each = match load.to_the_end {
+            true => effort.bytes.min(disk_bytes / u64::from(load.jobs)),
+            false => disk_bytes / u64::from(load.jobs),
+        };
+        let each = each / load.block * load.block;
+        all.push(format!("--size={each}"));
+        if load.jobs > 1 {
+            all.push(format!("--offset_increment={each}"));
+        }
+        // Without `--time_based`, fio ends when either the size or the time is reached.
+        all.push(format!("--runtime={}ms", (effort.seconds * 1e3) as u64));
+        if !load.to_the_end {
+            all.push("--time_based".to_owned());
+        }
+        if disk.flushes() {
+            match load.sync {
+                Sync::Never => {}
+                Sync::Fsync(count) => all.push(format!("--fsync={count}")),
+                // NBD has only one kind of flush, and fio's nbd engine fails on fdatasync.
+                Sync::Fdatasync(count) if matches!(disk, Disk::Nbd(_)) => {
+                    all.push(format!("--fsync={count}"));
+                }
+                Sync::Fdatasync(count) => all.push(format!("--fdatasync={count}")),
+            }
+        }
+        all
+    }
 }
 
 /// The job that syncs what a load wrote; none for a load that only reads.
@@ -212,7 +216,7 @@ fn json(text: &str) -> Result<Value> {
     serde_json::from_str(&text[from..]).context("fio's JSON")
 }
 
-/// Parses the JSON of `count` loads that ran [`in_turn`]: the bytes per second of each.
+/// Parses the JSON of `count` loads that ran [in turn](Call::in_turn): the bytes per second of each.
 pub fn rates(text: &str, count: usize) -> Result<Vec<f64>> {
     let raw = json(text)?;
     let jobs = jobs(&raw)?;
@@ -364,8 +368,13 @@ mod tests {
 
     const EFFORT: Effort = Effort { rounds: 1, seconds: 2.0, disk: 1 << 30, bytes: 4 << 20 };
 
+    fn call(disk: &Disk) -> Call<'_> {
+        let output = Path::new("/s/out.json");
+        Call { disk, disk_bytes: 1 << 30, effort: EFFORT, seed: 8, output }
+    }
+
     fn text(name: &str, disk: &Disk) -> String {
-        arguments(&load(name), disk, &EFFORT, 1 << 30, 8, Path::new("/s/out.json")).join(" ")
+        call(disk).of(&load(name)).join(" ")
     }
 
     #[test]
@@ -439,7 +448,7 @@ mod tests {
     fn several_loads_run_in_turn_and_have_a_rate_each() {
         let disk = Disk::Nbd("nbd+unix:///?socket=/s".into());
         let loads = [load("seq1m-q8-read"), load("seq1m-q8-write")];
-        let line = in_turn(&loads, &disk, &EFFORT, 1 << 30, 8, Path::new("/s/out.json")).join(" ");
+        let line = call(&disk).in_turn(&loads).join(" ");
         for word in ["--name=load0 --stonewall", "--name=load1 --stonewall", "--name=flush1"] {
             assert!(line.contains(word), "{word}: {line}");
         }

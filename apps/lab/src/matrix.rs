@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use crate::axes::ALLOCATED;
 pub use crate::axes::{Role, role};
 use crate::lists::{distinct, grouped, numbered};
 use crate::model::{Axes, Cell, Metric, Run, SURVIVED, metric, value_of};
@@ -71,8 +72,10 @@ pub struct Matrix<'a> {
     /// Whether guests are only compared with guests: some cells ran in guests and others did not,
     /// the front is a choice, and the metric is a speed.
     pub apart: bool,
-    /// Decides whether a difference is larger than noise.
-    comparator: Comparator,
+    /// Decides whether the difference between a way and its default is larger than noise.
+    with_default: Comparator,
+    /// The same for all other differences.
+    among_others: Comparator,
 }
 
 /// One way to store a disk, with its samples over all conditions.
@@ -104,33 +107,73 @@ impl<'a> Matrix<'a> {
     pub fn of(run: &'a Run, metric: &'a Metric) -> Option<Self> {
         let varying = run.plan.axes.iter().map(String::as_str);
         let varying = varying.filter(|axis| values(run, axis).len() > 1).collect();
-        let mut matrix =
-            Self { run, metric, varying, apart: false, comparator: Comparator::default() };
+        let (with_default, among_others) = Default::default();
+        let mut matrix = Self { run, metric, varying, apart: false, with_default, among_others };
         let guests = run.cells.iter().filter(|cell| in_guest(&cell.axes)).count();
         matrix.apart = guests > 0
             && guests < run.cells.len()
             && matrix.role("front") == Role::Choice
-            && metric.key != SURVIVED;
-        matrix.comparator = matrix.new_comparator();
+            && !matrix.is_survival();
+        matrix.share_the_error();
         Some(matrix)
     }
 
-    /// All comparisons of a verdict share one error probability: cells of one load, ways, and
-    /// values of each axis.
-    fn new_comparator(&self) -> Comparator {
+    /// Makes the comparators. All comparisons of a page share one error probability. Half of it
+    /// belongs to the comparisons with the default, on which the advice depends: they are few, and
+    /// known before the run. The other half belongs to all others.
+    fn share_the_error(&mut self) {
         let all = &self.run.cells;
         let loads = numbered(all.iter().map(|cell| self.condition(cell)));
         let rounds = all.iter().map(|cell| cell.rounds(self.metric.key));
         let cells: Vec<(usize, Rounds)> = loads.into_iter().zip(rounds).collect();
-        let measured = || all.iter().zip(&cells).filter(|(_, (_, rounds))| !rounds.is_empty());
-        let loads = grouped(measured().map(|(cell, (load, _))| (*load, cell)));
-        let ways = distinct(measured().map(|(cell, _)| self.part(&cell.axes, Role::Choice)));
-        let pairs = |count: usize| count * count.saturating_sub(1) / 2;
-        let axes = self.varying.iter().filter(|axis| self.role(axis) == Role::Choice);
-        let comparisons = loads.iter().map(|(_, cells)| pairs(cells.len())).sum::<usize>()
-            + pairs(ways.len())
-            + axes.map(|axis| pairs(self.values(axis).len())).sum::<usize>();
-        Comparator::new(&cells, comparisons, interim_tests(self.run))
+        let (with_default, others) = self.comparisons();
+        let parts = if with_default > 0 { 2 } else { 1 };
+        let tests = interim_tests(self.run);
+        self.with_default = Comparator::new(&cells, parts * with_default, tests);
+        self.among_others = Comparator::new(&cells, parts * others, tests);
+    }
+
+    /// Numbers of comparisons that a page can make: those with a default, and all others. The best
+    /// of a group is only known afterwards, so a comparison with the best may be that of any pair.
+    /// The numbers depend on what was measured, and not on the results.
+    fn comparisons(&self) -> (usize, usize) {
+        let cells = self.run.cells.iter().filter(|cell| !cell.values(self.metric.key).is_empty());
+        let cells: Vec<&Cell> = cells.collect();
+        let advised = || cells.iter().filter(|cell| self.advises(cell));
+        let ways = distinct(advised().map(|cell| self.part(&cell.axes, Role::Choice)));
+        // Cells under one load, and ways over all loads. Guests are compared with guests.
+        let loads = grouped(advised().map(|cell| (self.condition(cell), cell.axes.clone())));
+        let seen = grouped(ways.iter().map(|way| (self.apart && in_guest(way), way.clone())));
+        let groups = loads.iter().map(|(_, group)| group).chain(seen.iter().map(|(_, ways)| ways));
+        let others = groups.map(|group| pairs(group.len()) - self.with_defaults(group));
+        let choices = self.varying.iter().filter(|axis| self.role(axis) == Role::Choice);
+        let values = choices.map(|axis| pairs(self.values(axis).len()));
+        // Programs are compared with vdkit.
+        let peers = cells.iter().filter(|cell| !self.counts(cell)).count();
+        // Disks that are empty, disks that are full, and others.
+        let allocated =
+            ALLOCATED.iter().filter(|(axis, value, _)| self.values(axis).contains(value));
+        let prepared = 3 * allocated.count() * self.values("layout").len();
+        let numbers = self.run.published.iter().filter(|number| number.metric == self.metric.key);
+        let cells: Vec<Axes> = cells.iter().map(|cell| cell.axes.clone()).collect();
+        (
+            self.with_defaults(&cells) + self.with_defaults(&ways),
+            others.chain(values).sum::<usize>() + peers + prepared + pairs(numbers.count()),
+        )
+    }
+
+    /// How many of these cells or ways have their default among them, and are not the default.
+    fn with_defaults(&self, all: &[Axes]) -> usize {
+        let has = |axes: &&Axes| {
+            let wanted = with_baseline(axes, self.run).filter(|wanted| !same(wanted, axes));
+            wanted.is_some_and(|wanted| all.iter().any(|other| same(other, &wanted)))
+        };
+        all.iter().filter(has).count()
+    }
+
+    /// Whether the ways are compared by survival, which has no ratio and no noise.
+    pub fn is_survival(&self) -> bool {
+        self.metric.key == SURVIVED
     }
 
     /// The values of an axis, in the order of the cells.
@@ -174,12 +217,14 @@ impl<'a> Matrix<'a> {
         self.run.cells.iter().find(|other| same(&other.axes, &wanted))
     }
 
+    /// Whether a cell has the plan's baseline values.
+    pub fn is_default(&self, cell: &Cell) -> bool {
+        self.base_of(cell).is_some_and(|base| base.key == cell.key)
+    }
+
     /// Compares a cell with its baseline. None for the baseline itself.
     pub fn gain(&self, cell: &Cell) -> Option<Gain> {
-        let base = self.base_of(cell)?;
-        if base.key == cell.key {
-            return None;
-        }
+        let base = self.base_of(cell).filter(|base| base.key != cell.key)?;
         self.between(cell, base)
     }
 
@@ -188,9 +233,21 @@ impl<'a> Matrix<'a> {
         let place = |wanted: &Cell| self.run.cells.iter().position(|cell| cell.key == wanted.key);
         let (own, other) = (cell.rounds(self.metric.key), base.rounds(self.metric.key));
         let (at, base_at) = (place(cell)?, place(base)?);
-        let own = Side { rounds: &own, cells: &[at] };
-        let base = Side { rounds: &other, cells: &[base_at] };
-        self.comparator.gain(own, base, self.metric.better)
+        let own = (&cell.axes, Side { rounds: &own, cells: &[at] });
+        self.compare(own, (&base.axes, Side { rounds: &other, cells: &[base_at] }))
+    }
+
+    /// Compares two cells or ways. None for survival, which has no ratio.
+    fn compare(&self, own: (&Axes, Side<'_>), base: (&Axes, Side<'_>)) -> Option<Gain> {
+        let defaults = |one: &Axes, other: &Axes| {
+            with_baseline(one, self.run).is_some_and(|wanted| same(&wanted, other))
+        };
+        let comparator = match defaults(own.0, base.0) || defaults(base.0, own.0) {
+            true => &self.with_default,
+            false => &self.among_others,
+        };
+        let gain = comparator.gain(own.1, base.1, self.metric.better);
+        gain.filter(|_| !self.is_survival())
     }
 
     /// Whether the advice concerns the cell. If several programs did the same, the advice only
@@ -225,7 +282,9 @@ impl<'a> Matrix<'a> {
     /// shared condition is left out.
     pub fn picks_where(&self, wanted: impl Fn(&Cell) -> bool) -> Vec<Pick> {
         let cells = self.run.cells.iter().enumerate();
-        let cells = cells.filter(|(_, cell)| self.advises(cell) && wanted(cell));
+        // Survival has no ratio to a default. So the default takes part, whatever its program.
+        let default = |cell: &Cell| self.is_survival() && self.is_default(cell);
+        let cells = cells.filter(|(_, cell)| (self.advises(cell) || default(cell)) && wanted(cell));
         let groups = grouped(cells.map(|(i, cell)| (self.part(&cell.axes, Role::Choice), i)));
         let shared = self.shared_conditions(&groups);
         let measured = |i: &usize| self.summary(&self.run.cells[*i]).is_some();
@@ -293,7 +352,8 @@ impl<'a> Matrix<'a> {
     }
 
     /// By round: the value of one cell, or the geometric mean of several cells that all have the
-    /// round. Uses the arithmetic mean if a value is not above 0.
+    /// round. The mean is 0 if a value is 0, as for a load that did nothing: it has no ratio to
+    /// another mean, and other loads do not make up for it.
     fn together(&self, cells: &[usize]) -> Rounds {
         let of = |i: &usize| &self.run.cells[*i];
         let rounds: BTreeSet<u32> =
@@ -302,23 +362,24 @@ impl<'a> Matrix<'a> {
             let sample = of(i).samples.iter().find(|sample| sample.round == round)?;
             sample.values.get(self.metric.key).copied()
         };
-        let mut together = Rounds::new();
-        for round in rounds {
+        let mean = |round: u32| {
             let values: Option<Vec<f64>> = cells.iter().map(|i| value(i, round)).collect();
-            let Some(values) = values.filter(|values| !values.is_empty()) else { continue };
-            let plain = values.iter().sum::<f64>() / values.len() as f64;
-            let value = match values.as_slice() {
+            Some(match values?.as_slice() {
                 [one] => *one,
-                more => geometric_mean(more).unwrap_or(plain),
-            };
-            together.push((round, value));
-        }
-        together
+                more => geometric_mean(more).unwrap_or(0.0),
+            })
+        };
+        rounds.into_iter().filter_map(|round| Some((round, mean(round)?))).collect()
     }
 
     /// Compares one way with another.
     pub fn against(&self, pick: &Pick, base: &Pick) -> Option<Gain> {
-        self.comparator.gain(pick.side(), base.side(), self.metric.better)
+        self.compare((&pick.axes, pick.side()), (&base.axes, base.side()))
+    }
+
+    /// How many of the plan's baseline values a way has.
+    pub fn defaults(&self, axes: &Axes) -> usize {
+        self.run.plan.baseline.iter().flatten().filter(|entry| axes.contains(entry)).count()
     }
 
     /// The way among `picks` that has the plan's baseline values and otherwise the same axes.
@@ -354,6 +415,11 @@ fn with_baseline(axes: &Axes, run: &Run) -> Option<Axes> {
     named.then_some(changed)
 }
 
+/// Number of pairs of so many things.
+fn pairs(count: usize) -> usize {
+    count * count.saturating_sub(1) / 2
+}
+
 /// Whether two sets of axes are equal in any order.
 fn same(a: &Axes, b: &Axes) -> bool {
     a.len() == b.len() && a.iter().all(|entry| b.contains(entry))
@@ -368,6 +434,63 @@ pub fn values<'a>(run: &'a Run, axis: &str) -> Vec<&'a str> {
 mod tests {
     use super::*;
     use crate::model::{Outcome, PlanSummary, Sample};
+
+    /// Each cache mode at each front, with three rounds that vary by 1 %.
+    fn modes(fronts: &[&str]) -> Run {
+        let cell = |cache: &str, front: &str, at: usize| Cell {
+            key: format!("{cache} {front}"),
+            axes: crate::model::axes_of(&[("cache", cache), ("front", front)]),
+            samples: (0..3u32)
+                .map(|round| Sample {
+                    round,
+                    values: [("iops".to_owned(), 100.0 + f64::from((round + at as u32) % 3))]
+                        .into(),
+                    ..Sample::default()
+                })
+                .collect(),
+            outcome: Outcome::Measured,
+            ..Cell::default()
+        };
+        let caches = ["none", "writeback", "writethrough", "directsync"];
+        let each = caches.iter().enumerate();
+        let cells = each.flat_map(|(at, cache)| fronts.iter().map(move |f| cell(cache, f, at)));
+        let plan = PlanSummary {
+            axes: vec!["cache".to_owned(), "front".to_owned()],
+            metric: "iops".to_owned(),
+            baseline: Some(vec![("cache".to_owned(), "writeback".to_owned())]),
+            ..PlanSummary::default()
+        };
+        Run { plan, cells: cells.collect(), ..Run::default() }
+    }
+
+    /// Guests and the host, which are not compared, once had a share of the error for each pair.
+    #[test]
+    fn comparisons_that_no_page_makes_have_no_share() {
+        let count = |fronts: &[&str]| Matrix::new(&modes(fronts)).unwrap().comparisons();
+        // Three cells and three ways with their default. Others: three pairs of cells, of ways, and
+        // six of cache modes.
+        assert_eq!(count(&["nbd"]), (6, 12));
+        // Fronts add their own pairs, and those between front and front; six of cache modes and one
+        // of fronts.
+        assert_eq!(count(&["nbd", "fuse"]), (12, 2 * (28 - 6) + 7));
+        assert_eq!(count(&["nbd", "guest-virtio"]), (12, 4 * (6 - 3) + 7));
+        // The other program's cells have their default, and are compared with vdkit's.
+        assert_eq!(count(&["nbd", "nbd-qemu-nbd"]), (9, 6 + 7 + 4));
+    }
+
+    #[test]
+    fn a_comparison_with_the_default_is_sharper_than_others() {
+        let run = modes(&["nbd", "fuse", "file", "in-process"]);
+        let matrix = Matrix::new(&run).unwrap();
+        let width = |one: &str, two: &str| {
+            let cell = |key: &str| run.cells.iter().find(|cell| cell.key == key).unwrap();
+            let gain = matrix.between(cell(one), cell(two)).unwrap();
+            gain.interval.high / gain.interval.low
+        };
+        let default = width("none nbd", "writeback nbd");
+        assert!((default / width("writeback nbd", "none nbd") - 1.0).abs() < 1e-9);
+        assert!(default < width("none nbd", "none fuse"));
+    }
 
     #[test]
     fn a_full_pool_advises_no_daemon_where_a_guest_came_through_without_one() {

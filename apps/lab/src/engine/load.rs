@@ -86,7 +86,7 @@ fn with_fio(
     }
     let disk = fio::Disk::of(target).context("fio cannot open this")?;
     let output = bench.folder.join("fio.json");
-    let arguments = fio::arguments(load, &disk, &bench.effort, bytes, bench.seed, &output);
+    let arguments = call(bench, &disk, bytes, &output).of(load);
     let line = Line::new(fio).args(&arguments).within(&bench.folder);
     bench.run(&line)?;
     let log = bench.folder.join(format!("{}_iops.log", fio::LOG));
@@ -102,8 +102,7 @@ fn in_guest(
     bytes: u64,
 ) -> Result<(Answer, Vec<Series>)> {
     let disk = fio::Disk::of_guest(guest);
-    let output = Path::new(GUEST_OUTPUT);
-    let arguments = fio::arguments(load, &disk, &bench.effort, bytes, bench.seed, output);
+    let arguments = call(bench, &disk, bytes, Path::new(GUEST_OUTPUT)).of(load);
     let script = format!(
         "{} || exit 1\n(cat {GUEST_OUTPUT}; echo; echo '{MARK}'; cat /tmp/{}_iops.log) > $OUT\n",
         Line::new("fio").args(&arguments).text(),
@@ -112,6 +111,15 @@ fn in_guest(
     let said = said(bench, guest, &script, bench.effort.seconds)?;
     let (json, log) = said.split_once(MARK).context("the guest printed no results")?;
     Ok((fio::parse(json, load)?, fio::series(log, load, &bench.effort)))
+}
+
+fn call<'a>(
+    bench: &Bench<'_>,
+    disk: &'a fio::Disk,
+    disk_bytes: u64,
+    output: &'a Path,
+) -> fio::Call<'a> {
+    fio::Call { disk, disk_bytes, effort: bench.effort, seed: bench.seed, output }
 }
 
 /// What a guest's script printed.
@@ -139,15 +147,15 @@ pub(super) fn rates(
         }
         return Ok(rates);
     };
-    let (effort, seed) = (bench.effort, bench.seed);
-    let arguments = |output: &Path| fio::in_turn(loads, &disk, &effort, bytes, seed, output);
     let text = if let Target::Guest(guest) = &served.target {
-        let line = Line::new("fio").args(arguments(Path::new(GUEST_OUTPUT))).text();
+        let arguments = call(bench, &disk, bytes, Path::new(GUEST_OUTPUT)).in_turn(loads);
+        let line = Line::new("fio").args(arguments).text();
         let script = format!("{line} || exit 1\ncat {GUEST_OUTPUT} > $OUT\n");
-        said(bench, guest, &script, effort.seconds * loads.len() as f64)?
+        said(bench, guest, &script, bench.effort.seconds * loads.len() as f64)?
     } else {
         let output = bench.folder.join("fio.json");
-        let line = Line::new(fio).args(arguments(&output)).within(&bench.folder);
+        let arguments = call(bench, &disk, bytes, &output).in_turn(loads);
+        let line = Line::new(fio).args(arguments).within(&bench.folder);
         bench.run(&line)?;
         std::fs::read_to_string(&output).context("fio's output")?
     };

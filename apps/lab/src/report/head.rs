@@ -6,8 +6,10 @@ use crate::axes::about_value;
 use crate::lists::grouped;
 use crate::model::{Axes, Run};
 use crate::stats::{Gain, NARROW};
-use crate::verdict::{Advice, Exception, SetAside, Setup, Verdict, blocking, interval};
-use crate::words::{date, first_of, label, listed, plural, sentence, time, times};
+use crate::verdict::{
+    Advice, Exception, SURVIVED_TOO, SetAside, Setup, Verdict, blocking, interval,
+};
+use crate::words::{date, first_of, label, listed, plural, sentence, time, times, title};
 
 /// The title, the machine in one line, and the theme switch.
 pub(super) fn top(run: &Run) -> Markup {
@@ -74,7 +76,7 @@ pub(super) fn verdict(run: &Run, verdict: &Verdict) -> Markup {
                 }
                 @if verdict.best.is_some() {
                     div class="tile" {
-                        p class="tile-name" { "Not significantly different" }
+                        p class="tile-name" { @if verdict.survival { (title(SURVIVED_TOO)) } @else { "Not significantly different" } }
                         p class="tile-value" { @match verdict.ties.len() { 0 => "none", n => (n) } }
                         p class="tile-note" { (ties(verdict)) }
                         @if let Some(text) = verdict.not_compared() {
@@ -104,6 +106,7 @@ fn kicker(verdict: &Verdict) -> &'static str {
             "Undecided: keep the default"
         }
         Advice::Stay => "No reason to change",
+        Advice::Untold if verdict.survival => "No advice",
         Advice::Untold => "Undecided",
         Advice::None => "No advice",
     }
@@ -115,6 +118,7 @@ fn no_advice(verdict: &Verdict) -> String {
     match (verdict.advice, blocking.is_empty()) {
         (Advice::None, false) => format!("Not measured: {}", listed(&blocking)),
         (Advice::None, true) => "Nothing to compare".to_owned(),
+        _ if verdict.survival => "Nothing survived".to_owned(),
         _ => "Too little evidence".to_owned(),
     }
 }
@@ -183,12 +187,15 @@ fn gain_tile(gain: &Gain, verdict: &Verdict) -> Markup {
 
 fn ties(verdict: &Verdict) -> String {
     match verdict.ties.len() {
-        0 => "Over all loads together, all others differ significantly.".to_owned(),
+        0 if verdict.compared < 2 => "Nothing else was compared.".to_owned(),
+        0 if verdict.survival => "All others failed.".to_owned(),
+        0 => "Over all loads together, all others that were compared differ significantly."
+            .to_owned(),
         _ => format!("{}.", first_of(&verdict.ties)),
     }
 }
 
-/// Ways that were faster but are not advised, grouped by reason.
+/// Ways that were better but are not advised, grouped by reason.
 fn set_aside(ways: &[SetAside]) -> Markup {
     const NAMED: usize = 4;
     let name = |way: &SetAside| match &way.gain {
@@ -197,8 +204,8 @@ fn set_aside(ways: &[SetAside]) -> Markup {
     };
     let reasons = grouped(ways.iter().map(|way| (way.reason, name(way))));
     html! {
-        aside class="aside" aria-label="Faster, but not advised" {
-            p class="aside-name" { "Faster, but not advised" }
+        aside class="aside" aria-label="Better, but not advised" {
+            p class="aside-name" { "Better, but not advised" }
             @for (reason, names) in &reasons {
                 p { (listed(&names[..names.len().min(NAMED)]))
                     @if names.len() > NAMED { ", and " (names.len() - NAMED) " more" } ": " (reason) "." }

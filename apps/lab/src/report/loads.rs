@@ -69,7 +69,7 @@ impl Colors {
         let default = cells.iter().find(|cell| {
             let best = verdict.leading.as_ref();
             let beside = best.is_none_or(|best| near(cell, best, matrix));
-            beside && matrix.base_of(cell).is_some_and(|base| base.key == cell.key)
+            beside && matrix.is_default(cell)
         });
         if let Some(default) = default {
             add(way(matrix, default), 1);
@@ -184,8 +184,7 @@ fn by_depth(matrix: &Matrix<'_>, verdict: &Verdict) -> Vec<(String, Vec<Depths>)
         match ways.iter_mut().find(|known| known.way == way) {
             Some(known) => known.points.push(point),
             None => {
-                let default = matrix.base_of(cell).is_some_and(|base| base.key == cell.key);
-                let place = (!verdict.cells.contains(&i), !default);
+                let place = (!verdict.cells.contains(&i), !matrix.is_default(cell));
                 ways.push(Depths { way, place, points: vec![point] });
             }
         }
@@ -208,14 +207,15 @@ pub(super) fn depth(matrix: &Matrix<'_>, verdict: &Verdict, colors: &Colors) -> 
             let all: Vec<(Axes, Vec<Point>)> =
                 ways.into_iter().map(|way| (way.way, way.points)).collect();
             let (lines, numbers) = colors.lines(&all);
-            let most = |line: &Line<Point>| line.points.last().map_or(0.0, |point| point.iops);
+            let most =
+                |line: &Line<Point>| line.points.iter().map(|point| point.iops).fold(0.0, f64::max);
             let first = lines.iter().max_by(|a, b| most(a).total_cmp(&most(b)))?.name.clone();
             let name = if load.is_empty() { "By queue depth".to_owned() } else { load };
             let caption = Caption {
                 id: format!("depth-{i}"),
                 title: format!("Requests per second against latency, {name}"),
                 description: format!(
-                    "{first} reaches the most requests per second. Numbers below."
+                    "Of these lines, {first} reaches the most requests per second. Numbers below."
                 ),
             };
             Some((name, html! { (curves(&caption, &lines)) (depth_table(&numbers)) }))
@@ -249,7 +249,7 @@ fn drawn_note(ways: usize) -> Markup {
     html! {
         @if ways > LINES_MAX {
             p class="note" {
-                "The chart shows the advised configuration, the default and some of the best others; the table has all "
+                "The chart shows the advised configuration and the default, if there are any, and some of the best others; the table has all "
                 (ways) ". A configuration has the same color in all charts."
             }
         }
@@ -266,10 +266,8 @@ fn by_load<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<&'a Cel
             // chart.
             let few = cells.len() <= LINES_MAX;
             cells.sort_by(|(i, a), (j, b)| {
-                let place = |i: &usize, cell: &Cell| {
-                    let default = matrix.base_of(cell).is_some_and(|base| base.key == cell.key);
-                    (!verdict.cells.contains(i), !default)
-                };
+                let place =
+                    |i: &usize, cell: &Cell| (!verdict.cells.contains(i), !matrix.is_default(cell));
                 let of = |cell: &Cell| matrix.summary(cell).map_or(0.0, |summary| summary.median);
                 let order = if few { i.cmp(j) } else { matrix.metric.best_first(of(a), of(b)) };
                 place(i, a).cmp(&place(j, b)).then(order)

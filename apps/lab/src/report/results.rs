@@ -32,14 +32,13 @@ fn groups<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<Row<'a>>
         let rest = cell.axes.iter().filter(|(axis, _)| matrix.varying.contains(&axis.as_str()));
         let name = rest.filter(|entry| !load.contains(entry) && !own(entry));
         let name: Axes = name.cloned().collect();
-        let base = matrix.base_of(cell);
         let row = Row {
             cell,
             name: if name.is_empty() { cell.axes.clone() } else { name },
             summary,
             gain: matrix.gain(cell),
             advised: verdict.cells.contains(&i),
-            default: base.is_some_and(|base| base.key == cell.key),
+            default: matrix.is_default(cell),
         };
         Some((load, row))
     };
@@ -91,8 +90,10 @@ fn hints(groups: &[(Axes, Vec<Row<'_>>)]) -> bool {
 
 /// The default's name in a column header: its values.
 fn default_name(matrix: &Matrix<'_>) -> String {
+    // As in the names of the rows, without axes that have one value in this run.
+    let varies = |axis: &str| role(axis) != Role::Tool && matrix.varying.contains(&axis);
     let named = matrix.run.plan.baseline.iter().flatten();
-    let mut named: Axes = named.filter(|(axis, _)| role(axis) != Role::Tool).cloned().collect();
+    let mut named: Axes = named.filter(|(axis, _)| varies(axis)).cloned().collect();
     // In the order of the names of the rows.
     named.sort_by_key(|(axis, _)| matrix.run.plan.axes.iter().position(|known| known == axis));
     if named.is_empty() { "the default".to_owned() } else { label(&named) }
@@ -344,5 +345,24 @@ fn ranked(ranking: &Ranking, verdict: &Verdict) -> Markup {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::tests::fixture;
+
+    /// The tables once compared with "qcow2 · inherited", and the verdict with "qcow2".
+    #[test]
+    fn a_default_has_one_name() {
+        let mut run = fixture::run();
+        let baseline = run.plan.baseline.as_mut().unwrap();
+        baseline.push(("record".to_owned(), "inherited".to_owned()));
+        run.plan.axes.push("record".to_owned());
+        for cell in &mut run.cells {
+            cell.axes.push(("record".to_owned(), "inherited".to_owned()));
+        }
+        assert_eq!(default_name(&Matrix::new(&run).unwrap()), "qcow2 · none");
     }
 }

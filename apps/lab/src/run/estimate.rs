@@ -78,11 +78,6 @@ impl Estimate {
         self.seconds + more * self.each.iter().sum::<f64>()
     }
 
-    /// Duration of the remaining work, if the part estimated at `done` took `took` seconds.
-    pub fn left(&self, done: f64, took: f64) -> f64 {
-        (self.seconds - done).max(0.0) * (took / done.max(1e-9))
-    }
-
     /// Checks that the places have enough space.
     pub fn check(&self) -> Result<()> {
         for (name, needed, there) in &self.space {
@@ -188,11 +183,6 @@ mod tests {
         assert_eq!(two.told, ["a: 1 cell left out: no"]);
         assert!((one.seconds_of(6) - 6.0 * one.each[0]).abs() < 1e-9);
         assert!((one.seconds_of(3) - one.seconds).abs() < 1e-9);
-        // A third of the run took twice the estimated time; the estimate for the rest is doubled.
-        assert!(
-            (two.left(two.seconds / 3.0, 2.0 * two.seconds / 3.0) / two.seconds - 4.0 / 3.0).abs()
-                < 1e-9
-        );
     }
 
     #[test]

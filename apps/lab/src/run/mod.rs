@@ -328,17 +328,18 @@ impl ActiveRun {
             if first && !self.rounds.wants(round, &self.so_far()) {
                 break;
             }
-            monitor.progress.update(done as u64, total.max(done as u64 + 1));
             monitor.cancel.check()?;
+            if !is_open(&self.cells[cell], round) {
+                continue;
+            }
+            // What was measured before is no progress of this run.
+            monitor.progress.update(done as u64, total.max(done as u64 + 1));
             let began = Instant::now();
-            let there = self.cells[cell].samples.iter().any(|sample| sample.round == round);
-            let over = matches!(self.cells[cell].outcome, Outcome::Skipped(_) | Outcome::Failed(_));
-            if !there && !over {
-                self.step(round, cell, tools, monitor)?;
-                let guessed = self.estimate.each.get(cell).copied().unwrap_or(0.0);
-                if let Some(told) = pace.after(&self.estimate, guessed, began.elapsed()) {
-                    monitor.progress.message(&told);
-                }
+            self.step(round, cell, tools, monitor)?;
+            let guessed = self.estimate.each.get(cell).copied().unwrap_or(0.0);
+            let ahead = ahead(&self.cells, &self.estimate);
+            if let Some(told) = pace.after(guessed, began.elapsed(), ahead) {
+                monitor.progress.message(&told);
             }
         }
         monitor.progress.update(total, total);
@@ -455,7 +456,20 @@ impl ActiveRun {
     }
 }
 
-/// Compares the estimated time with the real one.
+/// Whether a round of a cell is still to be measured.
+fn is_open(cell: &Cell, round: u32) -> bool {
+    let over = matches!(cell.outcome, Outcome::Skipped(_) | Outcome::Failed(_));
+    !over && cell.samples.iter().all(|sample| sample.round != round)
+}
+
+/// Estimated seconds of the plan's rounds that are still to be measured.
+fn ahead(cells: &[Cell], estimate: &Estimate) -> f64 {
+    let open = |cell| (0..estimate.rounds).filter(|round| is_open(cell, *round)).count();
+    cells.iter().zip(&estimate.each).map(|(cell, seconds)| open(cell) as f64 * seconds).sum()
+}
+
+/// Compares the estimated time with the real one, of what this process measures: a resumed run has
+/// measured other rounds before.
 #[derive(Debug, Default)]
 struct Pace {
     guessed: f64,
@@ -464,18 +478,19 @@ struct Pace {
 }
 
 impl Pace {
-    /// After a sample: returns a message, at most once, if the estimate was far off.
-    fn after(&mut self, estimate: &Estimate, guessed: f64, took: Duration) -> Option<String> {
+    /// After a sample: returns a message, at most once, if the estimate was far off. `ahead` is the
+    /// estimate of what is still to be measured.
+    fn after(&mut self, guessed: f64, took: Duration, ahead: f64) -> Option<String> {
         self.guessed += guessed;
         self.took += took.as_secs_f64();
         // The first few samples predict the rest badly; a fifth of the run suffices.
-        if self.told || self.guessed < estimate.seconds / 5.0 {
+        if self.told || self.guessed < (self.guessed + ahead) / 5.0 {
             return None;
         }
         self.told = true;
         let factor = self.took / self.guessed.max(1e-9);
-        let left = estimate.left(self.guessed, self.took);
-        let off = !(0.67..=1.5).contains(&factor) && (left - estimate.seconds).abs() > 30.0;
+        let left = ahead * factor;
+        let off = !(0.67..=1.5).contains(&factor) && (left - ahead).abs() > 30.0;
         off.then(|| {
             let minutes = (left / 60.0).ceil();
             format!("about {minutes} min left, estimated from the samples so far")
@@ -489,14 +504,45 @@ mod tests {
 
     #[test]
     fn a_guess_that_is_far_off_is_told_once() {
-        let estimate = Estimate { seconds: 600.0, ..Estimate::default() };
         let mut pace = Pace::default();
-        assert_eq!(pace.after(&estimate, 60.0, Duration::from_secs(240)), None);
-        let told = pace.after(&estimate, 60.0, Duration::from_secs(240)).unwrap();
+        let slow = Duration::from_secs(240);
+        assert_eq!(pace.after(60.0, slow, 540.0), None);
+        let told = pace.after(60.0, slow, 480.0).unwrap();
         // 480 estimated seconds remain, at a quarter of the speed.
         assert!(told.starts_with("about 32 min left"), "{told}");
-        assert_eq!(pace.after(&estimate, 60.0, Duration::from_secs(240)), None);
+        assert_eq!(pace.after(60.0, slow, 420.0), None);
         let mut pace = Pace::default();
-        assert_eq!(pace.after(&estimate, 150.0, Duration::from_secs(180)), None);
+        assert_eq!(pace.after(150.0, Duration::from_secs(180), 450.0), None);
+        // A third of the run took twice the estimated time; the estimate for the rest is doubled.
+        let told = Pace::default().after(100.0, Duration::from_secs(200), 200.0).unwrap();
+        assert!(told.starts_with("about 7 min left"), "{told}");
+    }
+
+    /// A resumed run once counted the rounds that it had measured before as still to be measured.
+    #[test]
+    fn what_was_measured_before_is_not_left() {
+        let cell = |rounds: u32, outcome| Cell {
+            samples: (0..rounds).map(|round| Sample { round, ..Sample::default() }).collect(),
+            outcome,
+            ..Cell::default()
+        };
+        let estimate =
+            Estimate { rounds: 3, seconds: 1200.0, each: vec![100.0; 4], ..Estimate::default() };
+        let failed = || Outcome::Failed("no".to_owned());
+        let mut cells = vec![
+            cell(2, Outcome::Pending),
+            cell(2, Outcome::Pending),
+            cell(3, Outcome::Measured),
+            cell(1, failed()),
+        ];
+        assert_eq!(ahead(&cells, &estimate), 200.0);
+        // One of the two open rounds took three times as long as estimated: so will the other one.
+        cells[0].samples.push(Sample { round: 2, ..Sample::default() });
+        let left = ahead(&cells, &estimate);
+        let told = Pace::default().after(100.0, Duration::from_secs(300), left).unwrap();
+        assert!(told.starts_with("about 5 min left"), "{told}");
+        // Rounds beyond those of the plan are not estimated.
+        cells[1].samples.extend([2, 3].map(|round| Sample { round, ..Sample::default() }));
+        assert_eq!(ahead(&cells, &estimate), 0.0);
     }
 }

@@ -113,7 +113,7 @@ pub(super) fn of_flushes(matrix: &Matrix<'_>) -> Option<Answer> {
     }
     if let Some((cell, seconds)) = longest {
         sentence.push_str(&format!(
-            "; the longest final fsync took {} ({})",
+            "; the longest final fsync took {} in the median of its rounds ({})",
             time(seconds),
             label(&matrix.short(&cell.axes))
         ));
@@ -122,20 +122,31 @@ pub(super) fn of_flushes(matrix: &Matrix<'_>) -> Option<Answer> {
     Some(Answer { question: "Did flushes reach the device?".to_owned(), sentence })
 }
 
+/// Whether a cell survived in every round, without an error that the client saw. None without a
+/// result.
+pub(super) fn survived(cell: &Cell) -> Option<bool> {
+    let rounds = cell.values(SURVIVED);
+    let errors = cell.values("io_errors");
+    let sound = rounds.iter().all(|part| *part >= 1.0) && errors.iter().all(|count| *count == 0.0);
+    (!rounds.is_empty()).then_some(sound)
+}
+
 /// The ways that survived, if the plan measures survival.
 pub(super) fn of_survival(matrix: &Matrix<'_>) -> Option<Answer> {
     let mut came: Vec<String> = Vec::new();
     let mut broke: Vec<String> = Vec::new();
     for cell in &matrix.run.cells {
-        let Some(survived) = median_of(cell, SURVIVED) else { continue };
-        let some = |key: &str| median_of(cell, key).unwrap_or(0.0) > 0.0;
-        let errors = some("io_errors");
+        let Some(through) = survived(cell) else { continue };
         let mut name = label(&matrix.short(&cell.axes));
-        if some("machine_stops") {
+        let rounds = cell.values(SURVIVED);
+        let some = rounds.iter().filter(|part| **part >= 1.0).count();
+        if !through && some > 0 {
+            name.push_str(&format!(" (completed {some} of {})", plural(rounds.len(), "round")));
+        }
+        if cell.values("machine_stops").iter().any(|stops| *stops > 0.0) {
             name.push_str(" (QEMU stopped the whole guest until it was resumed)");
         }
-        let side = if survived >= 1.0 && !errors { &mut came } else { &mut broke };
-        side.push(name);
+        if through { came.push(name) } else { broke.push(name) }
     }
     if came.is_empty() && broke.is_empty() {
         return None;

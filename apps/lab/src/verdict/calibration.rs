@@ -94,6 +94,23 @@ fn equals_are_not_called_different_in_more_than_five_of_a_hundred_verdicts() {
     }
 }
 
+/// With many ways, the comparisons with the default have a larger share of the error than others.
+#[test]
+fn many_equals_and_a_default_are_not_called_different() {
+    for (name, noise) in NOISES {
+        let (mut wrong, mut made) = (0, 0);
+        for (ways, rounds) in [(8, 3), (8, 5)] {
+            let mut source = Source(crate::cells::Rng::new(5));
+            for _ in 0..TRIALS {
+                let run = run(&mut source, noise, ways, 1, rounds, 1.0);
+                wrong += usize::from(wrong_verdict(&run).is_some());
+                made += 1;
+            }
+        }
+        assert!(wrong as f64 <= ERROR * made as f64, "{name}: {wrong} of {made}");
+    }
+}
+
 /// A run that continues until it is decided tests its results repeatedly, which must not raise the
 /// number of false differences.
 #[test]

@@ -14,7 +14,7 @@ pub enum Level {
     Hint,
     /// The values vary widely, or something disturbed the run.
     Low,
-    /// Three rounds or more that agree well.
+    /// Three rounds or more that agree well, or of survival.
     Fair,
     /// Five rounds or more that agree closely, with all loads steady.
     High,
@@ -68,7 +68,15 @@ impl Confidence {
     ) -> Self {
         let both = || std::iter::once(best).chain(base);
         let rounds = both().map(|pick| pick.summary.count).min().unwrap_or(0);
-        let variation = both().filter_map(|pick| pick.summary.variation).fold(0.0, f64::max);
+        if matrix.is_survival() {
+            return Self::of_survival(rounds);
+        }
+        // Values with a mean of 0 have no coefficient of variation.
+        let variation = both().map(|pick| match pick.summary.count {
+            0 | 1 => 0.0,
+            _ => pick.summary.variation.unwrap_or(f64::INFINITY),
+        });
+        let variation = variation.fold(0.0, f64::max);
         let outliers: usize = both().map(|pick| pick.summary.outliers.len()).sum();
         let cells = both().flat_map(|pick| &pick.cells).map(|i| &matrix.run.cells[*i]);
         let states: Vec<Steady> = cells.flat_map(steadiness).collect();
@@ -84,6 +92,7 @@ impl Confidence {
         };
         let mut words = match rounds {
             1 => "one round, which does not show how much results vary".to_owned(),
+            rounds if variation.is_infinite() => format!("{rounds} rounds with a mean of 0"),
             rounds => {
                 format!(
                     "{rounds} rounds that vary by {} (coefficient of variation)",
@@ -97,6 +106,13 @@ impl Confidence {
         if outliers > 0 {
             words.push_str(&format!("; {}", plural(outliers, "outlier")));
         }
+        Self { level, words }
+    }
+
+    /// Survival does not vary like a speed, and a rare failure needs many rounds to be seen.
+    fn of_survival(rounds: usize) -> Self {
+        let level = if rounds < FAIR.0 { Level::Hint } else { Level::Fair };
+        let words = format!("{}, too few to exclude a rare failure", plural(rounds, "round"));
         Self { level, words }
     }
 }

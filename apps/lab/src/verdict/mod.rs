@@ -26,14 +26,16 @@ mod scores;
 mod sentence;
 mod setup;
 
+use std::cmp::Reverse;
+
 use output::{all_names, names, optional_names, optional_setup};
 use serde::Serialize;
 
 use crate::axes::BACKEND;
 use crate::front;
 use crate::lists::distinct;
-use crate::matrix::{Matrix, Pick, Role, in_guest};
-use crate::model::{Axes, Run, SURVIVED, value_of};
+use crate::matrix::{Matrix, OWN_TOOL, Pick, Role, in_guest, program};
+use crate::model::{Axes, Run, value_of};
 use crate::stats::{Decision, Gain, ROUNDS_MIN};
 use crate::words;
 
@@ -41,12 +43,12 @@ pub use answers::{Answer, PeerRow};
 pub use confidence::{Confidence, Level, steadiness};
 pub use missing::Missing;
 pub(crate) use missing::blocking;
-pub(crate) use output::interval;
+pub(crate) use output::{SURVIVED_TOO, interval};
 pub(crate) use published::{all_measured_for, measured_for, others_for};
 pub use scores::{Ranking, TOP, rankings};
 pub use setup::Setup;
 
-/// A way that was faster and is not advised.
+/// A way that was better and is not advised.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SetAside {
     /// Its axes.
@@ -76,9 +78,10 @@ pub struct Exception {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Advice {
-    /// A way is certainly better than the default, or than the other ways if there is no default.
+    /// A way is certainly better than the default, or than some other way if there is no default;
+    /// for survival, a way survived and the default did not.
     Use,
-    /// No way is certainly better than the default.
+    /// No way is certainly better than the default; for survival, the default survived.
     Stay,
     /// Undecided: there are too few rounds, or the ways differ too little.
     Untold,
@@ -120,12 +123,18 @@ pub struct Verdict {
     pub hidden: Option<f64>,
     /// The confidence of the verdict.
     pub confidence: Confidence,
-    /// Ways that are indistinguishable from the advised one.
+    /// Ways that are indistinguishable from the advised one; for survival, the other survivors.
     #[serde(serialize_with = "all_names")]
     pub ties: Vec<Axes>,
+    /// Number of ways that were compared.
+    #[serde(skip)]
+    pub compared: usize,
+    /// Whether the verdict is about survival, which has no ratio and no noise.
+    #[serde(skip)]
+    pub survival: bool,
     /// Loads under which another way is better.
     pub exceptions: Vec<Exception>,
-    /// Ways that were faster and are not safe.
+    /// Ways that were better and are not safe.
     pub set_aside: Vec<SetAside>,
     /// Ways that were not measured under all loads and were therefore not compared.
     #[serde(serialize_with = "all_names")]
@@ -212,7 +221,9 @@ pub fn verdict(run: &Run) -> Verdict {
         return verdict;
     }
     let found = Found::of(&matrix, &eligible, missing.iter().any(|missing| missing.blocks));
-    let best = found.way;
+    let found = Found { set_aside: picks.len() - eligible.len(), ..found };
+    let (best, choices) = (found.way, found.choices(&matrix));
+    let covered = |pick: &&Pick| choices.iter().all(|entry| pick.axes.contains(entry));
     let mut cautions = cautions(run);
     if let Some(reason) = unsafe_because {
         cautions.insert(0, format!("No configuration of this run can be advised: {reason}."));
@@ -220,6 +231,9 @@ pub fn verdict(run: &Run) -> Verdict {
     let stays = found.advice == Advice::Stay;
     let advised = stays || found.advice == Advice::Use;
     let told = |wanted: bool, axes: &Axes| wanted.then(|| matrix.short(axes));
+    // The commands are vdkit's, and a default that survived may be another program's server.
+    let own = program(&best.axes).1.is_none_or(|name| name == OWN_TOOL);
+    let has_setup = advised && (own || !found.survival);
     let question = Answer {
         question: run.plan.question.clone(),
         sentence: sentence::answer(&matrix, &found, &missing),
@@ -229,20 +243,28 @@ pub fn verdict(run: &Run) -> Verdict {
     Verdict {
         advice: found.advice,
         sentence: sentence::sentence(&matrix, &found, &missing),
-        best: told(advised, &best.axes),
-        leading: told(true, &eligible[0].axes),
-        cells: if advised { best.cells.clone() } else { Vec::new() },
+        best: told(advised, &choices),
+        leading: told(true, if found.survival { &choices } else { &eligible[0].axes }),
+        cells: match advised {
+            true => eligible.iter().filter(covered).flat_map(|pick| pick.cells.clone()).collect(),
+            false => Vec::new(),
+        },
         baseline: found.other().map(|base| matrix.short(&base.axes)),
         gain: found.gain,
         hidden: sentence::most_hidden(&matrix, &found).map(|(most, _)| most).filter(|_| stays),
         confidence: Confidence::of(&matrix, best, found.other(), !cautions.is_empty()),
-        ties: if advised { ties(&matrix, best, &eligible) } else { Vec::new() },
+        ties: match advised {
+            true => ties(&matrix, best, eligible.iter().filter(|pick| !covered(pick))),
+            false => Vec::new(),
+        },
+        compared: eligible.len(),
+        survival: found.survival,
         set_aside: set_aside(&matrix, best, &picks),
         exceptions: if advised { exceptions(&matrix, best) } else { Vec::new() },
         left_out: left_out(&matrix, &picks),
         answers,
         peers: answers::peers(&matrix),
-        setup: advised.then(|| setup::setup(run, &best.axes, &best.cells)),
+        setup: has_setup.then(|| setup::setup(run, &best.axes, &best.cells)),
         missing,
         cautions,
     }
@@ -251,7 +273,7 @@ pub fn verdict(run: &Run) -> Verdict {
 /// Whether more rounds would not change a run's verdict. The runner asks after each round: see
 /// [`crate::run`].
 pub fn is_settled(run: &Run) -> bool {
-    let Some(matrix) = Matrix::new(run).filter(|matrix| matrix.metric.key != SURVIVED) else {
+    let Some(matrix) = Matrix::new(run).filter(|matrix| !matrix.is_survival()) else {
         return true;
     };
     let picks = matrix.picks();
@@ -276,13 +298,17 @@ pub(crate) struct Found<'p> {
     pub(crate) gain: Option<Gain>,
     /// All ways, best first.
     pub(crate) picks: &'p [Pick],
+    /// Whether the ways are compared by survival.
+    pub(crate) survival: bool,
+    /// Number of other ways that were measured, but may not be advised.
+    pub(crate) set_aside: usize,
 }
 
 impl<'p> Found<'p> {
     /// Compares `picks`, which are not empty and are sorted best first. `blocked` says that something
     /// is missing without which there is no advice.
     fn of(matrix: &Matrix<'_>, picks: &'p [Pick], blocked: bool) -> Self {
-        if matrix.metric.key == SURVIVED {
+        if matrix.is_survival() {
             return Self::survivor(matrix, picks, blocked);
         }
         let first = &picks[0];
@@ -294,33 +320,56 @@ impl<'p> Found<'p> {
         };
         let better = base.and_then(|base| picks.iter().find(|pick| surely(pick, base)));
         let (way, advice) = match (better, base) {
+            _ if blocked => (first, Advice::None),
             _ if !enough => (first, Advice::Untold),
+            // A single way needs no decision.
+            _ if picks.len() == 1 => (first, Advice::Stay),
             (Some(better), _) => (better, Advice::Use),
             (None, Some(base)) if base_leads(matrix, first, base) => (base, Advice::Stay),
             (None, Some(_)) => (first, Advice::Untold),
             (None, None) if picks.iter().any(|other| surely(&first, other)) => (first, Advice::Use),
             (None, None) => (first, Advice::Untold),
         };
-        // A single way needs no decision.
-        let advice = if picks.len() == 1 && enough { Advice::Stay } else { advice };
-        let advice = if blocked { Advice::None } else { advice };
         let gain = base.filter(|base| base.axes != way.axes);
         let gain = gain.and_then(|base| matrix.against(way, base));
-        Self { advice, way, base, gain, picks }
+        Self { advice, way, base, gain, picks, survival: false, set_aside: 0 }
     }
 
-    /// Chooses among survivors. Ways without a server besides QEMU come first.
+    /// Chooses among survivors, which are equals: the default stays if it survived. Otherwise the
+    /// way has no server besides QEMU if possible, and as many of the default's values as possible.
     fn survivor(matrix: &Matrix<'_>, picks: &'p [Pick], blocked: bool) -> Self {
-        let through = |pick: &&Pick| pick.summary.min >= 1.0;
-        let alone = |pick: &&Pick| through(pick) && !needs_server(&pick.axes);
-        let way = picks.iter().find(alone).or_else(|| picks.iter().find(through));
-        let advice = match way {
-            _ if blocked => Advice::None,
-            Some(_) => Advice::Use,
-            None => Advice::Untold,
+        let through = |pick: &&Pick| survived(matrix, pick);
+        let order = |pick: &&Pick| (needs_server(&pick.axes), Reverse(matrix.defaults(&pick.axes)));
+        let found = picks.iter().filter(through).min_by_key(order);
+        let way = found.unwrap_or(&picks[0]);
+        let base = matrix.base(way, picks);
+        let (way, advice) = match (found, base.filter(through)) {
+            _ if blocked => (way, Advice::None),
+            (None, _) => (way, Advice::Untold),
+            (_, Some(base)) => (base, Advice::Stay),
+            _ if picks.len() == 1 => (way, Advice::Stay),
+            _ => (way, Advice::Use),
         };
-        let way = way.unwrap_or(&picks[0]);
-        Self { advice, way, base: matrix.base(way, picks), gain: None, picks }
+        Self { advice, way, base, gain: None, picks, survival: true, set_aside: 0 }
+    }
+
+    /// The choices that are advised. Of survivors, these are the values that all ways have which
+    /// survived in the same manner, if no other way has them: the other values make no difference.
+    fn choices(&self, matrix: &Matrix<'_>) -> Axes {
+        let way = self.way;
+        if !self.survival || self.advice != Advice::Use {
+            return way.axes.clone();
+        }
+        let server = needs_server(&way.axes);
+        let equal = |pick: &&Pick| survived(matrix, pick) && needs_server(&pick.axes) == server;
+        let shared = |entry: &&(String, String)| {
+            self.picks.iter().filter(equal).all(|pick| pick.axes.contains(entry))
+        };
+        let common: Axes = way.axes.iter().filter(shared).cloned().collect();
+        let has = |pick: &&Pick| common.iter().all(|entry| pick.axes.contains(entry));
+        let chosen = common.iter().any(|(axis, _)| matrix.varying.contains(&axis.as_str()));
+        let alone = self.picks.iter().filter(has).all(|pick| equal(&pick));
+        if chosen && alone { common } else { way.axes.clone() }
     }
 
     /// The default, if it is another way.
@@ -334,16 +383,21 @@ fn base_leads(matrix: &Matrix<'_>, first: &Pick, base: &Pick) -> bool {
     first.axes == base.axes || matrix.against(first, base).is_some()
 }
 
+/// Whether a way survived in every round, under all conditions.
+pub(crate) fn survived(matrix: &Matrix<'_>, pick: &Pick) -> bool {
+    pick.cells.iter().all(|i| asked::survived(&matrix.run.cells[*i]) == Some(true))
+}
+
 /// Whether a program besides QEMU serves the disk.
 pub(crate) fn needs_server(axes: &Axes) -> bool {
     let front = value_of(axes, "front");
     front.is_some_and(|name| front::find(name).is_none_or(|front| front.daemons() > 0))
 }
 
-fn ties(matrix: &Matrix<'_>, best: &Pick, picks: &[Pick]) -> Vec<Axes> {
-    let others = picks.iter().filter(|pick| pick.axes != best.axes);
+fn ties<'p>(matrix: &Matrix<'_>, best: &Pick, others: impl Iterator<Item = &'p Pick>) -> Vec<Axes> {
     let tied = others.filter(|pick| match matrix.against(pick, best) {
         Some(gain) => gain.decision == Decision::Tie,
+        None if matrix.is_survival() => survived(matrix, pick),
         None => pick.summary.median == best.summary.median,
     });
     tied.map(|pick| matrix.short(&pick.axes)).collect()
@@ -368,7 +422,7 @@ fn set_aside(matrix: &Matrix<'_>, best: &Pick, picks: &[Pick]) -> Vec<SetAside> 
 /// Loads under which the best way overall is not the best.
 fn exceptions(matrix: &Matrix<'_>, best: &Pick) -> Vec<Exception> {
     let loads = distinct(best.cells.iter().map(|i| matrix.load(&matrix.run.cells[*i])));
-    if matrix.metric.key == SURVIVED || loads.len() < 2 {
+    if loads.len() < 2 {
         return Vec::new();
     }
     let under = |load: Axes| {

@@ -66,7 +66,8 @@ impl Verdict {
         let confidence = &self.confidence;
         lines.push(format!("confidence: {}; {}", confidence.level.word(), confidence.words));
         if !self.ties.is_empty() {
-            lines.push(format!("not significantly different: {}", first_of(&self.ties)));
+            let what = if self.survival { SURVIVED_TOO } else { "not significantly different" };
+            lines.push(format!("{what}: {}", first_of(&self.ties)));
         }
         for found in self.exceptions.iter().take(NAMED) {
             let (load, way) = (label(&found.load), label(&found.axes));
@@ -75,7 +76,7 @@ impl Verdict {
         for SetAside { axes, gain, reason } in self.set_aside.iter().take(NAMED) {
             let gain = gain.as_ref().map(|gain| format!(" ({}x)", times(gain.ratio)));
             let gain = gain.unwrap_or_default();
-            lines.push(format!("faster, but not advised: {}{gain}: {reason}", label(axes)));
+            lines.push(format!("better, but not advised: {}{gain}: {reason}", label(axes)));
         }
         lines.extend(self.not_compared());
         lines.extend(self.cautions.iter().map(|caution| format!("caution: {caution}")));
@@ -107,6 +108,9 @@ impl Verdict {
         all
     }
 }
+
+/// The name of the list of other survivors.
+pub(crate) const SURVIVED_TOO: &str = "survived as well";
 
 /// Largest number of exceptions and similar items printed individually; the report has the rest.
 const NAMED: usize = 3;

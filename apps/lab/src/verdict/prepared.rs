@@ -3,23 +3,12 @@
 
 use super::answers::Answer;
 use super::sentence::figure;
+use crate::axes::ALLOCATED;
 use crate::lists::{distinct, grouped};
 use crate::matrix::{Matrix, Role};
 use crate::model::{Axes, Cell, with_value};
 use crate::stats::Decision;
 use crate::words::{label, listed, span};
-
-/// Values with preallocated space and the corresponding sparse values: the axis, and both values.
-const ALLOCATED: [(&str, &str, &str); 8] = [
-    ("layout", "raw-falloc", "raw"),
-    ("layout", "raw-full", "raw"),
-    ("layout", "qcow2-metadata", "qcow2"),
-    ("layout", "qcow2-falloc", "qcow2"),
-    ("layout", "qcow2-full", "qcow2"),
-    ("preallocation", "metadata", "off"),
-    ("preallocation", "falloc", "off"),
-    ("preallocation", "full", "off"),
-];
 
 /// One answer for disks that were empty and one for disks that were full.
 pub(super) fn of_allocation(matrix: &Matrix<'_>) -> Vec<Answer> {

@@ -321,6 +321,143 @@ fn a_full_pool_has_its_own_words() {
     assert!(none.sentence.starts_with("Nothing survived here"), "{}", none.sentence);
 }
 
+/// Layouts in fronts of a full pool. A cell survived if its front did, except for `broken`.
+fn pool(fronts: &[(&str, f64)], broken: &str) -> Run {
+    let of = |layout: &str, front: &str, survived: f64| {
+        let survived = if format!("{layout} {front}") == broken { 0.0 } else { survived };
+        let mut cell = cell(&[("layout", layout), ("front", front)], "survived", &[survived; 3]);
+        let stops = f64::from(u8::from(front == "guest-virtio"));
+        for sample in &mut cell.samples {
+            sample.values.insert("machine_stops".to_owned(), stops);
+            // How long it took is no reason to choose.
+            let seconds = if layout == "raw" { 5.0 } else { 9.0 };
+            sample.values.insert("elapsed_seconds".to_owned(), seconds);
+        }
+        cell
+    };
+    let mut cells = Vec::new();
+    for layout in ["raw", "qcow2"] {
+        cells.extend(fronts.iter().map(|(front, part)| of(layout, front, *part)));
+    }
+    let baseline: &[(&str, &str)] = &[("layout", "qcow2"), ("front", "nbd-qemu-nbd")];
+    run("survived", &["layout", "front"], Some(baseline), cells)
+}
+
+/// `nospace` once said "Use raw", although qcow2 in the same guest survived as well.
+#[test]
+fn survivors_are_equals() {
+    let fronts = [("nbd", 1.0), ("nbd-qemu-nbd", 0.0), ("guest-virtio", 1.0)];
+    let found = verdict(&pool(&fronts, ""));
+    assert_eq!(found.advice, Advice::Use);
+    let front = axes(&[("front", "guest-virtio")]);
+    assert_eq!((found.best.as_ref(), found.leading.as_ref()), (Some(&front), Some(&front)));
+    assert_eq!(
+        found.sentence,
+        "Use guest-virtio: it survived in all 3 rounds without a server besides QEMU, which stops \
+         the whole guest while there is no space, until it is resumed, with raw and qcow2 alike. \
+         The default, qcow2 · nbd-qemu-nbd, did not survive."
+    );
+    // Both cells are advised; the commands create the default's layout.
+    assert_eq!(found.cells, [2, 5]);
+    assert!(found.setup.as_ref().unwrap().commands[0].contains("-f qcow2"));
+    assert_eq!(found.ties.len(), 2, "{:?}", found.ties);
+    assert!(found.gain.is_none() && found.hidden.is_none() && found.exceptions.is_empty());
+    assert_eq!(found.confidence.level, Level::Fair);
+    assert!(found.lines().iter().any(|line| line.starts_with("survived as well: raw · nbd and")));
+    // Here the layout makes a difference.
+    let found = verdict(&pool(&fronts, "raw guest-virtio"));
+    assert_eq!(found.best, Some(axes(&[("layout", "qcow2"), ("front", "guest-virtio")])));
+    assert!(!found.sentence.contains("alike"), "{}", found.sentence);
+}
+
+#[test]
+fn a_default_that_survived_stays() {
+    let fronts = [("nbd", 1.0), ("nbd-qemu-nbd", 1.0), ("guest-virtio", 1.0)];
+    let found = verdict(&pool(&fronts, ""));
+    assert_eq!(found.advice, Advice::Stay);
+    assert_eq!(found.best, Some(axes(&[("layout", "qcow2"), ("front", "nbd-qemu-nbd")])));
+    assert_eq!(
+        found.sentence,
+        "Stay with qcow2 · nbd-qemu-nbd, the default: it survived in all 3 rounds; 4 other \
+         configurations did as well."
+    );
+    assert_eq!(found.setup, None, "vdkit's command would start another program");
+}
+
+#[test]
+fn one_failure_is_no_survival() {
+    let mut run = pool(&[("nbd", 1.0), ("guest-virtio", 1.0)], "");
+    for cell in &mut run.cells {
+        cell.samples[1].values.insert("survived".to_owned(), 0.0);
+    }
+    let found = verdict(&run);
+    assert_eq!((found.advice, found.best), (Advice::Untold, None));
+    assert_eq!(found.sentence, "Nothing survived here in every round.");
+    let last = &found.answers.last().unwrap().sentence;
+    assert!(last.contains("raw · nbd (completed 2 of 3 rounds)"), "{last}");
+    // The kernel of a guest logged an error, and fio did not.
+    let mut run = pool(&[("guest-virtio", 1.0)], "");
+    run.cells[0].samples[0].values.insert("io_errors".to_owned(), 1.0);
+    assert_eq!(verdict(&run).best, Some(axes(&[("layout", "qcow2")])));
+}
+
+/// A round in which a load did nothing once had an arithmetic mean, beside geometric means.
+#[test]
+fn a_load_that_did_nothing_is_not_made_up_for() {
+    let of = |profile, samples: &[f64]| {
+        cell(&[("layout", "raw"), ("profile", profile)], "iops", samples)
+    };
+    let cells = vec![of("seq", &[900.0; 3]), of("rnd", &[100.0, 0.0, 100.0])];
+    let run = run("iops", &["layout", "profile"], None, cells);
+    let pick = Matrix::new(&run).unwrap().picks().remove(0);
+    let values: Vec<f64> = pick.samples.iter().map(|(_, value)| value.round()).collect();
+    assert_eq!(values, [300.0, 0.0, 300.0]);
+}
+
+/// The default once was better than "nothing measured here", with `unsafe` five times as fast in
+/// the same run.
+#[test]
+fn what_may_not_be_advised_is_not_passed_over() {
+    let of = |cache, value| cell(&[("cache", cache)], "iops", &around(value));
+    let default: &[(&str, &str)] = &[("cache", "none")];
+    let cells = vec![of("none", 100.0), of("writeback", 100.0), of("unsafe", 500.0)];
+    let mut run = run("iops", &["cache"], Some(default), cells);
+    let sentence = verdict(&run).sentence;
+    assert!(
+        sentence.starts_with(
+            "Stay with none, the default: nothing measured here that can be advised is better"
+        ),
+        "{sentence}"
+    );
+    run.cells.remove(1);
+    let found = verdict(&run);
+    assert!(found.sentence.starts_with("Of what was measured, only none can be advised"));
+    assert_eq!((found.compared, found.ties.len()), (1, 0));
+}
+
+#[test]
+fn without_a_default_the_best_of_all_is_better_than_all() {
+    let said = |values: &[f64]| {
+        let cells = values
+            .iter()
+            .enumerate()
+            .map(|(i, value)| cell(&[("layout", ["a", "b", "c"][i])], "iops", &around(*value)));
+        verdict(&run("iops", &["layout"], None, cells.collect())).sentence
+    };
+    assert_eq!(said(&[300.0, 200.0, 100.0]), "Use a: the best of 3 in requests per second.");
+    assert_eq!(
+        said(&[200.5, 200.0, 100.0]),
+        "Use a: significantly better in requests per second than 1 of the 2 others."
+    );
+}
+
+#[test]
+fn a_speed_of_zero_gives_no_confidence() {
+    let cells = ["qcow2", "raw"].map(|name| cell(&[("layout", name)], "iops", &[0.0; 5]));
+    let found = verdict(&run("iops", &["layout"], None, cells.to_vec())).confidence;
+    assert_eq!((found.level, found.words.as_str()), (Level::Low, "5 rounds with a mean of 0"));
+}
+
 #[test]
 fn the_second_time_and_reads_are_told() {
     let mut run = run(
