@@ -1,7 +1,5 @@
 //! Requests beside a change that must be alone: the gate, and the end of a flat disk.
 
-use std::mem::ManuallyDrop;
-
 use crate::gate::Gate;
 use crate::in_flight::InFlight;
 use crate::sync::{Arc, AtomicU64, Ordering, check, thread};
@@ -112,24 +110,6 @@ fn a_thread_that_is_inside_enters_again_while_a_change_waits() {
         let reads = a_request_in_a_request(&image);
         image.move_block(Mistake::None);
         reads.join().unwrap();
-    });
-}
-
-#[test]
-#[should_panic(expected = "deadlock")]
-fn another_thread_within_a_request_is_a_new_request() {
-    check(2, || {
-        let image = Arc::new(Image::default());
-        let other = image.clone();
-        let request = thread::spawn(move || {
-            // Left alone if this thread panics: loom ends in the deadlock, and not in what follows it.
-            let inside = ManuallyDrop::new(other.gate.enter());
-            let helper = other.clone();
-            thread::spawn(move || drop(helper.gate.enter())).join().unwrap();
-            drop(ManuallyDrop::into_inner(inside));
-        });
-        image.move_block(Mistake::None);
-        request.join().unwrap();
     });
 }
 
