@@ -39,6 +39,7 @@ fn a_resize_and_requests_wait_for_each_other() {
     [SMALL, STATIC, moved].iter().for_each(Resizes::waits_for_a_write);
     Resizes { sizes: &[3 * MIB], ..SMALL }.waits_for_a_write();
     [SMALL, moved].iter().for_each(Resizes::waits_for_a_guard);
+    SMALL.a_close_waits_for_a_write();
 }
 
 #[test]

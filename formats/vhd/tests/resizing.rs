@@ -45,6 +45,7 @@ fn requests_beside_resizes_lose_nothing() {
 fn a_resize_and_requests_wait_for_each_other() {
     [TABLES, ROUNDED].iter().for_each(Resizes::waits_for_a_write);
     [TABLES, ROUNDED].iter().for_each(Resizes::waits_for_a_guard);
+    TABLES.a_close_waits_for_a_write();
     Resizes { sizes: &[40 * MIB], ..TABLES }.waits_for_a_write();
     // The write would take the place of the footer, or lengthen the file.
     Resizes { sizes: &[MIB], ..FIXED_SIZES }.waits_for_a_write();

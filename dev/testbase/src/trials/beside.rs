@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use vdkit_block::{Error, GuestOffset, Storage};
+use vdkit_block::{Error, GuestOffset, Result, Storage};
 use vdkit_chain::{Disk, DiskExtent};
 
 use super::resizes::Resizes;
@@ -160,7 +160,38 @@ impl Resizes<'_> {
     /// A write is about to reach the storage when the disk gets its first size: that waits. The write
     /// goes to the last sector of the disk.
     pub fn waits_for_a_write(&self) {
-        let gated = GatedStorage::new(Arc::new(self.trial.image()));
+        let storage = GatedStorage::new(Arc::new(self.trial.image()));
+        let (disk, at, what) =
+            self.changed_beside_a_write(&storage, |disk| disk.resize(self.sizes[0]));
+        let size = disk.guest_bytes();
+        if at.0 < size {
+            let mut found = [0; SECTOR as usize];
+            disk.read_at(&mut found, at).expect(&what);
+            assert_eq!(found, [2; SECTOR as usize], "{what}: an acknowledged write is lost");
+        }
+        disk.close().expect(&what);
+        let storage: Arc<dyn Storage> = storage;
+        self.trial.audit(&storage, true, &what);
+        assert_eq!(self.trial.open(&storage, false).expect(&what).guest_bytes(), size, "{what}");
+    }
+
+    /// As [`Resizes::waits_for_a_write`], for a close.
+    pub fn a_close_waits_for_a_write(&self) {
+        let storage = GatedStorage::new(Arc::new(self.trial.image()));
+        let (_, at, what) = self.changed_beside_a_write(&storage, Disk::close);
+        let storage: Arc<dyn Storage> = storage;
+        self.trial.audit(&storage, true, &what);
+        let mut found = [0; SECTOR as usize];
+        self.trial.open(&storage, false).expect(&what).read_at(&mut found, at).expect(&what);
+        assert_eq!(found, [2; SECTOR as usize], "{what}: an acknowledged write is lost");
+    }
+
+    /// The disk after a change that had to wait for a write of 2 to the last sector, and where that is.
+    fn changed_beside_a_write(
+        &self,
+        gated: &Arc<GatedStorage>,
+        change: impl Fn(&Disk) -> Result<()> + Sync,
+    ) -> (Disk, GuestOffset, String) {
         let storage: Arc<dyn Storage> = gated.clone();
         let disk = self.trial.open(&storage, true).expect("opening");
         let what = format!("{} {:?}", self.trial.driver.name(), self.trial.options);
@@ -171,27 +202,19 @@ impl Resizes<'_> {
         gated.hold(move |call| {
             call.kind == FaultKind::Write && !call.done && first.swap(false, Ordering::Relaxed)
         });
-        let (tell, resized) = channel();
+        let (tell, changed) = channel();
         std::thread::scope(|scope| {
-            let disk = &disk;
+            let (disk, change) = (&disk, &change);
             let write = scope.spawn(move || disk.write_at(&[2; SECTOR as usize], at));
             gated.reached();
-            scope.spawn(move || tell.send(disk.resize(self.sizes[0])).expect("the test waits"));
-            let early = resized.recv_timeout(EARLY);
+            scope.spawn(move || tell.send(change(disk)).expect("the test waits"));
+            let early = changed.recv_timeout(EARLY);
             gated.release();
-            assert!(early.is_err(), "{what}: resized under a write");
+            assert!(early.is_err(), "{what}: changed under a write");
             write.join().expect("the writer").expect(&what);
-            resized.recv().expect("the resizer").expect(&what);
+            changed.recv().expect("the change").expect(&what);
         });
-        let size = disk.guest_bytes();
-        if at.0 < size {
-            let mut found = [0; SECTOR as usize];
-            disk.read_at(&mut found, at).expect(&what);
-            assert_eq!(found, [2; SECTOR as usize], "{what}: an acknowledged write is lost");
-        }
-        disk.close().expect(&what);
-        self.trial.audit(&storage, true, &what);
-        assert_eq!(self.trial.open(&storage, false).expect(&what).guest_bytes(), size, "{what}");
+        (disk, at, what)
     }
 
     /// A thread is within a request, and another one resizes the disk: the first one makes more
