@@ -19,10 +19,11 @@ const ZERO_STEP: u64 = 8 << 20;
 impl Qcow2 {
     /// As [`vdkit_block::Overlay::resize_over`].
     pub(crate) fn resize_to(&self, new: u64, beneath: u64) -> Result<()> {
-        let new = new.checked_next_multiple_of(512).unwrap_or(u64::MAX);
-        if new > i64::MAX as u64 - self.geometry.cluster_bytes() {
-            return Err(Error::Invalid(format!("{new} bytes is more than a disk can have")));
-        }
+        let limit = i64::MAX as u64 - self.geometry.cluster_bytes();
+        let new = new
+            .checked_next_multiple_of(512)
+            .filter(|bytes| *bytes <= limit)
+            .ok_or_else(|| Error::limit(self.storage.name(), "size", new, limit))?;
         if self.header.version() < 3 && self.meta.lock().snapshots.count > 0 {
             return Err(Error::unsupported(
                 self.storage.name(),

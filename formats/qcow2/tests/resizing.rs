@@ -42,6 +42,19 @@ fn other_sizes_equal_the_model_live_and_offline() {
 }
 
 #[test]
+fn a_size_that_no_disk_has_is_refused_with_the_file_and_the_limit() {
+    let storage: Arc<dyn Storage> = Arc::new(SMALL.trial.image());
+    let disk = SMALL.trial.open(&storage, true).unwrap();
+    for size in [i64::MAX as u64 - 511, i64::MAX as u64, u64::MAX] {
+        let text = disk.resize(size).unwrap_err().to_string();
+        for part in [storage.name(), &size.to_string(), "limit of 9223372036854775295"] {
+            assert!(text.contains(part), "{text}: {part}");
+        }
+    }
+    assert_eq!(disk.guest_bytes(), MIB);
+}
+
+#[test]
 fn requests_beside_resizes_lose_nothing() {
     (1..).zip(&ALL).for_each(|(seed, images)| images.beside_requests(2, seed));
 }
