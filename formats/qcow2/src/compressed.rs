@@ -6,7 +6,6 @@ use vdkit_block::{CompressedReservation, Error, FileIndex, GuestOffset, HostOffs
 use vdkit_meta::MutexGuard;
 
 use crate::entry::L2Entry;
-use crate::flush::freed;
 use crate::image::{Meta, Qcow2};
 use crate::pool::Space;
 use crate::write::Pending;
@@ -217,7 +216,10 @@ impl Qcow2 {
             for cluster in first..=last {
                 // A failure leaves a leak.
                 if let Ok(true) = self.drop_reference(meta, cluster) {
-                    meta.add_reclaimed([freed(cluster, 1, false)]);
+                    // Its refcount may not be durable yet.
+                    let sequence = meta.space.flush_sequence;
+                    let space = Space { first: cluster, count: 1, fresh: false, sequence };
+                    meta.space.pool.add(space);
                 }
             }
         }

@@ -149,13 +149,8 @@ impl Qcow2 {
         bytes[inside as usize..].fill(0);
         let space = self.allocate_whole(meta, 1)?;
         let host = HostOffset(space.first << geometry.cluster_bits);
-        if let Err(error) = self.write_data(GuestOffset(start), host, bytes) {
-            meta.space.pool.add(Space { fresh: false, ..space });
-            return Err(error);
-        }
-        meta.dirty.data_first = true;
-        meta.dirty.refcounts_first |= !meta.space.is_durable(&space);
-        self.change_range(meta, start..start + cluster, false, |_, old| L2Entry {
+        let written = self.write_data(GuestOffset(start), host, bytes);
+        self.link(meta, start..start + cluster, space, written, |_, old| L2Entry {
             bitmap: if old.is_compressed() {
                 L2Entry::data(host, &geometry).bitmap
             } else {
@@ -208,13 +203,7 @@ impl Qcow2 {
             drop(meta);
             let written = self.write_data_zeroes(GuestOffset(at), host, len);
             let mut meta = self.meta.lock();
-            if let Err(error) = written {
-                meta.space.pool.add(Space { fresh: false, ..space });
-                return Err(error);
-            }
-            meta.dirty.data_first = true;
-            meta.dirty.refcounts_first |= !meta.space.is_durable(&space);
-            self.change_range(&mut meta, at..at + len, false, |guest, _| {
+            self.link(&mut meta, at..at + len, space, written, |guest, _| {
                 L2Entry::data(host + (guest - at), &self.geometry)
             })?;
             let much = meta.dirty.slices.len() > self.slices.capacity() / 2;
@@ -261,11 +250,40 @@ impl Qcow2 {
         punch: bool,
         change: impl FnMut(u64, L2Entry) -> L2Entry,
     ) -> Result<()> {
+        self.make_changeable(meta, &clusters)?;
+        self.change_entries(meta, &clusters, punch, change)
+    }
+
+    /// Ensures that entries of one L2 table can be changed: makes the table, and caches its slices.
+    fn make_changeable(
+        &self,
+        meta: &mut MutexGuard<'_, Meta>,
+        clusters: &Range<u64>,
+    ) -> Result<()> {
         self.before_change(meta)?;
         let l1_index = self.geometry.l1_index(GuestOffset(clusters.start));
         while self.writable_l2(meta, l1_index)?.is_none() {}
-        self.load_entries(&clusters)?;
-        self.change_entries(meta, &clusters, punch, change)
+        self.load_entries(clusters)
+    }
+
+    /// As [`Qcow2::change_range`], for entries that will name `space`, whose bytes were `written`.
+    /// Returns the space to the pool if nothing can refer to it.
+    fn link(
+        &self,
+        meta: &mut MutexGuard<'_, Meta>,
+        clusters: Range<u64>,
+        space: Space,
+        written: Result<()>,
+        change: impl FnMut(u64, L2Entry) -> L2Entry,
+    ) -> Result<()> {
+        if let Err(error) = written.and_then(|()| self.make_changeable(meta, &clusters)) {
+            Self::unreserve(meta, [space]);
+            return Err(error);
+        }
+        meta.dirty.data_first = true;
+        meta.dirty.refcounts_first |= !meta.space.is_durable(&space);
+        // From here on, a failure may leave some entries linked, so the space stays reserved.
+        self.change_entries(meta, &clusters, false, change)
     }
 
     /// Writes a larger L1 table, then switches to it and to the new size with one header write. The

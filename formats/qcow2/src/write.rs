@@ -443,12 +443,16 @@ impl Qcow2 {
         }
     }
 
-    /// Adds the host clusters that `old` referred to and `new` does not to `list`.
+    /// Adds the host clusters that `old` referred to and `new` does not to `list`. A damaged entry
+    /// frees nothing: the cluster that it names is another one's.
     fn lost_reference(&self, old: L2Entry, new: L2Entry, freed: Freed, list: &mut Vec<Freed>) {
         if old.word == 0 {
             return;
         }
         let data_file = self.has_data_file();
+        if old.fault(&self.geometry, self.header.version(), data_file).is_some() {
+            return;
+        }
         let lost = match old.is_compressed() {
             true => old.word != new.word,
             false => {

@@ -586,3 +586,46 @@ fn a_device_whose_tables_have_no_refcount_blocks_is_repaired_before_it_is_writte
     let image = open(false).unwrap();
     assert!((0..WRITTEN).all(|cluster| holds(&*image, cluster) == 1));
 }
+
+/// A reference within a cluster is damage: the cluster that it names is another one's, so to discard
+/// it frees nothing.
+#[test]
+fn a_reference_that_is_not_aligned_frees_nothing() {
+    const CLUSTER: u64 = 64 << 10;
+    for zero in [false, true] {
+        let memory = Arc::new(MemoryStorage::from_bytes("image", &image(1 << 20, "")));
+        let storage: Arc<dyn Storage> = memory.clone();
+        let open = || {
+            let (storage, limits) = (storage.clone(), Limits::default());
+            let request = OpenRequest { storage, files: Vec::new(), writable: true, limits };
+            Qcow2Driver.open(request).unwrap()
+        };
+        let written = open();
+        (0..3).for_each(|n| write_cluster(&*written, n * CLUSTER, 0x10 + n as u8).unwrap());
+        written.close().unwrap();
+        let word = |at: u64| {
+            let mut bytes = [0; 8];
+            storage.read_at(&mut bytes, HostOffset(at)).unwrap();
+            u64::from_be_bytes(bytes)
+        };
+        // The header's bytes 40 to 47 name the L1 table.
+        let place = |word: u64| word & 0x00ff_ffff_ffff_fe00;
+        let l2 = place(word(place(word(40))));
+        let first = word(l2);
+        storage.write_at(&(first + 512).to_be_bytes(), HostOffset(l2 + 16)).unwrap();
+        let damaged = open();
+        // The first entry is sound, so that the range can be changed.
+        let _ = match zero {
+            true => damaged.zero(GuestOffset(CLUSTER), 2 * CLUSTER, true).map(drop),
+            false => damaged.discard(GuestOffset(CLUSTER), 2 * CLUSTER),
+        };
+        damaged.flush().unwrap();
+        for n in 3..8 {
+            write_cluster(&*damaged, n * CLUSTER, 0x77).unwrap();
+        }
+        damaged.close().unwrap();
+        let mut bytes = vec![0; CLUSTER as usize];
+        storage.read_at(&mut bytes, HostOffset(place(first))).unwrap();
+        assert!(bytes.iter().all(|&byte| byte == 0x10), "another cluster was freed");
+    }
+}

@@ -3,15 +3,15 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CreateRequest, Creation, FormatDriver, GuestOffset, ImageInfo, Limits, OpenRequest, Options,
-    Storage,
+    BackingRef, CreateRequest, Creation, FormatDriver, GuestOffset, ImageInfo, Limits, OpenRequest,
+    Options, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::trials::{Resizes, Trial};
 use vdkit_testbase::units::{GIB, KIB, MIB, TIB};
-use vdkit_testbase::{FaultKind, GatedStorage};
+use vdkit_testbase::{FaultKind, FaultPlan, FaultyStorage, GatedStorage, assert_sound};
 
 const fn trial(options: &'static str, guest_bytes: u64) -> Trial {
     Trial::new(&Qcow2Driver, options, guest_bytes)
@@ -116,4 +116,39 @@ fn a_write_beside_a_growth_shows_no_old_bytes_of_the_data_file() {
     assert!(bytes[..512].iter().all(|&byte| byte == 7));
     assert!(bytes[512..].iter().all(|&byte| byte == 0), "old bytes of the data file are shown");
     disk.close().unwrap();
+}
+
+/// Version 2 has no zero flags: a growth over a larger backing image writes clusters of zeroes. If
+/// that fails, the clusters written so far and the next one are free again.
+#[test]
+fn zero_clusters_of_a_growth_that_failed_are_no_leak() {
+    const NEW: u64 = MIB;
+    let mut failed = 0;
+    for nth in 0.. {
+        let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("a.qcow2")));
+        let storage: Arc<dyn Storage> = faulty.clone();
+        let text = ["cluster_size=512,compat=0.10"];
+        let request = CreateRequest {
+            storage: storage.clone(),
+            files: Vec::new(),
+            guest_bytes: 64 * KIB,
+            options: Options::parse("qcow2", Qcow2Driver.options(), text).unwrap(),
+            backing: Some(BackingRef::new("base.raw", Some("raw".into()))),
+            backing_bytes: Some(NEW),
+        };
+        Qcow2Driver.create(&request).unwrap();
+        let (files, limits) = (Vec::new(), Limits::default());
+        let request = OpenRequest { storage: storage.clone(), files, writable: true, limits };
+        let image = Qcow2Driver.open(request).unwrap();
+        faulty.arm(FaultPlan::nth(&FaultKind::ALL, nth));
+        let grown = image.resize_over(NEW, NEW);
+        faulty.heal();
+        if grown.is_ok() && faulty.fired() == 0 {
+            break;
+        }
+        failed += u64::from(grown.is_err());
+        image.close().unwrap_or_else(|error| panic!("fault {nth}: {error}"));
+        assert_sound(&Qcow2Driver, &storage, false, &format!("fault {nth}: {grown:?}"));
+    }
+    assert!(failed > 10, "{failed}");
 }

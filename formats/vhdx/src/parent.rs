@@ -1,6 +1,8 @@
 //! The parent locator [2.6.2.6]: pairs of UTF-16 texts that identify the parent of a differencing
 //! image.
 
+use std::collections::BTreeSet;
+
 use uuid::Uuid;
 use vdkit_block::{BackingRef, Error, Result};
 use zerocopy::little_endian::{U16, U32};
@@ -54,11 +56,18 @@ impl ParentLocator {
                 (format!("{len} bytes of text at {from:#x}"), expected.to_owned())
             })
         };
-        let mut pairs: Vec<(String, String)> = Vec::new();
+        let texts = entries.iter().map(|e| u64::from(e.key_length) + u64::from(e.value_length));
+        let (texts, room) = (texts.sum::<u64>(), bytes.len() as u64);
+        if texts > room {
+            // Overlapping texts of an item of 1 MiB could take several GiB.
+            let expected = "texts that do not overlap [2.6.2.6.2]";
+            return Err((format!("{texts} bytes of texts in {room}"), expected.into()));
+        }
+        let (mut pairs, mut keys) = (Vec::with_capacity(count), BTreeSet::new());
         for entry in entries {
             let key = text(entry.key_offset, entry.key_length)?;
             let value = text(entry.value_offset, entry.value_length)?;
-            if pairs.iter().any(|(known, _)| *known == key) {
+            if !keys.insert(key.clone()) {
                 let expected = "each key once [2.6.2.6.2]";
                 return Err((format!("a second '{}'", key.escape_debug()), expected.into()));
             }
@@ -209,6 +218,27 @@ mod tests {
         let relative = pair(RELATIVE, ".\\base.vhdx");
         assert_eq!(name(vec![linkage.clone(), absolute, relative]).as_deref(), Some("base.vhdx"));
         assert_eq!(name(vec![linkage]), None);
+    }
+
+    #[test]
+    fn overlapping_texts_are_refused_before_they_are_copied() {
+        let good = ParentLocator::new("child", &backing("base.vhdx")).unwrap().encode();
+        let (count, texts_at) = (u16::MAX, size_of::<LocatorHeader>() as u32);
+        let mut bytes = good[..size_of::<LocatorHeader>()].to_vec();
+        bytes[18..20].copy_from_slice(&count.to_le_bytes());
+        let texts_at = texts_at + u32::from(count) * size_of::<LocatorEntry>() as u32;
+        for index in 0..u32::from(count) {
+            let entry = LocatorEntry {
+                key_offset: (texts_at + 2 * index).into(),
+                value_offset: texts_at.into(),
+                key_length: U16::new(0xfffe),
+                value_length: U16::new(0xfffe),
+            };
+            bytes.extend_from_slice(entry.as_bytes());
+        }
+        bytes.extend((0..100_000u32).flat_map(|n| (n as u16).to_le_bytes()));
+        let (found, expected) = ParentLocator::parse(&bytes).unwrap_err();
+        assert!(expected.contains("overlap"), "{found}, {expected}");
     }
 
     #[test]

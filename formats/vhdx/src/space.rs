@@ -153,8 +153,13 @@ impl Space {
         Ok(())
     }
 
-    /// Frees space.
+    /// Frees space. Frees none if some is free already: in a damaged image, two entries may have
+    /// named one block.
     pub(crate) fn give(&mut self, at: u64, bytes: u64, zero: bool) {
+        let before = self.free.range(..at + bytes).next_back();
+        if before.is_some_and(|(start, run)| start + run.bytes > at) {
+            return;
+        }
         let (mut at, mut bytes) = (at, bytes);
         if let Some((before, run)) = self.free.range(..at).next_back()
             && before + run.bytes == at
@@ -209,6 +214,18 @@ mod tests {
         space.give(12 * MIB, 2 * MIB, true);
         assert_eq!(space.end(), 10 * MIB);
         assert_eq!(take(&mut space, &storage, MIB, 9), (10 * MIB, 6));
+    }
+
+    #[test]
+    fn a_block_that_is_freed_twice_is_handed_out_once() {
+        let storage = MemoryStorage::with_len("m", 10 * MIB);
+        let mut space = Space::new(&[(0, 10 * MIB)], true, 10 * MIB, true);
+        space.give(2 * MIB, 2 * MIB, true);
+        for (at, bytes) in [(2, 2), (2, 1), (3, 1), (1, 2), (3, 2), (1, 4)] {
+            space.give(at * MIB, bytes * MIB, false);
+        }
+        assert_eq!(take(&mut space, &storage, 2 * MIB, 1), (2 * MIB, 1));
+        assert_eq!(take(&mut space, &storage, MIB, 1), (10 * MIB, 1));
     }
 
     #[test]

@@ -64,9 +64,16 @@ impl Space {
         }
     }
 
-    /// Frees grains.
+    /// Frees grains. Frees none if some are free already: in a damaged image, two entries may have
+    /// named one grain.
     pub(crate) fn give_back(&mut self, host: u64, bytes: u64) {
         let at = self.free.partition_point(|&(start, _)| start < host);
+        let before = at.checked_sub(1).map(|before| self.free[before]);
+        if before.is_some_and(|(start, len)| start + len > host)
+            || self.free.get(at).is_some_and(|&(start, _)| start < host + bytes)
+        {
+            return;
+        }
         self.free.insert(at, (host, bytes));
         if at + 1 < self.free.len() && host + bytes == self.free[at + 1].0 {
             self.free[at].1 += self.free[at + 1].1;
@@ -249,5 +256,15 @@ mod tests {
         space.cut();
         assert_eq!((space.frontier, space.free.len()), (7168, 1));
         assert_eq!(space.take_free(4096, true).unwrap().bytes, 512);
+    }
+
+    #[test]
+    fn a_grain_that_is_freed_twice_is_handed_out_once() {
+        let mut space = Space::new(8192, 512, false);
+        space.give_back(1024, 1024);
+        for (host, bytes) in [(1024, 512), (1536, 512), (512, 1024), (1792, 512), (512, 2048)] {
+            space.give_back(host, bytes);
+            assert_eq!(space.free, [(1024, 1024)], "{host} {bytes}");
+        }
     }
 }

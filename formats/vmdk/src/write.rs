@@ -177,6 +177,9 @@ impl Vmdk {
                 *meta.dirty.tables.entry(key).or_default() |= bits;
                 self.touch(sparse.file);
             }
+            // In a damaged image, an entry may name metadata, which must be neither discarded nor
+            // allocated.
+            freed.retain(|run| !sparse.overlaps_metadata(&(run.first..run.end())));
             meta.reclaim.unlink(&self.in_flight, freed);
             if let Some((at, word)) = fault {
                 return Err(self.entry_fault(of, at - piece.start, word));

@@ -184,11 +184,13 @@ impl Survey {
             return true;
         }
         self.conflicts.insert(cluster);
-        let other = self.owners.iter().find(|(range, _)| range.contains(&cluster));
-        let offset = cluster << image.geometry().cluster_bits;
-        self.findings.corruption(offset, structure, || match other {
-            Some((_, other)) => format!("this cluster belongs to {other} too"),
-            None => "this cluster belongs to other metadata too".to_owned(),
+        let (owners, offset) = (&self.owners, cluster << image.geometry().cluster_bits);
+        // Searched only for a finding that is listed: a hostile image has a million of both.
+        self.findings.corruption(offset, structure, || {
+            match owners.iter().find(|(range, _)| range.contains(&cluster)) {
+                Some((_, other)) => format!("this cluster belongs to {other} too"),
+                None => "this cluster belongs to other metadata too".to_owned(),
+            }
         });
         false
     }

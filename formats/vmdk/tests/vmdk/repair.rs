@@ -128,6 +128,34 @@ fn two_entries_with_one_grain_get_one_each() {
     mend(&memory, &model, true, "one grain twice");
 }
 
+/// An entry that names metadata is damage; to discard it must not discard the metadata too.
+#[test]
+fn an_entry_that_names_a_directory_frees_nothing() {
+    for of in [|p: &Places| p.directory, |p: &Places| p.redundant] {
+        let (memory, model) = filled();
+        let p = places(&memory);
+        for table in [p.table, p.copy] {
+            put(&memory, table, (of(&p) / 512) as u32);
+        }
+        let directory = |p: &Places| {
+            let mut bytes = [0; 512];
+            memory.read_at(&mut bytes, HostOffset(of(p))).unwrap();
+            bytes
+        };
+        let before = directory(&p);
+        let disk = SHAPE.open(memory.clone()).unwrap();
+        disk.discard(GuestOffset(0), 4096).unwrap();
+        disk.flush().unwrap();
+        assert!(directory(&p) == before, "the directory was changed");
+        // A new grain takes no metadata either.
+        disk.write_at(&[7; 4096], GuestOffset(0)).unwrap();
+        disk.close().unwrap();
+        assert!(directory(&p) == before, "the directory was changed");
+        let disk = SHAPE.open(memory.clone()).unwrap();
+        assert!(read_all(&disk)[9216..] == model[9216..], "content");
+    }
+}
+
 #[test]
 fn bytes_without_an_entry_are_given_back() {
     let (memory, mut model) = filled();
