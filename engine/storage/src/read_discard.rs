@@ -42,7 +42,7 @@ pub fn read_discard(file: &File, offset: u64, len: u64) -> Result<u64, Errno> {
         return Ok(0);
     }
     DRAIN.with_borrow_mut(|slot| {
-        slot.take_if(|drain| drain.process != std::process::id());
+        drop(slot.take_if(|drain| drain.process != std::process::id()));
         if slot.is_none() {
             *slot = Drain::new();
         }

@@ -49,7 +49,7 @@ pub fn read_all(file: &File, reads: &mut [Read<'_>]) {
         // Nothing below calls back into this function, but a busy ring must not cause an error.
         let Ok(mut slot) = cell.try_borrow_mut() else { return };
         let process = std::process::id();
-        slot.take_if(|own| own.process != process);
+        drop(slot.take_if(|own| own.process != process));
         if slot.is_none() {
             match IoUring::new(DEPTH as u32) {
                 Ok(ring) => *slot = Some(OwnRing { ring, process }),
