@@ -5,6 +5,7 @@
 //! further requests, so the kernel has to wait.
 
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -97,7 +98,9 @@ impl Shared {
             if let Some((bytes, work)) = state.queue.pop_front() {
                 state.bytes -= bytes;
                 drop(state);
-                work();
+                // The panic hook has reported a panic, and fuser answers with an error. Without its
+                // thread, later requests could wait for ever.
+                let _ = catch_unwind(AssertUnwindSafe(work));
                 state = self.state.lock();
                 continue;
             }
@@ -155,6 +158,18 @@ mod tests {
         let (tell, hear) = mpsc::channel();
         pool.run(0, move || tell.send(std::thread::current().id()).unwrap());
         assert_eq!(hear.try_recv(), Ok(me));
+    }
+
+    #[test]
+    fn a_panic_takes_no_thread_away() {
+        let pool = Pool::default();
+        for _ in 0..=THREADS_MAX {
+            pool.run(1, || panic!("for a test"));
+        }
+        let (tell, hear) = mpsc::channel();
+        pool.run(1, move || tell.send(()).unwrap());
+        assert_eq!(hear.recv_timeout(Duration::from_secs(60)), Ok(()));
+        assert!(pool.close(Duration::from_secs(60)));
     }
 
     #[test]

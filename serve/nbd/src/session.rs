@@ -99,6 +99,17 @@ pub struct Session {
     pub(crate) large_reads: Mutex<()>,
 }
 
+/// Ends the connection if its thread panics: the client would wait for ever for the reply.
+struct EndOnPanic<'s>(&'s Session);
+
+impl Drop for EndOnPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.hang_up();
+        }
+    }
+}
+
 /// End of a leader's turn.
 pub(crate) enum Turn<'s> {
     /// This request may block; its payload is in the buffer. The guard is for
@@ -154,6 +165,7 @@ impl Session {
     }
 
     fn work<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) {
+        let _ends = EndOnPanic(self);
         let (mut out, mut batch) = (Outbox::default(), Batch::new());
         while let Some(mut receiver) = self.lead.take() {
             match self.lead(&mut receiver, &mut out, &mut batch) {

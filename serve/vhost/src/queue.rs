@@ -12,6 +12,7 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -102,11 +103,18 @@ struct Own {
     spare: Vec<Vec<crate::memory::Segment>>,
 }
 
+/// Runs a request; `failed` is the result of a panic, which the panic hook has reported. The guest,
+/// and whoever stops the ring, wait for every request.
+fn surviving<R>(run: impl FnOnce() -> R, failed: R) -> R {
+    catch_unwind(AssertUnwindSafe(run)).unwrap_or(failed)
+}
+
 impl Job {
     /// Runs the request, and puts it back unless it must wait for space.
     pub fn run(self, bounce: &mut Vec<u8>) {
         let device = self.ring.device.clone();
-        match perform::slow(&device, &self.mem, &self.request, self.progress, bounce) {
+        let slow = || perform::slow(&device, &self.mem, &self.request, self.progress, bounce);
+        match surviving(slow, Slow::Finished(Status::IoError.into())) {
             Slow::Finished(finished) => self.end(finished),
             Slow::Full(full) => self.keep(full),
         }
@@ -277,8 +285,9 @@ impl Ring {
             let mut now = Instant::now();
             let mut batch = std::mem::take(&mut own.batch);
             for request in batch.drain(..) {
-                let finished =
-                    perform::fast(&self.device, &self.backoff, &mem, &request, &mut own.bounce);
+                let fast =
+                    || perform::fast(&self.device, &self.backoff, &mem, &request, &mut own.bounce);
+                let finished = surviving(fast, Some(Status::IoError.into()));
                 self.device.export.counters().lane(finished.is_some());
                 let Some(finished) = finished else {
                     self.submit(request, &mem, now);

@@ -169,6 +169,27 @@ fn a_client_is_turned_away_while_a_change_of_a_lost_connection_hangs() {
     rig.end();
 }
 
+/// The leader's request, and one of another thread.
+#[test]
+fn a_panic_ends_the_connection_instead_of_leaving_a_request_without_a_reply() {
+    for (command, payload) in [(WRITE, &[5; 4096][..]), (WRITE_ZEROES, b"")] {
+        let (gate, rig) = held_at_a_change(Duration::from_secs(60));
+        gate.hold(|call| {
+            assert!(![FaultKind::Write, FaultKind::Zero].contains(&call.kind), "for a test");
+            false
+        });
+        let mut client = rig.client(Style::Structured);
+        client.request(command, 0, MIB, 4096, payload);
+        assert!(client.is_ended(), "{command}");
+        rig.settles_at(0);
+        gate.release();
+        let mut client = rig.client(Style::Structured);
+        client.write(MIB, &[6; 4096]).unwrap();
+        assert_eq!(client.read(MIB, 1).unwrap(), [6]);
+        rig.end();
+    }
+}
+
 #[test]
 fn a_client_that_reads_nothing_and_closed_its_side_delays_nobody_for_long() {
     let rig = Rig::new(64 * MIB);
