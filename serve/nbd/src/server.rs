@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use rustix::net::Shutdown;
-use vdkit_serve::{ACCEPT_PAUSE, Access, Export, UnixSocket, Wake};
+use vdkit_serve::{Access, Export, UnixSocket, Wake};
 
 use crate::changing::Changing;
 use crate::channel::{Channel, Socket};
@@ -307,23 +307,8 @@ impl Drop for Server {
 }
 
 fn accept(shared: &Arc<Shared>, listener: &Listener) {
-    loop {
-        let came = match shared.wake.wait_at(listener) {
-            Ok(true) => listener.accept(shared.options.poll_max),
-            Ok(false) => return,
-            Err(error) => Err(error),
-        };
-        let socket = match came {
-            Ok(socket) => socket,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
-            Err(error) => {
-                tracing::warn!("a connection was not accepted: {error}");
-                if !shared.wake.pause(ACCEPT_PAUSE) {
-                    return;
-                }
-                continue;
-            }
-        };
+    let poll_max = shared.options.poll_max;
+    while let Some(socket) = shared.wake.accept("nbd", listener, || listener.accept(poll_max)) {
         let channel: Arc<dyn Channel> = Arc::new(socket);
         let id = shared.next.fetch_add(1, Ordering::Relaxed);
         let Some(place) = shared.admit(id, &channel) else { continue };

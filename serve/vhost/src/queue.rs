@@ -8,6 +8,7 @@
 //! taken again before it was put back (which bounds the requests in flight). An invalid ring is
 //! *broken*: nothing more is taken from it until it is restarted.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::Write;
@@ -18,7 +19,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
-use vdkit_serve::{Claim, SlowWriteBackoff, Wake};
+use vdkit_serve::{Claim, Pool, SlowWriteBackoff, Wake};
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress};
 
@@ -26,11 +27,15 @@ use crate::device::{Device, QUEUE_SIZE_MAX};
 use crate::inflight::Tracker;
 use crate::memory::Mem;
 use crate::perform::{self, Finished, Full, Slow, Status};
-use crate::pool::Pool;
 use crate::request::{InvalidChain, Request, Table};
 
 /// Maximum requests per batch.
 const BATCH: usize = 64;
+
+thread_local! {
+    /// The bounce buffer of a thread that may block: at most a piece.
+    static BOUNCE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
 
 /// Location and start position of a ring.
 #[derive(Clone, Copy, Debug, Default)]
@@ -110,11 +115,20 @@ fn surviving<R>(run: impl FnOnce() -> R, failed: R) -> R {
 }
 
 impl Job {
+    /// Runs the request on a thread that may block.
+    fn submit(self) {
+        let pool = self.ring.pool.clone();
+        pool.run(0, move || self.run());
+    }
+
     /// Runs the request, and puts it back unless it must wait for space.
-    pub fn run(self, bounce: &mut Vec<u8>) {
+    fn run(self) {
         let device = self.ring.device.clone();
-        let slow = || perform::slow(&device, &self.mem, &self.request, self.progress, bounce);
-        match surviving(slow, Slow::Finished(Status::IoError.into())) {
+        let mut bounce = BOUNCE.take();
+        let slow = || perform::slow(&device, &self.mem, &self.request, self.progress, &mut bounce);
+        let done = surviving(slow, Slow::Finished(Status::IoError.into()));
+        BOUNCE.set(bounce);
+        match done {
             Slow::Finished(finished) => self.end(finished),
             Slow::Full(full) => self.keep(full),
         }
@@ -140,7 +154,7 @@ impl Job {
         let done = Box::new(move |done: vdkit_block::Result<()>| {
             again.core.lock().kept.remove(&head);
             match done {
-                Ok(()) => again.pool.submit(self),
+                Ok(()) => self.submit(),
                 Err(error) => {
                     tracing::warn!(export = again.device.export.name(), "{error}");
                     self.end(Status::IoError.into());
@@ -276,7 +290,7 @@ impl Ring {
 
     fn submit(self: &Arc<Self>, request: Request, mem: &Arc<Mem>, began: Instant) {
         let ring = self.clone();
-        self.pool.submit(Job { ring, request, mem: mem.clone(), began, progress: 0 });
+        Job { ring, request, mem: mem.clone(), began, progress: 0 }.submit();
     }
 
     /// Runs all available requests.

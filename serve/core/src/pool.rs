@@ -1,8 +1,8 @@
-//! Threads for requests that may block.
+//! Threads for requests that may block, shared by FUSE and vhost-user.
 //!
 //! They are created as needed, up to a bound, and end when idle. The bytes of queued requests are
 //! bounded too: beyond the bound, the submitting thread runs its request itself. It then reads no
-//! further requests, so the kernel has to wait.
+//! further requests, so the client has to wait.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -40,7 +40,7 @@ struct Shared {
     ended: Condvar,
 }
 
-/// The pool.
+/// The threads and their queue.
 #[derive(Default)]
 pub struct Pool {
     shared: Arc<Shared>,
@@ -63,7 +63,7 @@ impl Pool {
         }
         if state.idle <= state.queue.len() && state.threads < THREADS_MAX {
             let shared = Arc::clone(&self.shared);
-            let builder = std::thread::Builder::new().name("fuse-slow".to_owned());
+            let builder = std::thread::Builder::new().name("slow".to_owned());
             match builder.spawn(move || shared.serve()) {
                 Ok(_) => state.threads += 1,
                 Err(error) if state.threads == 0 => {
@@ -98,8 +98,8 @@ impl Shared {
             if let Some((bytes, work)) = state.queue.pop_front() {
                 state.bytes -= bytes;
                 drop(state);
-                // The panic hook has reported a panic, and fuser answers with an error. Without its
-                // thread, later requests could wait for ever.
+                // The panic hook has reported a panic. Without this thread, later requests could wait
+                // for ever.
                 let _ = catch_unwind(AssertUnwindSafe(work));
                 state = self.state.lock();
                 continue;
