@@ -1,6 +1,6 @@
 //! Sharing and copying blocks in the kernel.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::io::Errno;
 use vdkit_block::{
@@ -43,10 +43,16 @@ impl KernelCopy for FileStorage {
         if from.checked_add(len).is_none() {
             return Ok(0);
         }
+        // Before the locks: the source may be this file, or another thread may copy the other way,
+        // and a file locks its length to report it.
+        let to_end = method == CopyMethod::Reflink && source.len().ok() == Some(from.0 + len);
         let _range = self.hold_range(to.0, len);
         let _length = self.hold_length();
         let (done, ended) = match method {
-            CopyMethod::Reflink => self.reflink(to.0, source, source_fd, from.0, len),
+            CopyMethod::Reflink => {
+                let block = self.caps().block_bytes.max(source.caps().block_bytes);
+                self.reflink(to.0, source_fd, from.0, len, block.into(), to_end)
+            }
             CopyMethod::CopyFileRange => self.copy_in_kernel(to.0, source_fd, from.0, len),
         };
         if let Err(errno) = ended
@@ -59,17 +65,16 @@ impl KernelCopy for FileStorage {
 }
 
 impl FileStorage {
-    /// Shares whole blocks, and a partial block at the end of the source.
+    /// Shares whole blocks, and a partial block if the range goes `to_end` of the source.
     fn reflink(
         &self,
         to: u64,
-        source: &dyn Storage,
         source_fd: BorrowedFd<'_>,
         from: u64,
         len: u64,
+        block: u64,
+        to_end: bool,
     ) -> (u64, Result<(), Errno>) {
-        use std::os::fd::AsFd;
-        let block = u64::from(self.caps().block_bytes).max(u64::from(source.caps().block_bytes));
         if !is_aligned(from | to, block) {
             return (0, Ok(()));
         }
@@ -83,7 +88,7 @@ impl FileStorage {
             return (0, Err(errno));
         }
         let tail = len - whole;
-        if tail == 0 || source.len().ok() != Some(from + len) {
+        if tail == 0 || !to_end {
             return (whole, Ok(()));
         }
         match clone(whole, tail) {
@@ -120,5 +125,49 @@ impl FileStorage {
             }
         }
         (done, Ok(()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use vdkit_block::{CacheMode, HostOffset, StorageLayer};
+
+    use super::*;
+    use crate::open::FileOptions;
+
+    /// Notes whether a file's length is locked while it is asked for.
+    #[derive(Debug)]
+    struct Asked {
+        file: Arc<FileStorage>,
+        locked: AtomicBool,
+    }
+
+    impl StorageLayer for Asked {
+        const INTERCEPTS: bool = false;
+
+        fn inner(&self) -> &dyn Storage {
+            &*self.file
+        }
+
+        fn len(&self) -> Result<u64> {
+            self.locked.fetch_or(self.file.growth.try_write().is_none(), Ordering::SeqCst);
+            self.file.len()
+        }
+    }
+
+    /// A read lock within a read lock would wait for a thread that waits to resize the file.
+    #[test]
+    fn sharing_within_a_file_does_not_lock_its_length_twice() {
+        let dir = tempfile::tempdir().unwrap();
+        let options = FileOptions::read_write().cache(CacheMode::None);
+        let file = Arc::new(FileStorage::create(dir.path().join("f"), &options).unwrap());
+        file.write_at(&[1; 100], HostOffset(0)).unwrap();
+        let asked = Asked { file: file.clone(), locked: AtomicBool::new(false) };
+        let (to, from, method) = (HostOffset(1 << 20), HostOffset(0), CopyMethod::Reflink);
+        file.copy_from(&CopyOp { to, source: &asked, from, len: 100, method }).unwrap();
+        assert!(!asked.locked.into_inner());
     }
 }

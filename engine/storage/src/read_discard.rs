@@ -17,6 +17,8 @@ struct Drain {
     read: OwnedFd,
     write: OwnedFd,
     null: File,
+    /// A child of `fork` makes its own pipe: one of the two could wait for bytes that the other took.
+    process: u32,
 }
 
 impl Drain {
@@ -25,7 +27,7 @@ impl Drain {
         let (read, write) = pipe_with(PipeFlags::CLOEXEC).ok()?;
         // A smaller pipe works too, in more steps.
         let _ = fcntl_setpipe_size(&write, PIPE_BYTES);
-        Some(Self { read, write, null })
+        Some(Self { read, write, null, process: std::process::id() })
     }
 }
 
@@ -40,6 +42,7 @@ pub fn read_discard(file: &File, offset: u64, len: u64) -> Result<u64, Errno> {
         return Ok(0);
     }
     DRAIN.with_borrow_mut(|slot| {
+        drop(slot.take_if(|drain| drain.process != std::process::id()));
         if slot.is_none() {
             *slot = Drain::new();
         }

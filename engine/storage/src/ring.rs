@@ -20,8 +20,15 @@ pub const READ_BYTES_MAX: usize = 8 << 20;
 /// io_uring is not available to this process.
 static REFUSED: AtomicBool = AtomicBool::new(false);
 
+/// A thread's ring. A child of `fork` shares its parent's: each would take the other's completions
+/// for its own, and return buffers that nobody filled.
+struct OwnRing {
+    ring: IoUring,
+    process: u32,
+}
+
 thread_local! {
-    static RING: RefCell<Option<IoUring>> = const { RefCell::new(None) };
+    static RING: RefCell<Option<OwnRing>> = const { RefCell::new(None) };
 }
 
 /// A read and its outcome.
@@ -41,18 +48,20 @@ pub fn read_all(file: &File, reads: &mut [Read<'_>]) {
     RING.with(|cell| {
         // Nothing below calls back into this function, but a busy ring must not cause an error.
         let Ok(mut slot) = cell.try_borrow_mut() else { return };
+        let process = std::process::id();
+        drop(slot.take_if(|own| own.process != process));
         if slot.is_none() {
             match IoUring::new(DEPTH as u32) {
-                Ok(ring) => *slot = Some(ring),
+                Ok(ring) => *slot = Some(OwnRing { ring, process }),
                 Err(_) => {
                     REFUSED.store(true, Ordering::Relaxed);
                     return;
                 }
             }
         }
-        let Some(ring) = slot.as_mut() else { return };
+        let Some(own) = slot.as_mut() else { return };
         for group in reads.chunks_mut(DEPTH) {
-            if !read_group(ring, file, group) {
+            if !read_group(&mut own.ring, file, group) {
                 // The ring's state is unknown. Unserved reads keep their outcome.
                 *slot = None;
                 REFUSED.store(true, Ordering::Relaxed);
@@ -117,5 +126,45 @@ fn drain(ring: &mut IoUring, reads: &mut [Read<'_>], outstanding: usize) {
         taken = taken.saturating_sub(reap(ring, reads));
         // Entering the kernel lets it post completions.
         std::thread::yield_now();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_child_has_a_ring_of_its_own() {
+        let path = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(path.path(), [7; 1024]).unwrap();
+        let file = File::open(path.path()).unwrap();
+        let reads_right = || {
+            let mut bufs = [[0; 512]; 2];
+            let [first, second] = &mut bufs;
+            let mut reads = [(0, first), (512, second)].map(|(offset, buf)| Read {
+                offset,
+                buf: &mut buf[..],
+                outcome: Ok(0),
+            });
+            read_all(&file, &mut reads);
+            let own = |ring: &OwnRing| ring.process == std::process::id();
+            let done = reads.iter().all(|read| read.outcome == Ok(512));
+            done && bufs == [[7; 512]; 2] && RING.with_borrow(|ring| ring.as_ref().is_some_and(own))
+        };
+        if !reads_right() {
+            return vdkit_testbase::impossible_here("there is no io_uring");
+        }
+        // SAFETY: the child only reads, and ends without any destructor of its parent.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let failed = i32::from(!reads_right());
+            // SAFETY: see above.
+            unsafe { libc::_exit(failed) }
+        }
+        let mut status = -1;
+        // SAFETY: `waitpid` writes one `int`, which lives across the call.
+        unsafe { libc::waitpid(child, &mut status, 0) };
+        assert_eq!(status, 0, "the child took its parent's ring");
+        assert!(reads_right());
     }
 }

@@ -28,7 +28,7 @@ use crate::images::{Committed, ImageChain, Images};
 use crate::job::JobStatus;
 use crate::metrics;
 use crate::parking::ParkedInfo;
-use crate::socket::{ACCEPT_PAUSE, Access, UnixSocket, Wake};
+use crate::socket::{Access, UnixSocket, Wake};
 
 /// Maximum length of a line.
 const LINE_MAX: u64 = 64 << 10;
@@ -320,7 +320,10 @@ impl Control {
         let woken = Arc::clone(&wake);
         let thread = std::thread::Builder::new().name("control".to_owned()).spawn(move || {
             let mut conversations = Conversations::default();
-            accept(&socket, &woken, &controller, &mut conversations);
+            // A client that stays connected must not block others.
+            while let Some((client, _)) = woken.accept("control", &*socket, || socket.accept()) {
+                conversations.start(client, controller.clone());
+            }
             drop(socket);
             conversations.end(&controller.export);
         })?;
@@ -374,34 +377,6 @@ impl Conversations {
                 std::thread::sleep(END_POLL);
             }
             let _ = thread.join();
-        }
-    }
-}
-
-/// Accepts clients until woken.
-fn accept(
-    socket: &UnixSocket,
-    wake: &Wake,
-    controller: &Controller,
-    conversations: &mut Conversations,
-) {
-    loop {
-        let came = match wake.wait_at(&**socket) {
-            Ok(true) => socket.accept(),
-            Ok(false) => return,
-            Err(error) => Err(error),
-        };
-        match came {
-            // A client that stays connected must not block others.
-            Ok((client, _)) => conversations.start(client, controller.clone()),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            Err(error) => {
-                tracing::warn!("control: a connection was not accepted: {error}");
-                // The connection is still pending: without a pause this would spin.
-                if !wake.pause(ACCEPT_PAUSE) {
-                    return;
-                }
-            }
         }
     }
 }

@@ -115,6 +115,34 @@ impl Wake {
         Ok(self.wait(Some(at.as_fd()), None)?.is_some())
     }
 
+    /// Waits for a connection and accepts it; `None` at the end. `who` is for messages. The socket must
+    /// be non-blocking.
+    pub fn accept<S>(
+        &self,
+        who: &str,
+        at: impl AsFd,
+        accept: impl Fn() -> io::Result<S>,
+    ) -> Option<S> {
+        loop {
+            let came = match self.wait_at(&at) {
+                Ok(true) => accept(),
+                Ok(false) => return None,
+                Err(error) => Err(error),
+            };
+            match came {
+                Ok(socket) => return Some(socket),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => {
+                    tracing::warn!("{who}: a connection was not accepted: {error}");
+                    // It is still pending: without a pause this would spin.
+                    if !self.pause(ACCEPT_PAUSE) {
+                        return None;
+                    }
+                }
+            }
+        }
+    }
+
     /// Waits at most `time` for something to read: whether there is; `None` at the end.
     ///
     /// # Errors

@@ -7,12 +7,11 @@ use std::time::Instant;
 use fuser::{Errno, ReplyData, ReplyEmpty, ReplyWrite};
 use vdkit_block::{Error, Result};
 use vdkit_chain::Ready;
-use vdkit_serve::{Change, Claim, Client, Export, OpKind, SlowWriteBackoff};
+use vdkit_serve::{Change, Claim, Client, Export, OpKind, Pool, SlowWriteBackoff};
 
 use crate::attributes::Attributes;
 use crate::buffer;
 use crate::errno::errno_of;
-use crate::pool::Pool;
 
 /// State shared by the threads of a mount.
 #[derive(Debug)]

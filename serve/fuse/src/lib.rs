@@ -7,8 +7,7 @@
 //! ```text
 //!  kernel ─► /dev/fuse ─► a few threads that read requests (fuser)
 //!               │  disk_file   request handlers
-//!               │  dispatcher       run inline, or on the pool
-//!               │  pool        threads that may block
+//!               │  dispatcher       run inline, or on vdkit_serve::Pool
 //!               │  attributes  file attributes
 //!               │  holes       SEEK_HOLE and SEEK_DATA
 //!  mount_point  the mounted-over file, and stale mounts
@@ -22,7 +21,6 @@ mod dispatcher;
 mod errno;
 mod holes;
 mod mount_point;
-mod pool;
 mod server;
 
 pub use mount_point::MountError;

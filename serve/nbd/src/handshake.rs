@@ -70,14 +70,16 @@ pub enum TlsState {
     Active,
 }
 
+/// Called before a client learns that it has reached an export. An error ends the connection.
+pub type Reach<'a> = &'a dyn Fn(&Export) -> io::Result<()>;
+
 /// One negotiation.
 pub struct Handshake<'a> {
     channel: &'a dyn Channel,
     exports: &'a Exports,
     tls: TlsState,
     until: Instant,
-    /// Marks the connection as having reached an export; `false` if it was closed to make room.
-    keep: &'a dyn Fn() -> bool,
+    reach: Reach<'a>,
     structured: bool,
     extended: bool,
     /// The export and contexts chosen by NBD_OPT_SET_META_CONTEXT.
@@ -116,21 +118,20 @@ impl<'d> Data<'d> {
 }
 
 impl<'a> Handshake<'a> {
-    /// A negotiation that starts now, with a deadline `until`. `keep` is called before the client
-    /// learns that it has reached an export: from then on no other connection may replace it.
+    /// A negotiation that starts now, with a deadline `until`.
     pub fn new(
         channel: &'a dyn Channel,
         exports: &'a Exports,
         tls: TlsState,
         until: Instant,
-        keep: &'a dyn Fn() -> bool,
+        reach: Reach<'a>,
     ) -> Self {
         Self {
             channel,
             exports,
             tls,
             until,
-            keep,
+            reach,
             structured: false,
             extended: false,
             chosen: None,
@@ -358,7 +359,7 @@ impl<'a> Handshake<'a> {
         if !self.no_zeroes {
             out.extend([0; 124]);
         }
-        self.reach()?;
+        (self.reach)(&export)?;
         self.send(&out)?;
         Ok(self.agreed(export))
     }
@@ -397,15 +398,10 @@ impl<'a> Handshake<'a> {
             }
         }
         if option == option::GO {
-            self.reach()?;
+            (self.reach)(&export)?;
         }
         self.reply(option, answer::ACK, b"")?;
         Ok((option == option::GO).then(|| self.agreed(export)))
-    }
-
-    fn reach(&self) -> io::Result<()> {
-        let replaced = || io::Error::other("this connection has made room for another");
-        if (self.keep)() { Ok(()) } else { Err(replaced()) }
     }
 
     fn meta_context(&mut self, option: u32, data: &[u8]) -> io::Result<Option<Outcome>> {

@@ -76,8 +76,7 @@ impl LateReplies {
 impl Session {
     /// Whether the export keeps a request that failed with `error`.
     pub(crate) fn is_to_be_kept(&self, request: &Request, error: &Error) -> bool {
-        let changes = [command::WRITE, command::WRITE_ZEROES, command::TRIM];
-        changes.contains(&request.command) && self.export.keeps(error)
+        request.is_change() && self.export.keeps(error)
     }
 
     /// Keeps a change that found no space.
@@ -105,7 +104,9 @@ impl Session {
         let at = first.map_or(0, |first| first.offset);
         let durable = first.is_some_and(|first| first.has(request_flag::FUA));
         let (late, export) = (self.late.clone(), self.export.clone());
+        let counted = self.changing.begin();
         let done = Box::new(move |done: vdkit_block::Result<()>| {
+            drop(counted);
             for Unanswered { request, began } in &batch {
                 Self::count_on(&export, request, began.elapsed(), done.is_ok());
             }

@@ -12,6 +12,7 @@
 //!  lead       which thread leads
 //!  commit, gathered   one flush for many replies
 //!  kept, late   requests that wait for space, and their replies
+//!  changing   what a lost connection may still change, which its successor waits for
 //!  read       reads that may block
 //!  receiver, buffer   receive buffer, and reusable buffers
 //!  reply      sends replies, together
@@ -23,6 +24,7 @@
 
 mod admission;
 mod buffer;
+mod changing;
 mod channel;
 mod commit;
 mod contexts;

@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use rustix::net::Shutdown;
-use vdkit_serve::{ACCEPT_PAUSE, Access, UnixSocket, Wake};
+use vdkit_serve::{Access, Export, UnixSocket, Wake};
 
+use crate::changing::Changing;
 use crate::channel::{Channel, Socket};
 use crate::exports::Exports;
 use crate::handshake::{Agreed, HANDSHAKE_TIME, Handshake, Outcome, TlsState};
@@ -22,6 +23,9 @@ use crate::poll::POLL_MAX;
 use crate::session::Session;
 use crate::tls::Tls;
 use crate::wire::percent;
+
+/// How long threads of a connection whose client has left may wait for that client.
+const FAREWELL: Duration = Duration::from_secs(1);
 
 /// Address of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -197,8 +201,10 @@ struct Roll {
 struct Connection {
     id: u64,
     channel: Arc<dyn Channel>,
-    /// It has reached an export. Before that it may be replaced by another connection.
-    agreed: bool,
+    changing: Arc<Changing>,
+    /// The name of the export that it has reached. Before that it may be replaced by another
+    /// connection.
+    export: Option<String>,
 }
 
 /// A server: threads that listen and serve until [`Server::stop`]. Dropping it is a stop without
@@ -301,23 +307,8 @@ impl Drop for Server {
 }
 
 fn accept(shared: &Arc<Shared>, listener: &Listener) {
-    loop {
-        let came = match shared.wake.wait_at(listener) {
-            Ok(true) => listener.accept(shared.options.poll_max),
-            Ok(false) => return,
-            Err(error) => Err(error),
-        };
-        let socket = match came {
-            Ok(socket) => socket,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
-            Err(error) => {
-                tracing::warn!("a connection was not accepted: {error}");
-                if !shared.wake.pause(ACCEPT_PAUSE) {
-                    return;
-                }
-                continue;
-            }
-        };
+    let poll_max = shared.options.poll_max;
+    while let Some(socket) = shared.wake.accept("nbd", listener, || listener.accept(poll_max)) {
         let channel: Arc<dyn Channel> = Arc::new(socket);
         let id = shared.next.fetch_add(1, Ordering::Relaxed);
         let Some(place) = shared.admit(id, &channel) else { continue };
@@ -341,16 +332,18 @@ impl Shared {
         if connections.len() >= self.options.connections_max {
             // New connections are appended, so this is the oldest. An honest client negotiates
             // within milliseconds, so it is rarely the one to close.
-            let Some(oldest) = connections.iter().position(|other| !other.agreed) else {
+            let Some(oldest) = connections.iter().position(|other| other.export.is_none()) else {
                 tracing::warn!("a connection was turned away: there are {}", connections.len());
                 return None;
             };
             tracing::debug!("a connection that was still negotiating makes room for another");
             connections.remove(oldest).channel.shutdown(Shutdown::Both);
         }
-        connections.push(Connection { id, channel: channel.clone(), agreed: false });
+        let (channel, changing) = (channel.clone(), Arc::<Changing>::default());
+        let place = Place { clients: self.clients.clone(), id, changing: changing.clone() };
+        connections.push(Connection { id, channel, changing, export: None });
         roll.threads += 1;
-        Some(Place { clients: self.clients.clone(), id })
+        Some(place)
     }
 }
 
@@ -358,14 +351,42 @@ impl Shared {
 struct Place {
     clients: Arc<Clients>,
     id: u64,
+    changing: Arc<Changing>,
 }
 
 impl Place {
-    /// Marks the connection as having reached an export. `false` if it was replaced before.
-    fn keep(&self) -> bool {
+    /// Waits for changes of lost connections to the same export; see [`crate::changing`]. Then marks
+    /// the connection as having reached it.
+    ///
+    /// # Errors
+    /// If such a change still runs at the deadline; if this connection was replaced.
+    fn reach(&self, export: &Export, until: Instant) -> io::Result<()> {
+        for (channel, changing) in self.others_of(export.name()) {
+            if !channel.has_left() || changing.ends_by(until.min(Instant::now() + FAREWELL)) {
+                continue;
+            }
+            channel.shutdown(Shutdown::Both);
+            if !changing.ends_by(until) {
+                tracing::warn!(
+                    export = export.name(),
+                    "a client was turned away: a change of a lost connection still runs"
+                );
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+        }
         let mut roll = self.clients.roll.lock();
         let own = roll.connections.iter_mut().find(|connection| connection.id == self.id);
-        own.map(|connection| connection.agreed = true).is_some()
+        let own =
+            own.ok_or_else(|| io::Error::other("this connection has made room for another"))?;
+        own.export = Some(export.name().to_owned());
+        Ok(())
+    }
+
+    /// Other connections that have reached an export.
+    fn others_of(&self, export: &str) -> Vec<(Arc<dyn Channel>, Arc<Changing>)> {
+        let roll = self.clients.roll.lock();
+        let others = roll.connections.iter().filter(|one| one.export.as_deref() == Some(export));
+        others.map(|one| (one.channel.clone(), one.changing.clone())).collect()
     }
 }
 
@@ -385,17 +406,20 @@ fn negotiate(
     place: &Place,
 ) -> io::Result<Option<Box<Agreed>>> {
     let until = Instant::now() + shared.options.handshake_time;
-    let (exports, keep) = (&shared.exports, || place.keep());
+    let (exports, reach) = (&shared.exports, |export: &Export| place.reach(export, until));
     let tls = shared.options.tls.as_ref();
     let state = if tls.is_some() { TlsState::Required } else { TlsState::None };
-    let outcome = Handshake::new(&**channel, exports, state, until, &keep).run(true)?;
+    let outcome = Handshake::new(&**channel, exports, state, until, &reach).run(true)?;
     let (Outcome::StartTls, Some(tls)) = (&outcome, tls) else { return Ok(outcome.agreed()) };
     *channel = tls.accept(channel.clone(), until)?;
-    let outcome = Handshake::new(&**channel, exports, TlsState::Active, until, &keep).run(false)?;
+    let outcome =
+        Handshake::new(&**channel, exports, TlsState::Active, until, &reach).run(false)?;
     Ok(outcome.agreed())
 }
 
 fn serve(shared: &Shared, mut channel: Arc<dyn Channel>, place: &Place) {
+    // From before the client may send requests.
+    let leads = place.changing.begin();
     let agreed = negotiate(shared, &mut channel, place).unwrap_or_else(|error| {
         tracing::debug!("a handshake failed: {error}");
         None
@@ -403,7 +427,7 @@ fn serve(shared: &Shared, mut channel: Arc<dyn Channel>, place: &Place) {
     match agreed {
         Some(agreed) if channel.set_timeout(None).is_ok() => {
             tracing::debug!(export = agreed.export.name(), "a client begins");
-            Session::new(channel, *agreed).run();
+            Session::new(channel, *agreed, place.changing.clone(), leads).run();
             shared.served.fetch_add(1, Ordering::Relaxed);
         }
         _ => channel.shutdown(Shutdown::Both),

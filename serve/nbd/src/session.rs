@@ -24,6 +24,7 @@ use vdkit_chain::Ready;
 use vdkit_serve::{Client, Export, OpKind, SlowWriteBackoff, Written};
 
 use crate::buffer::{Buffer, Buffers};
+use crate::changing::{Changing, MayChange};
 use crate::channel::Channel;
 use crate::commit::{Batch, COMMITTERS, GATHERED_MAX, Unanswered};
 use crate::gathered::Gathered;
@@ -84,6 +85,10 @@ pub struct Session {
     pub(crate) took: [AtomicU64; command::KINDS],
     /// The client of all requests.
     pub(crate) client: Arc<Client>,
+    /// See [`crate::changing`].
+    pub(crate) changing: Arc<Changing>,
+    /// A leader may take further requests.
+    leads: Mutex<Option<MayChange>>,
     /// Answers requests that waited for space.
     pub(crate) late: Arc<LateReplies>,
     buffers: Buffers,
@@ -92,6 +97,17 @@ pub struct Session {
     /// client, since a leader waits for the lock.
     large_payloads: Mutex<()>,
     pub(crate) large_reads: Mutex<()>,
+}
+
+/// Ends the connection if its thread panics: the client would wait for ever for the reply.
+struct EndOnPanic<'s>(&'s Session);
+
+impl Drop for EndOnPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.hang_up();
+        }
+    }
 }
 
 /// End of a leader's turn.
@@ -108,12 +124,19 @@ pub(crate) enum Turn<'s> {
 }
 
 impl Session {
-    /// Takes over a connection after its handshake.
-    pub fn new(channel: Arc<dyn Channel>, agreed: Agreed) -> Self {
+    /// Takes over a connection after its handshake. `leads` is of `changing`.
+    pub fn new(
+        channel: Arc<dyn Channel>,
+        agreed: Agreed,
+        changing: Arc<Changing>,
+        leads: MayChange,
+    ) -> Self {
         let replier = Arc::new(Replier::new(channel.clone(), agreed.structured, agreed.extended));
         let watched = channel.clone();
         Self {
             client: Arc::new(Client::new(move || watched.has_left())),
+            changing,
+            leads: Mutex::new(Some(leads)),
             late: LateReplies::new(replier.clone(), channel.clone()),
             channel,
             export: agreed.export.clone(),
@@ -142,22 +165,18 @@ impl Session {
     }
 
     fn work<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) {
+        let _ends = EndOnPanic(self);
         let (mut out, mut batch) = (Outbox::default(), Batch::new());
         while let Some(mut receiver) = self.lead.take() {
             match self.lead(&mut receiver, &mut out, &mut batch) {
                 Ok(Turn::Slow(request, began, buffer, large)) => {
-                    let led = self.lead.pass(receiver, || self.start_thread(scope));
-                    // The next leader commits the gathered requests; without one, this thread does.
-                    if !led && self.gathered.begin(&mut batch) {
-                        self.commit_beside(&mut batch, &mut out);
-                    }
+                    // From before another thread may find that the client has left.
+                    let _change = request.is_change().then(|| self.changing.begin());
+                    self.pass_lead(receiver, scope, &mut batch, &mut out);
                     self.slow(&request, began, buffer, large, &mut out);
                 }
                 Ok(Turn::Send) => {
-                    let led = self.lead.pass(receiver, || self.start_thread(scope));
-                    if !led && self.gathered.begin(&mut batch) {
-                        self.commit_beside(&mut batch, &mut out);
-                    }
+                    self.pass_lead(receiver, scope, &mut batch, &mut out);
                     if self.replier.send_all(&mut out).is_err() {
                         self.hang_up();
                     }
@@ -167,8 +186,7 @@ impl Session {
                     self.commit_beside(&mut batch, &mut out);
                 }
                 Ok(Turn::End) => {
-                    self.lead.close();
-                    drop(receiver);
+                    self.end_lead(receiver);
                     if self.gathered.begin(&mut batch) {
                         self.commit_beside(&mut batch, &mut out);
                     }
@@ -176,9 +194,35 @@ impl Session {
                 // The client is gone.
                 Err(_) => {
                     self.client.leave();
-                    self.lead.close();
+                    self.end_lead(receiver);
                 }
             }
+        }
+    }
+
+    /// Passes the lead. The next leader commits the gathered requests; without one, this thread
+    /// does.
+    fn pass_lead<'scope>(
+        &'scope self,
+        receiver: MutexGuard<'_, Receiver>,
+        scope: &'scope Scope<'scope, '_>,
+        batch: &mut Batch,
+        out: &mut Outbox,
+    ) {
+        let led = self.lead.pass(receiver, || self.start_thread(scope));
+        if !led && self.gathered.begin(batch) {
+            self.commit_beside(batch, out);
+        }
+    }
+
+    /// Ends the last leader's turn. No request is taken any more.
+    fn end_lead(&self, receiver: MutexGuard<'_, Receiver>) {
+        self.lead.close();
+        drop(receiver);
+        *self.leads.lock() = None;
+        if self.client.has_left() {
+            // Nobody waits for these, while a client that connects again waits for their end.
+            self.export.forget(&self.client);
         }
     }
 
@@ -420,8 +464,7 @@ impl Session {
         if request.flags & !allowed != 0 {
             return Some((errno::INVAL, "a flag that this request does not have"));
         }
-        let changes =
-            matches!(request.command, command::WRITE | command::TRIM | command::WRITE_ZEROES);
+        let changes = request.is_change();
         if changes && self.export.read_only() {
             return Some((errno::PERM, "the export is read-only"));
         }
@@ -549,7 +592,7 @@ impl Session {
 
     /// Whether zeroing here only changes metadata.
     fn zeroes_fast(&self, at: u64, len: u64) -> bool {
-        let disk = self.export.hold();
+        let disk = self.export.disk();
         let caps = disk.top().caps();
         let unit = caps.fill_bytes.max(1);
         let end = at + len;

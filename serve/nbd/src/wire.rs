@@ -39,6 +39,11 @@ impl Request {
         }
     }
 
+    /// Whether the request changes the disk's bytes.
+    pub fn is_change(&self) -> bool {
+        matches!(self.command, command::WRITE | command::TRIM | command::WRITE_ZEROES)
+    }
+
     /// Whether a flag is set.
     pub fn has(&self, flag: u16) -> bool {
         self.flags & flag != 0

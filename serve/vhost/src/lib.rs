@@ -4,7 +4,7 @@
 //! # The life of a request
 //! The guest puts a chain of descriptors into a ring and kicks. The ring's thread (`queue`) takes
 //! all available requests, runs those on the non-blocking path itself, puts them back and notifies
-//! the guest once. Requests that may block go to a bounded pool of threads (`pool`), each of which
+//! the guest once. Requests that may block go to a bounded pool of threads ([`vdkit_serve::Pool`]), each of which
 //! puts back its own. A change that finds no space is kept by the export and holds no thread.
 //!
 //! ```text
@@ -34,7 +34,6 @@ mod device;
 mod inflight;
 mod memory;
 mod perform;
-mod pool;
 mod queue;
 mod request;
 mod rings;

@@ -8,16 +8,18 @@
 //! taken again before it was put back (which bounds the requests in flight). An invalid ring is
 //! *broken*: nothing more is taken from it until it is restarted.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
-use vdkit_serve::{Claim, SlowWriteBackoff, Wake};
+use vdkit_serve::{Claim, Pool, SlowWriteBackoff, Wake};
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress};
 
@@ -25,11 +27,15 @@ use crate::device::{Device, QUEUE_SIZE_MAX};
 use crate::inflight::Tracker;
 use crate::memory::Mem;
 use crate::perform::{self, Finished, Full, Slow, Status};
-use crate::pool::Pool;
 use crate::request::{InvalidChain, Request, Table};
 
 /// Maximum requests per batch.
 const BATCH: usize = 64;
+
+thread_local! {
+    /// The bounce buffer of a thread that may block: at most a piece.
+    static BOUNCE: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
 
 /// Location and start position of a ring.
 #[derive(Clone, Copy, Debug, Default)]
@@ -102,11 +108,27 @@ struct Own {
     spare: Vec<Vec<crate::memory::Segment>>,
 }
 
+/// Runs a request; `failed` is the result of a panic, which the panic hook has reported. The guest,
+/// and whoever stops the ring, wait for every request.
+fn surviving<R>(run: impl FnOnce() -> R, failed: R) -> R {
+    catch_unwind(AssertUnwindSafe(run)).unwrap_or(failed)
+}
+
 impl Job {
+    /// Runs the request on a thread that may block.
+    fn submit(self) {
+        let pool = self.ring.pool.clone();
+        pool.run(0, move || self.run());
+    }
+
     /// Runs the request, and puts it back unless it must wait for space.
-    pub fn run(self, bounce: &mut Vec<u8>) {
+    fn run(self) {
         let device = self.ring.device.clone();
-        match perform::slow(&device, &self.mem, &self.request, self.progress, bounce) {
+        let mut bounce = BOUNCE.take();
+        let slow = || perform::slow(&device, &self.mem, &self.request, self.progress, &mut bounce);
+        let done = surviving(slow, Slow::Finished(Status::IoError.into()));
+        BOUNCE.set(bounce);
+        match done {
             Slow::Finished(finished) => self.end(finished),
             Slow::Full(full) => self.keep(full),
         }
@@ -132,7 +154,7 @@ impl Job {
         let done = Box::new(move |done: vdkit_block::Result<()>| {
             again.core.lock().kept.remove(&head);
             match done {
-                Ok(()) => again.pool.submit(self),
+                Ok(()) => self.submit(),
                 Err(error) => {
                     tracing::warn!(export = again.device.export.name(), "{error}");
                     self.end(Status::IoError.into());
@@ -268,7 +290,7 @@ impl Ring {
 
     fn submit(self: &Arc<Self>, request: Request, mem: &Arc<Mem>, began: Instant) {
         let ring = self.clone();
-        self.pool.submit(Job { ring, request, mem: mem.clone(), began, progress: 0 });
+        Job { ring, request, mem: mem.clone(), began, progress: 0 }.submit();
     }
 
     /// Runs all available requests.
@@ -277,8 +299,9 @@ impl Ring {
             let mut now = Instant::now();
             let mut batch = std::mem::take(&mut own.batch);
             for request in batch.drain(..) {
-                let finished =
-                    perform::fast(&self.device, &self.backoff, &mem, &request, &mut own.bounce);
+                let fast =
+                    || perform::fast(&self.device, &self.backoff, &mem, &request, &mut own.bounce);
+                let finished = surviving(fast, Some(Status::IoError.into()));
                 self.device.export.counters().lane(finished.is_some());
                 let Some(finished) = finished else {
                     self.submit(request, &mem, now);

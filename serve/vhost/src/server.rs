@@ -8,13 +8,10 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use vdkit_serve::{Access, Export, UnixSocket, Wake};
+use vdkit_serve::{ACCEPT_PAUSE, Access, Export, UnixSocket, Wake};
 
 use crate::device::QUEUES_MAX;
 use crate::session::Session;
-
-/// Pause after a failure that may be transient.
-const RETRY_PAUSE: Duration = Duration::from_millis(100);
 
 /// A socket that monitors connect to.
 #[derive(Debug)]
@@ -137,20 +134,9 @@ fn serve(
 ) {
     // On, which is the initial state.
     let writeback = Arc::new(AtomicBool::new(true));
-    loop {
-        match wake.wait_at(&*listener.0) {
-            Ok(true) => {}
-            Ok(false) => return,
-            Err(error) => {
-                tracing::error!("vhost-user: cannot wait for a monitor: {error}");
-                return;
-            }
-        }
-        let session = match listener.0.accept() {
-            Ok((socket, _)) => Session::new(socket, export.clone(), writeback.clone(), options),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
-            Err(error) => Err(error),
-        };
+    let socket = &listener.0;
+    while let Some((monitor, _)) = wake.accept("vhost-user", &**socket, || socket.accept()) {
+        let session = Session::new(monitor, export.clone(), writeback.clone(), options);
         match session {
             Ok(session) => {
                 visits.connected.store(true, Ordering::SeqCst);
@@ -160,7 +146,7 @@ fn serve(
             }
             Err(error) => {
                 tracing::warn!("vhost-user: {error}");
-                std::thread::sleep(RETRY_PAUSE);
+                wake.pause(ACCEPT_PAUSE);
             }
         }
     }

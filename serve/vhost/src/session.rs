@@ -10,13 +10,12 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::OFlags;
-use vdkit_serve::{Client, Export, Wake};
+use vdkit_serve::{Client, Export, Pool, Wake};
 
 use crate::channel::{Channel, Message};
 use crate::device::{Device, QUEUE_SIZE_MAX, QUEUES_MAX, feature};
 use crate::inflight::Area;
 use crate::memory::{Memory, REGIONS_MAX};
-use crate::pool::Pool;
 use crate::queue::Ring;
 use crate::rings::Slot;
 use crate::server::ServerOptions;
@@ -71,7 +70,7 @@ impl Session {
         let client = Client::new(move || has_left(&watched));
         let queues = options.queues_max.clamp(1, QUEUES_MAX);
         let device = Arc::new(Device::new(export, client, writeback, queues));
-        let pool = Pool::new(options.threads_max);
+        let pool = Arc::new(Pool::new(options.threads_max));
         let ring = |index| Slot::new(Ring::new(index, device.clone(), pool.clone()));
         Ok(Self {
             channel: Channel::new(socket)?,
@@ -96,7 +95,7 @@ impl Session {
         for slot in &mut self.slots {
             slot.stop();
         }
-        self.pool.close();
+        self.pool.close(Duration::MAX);
         self.device.export.forget(&self.device.client);
         self.channel.close();
     }

@@ -98,6 +98,13 @@ impl Socket {
         Ok(())
     }
 
+    /// Makes the last close of a TCP connection a reset: the kernel drops what it has not sent,
+    /// instead of trying for minutes.
+    fn reset_at_close(&self) {
+        // An error means that the connection has ended already.
+        let _ = sockopt::set_socket_linger(&self.0, Some(Duration::ZERO));
+    }
+
     fn shutdown(&self) {
         // An error means that the connection has ended already.
         let _ = rustix::net::shutdown(&self.0, Shutdown::Both);
@@ -169,6 +176,12 @@ impl Channel {
     /// Ends both directions; wakes threads that wait.
     pub(crate) fn shutdown(&self) {
         self.socket().shutdown();
+    }
+
+    /// As [`Channel::shutdown`]. Bytes that were not sent by then never are, once this is dropped.
+    pub(crate) fn abort(&self) {
+        self.socket().reset_at_close();
+        self.shutdown();
     }
 
     /// Fills `buf` before `until`.

@@ -14,6 +14,16 @@
 //! done twice leave the same bytes. If the server only stopped answering, or broke the protocol,
 //! nothing is sent again: the old request could still run, at a time that nobody knows.
 //!
+//! # The old copy of a request
+//! A server that is alive may still have what was sent on a lost connection. If it executes an old
+//! write after it has answered the repeated one, it overwrites what was written since. The protocol
+//! says nothing about the order of requests on two connections, and no client can ask. This one does
+//! its part: a lost TCP connection is reset before another one is made, so the kernel sends
+//! nothing of it later, and the server learns of the end. vdkit's server then executes what it has
+//! before a new connection reaches the export. What remains: other servers, and a server that the
+//! reset did not reach and that has not yet executed what it received. `reconnect=0` sends nothing
+//! again.
+//!
 //! # The rule of the flush
 //! An answered write is durable only after a flush that the same generation answered. If a
 //! generation ends while there are answered writes without such a flush, the server may have lost
@@ -42,6 +52,8 @@ const CONNECT: Duration = Duration::from_secs(30);
 /// The same for each further connection. Some servers accept only as many clients as they were told
 /// and let further ones wait.
 const CONNECT_FURTHER: Duration = Duration::from_secs(5);
+/// Pause after a further connection could not be made.
+const FURTHER_PAUSE: Duration = Duration::from_secs(60);
 /// A server that neither sends nor takes a byte for this long, while a request waits, is considered
 /// dead. Servers may let writes wait for a full file system, and flush for long.
 const SILENCE: Duration = Duration::from_secs(600);
@@ -54,11 +66,12 @@ const PAUSE_MAX: Duration = Duration::from_secs(2);
 pub(crate) struct Limits {
     pub(crate) connect: Duration,
     pub(crate) silence: Duration,
+    pub(crate) further_pause: Duration,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { connect: CONNECT, silence: SILENCE }
+        Self { connect: CONNECT, silence: SILENCE, further_pause: FURTHER_PAUSE }
     }
 }
 
@@ -109,10 +122,10 @@ struct Shared {
     /// Counts the generations of connections.
     generation: u64,
     connections: Vec<Arc<Connection>>,
-    /// Maximum connections of this generation.
-    most: usize,
     /// A thread opens further connections.
     opening: bool,
+    /// No further connection is opened before: the last one of this generation could not be made.
+    further_after: Option<Instant>,
     /// When the last generation ended, and why.
     lost: Option<(Instant, Broken)>,
     /// Answered writes in all, and those of them that an answered flush covers.
@@ -147,13 +160,12 @@ impl Client {
         let target = Target::new(uri, contexts, limits)?;
         let connection = target.connect(target.limits.connect)?;
         let agreed = connection.agreed().clone();
-        let multi = agreed.has(flag::CAN_MULTI_CONN);
         let shared = Shared {
             phase: Phase::Connected,
             generation: 0,
             connections: vec![Arc::new(connection)],
-            most: if multi { target.uri.connections } else { 1 },
             opening: false,
+            further_after: None,
             lost: None,
             written: 0,
             flushed: 0,
@@ -202,6 +214,8 @@ impl Client {
                 Err(Failure::Broken(broken)) => broken,
             };
             self.end_generation(generation, &broken);
+            // It is reset when all threads have dropped it.
+            drop(connection);
             if !broken.lost {
                 return Err(broken.into());
             }
@@ -281,6 +295,7 @@ impl Client {
             shared.doubtful.get_or_insert(Broken { why: why.into(), lost: false });
         }
         shared.flushed = shared.written;
+        shared.further_after = None;
         let connections = std::mem::take(&mut shared.connections);
         drop(shared);
         connections.iter().for_each(|one| one.break_off(broken.clone()));
@@ -358,30 +373,39 @@ impl Client {
         }
     }
 
+    /// Maximum connections.
+    fn connections_max(&self) -> usize {
+        if self.agreed.has(flag::CAN_MULTI_CONN) { self.target.uri.connections } else { 1 }
+    }
+
     /// Opens further connections in the background, if the server allows several.
     fn open_further(&self, shared: &mut Shared) {
-        if shared.opening || shared.connections.len() >= shared.most {
+        let most = self.connections_max();
+        let pauses = shared.further_after.is_some_and(|after| Instant::now() < after);
+        if shared.opening || pauses || shared.connections.len() >= most {
             return;
         }
         shared.opening = true;
         let (target, state) = (self.target.clone(), self.shared.clone());
         let (generation, agreed) = (shared.generation, self.agreed.clone());
+        let pause = self.target.limits.further_pause;
         let open = move || {
             loop {
                 let connected = target.connect(CONNECT_FURTHER);
                 let mut shared = state.lock();
                 let connected = connected.ok().filter(|one| one.agreed() == &agreed);
+                if shared.generation != generation || shared.closed {
+                    shared.opening = false;
+                    drop(shared);
+                    return connected.iter().for_each(Connection::end);
+                }
                 let Some(connection) = connected else {
-                    // As many as the server accepts.
-                    shared.most = shared.connections.len().max(1);
+                    // As many as the server accepts now.
+                    shared.further_after = Some(Instant::now() + pause);
                     break shared.opening = false;
                 };
-                if shared.generation != generation || shared.closed {
-                    connection.end();
-                    break shared.opening = false;
-                }
                 shared.connections.push(Arc::new(connection));
-                if shared.connections.len() >= shared.most {
+                if shared.connections.len() >= most {
                     break shared.opening = false;
                 }
             }
@@ -389,7 +413,8 @@ impl Client {
         let name = "nbd connections".to_owned();
         if std::thread::Builder::new().name(name).spawn(open).is_err() {
             // One connection is enough to work.
-            (shared.most, shared.opening) = (1, false);
+            shared.further_after = Some(Instant::now() + pause);
+            shared.opening = false;
         }
     }
 

@@ -204,10 +204,11 @@ impl Connection {
     }
 
     /// Makes the connection unusable: threads that wait return this failure, unless there was one
-    /// before.
+    /// before. Requests may be sent again on another connection, so they must not be sent on this
+    /// one any more.
     pub(crate) fn break_off(&self, broken: Broken) {
         self.state.lock().broken.get_or_insert(broken);
-        self.channel.shutdown();
+        self.channel.abort();
         self.wakes.iter().chain([&self.freed]).for_each(|wake| {
             wake.notify_all();
         });

@@ -432,6 +432,8 @@ impl Shared {
                 Some(Block::Fetching) => self.changed.wait(&mut cache),
                 Some(Block::Failed(why)) => {
                     cache.blocks.remove(&block);
+                    // A cancelled fetch is no failure of the server.
+                    self.client.cancel.check()?;
                     let source = io::Error::other(why);
                     let at = block * BLOCK_BYTES;
                     let len = self.block_bytes(block);

@@ -1,9 +1,10 @@
 //! Clients that leave, and their pending requests.
 
+use std::io::{ErrorKind, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use vdkit_block::{Error, Storage};
@@ -13,7 +14,7 @@ use vdkit_storage::MemoryStorage;
 use vdkit_testkit::disks::{MIB, qcow2};
 use vdkit_testkit::nbd::Rig;
 use vdkit_testkit::nbd::client::*;
-use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage};
+use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage, GatedStorage};
 
 const GROWING: [FaultKind; 4] =
     [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
@@ -103,6 +104,106 @@ fn a_paused_write_is_given_up_when_its_client_leaves() {
     rig.settles_at(0);
     rig.export.resume();
     assert_eq!(rig.client(Style::Structured).read(MIB, 1).unwrap(), [0]);
+    rig.end();
+}
+
+/// A disk whose next change is held.
+fn held_at_a_change(handshake_time: Duration) -> (Arc<GatedStorage>, Rig) {
+    let gate = GatedStorage::new(Arc::new(MemoryStorage::new("image")));
+    let storage: Arc<dyn Storage> = gate.clone();
+    let rig = Rig::with(storage, 64 * MIB, |_| {}, |server| server.handshake_time = handshake_time);
+    // So that later changes go there and touch no metadata.
+    rig.client(Style::Simple).write(MIB, &[9; 4096]).unwrap();
+    rig.settles_at(0);
+    gate.hold(|call| [FaultKind::Write, FaultKind::Zero].contains(&call.kind) && !call.done);
+    (gate, rig)
+}
+
+/// A request in a thread, and requests that are still in the socket.
+#[test]
+fn a_change_of_a_lost_connection_does_not_come_after_what_its_client_writes_next() {
+    for (command, changes) in [(WRITE, 1), (WRITE, 40), (WRITE_ZEROES, 1)] {
+        let (gate, rig) = held_at_a_change(Duration::from_secs(120));
+        let mut lost = rig.client(Style::Structured);
+        let payload: &[u8] = if command == WRITE { &[5; 4096] } else { b"" };
+        for _ in 0..changes {
+            lost.request(command, 0, MIB, 4096, payload);
+        }
+        gate.reached();
+        drop(lost);
+        let (reached, hears) = mpsc::channel();
+        let path = rig.path().to_owned();
+        let again = std::thread::spawn(move || {
+            let client = Client::open(&path, "disk", Style::Structured);
+            reached.send(()).unwrap();
+            client
+        });
+        let early = hears.recv_timeout(Duration::from_millis(300));
+        gate.release();
+        assert_eq!(early, Err(mpsc::RecvTimeoutError::Timeout), "{command} {changes}");
+        let mut client = again.join().unwrap();
+        client.write(MIB, &[6; 4096]).unwrap();
+        assert_eq!(client.read(MIB, 1).unwrap(), [6]);
+        rig.end();
+    }
+}
+
+#[test]
+fn a_client_is_turned_away_while_a_change_of_a_lost_connection_hangs() {
+    let (gate, rig) = held_at_a_change(Duration::from_secs(3));
+    let mut lost = rig.client(Style::Structured);
+    lost.request(WRITE, 0, MIB, 4096, &[5; 4096]);
+    gate.reached();
+    // A connection whose client stays delays nobody.
+    assert_eq!(rig.client(Style::Structured).read(MIB, 1).unwrap(), [9]);
+    drop(lost);
+    let mut early = Client::dial(rig.path());
+    early.put(&3u32.to_be_bytes());
+    let go = [&4u32.to_be_bytes()[..], b"disk", &[0, 0]].concat();
+    early.send_option(7, &go);
+    early.socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    let ended = (&early.socket).read_to_end(&mut Vec::new());
+    gate.release();
+    assert!(!ended.is_err_and(|error| error.kind() == ErrorKind::WouldBlock), "it was let in");
+    assert_eq!(rig.client(Style::Structured).read(MIB, 1).unwrap(), [5]);
+    rig.end();
+}
+
+/// The leader's request, and one of another thread.
+#[test]
+fn a_panic_ends_the_connection_instead_of_leaving_a_request_without_a_reply() {
+    for (command, payload) in [(WRITE, &[5; 4096][..]), (WRITE_ZEROES, b"")] {
+        let (gate, rig) = held_at_a_change(Duration::from_secs(60));
+        gate.hold(|call| {
+            assert!(![FaultKind::Write, FaultKind::Zero].contains(&call.kind), "for a test");
+            false
+        });
+        let mut client = rig.client(Style::Structured);
+        client.request(command, 0, MIB, 4096, payload);
+        assert!(client.is_ended(), "{command}");
+        rig.settles_at(0);
+        gate.release();
+        let mut client = rig.client(Style::Structured);
+        client.write(MIB, &[6; 4096]).unwrap();
+        assert_eq!(client.read(MIB, 1).unwrap(), [6]);
+        rig.end();
+    }
+}
+
+#[test]
+fn a_client_that_reads_nothing_and_closed_its_side_delays_nobody_for_long() {
+    let rig = Rig::new(64 * MIB);
+    let mut deaf = rig.client(Style::Simple);
+    deaf.write(0, &[7; 4096]).unwrap();
+    // Replies that no socket has room for, and a write behind them.
+    for _ in 0..64 {
+        deaf.request(READ, 0, 0, MIB, b"");
+    }
+    deaf.request(WRITE, 0, 0, 4096, &[8; 4096]);
+    deaf.socket.shutdown(std::net::Shutdown::Write).unwrap();
+    rig.client(Style::Simple).write(0, &[9; 4096]).unwrap();
+    assert_eq!(rig.client(Style::Simple).read(0, 1).unwrap(), [9]);
+    drop(deaf);
     rig.end();
 }
 

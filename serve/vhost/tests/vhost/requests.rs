@@ -257,3 +257,24 @@ fn a_driver_that_switches_a_cache_and_cannot_flush_gets_durable_writes() {
     }
     rig.end();
 }
+
+/// On the queue's thread, and on one that may block.
+#[test]
+fn a_panic_is_an_error_of_its_request_and_nobody_waits_for_ever() {
+    use std::sync::Arc;
+    use vdkit_testkit::{FaultKind, GatedStorage};
+    let gate = GatedStorage::new(Arc::new(vdkit_storage::MemoryStorage::new("image")));
+    let rig = Rig::with(gate.clone(), MIB, |_| {});
+    let mut guest = rig.boot(1);
+    guest.write(0, 0, &[1; 4096]);
+    gate.hold(|call| {
+        assert!(![FaultKind::Write, FaultKind::Zero].contains(&call.kind), "for a test");
+        false
+    });
+    assert_eq!(guest.run(0, WRITE, 0, Data::Out(&[2; 4096])).0, 1);
+    assert_eq!(guest.run(0, WRITE_ZEROES, 0, Data::Out(&range(0, 8, 0))).0, 1);
+    gate.release();
+    guest.write(0, 0, &[3; 4096]);
+    assert_eq!(guest.read(0, 0, 512), [3; 512]);
+    rig.end();
+}

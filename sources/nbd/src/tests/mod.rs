@@ -2,6 +2,8 @@
 
 mod server;
 
+use std::io::Read;
+use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -11,15 +13,23 @@ use parking_lot::Mutex;
 use vdkit_block::{CacheMode, Error, HostOffset, Result, Storage, StorageExt, ZeroMode};
 
 use self::server::*;
+use crate::channel::{Channel, Socket};
 use crate::client::Limits;
-use crate::connection::IN_FLIGHT_MAX;
+use crate::connection::{Connection, IN_FLIGHT_MAX, Request};
+use crate::failure::Broken;
+use crate::handshake::Agreed;
+use crate::reply::Expected;
 use crate::storage::{BASE_ALLOCATION, NbdOptions, NbdStorage};
-use crate::wire::{chunk, command, errno, flag, request_flag};
+use crate::wire::{REQUEST_BYTES, chunk, command, errno, flag, request_flag};
 
 const MIB: usize = 1 << 20;
 
 fn limits() -> Limits {
-    Limits { connect: Duration::from_secs(2), silence: Duration::from_millis(500) }
+    Limits {
+        connect: Duration::from_secs(2),
+        silence: Duration::from_millis(500),
+        further_pause: Duration::from_millis(20),
+    }
 }
 
 fn open(uri: &str) -> Result<NbdStorage> {
@@ -335,6 +345,66 @@ fn a_write_that_was_not_answered_is_sent_again_and_then_flushed() {
     storage.sync().unwrap();
     assert_eq!((server.count(command::WRITE), server.count(command::FLUSH)), (2, 1));
     assert_eq!(server.disk.lock()[..512], [7; 512]);
+}
+
+/// The server would take it for a request, after the same one on another connection.
+#[test]
+fn what_a_broken_connection_has_not_sent_is_never_sent() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (mut server, _) = listener.accept().unwrap();
+    let agreed = Agreed {
+        bytes: 1 << 30,
+        flags: FLAGS,
+        structured: false,
+        contexts: Vec::new(),
+        minimum: 1,
+        preferred: 4096,
+        maximum: 32 << 20,
+    };
+    let channel = Channel::Plain(Socket::over(socket));
+    let connection = Connection::new(channel, agreed, Duration::from_secs(120)).unwrap();
+    // More than the buffers of both sockets hold.
+    let payload = vec![5; 32 << 20];
+    let len = payload.len() as u32;
+    let write = Request { command: command::WRITE, flags: 0, offset: 0, len, payload: &payload };
+    std::thread::scope(|scope| {
+        let sending = scope.spawn(|| connection.call(&write, Expected::Nothing));
+        server.read_exact(&mut [0; REQUEST_BYTES]).unwrap();
+        connection.break_off(Broken::lost("for a test"));
+        assert!(sending.join().unwrap().is_err());
+    });
+    drop(connection);
+    let end = server.read_to_end(&mut Vec::new());
+    assert!(end.is_err(), "the server got all that the kernel had: {end:?}");
+}
+
+#[test]
+fn further_connections_are_tried_again_after_the_server_refused_one() {
+    let (server, storage) = scripted(|_| {
+        std::thread::sleep(Duration::from_millis(1));
+        Act::Follow
+    });
+    let work = || {
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..20 {
+                        storage.read_at(&mut [0; 512], HostOffset(0)).unwrap();
+                    }
+                });
+            }
+        });
+    };
+    server.is_full.store(true, Ordering::SeqCst);
+    work();
+    assert_eq!(storage.client_connections(), 1);
+    server.is_full.store(false, Ordering::SeqCst);
+    let begun = Instant::now();
+    while storage.client_connections() < 2 {
+        assert!(begun.elapsed() < Duration::from_secs(60), "no further connection");
+        work();
+    }
 }
 
 #[test]

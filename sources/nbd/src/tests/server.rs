@@ -64,6 +64,8 @@ pub(super) struct Server {
     pub(super) disk: Arc<Mutex<Vec<u8>>>,
     pub(super) requests: Arc<Mutex<Vec<Asked>>>,
     sockets: Arc<Mutex<Vec<UnixStream>>>,
+    /// Further connections end at once.
+    pub(super) is_full: Arc<AtomicBool>,
     stop: Arc<AtomicBool>,
     /// How often connections were cut. A session from before a cut changes nothing any more.
     cuts: Arc<AtomicU64>,
@@ -87,6 +89,7 @@ impl Server {
             disk,
             requests: Arc::default(),
             sockets: Arc::default(),
+            is_full: Arc::default(),
             stop: Arc::default(),
             cuts: Arc::default(),
             path,
@@ -95,11 +98,14 @@ impl Server {
         let (setup, disk, requests) =
             (Arc::new(setup), server.disk.clone(), server.requests.clone());
         let (sockets, stop) = (server.sockets.clone(), server.stop.clone());
-        let cuts = server.cuts.clone();
+        let (cuts, is_full) = (server.cuts.clone(), server.is_full.clone());
         std::thread::spawn(move || {
             for socket in listener.incoming().map_while(Result::ok) {
                 if stop.load(Ordering::SeqCst) {
                     return;
+                }
+                if is_full.load(Ordering::SeqCst) {
+                    continue;
                 }
                 sockets.lock().push(socket.try_clone().unwrap());
                 let (setup, disk, requests) = (setup.clone(), disk.clone(), requests.clone());

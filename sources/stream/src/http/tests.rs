@@ -133,6 +133,26 @@ fn a_server_that_trickles_is_given_up() {
 }
 
 #[test]
+fn a_read_that_is_cancelled_is_no_failure_of_the_server() {
+    let faults = HttpFaults { trickle: Some(Duration::from_millis(20)), ..HttpFaults::default() };
+    let server = HttpServer::start(bytes(1 << 20), faults);
+    let cancel = CancelToken::default();
+    let opened = open_patiently(server.url(), &cancel, PATIENCE, PATIENCE).unwrap();
+    let Remote::Ranges(storage) = opened else { panic!("the server knows ranges") };
+    let read = || storage.read_at(&mut [0; 100], HostOffset(0));
+    std::thread::scope(|scope| {
+        // The second one waits for the block that the first one fetches.
+        let reads = [scope.spawn(read), scope.spawn(read)];
+        std::thread::sleep(Duration::from_millis(100));
+        cancel.cancel();
+        for read in reads {
+            let read = read.join().unwrap();
+            assert!(matches!(read, Err(Error::Interrupted)), "{read:?}");
+        }
+    });
+}
+
+#[test]
 fn what_comes_in_fast_enough_is_waited_for() {
     let (patience, short) = (Duration::from_secs(6000), Duration::from_secs(3600));
     let mut pace = Pace::new(patience);

@@ -1,16 +1,17 @@
-//! Threads for requests that may block.
+//! Threads for requests that may block, shared by FUSE and vhost-user.
 //!
 //! They are created as needed, up to a bound, and end when idle. The bytes of queued requests are
 //! bounded too: beyond the bound, the submitting thread runs its request itself. It then reads no
-//! further requests, so the kernel has to wait.
+//! further requests, so the client has to wait.
 
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-/// Maximum threads.
+/// Maximum threads, unless told otherwise.
 const THREADS_MAX: usize = 16;
 /// Idle time after which a thread ends.
 const IDLE: Duration = Duration::from_secs(10);
@@ -39,10 +40,16 @@ struct Shared {
     ended: Condvar,
 }
 
-/// The pool.
-#[derive(Default)]
+/// The threads and their queue.
 pub struct Pool {
+    threads_max: usize,
     shared: Arc<Shared>,
+}
+
+impl Default for Pool {
+    fn default() -> Self {
+        Self::new(THREADS_MAX)
+    }
 }
 
 impl std::fmt::Debug for Pool {
@@ -52,17 +59,24 @@ impl std::fmt::Debug for Pool {
 }
 
 impl Pool {
+    /// A pool of at most `threads_max` threads. Without any, submitting threads run their requests
+    /// themselves.
+    pub fn new(threads_max: usize) -> Self {
+        Self { threads_max, shared: Arc::default() }
+    }
+
     /// Runs `work` on another thread, or on this one if too much is queued. `bytes` is the memory
     /// that it holds.
     pub fn run(&self, bytes: usize, work: impl FnOnce() + Send + 'static) {
         let mut state = self.shared.state.lock();
-        if state.closed || (state.bytes > 0 && state.bytes + bytes > WAITING_BYTES_MAX) {
+        let full = state.bytes > 0 && state.bytes + bytes > WAITING_BYTES_MAX;
+        if state.closed || self.threads_max == 0 || full {
             drop(state);
             return work();
         }
-        if state.idle <= state.queue.len() && state.threads < THREADS_MAX {
+        if state.idle <= state.queue.len() && state.threads < self.threads_max {
             let shared = Arc::clone(&self.shared);
-            let builder = std::thread::Builder::new().name("fuse-slow".to_owned());
+            let builder = std::thread::Builder::new().name("slow".to_owned());
             match builder.spawn(move || shared.serve()) {
                 Ok(_) => state.threads += 1,
                 Err(error) if state.threads == 0 => {
@@ -97,7 +111,9 @@ impl Shared {
             if let Some((bytes, work)) = state.queue.pop_front() {
                 state.bytes -= bytes;
                 drop(state);
-                work();
+                // The panic hook has reported a panic. Without this thread, later requests could wait
+                // for ever.
+                let _ = catch_unwind(AssertUnwindSafe(work));
                 state = self.state.lock();
                 continue;
             }
@@ -155,6 +171,25 @@ mod tests {
         let (tell, hear) = mpsc::channel();
         pool.run(0, move || tell.send(std::thread::current().id()).unwrap());
         assert_eq!(hear.try_recv(), Ok(me));
+    }
+
+    #[test]
+    fn without_threads_the_caller_works() {
+        let (tell, hear) = mpsc::channel();
+        Pool::new(0).run(1, move || tell.send(std::thread::current().id()).unwrap());
+        assert_eq!(hear.try_recv(), Ok(std::thread::current().id()));
+    }
+
+    #[test]
+    fn a_panic_takes_no_thread_away() {
+        let pool = Pool::default();
+        for _ in 0..=THREADS_MAX {
+            pool.run(1, || panic!("for a test"));
+        }
+        let (tell, hear) = mpsc::channel();
+        pool.run(1, move || tell.send(()).unwrap());
+        assert_eq!(hear.recv_timeout(Duration::from_secs(60)), Ok(()));
+        assert!(pool.close(Duration::from_secs(60)));
     }
 
     #[test]
