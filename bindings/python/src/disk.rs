@@ -291,6 +291,18 @@ impl Disk {
         })
     }
 
+    /// What a dirty bitmap marks: offsets and lengths.
+    fn bitmap_ranges(&self, py: Python<'_>, name: &str) -> PyResult<Vec<(u64, u64)>> {
+        self.with(py, |disk| {
+            let mut ranges = Vec::new();
+            jobs::bitmaps(disk)?.for_each_dirty(name, &mut |range| {
+                ranges.push((range.start, range.end - range.start));
+                Ok(())
+            })?;
+            Ok(ranges)
+        })
+    }
+
     /// Whether it is not closed, or taken over by a job or a server.
     #[getter]
     fn is_open(&self, py: Python<'_>) -> bool {

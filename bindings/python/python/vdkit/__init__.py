@@ -37,6 +37,7 @@ from ._reports import (
     Extents,
     Info,
     Measured,
+    Range,
     Verdict,
 )
 from ._vdkit import __version__
@@ -52,6 +53,7 @@ __all__ = [
     "Extents",
     "Info",
     "Measured",
+    "Range",
     "RawDisk",
     "Verdict",
     "check",
@@ -248,6 +250,10 @@ class Disk:
     def bitmaps(self) -> List[Dict[str, Any]]:
         """The dirty bitmaps; only of disks that were opened by a path."""
         return self.info.bitmaps
+
+    def bitmap_ranges(self, name: str) -> List[Range]:
+        """What a dirty bitmap marks, in order: the ranges that were written since it was added or cleared."""
+        return [Range(*row) for row in self._disk.bitmap_ranges(name)]
 
     def raw(self, buffering: int = 1 << 18) -> Union["RawDisk", io.BufferedIOBase]:
         """The disk as a seekable binary file object, for everything that reads one.
