@@ -511,6 +511,8 @@ static void queue(void)
         reaped++;
     }
     CHECK(buf[0][0] == 63);
+    CHECK(vdkit_pread(disk, buf[1], 512, 1ull << 40) == VDKIT_E_USAGE);
+    CHECK(vdkit_error_file() && strcmp(vdkit_error_file(), "queue.qcow2") == 0);
     CHECK(vdkit_queue_pread(queue, NULL, 512, 0, 103) == VDKIT_E_USAGE);
     CHECK(vdkit_queue_write_zeroes(queue, 512, 0, 64, 103) == VDKIT_E_USAGE); /* an unknown flag */
     CHECK(vdkit_queue_open(queue) == 0);

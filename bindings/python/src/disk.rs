@@ -185,10 +185,9 @@ impl Disk {
             self.with(py, |disk| match left(disk, offset, len) {
                 left if left == len => Ok(()),
                 _ => {
-                    let (name, size) = (disk.name(), disk.guest_bytes());
-                    let why =
-                        format!("{name}: {len} bytes at {offset} end beyond the disk's {size}");
-                    Err(Error::Invalid(why))
+                    let size = disk.guest_bytes();
+                    let why = format!("{len} bytes at {offset} end beyond the disk's {size}");
+                    Err(Error::invalid(&disk.name(), why))
                 }
             })?;
         }

@@ -193,6 +193,7 @@ def test_chains(image):
 
 
 def test_errors(image):
+    vdkit.create("sound.raw", "raw", MIB)
     with pytest.raises(vdkit.Error) as missing:
         vdkit.open("missing.qcow2")
     assert missing.value.file == "missing.qcow2" and missing.value.offset is None
@@ -213,6 +214,11 @@ def test_errors(image):
     assert (str(again), again.offset) == (str(damaged.value), 20)
     with pytest.raises(vdkit.errors.UsageError):
         vdkit.create("x", "nonsense", MIB)
+    with vdkit.open("sound.raw", format="raw") as disk:
+        for length in (1, 2 * MIB):
+            with pytest.raises(vdkit.errors.UsageError) as beyond:
+                disk.read(MIB, length)
+            assert beyond.value.file == "sound.raw"
     with pytest.raises(TypeError):
         vdkit.open(image, nonsense=1)
     with pytest.raises(vdkit.errors.UsageError):

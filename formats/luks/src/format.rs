@@ -92,7 +92,7 @@ impl FlatFormat for LuksFormat {
             return Err(Error::limit(file, "size", guest_bytes, limit));
         };
         if !flat.storage.caps().growable && end > flat.storage.len()? {
-            return Err(Error::Invalid(format!("{file}: has a fixed length and cannot grow")));
+            return Err(Error::invalid(&file, "has a fixed length and cannot grow"));
         }
         // Concurrent requests must not reach bytes beyond the end of the file.
         let before = flat.guest_bytes.fetch_min(bytes, Ordering::AcqRel);
