@@ -219,8 +219,10 @@ def test_errors(image):
             with pytest.raises(vdkit.errors.UsageError) as beyond:
                 disk.read(MIB, length)
             assert beyond.value.file == "sound.raw"
-    with pytest.raises(TypeError):
-        vdkit.open(image, nonsense=1)
+    names = "writable, format, cache, snapshot, backing, keys, folders, lock"
+    for opens in (vdkit.open, vdkit.info, vdkit.check):
+        with pytest.raises(TypeError, match=f"'nonsense' is no option .* {names}$"):
+            opens(image, nonsense=1)
     with pytest.raises(vdkit.errors.UsageError):
         vdkit.open(image, cache="nonsense")
     vdkit.create("locked.qcow2", "qcow2", MIB)
