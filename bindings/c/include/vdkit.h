@@ -220,6 +220,10 @@ typedef struct {
   void *user;
 } vdkit_monitor;
 
+// Is told of a range of the disk; anything but 0 ends the walk. Called from the thread that walks; may use
+// the disk, but not close it.
+typedef int (*vdkit_range_fn)(void *user, uint64_t offset, uint64_t length);
+
 // Decides whether an image may open another file that it names: returns nonzero to allow it. `file`
 // is the image, `target` the name as it stands there. Called from the thread that opens the image.
 typedef int (*vdkit_reference_fn)(void *user, const char *file, const char *target);
@@ -496,6 +500,13 @@ int vdkit_bitmap(const vdkit_disk *disk,
                  uint32_t action,
                  const char *name,
                  uint64_t granularity);
+
+// Tells `each` of all ranges that a dirty bitmap marks, in order, as they are when the call begins. If
+// `each` ends the walk, the result is VDKIT_E_INTERRUPTED.
+int vdkit_bitmap_ranges(const vdkit_disk *disk,
+                        const char *name,
+                        vdkit_range_fn each,
+                        void *user);
 
 // Makes an image smaller on the host, in place. `report` may be NULL.
 int vdkit_compact(const char *path,

@@ -12,7 +12,7 @@ use vdkit::jobs::{
 };
 use vdkit::storage::FileOptions;
 use vdkit::{
-    CancelToken, Codec, CompressionSpec, Disk, Monitor, NewBitmap, Options, Progress, Repair,
+    CancelToken, Codec, CompressionSpec, Disk, Error, Monitor, NewBitmap, Options, Progress, Repair,
 };
 
 use crate::border::{self, Result, User, call, given, misuse};
@@ -457,6 +457,40 @@ pub unsafe extern "C" fn vdkit_bitmap(
             VDKIT_BITMAP_DISABLE => bitmaps.set_enabled(name, false),
             other => Err(misuse(format!("unknown action {other}"))),
         }
+    })
+}
+
+/// Is told of a range of the disk; anything but 0 ends the walk. Called from the thread that walks; may use
+/// the disk, but not close it.
+pub type vdkit_range_fn =
+    Option<unsafe extern "C" fn(user: *mut c_void, offset: u64, length: u64) -> c_int>;
+
+/// Tells `each` of all ranges that a dirty bitmap marks, in order, as they are when the call begins. If
+/// `each` ends the walk, the result is VDKIT_E_INTERRUPTED.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdkit_bitmap_ranges(
+    disk: Option<&vdkit_disk>,
+    name: *const c_char,
+    each: vdkit_range_fn,
+    user: *mut c_void,
+) -> c_int {
+    call(|| {
+        // SAFETY: the header's promise.
+        let name = unsafe { border::text(name, "name") }?;
+        let (disk, each) = (&given(disk, "disk")?.0, given(each, "the callback")?);
+        let mut ranges = Vec::new();
+        // The image's bitmaps are locked meanwhile, so the program is called afterwards.
+        jobs::bitmaps(disk)?.for_each_dirty(name, &mut |range| {
+            ranges.push(range);
+            Ok(())
+        })?;
+        for range in ranges {
+            // SAFETY: the program's own function with its own pointer.
+            if unsafe { each(user, range.start, range.end - range.start) } != 0 {
+                return Err(Error::Interrupted);
+            }
+        }
+        Ok(())
     })
 }
 

@@ -141,6 +141,24 @@ static int count_extents(void *user, const vdkit_extent *extent)
     return ++*(int *)user == 2;
 }
 
+struct marked {
+    vdkit_disk *disk;
+    uint64_t last, bytes;
+    int stop;
+};
+
+static int add_range(void *user, uint64_t offset, uint64_t length)
+{
+    struct marked *marked = user;
+    char byte;
+
+    OK(vdkit_pread(marked->disk, &byte, 1, offset)); /* the disk may be used meanwhile */
+    OK(vdkit_flush(marked->disk));
+    marked->last = offset;
+    marked->bytes += length;
+    return marked->stop;
+}
+
 static void reading_and_writing(void)
 {
     vdkit_open_options *options = writing("qcow2");
@@ -194,6 +212,18 @@ static void reading_and_writing(void)
     OK(vdkit_bitmap(disk, VDKIT_BITMAP_ADD, "b", 65536));
     OK(vdkit_bitmap(disk, VDKIT_BITMAP_DISABLE, "b", 0));
     OK(vdkit_bitmap(disk, VDKIT_BITMAP_ENABLE, "b", 0));
+    struct marked marked = { .disk = disk };
+    OK(vdkit_bitmap_ranges(disk, "b", add_range, &marked));
+    CHECK(marked.bytes == 0);
+    OK(vdkit_pwrite(disk, "x", 1, MIB + 100000));
+    OK(vdkit_pwrite(disk, "yz", 2, 3 * MIB - 1)); /* the end of one piece and the start of the next */
+    OK(vdkit_bitmap_ranges(disk, "b", add_range, &marked));
+    CHECK(marked.bytes == 3 * 65536 && marked.last == 3 * MIB - 65536);
+    marked.stop = 1;
+    CHECK(vdkit_bitmap_ranges(disk, "b", add_range, &marked) == VDKIT_E_INTERRUPTED);
+    CHECK(marked.bytes == 4 * 65536 && marked.last == MIB + 65536);
+    CHECK(vdkit_bitmap_ranges(disk, "none", add_range, &marked) == VDKIT_E_USAGE);
+    CHECK(vdkit_bitmap_ranges(disk, "b", NULL, NULL) == VDKIT_E_USAGE);
     OK(vdkit_bitmap(disk, VDKIT_BITMAP_CLEAR, "b", 0));
     OK(vdkit_bitmap(disk, VDKIT_BITMAP_REMOVE, "b", 0));
     OK(vdkit_close(disk));
@@ -481,6 +511,8 @@ static void queue(void)
         reaped++;
     }
     CHECK(buf[0][0] == 63);
+    CHECK(vdkit_pread(disk, buf[1], 512, 1ull << 40) == VDKIT_E_USAGE);
+    CHECK(vdkit_error_file() && strcmp(vdkit_error_file(), "queue.qcow2") == 0);
     CHECK(vdkit_queue_pread(queue, NULL, 512, 0, 103) == VDKIT_E_USAGE);
     CHECK(vdkit_queue_write_zeroes(queue, 512, 0, 64, 103) == VDKIT_E_USAGE); /* an unknown flag */
     CHECK(vdkit_queue_open(queue) == 0);

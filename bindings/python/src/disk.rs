@@ -177,10 +177,9 @@ impl Disk {
             self.with(py, |disk| match left(disk, offset, len) {
                 left if left == len => Ok(()),
                 _ => {
-                    let (name, size) = (disk.name(), disk.guest_bytes());
-                    let why =
-                        format!("{name}: {len} bytes at {offset} end beyond the disk's {size}");
-                    Err(Error::Invalid(why))
+                    let size = disk.guest_bytes();
+                    let why = format!("{len} bytes at {offset} end beyond the disk's {size}");
+                    Err(Error::invalid(&disk.name(), why))
                 }
             })?;
         }
@@ -279,6 +278,18 @@ impl Disk {
                 Ok((extent.at.0, extent.len, depth, zero, allocated, compressed, file, at))
             });
             rows.collect()
+        })
+    }
+
+    /// What a dirty bitmap marks: offsets and lengths.
+    fn bitmap_ranges(&self, py: Python<'_>, name: &str) -> PyResult<Vec<(u64, u64)>> {
+        self.with(py, |disk| {
+            let mut ranges = Vec::new();
+            jobs::bitmaps(disk)?.for_each_dirty(name, &mut |range| {
+                ranges.push((range.start, range.end - range.start));
+                Ok(())
+            })?;
+            Ok(ranges)
         })
     }
 

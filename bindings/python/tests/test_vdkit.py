@@ -112,6 +112,23 @@ def test_extents(image):
         assert disk.extents(0, 10)[0].end == 10
 
 
+def test_bitmap_ranges(image):
+    subprocess.run(["qemu-img", "bitmap", "--add", "-g", "64K", image, "since"], check=True)
+    with vdkit.open(image, writable=True) as disk:
+        assert disk.bitmap_ranges("since") == []
+        disk.write(MIB + 100_000, b"x")
+        disk.write(3 * MIB - 1, b"yz")  # the end of one piece and the start of the next
+        wanted = [vdkit.Range(MIB + 65536, 65536), vdkit.Range(3 * MIB - 65536, 131072)]
+        assert disk.bitmap_ranges("since") == wanted and wanted[0].end == MIB + 131072
+        with pytest.raises(vdkit.errors.UsageError, match="none"):
+            disk.bitmap_ranges("none")
+    with vdkit.open(image) as disk:
+        assert disk.bitmap_ranges("since") == wanted
+    vdkit.create("a.vhd", "vhd", MIB)
+    with vdkit.open("a.vhd") as disk, pytest.raises(vdkit.errors.UnsupportedError):
+        disk.bitmap_ranges("since")
+
+
 def test_extents_as_a_strip(image):
     """In a notebook: a rectangle for each extent, as wide as its share of the disk, with its place as title."""
     import xml.etree.ElementTree
@@ -176,6 +193,7 @@ def test_chains(image):
 
 
 def test_errors(image):
+    vdkit.create("sound.raw", "raw", MIB)
     with pytest.raises(vdkit.Error) as missing:
         vdkit.open("missing.qcow2")
     assert missing.value.file == "missing.qcow2" and missing.value.offset is None
@@ -196,8 +214,15 @@ def test_errors(image):
     assert (str(again), again.offset) == (str(damaged.value), 20)
     with pytest.raises(vdkit.errors.UsageError):
         vdkit.create("x", "nonsense", MIB)
-    with pytest.raises(TypeError):
-        vdkit.open(image, nonsense=1)
+    with vdkit.open("sound.raw", format="raw") as disk:
+        for length in (1, 2 * MIB):
+            with pytest.raises(vdkit.errors.UsageError) as beyond:
+                disk.read(MIB, length)
+            assert beyond.value.file == "sound.raw"
+    names = "writable, format, cache, snapshot, backing, keys, folders, lock"
+    for opens in (vdkit.open, vdkit.info, vdkit.check):
+        with pytest.raises(TypeError, match=f"'nonsense' is no option .* {names}$"):
+            opens(image, nonsense=1)
     with pytest.raises(vdkit.errors.UsageError):
         vdkit.open(image, cache="nonsense")
     vdkit.create("locked.qcow2", "qcow2", MIB)

@@ -283,9 +283,17 @@ pub enum Error {
         /// Its overlay.
         overlay: String,
     },
-    /// An invalid request.
+    /// An invalid request. Where a function names this error, it may also be [`Error::InvalidFor`].
     #[error("{0}")]
     Invalid(String),
+    /// An invalid request for a file.
+    #[error("{file}: {what}")]
+    InvalidFor {
+        /// The file, as the user named it.
+        file: String,
+        /// What is wrong.
+        what: String,
+    },
     /// A write to something opened for reading.
     #[error("{file}: is open for reading only")]
     ReadOnly {
@@ -365,7 +373,10 @@ impl Error {
             Self::Refused(_) | Self::Dependents { .. } => ErrorKind::Refused,
             Self::Locked { .. } | Self::Busy { .. } => ErrorKind::Locked,
             Self::NoSpace { .. } => ErrorKind::NoSpace,
-            Self::Invalid(_) | Self::Guessed { .. } | Self::Unnamed { .. } => ErrorKind::Usage,
+            Self::Invalid(_)
+            | Self::InvalidFor { .. }
+            | Self::Guessed { .. }
+            | Self::Unnamed { .. } => ErrorKind::Usage,
             Self::Interrupted => ErrorKind::Interrupted,
         }
     }
@@ -384,6 +395,7 @@ impl Error {
             | Self::Busy { file, .. }
             | Self::NoSpace { file, .. }
             | Self::Limit { file, .. }
+            | Self::InvalidFor { file, .. }
             | Self::Guessed { file, .. }
             | Self::Unnamed { file, .. }
             | Self::ReadOnly { file } => Some(file),
@@ -410,6 +422,11 @@ impl Error {
             | Self::Reference { source, .. } => source.raw_os_error(),
             _ => None,
         }
+    }
+
+    /// An invalid request for `file`.
+    pub fn invalid(file: &(impl fmt::Display + ?Sized), what: impl Into<String>) -> Self {
+        Self::InvalidFor { file: file.to_string(), what: what.into() }
     }
 
     /// A fault in an image; see [`Fault`].
@@ -490,7 +507,7 @@ impl Error {
 
     /// A commit of an image that stands alone.
     pub fn no_backing(file: &str) -> Self {
-        Self::Invalid(format!("{file}: has no backing image, so there is nothing to commit to"))
+        Self::invalid(file, "has no backing image, so there is nothing to commit to")
     }
 
     /// Encryption of a new image was requested without a key.

@@ -124,7 +124,7 @@ pub struct Disk {
 fn view(format: &dyn Format, which: &str, writable: bool) -> Result<Arc<dyn Format>> {
     let file = format.storage().name();
     if writable {
-        return Err(Error::Invalid(format!("{file}: a snapshot can only be read; apply it first")));
+        return Err(Error::invalid(&file, "a snapshot can only be read; apply it first"));
     }
     let side = format.snapshots().ok_or_else(|| {
         Error::unsupported(
@@ -345,7 +345,7 @@ impl Disk {
         self.check_range(at, len)?;
         self.walk(Purpose::Map, at.0, at.0 + len)
             .step_within(ANSWERS_MAX)?
-            .ok_or_else(|| Error::Invalid(format!("{}: an empty range has no map", self.name)))
+            .ok_or_else(|| Error::invalid(&self.name, "an empty range has no map"))
     }
 
     /// The extents of a range, in order, through the whole chain. With concurrent writes, each
@@ -379,10 +379,10 @@ impl Disk {
         let bytes = self.guest_bytes();
         match at.0.checked_add(len) {
             Some(end) if end <= bytes => Ok(()),
-            _ => Err(Error::Invalid(format!(
-                "{}: {len} bytes at {at} reach past the end of the disk at {bytes:#x}",
-                self.name
-            ))),
+            _ => Err(Error::invalid(
+                &self.name,
+                format!("{len} bytes at {at} reach past the end of the disk at {bytes:#x}"),
+            )),
         }
     }
 

@@ -40,7 +40,7 @@ impl NewPart<'_> {
         let inside = at.0 >= self.start && at.0.saturating_add(buf.len() as u64) <= self.end;
         if !inside {
             let name = self.disk.name();
-            return Err(Error::Invalid(format!("{name}: {at} is not in the new part")));
+            return Err(Error::invalid(&name, format!("{at} is not in the new part")));
         }
         let _begun = self.disk.begin();
         self.disk.write_unchecked(buf, at)

@@ -47,11 +47,10 @@ pub fn links_down_to(
         }
         (None, Some(broken), _) => Err(broken),
         (None, None, None) => Err(Error::no_backing(&path.display().to_string())),
-        (None, None, Some(base)) => Err(Error::Invalid(format!(
-            "{}: {} is not in its backing chain",
-            path.display(),
-            base.display()
-        ))),
+        (None, None, Some(base)) => Err(Error::invalid(
+            &path.display(),
+            format!("{} is not in its backing chain", base.display()),
+        )),
     }
 }
 
@@ -95,10 +94,7 @@ pub fn open_split(
 }
 
 fn changed(path: &Path) -> Error {
-    Error::Invalid(format!(
-        "{}: its chain has just been changed by another program",
-        path.display()
-    ))
+    Error::invalid(&path.display(), "its chain has just been changed by another program")
 }
 
 /// Whether two paths are the same file.

@@ -239,11 +239,13 @@ impl<'a> Walk<'a> {
         // says that there is one.
         let needed = self.depth > 0 || self.options.writable;
         if needed && backing.is_none() && identity.is_none() {
-            return Err(Error::Invalid(format!(
-                "{}: has no backing file, but '{}' was given as its parent: leave it out",
-                namer.name(),
-                path.display()
-            )));
+            return Err(Error::invalid(
+                &namer.name(),
+                format!(
+                    "has no backing file, but '{}' was given as its parent: leave it out",
+                    path.display()
+                ),
+            ));
         }
         // The user may give another backing file for an image that names one. If the image has only
         // an identity, the file must match it. Further down, only the location may differ.
@@ -292,10 +294,10 @@ impl<'a> Walk<'a> {
             });
         }
         if named > 1 && self.depth == 1 && self.options.data_file.is_some() {
-            return Err(Error::Invalid(format!(
-                "{}: has its data in {named} files, and only one file can be named instead",
-                found.path.display()
-            )));
+            return Err(Error::invalid(
+                &found.path.display(),
+                format!("has its data in {named} files, and only one file can be named instead"),
+            ));
         }
         Ok(())
     }
@@ -350,13 +352,13 @@ impl<'a> Walk<'a> {
 /// Rejects a user-supplied image with an unexpected identity.
 fn check_given(path: &Path, expected: Option<String>, found: &ImageInfo) -> Result<()> {
     match (expected, &found.identity) {
-        (Some(expected), Some(found)) if !is_one_of(found, &expected) => {
-            Err(Error::Invalid(format!(
-                "{}: is the disk {found}, and {expected} is wanted: it was changed since, or another \
-             file is the right one",
-                path.display()
-            )))
-        }
+        (Some(expected), Some(found)) if !is_one_of(found, &expected) => Err(Error::invalid(
+            &path.display(),
+            format!(
+                "is the disk {found}, and {expected} is wanted: it was changed since, or another \
+             file is the right one"
+            ),
+        )),
         _ => Ok(()),
     }
 }
@@ -417,7 +419,7 @@ pub fn open_image(
 ) -> Result<OpenedImage> {
     let mut walk = Walk::new(registry, path.as_ref(), options);
     let Some(found) = walk.step()? else {
-        return Err(Error::Invalid(format!("{}: is no image", path.as_ref().display())));
+        return Err(Error::invalid(&path.as_ref().display(), "is no image"));
     };
     if options.writable {
         found.check_written_as_probed()?;

@@ -208,7 +208,7 @@ impl Disk {
             let offset = cluster_bytes
                 .checked_mul(done as u64)
                 .and_then(|bytes| at.checked_add(bytes))
-                .ok_or_else(|| Error::Invalid(format!("{}: offset overflow", self.name())))?;
+                .ok_or_else(|| Error::invalid(&self.name(), "offset overflow"))?;
             let reservation =
                 self.top().writes_compressed()?.reserve_compressed(offset, &lens[done..])?;
             let taken = reservation.units.clamp(1, units.len() - done);

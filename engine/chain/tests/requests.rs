@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::SeqCst;
 
 use support::map::CLUSTER;
 use support::{MapFormat, Memory, map_disk, pack, raw_disk};
-use vdkit_block::{CacheMode, Error, GuestOffset};
+use vdkit_block::{CacheMode, Error, ErrorKind, GuestOffset};
 use vdkit_chain::{Disk, DiskPlace, OpenOptions};
 
 fn top(clusters: u64) -> (Disk, Arc<MapFormat>, Arc<Memory>) {
@@ -316,7 +316,8 @@ fn read_only_and_the_end_of_the_disk_are_kept() {
             disk.extent_at(from, len).map(|_| ()),
             disk.extents(from, len).map(|_| ()),
         ] {
-            assert!(matches!(result, Err(Error::Invalid(_))));
+            let error = result.unwrap_err();
+            assert_eq!((error.kind(), error.file()), (ErrorKind::Usage, Some(disk.name())));
         }
     }
     disk.read_at(&mut [], at(2)).unwrap();

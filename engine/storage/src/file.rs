@@ -134,10 +134,13 @@ impl FileStorage {
             _ => false,
         };
         if !fits || options.create.makes() {
-            return Err(Error::Invalid(format!(
-                "{name}: the descriptor is not open for {}",
-                if options.writable { "reading and writing" } else { "reading" }
-            )));
+            return Err(Error::invalid(
+                &name,
+                format!(
+                    "the descriptor is not open for {}",
+                    if options.writable { "reading and writing" } else { "reading" }
+                ),
+            ));
         }
         Self::build(file, kind, name, options)
     }

@@ -247,7 +247,7 @@ impl LuksSlots {
         let file = self.storage.name();
         Some(number as usize).filter(|number| *number < SLOTS).ok_or_else(|| {
             let last = SLOTS - 1;
-            Error::Invalid(format!("{file}: key slots have numbers from 0 to {last}, not {number}"))
+            Error::invalid(&file, format!("key slots have numbers from 0 to {last}, not {number}"))
         })
     }
 
@@ -257,16 +257,18 @@ impl LuksSlots {
         if let Some(wanted) = wanted {
             let number = self.checked(wanted)?;
             return match self.header.raw.key_slots[number].is_active() {
-                true => Err(Error::Invalid(format!(
-                    "{file}: key slot {number} is in use; remove its key first"
-                ))),
+                true => Err(Error::invalid(
+                    &file,
+                    format!("key slot {number} is in use; remove its key first"),
+                )),
                 false => Ok(number),
             };
         }
         self.header.raw.key_slots.iter().position(|slot| !slot.is_active()).ok_or_else(|| {
-            Error::Invalid(format!(
-                "{file}: all {SLOTS} key slots are in use; remove the key of one first"
-            ))
+            Error::invalid(
+                &file,
+                format!("all {SLOTS} key slots are in use; remove the key of one first"),
+            )
         })
     }
 

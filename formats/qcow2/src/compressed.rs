@@ -80,10 +80,13 @@ impl Qcow2 {
         if fits {
             return Ok(());
         }
-        Err(Error::Invalid(format!(
-            "{file}: compressed clusters at guest offset {at} must be whole, smaller than \
+        Err(Error::invalid(
+            &file,
+            format!(
+                "compressed clusters at guest offset {at} must be whole, smaller than \
              {cluster} bytes and within the disk"
-        )))
+            ),
+        ))
     }
 
     /// Places the first units and counts their references. Places no unit if the refcount of the

@@ -13,10 +13,10 @@ impl Qcow2 {
     pub(crate) fn empty_map(&self) -> Result<()> {
         self.need_writable()?;
         if self.header.data_file_raw() {
-            return Err(Error::Invalid(format!(
-                "{}: its data file is the disk by itself and cannot hold nothing",
-                self.storage.name()
-            )));
+            return Err(Error::invalid(
+                &self.storage.name(),
+                "its data file is the disk by itself and cannot hold nothing",
+            ));
         }
         let mut lead = self.meta.lead();
         let end = self.guest_len();

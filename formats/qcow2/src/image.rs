@@ -255,11 +255,13 @@ impl Qcow2 {
             return Ok(storage.clone());
         }
         files.into_iter().next().ok_or_else(|| {
-            Error::Invalid(format!(
-                "{}: its guest data is in another file ({}), which was not opened",
-                storage.name(),
-                header.data_file_name().unwrap_or_else(|| "without a name".into())
-            ))
+            Error::invalid(
+                &storage.name(),
+                format!(
+                    "its guest data is in another file ({}), which was not opened",
+                    header.data_file_name().unwrap_or_else(|| "without a name".into())
+                ),
+            )
         })
     }
 
@@ -360,10 +362,10 @@ impl Qcow2 {
         if at.0.checked_add(len).is_some_and(|end| end <= size) {
             return Ok(());
         }
-        Err(Error::Invalid(format!(
-            "{}: cannot {action} {len} bytes at guest offset {at}: the disk has {size} bytes",
-            self.storage.name()
-        )))
+        Err(Error::invalid(
+            &self.storage.name(),
+            format!("cannot {action} {len} bytes at guest offset {at}: the disk has {size} bytes"),
+        ))
     }
 
     /// Decompresses a cluster whose bytes were read from `offset`.

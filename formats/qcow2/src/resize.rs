@@ -57,12 +57,14 @@ impl Qcow2 {
     fn enlarge(&self, lead: &mut Lead<'_>, old: u64, new: u64, beneath: u64) -> Result<()> {
         let entries = self.geometry.l1_entries_for(new);
         if entries * 8 > L1_BYTES_MAX {
-            return Err(Error::Invalid(format!(
-                "{}: a disk of {new} bytes needs an L1 table of {} bytes with this cluster size, \
+            return Err(Error::invalid(
+                &self.storage.name(),
+                format!(
+                    "a disk of {new} bytes needs an L1 table of {} bytes with this cluster size, \
                  more than {L1_BYTES_MAX}; convert to an image with a larger cluster_size",
-                self.storage.name(),
-                entries * 8
-            )));
+                    entries * 8
+                ),
+            ));
         }
         self.hide_tail(old, new)?;
         // Clears what an interrupted shrink left there.

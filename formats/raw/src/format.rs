@@ -55,18 +55,20 @@ impl FlatFormat for RawFormat {
     fn resize(&self, guest_bytes: u64) -> Result<()> {
         let storage = &self.flat.storage;
         if guest_bytes > GUEST_BYTES_MAX {
-            return Err(Error::Invalid(format!(
-                "{}: cannot have {guest_bytes} bytes; a raw disk has at most {GUEST_BYTES_MAX}",
-                storage.name()
-            )));
+            return Err(Error::invalid(
+                &storage.name(),
+                format!(
+                    "cannot have {guest_bytes} bytes; a raw disk has at most {GUEST_BYTES_MAX}"
+                ),
+            ));
         }
         if !storage.caps().growable {
             let len = storage.len()?;
             if guest_bytes > len {
-                return Err(Error::Invalid(format!(
-                    "{}: has a fixed length of {len} bytes and cannot grow",
-                    storage.name()
-                )));
+                return Err(Error::invalid(
+                    &storage.name(),
+                    format!("has a fixed length of {len} bytes and cannot grow"),
+                ));
             }
         }
         // Rounded up as when opening; a fixed device keeps its length, of which the guest sees

@@ -131,18 +131,24 @@ impl ParentLocator {
         }
         let linkage = backing.identity.as_deref().and_then(parse_guid);
         let Some(linkage) = linkage else {
-            return Err(Error::Invalid(format!(
-                "{file}: a differencing VHDX is tied to its parent by the parent's GUID, and '{}' \
+            return Err(Error::invalid(
+                &file,
+                format!(
+                    "a differencing VHDX is tied to its parent by the parent's GUID, and '{}' \
                  has none or was not opened",
-                backing.name
-            )));
+                    backing.name
+                ),
+            ));
         };
         if backing.name.contains('\\') {
-            return Err(Error::Invalid(format!(
-                "{file}: the parent's name '{}' has a backslash, which separates folders in a \
+            return Err(Error::invalid(
+                &file,
+                format!(
+                    "the parent's name '{}' has a backslash, which separates folders in a \
                  VHDX",
-                backing.name
-            )));
+                    backing.name
+                ),
+            ));
         }
         let mut name = backing.name.replace('/', "\\");
         // Also for an absolute name: an absolute Win32 path needs a drive, and there is none here.
@@ -150,7 +156,7 @@ impl ParentLocator {
             name.insert_str(0, ".\\");
         }
         if name.encode_utf16().count() > 0x7fff {
-            return Err(Error::Invalid(format!("{file}: the parent's name is too long")));
+            return Err(Error::invalid(&file, "the parent's name is too long"));
         }
         let pairs =
             vec![(LINKAGE.to_owned(), format!("{{{linkage}}}")), (RELATIVE.to_owned(), name)];

@@ -40,11 +40,10 @@ impl Creation for VmdkDriver {
         let sizes = new.extents(bytes);
         let others = if new.subformat.is_one_file() { 0 } else { sizes.len() };
         if request.files.len() != others {
-            return Err(Error::Invalid(format!(
-                "{}: needs {others} other files, and {} were made",
-                storage.name(),
-                request.files.len()
-            )));
+            return Err(Error::invalid(
+                &storage.name(),
+                format!("needs {others} other files, and {} were made", request.files.len()),
+            ));
         }
         if new.subformat.is_flat() && request.backing.is_some() {
             return Err(Error::unsupported(

@@ -144,11 +144,10 @@ impl Opening<'_> {
                 self.sparse(&header, index, Some(line))?;
             }
             (_, None) => {
-                return Err(Error::Invalid(format!(
-                    "{}: the extent '{}' was not opened",
-                    self.request.storage.name(),
-                    line.name
-                )));
+                return Err(Error::invalid(
+                    &self.request.storage.name(),
+                    format!("the extent '{}' was not opened", line.name),
+                ));
             }
         }
         Ok(())

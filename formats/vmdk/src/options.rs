@@ -169,10 +169,13 @@ impl NewVmdk {
         };
         let limit = Limits::default().files_max as u64;
         if count > limit {
-            return Err(Error::Invalid(format!(
-                "{image}: {guest_bytes} bytes in pieces of 2 GiB are {count} files, more than the \
+            return Err(Error::invalid(
+                &image,
+                format!(
+                    "{guest_bytes} bytes in pieces of 2 GiB are {count} files, more than the \
                  limit of {limit}; choose another subformat"
-            )));
+                ),
+            ));
         }
         Ok((1..=count)
             .map(|number| match self.subformat {

@@ -127,10 +127,10 @@ impl Source {
     pub(crate) fn files_opened(&self, file: &str, opened: usize) -> Result<Vec<String>> {
         let names = self.files();
         if names.len() != opened {
-            return Err(Error::Invalid(format!(
-                "{file}: its data is in {} other files, and {opened} were opened",
-                names.len()
-            )));
+            return Err(Error::invalid(
+                &file,
+                format!("its data is in {} other files, and {opened} were opened", names.len()),
+            ));
         }
         Ok(names)
     }

@@ -222,10 +222,10 @@ impl Format for StreamWriter {
             return Ok(());
         }
         if state.broken {
-            return Err(Error::Invalid(format!(
-                "{}: a part of the stream was not written, so it cannot be completed",
-                self.storage.name()
-            )));
+            return Err(Error::invalid(
+                &self.storage.name(),
+                "a part of the stream was not written, so it cannot be completed",
+            ));
         }
         self.finish(&mut state)?;
         state.closed = true;
@@ -268,10 +268,12 @@ impl CompressedWriter for StreamWriter {
             && lens.iter().all(|&len| len > MARKER_BYTES as u32 && len.is_multiple_of(512))
             && grain + lens.len() as u64 <= self.guest_bytes.div_ceil(GRAIN_BYTES);
         if !fits {
-            return Err(Error::Invalid(format!(
-                "{}: compressed grains at guest offset {at} must be whole, framed and on the disk",
-                self.storage.name()
-            )));
+            return Err(Error::invalid(
+                &self.storage.name(),
+                format!(
+                    "compressed grains at guest offset {at} must be whole, framed and on the disk"
+                ),
+            ));
         }
         let entries = u64::from(TABLE_ENTRIES);
         let (table, first) = (grain / entries, grain % entries);

@@ -61,12 +61,14 @@ pub(crate) fn bitmaps_to_copy(
     for bitmap in bitmaps(disk)?.list()? {
         let BitmapInfo { name, in_use, .. } = &bitmap.info;
         if there.iter().any(|other| other.info.name == *name) {
-            return Err(Error::Invalid(format!(
-                "{}: has a bitmap '{name}' already; remove it first ('vdkit bitmap remove {} \
+            return Err(Error::invalid(
+                &target.name(),
+                format!(
+                    "has a bitmap '{name}' already; remove it first ('vdkit bitmap remove {} \
                  {name}')",
-                target.name(),
-                target.name()
-            )));
+                    target.name()
+                ),
+            ));
         }
         match (in_use, broken) {
             (false, _) => wanted.push(bitmap.info),
@@ -75,10 +77,12 @@ pub(crate) fn bitmaps_to_copy(
                 disk.name()
             )),
             (true, BrokenBitmaps::Refuse) => {
-                return Err(Error::Invalid(format!(
-                    "{}: bitmap '{name}' cannot be trusted; remove it, or leave such bitmaps out",
-                    disk.name()
-                )));
+                return Err(Error::invalid(
+                    &disk.name(),
+                    format!(
+                        "bitmap '{name}' cannot be trusted; remove it, or leave such bitmaps out"
+                    ),
+                ));
             }
         }
     }

@@ -157,12 +157,14 @@ fn note_identity(
 fn wants_emptying(links: &[ChainLink], options: &CommitOptions) -> Result<bool> {
     let direct = links.len() == 2;
     match options.empty {
-        Some(true) if !direct => Err(Error::Invalid(format!(
-            "{}: emptied, it would show {} instead of what is committed; commit to that one, or \
+        Some(true) if !direct => Err(Error::invalid(
+            &links[0].path.display(),
+            format!(
+                "emptied, it would show {} instead of what is committed; commit to that one, or \
              keep the overlay's content",
-            links[0].path.display(),
-            links[1].path.display()
-        ))),
+                links[1].path.display()
+            ),
+        )),
         Some(empty) => Ok(empty),
         None => Ok(direct),
     }

@@ -414,11 +414,10 @@ fn compression(options: &ConvertOptions, target: Option<&Disk>) -> Result<Option
     if codec == spec.codec {
         return Ok(Some(spec));
     }
-    Err(Error::Invalid(format!(
-        "{}: holds {codec} clusters, not {}; use --compress={codec}",
-        target.name(),
-        spec.codec
-    )))
+    Err(Error::invalid(
+        &target.name(),
+        format!("holds {codec} clusters, not {}; use --compress={codec}", spec.codec),
+    ))
 }
 
 /// The method of an image's compressed clusters.
@@ -498,11 +497,13 @@ impl Base {
         let same = |path: &Path| same_file(path, &backing.path);
         let found = disk.layers().iter().skip(1).position(|l| same(l.path()));
         let Some(layers) = found.or(backing.trusted.then_some(0)) else {
-            return Err(Error::Invalid(format!(
-                "{}: does not stand on {}; convert without --backing, or rebase it first",
-                disk.name(),
-                backing.path.display()
-            )));
+            return Err(Error::invalid(
+                &disk.name(),
+                format!(
+                    "does not stand on {}; convert without --backing, or rebase it first",
+                    backing.path.display()
+                ),
+            ));
         };
         Ok(Some(Self { layers: layers + 1, disk: Some(backing.open(registry, &options.keys)?) }))
     }

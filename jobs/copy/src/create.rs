@@ -143,7 +143,7 @@ pub fn create(
         Err(error) => return Err(error),
     };
     if !device && !image.replace && image.path.metadata().is_ok_and(|found| found.len() > 0) {
-        return Err(Error::Invalid(format!("{}: is there already", image.path.display())));
+        return Err(Error::invalid(&image.path.display(), "is there already"));
     }
     let base = match &image.backing {
         Some(backing) => Some(backing.find(registry, image.path, &image.opening)?),
@@ -158,8 +158,8 @@ pub fn create(
     let guest_bytes = if device {
         create_on_device(registry, image, guest_bytes, base.as_ref(), monitor)?
     } else {
-        let guest_bytes = guest_bytes
-            .ok_or_else(|| Error::Invalid(format!("{}: a size is needed", image.path.display())))?;
+        let guest_bytes =
+            guest_bytes.ok_or_else(|| Error::invalid(&image.path.display(), "a size is needed"))?;
         create_file(registry, image, guest_bytes, base.as_ref(), monitor)?
     };
     Ok(Created { guest_bytes, backing: base.map(|base| base.reference) })
@@ -202,11 +202,13 @@ pub(crate) fn inherit(
         match options.text(key) {
             None => options.set(driver.name(), specs, key, value)?,
             Some(given) if given != value => {
-                return Err(Error::Invalid(format!(
-                    "{}: {key}={given} was asked for, and the image that it shall stand on has \
-                     {value}; leave the option out",
-                    image.display()
-                )));
+                return Err(Error::invalid(
+                    &image.display(),
+                    format!(
+                        "{key}={given} was asked for, and the image that it shall stand on has \
+                     {value}; leave the option out"
+                    ),
+                ));
             }
             Some(_) => {}
         }
@@ -248,11 +250,11 @@ impl NewBacking {
         let options = opening.of_other(self.format.clone());
         let (info, probed, guest_bytes) = look_at(registry, &path, &options)?;
         if probed && info.format == "raw" {
-            return Err(Error::Invalid(format!(
-                "{}: its format was not detected, and its guest could make it look like any; if it \
+            return Err(Error::invalid(
+                &path.display(),
+                "its format was not detected, and its guest could make it look like any; if it \
                  is raw, say so: '--backing-format raw' (-F raw)",
-                path.display()
-            )));
+            ));
         }
         let (format, identity) = (Some(info.format.to_owned()), info.identity);
         let reference = BackingRef { name, format, identity, modified: modified(&path) };
@@ -284,7 +286,7 @@ fn look_at(
             match (report.links.first(), report.broken) {
                 (_, Some(error)) => Err(error),
                 (Some(top), None) => Ok((top.info.clone(), top.probed, top.info.virtual_size)),
-                (None, None) => Err(Error::Invalid(format!("{}: is no image", path.display()))),
+                (None, None) => Err(Error::invalid(&path.display(), "is no image")),
             }
         }
         Err(error) => Err(error),
@@ -322,7 +324,7 @@ fn create_on_device(
         Some(bytes) => bytes,
         None if image.driver.name() == "raw" => device.len()?,
         None => {
-            return Err(Error::Invalid(format!("{}: a size is needed", image.path.display())));
+            return Err(Error::invalid(&image.path.display(), "a size is needed"));
         }
     };
     let files = write(registry, image, device.clone(), guest_bytes, base, monitor)?;
@@ -411,9 +413,10 @@ fn error_of(image: &CreateOptions<'_>, error: Error) -> Error {
 /// Maps a limit error of a new image to a usage error.
 pub(crate) fn limit_of_new(name: &str, format: &str, error: Error) -> Error {
     match error {
-        Error::Limit { what, found, limit, .. } => Error::Invalid(format!(
-            "{name}: {what} is {found}, more than the limit of {limit} of {format}"
-        )),
+        Error::Limit { what, found, limit, .. } => Error::invalid(
+            &name,
+            format!("{what} is {found}, more than the limit of {limit} of {format}"),
+        ),
         other => other,
     }
 }

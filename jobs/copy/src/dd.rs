@@ -116,11 +116,10 @@ impl DdPlan {
     ) -> Result<DdReport> {
         let end = self.target_bytes()?;
         if target.guest_bytes() < end {
-            return Err(Error::Invalid(format!(
-                "{}: its {} bytes are too few: {end} are needed",
-                target.name(),
-                target.guest_bytes()
-            )));
+            return Err(Error::invalid(
+                &target.name(),
+                format!("its {} bytes are too few: {end} are needed", target.guest_bytes()),
+            ));
         }
         let mut report = DdReport { copied_bytes: 0, data_bytes: 0, zero_bytes: 0 };
         let mut buffer = Vec::new();

@@ -139,10 +139,13 @@ pub fn convert_stream(
             if pipe.at_end()? {
                 break from;
             }
-            return Err(Error::Invalid(format!(
-                "{name}: goes on after the {end} bytes of {}",
-                disk.map_or("its announced length", Disk::name)
-            )));
+            return Err(Error::invalid(
+                &name,
+                format!(
+                    "goes on after the {end} bytes of {}",
+                    disk.map_or("its announced length", Disk::name)
+                ),
+            ));
         }
     };
     look_at_end(registry, &name, head, &pipe, bytes)?;

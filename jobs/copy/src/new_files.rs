@@ -54,11 +54,13 @@ impl NewFiles {
         )?;
         let limit = Limits::default().files_max;
         if names.len() > limit {
-            return Err(Error::Invalid(format!(
-                "{}: would have its data in {} files, more than the limit of {limit}",
-                path.display(),
-                names.len()
-            )));
+            return Err(Error::invalid(
+                &path.display(),
+                format!(
+                    "would have its data in {} files, more than the limit of {limit}",
+                    names.len()
+                ),
+            ));
         }
         let old = if replace { files_of(registry, path) } else { Vec::new() };
         let own: BTreeSet<_> = old.iter().map(|name| real_name(&beside(path, name))).collect();
@@ -71,17 +73,17 @@ impl NewFiles {
             check_name(path, &name)?;
             let may = replace && (named(&name) || own.contains(&real_name(&target)));
             if !may && target.metadata().is_ok_and(|found| found.len() > 0) {
-                return Err(Error::Invalid(format!(
-                    "{}: is there already, and the new image needs this name for its data; move \
+                return Err(Error::invalid(
+                    &target.display(),
+                    "is there already, and the new image needs this name for its data; move \
                      it away, or choose another name for the image",
-                    target.display()
-                )));
+                ));
             }
             if !taken.insert(real_name(&target)) {
-                return Err(Error::Invalid(format!(
-                    "{}: the new image would need this name twice; choose another name for one",
-                    target.display()
-                )));
+                return Err(Error::invalid(
+                    &target.display(),
+                    "the new image would need this name twice; choose another name for one",
+                ));
             }
             files.push(PendingFile::create(&target, wanted.file)?);
         }
@@ -188,11 +190,13 @@ fn named_after(image: &Path, name: &str) -> bool {
 /// A name that looks like a protocol could never be opened again.
 fn check_name(image: &Path, name: &str) -> Result<()> {
     match name.split_once(':') {
-        Some((before, _)) if !before.contains('/') => Err(Error::Invalid(format!(
-            "{}: its data would be in '{name}', and what stands before a colon in an image's \
-             metadata is taken for a protocol; choose a name without a colon",
-            image.display()
-        ))),
+        Some((before, _)) if !before.contains('/') => Err(Error::invalid(
+            &image.display(),
+            format!(
+                "its data would be in '{name}', and what stands before a colon in an image's \
+             metadata is taken for a protocol; choose a name without a colon"
+            ),
+        )),
         _ => Ok(()),
     }
 }

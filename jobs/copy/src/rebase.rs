@@ -220,10 +220,10 @@ fn refuse_impossible(registry: &Registry, disk: &Disk, backed: bool) -> Result<(
         ));
     }
     if info.data_file_raw && backed {
-        return Err(Error::Invalid(format!(
-            "{}: a raw data file is the whole disk and cannot show what a backing file holds",
-            disk.name()
-        )));
+        return Err(Error::invalid(
+            &disk.name(),
+            "a raw data file is the whole disk and cannot show what a backing file holds",
+        ));
     }
     let top = info.format;
     if !registry.driver(top)?.amends_backing() {

@@ -322,10 +322,10 @@ impl Target {
                     .to_owned(),
                 false => format!("make it larger first, as with 'vdkit resize {name} {bytes}'"),
             };
-            return Err(Error::Invalid(format!(
-                "{name}: has {} bytes, the source has {bytes}; {larger}",
-                disk.guest_bytes()
-            )));
+            return Err(Error::invalid(
+                &name,
+                format!("has {} bytes, the source has {bytes}; {larger}", disk.guest_bytes()),
+            ));
         }
         let (commit, keys) = (CommitOptions::default(), options.keys);
         Ok(Self { disk, pending: None, pipe: None, files: None, commit, keys })

@@ -295,7 +295,8 @@ fn examine(
             error @ (Error::File { .. }
             | Error::Reference { .. }
             | Error::Interrupted
-            | Error::Invalid(_)),
+            | Error::Invalid(_)
+            | Error::InvalidFor { .. }),
         ) => {
             return Err(error);
         }

@@ -56,10 +56,10 @@ pub fn amend<'a>(
     let size = options.size("size");
     let grows = size.filter(|size| *size != opened.info.virtual_size);
     if grows.is_some_and(|size| size < opened.info.virtual_size) {
-        return Err(Error::Invalid(format!(
-            "{}: a smaller size loses what lies beyond it; 'vdkit resize --shrink' does that",
-            image.display()
-        )));
+        return Err(Error::invalid(
+            &image.display(),
+            "a smaller size loses what lies beyond it; 'vdkit resize --shrink' does that",
+        ));
     }
     let mut changed = opened.driver.amend(
         &AmendRequest {

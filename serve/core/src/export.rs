@@ -429,11 +429,13 @@ impl Export {
         self.refuse_growth_during_job(disk.name())?;
         let now = disk.guest_bytes();
         if guest_bytes < now {
-            return Err(Error::Invalid(format!(
-                "{}: a served disk is not shrunk, from {now} to {guest_bytes} bytes: end the \
-                 service, then: vdkit resize --shrink",
-                disk.name()
-            )));
+            return Err(Error::invalid(
+                &disk.name(),
+                format!(
+                    "a served disk is not shrunk, from {now} to {guest_bytes} bytes: end the \
+                 service, then: vdkit resize --shrink"
+                ),
+            ));
         }
         let resized = disk.resize(guest_bytes);
         // Also after an error: the disk may have grown, and clients then write to the new part.

@@ -94,7 +94,7 @@ fn open_error(name: &str, source: std::io::Error) -> Error {
 }
 
 fn parsed(name: &str) -> Result<NbdUri> {
-    NbdUri::parse(name).map_err(|why| Error::Invalid(format!("{name}: {why}")))
+    NbdUri::parse(name).map_err(|why| Error::invalid(&name, why))
 }
 
 /// The exports that a server lists, with all that it tells of each without opening it. The export in

@@ -201,11 +201,10 @@ impl Package {
         let mut found = (0..self.disks.len()).filter(|&index| named(&self.disks[index]));
         match (found.next(), found.next()) {
             (Some(index), None) => Ok(index),
-            _ => Err(Error::Invalid(format!(
-                "{}: '{which}' is not one of its disks, which are {}",
-                self.name(),
-                self.listed()
-            ))),
+            _ => Err(Error::invalid(
+                &self.name(),
+                format!("'{which}' is not one of its disks, which are {}", self.listed()),
+            )),
         }
     }
 

@@ -85,11 +85,13 @@ fn judge(images: &LiveImages, export: &Export, job: &Job<'_>, force: bool) -> Re
     }
     let (size, beneath) = (disk.guest_bytes(), base.format().guest_bytes());
     if beneath > size {
-        return Err(Error::Invalid(format!(
-            "{}: has {beneath} bytes, more than the {size} of the disk, which would become larger; \
-             if it may: 'vdkit ctl SOCKET resize {beneath}'",
-            base.path().display()
-        )));
+        return Err(Error::invalid(
+            &base.path().display(),
+            format!(
+                "has {beneath} bytes, more than the {size} of the disk, which would become larger; \
+             if it may: 'vdkit ctl SOCKET resize {beneath}'"
+            ),
+        ));
     }
     let (overlay, base) = (top.path().to_owned(), base.path().to_owned());
     if !force {

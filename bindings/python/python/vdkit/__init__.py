@@ -26,7 +26,20 @@ import os
 import tempfile
 import warnings
 import weakref
-from typing import Any, BinaryIO, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Union
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    BinaryIO,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Optional,
+    Sequence,
+    TypedDict,
+    Union,
+)
 
 from . import _vdkit, errors
 from ._reports import (
@@ -37,10 +50,14 @@ from ._reports import (
     Extents,
     Info,
     Measured,
+    Range,
     Verdict,
 )
 from ._vdkit import __version__
 from .errors import Error
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "Checked",
@@ -52,6 +69,8 @@ __all__ = [
     "Extents",
     "Info",
     "Measured",
+    "Opening",
+    "Range",
     "RawDisk",
     "Verdict",
     "check",
@@ -80,28 +99,44 @@ _EXTENTS = 1 << 20
 _ALL = (1 << 63) - 1
 
 
-def _opening(
-    writable: bool = False,
-    format: Optional[str] = None,
-    cache: Optional[str] = None,
-    snapshot: Optional[str] = None,
-    backing: Union[Path, None, bool] = None,
-    keys: Sequence[Union[bytes, str]] = (),
-    folders: Optional[Sequence[Path]] = None,
-    lock: bool = True,
-) -> Dict[str, Any]:
+class Opening(TypedDict, total=False):
+    """How images are opened: what :func:`open` takes by name, and all that open images."""
+
+    writable: bool
+    format: Optional[str]
+    """The image's format; otherwise it is found."""
+    cache: Optional[str]
+    """"writeback", "none", ..."""
+    snapshot: Optional[str]
+    """Opens an internal snapshot, by name or id."""
+    backing: Union[Path, None, bool]
+    """A path instead of the backing image that the image names, or False for none."""
+    keys: Sequence[Union[bytes, str]]
+    """For encrypted images."""
+    folders: Optional[Sequence[Path]]
+    """Folders that references may lead to, beside the image's own."""
+    lock: bool
+    """False for an image that another process writes."""
+
+
+def _opening(opening: Opening) -> Dict[str, Any]:
+    known = Opening.__annotations__
+    for name in opening:
+        if name not in known:
+            raise TypeError(f"{name!r} is no option of opening an image; there are {', '.join(known)}")
+    backing, folders, keys = opening.get("backing"), opening.get("folders"), opening.get("keys", ())
     if isinstance(keys, (str, bytes)):
         raise TypeError("keys is a list of passphrases")
     return {
-        "writable": writable,
-        "format": format,
-        "cache": cache,
-        "snapshot": snapshot,
+        "writable": opening.get("writable", False),
+        "format": opening.get("format"),
+        "cache": opening.get("cache"),
+        "snapshot": opening.get("snapshot"),
         "backing": None if backing is None or isinstance(backing, bool) else os.fspath(backing),
         "alone": backing is False,
         "keys": [list(key.encode() if isinstance(key, str) else key) for key in keys],
         "folders": None if folders is None else [os.fspath(folder) for folder in folders],
-        "lock": lock,
+        "lock": opening.get("lock", True),
     }
 
 
@@ -118,7 +153,7 @@ class Disk:
     """An open disk: an image with those that it stands on. Made by :func:`open`; may be used from many
     threads at once."""
 
-    def __init__(self, disk: _vdkit.Disk, name: str, opening: Optional[Dict[str, Any]] = None) -> None:
+    def __init__(self, disk: _vdkit.Disk, name: str, opening: Optional[Opening] = None) -> None:
         self._disk = disk
         self._opening = opening
         self._pid = os.getpid()
@@ -248,6 +283,10 @@ class Disk:
     def bitmaps(self) -> List[Dict[str, Any]]:
         """The dirty bitmaps; only of disks that were opened by a path."""
         return self.info.bitmaps
+
+    def bitmap_ranges(self, name: str) -> List[Range]:
+        """What a dirty bitmap marks, in order: the ranges that were written since it was added or cleared."""
+        return [Range(*row) for row in self._disk.bitmap_ranges(name)]
 
     def raw(self, buffering: int = 1 << 18) -> Union["RawDisk", io.BufferedIOBase]:
         """The disk as a seekable binary file object, for everything that reads one.
@@ -387,7 +426,7 @@ class _ReadAhead(RawDisk):
         return length
 
 
-def open(source: Union[Path, BinaryIO], **opening: Any) -> Disk:
+def open(source: Union[Path, BinaryIO], **opening: Unpack[Opening]) -> Disk:
     """Opens an image and what it stands on.
 
     ``source``: a path, an NBD URI, or a seekable binary file object (which is read only). By name:
@@ -400,13 +439,13 @@ def open(source: Union[Path, BinaryIO], **opening: Any) -> Disk:
         if opening.get("writable"):
             raise errors.UsageError("a disk over a file object is read only")
         name = str(getattr(source, "name", type(source).__name__))
-        return Disk(_vdkit.Disk.open_file(source, name, _opening(**opening)), name)
+        return Disk(_vdkit.Disk.open_file(source, name, _opening(opening)), name)
     path = os.fsdecode(source)
-    return Disk(_vdkit.Disk.open(path, _opening(**opening)), path, opening)
+    return Disk(_vdkit.Disk.open(path, _opening(opening)), path, opening)
 
 
 @contextlib.contextmanager
-def _opened(source: Source, **opening: Any) -> Iterator[Disk]:
+def _opened(source: Source, **opening: Unpack[Opening]) -> Iterator[Disk]:
     if isinstance(source, Disk):
         if opening:
             raise errors.UsageError("an open disk has no more options")
@@ -451,7 +490,7 @@ def convert(
     verify: bool = False,
     into: bool = False,
     progress: Optional[Progress] = None,
-    **opening: Any,
+    **opening: Unpack[Opening],
 ) -> Converted:
     """Copies a disk into a new image of another format, or ``into`` an existing image, file or device.
 
@@ -468,9 +507,11 @@ def convert(
     return Converted(found["virtual-size"], found["seconds"], found)
 
 
-def check(path: Path, *, repair: str = "", progress: Optional[Progress] = None, **opening: Any) -> Checked:
+def check(
+    path: Path, *, repair: str = "", progress: Optional[Progress] = None, **opening: Unpack[Opening]
+) -> Checked:
     """Checks an image's metadata; ``repair``: "leaks", or "all" that can be repaired."""
-    found = json.loads(_vdkit.check(os.fspath(path), _opening(**opening), repair, progress))
+    found = json.loads(_vdkit.check(os.fspath(path), _opening(opening), repair, progress))
     fixed = (found["corruptions-fixed"], found["leaks-fixed"])
     return Checked(
         found["corruptions"] - fixed[0],
@@ -491,7 +532,7 @@ def compare(
 
 
 def measure(
-    source: Source, format: str, *, options: Optional[Options] = None, **opening: Any
+    source: Source, format: str, *, options: Optional[Options] = None, **opening: Unpack[Opening]
 ) -> Measured:
     """Tells how many bytes an image of a format would have."""
     with _opened(source, **opening) as disk:
@@ -505,11 +546,11 @@ def commit(
     to: Optional[Path] = None,
     force: bool = False,
     progress: Optional[Progress] = None,
-    **opening: Any,
+    **opening: Unpack[Opening],
 ) -> Dict[str, Any]:
     """Writes an overlay's data into the image that it stands on, or ``to`` a deeper one of its chain."""
     base = None if to is None else os.fspath(to)
-    return json.loads(_vdkit.commit(os.fspath(overlay), _opening(**opening), base, force, progress))
+    return json.loads(_vdkit.commit(os.fspath(overlay), _opening(opening), base, force, progress))
 
 
 def rebase(
@@ -520,19 +561,19 @@ def rebase(
     header_only: bool = False,
     force: bool = False,
     progress: Optional[Progress] = None,
-    **opening: Any,
+    **opening: Unpack[Opening],
 ) -> Dict[str, Any]:
     """Puts an overlay on another image, by a name from its folder, or on none, and keeps what its disk
     holds (unless ``header_only``)."""
     report = _vdkit.rebase(
-        os.fspath(overlay), _opening(**opening), backing, backing_format, header_only, force, progress
+        os.fspath(overlay), _opening(opening), backing, backing_format, header_only, force, progress
     )
     return json.loads(report)
 
 
-def info(path: Path, **opening: Any) -> Info:
+def info(path: Path, **opening: Unpack[Opening]) -> Info:
     """What the headers of an image and of those beneath it say. No data is read."""
-    return Info._of(json.loads(_vdkit.describe(os.fspath(path), _opening(**opening))))
+    return Info._of(json.loads(_vdkit.describe(os.fspath(path), _opening(opening))))
 
 
 def inspect(path: Path, format: Optional[str] = None, *, strict: bool = False) -> Verdict:
@@ -552,7 +593,7 @@ def serve(
     name: str = "",
     read_only: bool = True,
     drain: float = 1.0,
-    **opening: Any,
+    **opening: Unpack[Opening],
 ) -> Iterator[str]:
     """Serves a disk to NBD clients while the block runs; gives the URI.
 

@@ -8,13 +8,23 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 
 @dataclass(frozen=True)
-class Extent:
-    """A run of bytes of a disk."""
+class Range:
+    """A range of bytes of a disk."""
 
     offset: int
     """Offset of the first byte on the disk."""
     length: int
     """Bytes."""
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+@dataclass(frozen=True)
+class Extent(Range):
+    """A run of bytes of a disk, and where they are."""
+
     depth: int
     """The image that holds them: 0 for the one that was opened, 1 for its backing image, ..."""
     zero: bool
@@ -26,10 +36,6 @@ class Extent:
     """The file that holds them."""
     file_offset: Optional[int] = None
     """Their offset in that file, for compressed bytes that of their cluster."""
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.length
 
 
 class Extents(Sequence[Extent]):

@@ -33,7 +33,7 @@ const CHANGEABLE: &[&str] = &[
 ];
 
 fn invalid<T>(file: &str, what: impl std::fmt::Display) -> Result<T> {
-    Err(Error::Invalid(format!("{file}: {what}")))
+    Err(Error::invalid(&file, what.to_string()))
 }
 
 impl Plan {

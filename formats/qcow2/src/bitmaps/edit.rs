@@ -41,10 +41,10 @@ impl Qcow2 {
         } else {
             "was in use when the image was last closed by other software"
         };
-        Err(Error::Invalid(format!(
-            "{}: bitmap '{name}' {why} and cannot be trusted; remove it and add a new one",
-            self.storage.name()
-        )))
+        Err(Error::invalid(
+            &self.storage.name(),
+            format!("bitmap '{name}' {why} and cannot be trusted; remove it and add a new one"),
+        ))
     }
 
     /// Changes the directory: `change` edits the list of bitmaps.
@@ -91,12 +91,17 @@ impl Qcow2 {
             return Ok(bits);
         }
         let least = GRANULARITY_BITS.into_iter().find(|&bits| fits(bits));
-        Err(Error::Invalid(format!(
-            "{}: a bitmap with a granularity of {bytes} bytes would be larger than a bitmap can \
+        Err(Error::invalid(
+            &self.storage.name(),
+            format!(
+                "a bitmap with a granularity of {bytes} bytes would be larger than a bitmap can \
              be{}",
-            self.storage.name(),
-            least.map_or_else(String::new, |bits| format!("; at least {} will do", 1u64 << bits))
-        )))
+                least.map_or_else(String::new, |bits| format!(
+                    "; at least {} will do",
+                    1u64 << bits
+                ))
+            ),
+        ))
     }
 
     fn new_bitmap(&self, new: &NewBitmap<'_>) -> Result<Wanted> {
@@ -296,16 +301,16 @@ impl Bitmaps for Qcow2 {
             let one = image.new_bitmap(new)?;
             let file = image.storage.name();
             if wanted.iter().any(|w| w.bitmap.name == one.bitmap.name) {
-                return Err(Error::Invalid(format!(
-                    "{file}: there is a bitmap named '{}' already",
-                    new.name
-                )));
+                return Err(Error::invalid(
+                    &file,
+                    format!("there is a bitmap named '{}' already", new.name),
+                ));
             }
             wanted.push(one);
             let most = DIRECTORY_BYTES_MAX.min(image.bitmaps.limits.table_bytes_max);
             let bytes = encode(wanted.iter().map(|w| &w.bitmap)).len() as u64;
             if wanted.len() > BITMAPS_MAX as usize || bytes > most {
-                return Err(Error::Invalid(format!("{file}: it has as many bitmaps as it can")));
+                return Err(Error::invalid(&file, "it has as many bitmaps as it can"));
             }
             Ok(())
         })

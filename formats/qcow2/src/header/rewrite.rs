@@ -273,11 +273,11 @@ fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
 }
 
 fn no_room(storage: &dyn Storage) -> Error {
-    Error::Invalid(format!(
-        "{}: the header's cluster has no room for that; use a shorter name, or convert to a new \
+    Error::invalid(
+        &storage.name(),
+        "the header's cluster has no room for that; use a shorter name, or convert to a new \
          image with a larger cluster_size",
-        storage.name()
-    ))
+    )
 }
 
 #[cfg(test)]

@@ -235,12 +235,15 @@ impl SnapshotTable {
         table.resize(table.len().next_multiple_of(8), 0);
         let most = TABLE_BYTES_MAX.min(limits.snapshots_bytes_max);
         if table.len() as u64 > most || snapshots.len() > SNAPSHOTS_MAX as usize {
-            return Err(Error::Invalid(format!(
-                "{file}: {} snapshots take a table of {} bytes; at most {SNAPSHOTS_MAX} and {most} \
+            return Err(Error::invalid(
+                &file,
+                format!(
+                    "{} snapshots take a table of {} bytes; at most {SNAPSHOTS_MAX} and {most} \
                  bytes are accepted; delete some first",
-                snapshots.len(),
-                table.len()
-            )));
+                    snapshots.len(),
+                    table.len()
+                ),
+            ));
         }
         Ok(table)
     }

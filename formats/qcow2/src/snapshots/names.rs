@@ -39,9 +39,10 @@ pub(super) fn find(file: &str, snapshots: &[Snapshot], which: &str, first: First
             known.push(format!("{} more", snapshots.len() - NAMED_MAX));
         }
         let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
-        Error::Invalid(format!(
-            "{file}: no snapshot has the id or name '{which}'; there are: {known}"
-        ))
+        Error::invalid(
+            &file,
+            format!("no snapshot has the id or name '{which}'; there are: {known}"),
+        )
     })
 }
 
@@ -59,7 +60,7 @@ pub(super) fn check(name: &str) -> Result<()> {
 pub(super) fn new_id(file: &str, snapshots: &[Snapshot]) -> Result<Vec<u8>> {
     let largest = snapshots.iter().map(|s| leading_number(&s.id)).max().unwrap_or(0);
     let next = largest.checked_add(1).ok_or_else(|| {
-        Error::Invalid(format!("{file}: a snapshot has the largest id there is; delete it first"))
+        Error::invalid(&file, "a snapshot has the largest id there is; delete it first")
     })?;
     Ok(next.to_string().into_bytes())
 }

@@ -69,10 +69,10 @@ pub(in crate::check) fn run(
     require_writable(storage.caps().writable, storage.name())?;
     let mut image = Image::open(storage, limits)?;
     if image.header.has_data_file() && !data_file {
-        return Err(Error::Invalid(format!(
-            "{}: its guest data is in another file, without which it is not repaired",
-            image.name()
-        )));
+        return Err(Error::invalid(
+            &image.name(),
+            "its guest data is in another file, without which it is not repaired",
+        ));
     }
     let mut first = Survey::take(&image, Mode::Compare, monitor)?;
     suspicion::refuse_wrong_header(&image, &first, monitor)?;

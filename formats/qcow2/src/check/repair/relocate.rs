@@ -89,13 +89,15 @@ pub(super) fn change_width(image: &mut Image, order: u32, monitor: &Monitor<'_>)
     if let Some((cluster, balance)) =
         target.balance.unbalanced().find(|(_, balance)| -balance > max)
     {
-        return Err(Error::Invalid(format!(
-            "{}: refcount_bits={bits} cannot be: the cluster at {:#x} is referred to {} times, \
+        return Err(Error::invalid(
+            &image.name(),
+            format!(
+                "refcount_bits={bits} cannot be: the cluster at {:#x} is referred to {} times, \
              as by snapshots or compressed clusters, and {bits} bits count up to {max}",
-            image.name(),
-            cluster << image.geometry().cluster_bits,
-            -balance
-        )));
+                cluster << image.geometry().cluster_bits,
+                -balance
+            ),
+        ));
     }
     let before = image.storage.len()?;
     image.header.geometry.refcount_order = order;
