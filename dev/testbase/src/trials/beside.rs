@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use vdkit_block::{Error, GuestOffset, Result, Storage};
+use vdkit_block::{Error, ErrorKind, GuestOffset, Result, Storage};
 use vdkit_chain::{Disk, DiskExtent};
 
 use super::resizes::Resizes;
@@ -110,7 +110,7 @@ impl<'a> Writer<'a> {
                 let strange = found.iter().find(|byte| !matches!(**byte, 0 | BEYOND));
                 assert_eq!(strange, None, "{}: at {at}", self.what);
             }
-            Err(Error::Invalid(_)) => {}
+            Err(error) if error.kind() == ErrorKind::Usage => {}
             Err(error) => panic!("{}: at {at}: {error}", self.what),
         }
     }
@@ -243,7 +243,8 @@ impl Resizes<'_> {
             let mut extents = disk.extents(at, SECTOR).expect(&what);
             assert!(extents.next().is_some_and(|extent| extent.is_ok()), "{what}");
             for refused in [disk.resize(self.sizes[0]), disk.close()] {
-                assert!(matches!(refused, Err(Error::Invalid(_))), "{what}: {refused:?}");
+                let error = refused.expect_err(&what);
+                assert_eq!(error.kind(), ErrorKind::Usage, "{what}: {error:?}");
             }
             drop(guard);
             resizes.join().expect("the resizer").expect(&what);
