@@ -28,7 +28,7 @@ pub enum Exit {
     Locked = 6,
     /// No space left.
     NoSpace = 7,
-    /// The image cannot be checked.
+    /// The image, or one that may need it, cannot be checked.
     Unchecked = 8,
     /// Interrupted.
     Interrupted = 130,

@@ -220,6 +220,7 @@ fn a_device_with_something_on_it_is_overwritten_only_when_that_is_said() {
     file.set_len(320 << 20).unwrap();
     let device = Attached::new(&scratch.path("device"));
     let name = device.0.as_str();
+    let of_device = format!("of={name}");
     for (what, maker, arguments) in [
         ("an ext2, ext3 or ext4 file system", "mkfs.ext4", &["-q", "-F"][..]),
         ("an XFS file system", "mkfs.xfs", &["-q", "-f"]),
@@ -232,6 +233,7 @@ fn a_device_with_something_on_it_is_overwritten_only_when_that_is_said() {
             &["convert", "a.qcow2", name],
             &["convert", "-O", "qcow2", "a.qcow2", name],
             &["convert", "-O", "raw", "--into", "a.qcow2", name],
+            &["dd", "if=a.qcow2", of_device.as_str()],
         ] {
             scratch.fails(5, &format!("holds {what}"), command);
         }
@@ -242,6 +244,8 @@ fn a_device_with_something_on_it_is_overwritten_only_when_that_is_said() {
     // An image on a device is written into as the image that it is, and as nothing else.
     scratch.fails(5, "holds a qcow2 image", &["convert", "a.qcow2", name]);
     scratch.ok(&["convert", "-O", "qcow2", "--into", "a.qcow2", name]);
+    scratch.fails(5, "holds a qcow2 image", &["dd", "if=a.qcow2", &of_device]);
+    scratch.ok(&["dd", "-O", "qcow2", "if=a.qcow2", &of_device]);
     scratch.ok(&["convert", "--force", "a.qcow2", name]);
     scratch.ok(&["create", "--force", "-f", "qcow2", name, "1M"]);
 }

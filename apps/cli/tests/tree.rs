@@ -106,9 +106,12 @@ fn a_file_may_be_deleted_or_not() {
     assert_eq!(base["deleting-orphans"].as_array().unwrap().len(), 3);
     // An overlay whose header is damaged cannot say that it needs the image.
     scratch.write("images/cut.qcow2", b"QFI\xfb\0\0\0\x03");
-    let answer = scratch.ok(&["tree", "--delete-check", "images/leaf.qcow2"]);
+    let answer = scratch.run(&["tree", "--delete-check", "images/leaf.qcow2"]);
+    assert_eq!(answer.code, Some(8), "{answer:?}");
     assert!(answer.stderr.contains("cut.qcow2"), "{answer:?}");
     assert!(answer.stderr.contains("may need it too"), "{answer:?}");
+    scratch.json_of("tree", 8, &["--delete-check", "images/leaf.qcow2"]);
+    scratch.json_of("tree", 5, &["--delete-check", "images/base.qcow2"]);
     std::fs::remove_file(scratch.path("images/cut.qcow2")).unwrap();
     // A data file is needed too.
     scratch.ok(&["create", "images/apart.qcow2", "1M", "-o", "data_file=apart.data"]);

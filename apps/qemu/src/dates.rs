@@ -44,28 +44,76 @@ fn zone() -> Option<Vec<u8>> {
     std::fs::read(path).ok()
 }
 
-/// Seconds to add to UTC at a moment, by the first part of a TZif file (RFC 8536), whose times have
-/// 32 bits.
+/// Seconds to add to UTC at a moment, by a TZif file (RFC 8536, section 3). Its rule for later times
+/// than it lists is not read.
 fn offset_at(zone: &[u8], seconds: u32) -> Option<i64> {
+    let part = ZonePart::new(zone, 4)?;
+    // Files of version 1 have times of 32 bits. In others that part may be empty, and one with 64
+    // bits follows.
+    if *zone.get(4)? == 0 {
+        return part.offset_at(seconds);
+    }
+    ZonePart::new(zone.get(part.bytes()..)?, 8)?.offset_at(seconds)
+}
+
+/// A header of a TZif file with its data.
+struct ZonePart<'z> {
+    zone: &'z [u8],
+    /// Bytes of a time.
+    width: usize,
+    times: usize,
+    types: usize,
+}
+
+impl<'z> ZonePart<'z> {
     const HEADER_BYTES: usize = 44;
-    let word = |at: usize| Some(i32::from_be_bytes(*zone.get(at..)?.first_chunk()?));
-    if !zone.starts_with(b"TZif") {
-        return None;
+
+    fn new(zone: &'z [u8], width: usize) -> Option<Self> {
+        let part = Self { zone, width, times: 0, types: 0 };
+        let (times, types) = (part.count(3)?, part.count(4)?);
+        (zone.starts_with(b"TZif")).then_some(Self { times, types, ..part })
     }
-    let (times, types) = (word(32)? as usize, word(36)? as usize);
-    let kinds = HEADER_BYTES.checked_add(times.checked_mul(4)?)?;
-    let records = kinds.checked_add(times)?;
-    let mut kind = 0;
-    for i in 0..times {
-        if i64::from(word(HEADER_BYTES + i * 4)?) > i64::from(seconds) {
-            break;
+
+    /// One of the header's six counts: marks of UT and of standard time, leap seconds, times, types,
+    /// bytes of names.
+    fn count(&self, index: usize) -> Option<usize> {
+        self.word(20 + index * 4)?.try_into().ok()
+    }
+
+    fn word(&self, at: usize) -> Option<i32> {
+        Some(i32::from_be_bytes(*self.zone.get(at..)?.first_chunk()?))
+    }
+
+    /// Its size with all data.
+    fn bytes(&self) -> usize {
+        let [ut, standard, leaps, names] = [0, 1, 2, 5].map(|index| self.count(index).unwrap_or(0));
+        let times = self.times * (self.width + 1);
+        Self::HEADER_BYTES
+            + times
+            + self.types * 6
+            + names
+            + leaps * (self.width + 4)
+            + standard
+            + ut
+    }
+
+    fn offset_at(&self, seconds: u32) -> Option<i64> {
+        let kinds = Self::HEADER_BYTES + self.times * self.width;
+        let mut kind = 0;
+        for i in 0..self.times {
+            let at = self.zone.get(Self::HEADER_BYTES + i * self.width..)?;
+            let time = match self.width {
+                4 => i32::from_be_bytes(*at.first_chunk()?).into(),
+                _ => i64::from_be_bytes(*at.first_chunk()?),
+            };
+            if time > i64::from(seconds) {
+                break;
+            }
+            kind = usize::from(*self.zone.get(kinds + i)?);
         }
-        kind = usize::from(*zone.get(kinds + i)?);
+        let records = kinds + self.times;
+        (kind < self.types).then(|| self.word(records + kind * 6))?.map(i64::from)
     }
-    if kind >= types {
-        return None;
-    }
-    word(records + kind * 6).map(i64::from)
 }
 
 /// The date of a day since 1970-01-01. Years are counted from March, so that the leap day comes
@@ -89,23 +137,41 @@ fn civil(days: i64) -> (i64, i64, i64) {
 mod tests {
     use super::*;
 
+    /// A part of a zone file: two changes of the offset, to an hour and back.
+    fn part(version: u8, width: usize, changes: [i64; 2]) -> Vec<u8> {
+        let mut part = b"TZif".to_vec();
+        part.push(version);
+        part.resize(44, 0);
+        (part[35], part[39], part[43]) = (2, 2, 4);
+        for time in changes {
+            part.extend(&time.to_be_bytes()[8 - width..]);
+        }
+        part.extend([1, 0]);
+        for offset in [0_i32, 3600] {
+            part.extend(offset.to_be_bytes());
+            part.extend([0, 0]);
+        }
+        part.extend(b"UTC\0");
+        part
+    }
+
     #[test]
     fn a_zone_file_gives_the_offset_of_its_last_change() {
-        let mut zone = b"TZif".to_vec();
-        zone.resize(44, 0);
-        zone[35] = 2;
-        zone[39] = 2;
-        for time in [1000_i32, 2000] {
-            zone.extend(time.to_be_bytes());
-        }
-        zone.extend([1, 0]);
-        for offset in [0_i32, 3600] {
-            zone.extend(offset.to_be_bytes());
-            zone.extend([0, 0]);
-        }
+        let zone = part(0, 4, [1000, 2000]);
         let at = |seconds| offset_at(&zone, seconds);
         assert_eq!([at(999), at(1000), at(1999), at(2000)], [0, 3600, 3600, 0].map(Some));
         assert_eq!(offset_at(b"TZif", 0), None);
+    }
+
+    #[test]
+    fn times_of_64_bits_are_preferred() {
+        let zone = [part(b'2', 4, [1000, 2000]), part(b'2', 8, [3000, 1 << 33])].concat();
+        let at = |seconds| offset_at(&zone, seconds);
+        assert_eq!([at(2999), at(3000), at(u32::MAX)], [0, 3600, 3600].map(Some));
+        for len in 0..zone.len() {
+            let _ = offset_at(&zone[..len], u32::MAX);
+        }
+        assert_eq!(offset_at(&zone[..part(b'2', 4, [0; 2]).len()], 0), None);
     }
 
     #[test]

@@ -219,10 +219,13 @@ impl DdArgs {
             return Err(Failure::usage("-o has no meaning here: the target exists"));
         }
         guard::refuse_dependents(&request.target, &self.force, "writing to it", &monitor.cancel)?;
+        // As for `convert --into`.
         let device = super::is_device(&request.target);
-        let writing = OpenOptions::read_write()
-            .maybe_format(self.target_format.clone().or(device.then(|| "raw".to_owned())))
-            .refs(self.references.policy());
+        let format = self.target_format.clone().or(device.then(|| "raw".to_owned()));
+        let image = format.as_deref().and_then(|name| vdkit::format(name).ok());
+        let image = image.map(|driver| driver.name());
+        guard::refuse_occupied(&request.target, self.force.force, image)?;
+        let writing = OpenOptions::read_write().maybe_format(format).refs(self.references.policy());
         let keys = self.target_key.key().into_iter().cloned().chain(self.keys.all()).collect();
         let writing = self.keys.apply(writing).keys(keys);
         let plan = DdPlan::new(source.guest_bytes(), &request.options)?;

@@ -24,7 +24,7 @@ Reads only headers; the files that they name are looked up but not opened.",
 vdkit tree                             images in this folder
 vdkit tree base.qcow2                  the images that depend on it
 vdkit tree -r /var/lib/libvirt/images  with subfolders
-vdkit tree --delete-check base.qcow2   can it be deleted? 0 yes, 5 an image needs it
+vdkit tree --delete-check base.qcow2   can it be deleted? 0 yes, 5 an image needs it, 8 not known
 ",
     ..runs::<TreeArgs>()
 };
@@ -34,7 +34,8 @@ pub struct TreeArgs {
     /// An image or a folder
     #[arg(value_name = "IMAGE|DIR", default_value = ".", hide_default_value = true, value_hint = ValueHint::AnyPath)]
     path: PathBuf,
-    /// Only report which images need FILE: exit code 0 if none, 5 if any
+    /// Only report which images need FILE: exit code 0 if none, 5 if any, 8 if an image beside it
+    /// cannot be read
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with_all = ["path", "recursive"])]
     delete_check: Option<PathBuf>,
     /// Search subfolders too
@@ -56,8 +57,11 @@ impl Run for TreeArgs {
         let path = self.delete_check.as_ref().unwrap_or(&self.path);
         let report = jobs::tree(&vdkit::registry(), path, &options, &monitor)?;
         let asked = path.canonicalize().unwrap_or_else(|_| path.clone());
-        let exit = match (&self.delete_check, report.image(&asked)) {
-            (Some(_), Some(image)) if !image.deleting_orphans.is_empty() => Exit::Refused,
+        let needed = report.image(&asked).is_some_and(|image| !image.deleting_orphans.is_empty());
+        let exit = match self.delete_check {
+            Some(_) if needed => Exit::Refused,
+            // A damaged overlay cannot say what it stands on.
+            Some(_) if !report.faults.is_empty() => Exit::Unchecked,
             _ => Exit::Done,
         };
         if self.json.json {
@@ -93,7 +97,9 @@ impl Run for TreeArgs {
 fn tell_orphans(path: &Path, image: Option<&TreeImage>, session: &mut Session) {
     let orphans = image.map_or(&[][..], |image| &image.deleting_orphans);
     if orphans.is_empty() {
-        return session.out.line(format!("{}: nothing beside it needs it", path.display()));
+        return session
+            .out
+            .line(format!("{}: no image beside it that can be read needs it", path.display()));
     }
     let named = path.parent().unwrap_or(Path::new(""));
     for orphan in orphans {
