@@ -21,7 +21,7 @@
 //! - [`pairwise`] makes few cases that hold every pair of options.
 //! - [`require_peer`] and [`missing`] say what happens where a program is missing.
 //! - [`run_threadless`] runs a test where no thread can be started.
-//! - [`Watched`] is a thread that is seen to wait.
+//! - [`Watched`] is a thread that is seen to wait; [`eventually`] waits for anything.
 //! - [`processor_time`] bounds work also on a busy machine.
 
 pub mod appliance;
@@ -67,4 +67,4 @@ pub use rng::Rng;
 pub use seeds::{cases, for_seeds, seed};
 pub use sharing::{NoShare, SharingStorage};
 pub use threadless::{run_threadless, threadless_argument};
-pub use watched::Watched;
+pub use watched::{Watched, eventually};
