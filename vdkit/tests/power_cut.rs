@@ -323,14 +323,7 @@ fn case(shape: &Shape, plan: Plan, seed: u64) {
     for moment in moments(&run, plan.moments, &mut rng) {
         let cuts = power_cut(&run.rig.disks, &run.timeline, moment);
         let expected = run.expect(moment);
-        for survival in [
-            Survival::Nothing,
-            Survival::Everything,
-            Survival::Extreme,
-            Survival::Extreme,
-            Survival::Lot,
-            Survival::Lot,
-        ] {
+        for survival in Survival::SOME {
             let content = survivors(&cuts, survival, &mut rng);
             let look = std::panic::AssertUnwindSafe(|| {
                 try_survivor(&run, &expected, content, &mut rng);
