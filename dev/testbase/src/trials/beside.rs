@@ -110,7 +110,7 @@ impl<'a> Writer<'a> {
                 let strange = found.iter().find(|byte| !matches!(**byte, 0 | BEYOND));
                 assert_eq!(strange, None, "{}: at {at}", self.what);
             }
-            Err(Error::Invalid(_)) => {}
+            Err(Error::Invalid(_) | Error::InvalidFor { .. }) => {}
             Err(error) => panic!("{}: at {at}: {error}", self.what),
         }
     }
