@@ -108,9 +108,10 @@ c-header: ## writes bindings/c/include/vdkit.h from the sources of the C library
 	VDKIT_UPDATE_PAGE=1 $(CARGO) test --locked --package vdkit-c --test c the_header_is_made
 
 # cargo unpacks and builds a version of a crate once, but ours change within a version.
+# Without debug information, as the workspace's own profile has it, which packed crates do not see.
 publish-check: ## packs and builds each crate as it would be published, in order, and publishes nothing
 	rm -rf "$${CARGO_HOME:-$$HOME/.cargo}"/registry/src/-*/vdkit-* target/publish/debug/.fingerprint/vdkit-*
-	$(CARGO) publish --dry-run --workspace --locked --allow-dirty --target-dir target/publish
+	CARGO_PROFILE_DEV_DEBUG=false $(CARGO) publish --dry-run --workspace --locked --allow-dirty --target-dir target/publish
 
 fuzz: ## fuzzes each target for FUZZ_SECONDS (60) with the nightly toolchain
 	scripts/fuzz $(or $(FUZZ_SECONDS),60) $(FUZZ_TARGETS)

@@ -377,14 +377,7 @@ fn power_cuts(
     done(&stack, &guest, "without a crash");
     for moment in moments(timeline.len(), 60, rng) {
         let cuts = power_cut(&stack.disks, &timeline, moment);
-        for survival in [
-            Survival::Nothing,
-            Survival::Everything,
-            Survival::Extreme,
-            Survival::Extreme,
-            Survival::Lot,
-            Survival::Lot,
-        ] {
+        for survival in Survival::SOME {
             let what = format!("{kinds:?}, {moment} of {}, {survival:?}", timeline.len());
             let after = stack.on(survivors(&cuts, survival, rng));
             same(&what, &after.guest(), &guest);

@@ -12,7 +12,7 @@ use support::rig::{IntoGuest, Rig};
 use support::shape::{Base, Content, DataFile, Shape};
 use vdkit_block::Format;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::Rng;
+use vdkit_testkit::{Rng, explained};
 
 type Sector = [u8; SECTOR as usize];
 
@@ -323,25 +323,16 @@ fn case(shape: &Shape, plan: Plan, seed: u64) {
     for moment in moments(&run, plan.moments, &mut rng) {
         let cuts = power_cut(&run.rig.disks, &run.timeline, moment);
         let expected = run.expect(moment);
-        for survival in [
-            Survival::Nothing,
-            Survival::Everything,
-            Survival::Extreme,
-            Survival::Extreme,
-            Survival::Lot,
-            Survival::Lot,
-        ] {
+        for survival in Survival::SOME {
             let content = survivors(&cuts, survival, &mut rng);
-            let look = std::panic::AssertUnwindSafe(|| {
-                try_survivor(&run, &expected, content, &mut rng);
-            });
-            if let Err(panic) = std::panic::catch_unwind(look) {
-                eprintln!("{shape:?}\npower cut at {moment}, surviving: {survival:?}");
-                for done in run.done.iter().take_while(|done| done.begin <= moment) {
-                    eprintln!("  {:4}..{:<4} {:x?}", done.begin, done.end, done.op);
-                }
-                std::panic::resume_unwind(panic);
-            }
+            let about = || {
+                let done = run.done.iter().take_while(|done| done.begin <= moment);
+                let done: String = done
+                    .map(|done| format!("\n  {:4}..{:<4} {:x?}", done.begin, done.end, done.op))
+                    .collect();
+                format!("{shape:?}\npower cut at {moment}, surviving: {survival:?}{done}")
+            };
+            explained(about, || try_survivor(&run, &expected, content, &mut rng));
         }
     }
 }

@@ -1,11 +1,7 @@
 //! The state of one call of the command.
 
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-
-use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
-use signal_hook::flag;
 use vdkit::CancelToken;
+use vdkit_qemu::signals;
 
 use crate::failure::{Exit, Failure, Tone, print_line};
 use crate::output::Output;
@@ -34,23 +30,8 @@ impl Session {
         if let Some(token) = &self.cancel {
             return Ok(token.clone());
         }
-        let stop = Arc::new(AtomicBool::new(false));
-        for signal in [SIGINT, SIGTERM] {
-            // The order matters: the conditional shutdown must read the flag before this signal
-            // sets it.
-            flag::register_conditional_shutdown(
-                signal,
-                Exit::Interrupted as i32,
-                Arc::clone(&stop),
-            )
-            .and_then(|_| flag::register(signal, Arc::clone(&stop)))
+        let token = signals::cancel_on_signal(Exit::Interrupted as i32)
             .map_err(|error| Failure::failed(format!("cannot handle signals: {error}")))?;
-        }
-        // Exceeding the file size limit (`ulimit -f`) is then an error that the command cleans up
-        // after, instead of a fatal signal.
-        flag::register(SIGXFSZ, Arc::default())
-            .map_err(|error| Failure::failed(format!("cannot handle signals: {error}")))?;
-        let token = CancelToken::from_flag(stop);
         self.cancel = Some(token.clone());
         Ok(token)
     }

@@ -7,8 +7,8 @@ use std::process::{Command, Stdio};
 
 use common::pki::certificates;
 use common::{Scratch, peer};
-use vdkit_testkit::Rng;
 use vdkit_testkit::http::{HttpFaults, HttpServer};
+use vdkit_testkit::{Killed, Rng};
 
 const MIB: usize = 1 << 20;
 
@@ -334,7 +334,7 @@ fn waiting_for_a_pipe_can_be_interrupted() {
 /// A server that ends TLS before an HTTP server, with the certificate of `pki/server`, on all of this
 /// machine's addresses; killed at the end. The file `asked` has a line for each connection.
 struct TlsProxy {
-    child: std::process::Child,
+    _child: Killed,
     port: String,
 }
 
@@ -367,14 +367,7 @@ impl TlsProxy {
         let mut port = String::new();
         let stdout = child.stdout.as_mut().unwrap();
         std::io::BufRead::read_line(&mut std::io::BufReader::new(stdout), &mut port).unwrap();
-        Self { child, port: port.trim().to_owned() }
-    }
-}
-
-impl Drop for TlsProxy {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        Self { _child: Killed(child), port: port.trim().to_owned() }
     }
 }
 

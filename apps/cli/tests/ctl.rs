@@ -28,7 +28,7 @@ fn serve_with(scratch: &Scratch, image: &str, more: &[&str]) -> Killed {
 }
 
 fn io(scratch: &Scratch, commands: &[&str]) -> String {
-    let dir = scratch.path("x").parent().unwrap().to_owned();
+    let dir = scratch.folder();
     let mut arguments = vec!["-f", "raw", URI];
     for command in commands {
         arguments.extend(["-c", command]);
@@ -227,7 +227,7 @@ fn nonsense_is_refused() {
 
 /// The runs that an NBD client finds dirty in a bitmap, as (offset, length).
 fn dirty_runs(scratch: &Scratch, bitmap: &str) -> Vec<(u64, u64)> {
-    let dir = scratch.path("x").parent().unwrap().to_owned();
+    let dir = scratch.folder();
     let map = format!("--map=qemu:dirty-bitmap:{bitmap}");
     let answer = peer(&dir, "nbdinfo", &["--json", &map, URI]).stdout;
     let answer: serde_json::Value = serde_json::from_slice(&answer).unwrap();
@@ -258,7 +258,7 @@ fn bitmaps_are_changed_while_the_disk_is_served() {
     assert_eq!(dirty_runs(&scratch, "new"), [(1 << 20, 4096), (2 << 20, 65536)]);
     assert_eq!(dirty_runs(&scratch, "later"), []);
     // What was neither named when the service began nor added since is nobody's.
-    let dir = scratch.path("x").parent().unwrap().to_owned();
+    let dir = scratch.folder();
     let shown = peer(&dir, "nbdinfo", &["--json", "--list", URI]).stdout;
     let shown = String::from_utf8(shown).unwrap();
     assert!(shown.contains("qemu:dirty-bitmap:new") && !shown.contains(":old"), "{shown}");

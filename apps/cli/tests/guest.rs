@@ -4,19 +4,19 @@
 mod common;
 
 use std::io::{BufRead, BufReader, Read};
-use std::process::{Child, Stdio};
+use std::process::Stdio;
 use std::time::Duration;
 
 use common::{Scratch, peer};
 use rustix::process::{Pid, Signal, kill_process};
 use vdkit_testkit::fs::mounted;
 use vdkit_testkit::guest::{Guest, require_guest};
-use vdkit_testkit::require_peer;
+use vdkit_testkit::{Killed, require_peer};
 
 /// How long one step in a guest may take: an emulated processor on a busy machine is slow.
 const PATIENCE: Duration = Duration::from_secs(240);
 
-struct Served(Child);
+struct Served(Killed);
 
 impl Served {
     fn start(scratch: &Scratch, arguments: &[&str]) -> Self {
@@ -31,7 +31,7 @@ impl Served {
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         assert!(line.contains(&format!("serving {image} at ")), "{line}");
-        Self(child)
+        Self(Killed(child))
     }
 
     /// Waits for a line on stderr.
@@ -72,14 +72,6 @@ impl Served {
     fn kill(mut self) {
         self.signal(Signal::KILL);
         self.0.wait().unwrap();
-    }
-}
-
-impl Drop for Served {
-    fn drop(&mut self) {
-        // It may have ended.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
     }
 }
 

@@ -134,7 +134,7 @@ fn imports_go_downward_only() {
             }
         }
     }
-    assert!(edges >= 100, "only {edges} edges were seen in the house");
+    assert!(edges >= 100, "only {edges} edges were seen");
     assert!(faults.is_empty(), "{}", faults.join("\n"));
 }
 

@@ -4,16 +4,15 @@ mod common;
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
 use common::{Scratch, peer};
-use vdkit_testkit::require_fuse;
+use vdkit_testkit::{Killed, require_fuse};
 
 const URI: &str = "nbd+unix:///?socket=s.sock";
 
 /// A service in the background, killed at the end.
-struct Service(Child);
+struct Service(Killed);
 
 impl Service {
     fn start(scratch: &Scratch, arguments: &[&str]) -> Self {
@@ -31,23 +30,12 @@ impl Service {
     }
 }
 
-impl Drop for Service {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-fn folder(scratch: &Scratch) -> PathBuf {
-    scratch.path("x").parent().unwrap().to_owned()
-}
-
 fn io(scratch: &Scratch, commands: &[&str]) {
     let mut arguments = vec!["-f", "raw", URI];
     for command in commands {
         arguments.extend(["-c", command]);
     }
-    let said = String::from_utf8(peer(&folder(scratch), "qemu-io", &arguments).stdout).unwrap();
+    let said = String::from_utf8(peer(&scratch.folder(), "qemu-io", &arguments).stdout).unwrap();
     assert!(!said.contains("failed"), "{said}");
 }
 
@@ -59,7 +47,7 @@ fn fio(scratch: &Scratch, seconds: u32) -> Command {
 /// The same on another way to the disk.
 fn fio_on(scratch: &Scratch, seconds: u32, way: &[&str]) -> Command {
     let mut command = Command::new("fio");
-    command.current_dir(folder(scratch)).stdin(Stdio::null()).stdout(Stdio::piped()).args([
+    command.current_dir(scratch.folder()).stdin(Stdio::null()).stdout(Stdio::piped()).args([
         "--name=v",
         "--rw=randwrite",
         "--bssplit=4k/60:12k/30:100k/10",
@@ -93,7 +81,7 @@ fn verified(child: Child) {
 
 fn check(scratch: &Scratch, image: &str) {
     scratch.ok(&["check", image]);
-    peer(&folder(scratch), "qemu-img", &["check", "-q", image]);
+    peer(&scratch.folder(), "qemu-img", &["check", "-q", image]);
 }
 
 #[test]
@@ -107,12 +95,12 @@ fn a_guest_goes_on_over_new_overlays() {
         writes_go_on(&scratch, &mut client);
         let (old, new) = (format!("{}.qcow2", layer - 1), format!("{layer}.qcow2"));
         let answer = scratch.json_of("ctl", 0, &["c.sock", "snapshot-external", &new]);
-        let path = folder(&scratch).canonicalize().unwrap().join(&new);
+        let path = scratch.folder().canonicalize().unwrap().join(&new);
         assert_eq!(answer["filename"], path.to_str().unwrap());
         assert_eq!(answer["chain"].as_array().unwrap().len(), layer + 1);
         // The frozen image is closed, and is there for a backup.
         check(&scratch, &old);
-        peer(&folder(&scratch), "qemu-img", &["convert", &old, "-O", "raw", &format!("{layer}")]);
+        peer(&scratch.folder(), "qemu-img", &["convert", &old, "-O", "raw", &format!("{layer}")]);
         let status = scratch.json_of("ctl", 0, &["c.sock", "status"]);
         assert_eq!(status["chain"], answer["chain"]);
     }
@@ -128,7 +116,7 @@ fn a_guest_goes_on_over_new_overlays() {
     for layer in 1..5 {
         let old = format!("{}.qcow2", layer - 1);
         let copy = format!("{layer}");
-        peer(&folder(&scratch), "qemu-img", &["compare", &old, "-F", "raw", &copy]);
+        peer(&scratch.folder(), "qemu-img", &["compare", &old, "-F", "raw", &copy]);
         check(&scratch, &format!("{layer}.qcow2"));
     }
 }
@@ -150,14 +138,14 @@ fn an_overlay_elsewhere_names_its_image_absolutely() {
         let info = scratch.json_of("info", 0, &[image]);
         info["backing-filename"].as_str().unwrap().to_owned()
     };
-    let real = folder(&scratch).canonicalize().unwrap();
+    let real = scratch.folder().canonicalize().unwrap();
     assert_eq!(backing("images/b.qcow2"), "./a:1.qcow2");
     assert_eq!(backing("images/new/c.qcow2"), real.join("images/b.qcow2").to_str().unwrap());
     assert_eq!(backing("other/d.qcow2"), real.join("images/new/c.qcow2").to_str().unwrap());
     assert_eq!(backing("e.qcow2"), "other/d.qcow2");
     let all = ["read", "e.qcow2", "--allow-ref", ".", "0", "1"];
     assert_eq!(scratch.ok(&all).bytes, [1]);
-    peer(&folder(&scratch), "qemu-io", &["-r", "-c", "read -P 1 0 64k", "e.qcow2"]);
+    peer(&scratch.folder(), "qemu-io", &["-r", "-c", "read -P 1 0 64k", "e.qcow2"]);
 }
 
 #[test]
@@ -227,7 +215,7 @@ fn a_guest_goes_on_through_commits() {
         for round in 0..4 {
             let overlay = format!("{round}.qcow2");
             let both = ["compare", "-f", "qcow2", "-F", format, &overlay, base];
-            peer(&folder(&scratch), "qemu-img", &both);
+            peer(&scratch.folder(), "qemu-img", &both);
         }
     }
 }
@@ -244,7 +232,7 @@ fn a_plain_file_goes_on_over_new_overlays_and_commits() {
     let mut line = String::new();
     BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
     assert!(line.starts_with("serving"), "{line}");
-    let service = Service(child);
+    let service = Service(Killed(child));
     // The mounted file stays open, and is what the guest knows as its disk.
     let disk = std::fs::File::options().read(true).write(true).open(scratch.path("disk.raw"));
     let disk = disk.unwrap();
@@ -270,7 +258,7 @@ fn a_plain_file_goes_on_over_new_overlays_and_commits() {
     for image in ["base.qcow2", "last.qcow2"] {
         check(&scratch, image);
     }
-    peer(&folder(&scratch), "qemu-io", &["-r", "-c", "read -P 9 63M 64k", "last.qcow2"]);
+    peer(&scratch.folder(), "qemu-io", &["-r", "-c", "read -P 9 63M 64k", "last.qcow2"]);
 }
 
 /// Blocks of 64 KiB that are written while a commit is killed.
@@ -324,7 +312,7 @@ fn write_and_flush(scratch: &Scratch, blocks: &[u64], round: u8) -> bool {
     }
     arguments.extend(["-c".to_owned(), "flush".to_owned()]);
     let mut command = Command::new("qemu-io");
-    let done = command.current_dir(folder(scratch)).args(&arguments).output().unwrap();
+    let done = command.current_dir(scratch.folder()).args(&arguments).output().unwrap();
     let said =
         String::from_utf8_lossy(&done.stdout).into_owned() + &String::from_utf8_lossy(&done.stderr);
     done.status.success() && !said.contains("failed") && !said.contains("rror")
@@ -368,13 +356,13 @@ fn a_commit_that_is_killed_loses_nothing_that_was_flushed() {
         assert_not_damaged(&scratch, "top.qcow2");
         written.assert_is_in(&scratch, "top.qcow2", &format!("attempt {attempt}"));
         let most = ["-f", "qcow2", "-r", "-c", "read -P 3 64M 128M", "top.qcow2"];
-        let said = peer(&folder(&scratch), "qemu-io", &most).stdout;
+        let said = peer(&scratch.folder(), "qemu-io", &most).stdout;
         assert!(!String::from_utf8_lossy(&said).contains("failed"));
         // It can be run to its end.
         let service = Service::start(&scratch, &["top.qcow2"]);
         scratch.ok(&["ctl", "c.sock", "commit"]);
         service.quit(&scratch);
-        peer(&folder(&scratch), "qemu-img", &["compare", "top.qcow2", "base.qcow2"]);
+        peer(&scratch.folder(), "qemu-img", &["compare", "top.qcow2", "base.qcow2"]);
         assert_not_damaged(&scratch, "base.qcow2");
     }
 }

@@ -3,9 +3,10 @@
 mod common;
 
 use std::io::Read;
-use std::process::{Child, Stdio};
+use std::process::Stdio;
 
 use common::{Answer, Scratch, peer};
+use vdkit_testkit::Killed;
 
 fn says(answer: &Answer, words: &[&str]) {
     for word in words {
@@ -200,23 +201,13 @@ fn a_folder_on_which_something_is_mounted_is_no_place_for_a_disk() {
     assert!(!answer.stderr.contains("umount"), "{answer:?}");
 }
 
-/// A server that ends with the test.
-struct Server(Child);
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 /// `--force-share` only where the command has it, and `ctl` where our own server holds the image.
 #[test]
 fn somebody_who_is_kept_out_is_told_what_works() {
     let scratch = Scratch::new();
     scratch.ok(&["create", "a.qcow2", "1M"]);
     scratch.ok(&["create", "b.raw", "1M"]);
-    let mut server = Server(
+    let mut server = Killed(
         scratch
             .command(&["serve", "a.qcow2", "--nbd", "unix:nbd", "--control", "control"])
             .stdout(Stdio::piped())

@@ -3,21 +3,21 @@
 mod common;
 
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::pki::certificates;
 use common::{Scratch, peer};
-use vdkit_testkit::require_peer;
+use vdkit_testkit::{Killed, require_peer};
 
 /// A server that is killed at the end.
-struct Served(Child);
+struct Served(Killed);
 
 impl Served {
     /// Starts it, and waits for its socket.
     fn start(mut command: Command, socket: &Path) -> Self {
         let child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
-        let served = Self(child);
+        let served = Self(Killed(child));
         let deadline = Instant::now() + Duration::from_secs(20);
         while !socket.exists() {
             assert!(Instant::now() < deadline, "{command:?} does not listen");
@@ -29,12 +29,6 @@ impl Served {
     fn kill(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
-    }
-}
-
-impl Drop for Served {
-    fn drop(&mut self) {
-        self.kill();
     }
 }
 

@@ -7,7 +7,7 @@ use std::process::{Command, Output};
 
 use common::Scratch;
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
-use vdkit_testkit::require_peer;
+use vdkit_testkit::{Killed, require_peer};
 
 /// A scratch folder with vdkit's link, and the servers in the background that run there.
 struct Shop {
@@ -62,9 +62,7 @@ impl Shop {
     /// Waits until the server in the background has ended.
     fn ended(&mut self) {
         let Some(pid) = self.running.take() else { return };
-        while test_kill_process(pid).is_ok() {
-            std::thread::yield_now();
-        }
+        common::wait_until(|| test_kill_process(pid).is_err());
         assert!(!self.scratch.path("s").exists(), "the socket is left behind");
     }
 
@@ -194,21 +192,11 @@ fn wrong_command_lines_are_told_as_by_qemu() {
     }
 }
 
-/// A server of any kind, killed at the end.
-struct Server(std::process::Child);
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 impl Shop {
-    fn server(&self, socket: &str, program: &str, arguments: &[&str]) -> Server {
+    fn server(&self, socket: &str, program: &str, arguments: &[&str]) -> Killed {
         let mut command = Command::new(program);
         command.current_dir(self.scratch.path("")).args(arguments);
-        let server = Server(command.spawn().unwrap());
+        let server = Killed(command.spawn().unwrap());
         common::wait_until(|| self.scratch.path(socket).exists());
         server
     }

@@ -6,15 +6,16 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{Scratch, peer};
 use rustix::process::{Pid, Signal, kill_process};
+use vdkit_testkit::Killed;
 
 /// A server in the background, killed at the end.
 struct Served {
-    child: Child,
+    child: Killed,
     uri: String,
 }
 
@@ -28,7 +29,7 @@ impl Served {
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         let uri = line.trim().rsplit(" at ").next().unwrap().to_owned();
         assert!(uri.starts_with("nbd+unix:///"), "{line}");
-        Self { child, uri }
+        Self { child: Killed(child), uri }
     }
 
     fn signal(&self, signal: Signal) {
@@ -58,20 +59,9 @@ impl Served {
     }
 }
 
-impl Drop for Served {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn folder(scratch: &Scratch) -> std::path::PathBuf {
-    scratch.path("x").parent().unwrap().to_owned()
-}
-
 fn check(scratch: &Scratch, image: &str) {
     scratch.ok(&["check", image]);
-    peer(&folder(scratch), "qemu-img", &["check", "-q", image]);
+    peer(&scratch.folder(), "qemu-img", &["check", "-q", image]);
 }
 
 fn output(dir: &Path, program: &str, arguments: &[&str]) -> String {
@@ -88,7 +78,7 @@ fn qemu_io_reads_and_writes_every_way() {
         for command in commands {
             arguments.extend(["-c", command]);
         }
-        output(&folder(&scratch), "qemu-io", &arguments)
+        output(&scratch.folder(), "qemu-io", &arguments)
     };
     io(&["write -P 7 4096 64k", "write -f -P 8 1M 1M", "write -z 8k 4k", "write -zu 1M 64k"]);
     io(&["discard 1088k 64k", "flush", "aio_write -P 9 3M 2M", "aio_flush"]);
@@ -103,14 +93,14 @@ fn qemu_io_reads_and_writes_every_way() {
     served.end();
     check(&scratch, "a.qcow2");
     let from_disk = ["-f", "qcow2", "a.qcow2", "-c", "read -P 9 3M 2M", "-c", "read -P 0 8k 4k"];
-    let read = output(&folder(&scratch), "qemu-io", &from_disk);
+    let read = output(&scratch.folder(), "qemu-io", &from_disk);
     assert!(!read.contains("failed"), "{read}");
 }
 
 #[test]
 fn qemu_img_and_nbdcopy_copy_both_ways() {
     let scratch = Scratch::new();
-    let dir = folder(&scratch);
+    let dir = scratch.folder();
     let bytes: Vec<u8> =
         (0..(24u32 << 20)).map(|i| if i % 7 == 0 { (i >> 8) as u8 } else { 0 }).collect();
     scratch.write("source.raw", &bytes);
@@ -133,7 +123,7 @@ fn qemu_img_and_nbdcopy_copy_both_ways() {
 #[test]
 fn nbdinfo_sees_what_is_there() {
     let scratch = Scratch::new();
-    let dir = folder(&scratch);
+    let dir = scratch.folder();
     scratch.ok(&["create", "a.qcow2", "64M"]);
     scratch.ok(&["write", "a.qcow2", "--pattern", "0x11", "1M", "64K"]);
     let served = Served::start(&scratch, &["a.qcow2", "--description", "a word", "--poll-us", "0"]);
@@ -202,7 +192,7 @@ h.shutdown()
 ";
     let script = format!("uri = {:?}\n{script}", served.uri);
     // As nbdsh itself does, but with the Python that the package is for, whatever PATH has.
-    output(&folder(&scratch), "/usr/bin/python3", &["-m", "nbd", "-c", &script]);
+    output(&scratch.folder(), "/usr/bin/python3", &["-m", "nbd", "-c", &script]);
     served.end();
     check(&scratch, "a.qcow2");
 }
@@ -210,7 +200,7 @@ h.shutdown()
 #[test]
 fn a_bitmap_is_served_for_a_backup() {
     let scratch = Scratch::new();
-    let dir = folder(&scratch);
+    let dir = scratch.folder();
     scratch.ok(&["create", "a.qcow2", "64M"]);
     scratch.ok(&["bitmap", "add", "a.qcow2", "b0"]);
     scratch.ok(&["write", "a.qcow2", "--pattern", "0x11", "2M", "64K"]);
@@ -234,7 +224,7 @@ fn fio_writes_and_verifies() {
     let served = Served::start(&scratch, &["a.qcow2"]);
     let uri = format!("--uri={}", served.uri);
     peer(
-        &folder(&scratch),
+        &scratch.folder(),
         "fio",
         &[
             "--name=x",
@@ -256,7 +246,7 @@ fn fio_writes_and_verifies() {
 #[test]
 fn read_only_and_snapshots_refuse_writes() {
     let scratch = Scratch::new();
-    let dir = folder(&scratch);
+    let dir = scratch.folder();
     scratch.ok(&["create", "a.qcow2", "16M"]);
     scratch.ok(&["write", "a.qcow2", "--pattern", "0x11", "0", "64K"]);
     scratch.ok(&["snapshot", "create", "a.qcow2", "old"]);
@@ -313,7 +303,7 @@ fn one_client_is_enough_for_once() {
     let scratch = Scratch::new();
     scratch.ok(&["create", "a.qcow2", "16M"]);
     let socket = scratch.path("s.sock");
-    let dir = folder(&scratch);
+    let dir = scratch.folder();
     let client = std::thread::spawn(move || {
         let began = Instant::now();
         while UnixStream::connect(&socket).is_err() {
@@ -343,7 +333,7 @@ fn a_tcp_port_is_chosen_and_told() {
     BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
     let uri = line.trim().rsplit(" at ").next().unwrap().to_owned();
     assert!(uri.starts_with("nbd://127.0.0.1:"), "{line}");
-    let read = output(&folder(&scratch), "qemu-io", &["-f", "raw", &uri, "-c", "read -P 0 0 1M"]);
+    let read = output(&scratch.folder(), "qemu-io", &["-f", "raw", &uri, "-c", "read -P 0 0 1M"]);
     assert!(!read.contains("failed"), "{read}");
     kill_process(Pid::from_child(&child), Signal::INT).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(0));
@@ -352,7 +342,7 @@ fn a_tcp_port_is_chosen_and_told() {
 #[test]
 fn a_kill_loses_nothing_that_was_flushed() {
     let scratch = Scratch::new();
-    let dir = folder(&scratch);
+    let dir = scratch.folder();
     scratch.ok(&["create", "a.qcow2", "64M"]);
     for round in 1..6u8 {
         let mut served = Served::start(&scratch, &["a.qcow2"]);
@@ -396,7 +386,7 @@ fn a_full_file_system_makes_writes_wait() {
     let scratch = Scratch::new();
     let Some(disk) = vdkit_testkit::fs::mounted("tmpfs", 8 << 20) else { return };
     std::os::unix::fs::symlink(disk.path(), scratch.path("small")).unwrap();
-    let dir = folder(&scratch);
+    let dir = scratch.folder();
     scratch.ok(&["create", "small/a.qcow2", "64M"]);
     std::fs::write(disk.path().join("ballast"), vec![1; 5 << 20]).unwrap();
     let mut served = Served::start(&scratch, &["small/a.qcow2"]);
@@ -442,7 +432,7 @@ fn curl(dir: &Path, arguments: &[&str]) -> String {
 #[test]
 fn the_counts_are_told_over_http() {
     let scratch = Scratch::new();
-    let dir = folder(&scratch);
+    let dir = scratch.folder();
     scratch.ok(&["create", "a.qcow2", "64M"]);
     let arguments =
         ["serve", "--json", "a.qcow2", "--nbd", "unix:s.sock", "--metrics", "127.0.0.1:0"];
@@ -474,7 +464,7 @@ fn the_counts_are_told_over_http() {
 #[test]
 fn the_counts_are_told_at_a_unix_socket() {
     let scratch = Scratch::new();
-    let dir = folder(&scratch);
+    let dir = scratch.folder();
     scratch.ok(&["create", "a.qcow2", "64M"]);
     let served = Served::start(&scratch, &["a.qcow2", "--metrics", "unix:m.sock"]);
     let text = curl(&dir, &["--unix-socket", "m.sock", "http://vdkit/metrics"]);
@@ -517,7 +507,7 @@ fn a_socket_that_was_handed_over_serves_the_next_run_too() {
         command.args(["-c", &script]).current_dir(scratch.path(""));
         let spawned = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         inherited(FdFlags::CLOEXEC);
-        let mut served = Served { child: spawned, uri: String::new() };
+        let mut served = Served { child: Killed(spawned), uri: String::new() };
         let mut lines = BufReader::new(served.child.stdout.as_mut().unwrap());
         let mut line = String::new();
         lines.read_line(&mut line).unwrap();
@@ -560,7 +550,7 @@ fn a_service_manager_is_told() {
         let mut command = scratch.command(&["serve", "a.qcow2", "--nbd", "unix:s.sock"]);
         command.env("NOTIFY_SOCKET", &place).stdout(Stdio::null()).stderr(Stdio::piped());
         let spawned = command.spawn().unwrap();
-        let served = Served { child: spawned, uri: String::new() };
+        let served = Served { child: Killed(spawned), uri: String::new() };
         let told = || {
             let mut bytes = [0; 256];
             let length = socket.recv(&mut bytes).unwrap();
@@ -584,7 +574,7 @@ fn a_service_manager_is_told() {
     let mut command = scratch.command(&["serve", "a.qcow2", "--nbd", "unix:s.sock"]);
     command.env("NOTIFY_SOCKET", scratch.path("gone.sock"));
     let spawned = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let mut served = Served { child: spawned, uri: String::new() };
+    let mut served = Served { child: Killed(spawned), uri: String::new() };
     served.says("warning: NOTIFY_SOCKET ");
     UnixStream::connect(scratch.path("s.sock")).unwrap();
 }

@@ -3,16 +3,16 @@
 mod common;
 
 use std::io::{BufRead, BufReader, Write};
-use std::path::PathBuf;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Output, Stdio};
 
 use common::pki::certificates;
 use common::{Scratch, peer};
 use rustix::process::{Pid, Signal, kill_process};
+use vdkit_testkit::Killed;
 
 /// A server on a port of its own, killed at the end.
 struct Served {
-    child: Child,
+    child: Killed,
     port: String,
 }
 
@@ -23,7 +23,7 @@ impl Served {
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         let port = line.trim().trim_end_matches('/').rsplit(':').next().unwrap().to_owned();
-        Self { child, port }
+        Self { child: Killed(child), port }
     }
 
     /// qemu-io through TLS with these credentials.
@@ -34,7 +34,7 @@ impl Served {
             self.port
         );
         let mut qemu_io = Command::new("qemu-io");
-        qemu_io.current_dir(folder(scratch)).args(["--object", credentials]);
+        qemu_io.current_dir(scratch.folder()).args(["--object", credentials]);
         qemu_io.args(["--image-opts", &image]);
         for command in commands {
             qemu_io.args(["-c", command]);
@@ -70,19 +70,8 @@ impl Served {
     fn end(mut self, scratch: &Scratch) {
         kill_process(Pid::from_child(&self.child), Signal::TERM).unwrap();
         assert_eq!(self.child.wait().unwrap().code(), Some(0));
-        peer(&folder(scratch), "qemu-img", &["check", "-q", "a.qcow2"]);
+        peer(&scratch.folder(), "qemu-img", &["check", "-q", "a.qcow2"]);
     }
-}
-
-impl Drop for Served {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn folder(scratch: &Scratch) -> PathBuf {
-    scratch.path("x").parent().unwrap().to_owned()
 }
 
 #[test]
@@ -126,7 +115,7 @@ fn a_key_that_both_sides_know_opens_the_door() {
     // Another client library, which speaks through another way into GnuTLS.
     let file = scratch.path("psk/keys.psk").display().to_string();
     let uri = format!("nbds://bob@127.0.0.1:{}/?tls-psk-file={file}", served.port);
-    let told = peer(&folder(&scratch), "nbdinfo", &[&uri]);
+    let told = peer(&scratch.folder(), "nbdinfo", &[&uri]);
     let told = String::from_utf8_lossy(&told.stdout).into_owned();
     assert!(told.contains("with TLS") && told.contains("67108864"), "{told}");
     served.refuses(&scratch, &credentials("wrong", "bob"));
@@ -154,7 +143,7 @@ fn is_refused(scratch: &Scratch, tls: &str, words: &str) {
     let arguments = ["serve", "a.qcow2", "--nbd", "unix:s", "--tls", tls];
     let mut command = scratch.command(&arguments);
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let mut child = vdkit_testkit::Killed(child);
+    let mut child = Killed(child);
     let mut line = String::new();
     BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
     assert_eq!(line, "", "{tls}");
@@ -182,7 +171,7 @@ fn a_revoked_certificate_lets_nobody_in() {
              {revoke}\n\
              openssl ca -config ca.cnf -gencrl {days} -out ca-crl.pem"
         );
-        peer(&folder(&scratch), "bash", &["-c", &script]);
+        peer(&scratch.folder(), "bash", &["-c", &script]);
     };
     list("", "-crldays 2");
     let served = Served::start(&scratch, "pki");
@@ -262,7 +251,7 @@ fn the_uri_of_a_server_with_tls_says_so() {
         "--json",
     ];
     let mut command = scratch.command(&arguments);
-    let mut child = vdkit_testkit::Killed(command.stdout(Stdio::piped()).spawn().unwrap());
+    let mut child = Killed(command.stdout(Stdio::piped()).spawn().unwrap());
     let mut line = String::new();
     BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
     let said: serde_json::Value = serde_json::from_str(&line).unwrap();

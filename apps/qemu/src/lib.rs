@@ -30,6 +30,7 @@ mod nbd;
 mod open;
 mod output;
 mod secrets;
+pub mod signals;
 mod sizes;
 mod specific;
 mod storages;

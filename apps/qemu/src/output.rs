@@ -5,7 +5,7 @@ use std::io::{self, BufWriter, Stdout, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
+use signal_hook::consts::SIGUSR1;
 use signal_hook::flag;
 use vdkit::{CancelToken, Error, Progress as Sink};
 
@@ -81,18 +81,10 @@ impl Output {
     }
 }
 
-/// A token that SIGINT and SIGTERM cancel: the job cleans up, and the program ends with the code
-/// of QEMU's program that a signal ended.
+/// As [`signals::cancel_on_signal`](crate::signals::cancel_on_signal), with the code of QEMU's
+/// program that a signal ended.
 pub fn cancel_on_signal() -> Result<CancelToken, Failure> {
-    let stop = Arc::new(AtomicBool::new(false));
-    for signal in [SIGINT, SIGTERM] {
-        // A second signal ends the process at once; this must be registered first.
-        flag::register_conditional_shutdown(signal, 1, Arc::clone(&stop))
-            .and_then(|_| flag::register(signal, Arc::clone(&stop)))?;
-    }
-    // Exceeding the file size limit is an error then, and not a fatal signal.
-    flag::register(SIGXFSZ, Arc::default())?;
-    Ok(CancelToken::from_flag(stop))
+    Ok(crate::signals::cancel_on_signal(1)?)
 }
 
 /// Progress as `qemu-img -p` prints it: `    (12.34/100%)`, over itself. Without `-p` SIGUSR1 asks

@@ -202,7 +202,7 @@ typedef struct {
   uint32_t flags;
 } vdkit_extent;
 
-// Is told of an extent; anything but 0 ends the walk. Called from the thread that walks; may use the disk,
+// Called for each extent, by the thread that walks; a result other than 0 ends the walk. It may use the disk,
 // but not close it.
 typedef int (*vdkit_extent_fn)(void *user, const vdkit_extent *extent);
 
@@ -220,8 +220,8 @@ typedef struct {
   void *user;
 } vdkit_monitor;
 
-// Is told of a range of the disk; anything but 0 ends the walk. Called from the thread that walks; may use
-// the disk, but not close it.
+// Called for each range of the disk, by the thread that walks; a result other than 0 ends the walk. It may
+// use the disk, but not close it.
 typedef int (*vdkit_range_fn)(void *user, uint64_t offset, uint64_t length);
 
 // Decides whether an image may open another file that it names: returns nonzero to allow it. `file`
@@ -367,7 +367,7 @@ int vdkit_resize(const vdkit_disk *disk,
                  uint64_t size,
                  uint32_t flags);
 
-// Tells `each` of all extents of a range, in order. If `each` ends the walk, the result is
+// Calls `each` for all extents of a range, in order. If `each` ends the walk, the result is
 // VDKIT_E_INTERRUPTED.
 int vdkit_extents(const vdkit_disk *disk,
                   uint64_t len,
@@ -501,8 +501,8 @@ int vdkit_bitmap(const vdkit_disk *disk,
                  const char *name,
                  uint64_t granularity);
 
-// Tells `each` of all ranges that a dirty bitmap marks, in order, as they are when the call begins. If
-// `each` ends the walk, the result is VDKIT_E_INTERRUPTED.
+// Calls `each` for all ranges that a dirty bitmap marks when the call begins, in order. If `each` ends the
+// walk, the result is VDKIT_E_INTERRUPTED.
 int vdkit_bitmap_ranges(const vdkit_disk *disk,
                         const char *name,
                         vdkit_range_fn each,

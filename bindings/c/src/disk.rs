@@ -305,12 +305,12 @@ pub struct vdkit_extent {
     pub flags: u32,
 }
 
-/// Is told of an extent; anything but 0 ends the walk. Called from the thread that walks; may use the disk,
+/// Called for each extent, by the thread that walks; a result other than 0 ends the walk. It may use the disk,
 /// but not close it.
 pub type vdkit_extent_fn =
     Option<unsafe extern "C" fn(user: *mut c_void, extent: *const vdkit_extent) -> c_int>;
 
-/// Tells `each` of all extents of a range, in order. If `each` ends the walk, the result is
+/// Calls `each` for all extents of a range, in order. If `each` ends the walk, the result is
 /// VDKIT_E_INTERRUPTED.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_extents(

@@ -460,13 +460,13 @@ pub unsafe extern "C" fn vdkit_bitmap(
     })
 }
 
-/// Is told of a range of the disk; anything but 0 ends the walk. Called from the thread that walks; may use
-/// the disk, but not close it.
+/// Called for each range of the disk, by the thread that walks; a result other than 0 ends the walk. It may
+/// use the disk, but not close it.
 pub type vdkit_range_fn =
     Option<unsafe extern "C" fn(user: *mut c_void, offset: u64, length: u64) -> c_int>;
 
-/// Tells `each` of all ranges that a dirty bitmap marks, in order, as they are when the call begins. If
-/// `each` ends the walk, the result is VDKIT_E_INTERRUPTED.
+/// Calls `each` for all ranges that a dirty bitmap marks when the call begins, in order. If `each` ends the
+/// walk, the result is VDKIT_E_INTERRUPTED.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_bitmap_ranges(
     disk: Option<&vdkit_disk>,

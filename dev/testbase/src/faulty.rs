@@ -122,6 +122,11 @@ impl FaultyStorage {
         *state = State { plan: Some(plan), lost: state.lost, ..State::default() };
     }
 
+    /// From now on no call finds space, until [`FaultyStorage::heal`].
+    pub fn fill(&self) {
+        self.arm(FaultPlan::nth(&FaultKind::SPACE, 0).no_space().lasting());
+    }
+
     /// From now on a failed sync is final: all later ones fail too, also after
     /// [`FaultyStorage::heal`].
     pub fn final_syncs(&self) {

@@ -17,11 +17,12 @@
 //! - [`units`] are the sizes that tests name.
 //! - `loom_sync` (a feature, `model`) runs a protocol of threads in every order of their steps.
 //! - [`Killed`] is a process that does not outlive its test.
-//! - [`for_seeds`] runs a random test many times, and says how to repeat a case.
+//! - [`for_seeds`] runs a random test many times, and says how to repeat a case; [`explained`] says
+//!   more about a failure.
 //! - [`pairwise`] makes few cases that hold every pair of options.
 //! - [`require_peer`] and [`missing`] say what happens where a program is missing.
 //! - [`run_threadless`] runs a test where no thread can be started.
-//! - [`Watched`] is a thread that is seen to wait.
+//! - [`Watched`] is a thread that is seen to wait; [`eventually`] waits for anything.
 //! - [`processor_time`] bounds work also on a busy machine.
 
 pub mod appliance;
@@ -64,7 +65,7 @@ pub use meter::processor_time;
 pub use pairs::{Choice, pairwise};
 pub use peers::{impossible_here, missing, python, require_fuse, require_peer, require_root};
 pub use rng::Rng;
-pub use seeds::{cases, for_seeds, seed};
+pub use seeds::{cases, explained, for_seeds, seed};
 pub use sharing::{NoShare, SharingStorage};
 pub use threadless::{run_threadless, threadless_argument};
-pub use watched::Watched;
+pub use watched::{Watched, eventually};

@@ -31,10 +31,21 @@ pub fn for_seeds(default_cases: u64, case: impl Fn(u64)) {
     let first = seed();
     for i in 0..if replay.is_some() { 1 } else { cases(default_cases) } {
         let seed = replay.unwrap_or_else(|| Rng::new(first.wrapping_add(i)).next_u64() >> 16);
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| case(seed))) {
+        let about = || {
             let name = std::thread::current().name().unwrap_or("?").to_owned();
-            eprintln!("failed with a seed; replay: VDKIT_SEED={seed} cargo test {name}");
-            resume_unwind(panic);
-        }
+            format!("failed with a seed; replay: VDKIT_SEED={seed} cargo test {name}")
+        };
+        explained(about, || case(seed));
     }
+}
+
+/// Runs `test`; if it panics, prints `about` too: what its own message does not say.
+///
+/// # Panics
+/// As `test` does.
+pub fn explained<T>(about: impl FnOnce() -> String, test: impl FnOnce() -> T) -> T {
+    catch_unwind(AssertUnwindSafe(test)).unwrap_or_else(|panic| {
+        eprintln!("{}", about());
+        resume_unwind(panic)
+    })
 }

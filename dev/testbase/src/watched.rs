@@ -1,6 +1,16 @@
-//! Seeing that a thread waits.
+//! Waiting for what other threads do.
 
 use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::{Duration, Instant};
+
+/// Waits until `holds` returns true; panics with `what` if that takes minutes.
+pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !holds() {
+        assert!(began.elapsed() < Duration::from_secs(120), "never: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
 
 /// A thread of this process that another waits for until it waits itself. So a test need not guess how
 /// long a thread takes to come to a lock.

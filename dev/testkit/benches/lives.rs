@@ -10,10 +10,9 @@
 //! Each life has a seed of its own, counted from the first one. The first failure ends the run,
 //! and is preceded by its seed.
 
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Instant;
 
-use vdkit_testkit::{Rng, fuzz};
+use vdkit_testkit::{Rng, explained, fuzz};
 
 /// Bytes of one life: options, and more operations than are done.
 const INPUT_BYTES: usize = 600;
@@ -34,10 +33,8 @@ fn main() {
     while done < operations {
         let mut rng = Rng::new(seed);
         let input: Vec<u8> = (0..INPUT_BYTES).map(|_| rng.below(256) as u8).collect();
-        done += catch_unwind(AssertUnwindSafe(|| fuzz::qcow2_life(&input))).unwrap_or_else(|why| {
-            eprintln!("failed: --seed {seed} --operations 1");
-            resume_unwind(why)
-        });
+        let about = || format!("failed: --seed {seed} --operations 1");
+        done += explained(about, || fuzz::qcow2_life(&input));
         seed += 1;
     }
     let lives = seed - first;

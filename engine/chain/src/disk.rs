@@ -107,7 +107,7 @@ pub struct Disk {
     pub(crate) layers: Vec<Layer>,
     pub(crate) limits: Limits,
     pub(crate) units: UnitCache,
-    /// See `seal`.
+    /// See `crypto`.
     pub(crate) sectors: RwLock<()>,
     /// The backing image is written too; see [`Disk::share_beneath`].
     pub(crate) beneath_changes: bool,
@@ -306,13 +306,9 @@ impl Disk {
 
     /// [`Disk::begin`] without waiting; `None` if it would wait.
     pub(crate) fn try_begin(&self) -> Option<Begun<'_>> {
+        let enter = |gate| Option::map_or(gate, Some(None), |gate| Gate::try_enter(gate).map(Some));
         let [top, beneath] = self.gates();
-        let top = top.map(Gate::try_enter);
-        let beneath = beneath.map(Gate::try_enter);
-        match (top, beneath) {
-            (Some(None), _) | (_, Some(None)) => None,
-            (top, beneath) => Some([top.flatten(), beneath.flatten()]),
-        }
+        Some([enter(top)?, enter(beneath)?])
     }
 
     /// Keeps space that the map names from being reused. Within a request that has begun.

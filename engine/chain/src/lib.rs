@@ -26,10 +26,10 @@
 //! | nobody sees the new part of a disk before it is ready, nor one that could not be taken back | `resize`, `shown_size` |
 //! | no block or table moves under a request | [`Gate`](vdkit_block::Gate), entered by all public methods of `disk`, `read`, `write` |
 //! | freed clusters are not reused under a reader | guards of [`InFlight`](vdkit_block::InFlight), `read`, `write` |
-//! | each layer's encrypted bytes use that layer's key; no plaintext is written to them | `seal`, `read`, `write` |
+//! | each layer's encrypted bytes use that layer's key; no plaintext is written to them | `crypto`, `read`, `write` |
 //! | the cache never serves a decompressed unit that was replaced | `unit_cache` |
 //! | while a served chain changes, no other process can write its images | `exchange`, `block::AccessExchange` |
-//! | jobs that copy a whole disk do not read a truncated file as zeroes | `missing` |
+//! | jobs that copy a whole disk do not read a truncated file as zeroes | `truncation` |
 //! | a write that failed half-way changes nothing | dropped [`Reservation`](vdkit_block::Reservation)s, `write` |
 
 mod crypto;

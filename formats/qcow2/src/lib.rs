@@ -25,8 +25,8 @@
 //!
 //! Only `pool` hands clusters out, and each is in it at most once. It gets there when its refcount
 //! is raised from 0 (`reserve_run` in `allocator`, also for each run of a growing file), when its
-//! last reference is gone (`drop_expired_references`), or when who took it has no use for it. It
-//! leaves by `Pool::take_at` and `Pool::drain` alone.
+//! last reference is gone (`drop_expired_references`), or when the caller that took it returns it
+//! unused. It leaves by `Pool::take_at` and `Pool::drain` alone.
 
 mod allocator;
 mod amend;

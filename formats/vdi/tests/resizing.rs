@@ -2,13 +2,10 @@
 
 mod support;
 
-use std::sync::Arc;
-
-use support::{DYNAMIC, Shared, found};
-use vdkit_block::{GuestOffset, Repair};
+use support::DYNAMIC;
+use vdkit_testbase::FaultKind;
 use vdkit_testbase::trials::{Resizes, Trial};
 use vdkit_testbase::units::{GIB, MIB};
-use vdkit_testbase::{FaultKind, FaultPlan, FaultyStorage};
 
 /// Entries that fit between the header and the first block.
 const ROOM: u64 = (MIB - 512) / 4;
@@ -59,36 +56,5 @@ fn a_power_cut_in_a_resize_leaves_one_of_both_sizes() {
 /// places: the cached table must not name these places.
 #[test]
 fn a_live_growth_without_space_leaves_no_table_bytes_to_the_guest() {
-    let trial = Trial { guest_bytes: 200 * GIB, ..DYNAMIC };
-    for nth in 0.. {
-        let faulty = FaultyStorage::new(Arc::new(trial.image()));
-        let storage: Shared = faulty.clone();
-        let disk = trial.open(&storage, true).unwrap();
-        disk.write_at(&[0xaa; 65536], GuestOffset(0)).unwrap();
-        disk.flush().unwrap();
-        faulty.arm(FaultPlan::nth(&FaultKind::SPACE, nth).no_space().lasting());
-        let grown = disk.resize(700 * GIB);
-        faulty.heal();
-        disk.write_at(&[0xbb; 512], GuestOffset(3 * MIB + 1024)).unwrap();
-        let look = |disk: &vdkit_chain::Disk| {
-            let mut bytes = vec![0xee; 4 * MIB as usize];
-            disk.read_at(&mut bytes, GuestOffset(0)).unwrap();
-            for (at, found) in bytes.iter().enumerate() {
-                let wanted = match at as u64 {
-                    0..65536 => 0xaa,
-                    0x300_400..0x300_600 => 0xbb,
-                    _ => 0,
-                };
-                assert_eq!(*found, wanted, "failed at {nth}: byte {at:#x}");
-            }
-        };
-        look(&disk);
-        disk.close().unwrap();
-        look(&trial.open(&storage, true).unwrap());
-        assert_eq!(found(&storage, Repair::Nothing).0, 0, "failed at {nth}");
-        if grown.is_ok() {
-            assert!(nth > 5, "{nth} calls are not all");
-            return;
-        }
-    }
+    TABLES.trial.growth_without_space(700 * GIB, &[3 * MIB + 1024]);
 }

@@ -11,7 +11,7 @@ use vdkit_block::{
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::trials::{Cut, Resizes, Trial};
 use vdkit_testbase::units::{GIB, MIB};
-use vdkit_testbase::{CrashStorage, FaultKind, FaultPlan, FaultyStorage};
+use vdkit_testbase::{CrashStorage, FaultKind};
 use vdkit_vhd::VhdDriver;
 
 /// The table has 128 entries per sector: it moves with each additional sector.
@@ -142,39 +142,8 @@ fn a_footer_written_ahead_is_not_put_into_a_moved_table() {
 /// blocks go, so that space must not count as never written.
 #[test]
 fn a_live_growth_without_space_leaves_no_table_bytes_to_the_guest() {
-    let trial = Trial { guest_bytes: 200 * MIB, ..DYNAMIC };
-    for nth in 0..24 {
-        let faulty = FaultyStorage::new(Arc::new(trial.image()));
-        let storage: Shared = faulty.clone();
-        let disk = trial.open(&storage, true).unwrap();
-        disk.write_at(&[0xaa; 65536], GuestOffset(0)).unwrap();
-        disk.flush().unwrap();
-        faulty.arm(FaultPlan::nth(&FaultKind::SPACE, nth).no_space().lasting());
-        let grown = disk.resize(600 * GIB);
-        faulty.heal();
-        let size = disk.guest_bytes();
-        assert!(grown.is_err() || size == 600 * GIB);
-        // One sector of each new block; the rest must read as zero.
-        for block in 1..6 {
-            disk.write_at(&[0xbb; 512], GuestOffset(block * 2 * MIB + 1024)).unwrap();
-        }
-        disk.flush().unwrap();
-        let look = |disk: &vdkit_chain::Disk| {
-            let mut bytes = vec![0xee; 2 * MIB as usize];
-            for block in 0..6 {
-                disk.read_at(&mut bytes, GuestOffset(block * 2 * MIB)).unwrap();
-                let (range, byte) = if block == 0 { (0..65536, 0xaa) } else { (1024..1536, 0xbb) };
-                for (at, found) in bytes.iter().enumerate() {
-                    let wanted = if range.contains(&at) { byte } else { 0 };
-                    assert_eq!(*found, wanted, "failed at {nth}: block {block}, byte {at:#x}");
-                }
-            }
-        };
-        look(&disk);
-        disk.close().unwrap();
-        look(&trial.open(&storage, true).unwrap());
-        assert_eq!(found(&storage, Repair::Nothing).0, 0, "failed at {nth}");
-    }
+    let places = [2, 4, 6, 8, 10].map(|at| at * MIB + 1024);
+    TABLES.trial.growth_without_space(600 * GIB, &places);
 }
 
 /// The table of a 511 GiB disk ends at 1 MiB, and the parent's name is after it.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use common::{Kind, Op, apply, for_seeds, random_op, same, sound};
 use vdkit_block::{GuestOffset, Storage};
 use vdkit_storage::MemoryStorage;
-use vdkit_testbase::{FaultKind, FaultPlan, FaultyStorage, Rng};
+use vdkit_testbase::{FaultKind, FaultPlan, FaultyStorage, Rng, explained};
 
 /// Runs operations; where one failed, the guest may hold old or new bytes.
 fn run(kind: &Kind, seed: u64, plan: Option<FaultPlan>) -> u64 {
@@ -80,11 +80,7 @@ fn a_fault_at_any_call_loses_nothing_that_was_flushed() {
                     _ => plan,
                 };
                 let text = format!("{kind:?}: {plan:?}");
-                let result = std::panic::catch_unwind(|| run(&kind, seed, Some(plan)));
-                if let Err(panic) = result {
-                    eprintln!("{text}");
-                    std::panic::resume_unwind(panic);
-                }
+                explained(|| text, || run(&kind, seed, Some(plan)));
             }
         }
     });

@@ -14,7 +14,7 @@ use vdkit_block::{
 };
 use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
-use vdkit_testbase::{CrashImage, CrashStorage, Rng, qemu, require_peer, save_sparse};
+use vdkit_testbase::{CrashImage, CrashStorage, Rng, explained, qemu, require_peer, save_sparse};
 use vdkit_vhdx::VhdxDriver;
 
 /// A completed operation, and the later content of the sectors that it may have changed.
@@ -90,6 +90,12 @@ impl Run {
             done.push(Done { op, begin, end: crash.ops(), size: (size, now), touched });
         }
         Self { crash, first, done }
+    }
+
+    /// What was begun before a moment, for messages.
+    fn before(&self, moment: usize) -> String {
+        let done = self.done.iter().take_while(|done| done.begin <= moment);
+        done.map(|done| format!("\n  {:4}..{:<4} {:x?}", done.begin, done.end, done.op)).collect()
     }
 
     fn expect(&self, moment: usize) -> Expected<'_> {
@@ -249,16 +255,9 @@ fn case(kind: &Kind, seed: u64) {
         let cut = run.crash.crash_at(moment);
         let expected = run.expect(moment);
         for survivor in survivors(&cut, &mut rng) {
-            let look = std::panic::AssertUnwindSafe(|| {
-                try_survivor(kind, &expected, survivor, &mut rng);
-            });
-            if let Err(panic) = std::panic::catch_unwind(look) {
-                eprintln!("{kind:?}\npower cut at {moment} of {all}");
-                for done in run.done.iter().take_while(|done| done.begin <= moment) {
-                    eprintln!("  {:4}..{:<4} {:x?}", done.begin, done.end, done.op);
-                }
-                std::panic::resume_unwind(panic);
-            }
+            let about =
+                || format!("{kind:?}\npower cut at {moment} of {all}{}", run.before(moment));
+            explained(about, || try_survivor(kind, &expected, survivor, &mut rng));
         }
     }
 }

@@ -404,7 +404,7 @@ fn compression(options: &ConvertOptions, target: Option<&Disk>) -> Result<Option
         return Ok(only.map(|codec| CompressionSpec { codec, level: None }));
     };
     let Some(target) = target else {
-        return Err(Error::Invalid("--compress needs a target that is written".into()));
+        return Err(Error::Invalid("compression needs a target that is written".into()));
     };
     let codec = image_codec(target)?;
     if (spec.codec, codec) == (Codec::Deflate, Codec::Zlib) {

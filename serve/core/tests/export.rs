@@ -11,8 +11,6 @@ use vdkit_storage::MemoryStorage;
 use vdkit_testkit::disks::{MIB, qcow2, reopen};
 use vdkit_testkit::{CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, Watched};
 
-const GROWING: [FaultKind; 4] =
-    [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
 const PATIENCE: Duration = Duration::from_secs(120);
 
 fn no_space() -> Error {
@@ -59,7 +57,7 @@ fn a_durable_change_that_was_kept_is_durable_when_it_is_done() {
     let faulty = FaultyStorage::new(crash.clone());
     let export = Export::new(qcow2(faulty.clone(), 4 * MIB, ""), ExportOptions::default());
     export.write(&[1; 65536], 0, true).unwrap();
-    faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
+    faulty.fill();
     for at in [0, MIB] {
         assert_eq!(export.write(&[2; 4096], at, true).unwrap_err().kind(), ErrorKind::NoSpace);
         let told = keep(&export, vec![2; 4096], at);
@@ -70,7 +68,7 @@ fn a_durable_change_that_was_kept_is_durable_when_it_is_done() {
         let mut found = [0; 4096];
         survivor.read_at(&mut found, GuestOffset(at)).unwrap();
         assert_eq!(found, [2; 4096], "at {at}");
-        faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
+        faulty.fill();
     }
     faulty.heal();
     export.close().unwrap();
@@ -80,7 +78,7 @@ fn a_durable_change_that_was_kept_is_durable_when_it_is_done() {
 fn what_is_tried_again_waits_all_the_time() {
     let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
     let export = Export::new(qcow2(faulty.clone(), 4 * MIB, ""), ExportOptions::default());
-    faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
+    faulty.fill();
     let told = keep(&export, vec![2; 4096], 0);
     let attempts = faulty.fired() + 2000;
     while faulty.fired() < attempts {
@@ -99,7 +97,7 @@ fn what_is_kept_holds_a_bounded_amount_of_memory() {
     const PIECE: usize = 32 << 20;
     let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
     let export = Export::new(qcow2(faulty.clone(), 1 << 30, ""), ExportOptions::default());
-    faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
+    faulty.fill();
     // 256 MiB of untouched pages.
     let kept: Vec<_> = (0..8).map(|i| keep(&export, vec![0; PIECE], i * PIECE as u64)).collect();
     assert_eq!(export.parked().bytes, 8 * PIECE as u64);
@@ -179,7 +177,7 @@ fn a_cache_keeps_no_more_than_a_gigabyte_of_one_request() {
 fn a_change_is_not_tried_again_for_a_client_that_has_left() {
     let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
     let export = Export::new(qcow2(faulty.clone(), 4 * MIB, ""), ExportOptions::default());
-    faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
+    faulty.fill();
     let gone = Arc::new(AtomicBool::new(false));
     let left = gone.clone();
     let client = Arc::new(Client::new(move || left.load(Ordering::SeqCst)));
@@ -204,7 +202,7 @@ fn a_change_is_not_tried_again_for_a_client_that_has_left() {
 fn a_client_that_is_forgotten_leaves_nothing_and_others_stay() {
     let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
     let export = Export::new(qcow2(faulty.clone(), 4 * MIB, ""), ExportOptions::default());
-    faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
+    faulty.fill();
     let stays = keep(&export, vec![1; 4096], 0);
     let client = Arc::new(Client::default());
     for at in 1..4 {

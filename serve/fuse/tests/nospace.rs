@@ -6,17 +6,14 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use vdkit_block::Error;
 use vdkit_fuse::{Server, ServerOptions};
 use vdkit_serve::{Change, Export, ExportOptions};
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::disks::{MIB, qcow2};
-use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage, require_fuse};
-
-const GROWING: [FaultKind; 4] =
-    [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
+use vdkit_testkit::{FaultyStorage, eventually, require_fuse};
 
 struct Mounted {
     faulty: Arc<FaultyStorage>,
@@ -46,24 +43,16 @@ impl Mounted {
     }
 
     fn fill(&self) {
-        self.faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
+        self.faulty.fill();
     }
 
     fn wait_for(&self, requests: u64) {
-        let began = Instant::now();
-        while self.export.parked().requests != requests {
-            assert!(began.elapsed() < Duration::from_secs(120), "{:?}", self.export.parked());
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        eventually("parked", || self.export.parked().requests == requests);
     }
 
     /// Waits until a write found no space.
     fn until_refused(&self) {
-        let began = Instant::now();
-        while self.faulty.fired() == 0 {
-            assert!(began.elapsed() < Duration::from_secs(120));
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        eventually("a call finds no space", || self.faulty.fired() > 0);
     }
 
     /// Another program's write, which finds no space.
@@ -171,11 +160,7 @@ fn a_mount_that_ends_by_force_takes_its_writes_along() {
         for write in writing {
             write.join().unwrap().unwrap_err();
         }
-        let began = Instant::now();
-        while !mounted.server.finished() {
-            assert!(began.elapsed() < Duration::from_secs(120), "the mount does not end");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        eventually("the mount ends", || mounted.server.finished());
         mounted.faulty.heal();
         for at in 1..40 {
             mounted.export.write(&[6; 4096], at * MIB, false).unwrap();

@@ -140,18 +140,10 @@ impl<'a> Handshake<'a> {
     }
 
     fn recv_exact(&self, buf: &mut [u8]) -> io::Result<()> {
-        let mut done = 0;
-        while done < buf.len() {
-            self.channel.set_timeout(Some(wire::time_left(self.until)?))?;
-            match self.channel.recv(&mut buf[done..]) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(got) => done += got,
-                // The socket timeout has passed, but perhaps not the deadline.
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
+        wire::recv_exact(buf, self.until, |rest, left| {
+            self.channel.set_timeout(Some(left))?;
+            self.channel.recv(rest)
+        })
     }
 
     /// Negotiates. `greet`: send the server's greeting first (it is not repeated within TLS).

@@ -184,6 +184,29 @@ pub fn time_left(until: Instant) -> io::Result<Duration> {
     if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
 }
 
+/// Fills `buf` before `until` by `recv`, which gets the time that is left and returns 0 at the end.
+///
+/// # Errors
+/// Errors of `recv`, but for `WouldBlock`, which says that a timeout has passed; `UnexpectedEof`;
+/// `TimedOut`.
+pub fn recv_exact(
+    buf: &mut [u8],
+    until: Instant,
+    mut recv: impl FnMut(&mut [u8], Duration) -> io::Result<usize>,
+) -> io::Result<()> {
+    let mut done = 0;
+    while done < buf.len() {
+        match recv(&mut buf[done..], time_left(until)?) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(got) => done += got,
+            // The socket's timeout has passed, but perhaps not the deadline.
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
 /// Percent-encodes text for a part of a URI.
 pub fn percent(text: impl AsRef<[u8]>) -> String {
     let mut out = String::new();

@@ -12,7 +12,7 @@ use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, recv, sen
 
 use crate::tls::TlsStream;
 use crate::uri::Place;
-use crate::wire::time_left;
+use crate::wire::{self, time_left};
 
 /// The kernel notices a dead host after about this time without traffic.
 const KEEPALIVE: Duration = Duration::from_secs(15);
@@ -189,16 +189,9 @@ impl Channel {
     /// # Errors
     /// Errors of the socket; `UnexpectedEof`; `TimedOut`.
     pub(crate) fn recv_exact(&self, buf: &mut [u8], until: Instant) -> io::Result<()> {
-        let mut done = 0;
-        while done < buf.len() {
-            self.set_timeout(Some(time_left(until)?))?;
-            match self.recv(&mut buf[done..]) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(got) => done += got,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
+        wire::recv_exact(buf, until, |rest, left| {
+            self.set_timeout(Some(left))?;
+            self.recv(rest)
+        })
     }
 }

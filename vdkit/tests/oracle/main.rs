@@ -12,7 +12,6 @@ mod layer;
 mod ours;
 mod theirs;
 
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::LazyLock;
 
 use chain::{Case, Folder};
@@ -20,7 +19,7 @@ use layer::{Data, Kind, Layer};
 use support::guest::Guest;
 use vdkit::GuestOffset;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{Rng, pairwise, qemu, require_peer};
+use vdkit_testkit::{Rng, explained, pairwise, qemu, require_peer};
 
 /// Number of tests that share the cases, to run in parallel.
 const SHARDS: usize = 4;
@@ -43,10 +42,8 @@ fn shard(index: usize, try_case: impl Fn(&Case, &mut Rng)) {
     let (seed, cases) = &*CASES;
     for (number, case) in cases.iter().enumerate().skip(index).step_by(SHARDS) {
         let mut rng = Rng::new(seed ^ (number as u64) << 48);
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| try_case(case, &mut rng))) {
-            eprintln!("case {number} of VDKIT_SEED={seed}: {case:#?}");
-            resume_unwind(panic);
-        }
+        let about = || format!("case {number} of VDKIT_SEED={seed}: {case:#?}");
+        explained(about, || try_case(case, &mut rng));
     }
 }
 

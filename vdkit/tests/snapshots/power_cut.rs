@@ -3,7 +3,7 @@
 
 use vdkit_qcow2::header::Header;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::Rng;
+use vdkit_testkit::{Rng, explained};
 
 use super::support::disks::{Survival, Timeline, power_cut, survivors};
 use super::support::ops::{self, Op};
@@ -120,16 +120,13 @@ fn case(shape: &Shape, seed: u64) {
                 [Survival::Nothing, Survival::Everything, Survival::Extreme, Survival::Lot]
             {
                 let content = survivors(&cuts, survival, &mut rng);
-                let look = std::panic::AssertUnwindSafe(|| {
-                    try_survivor(&run, done, moment, content, &mut rng);
-                });
-                if let Err(panic) = std::panic::catch_unwind(look) {
-                    eprintln!(
+                let about = || {
+                    format!(
                         "{shape:?}\npower cut at {moment} of {}..{} of {:?}, surviving: {survival:?}",
                         done.begin, done.end, done.deed
-                    );
-                    std::panic::resume_unwind(panic);
-                }
+                    )
+                };
+                explained(about, || try_survivor(&run, done, moment, content, &mut rng));
             }
         }
     }

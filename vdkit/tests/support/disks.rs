@@ -241,6 +241,12 @@ pub enum Survival {
     Lot,
 }
 
+impl Survival {
+    /// Each, those with chance twice.
+    pub const SOME: [Self; 6] =
+        [Self::Nothing, Self::Everything, Self::Extreme, Self::Extreme, Self::Lot, Self::Lot];
+}
+
 /// One possible survivor of each disk.
 pub fn survivors(cuts: &[CrashImage], survival: Survival, rng: &mut Rng) -> Vec<MemoryStorage> {
     let one = |cut: &CrashImage, rng: &mut Rng| match survival {

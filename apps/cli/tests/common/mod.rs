@@ -8,6 +8,7 @@ pub mod pki;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::time::Duration;
 
 use serde_json::Value;
 
@@ -37,6 +38,10 @@ impl Scratch {
 
     pub fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
+    }
+
+    pub fn folder(&self) -> PathBuf {
+        self.dir.path().to_owned()
     }
 
     /// A command of this binary in the folder, with nothing of the caller's terminal.
@@ -294,6 +299,9 @@ impl Drop for Writer {
     }
 }
 
+/// Between two looks at another process, which needs a processor too.
+const A_MOMENT: Duration = Duration::from_micros(200);
+
 /// Waits until a process handles SIGINT, as `/proc` tells.
 pub fn wait_until_signals_are_handled(pid: u32) {
     loop {
@@ -303,7 +311,7 @@ pub fn wait_until_signals_are_handled(pid: u32) {
         if u64::from_str_radix(caught.trim(), 16).unwrap() & 0x4002 == 0x4002 {
             return;
         }
-        std::thread::yield_now();
+        std::thread::sleep(A_MOMENT);
     }
 }
 
@@ -318,6 +326,6 @@ pub fn wait_until(mut done: impl FnMut() -> bool) {
     let began = std::time::Instant::now();
     while !done() {
         assert!(began.elapsed().as_secs() < 300, "it does not happen");
-        std::thread::yield_now();
+        std::thread::sleep(A_MOMENT);
     }
 }

@@ -2,9 +2,9 @@
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Output, Stdio};
 
-use vdkit_testkit::{missing, python, require_fuse};
+use vdkit_testkit::{Killed, missing, python, require_fuse};
 
 use super::{must, root, said, text, validate};
 
@@ -68,12 +68,12 @@ impl Alone {
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         assert!(line.starts_with("serving "), "{line}");
-        Served { child, at: line.trim().rsplit(" at ").next().unwrap().to_owned() }
+        Served { child: Killed(child), at: line.trim().rsplit(" at ").next().unwrap().to_owned() }
     }
 }
 
 struct Served {
-    child: Child,
+    child: Killed,
     at: String,
 }
 
@@ -82,13 +82,6 @@ impl Served {
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
         assert!(self.child.wait().unwrap().success());
-    }
-}
-
-impl Drop for Served {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

@@ -9,7 +9,7 @@ use vdkit_chain::{Disk, OpenOptions};
 
 use super::{Bench, drop_caches, values};
 use crate::environment::block::Counts;
-use crate::layout::{self, Image};
+use crate::layout::{self, Content, Image};
 use crate::model::Sample;
 use crate::peers::need;
 use crate::process::{IoCounts, Line};
@@ -18,14 +18,24 @@ use crate::process::{IoCounts, Line};
 const FIRST: u64 = 4 << 10;
 
 pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
+    let (bytes, content) = (bench.disk_bytes()?, bench.content(false));
+    let images = cold_images(bench, content, "disk")?;
+    measure(bench, &images, bytes / 2 / FIRST * FIRST, FIRST)
+}
+
+/// Makes the images of the cell, which are in no cache afterwards.
+pub(super) fn cold_images(
+    bench: &mut Bench<'_>,
+    content: Content,
+    name: &str,
+) -> Result<Vec<Image>> {
     let (layout, bytes, count) = (bench.layout()?, bench.disk_bytes()?, bench.images());
-    let content = bench.content(false);
     let images = (0..count)
-        .map(|i| layout::make_named(bench, layout, bytes, content, &format!("disk{i}")))
+        .map(|i| layout::make_named(bench, layout, bytes, content, &format!("{name}{i}")))
         .collect::<Result<Vec<_>>>()?;
     let files: Vec<PathBuf> = images.iter().flat_map(|image| image.files.clone()).collect();
     drop_caches(&files)?;
-    measure(bench, &images, bytes / 2 / FIRST * FIRST, FIRST)
+    Ok(images)
 }
 
 /// Opens all images at once and reads from each.

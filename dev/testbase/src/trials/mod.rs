@@ -17,6 +17,7 @@ pub use resizes::{Cut, Resizes};
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use vdkit_block::{
     CheckReport, CreateRequest, FormatDriver, GuestOffset, HostOffset, ImageInfo, Limits,
@@ -26,7 +27,9 @@ use vdkit_block::{
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_storage::MemoryStorage;
 
-use crate::{CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
+use crate::{
+    CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng, processor_time,
+};
 
 const SECTOR: u64 = 512;
 
@@ -132,6 +135,24 @@ impl Trial {
     pub fn check(&self, storage: &Arc<dyn Storage>, repair: Repair) -> CheckReport {
         let image = OfflineImage { limits: limits(), ..OfflineImage::new(storage) };
         self.driver.check(&image, repair).expect("checking a readable image")
+    }
+
+    /// Describes, opens, reads and repairs an image that may hold anything: without a panic, and in bounded time.
+    pub fn survive(&self, storage: &Arc<dyn Storage>, what: &str) {
+        let start = processor_time();
+        let mut limits = Limits::default();
+        limits.check_bytes_max = 32 << 20;
+        let _ = self.driver.describe(storage, &limits);
+        if let Ok(disk) = self.open(storage, false) {
+            let bytes = disk.guest_bytes();
+            for at in [0, 1 << 20, bytes / 2, bytes.saturating_sub(4096)] {
+                let _ = disk.read_at(&mut [0; 4096], GuestOffset(at.min(bytes)));
+            }
+        }
+        let image = OfflineImage { limits, ..OfflineImage::new(storage) };
+        let _ = self.driver.check(&image, Repair::All);
+        let took = processor_time() - start;
+        assert!(took < Duration::from_secs(5), "{what} took {took:?}");
     }
 
     fn random(&self, rng: &mut Rng, guest_bytes: u64) -> Step {

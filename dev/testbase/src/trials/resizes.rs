@@ -12,7 +12,7 @@ use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
 
 use super::{SECTOR, Trial, pattern};
-use crate::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
+use crate::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng, read_all};
 
 /// Bytes of one mark.
 const MARK: u64 = 4096;
@@ -114,6 +114,76 @@ fn assert_zero(model: &MemoryStorage, range: Range<u64>, what: &str) {
             assert!(is_zero(&wanted), "{what}: what was written at {at:#x} reads as zero");
         }
         at += len;
+    }
+}
+
+impl Trial {
+    /// A growth of an open disk to `to` bytes finds no space from one of its calls on, each in turn.
+    /// Sectors of blocks that are new are written at `places` afterwards: what the growth had
+    /// written to the file shows nowhere.
+    pub fn growth_without_space(&self, to: u64, places: &[u64]) {
+        let end = places.iter().copied().max().expect("places").next_multiple_of(2 << 20);
+        for nth in 0.. {
+            let faulty = FaultyStorage::new(Arc::new(self.image()));
+            let storage: Arc<dyn Storage> = faulty.clone();
+            let disk = self.open(&storage, true).expect("opening");
+            let mut wanted = vec![0; end as usize];
+            wanted[..65536].fill(0xaa);
+            disk.write_at(&wanted[..65536], GuestOffset(0)).expect("writing");
+            disk.flush().expect("flushing");
+            faulty.arm(FaultPlan::nth(&FaultKind::SPACE, nth).no_space().lasting());
+            let grown = disk.resize(to);
+            faulty.heal();
+            assert!(grown.is_err() || disk.guest_bytes() == to);
+            for at in places {
+                wanted[*at as usize..][..512].fill(0xbb);
+                disk.write_at(&[0xbb; 512], GuestOffset(*at)).expect("writing");
+            }
+            disk.flush().expect("flushing");
+            let verify = |disk: &Disk| {
+                let mut found = vec![0xee; wanted.len()];
+                disk.read_at(&mut found, GuestOffset(0)).expect("reading");
+                let other = found.iter().zip(&wanted).position(|(a, b)| a != b);
+                assert_eq!(other, None, "failed at {nth}");
+            };
+            verify(&disk);
+            disk.close().expect("closing");
+            verify(&self.open(&storage, true).expect("opening"));
+            let corruptions = self.check(&storage, Repair::Nothing).corruptions;
+            assert_eq!(corruptions, 0, "failed at {nth}");
+            if grown.is_ok() {
+                assert!(nth > 5, "{nth} calls are not all");
+                return;
+            }
+        }
+    }
+
+    /// The power is cut after each change that a growth of `image` to `to` bytes makes: what
+    /// survives is sound, of the old or the new size, and has the same bytes. Returns the image, and
+    /// the numbers of survivors of the old and of the new size.
+    pub fn cut_in_growth(&self, image: &dyn Storage, to: u64) -> (Arc<CrashStorage>, [u64; 2]) {
+        let crash = CrashStorage::holding(image);
+        let storage: Arc<dyn Storage> = crash.clone();
+        let disk = self.open(&storage, true).expect("opening");
+        let before = read_all(&disk);
+        disk.top().resize(to).expect("growing");
+        disk.close().expect("closing");
+        let (mut rng, mut survivors) = (Rng::new(5), [0, 0]);
+        crash.for_each_crash(|ops, image| {
+            for survivor in [image.only_durable(), image.everything(), image.survivor(&mut rng)] {
+                let storage: Arc<dyn Storage> = Arc::new(survivor);
+                let corruptions = self.check(&storage, Repair::Nothing).corruptions;
+                assert_eq!(corruptions, 0, "after {ops} changes");
+                let disk = self.open(&storage, false).expect("opening");
+                let size = disk.guest_bytes();
+                assert!(size == before.len() as u64 || size == to, "{size}");
+                let mut bytes = vec![0; before.len()];
+                disk.read_at(&mut bytes, GuestOffset(0)).expect("reading");
+                assert!(bytes == before, "after {ops} changes");
+                survivors[usize::from(size == to)] += 1;
+            }
+        });
+        (crash, survivors)
     }
 }
 

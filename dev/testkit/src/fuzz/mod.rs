@@ -25,6 +25,9 @@ pub use operations::{qcow2_life, qcow2_ops};
 pub use ova::ova_open;
 pub use vhdx::vhdx_open;
 
+use std::fs;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use vdkit_block::{
@@ -32,6 +35,53 @@ use vdkit_block::{
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_qcow2::{Qcow2, check};
+use vdkit_testbase::Rng;
+
+/// The kept inputs of a target.
+fn corpus(target: &str) -> Vec<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(target);
+    let mut files: Vec<_> =
+        fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    assert!(files.len() >= 10, "{} has {} inputs", folder.display(), files.len());
+    files
+}
+
+/// Runs a target on its kept inputs; panics with the names of those that fail.
+pub fn replay(target: &str, run: fn(&[u8])) {
+    let mut failed = corpus(target);
+    failed.retain(|file| catch_unwind(|| run(&fs::read(file).unwrap())).is_err());
+    assert!(failed.is_empty(), "failed: {failed:?}");
+}
+
+/// Calls `run` with the seeds from 1 to `usually`, or to `VDKIT_FUZZ_SEEDS`; panics with those that
+/// fail.
+pub fn for_fuzz_seeds(usually: u64, run: impl Fn(u64)) {
+    let asked = std::env::var("VDKIT_FUZZ_SEEDS").ok().and_then(|n| n.parse().ok());
+    let mut failed: Vec<u64> = (1..=asked.unwrap_or(usually)).collect();
+    failed.retain(|seed| catch_unwind(AssertUnwindSafe(|| run(*seed))).is_err());
+    assert!(failed.is_empty(), "failed seeds: {failed:?}");
+}
+
+/// Runs a target on each of its kept inputs with changes, as many as [`for_fuzz_seeds`] has seeds.
+pub fn near_corpus(
+    target: &str,
+    usually: u64,
+    run: fn(&[u8]),
+    change: impl Fn(&mut Rng, &mut [u8]),
+) {
+    for file in corpus(target) {
+        let kept = fs::read(&file).unwrap();
+        let around = AssertUnwindSafe(|| {
+            for_fuzz_seeds(usually, |seed| {
+                let mut input = kept.clone();
+                change(&mut Rng::new(seed), &mut input);
+                run(&input);
+            });
+        });
+        assert!(catch_unwind(around).is_ok(), "near {}", file.display());
+    }
+}
 
 /// Little enough that a lie about a size is refused rather than believed.
 const LIMITS: Limits = {

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::net::Shutdown;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use vdkit_block::{CacheMode, GuestOffset, Storage};
 use vdkit_storage::MemoryStorage;
@@ -12,7 +12,7 @@ use vdkit_testkit::disks::{MIB, qcow2, reopen, reopen_in};
 use vdkit_testkit::nbd::Rig;
 use vdkit_testkit::nbd::client::*;
 use vdkit_testkit::{
-    CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, GatedStorage,
+    CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, GatedStorage, eventually,
 };
 
 /// Serves a disk of 4 MiB whose first half is allocated.
@@ -93,14 +93,6 @@ fn waiting(gate: &GatedStorage, rig: &Rig, burst: &Burst) -> Client {
     let answer = client.chunk(|_| 1);
     assert_eq!((answer.cookie, answer.kind), (read, 1));
     client
-}
-
-fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
-    let began = Instant::now();
-    while !is_so() {
-        assert!(began.elapsed() < Duration::from_secs(120), "never: {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }
 
 #[test]

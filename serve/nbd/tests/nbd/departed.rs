@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, mpsc};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use vdkit_block::{Error, Storage};
 use vdkit_nbd::{Address, Exports, Listener, Server, ServerOptions};
@@ -14,10 +14,8 @@ use vdkit_storage::MemoryStorage;
 use vdkit_testkit::disks::{MIB, qcow2};
 use vdkit_testkit::nbd::Rig;
 use vdkit_testkit::nbd::client::*;
-use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage, GatedStorage};
+use vdkit_testkit::{FaultKind, FaultyStorage, GatedStorage, eventually};
 
-const GROWING: [FaultKind; 4] =
-    [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
 /// Maximum bytes kept for lack of space, of all clients.
 const KEPT_BYTES_MAX: usize = 256 << 20;
 
@@ -31,7 +29,7 @@ fn served() -> (Arc<FaultyStorage>, Rig) {
 
 /// Fills the disk and the kept bytes, so that the next change to keep blocks its thread.
 fn brim(faulty: &FaultyStorage, rig: &Rig) {
-    faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
+    faulty.fill();
     let error = Error::NoSpace { file: "image".to_owned(), what: "for a test".to_owned() };
     // Untouched pages.
     let kept = Change::Write(vec![0; KEPT_BYTES_MAX]);
@@ -48,11 +46,7 @@ fn a_write_that_waits_to_be_kept_is_given_up_when_its_client_leaves() {
         for _ in 0..writes {
             client.request(WRITE, 0, MIB, 4096, &[5; 4096]);
         }
-        let began = Instant::now();
-        while faulty.fired() == 0 {
-            assert!(began.elapsed() < Duration::from_secs(120));
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        eventually("a call finds no space", || faulty.fired() > 0);
         assert_eq!(rig.export.parked().requests, 1);
         drop(client);
         rig.settles_at(0);
@@ -61,10 +55,7 @@ fn a_write_that_waits_to_be_kept_is_given_up_when_its_client_leaves() {
         let mut client = rig.client(Style::Structured);
         client.write(MIB, &[6; 4096]).unwrap();
         client.run(FLUSH, 0, 0, 0, b"").unwrap();
-        while rig.export.parked().requests > 0 {
-            assert!(began.elapsed() < Duration::from_secs(120));
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        eventually("given up", || rig.export.parked().requests == 0);
         assert_eq!(client.read(MIB, 1).unwrap(), [6], "after {writes} writes");
         rig.end();
     }

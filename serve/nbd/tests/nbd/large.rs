@@ -2,14 +2,13 @@
 
 use std::io::Write;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use vdkit_block::Storage;
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::disks::MIB;
 use vdkit_testkit::nbd::Rig;
 use vdkit_testkit::nbd::client::*;
-use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage};
+use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage, eventually};
 
 /// Bytes of a chunk of a large read.
 const PIECE: usize = 512 << 10;
@@ -153,17 +152,12 @@ fn a_large_write_that_finds_no_space_is_done_whole_later() {
     let (faulty, rig) = faulty();
     let mut client = rig.client(Style::Structured);
     let data = pattern(3 * MIB as usize + 5);
-    let growing = [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
     // At its first change, and after some of it is done.
     for nth in 0..2 {
-        faulty.arm(FaultPlan::nth(&growing, nth).no_space().lasting());
+        faulty.arm(FaultPlan::nth(&FaultKind::SPACE, nth).no_space().lasting());
         let at = 8 * MIB * (nth + 1) + 777;
         let cookie = client.request(WRITE, 0, at, data.len() as u64, &data);
-        let began = Instant::now();
-        while rig.export.parked().requests < 1 {
-            assert!(began.elapsed() < Duration::from_secs(120));
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        eventually("parked", || rig.export.parked().requests >= 1);
         faulty.heal();
         rig.export.resume();
         assert_eq!(client.chunk(|_| 0).cookie, cookie);

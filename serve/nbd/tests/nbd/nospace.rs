@@ -1,12 +1,12 @@
 //! A full disk blocks writes and nothing else.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use vdkit_block::Storage;
 use vdkit_serve::OnNoSpace;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage};
+use vdkit_testkit::{FaultyStorage, eventually};
 
 use vdkit_testkit::disks::MIB;
 use vdkit_testkit::nbd::Rig;
@@ -19,13 +19,6 @@ fn full(on_nospace: OnNoSpace) -> (Arc<FaultyStorage>, Rig) {
     (faulty, rig)
 }
 
-const GROWING: [FaultKind; 4] =
-    [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
-
-fn fill(faulty: &FaultyStorage) {
-    faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
-}
-
 #[test]
 fn writes_wait_and_go_on_when_there_is_space() {
     for resume in [false, true] {
@@ -33,16 +26,12 @@ fn writes_wait_and_go_on_when_there_is_space() {
         let mut client = rig.client(Style::Structured);
         client.write(0, &[1; 4096]).unwrap();
         client.run(FLUSH, 0, 0, 0, b"").unwrap();
-        fill(&faulty);
+        faulty.fill();
         // More than a connection's threads.
         let cookies: Vec<u64> = (0..40)
             .map(|i| client.request(WRITE, 0, (2 + i) * MIB, 4096, &[i as u8 + 1; 4096]))
             .collect();
-        let began = Instant::now();
-        while rig.export.parked().requests < 40 {
-            assert!(began.elapsed() < Duration::from_secs(120), "{:?}", rig.export.parked());
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        eventually("parked", || rig.export.parked().requests >= 40);
         // No write was answered; reads continue, here and elsewhere.
         let read = client.request(READ, 0, 0, 100, b"");
         let answer = client.chunk(|_| 100);
@@ -72,14 +61,10 @@ fn zeroes_wait_too() {
     let (faulty, rig) = full(OnNoSpace::Pause);
     let mut client = rig.client(Style::Extended);
     client.write(MIB, &vec![1; 65536]).unwrap();
-    fill(&faulty);
+    faulty.fill();
     // Zeroes within a cluster are written, which fails here.
     let cookie = client.request(WRITE_ZEROES, NO_HOLE, MIB + 100, 1000, b"");
-    let began = Instant::now();
-    while rig.export.parked().requests < 1 {
-        assert!(began.elapsed() < Duration::from_secs(120));
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    eventually("parked", || rig.export.parked().requests >= 1);
     faulty.heal();
     assert_eq!(client.chunk(|_| 0).cookie, cookie);
     assert_eq!(client.read(MIB + 99, 2).unwrap(), [1, 0]);
@@ -91,7 +76,7 @@ fn the_error_is_reported_when_that_is_wanted() {
     let (faulty, rig) = full(OnNoSpace::Report);
     for style in STYLES {
         let mut client = rig.client(style);
-        fill(&faulty);
+        faulty.fill();
         assert_eq!(client.write(8 * MIB, &[1; 4096]), Err(28));
         faulty.heal();
         assert_eq!(client.write(8 * MIB, &[1; 4096]), Ok(()));
@@ -102,18 +87,14 @@ fn the_error_is_reported_when_that_is_wanted() {
 }
 
 fn wait_for(rig: &Rig, requests: u64) {
-    let began = Instant::now();
-    while rig.export.parked().requests != requests {
-        assert!(began.elapsed() < Duration::from_secs(120), "{:?}", rig.export.parked());
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    eventually("parked", || rig.export.parked().requests == requests);
 }
 
 /// A full disk, and a client that waits for space and does not read its replies.
 fn stalled() -> (Arc<FaultyStorage>, Rig, Client) {
     let (faulty, rig) = full(OnNoSpace::Pause);
     rig.client(Style::Simple).write(0, &vec![7; 16 << 20]).unwrap();
-    fill(&faulty);
+    faulty.fill();
     let mut client = rig.client(Style::Structured);
     client.request(WRITE, 0, 40 * MIB, 4096, &[5; 4096]);
     wait_for(&rig, 1);
@@ -188,21 +169,14 @@ fn late_replies_come_among_others() {
 fn what_a_client_left_behind_is_never_done() {
     let (faulty, rig) = full(OnNoSpace::Pause);
     let mut client = rig.client(Style::Structured);
-    fill(&faulty);
+    faulty.fill();
     client.request(WRITE, 0, MIB, 4096, &[5; 4096]);
-    let began = Instant::now();
-    while rig.export.parked().requests < 1 {
-        assert!(began.elapsed() < Duration::from_secs(120));
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    eventually("parked", || rig.export.parked().requests >= 1);
     drop(client);
     rig.settles_at(0);
     faulty.heal();
     rig.export.resume();
-    while rig.export.parked().requests > 0 {
-        assert!(began.elapsed() < Duration::from_secs(120));
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    eventually("given up", || rig.export.parked().requests == 0);
     // It could overwrite what the client wrote after reconnecting.
     assert_eq!(rig.client(Style::Simple).read(MIB, 1).unwrap(), [0]);
     rig.end();
@@ -212,13 +186,9 @@ fn what_a_client_left_behind_is_never_done() {
 fn the_end_of_the_service_does_not_wait_for_space() {
     let (faulty, rig) = full(OnNoSpace::Pause);
     let mut client = rig.client(Style::Structured);
-    fill(&faulty);
+    faulty.fill();
     let cookie = client.request(WRITE, 0, MIB, 4096, &[5; 4096]);
-    let began = Instant::now();
-    while rig.export.parked().requests < 1 {
-        assert!(began.elapsed() < Duration::from_secs(120));
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    eventually("parked", || rig.export.parked().requests >= 1);
     let export = rig.export.clone();
     let closing = std::thread::spawn(move || export.close());
     assert_eq!(client.answer(cookie, 0).map(|_| ()), Err(108));

@@ -1,11 +1,11 @@
 //! A full disk makes the guest's disk slow, and breaks nothing.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use vdkit_serve::OnNoSpace;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{FaultKind, FaultPlan, FaultyStorage};
+use vdkit_testkit::{FaultyStorage, eventually};
 
 use crate::guest::*;
 use crate::rig::Rig;
@@ -17,19 +17,8 @@ fn full(on_nospace: OnNoSpace) -> (Arc<FaultyStorage>, Rig) {
     (faulty, rig)
 }
 
-const GROWING: [FaultKind; 4] =
-    [FaultKind::Write, FaultKind::Zero, FaultKind::Allocate, FaultKind::SetLen];
-
-fn fill(faulty: &FaultyStorage) {
-    faulty.arm(FaultPlan::nth(&GROWING, 0).no_space().lasting());
-}
-
 fn wait_for(rig: &Rig, requests: u64) {
-    let began = Instant::now();
-    while rig.export.parked().requests != requests {
-        assert!(began.elapsed() < Duration::from_secs(120), "{:?}", rig.export.parked());
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    eventually("parked", || rig.export.parked().requests == requests);
 }
 
 #[test]
@@ -38,7 +27,7 @@ fn writes_wait_and_go_on_when_there_is_space() {
     let mut guest = rig.boot(2);
     guest.write(0, 0, &[1; 4096]);
     guest.flush(0);
-    fill(&faulty);
+    faulty.fill();
     // More than the threads, and one of several pieces.
     let slots: Vec<u16> = (0..40)
         .map(|i| guest.submit(0, WRITE, (2 + i) * 2048, Data::Out(&[i as u8 + 1; 4096])))
@@ -65,7 +54,7 @@ fn waiting_flush() -> (Arc<FaultyStorage>, Rig, Guest, u16) {
     let (faulty, rig) = full(OnNoSpace::Pause);
     let mut guest = rig.boot(1);
     guest.write(0, 2048, &[1; 4096]);
-    fill(&faulty);
+    faulty.fill();
     let slot = guest.submit(0, FLUSH, 0, Data::None);
     wait_for(&rig, 1);
     assert_eq!(guest.collect(0), 0, "a flush that found no space was answered");
@@ -98,7 +87,7 @@ fn stopping_does_not_wait_for_a_flush() {
 fn a_report_is_an_error() {
     let (faulty, rig) = full(OnNoSpace::Report);
     let mut guest = rig.boot(1);
-    fill(&faulty);
+    faulty.fill();
     assert_eq!(guest.run(0, WRITE, 2048, Data::Out(&[1; 4096])).0, 1);
     faulty.heal();
     guest.write(0, 2048, &[1; 4096]);
@@ -111,7 +100,7 @@ fn a_report_is_an_error() {
 fn stopping_does_not_wait_for_space() {
     let (faulty, rig) = full(OnNoSpace::Pause);
     let mut guest = rig.boot(2);
-    fill(&faulty);
+    faulty.fill();
     let slot = guest.submit(0, WRITE, 2048, Data::Out(&[1; 4096]));
     wait_for(&rig, 1);
     // (A guest without an answer times out after a while.)
@@ -136,7 +125,7 @@ fn a_monitor_without_notes_is_told() {
     let mut guest = Guest::new(1).without_notes();
     guest.connect(&rig.socket);
     guest.start();
-    fill(&faulty);
+    faulty.fill();
     let slot = guest.submit(0, WRITE, 2048, Data::Out(&[1; 4096]));
     wait_for(&rig, 1);
     assert_eq!(guest.stop_queue(0), 1);
@@ -152,7 +141,7 @@ fn a_monitor_without_notes_is_told() {
 fn a_monitor_that_leaves_takes_its_writes_along() {
     let (faulty, rig) = full(OnNoSpace::Pause);
     let mut guest = rig.boot(1);
-    fill(&faulty);
+    faulty.fill();
     for i in 0..30 {
         guest.submit(0, WRITE, (2 + i) * 2048, Data::Out(&[1; 4096]));
     }

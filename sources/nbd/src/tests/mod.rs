@@ -279,7 +279,7 @@ fn block_status_of_two_contexts() {
 #[test]
 fn a_killed_server_is_found_again_within_the_time_limit() {
     let server = Server::start(MIB, Setup::default());
-    let uri = format!("{}&reconnect=20", server.uri());
+    let uri = format!("{}&reconnect=8", server.uri());
     let path = uri.split("socket=").nth(1).unwrap().split('&').next().unwrap().to_owned();
     let storage = open(&uri).unwrap();
     storage.write_at(&[7; 512], HostOffset(0)).unwrap();

@@ -1,0 +1,29 @@
+//! Signals that end a command.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
+use signal_hook::flag;
+use vdkit::CancelToken;
+
+/// A token that SIGINT and SIGTERM cancel, so that the job stops and cleans up. A second signal
+/// ends the process at once, with exit code `code`.
+///
+/// Exceeding the file size limit (`ulimit -f`) is an error from then on, which the job cleans up
+/// after, instead of a fatal signal.
+///
+/// # Errors
+/// The system refuses the handlers.
+pub fn cancel_on_signal(code: i32) -> io::Result<CancelToken> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        // The order matters: the conditional shutdown must read the flag before this signal sets
+        // it.
+        flag::register_conditional_shutdown(signal, code, Arc::clone(&stop))?;
+        flag::register(signal, Arc::clone(&stop))?;
+    }
+    flag::register(SIGXFSZ, Arc::default())?;
+    Ok(CancelToken::from_flag(stop))
+}
