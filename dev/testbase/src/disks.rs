@@ -56,6 +56,12 @@ pub fn open_image(driver: &dyn FormatDriver, request: OpenRequest) -> Result<Dis
     Ok(Disk::from_format(driver.open(request)?, info, &options))
 }
 
+/// Index of the first byte that differs in slices of one length. Slices are compared at once; byte by
+/// byte, most of a test's time would go into this.
+pub fn first_difference(a: &[u8], b: &[u8]) -> Option<usize> {
+    if a == b { None } else { a.iter().zip(b).position(|(a, b)| a != b) }
+}
+
 /// The content of the whole disk.
 pub fn read_all(disk: &Disk) -> Vec<u8> {
     let mut bytes = vec![0xee; disk.guest_bytes() as usize];

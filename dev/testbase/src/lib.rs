@@ -54,8 +54,8 @@ mod watched;
 pub use counting::{CountingStorage, Counts, LoggedOp};
 pub use crash::{CrashClock, CrashImage, CrashStorage};
 pub use disks::{
-    assert_sound, backing_image, content_over, create_image, disk_of, disk_on, noise, open_image,
-    read_all, save_sparse,
+    assert_sound, backing_image, content_over, create_image, disk_of, disk_on, first_difference,
+    noise, open_image, read_all, save_sparse,
 };
 pub use faulty::{FaultKind, FaultPlan, FaultyStorage};
 pub use gated::{GatedCall, GatedStorage};

@@ -28,7 +28,8 @@ use vdkit_chain::{Disk, OpenOptions};
 use vdkit_storage::MemoryStorage;
 
 use crate::{
-    CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng, processor_time,
+    CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng, first_difference,
+    processor_time,
 };
 
 const SECTOR: u64 = 512;
@@ -444,7 +445,7 @@ fn compare(disk: &Disk, guest: &MemoryStorage, what: &str) {
         let mut wanted = vec![0; step as usize];
         disk.read_at(&mut found, GuestOffset(at)).expect(what);
         guest.read_padded(&mut wanted, HostOffset(at)).expect("memory");
-        if let Some(n) = found.iter().zip(&wanted).position(|(a, b)| a != b) {
+        if let Some(n) = first_difference(&found, &wanted) {
             let (found, wanted, n) = (found[n], wanted[n], at + n as u64);
             panic!("{what}: byte {n:#x} is {found:#x}, not {wanted:#x}");
         }

@@ -12,7 +12,7 @@ use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
 
 use super::{SECTOR, Trial, pattern};
-use crate::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng, read_all};
+use crate::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng, first_difference, read_all};
 
 /// Bytes of one mark.
 const MARK: u64 = 4096;
@@ -90,7 +90,7 @@ fn verify_up_to(disk: &Disk, model: &MemoryStorage, end: u64, what: &str) {
             let (mut found, mut wanted) = (vec![0xee; len as usize], vec![0; len as usize]);
             disk.read_at(&mut found, GuestOffset(at)).unwrap_or_else(|e| panic!("{what}: {e}"));
             model.read_padded(&mut wanted, HostOffset(at)).expect("memory");
-            if let Some(n) = found.iter().zip(&wanted).position(|(a, b)| a != b) {
+            if let Some(n) = first_difference(&found, &wanted) {
                 let (found, wanted, n) = (found[n], wanted[n], at + n as u64);
                 panic!("{what}: byte {n:#x} is {found:#x}, not {wanted:#x}");
             }
@@ -143,8 +143,7 @@ impl Trial {
             let verify = |disk: &Disk| {
                 let mut found = vec![0xee; wanted.len()];
                 disk.read_at(&mut found, GuestOffset(0)).expect("reading");
-                let other = found.iter().zip(&wanted).position(|(a, b)| a != b);
-                assert_eq!(other, None, "failed at {nth}");
+                assert_eq!(first_difference(&found, &wanted), None, "failed at {nth}");
             };
             verify(&disk);
             disk.close().expect("closing");

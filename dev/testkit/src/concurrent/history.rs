@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use vdkit_block::{HostOffset, Storage, StorageExt};
+use vdkit_block::{HostOffset, Storage, StorageExt, is_zero};
 use vdkit_storage::MemoryStorage;
 
 use crate::Rng;
@@ -157,7 +157,7 @@ pub fn stamps(first: u64, count: u64, write: u64) -> Vec<u8> {
 
 /// Which write a sector's bytes are from, or nothing where they are of none, or of several.
 pub fn find_content(sector: u64, bytes: &[u8], first: &[u8]) -> Option<u64> {
-    if bytes.iter().all(|b| *b == 0) {
+    if is_zero(bytes) {
         return Some(ZERO);
     }
     if bytes == first {
@@ -252,7 +252,7 @@ impl History {
         let hidden = |end: u64| hiding.is_some_and(|begin| begin > end);
         let first = match content {
             FIRST => true,
-            ZERO => self.first(sector).iter().all(|b| *b == 0),
+            ZERO => is_zero(&self.first(sector)),
             bytes => sector == SIZE && bytes == self.first.len().expect("memory"),
         };
         (first && !hidden(0))

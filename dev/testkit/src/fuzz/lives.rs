@@ -8,6 +8,7 @@ use vdkit_block::{
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_storage::MemoryStorage;
+use vdkit_testbase::first_difference;
 use vdkit_vdi::VdiDriver;
 use vdkit_vhd::VhdDriver;
 use vdkit_vhdx::VhdxDriver;
@@ -413,8 +414,7 @@ impl World {
         let want = &self.model[start as usize..end as usize];
         let mut got = vec![1; want.len()];
         self.must(self.disk().read_at(&mut got, GuestOffset(start)), "read");
-        let differ = || got.iter().zip(want).position(|(got, want)| got != want);
-        if let Some(at) = if got == want { None } else { differ() } {
+        if let Some(at) = first_difference(&got, want) {
             let (kind, found, wanted, at) = (&self.kind, got[at], want[at], start + at as u64);
             panic!("{kind:?}: byte {at} is {found:#x}, expected {wanted:#x}");
         }

@@ -15,6 +15,7 @@ use vdkit_qcow2::header::{Encryption, Header};
 use vdkit_qcow2::layout::{Geometry, autoclear, compatible, incompatible};
 use vdkit_raw::RawFormat;
 use vdkit_storage::MemoryStorage;
+use vdkit_testbase::first_difference;
 
 use super::{LIMITS, key, open, run_check};
 
@@ -592,7 +593,7 @@ impl World {
     fn compare_with(&self, disk: &Disk, start: u64, want: &[u8], what: &str) {
         let mut got = vec![1; want.len()];
         self.must(disk.read_at(&mut got, GuestOffset(start)), "read");
-        if let Some(at) = got.iter().zip(want).position(|(got, want)| got != want) {
+        if let Some(at) = first_difference(&got, want) {
             panic!(
                 "{:?}: {what}: byte {} is {:#x}, expected {:#x}",
                 self.shape,

@@ -1,6 +1,6 @@
 //! Compaction: the same disk in a smaller file, also after an interruption.
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use vdkit_block::{
     CompactOptions, CompactReport, HostOffset, Limits, Monitor, Repair, Result, Storage,
@@ -324,13 +324,22 @@ fn be32(image: &Image, at: u64) -> u32 {
 
 /// An image whose L1 table was made for a larger disk, and its refcount table for a longer file.
 fn once_larger() -> Image {
+    // Made once: QEMU discards the clusters one by one.
+    static MADE: LazyLock<Vec<u8>> = LazyLock::new(|| {
+        let image = Image::empty();
+        let file = image.path.to_str().unwrap();
+        let create = ["create", "-q", "-f", "qcow2", "-o", "cluster_size=512", file, "1G"];
+        must("qemu-img", &create);
+        let writes =
+            ["-c", "write -P 1 0 300k", "-c", "write -P 2 40M 17M", "-c", "write -P 3 1M 64k"];
+        must("qemu-io", &[&["-f", "qcow2"], &writes[..], &[file]].concat());
+        let no_syncs = "driver=qcow2,cache.no-flush=on,file.driver=file,file.cache.no-flush=on";
+        let opened = format!("{no_syncs},file.filename={file}");
+        must("qemu-img", &["resize", "-q", "--image-opts", "--shrink", &opened, "2M"]);
+        std::fs::read(&image.path).unwrap()
+    });
     let image = Image::empty();
-    let file = image.path.to_str().unwrap();
-    let create = ["create", "-q", "-f", "qcow2", "-o", "cluster_size=512", file, "1G"];
-    must("qemu-img", &create);
-    let writes = ["-c", "write -P 1 0 300k", "-c", "write -P 2 40M 17M", "-c", "write -P 3 1M 64k"];
-    must("qemu-io", &[&["-f", "qcow2"], &writes[..], &[file]].concat());
-    must("qemu-img", &["resize", "-q", "-f", "qcow2", "--shrink", file, "2M"]);
+    std::fs::write(&image.path, &*MADE).unwrap();
     image
 }
 

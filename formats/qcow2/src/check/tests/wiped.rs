@@ -4,6 +4,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use vdkit_block::bytes::be64;
 use vdkit_block::{CheckReport, Limits, Monitor, Remedy, Repair, Severity, Storage};
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CrashStorage, Rng};
@@ -148,8 +149,8 @@ fn refcount_table(image: &Image) -> u64 {
 fn refcount_blocks(image: &Image) -> Vec<u64> {
     let header = image.header();
     let entries = u64::from(header.refcount_table_clusters) * header.geometry.cluster_bytes() / 8;
-    let table = refcount_table(image);
-    (0..entries).map(|i| image.word(table + i * 8)).filter(|&block| block != 0).collect()
+    let table = image.bytes(refcount_table(image), entries as usize * 8);
+    (0..entries as usize).map(|i| be64(&table, i * 8)).filter(|&block| block != 0).collect()
 }
 
 fn wipe_cluster(image: &Image, offset: u64) {
