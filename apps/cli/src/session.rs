@@ -24,8 +24,9 @@ impl Session {
         disk.warnings().for_each(|warning| print_line(Tone::Warning, warning));
     }
 
-    /// After this call, the first SIGINT or SIGTERM asks the job to stop and clean up, and a second
-    /// one ends the process at once. Without this call a signal ends the process as usual, which
+    /// After this call, the first SIGINT or SIGTERM asks the job to stop and clean up, and a SIGINT
+    /// after that ends the process at once. A further SIGTERM does not: timeout(1) sends each signal
+    /// twice, to the process and to its group. Without this call a signal ends the process as usual, which
     /// suits a command that has nothing to clean up.
     ///
     /// # Errors
@@ -35,20 +36,13 @@ impl Session {
             return Ok(token.clone());
         }
         let stop = Arc::new(AtomicBool::new(false));
-        for signal in [SIGINT, SIGTERM] {
-            // The order matters: the conditional shutdown must read the flag before this signal
-            // sets it.
-            flag::register_conditional_shutdown(
-                signal,
-                Exit::Interrupted as i32,
-                Arc::clone(&stop),
-            )
-            .and_then(|_| flag::register(signal, Arc::clone(&stop)))
-            .map_err(|error| Failure::failed(format!("cannot handle signals: {error}")))?;
-        }
-        // Exceeding the file size limit (`ulimit -f`) is then an error that the command cleans up
-        // after, instead of a fatal signal.
-        flag::register(SIGXFSZ, Arc::default())
+        // The order matters: the conditional shutdown must read the flag before this signal sets it.
+        flag::register_conditional_shutdown(SIGINT, Exit::Interrupted as i32, Arc::clone(&stop))
+            .and_then(|_| flag::register(SIGINT, Arc::clone(&stop)))
+            .and_then(|_| flag::register(SIGTERM, Arc::clone(&stop)))
+            // Exceeding the file size limit (`ulimit -f`) is then an error that the command cleans up
+            // after, instead of a fatal signal.
+            .and_then(|_| flag::register(SIGXFSZ, Arc::default()))
             .map_err(|error| Failure::failed(format!("cannot handle signals: {error}")))?;
         let token = CancelToken::from_flag(stop);
         self.cancel = Some(token.clone());

@@ -85,10 +85,11 @@ impl Output {
 /// of QEMU's program that a signal ended.
 pub fn cancel_on_signal() -> Result<CancelToken, Failure> {
     let stop = Arc::new(AtomicBool::new(false));
+    // A second SIGINT ends the process at once; this must be registered first. A second SIGTERM does
+    // not: timeout(1) sends each signal twice.
+    flag::register_conditional_shutdown(SIGINT, 1, Arc::clone(&stop))?;
     for signal in [SIGINT, SIGTERM] {
-        // A second signal ends the process at once; this must be registered first.
-        flag::register_conditional_shutdown(signal, 1, Arc::clone(&stop))
-            .and_then(|_| flag::register(signal, Arc::clone(&stop)))?;
+        flag::register(signal, Arc::clone(&stop))?;
     }
     // Exceeding the file size limit is an error then, and not a fatal signal.
     flag::register(SIGXFSZ, Arc::default())?;
