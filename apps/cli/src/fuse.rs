@@ -35,10 +35,11 @@ pub fn mount(export: &Arc<Export>, file: &Path, options: FuseOptions) -> Result<
     let mut server = ServerOptions::default();
     (server.allow_other, server.growable) = (options.allow_other, options.growable);
     Server::start(Arc::clone(export), file, &server).map_err(|error: MountError| {
-        if let MountError::Point { file, source, .. } = &error
+        if let MountError::Point { file, action, source } = &error
             && source.kind() == std::io::ErrorKind::NotFound
         {
-            return not_made(&file.display().to_string(), file, source);
+            let place = format!("{}: cannot {action} the mount point", file.display());
+            return not_made(&place, file, source);
         }
         let failure = Failure::failed(error.to_string());
         match error.hint() {
