@@ -77,6 +77,15 @@ mod tests {
         }
         assert_eq!((format_of_name("a.raw"), format_of_name("a.qed")), (None, None));
         assert_eq!(format_of_name("a.vmdk"), Some("vmdk"));
+        let promised = |name| registry().format_in_name(name);
+        for (name, format) in
+            [("a.VHD", "vhd"), ("a.avhd", "vhd"), ("a.avhdx", "vhdx"), ("a.qed", "qed")]
+        {
+            assert_eq!(promised(name).as_deref(), Some(format), "{name}");
+        }
+        for name in ["a.hdd", "a.raw", "a-flat.vmdk", "a", "a.bak"] {
+            assert_eq!(promised(name), None, "{name}");
+        }
     }
 
     #[test]

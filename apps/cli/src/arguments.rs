@@ -186,7 +186,7 @@ pub struct CacheOption {
 /// Option that allows an operation that may damage other images.
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub struct Force {
-    /// Change the image even if overlays in the same folder would be damaged
+    /// Change the image even if other images in the same folder would be damaged
     #[arg(long)]
     pub force: bool,
 }

@@ -3,6 +3,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
+use std::path::Path;
 
 use clap::Command;
 use clap::error::{ContextKind, ErrorKind};
@@ -118,9 +119,14 @@ pub fn report(mut error: clap::Error, arguments: &[OsString]) -> Exit {
         _ => Exit::Usage,
     };
     let instead = habits::instead_of(&error, arguments);
-    if instead.is_some() {
-        // Remove clap's suggestion to pass the option as a file name.
+    // Keep clap's suggestion to pass an unknown option as a file name only where there is such a file.
+    let is_file = |argument: &OsString| {
+        argument.as_encoded_bytes().starts_with(b"-") && Path::new(argument).exists()
+    };
+    if instead.is_some() || !arguments.iter().any(is_file) {
         error.remove(ContextKind::Suggested);
+    }
+    if instead.is_some() {
         error.remove(ContextKind::SuggestedArg);
         error.remove(ContextKind::SuggestedSubcommand);
     }

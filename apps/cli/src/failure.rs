@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io::{self, IsTerminal, Write};
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
 use vdkit::{Error, ErrorKind, IoAction, Remedy, plain};
@@ -58,6 +59,8 @@ pub struct Context<'a> {
     pub command: &'a str,
     /// Whether the subcommand has an option to read an image that another process is writing.
     pub force_share: bool,
+    /// The format that the user named for the image.
+    pub format: Option<&'a str>,
 }
 
 /// Why a subcommand failed.
@@ -240,6 +243,11 @@ fn message_of(error: &Error) -> String {
             format!("{file}: this command uses it already, for something else")
         }
         Error::File { file, action: IoAction::Open, source } => not_opened(file, source),
+        Error::File { file, action: IoAction::Create, source }
+            if source.kind() == io::ErrorKind::NotFound =>
+        {
+            missing(file)
+        }
         Error::Guessed { file, format } => format!(
             "{file}: its format was not detected, and a guest that writes to it as {format} could make it \
              look like another format"
@@ -248,7 +256,7 @@ fn message_of(error: &Error) -> String {
     }
 }
 
-/// Why a file cannot be opened or created.
+/// Why a file cannot be opened.
 fn not_opened(file: &str, source: &io::Error) -> String {
     if source.kind() != io::ErrorKind::NotFound {
         return format!("{file}: cannot open: {}", plain(source));
@@ -256,10 +264,49 @@ fn not_opened(file: &str, source: &io::Error) -> String {
     if let Some((message, _)) = protocols::unread(file) {
         return message;
     }
+    missing(file)
+}
+
+/// What of a path is missing: the file, or its folder.
+pub fn missing(file: &str) -> String {
     match missing_folder(file) {
         Some(folder) => format!("{file}: the folder {} is not there", quoted(&folder)),
         None => format!("{file}: there is no such file"),
     }
+}
+
+/// Why a socket or a mount point cannot be made at `path`; `place` names it in the message.
+pub fn not_made(place: &str, path: &Path, error: &io::Error) -> Failure {
+    let path = path.display().to_string();
+    match missing_folder(&path).filter(|_| error.kind() == io::ErrorKind::NotFound) {
+        Some(folder) => {
+            Failure::failed(format!("{place}: the folder {} is not there", quoted(&folder)))
+                .hint(mkdir(&path).unwrap_or_default())
+        }
+        None => Failure::failed(format!("{place}: {}", plain(error))),
+    }
+}
+
+/// Why nobody answers at a control socket.
+pub fn not_answered(socket: &Path, error: &io::Error) -> Failure {
+    let is_socket = || socket.metadata().is_ok_and(|found| found.file_type().is_socket());
+    let (why, hint) = match error.kind() {
+        io::ErrorKind::NotFound => ("there is no such socket".to_owned(), true),
+        io::ErrorKind::ConnectionRefused if !is_socket() => ("it is no socket".to_owned(), true),
+        io::ErrorKind::ConnectionRefused => ("it has ended".to_owned(), false),
+        _ => (error.to_string(), false),
+    };
+    let failure = Failure::failed(format!("{}: no service answers: {why}", socket.display()));
+    match hint {
+        true => failure.hint("'vdkit serve' makes its socket with '--control SOCKET'"),
+        false => failure,
+    }
+}
+
+/// The hint to make the missing folder of a file.
+fn mkdir(file: &str) -> Option<String> {
+    let parent = Path::new(file).parent()?.display().to_string();
+    missing_folder(file).map(|_| format!("'mkdir -p {}' makes it", quoted(&parent)))
 }
 
 /// The first folder of a path that does not exist.
@@ -297,11 +344,12 @@ fn hint_for(error: &Error, context: &Context<'_>) -> Option<String> {
         Error::File { file, action: IoAction::Open, source }
             if source.kind() == io::ErrorKind::NotFound =>
         {
-            let folder = || {
-                let parent = Path::new(file).parent()?;
-                missing_folder(file).map(|_| format!("'mkdir -p {}' makes it", quoted(&parent.display().to_string())))
-            };
-            return protocols::unread(file).map(|(_, hint)| hint).or_else(folder);
+            return protocols::unread(file).map(|(_, hint)| hint);
+        }
+        Error::File { file, action: IoAction::Create, source }
+            if source.kind() == io::ErrorKind::NotFound =>
+        {
+            return mkdir(file);
         }
         Error::NoSpace { file, .. } | Error::Io { file, .. } | Error::File { file, .. }
             if error.kind() == ErrorKind::NoSpace =>

@@ -9,7 +9,7 @@ pub use vdkit::fuse::Server;
 use vdkit::fuse::{Ending, MountError, ServerOptions};
 use vdkit::serve::Export;
 
-use crate::failure::{Failure, Tone, print_line};
+use crate::failure::{Failure, Tone, not_made, print_line};
 
 /// Options of the mounted file.
 #[derive(Args, Clone, Copy, Debug, Default)]
@@ -35,6 +35,12 @@ pub fn mount(export: &Arc<Export>, file: &Path, options: FuseOptions) -> Result<
     let mut server = ServerOptions::default();
     (server.allow_other, server.growable) = (options.allow_other, options.growable);
     Server::start(Arc::clone(export), file, &server).map_err(|error: MountError| {
+        if let MountError::Point { file, action, source } = &error
+            && source.kind() == std::io::ErrorKind::NotFound
+        {
+            let place = format!("{}: cannot {action} the mount point", file.display());
+            return not_made(&place, file, source);
+        }
         let failure = Failure::failed(error.to_string());
         match error.hint() {
             Some(hint) => failure.hint(hint),

@@ -20,11 +20,11 @@ impl Progress for Warnings {
     }
 }
 
-/// Refuses a change if an image in the same folder uses `image` as its backing image, unless
+/// Refuses a change if an image in the same folder is based on `image` or has its data in it, unless
 /// `force` is set. `doing` names the change in the message, such as "writing to it".
 ///
 /// # Errors
-/// Exit code 5, with the names of the overlays and how to go on.
+/// Exit code 5, with the names of these images and how to go on.
 pub fn refuse_dependents(
     image: &Path,
     force: &Force,

@@ -45,6 +45,10 @@ const CACHE_WRITING: &str =
 /// Answer to an empty name of a backing image.
 const NO_BACKING: &str = "leave the option out for an image without a backing image";
 
+/// Answer to options that QEMU itself gave up.
+const OLD: &str =
+    "'-o encrypt.format=luks' with --key-file encrypts; '-o compat=1.1' is the default";
+
 /// The table. Entries of one subcommand come before those of every subcommand.
 const HABITS: &[Habit] = &[
     of("amend", &["-t", "--cache"], CACHE_WRITING),
@@ -97,6 +101,7 @@ const HABITS: &[Habit] = &[
         "'vdkit qemu-img convert --salvage' goes on at a read error, with zeroes; 'ddrescue' tries again to read \
          a failing device",
     ),
+    of("convert", &["-e", "-6"], OLD),
     of("convert", &["-D"], "all data files of the target are made anew"),
     of(
         "convert",
@@ -111,6 +116,7 @@ const HABITS: &[Habit] = &[
         "'-o preallocation=full' allocates the whole target, as qemu-img's '-S 0' does; '-S off' only skips the \
          search for zeroes",
     ),
+    of("create", &["-e", "-6"], OLD),
     of("create", &["--backing-unsafe"], "'-u' does not open the backing image"),
     value("create", &["-b", "--backing"], "", NO_BACKING),
     of("dd", &["-n", "--no-create"], "'conv=nocreat' writes only into a target that exists"),
@@ -119,6 +125,11 @@ const HABITS: &[Habit] = &[
         "info",
         &["-b", "--backing-chain"],
         "'vdkit info --chain' describes each image of the chain; 'vdkit tree' draws it",
+    ),
+    of(
+        "info",
+        &["--limits"],
+        "'vdkit doctor IMAGE' says whether direct I/O works where the image is",
     ),
     of("map", &["--start-offset"], "'--start OFFSET'"),
     of("map", &["--max-length"], "'--length SIZE'"),
@@ -288,12 +299,27 @@ pub(crate) fn instead_of(error: &clap::Error, arguments: &[OsString]) -> Option<
             let given = text(ContextKind::InvalidArg)?.split(' ').next()?;
             instead(command?, given, Some(text(ContextKind::InvalidValue)?))
         }
+        ErrorKind::MissingRequiredArgument => asks_for_options(arguments).then_some(OPTIONS),
         ErrorKind::InvalidSubcommand => {
             let word = text(ContextKind::InvalidSubcommand)?;
             WORDS.iter().find(|(known, _)| *known == word).map(|(_, instead)| *instead)
         }
         _ => None,
     }
+}
+
+/// Answer to `-o help` without an image.
+const OPTIONS: &str = "'vdkit formats qcow2' lists the options of a format";
+
+/// Whether `-o help` or `-o ?` is among the arguments.
+fn asks_for_options(arguments: &[OsString]) -> bool {
+    let texts: Vec<_> = arguments.iter().filter_map(|argument| argument.to_str()).collect();
+    let asks = |value: &str| matches!(value, "help" | "?");
+    texts.windows(2).any(|pair| matches!(pair, ["-o" | "--options", value] if asks(value)))
+        || texts.iter().any(|text| {
+            let value = text.strip_prefix("--options=").or_else(|| text.strip_prefix("-o"));
+            value.is_some_and(|value| asks(value.trim_start_matches('=')))
+        })
 }
 
 fn instead(command: &str, option: &str, value: Option<&str>) -> Option<&'static str> {
@@ -338,6 +364,15 @@ mod tests {
         }
         assert_eq!(said(&["info", "--output=json", "x"]), Some("'--json' answers as JSON"));
         assert_eq!(said(&["info", "--bogus", "x"]), None);
+        for line in [
+            &["create", "-f", "qcow2", "-o", "help"][..],
+            &["create", "-o?"],
+            &["amend", "--options=help"],
+            &["convert", "-O", "qcow2", "-o", "?"],
+        ] {
+            assert_eq!(said(line), Some(OPTIONS), "{line:?}");
+        }
+        assert_eq!(said(&["create", "-f", "qcow2"]), None);
     }
 
     /// The options of the subcommands of qemu-img 10.0, from its manual page and its `--help`, and those of

@@ -1,6 +1,6 @@
 //! Sources that are not plain disk images: standard input, URLs, compressed files, appliances.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::Read;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -18,6 +18,8 @@ use crate::failure::Failure;
 
 /// The name of standard input and standard output.
 pub const STANDARD: &str = "-";
+/// Standard input in messages.
+pub const STANDARD_INPUT: &str = "standard input";
 
 /// The format name of appliances on the command line.
 pub const OVA: &str = "ova";
@@ -49,6 +51,9 @@ impl Opening<'_> {
                 if disk.guest_bytes() == 0 && disk.top().name() == "raw" {
                     self.refuse_empty(path)?;
                 }
+                if disk.top().name() == "raw" {
+                    tell_cut(path, monitor);
+                }
                 Ok(Opened::Image(Incoming::Disk(disk)))
             }
             Found::Package(storage) => self.package(storage),
@@ -78,7 +83,7 @@ impl Opening<'_> {
             return Ok(());
         }
         let name = match path == Path::new(STANDARD) {
-            true => "standard input".to_owned(),
+            true => STANDARD_INPUT.to_owned(),
             false => path.display().to_string(),
         };
         Err(Failure::failed(format!("{name}: is empty: there is no disk in it"))
@@ -116,7 +121,7 @@ impl Opening<'_> {
                 let input = input.map_err(|error| {
                     Failure::failed(format!("standard input cannot be read: {error}"))
                 })?;
-                return Ok(Found::Stream(ByteStream::new("standard input", input)));
+                return Ok(Found::Stream(ByteStream::new(STANDARD_INPUT, input)));
             }
             return self.file(name, monitor);
         }
@@ -172,6 +177,19 @@ impl Opening<'_> {
         let len = file.metadata().map(|found| found.len()).unwrap_or(0);
         let input = Stdin::from_file(file, monitor.cancel.clone());
         Ok(Found::Stream(ByteStream::new(name, input).with_len(len)))
+    }
+}
+
+/// Reports a raw disk whose file ends within a sector: it may have been cut, or be no disk.
+fn tell_cut(path: &Path, monitor: &Monitor<'_>) {
+    let Some(found) = path.metadata().ok().filter(Metadata::is_file) else { return };
+    if !found.len().is_multiple_of(SECTOR as u64) {
+        monitor.progress.message(&format!(
+            "{}: ends within a sector, after {} bytes: is it a disk, and complete? The last sector is filled \
+             up with zeroes",
+            path.display(),
+            found.len()
+        ));
     }
 }
 

@@ -91,7 +91,9 @@ pub fn run(arguments: impl IntoIterator<Item = std::ffi::OsString>) -> Exit {
                 _ => failure,
             };
             let force_share = definition::reads_shared(command);
-            failure.print(&Context { command: command.name, force_share });
+            let format = matches.try_get_one::<String>("format").ok().flatten();
+            let format = format.map(String::as_str);
+            failure.print(&Context { command: command.name, force_share, format });
             failure.exit()
         }
     }

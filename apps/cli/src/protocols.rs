@@ -1,5 +1,6 @@
 //! Names that use a protocol of QEMU or another program, with the way to do the same with vdkit.
 
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
 use crate::commands::is_export;
@@ -121,6 +122,11 @@ pub(crate) fn refuse_target(target: &Path) -> Result<(), Failure> {
             return Err(
                 Failure::usage(message).hint("'vdkit convert SOURCE -' writes to standard output")
             );
+        }
+        _ if target.metadata().is_ok_and(|found| found.file_type().is_fifo()) => {
+            return Err(Failure::failed(format!("{name}: is a pipe")).hint(
+                "'vdkit convert SOURCE - > PIPE' (or '- | PROGRAM') sends the disk through it in order",
+            ));
         }
         _ => {}
     }

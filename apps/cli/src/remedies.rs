@@ -3,6 +3,8 @@
 use vdkit::{Error, Remedy, Repair};
 
 use crate::failure::{Context, quoted};
+use crate::incoming::STANDARD_INPUT;
+use crate::protocols::unread;
 
 /// The remedy of `error` in the words of the command line; none if there is nothing to add.
 pub(crate) fn worded(remedy: &Remedy, error: &Error, context: &Context<'_>) -> Option<String> {
@@ -13,7 +15,15 @@ pub(crate) fn worded(remedy: &Remedy, error: &Error, context: &Context<'_>) -> O
     };
     let hint: String = match remedy {
         Remedy::Check if context.command == "check" => return None,
-        Remedy::Check => format!("'vdkit check {file}' lists what is damaged"),
+        Remedy::Check => match (error, context.format) {
+            (Error::Corrupt(fault), _)
+                if fault.file == STANDARD_INPUT || unread(&fault.file).is_some() =>
+            {
+                "'vdkit check' lists what is damaged, once it is in a file".into()
+            }
+            (_, Some(format)) => format!("'vdkit check -f {format} {file}' lists what is damaged"),
+            (_, None) => format!("'vdkit check {file}' lists what is damaged"),
+        },
         Remedy::CheckAs { format } => format!(
             "'vdkit check -f {format} {file}' says what is wrong with it; if every byte of it belongs to \
              the disk, say so with '-f raw'"

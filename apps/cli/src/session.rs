@@ -20,8 +20,9 @@ impl Session {
         disk.warnings().for_each(|warning| print_line(Tone::Warning, warning));
     }
 
-    /// After this call, the first SIGINT or SIGTERM asks the job to stop and clean up, and a second
-    /// one ends the process at once. Without this call a signal ends the process as usual, which
+    /// After this call, the first SIGINT or SIGTERM asks the job to stop and clean up, and a SIGINT
+    /// after that ends the process at once. A further SIGTERM does not: timeout(1) sends each signal
+    /// twice, to the process and to its group. Without this call a signal ends the process as usual, which
     /// suits a command that has nothing to clean up.
     ///
     /// # Errors

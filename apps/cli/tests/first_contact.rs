@@ -49,6 +49,32 @@ fn what_is_not_the_image_that_its_name_says_is_told_by_every_command() {
     assert!(std::fs::read(scratch.path("y.raw")).unwrap() == bytes);
 }
 
+/// The ending of every format whose name it is, also of those that are only read.
+#[test]
+fn each_name_of_a_format_is_a_promise() {
+    let scratch = Scratch::new();
+    for ending in [
+        "qcow2", "qcow", "qed", "vmdk", "vdi", "vhd", "vpc", "avhd", "vhdx", "avhdx", "luks",
+        "dmg", "cloop", "bochs", "QCOW2",
+    ] {
+        let name = format!("notes.{ending}");
+        scratch.write(&name, &[b'x'; 4096]);
+        scratch.fails(8, "its name says that it is a", &["check", &name]);
+        let inspect = scratch.run(&["inspect", &name]);
+        assert_eq!(inspect.code, Some(5), "{inspect:?}");
+        assert!(inspect.stdout.contains("format-mismatch"), "{inspect:?}");
+        let tree = scratch.run(&["tree", "."]);
+        assert!(tree.stderr.contains(&name), "{tree:?}");
+        std::fs::remove_file(scratch.path(&name)).unwrap();
+    }
+    // Parallels' ending is used for raw disks too.
+    scratch.write("a.hdd", &[b'x'; 4096]);
+    scratch.ok(&["inspect", "a.hdd"]);
+    scratch.ok(&["create", "base.vhdx", "4M"]);
+    scratch.ok(&["create", "next.avhdx", "--backing", "base.vhdx"]);
+    assert_eq!(scratch.json_of("info", 0, &["next.avhdx"])["format"], "vhdx");
+}
+
 #[test]
 fn a_check_of_a_raw_disk_says_that_there_is_nothing_to_check() {
     let scratch = Scratch::new();
@@ -88,6 +114,14 @@ fn a_stream_that_ends_within_a_sector_is_told() {
     assert!(answer.stderr.contains("ends within a sector, after 1000 bytes"), "{answer:?}");
     let answer = scratch.run_with_input(&["convert", "-", "new.qcow2"], &[7; 1024]);
     assert!(!answer.stderr.contains("sector"), "{answer:?}");
+    // What was read is not more than there was.
+    let answer = scratch.run_with_input(&["convert", "--json", "-", "new.qcow2"], &[7; 1024]);
+    let json: serde_json::Value = serde_json::from_str(&answer.stdout).unwrap();
+    assert_eq!(json["moved"]["read"], 1024, "{json}");
+    // A file may be cut too, or be no disk.
+    scratch.write("notes", &[7; 1000]);
+    let answer = scratch.ok(&["convert", "notes", "new.qcow2"]);
+    assert!(answer.stderr.contains("notes: ends within a sector, after 1000 bytes"), "{answer:?}");
 }
 
 /// What is made is what the name says, or is told.
@@ -100,6 +134,15 @@ fn a_target_is_never_raw_under_another_formats_name() {
         scratch.fails(1, "does not write", &["create", name, "1M"]);
         assert!(!scratch.path(name).exists());
     }
+    for name in ["x.raw.gz", "x.qcow2.xz", "x.zst", "x.bz2", "x.tar", "x.zip", "x.ovf"] {
+        for command in [&["convert", "a.qcow2", name][..], &["create", name, "1M"]] {
+            let told = scratch.fails(1, "its name asks for", command).stderr;
+            assert!(told.contains("hint: "), "{told}");
+        }
+        assert!(!scratch.path(name).exists());
+    }
+    let told = scratch.run(&["convert", "a.qcow2", "x.raw.gz"]).stderr;
+    assert!(told.contains("-O raw - | gzip > x.raw.gz"), "{told}");
     scratch.ok(&["convert", "-O", "raw", "a.qcow2", "z.iso"]);
     let told = "is the name of no format";
     for command in [&["convert", "a.qcow2", "y.qcow2.bak"][..], &["create", "x.qcow3", "1M"]] {
@@ -122,6 +165,9 @@ fn a_backing_name_that_would_be_a_protocol_is_refused() {
     scratch.fails(2, "./a:b.qcow2", &["create", "ov.qcow2", "-b", "a:b.qcow2"]);
     scratch.ok(&["create", "alone.qcow2", "1M"]);
     scratch.fails(2, "./a:b.qcow2", &["rebase", "alone.qcow2", "-b", "a:b.qcow2"]);
+    scratch.ok(&["create", "apart.qcow2", "1M", "-o", "data_file=d.raw"]);
+    scratch.fails(2, "without a colon", &["amend", "apart.qcow2", "-o", "data_file=a:d.raw"]);
+    scratch.ok(&["read", "apart.qcow2", "0", "512"]);
     assert!(!scratch.path("ov.qcow2").exists());
     scratch.ok(&["create", "ov.qcow2", "-b", "./a:b.qcow2"]);
     scratch.ok(&["read", "ov.qcow2", "0", "512"]);
@@ -262,14 +308,21 @@ fn a_write_that_finds_the_disk_full_leaves_no_clusters_allocated() {
     assert!(status.unwrap().success());
     let _mounted = Mounted(scratch.path("mnt"));
     scratch.write("input", &vec![0x5a; 32 << 20]);
-    for (format, written) in [("qcow2", "6M"), ("vmdk", "6M"), ("vdi", "6M")] {
+    for (format, written) in
+        [("qcow2", "6M"), ("vmdk", "6M"), ("vdi", "6M"), ("vhdx", "5M"), ("vhd", "6M")]
+    {
         let image = format!("mnt/disk.{format}");
         scratch.ok(&["create", &image, "64M"]);
-        scratch.fails(7, "No space left", &["write", &image, "0", "--input", "input"]);
-        let said = scratch.ok(&["check", &image]).stdout;
-        assert!(said.contains("sound"), "{format}: {said}");
-        let bytes = scratch.ok(&["read", &image, "0", written]).bytes;
-        assert!(bytes.iter().all(|byte| *byte == 0x5a), "{format}");
+        let write = ["write", &image, "0", "--input", "input"];
+        let dd = ["dd", "if=input", &format!("of={image}"), "seek=32768", "bs=512"];
+        let convert = ["convert", "--into", "input", &image];
+        for command in [&write[..], &dd, &convert] {
+            scratch.fails(7, "No space left", command);
+            let said = scratch.ok(&["check", &image]).stdout;
+            assert!(said.contains("sound"), "{format} {command:?}: {said}");
+            let bytes = scratch.ok(&["read", &image, "0", written]).bytes;
+            assert!(bytes.iter().all(|byte| *byte == 0x5a), "{format} {command:?}");
+        }
         std::fs::remove_file(scratch.path(&image)).unwrap();
     }
 }

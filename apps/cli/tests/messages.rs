@@ -25,6 +25,7 @@ fn source_and_target_in_one_are_told_as_such() {
         let answer = scratch.fails(2, "are one file", &["convert", "a", target]);
         assert!(!answer.stderr.contains("in use"), "{answer:?}");
     }
+    scratch.fails(2, "are one file", &["dd", "if=a", "of=link"]);
     // Where the same file is used twice in another way.
     scratch.ok(&["create", "base.qcow2", "1M"]);
     scratch.ok(&["create", "top.qcow2", "-b", "base.qcow2"]);
@@ -54,9 +55,29 @@ fn an_image_of_another_format_is_not_damaged() {
     let answer =
         scratch.fails(1, "is a qcow2 image", &["convert", "-f", "qcow", "a.qcow2", "o.raw"]);
     says(&answer, &["opened as qcow", "leave the format out"]);
-    // A damaged one is.
+    // A damaged one is, and is checked as what it was opened as.
     scratch.write("b.qcow2", &[0; 65536]);
-    scratch.fails(4, "magic at offset", &["info", "-f", "qcow2", "b.qcow2"]);
+    let answer = scratch.fails(4, "magic at offset", &["info", "-f", "qcow2", "b.qcow2"]);
+    says(&answer, &["'vdkit check -f qcow2 b.qcow2'"]);
+    // Nothing can be checked in a pipe.
+    let bytes = std::fs::read(scratch.path("a.qcow2")).unwrap();
+    let answer = scratch.run_with_input(&["convert", "-", "o.raw"], &bytes[..100_000]);
+    assert_eq!(answer.code, Some(4), "{answer:?}");
+    says(&answer, &["once it is in a file"]);
+    assert!(!answer.stderr.contains("check 'standard input'"), "{answer:?}");
+}
+
+#[test]
+fn a_format_that_is_not_written_is_not_supported() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "1M"]);
+    for command in [
+        &["convert", "-O", "dmg", "a.qcow2", "b"][..],
+        &["create", "-f", "qed", "b", "1M"],
+        &["create", "-f", "raw", "-b", "a.qcow2", "b"],
+    ] {
+        says(&scratch.fails(1, "not supported: ", command), &["hint: "]);
+    }
 }
 
 #[test]
@@ -84,7 +105,9 @@ fn sizes_that_mean_something_else_elsewhere_are_noted() {
     assert_eq!(answer.stderr.lines().count(), 1, "{answer:?}");
     let answer = scratch.ok(&["create", "x", "1"]);
     says(&answer, &["note: 1 byte was asked for, and the disk has 512", "20G is 20 GiB"]);
-    for size in ["10G", "10GiB", "64M"] {
+    // It has a unit.
+    assert!(!scratch.ok(&["create", "y", "10kB"]).stderr.contains("without a unit"));
+    for size in ["10G", "10GiB", "64M", "4K"] {
         assert_eq!(scratch.ok(&["create", "--force", "a.qcow2", size]).stderr, "", "{size}");
     }
 }
@@ -131,6 +154,14 @@ fn standard_streams_are_known_by_their_names_in_dev() {
     let answer = scratch.run_with_input(&["convert", "/dev/stdin", "b.raw"], &[7; 512]);
     assert_eq!(answer.code, Some(0), "{answer:?}");
     assert_eq!(std::fs::read(scratch.path("b.raw")).unwrap(), [7; 512]);
+    scratch.ok(&["create", "w.qcow2", "1M"]);
+    let answer = scratch.run_with_input(&["write", "w.qcow2", "0", "--input", "-"], &[7; 512]);
+    assert_eq!(answer.code, Some(0), "{answer:?}");
+    assert_eq!(scratch.ok(&["read", "w.qcow2", "0", "512"]).bytes, [7; 512]);
+    peer(&scratch.path(""), "mkfifo", &["pipe"]);
+    for command in [&["convert", "a.raw", "pipe"][..], &["create", "--force", "pipe", "1M"]] {
+        says(&scratch.fails(1, "pipe: is a pipe", command), &["vdkit convert SOURCE -"]);
+    }
     let answer = scratch.run_with_input(&["convert", "-", "b.raw"], &[7; 100]);
     says(&answer, &["standard input: ends within a sector"]);
     says(
@@ -161,6 +192,23 @@ fn what_is_missing_is_named_without_numbers_of_errors() {
         says(&scratch.fails(1, "the folder no is not there", command), &["mkdir -p no/dir"]);
     }
     scratch.fails(1, "nofile: there is no such file", &["info", "nofile"]);
+    // What is read would not be there either, if its folder were.
+    let answer = scratch.fails(1, "the folder no is not there", &["info", "no/x.raw"]);
+    assert!(!answer.stderr.contains("mkdir"), "{answer:?}");
+    for command in [
+        &["serve", "a.qcow2", "--nbd", "unix:no/socket"][..],
+        &["serve", "a.qcow2", "--vhost-user", "no/socket"],
+        &["serve", "a.qcow2", "--nbd", "unix:socket", "--control", "no/socket"],
+        &["mount", "a.qcow2", "no/file"],
+    ] {
+        says(&scratch.fails(1, "the folder no is not there", command), &["mkdir -p no"]);
+    }
+    let write = ["write", "a.qcow2", "0", "--input", "nofile"];
+    scratch.fails(1, "nofile: there is no such file", &write);
+    says(&scratch.fails(1, "there is no such socket", &["ctl", "no", "status"]), &["--control"]);
+    says(&scratch.fails(1, "it is no socket", &["ctl", "a.qcow2", "status"]), &["--control"]);
+    says(&scratch.fails(2, "is a command", &["man", "convert"]), &["vdkit man --page convert"]);
+    assert_eq!(scratch.names(), ["a.qcow2"]);
     for command in [
         &["info", "nofile"][..],
         &["ctl", "nosocket", "status"],
@@ -293,12 +341,22 @@ fn habits_of_qemus_programs_are_answered_with_what_does_it_here() {
         (&["serve", "-c", "/dev/nbd0", "a.qcow2"], "vdkit mount IMAGE FILE"),
         (&["serve", "-tk", "/run/a.sock", "a.qcow2"], "--once"),
         (&["serve", "-e", "3", "a.qcow2"], "--connections N"),
+        (&["convert", "-6", "a.qcow2", "b"], "compat=1.1"),
+        (&["create", "-e", "b.qcow2", "1M"], "encrypt.format=luks"),
+        (&["info", "--limits", "a.qcow2"], "vdkit doctor IMAGE"),
+        (&["create", "-f", "qcow2", "-o", "help"], "vdkit formats qcow2"),
     ] {
         let said = scratch.run(command);
         assert_eq!(said.code, Some(2), "{said:?}");
         says(&said, &[answer]);
         assert!(!said.stderr.contains("tip:"), "{said:?}");
     }
+    // An option that nobody knows is no file name, unless there is such a file.
+    let said = scratch.fails(2, "unexpected argument", &["info", "--bogus", "a.qcow2"]);
+    assert!(!said.stderr.contains("tip:"), "{said:?}");
+    scratch.write("-x", b"");
+    let said = scratch.fails(2, "unexpected argument", &["info", "-x"]);
+    says(&said, &["use '-- -x'"]);
     scratch.ok(&["snapshot", "create", "a.qcow2", "one"]);
     scratch.json_of("measure", 0, &["-l", "one", "a.qcow2"]);
     scratch.json_of("measure", 0, &["-s", "1M"]);

@@ -42,6 +42,40 @@ fn what_an_overlay_stands_on_is_changed_by_no_command_unasked() {
     scratch.ok(&["convert", "--force", "a.raw", "base.qcow2"]);
 }
 
+/// A data file and an extent are images that others stand on too.
+#[test]
+fn what_holds_another_images_data_is_changed_by_no_command_unasked() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "apart.qcow2", "4M", "-o", "data_file=data.raw"]);
+    scratch.ok(&["create", "-f", "vmdk", "-o", "subformat=monolithicFlat", "disk.vmdk", "4M"]);
+    scratch.ok(&["write", "apart.qcow2", "0", "4M", "--pattern", "1"]);
+    scratch.ok(&["write", "disk.vmdk", "0", "4M", "--pattern", "1"]);
+    scratch.ok(&["create", "a.qcow2", "1M"]);
+    for (file, image) in [("data.raw", "apart.qcow2"), ("disk-flat.vmdk", "disk.vmdk")] {
+        for command in [
+            &["write", "-f", "raw", file, "0", "512", "--pattern", "2"][..],
+            &["dd", "if=a.qcow2", "-O", "raw", &format!("of={file}")],
+            &["convert", "-O", "raw", "a.qcow2", file],
+            &["convert", "--into", "-O", "raw", "a.qcow2", file],
+            &["create", "--force", "-f", "raw", file, "1M"],
+            &["resize", "--shrink", "-f", "raw", file, "1M"],
+            &["serve", "-f", "raw", file, "--nbd", "unix:socket"],
+            &["mount", "-f", "raw", file, "mounted"],
+        ] {
+            let told = scratch.fails(5, image, command).stderr;
+            assert!(told.contains("whose data it holds"), "{told}");
+        }
+        let told = scratch.fails(5, image, &["convert", "-O", "raw", "a.qcow2", file]).stderr;
+        assert!(told.contains("by their own names") && !told.contains("rebase"), "{told}");
+        let bytes = std::fs::read(scratch.path(file)).unwrap();
+        assert!(bytes.len() == 4 << 20 && bytes.iter().all(|byte| *byte == 1), "{file}");
+    }
+    // The image itself is changed and replaced with its own files.
+    scratch.ok(&["write", "apart.qcow2", "0", "512", "--pattern", "2"]);
+    scratch.ok(&["convert", "a.qcow2", "disk.vmdk"]);
+    scratch.ok(&["write", "--force", "-f", "raw", "data.raw", "0", "512", "--pattern", "3"]);
+}
+
 /// Who only reads it, and who writes to another image of the folder, is not in the way.
 #[test]
 fn an_overlay_keeps_nobody_from_serving_what_nobody_writes() {

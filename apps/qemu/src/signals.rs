@@ -8,8 +8,9 @@ use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::flag;
 use vdkit::CancelToken;
 
-/// A token that SIGINT and SIGTERM cancel, so that the job stops and cleans up. A second signal
-/// ends the process at once, with exit code `code`.
+/// A token that SIGINT and SIGTERM cancel, so that the job stops and cleans up. A second SIGINT ends
+/// the process at once, with exit code `code`. A second SIGTERM does not: timeout(1) sends its signal
+/// twice.
 ///
 /// Exceeding the file size limit (`ulimit -f`) is an error from then on, which the job cleans up
 /// after, instead of a fatal signal.
@@ -18,10 +19,9 @@ use vdkit::CancelToken;
 /// The system refuses the handlers.
 pub fn cancel_on_signal(code: i32) -> io::Result<CancelToken> {
     let stop = Arc::new(AtomicBool::new(false));
+    // The order matters: the conditional shutdown must read the flag before this signal sets it.
+    flag::register_conditional_shutdown(SIGINT, code, Arc::clone(&stop))?;
     for signal in [SIGINT, SIGTERM] {
-        // The order matters: the conditional shutdown must read the flag before this signal sets
-        // it.
-        flag::register_conditional_shutdown(signal, code, Arc::clone(&stop))?;
         flag::register(signal, Arc::clone(&stop))?;
     }
     flag::register(SIGXFSZ, Arc::default())?;

@@ -570,8 +570,8 @@ impl dyn FormatDriver + '_ {
         self.creation().ok_or_else(|| {
             Error::unsupported(
                 file,
-                format!("writing a {} image", self.name()),
-                "this format is only read: convert it to qcow2 or another one",
+                format!("not supported: writing a {} image", self.name()),
+                "this format is only read: choose qcow2 or another one for what is written",
             )
         })
     }

@@ -12,8 +12,10 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum IoAction {
-    /// Opening or creating the file.
+    /// Opening the file.
     Open,
+    /// Creating the file.
+    Create,
     /// Reading bytes.
     Read,
     /// Writing bytes.
@@ -44,6 +46,7 @@ impl fmt::Display for IoAction {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Open => "open",
+            Self::Create => "create",
             Self::Read => "read",
             Self::Write => "write",
             Self::WriteZeroes => "write zeroes",

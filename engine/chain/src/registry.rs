@@ -244,24 +244,26 @@ impl Registry {
     /// Rejects a file whose extension is a format's name while its content is of no known format:
     /// more often a damaged or empty image than a raw disk.
     fn reject_misnamed(&self, file: &str) -> Result<()> {
-        if self.content_only {
+        let Some(format) = self.format_in_name(file).filter(|_| !self.content_only) else {
             return Ok(());
-        }
-        let (_, extension) = stem_and_extension(file);
-        let Some(driver) = self.find_by_file_name(file) else { return Ok(()) };
-        let format = extension.to_ascii_lowercase();
-        let DriverInfo { name, aliases, .. } = driver.info();
-        if name != format && !aliases.contains(&&*format) {
-            return Ok(());
-        }
-        if driver.probe(&[], &[], 0) == Probe::Fallback {
-            return Ok(());
-        }
+        };
         let what = format!(
-            "its name says that it is a {format} image, and its content is none: it is damaged, \
+            "its name says that it is a {format} image, but its content is not: it is damaged, \
              empty, or something else"
         );
         Err(Error::unsupported(file, what, Remedy::CheckAs { format }))
+    }
+
+    /// The format whose own name is the extension of this file name, or its end (`avhdx`). Other
+    /// extensions are used for raw disks too (`hdd`).
+    pub fn format_in_name(&self, file: &str) -> Option<String> {
+        let (_, extension) = stem_and_extension(file);
+        let driver = self.find_by_file_name(file)?;
+        let DriverInfo { name, aliases, .. } = driver.info();
+        let extension = extension.to_ascii_lowercase();
+        let mut names = aliases.iter().copied().chain([name]);
+        let format = names.find(|name| extension.ends_with(*name))?;
+        (driver.probe(&[], &[], 0) != Probe::Fallback).then(|| format.to_owned())
     }
 }
 

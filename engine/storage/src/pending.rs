@@ -202,6 +202,7 @@ fn create_beside(target: &Path, options: &FileOptions) -> Result<(PathBuf, FileS
                 if source.kind() == std::io::ErrorKind::AlreadyExists => {}
             // The user knows the target's name, not this one.
             Err(Error::File { action, source, .. }) => {
+                let action = if action == IoAction::Open { IoAction::Create } else { action };
                 return Err(file_error(&target.display().to_string(), action, source));
             }
             Err(other) => return Err(other),

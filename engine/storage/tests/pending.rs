@@ -347,5 +347,8 @@ fn what_is_no_file_cannot_be_replaced() {
     assert_eq!(create(Path::new("/")).kind(), ErrorKind::Usage);
     assert_eq!(create(Path::new("..")).kind(), ErrorKind::Usage);
     let missing = create(&dir.path().join("no/folder")).to_string();
-    assert!(missing.contains("no/folder: cannot open") && missing.contains("No such"), "{missing}");
+    assert!(
+        missing.contains("no/folder: cannot create") && missing.contains("No such"),
+        "{missing}"
+    );
 }

@@ -234,7 +234,10 @@ impl<E: Envelope> BlockImage<E> {
             if opening.has_parent && !opening.sector_maps {
                 return Err(Error::unsupported(
                     storage.name(),
-                    format!("writing to a {} image that stands on another one", envelope.name()),
+                    format!(
+                        "not supported: writing to a {} image that stands on another one",
+                        envelope.name()
+                    ),
                     Remedy::Overlay,
                 ));
             }

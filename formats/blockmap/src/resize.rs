@@ -16,7 +16,7 @@ impl<E: Envelope> BlockImage<E> {
         if self.sectors.is_some() {
             return Err(Error::unsupported(
                 self.storage.name(),
-                "another size of an image that stands on another one",
+                "not supported: another size of an image that stands on another one",
                 "convert it to a new image",
             ));
         }

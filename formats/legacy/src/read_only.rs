@@ -166,7 +166,7 @@ struct ReadOnly<M> {
 fn refuse_writing<T>(file: &str, format: &str) -> Result<T> {
     Err(Error::unsupported(
         file,
-        format!("writing a {format} image"),
+        format!("not supported: writing a {format} image"),
         "this format is only read: convert it to qcow2 or another one",
     ))
 }

@@ -65,7 +65,7 @@ impl Creation for RawDriver {
         if request.backing.is_some() {
             return Err(Error::unsupported(
                 storage.name(),
-                "a raw image with a backing file",
+                "not supported: a raw image with a backing file",
                 "raw has no place for its name; create a qcow2 image",
             ));
         }

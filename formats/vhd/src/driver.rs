@@ -46,7 +46,7 @@ impl FormatDriver for VhdDriver {
         DriverInfo {
             name: "vpc",
             aliases: &["vhd"],
-            extensions: &["vhd", "vpc"],
+            extensions: &["vhd", "vpc", "avhd"],
             description: "VHD, the disk images of Virtual PC, Hyper-V and Azure: fixed, dynamic, differencing",
         }
     }

@@ -3,7 +3,7 @@
 
 use parking_lot::Mutex;
 use rustc_hash::FxHashSet;
-use vdkit_block::{Error, HostOffset, Result, Storage};
+use vdkit_block::{Error, ErrorKind, HostOffset, Result, Storage};
 use vdkit_blockmap::{Envelope, Geometry, copy_entries};
 
 use crate::check::judge_capacity;
@@ -106,7 +106,16 @@ impl Envelope for VhdEnvelope {
         self.full.lock().clear();
         let end = geometry.file_end(end).next_multiple_of(SECTOR);
         let len = end + FOOTER_BYTES as u64;
-        self.grown(storage, end)?;
+        if let Err(error) = self.grown(storage, end) {
+            if error.kind() != ErrorKind::NoSpace || storage.len()? <= len {
+                return Err(error);
+            }
+            // A full file system: the end of the file gives back what the footer needs. Meanwhile only
+            // the copy at the start says what the disk is.
+            storage.set_len(len)?;
+            storage.sync()?;
+            self.grown(storage, end)?;
+        }
         if storage.caps().growable && storage.len()? != len {
             // The footer at the new end must be durable before the truncation.
             storage.sync()?;

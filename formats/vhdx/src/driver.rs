@@ -20,7 +20,7 @@ impl FormatDriver for VhdxDriver {
         DriverInfo {
             name: "vhdx",
             aliases: &[],
-            extensions: &["vhdx"],
+            extensions: &["vhdx", "avhdx"],
             description: "Hyper-V's format: fixed, dynamic or on a parent, its metadata kept by a log",
         }
     }

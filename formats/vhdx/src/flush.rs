@@ -24,9 +24,12 @@ use vdkit_meta::{Freed, Metadata, MutexGuard};
 
 use crate::header::Header;
 use crate::image::{Lead, Log, Meta, Vhdx};
-use crate::layout::BITMAP_BYTES;
+use crate::layout::{BITMAP_BYTES, MIB, PAGE_BYTES};
 use crate::log::entry::LoggedPage;
 use crate::log::pages_max;
+
+/// Longest log or table that is allocated in advance.
+const RESERVED_BYTES_MAX: u64 = 4 * MIB;
 
 /// Copies of dirty metadata at one moment.
 pub struct Copies {
@@ -127,9 +130,27 @@ impl Vhdx {
             ..now
         };
         headers.update(&*self.storage, next)?;
+        if data {
+            self.reserve_metadata(next.log_offset, next.log_bytes);
+        }
         // One header with the new GUIDs is durable now.
         self.session.store(true, Ordering::Release);
         Ok(())
+    }
+
+    /// Allocates the log and the block allocation table, so that changes can be committed where guest
+    /// data has filled the file system. Without that, all of a session's new blocks would be lost. Not
+    /// every file system can allocate.
+    fn reserve_metadata(&self, log_offset: u64, log_bytes: u64) {
+        let table = self.geometry.bat_entries(self.guest_len()) * 8;
+        let table = (self.entry_offset(0), table.next_multiple_of(PAGE_BYTES));
+        let (caps, len) = (self.storage.caps(), self.storage.len().unwrap_or(0));
+        for (at, bytes) in [(log_offset, log_bytes), table] {
+            let within = at.checked_add(bytes).is_some_and(|end| end <= len);
+            if caps.growable && within && bytes <= RESERVED_BYTES_MAX {
+                let _ = self.storage.allocate(HostOffset(at), bytes);
+            }
+        }
     }
 
     fn write_copies(&self, state: &mut Log, copies: &Copies) -> Result<()> {

@@ -270,7 +270,8 @@ pub fn convert_uncommitted(
         Some(_) => LeftBehind::of(source, &bitmaps, monitor),
         None => LeftBehind::default(),
     };
-    let moved = moving.run(source, disk, 0, monitor)?;
+    let moved = moving.run(source, disk, 0, monitor);
+    let moved = moved.inspect_err(|_| target.iter().for_each(Target::give_up))?;
     if let (Some(target), [from]) = (disk, source.disks()) {
         copy_bitmaps(from, target, &bitmaps)?;
     }

@@ -155,6 +155,9 @@ pub fn convert_stream(
              is filled up with zeroes"
         ));
     }
+    // The last step reaches past the stream's end.
+    moved.read = moved.read.min(bytes);
+    moved.zero_found = moved.zero_found.min(bytes.next_multiple_of(SECTOR));
     let bytes = options.size_of_new(bytes.next_multiple_of(SECTOR));
     let format = disk.map(|disk| disk.top().name().to_owned());
     target.finish(bytes, &monitor.cancel)?;
@@ -244,13 +247,19 @@ impl Receiver {
     }
 
     /// Sets the target's final length and renames it into place.
-    fn finish(self, bytes: u64, cancel: &CancelToken) -> Result<()> {
-        let Some(target) = self.target else { return Ok(()) };
+    fn finish(mut self, bytes: u64, cancel: &CancelToken) -> Result<()> {
+        let Some(target) = self.target.take() else { return Ok(()) };
         if self.fixed.is_none() {
             target.disk.resize(bytes)?;
         }
         target.close()?;
         target.commit(cancel).map(drop)
+    }
+}
+
+impl Drop for Receiver {
+    fn drop(&mut self) {
+        self.target.iter().for_each(Target::give_up);
     }
 }
 

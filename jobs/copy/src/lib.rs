@@ -38,7 +38,7 @@ pub use crew::default_threads;
 pub use dd::{DdOptions, DdPlan, DdReport, dd_new};
 pub use incoming::{Incoming, RawStream, convert_stream, receive};
 pub use mover::MovedBytes;
-pub use new_files::replaced_files;
+pub use new_files::{refuse_protocol_name, replaced_files};
 pub use rebase::{RebaseOptions, RebaseReport, find_backing, rebase, take_over};
 pub use source::Source;
 pub use target::{Destination, ExistingImage, NewImage, commit_options, new_file_options};

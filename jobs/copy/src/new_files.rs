@@ -70,7 +70,7 @@ impl NewFiles {
         for name in names {
             cancel.check()?;
             let target = beside(path, &name);
-            check_name(path, &name)?;
+            refuse_protocol_name(path, &name)?;
             let may = replace && (named(&name) || own.contains(&real_name(&target)));
             if !may && target.metadata().is_ok_and(|found| found.len() > 0) {
                 return Err(Error::invalid(
@@ -187,8 +187,11 @@ fn named_after(image: &Path, name: &str) -> bool {
     }
 }
 
-/// A name that looks like a protocol could never be opened again.
-fn check_name(image: &Path, name: &str) -> Result<()> {
+/// Refuses the name of a data file that looks like a protocol: it could never be opened again.
+///
+/// # Errors
+/// [`Error::InvalidFor`], with the image.
+pub fn refuse_protocol_name(image: &Path, name: &str) -> Result<()> {
     match name.split_once(':') {
         Some((before, _)) if !before.contains('/') => Err(Error::invalid(
             &image.display(),

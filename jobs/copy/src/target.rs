@@ -353,6 +353,14 @@ impl Target {
         self.disk.close()
     }
 
+    /// Closes a target that existed before, after a failure: the image gives back the space that was
+    /// reserved in it, and is marked clean. A new image is removed instead.
+    pub(crate) fn give_up(&self) {
+        if self.pending.is_none() && self.pipe.is_none() {
+            let _ = self.disk.close();
+        }
+    }
+
     /// Renames the files into place, and returns those that did not exist before. Cancellation is
     /// possible until the first rename.
     pub(crate) fn commit(self, cancel: &CancelToken) -> Result<Vec<PathBuf>> {

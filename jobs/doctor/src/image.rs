@@ -216,7 +216,8 @@ impl Examination<'_> {
                 })
                 .next()
                 .unwrap_or_default();
-            let message = format!("{} errors{first}; make a copy first", report.corruptions);
+            let errors = if report.corruptions == 1 { "error" } else { "errors" };
+            let message = format!("{} {errors}{first}; make a copy first", report.corruptions);
             let mend = command(&["vdkit", "check", "--repair", "all", &word]);
             self.add(DoctorCode::Corrupt, message, mend);
         }

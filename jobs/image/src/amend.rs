@@ -7,7 +7,7 @@ use vdkit_block::{AmendRequest, Error, Monitor, OptionKind, OptionSpec, Options,
 use vdkit_chain::{BackingChoice, Disk, OpenOptions, Registry, open_image};
 
 use crate::resize::{ResizeOptions, resize};
-use vdkit_copy::{NewBacking, find_backing};
+use vdkit_copy::{NewBacking, find_backing, refuse_protocol_name};
 
 /// An option of amend too, as in qemu-img.
 const SIZE: OptionSpec = OptionSpec {
@@ -52,6 +52,9 @@ pub fn amend<'a>(
         let found = find_backing(registry, image, &backing, opening, true)?;
         let format = found.reference.format.unwrap_or_default();
         options.set(opened.driver.name(), &specs, "backing_fmt", &format)?;
+    }
+    if let Some(name) = options.text("data_file") {
+        refuse_protocol_name(image, name)?;
     }
     let size = options.size("size");
     let grows = size.filter(|size| *size != opened.info.virtual_size);

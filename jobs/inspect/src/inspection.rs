@@ -64,7 +64,8 @@ pub enum Allow {
 pub struct InspectOptions {
     /// Exceptions.
     pub allow: Vec<Allow>,
-    /// The required format; see [`FORMAT_NAMES`].
+    /// The required format; see [`FORMAT_NAMES`]. Also a format that is always refused, to say that a file
+    /// is not even that.
     pub format: Option<String>,
     /// Maximum bytes of the guest disk.
     pub size_max: u64,
@@ -242,6 +243,7 @@ struct Inspection<'a> {
 pub fn inspect(storage: Arc<dyn Storage>, options: &InspectOptions) -> Result<InspectReport> {
     if let Some(format) = &options.format
         && !FORMAT_NAMES.contains(&format.as_str())
+        && !signature::BANNED.contains(&format.as_str())
     {
         let known = FORMAT_NAMES.join(", ");
         return Err(Error::Invalid(format!("unknown format '{format}'; known: {known}")));

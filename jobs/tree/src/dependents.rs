@@ -1,6 +1,6 @@
-//! Dependents of an image: overlays that a change of it would damage.
+//! Dependents of an image: overlays that a change of it would damage, and images whose data it holds.
 //!
-//! An image does not record its overlays. They are mostly in the same folder, so that folder is
+//! An image does not record its dependents. They are mostly in the same folder, so that folder is
 //! searched: headers only, a bounded number of files, no other file opened.
 
 use std::collections::BTreeSet;
@@ -20,12 +20,21 @@ const NAMED_MAX: usize = 8;
 /// File identity.
 type Identity = (u64, u64);
 
-/// Direct overlays of some images.
+/// How an image depends on a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Use {
+    /// The file is its backing image.
+    Backing,
+    /// The file holds its data: a data file, an extent.
+    Data,
+}
+
+/// Direct overlays of some images, and images whose data they hold.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Dependents {
-    /// The overlays, by path.
+    /// The dependent images, by path.
     pub overlays: Vec<PathBuf>,
-    /// A folder had too many files: there may be other overlays.
+    /// A folder had too many files: there may be other dependents.
     pub incomplete: bool,
 }
 
@@ -33,8 +42,8 @@ fn identity(path: &Path) -> Option<Identity> {
     path.metadata().ok().filter(|found| found.is_file()).map(|found| (found.dev(), found.ino()))
 }
 
-/// Searches the folders of `images` for direct overlays of them, except those in `images` and in
-/// `known`. Only regular files are searched and have overlays.
+/// Searches the folders of `images` for images that depend on them, except those in `images` and in
+/// `known`. Only regular files are searched and have dependents.
 ///
 /// # Errors
 /// [`Error::Interrupted`]. Unreadable folders and files are skipped.
@@ -61,7 +70,7 @@ pub fn dependents(
             let path = entry.path();
             let Some(own) = identity(&path) else { continue };
             if !left_out.contains(&own)
-                && backing_of(registry, &path).is_some_and(|on| targets.contains(&on))
+                && use_of(registry, &path, &targets).is_some()
                 && seen.insert(own)
             {
                 found.overlays.push(path);
@@ -93,16 +102,23 @@ fn folders_of(images: &[PathBuf]) -> Vec<PathBuf> {
     folders
 }
 
-/// The identity of an image's backing file, which is never opened.
-fn backing_of(registry: &Registry, image: &Path) -> Option<Identity> {
+/// How an image depends on one of `targets`, by the names in its header. The files are never opened.
+fn use_of(registry: &Registry, image: &Path, targets: &[Identity]) -> Option<Use> {
     // Reading a header needs no lock, even if a running guest holds one.
     let options = OpenOptions::default().lock(false).backing(BackingChoice::Ignore);
     let report = describe_chain(registry, image, &options).ok()?;
-    let backing = report.links.first()?.info.backing()?;
-    identity(&target_of(image, &backing.name)?)
+    let info = &report.links.first()?.info;
+    let refers = |name: &str| {
+        let found = target_of(image, name).and_then(|path| identity(&path));
+        found.is_some_and(|found| targets.contains(&found))
+    };
+    if info.backing().is_some_and(|backing| refers(&backing.name)) {
+        return Some(Use::Backing);
+    }
+    info.files.iter().any(|name| refers(name)).then_some(Use::Data)
 }
 
-/// Fails if overlays depend on `images`.
+/// Fails if other images depend on `images`.
 ///
 /// # Errors
 /// [`Error::Dependents`], naming them; as [`dependents`].
@@ -130,14 +146,24 @@ pub fn refuse_dependents(
     if found.overlays.len() > NAMED_MAX {
         names.push(format!("and {} more", found.overlays.len() - NAMED_MAX));
     }
+    let targets: Vec<Identity> = images.iter().filter_map(|image| identity(image)).collect();
+    let first_use = use_of(registry, first, &targets);
+    let (which, remedy) = if first_use == Some(Use::Data) {
+        ("whose data it holds", format!("change them by their own names: {}", show(first)))
+    } else {
+        let first = show(first);
+        let independent = format!("'vdkit rebase {first} --no-backing'");
+        (
+            "that are based on it",
+            format!(
+                "use an overlay of its own instead, or first make them independent ({independent})"
+            ),
+        )
+    };
     Err(Error::Dependents {
         file: show(image),
-        what: format!("{doing} would damage the images that are based on it"),
+        what: format!("{doing} would damage the images {which}"),
         dependents: names,
-        hint: format!(
-            "use an overlay of its own instead, or first make them independent ('vdkit rebase {} \
-             --no-backing'); if they are not needed any more, repeat with --force",
-            show(first)
-        ),
+        hint: format!("{remedy}; if they are not needed any more, repeat with --force"),
     })
 }

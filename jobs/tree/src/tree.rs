@@ -152,8 +152,9 @@ pub fn tree(
                 found.insert(file.clone(), link);
             }
             Err(error) if single && *file == asked => return Err(error),
-            // Any folder may contain files of other types.
-            Err(Error::Unsupported { .. }) => {}
+            // Any folder may contain files of other types, but not under the name of a format.
+            Err(Error::Unsupported { .. })
+                if registry.format_in_name(&file.to_string_lossy()).is_none() => {}
             Err(error) => {
                 report.faults.push(TreeFault { path: file.clone(), error: error.to_string() });
             }

@@ -20,7 +20,7 @@ use vdkit::jobs::{
 use vdkit::stream::{Checksum, OutPipe};
 use vdkit::{
     BackingChoice, CacheMode, CancelToken, Codec, CompressionSpec, FormatDriver, Monitor,
-    OpenOptions, Options, Registry, Secret, same_file,
+    OpenOptions, Options, Registry, Secret,
 };
 
 use super::{Group, Run, Subcommand, runs};
@@ -148,7 +148,7 @@ pub struct ConvertArgs {
     /// Accept an empty source as a disk of zero bytes instead of failing
     #[arg(long)]
     allow_empty: bool,
-    /// Write to the target even if overlays depend on it, or if a block device already has content
+    /// Write to the target even if other images depend on it, or if a block device already has content
     #[arg(long)]
     force: bool,
     /// Copy at most this many bytes per second
@@ -235,16 +235,7 @@ impl Run for ConvertArgs {
             return Err(Failure::usage("the TARGET is missing")
                 .hint("'vdkit convert SOURCE null:' reads without writing"));
         };
-        if let Some(source) = sources.iter().find(|source| {
-            same_file(source, target) || (*source == target && super::is_export(target))
-        }) {
-            return Err(Failure::usage(format!(
-                "{} and {} are one file, which cannot be source and target at once",
-                source.display(),
-                target.display()
-            ))
-            .hint("give the target another name; it can take the old one's place when it is finished ('mv')"));
-        }
+        sources.iter().try_for_each(|source| super::refuse_itself(source, target))?;
         protocols::refuse_target(target)?;
         if self.snapshot.is_some() && sources.len() > 1 {
             return Err(Failure::usage("--snapshot is for one source: convert each by itself"));

@@ -35,14 +35,27 @@ vdkit create -f qcow2 /dev/vg0/guest 20G          on a block device
     ..runs::<CreateArgs>()
 };
 
+/// A size on the command line.
+#[derive(Clone, Copy, Debug)]
+struct Asked {
+    bytes: u64,
+    /// It has a unit.
+    unit: bool,
+}
+
+fn asked(text: &str) -> Result<Asked, String> {
+    let unit = text.ends_with(|last: char| last.is_ascii_alphabetic());
+    size(text).map(|bytes| Asked { bytes, unit })
+}
+
 #[derive(Args, Debug)]
 pub struct CreateArgs {
     /// The new image, or a block device
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
     /// Size of the guest disk (default: that of the backing image or of the device)
-    #[arg(value_name = "SIZE", value_parser = size)]
-    size: Option<u64>,
+    #[arg(value_name = "SIZE", value_parser = asked)]
+    size: Option<Asked>,
     /// Format of the image (default: from the ending of its name, or raw)
     #[arg(short = 'f', long, value_name = "FORMAT")]
     format: Option<String>,
@@ -106,7 +119,7 @@ impl CreateArgs {
     fn note_size(&self, format: &str, guest_bytes: u64) {
         /// A size below this probably lacks its unit.
         const SMALL: u64 = 64 << 10;
-        let Some(asked) = self.size else { return };
+        let Some(Asked { bytes: asked, unit }) = self.size else { return };
         let mut said = Vec::new();
         if guest_bytes != asked {
             said.push(format!(
@@ -115,7 +128,7 @@ impl CreateArgs {
                 if asked == 1 { "1 byte was".to_owned() } else { format!("{asked} bytes were") }
             ));
         }
-        if (1..SMALL).contains(&asked) {
+        if !unit && (1..SMALL).contains(&asked) {
             said.push("a size without a unit is in bytes: 20G is 20 GiB".to_owned());
         }
         if !said.is_empty() {
@@ -131,7 +144,8 @@ impl Run for CreateArgs {
         let preset = self.made_for.map(|preset| preset.options(Use::Disk));
         let options = self.options.parse(driver, preset, self.key.key())?;
         let backing = self.new_backing(&options)?;
-        if let (Some(preset), Some(bytes)) = (self.made_for, self.size)
+        let size = self.size.map(|asked| asked.bytes);
+        if let (Some(preset), Some(bytes)) = (self.made_for, size)
             && !bytes.is_multiple_of(preset.unit())
         {
             return Err(Failure::usage(format!(
@@ -140,7 +154,7 @@ impl Run for CreateArgs {
                 bytes_long(bytes)
             )));
         }
-        if self.size.is_none() && backing.is_none() && !super::is_device(&self.image) {
+        if size.is_none() && backing.is_none() && !super::is_device(&self.image) {
             let image = self.image.display().to_string();
             return Err(Failure::usage(format!("{image}: a size is needed"))
                 .hint(format!("'vdkit create {} 20G' makes a disk of 20 GiB", quoted(&image))));
@@ -153,7 +167,7 @@ impl Run for CreateArgs {
                 .hint("'--force' replaces it, with all that is in it"));
         }
         let create = CreateOptions::new(&self.image, driver)
-            .guest_bytes(self.size)
+            .guest_bytes(size)
             .options(options)
             .backing(backing)
             .replace(self.force)

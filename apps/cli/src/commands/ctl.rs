@@ -12,7 +12,7 @@ use vdkit_qemu::dates;
 
 use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{Json, ProgressOption, print_notes, size};
-use crate::failure::{Exit, Failure, Outcome};
+use crate::failure::{Exit, Failure, Outcome, not_answered};
 use crate::output::bytes_long;
 use crate::session::Session;
 
@@ -221,7 +221,7 @@ impl CtlArgs {
     fn ask(&self, command: &Command) -> Result<Value, Failure> {
         ask(&self.socket, command).map_err(|error| match error.kind() {
             io::ErrorKind::Other => Failure::failed(error.to_string()),
-            _ => Failure::failed(format!("{}: no service answers: {error}", self.socket.display())),
+            _ => not_answered(&self.socket, &error),
         })
     }
 

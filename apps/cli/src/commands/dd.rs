@@ -173,6 +173,7 @@ impl Run for DdArgs {
     fn run(self, session: &mut Session) -> Outcome {
         let registry = vdkit::registry();
         let request = Request::of(&self.operands)?;
+        super::refuse_itself(&request.source, &request.target)?;
         protocols::refuse_target(&request.target)?;
         let reading = OpenOptions::read_only()
             .maybe_format(self.format.clone())

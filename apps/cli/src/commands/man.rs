@@ -38,6 +38,14 @@ impl Run for ManArgs {
         let mut root = definition::command();
         root.build();
         if let Some(dir) = &self.dir {
+            if let Some(name) = dir.to_str().filter(|name| super::find(name).is_some())
+                && !dir.exists()
+            {
+                let text = format!("'{name}' is a command, and DIR a folder for all pages");
+                return Err(Failure::usage(text).hint(format!(
+                    "'vdkit man --page {name}' prints its page; a folder of this name is './{name}'"
+                )));
+            }
             return write_all(root, dir);
         }
         let page = match self.page {

@@ -7,7 +7,7 @@ use std::path::Path;
 use clap::{ArgMatches, Args, Command, FromArgMatches};
 
 use vdkit::jobs::Preset;
-use vdkit::{Disk, FormatDriver};
+use vdkit::{Disk, FormatDriver, same_file};
 
 use crate::failure::{Failure, Outcome, Tone, print_line, quoted};
 use crate::progress::Reporter;
@@ -209,41 +209,63 @@ pub(crate) fn target_driver(
         return Ok(vdkit::format(name)?);
     }
     let ending = path.extension().and_then(OsStr::to_str).unwrap_or_default();
-    let not_written = |format: &str| {
-        Err(Failure::failed(format!(
-            "{}: its name asks for the {format} format, which vdkit does not write",
-            path.display()
-        ))
-        .hint("choose another name, or the format with -f or -O"))
-    };
-    if ending.eq_ignore_ascii_case("ova") {
-        return Err(Failure::failed(format!(
-            "{}: its name asks for an appliance (OVA), a package of finished disks, not a disk to write to",
-            path.display()
-        ))
-        .hint(format!(
-            "make the disk under another name, and pack it when it is finished: 'vdkit convert DISK… {}'",
-            quoted(&path.display().to_string())
-        )));
-    }
-    if ending.eq_ignore_ascii_case("iso") {
-        return not_written("ISO 9660");
+    let name = path.display().to_string();
+    if let Some((_, what, hint)) =
+        NOT_WRITTEN.iter().find(|(known, ..)| known.eq_ignore_ascii_case(ending))
+    {
+        return Err(Failure::failed(format!("{name}: its name asks for {what}"))
+            .hint(hint.replace("NAME", &quoted(&name))));
     }
     match vdkit::registry().find_by_extension(ending) {
         Some(driver) if driver.creation().is_some() => Ok(driver),
-        Some(driver) => not_written(driver.name()),
+        Some(driver) => {
+            let what = format!("the {} format, which vdkit does not write", driver.name());
+            Err(Failure::failed(format!("{name}: its name asks for {what}")).hint(OTHER_NAME))
+        }
         None => {
             if !ending.is_empty() && !RAW_ENDINGS.iter().any(|raw| raw.eq_ignore_ascii_case(ending))
             {
-                let name = path.display();
-                let text =
-                    format!("{name}: '.{ending}' is the name of no format: this is a raw disk");
+                let text = format!(
+                    "{name}: '.{ending}' is the name of no format: this is a raw disk (another \
+                     format: -f or -O)"
+                );
                 print_line(Tone::Warning, &text);
             }
             Ok(vdkit::format("raw")?)
         }
     }
 }
+
+/// What to do about a name whose format is not written.
+const OTHER_NAME: &str = "choose another name, or the format with -f or -O";
+
+/// How to compress a disk: as a whole, or within the image.
+const COMPRESSED: &str = "'vdkit convert SOURCE -O raw - | gzip > NAME' (or xz, zstd) compresses a raw disk; '-O qcow2 \
+                          --compress' makes a compressed image, which can be used as it is";
+
+/// Endings of what is no format of a disk to write to: what it is, and what to do instead. `NAME`
+/// stands for the target, quoted for a shell.
+const NOT_WRITTEN: &[(&str, &str, &str)] = &[
+    (
+        "ova",
+        "an appliance (OVA), a package of finished disks, not a disk to write to",
+        "make the disk under another name, and pack it when it is finished: 'vdkit convert DISK… NAME'",
+    ),
+    (
+        "ovf",
+        "the description of an appliance, not a disk",
+        "a name with '.ova' makes an appliance of disks: 'vdkit convert DISK… NEW.ova'",
+    ),
+    ("iso", "the ISO 9660 format, which vdkit does not write", OTHER_NAME),
+    ("gz", "a file compressed with gzip, which vdkit only reads", COMPRESSED),
+    ("xz", "a file compressed with xz, which vdkit only reads", COMPRESSED),
+    ("zst", "a file compressed with zstd, which vdkit only reads", COMPRESSED),
+    ("bz2", "a file compressed with bzip2, which vdkit does not write", OTHER_NAME),
+    ("zip", "an archive, which vdkit does not write", OTHER_NAME),
+    ("7z", "an archive, which vdkit does not write", OTHER_NAME),
+    ("tar", "an archive, which vdkit does not write", OTHER_NAME),
+    ("tgz", "an archive, which vdkit does not write", OTHER_NAME),
+];
 
 /// The driver of the format that a preset needs. `format` is the format that the user named as
 /// well.
@@ -280,6 +302,21 @@ pub(crate) fn tell_half_written(target: &Path, progress: &Reporter) {
         );
         print_line(Tone::Warning, &text);
     }
+}
+
+/// Refuses a source that is the target too, by whatever name.
+pub(crate) fn refuse_itself(source: &Path, target: &Path) -> Result<(), Failure> {
+    if !same_file(source, target) && (source != target || !is_export(target)) {
+        return Ok(());
+    }
+    Err(Failure::usage(format!(
+        "{} and {} are one file, which cannot be source and target at once",
+        source.display(),
+        target.display()
+    ))
+    .hint(
+        "give the target another name; it can take the old one's place when it is finished ('mv')",
+    ))
 }
 
 /// Whether a name is of a block device or of an NBD export: the target is there already, and has a

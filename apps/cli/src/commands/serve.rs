@@ -14,7 +14,7 @@ use vdkit::{CancelToken, Disk, vhost_user};
 
 use super::{Group, Run, Subcommand, runs};
 use crate::arguments::Json;
-use crate::failure::{Exit, Failure, Outcome};
+use crate::failure::{Exit, Failure, Outcome, not_made};
 use crate::fuse::{self, FuseOptions};
 use crate::notify;
 use crate::serving::{DRAIN, ServedDisk, wait};
@@ -137,8 +137,10 @@ impl ServeArgs {
             listeners.push(listener);
         }
         for address in &self.nbd {
-            let listener = Listener::bind(address)
-                .map_err(|error| Failure::failed(format!("{address}: {error}")))?;
+            let listener = Listener::bind(address).map_err(|error| match address {
+                Address::Unix(path) => not_made(&address.to_string(), path, &error),
+                _ => Failure::failed(format!("{address}: {error}")),
+            })?;
             uris.push(listener.uri(&self.name, self.tls.is_some()));
             listeners.push(listener);
         }
@@ -154,9 +156,10 @@ impl ServeArgs {
     /// Listens at the socket of `--vhost-user`.
     fn vhost_listener(&self) -> Result<Option<vhost_user::Listener>, Failure> {
         let Some(path) = &self.vhost_user else { return Ok(None) };
-        let listener = vhost_user::Listener::bind(path)
-            .map_err(|error| Failure::failed(format!("{}: {error}", path.display())))?;
-        Ok(Some(listener))
+        let listener = vhost_user::Listener::bind(path);
+        let listener =
+            listener.map_err(|error| not_made(&path.display().to_string(), path, &error));
+        listener.map(Some)
     }
 
     fn check_bitmaps(&self, disk: &Disk) -> Result<(), Failure> {
@@ -227,7 +230,7 @@ impl ServeArgs {
             let images = LiveImages::new(vdkit::registry(), self.disk.options());
             let controller = Controller::new(Arc::clone(export), quit.clone());
             Control::start(path, controller.with_images(Arc::new(images)))
-                .map_err(|error| Failure::failed(format!("--control {}: {error}", path.display())))
+                .map_err(|error| not_made(&format!("--control {}", path.display()), path, &error))
         };
         let control = self.control.as_ref().map(start_control).transpose()?;
         let metrics = self.disk.tell_counts(export)?;

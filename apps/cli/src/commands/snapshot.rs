@@ -111,7 +111,9 @@ impl SnapshotArgs {
                     Action::Delete => "delete IMAGE SNAPSHOT",
                     Action::Rename => "rename IMAGE SNAPSHOT NAME",
                 };
-                return Err(Failure::usage(format!("as it is used: vdkit snapshot {wanted}")));
+                return Err(Failure::usage(format!(
+                    "names are missing or too many; write 'vdkit snapshot {wanted}'"
+                )));
             }
         };
         if self.opening.opening.force_share {

@@ -11,7 +11,7 @@ use vdkit::serve::{Command, ask};
 
 use super::{Group, Run, Subcommand, runs};
 use crate::arguments::Json;
-use crate::failure::{Exit, Failure, Outcome, say};
+use crate::failure::{Exit, Failure, Outcome, not_answered, say};
 use crate::session::Session;
 
 mod rates;
@@ -119,8 +119,7 @@ impl Watch {
             Ok(Ok(sample)) => sample,
             Ok(Err(_)) if self.before.is_some() => return Ok(Update::End),
             Ok(Err(error)) => {
-                let socket = self.socket.display();
-                return Err(Failure::failed(format!("{socket}: no service answers: {error}")));
+                return Err(not_answered(&self.socket, &error));
             }
             Err(RecvTimeoutError::Timeout) => return Ok(Update::Nothing),
             Err(RecvTimeoutError::Disconnected) => return Ok(Update::End),

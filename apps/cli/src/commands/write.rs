@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{ArgGroup, Args, ValueHint};
 use serde::Serialize;
@@ -12,7 +12,7 @@ use vdkit::{CancelToken, Disk, GuestOffset};
 
 use super::{Group, Run, Subcommand, runs};
 use crate::arguments::{CacheOption, Force, Json, Writing, size};
-use crate::failure::{Exit, Failure, Outcome};
+use crate::failure::{Exit, Failure, Outcome, missing};
 use crate::guard;
 use crate::output::bytes_long;
 use crate::session::Session;
@@ -61,7 +61,7 @@ pub struct WriteArgs {
     /// Discard LENGTH bytes; they then read as zero or as before
     #[arg(long)]
     discard: bool,
-    /// Write the bytes of this file instead of stdin's
+    /// Write the bytes of this file instead of stdin's ('-')
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     input: Option<PathBuf>,
     #[command(flatten)]
@@ -125,17 +125,26 @@ impl WriteArgs {
         if self.pattern.is_some() || self.zero || self.discard {
             return Ok(None);
         }
-        let opened = match &self.input {
+        let opened = match self.input_file() {
             Some(path) => File::open(path),
             None => io::stdin().as_fd().try_clone_to_owned().map(File::from),
         };
         opened.map(Some).map_err(|error| {
-            Failure::failed(format!("{}: cannot read: {error}", self.input_name()))
+            let name = self.input_name();
+            Failure::failed(match error.kind() {
+                io::ErrorKind::NotFound => missing(&name),
+                _ => format!("{name}: cannot read: {error}"),
+            })
         })
     }
 
+    /// The input, if it is not stdin (`-`).
+    fn input_file(&self) -> Option<&Path> {
+        self.input.as_deref().filter(|path| *path != Path::new("-"))
+    }
+
     fn input_name(&self) -> String {
-        self.input.as_ref().map_or("stdin".to_owned(), |path| path.display().to_string())
+        self.input_file().map_or("stdin".to_owned(), |path| path.display().to_string())
     }
 
     /// Writes `len` bytes that need no input: a pattern, zeroes or a discard.

@@ -100,12 +100,15 @@ pub struct InspectArgs {
 
 impl InspectArgs {
     fn options(&self) -> InspectOptions {
-        let named = || vdkit::format_of_name(&self.image.to_string_lossy());
-        let format = self.format.as_deref().or_else(named);
-        let format = format.map(|name| if name == "vpc" { "vhd" } else { name });
+        let name = self.image.to_string_lossy();
+        let named = || {
+            let written = vdkit::format_of_name(&name).map(str::to_owned);
+            written.or_else(|| vdkit::registry().format_in_name(&name))
+        };
+        let format = self.format.clone().or_else(named);
         let mut options = InspectOptions::default();
         options.allow = self.allow.clone();
-        options.format = format.map(str::to_owned);
+        options.format = format.map(|name| if name == "vpc" { "vhd".to_owned() } else { name });
         options.size_max = self.max_size.unwrap_or(options.size_max);
         options.ratio_max = self.max_ratio.unwrap_or(options.ratio_max);
         options.strict = self.strict;
@@ -141,7 +144,7 @@ struct InspectAnswer<'a> {
 impl Run for InspectArgs {
     fn run(self, session: &mut Session) -> Outcome {
         let options = self.options();
-        if let Some(format) = &options.format
+        if let (Some(format), Some(_)) = (&options.format, &self.format)
             && !vdkit::jobs::inspect::FORMAT_NAMES.contains(&format.as_str())
         {
             let known = vdkit::jobs::inspect::FORMAT_NAMES.join(", ");
