@@ -364,6 +364,10 @@ fn a_cell_that_failed_later_is_not_counted_as_measured() {
     // Another cell of the fixture never worked.
     assert!(page.contains(&format!("<span>{} of {all} cells measured", all - 2)), "the facts");
     assert!(page.contains("failed after 5 rounds (the guest does not shut down)"));
+    // A page once had a quarter of an hour of a guest's console in one field.
+    let console = format!("it failed\n{}", "eta 01m:01s ".repeat(1000));
+    run.cells[3].outcome = Outcome::Failed(console);
+    assert!((1..60).contains(&html(&run).matches("eta 01m:01s").count()));
 }
 
 #[test]
