@@ -120,6 +120,8 @@ impl Call<'_> {
             format!("--randseed={}", self.seed >> 1),
             "--group_reporting".to_owned(),
             "--thread".to_owned(),
+            // A guest's console is a terminal, on which fio would print its progress.
+            "--eta=never".to_owned(),
         ]
     }
 

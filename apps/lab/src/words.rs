@@ -138,9 +138,11 @@ pub fn label(axes: &Axes) -> String {
     axes.iter().map(|(axis, value)| alone(axis, value)).collect::<Vec<_>>().join(" · ")
 }
 
-/// Formats a value without its axis's name, which numbers and `none` need to be understood.
-fn alone(axis: &str, value: &str) -> String {
+/// Formats a value without its axis's name, which numbers and `none` need to be understood. Marks a
+/// value that may lose data, wherever it is named: its speed must not be taken for advice.
+pub fn alone(axis: &str, value: &str) -> String {
     match (axis, value) {
+        ("cache", "unsafe") => "unsafe (may lose data)".to_owned(),
         ("content", "none") => "empty disk".to_owned(),
         ("content", "full") => "filled disk".to_owned(),
         ("images", "1") => "1 image".to_owned(),
@@ -279,6 +281,7 @@ mod tests {
         let axes = [("layout", "raw"), ("content", "none"), ("size", "16G"), ("images", "8")];
         let axes = axes.map(|(axis, value)| (axis.to_owned(), value.to_owned())).to_vec();
         assert_eq!(label(&axes), "raw · empty disk · 16G · 8 images");
+        assert_eq!(label(&crate::model::axes_of(&[("cache", "unsafe")])), "unsafe (may lose data)");
         let survived = crate::model::metric(SURVIVED).unwrap();
         let said = [0.0, 1.0, 0.5].map(|part| value(survived, part));
         assert_eq!(said, ["no", "yes", "50 %"]);

@@ -43,9 +43,9 @@ const BOOT: Duration = Duration::from_secs(180);
 /// Interval between two queries whether QEMU has stopped the guest.
 const ASK: Duration = Duration::from_millis(500);
 
-/// Approximate duration of a round besides its commands: until the pool is found full, until it has
-/// space again, and for the rest of the writes.
-pub const SECONDS: f64 = 6.5;
+/// Approximate duration of a round besides its commands, for a client that waits: until the pool is
+/// found full, until it has space again, and for the rest of the writes.
+pub const SECONDS: f64 = 4.0;
 
 pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
     need_root("a small file system that fills")?;

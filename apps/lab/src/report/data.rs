@@ -6,7 +6,7 @@ use serde_json::json;
 use crate::matrix::{Matrix, Role, role};
 use crate::model::{Axes, Better};
 use crate::stats::geometric_mean;
-use crate::words::{percent, title, value};
+use crate::words::{alone, percent, title, value};
 
 /// A cell's value as a fraction of the best one under the same load: 1 is the best.
 #[derive(Clone, Debug)]
@@ -135,10 +135,10 @@ fn table(matrix: &Matrix<'_>, parts: &[Part], rows: &str, columns: &str) -> Mark
             caption class="sr" { (title(rows)) " against " (title(columns)) }
             thead { tr {
                 td {}
-                @for column in &across { th scope="col" { (column) } }
+                @for column in &across { th scope="col" { (alone(columns, column)) } }
             } }
             tbody { @for row in &down { tr {
-                th scope="row" { (row) }
+                th scope="row" { (alone(rows, row)) }
                 @for column in &across {
                     @match field(row, column) {
                         Some((part, text)) => td style=(format!("--v:{:.3}", part.clamp(0.0, 1.0))) {
@@ -160,7 +160,8 @@ fn embedded(matrix: &Matrix<'_>, parts: &[Part]) -> String {
         .varying
         .iter()
         .map(|axis| {
-            let values = matrix.values(axis);
+            let values = matrix.values(axis).into_iter().map(|value| alone(axis, value));
+            let values: Vec<String> = values.collect();
             json!({"name": axis, "title": title(axis), "values": values, "p": tells_programs(axis)})
         })
         .collect();
@@ -168,7 +169,8 @@ fn embedded(matrix: &Matrix<'_>, parts: &[Part]) -> String {
         .iter()
         .map(|part| {
             let cell = &matrix.run.cells[part.cell];
-            let values: Vec<_> = matrix.varying.iter().map(|axis| cell.axis(axis)).collect();
+            let named = |axis: &&str| cell.axis(axis).map(|value| alone(axis, value));
+            let values: Vec<_> = matrix.varying.iter().map(named).collect();
             let short = |part: f64| (part * 1e4).round() / 1e4;
             let own = part.of_own.map(short);
             json!({"v": values, "p": short(part.of_all), "o": own, "t": part.text})

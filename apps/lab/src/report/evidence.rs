@@ -2,6 +2,7 @@
 
 use maud::{Markup, html};
 
+use super::charts::shortened;
 use super::head::code;
 use crate::axes::about_value;
 use crate::lists::distinct;
@@ -9,6 +10,9 @@ use crate::matrix::values;
 use crate::model::{Cell, Effort, Outcome, PlaceInfo, PlaceKind, Run, Section};
 use crate::stats::outliers;
 use crate::words::{bytes, heading, label, plural, time, title, value_of};
+
+/// Longest reason. A guest's console may be longer; the run's file has all of it.
+const REASON_LETTERS: usize = 600;
 
 /// Cells without results, with the reasons.
 pub(super) fn missing(run: &Run) -> Option<Markup> {
@@ -28,7 +32,7 @@ pub(super) fn missing(run: &Run) -> Option<Markup> {
                         tr {
                             th scope="row" { (label(&cell.axes)) }
                             td { (state) }
-                            td class="why" { (why.unwrap_or("not reached yet")) }
+                            td class="why" { (shortened(why.unwrap_or("not reached yet"), REASON_LETTERS)) }
                         }
                     } }
                 }

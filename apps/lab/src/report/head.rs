@@ -4,17 +4,20 @@ use maud::{Markup, html};
 
 use crate::axes::about_value;
 use crate::lists::grouped;
-use crate::model::{Axes, Run};
+use crate::model::{Axes, Cell, Outcome, Run};
 use crate::stats::{Gain, NARROW};
 use crate::verdict::{
-    Advice, Exception, SURVIVED_TOO, SetAside, Setup, Verdict, blocking, interval,
+    Advice, Exception, Level, SURVIVED_TOO, SetAside, Setup, Verdict, blocking, interval,
 };
-use crate::words::{date, first_of, label, listed, plural, sentence, time, times, title};
+use crate::words::{alone, date, first_of, label, listed, plural, sentence, time, times, title};
 
 /// The title, the machine in one line, and the theme switch.
 pub(super) fn top(run: &Run) -> Markup {
     let environment = &run.environment;
-    let measured = run.cells.iter().filter(|cell| !cell.samples.is_empty()).count();
+    // A cell that failed in a later round is listed as not measured.
+    let failed = |cell: &Cell| matches!(cell.outcome, Outcome::Failed(_));
+    let measured = run.cells.iter().filter(|cell| !cell.samples.is_empty() && !failed(cell));
+    let measured = measured.count();
     let rounds = run.cells.iter().map(|cell| cell.samples.len()).max().unwrap_or(0);
     let cores = plural(environment.cores as usize, "thread");
     html! {
@@ -48,18 +51,17 @@ pub(super) fn verdict(run: &Run, verdict: &Verdict) -> Markup {
     html! {
         section id="verdict" class="verdict" aria-labelledby="verdict-h" {
             @if !verdict.missing.is_empty() { (missing(verdict)) }
-            p class=(if verdict.advice == Advice::Use { "kicker loud" } else { "kicker" }) {
-                (kicker(verdict))
-            }
+            @let (words, loud) = kicker(verdict);
+            p class=(if loud { "kicker loud" } else { "kicker" }) { (words) }
             h2 id="verdict-h" class=(if verdict.best.is_some() { "" } else { "plain" }) {
                 @match &verdict.best {
                     Some(axes) => {
-                        @for (i, (_, value)) in axes.iter().enumerate() {
+                        @for (i, (axis, value)) in axes.iter().enumerate() {
                             @if i > 0 {
                                 span class="dotsep" aria-hidden="true" { " · " }
                                 span class="sr" { ", " }
                             }
-                            (value)
+                            (alone(axis, value))
                         }
                     }
                     None => { (no_advice(verdict)) }
@@ -98,10 +100,12 @@ pub(super) fn verdict(run: &Run, verdict: &Verdict) -> Markup {
     }
 }
 
-/// The line above the heading, as strong as the evidence.
-fn kicker(verdict: &Verdict) -> &'static str {
-    match verdict.advice {
-        Advice::Use => "Use here",
+/// The line above the heading, as strong as the evidence, and whether it is loud.
+fn kicker(verdict: &Verdict) -> (&'static str, bool) {
+    let words = match verdict.advice {
+        // One round shows what survives, but not how reliably.
+        Advice::Use | Advice::Stay if verdict.confidence.level == Level::Hint => "A first hint",
+        Advice::Use => return ("Use here", true),
         Advice::Stay if verdict.hidden.is_some_and(|most| most > NARROW) => {
             "Undecided: keep the default"
         }
@@ -109,7 +113,8 @@ fn kicker(verdict: &Verdict) -> &'static str {
         Advice::Untold if verdict.survival => "No advice",
         Advice::Untold => "Undecided",
         Advice::None => "No advice",
-    }
+    };
+    (words, false)
 }
 
 /// The heading if there is no advice.

@@ -8,8 +8,8 @@ use crate::lists::grouped;
 use crate::matrix::{Matrix, OWN_TOOL, Role, role};
 use crate::model::{Axes, Better, Cell, SURVIVED};
 use crate::stats::{Decision, Gain, Summary};
-use crate::verdict::{Ranking, TOP, Verdict, rankings};
-use crate::words::{label, percent, plural, sentence, span, times, title, value};
+use crate::verdict::{Ranking, TOP, UNSAFE, Verdict, rankings};
+use crate::words::{alone, label, percent, plural, sentence, span, times, title, value};
 
 /// A row of a table.
 struct Row<'a> {
@@ -66,7 +66,11 @@ pub(super) fn results(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> 
         p class="note" {
             (title(metric.title)) ": " (note)
             @if metric.key != SURVIVED { (NOTE_BARS) }
+            @if matrix.varying.iter().any(|axis| role(axis) == Role::Tool) {
+                " A row without a program is vdkit's."
+            }
             @if hints(&groups) { " " (HINT) }
+            (what_unsafe_loses(matrix))
         }
         (filters(matrix))
         @for (load, rows) in &groups { (table(matrix, load, rows)) }
@@ -78,6 +82,11 @@ const NOTE_BARS: &str = "A bar is the median of the rounds; the line on it is th
     median, or the whole range with fewer than six rounds. The advised configuration is blue.";
 const NOTE_SURVIVED: &str = "the client saw no error while there was no space, and continued when \
     there was space again.";
+
+/// What rows that are marked as unsafe lose, if there are any.
+fn what_unsafe_loses(matrix: &Matrix<'_>) -> Markup {
+    html! { @if matrix.values("cache").contains(&"unsafe") { " " (sentence(UNSAFE)) } }
+}
 
 /// The meaning of `≈`.
 pub(super) const HINT: &str =
@@ -109,7 +118,7 @@ fn filters(matrix: &Matrix<'_>) -> Markup {
                     @for value in values {
                         label class="chip" {
                             input type="checkbox" checked data-axis=(axis) value=(value);
-                            span { (value) }
+                            span { (alone(axis, value)) }
                         }
                     }
                 }
@@ -188,9 +197,9 @@ fn name_of(row: &Row<'_>) -> Markup {
     let outliers = row.summary.outliers.len();
     html! {
         th scope="row" {
-            @for (i, (_, part)) in row.name.iter().enumerate() {
+            @for (i, (axis, part)) in row.name.iter().enumerate() {
                 @if i > 0 { span class="dotsep" { " · " } }
-                (part)
+                (alone(axis, part))
             }
             @if row.advised { span class="tag" { "advised" } }
             @if row.default { span class="tag quiet" { "default" } }
@@ -282,6 +291,7 @@ pub(super) fn scores(matrix: &Matrix<'_>, verdict: &Verdict) -> Option<Markup> {
             p class="note" {
                 "The mean throughput of sequential 1 MiB and random 4 KiB, 64 KiB and 1 MiB requests. The 4 KiB throughput is first multiplied "
                 "by the bare place's ratio of sequential to 4 KiB throughput; otherwise it would hardly count. Longer bars are better."
+                (what_unsafe_loses(matrix))
             }
             @for ranking in &rankings { (ranked(ranking, verdict)) }
         }

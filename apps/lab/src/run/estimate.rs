@@ -185,6 +185,36 @@ mod tests {
         assert!((one.seconds_of(3) - one.seconds).abs() < 1e-9);
     }
 
+    /// `cache-modes` once took almost three times as long as its first estimate, and `nospace` half as
+    /// long.
+    #[test]
+    fn estimates_of_full_plans_are_within_a_factor_of_two() {
+        use crate::front::GuestSpeed;
+        // The speeds of the host of docs/lab.md, without trials, and what its runs took.
+        let guest = GuestSpeed { boot: 4.5, fio: 1.5 };
+        let speed = Speed { command: 0.008, byte: 1.0 / 1e9, guest, ..Speed::default() };
+        let place = PlaceInfo {
+            name: "ext4".into(),
+            file_system: Some("ext4".into()),
+            ..PlaceInfo::default()
+        };
+        let speeds = BTreeMap::from([("ext4".to_owned(), speed)]);
+        for (name, rounds, took) in [
+            ("cache-modes", 6, 8048.0),
+            ("cold-open", 10, 147.0),
+            ("convert-table", 14, 314.0),
+            ("install", 6, 697.0),
+            ("nospace", 3, 280.0),
+            ("preallocation", 3, 1090.0),
+        ] {
+            let plan = crate::plan::Plan::named(name).unwrap();
+            let cells = crate::cells::cells(&plan, &[&place], false);
+            let found = Estimate::of(&cells, &[&place], &plan.effort(false), &speeds);
+            let part = found.seconds_of(rounds) / took;
+            assert!((0.5..=2.0).contains(&part), "{name}: {part}");
+        }
+    }
+
     #[test]
     fn a_device_smaller_than_the_disk_is_refused_with_what_it_takes() {
         let device = |total| PlaceInfo {

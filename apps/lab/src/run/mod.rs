@@ -30,6 +30,7 @@ use crate::place::{self, Place, device};
 use crate::plan::{Effort, Plan};
 use crate::stats::steady;
 use crate::store::Store;
+use crate::words::label;
 
 pub use estimate::Estimate;
 use rounds::Rounds;
@@ -353,7 +354,9 @@ impl ActiveRun {
         Run { plan: self.summary.clone(), cells: self.cells.clone(), ..Run::default() }
     }
 
-    /// Measures one round of one cell.
+    /// Measures one round of one cell. A cell that was measured before, and now fails, gets a second
+    /// attempt, because one guest that does not shut down is no property of the cell. The results
+    /// say so.
     fn step(
         &mut self,
         round: u32,
@@ -362,6 +365,40 @@ impl ActiveRun {
         monitor: &Monitor<'_>,
     ) -> Result<()> {
         let mut cell = self.cells[index].clone();
+        let mut found = self.attempt(round, &mut cell, tools, monitor)?;
+        if let Err(Outcome::Failed(text)) = &found
+            && !cell.samples.is_empty()
+        {
+            monitor.progress.message(&format!("{}: measured again: {text}", cell.key));
+            let (name, why) = (label(&cell.axes), text.lines().next().unwrap_or_default());
+            let text =
+                format!("round {}: {name} was measured again, because it failed: {why}", round + 1);
+            let cells = vec![cell.key.clone()];
+            self.store.add_warning(&Warning { kind: "retry".to_owned(), text, cells })?;
+            found = self.attempt(round, &mut cell, tools, monitor)?;
+        }
+        match found {
+            Ok(sample) => self.keep(&mut cell, sample)?,
+            Err(outcome) => {
+                if let Outcome::Failed(text) = &outcome {
+                    monitor.progress.message(&format!("{}: {text}", cell.key));
+                }
+                cell.outcome = outcome;
+                self.store.set_outcome(&cell)?;
+            }
+        }
+        self.cells[index] = cell;
+        Ok(())
+    }
+
+    /// Measures one round of one cell once. The inner error says why it could not be measured.
+    fn attempt(
+        &mut self,
+        round: u32,
+        cell: &mut Cell,
+        tools: &Tools<'_>,
+        monitor: &Monitor<'_>,
+    ) -> Result<Result<Sample, Outcome>> {
         let backend = cell.axis(axes::BACKEND).unwrap_or_default().to_owned();
         let place = self.places.iter().find(|place| place.info.name == backend);
         let place = place.context("a cell of an unknown place")?.clone();
@@ -387,6 +424,7 @@ impl ActiveRun {
         let disturbed = before.until(&load::Moment::now());
         place::remove_folder(&folder)?;
         self.store.forget_scratch(&folder)?;
+        let seconds = began.elapsed().as_secs_f64();
         // Each round has a folder with a random name. Replace the name, so that equal commands
         // and errors have equal texts.
         let name = folder.display().to_string();
@@ -398,42 +436,22 @@ impl ActiveRun {
                 cell.notes.push(note);
             }
         }
-        match measured {
-            Ok(sample) => {
-                let seconds = began.elapsed().as_secs_f64();
-                let steady = steady(&sample.series);
-                let sample = Sample { round, started, seconds, steady, ..sample };
-                self.keep(&mut cell, sample)?;
-            }
-            Err(error) if monitor.cancel.is_cancelled() => return Err(error),
-            Err(error) => self.give_up(&mut cell, &error, plain, monitor)?,
-        }
         for (kind, text) in disturbed {
             let text = format!("round {}: {text}", round + 1);
             let cells = vec![cell.key.clone()];
             self.store.add_warning(&Warning { kind: kind.to_owned(), text, cells })?;
         }
-        self.cells[index] = cell;
-        Ok(())
-    }
-
-    /// Records that a cell could not be measured, and why. `plain` removes random names from the
-    /// text.
-    fn give_up(
-        &mut self,
-        cell: &mut Cell,
-        error: &crate::Error,
-        plain: impl Fn(String) -> String,
-        monitor: &Monitor<'_>,
-    ) -> Result<()> {
-        cell.outcome = match error.skipped() {
-            Some(Skip(reason)) => Outcome::Skipped(reason.clone()),
-            None => Outcome::Failed(plain(format!("{error:#}"))),
-        };
-        if let Outcome::Failed(text) = &cell.outcome {
-            monitor.progress.message(&format!("{}: {text}", cell.key));
+        match measured {
+            Ok(sample) => {
+                let steady = steady(&sample.series);
+                Ok(Ok(Sample { round, started, seconds, steady, ..sample }))
+            }
+            Err(error) if monitor.cancel.is_cancelled() => Err(error),
+            Err(error) => Ok(Err(match error.skipped() {
+                Some(Skip(reason)) => Outcome::Skipped(reason.clone()),
+                None => Outcome::Failed(plain(format!("{error:#}"))),
+            })),
         }
-        self.store.set_outcome(cell)
     }
 
     fn keep(&mut self, cell: &mut Cell, sample: Sample) -> Result<()> {
@@ -499,50 +517,4 @@ impl Pace {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_guess_that_is_far_off_is_told_once() {
-        let mut pace = Pace::default();
-        let slow = Duration::from_secs(240);
-        assert_eq!(pace.after(60.0, slow, 540.0), None);
-        let told = pace.after(60.0, slow, 480.0).unwrap();
-        // 480 estimated seconds remain, at a quarter of the speed.
-        assert!(told.starts_with("about 32 min left"), "{told}");
-        assert_eq!(pace.after(60.0, slow, 420.0), None);
-        let mut pace = Pace::default();
-        assert_eq!(pace.after(150.0, Duration::from_secs(180), 450.0), None);
-        // A third of the run took twice the estimated time; the estimate for the rest is doubled.
-        let told = Pace::default().after(100.0, Duration::from_secs(200), 200.0).unwrap();
-        assert!(told.starts_with("about 7 min left"), "{told}");
-    }
-
-    /// A resumed run once counted the rounds that it had measured before as still to be measured.
-    #[test]
-    fn what_was_measured_before_is_not_left() {
-        let cell = |rounds: u32, outcome| Cell {
-            samples: (0..rounds).map(|round| Sample { round, ..Sample::default() }).collect(),
-            outcome,
-            ..Cell::default()
-        };
-        let estimate =
-            Estimate { rounds: 3, seconds: 1200.0, each: vec![100.0; 4], ..Estimate::default() };
-        let failed = || Outcome::Failed("no".to_owned());
-        let mut cells = vec![
-            cell(2, Outcome::Pending),
-            cell(2, Outcome::Pending),
-            cell(3, Outcome::Measured),
-            cell(1, failed()),
-        ];
-        assert_eq!(ahead(&cells, &estimate), 200.0);
-        // One of the two open rounds took three times as long as estimated: so will the other one.
-        cells[0].samples.push(Sample { round: 2, ..Sample::default() });
-        let left = ahead(&cells, &estimate);
-        let told = Pace::default().after(100.0, Duration::from_secs(300), left).unwrap();
-        assert!(told.starts_with("about 5 min left"), "{told}");
-        // Rounds beyond those of the plan are not estimated.
-        cells[1].samples.extend([2, 3].map(|round| Sample { round, ..Sample::default() }));
-        assert_eq!(ahead(&cells, &estimate), 0.0);
-    }
-}
+mod tests;

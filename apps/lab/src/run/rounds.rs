@@ -108,6 +108,9 @@ mod tests {
         // Three rounds took 30 s; a fourth takes 10 s more.
         assert!(given(41).wants(3, &noisy) && !given(39).wants(3, &noisy));
         assert_eq!(given(41).most, ROUNDS_MAX);
+        // A resumed run gets the same answer, although it knows later rounds.
+        let later = run(&[100.0, 150.0, 90.0, 95.0, 99.0], &[120.0, 80.0, 130.0, 90.0, 95.0]);
+        assert!(given(41).wants(3, &later));
     }
 
     #[test]

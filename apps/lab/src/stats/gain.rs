@@ -245,6 +245,35 @@ mod tests {
         assert!(width(1, 1) < width(10, 1) && width(10, 1) < width(10, 3));
     }
 
+    /// Interim tests share the error as comparisons do, by the square of their number.
+    #[test]
+    fn the_error_is_shared() {
+        let share = |comparisons, tests| Comparator::new(&[], comparisons, tests).share;
+        let near = |one: f64, two: f64| (one / two - 1.0).abs() < 1e-9;
+        assert!(near(share(1, 1), 0.02) && near(share(0, 0), 0.02));
+        assert!(near(share(10, 1), 0.002) && near(share(10, 2), 0.0005));
+    }
+
+    #[test]
+    fn the_borders_of_decisions() {
+        let around = |ratio: f64, half: f64| Gain::around(ratio.ln(), half.ln(), 5);
+        // 12 % either way is narrow enough, and 13 % is not.
+        assert!(around(1.0, 1.11).is_settled() && !around(1.0, 1.13).is_settled());
+        assert!(!Gain { rounds: 2, ..around(1.0, 1.01) }.is_settled());
+        // Certain, but nobody would choose by it.
+        assert_eq!(around(1.019, 1.001).decision, Decision::Tie);
+        assert_eq!(around(1.021, 1.001).decision, Decision::Better);
+        assert_eq!(around(1.0 / 1.021, 1.001).decision, Decision::Worse);
+    }
+
+    /// In two rounds, of which the second was twice as fast for both, the ratio is the same.
+    #[test]
+    fn rounds_are_compared_with_the_same_rounds() {
+        let found = gain(&[100.0, 200.0], &[50.0, 100.0], Better::Higher).unwrap();
+        assert!((found.interval.low - 2.0).abs() < 1e-9, "{found:?}");
+        assert!((found.interval.high - 2.0).abs() < 1e-9, "{found:?}");
+    }
+
     #[test]
     fn what_cannot_be_compared_is_not() {
         for bad in [&[][..], &[0.0], &[-1.0], &[f64::NAN], &[f64::INFINITY]] {

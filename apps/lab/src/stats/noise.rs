@@ -236,6 +236,38 @@ mod tests {
         assert!(spread.variance.sqrt() > 0.01, "{spread:?}");
     }
 
+    /// Clocks alone differ by more than samples that are equal by luck.
+    #[test]
+    fn equal_samples_have_the_noise_of_clocks() {
+        let same = [(0, rounds(&[7.0; 3])), (0, rounds(&[7.0; 3]))];
+        let spread = Noise::of(&same).between(&[0], &[1]).unwrap();
+        assert!((spread.variance - 2.0 / 3.0 * FLOOR * FLOOR).abs() < 1e-12, "{spread:?}");
+        assert!(spread.freedom <= Noise::of(&same).total, "{spread:?}");
+    }
+
+    #[test]
+    fn a_noisy_cell_among_calm_ones_stays_noisy() {
+        let calm = [1.0, 1.01, 0.99, 1.005];
+        let mut cells: Vec<(usize, Rounds)> = (0..9).map(|load| (load, rounds(&calm))).collect();
+        let noisy = [1.0, 2.0, 0.5, 1.5];
+        cells.push((9, rounds(&noisy)));
+        let variance = |noise: &Noise, cell| noise.of_one(cell).unwrap().variance;
+        let alone = Noise::of(&[(0, rounds(&noisy))]);
+        let all = Noise::of(&cells);
+        assert!(variance(&all, 9) > 0.999 * variance(&alone, 0), "{all:?}");
+    }
+
+    #[test]
+    fn a_mean_varies_less_the_more_it_has() {
+        let cell = |load, count: usize| (load, rounds(&[1.0, 1.1, 0.9, 1.05, 0.95, 1.0][..count]));
+        let four = [cell(0, 6), cell(1, 6), cell(2, 6), cell(3, 6)];
+        let noise = Noise::of(&four);
+        let variance = |one: &[usize], two: &[usize]| noise.between(one, two).unwrap().variance;
+        let (single, double) = (variance(&[0], &[1]), variance(&[0, 1], &[2, 3]));
+        assert!((single / double - 2.0).abs() < 1e-9, "{single} {double}");
+        assert!((single - 2.0 * noise.of_one(0).unwrap().variance / 6.0).abs() < 1e-12);
+    }
+
     #[test]
     fn what_was_measured_once_says_nothing_of_noise() {
         let cells = [(0, rounds(&[1.0])), (0, rounds(&[2.0, 2.1])), (0, rounds(&[0.0, 1.0]))];

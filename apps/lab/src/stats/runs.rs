@@ -213,6 +213,15 @@ mod tests {
         assert_eq!(runs.ratio(3).unwrap().decision, Decision::Tie);
     }
 
+    /// Two runs of one state and one of the other show one difference between runs of a state.
+    #[test]
+    fn three_runs_are_too_few_to_learn_from() {
+        let of = |before: usize, after: usize| {
+            Runs::new(&[0; 4], vec![run(&SAME); before], vec![run(&SAME); after], false).is_learnt()
+        };
+        assert!(!of(1, 1) && !of(2, 1) && of(2, 2) && of(3, 1));
+    }
+
     #[test]
     fn few_rounds_and_missing_cells() {
         let one: Vec<Rounds> = vec![vec![(0, 1.0)], Rounds::new()];

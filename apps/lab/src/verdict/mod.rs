@@ -151,12 +151,14 @@ pub struct Verdict {
     pub setup: Option<Setup>,
 }
 
+/// What the cache mode `unsafe` loses.
+pub(crate) const UNSAFE: &str =
+    "cache=unsafe ignores the guest's flushes, so a power failure may damage the guest's files";
+
 /// Why a way is not advised, wherever the image is.
 fn is_unfit(axes: &Axes) -> Option<&'static str> {
     if value_of(axes, "cache") == Some("unsafe") {
-        return Some(
-            "cache=unsafe ignores the guest's flushes, so a power failure may damage the guest's files",
-        );
+        return Some(UNSAFE);
     }
     match value_of(axes, "layout")? {
         "qcow2-aged" | "qcow2-fragmented" => {
@@ -325,11 +327,14 @@ impl<'p> Found<'p> {
             // A single way needs no decision.
             _ if picks.len() == 1 => (first, Advice::Stay),
             (Some(better), _) => (better, Advice::Use),
-            (None, Some(base)) if base_leads(matrix, first, base) => (base, Advice::Stay),
+            (None, Some(base)) if base_leads(matrix, first, base) => {
+                (best_default(matrix, picks, base), Advice::Stay)
+            }
             (None, Some(_)) => (first, Advice::Untold),
             (None, None) if picks.iter().any(|other| surely(&first, other)) => (first, Advice::Use),
             (None, None) => (first, Advice::Untold),
         };
+        let base = if advice == Advice::Stay { Some(way) } else { base };
         let gain = base.filter(|base| base.axes != way.axes);
         let gain = gain.and_then(|base| matrix.against(way, base));
         Self { advice, way, base, gain, picks, survival: false, set_aside: 0 }
@@ -376,6 +381,18 @@ impl<'p> Found<'p> {
     pub(crate) fn other(&self) -> Option<&'p Pick> {
         self.base.filter(|base| base.axes != self.way.axes)
     }
+}
+
+/// The best of the ways that have all of the plan's baseline values: one for each value of the other
+/// choices. `base` if something is certainly better than that one.
+fn best_default<'p>(matrix: &Matrix<'_>, picks: &'p [Pick], base: &'p Pick) -> &'p Pick {
+    let is_default =
+        |pick: &&Pick| matrix.base(pick, picks).is_some_and(|own| own.axes == pick.axes);
+    let best = picks.iter().find(is_default).unwrap_or(base);
+    let better = |pick: &Pick| {
+        matrix.against(pick, best).is_some_and(|gain| gain.decision == Decision::Better)
+    };
+    if picks.iter().any(better) { base } else { best }
 }
 
 /// Whether the default stays: no way is certainly better, and no value is 0.

@@ -122,15 +122,24 @@ fn split(line: &str) -> Vec<String> {
     words
 }
 
-/// The command that creates a ZFS volume, or a data set with a chosen record size.
-fn zfs_command(volume: bool, record: Option<&str>) -> Option<String> {
-    match (volume, record.filter(|record| *record != "inherited")) {
+/// The command that creates a ZFS volume, or a data set with a chosen record size, mounted at `at`.
+fn zfs_command(volume: bool, record: Option<&str>, at: &Path) -> Option<String> {
+    match (volume, record) {
         (true, None) => Some("zfs create -V SIZE POOL/DISK".to_owned()),
         (true, Some(record)) => Some(format!("zfs create -V SIZE -b {record} POOL/DISK")),
-        // The run's images were in separate data sets too.
-        (false, Some(record)) => Some(format!("zfs create -o recordsize={record} POOL/DATASET")),
+        (false, Some(record)) => {
+            let at = quoted(&format!("mountpoint={}", at.display()));
+            Some(format!("zfs create -o recordsize={record} -o {at} POOL/DATASET"))
+        }
         (false, None) => None,
     }
+}
+
+/// The folder of the disk, or its device. A record size needs a data set of its own, as in the run:
+/// it does not apply to the files that a data set has already.
+fn folder_of(place: Option<&PlaceInfo>, record: Option<&str>) -> PathBuf {
+    let own = Path::new(place.map_or("DIR", |place| place.path.as_str()));
+    if record.is_some() { own.join("DATASET") } else { own.to_owned() }
 }
 
 /// The setup for these choices; `cells` are the cells that measured them.
@@ -143,12 +152,13 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
         .and_then(|name| run.environment.places.iter().find(|place| place.name == name));
     let volume = layout == "zvol";
     let device = volume || place.is_some_and(|place| place.kind == PlaceKind::Device);
-    let folder = place.map_or("DIR", |place| place.path.as_str());
+    let record = value("record").filter(|record| *record != "inherited");
+    let folder = folder_of(place, record);
     let ending = if image.format == "raw" { "raw" } else { image.format.as_str() };
     let disk: PathBuf = match (volume, device) {
         (true, _) => "/dev/zvol/POOL/DISK".into(),
-        (false, true) => folder.into(),
-        (false, false) => Path::new(folder).join(format!("disk.{ending}")),
+        (false, true) => folder.clone(),
+        (false, false) => folder.join(format!("disk.{ending}")),
     };
     // The cache mode of a vdkit server: the one that was compared, or else the one that was used.
     let served = cells.iter().find_map(|cell| mode_of(&run.cells[*cell])).unwrap_or(CACHE);
@@ -156,7 +166,7 @@ pub(super) fn setup(run: &Run, axes: &Axes, cells: &[usize]) -> Setup {
     let front = value("front").unwrap_or("");
     let bus = ["ide", "scsi"].into_iter().find(|bus| front.contains(bus));
 
-    let mut typed: Vec<String> = zfs_command(volume, value("record")).into_iter().collect();
+    let mut typed: Vec<String> = zfs_command(volume, record, &folder).into_iter().collect();
     let name = quoted(&disk.to_string_lossy());
     // A raw disk on a device is the device.
     if !(device && image.format == "raw") {
@@ -337,8 +347,14 @@ mod tests {
         assert_eq!(volume.commands, ["zfs create -V SIZE -b 8K POOL/DISK"]);
         assert!(volume.xml.contains("dev='/dev/zvol/POOL/DISK'"), "{}", volume.xml);
         let file = choose(&[("layout", "qcow2-8k"), ("record", "8K")]);
-        assert_eq!(file.commands[0], "zfs create -o recordsize=8K POOL/DATASET");
+        assert_eq!(
+            file.commands[0],
+            "zfs create -o recordsize=8K -o mountpoint=DIR/DATASET POOL/DATASET"
+        );
         assert!(file.commands[1].contains("cluster_size=8K"), "{file:?}");
+        // The disk was once created in the old data set, which has another record size.
+        assert!(file.commands[1].ends_with("DIR/DATASET/disk.qcow2 SIZE"), "{file:?}");
+        assert!(file.xml.contains("file='DIR/DATASET/disk.qcow2'"), "{}", file.xml);
         let plain = choose(&[("layout", "qcow2"), ("record", "inherited")]);
         assert!(plain.commands[0].starts_with("vdkit create"), "{plain:?}");
     }

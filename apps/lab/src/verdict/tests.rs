@@ -1,3 +1,5 @@
+mod edges;
+
 use super::*;
 use crate::model::{Cell, Outcome, PlaceInfo, PlanSummary, Published, Sample, axes_of as axes};
 

@@ -190,8 +190,8 @@ pub(super) fn end_labels<P>(
     }
 }
 
-/// Truncates a name to a number of letters.
-fn shortened(text: &str, letters: usize) -> String {
+/// Truncates a text to a number of letters.
+pub(super) fn shortened(text: &str, letters: usize) -> String {
     if text.chars().count() <= letters {
         return text.to_owned();
     }

@@ -240,6 +240,41 @@ fn a_ranking_each_for_reads_writes_and_both() {
     assert!(page.contains("by weighted write?</dt><dd>200 MB/s"));
 }
 
+/// Rankings of scores once showed `unsafe` among the best five without a mark.
+#[test]
+fn what_may_lose_data_is_marked_wherever_it_is_named() {
+    let mut run = fixture::run();
+    for sample in run.cells.iter_mut().flat_map(|cell| &mut cell.samples) {
+        let score = sample.values["iops"];
+        for key in ["read_bytes_per_second", "write_bytes_per_second", "score"] {
+            sample.values.insert(key.to_owned(), score);
+        }
+    }
+    let page = html(&run);
+    let (evidence, _) = page.split_once("id=\"words\"").unwrap();
+    let section = |id: &str| evidence.split(&format!("<section id=\"{id}\"")).nth(1).unwrap();
+    for part in evidence.split("<section id=").skip(1) {
+        // Texts between tags, and the data of the map.
+        let texts = part.split('<').filter_map(|tag| tag.split_once('>')).map(|(_, text)| text);
+        for text in texts {
+            let (named, marked) =
+                (text.matches("unsafe").count(), text.matches("unsafe (may lose data)").count());
+            assert_eq!(named, marked + text.matches("ache=unsafe").count(), "{text}");
+        }
+    }
+    for id in ["answers", "results", "map", "depth", "latency", "scores"] {
+        let part = section(id).split("</section>").next().unwrap();
+        assert!(part.contains("unsafe (may lose data)"), "{id}");
+    }
+    for id in ["results", "scores"] {
+        assert!(section(id).contains("a power failure may damage the guest"), "{id}");
+    }
+    for cell in &mut run.cells {
+        cell.axes.retain(|(axis, _)| axis != "cache");
+    }
+    assert!(!html(&run).contains("may lose data"));
+}
+
 /// Raw was not measured: the page says so first and advises nothing.
 #[test]
 fn what_was_not_measured_comes_before_the_headline() {
@@ -297,6 +332,42 @@ fn what_came_through_has_no_bars() {
     let page = html(&run);
     assert!(page.contains("What happened") && page.contains("Paused, and went on when"));
     assert!(!page.contains("longer bars are better") && !page.contains("<svg class=\"bar "));
+}
+
+/// One round of a full pool was once as loud as many.
+#[test]
+fn one_round_is_a_first_hint() {
+    let survived = |rounds: usize| {
+        let mut run = fixture::run();
+        run.plan.metric = "survived".to_owned();
+        for cell in &mut run.cells {
+            cell.samples.truncate(rounds);
+            let survives = cell.axis("layout") != Some("qcow2");
+            for sample in &mut cell.samples {
+                sample.values.insert("survived".to_owned(), f64::from(u8::from(survives)));
+            }
+        }
+        html(&run)
+    };
+    let one = survived(1);
+    assert!(one.contains("<p class=\"kicker\">A first hint</p>") && !one.contains("Use here"));
+    assert!(survived(3).contains("<p class=\"kicker loud\">Use here</p>"));
+}
+
+/// All 108 cells were once said to be measured, below a list of one that was not.
+#[test]
+fn a_cell_that_failed_later_is_not_counted_as_measured() {
+    let mut run = fixture::run();
+    let all = run.cells.len();
+    run.cells[3].outcome = Outcome::Failed("the guest does not shut down\nits console:".to_owned());
+    let page = html(&run);
+    // Another cell of the fixture never worked.
+    assert!(page.contains(&format!("<span>{} of {all} cells measured", all - 2)), "the facts");
+    assert!(page.contains("failed after 5 rounds (the guest does not shut down)"));
+    // A page once had a quarter of an hour of a guest's console in one field.
+    let console = format!("it failed\n{}", "eta 01m:01s ".repeat(1000));
+    run.cells[3].outcome = Outcome::Failed(console);
+    assert!((1..60).contains(&html(&run).matches("eta 01m:01s").count()));
 }
 
 #[test]

@@ -1,0 +1,130 @@
+use super::*;
+
+#[test]
+fn a_guess_that_is_far_off_is_told_once() {
+    let mut pace = Pace::default();
+    let slow = Duration::from_secs(240);
+    assert_eq!(pace.after(60.0, slow, 540.0), None);
+    let told = pace.after(60.0, slow, 480.0).unwrap();
+    // 480 estimated seconds remain, at a quarter of the speed.
+    assert!(told.starts_with("about 32 min left"), "{told}");
+    assert_eq!(pace.after(60.0, slow, 420.0), None);
+    let mut pace = Pace::default();
+    assert_eq!(pace.after(150.0, Duration::from_secs(180), 450.0), None);
+    // A third of the run took twice the estimated time; the estimate for the rest is doubled.
+    let told = Pace::default().after(100.0, Duration::from_secs(200), 200.0).unwrap();
+    assert!(told.starts_with("about 7 min left"), "{told}");
+}
+
+/// A resumed run once counted the rounds that it had measured before as still to be measured.
+#[test]
+fn what_was_measured_before_is_not_left() {
+    let cell = |rounds: u32, outcome| Cell {
+        samples: (0..rounds).map(|round| Sample { round, ..Sample::default() }).collect(),
+        outcome,
+        ..Cell::default()
+    };
+    let estimate =
+        Estimate { rounds: 3, seconds: 1200.0, each: vec![100.0; 4], ..Estimate::default() };
+    let failed = || Outcome::Failed("no".to_owned());
+    let mut cells = vec![
+        cell(2, Outcome::Pending),
+        cell(2, Outcome::Pending),
+        cell(3, Outcome::Measured),
+        cell(1, failed()),
+    ];
+    assert_eq!(ahead(&cells, &estimate), 200.0);
+    // One of the two open rounds took three times as long as estimated: so will the other one.
+    cells[0].samples.push(Sample { round: 2, ..Sample::default() });
+    let left = ahead(&cells, &estimate);
+    let told = Pace::default().after(100.0, Duration::from_secs(300), left).unwrap();
+    assert!(told.starts_with("about 5 min left"), "{told}");
+    // Rounds beyond those of the plan are not estimated.
+    cells[1].samples.extend([2, 3].map(|round| Sample { round, ..Sample::default() }));
+    assert_eq!(ahead(&cells, &estimate), 0.0);
+}
+
+/// One cell, which creates and reads a raw image with a command.
+const ONE: &str = r#"
+name = "one"
+title = "One"
+question = "How long does it take?"
+metric = "elapsed_seconds"
+
+[[axis]]
+name = "layout"
+values = ["raw"]
+
+[[axis]]
+name = "tool"
+values = ["vdkit"]
+
+[[axis]]
+name = "profile"
+values = ["open"]
+
+[full]
+rounds = 3
+seconds = 1
+disk = "1M"
+bytes = "1M"
+
+[quick]
+rounds = 3
+seconds = 1
+disk = "1M"
+bytes = "1M"
+"#;
+
+/// Runs [`ONE`] with a command whose reads fail where `fails` says so, by their number from 0.
+fn run_with_failures(fails: &str) -> Run {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let (command, count) = (at("command"), at("count"));
+    std::fs::write(&count, "0").unwrap();
+    let script = format!(
+        "#!/bin/sh\ncase $1 in\ncreate) truncate -s \"$5\" \"$4\" ;;\nread) read n < {count}\n\
+         echo $((n + 1)) > {count}\ncase $n in {fails}) echo 'it hangs' >&2; exit 1 ;; esac ;;\nesac\n",
+        count = count.display()
+    );
+    std::fs::write(&command, script).unwrap();
+    std::fs::set_permissions(&command, std::fs::Permissions::from_mode(0o755)).unwrap();
+    std::fs::create_dir(at("images")).unwrap();
+    let request =
+        Request { plan: ONE.to_owned(), folders: vec![at("images")], ..Request::default() };
+    let request = Request { rounds: Some(3), ..request };
+    let tools = Tools {
+        command,
+        version: String::new(),
+        registry: &Registry::default(),
+        erase: Vec::new(),
+        ask: None,
+    };
+    let monitor = Monitor::new(&vdkit_block::NoProgress);
+    let active = Prepared::new(request).unwrap().begin(&at("run.sqlite"), &tools, &monitor);
+    active.unwrap().run(&tools, &monitor).unwrap()
+}
+
+/// One guest of a run of two hours did not shut down in its fifth round, which cost the whole cell.
+#[test]
+fn a_round_that_fails_is_measured_again_and_the_page_says_so() {
+    let retries = |run: &Run| -> Vec<String> {
+        let warnings = run.warnings.iter().filter(|warning| warning.kind == "retry");
+        warnings.map(|warning| warning.text.clone()).collect()
+    };
+    let run = run_with_failures("1");
+    assert_eq!((run.cells[0].samples.len(), &run.cells[0].outcome), (3, &Outcome::Measured));
+    let told = retries(&run);
+    assert!(
+        told.len() == 1 && told[0].starts_with("round 2: ") && told[0].contains("raw"),
+        "{told:?}"
+    );
+    assert!(crate::report::html(&run).contains("was measured again, because it failed: "));
+    // A cell that fails twice has failed, and so has one that never worked.
+    let run = run_with_failures("1 | 2");
+    assert!(matches!(run.cells[0].outcome, Outcome::Failed(_)) && retries(&run).len() == 1);
+    assert_eq!(run.cells[0].samples.len(), 1);
+    let run = run_with_failures("0");
+    assert!(matches!(run.cells[0].outcome, Outcome::Failed(_)) && retries(&run).is_empty());
+}
