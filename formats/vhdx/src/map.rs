@@ -118,6 +118,14 @@ impl Vhdx {
         Ok(())
     }
 
+    /// Whether space that an entry named may be freed: it is within the file, and no metadata is in it. An
+    /// entry of the last block may pass [`Vhdx::state_of`] with metadata behind the disk's end.
+    pub(crate) fn may_be_freed(&self, host: u64, bytes: u64) -> bool {
+        let end = host.saturating_add(bytes);
+        end <= self.file_bytes.load(Ordering::Acquire)
+            && !self.taken.read().iter().any(|(from, to)| host < *to && *from < end)
+    }
+
     /// Host offset of the sector bitmap of a block's chunk; `None` if it is not cached.
     pub(crate) fn bitmap_host(&self, block: u64, look: Look) -> Result<Option<u64>> {
         let index = self.geometry.bitmap_index(block);

@@ -185,7 +185,7 @@ impl Vhdx {
                     self.set_entry(index, BatEntry::NOT_PRESENT)?;
                 }
                 let bytes = self.geometry.block_bytes();
-                if entry.has_data() && self.is_within_file(entry.host(), bytes) {
+                if entry.has_data() && self.may_be_freed(entry.host(), bytes) {
                     self.unlink(&mut meta, entry.host(), bytes);
                 }
             }
@@ -206,19 +206,12 @@ impl Vhdx {
         for first in (blocks.start.next_multiple_of(chunk)..blocks.end).step_by(chunk as usize) {
             let index = self.geometry.bitmap_index(first);
             let entry = self.entry(index)?;
-            if entry.state_bits() == PRESENT && self.is_within_file(entry.host(), BITMAP_BYTES) {
+            if entry.state_bits() == PRESENT && self.may_be_freed(entry.host(), BITMAP_BYTES) {
                 self.set_entry(index, BatEntry::NOT_PRESENT)?;
                 hosts.push(entry.host());
             }
         }
         self.give_bitmaps_back(lead, &hosts)
-    }
-
-    /// Whether a block may be at this offset.
-    fn is_within_file(&self, host: u64, bytes: u64) -> bool {
-        let end = host.saturating_add(bytes);
-        end <= self.file_bytes.load(Ordering::Acquire)
-            && !self.taken.read().iter().any(|(from, to)| host < *to && *from < end)
     }
 
     /// Moves the block allocation table to a longer region.

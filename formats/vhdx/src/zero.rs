@@ -5,7 +5,7 @@ use std::ops::Range;
 use vdkit_block::{Error, Extent, HostOffset, Place, Result, align_down};
 
 use crate::image::{Meta, Vhdx};
-use crate::layout::{BatEntry, PRESENT, State};
+use crate::layout::{BITMAP_BYTES, BatEntry, PRESENT, State};
 use crate::map::Look;
 
 /// Blocks to change between two checks of the number of dirty pages: the entries of one page.
@@ -63,10 +63,11 @@ impl Vhdx {
         old: BatEntry,
         new: BatEntry,
     ) -> Result<()> {
-        let has_space = self.state_of(block, old).is_ok() && old.has_data();
+        let (host, bytes) = (old.host(), self.geometry.block_bytes());
+        let has_space = old.has_data() && self.state_of(block, old).is_ok();
         self.set_entry(self.geometry.payload_index(block), new)?;
-        if has_space {
-            self.unlink(meta, old.host(), self.geometry.block_bytes());
+        if has_space && self.may_be_freed(host, bytes) {
+            self.unlink(meta, host, bytes);
         }
         Ok(())
     }
@@ -164,7 +165,7 @@ impl Vhdx {
                 .try_fold(false, |used, entry| entry.map(|entry| used || entry.is_partial()))?;
             if entry.state_bits() == PRESENT && !used {
                 self.set_entry(index, BatEntry::NOT_PRESENT)?;
-                hosts.push(entry.host());
+                hosts.extend(Some(entry.host()).filter(|at| self.may_be_freed(*at, BITMAP_BYTES)));
             }
             drop(meta);
             block = next;

@@ -237,3 +237,46 @@ fn refusals_say_what_is_wrong() {
         assert!(text.contains(says), "'{text}' should say '{says}'");
     }
 }
+
+fn word(storage: &Arc<dyn Storage>, at: u64) -> u64 {
+    let mut bytes = [0; 8];
+    storage.read_at(&mut bytes, HostOffset(at)).expect("reading");
+    u64::from_le_bytes(bytes)
+}
+
+/// The bytes of the last block behind the disk's end may lie over metadata; nobody reads them.
+#[test]
+fn a_block_over_metadata_is_not_freed() {
+    const END: u64 = 300 << 30;
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+    create(&storage, 4 * MIB, "block_size=2M", None);
+    let open = |writable| disk_of(open_format(&storage, writable).expect("opening"), writable);
+    let disk = open(true);
+    // The table moves, and leaves a gap before it.
+    disk.resize(END + (64 << 10)).expect("growing");
+    disk.write_at(&[1; 4096], GuestOffset(0)).expect("writing");
+    disk.close().expect("closing");
+    let regions = [0, 1].map(|index| word(&storage, (192 << 10) + 16 + index * 32 + 16));
+    let table = regions.into_iter().max().expect("two regions");
+    assert_eq!(table, 4 * MIB, "the gap is elsewhere");
+    let block = END / (2 * MIB);
+    let entry = table + (block + block / 2048) * 8;
+    storage.write_at(&(3 * MIB | 6).to_le_bytes(), HostOffset(entry)).expect("damage");
+    let disk = open(true);
+    disk.discard(GuestOffset(END), 64 << 10).expect("discarding");
+    disk.close().expect("closing");
+    let mut bytes = [0; 4096];
+    open(false).read_at(&mut bytes, GuestOffset(0)).expect("reading");
+    assert!(bytes == [1; 4096], "the table was wiped");
+}
+
+#[test]
+fn a_sector_bitmap_over_metadata_is_not_freed() {
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+    create(&storage, 6 * MIB, "block_size=1M", Some(parent_ref()));
+    storage.write_at(&(2 * MIB | 6).to_le_bytes(), HostOffset(3 * MIB + 4096 * 8)).expect("damage");
+    let child = open_format(&storage, true).expect("opening");
+    child.empty().expect("emptying");
+    child.close().expect("closing");
+    open_format(&storage, false).expect("the metadata was wiped");
+}

@@ -306,7 +306,7 @@ impl Export {
     /// # Errors
     /// As [`Disk::flush`]; [`Error::Interrupted`] if the export is closed.
     pub fn flush(&self) -> Result<()> {
-        self.hold_for(&STAYS)?.flush()
+        self.requests(&STAYS).flush()
     }
 
     /// As [`Export::flush`], also while the export is paused.
@@ -371,7 +371,7 @@ impl Export {
             }
             Change::Grow => self.grow_to(client, at),
             Change::Zero { len, may_unmap } => requests.zero(at, *len, *may_unmap, durable),
-            Change::Flush { .. } => self.hold_for(client)?.flush(),
+            Change::Flush { .. } => requests.flush(),
         }
     }
 

@@ -92,6 +92,14 @@ impl Requests<'_> {
         })
     }
 
+    /// Makes everything durable whose request had ended before, from any client.
+    ///
+    /// # Errors
+    /// As [`vdkit_chain::Disk::flush`].
+    pub fn flush(&self) -> Result<()> {
+        self.export.hold_for(self.client)?.flush()
+    }
+
     fn in_steps(
         &self,
         at: u64,

@@ -100,7 +100,7 @@ impl Session {
     /// space, gathers none and returns the error.
     fn commit(&self, batch: &mut Batch, out: &mut Outbox) -> Option<Error> {
         let start = Instant::now();
-        let done = self.export.flush();
+        let done = self.export.requests(&self.client).flush();
         self.note_took(command::FLUSH, start.elapsed());
         match done {
             Ok(()) => {}

@@ -24,7 +24,7 @@ use crate::session::Session;
 use crate::tls::Tls;
 use crate::wire::percent;
 
-/// How long threads of a connection whose client has left may wait for that client.
+/// How long threads of connections whose clients have left may wait for those clients.
 const FAREWELL: Duration = Duration::from_secs(1);
 
 /// Address of a server.
@@ -361,8 +361,10 @@ impl Place {
     /// # Errors
     /// If such a change still runs at the deadline; if this connection was replaced.
     fn reach(&self, export: &Export, until: Instant) -> io::Result<()> {
+        // One deadline for all: a new client must not pay for each that does not read.
+        let farewell = until.min(Instant::now() + FAREWELL);
         for (channel, changing) in self.others_of(export.name()) {
-            if !channel.has_left() || changing.ends_by(until.min(Instant::now() + FAREWELL)) {
+            if !channel.has_left() || changing.ends_by(farewell) {
                 continue;
             }
             channel.shutdown(Shutdown::Both);

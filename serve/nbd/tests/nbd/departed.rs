@@ -182,19 +182,44 @@ fn a_panic_ends_the_connection_instead_of_leaving_a_request_without_a_reply() {
 }
 
 #[test]
-fn a_client_that_reads_nothing_and_closed_its_side_delays_nobody_for_long() {
-    let rig = Rig::new(64 * MIB);
-    let mut deaf = rig.client(Style::Simple);
-    deaf.write(0, &[7; 4096]).unwrap();
-    // Replies that no socket has room for, and a write behind them.
-    for _ in 0..64 {
-        deaf.request(READ, 0, 0, MIB, b"");
+fn clients_that_read_nothing_and_closed_their_sides_delay_nobody_for_long() {
+    // Far more of them than seconds.
+    let (storage, time) = (Arc::new(MemoryStorage::new("image")), Duration::from_secs(6));
+    let rig = Rig::with(storage, 64 * MIB, |_| {}, |server| server.handshake_time = time);
+    let mut all: Vec<Client> = (0..12).map(|_| rig.client(Style::Simple)).collect();
+    all[0].write(0, &[7; 4096]).unwrap();
+    for deaf in &mut all {
+        // Replies that no socket has room for, and a write behind them.
+        for _ in 0..24 {
+            deaf.request(READ, 0, 0, 256 << 10, b"");
+        }
+        deaf.request(WRITE, 0, 0, 4096, &[8; 4096]);
     }
-    deaf.request(WRITE, 0, 0, 4096, &[8; 4096]);
-    deaf.socket.shutdown(std::net::Shutdown::Write).unwrap();
+    for deaf in &all {
+        deaf.socket.shutdown(std::net::Shutdown::Write).unwrap();
+    }
     rig.client(Style::Simple).write(0, &[9; 4096]).unwrap();
     assert_eq!(rig.client(Style::Simple).read(0, 1).unwrap(), [9]);
-    drop(deaf);
+    drop(all);
+    rig.end();
+}
+
+/// The leader runs a flush itself if the last one was brief.
+#[test]
+fn a_flush_of_a_lost_connection_keeps_nobody_out_of_a_paused_export() {
+    let (storage, time) = (Arc::new(MemoryStorage::new("image")), Duration::from_secs(5));
+    let rig = Rig::with(storage, 64 * MIB, |_| {}, |server| server.handshake_time = time);
+    let mut lost = rig.client(Style::Simple);
+    lost.write(0, &[1; 4096]).unwrap();
+    for _ in 0..16 {
+        lost.run(FLUSH, 0, 0, 0, b"").unwrap();
+    }
+    rig.export.pause();
+    lost.request(FLUSH, 0, 0, 0, b"");
+    drop(lost);
+    let mut client = rig.client(Style::Simple);
+    rig.export.resume();
+    client.run(FLUSH, 0, 0, 0, b"").unwrap();
     rig.end();
 }
 
