@@ -46,7 +46,7 @@ impl Protocol for Places {
             index.and_then(|index| all.get(index).cloned())
         };
         let Some(image) = noted else {
-            return Err(Error::Invalid(format!("{name}: is no name of an image")));
+            return Err(Error::invalid(format!("{name}: is no name of an image")));
         };
         match (&image.place, image.window) {
             (Place::Null(bytes), _) => Ok(Arc::new(NullStorage::new(*bytes))),
@@ -59,7 +59,7 @@ impl Protocol for Places {
                 let inner = Arc::new(FileStorage::open(file, &options)?);
                 let part = PartOf::new(inner, start, bytes)?.ok_or_else(|| {
                     let file = file.display();
-                    Error::Invalid(format!("{file}: ends before the part that was named"))
+                    Error::invalid(format!("{file}: ends before the part that was named"))
                 })?;
                 Ok(Arc::new(part))
             }
@@ -157,7 +157,7 @@ impl PartOf {
     fn to_change(&self, offset: HostOffset, len: u64) -> Result<HostOffset> {
         match self.within(offset, len) {
             (at, there) if there == len => Ok(at),
-            _ => Err(vdkit::Error::Invalid(format!(
+            _ => Err(vdkit::Error::invalid(format!(
                 "{}: the part of it that was named ends before byte {}",
                 self.inner.name(),
                 offset.0.saturating_add(len)

@@ -35,7 +35,7 @@ pub(crate) fn call(act: impl FnOnce() -> Result<()>) -> c_int {
 
 /// An error in how a function was called.
 pub(crate) fn misuse(text: impl Into<String>) -> Error {
-    Error::Invalid(text.into())
+    Error::invalid(text)
 }
 
 /// A parameter that must not be NULL.

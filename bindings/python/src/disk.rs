@@ -115,7 +115,7 @@ impl Drop for Unwanted {
 }
 
 fn closed() -> Error {
-    Error::Invalid("the disk is closed".to_owned())
+    Error::invalid("the disk is closed")
 }
 
 /// How many of `len` bytes at `offset` are on the disk.
@@ -179,7 +179,7 @@ impl Disk {
                 _ => {
                     let size = disk.guest_bytes();
                     let why = format!("{len} bytes at {offset} end beyond the disk's {size}");
-                    Err(Error::invalid(&disk.name(), why))
+                    Err(Error::invalid_for(&disk.name(), why))
                 }
             })?;
         }

@@ -76,5 +76,5 @@ fn made_of(py: Python<'_>, class: &str, parts: Parts<'_>) -> PyErr {
 
 /// An exception for a call that makes no sense.
 pub(crate) fn misuse(py: Python<'_>, text: impl Into<String>) -> PyErr {
-    raise(py, &Error::Invalid(text.into()))
+    raise(py, &Error::invalid(text))
 }

@@ -213,11 +213,11 @@ fn convert_to(
 ) -> Result<jobs::ConvertReport> {
     let destination = if into {
         if !options.is_empty() {
-            return Err(Error::Invalid("an image that exists keeps its options".into()));
+            return Err(Error::invalid("an image that exists keeps its options"));
         }
         Destination::Into(ExistingImage::new(target).format(format))
     } else {
-        let format = format.ok_or_else(|| Error::Invalid("a new image needs a format".into()))?;
+        let format = format.ok_or_else(|| Error::invalid("a new image needs a format"))?;
         let options = format_options(&format, options)?;
         Destination::New(NewImage::new(target, format).options(options))
     };
@@ -377,7 +377,7 @@ pub(crate) fn serve(
             |source| Error::File { file: address.to_owned(), action: IoAction::Open, source };
         let listening = address
             .parse()
-            .map_err(Error::Invalid)
+            .map_err(Error::invalid)
             .and_then(|parsed: Address| Listener::bind(&parsed).map_err(failed));
         let listener = match listening {
             Ok(listener) => listener,

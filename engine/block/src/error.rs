@@ -286,14 +286,11 @@ pub enum Error {
         /// Its overlay.
         overlay: String,
     },
-    /// An invalid request. Where a function names this error, it may also be [`Error::InvalidFor`].
-    #[error("{0}")]
-    Invalid(String),
-    /// An invalid request for a file.
-    #[error("{file}: {what}")]
-    InvalidFor {
-        /// The file, as the user named it.
-        file: String,
+    /// An invalid request.
+    #[error("{}{what}", .file.as_ref().map_or_else(String::new, |file| format!("{file}: ")))]
+    Invalid {
+        /// The file that it was for, as the user named it.
+        file: Option<String>,
         /// What is wrong.
         what: String,
     },
@@ -376,10 +373,7 @@ impl Error {
             Self::Refused(_) | Self::Dependents { .. } => ErrorKind::Refused,
             Self::Locked { .. } | Self::Busy { .. } => ErrorKind::Locked,
             Self::NoSpace { .. } => ErrorKind::NoSpace,
-            Self::Invalid(_)
-            | Self::InvalidFor { .. }
-            | Self::Guessed { .. }
-            | Self::Unnamed { .. } => ErrorKind::Usage,
+            Self::Invalid { .. } | Self::Guessed { .. } | Self::Unnamed { .. } => ErrorKind::Usage,
             Self::Interrupted => ErrorKind::Interrupted,
         }
     }
@@ -398,13 +392,13 @@ impl Error {
             | Self::Busy { file, .. }
             | Self::NoSpace { file, .. }
             | Self::Limit { file, .. }
-            | Self::InvalidFor { file, .. }
             | Self::Guessed { file, .. }
             | Self::Unnamed { file, .. }
             | Self::ReadOnly { file } => Some(file),
             Self::Corrupt(fault) => Some(&fault.file),
             Self::Refused(refusal) => Some(&refusal.file),
-            Self::Invalid(_) | Self::Interrupted => None,
+            Self::Invalid { file, .. } => file.as_deref(),
+            Self::Interrupted => None,
         }
     }
 
@@ -427,9 +421,14 @@ impl Error {
         }
     }
 
+    /// An invalid request that is about no file.
+    pub fn invalid(what: impl Into<String>) -> Self {
+        Self::Invalid { file: None, what: what.into() }
+    }
+
     /// An invalid request for `file`.
-    pub fn invalid(file: &(impl fmt::Display + ?Sized), what: impl Into<String>) -> Self {
-        Self::InvalidFor { file: file.to_string(), what: what.into() }
+    pub fn invalid_for(file: &(impl fmt::Display + ?Sized), what: impl Into<String>) -> Self {
+        Self::Invalid { file: Some(file.to_string()), what: what.into() }
     }
 
     /// A fault in an image; see [`Fault`].
@@ -510,7 +509,7 @@ impl Error {
 
     /// A commit of an image that stands alone.
     pub fn no_backing(file: &str) -> Self {
-        Self::invalid(file, "has no backing image, so there is nothing to commit to")
+        Self::invalid_for(file, "has no backing image, so there is nothing to commit to")
     }
 
     /// Encryption of a new image was requested without a key.

@@ -134,7 +134,7 @@ impl Flat {
             return Ok(());
         }
         let name = self.storage.name();
-        Err(Error::Invalid(format!("{name}: {len} bytes at {at} end beyond the disk's {size}")))
+        Err(Error::invalid(format!("{name}: {len} bytes at {at} end beyond the disk's {size}")))
     }
 
     fn host(&self, at: GuestOffset) -> HostOffset {

@@ -72,7 +72,7 @@ impl Options {
                     continue;
                 }
                 let (key, value) = pair.split_once('=').ok_or_else(|| {
-                    Error::Invalid(format!(
+                    Error::invalid(format!(
                         "'{pair}' is not of the form KEY=VALUE; {format} has these options:{}",
                         known(specs)
                     ))
@@ -96,7 +96,7 @@ impl Options {
     ) -> Result<()> {
         let Some(spec) = specs.iter().find(|s| s.key == key) else {
             let known = known(specs);
-            return Err(Error::Invalid(format!(
+            return Err(Error::invalid(format!(
                 "unknown option '{key}' for {format}; the known ones are:{known}"
             )));
         };
@@ -110,7 +110,7 @@ impl Options {
             OptionKind::Text => (true, "text".to_owned()),
         };
         if !fits {
-            return Err(Error::Invalid(format!(
+            return Err(Error::invalid(format!(
                 "option {key} of {format} is '{value}', expected {wanted}"
             )));
         }
@@ -204,7 +204,7 @@ fn parse_switch(text: &str) -> Option<bool> {
 /// # Errors
 /// [`Error::Invalid`] if the text is not a size or exceeds 2^63.
 pub fn parse_size(text: &str) -> Result<u64> {
-    let bad = || Error::Invalid(format!("'{text}' is not a size; write 512, 64K, 10G or 1.5T"));
+    let bad = || Error::invalid(format!("'{text}' is not a size; write 512, 64K, 10G or 1.5T"));
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, suffix) = text.split_at(digits);
     let shift = match suffix.trim_end_matches("iB").trim_end_matches('B') {
@@ -227,7 +227,7 @@ pub fn parse_size(text: &str) -> Result<u64> {
         return Err(bad());
     }
     let too_large = || {
-        Error::Invalid(format!(
+        Error::invalid(format!(
             "'{text}' is too large: the largest size is 8E less one byte (2^63 - 1)"
         ))
     };

@@ -61,7 +61,7 @@ impl std::str::FromStr for CacheMode {
             "directsync" => Self::DirectSync,
             "unsafe" => Self::Unsafe,
             other => {
-                return Err(Error::Invalid(format!(
+                return Err(Error::invalid(format!(
                     "unknown cache mode '{other}': use writeback, none, writethrough, directsync \
                      or unsafe"
                 )));

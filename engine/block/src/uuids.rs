@@ -11,6 +11,6 @@ use crate::error::{Error, Result};
 pub fn random_uuid() -> Result<Uuid> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes)
-        .map_err(|error| Error::Invalid(format!("no random numbers: {error}")))?;
+        .map_err(|error| Error::invalid(format!("no random numbers: {error}")))?;
     Ok(Builder::from_random_bytes(bytes).into_uuid())
 }

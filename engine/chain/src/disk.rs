@@ -124,7 +124,7 @@ pub struct Disk {
 fn view(format: &dyn Format, which: &str, writable: bool) -> Result<Arc<dyn Format>> {
     let file = format.storage().name();
     if writable {
-        return Err(Error::invalid(&file, "a snapshot can only be read; apply it first"));
+        return Err(Error::invalid_for(&file, "a snapshot can only be read; apply it first"));
     }
     let side = format.snapshots().ok_or_else(|| {
         Error::unsupported(
@@ -321,7 +321,7 @@ impl Disk {
     pub(crate) fn refuse_within_request(&self) -> Result<()> {
         if self.gates().into_iter().flatten().any(Gate::is_inside) {
             let what = "the disk cannot be resized or closed within a request of the same thread";
-            return Err(Error::Invalid(format!("{}: {what}", self.name)));
+            return Err(Error::invalid(format!("{}: {what}", self.name)));
         }
         Ok(())
     }
@@ -341,7 +341,7 @@ impl Disk {
         self.check_range(at, len)?;
         self.walk(Purpose::Map, at.0, at.0 + len)
             .step_within(ANSWERS_MAX)?
-            .ok_or_else(|| Error::invalid(&self.name, "an empty range has no map"))
+            .ok_or_else(|| Error::invalid_for(&self.name, "an empty range has no map"))
     }
 
     /// The extents of a range, in order, through the whole chain. With concurrent writes, each
@@ -375,7 +375,7 @@ impl Disk {
         let bytes = self.guest_bytes();
         match at.0.checked_add(len) {
             Some(end) if end <= bytes => Ok(()),
-            _ => Err(Error::invalid(
+            _ => Err(Error::invalid_for(
                 &self.name,
                 format!("{len} bytes at {at} reach past the end of the disk at {bytes:#x}"),
             )),

@@ -140,7 +140,7 @@ impl Registry {
     /// [`Error::Invalid`], listing the known formats.
     pub fn driver(&self, name: &str) -> Result<&'static dyn FormatDriver> {
         self.find(name).ok_or_else(|| {
-            Error::Invalid(format!("unknown format '{name}'; known: {}", self.names()))
+            Error::invalid(format!("unknown format '{name}'; known: {}", self.names()))
         })
     }
 
@@ -308,7 +308,7 @@ mod tests {
     struct ByByte(&'static str, Option<u8>);
 
     fn unused<T>() -> Result<T> {
-        Err(Error::Invalid("not a part of this test".to_owned()))
+        Err(Error::invalid("not a part of this test"))
     }
 
     impl FormatDriver for ByByte {

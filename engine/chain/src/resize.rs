@@ -40,7 +40,7 @@ impl NewPart<'_> {
         let inside = at.0 >= self.start && at.0.saturating_add(buf.len() as u64) <= self.end;
         if !inside {
             let name = self.disk.name();
-            return Err(Error::invalid(&name, format!("{at} is not in the new part")));
+            return Err(Error::invalid_for(&name, format!("{at} is not in the new part")));
         }
         let _begun = self.disk.begin();
         self.disk.write_unchecked(buf, at)
@@ -114,7 +114,7 @@ impl Disk {
         }
         // A size beyond the format's limit is the caller's mistake, and no damage.
         let hidden = self.top().resize_over(guest_bytes, beneath).map_err(|error| match error {
-            Error::Limit { .. } => Error::Invalid(error.to_string()),
+            Error::Limit { .. } => Error::invalid(error.to_string()),
             other => other,
         })?;
         let part = NewPart { disk: self, start: before, end: self.top().guest_bytes().max(before) };

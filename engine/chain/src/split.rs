@@ -47,7 +47,7 @@ pub fn links_down_to(
         }
         (None, Some(broken), _) => Err(broken),
         (None, None, None) => Err(Error::no_backing(&path.display().to_string())),
-        (None, None, Some(base)) => Err(Error::invalid(
+        (None, None, Some(base)) => Err(Error::invalid_for(
             &path.display(),
             format!("{} is not in its backing chain", base.display()),
         )),
@@ -94,7 +94,7 @@ pub fn open_split(
 }
 
 fn changed(path: &Path) -> Error {
-    Error::invalid(&path.display(), "its chain has just been changed by another program")
+    Error::invalid_for(&path.display(), "its chain has just been changed by another program")
 }
 
 /// Whether two paths are the same file.

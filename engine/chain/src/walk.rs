@@ -239,7 +239,7 @@ impl<'a> Walk<'a> {
         // says that there is one.
         let needed = self.depth > 0 || self.options.writable;
         if needed && backing.is_none() && identity.is_none() {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &namer.name(),
                 format!(
                     "has no backing file, but '{}' was given as its parent: leave it out",
@@ -294,7 +294,7 @@ impl<'a> Walk<'a> {
             });
         }
         if named > 1 && self.depth == 1 && self.options.data_file.is_some() {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &found.path.display(),
                 format!("has its data in {named} files, and only one file can be named instead"),
             ));
@@ -352,7 +352,7 @@ impl<'a> Walk<'a> {
 /// Rejects a user-supplied image with an unexpected identity.
 fn check_given(path: &Path, expected: Option<String>, found: &ImageInfo) -> Result<()> {
     match (expected, &found.identity) {
-        (Some(expected), Some(found)) if !is_one_of(found, &expected) => Err(Error::invalid(
+        (Some(expected), Some(found)) if !is_one_of(found, &expected) => Err(Error::invalid_for(
             &path.display(),
             format!(
                 "is the disk {found}, and {expected} is wanted: it was changed since, or another \
@@ -419,7 +419,7 @@ pub fn open_image(
 ) -> Result<OpenedImage> {
     let mut walk = Walk::new(registry, path.as_ref(), options);
     let Some(found) = walk.step()? else {
-        return Err(Error::invalid(&path.as_ref().display(), "is no image"));
+        return Err(Error::invalid_for(&path.as_ref().display(), "is no image"));
     };
     if options.writable {
         found.check_written_as_probed()?;

@@ -201,14 +201,14 @@ impl Disk {
             .iter()
             .map(|unit| u32::try_from(unit.as_ref().len()))
             .collect::<Result<_, _>>()
-            .map_err(|_| Error::Invalid("a compressed unit passes 4 GiB".to_owned()))?;
+            .map_err(|_| Error::invalid("a compressed unit passes 4 GiB"))?;
         let begun = self.begin();
         let mut done = 0;
         while done < units.len() {
             let offset = cluster_bytes
                 .checked_mul(done as u64)
                 .and_then(|bytes| at.checked_add(bytes))
-                .ok_or_else(|| Error::invalid(&self.name(), "offset overflow"))?;
+                .ok_or_else(|| Error::invalid_for(&self.name(), "offset overflow"))?;
             let reservation =
                 self.top().writes_compressed()?.reserve_compressed(offset, &lens[done..])?;
             let taken = reservation.units.clamp(1, units.len() - done);

@@ -180,7 +180,7 @@ fn a_resize_that_waited_is_asked_about_the_size_that_it_finds() {
         let grows = |_: u64| Ok(());
         let mut second = None;
         let waits = |before: u64| {
-            if before > middle { Err(Error::Invalid("it would shrink".into())) } else { Ok(()) }
+            if before > middle { Err(Error::invalid("it would shrink")) } else { Ok(()) }
         };
         disk.resize_with(large, &monitor, grows, |_| {
             // It sees the small disk now, and waits.

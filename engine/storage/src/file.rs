@@ -134,7 +134,7 @@ impl FileStorage {
             _ => false,
         };
         if !fits || options.create.makes() {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &name,
                 format!(
                     "the descriptor is not open for {}",

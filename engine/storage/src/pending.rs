@@ -173,11 +173,11 @@ impl Replaced {
 /// The file that a name leads to: a symbolic link stays, and its target is replaced.
 fn real_target(target: &Path) -> Result<PathBuf> {
     if target.file_name().is_none() {
-        return Err(Error::Invalid(format!("'{}' does not name a file", target.display())));
+        return Err(Error::invalid(format!("'{}' does not name a file", target.display())));
     }
     let real = links::follow(target)?;
     if real != target && !real.exists() {
-        return Err(Error::Invalid(format!(
+        return Err(Error::invalid(format!(
             "'{}' is a symbolic link to a file that is not there",
             target.display()
         )));

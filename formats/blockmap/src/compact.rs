@@ -178,7 +178,7 @@ impl Mover<'_> {
         self.storage.sync()?;
         for (index, start) in self.copied.drain(..) {
             let word = self.geometry.word(start).ok_or_else(|| {
-                Error::invalid(&self.storage.name(), format!("no block can be at {start:#x}"))
+                Error::invalid_for(&self.storage.name(), format!("no block can be at {start:#x}"))
             })?;
             write_entries(self.storage, self.geometry, index, &[word])?;
         }

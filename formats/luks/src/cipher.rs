@@ -182,7 +182,7 @@ pub fn legacy_qcow2(password: &[u8]) -> Option<AesSectors> {
 /// [`Error::Invalid`]: a key of another length, bytes that are not whole blocks of 16, or padding of
 /// another length than 1 to 16 bytes (the key is probably wrong).
 pub fn decrypt_cbc_padded(key: &[u8], vector: &[u8; 16], bytes: &[u8]) -> Result<Vec<u8>> {
-    let wrong = |what: String| Error::Invalid(format!("an encrypted secret: {what}"));
+    let wrong = |what: String| Error::invalid(format!("an encrypted secret: {what}"));
     let aes = Aes::new(key).ok_or_else(|| wrong(format!("a key of {} bytes", key.len())))?;
     if bytes.is_empty() || !bytes.len().is_multiple_of(BLOCK) {
         return Err(wrong(format!("{} bytes are no whole blocks of {BLOCK}", bytes.len())));

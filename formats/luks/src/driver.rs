@@ -148,7 +148,7 @@ fn sizes(new: &NewHeader, guest_bytes: u64) -> Result<(u64, u64)> {
         .checked_next_multiple_of(SECTOR_BYTES)
         .and_then(|bytes| Some((bytes, bytes.checked_add(new.payload_offset())?)))
         .filter(|(_, end)| *end <= i64::MAX as u64)
-        .ok_or_else(|| Error::Invalid(format!("a disk of {guest_bytes} bytes is too large")))
+        .ok_or_else(|| Error::invalid(format!("a disk of {guest_bytes} bytes is too large")))
 }
 
 fn write_encrypted_zeroes(

@@ -91,7 +91,7 @@ impl FlatFormat for LuksFormat {
             return Err(Error::limit(file, "size", guest_bytes, limit));
         };
         if !flat.storage.caps().growable && end > flat.storage.len()? {
-            return Err(Error::invalid(&file, "has a fixed length and cannot grow"));
+            return Err(Error::invalid_for(&file, "has a fixed length and cannot grow"));
         }
         let before = flat.shrink(bytes);
         if flat.storage.caps().growable

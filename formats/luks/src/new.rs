@@ -93,7 +93,7 @@ impl NewHeader {
             _ => Vector::Plain64,
         };
         if text("ivgen-hash-alg").is_some() && !matches!(vector, Vector::Essiv(_)) {
-            return Err(Error::Invalid(format!(
+            return Err(Error::invalid(format!(
                 "{prefix}ivgen-hash-alg has no meaning without {prefix}ivgen-alg=essiv"
             )));
         }

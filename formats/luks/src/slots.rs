@@ -247,7 +247,10 @@ impl LuksSlots {
         let file = self.storage.name();
         Some(number as usize).filter(|number| *number < SLOTS).ok_or_else(|| {
             let last = SLOTS - 1;
-            Error::invalid(&file, format!("key slots have numbers from 0 to {last}, not {number}"))
+            Error::invalid_for(
+                &file,
+                format!("key slots have numbers from 0 to {last}, not {number}"),
+            )
         })
     }
 
@@ -257,7 +260,7 @@ impl LuksSlots {
         if let Some(wanted) = wanted {
             let number = self.checked(wanted)?;
             return match self.header.raw.key_slots[number].is_active() {
-                true => Err(Error::invalid(
+                true => Err(Error::invalid_for(
                     &file,
                     format!("key slot {number} is in use; remove its key first"),
                 )),
@@ -265,7 +268,7 @@ impl LuksSlots {
             };
         }
         self.header.raw.key_slots.iter().position(|slot| !slot.is_active()).ok_or_else(|| {
-            Error::invalid(
+            Error::invalid_for(
                 &file,
                 format!("all {SLOTS} key slots are in use; remove the key of one first"),
             )

@@ -80,7 +80,7 @@ impl Qcow2 {
         if fits {
             return Ok(());
         }
-        Err(Error::invalid(
+        Err(Error::invalid_for(
             &file,
             format!(
                 "compressed clusters at guest offset {at} must be whole, smaller than \

@@ -93,7 +93,7 @@ impl Plan {
     fn check_limits(&self, options: &CreateOptions) -> Result<()> {
         let table_bytes = self.refcounts.table << self.geometry.cluster_bits;
         if table_bytes > REFCOUNT_TABLE_BYTES_MAX.max(self.geometry.cluster_bytes()) {
-            return Err(Error::Invalid(format!(
+            return Err(Error::invalid(format!(
                 "preallocation of {} bytes needs a refcount table of {table_bytes} bytes, more \
                  than {REFCOUNT_TABLE_BYTES_MAX}; use a larger cluster_size, fewer refcount_bits \
                  or preallocation=off",
@@ -105,7 +105,7 @@ impl Plan {
             _ => self.end.max(self.guest.clusters),
         };
         if highest > HOST_OFFSET_END >> self.geometry.cluster_bits {
-            return Err(Error::Invalid(format!(
+            return Err(Error::invalid(format!(
                 "a disk of {} bytes cannot be preallocated: host offsets end at {HOST_OFFSET_END}; \
                  use preallocation=off",
                 self.guest.bytes
@@ -208,7 +208,7 @@ pub(crate) fn create(request: &CreateRequest) -> Result<()> {
         (None, _) => None,
         (Some(_), Some(file)) => Some(&**file),
         (Some(name), None) => {
-            return Err(Error::Invalid(format!("the data file '{name}' was not opened")));
+            return Err(Error::invalid(format!("the data file '{name}' was not opened")));
         }
     };
     let (data, end) = (plan.bytes(plan.data), plan.bytes(plan.end));

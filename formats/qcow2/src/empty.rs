@@ -13,7 +13,7 @@ impl Qcow2 {
     pub(crate) fn empty_map(&self) -> Result<()> {
         self.need_writable()?;
         if self.header.data_file_raw() {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &self.storage.name(),
                 "its data file is the disk by itself and cannot hold nothing",
             ));

@@ -326,7 +326,7 @@ impl Header {
         }
         let out = [&fixed.as_bytes()[..bytes], &rest[..]].concat();
         if out.len() as u64 > self.geometry.cluster_bytes() {
-            return Err(Error::Invalid(format!(
+            return Err(Error::invalid(format!(
                 "header, extensions and backing name take {} bytes, more than a cluster of {}; use \
                  a larger cluster_size or a shorter name",
                 out.len(),

@@ -255,7 +255,7 @@ impl Qcow2 {
             return Ok(storage.clone());
         }
         files.into_iter().next().ok_or_else(|| {
-            Error::invalid(
+            Error::invalid_for(
                 &storage.name(),
                 format!(
                     "its guest data is in another file ({}), which was not opened",
@@ -362,7 +362,7 @@ impl Qcow2 {
         if at.0.checked_add(len).is_some_and(|end| end <= size) {
             return Ok(());
         }
-        Err(Error::invalid(
+        Err(Error::invalid_for(
             &self.storage.name(),
             format!("cannot {action} {len} bytes at guest offset {at}: the disk has {size} bytes"),
         ))

@@ -84,7 +84,7 @@ impl GuestSizes {
             let larger = (geometry.cluster_bits + 1..=*CLUSTER_BITS.end())
                 .find(|&cluster_bits| fits(&Geometry { cluster_bits, ..*geometry }));
             let most = (L1_BYTES_MAX / 8) * geometry.l2_span();
-            return Err(Error::Invalid(format!(
+            return Err(Error::invalid(format!(
                 "a disk of {guest_bytes} bytes is too large for clusters of {} bytes (at most \
                  {most}); {}",
                 geometry.cluster_bytes(),

@@ -118,7 +118,7 @@ pub(crate) struct CreateOptions {
 }
 
 fn invalid<T>(message: impl Into<String>) -> Result<T> {
-    Err(Error::Invalid(message.into()))
+    Err(Error::invalid(message))
 }
 
 impl CreateOptions {
@@ -312,7 +312,7 @@ mod tests {
 
     fn refusal(text: &str) -> String {
         match parse(text) {
-            Err(Error::Invalid(message)) => message,
+            Err(Error::Invalid { what, .. }) => what,
             other => panic!("{text}: {other:?}"),
         }
     }

@@ -57,7 +57,7 @@ impl Qcow2 {
     fn enlarge(&self, lead: &mut Lead<'_>, old: u64, new: u64, beneath: u64) -> Result<()> {
         let entries = self.geometry.l1_entries_for(new);
         if entries * 8 > L1_BYTES_MAX {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &self.storage.name(),
                 format!(
                     "a disk of {new} bytes needs an L1 table of {} bytes with this cluster size, \

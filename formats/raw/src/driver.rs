@@ -94,7 +94,7 @@ impl Creation for RawDriver {
     /// The file's length, whatever its content: a device for it needs this size.
     fn measure(&self, guest_bytes: u64, _: &Options, _data_clusters: u64) -> Result<Measured> {
         let bytes = whole_sectors(guest_bytes).ok_or_else(|| {
-            Error::Invalid(format!("a raw image of {guest_bytes} bytes is too large"))
+            Error::invalid(format!("a raw image of {guest_bytes} bytes is too large"))
         })?;
         Ok(Measured { required: bytes, fully_allocated: bytes })
     }

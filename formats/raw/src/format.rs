@@ -55,7 +55,7 @@ impl FlatFormat for RawFormat {
     fn resize(&self, guest_bytes: u64) -> Result<()> {
         let storage = &self.flat.storage;
         if guest_bytes > GUEST_BYTES_MAX {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &storage.name(),
                 format!(
                     "cannot have {guest_bytes} bytes; a raw disk has at most {GUEST_BYTES_MAX}"
@@ -65,7 +65,7 @@ impl FlatFormat for RawFormat {
         if !storage.caps().growable {
             let len = storage.len()?;
             if guest_bytes > len {
-                return Err(Error::invalid(
+                return Err(Error::invalid_for(
                     &storage.name(),
                     format!("has a fixed length of {len} bytes and cannot grow"),
                 ));

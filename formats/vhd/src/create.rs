@@ -58,7 +58,7 @@ impl Creation for VhdDriver {
             _ => size(storage.name(), request.guest_bytes, &request.options)?,
         };
         match (&request.backing, fixed(&request.options)) {
-            (Some(_), true) => Err(Error::Invalid(
+            (Some(_), true) => Err(Error::invalid(
                 "a fixed VHD cannot stand on another image: leave out subformat=fixed".to_owned(),
             )),
             (None, true) => create_fixed(storage, guest_bytes, geometry),

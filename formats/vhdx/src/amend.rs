@@ -101,7 +101,7 @@ impl Vhdx {
     fn region(&self, guid: Uuid) -> Result<Region> {
         let mut lead = self.meta.lead();
         let found = lead.leader_state().regions.iter().find(|region| region.guid == guid).copied();
-        found.ok_or_else(|| Error::invalid(&self.storage.name(), format!("has no {guid}")))
+        found.ok_or_else(|| Error::invalid_for(&self.storage.name(), format!("has no {guid}")))
     }
 
     /// Turns a differencing image into a dynamic one. The caller ensures that the parent reads as

@@ -183,7 +183,7 @@ impl Headers {
     pub(crate) fn update(&mut self, storage: &dyn Storage, next: Header) -> Result<()> {
         let first = self.current.sequence.checked_add(1).filter(|n| *n < u64::MAX);
         let Some(sequence) = first else {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &storage.name(),
                 "sequence numbers of its headers are used up; convert it to a new image",
             ));

@@ -65,7 +65,7 @@ impl NewImage {
     /// # Errors
     /// [`Error::Invalid`] for invalid values.
     pub(crate) fn new(options: &Options, guest_bytes: u64, has_parent: bool) -> Result<Self> {
-        let invalid = |text: String| Err(Error::Invalid(text));
+        let invalid = |text: String| Err(Error::invalid(text));
         let block = match options.size("block_size").filter(|bytes| *bytes > 0) {
             Some(bytes) => bytes,
             None if has_parent => CHILD_BLOCK_BYTES,

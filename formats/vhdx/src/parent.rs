@@ -131,7 +131,7 @@ impl ParentLocator {
         }
         let linkage = backing.identity.as_deref().and_then(parse_guid);
         let Some(linkage) = linkage else {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &file,
                 format!(
                     "a differencing VHDX is tied to its parent by the parent's GUID, and '{}' \
@@ -141,7 +141,7 @@ impl ParentLocator {
             ));
         };
         if backing.name.contains('\\') {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &file,
                 format!(
                     "the parent's name '{}' has a backslash, which separates folders in a \
@@ -156,7 +156,7 @@ impl ParentLocator {
             name.insert_str(0, ".\\");
         }
         if name.encode_utf16().count() > 0x7fff {
-            return Err(Error::invalid(&file, "the parent's name is too long"));
+            return Err(Error::invalid_for(&file, "the parent's name is too long"));
         }
         let pairs =
             vec![(LINKAGE.to_owned(), format!("{{{linkage}}}")), (RELATIVE.to_owned(), name)];

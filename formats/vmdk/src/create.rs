@@ -40,7 +40,7 @@ impl Creation for VmdkDriver {
         let sizes = new.extents(bytes);
         let others = if new.subformat.is_one_file() { 0 } else { sizes.len() };
         if request.files.len() != others {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &storage.name(),
                 format!("needs {others} other files, and {} were made", request.files.len()),
             ));
@@ -122,7 +122,7 @@ impl Creation for VmdkDriver {
         let grain = if new.subformat == Subformat::Stream { grain + SECTOR } else { grain };
         let all = |count: u64| {
             count.min(grains).checked_mul(grain).and_then(|n| n.checked_add(overhead)).ok_or_else(
-                || Error::Invalid(format!("a VMDK image of {guest_bytes} bytes is too large")),
+                || Error::invalid(format!("a VMDK image of {guest_bytes} bytes is too large")),
             )
         };
         Ok(Measured { required: all(data_clusters)?, fully_allocated: all(grains)? })

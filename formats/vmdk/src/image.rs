@@ -158,7 +158,7 @@ impl Vmdk {
     pub(crate) fn in_range(&self, at: GuestOffset, len: u64) -> Result<()> {
         match at.0.checked_add(len) {
             Some(end) if end <= self.guest_bytes && len > 0 => Ok(()),
-            _ => Err(Error::invalid(
+            _ => Err(Error::invalid_for(
                 &self.storage.name(),
                 format!("{len} bytes at {at} are not on the disk of {} bytes", self.guest_bytes),
             )),

@@ -144,7 +144,7 @@ impl Opening<'_> {
                 self.sparse(&header, index, Some(line))?;
             }
             (_, None) => {
-                return Err(Error::invalid(
+                return Err(Error::invalid_for(
                     &self.request.storage.name(),
                     format!("the extent '{}' was not opened", line.name),
                 ));

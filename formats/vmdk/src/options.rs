@@ -119,11 +119,11 @@ impl NewVmdk {
         let compat6 = options.switch("compat6") == Some(true);
         let hardware = options.text(HWVERSION);
         if compat6 && hardware.is_some() {
-            return Err(Error::Invalid("compat6 and hwversion say different things".to_owned()));
+            return Err(Error::invalid("compat6 and hwversion say different things"));
         }
         let zeroed_grain = options.switch("zeroed_grain") == Some(true);
         if zeroed_grain && (subformat.is_flat() || subformat == Subformat::Stream) {
-            return Err(Error::Invalid(format!(
+            return Err(Error::invalid(format!(
                 "zeroed_grain is for plain sparse images, not for {}",
                 subformat.create_type()
             )));
@@ -169,7 +169,7 @@ impl NewVmdk {
         };
         let limit = Limits::default().files_max as u64;
         if count > limit {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &image,
                 format!(
                     "{guest_bytes} bytes in pieces of 2 GiB are {count} files, more than the \
@@ -190,7 +190,7 @@ impl NewVmdk {
 /// Rejects a name that cannot be quoted in a descriptor.
 pub(crate) fn check_name(name: &str) -> Result<()> {
     if name.contains(['"', '\n', '\r', '\0']) {
-        return Err(Error::Invalid(format!(
+        return Err(Error::invalid(format!(
             "'{}' cannot be named in a VMDK descriptor: no quotes and no line ends",
             name.escape_debug()
         )));

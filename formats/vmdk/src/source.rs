@@ -127,7 +127,7 @@ impl Source {
     pub(crate) fn files_opened(&self, file: &str, opened: usize) -> Result<Vec<String>> {
         let names = self.files();
         if names.len() != opened {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &file,
                 format!("its data is in {} other files, and {opened} were opened", names.len()),
             ));

@@ -222,7 +222,7 @@ impl Format for StreamWriter {
             return Ok(());
         }
         if state.broken {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &self.storage.name(),
                 "a part of the stream was not written, so it cannot be completed",
             ));
@@ -268,7 +268,7 @@ impl CompressedWriter for StreamWriter {
             && lens.iter().all(|&len| len > MARKER_BYTES as u32 && len.is_multiple_of(512))
             && grain + lens.len() as u64 <= self.guest_bytes.div_ceil(GRAIN_BYTES);
         if !fits {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &self.storage.name(),
                 format!(
                     "compressed grains at guest offset {at} must be whole, framed and on the disk"

@@ -491,7 +491,7 @@ fn pack_one(
     file: &str,
     monitor: &Monitor<'_>,
 ) -> Result<ConvertReport> {
-    let missing = || Error::Invalid("more disks than the appliance has".to_owned());
+    let missing = || Error::invalid("more disks than the appliance has");
     let sink = writer.next_sink().ok_or_else(missing)?;
     let specs = registry.driver("vmdk")?.options();
     let adapter = new.machine.controller.vmdk_adapter();

@@ -29,7 +29,7 @@ impl Meeting {
         let started = Instant::now();
         while !self.seen[1 - half].load(Ordering::SeqCst) {
             if started.elapsed() > Duration::from_secs(120) {
-                return Err(Error::Invalid("nobody reads the other disk".to_owned()));
+                return Err(Error::invalid("nobody reads the other disk"));
             }
             std::thread::sleep(Duration::from_millis(1));
         }

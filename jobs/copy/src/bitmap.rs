@@ -50,10 +50,10 @@ pub(crate) fn bitmaps_to_copy(
     monitor: &Monitor<'_>,
 ) -> Result<Vec<BitmapInfo>> {
     let [disk] = source.disks() else {
-        return Err(Error::Invalid("bitmaps are copied of one source, not of pieces".into()));
+        return Err(Error::invalid("bitmaps are copied of one source, not of pieces"));
     };
     let Some(target) = target else {
-        return Err(Error::Invalid("bitmaps need a target that is written".into()));
+        return Err(Error::invalid("bitmaps need a target that is written"));
     };
     let targets = bitmaps(target)?;
     let there = targets.list()?;
@@ -61,7 +61,7 @@ pub(crate) fn bitmaps_to_copy(
     for bitmap in bitmaps(disk)?.list()? {
         let BitmapInfo { name, in_use, .. } = &bitmap.info;
         if there.iter().any(|other| other.info.name == *name) {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &target.name(),
                 format!(
                     "has a bitmap '{name}' already; remove it first ('vdkit bitmap remove {} \
@@ -77,7 +77,7 @@ pub(crate) fn bitmaps_to_copy(
                 disk.name()
             )),
             (true, BrokenBitmaps::Refuse) => {
-                return Err(Error::invalid(
+                return Err(Error::invalid_for(
                     &disk.name(),
                     format!(
                         "bitmap '{name}' cannot be trusted; remove it, or leave such bitmaps out"
@@ -104,7 +104,7 @@ fn refuse_other_size(disk: &Disk, source: &Disk) -> Result<()> {
     if size == other {
         return Ok(());
     }
-    Err(Error::Invalid(format!(
+    Err(Error::invalid(format!(
         "{} has {size} bytes and {} has {other}: a bitmap of one says nothing of the other",
         disk.name(),
         source.name()

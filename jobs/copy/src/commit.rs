@@ -157,7 +157,7 @@ fn note_identity(
 fn wants_emptying(links: &[ChainLink], options: &CommitOptions) -> Result<bool> {
     let direct = links.len() == 2;
     match options.empty {
-        Some(true) if !direct => Err(Error::invalid(
+        Some(true) if !direct => Err(Error::invalid_for(
             &links[0].path.display(),
             format!(
                 "emptied, it would show {} instead of what is committed; commit to that one, or \

@@ -405,7 +405,7 @@ fn compression(options: &ConvertOptions, target: Option<&Disk>) -> Result<Option
         return Ok(only.map(|codec| CompressionSpec { codec, level: None }));
     };
     let Some(target) = target else {
-        return Err(Error::Invalid("compression needs a target that is written".into()));
+        return Err(Error::invalid("compression needs a target that is written"));
     };
     let codec = image_codec(target)?;
     if (spec.codec, codec) == (Codec::Deflate, Codec::Zlib) {
@@ -415,7 +415,7 @@ fn compression(options: &ConvertOptions, target: Option<&Disk>) -> Result<Option
     if codec == spec.codec {
         return Ok(Some(spec));
     }
-    Err(Error::invalid(
+    Err(Error::invalid_for(
         &target.name(),
         format!("holds {codec} clusters, not {}; use --compress={codec}", spec.codec),
     ))
@@ -490,15 +490,15 @@ impl Base {
     ) -> Result<Option<Self>> {
         let Some(backing) = &options.backing else { return Ok(None) };
         let Destination::New(NewImage { .. }) = options.destination else {
-            return Err(Error::Invalid("--backing needs a new image as the target".into()));
+            return Err(Error::invalid("--backing needs a new image as the target"));
         };
         let [disk] = source.disks() else {
-            return Err(Error::Invalid("--backing needs one source, not several pieces".into()));
+            return Err(Error::invalid("--backing needs one source, not several pieces"));
         };
         let same = |path: &Path| same_file(path, &backing.path);
         let found = disk.layers().iter().skip(1).position(|l| same(l.path()));
         let Some(layers) = found.or(backing.trusted.then_some(0)) else {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &disk.name(),
                 format!(
                     "does not stand on {}; convert without --backing, or rebase it first",

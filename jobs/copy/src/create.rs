@@ -143,7 +143,7 @@ pub fn create(
         Err(error) => return Err(error),
     };
     if !device && !image.replace && image.path.metadata().is_ok_and(|found| found.len() > 0) {
-        return Err(Error::invalid(&image.path.display(), "is there already"));
+        return Err(Error::invalid_for(&image.path.display(), "is there already"));
     }
     let base = match &image.backing {
         Some(backing) => Some(backing.find(registry, image.path, &image.opening)?),
@@ -158,8 +158,8 @@ pub fn create(
     let guest_bytes = if device {
         create_on_device(registry, image, guest_bytes, base.as_ref(), monitor)?
     } else {
-        let guest_bytes =
-            guest_bytes.ok_or_else(|| Error::invalid(&image.path.display(), "a size is needed"))?;
+        let guest_bytes = guest_bytes
+            .ok_or_else(|| Error::invalid_for(&image.path.display(), "a size is needed"))?;
         create_file(registry, image, guest_bytes, base.as_ref(), monitor)?
     };
     Ok(Created { guest_bytes, backing: base.map(|base| base.reference) })
@@ -202,7 +202,7 @@ pub(crate) fn inherit(
         match options.text(key) {
             None => options.set(driver.name(), specs, key, value)?,
             Some(given) if given != value => {
-                return Err(Error::invalid(
+                return Err(Error::invalid_for(
                     &image.display(),
                     format!(
                         "{key}={given} was asked for, and the image that it shall stand on has \
@@ -230,7 +230,7 @@ impl NewBacking {
     ) -> Result<FoundBacking> {
         let protocol = self.name.split_once(':').filter(|(before, _)| !before.contains('/'));
         if let Some((before, _)) = protocol.filter(|_| self.open) {
-            return Err(Error::Invalid(format!(
+            return Err(Error::invalid(format!(
                 "'{}': in an image's header, '{before}:' at the beginning of a name says a protocol, \
                  and nobody could open what the image stands on; write './{}'",
                 self.name, self.name
@@ -239,7 +239,7 @@ impl NewBacking {
         let (path, name) = (beside(image, &self.name), self.name.clone());
         if !self.open {
             let Some(format) = self.format.clone() else {
-                return Err(Error::Invalid(format!(
+                return Err(Error::invalid(format!(
                     "the format of '{name}' must be named where it is not opened: \
                      '--backing-format FORMAT' (-F FORMAT)"
                 )));
@@ -250,7 +250,7 @@ impl NewBacking {
         let options = opening.of_other(self.format.clone());
         let (info, probed, guest_bytes) = look_at(registry, &path, &options)?;
         if probed && info.format == "raw" {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &path.display(),
                 "its format was not detected, and its guest could make it look like any; if it \
                  is raw, say so: '--backing-format raw' (-F raw)",
@@ -286,7 +286,7 @@ fn look_at(
             match (report.links.first(), report.broken) {
                 (_, Some(error)) => Err(error),
                 (Some(top), None) => Ok((top.info.clone(), top.probed, top.info.virtual_size)),
-                (None, None) => Err(Error::invalid(&path.display(), "is no image")),
+                (None, None) => Err(Error::invalid_for(&path.display(), "is no image")),
             }
         }
         Err(error) => Err(error),
@@ -324,7 +324,7 @@ fn create_on_device(
         Some(bytes) => bytes,
         None if image.driver.name() == "raw" => device.len()?,
         None => {
-            return Err(Error::invalid(&image.path.display(), "a size is needed"));
+            return Err(Error::invalid_for(&image.path.display(), "a size is needed"));
         }
     };
     let files = write(registry, image, device.clone(), guest_bytes, base, monitor)?;
@@ -413,7 +413,7 @@ fn error_of(image: &CreateOptions<'_>, error: Error) -> Error {
 /// Maps a limit error of a new image to a usage error.
 pub(crate) fn limit_of_new(name: &str, format: &str, error: Error) -> Error {
     match error {
-        Error::Limit { what, found, limit, .. } => Error::invalid(
+        Error::Limit { what, found, limit, .. } => Error::invalid_for(
             &name,
             format!("{what} is {found}, more than the limit of {limit} of {format}"),
         ),

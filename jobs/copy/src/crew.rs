@@ -141,10 +141,13 @@ mod tests {
 
     #[test]
     fn an_error_is_reported_instead_of_interruptions_before_and_after_it() {
-        let broken = || Error::Invalid("broken".into());
+        let broken = || Error::invalid("broken");
         for errors in [[broken(), Error::Interrupted], [Error::Interrupted, broken()]] {
             let result = failing_with(errors);
-            assert!(matches!(&result, Err(Error::Invalid(what)) if what == "broken"), "{result:?}");
+            assert!(
+                matches!(&result, Err(Error::Invalid { what, .. }) if what == "broken"),
+                "{result:?}"
+            );
         }
         let result = failing_with([Error::Interrupted, Error::Interrupted]);
         assert!(matches!(result, Err(Error::Interrupted)), "{result:?}");

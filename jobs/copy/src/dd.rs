@@ -76,12 +76,12 @@ impl DdPlan {
     /// [`Error::Invalid`] for a block size of 0 and for offsets past 2^63.
     pub fn new(source_bytes: u64, options: &DdOptions) -> Result<Self> {
         if options.block_bytes == 0 {
-            return Err(Error::Invalid("blocks must have at least one byte".to_owned()));
+            return Err(Error::invalid("blocks must have at least one byte"));
         }
         let bytes = |blocks: u64, what: &str| {
             let bytes = blocks.checked_mul(options.block_bytes).filter(|&b| b <= i64::MAX as u64);
             bytes.ok_or_else(|| {
-                Error::Invalid(format!("{what} of {blocks} blocks passes 2^63 bytes"))
+                Error::invalid(format!("{what} of {blocks} blocks passes 2^63 bytes"))
             })
         };
         let from = bytes(options.skip, "skip")?.min(source_bytes);
@@ -99,7 +99,7 @@ impl DdPlan {
         self.to
             .checked_add(self.len)
             .filter(|&bytes| bytes <= i64::MAX as u64)
-            .ok_or_else(|| Error::Invalid("the target would pass 2^63 bytes".to_owned()))
+            .ok_or_else(|| Error::invalid("the target would pass 2^63 bytes"))
     }
 
     /// Copies. The target must be another image, open for writing, and contain the range.
@@ -116,7 +116,7 @@ impl DdPlan {
     ) -> Result<DdReport> {
         let end = self.target_bytes()?;
         if target.guest_bytes() < end {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &target.name(),
                 format!("its {} bytes are too few: {end} are needed", target.guest_bytes()),
             ));

@@ -139,7 +139,7 @@ pub fn convert_stream(
             if pipe.at_end()? {
                 break from;
             }
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &name,
                 format!(
                     "goes on after the {end} bytes of {}",

@@ -54,7 +54,7 @@ impl NewFiles {
         )?;
         let limit = Limits::default().files_max;
         if names.len() > limit {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &path.display(),
                 format!(
                     "would have its data in {} files, more than the limit of {limit}",
@@ -73,14 +73,14 @@ impl NewFiles {
             refuse_protocol_name(path, &name)?;
             let may = replace && (named(&name) || own.contains(&real_name(&target)));
             if !may && target.metadata().is_ok_and(|found| found.len() > 0) {
-                return Err(Error::invalid(
+                return Err(Error::invalid_for(
                     &target.display(),
                     "is there already, and the new image needs this name for its data; move \
                      it away, or choose another name for the image",
                 ));
             }
             if !taken.insert(real_name(&target)) {
-                return Err(Error::invalid(
+                return Err(Error::invalid_for(
                     &target.display(),
                     "the new image would need this name twice; choose another name for one",
                 ));
@@ -190,10 +190,10 @@ fn named_after(image: &Path, name: &str) -> bool {
 /// Refuses the name of a data file that looks like a protocol: it could never be opened again.
 ///
 /// # Errors
-/// [`Error::InvalidFor`], with the image.
+/// [`Error::Invalid`], with the image.
 pub fn refuse_protocol_name(image: &Path, name: &str) -> Result<()> {
     match name.split_once(':') {
-        Some((before, _)) if !before.contains('/') => Err(Error::invalid(
+        Some((before, _)) if !before.contains('/') => Err(Error::invalid_for(
             &image.display(),
             format!(
                 "its data would be in '{name}', and what stands before a colon in an image's \

@@ -189,7 +189,7 @@ pub fn find_backing(
     let looking = opening.of_other(backing.format.clone()).lock(false);
     let chain = describe_chain(registry, &path, &looking)?;
     if let Some(link) = chain.links.iter().find(|link| same_file(&link.path, image)) {
-        return Err(Error::Invalid(if same_file(&path, image) {
+        return Err(Error::invalid(if same_file(&path, image) {
             format!("{}: an image cannot stand on itself", image.display())
         } else {
             format!(
@@ -220,7 +220,7 @@ fn refuse_impossible(registry: &Registry, disk: &Disk, backed: bool) -> Result<(
         ));
     }
     if info.data_file_raw && backed {
-        return Err(Error::invalid(
+        return Err(Error::invalid_for(
             &disk.name(),
             "a raw data file is the whole disk and cannot show what a backing file holds",
         ));

@@ -322,7 +322,7 @@ impl Target {
                     .to_owned(),
                 false => format!("make it larger first, as with 'vdkit resize {name} {bytes}'"),
             };
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &name,
                 format!("has {} bytes, the source has {bytes}; {larger}", disk.guest_bytes()),
             ));

@@ -38,7 +38,7 @@ impl Compressor {
     pub fn new(spec: CompressionSpec) -> Result<Self> {
         let levels = levels(spec.codec)?;
         if let Some(level) = spec.level.filter(|level| !levels.contains(level)) {
-            return Err(Error::Invalid(format!(
+            return Err(Error::invalid(format!(
                 "{} has no level {level}: use {} to {}",
                 spec.codec,
                 levels.start(),
@@ -49,7 +49,7 @@ impl Compressor {
             Codec::Zstd => {
                 let level = spec.level.unwrap_or(ZSTD_DEFAULT_LEVEL);
                 let compressor = zstd::bulk::Compressor::new(level)
-                    .map_err(|error| Error::Invalid(format!("zstd level {level}: {error}")))?;
+                    .map_err(|error| Error::invalid(format!("zstd level {level}: {error}")))?;
                 Method::Zstd(compressor)
             }
             codec => {
@@ -111,7 +111,7 @@ impl Compressor {
                 out.extend(adler32(unit).to_be_bytes());
             }
             Method::Zstd(_) => {
-                return Err(Error::Invalid("zstd units are not stored as they are".into()));
+                return Err(Error::invalid("zstd units are not stored as they are"));
             }
         }
         Ok(())
@@ -146,7 +146,7 @@ fn levels(codec: Codec) -> Result<std::ops::RangeInclusive<i32>> {
     match codec {
         Codec::Deflate | Codec::Zlib => Ok(deflate::LEVELS),
         Codec::Zstd => Ok(-7..=22),
-        other => Err(Error::Invalid(format!("cannot compress by {other}"))),
+        other => Err(Error::invalid(format!("cannot compress by {other}"))),
     }
 }
 

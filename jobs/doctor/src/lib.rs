@@ -295,8 +295,7 @@ fn examine(
             error @ (Error::File { .. }
             | Error::Reference { .. }
             | Error::Interrupted
-            | Error::Invalid(_)
-            | Error::InvalidFor { .. }),
+            | Error::Invalid { .. }),
         ) => {
             return Err(error);
         }

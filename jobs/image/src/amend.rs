@@ -59,7 +59,7 @@ pub fn amend<'a>(
     let size = options.size("size");
     let grows = size.filter(|size| *size != opened.info.virtual_size);
     if grows.is_some_and(|size| size < opened.info.virtual_size) {
-        return Err(Error::invalid(
+        return Err(Error::invalid_for(
             &image.display(),
             "a smaller size loses what lies beyond it; 'vdkit resize --shrink' does that",
         ));

@@ -158,7 +158,7 @@ pub fn remove_key(
     if !force {
         let active = |known: &KeySlot| known.number == slot && known.active;
         if !image.slots.slots().iter().any(active) {
-            return Err(Error::invalid(&file, format!("key slot {slot} is not in use")));
+            return Err(Error::invalid_for(&file, format!("key slot {slot} is not in use")));
         }
         if options.keys.is_empty() {
             return Err(Error::Key {
@@ -208,7 +208,7 @@ pub fn change_key(
     let (mut image, _) = Image::open(registry, path, options, true)?;
     let key = image.key(&options.keys)?;
     if key == new {
-        return Err(Error::invalid(&image.file, "the new key is the old one"));
+        return Err(Error::invalid_for(&image.file, "the new key is the old one"));
     }
     let mut old = image.slots.opened_by(key)?;
     if let Some(slot) = slot {

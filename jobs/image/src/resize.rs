@@ -92,7 +92,7 @@ pub fn resize(
         } else {
             return Ok(());
         };
-        Err(Error::invalid(&disk.name(), why))
+        Err(Error::invalid_for(&disk.name(), why))
     };
     // If new space does not read as zero, it is written by the disk itself.
     let preallocates = options.preallocation != Preallocation::Off && disk.top().new_reads_zero();

@@ -246,7 +246,7 @@ pub fn inspect(storage: Arc<dyn Storage>, options: &InspectOptions) -> Result<In
         && !signature::BANNED.contains(&format.as_str())
     {
         let known = FORMAT_NAMES.join(", ");
-        return Err(Error::Invalid(format!("unknown format '{format}'; known: {known}")));
+        return Err(Error::invalid(format!("unknown format '{format}'; known: {known}")));
     }
     let deadline = std::time::Instant::now().checked_add(options.time_max);
     let budget = BudgetStorage::new(storage, options.reads_max, options.read_bytes_max, deadline);

@@ -136,7 +136,7 @@ impl FromStr for Preset {
     fn from_str(text: &str) -> Result<Self, Error> {
         Self::ALL.into_iter().find(|preset| preset.name() == text).ok_or_else(|| {
             let names: Vec<_> = Self::ALL.iter().map(|preset| preset.name()).collect();
-            Error::Invalid(format!("'{text}' is no target; known: {}", names.join(", ")))
+            Error::invalid(format!("'{text}' is no target; known: {}", names.join(", ")))
         })
     }
 }

@@ -222,7 +222,7 @@ fn describe(registry: &Registry, file: &Path, options: &TreeOptions) -> Result<C
         .backing(BackingChoice::Ignore);
     let report = describe_chain(registry, file, &options)?;
     let link = report.links.into_iter().next();
-    link.ok_or_else(|| Error::invalid(&file.display(), "is no image"))
+    link.ok_or_else(|| Error::invalid_for(&file.display(), "is no image"))
 }
 
 /// Resolves references among the files found.

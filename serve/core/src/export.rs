@@ -429,7 +429,7 @@ impl Export {
         self.refuse_growth_during_job(disk.name())?;
         let now = disk.guest_bytes();
         if guest_bytes < now {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &disk.name(),
                 format!(
                     "a served disk is not shrunk, from {now} to {guest_bytes} bytes: end the \

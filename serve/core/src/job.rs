@@ -120,7 +120,7 @@ impl Export {
     pub fn cancel_job(&self, kind: &str) -> Result<()> {
         let mut state = self.jobs.state.lock();
         let Some(job) = state.running.clone().filter(|running| running.kind == kind) else {
-            return Err(Error::Invalid(format!("no {kind} is running")));
+            return Err(Error::invalid(format!("no {kind} is running")));
         };
         job.cancel.cancel();
         while state.running.as_ref().is_some_and(|running| Arc::ptr_eq(running, &job)) {

@@ -19,7 +19,7 @@ struct Endless;
 
 impl Images for Endless {
     fn snapshot_external(&self, _export: &Export, overlay: &Path) -> Result<ImageChain> {
-        Err(Error::Invalid(overlay.display().to_string()))
+        Err(Error::invalid(overlay.display().to_string()))
     }
 
     fn commit(&self, export: &Export, _force: bool) -> Result<Committed> {

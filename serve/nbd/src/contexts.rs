@@ -51,7 +51,7 @@ impl BitmapView {
         let bitmaps = disk.top().bitmaps().filter(|_| disk.name() == self.image);
         let Some(bitmaps) = bitmaps else {
             let (name, image, now) = (&self.name, &self.image, disk.name());
-            return Err(Error::Invalid(format!(
+            return Err(Error::invalid(format!(
                 "bitmap '{name}' is in {image}, and {now} is served now; what changed is not known"
             )));
         };

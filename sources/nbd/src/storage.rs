@@ -94,7 +94,7 @@ fn open_error(name: &str, source: std::io::Error) -> Error {
 }
 
 fn parsed(name: &str) -> Result<NbdUri> {
-    NbdUri::parse(name).map_err(|why| Error::invalid(&name, why))
+    NbdUri::parse(name).map_err(|why| Error::invalid_for(&name, why))
 }
 
 /// The exports that a server lists, with all that it tells of each without opening it. The export in
@@ -488,7 +488,7 @@ impl Storage for NbdStorage {
         }
         self.client.flush().map_err(|failure| {
             let Error::Io { source, .. } = self.fail(failure, IoAction::Sync, 0, 0) else {
-                return Error::Invalid(self.name().to_owned());
+                return Error::invalid(self.name().to_owned());
             };
             Error::File { file: self.name().to_owned(), action: IoAction::Sync, source }
         })

@@ -148,17 +148,17 @@ impl Machine {
                 return Ok(value);
             }
             let (low, high) = (range.start(), range.end());
-            Err(Error::Invalid(format!("option {key} of ova is {value}, expected {low} to {high}")))
+            Err(Error::invalid(format!("option {key} of ova is {value}, expected {low} to {high}")))
         };
         let memory_bytes = options.size("memory").unwrap_or(2 << 30);
         if memory_bytes == 0 || !memory_bytes.is_multiple_of(4 << 20) {
             let text = "option memory of ova must be a multiple of 4M, as vSphere asks for";
-            return Err(Error::Invalid(text.to_owned()));
+            return Err(Error::invalid(text));
         }
         let name = options.text("name").unwrap_or(name).trim();
         if name.is_empty() || name.chars().count() > 80 || name.chars().any(char::is_control) {
             let text = "option name of ova must have 1 to 80 characters, as vSphere asks for";
-            return Err(Error::Invalid(text.to_owned()));
+            return Err(Error::invalid(text));
         }
         let network = options.text("network").unwrap_or("VM Network");
         Ok(Self {
@@ -194,7 +194,7 @@ impl Machine {
         if (1..=most).contains(&disks) {
             return Ok(());
         }
-        Err(Error::Invalid(format!("an appliance of {disks} disks: it has 1 to {most}")))
+        Err(Error::invalid(format!("an appliance of {disks} disks: it has 1 to {most}")))
     }
 }
 
@@ -214,7 +214,7 @@ fn operating_system(text: &str) -> Result<(u32, String)> {
         // 1 is CIM's number for others; vSphere uses its own name.
         return Ok((1, text.to_owned()));
     }
-    Err(Error::Invalid(format!(
+    Err(Error::invalid(format!(
         "option os of ova is '{text}', expected linux, windows, other, or an identifier of VMware's \
          such as ubuntu64Guest"
     )))

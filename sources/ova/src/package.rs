@@ -201,7 +201,7 @@ impl Package {
         let mut found = (0..self.disks.len()).filter(|&index| named(&self.disks[index]));
         match (found.next(), found.next()) {
             (Some(index), None) => Ok(index),
-            _ => Err(Error::invalid(
+            _ => Err(Error::invalid_for(
                 &self.name(),
                 format!("'{which}' is not one of its disks, which are {}", self.listed()),
             )),

@@ -119,13 +119,13 @@ impl PackageWriter {
             name.is_empty() || name.len() > NAME_BYTES_MAX || name.contains(['/', '\0', '\n', '\\'])
         };
         if let Some(name) = all().find(bad) {
-            return Err(Error::Invalid(format!(
+            return Err(Error::invalid(format!(
                 "'{name}' cannot be the name of a file in an appliance: it has 1 to \
                  {NAME_BYTES_MAX} bytes and no separators"
             )));
         }
         if let Some(name) = twice(all()) {
-            return Err(Error::Invalid(format!("an appliance with two files called '{name}'")));
+            return Err(Error::invalid(format!("an appliance with two files called '{name}'")));
         }
         let (file_bytes, capacity, populated) = (u64::MAX, u64::MAX, u64::MAX);
         let longest = disks.iter().map(|disk| DescribedDisk {
@@ -159,7 +159,7 @@ impl PackageWriter {
     /// Errors of writing.
     pub fn end_disk(&mut self, sink: &DiskSink, populated: u64) -> Result<()> {
         let Some(disk) = self.disks.get(self.written.len()) else {
-            return Err(Error::Invalid("more disks than the appliance has".to_owned()));
+            return Err(Error::invalid("more disks than the appliance has"));
         };
         let (file_bytes, digest) = {
             let state = sink.state.lock();

@@ -72,7 +72,7 @@ impl FromStr for Checksum {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let bad = |why: &str| Error::Invalid(format!("checksum '{text}': {why}"));
+        let bad = |why: &str| Error::invalid(format!("checksum '{text}': {why}"));
         let (name, hex) = text
             .split_once(':')
             .ok_or_else(|| bad("is not of the form METHOD:HEX, as in sha256:0123…"))?;

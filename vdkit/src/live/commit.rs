@@ -85,7 +85,7 @@ fn judge(images: &LiveImages, export: &Export, job: &Job<'_>, force: bool) -> Re
     }
     let (size, beneath) = (disk.guest_bytes(), base.format().guest_bytes());
     if beneath > size {
-        return Err(Error::invalid(
+        return Err(Error::invalid_for(
             &base.path().display(),
             format!(
                 "has {beneath} bytes, more than the {size} of the disk, which would become larger; \

@@ -52,12 +52,12 @@ fn backing_of(disk: &Disk, overlay: &Path) -> Result<NewBacking> {
         ));
     }
     if overlay.symlink_metadata().is_ok() {
-        return Err(Error::invalid(&overlay.display(), "is there already"));
+        return Err(Error::invalid_for(&overlay.display(), "is there already"));
     }
     let name = name_beside(overlay, top.path())?;
     let named = overlay.parent().unwrap_or(Path::new(".")).join(&name);
     if !is_file(&**top.format().storage(), &named) {
-        return Err(Error::invalid(
+        return Err(Error::invalid_for(
             &top.path().display(),
             "is not the file any more that is served (it was moved or replaced), and an \
              overlay would not find it",
@@ -65,7 +65,7 @@ fn backing_of(disk: &Disk, overlay: &Path) -> Result<NewBacking> {
     }
     let Some(name) = name.to_str().map(str::to_owned) else {
         let name = name.display();
-        return Err(Error::invalid(&name, "an overlay can name UTF-8 names only"));
+        return Err(Error::invalid_for(&name, "an overlay can name UTF-8 names only"));
     };
     // The format was given or detected: an image served for writing is never guessed.
     Ok(NewBacking::new(name, Some(top.info().format.to_owned())).open(false))
@@ -82,7 +82,7 @@ fn name_beside(overlay: &Path, image: &Path) -> Result<PathBuf> {
         })
     };
     let (Some(file), Some(_)) = (image.file_name(), overlay.file_name()) else {
-        return Err(Error::invalid(&overlay.display(), "does not name a file"));
+        return Err(Error::invalid_for(&overlay.display(), "does not name a file"));
     };
     let (folder, target) = (real(overlay)?, real(image)?.join(file));
     let name = target.strip_prefix(&folder).unwrap_or(&target).to_owned();
@@ -122,7 +122,7 @@ fn go_on_with(images: &LiveImages, export: &Export, path: &Path) -> Result<Image
     export.exchange(|served| {
         let (size, own) = (served.disk.guest_bytes(), overlay.guest_bytes());
         if size != own {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &served.disk.name(),
                 format!("has {size} bytes now, and the overlay was made with {own}"),
             ));

@@ -142,13 +142,7 @@ fn an_overlay_that_cannot_be_made_changes_nothing() {
     // Nor if the served image was moved away.
     std::fs::rename(stage.path("a"), stage.path("moved")).unwrap();
     let error = stage.live.snapshot_external(&export, &stage.path("b")).unwrap_err();
-    assert!(
-        matches!(
-            error,
-            vdkit::Error::File { .. } | vdkit::Error::Invalid(_) | vdkit::Error::InvalidFor { .. }
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, vdkit::Error::File { .. } | vdkit::Error::Invalid { .. }), "{error}");
     std::fs::rename(stage.path("moved"), stage.path("a")).unwrap();
     stage.live.snapshot_external(&export, &stage.path("b")).unwrap();
     export.write(&[2; 4096], 4096, false).unwrap();

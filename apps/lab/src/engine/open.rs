@@ -114,7 +114,7 @@ fn in_process(
     };
     let results: Vec<vdkit_block::Result<()>> = std::thread::scope(|scope| {
         let threads: Vec<_> = images.iter().map(|image| scope.spawn(|| one(image))).collect();
-        let failed = || vdkit_block::Error::Invalid("a thread has failed".to_owned());
+        let failed = || vdkit_block::Error::invalid("a thread has failed");
         threads.into_iter().map(|t| t.join().unwrap_or_else(|_| Err(failed()))).collect()
     });
     let elapsed = began.elapsed();

@@ -43,7 +43,7 @@ impl Verify {
         let options = open_options(test, access, &Objects::default()).map_err(|failure| {
             let prefix = format!("Could not open '{}': ", test.typed);
             let why = failure.text.strip_prefix(&prefix).unwrap_or(&failure.text);
-            Error::Invalid(why.to_owned())
+            Error::invalid(why)
         })?;
         let disk = Disk::open(&registry(), test.opened(), &options)?;
         Ok(Self { name: name.to_owned(), raw, test: DiskStorage::new(disk) })

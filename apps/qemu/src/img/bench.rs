@@ -179,9 +179,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let ran = load.run(&disk);
     let seconds = started.elapsed().as_secs_f64();
     let ran = ran.map_err(|error| match error {
-        vdkit::Error::Invalid(_) | vdkit::Error::InvalidFor { .. } => {
-            Failure::new("Failed request: Input/output error")
-        }
+        vdkit::Error::Invalid { .. } => Failure::new("Failed request: Input/output error"),
         other => Failure::from(other).within("Failed request"),
     });
     opening::close(&disk, ran)?;

@@ -232,12 +232,7 @@ impl Settings<'_> {
     fn failed(&self, target: &str, error: &Error) -> Failure {
         let format = self.format.unwrap_or("raw");
         match error {
-            Error::File { .. }
-            | Error::Locked { .. }
-            | Error::Invalid(_)
-            | Error::InvalidFor { .. }
-                if !self.into =>
-            {
+            Error::File { .. } | Error::Locked { .. } | Error::Invalid { .. } if !self.into => {
                 failed_creation(Path::new(target), error).within(&converting(target, format))
             }
             Error::Locked { .. } | Error::File { .. } => could_not_open(target, words(error)),

@@ -125,7 +125,7 @@ fn measure(
     }
     let creation = wanted.table.driver()?.require_creation("a new image")?;
     let too_large = |error: Error| match error {
-        Error::Invalid(_) | Error::InvalidFor { .. } | Error::Limit { .. } => {
+        Error::Invalid { .. } | Error::Limit { .. } => {
             Failure::new("The image size is too large (try using a larger cluster size)")
         }
         other => other.into(),

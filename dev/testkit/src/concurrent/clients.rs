@@ -233,7 +233,7 @@ impl Stage<'_> {
             Ok(durable) if durable || self.cache.write_durable() => Answer::Durable,
             Ok(_) => Answer::Done,
             // Another one has made the disk smaller.
-            Err(Error::Invalid(_) | Error::InvalidFor { .. }) => Answer::Failed,
+            Err(Error::Invalid { .. }) => Answer::Failed,
             Err(error) => {
                 assert!(self.faults, "{what:?} of {count} sectors at {first} failed: {error}");
                 Answer::Failed
@@ -246,8 +246,7 @@ impl Stage<'_> {
         let mut bytes = vec![0xee; (count * SECTOR) as usize];
         let (answer, span) = self.time(|| self.front.read(&mut bytes, first * SECTOR));
         if let Err(error) = answer {
-            let known =
-                self.faults || matches!(error, Error::Invalid(_) | Error::InvalidFor { .. });
+            let known = self.faults || matches!(error, Error::Invalid { .. });
             assert!(known, "a read of {count} sectors at {first} failed: {error}");
             return;
         }

@@ -550,7 +550,7 @@ impl Creation for MapDriver {
     }
 
     fn create(&self, _request: &CreateRequest) -> Result<()> {
-        Err(Error::Invalid("written by hand".to_owned()))
+        Err(Error::invalid("written by hand"))
     }
 
     fn cluster_bytes(&self, _options: &Options) -> Result<u64> {

@@ -33,7 +33,7 @@ const CHANGEABLE: &[&str] = &[
 ];
 
 fn invalid<T>(file: &str, what: impl std::fmt::Display) -> Result<T> {
-    Err(Error::invalid(&file, what.to_string()))
+    Err(Error::invalid_for(&file, what.to_string()))
 }
 
 impl Plan {

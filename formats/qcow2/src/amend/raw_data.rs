@@ -16,7 +16,7 @@ pub(super) fn make_whole(request: &AmendRequest, monitor: &Monitor<'_>) -> Resul
     let image = super::open(request, false)?;
     let Some(data) = request.files.first() else {
         // The same error as opening it without a data file.
-        return Err(Error::invalid(&request.storage.name(), "no data file"));
+        return Err(Error::invalid_for(&request.storage.name(), "no data file"));
     };
     let end = image.guest_bytes();
     fit(&**data, end)?;

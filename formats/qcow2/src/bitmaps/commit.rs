@@ -174,6 +174,6 @@ impl Qcow2 {
     }
 
     pub(super) fn no_bitmap(&self, name: &str) -> Error {
-        Error::invalid(&self.storage.name(), format!("no bitmap is named '{name}'"))
+        Error::invalid_for(&self.storage.name(), format!("no bitmap is named '{name}'"))
     }
 }

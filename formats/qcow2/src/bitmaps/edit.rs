@@ -41,7 +41,7 @@ impl Qcow2 {
         } else {
             "was in use when the image was last closed by other software"
         };
-        Err(Error::invalid(
+        Err(Error::invalid_for(
             &self.storage.name(),
             format!("bitmap '{name}' {why} and cannot be trusted; remove it and add a new one"),
         ))
@@ -75,7 +75,7 @@ impl Qcow2 {
         let bytes = wanted.unwrap_or(self.geometry.cluster_bytes().clamp(bounds.start, bounds.end));
         let bits = bytes.trailing_zeros() as u8;
         if !bytes.is_power_of_two() || !GRANULARITY_BITS.contains(&bits) {
-            return Err(Error::Invalid(format!(
+            return Err(Error::invalid(format!(
                 "a granularity of {bytes} bytes is not possible: it is a power of two from 512 to \
                  2 GiB"
             )));
@@ -91,7 +91,7 @@ impl Qcow2 {
             return Ok(bits);
         }
         let least = GRANULARITY_BITS.into_iter().find(|&bits| fits(bits));
-        Err(Error::invalid(
+        Err(Error::invalid_for(
             &self.storage.name(),
             format!(
                 "a bitmap with a granularity of {bytes} bytes would be larger than a bitmap can \
@@ -106,7 +106,7 @@ impl Qcow2 {
 
     fn new_bitmap(&self, new: &NewBitmap<'_>) -> Result<Wanted> {
         if new.name.is_empty() || new.name.len() > NAME_BYTES_MAX || new.name.contains('\0') {
-            return Err(Error::Invalid(format!(
+            return Err(Error::invalid(format!(
                 "a bitmap's name has 1 to {NAME_BYTES_MAX} bytes and no zero byte"
             )));
         }
@@ -301,7 +301,7 @@ impl Bitmaps for Qcow2 {
             let one = image.new_bitmap(new)?;
             let file = image.storage.name();
             if wanted.iter().any(|w| w.bitmap.name == one.bitmap.name) {
-                return Err(Error::invalid(
+                return Err(Error::invalid_for(
                     &file,
                     format!("there is a bitmap named '{}' already", new.name),
                 ));
@@ -310,7 +310,7 @@ impl Bitmaps for Qcow2 {
             let most = DIRECTORY_BYTES_MAX.min(image.bitmaps.limits.table_bytes_max);
             let bytes = encode(wanted.iter().map(|w| &w.bitmap)).len() as u64;
             if wanted.len() > BITMAPS_MAX as usize || bytes > most {
-                return Err(Error::invalid(&file, "it has as many bitmaps as it can"));
+                return Err(Error::invalid_for(&file, "it has as many bitmaps as it can"));
             }
             Ok(())
         })

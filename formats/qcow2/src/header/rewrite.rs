@@ -247,7 +247,7 @@ pub(super) fn check_name(name: &str) -> Result<()> {
     if name.len() <= BACKING_NAME_BYTES_MAX as usize {
         return Ok(());
     }
-    Err(Error::Invalid(format!(
+    Err(Error::invalid(format!(
         "the backing file name has {} bytes, at most {BACKING_NAME_BYTES_MAX} are possible; use a \
          relative name",
         name.len()
@@ -273,7 +273,7 @@ fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
 }
 
 fn no_room(storage: &dyn Storage) -> Error {
-    Error::invalid(
+    Error::invalid_for(
         &storage.name(),
         "the header's cluster has no room for that; use a shorter name, or convert to a new \
          image with a larger cluster_size",

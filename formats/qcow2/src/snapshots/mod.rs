@@ -235,7 +235,7 @@ impl SnapshotTable {
         table.resize(table.len().next_multiple_of(8), 0);
         let most = TABLE_BYTES_MAX.min(limits.snapshots_bytes_max);
         if table.len() as u64 > most || snapshots.len() > SNAPSHOTS_MAX as usize {
-            return Err(Error::invalid(
+            return Err(Error::invalid_for(
                 &file,
                 format!(
                     "{} snapshots take a table of {} bytes; at most {SNAPSHOTS_MAX} and {most} \

@@ -39,7 +39,7 @@ pub(super) fn find(file: &str, snapshots: &[Snapshot], which: &str, first: First
             known.push(format!("{} more", snapshots.len() - NAMED_MAX));
         }
         let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
-        Error::invalid(
+        Error::invalid_for(
             &file,
             format!("no snapshot has the id or name '{which}'; there are: {known}"),
         )
@@ -48,7 +48,7 @@ pub(super) fn find(file: &str, snapshots: &[Snapshot], which: &str, first: First
 
 pub(super) fn check(name: &str) -> Result<()> {
     if name.len() > NAME_BYTES_MAX || name.contains('\0') {
-        return Err(Error::Invalid(format!(
+        return Err(Error::invalid(format!(
             "a snapshot's name has at most {NAME_BYTES_MAX} bytes and no zero byte; this one has {}",
             name.len()
         )));
@@ -60,7 +60,7 @@ pub(super) fn check(name: &str) -> Result<()> {
 pub(super) fn new_id(file: &str, snapshots: &[Snapshot]) -> Result<Vec<u8>> {
     let largest = snapshots.iter().map(|s| leading_number(&s.id)).max().unwrap_or(0);
     let next = largest.checked_add(1).ok_or_else(|| {
-        Error::invalid(&file, "a snapshot has the largest id there is; delete it first")
+        Error::invalid_for(&file, "a snapshot has the largest id there is; delete it first")
     })?;
     Ok(next.to_string().into_bytes())
 }

@@ -69,7 +69,7 @@ pub(in crate::check) fn run(
     require_writable(storage.caps().writable, storage.name())?;
     let mut image = Image::open(storage, limits)?;
     if image.header.has_data_file() && !data_file {
-        return Err(Error::invalid(
+        return Err(Error::invalid_for(
             &image.name(),
             "its guest data is in another file, without which it is not repaired",
         ));

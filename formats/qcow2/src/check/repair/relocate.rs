@@ -89,7 +89,7 @@ pub(super) fn change_width(image: &mut Image, order: u32, monitor: &Monitor<'_>)
     if let Some((cluster, balance)) =
         target.balance.unbalanced().find(|(_, balance)| -balance > max)
     {
-        return Err(Error::invalid(
+        return Err(Error::invalid_for(
             &image.name(),
             format!(
                 "refcount_bits={bits} cannot be: the cluster at {:#x} is referred to {} times, \
