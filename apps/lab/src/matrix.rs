@@ -492,6 +492,18 @@ mod tests {
         assert!(default < width("none nbd", "none fuse"));
     }
 
+    /// A run tests its results after its plan's rounds, and after each further one.
+    #[test]
+    fn each_look_at_the_results_counts() {
+        let mut run = modes(&["nbd"]);
+        assert_eq!(interim_tests(&run), 1);
+        let effort = crate::plan::Effort { rounds: 3, seconds: 1.0, disk: 1, bytes: 1 };
+        run.plan.effort = Some(effort);
+        assert_eq!(interim_tests(&run), 1);
+        run.plan.effort = Some(crate::plan::Effort { rounds: 1, ..effort });
+        assert_eq!(interim_tests(&run), 3);
+    }
+
     #[test]
     fn a_full_pool_advises_no_daemon_where_a_guest_came_through_without_one() {
         let cell = |front: &str, daemons: f64, survived: f64| Cell {

@@ -120,5 +120,12 @@ mod tests {
         let plan = Plan::named("nospace").unwrap();
         let survival = Rounds::of(&Request { quick: true, ..Request::default() }, &plan);
         assert_eq!((survival.least, survival.most), (plan.quick.rounds, plan.quick.rounds));
+        let full = Rounds::of(&Request::default(), &plan);
+        assert_eq!((full.least, full.most), (3, 3), "survival is no matter of noise");
+        // Two rounds decide nothing, so a plan of two asks for no decision.
+        let mut two = Plan::named("install").unwrap();
+        two.quick.rounds = 2;
+        let two = Rounds::of(&Request { quick: true, ..Request::default() }, &two);
+        assert_eq!((two.least, two.most), (2, 2));
     }
 }

@@ -257,6 +257,15 @@ mod tests {
         assert!(variance(&all, 9) > 0.999 * variance(&alone, 0), "{all:?}");
     }
 
+    /// The common part of three cells has a third of the noise of the only noisy one.
+    #[test]
+    fn what_leaks_into_the_common_part_is_given_back() {
+        let row = |logs: [f64; 3]| -> Rounds { (0u32..).zip(logs).collect() };
+        let (noisy, calm) = (row([0.1, -0.1, 0.0]), row([0.0; 3]));
+        let found = residuals(&[&noisy, &calm, &calm], 1);
+        assert!((found[0].0 - 0.01).abs() < 1e-12, "{found:?}");
+    }
+
     #[test]
     fn a_mean_varies_less_the_more_it_has() {
         let cell = |load, count: usize| (load, rounds(&[1.0, 1.1, 0.9, 1.05, 0.95, 1.0][..count]));

@@ -223,6 +223,17 @@ mod tests {
     }
 
     #[test]
+    fn all_cells_share_the_error_and_each_state_has_a_mean() {
+        let side = |by: [f64; 2]| vec![run(&[by[0]]), run(&[by[1]])];
+        let mut runs = Runs::new(&[0], side([1.0, 1.03]), side([1.01, 0.99]), false);
+        // Four runs less two means.
+        assert!((runs.noise.of_one(0).unwrap().freedom - 2.0).abs() < 1e-9, "{runs:?}");
+        let alone = runs.own(0).unwrap();
+        runs.complete = 20;
+        assert!(runs.own(0).unwrap() > alone);
+    }
+
+    #[test]
     fn few_rounds_and_missing_cells() {
         let one: Vec<Rounds> = vec![vec![(0, 1.0)], Rounds::new()];
         let far: Vec<Rounds> = vec![vec![(0, 100.0)], vec![(0, 1.0)]];
