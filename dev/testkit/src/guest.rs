@@ -101,7 +101,9 @@ impl Guest {
             .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
             .args(["-machine", "q35,memory-backend=memory", "-cpu", "max", "-m", "256M"])
             .args(["-object", "memory-backend-memfd,id=memory,size=256M,share=on"])
-            .args(["-accel", "tcg"])
+            // Emulated atomics are real ones only if a second processor is possible; without them
+            // a guest may miss a request's interrupt.
+            .args(["-accel", "tcg", "-smp", "1,maxcpus=2"])
             .arg("-kernel")
             .arg(Kernel::fetched().image)
             .arg("-initrd")
