@@ -325,7 +325,7 @@ impl Disk {
     pub(crate) fn refuse_within_request(&self) -> Result<()> {
         if self.gates().into_iter().flatten().any(Gate::is_inside) {
             let what = "the disk cannot be resized or closed within a request of the same thread";
-            return Err(Error::Invalid(format!("{}: {what}", self.name)));
+            return Err(Error::invalid(&self.name, what));
         }
         Ok(())
     }
