@@ -175,6 +175,20 @@ typedef struct vdkit_queue vdkit_queue;
 // A running server. May be asked from many threads at once; vdkit_server_stop() must be the last call.
 typedef struct vdkit_server vdkit_server;
 
+// How a program watches a job, and ends it. The functions are called from any thread, `progress` from
+// one at a time, and must be quick. NULL may be given for the whole and for each function.
+typedef struct {
+  // sizeof(vdkit_monitor), so that later versions can add members.
+  size_t struct_size;
+  // `done` of `total` bytes are finished; `total` may grow. Anything but 0 ends the job with
+  // VDKIT_E_INTERRUPTED.
+  int (*progress)(void *user, uint64_t done, uint64_t total);
+  // A note for the user.
+  void (*message)(void *user, const char *text);
+  // Passed to both.
+  void *user;
+} vdkit_monitor;
+
 // A piece of memory: laid out as struct iovec of <sys/uio.h>, which may be passed for it.
 typedef struct {
   // Where it begins.
@@ -205,20 +219,6 @@ typedef struct {
 // Called for each extent, by the thread that walks; a result other than 0 ends the walk. It may use the disk,
 // but not close it.
 typedef int (*vdkit_extent_fn)(void *user, const vdkit_extent *extent);
-
-// How a program watches a job, and ends it. The functions are called from any thread, `progress` from
-// one at a time, and must be quick. NULL may be given for the whole and for each function.
-typedef struct {
-  // sizeof(vdkit_monitor), so that later versions can add members.
-  size_t struct_size;
-  // `done` of `total` bytes are finished; `total` may grow. Anything but 0 ends the job with
-  // VDKIT_E_INTERRUPTED.
-  int (*progress)(void *user, uint64_t done, uint64_t total);
-  // A note for the user.
-  void (*message)(void *user, const char *text);
-  // Passed to both.
-  void *user;
-} vdkit_monitor;
 
 // Called for each range of the disk, by the thread that walks; a result other than 0 ends the walk. It may
 // use the disk, but not close it.
@@ -295,12 +295,14 @@ int vdkit_create_options_backing(vdkit_create_options *options,
                                  const vdkit_open_options *opening);
 
 // Makes a new image. `size`: bytes of its disk; 0 takes those of the backing image. `options` may be
-// NULL. `flags`: VDKIT_CREATE_REPLACE, or 0. Nothing is left behind after an error.
+// NULL. `flags`: VDKIT_CREATE_REPLACE, or 0. `monitor` hears of images that are written whole (the option
+// "preallocation=full"), and may be NULL. Nothing is left behind after an error.
 int vdkit_create(const char *path,
                  const char *format,
                  uint64_t size,
                  const vdkit_create_options *options,
-                 uint32_t flags);
+                 uint32_t flags,
+                 const vdkit_monitor *monitor);
 
 // Opens an image and what it stands on. `options` may be NULL. NBD URIs are paths too. Closed by
 // vdkit_close().
@@ -362,10 +364,13 @@ int vdkit_discard(const vdkit_disk *disk, uint64_t len, uint64_t offset);
 int vdkit_flush(const vdkit_disk *disk);
 
 // Changes the size; durable on return. Other threads and queues may use the disk meanwhile: some formats
-// let their requests wait. Those beyond a smaller size fail. `flags`: VDKIT_SHRINK, or 0.
+// let their requests wait. Those beyond a smaller size fail. `flags`: VDKIT_SHRINK, or 0. `monitor` hears of
+// zeroes that are written (to encrypted disks), and may be NULL; a disk that was to grow and is ended so has its
+// old size.
 int vdkit_resize(const vdkit_disk *disk,
                  uint64_t size,
-                 uint32_t flags);
+                 uint32_t flags,
+                 const vdkit_monitor *monitor);
 
 // Calls `each` for all extents of a range, in order. If `each` ends the walk, the result is
 // VDKIT_E_INTERRUPTED.
@@ -459,11 +464,12 @@ int vdkit_compare(const vdkit_disk *a,
                   char **report);
 
 // Tells how many bytes an image of a format would have with the data of this one: `required` now,
-// `full` with every byte of the disk allocated. Both, and `options`, may be NULL.
+// `full` with every byte of the disk allocated. Both, `options` and `monitor` may be NULL.
 int vdkit_measure(const char *path,
                   const vdkit_open_options *opening,
                   const char *format,
                   const char *options,
+                  const vdkit_monitor *monitor,
                   uint64_t *required,
                   uint64_t *full);
 
@@ -488,8 +494,12 @@ int vdkit_rebase(const char *overlay,
                  char **report);
 
 // Takes, applies or deletes an internal snapshot of a disk that is open for writing; durable on
-// return. `name` is a name, or an id for the latter two.
-int vdkit_snapshot(const vdkit_disk *disk, uint32_t action, const char *name);
+// return. `name` is a name, or an id for the latter two. `monitor` may be NULL; a snapshot that it ends changes
+// nothing.
+int vdkit_snapshot(const vdkit_disk *disk,
+                   uint32_t action,
+                   const char *name,
+                   const vdkit_monitor *monitor);
 
 // The internal snapshots of a disk as JSON, a string for vdkit_free().
 int vdkit_snapshots(const vdkit_disk *disk, char **json);

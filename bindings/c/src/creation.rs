@@ -5,9 +5,10 @@ use std::mem::MaybeUninit;
 use std::path::Path;
 
 use vdkit::jobs::{self, Backing, CreateOptions, NewBacking};
-use vdkit::{BackingRef, FormatDriver, Monitor, OpenOptions, Options, Secret};
+use vdkit::{BackingRef, FormatDriver, OpenOptions, Options, Secret};
 
 use crate::border::{self, Result, call, given, misuse};
+use crate::jobs::{Watch, vdkit_monitor};
 use crate::options::{opening, vdkit_open_options};
 
 /// What a new image shall be, beside its format and size. New ones have no options of the format, no key
@@ -128,7 +129,8 @@ impl vdkit_create_options {
 pub const VDKIT_CREATE_REPLACE: u32 = 1;
 
 /// Makes a new image. `size`: bytes of its disk; 0 takes those of the backing image. `options` may be
-/// NULL. `flags`: VDKIT_CREATE_REPLACE, or 0. Nothing is left behind after an error.
+/// NULL. `flags`: VDKIT_CREATE_REPLACE, or 0. `monitor` hears of images that are written whole (the option
+/// "preallocation=full"), and may be NULL. Nothing is left behind after an error.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_create(
     path: *const c_char,
@@ -136,6 +138,7 @@ pub unsafe extern "C" fn vdkit_create(
     size: u64,
     options: Option<&vdkit_create_options>,
     flags: u32,
+    monitor: Option<&vdkit_monitor>,
 ) -> c_int {
     call(|| {
         // SAFETY: the header's promise.
@@ -150,6 +153,7 @@ pub unsafe extern "C" fn vdkit_create(
             .backing(options.backing.clone())
             .opening(options.opening.clone())
             .replace(flags & VDKIT_CREATE_REPLACE != 0);
-        jobs::create(&vdkit::registry(), &image, &Monitor::default()).map(|_| ())
+        let watch = Watch::new(monitor)?;
+        jobs::create(&vdkit::registry(), &image, &watch.monitor()).map(|_| ())
     })
 }

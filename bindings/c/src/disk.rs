@@ -7,10 +7,11 @@ use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::Arc;
 
 use vdkit::storage::{FileOptions, FileStorage, LockMode};
-use vdkit::{Disk, DiskExtent, DiskPlace, Error, GuestOffset, Monitor, jobs};
+use vdkit::{Disk, DiskExtent, DiskPlace, Error, GuestOffset, jobs};
 
 use crate::border::{self, Result, call, given, misuse};
 use crate::error;
+use crate::jobs::{Watch, vdkit_monitor};
 use crate::options::{opening, vdkit_open_options};
 
 /// An open disk: an image with the images that it stands on. May be used from many threads at once.
@@ -264,14 +265,22 @@ pub unsafe extern "C" fn vdkit_flush(disk: Option<&vdkit_disk>) -> c_int {
 }
 
 /// Changes the size; durable on return. Other threads and queues may use the disk meanwhile: some formats
-/// let their requests wait. Those beyond a smaller size fail. `flags`: VDKIT_SHRINK, or 0.
+/// let their requests wait. Those beyond a smaller size fail. `flags`: VDKIT_SHRINK, or 0. `monitor` hears of
+/// zeroes that are written (to encrypted disks), and may be NULL; a disk that was to grow and is ended so has its
+/// old size.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn vdkit_resize(disk: Option<&vdkit_disk>, size: u64, flags: u32) -> c_int {
+pub unsafe extern "C" fn vdkit_resize(
+    disk: Option<&vdkit_disk>,
+    size: u64,
+    flags: u32,
+    monitor: Option<&vdkit_monitor>,
+) -> c_int {
     call(|| {
         border::known(flags, VDKIT_SHRINK)?;
         let mut options = jobs::ResizeOptions::default();
         options.shrink = flags & VDKIT_SHRINK != 0;
-        jobs::resize(&given(disk, "disk")?.0, size, &options, &Monitor::default())
+        let watch = Watch::new(monitor)?;
+        jobs::resize(&given(disk, "disk")?.0, size, &options, &watch.monitor())
     })
 }
 

@@ -282,13 +282,14 @@ pub unsafe extern "C" fn vdkit_compare(
 }
 
 /// Tells how many bytes an image of a format would have with the data of this one: `required` now,
-/// `full` with every byte of the disk allocated. Both, and `options`, may be NULL.
+/// `full` with every byte of the disk allocated. Both, `options` and `monitor` may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_measure(
     path: *const c_char,
     opening: Option<&vdkit_open_options>,
     format: *const c_char,
     options: *const c_char,
+    monitor: Option<&vdkit_monitor>,
     required: Option<&mut MaybeUninit<u64>>,
     full: Option<&mut MaybeUninit<u64>>,
 ) -> c_int {
@@ -304,7 +305,8 @@ pub unsafe extern "C" fn vdkit_measure(
         let disk = Disk::open(&vdkit::registry(), path, &self::opening(opening))?;
         let driver = vdkit::format(format)?;
         let options = Options::parse(driver.name(), driver.options(), options)?;
-        let found = jobs::measure(&[disk], driver, &options, &Monitor::default())?;
+        let watch = Watch::new(monitor)?;
+        let found = jobs::measure(&[disk], driver, &options, &watch.monitor())?;
         border::put_if_asked(required, || found.required);
         border::put_if_asked(full, || found.fully_allocated);
         Ok(())
@@ -389,12 +391,14 @@ pub const VDKIT_SNAPSHOT_APPLY: u32 = 1;
 pub const VDKIT_SNAPSHOT_DELETE: u32 = 2;
 
 /// Takes, applies or deletes an internal snapshot of a disk that is open for writing; durable on
-/// return. `name` is a name, or an id for the latter two.
+/// return. `name` is a name, or an id for the latter two. `monitor` may be NULL; a snapshot that it ends changes
+/// nothing.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_snapshot(
     disk: Option<&vdkit_disk>,
     action: u32,
     name: *const c_char,
+    monitor: Option<&vdkit_monitor>,
 ) -> c_int {
     call(|| {
         // SAFETY: the header's promise.
@@ -405,8 +409,8 @@ pub unsafe extern "C" fn vdkit_snapshot(
             VDKIT_SNAPSHOT_DELETE => SnapshotAction::Delete(name),
             other => return Err(misuse(format!("unknown action {other}"))),
         };
-        let disk = &given(disk, "disk")?.0;
-        jobs::snapshot(disk, &action, &Monitor::default()).map(|_| ())
+        let (disk, watch) = (&given(disk, "disk")?.0, Watch::new(monitor)?);
+        jobs::snapshot(disk, &action, &watch.monitor()).map(|_| ())
     })
 }
 

@@ -48,7 +48,7 @@ static int create(const char *path, const char *format, uint64_t size, const cha
         OK(vdkit_create_options_add(options, text));
     if (backing)
         OK(vdkit_create_options_backing(options, backing, "qcow2", NULL));
-    result = vdkit_create(path, format, size, options, 0);
+    result = vdkit_create(path, format, size, options, 0, NULL);
     vdkit_create_options_free(options);
     return result;
 }
@@ -72,7 +72,7 @@ static void errors(void)
     CHECK(vdkit_open("missing.qcow2", NULL, &disk) < 0 && disk == NULL);
     CHECK(vdkit_open("missing.qcow2", NULL, NULL) == VDKIT_E_USAGE);
     CHECK(vdkit_api_version() == VDKIT_API_VERSION);
-    CHECK(vdkit_create("x.qcow2", "qcow2", MIB, NULL, 0x80) == VDKIT_E_USAGE);
+    CHECK(vdkit_create("x.qcow2", "qcow2", MIB, NULL, 0x80, NULL) == VDKIT_E_USAGE);
     CHECK(vdkit_pread(NULL, &json, 1, 0) == VDKIT_E_USAGE);
     CHECK(vdkit_size(NULL) == 0);
     OK(vdkit_close(NULL));
@@ -81,11 +81,11 @@ static void errors(void)
     vdkit_create_options_free(NULL);
     vdkit_queue_free(NULL);
     OK(vdkit_server_stop(NULL, 0));
-    CHECK(vdkit_create("x.qcow2", "nonsense", MIB, NULL, 0) == VDKIT_E_USAGE);
+    CHECK(vdkit_create("x.qcow2", "nonsense", MIB, NULL, 0, NULL) == VDKIT_E_USAGE);
     CHECK(create("x.qcow2", "qcow2", MIB, "nonsense=1", NULL) == VDKIT_E_USAGE);
 
     /* A damaged header: the kind, the file, the offset. */
-    OK(vdkit_create("damaged.qcow2", "qcow2", MIB, NULL, 0));
+    OK(vdkit_create("damaged.qcow2", "qcow2", MIB, NULL, 0, NULL));
     file = fopen("damaged.qcow2", "r+b");
     fseek(file, 20, SEEK_SET);
     fwrite("\0\0\0\1", 1, 4, file); /* clusters of two bytes */
@@ -95,7 +95,7 @@ static void errors(void)
     CHECK(strcmp(vdkit_error_file(), "damaged.qcow2") == 0);
 
     /* A policy for references. */
-    OK(vdkit_create("base.qcow2", "qcow2", MIB, NULL, 0));
+    OK(vdkit_create("base.qcow2", "qcow2", MIB, NULL, 0, NULL));
     OK(create("top.qcow2", "qcow2", 0, NULL, "base.qcow2"));
     vdkit_open_options *options;
     OK(vdkit_open_options_new(&options));
@@ -168,7 +168,7 @@ static void reading_and_writing(void)
     int extents = 0;
 
     OK(create("a.qcow2", "qcow2", 4 * MIB, "cluster_size=4K", NULL));
-    CHECK(vdkit_create("a.qcow2", "qcow2", MIB, NULL, 0) < 0);
+    CHECK(vdkit_create("a.qcow2", "qcow2", MIB, NULL, 0, NULL) < 0);
     OK(vdkit_open("a.qcow2", options, &disk));
     CHECK(vdkit_size(disk) == 4 * MIB && vdkit_is_writable(disk));
     memset(buf, 7, sizeof buf);
@@ -195,20 +195,20 @@ static void reading_and_writing(void)
     OK(vdkit_discard(disk, MIB, 2 * MIB));
     CHECK(vdkit_extents(disk, 4 * MIB, 0, count_extents, &extents) == VDKIT_E_INTERRUPTED);
     CHECK(extents == 2);
-    CHECK(vdkit_resize(disk, MIB, 0) == VDKIT_E_USAGE);
-    OK(vdkit_resize(disk, 5 * MIB, 0));
-    OK(vdkit_resize(disk, 4 * MIB, VDKIT_SHRINK));
-    OK(vdkit_snapshot(disk, VDKIT_SNAPSHOT_CREATE, "one"));
+    CHECK(vdkit_resize(disk, MIB, 0, NULL) == VDKIT_E_USAGE);
+    OK(vdkit_resize(disk, 5 * MIB, 0, NULL));
+    OK(vdkit_resize(disk, 4 * MIB, VDKIT_SHRINK, NULL));
+    OK(vdkit_snapshot(disk, VDKIT_SNAPSHOT_CREATE, "one", NULL));
     OK(vdkit_pwrite(disk, "x", 1, 0));
     OK(vdkit_snapshots(disk, &json));
     CHECK(strstr(json, "\"one\"") != NULL);
     vdkit_free(json);
-    OK(vdkit_snapshot(disk, VDKIT_SNAPSHOT_APPLY, "one"));
+    OK(vdkit_snapshot(disk, VDKIT_SNAPSHOT_APPLY, "one", NULL));
     OK(vdkit_pread(disk, buf, 1, 0));
     CHECK(buf[0] == 0);
-    OK(vdkit_snapshot(disk, VDKIT_SNAPSHOT_DELETE, "one"));
-    CHECK(vdkit_snapshot(disk, VDKIT_SNAPSHOT_DELETE, "one") < 0);
-    CHECK(vdkit_snapshot(disk, 77, "one") == VDKIT_E_USAGE);
+    OK(vdkit_snapshot(disk, VDKIT_SNAPSHOT_DELETE, "one", NULL));
+    CHECK(vdkit_snapshot(disk, VDKIT_SNAPSHOT_DELETE, "one", NULL) < 0);
+    CHECK(vdkit_snapshot(disk, 77, "one", NULL) == VDKIT_E_USAGE);
     OK(vdkit_bitmap(disk, VDKIT_BITMAP_ADD, "b", 65536));
     OK(vdkit_bitmap(disk, VDKIT_BITMAP_DISABLE, "b", 0));
     OK(vdkit_bitmap(disk, VDKIT_BITMAP_ENABLE, "b", 0));
@@ -459,7 +459,7 @@ static void threads(void)
     vdkit_open_options *options = writing("qcow2");
     pthread_t all[8];
 
-    OK(vdkit_create("threads.qcow2", "qcow2", 4 * MIB, NULL, 0));
+    OK(vdkit_create("threads.qcow2", "qcow2", 4 * MIB, NULL, 0, NULL));
     OK(vdkit_open("threads.qcow2", options, &shared));
     for (int i = 0; i < 8; i++)
         pthread_create(&all[i], NULL, client, (void *)(intptr_t)i);
@@ -478,7 +478,7 @@ static void queue(void)
     vdkit_disk *disk = NULL;
     int reaped = 0;
 
-    OK(vdkit_create("queue.qcow2", "qcow2", 4 * MIB, NULL, 0));
+    OK(vdkit_create("queue.qcow2", "qcow2", 4 * MIB, NULL, 0, NULL));
     OK(vdkit_open("queue.qcow2", options, &disk));
     OK(vdkit_queue_new(disk, 4, &queue));
     vdkit_queue *none = NULL;
@@ -543,11 +543,11 @@ static void resizing_in_use(void)
         memset(buf[i], i + 1, 512);
         OK(vdkit_queue_pwrite(queue, buf[i], 512, (uint64_t)i * MIB, (uint64_t)i));
     }
-    OK(vdkit_resize(disk, 130ull << 30, 0));
+    OK(vdkit_resize(disk, 130ull << 30, 0, NULL));
     for (int i = 0; i < 64; i++)
         CHECK(vdkit_queue_reap(queue, &done, 1, -1) == 1 && done.result == 0);
     vdkit_queue_free(queue);
-    OK(vdkit_resize(disk, 64 * MIB, VDKIT_SHRINK));
+    OK(vdkit_resize(disk, 64 * MIB, VDKIT_SHRINK, NULL));
     OK(vdkit_close(disk));
     OK(vdkit_open("grows.vhdx", options, &disk));
     for (int i = 0; i < 64; i++) {
@@ -584,7 +584,7 @@ static void jobs(void)
     OK(vdkit_create_options_add(zstd, "compression_type=zstd"));
     OK(vdkit_convert("threads.qcow2", NULL, "packed.qcow2", "qcow2", zstd, VDKIT_CONVERT_COMPRESS, NULL,
                      NULL));
-    OK(vdkit_create("into.qcow2", "qcow2", 4 * MIB, NULL, 0));
+    OK(vdkit_create("into.qcow2", "qcow2", 4 * MIB, NULL, 0, NULL));
     OK(vdkit_convert("threads.qcow2", NULL, "into.qcow2", NULL, NULL, VDKIT_CONVERT_INTO, NULL, NULL));
     CHECK(vdkit_convert("threads.qcow2", NULL, "into.qcow2", NULL, zstd, VDKIT_CONVERT_INTO, NULL, NULL) ==
           VDKIT_E_USAGE); /* it keeps its options */
@@ -611,7 +611,7 @@ static void jobs(void)
     CHECK(errors == 0 && strstr(report, "corruptions") != NULL);
     vdkit_free(report);
     CHECK(vdkit_check("threads.qcow2", NULL, 9, NULL, NULL, NULL) == VDKIT_E_USAGE);
-    OK(vdkit_measure("threads.qcow2", NULL, "qcow2", NULL, &required, &full));
+    OK(vdkit_measure("threads.qcow2", NULL, "qcow2", NULL, NULL, &required, &full));
     CHECK(required > 0 && full > required);
     OK(vdkit_compact("into.qcow2", NULL, NULL, NULL));
     OK(vdkit_inspect("threads.qcow2", "qcow2", 0, &verdict, &report));
@@ -637,113 +637,47 @@ static void jobs(void)
     OK(vdkit_close(a));
 }
 
-/* What takes a disk over makes durable what was written before, also when it fails. */
-static void taken_over(void)
+/* Each job that may take long is ended by its monitor, and leaves all as it was. */
+static void ended(void)
 {
+    int stop = 1;
+    vdkit_monitor monitor = { .struct_size = sizeof monitor, .progress = count_updates, .user = &stop };
+    vdkit_create_options *new;
     vdkit_open_options *options = writing("qcow2");
-    vdkit_server *server;
     vdkit_disk *disk;
-    char buf[5];
+    char *json;
 
-    for (int how = 0; how < 3; how++) {
-        OK(vdkit_create("taken.qcow2", "qcow2", MIB, NULL, VDKIT_CREATE_REPLACE));
-        OK(vdkit_open("taken.qcow2", options, &disk));
-        OK(vdkit_pwrite(disk, "taken", 5, 4096));
-        if (how == 0)
-            OK(vdkit_convert_disk(disk, "taken.raw", "raw", NULL, 0, NULL, NULL));
-        else if (how == 1)
-            CHECK(vdkit_convert_disk(disk, "no/folder", "raw", NULL, 0, NULL, NULL) < 0);
-        else
-            CHECK(vdkit_serve_nbd(disk, "unix:no/folder", NULL, 0, &server) < 0);
-        OK(vdkit_open("taken.qcow2", NULL, &disk));
-        OK(vdkit_pread(disk, buf, 5, 4096));
-        CHECK(memcmp(buf, "taken", 5) == 0);
-        OK(vdkit_close(disk));
-    }
+    CHECK(vdkit_measure("threads.qcow2", NULL, "qcow2", NULL, &monitor, NULL, NULL) == VDKIT_E_INTERRUPTED);
+    OK(vdkit_create_options_new(&new));
+    OK(vdkit_create_options_add(new, "preallocation=full"));
+    CHECK(vdkit_create("never.qcow2", "qcow2", 4 * MIB, new, 0, &monitor) == VDKIT_E_INTERRUPTED);
+    CHECK(access("never.qcow2", F_OK) != 0);
+    vdkit_create_options_free(new);
+    OK(vdkit_open("threads.qcow2", options, &disk));
+    CHECK(vdkit_snapshot(disk, VDKIT_SNAPSHOT_CREATE, "never", &monitor) == VDKIT_E_INTERRUPTED);
+    OK(vdkit_snapshots(disk, &json));
+    CHECK(strcmp(json, "[]") == 0);
+    vdkit_free(json);
+    OK(vdkit_close(disk));
+
+    OK(vdkit_create_options_new(&new));
+    OK(vdkit_create_options_add(new, "iter-time=10"));
+    OK(vdkit_create_options_key(new, "first", 5));
+    OK(vdkit_create("grows.luks", "luks", MIB, new, 0, NULL));
+    vdkit_create_options_free(new);
+    OK(vdkit_open_options_format(options, "luks"));
+    OK(vdkit_open_options_add_key(options, "first", 5));
+    OK(vdkit_open("grows.luks", options, &disk));
+    CHECK(vdkit_resize(disk, 64 * MIB, 0, &monitor) == VDKIT_E_INTERRUPTED);
+    CHECK(vdkit_size(disk) == MIB);
+    stop = 0;
+    OK(vdkit_resize(disk, 64 * MIB, 0, &monitor));
+    OK(vdkit_close(disk));
     vdkit_open_options_free(options);
 }
 
-static void serving(void)
-{
-    vdkit_server *server = NULL;
-    vdkit_disk *disk = NULL, *remote = NULL;
-    char buf[3];
-
-    OK(vdkit_open("base.qcow2", NULL, &disk));
-    OK(vdkit_serve_nbd(disk, "unix:nbd.sock", NULL, VDKIT_SERVE_READ_ONLY, &server));
-    OK(vdkit_open(vdkit_server_uri(server), NULL, &remote));
-    CHECK(vdkit_server_clients(server) > 0);
-    OK(vdkit_pread(remote, buf, 3, 0));
-    CHECK(memcmp(buf, "top", 3) == 0);
-    OK(vdkit_close(remote));
-    OK(vdkit_server_stop(server, 1000));
-    OK(vdkit_open("base.qcow2", NULL, &disk));
-    CHECK(vdkit_serve_nbd(disk, "nonsense", NULL, 0, &server) == VDKIT_E_USAGE);
-    CHECK(server == NULL);
-    /* Without a place for the server the disk is closed all the same: its lock is free. */
-    {
-        vdkit_open_options *writable;
-
-        OK(vdkit_open_options_new(&writable));
-        OK(vdkit_open_options_writable(writable, 1));
-        OK(vdkit_open("base.qcow2", writable, &disk));
-        CHECK(vdkit_serve_nbd(disk, "unix:nbd.sock", NULL, 0, NULL) == VDKIT_E_USAGE);
-        OK(vdkit_open("base.qcow2", writable, &disk));
-        OK(vdkit_close(disk));
-        vdkit_open_options_free(writable);
-    }
-    taken_over();
-}
-
-/* "pki" has certificates for localhost, says the program that runs this one. */
-static void serving_with_tls(void)
-{
-    vdkit_server *server = NULL;
-    vdkit_disk *disk = NULL, *remote = NULL;
-    char buf[3];
-
-    OK(vdkit_open("base.qcow2", NULL, &disk));
-    OK(vdkit_serve_nbd_tls(disk, "unix:tls.sock", NULL, "pki", VDKIT_SERVE_READ_ONLY, &server));
-    CHECK(strncmp(vdkit_server_uri(server), "nbds+unix:", 10) == 0);
-    CHECK(vdkit_open("nbd+unix:///?socket=tls.sock", NULL, &remote) < 0);
-    CHECK(vdkit_open("nbds+unix:///?socket=tls.sock", NULL, &remote) < 0);
-    OK(vdkit_open("nbds+unix:///?socket=tls.sock&tls-certificates=pki", NULL, &remote));
-    OK(vdkit_pread(remote, buf, 3, 0));
-    CHECK(memcmp(buf, "top", 3) == 0);
-    OK(vdkit_close(remote));
-    OK(vdkit_server_stop(server, 1000));
-    OK(vdkit_open("base.qcow2", NULL, &disk));
-    CHECK(vdkit_serve_nbd_tls(disk, "unix:tls.sock", NULL, "nowhere", 0, &server) == VDKIT_E_FAILED);
-    CHECK(server == NULL && strcmp(vdkit_error_file(), "nowhere") == 0);
-}
-
-/* A monitor may connect by vhost-user, and is told the device's features. */
-static void serving_a_guest(void)
-{
-    struct sockaddr_un address = { .sun_family = AF_UNIX, .sun_path = "guest.sock" };
-    struct { uint32_t request, flags, size; } get_features = { 1, 1, 0 }, answer;
-    uint64_t features = 0;
-    vdkit_server *server = NULL;
-    vdkit_disk *disk = NULL;
-    int monitor = socket(AF_UNIX, SOCK_STREAM, 0);
-
-    OK(vdkit_open("base.qcow2", NULL, &disk));
-    OK(vdkit_serve_vhost_user(disk, "guest.sock", VDKIT_SERVE_READ_ONLY, &server));
-    CHECK(strncmp(vdkit_server_uri(server), "vhost-user:/", 12) == 0);
-    CHECK(vdkit_server_clients(server) == 0);
-    CHECK(connect(monitor, (struct sockaddr *)&address, sizeof address) == 0);
-    CHECK(write(monitor, &get_features, sizeof get_features) == sizeof get_features);
-    CHECK(recv(monitor, &answer, sizeof answer, MSG_WAITALL) == sizeof answer && answer.size == 8);
-    CHECK(recv(monitor, &features, 8, MSG_WAITALL) == 8 && features >> 5 & 1); /* read only */
-    CHECK(vdkit_server_clients(server) == 1);
-    close(monitor);
-    OK(vdkit_server_stop(server, 1000));
-    OK(vdkit_open("base.qcow2", NULL, &disk));
-    CHECK(vdkit_serve_vhost_user(disk, "no/folder/sock", 0, &server) == VDKIT_E_NOT_FOUND);
-    CHECK(server == NULL && vdkit_error_errno() == ENOENT);
-}
-
 #include "keys.h"
+#include "serving.h"
 
 /* Each kind of error has a code of its own. */
 static void kinds_of_errors(void)
@@ -754,32 +688,6 @@ static void kinds_of_errors(void)
     CHECK(vdkit_pwrite(disk, "x", 1, 0) == VDKIT_E_READ_ONLY);
     OK(vdkit_close(disk));
     CHECK(vdkit_compact("copy.vmdk", NULL, NULL, NULL) == VDKIT_E_UNSUPPORTED);
-}
-
-/* A client whose write finds no space is told so, if the server shall not wait. */
-static void no_space(void)
-{
-    static struct storage s;
-    static char buf[65536];
-    vdkit_open_options *options = writing("qcow2");
-    vdkit_server *server;
-    vdkit_disk *disk, *remote;
-    int result = 0;
-
-    pthread_mutex_init(&s.lock, NULL);
-    OK(vdkit_create("large.qcow2", "qcow2", 8 * MIB, NULL, 0));
-    load(&s, "large.qcow2");
-    OK(vdkit_open_storage(&ops, &s, "memory", options, &disk));
-    OK(vdkit_serve_nbd(disk, "unix:full.sock", NULL, VDKIT_SERVE_REPORT_NO_SPACE, &server));
-    OK(vdkit_open_options_format(options, "raw"));
-    OK(vdkit_open(vdkit_server_uri(server), options, &remote));
-    memset(buf, 1, sizeof buf);
-    for (uint64_t at = 0; result == 0 && at < 8 * MIB; at += sizeof buf)
-        result = vdkit_pwrite(remote, buf, sizeof buf, at);
-    CHECK(result == VDKIT_E_NO_SPACE);
-    vdkit_close(remote);
-    vdkit_server_stop(server, 1000);
-    vdkit_open_options_free(options);
 }
 
 /* A child of fork() may use what it opens itself, and what it inherits does not lose its locks. */
@@ -818,6 +726,7 @@ int main(int argc, char **argv)
     queue();
     resizing_in_use();
     jobs();
+    ended();
     serving();
     serving_with_tls();
     serving_a_guest();

@@ -47,9 +47,9 @@ static void encrypted_images(void)
 
     OK(vdkit_create_options_new(&options));
     OK(vdkit_create_options_key(options, "first", 5));
-    CHECK(vdkit_create("luks.qcow2", "qcow2", MIB, options, 0) == VDKIT_E_USAGE); /* not encrypted */
+    CHECK(vdkit_create("luks.qcow2", "qcow2", MIB, options, 0, NULL) == VDKIT_E_USAGE); /* not encrypted */
     OK(vdkit_create_options_add(options, "encrypt.format=luks,encrypt.iter-time=10"));
-    OK(vdkit_create("luks.qcow2", "qcow2", MIB, options, 0));
+    OK(vdkit_create("luks.qcow2", "qcow2", MIB, options, 0, NULL));
     CHECK(vdkit_open("luks.qcow2", NULL, &disk) == VDKIT_E_KEY);
     OK(vdkit_open_options_add_key(opening, "wrong", 5));
     CHECK(vdkit_open("luks.qcow2", opening, &disk) == VDKIT_E_KEY);
@@ -59,14 +59,14 @@ static void encrypted_images(void)
     OK(vdkit_close(disk));
 
     OK(vdkit_create_options_backing(options, "luks.qcow2", "qcow2", opening));
-    OK(vdkit_create("over.qcow2", "qcow2", 0, options, 0));
+    OK(vdkit_create("over.qcow2", "qcow2", 0, options, 0, NULL));
     OK(vdkit_convert("over.qcow2", opening, "copy.qcow2", "qcow2", options, VDKIT_CONVERT_VERIFY, NULL, NULL));
     OK(vdkit_open("copy.qcow2", opening, &disk));
     OK(vdkit_pread(disk, buf, 6, 4096));
     CHECK(memcmp(buf, "secret", 6) == 0);
     OK(vdkit_close(disk));
     OK(vdkit_create_options_backing(options, "luks.qcow2", "qcow2", NULL));
-    OK(vdkit_create("none.qcow2", "qcow2", 0, options, 0)); /* its size needs no key */
+    OK(vdkit_create("none.qcow2", "qcow2", 0, options, 0, NULL)); /* its size needs no key */
     vdkit_create_options_free(options);
 
     OK(vdkit_create_options_new(&options));

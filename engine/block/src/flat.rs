@@ -134,7 +134,8 @@ impl Flat {
             return Ok(());
         }
         let name = self.storage.name();
-        Err(Error::invalid(format!("{name}: {len} bytes at {at} end beyond the disk's {size}")))
+        let what = format!("{len} bytes at {at} end beyond the disk's {size}");
+        Err(Error::invalid_for(&name, what))
     }
 
     fn host(&self, at: GuestOffset) -> HostOffset {

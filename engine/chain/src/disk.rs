@@ -321,7 +321,7 @@ impl Disk {
     pub(crate) fn refuse_within_request(&self) -> Result<()> {
         if self.gates().into_iter().flatten().any(Gate::is_inside) {
             let what = "the disk cannot be resized or closed within a request of the same thread";
-            return Err(Error::invalid(format!("{}: {what}", self.name)));
+            return Err(Error::invalid_for(&self.name, what));
         }
         Ok(())
     }

@@ -45,8 +45,8 @@ pub fn measure(
     for disk in disks {
         let mut runs = Runs::new(disk, 0, disk.guest_bytes())?;
         while let Some(run) = runs.next_run()? {
-            monitor.cancel.check()?;
             monitor.progress.update(start + run.end(), total);
+            monitor.cancel.check()?;
             if run.is_zero() {
                 continue;
             }
