@@ -21,7 +21,7 @@ impl Service {
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         assert!(line.starts_with("serving"), "{line}");
-        Self(child)
+        Self(Killed(child))
     }
 
     fn quit(mut self, scratch: &Scratch) {

@@ -55,7 +55,8 @@ pub struct ServeArgs {
     /// Serve over NBD at unix:PATH or tcp:HOST:PORT (repeatable)
     ///
     /// With port 0 the system chooses a free port, which is printed. Sockets passed by systemd
-    /// (LISTEN_FDS) are served without this option; NOTIFY_SOCKET is told when clients can connect.
+    /// (LISTEN_FDS) are served without this option. When clients can connect, systemd is notified
+    /// (NOTIFY_SOCKET).
     #[arg(long, value_name = "ADDRESS")]
     nbd: Vec<Address>,
     /// Serve as a virtio disk (vhost-user-blk) at this Unix socket, for one virtual machine
