@@ -17,7 +17,7 @@ struct Service(Killed);
 impl Service {
     fn start(scratch: &Scratch, arguments: &[&str]) -> Self {
         let all = [&["serve", "--nbd", "unix:s.sock", "--control", "c.sock"], arguments].concat();
-        let mut child = Killed(scratch.command(&all).stdout(Stdio::piped()).spawn().unwrap());
+        let mut child = scratch.command(&all).stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         assert!(line.starts_with("serving"), "{line}");

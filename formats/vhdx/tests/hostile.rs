@@ -261,7 +261,7 @@ fn a_block_over_metadata_is_not_freed() {
     assert_eq!(table, 4 * MIB, "the gap is elsewhere");
     let block = END / (2 * MIB);
     let entry = table + (block + block / 2048) * 8;
-    storage.write_at(&(3 * MIB | 6).to_le_bytes(), HostOffset(entry)).expect("damage");
+    storage.write_at(&((3 * MIB) | 6).to_le_bytes(), HostOffset(entry)).expect("damage");
     let disk = open(true);
     disk.discard(GuestOffset(END), 64 << 10).expect("discarding");
     disk.close().expect("closing");
@@ -274,7 +274,9 @@ fn a_block_over_metadata_is_not_freed() {
 fn a_sector_bitmap_over_metadata_is_not_freed() {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
     create(&storage, 6 * MIB, "block_size=1M", Some(parent_ref()));
-    storage.write_at(&(2 * MIB | 6).to_le_bytes(), HostOffset(3 * MIB + 4096 * 8)).expect("damage");
+    storage
+        .write_at(&((2 * MIB) | 6).to_le_bytes(), HostOffset(3 * MIB + 4096 * 8))
+        .expect("damage");
     let child = open_format(&storage, true).expect("opening");
     child.empty().expect("emptying");
     child.close().expect("closing");
