@@ -1,7 +1,7 @@
 //! Detects other activity on the machine while a cell is measured.
 
 use std::fs;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// System counters at one moment.
 #[derive(Clone, Debug)]
@@ -37,11 +37,26 @@ fn throttled() -> u64 {
     files.filter_map(count).sum()
 }
 
-fn steal(text: &str) -> Option<(u64, u64)> {
-    // cpu user nice system idle iowait irq softirq steal (proc_stat(5))
+/// The first eight numbers of the line for all processors: user, nice, system, idle, iowait, irq,
+/// softirq and steal, in ticks (proc_stat(5)).
+fn ticks(text: &str) -> Option<[u64; 8]> {
     let line = text.lines().find(|line| line.starts_with("cpu "))?;
     let ticks: Vec<u64> = line.split_whitespace().skip(1).filter_map(|n| n.parse().ok()).collect();
-    Some((*ticks.get(7)?, ticks.iter().take(8).sum()))
+    ticks.first_chunk().copied()
+}
+
+fn steal(text: &str) -> Option<(u64, u64)> {
+    let ticks = ticks(text)?;
+    Some((ticks[7], ticks.iter().sum()))
+}
+
+/// The part of the time between two states of `/proc/stat` in which processors worked, or would have
+/// but for storage.
+fn used(before: &str, after: &str) -> Option<f64> {
+    let ([before, after], idle) = ([ticks(before)?, ticks(after)?], 3);
+    let passed = |at: usize| after[at].saturating_sub(before[at]);
+    let all: u64 = (0..8).map(passed).sum();
+    (all > 0).then(|| 1.0 - passed(idle) as f64 / all as f64)
 }
 
 impl Moment {
@@ -88,13 +103,29 @@ impl Moment {
     }
 }
 
+/// Part of all processors above which the machine is busy.
+const BUSY: f64 = 0.5;
+/// How long their use is watched.
+const WATCHED: Duration = Duration::from_millis(500);
+
 /// A sentence, if the machine is busy before the run starts anything.
 pub fn busy(cores: u32) -> Option<String> {
     let text = fs::read_to_string("/proc/loadavg").ok()?;
     let load: f64 = text.split_whitespace().next()?.parse().ok()?;
-    let limit = f64::from(cores) * 0.5;
-    (load > limit).then(|| {
-        format!("the machine was busy at the start: load average {load:.1} on {cores} processors")
+    if load <= f64::from(cores) * BUSY {
+        return None;
+    }
+    // The average is of a minute. What raised it may have ended, as another run of the lab.
+    let stat = || fs::read_to_string("/proc/stat").unwrap_or_default();
+    let before = stat();
+    std::thread::sleep(WATCHED);
+    let used = used(&before, &stat()).unwrap_or(1.0);
+    (used > BUSY).then(|| {
+        format!(
+            "the machine was busy at the start: load average {load:.1} on {cores} processors, {:.0} % of \
+             their time used",
+            used * 100.0
+        )
     })
 }
 
@@ -112,7 +143,7 @@ mod tests {
         };
         let later = |change: fn(&mut Moment)| {
             let mut moment = quiet.clone();
-            moment.at += std::time::Duration::from_secs(10);
+            moment.at += Duration::from_secs(10);
             change(&mut moment);
             quiet.until(&moment).into_iter().map(|(kind, _)| kind).collect::<Vec<_>>()
         };
@@ -129,5 +160,8 @@ mod tests {
     fn the_kernels_words_are_read() {
         let text = "cpu  1 2 3 4 5 6 7 8 9 10\ncpu0 1 1 1 1\n";
         assert_eq!(steal(text), Some((8, 36)));
+        let later = "cpu  1 2 3 34 15 6 7 8 9 10\n";
+        assert_eq!(used(text, later), Some(0.25));
+        assert_eq!((used(text, text), used(text, "")), (None, None));
     }
 }
