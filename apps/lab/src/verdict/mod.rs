@@ -228,7 +228,9 @@ pub fn verdict(run: &Run) -> Verdict {
     let covered = |pick: &&Pick| choices.iter().all(|entry| pick.axes.contains(entry));
     let mut cautions = cautions(run);
     if let Some(reason) = unsafe_because {
-        cautions.insert(0, format!("No configuration of this run can be advised: {reason}."));
+        let only =
+            "This is only the best of what was measured, none of which is advised in general";
+        cautions.insert(0, format!("{only}: {reason}."));
     }
     let stays = found.advice == Advice::Stay;
     let advised = stays || found.advice == Advice::Use;
