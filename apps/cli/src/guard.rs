@@ -48,7 +48,7 @@ pub fn refuse_replacing(image: &Path, cancel: &CancelToken) -> Result<(), Failur
 }
 
 /// Refuses to write a disk to a block device that already has content, unless `force` is set. `but`
-/// is the one format that the device may hold: an image of this format is written into.
+/// names the one format that the device may hold: an image of this format is written into.
 ///
 /// # Errors
 /// Exit code 5, with what the device holds.
@@ -58,6 +58,7 @@ pub fn refuse_occupied(device: &Path, force: bool, but: Option<&str>) -> Result<
         return Ok(());
     }
     let Some(found) = jobs::occupied(&vdkit::registry(), device)? else { return Ok(()) };
+    let but = but.and_then(|name| vdkit::format(name).ok()).map(|driver| driver.name());
     if matches!(found, Occupied::Image(format) if but == Some(format)) {
         return Ok(());
     }

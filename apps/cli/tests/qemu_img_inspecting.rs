@@ -200,3 +200,36 @@ fn changes_leave_the_same_image() {
     };
     assert_eq!(described(Path::new("qemu-img")), described(&ours));
 }
+
+#[test]
+fn dates_are_in_the_time_zone_of_the_environment() {
+    if !require_peer("qemu-img") {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let ours = folder.path().join("qemu-img");
+    symlink(env!("CARGO_BIN_EXE_vdkit"), &ours).unwrap();
+    for line in ["create -q -f qcow2 base.qcow2 1M", "snapshot -c first base.qcow2"] {
+        assert_eq!(answer(Path::new("qemu-img"), folder.path(), line).1, Some(0));
+    }
+    let mut dates = Vec::new();
+    for zone in [
+        "",
+        "UTC",
+        "Asia/Kathmandu",
+        ":America/St_Johns",
+        "XYZ-3:30",
+        "ABC5DEF,M3.2.0,M11.1.0",
+        "/usr/share/zoneinfo/Asia/Tokyo",
+        "Nowhere/None",
+    ] {
+        let listed = |program: &str| {
+            let line = format!("TZ={zone} {program} snapshot -l base.qcow2");
+            answer(Path::new("env"), folder.path(), &line)
+        };
+        let own = listed(ours.to_str().unwrap());
+        assert_eq!(own, listed("qemu-img"), "{zone}");
+        dates.push(own.0);
+    }
+    assert_ne!(dates[1], dates[2]);
+}

@@ -1,5 +1,7 @@
 //! Formats numbers and names for people, with units and significant digits.
 
+use jiff::Timestamp;
+
 use crate::model::{Axes, Metric, SURVIVED, metric};
 
 /// Formats a value of a metric with its unit: `12.3k IOPS`, `181 MB/s`, `4.56 ms`, `2 min 36 s`.
@@ -218,22 +220,9 @@ pub fn quoted(word: &str) -> String {
 }
 
 /// Formats seconds since 1970 in UTC: `2026-11-22 00:15 UTC`.
-///
-/// Source of the calendar computation: Howard Hinnant, *chrono-Compatible Low-Level Date
-/// Algorithms*, `civil_from_days`.
 pub fn date(seconds: u64) -> String {
-    let (days, rest) = (seconds / 86_400, seconds % 86_400);
-    // Far beyond any year of four digits.
-    let days = days.min(2_900_000) + 719_468;
-    let (era, day_of_era) = (days / 146_097, days % 146_097);
-    let year_of_era =
-        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let shifted = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * shifted + 2) / 5 + 1;
-    let month = if shifted < 10 { shifted + 3 } else { shifted - 9 };
-    let year = year_of_era + era * 400 + u64::from(month <= 2);
-    format!("{year:04}-{month:02}-{day:02} {:02}:{:02} UTC", rest / 3600, rest / 60 % 60)
+    let time = seconds.try_into().ok().and_then(|seconds| Timestamp::from_second(seconds).ok());
+    time.unwrap_or(Timestamp::MAX).strftime("%Y-%m-%d %H:%M UTC").to_string()
 }
 
 #[cfg(test)]

@@ -491,8 +491,7 @@ impl ConvertArgs {
         // A device has no file name to derive the format from, and its old content is no image
         // header to trust.
         let format = self.target_format.clone().or(device.then(|| "raw".to_owned()));
-        let image = format.as_deref().and_then(|name| vdkit::format(name).ok());
-        guard::refuse_occupied(target, self.force, image.map(|driver| driver.name()))?;
+        guard::refuse_occupied(target, self.force, format.as_deref())?;
         let compress = self.compress.map(|wanted| self.compress_into(registry, target, wanted));
         let destination = self.existing(target, format);
         Ok(Goal { destination, compress: compress.transpose()?, backing: None })

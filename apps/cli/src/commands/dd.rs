@@ -220,12 +220,10 @@ impl DdArgs {
             return Err(Failure::usage("-o has no meaning here: the target exists"));
         }
         guard::refuse_dependents(&request.target, &self.force, "writing to it", &monitor.cancel)?;
-        // As for `convert --into`.
+        // A device's old content is no image header to trust.
         let device = super::is_device(&request.target);
         let format = self.target_format.clone().or(device.then(|| "raw".to_owned()));
-        let image = format.as_deref().and_then(|name| vdkit::format(name).ok());
-        let image = image.map(|driver| driver.name());
-        guard::refuse_occupied(&request.target, self.force.force, image)?;
+        guard::refuse_occupied(&request.target, self.force.force, format.as_deref())?;
         let writing = OpenOptions::read_write().maybe_format(format).refs(self.references.policy());
         let keys = self.target_key.key().into_iter().cloned().chain(self.keys.all()).collect();
         let writing = self.keys.apply(writing).keys(keys);
