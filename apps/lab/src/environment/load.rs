@@ -111,15 +111,22 @@ const WATCHED: Duration = Duration::from_millis(500);
 /// A sentence, if the machine is busy before the run starts anything.
 pub fn busy(cores: u32) -> Option<String> {
     let text = fs::read_to_string("/proc/loadavg").ok()?;
-    let load: f64 = text.split_whitespace().next()?.parse().ok()?;
+    let load = text.split_whitespace().next()?.parse().ok()?;
+    is_busy(load, cores, || {
+        let stat = || fs::read_to_string("/proc/stat").unwrap_or_default();
+        let before = stat();
+        std::thread::sleep(WATCHED);
+        used(&before, &stat()).unwrap_or(1.0)
+    })
+}
+
+/// As [`busy`], by the load average of a minute and, if that is high, by the part of all processors
+/// that is used now: what raised the average may have ended, as another run of the lab.
+fn is_busy(load: f64, cores: u32, used_now: impl FnOnce() -> f64) -> Option<String> {
     if load <= f64::from(cores) * BUSY {
         return None;
     }
-    // The average is of a minute. What raised it may have ended, as another run of the lab.
-    let stat = || fs::read_to_string("/proc/stat").unwrap_or_default();
-    let before = stat();
-    std::thread::sleep(WATCHED);
-    let used = used(&before, &stat()).unwrap_or(1.0);
+    let used = used_now();
     (used > BUSY).then(|| {
         format!(
             "the machine was busy at the start: load average {load:.1} on {cores} processors, {:.0} % of \
@@ -163,5 +170,16 @@ mod tests {
         let later = "cpu  1 2 3 34 15 6 7 8 9 10\n";
         assert_eq!(used(text, later), Some(0.25));
         assert_eq!((used(text, text), used(text, "")), (None, None));
+    }
+
+    #[test]
+    fn what_has_ended_keeps_no_machine_busy() {
+        assert_eq!(is_busy(1.0, 2, || unreachable!("a low average suffices")), None);
+        assert_eq!(is_busy(1.9, 2, || 0.1), None);
+        let told = is_busy(1.9, 2, || 0.8).unwrap();
+        assert!(
+            told.ends_with("load average 1.9 on 2 processors, 80 % of their time used"),
+            "{told}"
+        );
     }
 }
