@@ -51,7 +51,7 @@ fn a_bitmap_of_an_empty_disk_is_kept_and_grows_with_it() {
     let again = open(&storage);
     assert_eq!(again.warnings(), [""; 0]);
     again.resize(MIB).unwrap();
-    assert_eq!(dirty(again.bitmaps().unwrap(), "b"), [0..MIB]);
+    assert_eq!(dirty(again.bitmaps().unwrap(), "b"), std::slice::from_ref(&(0..MIB)));
     again.resize(0).unwrap();
     again.close().unwrap();
     assert_sound(&Qcow2Driver, &storage, false, "empty again");
