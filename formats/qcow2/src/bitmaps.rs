@@ -25,7 +25,7 @@ use vdkit_block::{BitmapInfo, Error, HostOffset, Limits, Result, Storage, is_ali
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::header::{BitmapsExtension, Header};
-use crate::layout::{autoclear, extension};
+use crate::layout::{Geometry, OFFSET_MASK, autoclear, extension};
 use crate::structures::BitmapDirectoryEntry;
 
 /// Most bitmaps (QEMU's bound).
@@ -38,8 +38,7 @@ pub(crate) const DIRECTORY_BYTES_MAX: u64 = 1024 * BITMAPS_MAX as u64;
 pub(crate) const TYPE_DIRTY: u8 = 1;
 /// log2 of the bytes that one bit covers (QEMU's bounds).
 pub(crate) const GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
-/// Most entries of a bitmap's table, and most bytes of all its clusters (QEMU's bounds).
-pub(crate) const TABLE_ENTRIES_MAX: u64 = 0x800_0000;
+/// Most bytes of all clusters of a bitmap (QEMU's bound).
 pub(crate) const BITMAP_BYTES_MAX: u64 = 0x2000_0000;
 /// Table entry without a cluster: all bits are set.
 pub(crate) const ALL_ONES: u64 = 1;
@@ -53,6 +52,9 @@ pub mod flag {
     /// Unknown extra data may be ignored.
     pub const EXTRA_DATA_COMPATIBLE: u32 = 1 << 2;
 }
+
+/// All flags.
+const FLAGS_KNOWN: u32 = flag::IN_USE | flag::AUTO | flag::EXTRA_DATA_COMPATIBLE;
 
 /// One persistent bitmap, as its directory entry says.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -116,9 +118,75 @@ impl Bitmap {
 }
 
 /// Table entries of a bitmap of `bits` bits. The data consists of whole 64-bit words; QEMU accepts
-/// no other size.
+/// no other size. Without bits, as for an empty disk, there is still one entry: each bitmap has a
+/// table.
 pub(crate) fn table_entries_for(bits: u64, cluster_bytes: u64) -> u64 {
-    (bits.div_ceil(64) * 8).div_ceil(cluster_bytes)
+    (bits.div_ceil(64) * 8).div_ceil(cluster_bytes).max(1)
+}
+
+/// What is wrong with a bitmaps extension in a file of `len` bytes, and what was expected. The
+/// directory may have at most `most` bytes.
+pub(crate) fn extension_fault(
+    bitmaps: &BitmapsExtension,
+    cluster_bytes: u64,
+    len: u64,
+    most: u64,
+) -> Option<(String, String)> {
+    if bitmaps.count == 0 || bitmaps.count > BITMAPS_MAX {
+        return Some((format!("{} bitmaps", bitmaps.count), format!("1 to {BITMAPS_MAX}")));
+    }
+    let (offset, bytes) = (bitmaps.directory_offset.0, bitmaps.directory_bytes);
+    if bytes < u64::from(bitmaps.count) * FIXED_BYTES as u64
+        || bytes > most
+        || offset == 0
+        || !is_aligned(offset, cluster_bytes)
+        || offset.checked_add(bytes).is_none_or(|end| end > len)
+    {
+        return Some((
+            format!("a directory of {bytes} bytes at {offset:#x}"),
+            format!("one of at most {most} bytes at a cluster boundary within the file"),
+        ));
+    }
+    None
+}
+
+/// What is wrong with the table, the flags or the extra data that a directory entry names, for a
+/// disk of `guest_bytes` bytes in a file that ends at `end`, the end of a cluster.
+pub(crate) fn entry_fault(
+    entry: &BitmapDirectoryEntry,
+    geometry: &Geometry,
+    guest_bytes: u64,
+    end: u64,
+) -> Option<String> {
+    let cluster = geometry.cluster_bytes();
+    let (offset, flags) = (entry.bitmap_table_offset.get(), entry.flags.get());
+    let entries = u64::from(entry.bitmap_table_size);
+    if entries == 0 || entries * cluster > BITMAP_BYTES_MAX {
+        return Some(format!("a table of {entries} entries"));
+    }
+    if offset == 0
+        || !is_aligned(offset, cluster)
+        || offset.checked_add(entries * 8).is_none_or(|table_end| table_end > end)
+    {
+        return Some(format!("a table at {offset:#x}"));
+    }
+    if flags & !FLAGS_KNOWN != 0 {
+        return Some(format!("flags {flags:#x}"));
+    }
+    if entry.extra_data_size.get() != 0 && flags & flag::EXTRA_DATA_COMPATIBLE == 0 {
+        return Some("extra data that only newer software knows".to_owned());
+    }
+    let needed = table_entries_for(guest_bytes.div_ceil(1 << entry.granularity_bits), cluster);
+    if flags & flag::IN_USE == 0 && entries != needed {
+        return Some(format!("a table of {entries} entries where the disk needs {needed}"));
+    }
+    None
+}
+
+/// Whether a bitmap table may have this entry: none, all bits set, or a cluster before `end`.
+pub(crate) fn is_table_entry(word: u64, cluster_bytes: u64, end: u64) -> bool {
+    let host = word & OFFSET_MASK;
+    word == ALL_ONES || (word == host && is_aligned(host, cluster_bytes) && host < end)
 }
 
 /// The on-disk directory of these bitmaps.
@@ -158,7 +226,12 @@ impl Bitmaps {
         if header.autoclear & autoclear::BITMAPS == 0 {
             return Ok(Self::Stale(bitmaps.count));
         }
-        Self::check_extension(storage, header, raw.offset, &bitmaps, limits)?;
+        let most = DIRECTORY_BYTES_MAX.min(limits.table_bytes_max);
+        let cluster = header.geometry.cluster_bytes();
+        if let Some((found, expected)) = extension_fault(&bitmaps, cluster, storage.len()?, most) {
+            let (file, structure) = (storage.name(), "bitmaps header extension");
+            return Err(Error::corrupt(file, raw.offset, structure, found, expected));
+        }
         let mut directory = vec![0; bitmaps.directory_bytes as usize];
         storage.read_at(&mut directory, bitmaps.directory_offset)?;
         parse(&directory, bitmaps.count).map(Self::Valid).map_err(|(at, found, expected)| {
@@ -170,36 +243,6 @@ impl Bitmaps {
                 expected,
             )
         })
-    }
-
-    fn check_extension(
-        storage: &dyn Storage,
-        header: &Header,
-        at: u64,
-        bitmaps: &BitmapsExtension,
-        limits: &Limits,
-    ) -> Result<()> {
-        let fault = |found: String, expected: String| {
-            Err(Error::corrupt(storage.name(), at, "bitmaps header extension", found, expected))
-        };
-        if bitmaps.count == 0 || bitmaps.count > BITMAPS_MAX {
-            return fault(format!("{} bitmaps", bitmaps.count), format!("1 to {BITMAPS_MAX}"));
-        }
-        let (offset, bytes) = (bitmaps.directory_offset.0, bitmaps.directory_bytes);
-        let len = storage.len()?;
-        let most = DIRECTORY_BYTES_MAX.min(limits.table_bytes_max);
-        if bytes < u64::from(bitmaps.count) * FIXED_BYTES as u64
-            || bytes > most
-            || offset == 0
-            || !is_aligned(offset, header.geometry.cluster_bytes())
-            || offset.checked_add(bytes).is_none_or(|end| end > len)
-        {
-            return fault(
-                format!("a directory of {bytes} bytes at {offset:#x}"),
-                format!("one of at most {most} bytes at a cluster boundary within the file"),
-            );
-        }
-        Ok(())
     }
 }
 

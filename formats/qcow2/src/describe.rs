@@ -8,23 +8,16 @@ use crate::header::{Encryption, Header};
 use crate::layout::{autoclear, compatible, extension, incompatible};
 use crate::snapshots::{Snapshot, SnapshotTable, TablePlace};
 
-/// Autoclear bits that have a meaning here.
-const AUTOCLEAR_KNOWN: u64 = autoclear::BITMAPS | autoclear::DATA_FILE_RAW;
-
-/// Describes an image with at most four reads: header (two if it exceeds 4 KiB), snapshot table
-/// (two if its entries are unusually long) and bitmap directory; never all five. An encrypted image
-/// takes one more, for the LUKS header.
+/// Describes an image with at most five reads: header (two if it exceeds 4 KiB), snapshot table
+/// (two if its entries are unusually long) and bitmap directory. An encrypted image takes one more,
+/// for the LUKS header.
 ///
 /// # Errors
 /// As [`Header::read`], and [`vdkit_block::Error::Corrupt`] for a damaged snapshot table or bitmap
 /// directory.
 pub(crate) fn describe(storage: &dyn Storage, limits: &Limits) -> Result<ImageInfo> {
-    let (header, reads) = Header::read_counting(storage, limits)?;
-    let snapshots = if reads > 1 && header.extension(extension::BITMAPS).is_some() {
-        SnapshotTable::read_at_once(storage, TablePlace::of(&header), limits)?
-    } else {
-        SnapshotTable::read(storage, TablePlace::of(&header), limits)?
-    };
+    let header = Header::read(storage, limits)?;
+    let snapshots = SnapshotTable::read(storage, TablePlace::of(&header), limits)?;
     let bitmaps = Bitmaps::read(storage, &header, limits)?;
     let mut properties = properties(&header, &bitmaps);
     let mut key_header = None;
@@ -46,10 +39,10 @@ pub(crate) fn describe(storage: &dyn Storage, limits: &Limits) -> Result<ImageIn
         dirty: header.has(incompatible::DIRTY),
         corrupt: header.has(incompatible::CORRUPT),
         backing_format: header.backing_name.as_ref().and_then(|_| header.backing_format()),
-        // Without the feature bit, the extension is meaningless.
         identity: None,
         backing_identity: None,
         backing_time: None,
+        // Without the feature bit, the extension is meaningless.
         files: header.data_file_name().filter(|_| header.has_data_file()).into_iter().collect(),
         data_file_raw: header.data_file_raw(),
         snapshots: snapshots.snapshots.iter().map(Snapshot::info).collect(),
@@ -106,14 +99,14 @@ fn properties(header: &Header, bitmaps: &Bitmaps) -> Vec<(String, String)> {
     if unknown != 0 {
         add("unknown-compatible-features", header.feature_names(1, unknown));
     }
-    let unknown = header.autoclear & !AUTOCLEAR_KNOWN;
+    let unknown = header.autoclear & !autoclear::KNOWN;
     if unknown != 0 {
         add("unknown-autoclear-features", header.feature_names(2, unknown));
     }
     let unknown: Vec<String> = header
         .extensions
         .iter()
-        .filter(|e| !is_known(e.kind))
+        .filter(|e| !extension::KNOWN.contains(&e.kind))
         .map(|e| format!("{:#010x} ({} bytes)", e.kind, e.data.len()))
         .collect();
     if !unknown.is_empty() {
@@ -127,15 +120,4 @@ fn properties(header: &Header, bitmaps: &Bitmaps) -> Vec<(String, String)> {
         add("unknown-extensions", text);
     }
     list
-}
-
-fn is_known(kind: u32) -> bool {
-    matches!(
-        kind,
-        extension::BACKING_FORMAT
-            | extension::FEATURE_NAMES
-            | extension::BITMAPS
-            | extension::ENCRYPTION
-            | extension::DATA_FILE
-    )
 }

@@ -11,7 +11,7 @@ use vdkit_block::{
 use vdkit_luks::LuksSlots;
 
 use crate::header::{Encryption, Header};
-use crate::options::{CreateOptions, ENCRYPT_FORMAT, SPECS};
+use crate::options::{self, CreateOptions, ENCRYPT_FORMAT, SPECS};
 use crate::{Qcow2, amend, check, create, describe, encrypted, layout, measure};
 
 /// qcow2 images, versions 2 and 3.
@@ -63,7 +63,7 @@ impl Creation for Qcow2Driver {
     }
 
     fn new_files(&self, _: &str, _: u64, options: &Options) -> Result<Vec<String>> {
-        Ok(options.text("data_file").map(str::to_owned).into_iter().collect())
+        Ok(options::text(options, "data_file").into_iter().collect())
     }
 
     fn encrypts(&self, options: &Options) -> bool {

@@ -15,7 +15,7 @@ impl Qcow2 {
         if self.header.data_file_raw() {
             return Err(Error::invalid_for(
                 &self.storage.name(),
-                "its data file is the disk by itself and cannot hold nothing",
+                "its data file is a raw image of the disk, which cannot be emptied",
             ));
         }
         let mut lead = self.meta.lead();

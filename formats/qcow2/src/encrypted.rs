@@ -14,6 +14,7 @@ use vdkit_luks::{HeaderPlace, LuksSlots, legacy_qcow2};
 
 use crate::header::{self, Header};
 use crate::image::Qcow2;
+use crate::layout::extension;
 use crate::structures::header_offset;
 
 /// Bytes of one write of encrypted zeroes.
@@ -27,11 +28,12 @@ pub(crate) const HEADER_BYTES_MAX: u64 = 64 << 20;
 /// # Errors
 /// [`Error::Corrupt`] if the image does not name it or names an impossible place.
 pub(crate) fn luks_place(header: &Header, storage: &dyn Storage) -> Result<HeaderPlace> {
-    let fault = |offset: u64, found: String, expected: &str| {
-        Err(Error::corrupt(storage.name(), offset, "encryption header pointer", found, expected))
+    let fault = |found: String, expected: &str| {
+        let at = header.extension_offset(extension::ENCRYPTION);
+        Err(Error::corrupt(storage.name(), at, "encryption header pointer", found, expected))
     };
     let Some((offset, room)) = header.encryption_header() else {
-        return fault(header.header_bytes.into(), "none".to_owned(), "one in a LUKS image");
+        return fault("none".to_owned(), "one in a LUKS image");
     };
     let cluster = header.geometry.cluster_bytes();
     let fits = offset.0 >= cluster
@@ -41,7 +43,7 @@ pub(crate) fn luks_place(header: &Header, storage: &dyn Storage) -> Result<Heade
     let end = offset.0.saturating_add(room);
     if !fits || end > storage.len()?.next_multiple_of(cluster) {
         let expected = "whole clusters behind the header and within the file";
-        return fault(header.header_bytes.into(), format!("{room} bytes at {offset}"), expected);
+        return fault(format!("{room} bytes at {offset}"), expected);
     }
     Ok(HeaderPlace { offset, room })
 }

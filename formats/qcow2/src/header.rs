@@ -105,11 +105,6 @@ impl Header {
     /// [`Error::Corrupt`] with offset, found and expected if a field violates the specification;
     /// [`Error::Unsupported`] for unknown incompatible features; [`Error::Limit`].
     pub fn read(storage: &dyn Storage, limits: &Limits) -> Result<Self> {
-        Ok(Self::read_with(storage, limits, None)?.0)
-    }
-
-    /// As [`Header::read`], with the number of reads that it took.
-    pub(crate) fn read_counting(storage: &dyn Storage, limits: &Limits) -> Result<(Self, u32)> {
         Self::read_with(storage, limits, None)
     }
 
@@ -122,40 +117,38 @@ impl Header {
         limits: &Limits,
         faults: &mut Vec<Fault>,
     ) -> Result<Self> {
-        Ok(Self::read_with(storage, limits, Some(faults))?.0)
+        Self::read_with(storage, limits, Some(faults))
     }
 
     fn read_with(
         storage: &dyn Storage,
         limits: &Limits,
         mut faults: Option<&mut Vec<Fault>>,
-    ) -> Result<(Self, u32)> {
-        let mut bytes = [0; FIRST_READ_BYTES];
+    ) -> Result<Self> {
+        let (file, mut bytes) = (storage.name(), [0; FIRST_READ_BYTES]);
         let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
-        let bytes = &bytes[..got];
-        match Self::parse(storage.name(), bytes, storage.len()?, limits, faults.as_deref_mut()) {
+        let first = &bytes[..got];
+        let more = match Self::parse(file, first, storage.len()?, limits, faults.as_deref_mut()) {
+            Ok(header) => return Ok(header),
+            Err(NeedMore::Fault(error)) => return Err(error),
+            Err(NeedMore::Bytes(more)) => more,
+        };
+        let mut bytes = vec![0; more];
+        let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
+        if let Some(faults) = faults.as_deref_mut() {
+            faults.clear(); // the second parse finds them again
+        }
+        match Self::parse(file, &bytes[..got], storage.len()?, limits, faults) {
+            Ok(header) => Ok(header),
             Err(NeedMore::Fault(error)) => Err(error),
-            Ok(header) => Ok((header, 1)),
-            Err(NeedMore::Bytes(more)) => {
-                let mut bytes = vec![0; more];
-                let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
-                bytes.truncate(got);
-                if let Some(faults) = faults.as_deref_mut() {
-                    faults.clear(); // the second parse finds them again
-                }
-                match Self::parse(storage.name(), &bytes, storage.len()?, limits, faults) {
-                    Ok(header) => Ok((header, 2)),
-                    Err(NeedMore::Fault(error)) => Err(error),
-                    // Another program is truncating the file.
-                    Err(NeedMore::Bytes(_)) => Err(Error::corrupt(
-                        storage.name(),
-                        got as u64,
-                        "header",
-                        "the end of the file",
-                        format!("{more} bytes"),
-                    )),
-                }
-            }
+            // Another program is truncating the file.
+            Err(NeedMore::Bytes(_)) => Err(Error::corrupt(
+                file,
+                got as u64,
+                "header",
+                "the end of the file",
+                format!("{more} bytes"),
+            )),
         }
     }
 
@@ -181,6 +174,11 @@ impl Header {
     /// The data of the first extension of a type.
     pub fn extension(&self, kind: u32) -> Option<&Extension> {
         self.extensions.iter().find(|e| e.kind == kind)
+    }
+
+    /// Host offset of the data of that extension; without it, where the extensions begin.
+    pub(crate) fn extension_offset(&self, kind: u32) -> u64 {
+        self.extension(kind).map_or(self.header_bytes.into(), |found| found.offset)
     }
 
     /// The format name of the backing file, if stored.

@@ -127,38 +127,32 @@ impl Qcow2 {
     /// # Errors
     /// As [`Qcow2::open`]; [`Error::Key`] if none of the keys fits.
     pub fn open_with_keys(request: OpenRequest, keys: &[Secret]) -> Result<Arc<Self>> {
-        Self::open_unlocked(request, |header, storage, writable, limits| {
-            encrypted::unlock(header, storage, writable, limits, keys)
-        })
+        Self::open_unlocked(request, Some(keys))
     }
 
     /// As [`Qcow2::open`], for metadata changes only: a LUKS image stays locked, so its guest data
     /// must be neither read nor written.
     pub(crate) fn open_for_metadata(request: OpenRequest) -> Result<Arc<Self>> {
-        Self::open_unlocked(request, |header, storage, writable, limits| {
-            if header.encryption == Encryption::Luks {
-                encrypted::luks_place(header, &**storage)?;
-                return Ok(None);
-            }
-            encrypted::unlock(header, storage, writable, limits, &[])
-        })
+        Self::open_unlocked(request, None)
     }
 
-    fn open_unlocked(
-        request: OpenRequest,
-        unlock: impl FnOnce(
-            &Header,
-            &Arc<dyn Storage>,
-            bool,
-            &Limits,
-        ) -> Result<Option<vdkit_block::Encryption>>,
-    ) -> Result<Arc<Self>> {
+    /// Opens an image with keys, or for metadata changes only.
+    fn open_unlocked(request: OpenRequest, keys: Option<&[Secret]>) -> Result<Arc<Self>> {
         let OpenRequest { storage, files, writable, limits } = request;
         let mut header = Header::read(&*storage, &limits)?;
         if writable {
             header.refuse_corrupt(storage.name())?;
         }
-        let encryption = unlock(&header, &storage, writable, &limits)?;
+        let encryption = match keys {
+            None if header.encryption == Encryption::Luks => {
+                encrypted::luks_place(&header, &*storage)?;
+                None
+            }
+            _ => {
+                let keys = keys.unwrap_or_default();
+                encrypted::unlock(&header, &storage, writable, &limits, keys)?
+            }
+        };
         let data = Self::data_storage(&header, &storage, files)?;
         let mut warnings = Vec::new();
         if writable && header.has(incompatible::DIRTY) {
@@ -170,15 +164,13 @@ impl Qcow2 {
             // The next allocations would overlap the missing tables.
             cut.refuse(&l1, header.l1_offset, &*storage)?;
         }
-        if writable {
-            Self::clear_autoclear(&mut header, &*storage, &mut warnings)?;
-        }
         let geometry = header.geometry;
         let mut meta = Self::meta(&header, &*storage, writable)?;
         let mut metadata = FxHashSet::default();
         let mut bitmaps = BitmapState::unread(&limits);
         if writable {
-            metadata = metadata_clusters(&header, &meta.space.refcounts, &l1);
+            metadata = metadata_clusters(&header, &meta.space.refcounts, &l1, &*storage)?;
+            Self::clear_autoclear(&mut header, &*storage, &mut warnings)?;
             bitmaps =
                 BitmapState::open(&mut header, &*storage, &mut metadata, &limits, &mut warnings)?;
             if !storage.caps().growable {
@@ -286,20 +278,18 @@ impl Qcow2 {
         storage: &dyn Storage,
         warnings: &mut Vec<String>,
     ) -> Result<()> {
-        let keep = header.autoclear & (autoclear::DATA_FILE_RAW | autoclear::BITMAPS);
-        if header.autoclear == keep {
+        let unknown = header.autoclear & !autoclear::KNOWN;
+        if unknown == 0 {
             return Ok(());
         }
-        let unknown = header.autoclear & !keep;
         warnings.push(format!(
             "{}: unknown autoclear features {unknown:#x} are cleared, as the format asks of a \
              writer that does not know them",
             storage.name()
         ));
         // Durable before the first write that would make the bits wrong.
-        write_features(storage, header_offset!(autoclear_features), keep)?;
-        header.autoclear = keep;
-        Ok(())
+        header.autoclear &= autoclear::KNOWN;
+        write_features(storage, header_offset!(autoclear_features), header.autoclear)
     }
 
     fn meta(header: &Header, storage: &dyn Storage, writable: bool) -> Result<Meta> {
@@ -421,9 +411,9 @@ fn refuse_uncounted(
     Err(Error::corrupt(
         storage.name(),
         cluster << geometry.cluster_bits,
-        "refcount table",
-        "no refcount block for a cluster that holds metadata",
-        "one",
+        "host cluster",
+        "metadata that no refcount block describes",
+        "a refcount block for each cluster of metadata",
     )
     .with_remedy(Remedy::REPAIR))
 }
@@ -445,12 +435,25 @@ fn is_blank(header: &Header, l1: &[u64], refcounts: &Refcounts) -> bool {
 }
 
 /// Host clusters of the header, the tables and the refcount blocks.
-fn metadata_clusters(header: &Header, refcounts: &Refcounts, l1: &[u64]) -> FxHashSet<u64> {
+///
+/// # Errors
+/// [`Error::Corrupt`] if two of these share a cluster, since a write of one would destroy the other.
+/// Only several L1 entries may name one L2 table, which is then copied before it changes.
+fn metadata_clusters(
+    header: &Header,
+    refcounts: &Refcounts,
+    l1: &[u64],
+    storage: &dyn Storage,
+) -> Result<FxHashSet<u64>> {
     let bits = header.geometry.cluster_bits;
-    let mut set = FxHashSet::default();
+    let (mut set, mut shared) = (FxHashSet::default(), None);
     let mut range = |offset: HostOffset, bytes: u64| {
-        if bytes > 0 {
-            set.extend(offset.0 >> bits..=(offset.0 + bytes - 1) >> bits);
+        // The offset of an empty table may be anything.
+        let clusters = offset.0 >> bits..(offset.0 + bytes).div_ceil(1 << bits);
+        for cluster in clusters.filter(|_| bytes > 0) {
+            if !set.insert(cluster) {
+                shared = Some(cluster);
+            }
         }
     };
     range(HostOffset(0), 1);
@@ -466,12 +469,19 @@ fn metadata_clusters(header: &Header, refcounts: &Refcounts, l1: &[u64]) -> FxHa
     for &entry in refcounts.table.iter().filter(|&&e| e != 0) {
         range(HostOffset(entry), 1);
     }
-    for &word in l1 {
-        if word & OFFSET_MASK != 0 {
-            range(HostOffset(word & OFFSET_MASK), 1);
-        }
+    let tables = l1.iter().map(|word| (word & OFFSET_MASK) >> bits).filter(|&cluster| cluster != 0);
+    if let Some(cluster) = shared.or_else(|| tables.clone().find(|table| set.contains(table))) {
+        return Err(Error::corrupt(
+            storage.name(),
+            cluster << bits,
+            "host cluster",
+            "metadata of two kinds",
+            "a cluster for each table",
+        )
+        .with_remedy(Remedy::REPAIR));
     }
-    set
+    set.extend(tables);
+    Ok(set)
 }
 
 impl Format for Qcow2 {

@@ -19,6 +19,9 @@ pub const V3_HEADER_BYTES_MIN: u32 = offset_of!(FixedHeader, compression_type) a
 /// Bytes of the version 3 headers that vdkit writes (with compression type).
 pub const V3_HEADER_BYTES: u32 = size_of::<FixedHeader>() as u32;
 
+/// Bytes that a disk writes atomically.
+pub(crate) const SECTOR: usize = 512;
+
 /// Smallest and largest `cluster_bits`.
 pub const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
 /// Smallest `cluster_bits` of an image with subclusters (16 KiB).
@@ -65,6 +68,8 @@ pub mod autoclear {
     pub const BITMAPS: u64 = 1 << 0;
     /// The data file can be read as a raw image.
     pub const DATA_FILE_RAW: u64 = 1 << 1;
+    /// The bits that vdkit maintains.
+    pub(crate) const KNOWN: u64 = BITMAPS | DATA_FILE_RAW;
 }
 
 /// Header extension types.
@@ -84,6 +89,9 @@ pub mod extension {
     /// vdkit's own type: fills space, or replaces a removed bitmaps extension. Other programs
     /// ignore unknown types.
     pub const PADDING: u32 = 0x7664_7064;
+    /// The types that vdkit supports.
+    pub(crate) const KNOWN: [u32; 6] =
+        [BACKING_FORMAT, FEATURE_NAMES, BITMAPS, ENCRYPTION, DATA_FILE, PADDING];
 }
 
 /// Host offset bits of an L1 or standard L2 entry.

@@ -185,10 +185,15 @@ impl Qcow2 {
         self.guard_metadata(at, extent).ok()
     }
 
-    /// Fails if a writable image maps guest bytes to its own metadata, which a write would destroy.
+    /// Fails if a writable image maps guest bytes to its own metadata, which a write would destroy,
+    /// or if an image maps guest bytes to another offset in its data file, where other guest bytes
+    /// are.
     fn guard_metadata(&self, at: GuestOffset, extent: Extent) -> Result<Extent> {
-        let Place::Data { offset, exclusive: true, .. } = extent.place else { return Ok(extent) };
-        if !self.writable || self.has_data_file() {
+        let Place::Data { offset, exclusive, .. } = extent.place else { return Ok(extent) };
+        if self.has_data_file() {
+            return if offset.0 == at.0 { Ok(extent) } else { Err(self.moved_in_data_file(at)?) };
+        }
+        if !self.writable || !exclusive {
             return Ok(extent);
         }
         let bits = self.geometry.cluster_bits;
@@ -205,6 +210,16 @@ impl Qcow2 {
             )
             .with_remedy(Remedy::REPAIR)),
         }
+    }
+
+    /// The error for an entry that names another offset in the data file than its guest offset.
+    #[cold]
+    fn moved_in_data_file(&self, at: GuestOffset) -> Result<vdkit_block::Error> {
+        let word = self.entry_at(at)?.word;
+        let table = self.l2_table(self.geometry.l1_index(at))?;
+        let table = table.map_or(HostOffset(0), |(table, _)| table);
+        let expected = "the guest offset as offset in the data file";
+        Ok(self.entry_fault(table, self.geometry.l2_index(at), word, expected))
     }
 
     /// Entry `index` of the slice `words`.
@@ -343,30 +358,20 @@ fn steps(words: &[u64], word: u64, step: u64) -> u64 {
 mod tests {
     use std::sync::Arc;
 
-    use vdkit_block::{CreateRequest, Format, Limits, OpenRequest, Options, Storage};
+    use vdkit_block::{Format, Limits, MapCache, OpenRequest, Storage};
     use vdkit_storage::MemoryStorage;
-    use vdkit_testbase::CountingStorage;
+    use vdkit_testbase::{CountingStorage, create_image};
 
     use super::*;
     use crate::Qcow2Driver;
     use crate::layout::ZERO;
-    use vdkit_block::{Creation, MapCache};
 
     /// A thread that found no L2 table may count the run after another thread has made one.
     /// Counting from the new table once returned an empty run or one of the full length.
     #[test]
     fn a_table_made_meanwhile_shortens_no_run_below_its_end_and_lengthens_none() {
         let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
-        let options = Options::parse("qcow2", Qcow2Driver.options(), ["cluster_size=512"]).unwrap();
-        let request = CreateRequest {
-            storage: storage.clone(),
-            files: Vec::new(),
-            guest_bytes: 1 << 20,
-            options,
-            backing: None,
-            backing_bytes: None,
-        };
-        Qcow2Driver.create(&request).unwrap();
+        create_image(&Qcow2Driver, storage.clone(), 1 << 20, "cluster_size=512");
         let limits = Limits::default();
         let request = OpenRequest { storage, files: Vec::new(), writable: true, limits };
         let image = Qcow2::open(request).unwrap();
@@ -391,15 +396,7 @@ mod tests {
     /// An image with one table; each run is (entries, host cluster of the first, step, flags).
     fn image_of(runs: &[(u64, u64, u64, u64)]) -> (Arc<CountingStorage>, Arc<Qcow2>) {
         let memory: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
-        let request = CreateRequest {
-            storage: Arc::clone(&memory),
-            files: Vec::new(),
-            guest_bytes: 512 << 20,
-            options: Options::parse("qcow2", Qcow2Driver.options(), [""; 0]).unwrap(),
-            backing: None,
-            backing_bytes: None,
-        };
-        Qcow2Driver.create(&request).unwrap();
+        create_image(&Qcow2Driver, memory.clone(), 512 << 20, "");
         let words = runs.iter().flat_map(|&(count, first, step, flags)| {
             (0..count).map(move |i| ((first + i * step) << 16) | flags)
         });

@@ -225,7 +225,8 @@ impl CreateOptions {
     }
 }
 
-fn text(options: &Options, key: &str) -> Option<String> {
+/// The text of an option; an empty one counts as none.
+pub(crate) fn text(options: &Options, key: &str) -> Option<String> {
     options.text(key).filter(|t| !t.is_empty()).map(str::to_owned)
 }
 
@@ -368,6 +369,14 @@ mod tests {
         ] {
             parse(text).unwrap();
         }
+    }
+
+    #[test]
+    fn an_empty_name_of_a_data_file_is_none() {
+        use vdkit_block::Creation;
+        let options = Options::parse("qcow2", SPECS, ["data_file="]).unwrap();
+        assert_eq!(CreateOptions::new(&options, None).unwrap().data_file, None);
+        assert_eq!(crate::Qcow2Driver.new_files("a", 0, &options).unwrap(), [""; 0]);
     }
 
     #[test]

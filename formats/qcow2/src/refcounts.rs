@@ -436,26 +436,17 @@ fn set_refcounts(block: &mut [u8], range: Range<u64>, order: u32, value: u64) {
 mod tests {
     use std::sync::Arc;
 
-    use vdkit_block::{CreateRequest, Limits, Options};
+    use vdkit_block::Limits;
     use vdkit_storage::MemoryStorage;
-    use vdkit_testbase::CountingStorage;
+    use vdkit_testbase::{CountingStorage, create_image};
 
     use super::*;
     use crate::Qcow2Driver;
-    use vdkit_block::Creation;
 
     #[test]
     fn a_run_is_read_at_once_and_one_cluster_by_its_slice() {
         let storage = CountingStorage::new(Arc::new(MemoryStorage::new("image")));
-        let request = CreateRequest {
-            storage: storage.clone(),
-            files: Vec::new(),
-            guest_bytes: 1 << 40,
-            options: Options::parse("qcow2", Qcow2Driver.options(), [""; 0]).unwrap(),
-            backing: None,
-            backing_bytes: None,
-        };
-        Qcow2Driver.create(&request).unwrap();
+        create_image(&Qcow2Driver, storage.clone(), 1 << 40, "");
         let header = Header::read(&*storage, &Limits::default()).unwrap();
         let cost = |work: &dyn Fn(&mut Refcounts)| {
             let mut refcounts = Refcounts::read(&header, &*storage).unwrap();

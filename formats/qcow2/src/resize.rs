@@ -24,6 +24,16 @@ impl Qcow2 {
             .checked_next_multiple_of(512)
             .filter(|bytes| *bytes <= limit)
             .ok_or_else(|| Error::limit(self.storage.name(), "size", new, limit))?;
+        let l1_bytes = self.geometry.l1_entries_for(new) * 8;
+        if l1_bytes > L1_BYTES_MAX {
+            return Err(Error::invalid_for(
+                &self.storage.name(),
+                format!(
+                    "a disk of {new} bytes needs an L1 table of {l1_bytes} bytes with this cluster \
+                     size, more than {L1_BYTES_MAX}; convert to an image with a larger cluster_size"
+                ),
+            ));
+        }
         if self.header.version() < 3 && self.meta.lock().snapshots.count > 0 {
             return Err(Error::unsupported(
                 self.storage.name(),
@@ -55,17 +65,6 @@ impl Qcow2 {
     }
 
     fn enlarge(&self, lead: &mut Lead<'_>, old: u64, new: u64, beneath: u64) -> Result<()> {
-        let entries = self.geometry.l1_entries_for(new);
-        if entries * 8 > L1_BYTES_MAX {
-            return Err(Error::invalid_for(
-                &self.storage.name(),
-                format!(
-                    "a disk of {new} bytes needs an L1 table of {} bytes with this cluster size, \
-                 more than {L1_BYTES_MAX}; convert to an image with a larger cluster_size",
-                    entries * 8
-                ),
-            ));
-        }
         self.hide_tail(old, new)?;
         // Clears what an interrupted shrink left there.
         self.clear(lead, old, new, |entry| entry != L2Entry::default())?;
@@ -76,7 +75,7 @@ impl Qcow2 {
             self.data.set_len(new)?;
         }
         let mut meta = self.meta.lock();
-        if !self.enlarge_l1(&mut meta, entries, new)? {
+        if !self.enlarge_l1(&mut meta, self.geometry.l1_entries_for(new), new)? {
             self.switch_header(&mut meta, header_offset!(size), &new.to_be_bytes())?;
         }
         self.guest_bytes.store(new, Ordering::Release);

@@ -127,9 +127,9 @@ pub(crate) struct SnapshotTableEntry {
 }
 
 impl SnapshotTableEntry {
-    /// Bytes of the VM state: from the extra data, where it has the large field.
-    pub(crate) fn vm_state_bytes(&self, extra: &[u8]) -> u64 {
-        words(extra).first().map_or(self.vm_state_size.into(), |large| large.get())
+    /// Bytes of ID and name.
+    pub(crate) fn id_and_name_bytes(&self) -> usize {
+        usize::from(self.id_str_size.get()) + usize::from(self.name_size.get())
     }
 }
 

@@ -19,12 +19,10 @@ use zerocopy::IntoBytes;
 
 use crate::flush::freed;
 use crate::image::{Lead, Meta, Qcow2};
-use crate::layout::V2_HEADER_BYTES;
+use crate::layout::{SECTOR, V2_HEADER_BYTES};
 use crate::pool::Space;
 use crate::structures::{FixedHeader, header_offset};
 
-/// Unit that a disk writes atomically.
-const SECTOR_BYTES: u64 = 512;
 /// Interval between polls of the in-flight requests.
 const DRAIN_STEP: Duration = Duration::from_micros(50);
 
@@ -68,15 +66,20 @@ impl Qcow2 {
             done.and_then(|done| after.map(|()| done))
         });
         drop(lead);
-        // Without any lock, since requests may need one to end.
-        let stamp = self.in_flight.stamp();
-        while !self.in_flight.passed(stamp) {
-            std::thread::sleep(DRAIN_STEP);
-        }
+        self.drain();
         self.meta.lock().exclusive = false;
         self.meta.ended();
         let recycled = self.recycle();
         result.and_then(|done| recycled.map(|()| done))
+    }
+
+    /// Waits until all requests have ended that are in flight now. The caller holds no lock, since
+    /// a request may need one to end.
+    pub(crate) fn drain(&self) {
+        let stamp = self.in_flight.stamp();
+        while !self.in_flight.passed(stamp) {
+            std::thread::sleep(DRAIN_STEP);
+        }
     }
 
     /// Takes the lead of flushes while new reservations are not blocked; see
@@ -95,6 +98,8 @@ impl Qcow2 {
 
     /// Makes everything durable, and frees clusters that no request can read any more.
     fn flush_and_reclaim(&self, meta: &mut MutexGuard<'_, Meta>) -> Result<()> {
+        // After a failed header write, the header may name clusters of the pool.
+        meta.check_header(&*self.storage)?;
         self.place_bitmaps(meta)?;
         self.flush_locked(meta)?;
         let (runs, result) = self.drop_expired_references(meta);
@@ -137,8 +142,7 @@ impl Qcow2 {
     /// I/O. The old bytes are then restored; if restoring fails too, every later change of the
     /// image fails until it succeeds.
     pub(crate) fn switch_header(&self, meta: &mut Meta, at: u64, bytes: &[u8]) -> Result<()> {
-        let end = at + bytes.len() as u64;
-        assert!(at / SECTOR_BYTES == (end - 1) / SECTOR_BYTES, "a switch must be one sector's");
+        assert!(within_sector(at, bytes.len() as u64), "a switch must be one sector's");
         meta.check_header(&*self.storage)?;
         let mut old = vec![0; bytes.len()];
         self.storage.read_at(&mut old, HostOffset(at))?;
@@ -187,6 +191,11 @@ impl Qcow2 {
         let first = self.geometry.host_cluster(offset);
         first..first + bytes.div_ceil(self.geometry.cluster_bytes())
     }
+}
+
+/// Whether a range of bytes is within one sector, so that one write changes all of it or nothing.
+pub(crate) fn within_sector(at: u64, bytes: u64) -> bool {
+    at / SECTOR as u64 == (at + bytes - 1) / SECTOR as u64
 }
 
 impl Meta {

@@ -77,7 +77,7 @@ impl Qcow2 {
         }
         let unit = self.geometry.subcluster_bytes();
         let mut range = self.whole_units(at, len, unit);
-        self.leave_packed_edges(&mut range)?;
+        self.leave_compressed_edges(&mut range)?;
         if range.is_empty() {
             return Ok(nothing);
         }
@@ -106,7 +106,7 @@ impl Qcow2 {
 
     /// Excludes partial compressed clusters at the edges: their single subclusters cannot be
     /// zeroed.
-    fn leave_packed_edges(&self, range: &mut Range<u64>) -> Result<()> {
+    fn leave_compressed_edges(&self, range: &mut Range<u64>) -> Result<()> {
         let cluster = self.geometry.cluster_bytes();
         if range.is_empty() || !self.geometry.extended {
             return Ok(());

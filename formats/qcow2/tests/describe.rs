@@ -8,6 +8,7 @@ use std::sync::Arc;
 use common::{assert_described_alike, create, describe, property, scratch};
 use vdkit_block::{Error, FormatDriver, HostOffset, Limits, OpenRequest, Probe, Storage};
 use vdkit_qcow2::Qcow2Driver;
+use vdkit_qcow2::header::Header;
 use vdkit_storage::{FileOptions, FileStorage, MemoryStorage};
 use vdkit_testbase::{CountingStorage, Counts, create_image, qemu, require_peer};
 
@@ -220,6 +221,19 @@ fn the_price_does_not_grow_with_the_image() {
     assert_eq!(price(1 << 20, ""), (1, 4096));
     assert_eq!(price(16 << 40, ""), (1, 4096));
     assert_eq!(price(256 << 30, "preallocation=metadata"), (1, 4096));
+}
+
+/// vdkit fills space with an extension of its own, for instance where it removed that of bitmaps.
+#[test]
+fn padding_is_no_unknown_extension() {
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("x"));
+    create_image(&Qcow2Driver, storage.clone(), 1 << 20, "");
+    let header = Header::read(&*storage, &Limits::default()).unwrap();
+    let last = header.extensions.last().unwrap();
+    let end = HostOffset(last.offset + (last.data.len() as u64).next_multiple_of(8));
+    storage.write_at(&[0x76, 0x64, 0x70, 0x64, 0, 0, 0, 8], end).unwrap();
+    let info = Qcow2Driver.describe(&storage, &Limits::default()).unwrap();
+    assert_eq!(property(&info, "unknown-extensions"), None);
 }
 
 #[test]

@@ -48,7 +48,9 @@ pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec
     let snapshots = SnapshotTable::read(&**storage, place, &request.limits)?.snapshots;
     plan.check_tables(request, &header, &snapshots, monitor)?;
     if plan.needs_sizes(&header, &snapshots) {
-        complete_snapshots(request)?;
+        // Needs no key: the sizes of snapshots are not guest data.
+        let image = Qcow2::open_for_metadata(opening(request, true))?;
+        and_close(&image, Qcow2::complete_snapshots)?;
         header = read()?;
     }
     if plan.makes_raw(&header) {
@@ -84,11 +86,9 @@ fn open(request: &AmendRequest, writable: bool) -> Result<Arc<Qcow2>> {
     Qcow2::open(opening(request, writable))
 }
 
-/// Needs no key: the sizes of snapshots are not guest data.
-fn complete_snapshots(request: &AmendRequest) -> Result<()> {
-    let image = Qcow2::open_for_metadata(opening(request, true))?;
-    let done = image.complete_snapshots();
-    // Closed even after a failure, so that the image is clean.
+/// Calls `act` with an open image, and closes it, also after a failure, so that the image is clean.
+fn and_close<R>(image: &Qcow2, act: impl FnOnce(&Qcow2) -> Result<R>) -> Result<R> {
+    let done = act(image);
     let closed = image.close();
-    done.and(closed)
+    done.and_then(|done| closed.map(|()| done))
 }

@@ -128,15 +128,16 @@ impl Plan {
             (has(extension::BITMAPS), "bitmaps", "remove them first"),
             (
                 header.encryption == Encryption::Luks && header.version >= 3,
-                "mark for clusters that are zero, and encrypted ones cannot be made so without a key",
+                "zero flags, and encrypted clusters cannot be zeroed without a key",
                 "convert instead",
             ),
             (unknown != 0 || longer, "unknown features", "convert instead"),
         ];
         match obstacles.iter().find(|(there, ..)| *there) {
-            Some((_, what, mend)) => {
-                invalid(file, format!("compat=0.10 cannot be: version 2 has no {what}; {mend}"))
-            }
+            Some((_, what, remedy)) => invalid(
+                file,
+                format!("compat=0.10 is not possible: version 2 has no {what}; {remedy}"),
+            ),
             None => Ok(()),
         }
     }
@@ -177,7 +178,7 @@ impl Plan {
 
     /// Whether snapshots lack fields that version 3 requires: the sizes of their disk and VM state.
     pub(super) fn needs_sizes(&self, header: &Header, snapshots: &[Snapshot]) -> bool {
-        self.version >= 3 && header.version < 3 && snapshots.iter().any(|s| !s.says_its_sizes())
+        self.version >= 3 && header.version < 3 && snapshots.iter().any(|s| !s.has_sizes())
     }
 
     pub(super) fn is_done(&self, header: &Header) -> bool {
@@ -190,7 +191,7 @@ impl Plan {
         new.version = self.version;
         new.codec = self.codec;
         // A writer must clear unknown autoclear bits.
-        new.autoclear &= autoclear::BITMAPS | autoclear::DATA_FILE_RAW;
+        new.autoclear &= autoclear::KNOWN;
         set_bit(&mut new.incompatible, incompatible::COMPRESSION_TYPE, self.codec == Codec::Zstd);
         set_bit(&mut new.compatible, compatible::LAZY_REFCOUNTS, self.lazy_refcounts);
         set_bit(&mut new.autoclear, autoclear::DATA_FILE_RAW, self.data_file_raw);

@@ -15,24 +15,17 @@ pub(super) fn remove(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<()
 /// Allocates clusters, fills them with zeroes and leaves them unreferenced: leaks after a crash.
 fn clusters_of_zeroes(request: &AmendRequest, count: u64) -> Result<Vec<u64>> {
     let image = super::open(request, true)?;
-    let taken = {
-        let mut meta = image.meta.lock();
-        let count = count as usize;
-        let ready = image.before_change(&mut meta);
-        ready.and_then(|()| image.take_clusters(&mut meta, count, &mut Vec::new()))
-    };
-    let done = taken.and_then(|clusters| {
-        let bytes = image.geometry.cluster_bytes();
+    super::and_close(&image, |image| {
+        let clusters = {
+            let mut meta = image.meta.lock();
+            image.before_change(&mut meta)?;
+            image.take_clusters(&mut meta, count as usize, &mut Vec::new())?
+        };
         for &cluster in &clusters {
             let at = HostOffset(cluster << image.geometry.cluster_bits);
-            image.storage.write_zeroes(at, bytes, ZeroMode::MayUnmap)?;
+            image.storage.write_zeroes(at, image.geometry.cluster_bytes(), ZeroMode::MayUnmap)?;
         }
         image.flush()?;
         Ok(clusters)
-    });
-    // Closed even after a failure, so that the image is clean.
-    let closed = image.close();
-    let clusters = done?;
-    closed?;
-    Ok(clusters)
+    })
 }

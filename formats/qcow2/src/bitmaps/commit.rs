@@ -62,9 +62,7 @@ impl Qcow2 {
                 self.switch_directory(&mut meta, count, new.place, valid)
             });
         if let Err(error) = written {
-            if !meta.header.unknown {
-                Self::unreserve(&mut meta, spaces);
-            }
+            Self::unreserve(&mut meta, spaces);
             return Err(error);
         }
         self.install(&mut meta, new);
@@ -167,10 +165,7 @@ impl Qcow2 {
         let moment = meta.tickets.moment();
         self.meta.wait_until(&mut meta, |meta| meta.tickets.all_ended_before(moment));
         drop(meta);
-        let stamp = self.in_flight.stamp();
-        while !self.in_flight.passed(stamp) {
-            std::thread::sleep(std::time::Duration::from_millis(1));
-        }
+        self.drain();
     }
 
     pub(super) fn no_bitmap(&self, name: &str) -> Error {

@@ -11,7 +11,7 @@ use super::commit::{Wanted, WantedTable};
 use super::state::{Directory, Entry};
 use super::{
     ALL_ONES, BITMAP_BYTES_MAX, BITMAPS_MAX, Bitmap, DIRECTORY_BYTES_MAX, GRANULARITY_BITS,
-    NAME_BYTES_MAX, TABLE_ENTRIES_MAX, encode, flag, table_entries_for,
+    NAME_BYTES_MAX, encode, flag, table_entries_for,
 };
 use crate::header::Header;
 use crate::image::{Lead, Qcow2};
@@ -83,8 +83,7 @@ impl Qcow2 {
         let cluster = self.geometry.cluster_bytes();
         let entries = |bits: u8| table_entries_for(self.guest_len().div_ceil(1 << bits), cluster);
         let fits = |bits: u8| {
-            entries(bits) <= TABLE_ENTRIES_MAX
-                && entries(bits) * cluster <= BITMAP_BYTES_MAX
+            entries(bits) * cluster <= BITMAP_BYTES_MAX
                 && entries(bits) * 8 <= self.bitmaps.limits.table_bytes_max
         };
         if fits(bits) {
@@ -127,7 +126,7 @@ impl Qcow2 {
             extra: Vec::new(),
         };
         let entries =
-            table_entries_for(bitmap.bits(self.guest_len()), self.geometry.cluster_bytes()).max(1);
+            table_entries_for(bitmap.bits(self.guest_len()), self.geometry.cluster_bytes());
         bitmap.table_entries = entries as u32;
         Ok(Wanted { bitmap, table: WantedTable::New(vec![0; entries as usize]) })
     }
@@ -310,7 +309,7 @@ impl Bitmaps for Qcow2 {
             let most = DIRECTORY_BYTES_MAX.min(image.bitmaps.limits.table_bytes_max);
             let bytes = encode(wanted.iter().map(|w| &w.bitmap)).len() as u64;
             if wanted.len() > BITMAPS_MAX as usize || bytes > most {
-                return Err(Error::invalid_for(&file, "it has as many bitmaps as it can"));
+                return Err(Error::invalid_for(&file, "it has the maximum number of bitmaps"));
             }
             Ok(())
         })

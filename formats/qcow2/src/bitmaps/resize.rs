@@ -26,7 +26,7 @@ impl Qcow2 {
     /// [`Qcow2::bitmaps_after_resize`].
     pub(crate) fn bitmaps_before_resize(&self, old: u64, new: u64) -> Result<Resizing> {
         let cluster = self.geometry.cluster_bytes();
-        let entries = |bits: u64| table_entries_for(bits, cluster).max(1);
+        let entries = |bits: u64| table_entries_for(bits, cluster);
         let suspended = {
             let directory = self.bitmaps.directory.lock();
             let mut usable = directory.entries.iter().filter(|entry| entry.usable());
@@ -102,7 +102,7 @@ impl Qcow2 {
             for (entry, one) in directory.entries.iter().zip(&mut wanted) {
                 if let Some(table) = entry.table.as_ref().filter(|_| entry.usable()) {
                     let bits = entry.bitmap.bits(guest_bytes);
-                    let entries = table_entries_for(bits, self.geometry.cluster_bytes()).max(1);
+                    let entries = table_entries_for(bits, self.geometry.cluster_bytes());
                     let mut table = table.clone();
                     table.resize(entries as usize, 0);
                     one.table = WantedTable::New(table);

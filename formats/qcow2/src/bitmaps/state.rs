@@ -7,19 +7,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use rustc_hash::FxHashSet;
-use vdkit_block::{Error, HostOffset, Limits, Result, Storage, is_aligned};
+use vdkit_block::{Error, HostOffset, Limits, Result, Storage};
 
 use super::bits::Tracker;
-use super::{
-    ALL_ONES, BITMAP_BYTES_MAX, Bitmap, Bitmaps, TABLE_ENTRIES_MAX, flag, table_entries_for,
-};
+use super::{Bitmap, Bitmaps, entry_fault, flag, is_table_entry};
 use crate::header::{Header, write_features};
 use crate::layout::{Geometry, OFFSET_MASK, autoclear, extension};
 use crate::structures::{BitmapDirectoryEntry, decode_words, header_offset};
 
 /// All recording bitmaps together may have this many times [`Limits::table_bytes_max`] bytes.
 const RECORDED_MAX: u64 = 64;
-const FLAGS_KNOWN: u32 = flag::IN_USE | flag::AUTO | flag::EXTRA_DATA_COMPATIBLE;
 
 /// Bitmap state of an open image.
 ///
@@ -131,12 +128,12 @@ impl Directory {
                 limit: limits.table_bytes_max,
             });
         }
-        let len = storage.len()?.next_multiple_of(header.geometry.cluster_bytes());
+        let end = storage.len()?.next_multiple_of(header.geometry.cluster_bytes());
         let mut entries = Vec::with_capacity(bitmaps.len());
         for (index, bitmap) in bitmaps.into_iter().enumerate() {
-            let table = match check_entry(&bitmap, &header.geometry, guest_bytes, len) {
-                Ok(()) => read_table(&bitmap, &header.geometry, len, storage)?,
-                Err(fault) => Err(fault),
+            let table = match entry_fault(&bitmap.entry(), &header.geometry, guest_bytes, end) {
+                None => read_table(&bitmap, &header.geometry, end, storage)?,
+                Some(fault) => Err(fault),
             };
             let table = table.map_err(|fault| faults.push((index, fault))).ok();
             let id = index as u64;
@@ -146,53 +143,18 @@ impl Directory {
     }
 }
 
-/// Checks the values of a well-formed directory entry.
-fn check_entry(
-    bitmap: &Bitmap,
-    geometry: &Geometry,
-    guest_bytes: u64,
-    len: u64,
-) -> Result<(), String> {
-    let entries = u64::from(bitmap.table_entries);
-    let offset = bitmap.table_offset.0;
-    let cluster = geometry.cluster_bytes();
-    if entries == 0 || entries > TABLE_ENTRIES_MAX || entries * cluster > BITMAP_BYTES_MAX {
-        return Err(format!("a table of {entries} entries"));
-    }
-    if offset == 0
-        || !is_aligned(offset, cluster)
-        || offset.checked_add(entries * 8).is_none_or(|end| end > len)
-    {
-        return Err(format!("a table at {offset:#x}"));
-    }
-    if bitmap.flags & !FLAGS_KNOWN != 0 {
-        return Err(format!("flags {:#x}", bitmap.flags));
-    }
-    if !bitmap.extra.is_empty() && bitmap.flags & flag::EXTRA_DATA_COMPATIBLE == 0 {
-        return Err("extra data that only newer software knows".to_owned());
-    }
-    let needed = table_entries_for(bitmap.bits(guest_bytes), cluster);
-    if !bitmap.in_use() && entries != needed {
-        return Err(format!("a table of {entries} entries where the disk needs {needed}"));
-    }
-    Ok(())
-}
-
 /// Reads a table; the inner error describes a fault in it.
 fn read_table(
     bitmap: &Bitmap,
     geometry: &Geometry,
-    len: u64,
+    end: u64,
     storage: &dyn Storage,
 ) -> Result<Result<Vec<u64>, String>> {
     let mut raw = vec![0; bitmap.table_entries as usize * 8];
     storage.read_padded(&mut raw, bitmap.table_offset)?;
     let table = decode_words(&raw);
-    let wrong = table.iter().position(|&word| {
-        let host = word & OFFSET_MASK;
-        let plain = word == host && is_aligned(host, geometry.cluster_bytes()) && host < len;
-        !plain && word != ALL_ONES
-    });
+    let cluster = geometry.cluster_bytes();
+    let wrong = table.iter().position(|&word| !is_table_entry(word, cluster, end));
     Ok(match wrong {
         None => Ok(table),
         Some(index) => Err(format!("table entry {index} with {:#x}", table[index])),

@@ -10,17 +10,13 @@ use zerocopy::IntoBytes;
 
 use crate::header::Header;
 use crate::image::{Meta, Qcow2};
-use crate::layout::{autoclear, extension};
+use crate::layout::{SECTOR, autoclear, extension};
 use crate::structures::{BitmapsExtensionData, ExtensionHead, FixedHeader, header_offset};
+use crate::switch::within_sector;
 
 const DATA_BYTES: u64 = size_of::<BitmapsExtensionData>() as u64;
 /// Bytes of an extension's type and length.
 const HEAD_BYTES: u64 = size_of::<ExtensionHead>() as u64;
-const SECTOR: u64 = 512;
-
-fn within_sector(at: u64, bytes: u64) -> bool {
-    at / SECTOR == (at + bytes - 1) / SECTOR
-}
 
 /// Bytes of padding, including its head, to insert before a new extension at `at`, so that the
 /// extension's data is within one sector.
@@ -28,7 +24,7 @@ fn padding(at: u64) -> u64 {
     if within_sector(at + HEAD_BYTES, DATA_BYTES) {
         return 0;
     }
-    let boundary = (at + HEAD_BYTES).next_multiple_of(SECTOR);
+    let boundary = (at + HEAD_BYTES).next_multiple_of(SECTOR as u64);
     boundary - HEAD_BYTES - at
 }
 
@@ -146,23 +142,31 @@ impl Qcow2 {
     /// Moves the backing file name to make room for `bytes` bytes at `at`.
     fn make_room(&self, meta: &mut Meta, header: &Header, at: u64, bytes: u64) -> Result<()> {
         let cluster = self.geometry.cluster_bytes();
+        let refused = |why: &str, remedy: &str| {
+            let what = format!("not supported: one more header extension: {why}");
+            Err(Error::unsupported(self.storage.name(), what, remedy))
+        };
         let no_room = || {
-            Error::unsupported(
-                self.storage.name(),
-                "not supported: one more header extension: the header cluster is full",
-                "convert to an image with a larger cluster_size",
-            )
+            let remedy = "convert to an image with a larger cluster_size";
+            refused("the header cluster is full", remedy)
         };
         let fixed = FixedHeader::read(&*self.storage)?;
         let (offset, len) = (fixed.backing_file_offset.get(), u64::from(fixed.backing_file_size));
         let end = at + bytes;
         if header.backing_name.is_none() || offset == 0 || offset >= end {
-            return if end <= cluster { Ok(()) } else { Err(no_room()) };
+            return if end <= cluster { Ok(()) } else { no_room() };
+        }
+        if offset < at + HEAD_BYTES {
+            // Once the name has moved, its old bytes would continue the list.
+            return refused(
+                "the backing file name is in place of the end mark",
+                "convert the image",
+            );
         }
         // The new place must overlap neither the room nor the old name.
         let new = end.max(offset + len).next_multiple_of(8);
         if new + len > cluster {
-            return Err(no_room());
+            return no_room();
         }
         let mut name = vec![0; len as usize];
         self.storage.read_at(&mut name, HostOffset(offset))?;

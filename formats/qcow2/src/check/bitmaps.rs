@@ -6,22 +6,17 @@
 //!
 //! Source: qcow2 specification, sections "Bitmaps extension" and "Bitmaps".
 
-use vdkit_block::{HostOffset, Result};
+use vdkit_block::Result;
 use zerocopy::FromBytes;
 
 use super::image::Image;
 use crate::bitmaps::{
-    ALL_ONES, BITMAP_BYTES_MAX, BITMAPS_MAX, DIRECTORY_BYTES_MAX, GRANULARITY_BITS, NAME_BYTES_MAX,
-    TABLE_ENTRIES_MAX, TYPE_DIRTY, flag, table_entries_for,
+    DIRECTORY_BYTES_MAX, GRANULARITY_BITS, NAME_BYTES_MAX, TYPE_DIRTY, entry_fault,
+    extension_fault, is_table_entry,
 };
 use crate::header::BitmapsExtension;
 use crate::layout::{OFFSET_MASK, autoclear, extension};
 use crate::structures::{BitmapDirectoryEntry, BitmapsExtensionData, words};
-
-/// Flags of a directory entry that must be zero.
-const RESERVED_FLAGS: u32 = !(flag::IN_USE | flag::AUTO);
-/// Bits of a table entry that must be zero.
-const TABLE_RESERVED: u64 = !(OFFSET_MASK | ALL_ONES);
 
 /// A structure of the bitmaps: name, host offset, bytes.
 pub(super) type Taken = (&'static str, u64, u64);
@@ -58,24 +53,13 @@ pub(super) fn presence(image: &Image) -> Presence {
     else {
         return broken(format!("found {} bytes, expected 24", raw.data.len()));
     };
-    let offset = bitmaps.directory_offset.0;
-    if bitmaps.count == 0 || bitmaps.count > BITMAPS_MAX {
-        broken(format!("found {} bitmaps, expected 1 to {BITMAPS_MAX}", bitmaps.count))
-    } else if data.reserved.get() != 0 {
-        broken("found bits in the reserved field, expected zero".to_owned())
-    } else if bitmaps.directory_bytes == 0
-        || bitmaps.directory_bytes > DIRECTORY_BYTES_MAX
-        || offset == 0
-        || offset & (image.cluster_bytes() - 1) != 0
-        || !image.in_file(offset, bitmaps.directory_bytes)
-    {
-        broken(format!(
-            "found a directory of {} bytes at {offset:#x}, expected one of at most \
-             {DIRECTORY_BYTES_MAX} bytes at a cluster boundary within the file",
-            bitmaps.directory_bytes
-        ))
-    } else {
-        Presence::Valid(bitmaps)
+    if data.reserved.get() != 0 {
+        return broken("found bits in the reserved field, expected zero".to_owned());
+    }
+    let (cluster, len) = (image.cluster_bytes(), image.file_len);
+    match extension_fault(&bitmaps, cluster, len, DIRECTORY_BYTES_MAX) {
+        Some((found, expected)) => broken(format!("found {found}, expected {expected}")),
+        None => Presence::Valid(bitmaps),
     }
 }
 
@@ -99,7 +83,7 @@ pub(super) fn walk(
     if !take(("bitmap directory", offset, bitmaps.directory_bytes)) {
         return Ok(found);
     }
-    let directory = super::reader::read_table(&*image.storage, offset, bitmaps.directory_bytes)?;
+    let directory = image.read_table(offset, bitmaps.directory_bytes)?;
     let mut at = 0;
     let mut count = 0;
     while at < directory.len() {
@@ -115,9 +99,9 @@ pub(super) fn walk(
             found.directory = Some(fault(message));
             return Ok(found);
         }
-        match parse_entry(image, entry) {
-            Err(message) => found.broken.push((at, fault(message))),
-            Ok(table) => match walk_table(image, table, &mut take)? {
+        match fault_of(image, entry) {
+            Some(message) => found.broken.push((at, fault(&message))),
+            None => match walk_table(image, entry, &mut take)? {
                 Walked::On => {}
                 Walked::Stopped => return Ok(found),
                 Walked::Fault(fault) => found.broken.push((at, fault)),
@@ -146,38 +130,18 @@ pub(super) fn without(directory: &[u8], broken: &[usize]) -> (Vec<u8>, u32) {
     (kept, count)
 }
 
-/// The table of a bitmap: offset and number of entries.
-fn parse_entry(image: &Image, entry: &BitmapDirectoryEntry) -> Result<(u64, u64), &'static str> {
-    let (name_bytes, flags) = (usize::from(entry.name_size), entry.flags.get());
-    let table_offset = entry.bitmap_table_offset.get();
-    let table_entries = u64::from(entry.bitmap_table_size);
-    let cluster = image.cluster_bytes();
-    if table_entries == 0 || table_entries > TABLE_ENTRIES_MAX {
-        return Err("found a bitmap table without or with too many entries");
+/// The damage of an entry by itself.
+fn fault_of(image: &Image, entry: &BitmapDirectoryEntry) -> Option<String> {
+    let name_bytes = usize::from(entry.name_size);
+    if entry.kind != TYPE_DIRTY || !GRANULARITY_BITS.contains(&entry.granularity_bits) {
+        return Some("found an unknown type or granularity".to_owned());
     }
-    if table_offset == 0
-        || table_offset & (cluster - 1) != 0
-        || !image.in_file(table_offset, table_entries * 8)
-    {
-        return Err("found a bitmap table that is not at a cluster boundary within the file");
+    if name_bytes == 0 || name_bytes > NAME_BYTES_MAX {
+        return Some("found a name that is empty or too long".to_owned());
     }
-    if entry.kind != TYPE_DIRTY
-        || !GRANULARITY_BITS.contains(&entry.granularity_bits)
-        || flags & RESERVED_FLAGS != 0
-    {
-        return Err("found an unknown type, granularity or flag");
-    }
-    if entry.extra_data_size.get() != 0 || name_bytes == 0 || name_bytes > NAME_BYTES_MAX {
-        return Err("found extra data or a name that is empty or too long");
-    }
-    let bits = image.header.guest_bytes.div_ceil(1 << entry.granularity_bits);
-    let needed = table_entries_for(bits, cluster);
-    if table_entries * cluster > BITMAP_BYTES_MAX
-        || (flags & flag::IN_USE == 0 && needed != table_entries)
-    {
-        return Err("found a bitmap of another size than the disk needs");
-    }
-    Ok((table_offset, table_entries))
+    let end = image.file_clusters() * image.cluster_bytes();
+    let fault = entry_fault(entry, image.geometry(), image.header.guest_bytes, end)?;
+    Some(format!("found {fault}"))
 }
 
 enum Walked {
@@ -188,22 +152,19 @@ enum Walked {
 
 fn walk_table(
     image: &Image,
-    (offset, entries): (u64, u64),
+    entry: &BitmapDirectoryEntry,
     take: &mut impl FnMut(Taken) -> bool,
 ) -> Result<Walked> {
-    if !take(("bitmap table", offset, entries * 8)) {
+    let offset = entry.bitmap_table_offset.get();
+    let bytes = u64::from(entry.bitmap_table_size) * 8;
+    if !take(("bitmap table", offset, bytes)) {
         return Ok(Walked::Stopped);
     }
-    let mut table = vec![0; (entries * 8) as usize];
-    image.storage.read_padded(&mut table, HostOffset(offset))?;
     let cluster = image.cluster_bytes();
-    for (i, word) in words(&table).iter().enumerate() {
+    for (i, word) in words(&image.read_table(offset, bytes)?).iter().enumerate() {
         let entry = word.get();
         let host = entry & OFFSET_MASK;
-        if entry & TABLE_RESERVED != 0
-            || host & (cluster - 1) != 0
-            || (host != 0 && (entry & 1 != 0 || !image.in_file(host, cluster)))
-        {
+        if !is_table_entry(entry, cluster, image.file_len) {
             return Ok(Walked::Fault((
                 offset + i as u64 * 8,
                 "bitmap table entry",

@@ -8,7 +8,7 @@ use vdkit_block::{Fault, HostOffset, Limits, Result, Storage};
 use super::repair::Kept;
 use crate::entry::L2Entry;
 use crate::header::Header;
-use crate::layout::{self, COPIED, Geometry, L1_RESERVED, OFFSET_MASK, ZERO};
+use crate::layout::{self, COPIED, Geometry, L1_RESERVED, OFFSET_MASK, SECTOR, ZERO};
 
 /// The image under check.
 #[derive(Clone, Debug)]
@@ -149,6 +149,56 @@ impl Image {
             return offset >> bits..offset >> bits;
         }
         offset >> bits..(offset.saturating_add(bytes - 1) >> bits) + 1
+    }
+
+    /// Reads a table; bytes beyond the end of the file are zero.
+    pub(super) fn read_table(&self, offset: u64, bytes: u64) -> Result<Vec<u8>> {
+        let mut table = vec![0; bytes as usize];
+        self.storage.read_padded(&mut table, HostOffset(offset))?;
+        Ok(table)
+    }
+
+    /// Reads the L2 table, or another cluster of metadata, at `offset`.
+    pub(super) fn read_cluster(&self, offset: u64) -> Result<Vec<u8>> {
+        self.read_table(offset, self.cluster_bytes())
+    }
+
+    /// Changes a table, not yet durably. Returns whether `change` changed anything.
+    pub(super) fn change_table(
+        &self,
+        offset: u64,
+        bytes: u64,
+        change: impl FnOnce(&mut [u8]),
+    ) -> Result<bool> {
+        let old = self.read_table(offset, bytes)?;
+        let mut new = old.clone();
+        change(&mut new);
+        self.write_changed(offset, &old, &new)
+    }
+
+    /// [`Image::change_table`] of one cluster.
+    pub(super) fn change_cluster(
+        &self,
+        offset: u64,
+        change: impl FnOnce(&mut [u8]),
+    ) -> Result<bool> {
+        self.change_table(offset, self.cluster_bytes(), change)
+    }
+
+    /// Writes only the sectors of a table that differ: disks write a sector atomically, and
+    /// unchanged sectors stay untouched.
+    pub(super) fn write_changed(&self, offset: u64, old: &[u8], new: &[u8]) -> Result<bool> {
+        let sectors = old.chunks(SECTOR).zip(new.chunks(SECTOR)).map(|(old, new)| old != new);
+        let sectors: Vec<bool> = sectors.collect();
+        let mut at = 0;
+        for run in sectors.chunk_by(|a, b| a == b) {
+            let end = (at + run.len() * SECTOR).min(new.len());
+            if run[0] {
+                self.storage.write_at(&new[at..end], HostOffset(offset + at as u64))?;
+            }
+            at = end;
+        }
+        Ok(sectors.contains(&true))
     }
 
     /// Discards unreferenced clusters in the file system.

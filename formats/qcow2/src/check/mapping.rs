@@ -10,7 +10,7 @@ use crate::layout::{COMPRESSED, COPIED, L2_RESERVED, OFFSET_MASK, ZERO};
 use crate::structures::{self, words_mut};
 
 /// An L2 table and the L1 entries that name it.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct L2Table {
     pub(super) offset: u64,
     /// Entries of the active L1 table that name it.

@@ -11,7 +11,8 @@
 //!
 //! Results follow `qemu-img check`, except that these are also damage: metadata that shares a
 //! cluster with anything else, even if the refcount allows for it; data file entries at another
-//! offset than the guest's; zero flags in version 2; and the corrupt bit itself.
+//! offset than the guest's; zero flags in version 2; and the corrupt bit itself. A bitmap with extra
+//! data that it marks as compatible is sound.
 
 mod balance;
 mod bitmaps;
@@ -26,6 +27,7 @@ mod snapshots;
 mod survey;
 #[cfg(test)]
 mod tests;
+pub(crate) mod writer;
 pub(crate) mod zero_flags;
 
 use std::sync::Arc;

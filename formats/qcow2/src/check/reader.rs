@@ -136,13 +136,6 @@ fn read_clusters(
     storage.read_batch(&mut ops)
 }
 
-/// Reads a whole table; bytes beyond the end of the file are zero.
-pub(crate) fn read_table(storage: &dyn Storage, offset: u64, bytes: u64) -> Result<Vec<u8>> {
-    let mut table = vec![0; bytes as usize];
-    storage.read_padded(&mut table, HostOffset(offset))?;
-    Ok(table)
-}
-
 #[cfg(test)]
 mod tests {
     use vdkit_storage::MemoryStorage;

@@ -6,7 +6,6 @@ use super::balance::Balance;
 use super::findings::Findings;
 use super::image::Image;
 use super::reader::{self, Meter};
-use super::repair::write_changed;
 use crate::layout::OFFSET_MASK;
 use crate::refcounts::{get_refcount, set_refcount};
 use crate::structures::words;
@@ -28,7 +27,7 @@ impl Refcounts {
         let header = &image.header;
         let bytes = u64::from(header.refcount_table_clusters) * image.cluster_bytes();
         let at = header.refcount_table_offset.0;
-        let raw = reader::read_table(&*image.storage, at, bytes)?;
+        let raw = image.read_table(at, bytes)?;
         let mut table =
             Self { blocks: vec![0; raw.len() / 8], sound: header.refcount_table_clusters > 0 };
         for (i, (block, raw)) in table.blocks.iter_mut().zip(words(&raw)).enumerate() {
@@ -116,14 +115,13 @@ impl Refcounts {
                 while clusters.next_if(of_block).is_some() {}
                 continue;
             };
-            let old = reader::read_table(&*image.storage, at, image.cluster_bytes())?;
-            let mut new = old.clone();
-            while let Some(cluster) = clusters.next_if(of_block) {
-                let index = cluster & (geometry.refcount_block_entries() - 1);
-                let refcount = change(cluster, get_refcount(&new, index, order));
-                set_refcount(&mut new, index, order, refcount);
-            }
-            changed |= write_changed(image, at, &old, &new)?;
+            changed |= image.change_cluster(at, |block| {
+                while let Some(cluster) = clusters.next_if(of_block) {
+                    let index = cluster & (geometry.refcount_block_entries() - 1);
+                    let refcount = change(cluster, get_refcount(block, index, order));
+                    set_refcount(block, index, order, refcount);
+                }
+            })?;
         }
         Ok(changed)
     }

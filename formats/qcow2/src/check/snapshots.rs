@@ -2,42 +2,28 @@
 //!
 //! Source: qcow2 specification, section "Snapshots".
 
-use std::mem::offset_of;
-
 use vdkit_block::{HostOffset, Result};
-use zerocopy::IntoBytes;
 
 use super::findings::Findings;
 use super::image::Image;
 use crate::layout;
-use crate::snapshots::{EXTRA_BYTES_MAX, TABLE_BYTES_MAX};
-use crate::structures::{SnapshotExtraData, SnapshotTableEntry, header_offset, padded};
+use crate::snapshots::{self, EXTRA_BYTES_MAX, TABLE_BYTES_MAX};
+use crate::structures::{SnapshotTableEntry, header_offset, padded};
 
-const FIXED_BYTES: usize = size_of::<SnapshotTableEntry>();
-/// Extra data that each version 3 entry must have: large VM state size and disk size.
-const EXTRA_BYTES_MIN: usize = offset_of!(SnapshotExtraData, icount);
+const FIXED_BYTES: u64 = size_of::<SnapshotTableEntry>() as u64;
 
 #[derive(Clone, Debug)]
 pub(super) struct Snapshot {
-    /// Host offset of its L1 table.
-    pub(super) l1_offset: u64,
-    pub(super) l1_entries: u32,
+    /// Its corrected table entry.
+    pub(super) entry: snapshots::Snapshot,
     /// Its L1 table cannot be where the entry says.
     pub(super) lost: bool,
-    /// The corrected entry; its L1 table may have moved.
-    entry: SnapshotTableEntry,
-    /// Extra data, ID and name.
-    variable: Vec<u8>,
 }
 
 impl Snapshot {
-    pub(super) fn l1_bytes(&self) -> u64 {
-        u64::from(self.l1_entries) * 8
-    }
-
-    /// Bytes of its entry in a sound table, up to the next one.
-    pub(super) fn entry_bytes(&self) -> u64 {
-        ((FIXED_BYTES + self.variable.len()) as u64).next_multiple_of(8)
+    /// Host offset and bytes of its L1 table.
+    pub(super) fn l1(&self) -> (u64, u64) {
+        (self.entry.l1_offset.0, u64::from(self.entry.l1_entries) * 8)
     }
 }
 
@@ -114,76 +100,47 @@ impl SnapshotTable {
         offset: u64,
     ) -> Result<Result<(Snapshot, u64, Vec<String>), String>> {
         let room = TABLE_BYTES_MAX.saturating_sub(offset - image.header.snapshots_offset.0);
-        let Some(fixed) = window.get(offset, FIXED_BYTES as u64, room)? else {
+        let Some(fixed) = window.get(offset, FIXED_BYTES, room)? else {
             return Ok(Err("found the end of the file or a table that is too long".to_owned()));
         };
-        let mut entry: SnapshotTableEntry = padded(fixed);
-        let (l1_offset, l1_entries) = (entry.l1_table_offset.get(), entry.l1_size.get());
-        let extra = u64::from(entry.extra_data_size);
-        let names = u64::from(entry.id_str_size) + u64::from(entry.name_size);
-        if entry.id_str_size.get() == 0 {
+        let fixed: SnapshotTableEntry = padded(fixed);
+        if fixed.id_str_size.get() == 0 {
             // No writer creates these; zeroes after a shorter table look like them.
             return Ok(Err("found an entry without an id".to_owned()));
         }
-        let room = room - FIXED_BYTES as u64;
-        let Some(rest) = window.get(offset + FIXED_BYTES as u64, extra + names, room)? else {
+        let (extra, names) = (u64::from(fixed.extra_data_size), fixed.id_and_name_bytes() as u64);
+        let room = room - FIXED_BYTES;
+        let Some(variable) = window.get(offset + FIXED_BYTES, extra + names, room)? else {
             return Ok(Err(format!(
                 "found {extra} bytes of extra data and {names} bytes of names, which pass the end \
                  of the file or of the largest table"
             )));
         };
-        let (extra_data, names) = rest.split_at(extra as usize);
-        let mut kept = extra_data[..extra_data.len().min(EXTRA_BYTES_MAX)].to_vec();
+        let bytes = (FIXED_BYTES + extra + names).next_multiple_of(8);
+        let (extra_data, id_and_name) = variable.split_at(extra as usize);
         let mut faults = Vec::new();
+        let kept = &extra_data[..extra_data.len().min(EXTRA_BYTES_MAX)];
+        let mut entry = snapshots::Snapshot::of_entry(&fixed, kept, id_and_name);
         if extra_data.len() > EXTRA_BYTES_MAX {
             faults.push(format!("found {extra} bytes of extra data, expected at most 1024"));
         }
-        if image.header.version >= 3 && kept.len() < EXTRA_BYTES_MIN {
+        if image.header.version >= 3 && !entry.has_sizes() {
             faults.push(format!("found {extra} bytes of extra data, expected at least 16"));
-            kept = fill_extra(&entry, &kept, image.header.guest_bytes);
+            entry.complete(image.header.guest_bytes);
         }
-        entry.extra_data_size.set(kept.len() as u32);
-        let variable = [&kept[..], names].concat();
-        let bytes = (FIXED_BYTES as u64 + rest.len() as u64).next_multiple_of(8);
-
-        let lost = l1_fault(image, l1_offset, l1_entries);
-        if let Some(fault) = &lost {
-            faults.push(format!(
-                "snapshot '{}': {fault}; the snapshot is lost",
-                String::from_utf8_lossy(names)
-            ));
+        let mut snapshot = Snapshot { entry, lost: false };
+        if let Some(fault) = l1_fault(image, snapshot.l1()) {
+            let name = String::from_utf8_lossy(&snapshot.entry.name);
+            faults.push(format!("snapshot '{name}': {fault}; the snapshot is lost"));
+            snapshot.lost = true;
         }
-        let lost = lost.is_some();
-        Ok(Ok((Snapshot { l1_offset, l1_entries, lost, entry, variable }, bytes, faults)))
-    }
-
-    /// The bytes of a table of these snapshots.
-    pub(super) fn encode<'a>(snapshots: impl Iterator<Item = &'a Snapshot>) -> Vec<u8> {
-        let mut table = Vec::new();
-        for snapshot in snapshots {
-            table.resize(table.len().next_multiple_of(8), 0);
-            let entry =
-                SnapshotTableEntry { l1_table_offset: snapshot.l1_offset.into(), ..snapshot.entry };
-            table.extend_from_slice(entry.as_bytes());
-            table.extend_from_slice(&snapshot.variable);
-        }
-        table
+        Ok(Ok((snapshot, bytes, faults)))
     }
 }
 
-/// Extra data with what version 3 requires.
-fn fill_extra(entry: &SnapshotTableEntry, extra: &[u8], guest_bytes: u64) -> Vec<u8> {
-    let full = SnapshotExtraData {
-        vm_state_size_large: entry.vm_state_bytes(extra).into(),
-        disk_size: guest_bytes.into(),
-        ..Default::default()
-    };
-    full.as_bytes()[..EXTRA_BYTES_MIN].to_vec()
-}
-
-fn l1_fault(image: &Image, offset: u64, entries: u32) -> Option<String> {
-    let bytes = u64::from(entries) * 8;
+fn l1_fault(image: &Image, (offset, bytes): (u64, u64)) -> Option<String> {
     if bytes > layout::L1_BYTES_MAX {
+        let entries = bytes / 8;
         return Some(format!("found an L1 table of {entries} entries, expected at most 4194304"));
     }
     let aligned = offset & (image.cluster_bytes() - 1) == 0;

@@ -17,7 +17,7 @@ use super::mapping::{L2Table, Scan, wrong_copied};
 use super::reader::{self, Meter};
 use super::refcounts::{Lookup, Refcounts};
 use super::snapshots::SnapshotTable;
-use crate::layout::{COPIED, OFFSET_MASK, autoclear, incompatible};
+use crate::layout::{COPIED, OFFSET_MASK, autoclear, extension, incompatible};
 use crate::structures::{header_offset, words};
 
 /// Purpose of the walk.
@@ -215,10 +215,11 @@ impl Survey {
                 self.take_range(image, "encryption header", offset, bytes, Owner::Encryption);
             }
             Some(Err((offset, bytes))) => {
-                self.findings.corruption(offset, "encryption header", || {
+                let at = image.header.extension_offset(extension::ENCRYPTION);
+                self.findings.corruption(at, "encryption header", || {
                     format!(
-                        "found {bytes} bytes, expected them at a cluster boundary within the file \
-                         (cannot be repaired: all data is lost without it)"
+                        "found {bytes} bytes at {offset:#x}, expected them at a cluster boundary \
+                         within the file (cannot be repaired: all data is lost without it)"
                     )
                 });
             }
@@ -230,10 +231,10 @@ impl Survey {
         let offset = image.header.l1_offset.0;
         let bytes = u64::from(image.header.l1_entries) * 8;
         self.take_range(image, "active L1 table", offset, bytes, Owner::ActiveL1);
-        let l1 = reader::read_table(&*image.storage, offset, bytes)?;
+        let l1 = image.read_table(offset, bytes)?;
         self.l1_faulty = self.l1_entries(image, offset, &l1, uses, true);
         self.l1 = l1;
-        Ok(())
+        uses.check_limit(image)
     }
 
     /// Collects the L2 tables of an L1 table at `offset`: the active one or that of a snapshot.
@@ -314,7 +315,7 @@ impl Survey {
             .snapshots
             .iter()
             .filter(|snapshot| !snapshot.lost)
-            .map(super::snapshots::Snapshot::l1_bytes)
+            .map(|snapshot| snapshot.l1().1)
             .sum();
         if total > image.file_len {
             // Only overlapping tables can exceed the file in total. A repair separates a few of
@@ -329,16 +330,17 @@ impl Survey {
         for i in 0..self.snapshots.snapshots.len() {
             monitor.cancel.check()?;
             let snapshot = &self.snapshots.snapshots[i];
-            if snapshot.lost || snapshot.l1_entries == 0 {
+            let (offset, bytes) = snapshot.l1();
+            if snapshot.lost || bytes == 0 {
                 continue;
             }
-            let (offset, bytes) = (snapshot.l1_offset, snapshot.l1_bytes());
             self.take_range(image, "snapshot L1 table", offset, bytes, Owner::SnapshotL1(i));
-            let l1 = reader::read_table(&*image.storage, offset, bytes)?;
+            let l1 = image.read_table(offset, bytes)?;
             if self.l1_entries(image, offset, &l1, uses, false) {
                 self.snapshot_l1_faulty.insert(i);
             }
             uses.check_limit(image)?;
+            self.balance.check_limit(image.name())?;
         }
         Ok(())
     }
@@ -366,7 +368,7 @@ impl Survey {
                 let walked = bitmaps::walk(image, &extension, |(structure, offset, bytes)| {
                     let free = self.take_range(image, structure, offset, bytes, Owner::Bitmap);
                     overlap |= !free;
-                    free
+                    free && self.balance.check_limit(image.name()).is_ok()
                 })?;
                 self.bitmaps_broken |= overlap;
                 for (at, (offset, structure, message)) in walked.broken {
@@ -553,12 +555,7 @@ impl L2Uses {
                 active,
                 inactive,
                 l1_index,
-                used: 0,
-                faulty: 0,
-                implausible: 0,
-                copied_wrong: 0,
-                lossy: false,
-                compressed: false,
+                ..L2Table::default()
             })
             .collect();
         tables.sort_unstable_by_key(|table| table.offset);

@@ -16,8 +16,7 @@ use vdkit_block::{Error, Limits, Monitor, Result, Storage};
 
 use super::compact::space::Space;
 use super::image::Image;
-use super::reader;
-use super::repair::{make_sound, write_changed};
+use super::repair::make_sound;
 use crate::entry::L2Entry;
 use crate::header::Encryption;
 use crate::layout::{COPIED, OFFSET_MASK, ZERO};
@@ -26,8 +25,6 @@ use crate::structures::words_mut;
 /// Most references to one cluster of zeroes. Each snapshot adds as many, and version 2 refcounts
 /// count to 65535.
 const SHARED_MAX: u64 = 256;
-/// Most released clusters before they are freed.
-const FREED_MAX: usize = 1 << 16;
 
 /// Repairs leaks, as an interrupted run may leave, and returns how many clusters of zeroes
 /// [`remove`] needs.
@@ -45,7 +42,7 @@ pub(crate) fn prepare(
     if !hides(&space.image) {
         return Ok(0);
     }
-    let needed = shares(&space)?.used.len() as u64;
+    let needed = shares(&space)?.len() as u64;
     if needed > 0 && space.image.header.encryption != Encryption::None {
         return Err(Error::unsupported(
             storage.name(),
@@ -68,21 +65,21 @@ pub(crate) fn remove(
     monitor: &Monitor<'_>,
 ) -> Result<()> {
     let mut space = Space::load(storage, limits, monitor)?;
-    let shared = if hides(&space.image) { shares(&space)? } else { Shares::default() };
-    assert!(shared.used.len() <= zeroes.len(), "as many as were asked for");
-    for (&cluster, &references) in zeroes.iter().zip(&shared.used) {
+    let shared = if hides(&space.image) { shares(&space)? } else { Vec::new() };
+    assert!(shared.len() <= zeroes.len(), "as many as were asked for");
+    for (&cluster, &references) in zeroes.iter().zip(&shared) {
         space.refer(cluster, references as i64);
     }
     // Durable before any entry names these clusters: after a crash they are leaks.
     space.write_refcounts()?;
     space.sync()?;
     let tables = space.survey.tables.clone();
-    let mut places = Shares::default();
+    let mut places = Vec::new();
     let mut freed = Vec::new();
     for (done, table) in tables.iter().enumerate() {
         monitor.progress.update(done as u64, tables.len() as u64);
         monitor.cancel.check()?;
-        let old = reader::read_table(&**storage, table.offset, space.image.cluster_bytes())?;
+        let old = space.image.read_cluster(table.offset)?;
         let mut new = old.clone();
         for (index, word) in flagged(&space.image, &old) {
             if word & OFFSET_MASK != 0 {
@@ -90,18 +87,16 @@ pub(crate) fn remove(
                 freed.push((cluster, table.references()));
             }
             let word = if hides(&space.image) {
-                let place = places.take(table.references());
-                let single = shared.used[place] == 1 && table.active > 0;
+                let place = share(&mut places, table.references());
+                let single = shared[place] == 1 && table.active > 0;
                 space.offset(zeroes[place]) | if single { COPIED } else { 0 }
             } else {
                 0
             };
             words_mut(&mut new)[index].set(word);
         }
-        write_changed(&space.image, table.offset, &old, &new)?;
-        if freed.len() >= FREED_MAX {
-            space.release(freed.drain(..))?;
-        }
+        space.image.write_changed(table.offset, &old, &new)?;
+        space.release_many(&mut freed)?;
     }
     space.release(freed)?;
     drop(space);
@@ -124,32 +119,23 @@ fn flagged(image: &Image, table: &[u8]) -> impl Iterator<Item = (usize, u64)> {
         .map(|(index, entry)| (index, entry.word))
 }
 
-/// References to each cluster of zeroes.
-#[derive(Debug, Default)]
-struct Shares {
-    used: Vec<u64>,
-}
-
-impl Shares {
-    /// Index of the cluster for an entry of a table with `weight` references.
-    fn take(&mut self, weight: u64) -> usize {
-        match self.used.last_mut() {
-            Some(used) if *used + weight <= SHARED_MAX => *used += weight,
-            _ => self.used.push(weight),
-        }
-        self.used.len() - 1
+/// Adds an entry of a table with `weight` references to the last cluster of zeroes, or to a new one.
+/// Returns its index in `references`, the numbers of references to each cluster.
+fn share(references: &mut Vec<u64>, weight: u64) -> usize {
+    match references.last_mut() {
+        Some(last) if *last + weight <= SHARED_MAX => *last += weight,
+        _ => references.push(weight),
     }
+    references.len() - 1
 }
 
-/// Assigns all flagged entries, in table order.
-fn shares(space: &Space<'_>) -> Result<Shares> {
-    let mut shares = Shares::default();
+/// The references to each cluster of zeroes, for all flagged entries in table order.
+fn shares(space: &Space<'_>) -> Result<Vec<u64>> {
+    let mut shares = Vec::new();
     for table in &space.survey.tables {
         space.monitor.cancel.check()?;
-        let image = &space.image;
-        let bytes = reader::read_table(&*image.storage, table.offset, image.cluster_bytes())?;
-        for _ in flagged(image, &bytes) {
-            shares.take(table.references());
+        for _ in flagged(&space.image, &space.image.read_cluster(table.offset)?) {
+            share(&mut shares, table.references());
         }
     }
     Ok(shares)

@@ -172,10 +172,11 @@ impl FixedHeader {
         }
         let cluster = geometry.cluster_bytes();
         let header_bytes = u64::from(self.header_length);
+        let possible = u64::from(V3_HEADER_BYTES_MIN)..=cluster;
         if self.version.get() == 3
-            && !(u64::from(V3_HEADER_BYTES_MIN)..=cluster).contains(&header_bytes)
+            && !(possible.contains(&header_bytes) && header_bytes.is_multiple_of(8))
         {
-            let expected = format!("{V3_HEADER_BYTES_MIN} to {cluster}");
+            let expected = format!("a multiple of 8, {V3_HEADER_BYTES_MIN} to {cluster}");
             return Err(wrong!(file, header_length, header_bytes.to_string(), expected));
         }
         let size = self.size.get();

@@ -22,11 +22,8 @@ use vdkit_block::{Error, HostOffset, Limits, Result, Storage};
 use zerocopy::IntoBytes;
 
 use super::{Extension, Header};
-use crate::layout::{BACKING_NAME_BYTES_MAX, V2_HEADER_BYTES, V3_HEADER_BYTES, extension};
+use crate::layout::{BACKING_NAME_BYTES_MAX, SECTOR, V2_HEADER_BYTES, V3_HEADER_BYTES, extension};
 use crate::structures::{self, ExtensionHead, FixedHeader};
-
-/// Unit that a disk writes atomically.
-const SECTOR: usize = 512;
 
 /// Changes the image's header to `new`: version, feature bits, codec, table offsets, refcount
 /// width, extensions and backing name. Keeps the cluster and disk sizes, and unknown bytes of the
@@ -223,7 +220,7 @@ impl<'a> Area<'a> {
         }
         Err(Error::unsupported(
             storage.name(),
-            "not supported: a header that would not say what is meant once it is changed",
+            "not supported: this change of the header, which would be read differently",
             "convert to a new image instead",
         ))
     }

@@ -41,10 +41,7 @@ impl Deltas {
 
     /// All clusters with their nonzero numbers, in order.
     pub(super) fn iter(&self) -> impl Iterator<Item = (u64, i32)> {
-        self.groups
-            .iter()
-            .flat_map(|(group, numbers)| (group * GROUP..).zip(numbers.iter().copied()))
-            .filter(|(_, by)| *by != 0)
+        self.within(0..u64::MAX)
     }
 }
 

@@ -67,6 +67,26 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
+    /// The snapshot of a table entry: its fixed part, extra data, and ID and name.
+    pub(crate) fn of_entry(entry: &SnapshotTableEntry, extra: &[u8], id_and_name: &[u8]) -> Self {
+        let (id, name) = id_and_name.split_at(entry.id_str_size.get().into());
+        Self {
+            l1_offset: HostOffset(entry.l1_table_offset.get()),
+            l1_entries: entry.l1_size.get(),
+            id: id.to_vec(),
+            name: name.to_vec(),
+            date_seconds: entry.date_sec.get(),
+            date_nanoseconds: entry.date_nsec.get(),
+            vm_clock_nanoseconds: entry.vm_clock_nsec.get(),
+            vm_state_bytes: words(extra)
+                .first()
+                .map_or(entry.vm_state_size.into(), |large| large.get()),
+            vm_state_bytes_small: entry.vm_state_size.get(),
+            disk_bytes: words(extra).get(1).map(|disk_size| disk_size.get()),
+            extra: extra.to_vec(),
+        }
+    }
+
     /// Description for users.
     pub fn info(&self) -> SnapshotInfo {
         SnapshotInfo {
@@ -88,13 +108,13 @@ impl Snapshot {
     }
 
     /// Whether the extra data has the sizes of VM state and disk, as version 3 requires.
-    pub(crate) fn says_its_sizes(&self) -> bool {
+    pub(crate) fn has_sizes(&self) -> bool {
         self.extra.len() >= offset_of!(SnapshotExtraData, icount)
     }
 
     /// Adds the sizes. Before version 3, a disk with snapshots could not be resized.
-    fn complete(&mut self, guest_bytes: u64) {
-        if !self.says_its_sizes() {
+    pub(crate) fn complete(&mut self, guest_bytes: u64) {
+        if !self.has_sizes() {
             self.disk_bytes = Some(guest_bytes);
             self.extra = Self::new_extra(guest_bytes);
             words_mut(&mut self.extra)[0].set(self.vm_state_bytes);
@@ -107,9 +127,13 @@ impl Snapshot {
         SnapshotExtraData { disk_size, icount, ..Default::default() }.as_bytes().to_vec()
     }
 
-    /// Appends the entry to a table, at a multiple of 8 bytes.
+    /// Bytes of its table entry, up to the next one.
+    pub(crate) fn entry_bytes(&self) -> u64 {
+        let bytes = FIXED_BYTES + self.extra.len() + self.id.len() + self.name.len();
+        bytes.next_multiple_of(8) as u64
+    }
+
     fn encode(&self, table: &mut Vec<u8>) {
-        table.resize(table.len().next_multiple_of(8), 0);
         let entry = SnapshotTableEntry {
             l1_table_offset: self.l1_offset.0.into(),
             l1_size: self.l1_entries.into(),
@@ -125,7 +149,15 @@ impl Snapshot {
         table.extend_from_slice(&self.extra);
         table.extend_from_slice(&self.id);
         table.extend_from_slice(&self.name);
+        table.resize(table.len().next_multiple_of(8), 0);
     }
+}
+
+/// The bytes of a table of these snapshots.
+pub(crate) fn encode<'a>(snapshots: impl IntoIterator<Item = &'a Snapshot>) -> Vec<u8> {
+    let mut table = Vec::new();
+    snapshots.into_iter().for_each(|snapshot| snapshot.encode(&mut table));
+    table
 }
 
 /// Place of the snapshot table according to a header.
@@ -161,25 +193,6 @@ impl SnapshotTable {
     /// [`Error::Corrupt`] if an entry exceeds the end of the file or the largest accepted table (64
     /// MiB, or less by `limits`).
     pub fn read(storage: &dyn Storage, place: TablePlace, limits: &Limits) -> Result<Self> {
-        let guess = u64::from(place.count) * ENTRY_BYTES_GUESS;
-        Self::read_guessing(storage, place, limits, guess.max(FIRST_READ_BYTES))
-    }
-
-    /// As [`SnapshotTable::read`], always in one read, which may be much larger than the table.
-    pub(crate) fn read_at_once(
-        storage: &dyn Storage,
-        place: TablePlace,
-        limits: &Limits,
-    ) -> Result<Self> {
-        Self::read_guessing(storage, place, limits, u64::MAX)
-    }
-
-    fn read_guessing(
-        storage: &dyn Storage,
-        place: TablePlace,
-        limits: &Limits,
-        guess: u64,
-    ) -> Result<Self> {
         let TablePlace { count, offset: start } = place;
         if count == 0 {
             return Ok(Self::default());
@@ -188,7 +201,7 @@ impl SnapshotTable {
             .min(limits.snapshots_bytes_max)
             .min(u64::from(count) * (FIXED_BYTES + EXTRA_BYTES_MAX + 2 * 65536) as u64);
         let room = storage.len()?.saturating_sub(start.0).min(most);
-        let guess = guess.min(room);
+        let guess = (u64::from(count) * ENTRY_BYTES_GUESS).max(FIRST_READ_BYTES).min(room);
         let mut bytes = vec![0; guess as usize];
         storage.read_at(&mut bytes, start)?;
         let parsed = match Self::parse(&bytes, count) {
@@ -228,11 +241,7 @@ impl SnapshotTable {
     /// # Errors
     /// [`Error::Invalid`] if it exceeds the largest accepted size.
     fn encode(file: &str, snapshots: &[Snapshot], limits: &Limits) -> Result<Vec<u8>> {
-        let mut table = Vec::new();
-        for snapshot in snapshots {
-            snapshot.encode(&mut table);
-        }
-        table.resize(table.len().next_multiple_of(8), 0);
+        let table = encode(snapshots);
         let most = TABLE_BYTES_MAX.min(limits.snapshots_bytes_max);
         if table.len() as u64 > most || snapshots.len() > SNAPSHOTS_MAX as usize {
             return Err(Error::invalid_for(
@@ -261,25 +270,12 @@ impl SnapshotTable {
             if extra_bytes > EXTRA_BYTES_MAX {
                 return Err(Stop::Extra { at, found: extra_bytes });
             }
-            let id_bytes = usize::from(entry.id_str_size);
-            let variable_bytes = extra_bytes + id_bytes + usize::from(entry.name_size);
+            let variable_bytes = extra_bytes + entry.id_and_name_bytes();
             let Some(variable) = rest.get(..variable_bytes) else { return Err(ended) };
-            let (extra, names) = variable.split_at(extra_bytes);
-            let (id, name) = names.split_at(id_bytes);
-            snapshots.push(Snapshot {
-                l1_offset: HostOffset(entry.l1_table_offset.get()),
-                l1_entries: entry.l1_size.get(),
-                id: id.to_vec(),
-                name: name.to_vec(),
-                date_seconds: entry.date_sec.get(),
-                date_nanoseconds: entry.date_nsec.get(),
-                vm_clock_nanoseconds: entry.vm_clock_nsec.get(),
-                vm_state_bytes: entry.vm_state_bytes(extra),
-                vm_state_bytes_small: entry.vm_state_size.get(),
-                disk_bytes: words(extra).get(1).map(|disk_size| disk_size.get()),
-                extra: extra.to_vec(),
-            });
-            at = (at + FIXED_BYTES + variable_bytes).next_multiple_of(8);
+            let (extra, id_and_name) = variable.split_at(extra_bytes);
+            let snapshot = Snapshot::of_entry(entry, extra, id_and_name);
+            at += snapshot.entry_bytes() as usize;
+            snapshots.push(snapshot);
         }
         Ok(Self { snapshots, bytes: at as u64 })
     }

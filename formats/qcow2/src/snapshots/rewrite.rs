@@ -1,14 +1,15 @@
 //! Writes new metadata alongside the old, then switches to it with one write.
 
 use std::collections::BTreeMap;
-
 use std::sync::atomic::Ordering;
+
 use vdkit_block::{Error, HostOffset, Monitor, Remedy, Result};
 use vdkit_meta::MutexGuard;
 
 use super::deltas::Deltas;
 use super::{Snapshot, SnapshotTable};
 use crate::check::reader::{self, Meter};
+use crate::check::writer::Joined;
 use crate::entry::L2Entry;
 use crate::flush::freed;
 use crate::image::{Meta, Qcow2};
@@ -16,9 +17,6 @@ use crate::layout::{COPIED, OFFSET_MASK};
 use crate::pool::Space;
 use crate::refcounts::{get_refcount, set_refcount};
 use crate::structures::{encode_words, words_mut};
-
-/// Small adjacent writes are merged up to this size.
-const JOIN_BYTES: usize = 1 << 20;
 
 /// New COPIED flags of a rewritten L2 table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -242,8 +240,8 @@ impl Qcow2 {
         Error::unsupported(
             self.storage.name(),
             format!(
-                "not supported: one snapshot more: refcounts of {bits} bits count to {max}, and some cluster is \
-                 used so often already"
+                "not supported: another snapshot: refcounts of {bits} bits count to {max}, and some \
+                 cluster has that many references"
             ),
             "delete a snapshot, or convert to an image with larger refcount_bits",
         )
@@ -295,7 +293,7 @@ impl Qcow2 {
         monitor: &Monitor<'_>,
     ) -> Result<()> {
         let geometry = self.geometry;
-        let mut out = Joined::new(self);
+        let mut out = Joined::new(&*self.storage);
         reader::for_each_cluster(
             &*self.storage,
             &change.copies,
@@ -320,7 +318,7 @@ impl Qcow2 {
                     };
                     words[0].set(word);
                 }
-                out.write(places.copies[&change.copies[i]], &table)
+                out.write(places.copies[&change.copies[i]] << geometry.cluster_bits, &table)
             },
         )?;
         out.finish()
@@ -352,9 +350,9 @@ impl Qcow2 {
         let Some(space) = &places.refcount_table else { return Ok(Vec::new()) };
         let blocks: Vec<(usize, u64)> =
             places.blocks.iter().map(|&(index, old, _)| (index, old)).collect();
-        let mut out = Joined::new(self);
+        let mut out = Joined::new(&*self.storage);
         let freed = self.apply_to_blocks(&blocks, &change.deltas, monitor, |i, bytes| {
-            out.write(places.blocks[i].2, bytes)
+            out.write(places.blocks[i].2 << self.geometry.cluster_bits, bytes)
         })?;
         out.finish()?;
         let mut table = meta.space.refcounts.table.clone();
@@ -461,36 +459,5 @@ impl Qcow2 {
             None => self.l1_offset(),
         };
         self.retire(meta, self.clusters_of(old_offset, old_bytes));
-    }
-}
-
-/// Merges writes of adjacent clusters.
-struct Joined<'a> {
-    image: &'a Qcow2,
-    at: u64,
-    bytes: Vec<u8>,
-}
-
-impl<'a> Joined<'a> {
-    fn new(image: &'a Qcow2) -> Self {
-        Self { image, at: 0, bytes: Vec::new() }
-    }
-
-    fn write(&mut self, cluster: u64, bytes: &[u8]) -> Result<()> {
-        let at = cluster << self.image.geometry.cluster_bits;
-        if self.at + self.bytes.len() as u64 != at || self.bytes.len() >= JOIN_BYTES {
-            self.finish()?;
-            self.at = at;
-        }
-        self.bytes.extend_from_slice(bytes);
-        Ok(())
-    }
-
-    fn finish(&mut self) -> Result<()> {
-        if !self.bytes.is_empty() {
-            self.image.storage.write_at(&self.bytes, HostOffset(self.at))?;
-            self.bytes.clear();
-        }
-        Ok(())
     }
 }

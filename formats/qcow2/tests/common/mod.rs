@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use serde_json::Value;
 use vdkit_block::{
-    CacheMode, CreateRequest, Creation, FormatDriver, ImageInfo, Limits, Options, Result,
-    SnapshotInfo, Storage,
+    CacheMode, CreateRequest, Creation, Format, FormatDriver, ImageInfo, Limits, OpenRequest,
+    Options, Result, SnapshotInfo, Storage,
 };
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_storage::{CreateMode, FileOptions, FileStorage};
@@ -17,6 +17,12 @@ use vdkit_testbase::qemu;
 
 pub fn options(text: &str) -> Options {
     Options::parse("qcow2", Qcow2Driver.options(), [text]).unwrap()
+}
+
+/// Opens an image for writing.
+pub fn open(storage: &Arc<dyn Storage>) -> Arc<dyn Format> {
+    let (storage, limits) = (storage.clone(), Limits::default());
+    Qcow2Driver.open(OpenRequest { storage, files: Vec::new(), writable: true, limits }).unwrap()
 }
 
 pub fn new_file(path: &Path) -> Arc<dyn Storage> {

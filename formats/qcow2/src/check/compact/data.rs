@@ -6,11 +6,12 @@
 use std::ops::Range;
 
 use rustc_hash::FxHashSet;
-use vdkit_block::{CompactReport, HostOffset, LeftAlone, Result};
+use vdkit_block::{CompactReport, LeftAlone, Result};
 
 use super::space::Space;
 use super::tables::release;
 use crate::check::reader::{self, Meter};
+use crate::check::writer::Joined;
 use crate::entry::L2Entry;
 use crate::header::Encryption;
 use crate::layout::{COPIED, OFFSET_MASK, ZERO};
@@ -51,7 +52,7 @@ pub(super) fn move_data(space: &mut Space<'_>, end: u64, report: &mut CompactRep
         // The host offset determines each sector's IV: moved data would decrypt to noise.
         let clusters = data_from(space, end, u64::MAX).count() as u64;
         if clusters > 0 {
-            let what = "encrypted data: where it is decides how it is decrypted";
+            let what = "encrypted data: its host offset is a part of its encryption";
             report.left_alone.push(LeftAlone { what, clusters });
         }
         return Ok(());
@@ -197,9 +198,7 @@ fn write_entries(space: &Space<'_>, moves: &[(&[Record], u64)]) -> Result<()> {
         }
     }
     words.sort_unstable();
-    for run in words.chunk_by(|a, b| a.0 + 8 == b.0) {
-        let bytes: Vec<u8> = run.iter().flat_map(|(_, word)| word.to_be_bytes()).collect();
-        space.image.storage.write_at(&bytes, HostOffset(run[0].0))?;
-    }
-    Ok(())
+    let mut out = Joined::new(&*space.image.storage);
+    words.into_iter().try_for_each(|(at, word)| out.write(at, &word.to_be_bytes()))?;
+    out.finish()
 }

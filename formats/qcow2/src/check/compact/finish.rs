@@ -14,8 +14,7 @@ pub(super) fn cut(space: &mut Space<'_>, end: u64, report: &mut CompactReport) -
     let metadata = left.iter().filter(|&&cluster| space.is_metadata(cluster)).count() as u64;
     if metadata > 0 {
         report.left_alone.push(LeftAlone {
-            what: "tables, for which no free space was in one piece, and refcount blocks of what \
-                   stays",
+            what: "tables without contiguous free space, and refcount blocks of clusters that stay",
             clusters: metadata,
         });
     }

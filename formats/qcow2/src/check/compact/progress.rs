@@ -52,20 +52,8 @@ impl Progress for Step<'_> {
 
 #[cfg(test)]
 mod tests {
-    use parking_lot::Mutex;
-
     use super::*;
-
-    #[derive(Default)]
-    struct Heard(Mutex<Vec<(u64, u64)>>);
-
-    impl Progress for Heard {
-        fn update(&self, done: u64, total: u64) {
-            self.0.lock().push((done, total));
-        }
-
-        fn message(&self, _text: &str) {}
-    }
+    use crate::check::tests::support::Heard;
 
     #[test]
     fn steps_follow_one_another_and_never_go_back() {

@@ -11,6 +11,8 @@ use crate::check::survey::{Mode, Survey};
 
 /// Bytes of one request of a copy.
 const COPY_BYTES: u64 = 1 << 20;
+/// Most clusters without a reference before they are freed.
+const GONE_MAX: usize = 1 << 16;
 
 /// A sound image that nothing else changes, with the reference count of each cluster.
 pub(in crate::check) struct Space<'a> {
@@ -177,6 +179,11 @@ impl<'a> Space<'a> {
         }
         runs.into_iter().for_each(|run| self.image.punch(run));
         Ok(())
+    }
+
+    /// [`Space::release`] of all in the list, if there are many.
+    pub(in crate::check) fn release_many(&mut self, gone: &mut Vec<(u64, u64)>) -> Result<()> {
+        if gone.len() < GONE_MAX { Ok(()) } else { self.release(gone.drain(..)) }
     }
 
     /// Makes all writes durable.

@@ -9,8 +9,7 @@ use zerocopy::FromBytes;
 
 use super::space::Space;
 use crate::check::bitmaps::{Presence, presence};
-use crate::check::reader;
-use crate::check::repair::write_changed;
+use crate::check::snapshots::Snapshot;
 use crate::layout::{COPIED, OFFSET_MASK, extension};
 use crate::structures::{
     BitmapDirectoryEntry, BitmapsExtensionData, header_offset, words, words_mut,
@@ -85,8 +84,9 @@ fn find(space: &Space<'_>, kind: Kind, end: u64) -> Result<Vec<Table>> {
         }
         let mut pointer = header.snapshots_offset.0;
         for snapshot in &space.survey.snapshots.snapshots {
-            tables.push(table(snapshot.l1_offset, snapshot.l1_bytes(), pointer));
-            pointer += snapshot.entry_bytes();
+            let (offset, bytes) = snapshot.l1();
+            tables.push(table(offset, bytes, pointer));
+            pointer += snapshot.entry.entry_bytes();
         }
     }
     find_bitmaps(space, kind, &mut tables, table)?;
@@ -110,7 +110,7 @@ fn find_bitmaps(
         }
         return Ok(());
     }
-    let directory = reader::read_table(&*image.storage, at, bytes)?;
+    let directory = image.read_table(at, bytes)?;
     let mut start = 0;
     while let Ok((entry, _)) =
         BitmapDirectoryEntry::ref_from_prefix(directory.get(start..).unwrap_or_default())
@@ -121,7 +121,7 @@ fn find_bitmaps(
             // An entry begins with the pointer to its table.
             tables.push(table(offset, bytes, at + start as u64));
         } else {
-            let data = reader::read_table(&*image.storage, offset, bytes)?;
+            let data = image.read_table(offset, bytes)?;
             for (word, pointer) in words(&data).iter().zip((offset..).step_by(8)) {
                 let host = word.get() & OFFSET_MASK;
                 if host != 0 {
@@ -218,19 +218,17 @@ fn move_l2_tables(space: &mut Space<'_>, end: u64, report: &mut CompactReport) -
 pub(super) fn point_l1s(space: &Space<'_>, places: &FxHashMap<u64, u64>) -> Result<()> {
     let image = &space.image;
     let active = (image.header.l1_offset.0, u64::from(image.header.l1_entries) * 8);
-    let snapshots = &space.survey.snapshots.snapshots;
-    let others = snapshots.iter().map(|snapshot| (snapshot.l1_offset, snapshot.l1_bytes()));
+    let others = space.survey.snapshots.snapshots.iter().map(Snapshot::l1);
     for (offset, bytes) in std::iter::once(active).chain(others) {
-        let old = reader::read_table(&*image.storage, offset, bytes)?;
-        let mut new = old.clone();
-        for word in words_mut(&mut new) {
-            let entry = word.get();
-            if let Some(&place) = places.get(&(entry & OFFSET_MASK)) {
-                let flag = if place == 0 { 0 } else { entry & COPIED };
-                word.set(place | flag);
+        image.change_table(offset, bytes, |l1| {
+            for word in words_mut(l1) {
+                let entry = word.get();
+                if let Some(&place) = places.get(&(entry & OFFSET_MASK)) {
+                    let flag = if place == 0 { 0 } else { entry & COPIED };
+                    word.set(place | flag);
+                }
             }
-        }
-        write_changed(image, offset, &old, &new)?;
+        })?;
     }
     Ok(())
 }

@@ -7,8 +7,6 @@ use super::space::Space;
 use super::tables;
 use crate::check::image::Image;
 use crate::check::mapping::{L2Table, entry_at};
-use crate::check::reader;
-use crate::check::repair::write_changed;
 use crate::entry::L2Entry;
 use crate::header::Encryption;
 use crate::layout::{SUBCLUSTERS, ZERO};
@@ -16,8 +14,6 @@ use crate::structures::words_mut;
 
 /// Bytes of data examined together.
 const READ_BYTES: u64 = 4 << 20;
-/// Most released clusters before they are freed.
-const FREED_MAX: usize = 1 << 16;
 
 /// Releases clusters whose data is zero (data is read only with `scan`), and empty tables.
 pub(super) fn drop_zeroes(
@@ -25,7 +21,6 @@ pub(super) fn drop_zeroes(
     scan: bool,
     report: &mut CompactReport,
 ) -> Result<()> {
-    let cluster = space.image.cluster_bytes();
     let tables = space.survey.tables.clone();
     // Zeroes on disk are not zeroes to the guest of an encrypted disk.
     let scan = scan && space.image.header.encryption == Encryption::None;
@@ -34,7 +29,7 @@ pub(super) fn drop_zeroes(
     for (done, table) in tables.iter().enumerate() {
         space.monitor.cancel.check()?;
         space.monitor.progress.update(done as u64, tables.len() as u64);
-        let old = reader::read_table(&*space.image.storage, table.offset, cluster)?;
+        let old = space.image.read_cluster(table.offset)?;
         let mut new = old.clone();
         if !space.image.header.has_data_file() {
             Zeroes { space, table, scan }.free(&mut new, &mut freed, report)?;
@@ -42,10 +37,8 @@ pub(super) fn drop_zeroes(
         if is_empty(&space.image, &new) {
             empty.insert(table.offset, 0);
         }
-        write_changed(&space.image, table.offset, &old, &new)?;
-        if freed.len() >= FREED_MAX {
-            space.release(freed.drain(..))?;
-        }
+        space.image.write_changed(table.offset, &old, &new)?;
+        space.release_many(&mut freed)?;
     }
     if !freed.is_empty() {
         space.release(freed)?;

@@ -10,7 +10,6 @@ use std::ops::Range;
 use vdkit_block::Result;
 
 use crate::check::image::Image;
-use crate::check::reader;
 use crate::check::survey::{Owner, Survey};
 use crate::entry::L2Entry;
 use crate::layout::{L1_BYTES_MAX, OFFSET_MASK};
@@ -51,13 +50,11 @@ impl Dangling<'_> {
 
     fn tables(&mut self, survey: &Survey) -> Result<()> {
         let image = self.image;
-        let cluster = image.cluster_bytes();
         for table in survey.tables.iter().filter(|table| table.lossy) {
             if !survey.in_conflict(image, table) {
                 continue;
             }
-            let bytes = reader::read_table(&*image.storage, table.offset, cluster)?;
-            for entry in L2Entry::all(&bytes, image.geometry()) {
+            for entry in L2Entry::all(&image.read_cluster(table.offset)?, image.geometry()) {
                 let (offset, bytes) = entry.named_bytes(image.geometry());
                 self.add(offset.0, bytes);
             }
@@ -70,14 +67,14 @@ impl Dangling<'_> {
             self.l1(&survey.l1);
         }
         for (i, snapshot) in survey.snapshots.snapshots.iter().enumerate() {
-            let (offset, bytes) = (snapshot.l1_offset, snapshot.l1_bytes());
+            let (offset, bytes) = snapshot.l1();
             if snapshot.lost {
                 // A larger table cannot be recovered.
                 if bytes <= L1_BYTES_MAX {
                     self.add(offset, bytes);
                 }
             } else if survey.owner_in_conflict(Owner::SnapshotL1(i)) {
-                self.l1(&reader::read_table(&*self.image.storage, offset, bytes)?);
+                self.l1(&self.image.read_table(offset, bytes)?);
             }
         }
         Ok(())

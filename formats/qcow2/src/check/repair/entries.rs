@@ -3,12 +3,11 @@
 use vdkit_block::{HostOffset, Result};
 use zerocopy::IntoBytes;
 
-use super::{write_autoclear, write_changed};
+use super::write_autoclear;
 use crate::check::balance::SINGLE;
 use crate::check::bitmaps;
 use crate::check::image::Image;
 use crate::check::mapping;
-use crate::check::reader;
 use crate::check::survey::{Owner, Survey};
 use crate::layout::{COPIED, OFFSET_MASK, autoclear, extension};
 use crate::structures::{BitmapsExtensionData, words_mut};
@@ -26,21 +25,19 @@ pub(super) fn apply(image: &Image, survey: &Survey) -> Result<bool> {
         if snapshot.lost || !suspect || survey.owner_in_conflict(Owner::SnapshotL1(i)) {
             continue;
         }
-        let l1 = reader::read_table(&*image.storage, snapshot.l1_offset, snapshot.l1_bytes())?;
-        changed |= repair_l1(image, survey, snapshot.l1_offset, &l1)?;
+        let (offset, bytes) = snapshot.l1();
+        changed |= repair_l1(image, survey, offset, &image.read_table(offset, bytes)?)?;
     }
-    for table in &survey.tables {
-        if table.faulty == 0 || survey.in_conflict(image, table) {
+    for found in &survey.tables {
+        if found.faulty == 0 || survey.in_conflict(image, found) {
             continue;
         }
-        if image.header.has_data_file() && table.is_mostly_invalid() {
+        if image.header.has_data_file() && found.is_mostly_invalid() {
             // Most entries are at the wrong offset: a repair would be a guess.
             continue;
         }
-        let old = reader::read_table(&*image.storage, table.offset, image.cluster_bytes())?;
-        let mut new = old.clone();
-        mapping::repair_table(image, table, &mut new);
-        changed |= write_changed(image, table.offset, &old, &new)?;
+        changed |= image
+            .change_cluster(found.offset, |table| mapping::repair_table(image, found, table))?;
     }
     if changed {
         image.storage.sync()?;
@@ -77,7 +74,7 @@ fn drop_bitmaps(image: &Image, broken: &[usize]) -> Result<()> {
         return Ok(());
     };
     let (offset, bytes) = (bitmaps.directory_offset, bitmaps.directory_bytes);
-    let old = reader::read_table(storage, offset.0, bytes)?;
+    let old = image.read_table(offset.0, bytes)?;
     let (directory, count) = bitmaps::without(&old, broken);
     if count == 0 {
         return Ok(());
@@ -90,8 +87,7 @@ fn drop_bitmaps(image: &Image, broken: &[usize]) -> Result<()> {
 }
 
 fn repair_l1(image: &Image, survey: &Survey, offset: u64, old: &[u8]) -> Result<bool> {
-    let new = corrected_l1(image, survey, old, |offset| offset);
-    write_changed(image, offset, old, &new)
+    image.write_changed(offset, old, &corrected_l1(image, survey, old, |offset| offset))
 }
 
 /// The L1 table with corrected entries, without clusters that are not tables, and with each L2
@@ -136,13 +132,12 @@ pub(super) fn set_copied(image: &Image, survey: &Survey) -> Result<bool> {
                 word.set(entry & !COPIED | u64::from(single) << 63);
             }
         }
-        changed |= write_changed(image, image.header.l1_offset.0, &survey.l1, &new)?;
+        changed |= image.write_changed(image.header.l1_offset.0, &survey.l1, &new)?;
     }
     for table in survey.tables.iter().filter(|table| table.copied_wrong > 0) {
-        let old = reader::read_table(&*image.storage, table.offset, image.cluster_bytes())?;
-        let mut new = old.clone();
-        mapping::set_copied(image, &survey.balance, &mut new);
-        changed |= write_changed(image, table.offset, &old, &new)?;
+        changed |= image.change_cluster(table.offset, |table| {
+            mapping::set_copied(image, &survey.balance, table);
+        })?;
     }
     if changed {
         image.storage.sync()?;

@@ -29,8 +29,8 @@ use std::sync::Arc;
 
 use rustc_hash::FxHashSet;
 use vdkit_block::{
-    CheckReport, Error, Finding, HostOffset, Limits, Monitor, Remedy, Repair, Result, Severity,
-    Storage, require_writable,
+    CheckReport, Error, Finding, Limits, Monitor, Remedy, Repair, Result, Severity, Storage,
+    require_writable,
 };
 
 use super::image::Image;
@@ -226,7 +226,7 @@ fn rounds(
         let again = !states.insert((
             report.leaks + survey.ahead,
             report.corruptions,
-            image.header.clone().autoclear,
+            image.header.autoclear,
             image.header.refcount_table_offset.0,
             survey.copied_wrong(),
         ));
@@ -294,11 +294,7 @@ fn round(
 
 /// A writer must clear unknown and inapplicable autoclear bits.
 fn forget_autoclear(image: &Image) -> Result<bool> {
-    let known = if image.header.has_data_file() {
-        autoclear::BITMAPS | autoclear::DATA_FILE_RAW
-    } else {
-        autoclear::BITMAPS
-    };
+    let known = if image.header.has_data_file() { autoclear::KNOWN } else { autoclear::BITMAPS };
     if image.header.autoclear & !known == 0 {
         return Ok(false);
     }
@@ -355,35 +351,4 @@ fn merge_reports(image: &Image, report: &mut CheckReport, last: &CheckReport) {
     report.fragmented_clusters = last.fragmented_clusters;
     report.compressed_clusters = last.compressed_clusters;
     report.image_end_offset = last.image_end_offset;
-}
-
-/// Writes only the sectors of a table that differ: disks write a sector atomically, and unchanged
-/// sectors stay untouched.
-pub(in crate::check) fn write_changed(
-    image: &Image,
-    offset: u64,
-    old: &[u8],
-    new: &[u8],
-) -> Result<bool> {
-    const SECTOR: usize = 512;
-    let mut changed = false;
-    let mut at = 0;
-    let differs = |at: usize| {
-        let end = (at + SECTOR).min(new.len());
-        old[at..end] != new[at..end]
-    };
-    while at < new.len() {
-        if !differs(at) {
-            at += SECTOR;
-            continue;
-        }
-        let start = at;
-        while at < new.len() && differs(at) {
-            at += SECTOR;
-        }
-        let end = at.min(new.len());
-        image.storage.write_at(&new[start..end], HostOffset(offset + start as u64))?;
-        changed = true;
-    }
-    Ok(changed)
 }

@@ -17,7 +17,6 @@ use vdkit_block::{CheckReport, Error, Finding, Monitor, Remedy, Repair, Result, 
 
 use super::search::{Flagless, Scope, Search};
 use crate::check::image::Image;
-use crate::check::reader;
 use crate::check::survey::Survey;
 use crate::layout::extension;
 
@@ -64,7 +63,7 @@ pub(super) fn find(
     let search = Search::new(image, survey, scope, &quiet)?;
     // Only snapshots have tables without any COPIED flag. Bitmap and refcount tables look similar.
     let flagless = match snapshots && !had_bitmaps(image) {
-        _ if damaged && search.trusts_everything() => Flagless::Yes,
+        _ if damaged && search.trusts_all() => Flagless::Yes,
         true => Flagless::Sharing,
         false => Flagless::No,
     };
@@ -152,8 +151,8 @@ fn snapshots_lost(image: &Image, survey: &Survey) -> Result<bool> {
         if snapshot.lost {
             return Ok(true);
         }
-        let (offset, bytes) = (snapshot.l1_offset, snapshot.l1_bytes());
-        if is_gappy(&reader::read_table(&*image.storage, offset, bytes)?) {
+        let (offset, bytes) = snapshot.l1();
+        if is_gappy(&image.read_table(offset, bytes)?) {
             return Ok(true);
         }
     }

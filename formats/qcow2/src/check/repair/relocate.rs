@@ -8,20 +8,18 @@ use rustc_hash::FxHashMap;
 use vdkit_block::{Error, HostOffset, Monitor, Result};
 use zerocopy::IntoBytes;
 
-use super::{dangling, entries, write_changed};
+use super::{dangling, entries};
 use crate::check::image::Image;
 use crate::check::mapping;
-use crate::check::reader;
-use crate::check::snapshots::{Snapshot, SnapshotTable};
+use crate::check::snapshots::Snapshot;
 use crate::check::survey::{Mode, Owner, Survey};
+use crate::check::writer::Joined;
 use crate::layout::{
     HOST_OFFSET_END, REFCOUNT_TABLE_BYTES_MAX, V2_HEADER_BYTES, V3_HEADER_BYTES_MIN,
 };
 use crate::refcounts::set_refcount;
+use crate::snapshots;
 use crate::structures::{FixedHeader, header_offset, words_mut};
-
-/// Bytes of one write.
-const WRITE_BYTES: usize = 4 << 20;
 
 /// The new layout.
 struct Plan<'a> {
@@ -92,7 +90,7 @@ pub(super) fn change_width(image: &mut Image, order: u32, monitor: &Monitor<'_>)
         return Err(Error::invalid_for(
             &image.name(),
             format!(
-                "refcount_bits={bits} cannot be: the cluster at {:#x} is referred to {} times, \
+                "refcount_bits={bits} is not possible: the cluster at {:#x} is referred to {} times, \
              as by snapshots or compressed clusters, and {bits} bits count up to {max}",
                 cluster << image.geometry().cluster_bits,
                 -balance
@@ -152,7 +150,7 @@ impl<'a> Plan<'a> {
         if end >= HOST_OFFSET_END {
             return Err(Error::NoSpace {
                 file: image.name().to_owned(),
-                what: "host offsets end at 2^56, and the file does too".to_owned(),
+                what: "new metadata would be beyond the largest host offset, 2^56".to_owned(),
             });
         }
         if !image.storage.caps().growable && end > image.file_len {
@@ -178,8 +176,7 @@ impl<'a> Plan<'a> {
             if !self.target.in_conflict(image, &table) || table.is_mostly_invalid() {
                 continue;
             }
-            let mut bytes =
-                reader::read_table(&*image.storage, table.offset, image.cluster_bytes())?;
+            let mut bytes = image.read_cluster(table.offset)?;
             mapping::repair_table(image, &table, &mut bytes);
             let offset = self.allocate(image.cluster_bytes(), table.weight())?;
             self.tables.insert(table.offset, offset);
@@ -218,15 +215,14 @@ impl<'a> Plan<'a> {
         }
         let mut snapshots = old.snapshots.clone();
         for i in moved {
-            let snapshot = &snapshots[i];
-            let l1 = reader::read_table(&*image.storage, snapshot.l1_offset, snapshot.l1_bytes())?;
-            let bytes = self.new_l1(&l1);
+            let (offset, bytes) = snapshots[i].l1();
+            let bytes = self.new_l1(&image.read_table(offset, bytes)?);
             let offset = self.allocate(bytes.len() as u64, 1)?;
-            snapshots[i].l1_offset = offset;
+            snapshots[i].entry.l1_offset = HostOffset(offset);
             self.writes.push((offset, bytes));
         }
         snapshots.retain(|snapshot| !snapshot.lost);
-        let table = SnapshotTable::encode(snapshots.iter());
+        let table = snapshots::encode(snapshots.iter().map(|snapshot| &snapshot.entry));
         self.snapshots = Some(snapshots);
         if table.is_empty() {
             return Ok(0);
@@ -277,32 +273,22 @@ impl<'a> Plan<'a> {
     }
 
     fn write_blocks(&self, blocks: &[u64], first: u64) -> Result<()> {
-        let image = self.image;
-        let cluster = image.cluster_bytes() as usize;
-        let geometry = image.geometry();
+        let geometry = self.image.geometry();
         let max = i128::from(geometry.refcount_max());
         let mut counts = self.target.balance.unbalanced().peekable();
-        let mut out = Vec::with_capacity(WRITE_BYTES.max(cluster));
-        let mut at = first;
-        for &block in blocks {
-            let start = out.len();
-            out.resize(start + cluster, 0);
+        let mut out = Joined::new(&*self.image.storage);
+        let mut bytes = vec![0; geometry.cluster_bytes() as usize];
+        for (&block, at) in blocks.iter().zip((first..).step_by(bytes.len())) {
+            bytes.fill(0);
             let end = (block + 1) << geometry.refcount_block_bits();
             while let Some((cluster, balance)) = counts.next_if(|&(cluster, _)| cluster < end) {
                 let index = cluster & (geometry.refcount_block_entries() - 1);
                 let references = (-balance).clamp(0, max) as u64;
-                set_refcount(&mut out[start..], index, geometry.refcount_order, references);
+                set_refcount(&mut bytes, index, geometry.refcount_order, references);
             }
-            if out.len() >= WRITE_BYTES {
-                image.storage.write_at(&out, HostOffset(at))?;
-                at += out.len() as u64;
-                out.clear();
-            }
+            out.write(at, &bytes)?;
         }
-        if !out.is_empty() {
-            image.storage.write_at(&out, HostOffset(at))?;
-        }
-        Ok(())
+        out.finish()
     }
 
     /// The last step, once the new refcounts are in effect: points L1 tables that did not move to
@@ -314,14 +300,15 @@ impl<'a> Plan<'a> {
         let image = self.image;
         if self.l1.is_none() {
             let new = self.new_l1(&self.target.l1);
-            write_changed(image, image.header.l1_offset.0, &self.target.l1, &new)?;
+            image.write_changed(image.header.l1_offset.0, &self.target.l1, &new)?;
         }
         for (i, snapshot) in self.target.snapshots.snapshots.iter().enumerate() {
             if snapshot.lost || self.target.owner_in_conflict(Owner::SnapshotL1(i)) {
                 continue;
             }
-            let l1 = reader::read_table(&*image.storage, snapshot.l1_offset, snapshot.l1_bytes())?;
-            write_changed(image, snapshot.l1_offset, &l1, &self.new_l1(&l1))?;
+            let (offset, bytes) = snapshot.l1();
+            let l1 = image.read_table(offset, bytes)?;
+            image.write_changed(offset, &l1, &self.new_l1(&l1))?;
         }
         Ok(())
     }

@@ -17,13 +17,12 @@ use crate::check::image::{Image, add_to_runs};
 use crate::check::reader::{self, Meter};
 use crate::check::survey::{Mode, Owner, Survey};
 use crate::entry::L2Entry;
+use crate::layout::SECTOR;
 use crate::refcounts::get_refcount;
 use crate::structures::words;
 
 /// Candidates per batch of reads.
 const PART: usize = 4096;
-/// Bytes that a disk writes atomically, so the smallest range that can be wiped.
-const SECTOR: usize = 512;
 /// If no refcount confirms a table, at most one in this many clusters that it claims as its own may
 /// be referenced by something else.
 const OTHERS_MAX: u64 = 8;
@@ -59,9 +58,9 @@ pub(super) struct Search<'a> {
     /// No refcount can be trusted.
     unsound: bool,
     /// Refcount blocks that cannot be trusted.
-    doubtful: FxHashSet<u64>,
+    untrusted_blocks: FxHashSet<u64>,
     /// Sectors of other blocks that cannot be trusted, by the first cluster that each describes.
-    doubtful_sectors: FxHashSet<u64>,
+    untrusted_sectors: FxHashSet<u64>,
     /// Index after the last existing block.
     behind: u64,
     flagless: Flagless,
@@ -91,8 +90,8 @@ impl<'a> Search<'a> {
             scope,
             references: references.balance,
             unsound,
-            doubtful: FxHashSet::default(),
-            doubtful_sectors: FxHashSet::default(),
+            untrusted_blocks: FxHashSet::default(),
+            untrusted_sectors: FxHashSet::default(),
             behind: 0,
             flagless: Flagless::No,
             part: Vec::new(),
@@ -100,17 +99,17 @@ impl<'a> Search<'a> {
             mapped: Vec::new(),
         };
         search.references.check_limit(image.name())?;
-        search.doubt(monitor)?;
+        search.find_untrusted(monitor)?;
         Ok(search)
     }
 
     /// Whether all refcounts can be trusted.
-    pub(super) fn trusts_everything(&self) -> bool {
-        !self.unsound && self.doubtful.is_empty() && self.doubtful_sectors.is_empty()
+    pub(super) fn trusts_all(&self) -> bool {
+        !self.unsound && self.untrusted_blocks.is_empty() && self.untrusted_sectors.is_empty()
     }
 
     /// Finds blocks and sectors that cannot be trusted.
-    fn doubt(&mut self, monitor: &Monitor<'_>) -> Result<()> {
+    fn find_untrusted(&mut self, monitor: &Monitor<'_>) -> Result<()> {
         if self.unsound {
             return Ok(());
         }
@@ -126,14 +125,14 @@ impl<'a> Search<'a> {
         let all = image.file_clusters().div_ceil(1 << bits);
         for (block, index) in blocks.iter().zip(0..self.behind.min(all)) {
             if *block == 0 {
-                self.doubtful.insert(index);
+                self.untrusted_blocks.insert(index);
             } else {
                 present.push((*block, index));
             }
         }
         // On a device, clusters after the last described one were never in use.
         if self.behind < all && (image.storage.caps().growable || last.is_none()) {
-            self.doubtful.insert(self.behind);
+            self.untrusted_blocks.insert(self.behind);
         }
         present.sort_unstable();
         let offsets: Vec<u64> = present.iter().map(|&(offset, _)| offset).collect();
@@ -142,7 +141,7 @@ impl<'a> Search<'a> {
         reader::for_each_cluster(&*image.storage, &offsets, bytes, &mut meter, |i, block| {
             let index = present[i].1;
             if is_zero(block) {
-                self.doubtful.insert(index);
+                self.untrusted_blocks.insert(index);
                 return Ok(());
             }
             let first = index << bits;
@@ -150,28 +149,29 @@ impl<'a> Search<'a> {
             let wiped: Vec<u64> =
                 sectors.filter(|(bytes, _)| is_zero(bytes)).map(|(_, first)| first).collect();
             if wiped.iter().any(|first| low.contains(first)) {
-                self.doubtful_sectors.extend(wiped);
-                self.check_limit(self.doubtful_sectors.len() as u64)?;
+                self.untrusted_sectors.extend(wiped);
+                self.check_limit(self.untrusted_sectors.len() as u64)?;
             }
             Ok(())
         })
     }
 
-    /// Clusters that one sector of a refcount block describes.
+    /// Clusters that one sector of a refcount block describes: a sector is the smallest range that
+    /// can be wiped.
     fn sector_clusters(&self) -> u64 {
         (SECTOR as u64 * 8) >> self.image.geometry().refcount_order
     }
 
     /// Whether the refcount of a cluster cannot be trusted.
-    fn in_doubt(&self, cluster: u64) -> bool {
+    fn is_untrusted(&self, cluster: u64) -> bool {
         if self.unsound {
             return true;
         }
         let block = cluster >> self.image.geometry().refcount_block_bits();
         let sector = self.sector_clusters();
         // All blocks after the last one are treated like the first of them.
-        self.doubtful.contains(&block.min(self.behind))
-            || self.doubtful_sectors.contains(&(cluster / sector * sector))
+        self.untrusted_blocks.contains(&block.min(self.behind))
+            || self.untrusted_sectors.contains(&(cluster / sector * sector))
     }
 
     fn refcount(&self, cluster: u64) -> i128 {
@@ -186,7 +186,7 @@ impl<'a> Search<'a> {
     fn is_used(&self, cluster: u64) -> bool {
         self.survey.balance.word(cluster) & SINGLE != 0
             || self.refcount(cluster) > 0
-            || self.in_doubt(cluster)
+            || self.is_untrusted(cluster)
     }
 
     /// Whether nothing refers to a cluster.
@@ -206,8 +206,8 @@ impl<'a> Search<'a> {
                 self.add(cluster, &mut meter)?;
             }
         }
-        if self.scope == Scope::Everything && !self.trusts_everything() {
-            self.unbelieved(&mut meter)?;
+        if self.scope == Scope::Everything && !self.trusts_all() {
+            self.add_untrusted(&mut meter)?;
         }
         self.look(&mut meter)?;
         let mut kept = self.kept;
@@ -217,14 +217,14 @@ impl<'a> Search<'a> {
     }
 
     /// Adds unreferenced clusters whose refcount is 0 but not trusted.
-    fn unbelieved(&mut self, meter: &mut Meter<'_, '_>) -> Result<()> {
+    fn add_untrusted(&mut self, meter: &mut Meter<'_, '_>) -> Result<()> {
         let image = self.image;
         let bits = image.geometry().cluster_bits;
         let sector = self.sector_clusters();
         let holes = image.storage.may_have_holes()?;
         let mut at = 1;
         while at < image.file_clusters() {
-            if !self.in_doubt(at) {
+            if !self.is_untrusted(at) {
                 at = (at / sector + 1) * sector;
                 continue;
             }
@@ -320,13 +320,13 @@ impl<'a> Search<'a> {
                 }
             }
         }
-        let spoken_for = self.refcount(own >> geometry.cluster_bits) > 0 && !self.unsound;
+        let has_refcount = self.refcount(own >> geometry.cluster_bits) > 0 && !self.unsound;
         // A table of only zero entries hides the backing file. Without a refcount, a block of
         // 64-bit refcounts looks the same.
         let hides = zeroes
             && lost + others == 0
             && image.header.backing_name.is_some()
-            && (spoken_for || geometry.refcount_order < 6);
+            && (has_refcount || geometry.refcount_order < 6);
         let counts = match self.flagless {
             Flagless::No => false,
             Flagless::Sharing => shares,
@@ -335,7 +335,7 @@ impl<'a> Search<'a> {
         let is_table = possible
             && (lost > 0 || hides)
             && (flags || counts && !self.is_refcount_table(bytes)? || hides)
-            && (spoken_for || others * OTHERS_MAX <= lost);
+            && (has_refcount || others * OTHERS_MAX <= lost);
         let count = mapped.iter().map(|run| run.end - run.start).sum();
         self.mapped = mapped;
         Ok(is_table.then_some(count))
@@ -355,7 +355,7 @@ impl<'a> Search<'a> {
         if first == 0 || first & (image.cluster_bytes() - 1) != 0 || first >= image.file_len {
             return Ok(false);
         }
-        let block = reader::read_table(&*image.storage, first, image.cluster_bytes())?;
+        let block = image.read_cluster(first)?;
         let own = first >> geometry.cluster_bits;
         let refcount = |cluster: u64| get_refcount(&block, cluster, geometry.refcount_order);
         let behind = |cluster: u64| cluster >= image.file_clusters() && refcount(cluster) > 0;

@@ -61,7 +61,7 @@ pub(super) fn refuse_wrong_header(
         return refuse(
             image,
             &format!(
-                "a header under which {implausible} of {} L2 tables make no sense",
+                "a header with which {implausible} of {} L2 tables are invalid",
                 survey.tables.len()
             ),
             "one that fits the mapping",

@@ -2,14 +2,14 @@
 
 use std::sync::{Arc, LazyLock};
 
-use vdkit_block::{
-    CompactOptions, CompactReport, HostOffset, Limits, Monitor, Repair, Result, Storage,
-};
+use vdkit_block::bytes::be32;
+use vdkit_block::{CompactOptions, CompactReport, Limits, Monitor, Repair, Result, Storage};
 use vdkit_storage::MemoryStorage;
-use vdkit_testbase::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
+use vdkit_testbase::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng, qemu};
 
 use super::support::{
-    Image, KINDS, Kind, all_views, kind, must, open, our_check, peers, qemu_check, same_guest,
+    Heard, Image, KINDS, Kind, all_views, assert_clean, check_storage, kind, must, open, peers,
+    qemu_check, same_guest,
 };
 use crate::check;
 
@@ -65,12 +65,7 @@ fn density(image: &Image) -> (u64, u64) {
 }
 
 fn bitmaps(image: &Image) -> serde_json::Value {
-    let output = std::process::Command::new("qemu-img")
-        .args(["info", "--output=json", image.path.to_str().unwrap()])
-        .output()
-        .unwrap();
-    let info: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-    info["format-specific"]["data"]["bitmaps"].clone()
+    qemu::info(&image.path, "qcow2")["format-specific"]["data"]["bitmaps"].clone()
 }
 
 #[test]
@@ -84,8 +79,7 @@ fn the_same_disk_in_a_smaller_file() {
         let report = compact(&open(&image.path)).unwrap();
         let name = kind.name;
         assert_eq!(qemu_check(&image.path).exit, 0, "{name}: {report:?}");
-        let found = our_check(&image.path, Repair::Nothing).unwrap();
-        assert_eq!((found.corruptions, found.leaks), (0, 0), "{name}: {:#?}", found.findings);
+        assert_clean(&open(&image.path), name);
         assert!(same_guest(&before.path, &image.path), "{name}");
         assert!(views == all_views(&open(&image.path)), "{name}");
         assert_eq!(bitmaps(&before), bitmaps(&image), "{name}");
@@ -219,7 +213,7 @@ struct Case {
 impl Case {
     fn new(name: &'static str) -> Self {
         let image = worn(kind(name), 5);
-        let memory = MemoryStorage::from_bytes("image", &std::fs::read(&image.path).unwrap());
+        let memory = image.memory();
         let views = all_views(&(Arc::new(memory.clone()) as Arc<dyn Storage>));
         let calm: Arc<dyn Storage> = Arc::new(memory.clone());
         compact(&calm).unwrap();
@@ -232,26 +226,15 @@ impl Case {
     /// succeeds.
     fn assert_survived(&self, storage: &Arc<dyn Storage>, what: &str) {
         let what = format!("{}: {what}", self.name);
-        let limits = Limits::default();
-        let found =
-            check::check(storage, None, Repair::Nothing, &limits, &Monitor::default()).unwrap();
+        let found = check_storage(storage, Repair::Nothing).unwrap();
         assert_eq!(found.corruptions, 0, "{what}: {:#?}", found.findings);
         assert!(self.views == all_views(storage), "{what}");
         let report = compact(storage).unwrap_or_else(|error| panic!("{what}: {error}"));
         assert!(self.views == all_views(storage), "{what}, then again");
-        let found =
-            check::check(storage, None, Repair::Nothing, &limits, &Monitor::default()).unwrap();
-        assert_eq!((found.corruptions, found.leaks), (0, 0), "{what}: {:#?}", found.findings);
+        assert_clean(storage, &what);
         // A cluster of several tables, of which only some entries were moved, is now two clusters.
         let slack = self.length / 8 + 65536;
         assert!(storage.len().unwrap() <= self.length + slack, "{what}: {report:?}");
-    }
-
-    fn assert_sound_for_qemu(&self, storage: &dyn Storage, what: &str) {
-        let mut bytes = vec![0; storage.len().unwrap() as usize];
-        storage.read_at(&mut bytes, HostOffset(0)).unwrap();
-        std::fs::write(&self.image.path, bytes).unwrap();
-        assert_eq!(qemu_check(&self.image.path).exit, 0, "{}: {what}", self.name);
     }
 }
 
@@ -282,7 +265,7 @@ fn a_power_cut_at_any_point_leaves_the_same_disk() {
                 let survivor: Arc<dyn Storage> = Arc::new(survivor);
                 case.assert_survived(&survivor, &what);
                 if ops % (every * 20) == 0 {
-                    case.assert_sound_for_qemu(&*survivor, &what);
+                    case.image.assert_sound_for_qemu(&*survivor, &format!("{name}: {what}"));
                 }
             }
         });
@@ -318,8 +301,8 @@ fn an_error_at_any_point_leaves_the_same_disk() {
 }
 
 /// A field of the header.
-fn be32(image: &Image, at: u64) -> u32 {
-    u32::from_be_bytes(image.bytes(at, 4).try_into().unwrap())
+fn field(image: &Image, at: u64) -> u32 {
+    be32(&image.bytes(at, 4), 0)
 }
 
 /// An image whose L1 table was made for a larger disk, and its refcount table for a longer file.
@@ -349,14 +332,14 @@ fn tables_become_as_short_as_the_disk_and_the_file() {
         return;
     }
     let image = once_larger();
-    let (l1, clusters) = (be32(&image, 36), be32(&image, 56));
+    let (l1, clusters) = (field(&image, 36), field(&image, 56));
     assert!(l1 == 32768 && clusters > 2, "{l1} entries, {clusters} clusters");
     let before = image.copy();
     let report = compact(&open(&image.path)).unwrap();
     assert_eq!(qemu_check(&image.path).exit, 0, "{report:?}");
     assert!(same_guest(&before.path, &image.path));
     // 2 MiB of disk: 64 L2 tables. 364 KiB of file: 3 blocks.
-    assert_eq!((be32(&image, 36), be32(&image, 56)), (64, 1), "{report:?}");
+    assert_eq!((field(&image, 36), field(&image, 56)), (64, 1), "{report:?}");
     assert!(report.table_clusters >= 511 + u64::from(clusters) - 1, "{report:?}");
     assert!(image.len() < 450 << 10, "{} bytes: {report:?}", image.len());
     let again = compact(&open(&image.path)).unwrap();
@@ -375,7 +358,7 @@ fn a_power_cut_while_tables_become_shorter_leaves_the_same_disk() {
         return;
     }
     let image = once_larger();
-    let memory = MemoryStorage::from_bytes("image", &std::fs::read(&image.path).unwrap());
+    let memory = image.memory();
     let views = all_views(&(Arc::new(memory.clone()) as Arc<dyn Storage>));
     let crash = CrashStorage::holding(&memory);
     compact(&(Arc::clone(&crash) as Arc<dyn Storage>)).unwrap();
@@ -389,10 +372,7 @@ fn a_power_cut_while_tables_become_shorter_leaves_the_same_disk() {
         }
         for survivor in [moment.only_durable(), moment.survivor(&mut rng)] {
             let survivor: Arc<dyn Storage> = Arc::new(survivor);
-            let limits = Limits::default();
-            let found =
-                check::check(&survivor, None, Repair::Nothing, &limits, &Monitor::default())
-                    .unwrap();
+            let found = check_storage(&survivor, Repair::Nothing).unwrap();
             assert_eq!(found.corruptions, 0, "after {ops}: {:#?}", found.findings);
             assert!(views == all_views(&survivor), "after {ops}");
             compact(&survivor).unwrap();
@@ -404,14 +384,6 @@ fn a_power_cut_while_tables_become_shorter_leaves_the_same_disk() {
 
 #[test]
 fn progress_is_one_bar_that_never_goes_back() {
-    #[derive(Default)]
-    struct Heard(parking_lot::Mutex<Vec<(u64, u64)>>);
-    impl vdkit_block::Progress for Heard {
-        fn update(&self, done: u64, total: u64) {
-            self.0.lock().push((done, total));
-        }
-        fn message(&self, _text: &str) {}
-    }
     if !peers() {
         return;
     }

@@ -3,11 +3,11 @@
 
 use std::sync::Arc;
 
-use vdkit_block::{HostOffset, Limits, Monitor, Repair, Result, Storage};
+use vdkit_block::{Limits, Monitor, Repair, Result, Storage};
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
 
-use super::support::{Image, guest_view, kind, our_check, peers, qemu_check};
+use super::support::{Image, check_storage, guest_view, kind, our_check, peers, qemu_check};
 use crate::check;
 use crate::layout::{COPIED, OFFSET_MASK};
 
@@ -64,13 +64,13 @@ const CHANGES: [FaultKind; 4] =
     [FaultKind::Write, FaultKind::Zero, FaultKind::Sync, FaultKind::SetLen];
 
 fn repair(storage: &Arc<dyn Storage>) -> Result<vdkit_block::CheckReport> {
-    check::check(storage, None, Repair::AllForced, &Limits::default(), &Monitor::default())
+    check_storage(storage, Repair::AllForced)
 }
 
 fn damaged(damage: &Damage) -> (Image, MemoryStorage) {
     let image = Image::make(kind(damage.1));
     damage.2(&image);
-    let memory = MemoryStorage::from_bytes("image", &std::fs::read(&image.path).unwrap());
+    let memory = image.memory();
     (image, memory)
 }
 
@@ -102,10 +102,7 @@ impl Expected {
             report.findings
         );
         assert_eq!(guest_view(&**storage), self.after, "{what}");
-        let mut bytes = vec![0; storage.len().unwrap() as usize];
-        storage.read_at(&mut bytes, HostOffset(0)).unwrap();
-        std::fs::write(&image.path, bytes).unwrap();
-        assert_eq!(qemu_check(&image.path).exit, 0, "{what}");
+        image.assert_sound_for_qemu(&**storage, what);
     }
 }
 

@@ -471,9 +471,10 @@ fn extra_data_of_snapshots_is_completed_and_cut() {
     our_check(&image.path, Repair::All).unwrap();
     assert_eq!(qemu_check(&image.path).exit, 0);
     let table = image.header().snapshots_offset.0;
-    assert_eq!(image.bytes(table + 36, 4), 16u32.to_be_bytes());
+    assert_eq!(image.bytes(table + 36, 4), 24u32.to_be_bytes());
     assert_eq!(image.word(table + 48), 16 << 20); // the disk's size
-    assert_eq!(image.bytes(table + 56, 6), names);
+    assert_eq!(image.word(table + 56), u64::MAX); // no count of instructions
+    assert_eq!(image.bytes(table + 64, 6), names);
 }
 
 #[test]

@@ -75,6 +75,31 @@ fn one_refcount_block_for_everything_is_read_once() {
 }
 
 #[test]
+fn bitmaps_all_over_a_sparse_file_end_at_the_limit() {
+    let storage = image(1 << 30, 2, 4);
+    let count = 100u32;
+    let mut extension = vec![0x23, 0x85, 0x28, 0x75, 0, 0, 0, 24];
+    extension.extend([count.to_be_bytes(), [0; 4]].concat());
+    extension.extend((u64::from(count) * 32).to_be_bytes());
+    extension.extend((8 * CLUSTER).to_be_bytes());
+    storage.write_at(&extension, HostOffset(112)).unwrap();
+    storage.write_at(&[1], HostOffset(95)).unwrap();
+    for i in 0..u64::from(count) {
+        let mut entry = [0u8; 32];
+        entry[..8].copy_from_slice(&((16 + i) * CLUSTER).to_be_bytes());
+        entry[8..12].copy_from_slice(&8192u32.to_be_bytes());
+        // In use, of the only type, 64 KiB, a name of one byte.
+        (entry[15], entry[16], entry[17], entry[19], entry[24]) = (1, 1, 16, 1, b'b');
+        storage.write_at(&entry, HostOffset(8 * CLUSTER + i * 32)).unwrap();
+        put(&storage, (16 + i) * CLUSTER, (1..=8192).map(|j| (i * 8192 + j) << 33));
+    }
+    storage.set_len(1 << 56).unwrap();
+    let (result, read) = run(&storage, Repair::Nothing);
+    assert!(matches!(result, Err(Error::Limit { .. })), "{result:?}");
+    assert!(read < 1 << 20, "{read}");
+}
+
+#[test]
 fn narrow_refcounts_do_not_blow_up() {
     // 64 KiB hold 2^19 refcounts of one bit, which take 1 MiB each here; there are 60 blocks.
     let storage = image(1 << 30, 2, 0);
@@ -121,6 +146,22 @@ fn thousands_of_snapshots_of_one_l1_table_are_refused() {
     let (result, read) = run(&storage, Repair::Nothing);
     assert!(matches!(result, Err(Error::Limit { .. })), "{result:?}");
     assert!(read < 4 << 20, "{read}");
+}
+
+#[test]
+fn a_snapshot_whose_l1_table_is_lost_is_named() {
+    let storage = image(1 << 30, 2, 4);
+    let mut entry = [0u8; 64];
+    entry[..8].copy_from_slice(&100u64.to_be_bytes());
+    (entry[11], entry[13], entry[15], entry[39]) = (1, 1, 5, 16);
+    entry[56..62].copy_from_slice(b"1first");
+    storage.write_at(&entry, HostOffset(8 * CLUSTER)).unwrap();
+    storage.write_at(&1u32.to_be_bytes(), HostOffset(60)).unwrap();
+    storage.write_at(&(8 * CLUSTER).to_be_bytes(), HostOffset(64)).unwrap();
+    storage.set_len(16 * CLUSTER).unwrap();
+    let report = run(&storage, Repair::Nothing).0.unwrap();
+    let named = |message: &str| message.starts_with("snapshot 'first': found an L1 table");
+    assert!(report.findings.iter().any(|finding| named(&finding.message)), "{report:#?}");
 }
 
 #[test]

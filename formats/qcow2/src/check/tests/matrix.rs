@@ -4,12 +4,10 @@
 
 use std::sync::Arc;
 
-use vdkit_block::{HostOffset, Limits, Monitor, Repair, Result, Storage};
-use vdkit_storage::MemoryStorage;
+use vdkit_block::{Repair, Storage};
 use vdkit_testbase::{CrashStorage, Rng};
 
-use super::support::{Image, all_views, guest_view, kind, peers, qemu_check};
-use crate::check;
+use super::support::{Image, all_views, assert_clean, check_storage, guest_view, kind, peers};
 use crate::layout::{COMPRESSED, COPIED, OFFSET_MASK};
 
 /// Option sets: versions, cluster sizes, refcount widths, extended entries, snapshots, bitmaps,
@@ -273,10 +271,6 @@ fn truncate(image: &Image, len: u64) {
     std::fs::File::options().write(true).open(&image.path).unwrap().set_len(len).unwrap();
 }
 
-fn run(storage: &Arc<dyn Storage>, repair: Repair) -> Result<vdkit_block::CheckReport> {
-    check::check(storage, None, repair, &Limits::default(), &Monitor::default())
-}
-
 /// Asserts that intact clusters stay intact, and that nothing else appears that was never there.
 fn assert_no_worse(
     sound: &[Option<u64>],
@@ -295,32 +289,19 @@ fn assert_no_worse(
     }
 }
 
-fn assert_clean(storage: &Arc<dyn Storage>, image: &Image, what: &str) {
-    let again = run(storage, Repair::Nothing).unwrap();
-    assert_eq!((again.corruptions, again.leaks), (0, 0), "{what}: {:#?}", again.findings);
-    let mut bytes = vec![0; storage.len().unwrap() as usize];
-    storage.read_at(&mut bytes, HostOffset(0)).unwrap();
-    std::fs::write(&image.path, bytes).unwrap();
-    let theirs = qemu_check(&image.path);
-    assert_eq!(theirs.exit, 0, "{what}: {theirs:?}");
-}
-
-fn memory(image: &Image) -> MemoryStorage {
-    MemoryStorage::from_bytes("image", &std::fs::read(&image.path).unwrap())
-}
-
-fn views_of(memory: &MemoryStorage) -> Vec<Option<u64>> {
-    guest_view(memory)
+fn assert_clean_for_both(storage: &Arc<dyn Storage>, image: &Image, what: &str) {
+    assert_clean(storage, what);
+    image.assert_sound_for_qemu(&**storage, what);
 }
 
 /// Asserts that a check finds the damage, and that a repair of leaks alone does not hide it.
 fn assert_found(storage: &Arc<dyn Storage>, leaks_only: bool, what: &str) {
-    let found = run(storage, Repair::Nothing).unwrap_or_else(|e| panic!("{what}: {e}"));
+    let found = check_storage(storage, Repair::Nothing).unwrap_or_else(|e| panic!("{what}: {e}"));
     assert_eq!(found.corruptions > 0, !leaks_only, "{what}: {:#?}", found.findings);
     assert!(found.corruptions + found.leaks > 0, "{what}");
     if !leaks_only {
         // An apparent leak may be what a damaged entry pointed to.
-        let leaks = run(storage, Repair::Leaks).unwrap();
+        let leaks = check_storage(storage, Repair::Leaks).unwrap();
         assert!(leaks.corruptions_left() > 0 || leaks.corruptions_fixed > 0, "{what}");
     }
 }
@@ -336,7 +317,7 @@ fn repair_or_refuse(
     let what = format!("{name} ({kind_name})");
     let storage = Arc::clone(crash) as Arc<dyn Storage>;
     let mut repair = if leaks_only { Repair::Leaks } else { Repair::All };
-    let mut repaired = run(&storage, repair);
+    let mut repaired = check_storage(&storage, repair);
     let lost = |error: &vdkit_block::Error| error.to_string().contains("looks like L2 tables");
     let refused = repaired.as_ref().is_err_and(lost);
     assert!(!refused || LOSING.contains(&name), "{what}: {:?}", repaired.as_ref().err());
@@ -349,7 +330,7 @@ fn repair_or_refuse(
     if refused {
         assert_eq!(crash.ops(), 0, "{what}: refused, and changed");
         repair = Repair::AllForced;
-        repaired = run(&storage, repair);
+        repaired = check_storage(&storage, repair);
     }
     let report = match repaired {
         Ok(report) => report,
@@ -373,14 +354,14 @@ fn repair_or_refuse(
 /// applied.
 fn one(kind_name: &str, (name, damage): &Damage, leaks_only: bool, rng: &mut Rng) -> bool {
     let image = Image::make(kind(kind_name));
-    let sound = memory(&image);
-    let sound_view = views_of(&sound);
+    let sound = image.memory();
+    let sound_view = guest_view(&sound);
     if !damage(&image) {
         return false;
     }
     let what = format!("{name} ({kind_name})");
-    let damaged = memory(&image);
-    let before = views_of(&damaged);
+    let damaged = image.memory();
+    let before = guest_view(&damaged);
     let storage: Arc<dyn Storage> = Arc::new(damaged.clone());
     assert_found(&storage, leaks_only, &what);
     let crash = CrashStorage::holding(&damaged);
@@ -388,23 +369,24 @@ fn one(kind_name: &str, (name, damage): &Damage, leaks_only: bool, rng: &mut Rng
     let storage: Arc<dyn Storage> = crash.clone();
     let after = guest_view(&*storage);
     assert_no_worse(&sound_view, &before, &after, &what);
-    assert_clean(&storage, &image, &what);
+    assert_clean_for_both(&storage, &image, &what);
     let mended_views = all_views(&storage);
     for _ in 0..3 {
         let ops = rng.below(crash.ops() as u64 + 1) as usize;
         let survivor = crash.crash_at(ops).survivor(rng);
         let what = format!("{what}, cut after {ops} of {} changes", crash.ops());
-        let now = views_of(&survivor);
+        let now = guest_view(&survivor);
         for (i, now) in now.iter().enumerate() {
             let fine =
                 *now == after[i] || before.get(i).is_none_or(|was| was == now || was.is_none());
             assert!(fine, "{what}: guest cluster {i} is {now:?}, was {:?}", before.get(i));
         }
         let survivor: Arc<dyn Storage> = Arc::new(survivor);
-        let report = run(&survivor, repair).unwrap_or_else(|error| panic!("{what}: {error}"));
+        let report =
+            check_storage(&survivor, repair).unwrap_or_else(|error| panic!("{what}: {error}"));
         assert_eq!((report.corruptions_left(), report.leaks_left()), (0, 0), "{what}");
         assert!(all_views(&survivor) == mended_views, "{what}: another disk");
-        assert_clean(&survivor, &image, &what);
+        assert_clean_for_both(&survivor, &image, &what);
     }
     true
 }

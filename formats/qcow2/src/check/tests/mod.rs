@@ -8,5 +8,5 @@ mod matrix;
 mod orphans;
 mod random;
 mod sound;
-mod support;
+pub(super) mod support;
 mod wiped;

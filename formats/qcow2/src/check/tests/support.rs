@@ -9,8 +9,9 @@ use std::process::{Command, Output};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use vdkit_block::bytes::be64;
-use vdkit_block::{CheckReport, HostOffset, Limits, Monitor, Repair, Result, Storage};
-use vdkit_storage::{FileOptions, FileStorage};
+use vdkit_block::{CheckReport, HostOffset, Limits, Monitor, Progress, Repair, Result, Storage};
+use vdkit_storage::{FileOptions, FileStorage, MemoryStorage};
+use vdkit_testbase::qemu;
 
 use crate::check;
 use crate::check::findings::Findings;
@@ -19,6 +20,18 @@ use crate::check::snapshots::SnapshotTable;
 use crate::entry::State;
 use crate::header::Header;
 use crate::layout::OFFSET_MASK;
+
+/// Records all updates.
+#[derive(Debug, Default)]
+pub(in crate::check) struct Heard(pub(in crate::check) parking_lot::Mutex<Vec<(u64, u64)>>);
+
+impl Progress for Heard {
+    fn update(&self, done: u64, total: u64) {
+        self.0.lock().push((done, total));
+    }
+
+    fn message(&self, _text: &str) {}
+}
 
 /// Opens an image file for writing.
 pub(super) fn open(path: &Path) -> Arc<dyn Storage> {
@@ -61,12 +74,6 @@ pub(super) struct Verdict {
     pub(super) end: u64,
 }
 
-/// Error output of qemu-img if it refuses to check.
-pub(super) fn qemu_refusal(path: &Path) -> String {
-    let output = run("qemu-img", &["check", "-f", "qcow2", path.to_str().unwrap()]);
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
 /// The result of `qemu-img check`.
 pub(super) fn qemu_check(path: &Path) -> Verdict {
     let output =
@@ -107,21 +114,28 @@ pub(super) fn verdict_of(report: &CheckReport) -> Verdict {
 
 /// vdkit's check.
 pub(super) fn our_check(path: &Path, repair: Repair) -> Result<CheckReport> {
-    let storage = open(path);
+    check_storage(&open(path), repair)
+}
+
+/// As [`our_check`], in any storage.
+pub(super) fn check_storage(storage: &Arc<dyn Storage>, repair: Repair) -> Result<CheckReport> {
     // A repair only requires that a data file is present, not its content.
-    let header = Header::read_tolerant(&*storage, &Limits::default(), &mut Vec::new())?;
-    let data_file = header.has_data_file().then_some(&storage);
-    check::check(&storage, data_file, repair, &Limits::default(), &Monitor::default())
+    let limits = Limits::default();
+    let header = Header::read_tolerant(&**storage, &limits, &mut Vec::new())?;
+    let data_file = header.has_data_file().then_some(storage);
+    check::check(storage, data_file, repair, &limits, &Monitor::default())
+}
+
+/// Asserts that vdkit's check finds nothing.
+#[track_caller]
+pub(super) fn assert_clean(storage: &Arc<dyn Storage>, what: &str) {
+    let found = check_storage(storage, Repair::Nothing).unwrap();
+    assert_eq!((found.corruptions, found.leaks), (0, 0), "{what}: {:#?}", found.findings);
 }
 
 /// Whether the guest reads the same from both.
 pub(super) fn same_guest(a: &Path, b: &Path) -> bool {
-    run(
-        "qemu-img",
-        &["compare", "-f", "qcow2", "-F", "qcow2", a.to_str().unwrap(), b.to_str().unwrap()],
-    )
-    .status
-    .success()
+    qemu::same((a, "qcow2"), (b, "qcow2"))
 }
 
 /// A kind of test image.
@@ -282,6 +296,20 @@ impl Image {
         }
     }
 
+    /// Its bytes in memory.
+    pub(super) fn memory(&self) -> MemoryStorage {
+        MemoryStorage::from_bytes("image", &std::fs::read(&self.path).unwrap())
+    }
+
+    /// Replaces the file by these bytes, and asserts that QEMU finds nothing wrong with them.
+    pub(super) fn assert_sound_for_qemu(&self, storage: &dyn Storage, what: &str) {
+        let mut bytes = vec![0; storage.len().unwrap() as usize];
+        storage.read_at(&mut bytes, HostOffset(0)).unwrap();
+        std::fs::write(&self.path, bytes).unwrap();
+        let theirs = qemu_check(&self.path);
+        assert_eq!(theirs.exit, 0, "{what}: {theirs:?}");
+    }
+
     pub(super) fn copy(&self) -> Self {
         let copy = Self::empty();
         std::fs::copy(&self.path, &copy.path).unwrap();
@@ -382,7 +410,7 @@ pub(super) fn all_views(storage: &Arc<dyn Storage>) -> Vec<Vec<Option<u64>>> {
     let image = crate::check::image::Image::open(storage, &Limits::default()).unwrap();
     let table = SnapshotTable::read(&image, &mut Findings::default()).unwrap();
     let active = (image.header.l1_offset.0, image.header.l1_entries);
-    let others = table.snapshots.iter().map(|s| (s.l1_offset, s.l1_entries));
+    let others = table.snapshots.iter().map(|s| (s.entry.l1_offset.0, s.entry.l1_entries));
     std::iter::once(active).chain(others).map(|l1| view_of(&**storage, &image.header, l1)).collect()
 }
 

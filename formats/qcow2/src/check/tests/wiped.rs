@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use vdkit_block::bytes::be64;
 use vdkit_block::{CheckReport, Limits, Monitor, Remedy, Repair, Severity, Storage};
-use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CrashStorage, Rng};
 
 use super::support::{
-    Image, all_views, guest_view, kind, must, open, our_check, peers, qemu_check, same_guest,
+    Image, all_views, check_storage, guest_view, kind, must, open, our_check, peers, qemu_check,
+    same_guest,
 };
 use crate::check;
 
@@ -380,11 +380,9 @@ fn a_power_cut_in_a_repair_that_keeps_tables_loses_none() {
         damage.1(&image);
         // A file that another program has extended.
         image.put(image.len().next_multiple_of(512), &[3; 700]);
-        let memory = MemoryStorage::from_bytes("image", &std::fs::read(&image.path).unwrap());
+        let memory = image.memory();
         let crash = CrashStorage::holding(&memory);
-        let repair = |storage: &Arc<dyn Storage>| {
-            check::check(storage, None, Repair::All, &Limits::default(), &Monitor::default())
-        };
+        let repair = |storage: &Arc<dyn Storage>| check_storage(storage, Repair::All);
         repair(&(Arc::clone(&crash) as Arc<dyn Storage>)).unwrap();
         println!("{kind_name}, {}: {} changes, seed {}", damage.0, crash.ops(), rng.seed());
         crash.for_each_crash(|ops, moment| {
