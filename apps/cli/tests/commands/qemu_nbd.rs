@@ -85,7 +85,8 @@ fn a_forked_server_serves_until_the_last_client_leaves() {
     }
     let mut shop = Shop::new();
     shop.qemu_img(&["create", "-f", "qcow2", "a.qcow2", "8M"]);
-    shop.serve(&["-f", "qcow2", "a.qcow2"]);
+    // Here `--fork` is a description.
+    shop.serve(&["-D", "--fork", "-f", "qcow2", "a.qcow2"]);
     let said = shop.qemu_io(&["write -P 7 1M 64k", "read -P 7 1M 64k"]);
     assert!(!said.contains("failed"), "{said}");
     shop.ended();
@@ -195,7 +196,7 @@ impl Shop {
         let mut command = Command::new(program);
         command.current_dir(self.scratch.path("")).args(arguments);
         let server = Killed(command.spawn().unwrap());
-        common::wait_until(|| self.scratch.path(socket).exists());
+        common::wait_until_connected(&self.scratch.path(socket));
         server
     }
 
