@@ -25,10 +25,6 @@ fn disk(seed: u64, bytes: usize) -> Vec<u8> {
     disk
 }
 
-fn same(scratch: &Scratch, a: &str, b: &str) {
-    peer(&scratch.path(""), "qemu-img", &["compare", "-q", a, b]);
-}
-
 fn python(scratch: &Scratch, program: &str) -> String {
     let output = peer(&scratch.path(""), "python3", &["-c", program]);
     String::from_utf8(output.stdout).unwrap()
@@ -80,8 +76,8 @@ fn unpacks(scratch: &Scratch, source: &str) {
     let _ = std::fs::remove_dir_all(scratch.path("out"));
     std::fs::create_dir(scratch.path("out")).unwrap();
     scratch.ok(&["convert", source, "out"]);
-    same(scratch, "one.raw", "out/one.qcow2");
-    same(scratch, "two.raw", "out/two.qcow2");
+    scratch.same("one.raw", "out/one.qcow2");
+    scratch.same("two.raw", "out/two.qcow2");
     assert_eq!(listed(&scratch.path("out")), ["one.qcow2", "two.qcow2"]);
 }
 
@@ -110,8 +106,8 @@ fn a_new_appliance_holds_its_disks_as_others_read_it() {
     assert_eq!(String::from_utf8(list).unwrap().lines().collect::<Vec<_>>(), names);
     std::fs::create_dir(scratch.path("x")).unwrap();
     peer(&scratch.path("x"), "tar", &["xf", "../my vm.ova"]);
-    same(&scratch, "one.raw", "x/my_vm-disk1.vmdk");
-    same(&scratch, "two.raw", "x/my_vm-disk2.vmdk");
+    scratch.same("one.raw", "x/my_vm-disk1.vmdk");
+    scratch.same("two.raw", "x/my_vm-disk2.vmdk");
     scratch.ok(&["check", "x/my_vm-disk2.vmdk"]);
     // The manifest and the descriptor as another program reads them.
     let checked = python(
@@ -140,15 +136,15 @@ fn a_new_appliance_holds_its_disks_as_others_read_it() {
     std::fs::create_dir(scratch.path("out")).unwrap();
     let report = scratch.json_of("convert", 0, &["-O", "raw", "my vm.ova", "out"]);
     assert_eq!(report["manifest"], "verified");
-    same(&scratch, "one.raw", "out/my_vm-disk1.raw");
-    same(&scratch, "two.raw", "out/my_vm-disk2.raw");
+    scratch.same("one.raw", "out/my_vm-disk1.raw");
+    scratch.same("two.raw", "out/my_vm-disk2.raw");
     // By its format's name, from an ending that says nothing.
     scratch.ok(&["convert", "-O", "ova", "one.raw", "two.qcow2", "again"]);
     std::fs::rename(scratch.path("again"), scratch.path("again.ova")).unwrap();
     // An appliance of an appliance's disks.
     scratch.ok(&["convert", "again.ova", "one.raw", "three.ova", "--threads", "1"]);
     scratch.ok(&["convert", "three.ova", "--disk", "vmdisk2", "two.again.raw"]);
-    same(&scratch, "two.raw", "two.again.raw");
+    scratch.same("two.raw", "two.again.raw");
     let three = scratch.json_of("info", 0, &["three.ova"]);
     assert_eq!(three["disks"].as_array().unwrap().len(), 3);
 }
@@ -181,7 +177,7 @@ fn appliances_of_other_writers_are_read() {
     unpacks(&scratch, "c.ova");
     std::fs::rename(scratch.path("c.ova"), scratch.path("c.img")).unwrap();
     scratch.ok(&["convert", "-f", "ova", "--disk", "two.vmdk", "c.img", "c.raw"]);
-    same(&scratch, "two.raw", "c.raw");
+    scratch.same("two.raw", "c.raw");
     // And its own bytes when that is asked for.
     scratch.ok(&["convert", "-f", "raw", "b.img", "plain.raw"]);
     let bytes = |name: &str| std::fs::read(scratch.path(name)).unwrap();
@@ -250,7 +246,7 @@ fn a_wrong_hash_leaves_nothing_behind() {
     assert_eq!(std::fs::read(scratch.path("old.raw")).unwrap(), vec![5; 3 * MIB]);
     // The other disk is right.
     scratch.ok(&["convert", "--disk", "one.vmdk", "a.ova", "new.raw"]);
-    same(&scratch, "one.raw", "new.raw");
+    scratch.same("one.raw", "new.raw");
     // A descriptor that was changed is not even listed.
     scratch.write("parts/two.vmdk", &whole);
     let text = std::fs::read_to_string(scratch.path("parts/a.ovf")).unwrap();
@@ -314,7 +310,7 @@ fn a_disk_is_chosen_or_a_folder_named() {
     for preset in ["vmware", "virtualbox", "aws"] {
         scratch.ok(&["convert", "one.raw", "x.ova", "--for", preset, "--compress=zlib:9"]);
         scratch.ok(&["convert", "x.ova", "x.raw"]);
-        same(&scratch, "one.raw", "x.raw");
+        scratch.same("one.raw", "x.raw");
     }
 }
 
@@ -375,7 +371,7 @@ fn names_of_strangers_stay_in_the_folder() {
     assert_eq!(made, ["a.qcow2", "d1.qcow2", "d2.qcow2", "d3.qcow2", "d4.qcow2", "d5.qcow2"]);
     assert_eq!(scratch.names(), ["a.ova", "one.raw", "one.vmdk", "out"]);
     assert!(!Path::new("/tmp/vdkit-absolute.qcow2").exists());
-    made.iter().for_each(|name| same(&scratch, "one.raw", &format!("out/{name}")));
+    made.iter().for_each(|name| scratch.same("one.raw", &format!("out/{name}")));
     // Two files of one name, of which only one can be the right one.
     let twice: [(&str, &[u8]); 3] = [
         ("a.ovf", ovf(&[("ovf:href=\"a\"", "")]).leak().as_bytes()),
@@ -473,15 +469,15 @@ fn an_appliance_comes_through_pipes_and_over_http() {
         scratch.command(&["convert", "-", "out"]).stdin(Stdio::piped()).spawn().unwrap();
     child.stdin.take().unwrap().write_all(&bytes).unwrap();
     assert!(child.wait().unwrap().success());
-    same(&scratch, "two.raw", "out/two.qcow2");
+    scratch.same("two.raw", "out/two.qcow2");
     peer(&scratch.path(""), "gzip", &["-k", "a.ova"]);
     unpacks(&scratch, "a.ova.gz");
     let server = HttpServer::start(bytes.clone(), HttpFaults::default());
     // In place: a spool would fail.
     let mut command = scratch.command(&["convert", server.url(), "out", "-O", "raw"]);
     assert!(command.env("TMPDIR", "/nowhere").status().unwrap().success());
-    same(&scratch, "one.raw", "out/one.raw");
-    same(&scratch, "two.raw", "out/two.raw");
+    scratch.same("one.raw", "out/one.raw");
+    scratch.same("two.raw", "out/two.raw");
     let no_ranges = HttpFaults { no_ranges: true, ..HttpFaults::default() };
     let server = HttpServer::start(bytes, no_ranges);
     unpacks(&scratch, server.url());

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use crate::common::{Scratch, peer};
+use crate::common::{self, Scratch, peer};
 use serde_json::Value;
 use vdkit_testkit::Killed;
 
@@ -19,12 +19,7 @@ fn qemu_dirty(scratch: &Scratch, image: &str, name: &str) -> Vec<(u64, u64)> {
         .spawn()
         .unwrap();
     let _served = Killed(child);
-    // A minute: it may have to share its processor with many.
-    let listening = (0..2400).any(|_| {
-        std::thread::sleep(std::time::Duration::from_millis(25));
-        socket.exists()
-    });
-    assert!(listening, "qemu-nbd of {image} with {name}");
+    common::wait_until_connected(&socket);
     let options = format!(
         "driver=nbd,server.type=unix,server.path={},x-dirty-bitmap=qemu:dirty-bitmap:{name}",
         socket.display()
@@ -59,12 +54,6 @@ fn assert_alike(scratch: &Scratch, image: &str, name: &str) -> Vec<(u64, u64)> {
     let ours = our_dirty(scratch, image, name);
     assert_eq!(ours, qemu_dirty(scratch, image, name), "{image} {name}");
     ours
-}
-
-fn sound(scratch: &Scratch, image: &str) {
-    let dir = scratch.path("");
-    peer(&dir, "qemu-img", &["check", "-q", image]);
-    scratch.ok(&["check", image]);
 }
 
 #[test]
@@ -110,7 +99,7 @@ fn bitmaps_of_qemu_record_what_vdkit_writes() {
         assert_eq!(fine, wanted, "{options}");
         assert_eq!(assert_alike(&scratch, "a.qcow2", "coarse").len(), 6, "{options}");
         assert!(assert_alike(&scratch, "a.qcow2", "still").is_empty());
-        sound(&scratch, "a.qcow2");
+        scratch.sound("a.qcow2");
         // And QEMU goes on with them.
         peer(&dir, "qemu-io", &["-c", "write -P 2 60M 4k", "-f", "qcow2", "a.qcow2"]);
         assert!(assert_alike(&scratch, "a.qcow2", "fine").contains(&(60 << 20, 4096)));
@@ -140,7 +129,7 @@ fn what_is_changed_here_is_what_qemu_sees() {
         scratch.ok(&["write", "a.qcow2", "9M", "4K", "--pattern", "2"]);
         assert!(assert_alike(&scratch, "a.qcow2", "one").is_empty());
         assert_eq!(assert_alike(&scratch, "a.qcow2", "two").len(), 2);
-        sound(&scratch, "a.qcow2");
+        scratch.sound("a.qcow2");
         peer(&dir, "qemu-img", &["bitmap", "--clear", "--enable", "a.qcow2", "one"]);
         scratch.ok(&["write", "a.qcow2", "0", "1K", "--pattern", "3"]);
         assert_eq!(assert_alike(&scratch, "a.qcow2", "one"), [(0, 4096)]);
@@ -155,7 +144,7 @@ fn what_is_changed_here_is_what_qemu_sees() {
         scratch.ok(&["bitmap", "remove", "a.qcow2", "three"]);
         scratch.ok(&["bitmap", "add", "a.qcow2", "three"]);
         assert!(assert_alike(&scratch, "a.qcow2", "three").is_empty());
-        sound(&scratch, "a.qcow2");
+        scratch.sound("a.qcow2");
     }
 }
 
@@ -206,7 +195,7 @@ fn bitmaps_follow_the_size_of_the_disk() {
         let wanted = [(64 << 10, 64 << 10), (10 << 20, 50 << 20)];
         assert_eq!(assert_alike(&scratch, "a.qcow2", "one"), wanted);
         assert!(assert_alike(&scratch, "a.qcow2", "still").is_empty());
-        sound(&scratch, "a.qcow2");
+        scratch.sound("a.qcow2");
     }
 }
 
@@ -217,23 +206,18 @@ fn bitmaps_that_others_left_behind_are_not_believed() {
     scratch.ok(&["create", "a.qcow2", "8M"]);
     scratch.ok(&["bitmap", "add", "a.qcow2", "one"]);
     // A QEMU that is killed leaves them marked as in use.
-    let mut child = Command::new("qemu-io")
+    let child = Command::new("qemu-io")
         .args(["-f", "qcow2", "a.qcow2", "-c", "write 0 64k", "-c", "flush", "-c", "sleep 90000"])
         .current_dir(&dir)
         .stdout(Stdio::null())
-        .spawn()
-        .unwrap();
+        .spawn();
+    let child = Killed(child.unwrap());
     let in_use = || {
         let info = scratch.json_of("info", 0, &["-U", "a.qcow2"]);
         info["bitmaps"][0]["in-use"] == true
     };
-    let seen = (0..2400).any(|_| {
-        std::thread::sleep(std::time::Duration::from_millis(25));
-        in_use()
-    });
-    let _ = child.kill();
-    child.wait().unwrap();
-    assert!(seen);
+    common::wait_until(in_use);
+    drop(child);
     scratch.ok(&["write", "a.qcow2", "1M", "4K", "--pattern", "1"]);
     assert!(in_use());
     let list = scratch.json_of("bitmap", 0, &["list", "a.qcow2"]);
@@ -243,7 +227,7 @@ fn bitmaps_that_others_left_behind_are_not_believed() {
     }
     scratch.ok(&["bitmap", "remove", "a.qcow2", "one"]);
     scratch.ok(&["check", "--repair", "leaks", "a.qcow2"]);
-    sound(&scratch, "a.qcow2");
+    scratch.sound("a.qcow2");
 }
 
 #[test]
@@ -296,7 +280,7 @@ fn a_header_with_a_backing_name_makes_room() {
             assert_eq!(scratch.json_of("info", 0, &[image])["backing-filename"], base.as_str());
             scratch.ok(&["bitmap", "remove", image, "one"]);
             assert_eq!(scratch.json_of("info", 0, &[image])["backing-filename"], base.as_str());
-            sound(&scratch, image);
+            scratch.sound(image);
         }
     }
 }
@@ -325,7 +309,7 @@ fn a_conversion_takes_bitmaps_along() {
     assert!(assert_alike(&scratch, "b.qcow2", "two").is_empty());
     let list = |image| scratch.json_of("bitmap", 0, &["list", image])["bitmaps"].clone();
     assert_eq!(list("a.qcow2"), list("b.qcow2"));
-    sound(&scratch, "b.qcow2");
+    scratch.sound("b.qcow2");
     // One that QEMU has left in use.
     peer(&dir, "qemu-img", &["bitmap", "--add", "b.qcow2", "three"]);
     let info = scratch.json_of("info", 0, &["b.qcow2"]);

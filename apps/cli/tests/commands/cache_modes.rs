@@ -1,10 +1,9 @@
 //! What each cache mode costs and does, in system calls on the image.
 
-use std::io::{BufRead, BufReader};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
-use crate::common::{Scratch, peer};
-use vdkit_testkit::{Killed, require_peer};
+use crate::common::{self, Scratch, peer};
+use vdkit_testkit::require_peer;
 
 /// System calls on the image.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,16 +22,13 @@ fn format_of(image: &str) -> &str {
 /// Serves an image under strace while a client does `commands`; counts the calls on the image.
 fn serve_and_count(scratch: &Scratch, image: &str, mode: &str, commands: &[String]) -> Calls {
     let calls = "trace=fcntl,pwrite64,pwritev,pwritev2,fdatasync,fsync,io_uring_setup";
-    let child = Command::new("strace")
+    let mut command = Command::new("strace");
+    command
         .args(["-f", "-y", "-e", calls, "-o", "log", env!("CARGO_BIN_EXE_vdkit"), "serve", image])
         .args(["-f", format_of(image)])
         .args(["--nbd", "unix:s.sock", "--control", "c.sock", "--cache", mode])
-        .current_dir(scratch.path(""))
-        .stdout(Stdio::piped())
-        .spawn();
-    let mut child = Killed(child.unwrap());
-    let mut line = String::new();
-    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        .current_dir(scratch.path(""));
+    let (mut child, line) = common::started(&mut command);
     assert!(line.starts_with("serving"), "{line}");
     let mut arguments = vec!["-t", "writeback", "-f", "raw", "nbd+unix:///?socket=s.sock"];
     arguments.extend(commands.iter().flat_map(|command| ["-c", command]));

@@ -16,10 +16,6 @@ fn content(scratch: &Scratch, name: &str, bytes: u64) {
     }
 }
 
-fn same(scratch: &Scratch, a: &str, b: &str) {
-    peer(&scratch.path(""), "qemu-img", &["compare", "-q", a, b]);
-}
-
 #[test]
 fn every_way_between_formats() {
     let scratch = Scratch::new();
@@ -32,7 +28,7 @@ fn every_way_between_formats() {
     ] {
         let answer = scratch.ok(&["convert", "--verify", source, target]);
         assert_eq!((answer.stdout.as_str(), answer.stderr.as_str()), ("", ""));
-        same(&scratch, "disk.raw", target);
+        scratch.same("disk.raw", target);
     }
     peer(&scratch.path(""), "qemu-img", &["check", "-q", "a.qcow2"]);
 }
@@ -66,14 +62,14 @@ fn bytes_that_nobody_looks_at_are_copied_by_the_kernel() {
             false => (number("read"), number("kernel-copied")),
         };
         assert_eq!((by, by_others), (data, 0), "{source} to {target}: {moved}");
-        same(&memory, "disk.raw", target);
+        memory.same("disk.raw", target);
     }
     // Space in several pieces for one piece of the disk.
     for options in ["cluster_size=512", "cluster_size=512,refcount_bits=64", "cluster_size=4K"] {
         let off = ["--detect-zeros", "off", "-o", options, "disk.raw", "small.qcow2"];
         let moved = &memory.json_of("convert", 0, &off)["moved"];
         assert!(moved["kernel-copied"].as_u64().unwrap() > data / 2, "{options}: {moved}");
-        same(&memory, "disk.raw", "small.qcow2");
+        memory.same("disk.raw", "small.qcow2");
         peer(&memory.path(""), "qemu-img", &["check", "-q", "small.qcow2"]);
     }
     // Whoever looks for zeroes reads.
@@ -85,7 +81,7 @@ fn bytes_that_nobody_looks_at_are_copied_by_the_kernel() {
     let moved = &memory.json_of("convert", 0, &into)["moved"];
     assert_eq!(moved["kernel-copied"].as_u64().unwrap(), data, "{moved}");
     for target in ["a.qcow2", "c.qcow2"] {
-        same(&memory, "disk.raw", target);
+        memory.same("disk.raw", target);
         peer(&memory.path(""), "qemu-img", &["check", "-q", target]);
     }
 }
@@ -98,10 +94,10 @@ fn vdi_images_go_both_ways() {
         [("disk.raw", "a.vdi"), ("a.vdi", "b.raw"), ("a.vdi", "c.qcow2"), ("c.qcow2", "d.vdi")]
     {
         scratch.ok(&["convert", "--verify", source, target]);
-        same(&scratch, "disk.raw", target);
+        scratch.same("disk.raw", target);
     }
     scratch.ok(&["convert", "--verify", "-o", "static=on", "disk.raw", "e.vdi"]);
-    same(&scratch, "disk.raw", "e.vdi");
+    scratch.same("disk.raw", "e.vdi");
     for image in ["a.vdi", "d.vdi", "e.vdi"] {
         peer(&scratch.path(""), "qemu-img", &["check", "-q", image]);
         scratch.ok(&["check", image]);
@@ -125,7 +121,7 @@ fn vhd_images_go_both_ways() {
     assert_eq!(size("a.vhd"), size("q.vhd"));
     for image in ["a.vhd", "b.raw", "c.qcow2", "d.vhd"] {
         assert_eq!(size(image), size("a.vhd"), "{image}");
-        same(&scratch, "q.vhd", image);
+        scratch.same("q.vhd", image);
     }
     for (options, name) in [("force_size=on", "e.vhd"), ("force_size=on,subformat=fixed", "f.vhd")]
     {
@@ -139,7 +135,7 @@ fn vhd_images_go_both_ways() {
         scratch.ok(&["check", name]);
         // Known by its footer, and neither taken for raw nor read with it.
         scratch.ok(&["convert", "--verify", name, "g.raw"]);
-        same(&scratch, "disk.raw", "g.raw");
+        scratch.same("disk.raw", "g.raw");
         scratch.ok(&["write", name, "1M", "64K", "--pattern", "0x5a"]);
         std::fs::remove_file(scratch.path("g.raw")).unwrap();
     }
@@ -157,7 +153,7 @@ fn formats_that_are_only_read_are_converted_away_from() {
         let info = scratch.json_of("info", 0, &[&name]);
         assert_eq!((&info["format"], &info["virtual-size"]), (&format.into(), &(3 << 20).into()));
         scratch.ok(&["convert", "--verify", &name, &format!("{format}.qcow2")]);
-        same(&scratch, "disk.raw", &format!("{format}.qcow2"));
+        scratch.same("disk.raw", &format!("{format}.qcow2"));
         scratch.ok(&["compare", "-f", format, "-F", "raw", &name, "disk.raw"]);
         scratch.ok(&["check", &name]);
         let before = scratch.names();
@@ -241,7 +237,7 @@ fn options_and_compression_are_handed_on() {
     {
         let name = format!("{i}.qcow2");
         scratch.ok(&[&["convert", "disk.raw", &name][..], arguments].concat());
-        same(&scratch, "disk.raw", &name);
+        scratch.same("disk.raw", &name);
         peer(&scratch.path(""), "qemu-img", &["check", "-q", &name]);
         let info = scratch.json_of("info", 0, &[&name]);
         let zstd = arguments.iter().any(|argument| argument.contains("zstd"));
@@ -329,7 +325,7 @@ fn onto_a_block_device() {
         assert!(head == std::fs::read(scratch.path("disk.raw")).unwrap(), "{sector}");
         assert_eq!(scratch.ok(&["read", name, "4M", "1"]).bytes, [0xee]);
         scratch.ok(&["convert", "disk.raw", "-O", "qcow2", name]);
-        same(&scratch, "disk.raw", name);
+        scratch.same("disk.raw", name);
         peer(&scratch.path(""), "qemu-img", &["check", "-q", "-f", "qcow2", name]);
     }
 }
@@ -345,7 +341,7 @@ fn onto_a_part_of_the_chain() {
     scratch.ok(&["write", "middle.qcow2", "2M", "64K", "--pattern", "0x22", "--force"]);
     scratch.ok(&["write", "top.qcow2", "1M", "64K", "--zero"]);
     scratch.ok(&["convert", "top.qcow2", "flat.qcow2", "--backing", "base.qcow2"]);
-    same(&scratch, "top.qcow2", "flat.qcow2");
+    scratch.same("top.qcow2", "flat.qcow2");
     assert_eq!(scratch.json_of("info", 0, &["flat.qcow2"])["backing-filename"], "base.qcow2");
     let map = scratch.json_of("map", 0, &["flat.qcow2"]);
     assert!(map.as_array().unwrap().iter().any(|row| row["depth"] == 1), "{map}");
@@ -361,7 +357,7 @@ fn references_of_sources_are_held_to_the_policy() {
     scratch.fails(5, "names '../disk.raw'", &["convert", "images/top.qcow2", "out.raw"]);
     scratch.fails(5, "disk.raw", &["convert", "--no-refs", "images/top.qcow2", "out.raw"]);
     scratch.ok(&["convert", "--allow-ref", ".", "images/top.qcow2", "out.raw"]);
-    same(&scratch, "disk.raw", "out.raw");
+    scratch.same("disk.raw", "out.raw");
 }
 
 #[test]
@@ -384,7 +380,7 @@ fn references_of_targets_are_held_to_the_policy() {
     scratch.fails(5, "other.raw", &into(&["near.qcow2", "--no-refs"]));
     scratch.ok(&into(&["near.qcow2"]));
     scratch.ok(&into(&["images/top.qcow2", "--allow-ref", "."]));
-    same(&scratch, "disk.raw", "near.qcow2");
+    scratch.same("disk.raw", "near.qcow2");
     scratch.ok(&["compare", "--allow-ref", ".", "disk.raw", "images/top.qcow2"]);
 }
 
@@ -485,7 +481,7 @@ fn vmdk_images_go_both_ways() {
             let to_vmdk = pair[1].ends_with("vmdk");
             let options = if to_vmdk { &["-o", &option][..] } else { &[] };
             scratch.ok(&[&["convert", "--verify"], options, &pair[..]].concat());
-            same(&scratch, "disk.raw", pair[1]);
+            scratch.same("disk.raw", pair[1]);
         }
         peer(&scratch.path(""), "qemu-img", &["check", "-q", "c.vmdk"]);
         scratch.ok(&["check", "c.vmdk"]);
@@ -522,7 +518,7 @@ fn files_of_others_are_not_replaced_by_extents() {
     // Its own it may replace.
     scratch.ok(&convert("b.vmdk"));
     scratch.ok(&convert("b.vmdk"));
-    same(&scratch, "disk.raw", "b.vmdk");
+    scratch.same("disk.raw", "b.vmdk");
     // A name that would not be opened again is not given.
     scratch.fails(2, "colon", &convert("./nbd:c.vmdk"));
     // What is cut short is no disk full of zeroes.

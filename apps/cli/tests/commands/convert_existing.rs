@@ -1,7 +1,7 @@
 //! `vdkit convert` where something is there already: a target that exists, an image that the new one
 //! stands on.
 
-use crate::common::{self, Scratch, peer};
+use crate::common::{self, Scratch};
 use serde_json::Value;
 
 const MIB: usize = 1 << 20;
@@ -20,10 +20,6 @@ fn compressed(answer: &Value) -> u64 {
     answer["moved"]["clusters-compressed"].as_u64().unwrap()
 }
 
-fn same(scratch: &Scratch, a: &str, b: &str) {
-    peer(&scratch.path(""), "qemu-img", &["compare", "-q", a, b]);
-}
-
 fn file_bytes(scratch: &Scratch, name: &str) -> usize {
     scratch.path(name).metadata().unwrap().len() as usize
 }
@@ -36,7 +32,7 @@ fn compress_is_not_ignored_into_a_target_that_exists() {
     let answer = converted(&scratch, &["-c", "--into", "text.raw", "new.qcow2"]);
     assert_eq!(compressed(&answer), 128);
     assert!(file_bytes(&scratch, "new.qcow2") < 3 * MIB);
-    same(&scratch, "text.raw", "new.qcow2");
+    scratch.same("text.raw", "new.qcow2");
     // Over what it holds, with zeroes between, and with an end inside a cluster: what lies behind
     // that stays.
     let mut source = text(3 * MIB + 512);
@@ -48,13 +44,13 @@ fn compress_is_not_ignored_into_a_target_that_exists() {
     let mut wanted = vec![7; 8 * MIB];
     wanted[..source.len()].copy_from_slice(&source);
     scratch.write("wanted.raw", &wanted);
-    same(&scratch, "wanted.raw", "new.qcow2");
+    scratch.same("wanted.raw", "new.qcow2");
     scratch.ok(&["check", "new.qcow2"]);
     // From a stream too.
     let stream = ["convert", "-c", "--into", "-", "new.qcow2"];
     let told = scratch.run_with_input(&stream, &text(8 * MIB));
     assert_eq!(told.code, Some(0), "{}", told.stderr);
-    same(&scratch, "text.raw", "new.qcow2");
+    scratch.same("text.raw", "new.qcow2");
     scratch.ok(&["check", "new.qcow2"]);
 }
 
@@ -71,7 +67,7 @@ fn compress_is_not_ignored_above_a_backing_image() {
     let answer = converted(&scratch, &["-c", "--backing", "base.qcow2", "over.qcow2", "new.qcow2"]);
     assert_eq!(compressed(&answer), 64);
     assert!(file_bytes(&scratch, "new.qcow2") < 2 * MIB);
-    same(&scratch, "over.qcow2", "new.qcow2");
+    scratch.same("over.qcow2", "new.qcow2");
     scratch.ok(&["check", "new.qcow2"]);
 }
 
@@ -83,7 +79,7 @@ fn compress_is_not_ignored_on_a_device() {
     let name = device.path().to_str().unwrap();
     let answer = converted(&scratch, &["-c", "-O", "qcow2", "text.raw", name]);
     assert_eq!(compressed(&answer), 128);
-    same(&scratch, "text.raw", name);
+    scratch.same("text.raw", name);
 }
 
 /// What lets the source's chain be read lets the image be read that the new one stands on.

@@ -46,10 +46,6 @@ fn sha256(bytes: &[u8]) -> String {
     format!("sha256:{}", line.split(' ').next().unwrap())
 }
 
-fn same(scratch: &Scratch, a: &str, b: &str) {
-    peer(&scratch.path(""), "qemu-img", &["compare", "-q", a, b]);
-}
-
 /// Runs the command with these bytes on its standard input, and asks for success.
 fn piped(scratch: &Scratch, arguments: &[&str], bytes: &[u8]) -> Vec<u8> {
     let mut command = scratch.command(arguments);
@@ -81,10 +77,10 @@ fn a_raw_disk_comes_through_a_pipe_without_a_spool() {
         assert!(child.wait().unwrap().success(), "{arguments:?}");
     };
     no_spool(&["convert", "-", "a.qcow2"]);
-    same(&scratch, "disk.raw", "a.qcow2");
+    scratch.same("disk.raw", "a.qcow2");
     peer(&scratch.path(""), "qemu-img", &["check", "-q", "a.qcow2"]);
     no_spool(&["convert", "--compress", "-", "b.qcow2"]);
-    same(&scratch, "disk.raw", "b.qcow2");
+    scratch.same("disk.raw", "b.qcow2");
     no_spool(&["convert", "-", "c.raw"]);
     assert!(std::fs::read(scratch.path("c.raw")).unwrap() == bytes);
     no_spool(&["convert", "-", "null:"]);
@@ -129,14 +125,14 @@ fn other_formats_are_spooled_and_leave_nothing() {
     scratch.ok(&["convert", "--compress", "disk.raw", "disk.qcow2"]);
     let image = std::fs::read(scratch.path("disk.qcow2")).unwrap();
     piped(&scratch, &["convert", "--verify", "-", "copy.raw"], &image);
-    same(&scratch, "disk.raw", "copy.raw");
+    scratch.same("disk.raw", "copy.raw");
     // What must be read twice is spooled too.
     let bytes = std::fs::read(scratch.path("disk.raw")).unwrap();
     piped(&scratch, &["convert", "--verify", "-", "again.qcow2"], &bytes);
-    same(&scratch, "disk.raw", "again.qcow2");
+    scratch.same("disk.raw", "again.qcow2");
     let preallocated = ["convert", "-o", "preallocation=metadata", "-", "full.qcow2"];
     piped(&scratch, &preallocated, &bytes);
-    same(&scratch, "disk.raw", "full.qcow2");
+    scratch.same("disk.raw", "full.qcow2");
     // With -f raw the image's own bytes are the disk.
     piped(&scratch, &["convert", "-f", "raw", "-", "nested.raw"], &image);
     let mut wanted = image.clone();
@@ -148,7 +144,7 @@ fn other_formats_are_spooled_and_leave_nothing() {
     let answer = scratch.run_with_input(&["convert", "-", "flat.raw"], &top);
     assert_eq!(answer.code, Some(5), "{answer:?}");
     piped(&scratch, &["convert", "--allow-ref", ".", "-", "flat.raw"], &top);
-    same(&scratch, "disk.raw", "flat.raw");
+    scratch.same("disk.raw", "flat.raw");
     assert!(scratch.names().iter().all(|name| !name.starts_with('.')), "{:?}", scratch.names());
 }
 
@@ -166,16 +162,16 @@ fn packed_files_are_told_by_their_content() {
         let packed = through(program, arguments, &bytes);
         scratch.write("packed", &packed);
         scratch.ok(&["convert", "packed", "out.qcow2", "--checksum", &sha256(&packed)]);
-        same(&scratch, "disk.raw", "out.qcow2");
+        scratch.same("disk.raw", "out.qcow2");
         piped(&scratch, &["convert", "-", "piped.qcow2"], &packed);
-        same(&scratch, "disk.raw", "piped.qcow2");
+        scratch.same("disk.raw", "piped.qcow2");
         // As they are where the user says that these are the disk's bytes.
         scratch.ok(&["convert", "-f", "raw", "packed", "asis.raw"]);
         let asis = std::fs::read(scratch.path("asis.raw")).unwrap();
         assert!(asis[..packed.len()] == packed);
         scratch.write("packed", &through(program, arguments, &image));
         scratch.ok(&["convert", "packed", "image.raw"]);
-        same(&scratch, "disk.raw", "image.raw");
+        scratch.same("disk.raw", "image.raw");
         // Half of it is an error, and leaves what was there.
         let before = std::fs::read(scratch.path("out.qcow2")).unwrap();
         scratch.write("half", &packed[..packed.len() / 2]);
@@ -198,7 +194,7 @@ fn a_wrong_checksum_makes_nothing() {
     }
     assert_eq!(scratch.names(), ["disk.raw"]);
     scratch.ok(&["convert", "disk.raw", "new.qcow2", "--checksum", &right]);
-    same(&scratch, "disk.raw", "new.qcow2");
+    scratch.same("disk.raw", "new.qcow2");
     scratch.fails(2, "", &["convert", "disk.raw", "x.raw", "--checksum", "sha256:12"]);
     let two = ["convert", "disk.raw", "disk.raw", "x.raw", "--checksum", &right];
     scratch.fails(2, "one source", &two);
@@ -241,7 +237,7 @@ fn a_stream_optimized_vmdk_leaves_in_one_pass() {
             let arguments = [&["convert", "--threads", threads, source][..], &to_pipe].concat();
             let image = piped(&scratch, &arguments, input);
             scratch.write("out.vmdk", &image);
-            same(&scratch, "disk.raw", "out.vmdk");
+            scratch.same("disk.raw", "out.vmdk");
             peer(&scratch.path(""), "qemu-img", &["check", "-q", "out.vmdk"]);
             scratch.ok(&["check", "out.vmdk"]);
             // And back, through a pipe: it is read here and there, so it is spooled.
@@ -275,9 +271,9 @@ fn images_on_a_server_are_read_in_place() {
     for (content, hash) in [(&bytes, sha256(&bytes)), (&image, sha256(&image))] {
         let server = HttpServer::start(content.clone(), faults.clone());
         scratch.ok(&["convert", "--verify", server.url(), "a.qcow2"]);
-        same(&scratch, "disk.raw", "a.qcow2");
+        scratch.same("disk.raw", "a.qcow2");
         scratch.ok(&["convert", server.url(), "b.qcow2", "--checksum", &hash]);
-        same(&scratch, "disk.raw", "b.qcow2");
+        scratch.same("disk.raw", "b.qcow2");
     }
     // Packed, and from a server that knows no ranges.
     let packed = through("xz", &["-0"], &bytes);
@@ -285,11 +281,11 @@ fn images_on_a_server_are_read_in_place() {
         let faults = HttpFaults { no_ranges, ..HttpFaults::default() };
         let server = HttpServer::start(packed.clone(), faults.clone());
         scratch.ok(&["convert", server.url(), "c.qcow2", "--checksum", &sha256(&packed)]);
-        same(&scratch, "disk.raw", "c.qcow2");
+        scratch.same("disk.raw", "c.qcow2");
         for content in [&bytes, &image] {
             let server = HttpServer::start(content.clone(), faults.clone());
             scratch.ok(&["convert", server.url(), "d.raw"]);
-            same(&scratch, "disk.raw", "d.raw");
+            scratch.same("disk.raw", "d.raw");
         }
     }
     let faults = HttpFaults { no_ranges: true, cut_after: Some(MIB), ..HttpFaults::default() };
@@ -399,7 +395,7 @@ fn https_sources_are_read_and_only_from_whom_the_system_trusts() {
     for host in ["localhost", "127.0.0.1"] {
         let (code, text, _) = convert(host, Some("pki/ca-cert.pem"), "a.raw");
         assert_eq!(code, Some(0), "{text}");
-        same(&scratch, "disk.raw", "a.raw");
+        scratch.same("disk.raw", "a.raw");
     }
     let asked = server.requests();
     // Nobody vouches for it; another authority does; its name is another one.

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use crate::common::{Scratch, peer};
+use crate::common::{self, Scratch, nbd_io, peer};
 use vdkit_testkit::Killed;
 
 const URI: &str = "nbd+unix:///?socket=s.sock";
@@ -16,22 +16,12 @@ fn serve(scratch: &Scratch, image: &str) -> Killed {
 }
 
 fn serve_with(scratch: &Scratch, image: &str, more: &[&str]) -> Killed {
-    let arguments = ["serve", image, "--nbd", "unix:s.sock", "--control", "c.sock"];
-    let mut command = scratch.command(&[&arguments[..], more].concat());
-    let mut child = Killed(command.stdout(Stdio::piped()).spawn().unwrap());
-    let mut line = String::new();
-    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-    assert!(line.starts_with("serving"), "{line}");
-    child
+    let arguments = [image, "--nbd", "unix:s.sock", "--control", "c.sock"];
+    scratch.serve(&[&arguments[..], more].concat()).0
 }
 
 fn io(scratch: &Scratch, commands: &[&str]) -> String {
-    let dir = scratch.folder();
-    let mut arguments = vec!["-f", "raw", URI];
-    for command in commands {
-        arguments.extend(["-c", command]);
-    }
-    String::from_utf8(peer(&dir, "qemu-io", &arguments).stdout).unwrap()
+    nbd_io(scratch, URI, commands)
 }
 
 #[test]
@@ -306,12 +296,8 @@ fn bitmaps_need_an_image_that_has_them_and_may_be_written() {
     scratch.ok(&["create", "a.qcow2", "64M"]);
     scratch.ok(&["bitmap", "add", "a.qcow2", "b0"]);
     for (image, words) in [("a.raw", "in a raw image"), ("a.qcow2", "read")] {
-        let arguments = ["serve", image, "--nbd", "unix:s.sock", "--control", "c.sock"];
         let more: &[&str] = if image == "a.raw" { &["-f", "raw"] } else { &["--read-only"] };
-        let mut child = scratch.command(&[&arguments[..], more].concat());
-        let mut child = Killed(child.stdout(Stdio::piped()).spawn().unwrap());
-        let mut line = String::new();
-        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        let mut child = serve_with(&scratch, image, more);
         scratch.fails(1, words, &["ctl", "c.sock", "bitmap-add", "b1"]);
         if image == "a.qcow2" {
             let list = scratch.json_of("ctl", 0, &["c.sock", "bitmap-list"]);
@@ -335,9 +321,7 @@ fn a_control_socket_without_a_free_descriptor_does_not_spin() {
     command.args(["inject=accept4:error=EMFILE:when=1..6", "-o", "log"]);
     command.args([env!("CARGO_BIN_EXE_vdkit"), "serve", "a.qcow2"]);
     command.args(["--nbd", "unix:s.sock", "--control", "c.sock"]).current_dir(scratch.path(""));
-    let mut child = Killed(command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap());
-    let mut line = String::new();
-    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    let (mut child, line) = common::started(command.stderr(Stdio::null()));
     assert!(line.starts_with("serving"), "{line}");
     // It is answered once there are descriptors again.
     scratch.ok(&["ctl", "c.sock", "status"]);

@@ -1,15 +1,14 @@
 //! `vdkit doctor`: what is found, and that the commands it gives mend it.
 
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{FileExt, PermissionsExt};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::common::{Scratch, peer};
+use crate::common::{self, Scratch, peer};
 use serde_json::Value;
 use vdkit::jobs::DoctorCode;
-use vdkit_testkit::{Rng, fs};
+use vdkit_testkit::{Killed, Rng, fs};
 
 /// What depends on the machine that the test runs on.
 const HOST: [&str; 9] = [
@@ -160,9 +159,7 @@ fn the_cache_that_an_image_needs() {
     words.iter_mut().for_each(|word| *word = word.replace("SOCKET", "s.sock"));
     words.extend(["--control", "c.sock"].map(str::to_owned));
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
-    let mut child = scratch.command(&words[1..]).stdout(Stdio::piped()).spawn().unwrap();
-    let mut line = String::new();
-    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    let (mut child, _) = common::started(&mut scratch.command(&words[1..]));
     let cache = &scratch.json_of("ctl", 0, &["c.sock", "stats"])["map-cache"];
     assert_eq!(cache["map-bytes"], 1 << 30);
     assert_eq!(cache["map-bytes"], cache["capacity-bytes"]);
@@ -332,13 +329,8 @@ fn file_systems_have_their_own_findings() {
 fn whoever_ignores_flushes_is_named() {
     let scratch = Scratch::new();
     scratch.ok(&["create", "a.qcow2", "64M"]);
-    let served = |cache: &str| {
-        let arguments = ["serve", "a.qcow2", "--nbd", "unix:s.sock", "--cache", cache];
-        let mut child = scratch.command(&arguments).stdout(Stdio::piped()).spawn().unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-        child
-    };
+    let served =
+        |cache: &str| scratch.serve(&["a.qcow2", "--nbd", "unix:s.sock", "--cache", cache]).0;
     for (cache, code, found) in
         [("writeback", 0, &["in-use"][..]), ("unsafe", 3, &["flushes-ignored", "in-use"])]
     {
@@ -352,30 +344,20 @@ fn whoever_ignores_flushes_is_named() {
     let file = scratch.path("a.qcow2");
     let drive = format!("driver=file,node-name=f,filename={},cache.no-flush=on", file.display());
     let image = "driver=qcow2,node-name=q,file=f";
-    let mut qemu = Command::new("qemu-storage-daemon")
+    let qemu = Command::new("qemu-storage-daemon")
         .args(["--blockdev", &drive, "--blockdev", image])
         .args(["--nbd-server", "addr.type=unix,addr.path=q.sock"])
         .args(["--export", "type=nbd,id=e,node-name=q,writable=on"])
         .current_dir(scratch.path(""))
-        .spawn()
-        .unwrap();
+        .spawn();
+    let qemu = Killed(qemu.unwrap());
     let words = format!(
         "flushes-ignored: process {} (qemu-storage-daemon) has it open with \
                  'cache.no-flush=on'",
         qemu.id()
     );
     // Some time after its start.
-    let until = Instant::now() + Duration::from_secs(120);
-    let text = loop {
-        let text = scratch.run(&["doctor", "a.qcow2"]).stdout;
-        if text.contains(&words) || Instant::now() > until {
-            break text;
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    };
-    qemu.kill().unwrap();
-    qemu.wait().unwrap();
-    assert!(text.contains(&words), "{text}");
+    common::wait_until(|| scratch.run(&["doctor", "a.qcow2"]).stdout.contains(&words));
 }
 
 #[test]
@@ -500,10 +482,7 @@ fn is_mended_by_looking(scratch: &Scratch, image: &str) {
 fn an_image_in_use_is_left_alone() {
     let scratch = Scratch::new();
     scratch.ok(&["create", "a.qcow2", "64M", "-o", "lazy_refcounts=on"]);
-    let arguments = ["serve", "a.qcow2", "--nbd", "unix:s.sock"];
-    let mut child = scratch.command(&arguments).stdout(Stdio::piped()).spawn().unwrap();
-    let mut line = String::new();
-    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    let (mut child, _) = scratch.serve(&["a.qcow2", "--nbd", "unix:s.sock"]);
     let io = ["-f", "raw", "nbd+unix:///?socket=s.sock", "-c", "write 0 1M", "-c", "flush"];
     peer(&scratch.path(""), "qemu-io", &io);
     assert_eq!(codes(&scratch, 0, &["a.qcow2"]), ["in-use"]);

@@ -4,7 +4,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::common::{Scratch, peer};
+use crate::common::{Loop, Scratch, peer};
+use vdkit_testkit::fs::loop_device;
+use vdkit_testkit::require_root;
 
 /// An image whose header was wiped, an empty file, and a text: with names that promise an image.
 #[test]
@@ -189,32 +191,18 @@ fn verifying_reads_no_holes() {
     assert!(reads < 1000, "{reads} reads");
 }
 
-/// A loop device that is detached at the end.
-struct Attached(String);
-
-impl Attached {
-    fn new(file: &Path) -> Self {
-        let output = Command::new("losetup").args(["-f", "--show"]).arg(file).output().unwrap();
-        assert!(output.status.success(), "{output:?}");
-        Self(String::from_utf8(output.stdout).unwrap().trim().to_owned())
-    }
-}
-
-impl Drop for Attached {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").args(["-d", &self.0]).status();
-    }
-}
-
 /// Replacing the file leaves the mount on one without a name; writing to it damages the file system.
 #[test]
 fn the_file_behind_a_mounted_loop_device_is_not_changed() {
+    if !require_root() {
+        return;
+    }
     let scratch = Scratch::new();
     scratch.ok(&["create", "disk.raw", "64M"]);
     scratch.ok(&["create", "a.qcow2", "1M"]);
     peer(&scratch.path(""), "mkfs.ext4", &["-q", "disk.raw"]);
     let before = std::fs::read(scratch.path("disk.raw")).unwrap();
-    let device = Attached::new(&scratch.path("disk.raw"));
+    let device = Loop::over(&scratch.path("disk.raw"), &[]);
     std::fs::create_dir(scratch.path("mnt")).unwrap();
     let mounted = Mounted::new(&device.0, &scratch.path("mnt"));
     let said = format!("attached to {}, which is mounted at", device.0);
@@ -258,12 +246,10 @@ impl Drop for Mounted {
 
 #[test]
 fn a_device_with_something_on_it_is_overwritten_only_when_that_is_said() {
+    let Some(device) = loop_device(320 << 20, 512) else { return };
     let scratch = Scratch::new();
     scratch.ok(&["create", "a.qcow2", "1M"]);
-    let file = std::fs::File::create(scratch.path("device")).unwrap();
-    file.set_len(320 << 20).unwrap();
-    let device = Attached::new(&scratch.path("device"));
-    let name = device.0.as_str();
+    let name = device.path().to_str().unwrap();
     let of_device = format!("of={name}");
     for (what, maker, arguments) in [
         ("an ext2, ext3 or ext4 file system", "mkfs.ext4", &["-q", "-F"][..]),

@@ -1,6 +1,5 @@
 //! `vdkit ctl SOCKET snapshot-external` and `commit` while clients write.
 
-use std::io::{BufRead, BufReader};
 use std::os::unix::fs::FileExt;
 use std::process::{Child, Command, Stdio};
 
@@ -14,12 +13,8 @@ struct Service(Killed);
 
 impl Service {
     fn start(scratch: &Scratch, arguments: &[&str]) -> Self {
-        let all = [&["serve", "--nbd", "unix:s.sock", "--control", "c.sock"], arguments].concat();
-        let mut child = scratch.command(&all).stdout(Stdio::piped()).spawn().unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-        assert!(line.starts_with("serving"), "{line}");
-        Self(Killed(child))
+        let all = [&["--nbd", "unix:s.sock", "--control", "c.sock"], arguments].concat();
+        Self(scratch.serve(&all).0)
     }
 
     fn quit(mut self, scratch: &Scratch) {
@@ -29,12 +24,7 @@ impl Service {
 }
 
 fn io(scratch: &Scratch, commands: &[&str]) {
-    let mut arguments = vec!["-f", "raw", URI];
-    for command in commands {
-        arguments.extend(["-c", command]);
-    }
-    let said = String::from_utf8(peer(&scratch.folder(), "qemu-io", &arguments).stdout).unwrap();
-    assert!(!said.contains("failed"), "{said}");
+    common::nbd_io(scratch, URI, commands);
 }
 
 /// fio over NBD: random writes, each verified after all are done.
@@ -77,11 +67,6 @@ fn verified(child: Child) {
     assert!(output.status.success() && said.contains("err= 0"), "{said}");
 }
 
-fn check(scratch: &Scratch, image: &str) {
-    scratch.ok(&["check", image]);
-    peer(&scratch.folder(), "qemu-img", &["check", "-q", image]);
-}
-
 #[test]
 fn a_guest_goes_on_over_new_overlays() {
     let scratch = Scratch::new();
@@ -97,7 +82,7 @@ fn a_guest_goes_on_over_new_overlays() {
         assert_eq!(answer["filename"], path.to_str().unwrap());
         assert_eq!(answer["chain"].as_array().unwrap().len(), layer + 1);
         // The frozen image is closed, and is there for a backup.
-        check(&scratch, &old);
+        scratch.sound(&old);
         peer(&scratch.folder(), "qemu-img", &["convert", &old, "-O", "raw", &format!("{layer}")]);
         let status = scratch.json_of("ctl", 0, &["c.sock", "status"]);
         assert_eq!(status["chain"], answer["chain"]);
@@ -115,7 +100,7 @@ fn a_guest_goes_on_over_new_overlays() {
         let old = format!("{}.qcow2", layer - 1);
         let copy = format!("{layer}");
         peer(&scratch.folder(), "qemu-img", &["compare", &old, "-F", "raw", &copy]);
-        check(&scratch, &format!("{layer}.qcow2"));
+        scratch.sound(&format!("{layer}.qcow2"));
     }
 }
 
@@ -208,7 +193,7 @@ fn a_guest_goes_on_through_commits() {
         scratch.fails(1, "has no backing image", &["ctl", "c.sock", "commit"]);
         service.quit(&scratch);
         if format == "qcow2" {
-            check(&scratch, base);
+            scratch.sound(base);
         }
         for round in 0..4 {
             let overlay = format!("{round}.qcow2");
@@ -225,12 +210,8 @@ fn a_plain_file_goes_on_over_new_overlays_and_commits() {
     }
     let scratch = Scratch::new();
     scratch.ok(&["create", "base.qcow2", "64M"]);
-    let all = ["serve", "base.qcow2", "--fuse", "disk.raw", "--control", "c.sock"];
-    let mut child = scratch.command(&all).stdout(Stdio::piped()).spawn().unwrap();
-    let mut line = String::new();
-    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-    assert!(line.starts_with("serving"), "{line}");
-    let service = Service(Killed(child));
+    let all = ["base.qcow2", "--fuse", "disk.raw", "--control", "c.sock"];
+    let service = Service(scratch.serve(&all).0);
     // The mounted file stays open, and is what the guest knows as its disk.
     let disk = std::fs::File::options().read(true).write(true).open(scratch.path("disk.raw"));
     let disk = disk.unwrap();
@@ -254,7 +235,7 @@ fn a_plain_file_goes_on_over_new_overlays_and_commits() {
     drop(disk);
     service.quit(&scratch);
     for image in ["base.qcow2", "last.qcow2"] {
-        check(&scratch, image);
+        scratch.sound(image);
     }
     peer(&scratch.folder(), "qemu-io", &["-r", "-c", "read -P 9 63M 64k", "last.qcow2"]);
 }
@@ -448,7 +429,7 @@ fn a_commit_tells_how_far_it_is_and_can_be_stopped() {
     });
     assert!(stopped, "it is never there to be stopped");
     for image in ["base.qcow2", &top] {
-        check(&scratch, image);
+        scratch.sound(image);
     }
     assert_eq!(scratch.ok(&["read", &top, "0", "1"]).bytes, [4]);
 }

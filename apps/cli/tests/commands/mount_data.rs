@@ -3,13 +3,11 @@
 use std::fs::{File, OpenOptions};
 use std::io::ErrorKind;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::Path;
-use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
 use crate::common::mounted::{MIB, Mount, holds, run, unmount};
-use crate::common::{self, Scratch, peer, signal};
+use crate::common::{self, Loop, Scratch, peer, signal};
 use rustix::fs::{FallocateFlags, OFlags, SeekFrom, fallocate, seek};
 use rustix::io::Errno;
 use vdkit_testkit::{Rng, fs, require_fuse, require_peer};
@@ -157,24 +155,6 @@ fn many_at_once_keep_to_their_parts() {
     });
     mount.stop();
     holds(&scratch, "disk.qcow2", "qcow2", &parts.concat());
-}
-
-/// A loop device over a file, until it is dropped.
-struct Loop(String);
-
-impl Loop {
-    fn over(file: &Path, more: &[&str]) -> Self {
-        let mut arguments = vec!["--find", "--show"];
-        arguments.extend_from_slice(more);
-        arguments.push(file.to_str().unwrap());
-        Self(run("losetup", &arguments))
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").args(["--detach", &self.0]).status();
-    }
 }
 
 #[test]

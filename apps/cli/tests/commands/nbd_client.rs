@@ -2,32 +2,17 @@
 
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
 
 use crate::common::pki::certificates;
-use crate::common::{Scratch, peer};
+use crate::common::{self, Scratch, peer};
 use vdkit_testkit::{Killed, require_peer};
 
-/// A server that is killed at the end.
-struct Served(Killed);
-
-impl Served {
-    /// Starts it, and waits for its socket.
-    fn start(mut command: Command, socket: &Path) -> Self {
-        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
-        let served = Self(Killed(child));
-        let deadline = Instant::now() + Duration::from_secs(20);
-        while !socket.exists() {
-            assert!(Instant::now() < deadline, "{command:?} does not listen");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        served
-    }
-
-    fn kill(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
+/// Starts a server, which is killed at the end, and waits until it listens.
+fn start(mut command: Command, socket: &Path) -> Killed {
+    let child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+    let served = Killed(child);
+    common::wait_until_connected(socket);
+    served
 }
 
 fn in_folder(scratch: &Scratch, program: &str, arguments: &[&str]) -> Command {
@@ -39,7 +24,7 @@ fn in_folder(scratch: &Scratch, program: &str, arguments: &[&str]) -> Command {
 }
 
 /// Serves a raw file by each of the servers.
-fn serve(scratch: &Scratch, server: &str, file: &str, socket: &str) -> Served {
+fn serve(scratch: &Scratch, server: &str, file: &str, socket: &str) -> Killed {
     let command = match server {
         "qemu-nbd" => {
             let mut command = in_folder(scratch, server, &["-t", "-e", "8", "-f", "raw", "-k"]);
@@ -50,7 +35,7 @@ fn serve(scratch: &Scratch, server: &str, file: &str, socket: &str) -> Served {
         "nbdkit" => in_folder(scratch, server, &["-f", "-U", socket, "file", file]),
         _ => scratch.command(&["serve", "-f", "raw", file, "--nbd", &format!("unix:{socket}")]),
     };
-    Served::start(command, &scratch.path(socket))
+    start(command, &scratch.path(socket))
 }
 
 const SERVERS: [&str; 3] = ["qemu-nbd", "nbdkit", "vdkit"];
@@ -116,7 +101,7 @@ fn an_export_is_served_on() {
     let _first = serve(&scratch, "nbdkit", "a.raw", "one");
     let command =
         scratch.command(&["serve", "-f", "raw", "nbd+unix:///?socket=one", "--nbd", "unix:two"]);
-    let _second = Served::start(command, &scratch.path("two"));
+    let _second = start(command, &scratch.path("two"));
     let io = ["-f", "raw", "-c", "write -P 9 1M 64K", "-c", "flush", "nbd:unix:two"];
     peer(&scratch.path(""), "qemu-io", &io);
     assert_eq!(scratch.ok(&["read", "a.raw", "1M", "64K"]).bytes, [9; 64 << 10]);
@@ -131,12 +116,12 @@ fn filters_that_delay_and_end_connections_do_not_change_the_bytes() {
     disk(&scratch, "a.raw");
     let arguments =
         ["-f", "-U", "s", "--filter=delay", "--filter=cow", "file", "a.raw", "rdelay=5ms"];
-    let _served = Served::start(in_folder(&scratch, "nbdkit", &arguments), &scratch.path("s"));
+    let _served = start(in_folder(&scratch, "nbdkit", &arguments), &scratch.path("s"));
     scratch.ok(&["convert", "-m", "8", "nbd+unix:///?socket=s", "b.raw"]);
     scratch.ok(&["compare", "full", "b.raw"]);
     let failing =
         ["-f", "-U", "e", "--filter=error", "file", "a.raw", "error=EIO", "error-pread-rate=100%"];
-    let _failing = Served::start(in_folder(&scratch, "nbdkit", &failing), &scratch.path("e"));
+    let _failing = start(in_folder(&scratch, "nbdkit", &failing), &scratch.path("e"));
     let uri = "nbd+unix:///?socket=e";
     let answer = scratch.fails(1, "input/output error", &["convert", "-f", "raw", uri, "c.raw"]);
     assert!(answer.stderr.contains(uri), "{}", answer.stderr);
@@ -150,12 +135,20 @@ fn a_server_that_was_killed_and_started_again_is_read_on() {
     }
     let scratch = Scratch::new();
     disk(&scratch, "a.raw");
-    let mut first = serve(&scratch, "vdkit", "a.raw", "s");
+    let first = serve(&scratch, "vdkit", "a.raw", "s");
     let uri = "nbd+unix:///?socket=s&reconnect=30";
-    let mut convert =
-        scratch.command(&["convert", "-r", "2M", "-f", "raw", uri, "b.raw"]).spawn().unwrap();
-    std::thread::sleep(Duration::from_millis(800));
-    first.kill();
+    let slow = ["convert", "--progress", "json", "-r", "2M", "-f", "raw", uri, "b.raw"];
+    let convert = scratch.command(&slow).stderr(Stdio::piped()).spawn();
+    let mut convert = Killed(convert.unwrap());
+    let mut errors = convert.stderr.take().unwrap();
+    let under_way = loop {
+        let line = common::next_line(&mut errors);
+        if !line.contains("\"done\":0,") {
+            break line;
+        }
+    };
+    assert!(under_way.contains("\"done\":"), "{under_way}");
+    drop(first);
     let _ = std::fs::remove_file(scratch.path("s"));
     let _second = serve(&scratch, "vdkit", "a.raw", "s");
     assert_eq!(convert.wait().unwrap().code(), Some(0));
@@ -201,7 +194,7 @@ fn certificates_are_shown_and_verified() {
     }
     disk(&scratch, "a.raw");
     let serve = ["serve", "-f", "raw", "a.raw", "--nbd", "unix:s", "--tls", "pki"];
-    let _served = Served::start(scratch.command(&serve), &scratch.path("s"));
+    let _served = start(scratch.command(&serve), &scratch.path("s"));
     let uri = "nbds+unix:///?socket=s&tls-certificates=pki";
     scratch.ok(&["convert", uri, "b.raw"]);
     scratch.ok(&["compare", "full", "b.raw"]);
@@ -225,13 +218,13 @@ fn a_pre_shared_key_opens_the_exports_of_both_servers() {
     scratch.write("psk/keys.psk", keys.as_bytes());
     scratch.write("wrong.psk", keys.replace(":0001", ":0002").as_bytes());
     let serve = ["serve", "-f", "raw", "a.raw", "--nbd", "unix:s", "--tls", "psk"];
-    let _ours = Served::start(scratch.command(&serve), &scratch.path("s"));
+    let _ours = start(scratch.command(&serve), &scratch.path("s"));
     let mut theirs = Command::new("qemu-nbd");
     theirs.current_dir(scratch.path("")).args(["-t", "-e", "0", "-r", "-f", "raw", "-k"]);
     let folder = scratch.path("psk").display().to_string();
     let object = format!("tls-creds-psk,id=t,dir={folder},endpoint=server");
     theirs.arg(scratch.path("q")).args(["--object", &object, "--tls-creds=t", "full"]);
-    let _theirs = Served::start(theirs, &scratch.path("q"));
+    let _theirs = start(theirs, &scratch.path("q"));
     for socket in ["s", "q"] {
         let uri = |user: &str, file: &str| {
             format!("nbds+unix://{user}/?socket={socket}&tls-psk-file={file}")

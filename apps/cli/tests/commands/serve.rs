@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::common::{self, Scratch, peer};
 use rustix::process::{Pid, Signal, kill_process};
@@ -19,15 +19,11 @@ struct Served {
 
 impl Served {
     fn start(scratch: &Scratch, arguments: &[&str]) -> Self {
-        let mut all = vec!["serve", "--nbd", "unix:s.sock"];
-        all.extend(arguments);
-        let mut child =
-            scratch.command(&all).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        let all = [&["serve", "--nbd", "unix:s.sock"], arguments].concat();
+        let (child, line) = common::started(scratch.command(&all).stderr(Stdio::piped()));
         let uri = line.trim().rsplit(" at ").next().unwrap().to_owned();
         assert!(uri.starts_with("nbd+unix:///"), "{line}");
-        Self { child: Killed(child), uri }
+        Self { child, uri }
     }
 
     fn signal(&self, signal: Signal) {
@@ -37,12 +33,7 @@ impl Served {
 
     /// Waits for a line on stderr, which must begin so.
     fn says(&mut self, words: &str) {
-        let (mut line, mut byte) = (Vec::new(), [0]);
-        let errors = self.child.stderr.as_mut().unwrap();
-        while std::io::Read::read(errors, &mut byte).unwrap() == 1 && byte != *b"\n" {
-            line.push(byte[0]);
-        }
-        let line = String::from_utf8(line).unwrap();
+        let line = common::next_line(self.child.stderr.as_mut().unwrap());
         assert!(line.starts_with(words), "{line}");
     }
 
@@ -55,11 +46,6 @@ impl Served {
         assert_eq!(status.code(), Some(0), "{errors}");
         assert_eq!(errors, "");
     }
-}
-
-fn check(scratch: &Scratch, image: &str) {
-    scratch.ok(&["check", image]);
-    peer(&scratch.folder(), "qemu-img", &["check", "-q", image]);
 }
 
 fn output(dir: &Path, program: &str, arguments: &[&str]) -> String {
@@ -89,7 +75,7 @@ fn qemu_io_reads_and_writes_every_way() {
     ]);
     assert!(!read.contains("failed"), "{read}");
     served.end();
-    check(&scratch, "a.qcow2");
+    scratch.sound("a.qcow2");
     let from_disk = ["-f", "qcow2", "a.qcow2", "-c", "read -P 9 3M 2M", "-c", "read -P 0 8k 4k"];
     let read = output(&scratch.folder(), "qemu-io", &from_disk);
     assert!(!read.contains("failed"), "{read}");
@@ -114,7 +100,7 @@ fn qemu_img_and_nbdcopy_copy_both_ways() {
     scratch.write("other.raw", &other);
     peer(&dir, "nbdcopy", &["--connections=4", "--flush", "other.raw", &served.uri]);
     served.end();
-    check(&scratch, "a.qcow2");
+    scratch.sound("a.qcow2");
     peer(&dir, "qemu-img", &["compare", "a.qcow2", "other.raw"]);
 }
 
@@ -192,7 +178,7 @@ h.shutdown()
     // As nbdsh itself does, but with the Python that the package is for, whatever PATH has.
     output(&scratch.folder(), "/usr/bin/python3", &["-m", "nbd", "-c", &script]);
     served.end();
-    check(&scratch, "a.qcow2");
+    scratch.sound("a.qcow2");
 }
 
 #[test]
@@ -238,7 +224,7 @@ fn fio_writes_and_verifies() {
         ],
     );
     served.end();
-    check(&scratch, "a.qcow2");
+    scratch.sound("a.qcow2");
 }
 
 #[test]
@@ -303,11 +289,7 @@ fn one_client_is_enough_for_once() {
     let socket = scratch.path("s.sock");
     let dir = scratch.folder();
     let client = std::thread::spawn(move || {
-        let began = Instant::now();
-        while UnixStream::connect(&socket).is_err() {
-            assert!(began.elapsed() < Duration::from_secs(120));
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        common::wait_until_connected(&socket);
         let uri = format!("nbd+unix:///?socket={}", socket.display());
         peer(&dir, "qemu-io", &["-f", "raw", &uri, "-c", "write -P 5 0 4k"]);
     });
@@ -315,20 +297,14 @@ fn one_client_is_enough_for_once() {
     client.join().unwrap();
     assert_eq!(serving["virtual-size"], 16 << 20);
     assert_eq!(serving["read-only"], false);
-    check(&scratch, "a.qcow2");
+    scratch.sound("a.qcow2");
 }
 
 #[test]
 fn a_tcp_port_is_chosen_and_told() {
     let scratch = Scratch::new();
     scratch.ok(&["create", "a.qcow2", "16M"]);
-    let mut child = scratch
-        .command(&["serve", "a.qcow2", "--nbd", "tcp:127.0.0.1:0"])
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut line = String::new();
-    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    let (mut child, line) = scratch.serve(&["a.qcow2", "--nbd", "tcp:127.0.0.1:0"]);
     let uri = line.trim().rsplit(" at ").next().unwrap().to_owned();
     assert!(uri.starts_with("nbd://127.0.0.1:"), "{line}");
     let read = output(&scratch.folder(), "qemu-io", &["-f", "raw", &uri, "-c", "read -P 0 0 1M"]);
@@ -406,7 +382,7 @@ fn a_full_file_system_makes_writes_wait() {
     served.says("there is space again");
     served.signal(Signal::TERM);
     assert_eq!(served.child.wait().unwrap().code(), Some(0));
-    check(&scratch, "small/a.qcow2");
+    scratch.sound("small/a.qcow2");
     // With `report` the client hears of it.
     std::fs::write(disk.path().join("ballast"), vec![1; 1 << 20]).unwrap();
     let served = Served::start(&scratch, &["small/a.qcow2", "--on-nospace", "report"]);
@@ -434,9 +410,7 @@ fn the_counts_are_told_over_http() {
     scratch.ok(&["create", "a.qcow2", "64M"]);
     let arguments =
         ["serve", "--json", "a.qcow2", "--nbd", "unix:s.sock", "--metrics", "127.0.0.1:0"];
-    let mut child = scratch.command(&arguments).stdout(Stdio::piped()).spawn().unwrap();
-    let mut line = String::new();
-    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    let (mut child, line) = common::started(&mut scratch.command(&arguments));
     let answer: serde_json::Value = serde_json::from_str(&line).unwrap();
     assert!(common::faults_against_schema("serve", &answer).is_empty(), "{answer}");
     let url = answer["metrics"].as_str().unwrap();
@@ -456,7 +430,7 @@ fn the_counts_are_told_over_http() {
     kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(0));
     assert!(std::net::TcpStream::connect(host).is_err());
-    check(&scratch, "a.qcow2");
+    scratch.sound("a.qcow2");
 }
 
 #[test]
@@ -476,7 +450,7 @@ fn the_counts_are_told_at_a_unix_socket() {
     scratch.fails(1, "plain", &[&nbd[..], &["unix:plain"]].concat());
     assert_eq!(std::fs::read(scratch.path("plain")).unwrap(), b"precious");
     assert!(!scratch.path("s.sock").exists());
-    check(&scratch, "a.qcow2");
+    scratch.sound("a.qcow2");
 }
 
 /// A socket that systemd holds is handed to each run of the service anew, so no run may shut it down.

@@ -1,10 +1,10 @@
 //! `vdkit serve --tls`, with certificates and with pre-shared keys.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::Write;
 use std::process::{Command, Output, Stdio};
 
 use crate::common::pki::certificates;
-use crate::common::{Scratch, peer};
+use crate::common::{self, Scratch, peer};
 use rustix::process::{Pid, Signal, kill_process};
 use vdkit_testkit::Killed;
 
@@ -16,12 +16,9 @@ struct Served {
 
 impl Served {
     fn start(scratch: &Scratch, tls: &str) -> Self {
-        let arguments = ["serve", "a.qcow2", "--nbd", "tcp:127.0.0.1:0", "--tls", tls];
-        let mut child = scratch.command(&arguments).stdout(Stdio::piped()).spawn().unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        let (child, line) = scratch.serve(&["a.qcow2", "--nbd", "tcp:127.0.0.1:0", "--tls", tls]);
         let port = line.trim().trim_end_matches('/').rsplit(':').next().unwrap().to_owned();
-        Self { child: Killed(child), port }
+        Self { child, port }
     }
 
     /// qemu-io through TLS with these credentials.
@@ -139,11 +136,7 @@ fn keys_that_cannot_be_used_are_named_and_not_told() {
 /// Starts a server, which must refuse to serve, and say why.
 fn is_refused(scratch: &Scratch, tls: &str, words: &str) {
     let arguments = ["serve", "a.qcow2", "--nbd", "unix:s", "--tls", tls];
-    let mut command = scratch.command(&arguments);
-    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let mut child = Killed(child);
-    let mut line = String::new();
-    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    let (mut child, line) = common::started(scratch.command(&arguments).stderr(Stdio::piped()));
     assert_eq!(line, "", "{tls}");
     let mut errors = String::new();
     std::io::Read::read_to_string(child.stderr.as_mut().unwrap(), &mut errors).unwrap();
@@ -248,10 +241,7 @@ fn the_uri_of_a_server_with_tls_says_so() {
         "psk",
         "--json",
     ];
-    let mut command = scratch.command(&arguments);
-    let mut child = Killed(command.stdout(Stdio::piped()).spawn().unwrap());
-    let mut line = String::new();
-    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    let (_child, line) = common::started(&mut scratch.command(&arguments));
     let said: serde_json::Value = serde_json::from_str(&line).unwrap();
     let uris: Vec<&str> =
         said["uris"].as_array().unwrap().iter().map(|uri| uri.as_str().unwrap()).collect();

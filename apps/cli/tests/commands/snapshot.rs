@@ -10,11 +10,6 @@ fn image(scratch: &Scratch, name: &str, options: &[&str]) {
     scratch.ok(&["write", name, "0", "1M", "--pattern", "2"]);
 }
 
-fn sound(scratch: &Scratch, name: &str) {
-    scratch.ok(&["check", name]);
-    peer(&scratch.path(""), "qemu-img", &["check", "-q", name]);
-}
-
 fn names(scratch: &Scratch, name: &str) -> Vec<(String, String)> {
     let json = scratch.json_of("snapshot", 0, &["list", name]);
     let rows = json["snapshots"].as_array().unwrap().iter();
@@ -28,7 +23,7 @@ fn the_life_of_a_snapshot() {
     for options in [&[][..], &["-o", "compat=0.10"], &["-o", "cluster_size=16K,extended_l2=on"]] {
         let _ = std::fs::remove_file(scratch.path("a.qcow2"));
         image(&scratch, "a.qcow2", options);
-        sound(&scratch, "a.qcow2");
+        scratch.sound("a.qcow2");
         let listed = scratch.ok(&["snapshot", "list", "a.qcow2"]).stdout;
         assert!(listed.contains("first") && listed.contains("4 MiB"), "{listed}");
         let made = scratch.json_of("snapshot", 0, &["create", "a.qcow2", "second"]);
@@ -36,7 +31,7 @@ fn the_life_of_a_snapshot() {
         assert!(made["snapshots"][0]["date-seconds"].as_u64() > Some(1_700_000_000), "{made}");
 
         scratch.json_of("snapshot", 0, &["apply", "a.qcow2", "1"]);
-        sound(&scratch, "a.qcow2");
+        scratch.sound("a.qcow2");
         assert!(scratch.ok(&["read", "a.qcow2", "0", "2M"]).bytes == vec![1; 2 << 20]);
         scratch.ok(&["snapshot", "apply", "a.qcow2", "second"]);
         assert_eq!(scratch.ok(&["read", "a.qcow2", "1048575", "2"]).bytes, [2, 1]);
@@ -47,7 +42,7 @@ fn the_life_of_a_snapshot() {
         scratch.json_of("snapshot", 0, &["delete", "a.qcow2", "the second"]);
         scratch.ok(&["snapshot", "delete", "a.qcow2", "1"]);
         assert_eq!(names(&scratch, "a.qcow2"), []);
-        sound(&scratch, "a.qcow2");
+        scratch.sound("a.qcow2");
         assert_eq!(scratch.ok(&["read", "a.qcow2", "1048575", "2"]).bytes, [2, 1]);
     }
 }
@@ -64,7 +59,7 @@ fn qemu_lists_and_applies_them() {
     peer(&folder, "qemu-img", &["snapshot", "-c", "theirs", "a.qcow2"]);
     assert_eq!(names(&scratch, "a.qcow2")[1], ("2".to_owned(), "theirs".to_owned()));
     scratch.ok(&["snapshot", "delete", "a.qcow2", "theirs"]);
-    sound(&scratch, "a.qcow2");
+    scratch.sound("a.qcow2");
 }
 
 #[test]
@@ -75,7 +70,7 @@ fn a_deleted_snapshot_gives_its_space_back() {
     let before = occupied();
     scratch.ok(&["snapshot", "delete", "a.qcow2", "first"]);
     assert!(occupied() + (1 << 20) <= before, "{before} {}", occupied());
-    sound(&scratch, "a.qcow2");
+    scratch.sound("a.qcow2");
 }
 
 #[test]
@@ -134,7 +129,7 @@ fn an_overlay_keeps_what_it_holds_itself() {
     assert_eq!(old, [1, 9], "what lies beneath shows through");
     scratch.ok(&["snapshot", "apply", "a.qcow2", "s"]);
     assert_eq!(scratch.ok(&["read", "a.qcow2", "65535", "2"]).bytes, [1, 9]);
-    sound(&scratch, "a.qcow2");
+    scratch.sound("a.qcow2");
 }
 
 #[test]
@@ -195,7 +190,7 @@ fn bitmaps_know_of_an_applied_snapshot() {
         scratch.ok(&["bitmap", "clear", "a.qcow2", "b"]);
         scratch.ok(&["snapshot", "apply", "a.qcow2", "first"]);
         assert_eq!(dirty(), ((4 << 20).into(), false.into()), "{options}");
-        sound(&scratch, "a.qcow2");
+        scratch.sound("a.qcow2");
         let theirs = peer(&scratch.path(""), "qemu-img", &["info", "a.qcow2"]).stdout;
         let theirs = String::from_utf8_lossy(&theirs).into_owned();
         assert!(theirs.contains("auto") && !theirs.contains("in-use"), "{theirs}");

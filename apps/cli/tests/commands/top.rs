@@ -16,13 +16,8 @@ const PATIENCE: Duration = Duration::from_secs(120);
 
 fn serve(scratch: &Scratch, more: &[&str]) -> Killed {
     scratch.ok(&["create", "a.qcow2", "64M", "-o", "preallocation=metadata"]);
-    let arguments = ["serve", "a.qcow2", "--nbd", "unix:s.sock", "--control", "c.sock"];
-    let mut command = scratch.command(&[&arguments[..], more].concat());
-    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
-    let mut line = String::new();
-    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-    assert!(line.starts_with("serving"), "{line}");
-    Killed(child)
+    let arguments = ["a.qcow2", "--nbd", "unix:s.sock", "--control", "c.sock"];
+    scratch.serve(&[&arguments[..], more].concat()).0
 }
 
 /// Reads for so long as it lives.
@@ -36,15 +31,11 @@ fn load(scratch: &Scratch) -> Killed {
         .spawn()
         .expect("fio is needed");
     let load = Killed(fio);
-    let began = Instant::now();
-    loop {
+    common::wait_until(|| {
         let stats = scratch.json_of("ctl", 0, &["c.sock", "stats"]);
-        if stats["ops"][0]["ops"].as_u64().unwrap() > 100 {
-            return load;
-        }
-        assert!(began.elapsed() < PATIENCE, "fio does nothing");
-        std::thread::sleep(Duration::from_millis(50));
-    }
+        stats["ops"][0]["ops"].as_u64().unwrap() > 100
+    });
+    load
 }
 
 #[test]
