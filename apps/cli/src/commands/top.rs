@@ -153,7 +153,8 @@ impl TopArgs {
             }
             session.out.flush();
         }
-        Ok(Exit::Done)
+        let counted = self.once || self.count.is_some();
+        Ok(if counted && left > 0 && stop.is_cancelled() { Exit::Interrupted } else { Exit::Done })
     }
 
     /// Shows the latest interval on the terminal.

@@ -409,6 +409,21 @@ fn a_commit_tells_how_far_it_is_and_can_be_stopped() {
     let status = scratch.json_of("ctl", 0, &["c.sock", "status"]);
     assert!(status["job"].is_null() && status["chain"].as_array().unwrap().len() == 2);
     io(&scratch, &["read -P 3 0 640M", "write -P 4 0 64k"]);
+    // A signal to the command that waits for it stops one too.
+    let stopped = (0..20).any(|_| {
+        let code = commit_under_way(&scratch).map(|(mut commit, _)| {
+            common::signal(commit.id(), "INT");
+            commit.wait().unwrap().code()
+        });
+        if code.is_none_or(|code| code == Some(0)) {
+            again(&mut top);
+            io(&scratch, &["write -P 4 0 64k"]);
+            return false;
+        }
+        assert_eq!(code, Some(Some(130)));
+        true
+    });
+    assert!(stopped, "it is never there to be stopped");
     // The end of the service stops one too.
     let stopped = (0..20).any(|_| {
         let code = commit_under_way(&scratch).map(|(mut commit, _)| {

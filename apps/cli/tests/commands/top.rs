@@ -122,6 +122,17 @@ fn it_ends_well_though_nobody_hears_it() {
 }
 
 #[test]
+fn an_interrupt_before_the_last_interval_is_no_success() {
+    let scratch = Scratch::new();
+    let _service = serve(&scratch, &["--read-only"]);
+    let arguments = ["top", "--count", "1000", "--interval", "0.1", "c.sock"];
+    let (mut top, line) = common::started(&mut scratch.command(&arguments));
+    assert!(line.starts_with("a.qcow2"), "{line}");
+    common::signal(top.id(), "INT");
+    assert_eq!(top.wait().unwrap().code(), Some(130));
+}
+
+#[test]
 fn nonsense_is_refused() {
     let scratch = Scratch::new();
     scratch.fails(1, "none.sock: no service answers", &["top", "none.sock"]);
