@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum, ValueHint};
 use serde::Serialize;
 use vdkit::jobs::{bitmaps, merge_bitmap};
-use vdkit::{BackingChoice, BitmapStatus, Bitmaps, Disk, NewBitmap, OpenOptions};
+use vdkit::{BackingChoice, BitmapInfo, BitmapStatus, Bitmaps, Disk, NewBitmap, OpenOptions};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{Json, References, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::keys::Keys;
@@ -17,7 +17,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "bitmap",
     about: "Record which parts of a disk were written, for incremental backups",
-    group: Group::Change,
     details: "\
 A dirty bitmap is stored in the image and marks what was written since the bitmap was added or \
 cleared. Enabled bitmaps record while vdkit or QEMU has the image open for writing. They survive a \

@@ -2,13 +2,13 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, ValueEnum, ValueHint};
+use clap::{Args, ValueHint};
 use serde::Serialize;
 use vdkit::jobs;
 use vdkit::{CheckReport, Error, Finding, Repair};
 
-use super::{Group, Run, Subcommand, runs};
-use crate::arguments::{Json, Opening, ProgressOption};
+use super::{Run, Subcommand, runs};
+use crate::arguments::{Json, Opening, ProgressOption, one_of};
 use crate::failure::{Exit, Failure, Outcome, Tone, print_line};
 use crate::output::{Output, bytes_long, counted};
 use crate::runs;
@@ -17,7 +17,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "check",
     about: "Check an image's metadata, and repair it",
-    group: Group::Change,
     details: "\
 Reads all metadata of the image and no guest data. Exit codes: 0 no faults, 3 only leaks (space \
 that nothing refers to: harmless), 4 corrupt, 8 not checkable (the file is not what its name says, \

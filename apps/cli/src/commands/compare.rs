@@ -6,7 +6,7 @@ use clap::{Args, ValueHint};
 use vdkit::jobs::{self, CompareOptions, CompareReport};
 use vdkit::{Disk, OpenOptions};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{Json, ProgressOption, References};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::keys::Keys;
@@ -16,7 +16,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "compare",
     about: "Compare the guest disks of two images",
-    group: Group::Examine,
     details: "\
 Compares what a guest reads. Formats, cluster sizes and the location of the bytes do not matter. \
 If one disk is longer, the rest of it must read as zero; with --strict the sizes must be equal. \

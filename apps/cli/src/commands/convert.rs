@@ -23,21 +23,18 @@ use vdkit::{
     OpenOptions, Options, Registry, Secret,
 };
 
-use super::{Group, Run, Subcommand, runs};
-use crate::arguments::{
-    Force, FormatOptions, Json, ParentOption, ProgressOption, References, size,
-};
+use super::{Run, Subcommand, runs};
+use crate::arguments::{CopySource, FormatOptions, Json, ParentOption, ProgressOption, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
 use crate::incoming::{Opened, Opening, STANDARD, spool_folder};
-use crate::keys::{Keys, TargetKey};
+use crate::keys::TargetKey;
 use crate::protocols;
 use crate::session::Session;
 
 pub const COMMAND: Subcommand = Subcommand {
     name: "convert",
     about: "Convert an image to another format, or copy it",
-    group: Group::Make,
     details: "\
 Copies the guest disk of SOURCE (through its backing chain) into a new image TARGET, in the \
 cheapest way: blocks are shared if the file system can share them, regions without data are \

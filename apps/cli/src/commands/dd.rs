@@ -9,11 +9,11 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use vdkit::jobs::{self, DdOptions, DdPlan, NewImage};
 use vdkit::{Disk, Monitor, OpenOptions};
 
-use super::{Group, Run, Subcommand, runs};
-use crate::arguments::{Force, FormatOptions, Json, ProgressOption, References, size};
+use super::{Run, Subcommand, runs};
+use crate::arguments::{CopySource, Force, FormatOptions, Json, ProgressOption, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
-use crate::keys::{Keys, TargetKey};
+use crate::keys::TargetKey;
 use crate::output::bytes_long;
 use crate::protocols;
 use crate::session::Session;
@@ -21,7 +21,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "dd",
     about: "Copy a part of one disk to a part of another",
-    group: Group::Bytes,
     details: "\
 Takes the operands of dd, for the guest disks of images:
 

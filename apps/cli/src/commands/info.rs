@@ -11,7 +11,7 @@ use vdkit::{
     SnapshotInfo,
 };
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{Json, Opening};
 use crate::failure::{Exit, Outcome, Tone, print_line};
 use crate::incoming::OVA;
@@ -21,7 +21,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "info",
     about: "Show an image's format, sizes, options, snapshots and bitmaps",
-    group: Group::Examine,
     details: "\
 Reads the image's header and small tables, never its data. Opens no other file without --chain. So \
 it is fast and safe on any image, even an untrusted one. For an appliance (OVA) it lists the \

@@ -8,7 +8,7 @@ use serde::Serialize;
 use vdkit::CancelToken;
 use vdkit::serve::{Export, ExportOptions, Scrape};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::Json;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::fuse::{self, FuseOptions};
@@ -19,7 +19,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "mount",
     about: "Mount an image's disk as one plain file, over FUSE",
-    group: Group::Serve,
     details: "\
 FILE then is the guest disk, like a raw image: losetup, mount -o loop, fio, dd and every other \
 program can read and write it, and fsync makes their writes durable. An existing FILE is hidden by \

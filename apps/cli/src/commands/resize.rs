@@ -2,13 +2,12 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, ValueEnum, ValueHint};
+use clap::{Args, ValueHint};
 use serde::Serialize;
-use vdkit::Disk;
 use vdkit::jobs::{self, Preallocation, ResizeOptions, SizeChange};
 
-use super::{Group, Run, Subcommand, runs};
-use crate::arguments::{Force, Json, ProgressOption, Writing, size};
+use super::{Run, Subcommand, runs};
+use crate::arguments::{Force, Json, ProgressOption, Writing, one_of, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
 use crate::output::bytes_long;
@@ -17,7 +16,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "resize",
     about: "Enlarge or shrink a disk",
-    group: Group::Change,
     details: "\
 The new part of a larger disk reads as zero. A smaller disk loses the data beyond its new end, so \
 it needs --shrink. The guest's partitions and file systems stay as they are.",

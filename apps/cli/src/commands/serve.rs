@@ -5,16 +5,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, ValueHint};
-use listenfd::ListenFd;
 use serde::Serialize;
 use vdkit::live::LiveImages;
 use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions, Tls};
 use vdkit::serve::{Control, Controller, Export, ExportOptions, Scrape};
 use vdkit::{CancelToken, Disk, vhost_user};
+use vdkit_qemu::sockets;
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::Json;
-use crate::failure::{Exit, Failure, Outcome, not_made};
+use crate::failure::{Exit, Failure, Outcome, not_made, quoted};
 use crate::fuse::{self, FuseOptions};
 use crate::notify;
 use crate::serving::{DRAIN, ServedDisk, wait};
@@ -23,7 +23,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "serve",
     about: "Serve an image as a disk: over NBD, over vhost-user, as a file",
-    group: Group::Serve,
     details: "\
 The image stays open and locked until SIGINT, SIGTERM or `vdkit ctl SOCKET quit`. Then vdkit \
 completes the requests in progress, flushes everything and closes the image. SIGKILL loses nothing \

@@ -9,7 +9,7 @@ use vdkit::jobs::{self, SnapshotAction};
 use vdkit::{BackingChoice, Disk, SnapshotInfo};
 use vdkit_qemu::dates;
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{Force, Json, ProgressOption, Reading};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
@@ -19,7 +19,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "snapshot",
     about: "List, create, apply, delete or rename snapshots inside an image",
-    group: Group::Change,
     details: "\
 A snapshot keeps the current state of the disk. It costs a little metadata, whatever the disk's \
 size. 'apply' restores the state of a snapshot: later writes are lost, unless another snapshot has \

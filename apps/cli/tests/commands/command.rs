@@ -6,12 +6,12 @@ use std::os::unix::fs::PermissionsExt;
 use std::process::{Command, Stdio};
 
 use crate::common::{Scratch, peer};
-use vdkit_cli::commands::ALL;
+use vdkit_cli::commands::all;
 
 #[test]
 fn help_is_a_result_and_a_mistake_a_message() {
     let scratch = Scratch::new();
-    for entry in ALL {
+    for entry in all() {
         for arguments in [&[entry.name, "--help"][..], &[entry.name, "-h"], &["help", entry.name]] {
             let answer = scratch.ok(arguments);
             assert!(answer.stdout.contains(entry.about), "{arguments:?}: {answer:?}");
@@ -28,7 +28,7 @@ fn help_is_a_result_and_a_mistake_a_message() {
 fn a_newcomer_finds_every_command_and_where_to_start() {
     let scratch = Scratch::new();
     let answer = scratch.ok(&["help"]);
-    for entry in ALL {
+    for entry in all() {
         assert!(answer.stdout.contains(&format!("  {} ", entry.name)), "{}", entry.name);
     }
     assert!(answer.stdout.contains("Start here:"), "{answer:?}");

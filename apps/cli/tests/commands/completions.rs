@@ -7,7 +7,7 @@ fn every_shell_gets_a_script_with_every_subcommand() {
     let scratch = Scratch::new();
     for shell in ["bash", "elvish", "fish", "powershell", "zsh"] {
         let script = scratch.ok(&["completions", shell]).stdout;
-        for entry in vdkit_cli::commands::ALL {
+        for entry in vdkit_cli::commands::all() {
             assert!(script.contains(entry.name), "{shell}: {}", entry.name);
         }
         assert!(script.contains("allow-ref"), "{shell} knows no options");

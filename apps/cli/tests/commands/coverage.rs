@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::Command;
-use vdkit_cli::commands::{ALL, Subcommand};
+use vdkit_cli::commands::{Subcommand, all};
 use vdkit_cli::definition;
 
 fn root() -> PathBuf {
@@ -32,14 +32,14 @@ fn with_actions(command: &Command) -> Vec<(String, &Command)> {
 fn every_subcommand_of_the_definition_is_in_the_table() {
     for command in built().get_subcommands() {
         let name = command.get_name();
-        assert!(name == "help" || ALL.iter().any(|entry| entry.name == name), "{name}");
+        assert!(name == "help" || all().any(|entry| entry.name == name), "{name}");
     }
 }
 
 #[test]
 fn every_subcommand_has_help_on_everything() {
     let root = built();
-    for entry in ALL {
+    for entry in all() {
         let name = entry.name;
         let command = command_of(&root, entry);
         let about = command.get_about().map(ToString::to_string).unwrap_or_default();
@@ -68,7 +68,7 @@ fn every_subcommand_has_help_on_everything() {
 fn every_subcommand_has_its_page_and_its_test() {
     let root_folder = root();
     let root = built();
-    for entry in ALL {
+    for entry in all() {
         let name = entry.name;
         let page = root_folder.join(format!("docs/commands/{name}.md"));
         let text = std::fs::read_to_string(&page)
@@ -101,7 +101,7 @@ fn tests_of(name: &str) -> String {
 #[test]
 fn every_answer_in_json_has_its_schema() {
     let root = built();
-    for entry in ALL {
+    for entry in all() {
         for (name, command) in with_actions(command_of(&root, entry)) {
             let json = command.get_arguments().any(|a| a.get_long() == Some("json"));
             let schema = self::root().join(format!("docs/schemas/{name}.json"));
@@ -152,7 +152,7 @@ fn pages_are_of_subcommands_that_exist() {
     for entry in std::fs::read_dir(root().join("docs/commands")).unwrap() {
         let name = entry.unwrap().file_name().into_string().unwrap();
         let name = name.trim_end_matches(".md");
-        let known = ALL.iter().any(|entry| entry.name == name) || name == "README";
+        let known = all().any(|entry| entry.name == name) || name == "README";
         assert!(known, "docs/commands/{name}.md is of no subcommand");
     }
 }

@@ -7,7 +7,7 @@ fn a_folder_gets_a_page_for_every_subcommand() {
     let scratch = Scratch::new();
     scratch.ok(&["man", "share/man/man1"]);
     let main = std::fs::read_to_string(scratch.path("share/man/man1/vdkit.1")).unwrap();
-    for entry in vdkit_cli::commands::ALL {
+    for entry in vdkit_cli::commands::all() {
         assert!(main.contains(entry.name), "{}", entry.name);
         let page = scratch.path(&format!("share/man/man1/vdkit-{}.1", entry.name));
         let text = std::fs::read_to_string(&page).unwrap();

@@ -23,7 +23,7 @@ use vdkit::jobs::inspect::{
 use vdkit::storage::{FileOptions, FileStorage, LockMode};
 use vdkit::{CancelToken, Storage};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{Json, size};
 use crate::failure::{Exit, Failure, Outcome, Tone, print_line};
 use crate::output::{Output, bytes_short};
@@ -33,7 +33,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "inspect",
     about: "Judge whether an untrusted image is safe to accept",
-    group: Group::Examine,
     details: "\
 Reads the image in a separate sandboxed process (seccomp, Landlock, limits on time, memory and \
 reads), opens no other file, and gives each reason a code. Exit codes: 0 accepted, 5 refused, 1 \
