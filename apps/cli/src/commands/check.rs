@@ -33,12 +33,8 @@ vdkit check --repair all disk.qcow2     repair every fault that can be repaired;
     ..runs::<CheckArgs>()
 };
 
-/// What `--repair` may do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum RepairChoice {
-    Leaks,
-    All,
-}
+/// The values of `--repair`.
+const REPAIRS: &[(&str, Repair)] = &[("leaks", Repair::Leaks), ("all", Repair::All)];
 
 #[derive(Args, Debug)]
 pub struct CheckArgs {
@@ -46,8 +42,8 @@ pub struct CheckArgs {
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
     /// Repair leaks, or every fault that can be repaired
-    #[arg(short = 'r', long, value_name = "leaks|all", value_enum, hide_possible_values = true)]
-    repair: Option<RepairChoice>,
+    #[arg(short = 'r', long, value_name = "leaks|all", value_parser = one_of(REPAIRS), hide_possible_values = true)]
+    repair: Option<Repair>,
     /// With --repair all: also discard guest data that is unreachable because a table is damaged
     #[arg(long)]
     force: bool,
@@ -110,10 +106,10 @@ fn verdict(report: &CheckReport) -> Exit {
 }
 
 fn print(format: &str, report: &CheckReport, out: &mut Output) {
-    let (lines, told) = runs::lines(&report.findings);
+    let (lines, covered) = runs::lines(&report.findings);
     lines.iter().for_each(|line| out.line(line));
     let found = report.leaks + report.corruptions + report.warnings;
-    let unlisted = found.saturating_sub(told as u64);
+    let unlisted = found.saturating_sub(covered as u64);
     if unlisted > 0 {
         out.line(format!("… and {unlisted} more ({found} in all)"));
     }
@@ -183,10 +179,8 @@ fn hint(report: &CheckReport, repair: Repair, named: Option<&str>, image: &str) 
 impl Run for CheckArgs {
     fn run(self, session: &mut Session) -> Outcome {
         let repair = match self.repair {
-            None => Repair::Nothing,
-            Some(RepairChoice::Leaks) => Repair::Leaks,
-            Some(RepairChoice::All) if self.force => Repair::AllForced,
-            Some(RepairChoice::All) => Repair::All,
+            Some(Repair::All) if self.force => Repair::AllForced,
+            repair => repair.unwrap_or(Repair::Nothing),
         };
         if self.force && repair != Repair::AllForced {
             return Err(Failure::usage("--force is for --repair all"));

@@ -66,12 +66,12 @@ impl Run for CommitArgs {
         let report = self.progress.run("commit", session, |monitor| {
             jobs::commit(&vdkit::registry(), &self.overlay, &opening, &options, monitor)
         })??;
-        self.json.print(&report, &mut session.out, tell);
+        self.json.print(&report, &mut session.out, print);
         Ok(Exit::Done)
     }
 }
 
-fn tell(report: &CommitReport, out: &mut Output) {
+fn print(report: &CommitReport, out: &mut Output) {
     let moved = &report.moved;
     out.line(format!(
         "{}: {} written, {} shared, {} made zero{}",

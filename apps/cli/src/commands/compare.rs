@@ -68,6 +68,7 @@ pub struct CompareArgs {
 impl CompareArgs {
     fn open(
         &self,
+        session: &Session,
         path: &Path,
         format: Option<&String>,
         snapshot: Option<&String>,
@@ -77,14 +78,15 @@ impl CompareArgs {
             .snapshot(snapshot.cloned())
             .refs(self.references.policy())
             .lock(!self.force_share);
-        Ok(Disk::open(&vdkit::registry(), path, &self.keys.apply(options))?)
+        session.open(path, &self.keys.apply(options))
     }
 }
 
 impl Run for CompareArgs {
     fn run(self, session: &mut Session) -> Outcome {
-        let a = self.open(&self.a, self.format.as_ref(), self.snapshot.as_ref())?;
-        let b = self.open(&self.b, self.second_format.as_ref(), self.snapshot_b.as_ref())?;
+        let a = self.open(session, &self.a, self.format.as_ref(), self.snapshot.as_ref())?;
+        let b =
+            self.open(session, &self.b, self.second_format.as_ref(), self.snapshot_b.as_ref())?;
         let mut options = CompareOptions::default();
         options.strict = self.strict;
         let report = self

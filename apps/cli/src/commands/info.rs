@@ -115,7 +115,7 @@ fn print_image(link: &ChainLink, out: &mut Output) {
     let info = &link.info;
     let mut fields = Fields::default();
     fields.add("image", link.path.display().to_string());
-    let probed = if link.probed { "" } else { " (as told)" };
+    let probed = if link.probed { "" } else { " (given by -f)" };
     fields.add("format", format!("{}{probed}", info.format));
     fields.add("virtual size", bytes_long(info.virtual_size));
     if super::is_export(&link.path) {
@@ -193,11 +193,7 @@ fn print_bitmaps(bitmaps: &[BitmapInfo], out: &mut Output) {
     out.line("bitmaps:");
     let mut table = Table::new(&["name", ">granularity", "state"]);
     for bitmap in bitmaps {
-        let state = match (bitmap.in_use, bitmap.enabled) {
-            (true, _) => "was in use: cannot be trusted",
-            (false, true) => "records writes",
-            (false, false) => "disabled",
-        };
+        let state = super::bitmap::state(bitmap);
         table.row([bitmap.name.clone(), bytes_short(bitmap.granularity), state.to_owned()]);
     }
     table.print(out, 2)

@@ -58,7 +58,7 @@ impl Run for MapArgs {
             .options()
             .snapshot(self.snapshot.snapshot.clone())
             .backing(self.parent.choice());
-        let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;
+        let disk = session.open(&self.image, &options)?;
         let start = self.start.unwrap_or(0);
         let range = super::guest_range(&disk, start, self.length)?;
         let rows = jobs::map(&disk, range.start, range.end - range.start)?;

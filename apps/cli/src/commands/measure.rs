@@ -56,7 +56,7 @@ impl Run for MeasureArgs {
             (Some(path), _) => {
                 let mut opening = self.opening.options();
                 opening.snapshot = self.snapshot;
-                let disk = Disk::open(&vdkit::registry(), path, &opening)?;
+                let disk = session.open(path, &opening)?;
                 let monitor = Monitor::default().cancelled_by(session.cancel_on_signal()?);
                 jobs::measure(&[disk], driver, &options, &monitor)?
             }

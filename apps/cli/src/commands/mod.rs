@@ -246,16 +246,11 @@ fn preset_driver(
     format: Option<&str>,
 ) -> Result<&'static dyn FormatDriver, Failure> {
     let wanted = preset.format();
-    let driver = vdkit::format(wanted).map_err(|_| {
-        Failure::failed(format!(
-            "{preset} needs the {wanted} format, which this version does not write"
-        ))
-    })?;
-    match format.map(|name| vdkit::format(name).map(|driver| driver.name())) {
-        Some(Ok(other)) if other != driver.name() => {
+    let driver = vdkit::format(wanted)?;
+    match format.map(vdkit::format).transpose()?.map(|driver| driver.name()) {
+        Some(other) if other != driver.name() => {
             Err(Failure::usage(format!("{preset} takes {wanted} images, not {other}")))
         }
-        Some(Err(error)) => Err(error.into()),
         _ => Ok(driver),
     }
 }
@@ -265,7 +260,7 @@ const RAW_ENDINGS: &[&str] = &["bin", "dd", "disk", "ima", "image"];
 
 /// Reports that a job failed after it began to write into a target that already existed, so that
 /// the target holds a part of the new content.
-pub(crate) fn tell_half_written(target: &Path, progress: &Reporter) {
+pub(crate) fn warn_half_written(target: &Path, progress: &Reporter) {
     if progress.begun() {
         let name = target.display();
         let text = format!(
@@ -273,6 +268,14 @@ pub(crate) fn tell_half_written(target: &Path, progress: &Reporter) {
              again to write all of it"
         );
         print_line(Tone::Warning, &text);
+    }
+}
+
+/// Refuses the first option that was given and would have no effect; `why` ends the message.
+pub(crate) fn refuse_given(options: &[(&str, bool)], why: &str) -> Result<(), Failure> {
+    match options.iter().find(|(_, given)| *given) {
+        Some((name, _)) => Err(Failure::usage(format!("{name} has no meaning {why}"))),
+        None => Ok(()),
     }
 }
 

@@ -60,7 +60,7 @@ impl Run for ReadArgs {
             .cache(self.cache.cache)
             .snapshot(self.snapshot.snapshot.clone())
             .backing(self.parent.choice());
-        let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;
+        let disk = session.open(&self.image, &options)?;
         let range = super::guest_range(&disk, self.offset, self.length)?;
         let mut buf = vec![0; STEP.min(range.end - range.start) as usize];
         let mut dump = self.hex.then(HexDump::default);

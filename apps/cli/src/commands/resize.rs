@@ -43,11 +43,12 @@ pub struct ResizeArgs {
     #[arg(
         long,
         value_name = "MODE",
+        value_parser = one_of(MODES),
         default_value = "off",
         hide_default_value = true,
         hide_possible_values = true
     )]
-    preallocation: PreallocationChoice,
+    preallocation: Preallocation,
     #[command(flatten)]
     force: Force,
     #[command(flatten)]
@@ -58,14 +59,13 @@ pub struct ResizeArgs {
     json: Json,
 }
 
-/// The value of `--preallocation`.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum PreallocationChoice {
-    Off,
-    Metadata,
-    Falloc,
-    Full,
-}
+/// The values of `--preallocation`.
+const MODES: &[(&str, Preallocation)] = &[
+    ("off", Preallocation::Off),
+    ("metadata", Preallocation::Metadata),
+    ("falloc", Preallocation::Falloc),
+    ("full", Preallocation::Full),
+];
 
 /// The JSON answer.
 #[derive(Serialize)]
@@ -84,10 +84,9 @@ impl Run for ResizeArgs {
     fn run(self, session: &mut Session) -> Outcome {
         if self.shrink {
             let cancel = session.cancel_on_signal()?;
-            guard::refuse_dependents(&self.image, &self.force, "shrinking it", &cancel)?;
+            guard::refuse_dependents(&self.image, self.force.force, "shrinking it", &cancel)?;
         }
-        let disk = Disk::open(&vdkit::registry(), &self.image, &self.opening.options())?;
-        session.warn(&disk);
+        let disk = session.open(&self.image, &self.opening.options())?;
         let old_size = disk.guest_bytes();
         let size = self.size.applied_to(old_size).ok_or_else(|| {
             let old = bytes_long(old_size);
@@ -104,12 +103,7 @@ impl Run for ResizeArgs {
         }
         let mut options = ResizeOptions::default();
         options.shrink = self.shrink;
-        options.preallocation = match self.preallocation {
-            PreallocationChoice::Off => Preallocation::Off,
-            PreallocationChoice::Metadata => Preallocation::Metadata,
-            PreallocationChoice::Falloc => Preallocation::Falloc,
-            PreallocationChoice::Full => Preallocation::Full,
-        };
+        options.preallocation = self.preallocation;
         let resized = self
             .progress
             .run("resize", session, |monitor| jobs::resize(&disk, size, &options, monitor))?;

@@ -68,7 +68,7 @@ impl Run for TreeArgs {
             return Ok(exit);
         }
         if self.delete_check.is_some() {
-            tell_orphans(path, report.image(&asked), session);
+            print_orphans(path, report.image(&asked), session);
         } else {
             let parent = asked.parent().filter(|_| !asked.is_dir());
             let folder = parent.unwrap_or(&asked);
@@ -93,7 +93,7 @@ impl Run for TreeArgs {
 }
 
 /// Reports the images that could not be read if a file were deleted.
-fn tell_orphans(path: &Path, image: Option<&TreeImage>, session: &mut Session) {
+fn print_orphans(path: &Path, image: Option<&TreeImage>, session: &mut Session) {
     let orphans = image.map_or(&[][..], |image| &image.deleting_orphans);
     if orphans.is_empty() {
         return session

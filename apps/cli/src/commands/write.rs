@@ -95,9 +95,8 @@ impl Run for WriteArgs {
         let options = self.opening.options().cache(self.cache.cache);
         let input = self.source()?;
         let cancel = CancelToken::default();
-        guard::refuse_dependents(&self.image, &self.force, "writing to it", &cancel)?;
-        let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;
-        session.warn(&disk);
+        guard::refuse_dependents(&self.image, self.force.force, "writing to it", &cancel)?;
+        let disk = session.open(&self.image, &options)?;
         // When the input's length is not known, only the offset is checked here; the copy checks
         // the end.
         let range = super::guest_range(&disk, self.offset, self.length)?;

@@ -256,6 +256,7 @@ fn contradictions_are_usage_errors() {
         ),
         ("no compressed data", &["disk.raw", "x.raw", "-c"]),
         ("no meaning", &["disk.raw", "null:", "-c"]),
+        ("no meaning", &["disk.raw", "null:", "--verify"]),
         ("no meaning", &["disk.raw", "null:", "-o", "compat=1.1"]),
         ("zlib and zstd", &["disk.raw", "x.qcow2", "--compress=lz4"]),
         ("powers of two", &["disk.raw", "x.qcow2", "-S", "5000"]),

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::common::Scratch;
+use crate::common::{Scratch, peer};
 use vdkit_testkit::fs::{LoopDevice, loop_device};
 
 /// Runs a command on a device whose only way to give space back is BLKDISCARD, after which no device
@@ -92,4 +92,21 @@ fn no_command_relies_on_a_discard_with_an_undefined_result() {
     whole("compact of qcow2", &wanted, "qcow2");
 
     assert!(discards(&scratch, &["write", "-f", "raw", &on, "0", "1M", "--discard"]) > 0);
+}
+
+/// What a device holds is a stream too.
+#[test]
+fn a_checksum_holds_for_a_device() {
+    let scratch = Scratch::new();
+    let Some(device) = loop_device(8 << 20, 512) else { return };
+    let on = name(&device);
+    scratch.write("a.raw", &bytes(7));
+    scratch.ok(&["convert", "-f", "raw", "a.raw", &on, "-O", "raw"]);
+    let wrong = format!("sha256:{}", "0".repeat(64));
+    scratch.fails(1, "the checksum is", &["convert", &on, "b.qcow2", "--checksum", &wrong]);
+    assert_eq!(scratch.names(), ["a.raw"]);
+    let sum = peer(&scratch.folder(), "sha256sum", &["a.raw"]).stdout;
+    let right = format!("sha256:{}", std::str::from_utf8(&sum[..64]).unwrap());
+    scratch.ok(&["convert", &on, "b.qcow2", "--checksum", &right]);
+    scratch.same("a.raw", "b.qcow2");
 }

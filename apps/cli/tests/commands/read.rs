@@ -85,3 +85,27 @@ fn hostile_input_is_a_clear_error() {
     scratch.write("magic.qcow2", b"QFI\xfb\0\0\0\x03");
     scratch.fails(4, "magic.qcow2", &["read", "magic.qcow2", "0"]);
 }
+
+/// A table that is cut off reads as zero where it is missing: each command that reads warns of it.
+#[test]
+fn warnings_of_opening_are_printed() {
+    let scratch = Scratch::new();
+    let dir = scratch.path("");
+    peer(&dir, "qemu-img", &["create", "-q", "-f", "qcow2", "cut.qcow2", "1M"]);
+    peer(&dir, "qemu-io", &["-f", "qcow2", "-c", "write -z 0 64k", "cut.qcow2"]);
+    // The L2 table is the last cluster.
+    let file = std::fs::OpenOptions::new().write(true).open(scratch.path("cut.qcow2")).unwrap();
+    file.set_len(file.metadata().unwrap().len() - 60 * 1024).unwrap();
+    scratch.write("zero.raw", &[0; 1 << 20]);
+    for arguments in [
+        &["convert", "cut.qcow2", "out.raw"][..],
+        &["read", "cut.qcow2", "0"],
+        &["map", "cut.qcow2"],
+        &["compare", "zero.raw", "cut.qcow2"],
+        &["measure", "cut.qcow2"],
+        &["dd", "if=cut.qcow2", "of=part.raw"],
+    ] {
+        let answer = scratch.ok(arguments);
+        assert!(answer.stderr.contains("within an L2 table"), "{arguments:?}: {answer:?}");
+    }
+}

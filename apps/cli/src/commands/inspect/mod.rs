@@ -196,7 +196,9 @@ fn judge(
         let finding = InspectFinding::new(Code::NotJudged).found(why).expected("a verdict");
         (InspectReport::of_nothing(len, finding), None)
     };
-    let fd = storage.as_fd().ok_or_else(|| Failure::failed(image.display().to_string()))?;
+    let fd = storage.as_fd().ok_or_else(|| {
+        Failure::failed(format!("{}: cannot be handed to the inspector", image.display()))
+    })?;
     let outcome = fd.as_fd().try_clone_to_owned().and_then(|fd| {
         let command = parent::command(fd, options)?;
         parent::supervise(command, options.time_max, parent::GRACE, cancel)
@@ -205,7 +207,7 @@ fn judge(
         Err(error) => unknown(format!("the inspector cannot be started: {error}")),
         Ok(parent::Outcome::Interrupted) => return Err(vdkit::Error::Interrupted.into()),
         Ok(parent::Outcome::Failed(finding)) => (InspectReport::of_nothing(len, *finding), None),
-        Ok(parent::Outcome::Answered(text)) => match parent::believe(&text, options, len) {
+        Ok(parent::Outcome::Answered(text)) => match parent::parse_answer(&text, options, len) {
             Err(why) => {
                 let finding =
                     InspectFinding::new(Code::InspectorAnswer).found(why).expected("a report");
