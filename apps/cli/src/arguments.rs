@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueHint};
 use serde::Serialize;
 use vdkit::{
@@ -30,6 +31,17 @@ pub fn size(text: &str) -> Result<u64, String> {
         ));
     }
     Ok(bytes)
+}
+
+/// Parses one of these words; each stands for a value.
+pub fn one_of<T>(words: &'static [(&'static str, T)]) -> impl TypedValueParser<Value = T>
+where
+    T: Clone + Send + Sync + 'static,
+{
+    PossibleValuesParser::new(words.iter().map(|(word, _)| *word)).try_map(move |given| {
+        let found = words.iter().find(|(word, _)| *word == given);
+        found.map(|(_, value)| value.clone()).ok_or("not one of the words")
+    })
 }
 
 /// Notes about the arguments, each recorded once.
@@ -146,6 +158,36 @@ pub struct Writing {
 impl Writing {
     pub fn options(&self) -> OpenOptions {
         self.keys.apply(self.opening.options())
+    }
+}
+
+/// Options for opening the source of a copy.
+#[derive(Args, Clone, Debug, Default)]
+pub struct CopySource {
+    /// Format of the source (default: probed from its header)
+    #[arg(short = 'f', long, value_name = "FORMAT")]
+    pub format: Option<String>,
+    /// Copy this snapshot of the source (an id or a name)
+    #[arg(short = 'l', long, value_name = "SNAPSHOT")]
+    pub snapshot: Option<String>,
+    /// Read the source even while another process writes it
+    #[arg(short = 'U', long)]
+    pub force_share: bool,
+    #[command(flatten)]
+    pub references: References,
+    #[command(flatten)]
+    pub keys: Keys,
+}
+
+impl CopySource {
+    pub fn options(&self) -> OpenOptions {
+        self.keys.apply(
+            OpenOptions::read_only()
+                .maybe_format(self.format.clone())
+                .refs(self.references.policy())
+                .lock(!self.force_share)
+                .snapshot(self.snapshot.clone()),
+        )
     }
 }
 

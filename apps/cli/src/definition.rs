@@ -8,14 +8,14 @@ use std::path::Path;
 use clap::Command;
 use clap::error::{ContextKind, ErrorKind};
 
-use crate::commands::{ALL, Group, Subcommand, find};
+use crate::commands::{GROUPS, Subcommand, all, find};
 use crate::failure::{Exit, Tone, print_line};
 use crate::habits;
 
 /// The whole command. Subcommands are built only when they are needed, because building all of them
 /// takes longer than converting a small image.
 pub fn command() -> Command {
-    ALL.iter().map(subcommand).fold(root().after_help(overview_help()), Command::subcommand)
+    all().map(subcommand).fold(root().after_help(overview_help()), Command::subcommand)
 }
 
 /// The part of the command that one command line needs. If the command line begins with a
@@ -86,10 +86,10 @@ vdkit formats qcow2                  the options of a format";
 /// The subcommands by group, and the first command lines.
 pub fn overview() -> String {
     let mut text = String::with_capacity(4096);
-    for group in Group::ALL {
-        text.push_str(group.title());
+    for (title, group) in GROUPS {
+        text.push_str(title);
         text.push_str(":\n");
-        for entry in ALL.iter().filter(|entry| entry.group == *group) {
+        for entry in *group {
             text.push_str(&format!("  {:<12} {}\n", entry.name, entry.about));
         }
         text.push('\n');
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn one_subcommand_says_the_same_alone() {
-        for entry in ALL {
+        for entry in all() {
             for line in [[entry.name, "--help"], [entry.name, "-h"], [entry.name, "--bogus"]] {
                 let line = ["vdkit"].into_iter().chain(line);
                 let said = |command: Command| {
@@ -161,14 +161,14 @@ mod tests {
             }
         }
         for other in [None, Some("--help"), Some("help"), Some("konvert"), Some("")] {
-            assert_eq!(command_for(other.map(OsStr::new)).get_subcommands().count(), ALL.len());
+            assert_eq!(command_for(other.map(OsStr::new)).get_subcommands().count(), all().count());
         }
     }
 
     #[test]
     fn the_overview_names_every_subcommand() {
         let text = overview();
-        for entry in ALL {
+        for entry in all() {
             assert!(text.contains(&format!("\n  {} ", entry.name)), "{}", entry.name);
         }
     }

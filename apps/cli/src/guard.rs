@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use vdkit::jobs::Occupied;
 use vdkit::{CancelToken, Monitor, Progress, jobs};
 
-use crate::arguments::Force;
 use crate::failure::{Exit, Failure, Tone, print_line};
 
 /// Prints warnings only: these checks end before a progress bar would appear.
@@ -27,11 +26,11 @@ impl Progress for Warnings {
 /// Exit code 5, with the names of these images and how to go on.
 pub fn refuse_dependents(
     image: &Path,
-    force: &Force,
+    force: bool,
     doing: &str,
     cancel: &CancelToken,
 ) -> Result<(), Failure> {
-    if force.force { Ok(()) } else { refuse(&[image.to_owned()], doing, cancel) }
+    if force { Ok(()) } else { refuse(&[image.to_owned()], doing, cancel) }
 }
 
 /// Refuses to replace `image` by a new image if another image depends on it or on one of its other

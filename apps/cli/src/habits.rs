@@ -334,7 +334,7 @@ fn instead(command: &str, option: &str, value: Option<&str>) -> Option<&'static 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::commands::ALL;
+    use crate::commands::all;
     use crate::definition::command;
 
     fn said(line: &[&str]) -> Option<&'static str> {
@@ -348,7 +348,7 @@ mod tests {
     fn each_habit_is_answered() {
         for habit in HABITS {
             for option in habit.options {
-                let commands = ALL.iter().map(|entry| entry.name);
+                let commands = all().map(|entry| entry.name);
                 let line = |name| match habit.value {
                     Some(value) => [name, "x", *option, value],
                     None => [name, option, "a", "b"],

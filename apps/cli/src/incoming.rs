@@ -1,7 +1,7 @@
 //! Sources that are not plain disk images: standard input, URLs, compressed files, appliances.
 
-use std::fs::{File, Metadata};
-use std::io::Read;
+use std::fs::{File, FileType, Metadata};
+use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -35,7 +35,7 @@ pub struct Opening<'a> {
     pub registry: &'a Registry,
     /// As for files.
     pub options: &'a OpenOptions,
-    /// The checksum that the source must have.
+    /// The checksum that the source's file or stream must have.
     pub checksum: Option<&'a Checksum>,
     /// The folder into which streams are spooled.
     pub spool: &'a Path,
@@ -52,8 +52,9 @@ impl Opening<'_> {
                     self.refuse_empty(path)?;
                 }
                 if disk.top().name() == "raw" {
-                    tell_cut(path, monitor);
+                    warn_cut(path, monitor);
                 }
+                disk.warnings().for_each(|warning| monitor.progress.message(warning));
                 Ok(Opened::Image(Incoming::Disk(disk)))
             }
             Found::Package(storage) => self.package(storage),
@@ -72,6 +73,9 @@ impl Opening<'_> {
                     return self.package(spool(stream, self.spool, monitor)?);
                 }
                 let incoming = receive(self.registry, stream, self.spool, self.options, monitor)?;
+                if let Incoming::Disk(disk) = &incoming {
+                    disk.warnings().for_each(|warning| monitor.progress.message(warning));
+                }
                 Ok(Opened::Image(incoming))
             }
         }
@@ -152,14 +156,15 @@ impl Opening<'_> {
     }
 
     fn file(&self, path: &Path, monitor: &Monitor<'_>) -> Result<Found, Failure> {
-        let kind = path.metadata().map(|found| (found.is_file(), found.file_type().is_fifo()));
-        let (regular, pipe) = kind.unwrap_or((false, false));
+        let kind = path.metadata().map(|found| found.file_type());
+        let is = |test: fn(&FileType) -> bool| kind.as_ref().is_ok_and(test);
+        let (regular, device) = (is(FileType::is_file), is(FileType::is_block_device));
         let name = path.display().to_string();
         let open = || {
             File::open(path)
                 .map_err(|error| Failure::failed(format!("{name}: cannot open: {error}")))
         };
-        if pipe {
+        if is(FileType::is_fifo) {
             let input = Stdin::from_file(open()?, monitor.cancel.clone());
             return Ok(Found::Stream(ByteStream::new(name, input)));
         }
@@ -170,18 +175,22 @@ impl Opening<'_> {
             let options = FileOptions::read_only().cache(self.options.cache).lock(lock);
             return Ok(Found::Package(Arc::new(FileStorage::open(path, &options)?)));
         }
-        if !regular || (self.checksum.is_none() && (self.as_it_is() || !packed)) {
+        let streamed = regular && packed && !self.as_it_is();
+        if !streamed && (self.checksum.is_none() || !(regular || device)) {
             return Ok(Found::Disk(Box::new(Disk::open(self.registry, path, self.options)?)));
         }
-        let file = open()?;
-        let len = file.metadata().map(|found| found.len()).unwrap_or(0);
+        let mut file = open()?;
+        let len = file
+            .seek(SeekFrom::End(0))
+            .and_then(|len| file.rewind().map(|()| len))
+            .map_err(|error| Failure::failed(format!("{name}: cannot read: {error}")))?;
         let input = Stdin::from_file(file, monitor.cancel.clone());
         Ok(Found::Stream(ByteStream::new(name, input).with_len(len)))
     }
 }
 
 /// Reports a raw disk whose file ends within a sector: it may have been cut, or be no disk.
-fn tell_cut(path: &Path, monitor: &Monitor<'_>) {
+fn warn_cut(path: &Path, monitor: &Monitor<'_>) {
     let Some(found) = path.metadata().ok().filter(Metadata::is_file) else { return };
     if !found.len().is_multiple_of(SECTOR as u64) {
         monitor.progress.message(&format!(

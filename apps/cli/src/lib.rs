@@ -1,11 +1,11 @@
 //! The command `vdkit`: what users type.
 //!
-//! One table, [`commands::ALL`], names every subcommand; each is a file in `commands/` that parses
+//! One table, [`commands::GROUPS`], names every subcommand; each is a file in `commands/` that parses
 //! its arguments, calls a job of the library and prints the answer. The life of a call:
 //!
 //! ```text
 //!   main ─► definition   a clap tree whose subcommands are built only when asked for
-//!        ─► commands::ALL[i].run    the subcommand's own arguments, then the job
+//!        ─► Subcommand::run         the subcommand's own arguments, then the job
 //!        ─► output                  results on stdout (text or JSON)
 //!        ─► failure                 messages and hints on stderr, and the exit code
 //! ```

@@ -1,4 +1,4 @@
-//! What a service manager wants to know: when clients can connect, and that the end has begun.
+//! Notifications for a service manager: clients can connect; the service is ending.
 //!
 //! systemd (`Type=notify`), podman and others name a datagram socket in `NOTIFY_SOCKET`; without it, nothing is sent.
 
@@ -10,18 +10,18 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 
 use crate::failure::{Tone, print_line};
 
-/// Says that clients can connect, and in a line what is served.
+/// Reports that clients can connect; `status` says what is served.
 pub fn ready(status: &str) {
     let line = status.replace(['\n', '\r'], " ");
     send(&format!("READY=1\nSTATUS={line}"));
 }
 
-/// Says that the service completes its last requests.
+/// Reports that the service completes its last requests.
 pub fn stopping() {
     send("STOPPING=1\nSTATUS=completing requests, closing the image");
 }
 
-/// A manager that cannot be reached is reported and stops nothing: clients are served without it too.
+/// Sends a state. A failure is only a warning: clients are served without the manager too.
 fn send(state: &str) {
     let Some(place) = std::env::var_os("NOTIFY_SOCKET") else { return };
     let sent = address(&place).and_then(|address| {

@@ -84,7 +84,7 @@ fn run(findings: &[Finding]) -> usize {
 /// Formats a run as one line.
 fn line(run: &[Finding]) -> String {
     let [first, .., last] = run else { return run.first().map(single).unwrap_or_default() };
-    let (kind, mended) = words(first);
+    let (kind, repaired) = words(first);
     let each = run.get(1).map_or(0, |second| second.offset - first.offset);
     let (from, to) = (cut(&first.message), cut(&last.message));
     let mut message = String::new();
@@ -98,7 +98,7 @@ fn line(run: &[Finding]) -> String {
         }
     }
     format!(
-        "{kind}: {} at offsets {:#x} to {:#x} ({} of them, one every {each:#x} bytes): {message}{mended}",
+        "{kind}: {} at offsets {:#x} to {:#x} ({} of them, one every {each:#x} bytes): {message}{repaired}",
         first.structure,
         first.offset,
         last.offset,
@@ -107,9 +107,9 @@ fn line(run: &[Finding]) -> String {
 }
 
 fn single(finding: &Finding) -> String {
-    let (kind, mended) = words(finding);
+    let (kind, repaired) = words(finding);
     let Finding { structure, offset, message, .. } = finding;
-    format!("{kind}: {structure} at offset {offset:#x}: {message}{mended}")
+    format!("{kind}: {structure} at offset {offset:#x}: {message}{repaired}")
 }
 
 fn words(finding: &Finding) -> (&'static str, &'static str) {

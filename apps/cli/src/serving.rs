@@ -4,14 +4,15 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use vdkit::serve::{Export, OnNoSpace, Scrape, ScrapeAddress};
 use vdkit::{CancelToken, Disk, OpenOptions};
 
-use crate::arguments::{CacheOption, Force, References, SnapshotOption, size};
+use crate::arguments::{CacheOption, Force, References, SnapshotOption, one_of, size};
 use crate::failure::{Failure, Tone, print_line, say};
 use crate::guard;
 use crate::keys::Keys;
+use crate::session::Session;
 
 /// How long the last requests of clients may take at shutdown.
 pub const DRAIN: Duration = Duration::from_secs(30);
@@ -52,8 +53,8 @@ pub struct ServedDisk {
     #[command(flatten)]
     snapshot: SnapshotOption,
     /// Reaction to a full file system: pause (writes wait for space) or report (writes fail)
-    #[arg(long, value_name = "WHAT", value_enum, default_value_t = NoSpace::Pause, hide_default_value = true, hide_possible_values = true)]
-    on_nospace: NoSpace,
+    #[arg(long, value_name = "WHAT", value_parser = one_of(ON_NOSPACE), default_value = "pause", hide_default_value = true, hide_possible_values = true)]
+    pub on_nospace: OnNoSpace,
     /// Size of the L2 table cache (default: 32 MiB)
     #[arg(long, value_name = "SIZE", value_parser = size)]
     l2_cache: Option<u64>,
@@ -89,12 +90,9 @@ fn share_the_heap() {
     }
 }
 
-/// The value of `--on-nospace`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum NoSpace {
-    Pause,
-    Report,
-}
+/// The values of `--on-nospace`.
+const ON_NOSPACE: &[(&str, OnNoSpace)] =
+    &[("pause", OnNoSpace::Pause), ("report", OnNoSpace::Report)];
 
 impl ServedDisk {
     /// The options for opening the image.
@@ -116,32 +114,34 @@ impl ServedDisk {
     ///
     /// # Errors
     /// As [`Disk::open`]; also if clients could write to an image that others depend on.
-    pub fn open(&self, image: &Path, cancel: &CancelToken) -> Result<Disk, Failure> {
+    pub fn open(
+        &self,
+        session: &Session,
+        image: &Path,
+        cancel: &CancelToken,
+    ) -> Result<Disk, Failure> {
         share_the_heap();
         let options = self.options();
         if options.writable {
-            guard::refuse_dependents(image, &self.force, "letting clients write to it", cancel)
-                .map_err(|failure| failure.hint(SERVED_BENEATH))?;
+            guard::refuse_dependents(
+                image,
+                self.force.force,
+                "letting clients write to it",
+                cancel,
+            )
+            .map_err(|failure| failure.hint(SERVED_BENEATH))?;
         }
-        Ok(Disk::open(&vdkit::registry(), image, &options)?)
+        session.open(image, &options)
     }
 
     /// Starts the metrics server, if the user asked for it.
     ///
     /// # Errors
     /// The address cannot be bound.
-    pub fn tell_counts(&self, export: &Arc<Export>) -> Result<Option<Scrape>, Failure> {
+    pub fn start_metrics(&self, export: &Arc<Export>) -> Result<Option<Scrape>, Failure> {
         let Some(address) = &self.metrics else { return Ok(None) };
         let scrape = Scrape::start(address, Arc::clone(export))
             .map_err(|error| Failure::failed(format!("--metrics {address}: {error}")))?;
         Ok(Some(scrape))
-    }
-
-    /// What a write does that finds no space.
-    pub fn on_nospace(&self) -> OnNoSpace {
-        match self.on_nospace {
-            NoSpace::Pause => OnNoSpace::Pause,
-            NoSpace::Report => OnNoSpace::Report,
-        }
     }
 }

@@ -1,6 +1,8 @@
 //! The state of one call of the command.
 
-use vdkit::CancelToken;
+use std::path::Path;
+
+use vdkit::{CancelToken, Disk, OpenOptions};
 use vdkit_qemu::signals;
 
 use crate::failure::{Exit, Failure, Tone, print_line};
@@ -15,9 +17,14 @@ pub struct Session {
 }
 
 impl Session {
-    /// Prints the warnings of opening a disk.
-    pub fn warn(&self, disk: &vdkit::Disk) {
+    /// Opens a disk, and prints the warnings of opening it.
+    ///
+    /// # Errors
+    /// As [`Disk::open`].
+    pub fn open(&self, path: &Path, options: &OpenOptions) -> Result<Disk, Failure> {
+        let disk = Disk::open(&vdkit::registry(), path, options)?;
         disk.warnings().for_each(|warning| print_line(Tone::Warning, warning));
+        Ok(disk)
     }
 
     /// After this call, the first SIGINT or SIGTERM asks the job to stop and clean up, and a SIGINT

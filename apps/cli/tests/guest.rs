@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::Read;
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -24,25 +24,15 @@ impl Served {
     }
 
     fn image(scratch: &Scratch, image: &str, arguments: &[&str]) -> Self {
-        let mut all = vec!["serve", image];
-        all.extend(arguments);
-        let mut child =
-            scratch.command(&all).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        let all = [&["serve", image], arguments].concat();
+        let (child, line) = common::started(scratch.command(&all).stderr(Stdio::piped()));
         assert!(line.contains(&format!("serving {image} at ")), "{line}");
-        Self(Killed(child))
+        Self(child)
     }
 
     /// Waits for a line on stderr.
     fn warning(&mut self) -> String {
-        let mut line = Vec::new();
-        let errors = self.0.stderr.as_mut().unwrap();
-        let mut byte = [0];
-        while errors.read(&mut byte).unwrap() == 1 && byte != *b"\n" {
-            line.push(byte[0]);
-        }
-        String::from_utf8(line).unwrap()
+        common::next_line(self.0.stderr.as_mut().unwrap())
     }
 
     fn signal(&self, signal: Signal) {

@@ -89,6 +89,21 @@ fn plans_are_listed_and_shown() {
     assert_eq!(scratch.names(), [""; 0]);
 }
 
+/// A pipe cannot be read twice.
+#[test]
+fn a_plan_may_come_through_a_pipe() {
+    if !require_peer("fio") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let file = plan(&scratch, 1, 0.1, &[("profile", "\"rnd4k-q1-read\"")]);
+    let text = std::fs::read(scratch.path(&file)).unwrap();
+    let run = ["lab", "run", "--plan", "/dev/stdin", "--dry-run", "--on", "."];
+    let told = scratch.run_with_input(&run, &text);
+    assert_eq!(told.code, Some(0), "{told:?}");
+    assert!(told.stdout.contains("1 cell"), "{told:?}");
+}
+
 #[test]
 fn wrong_plans_and_places_are_refused() {
     let scratch = Scratch::new();

@@ -10,7 +10,7 @@ use std::path::Path;
 use vdkit::{Error, FileHints, FormatDriver, OptionKind, Options, Secret};
 
 use crate::failure::{Failure, system_words, words};
-use crate::names::split_commas;
+use crate::names::{split_commas, switch_of};
 use crate::secrets::Objects;
 use crate::sizes;
 
@@ -57,10 +57,9 @@ impl Key {
         let name = self.name;
         match self.kind {
             Kind::Text => Ok(value.to_owned()),
-            Kind::Switch => match value {
-                "on" | "yes" | "true" | "y" => Ok("on".to_owned()),
-                "off" | "no" | "false" | "n" => Ok("off".to_owned()),
-                _ => Err(Failure::new(format!("Parameter '{name}' expects 'on' or 'off'"))),
+            Kind::Switch => match switch_of(name, value) {
+                Ok(on) => Ok(if on { "on" } else { "off" }.to_owned()),
+                Err(why) => Err(Failure::new(why)),
             },
             Kind::Size => {
                 sizes::parse(value).map(|bytes| bytes.to_string()).map_err(|_| bad_size(name))
@@ -442,7 +441,7 @@ impl Wanted {
                     _ => format!("Parameter '{name}' does not accept value '{value}'"),
                 }));
             }
-            options.set(driver.name(), specs, name, value).map_err(|error| own_words(&error))?;
+            options.set(driver.name(), specs, name, value)?;
         }
         if self.table.format == "vhdx" && options.text("block_size").is_none() {
             let bytes = vhdx_block_bytes(guest_bytes).to_string();
@@ -454,7 +453,7 @@ impl Wanted {
         Ok(options)
     }
 
-    /// What the file system is told.
+    /// Hints for the file system.
     fn hints(&self) -> Result<FileHints, Failure> {
         let bytes = self.bytes("extent_size_hint").unwrap_or(EXTENT_HINT_BYTES);
         let bytes =
@@ -548,10 +547,6 @@ fn vhdx_block_bytes(guest_bytes: u64) -> u64 {
         bytes if bytes > 1 << 30 => 16 * MIB,
         _ => 8 * MIB,
     }
-}
-
-fn own_words(error: &Error) -> Failure {
-    Failure::new(words(error))
 }
 
 /// The failure to create an image, in QEMU's words.

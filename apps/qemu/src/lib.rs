@@ -32,6 +32,7 @@ mod output;
 mod secrets;
 pub mod signals;
 mod sizes;
+pub mod sockets;
 mod specific;
 mod storages;
 

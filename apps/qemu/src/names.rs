@@ -164,6 +164,8 @@ pub struct Image {
     pub throttle_groups: Vec<String>,
     /// A null disk promises to read as zeroes (`read-zeroes=on`).
     pub reads_zeroes: bool,
+    /// Its storage takes no lock.
+    pub unlocked: bool,
 }
 
 impl Image {
@@ -178,6 +180,7 @@ impl Image {
             secrets: Vec::new(),
             throttle_groups: Vec::new(),
             reads_zeroes: false,
+            unlocked: false,
         }
     }
 
@@ -193,13 +196,25 @@ impl Image {
         }
     }
 
-    /// The name under which the engine opens it.
-    pub fn opened(&self) -> PathBuf {
+    /// The name under which the engine opens it. A storage of this program then takes its lock if
+    /// `lock`; of a file, the engine's options decide.
+    pub fn opened(&self, lock: bool) -> PathBuf {
         match (&self.place, self.window) {
             (Place::File(path), None) => path.clone(),
             (Place::Nbd(uri), _) => uri.into(),
-            _ => storages::path(self),
+            _ if lock => storages::path(self),
+            _ => storages::path(&self.clone().unlocked()),
         }
+    }
+
+    fn unlocked(mut self) -> Self {
+        self.unlocked = true;
+        if let Place::Debug(debug) = &mut self.place {
+            for image in debug.images() {
+                *image = image.clone().unlocked();
+            }
+        }
+        self
     }
 
     /// The name that answers show: that of the file, whatever options named it.
@@ -473,6 +488,15 @@ fn shown_uri(uri: &str) -> String {
 /// A host's name, or its address in the brackets that one with colons needs before a port.
 pub fn bracketed(host: &str) -> String {
     if host.contains(':') { format!("[{host}]") } else { host.to_owned() }
+}
+
+/// The value of a switch.
+pub fn switch_of(name: &str, text: &str) -> Result<bool, String> {
+    match text {
+        "on" | "yes" | "true" | "y" => Ok(true),
+        "off" | "no" | "false" | "n" => Ok(false),
+        _ => Err(format!("Parameter '{name}' expects 'on' or 'off'")),
+    }
 }
 
 fn size_of(name: &str, text: &str) -> Result<u64, String> {

@@ -25,19 +25,8 @@ pub fn registry() -> Registry {
 
 /// The driver that QEMU calls by this name.
 pub fn driver(name: &str) -> Option<&'static dyn FormatDriver> {
-    // vdkit has aliases that QEMU has not; a name is QEMU's own here.
-    match name {
-        "vhd" | "qcow1" => None,
-        _ => FORMATS.iter().copied().find(|driver| qemu_name(driver.name()) == name),
-    }
-}
-
-/// QEMU's name of a format.
-pub fn qemu_name(name: &str) -> &str {
-    match name {
-        "vhd" => "vpc",
-        other => other,
-    }
+    // Not by vdkit's aliases, which QEMU does not have.
+    FORMATS.iter().copied().find(|driver| driver.name() == name)
 }
 
 /// The cache mode that QEMU calls by this name.
@@ -142,7 +131,7 @@ pub fn format_of(
             .ok_or_else(|| could_not_open(&image.typed, format!("Unknown driver '{name}'")))?;
         return Ok((found, false));
     }
-    // A writer's lock is taken, and told about, when the image is opened.
+    // A writer's lock is taken when the image is opened, which also reports a conflict.
     let lock = if access.share || access.writable { LockMode::Off } else { LockMode::Auto };
     let options = FileOptions::read_only().lock(lock);
     if let Some(path) = image.path().filter(|path| path.is_dir()) {
@@ -150,7 +139,7 @@ pub fn format_of(
         return Err(could_not_open(&image.typed, why));
     }
     let storage = registry()
-        .open_storage(&image.opened(), &options)
+        .open_storage(&image.opened(lock == LockMode::Auto), &options)
         .map_err(|error| failed_open(image, None, &error))?;
     match registry().probe(&*storage) {
         Ok(probed) => Ok((probed.driver, probed.fallback)),
@@ -248,7 +237,7 @@ pub fn open(image: &Image, access: Access, objects: &Objects) -> Result<Disk, Fa
 
 /// Opens an image with the engine's own options.
 pub fn open_with(image: &Image, options: &OpenOptions) -> Result<Disk, Failure> {
-    let opened = Disk::open(&registry(), image.opened(), options);
+    let opened = Disk::open(&registry(), image.opened(options.lock), options);
     opened.map_err(|error| failed_open(image, options.format.as_deref(), &error))
 }
 
@@ -293,7 +282,7 @@ fn not_in(format: &str, path: &Path) -> String {
         "qcow2" => "Image is not in qcow2 format".to_owned(),
         "vmdk" => "invalid VMDK image descriptor".to_owned(),
         "vdi" => "Image not in VDI format (bad signature 00000000)".to_owned(),
-        "vhd" | "vpc" => "invalid VPC image".to_owned(),
+        "vpc" => "invalid VPC image".to_owned(),
         "luks" => "Volume is not in LUKS format".to_owned(),
         "qcow" => "Image not in qcow format".to_owned(),
         "qed" => "Image not in QED format".to_owned(),

@@ -7,9 +7,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use signal_hook::consts::SIGUSR1;
 use signal_hook::flag;
-use vdkit::{CancelToken, Error, Progress as Sink};
+use vdkit::{CancelToken, Error, Monitor, Progress as Sink};
 
 use crate::failure::{Failure, words};
+use crate::getopt::Parsed;
 
 /// Prints a line on stderr. Ignores errors: there is nowhere else to report one, and a message must not
 /// end a job.
@@ -98,8 +99,9 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Shows progress if `shown`, or when SIGUSR1 arrives.
-    pub fn new(shown: bool) -> Result<Self, Failure> {
+    /// Shows progress with `-p` and without `-q`, or when SIGUSR1 arrives.
+    pub fn of(parsed: &Parsed) -> Result<Self, Failure> {
+        let shown = parsed.has("progress") && !parsed.has("quiet");
         let asked = Arc::new(AtomicBool::new(false));
         flag::register(SIGUSR1, Arc::clone(&asked))?;
         let progress = Self { shown, asked, last: AtomicU64::new(u64::MAX) };
@@ -155,16 +157,30 @@ impl Sink for Progress {
     }
 }
 
-/// Shows progress and, of messages, only what could not be read.
-#[derive(Clone, Copy, Debug)]
-pub struct Converting<'a> {
-    /// Shows the progress.
-    pub progress: &'a Progress,
-    /// `-q`.
-    pub quiet: bool,
+/// Runs a job that copies, and shows its progress.
+///
+/// # Errors
+/// The system refuses the signal handlers. The job's own result is within.
+pub fn copying<T>(
+    parsed: &Parsed,
+    job: impl FnOnce(&Monitor<'_>) -> vdkit::Result<T>,
+) -> Result<vdkit::Result<T>, Failure> {
+    let progress = Progress::of(parsed)?;
+    let copying = Copying { progress: &progress, quiet: parsed.has("quiet") };
+    let done = job(&Monitor::new(&copying).cancelled_by(cancel_on_signal()?));
+    progress.finish(done.is_ok());
+    Ok(done)
 }
 
-impl Sink for Converting<'_> {
+/// Shows progress and, of messages, only what could not be read.
+#[derive(Clone, Copy, Debug)]
+struct Copying<'a> {
+    progress: &'a Progress,
+    /// `-q`.
+    quiet: bool,
+}
+
+impl Sink for Copying<'_> {
     fn update(&self, done: u64, total: u64) {
         self.progress.update(done, total);
     }

@@ -49,30 +49,35 @@ pub fn parse(text: &str) -> Result<u64, BadSize> {
 }
 
 /// A size that a command takes as an option or operand called `what`.
-pub fn option(what: &str, text: &str) -> Result<u64, Failure> {
-    match parse(text) {
-        Ok(bytes) if i64::try_from(bytes).is_ok() => Ok(bytes),
-        Ok(_) | Err(BadSize::Range) => Err(Failure::new(format!(
-            "Invalid {what} specified. Must be between 0 and {}.",
-            i64::MAX
-        ))),
-        Err(BadSize::Form) => Err(Failure::new(format!("Invalid {what} specified: '{text}'."))),
-    }
+pub fn size(what: &str, text: &str) -> Result<u64, Failure> {
+    within(what, text, 0, i64::MAX as u64)
 }
 
-/// A number or size that a command takes as an option called `what`, within bounds.
+/// A size that a command takes as an option or operand called `what`, within bounds.
 pub fn within(what: &str, text: &str, least: u64, most: u64) -> Result<u64, Failure> {
-    let digits = text.trim_start().strip_prefix('-');
-    let negative = digits.is_some_and(|digits| parse(digits).is_ok());
+    // Of negative numbers, QEMU reads only decimal ones without a suffix.
+    let digits = text.trim_start().strip_prefix('-').unwrap_or_default();
+    let negative = !digits.is_empty() && digits.bytes().all(|digit| digit.is_ascii_digit());
     match parse(text) {
         Ok(value) if (least..=most).contains(&value) => Ok(value),
-        Err(BadSize::Form) if !negative => {
-            Err(Failure::new(format!("Invalid {what} specified: '{text}'.")))
-        }
+        Err(BadSize::Form) if !negative => Err(bad_form(what, text)),
         _ => Err(Failure::new(format!(
             "Invalid {what} specified. Must be between {least} and {most}."
         ))),
     }
+}
+
+/// A number that a command takes as an option or operand called `what`, within bounds: it has no suffix.
+pub fn number(what: &str, text: &str, least: u64, most: u64) -> Result<u64, Failure> {
+    let suffix = text.ends_with(|letter: char| letter.is_ascii_alphabetic());
+    if suffix && !text.starts_with("0x") {
+        return Err(bad_form(what, text));
+    }
+    within(what, text, least, most)
+}
+
+fn bad_form(what: &str, text: &str) -> Failure {
+    Failure::new(format!("Invalid {what} specified: '{text}'."))
 }
 
 #[cfg(test)]
@@ -96,5 +101,20 @@ mod tests {
         ] {
             assert_eq!(parse(text), bytes, "{text}");
         }
+    }
+
+    #[test]
+    fn wrong_sizes_are_reported_in_qemus_words() {
+        let words = |found: Result<u64, Failure>| found.unwrap_err().text;
+        let form = |text: &str| format!("Invalid n specified: '{text}'.");
+        let range = "Invalid n specified. Must be between 1 and 9.";
+        for text in ["0", "10", "-1", "-0", "16E"] {
+            assert_eq!(words(within("n", text, 1, 9)), range, "{text}");
+        }
+        for text in ["", "x", "-", "-1k", "-0x1", "-1.5"] {
+            assert_eq!(words(within("n", text, 1, 9)), form(text), "{text}");
+        }
+        assert_eq!(words(number("n", "1k", 0, 9999)), form("1k"));
+        assert_eq!(number("n", "0x1b", 0, 9999).unwrap(), 27);
     }
 }

@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
-use vdkit::storage::{FileOptions, FileStorage};
+use vdkit::storage::{FileOptions, FileStorage, LockMode};
 use vdkit::{
     CacheMode, Disk, Error, GuestOffset, HostOffset, Protocol, Result, SpaceMap, Storage,
     StorageCaps, StorageExtent, ZeroMode,
@@ -55,7 +55,8 @@ impl Protocol for Places {
             }
             (Place::File(file), window) => {
                 let (start, bytes) = window.unwrap_or_default();
-                let options = FileOptions::default().writable(writable).cache(cache);
+                let lock = if image.unlocked { LockMode::Off } else { LockMode::Auto };
+                let options = FileOptions::default().writable(writable).cache(cache).lock(lock);
                 let inner = Arc::new(FileStorage::open(file, &options)?);
                 let part = PartOf::new(inner, start, bytes)?.ok_or_else(|| {
                     let file = file.display();

@@ -158,9 +158,9 @@ impl<'a> Twins<'a> {
             let (what, failed) = (What::Files, any_failed);
             found.push(Difference { step, what, theirs, ours, failed });
         }
-        for name in self.changed(&both, folders) {
+        for name in different(&both, folders) {
             let [theirs, ours] = folders.each_ref().map(|folder| self.image(folder, &name));
-            let same = self.same_content(folders, &name);
+            let same = self.same_content(folders, &name, &theirs);
             if theirs != ours || !same {
                 let ours = if same { ours } else { format!("{ours}other content") };
                 let (what, failed) = (What::Image, any_failed);
@@ -205,15 +205,6 @@ impl<'a> Twins<'a> {
         folder
     }
 
-    /// Files that differ from the template in either folder.
-    fn changed(&self, names: &BTreeSet<String>, folders: &[PathBuf; 2]) -> Vec<String> {
-        let differs = |name: &&String| {
-            let old = std::fs::read(self.template.join(name)).ok();
-            folders.iter().any(|folder| old != std::fs::read(folder.join(name)).ok())
-        };
-        names.iter().filter(differs).cloned().collect()
-    }
-
     /// What the reference says of an image: the lines that do not depend on how it is laid out.
     fn image(&self, folder: &Path, name: &str) -> String {
         let done = self.answer(self.programs[0], folder, &["info", "-U", name]);
@@ -246,11 +237,11 @@ impl<'a> Twins<'a> {
         text
     }
 
-    fn same_content(&self, folders: &[PathBuf; 2], name: &str) -> bool {
+    /// Whether two images hold the same. `described` is what [`Twins::image`] says of the reference's.
+    fn same_content(&self, folders: &[PathBuf; 2], name: &str, described: &str) -> bool {
         let paths = folders.each_ref().map(|folder| folder.join(name).display().to_string());
-        let told = self.image(&folders[0], name);
-        if told.contains("encrypted: yes") {
-            return self.same_plaintext(&folders[0], &paths, &told);
+        if described.contains("encrypted: yes") {
+            return self.same_plaintext(&folders[0], &paths, described);
         }
         let command = ["compare", "-U", paths[0].as_str(), paths[1].as_str()];
         let done = self.answer(self.programs[0], &folders[0], &command);
@@ -413,6 +404,15 @@ fn stderr(done: &Output, name: &str) -> String {
         None if first.is_empty() => String::new(),
         None => "a message".to_owned(),
     }
+}
+
+/// The names of files that differ from each other. They may still be images of the same disk.
+fn different(names: &BTreeSet<String>, folders: &[PathBuf; 2]) -> Vec<String> {
+    let differs = |name: &&String| {
+        let [theirs, ours] = folders.each_ref().map(|folder| std::fs::read(folder.join(name)));
+        theirs.ok() != ours.ok()
+    };
+    names.iter().filter(differs).cloned().collect()
 }
 
 fn names(folder: &Path) -> BTreeSet<String> {

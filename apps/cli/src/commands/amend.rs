@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueHint};
 use vdkit::jobs;
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{FormatOptions, Json, ProgressOption, Writing};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::session::Session;
@@ -13,7 +13,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "amend",
     about: "Change an image's options in place",
-    group: Group::Change,
     details: "\
 Keeps the guest disk as it is. Options that only a new image can have are refused, with the \
 command that creates one. backing_file changes only the stored name, as 'vdkit rebase --unsafe' \

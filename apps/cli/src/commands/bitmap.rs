@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum, ValueHint};
 use serde::Serialize;
 use vdkit::jobs::{bitmaps, merge_bitmap};
-use vdkit::{BackingChoice, BitmapStatus, Bitmaps, Disk, NewBitmap, OpenOptions};
+use vdkit::{BackingChoice, BitmapInfo, BitmapStatus, Bitmaps, Disk, NewBitmap, OpenOptions};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{Json, References, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::keys::Keys;
@@ -17,7 +17,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "bitmap",
     about: "Record which parts of a disk were written, for incremental backups",
-    group: Group::Change,
     details: "\
 A dirty bitmap is stored in the image and marks what was written since the bitmap was added or \
 cleared. Enabled bitmaps record while vdkit or QEMU has the image open for writing. They survive a \
@@ -136,16 +135,16 @@ impl BitmapArgs {
             return Err(Failure::usage(format!("{what} is missing")));
         }
         if given > wanted {
-            return Err(Failure::usage("too many names are given".to_owned()));
+            return Err(Failure::usage("too many names are given"));
         }
         if action != Action::Add && (self.granularity.is_some() || self.disabled) {
-            return Err(Failure::usage("--granularity and --disabled are for add".to_owned()));
+            return Err(Failure::usage("--granularity and --disabled are for add"));
         }
         if action != Action::Merge && (self.source_file.is_some() || self.into.is_some()) {
-            return Err(Failure::usage("--source-file and --into are for merge".to_owned()));
+            return Err(Failure::usage("--source-file and --into are for merge"));
         }
         if action.changes() && self.force_share {
-            return Err(Failure::usage("--force-share is for list and dirty".to_owned()));
+            return Err(Failure::usage("--force-share is for list and dirty"));
         }
         Ok(())
     }
@@ -161,7 +160,7 @@ impl BitmapArgs {
         self.keys.apply(options).backing(BackingChoice::Ignore)
     }
 
-    fn change(&self, disk: &Disk, name: &str) -> Result<(), Failure> {
+    fn change(&self, disk: &Disk, name: &str, session: &Session) -> Result<(), Failure> {
         let all = bitmaps(disk)?;
         match self.action {
             Action::List | Action::Dirty => {}
@@ -174,12 +173,12 @@ impl BitmapArgs {
             Action::Clear => all.clear(name)?,
             Action::Enable => all.set_enabled(name, true)?,
             Action::Disable => all.set_enabled(name, false)?,
-            Action::Merge => self.merge(disk, name)?,
+            Action::Merge => self.merge(disk, name, session)?,
         }
         Ok(())
     }
 
-    fn merge(&self, disk: &Disk, first: &str) -> Result<(), Failure> {
+    fn merge(&self, disk: &Disk, first: &str, session: &Session) -> Result<(), Failure> {
         let (name, source_name) = match &self.into {
             Some(into) => (into.as_str(), first),
             None => (first, self.source.as_deref().unwrap_or_default()),
@@ -191,7 +190,7 @@ impl BitmapArgs {
             .maybe_format(self.source_format.clone())
             .refs(self.references.policy());
         let options = self.keys.apply(options).backing(BackingChoice::Ignore);
-        let source = Disk::open(&vdkit::registry(), path, &options)?;
+        let source = session.open(path, &options)?;
         Ok(merge_bitmap(disk, name, &source, source_name)?)
     }
 
@@ -203,16 +202,21 @@ impl BitmapArgs {
         }
         let mut table = Table::new(&["name", ">granularity", "state", ">dirty"]);
         for BitmapStatus { info, dirty_bytes } in list {
-            let state = match (info.in_use, info.enabled) {
-                (true, _) => "not to be trusted",
-                (false, true) => "enabled",
-                (false, false) => "disabled",
-            };
+            let state = state(&info).to_owned();
             let dirty = dirty_bytes.map_or_else(|| "-".to_owned(), bytes_short);
-            table.row([info.name, bytes_short(info.granularity), state.to_owned(), dirty]);
+            table.row([info.name, bytes_short(info.granularity), state, dirty]);
         }
         table.print(&mut session.out, 0);
         Ok(Exit::Done)
+    }
+}
+
+/// The state of a bitmap in a table.
+pub(super) fn state(bitmap: &BitmapInfo) -> &'static str {
+    match (bitmap.in_use, bitmap.enabled) {
+        (true, _) => "not to be trusted",
+        (false, true) => "enabled",
+        (false, false) => "disabled",
     }
 }
 
@@ -258,8 +262,7 @@ fn dirty_text(all: &dyn Bitmaps, name: &str, session: &mut Session) -> Outcome {
 impl Run for BitmapArgs {
     fn run(self, session: &mut Session) -> Outcome {
         self.check()?;
-        let disk = Disk::open(&vdkit::registry(), &self.image, &self.options())?;
-        session.warn(&disk);
+        let disk = session.open(&self.image, &self.options())?;
         let name = self.name.as_deref().unwrap_or_default();
         if !self.action.changes() {
             let all = bitmaps(&disk)?;
@@ -269,7 +272,7 @@ impl Run for BitmapArgs {
                 _ => self.print_list(all.list()?, session),
             };
         }
-        let changed = self.change(&disk, name);
+        let changed = self.change(&disk, name, session);
         let list = changed.and_then(|()| Ok(bitmaps(&disk)?.list()?));
         let list = super::closed(&disk, list)?;
         if self.json.json { self.print_list(list, session) } else { Ok(Exit::Done) }

@@ -2,13 +2,13 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, ValueEnum, ValueHint};
+use clap::{Args, ValueHint};
 use serde::Serialize;
 use vdkit::jobs;
 use vdkit::{CheckReport, Error, Finding, Repair};
 
-use super::{Group, Run, Subcommand, runs};
-use crate::arguments::{Json, Opening, ProgressOption};
+use super::{Run, Subcommand, runs};
+use crate::arguments::{Json, Opening, ProgressOption, one_of};
 use crate::failure::{Exit, Failure, Outcome, Tone, print_line};
 use crate::output::{Output, bytes_long, counted};
 use crate::runs;
@@ -17,7 +17,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "check",
     about: "Check an image's metadata, and repair it",
-    group: Group::Change,
     details: "\
 Reads all metadata of the image and no guest data. Exit codes: 0 no faults, 3 only leaks (space \
 that nothing refers to: harmless), 4 corrupt, 8 not checkable (the file is not what its name says, \
@@ -34,12 +33,8 @@ vdkit check --repair all disk.qcow2     repair every fault that can be repaired;
     ..runs::<CheckArgs>()
 };
 
-/// What `--repair` may do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum RepairChoice {
-    Leaks,
-    All,
-}
+/// The values of `--repair`.
+const REPAIRS: &[(&str, Repair)] = &[("leaks", Repair::Leaks), ("all", Repair::All)];
 
 #[derive(Args, Debug)]
 pub struct CheckArgs {
@@ -47,8 +42,8 @@ pub struct CheckArgs {
     #[arg(value_name = "IMAGE", value_hint = ValueHint::FilePath)]
     image: PathBuf,
     /// Repair leaks, or every fault that can be repaired
-    #[arg(short = 'r', long, value_name = "leaks|all", value_enum, hide_possible_values = true)]
-    repair: Option<RepairChoice>,
+    #[arg(short = 'r', long, value_name = "leaks|all", value_parser = one_of(REPAIRS), hide_possible_values = true)]
+    repair: Option<Repair>,
     /// With --repair all: also discard guest data that is unreachable because a table is damaged
     #[arg(long)]
     force: bool,
@@ -111,10 +106,10 @@ fn verdict(report: &CheckReport) -> Exit {
 }
 
 fn print(format: &str, report: &CheckReport, out: &mut Output) {
-    let (lines, told) = runs::lines(&report.findings);
+    let (lines, covered) = runs::lines(&report.findings);
     lines.iter().for_each(|line| out.line(line));
     let found = report.leaks + report.corruptions + report.warnings;
-    let unlisted = found.saturating_sub(told as u64);
+    let unlisted = found.saturating_sub(covered as u64);
     if unlisted > 0 {
         out.line(format!("… and {unlisted} more ({found} in all)"));
     }
@@ -184,10 +179,8 @@ fn hint(report: &CheckReport, repair: Repair, named: Option<&str>, image: &str) 
 impl Run for CheckArgs {
     fn run(self, session: &mut Session) -> Outcome {
         let repair = match self.repair {
-            None => Repair::Nothing,
-            Some(RepairChoice::Leaks) => Repair::Leaks,
-            Some(RepairChoice::All) if self.force => Repair::AllForced,
-            Some(RepairChoice::All) => Repair::All,
+            Some(Repair::All) if self.force => Repair::AllForced,
+            repair => repair.unwrap_or(Repair::Nothing),
         };
         if self.force && repair != Repair::AllForced {
             return Err(Failure::usage("--force is for --repair all"));

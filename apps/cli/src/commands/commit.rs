@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueHint};
 use vdkit::jobs::{self, CommitOptions, CommitReport};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{Force, Json, ProgressOption, Writing};
 use crate::failure::{Exit, Outcome, Tone, print_line, quoted};
 use crate::output::{Output, bytes_long};
@@ -14,7 +14,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "commit",
     about: "Copy an overlay's content into its backing image",
-    group: Group::Change,
     details: "\
 Copies the overlay's content into its backing image and empties the overlay. With --to the content \
 goes to an image further down the chain. The overlay then keeps its content; the images between \
@@ -67,12 +66,12 @@ impl Run for CommitArgs {
         let report = self.progress.run("commit", session, |monitor| {
             jobs::commit(&vdkit::registry(), &self.overlay, &opening, &options, monitor)
         })??;
-        self.json.print(&report, &mut session.out, tell);
+        self.json.print(&report, &mut session.out, print);
         Ok(Exit::Done)
     }
 }
 
-fn tell(report: &CommitReport, out: &mut Output) {
+fn print(report: &CommitReport, out: &mut Output) {
     let moved = &report.moved;
     out.line(format!(
         "{}: {} written, {} shared, {} made zero{}",

@@ -7,7 +7,7 @@ use serde::Serialize;
 use vdkit::jobs::{self, Compacted};
 use vdkit::{CompactOptions, CompactReport};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{Json, OpeningForWriting, ProgressOption};
 use crate::failure::{Exit, Outcome};
 use crate::output::{Output, bytes_short};
@@ -16,7 +16,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "compact",
     about: "Free unused and zero clusters in place",
-    group: Group::Change,
     details: "\
 Discards clusters of zeroes, moves clusters from the end of the file into free space before them, \
 truncates the file, and punches holes into what stays free. The guest disk reads the same at every \

@@ -6,7 +6,7 @@ use clap::{Args, ValueHint};
 use vdkit::jobs::{self, CompareOptions, CompareReport};
 use vdkit::{Disk, OpenOptions};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{Json, ProgressOption, References};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::keys::Keys;
@@ -16,7 +16,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "compare",
     about: "Compare the guest disks of two images",
-    group: Group::Examine,
     details: "\
 Compares what a guest reads. Formats, cluster sizes and the location of the bytes do not matter. \
 If one disk is longer, the rest of it must read as zero; with --strict the sizes must be equal. \
@@ -69,6 +68,7 @@ pub struct CompareArgs {
 impl CompareArgs {
     fn open(
         &self,
+        session: &Session,
         path: &Path,
         format: Option<&String>,
         snapshot: Option<&String>,
@@ -78,14 +78,15 @@ impl CompareArgs {
             .snapshot(snapshot.cloned())
             .refs(self.references.policy())
             .lock(!self.force_share);
-        Ok(Disk::open(&vdkit::registry(), path, &self.keys.apply(options))?)
+        session.open(path, &self.keys.apply(options))
     }
 }
 
 impl Run for CompareArgs {
     fn run(self, session: &mut Session) -> Outcome {
-        let a = self.open(&self.a, self.format.as_ref(), self.snapshot.as_ref())?;
-        let b = self.open(&self.b, self.second_format.as_ref(), self.snapshot_b.as_ref())?;
+        let a = self.open(session, &self.a, self.format.as_ref(), self.snapshot.as_ref())?;
+        let b =
+            self.open(session, &self.b, self.second_format.as_ref(), self.snapshot_b.as_ref())?;
         let mut options = CompareOptions::default();
         options.strict = self.strict;
         let report = self

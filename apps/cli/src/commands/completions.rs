@@ -3,7 +3,7 @@
 use clap::Args;
 use clap_complete::Shell;
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::definition;
 use crate::failure::{Exit, Outcome};
 use crate::session::Session;
@@ -11,7 +11,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "completions",
     about: "Print the completion script of a shell",
-    group: Group::Help,
     examples: "
 vdkit completions bash > /etc/bash_completion.d/vdkit
 vdkit completions zsh > ~/.zfunc/_vdkit

@@ -23,21 +23,18 @@ use vdkit::{
     OpenOptions, Options, Registry, Secret,
 };
 
-use super::{Group, Run, Subcommand, runs};
-use crate::arguments::{
-    Force, FormatOptions, Json, ParentOption, ProgressOption, References, size,
-};
+use super::{Run, Subcommand, runs};
+use crate::arguments::{CopySource, FormatOptions, Json, ParentOption, ProgressOption, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
 use crate::incoming::{Opened, Opening, STANDARD, spool_folder};
-use crate::keys::{Keys, TargetKey};
+use crate::keys::TargetKey;
 use crate::protocols;
 use crate::session::Session;
 
 pub const COMMAND: Subcommand = Subcommand {
     name: "convert",
     about: "Convert an image to another format, or copy it",
-    group: Group::Make,
     details: "\
 Copies the guest disk of SOURCE (through its backing chain) into a new image TARGET, in the \
 cheapest way: blocks are shared if the file system can share them, regions without data are \
@@ -87,9 +84,8 @@ pub struct ConvertArgs {
     /// the target: a new file, a block device, - or null:
     #[arg(value_name = "SOURCE... TARGET", required = true, num_args = 1.., value_hint = ValueHint::FilePath)]
     images: Vec<PathBuf>,
-    /// Format of the sources (default: probed from their headers)
-    #[arg(short = 'f', long, value_name = "FORMAT")]
-    format: Option<String>,
+    #[command(flatten)]
+    source: CopySource,
     /// Format of the target (default: from the ending of its name, or raw)
     #[arg(short = 'O', long, value_name = "FORMAT")]
     target_format: Option<String>,
@@ -119,11 +115,8 @@ pub struct ConvertArgs {
     #[arg(short = 'T', long, value_name = "MODE")]
     src_cache: Option<CacheMode>,
     /// Detect zeroes in units of SIZE, or not at all with 'off' (default: 4K)
-    #[arg(short = 'S', long, value_name = "SIZE|off", value_parser = detect_zeros)]
-    detect_zeros: Option<DetectZeros>,
-    /// Convert this snapshot of the source (an id or a name)
-    #[arg(short = 'l', long, value_name = "SNAPSHOT")]
-    snapshot: Option<String>,
+    #[arg(short = 'S', long, value_name = "SIZE|off", value_parser = detect_zeros, default_value = "4K", hide_default_value = true)]
+    detect_zeros: DetectZeros,
     #[command(flatten)]
     parent: ParentOption,
     /// Copy the source's dirty bitmaps too
@@ -154,13 +147,6 @@ pub struct ConvertArgs {
     /// Copy at most this many bytes per second
     #[arg(short = 'r', long, value_name = "SIZE", value_parser = size)]
     rate: Option<u64>,
-    /// Read the sources even while another process writes them
-    #[arg(short = 'U', long)]
-    force_share: bool,
-    #[command(flatten)]
-    references: References,
-    #[command(flatten)]
-    keys: Keys,
     #[command(flatten)]
     target_key: TargetKey,
     #[command(flatten)]
@@ -178,15 +164,9 @@ enum Compress {
     Method(CompressionSpec),
 }
 
-/// The value of `--detect-zeros`.
+/// The value of `--detect-zeros`: the unit; none if zeroes are not detected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum DetectZeros {
-    Off,
-    Unit(u32),
-}
-
-/// Unit of zero detection when `--detect-zeros` is absent.
-const DETECT_BYTES: u32 = 4096;
+struct DetectZeros(Option<u32>);
 
 fn compression(text: &str) -> Result<Compress, String> {
     if text.is_empty() {
@@ -215,11 +195,11 @@ fn compression(text: &str) -> Result<Compress, String> {
 
 fn detect_zeros(text: &str) -> Result<DetectZeros, String> {
     if text == "off" {
-        return Ok(DetectZeros::Off);
+        return Ok(DetectZeros(None));
     }
     match u32::try_from(size(text)?) {
         Ok(unit) if unit.is_power_of_two() && (512..=1 << 21).contains(&unit) => {
-            Ok(DetectZeros::Unit(unit))
+            Ok(DetectZeros(Some(unit)))
         }
         _ => Err("units are powers of two from 512 to 2M, or 'off'".to_owned()),
     }
@@ -237,7 +217,7 @@ impl Run for ConvertArgs {
         };
         sources.iter().try_for_each(|source| super::refuse_itself(source, target))?;
         protocols::refuse_target(target)?;
-        if self.snapshot.is_some() && sources.len() > 1 {
+        if self.source.snapshot.is_some() && sources.len() > 1 {
             return Err(Failure::usage("--snapshot is for one source: convert each by itself"));
         }
         if !self.parent.parent.is_empty() && sources.len() > 1 {
@@ -260,7 +240,7 @@ impl Run for ConvertArgs {
         progress.finish();
         let answer = answer.inspect_err(|_| {
             if self.into || super::is_device(target) {
-                super::tell_half_written(target, &progress);
+                super::warn_half_written(target, &progress);
             }
         })?;
         if self.json.json {
@@ -354,7 +334,7 @@ impl ConvertArgs {
         let mut options = ConvertOptions::new(destination);
         options.compress = compress;
         options.threads = self.threads.map(usize::from);
-        options.detect_zeroes = self.detection();
+        options.detect_zeroes = self.detect_zeros.0;
         options.verify = self.verify;
         options.rate = self.rate;
         options.backing = backing;
@@ -368,15 +348,6 @@ impl ConvertArgs {
         Ok(options)
     }
 
-    /// The unit of zero detection; none if zeroes are not detected.
-    fn detection(&self) -> Option<u32> {
-        match self.detect_zeros {
-            None => Some(DETECT_BYTES),
-            Some(DetectZeros::Off) => None,
-            Some(DetectZeros::Unit(unit)) => Some(unit),
-        }
-    }
-
     /// Refuses options that need a target file, because stdout only takes bytes in order.
     fn refuse_options_of_files(&self) -> Result<(), Failure> {
         let given = [
@@ -387,10 +358,7 @@ impl ConvertArgs {
             ("--cache", self.cache.is_some()),
             ("--bitmaps", self.bitmaps),
         ];
-        if let Some((name, _)) = given.iter().find(|(_, given)| *given) {
-            let why = "standard output is a stream of the image's bytes";
-            return Err(Failure::usage(format!("{name} has no meaning here: {why}")));
-        }
+        super::refuse_given(&given, "here: standard output is a stream of the image's bytes")?;
         if std::io::stdout().is_terminal() {
             return Err(Failure::usage(
                 "standard output is a terminal, which is no place for a disk",
@@ -409,20 +377,13 @@ struct Goal {
 
 impl ConvertArgs {
     fn source_options(&self) -> OpenOptions {
-        self.keys.apply(
-            OpenOptions::read_only()
-                .maybe_format(self.format.clone())
-                .refs(self.references.policy())
-                .lock(!self.force_share)
-                .snapshot(self.snapshot.clone())
-                .backing(self.parent.choice())
-                .cache(self.src_cache.unwrap_or_default()),
-        )
+        let options = self.source.options().backing(self.parent.choice());
+        options.cache(self.src_cache.unwrap_or_default())
     }
 
     /// The keys to try on an existing target; the key given for the target comes first.
     fn target_keys(&self) -> Vec<Secret> {
-        self.target_key.key().into_iter().cloned().chain(self.keys.all()).collect()
+        self.target_key.key().into_iter().cloned().chain(self.source.keys.all()).collect()
     }
 
     fn goal(
@@ -433,7 +394,7 @@ impl ConvertArgs {
         cancel: &CancelToken,
     ) -> Result<Goal, Failure> {
         if target.as_os_str() == "null:" {
-            self.refuse_options_of_new_images("null: writes nothing", true)?;
+            self.refuse_options_of_new_images("here: null: writes nothing", true)?;
             return Ok(Goal { destination: Destination::Null, compress: None, backing: None });
         }
         let device = super::is_device(target);
@@ -485,9 +446,11 @@ impl ConvertArgs {
         device: bool,
         cancel: &CancelToken,
     ) -> Result<Goal, Failure> {
-        let force = Force { force: self.force };
-        guard::refuse_dependents(target, &force, "writing into it", cancel)?;
-        self.refuse_options_of_new_images("the target exists and keeps its own options", false)?;
+        guard::refuse_dependents(target, self.force, "writing into it", cancel)?;
+        self.refuse_options_of_new_images(
+            "here: the target exists and keeps its own options",
+            false,
+        )?;
         // A device has no file name to derive the format from, and its old content is no image
         // header to trust.
         let format = self.target_format.clone().or(device.then(|| "raw".to_owned()));
@@ -499,7 +462,7 @@ impl ConvertArgs {
 
     fn existing(&self, target: &Path, format: Option<String>) -> Destination {
         let existing = ExistingImage::new(target).format(format).cache(self.cache);
-        Destination::Into(existing.refs(self.references.policy()))
+        Destination::Into(existing.refs(self.source.references.policy()))
     }
 
     /// Refuses options that would have no effect.
@@ -510,12 +473,10 @@ impl ConvertArgs {
             ("--compress", self.compress.is_some() && null),
             ("-O", self.target_format.is_some() && null),
             ("--for", self.made_for.is_some()),
+            ("--verify", self.verify && null),
             ("--target-key-…", self.target_key.key().is_some() && null),
         ];
-        match given.iter().find(|(_, given)| *given) {
-            Some((name, _)) => Err(Failure::usage(format!("{name} has no meaning here: {why}"))),
-            None => Ok(()),
-        }
+        super::refuse_given(&given, why)
     }
 
     /// The compression method that an existing target uses for its compressed clusters.
@@ -616,8 +577,8 @@ mod tests {
 
     #[test]
     fn units_of_zero_detection() {
-        assert_eq!(detect_zeros("off"), Ok(DetectZeros::Off));
-        assert_eq!(detect_zeros("64K"), Ok(DetectZeros::Unit(65536)));
+        assert_eq!(detect_zeros("off"), Ok(DetectZeros(None)));
+        assert_eq!(detect_zeros("64K"), Ok(DetectZeros(Some(65536))));
         for text in ["0", "1", "3K", "4M", "on"] {
             assert!(detect_zeros(text).is_err(), "{text}");
         }

@@ -8,7 +8,7 @@ use serde::Serialize;
 use vdkit::jobs::{self, CreateOptions, NewBacking, Preset, Use};
 use vdkit::{OpenOptions, Options};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{FormatOptions, Json, ProgressOption, References, size};
 use crate::failure::{Exit, Failure, Outcome, Tone, print_line, quoted};
 use crate::guard;
@@ -20,7 +20,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "create",
     about: "Create an image, empty or with a backing image",
-    group: Group::Make,
     details: "\
 The format is given by -f, or by the ending of the name, or is raw. The image gets its name when \
 it is complete: a failure leaves an existing file as it was. An overlay (--backing) reads like its \

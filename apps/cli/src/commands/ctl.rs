@@ -10,21 +10,20 @@ use vdkit::Progress;
 use vdkit::serve::{Command, ask};
 use vdkit_qemu::dates;
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{Json, ProgressOption, print_notes, size};
 use crate::failure::{Exit, Failure, Outcome, not_answered};
 use crate::output::bytes_long;
 use crate::session::Session;
 
-/// Interval between two checks whether a commit has finished. Progress is queried once every few
-/// checks.
+/// Interval between two checks whether a commit has finished.
 const TICK: Duration = Duration::from_millis(20);
-const TICKS_A_LOOK: u32 = 10;
+/// Progress is queried once in so many checks.
+const TICKS_PER_QUERY: u32 = 10;
 
 pub const COMMAND: Subcommand = Subcommand {
     name: "ctl",
     about: "Query or control a running 'vdkit serve'",
-    group: Group::Serve,
     details: "\
 SOCKET is the socket of 'vdkit serve --control SOCKET'.
 
@@ -234,26 +233,32 @@ impl CtlArgs {
             let commit = std::thread::Builder::new()
                 .spawn_scoped(scope, || self.ask(command))
                 .map_err(Failure::no_thread)?;
-            let (mut told, mut ticks) = (false, 0_u32);
+            let (mut cancelled, mut ticks) = (false, 0_u32);
             while !commit.is_finished() {
                 std::thread::sleep(TICK);
                 ticks += 1;
-                if stop.is_cancelled() && !told {
-                    told = self.ask(&Command::CommitCancel).is_ok();
+                if stop.is_cancelled() && !cancelled {
+                    cancelled = self.ask(&Command::CommitCancel).is_ok();
                 }
-                if ticks.is_multiple_of(TICKS_A_LOOK) {
-                    self.look(&progress);
+                if ticks.is_multiple_of(TICKS_PER_QUERY) {
+                    self.query_progress(&progress);
                 }
             }
-            commit.join().unwrap_or_else(|_| Err(Failure::failed("the command that waited for the commit failed; 'status' shows whether it is running")))
+            commit.join().unwrap_or_else(|_| {
+                let text = "the command that waited for the commit failed; 'status' shows whether it is running";
+                Err(Failure::failed(text))
+            })
         });
         progress.finish();
         let hint = "unless it says otherwise, the disk is as before, and it can be run again";
-        done.map_err(|failure| failure.hint(hint))
+        done.map_err(|failure| match failure.hint(hint) {
+            interrupted if stop.is_cancelled() => interrupted.exiting(Exit::Interrupted, ""),
+            failure => failure,
+        })
     }
 
     /// Queries a commit's progress.
-    fn look(&self, progress: &dyn Progress) {
+    fn query_progress(&self, progress: &dyn Progress) {
         let Ok(status) = self.ask(&Command::Status) else { return };
         let job = &status["job"];
         if let (Some(done), Some(left)) = (job["bytes-done"].as_u64(), job["bytes-left"].as_u64()) {

@@ -9,11 +9,11 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use vdkit::jobs::{self, DdOptions, DdPlan, NewImage};
 use vdkit::{Disk, Monitor, OpenOptions};
 
-use super::{Group, Run, Subcommand, runs};
-use crate::arguments::{Force, FormatOptions, Json, ProgressOption, References, size};
+use super::{Run, Subcommand, runs};
+use crate::arguments::{CopySource, Force, FormatOptions, Json, ProgressOption, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
-use crate::keys::{Keys, TargetKey};
+use crate::keys::TargetKey;
 use crate::output::bytes_long;
 use crate::protocols;
 use crate::session::Session;
@@ -21,7 +21,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "dd",
     about: "Copy a part of one disk to a part of another",
-    group: Group::Bytes,
     details: "\
 Takes the operands of dd, for the guest disks of images:
 
@@ -47,9 +46,8 @@ pub struct DdArgs {
     /// if=FILE, of=FILE, bs=SIZE, count=N, skip=N, seek=N, conv=WORD[,WORD]
     #[arg(value_name = "OPERAND", required = true, value_parser = OsStringValueParser::new().try_map(operand))]
     operands: Vec<Operand>,
-    /// Format of the source (default: probed from its header)
-    #[arg(short = 'f', long, value_name = "FORMAT")]
-    format: Option<String>,
+    #[command(flatten)]
+    source: CopySource,
     /// Format of the target (default: probed from its header; for a new image from the ending of
     /// its name, or raw)
     #[arg(short = 'O', long, value_name = "FORMAT")]
@@ -58,16 +56,6 @@ pub struct DdArgs {
     options: FormatOptions,
     #[command(flatten)]
     force: Force,
-    /// Copy from this snapshot of the source (an id or a name)
-    #[arg(short = 'l', long, value_name = "SNAPSHOT")]
-    snapshot: Option<String>,
-    /// Read the source even while another process writes it
-    #[arg(short = 'U', long)]
-    force_share: bool,
-    #[command(flatten)]
-    references: References,
-    #[command(flatten)]
-    keys: Keys,
     #[command(flatten)]
     target_key: TargetKey,
     #[command(flatten)]
@@ -175,12 +163,7 @@ impl Run for DdArgs {
         let request = Request::of(&self.operands)?;
         super::refuse_itself(&request.source, &request.target)?;
         protocols::refuse_target(&request.target)?;
-        let reading = OpenOptions::read_only()
-            .maybe_format(self.format.clone())
-            .refs(self.references.policy())
-            .lock(!self.force_share)
-            .snapshot(self.snapshot.clone());
-        let source = Disk::open(&registry, &request.source, &self.keys.apply(reading))?;
+        let source = session.open(&request.source, &self.source.options())?;
         let progress = self.progress.reporter("dd");
         let monitor = Monitor::new(&progress).cancelled_by(session.cancel_on_signal()?);
         let into =
@@ -198,7 +181,7 @@ impl Run for DdArgs {
         progress.finish();
         let report = copied.inspect_err(|_| {
             if into {
-                super::tell_half_written(&request.target, &progress);
+                super::warn_half_written(&request.target, &progress);
             }
         })?;
         self.json.print(&report, &mut session.out, |report, out| {
@@ -216,17 +199,22 @@ impl DdArgs {
         request: &Request,
         monitor: &Monitor<'_>,
     ) -> Result<jobs::DdReport, Failure> {
-        if !self.options.options.is_empty() {
-            return Err(Failure::usage("-o has no meaning here: the target exists"));
-        }
-        guard::refuse_dependents(&request.target, &self.force, "writing to it", &monitor.cancel)?;
+        let options = ("-o", !self.options.options.is_empty());
+        super::refuse_given(&[options], "here: the target exists")?;
+        guard::refuse_dependents(
+            &request.target,
+            self.force.force,
+            "writing to it",
+            &monitor.cancel,
+        )?;
         // A device's old content is no image header to trust.
         let device = super::is_device(&request.target);
         let format = self.target_format.clone().or(device.then(|| "raw".to_owned()));
         guard::refuse_occupied(&request.target, self.force.force, format.as_deref())?;
-        let writing = OpenOptions::read_write().maybe_format(format).refs(self.references.policy());
-        let keys = self.target_key.key().into_iter().cloned().chain(self.keys.all()).collect();
-        let writing = self.keys.apply(writing).keys(keys);
+        let CopySource { references, keys, .. } = &self.source;
+        let writing = OpenOptions::read_write().maybe_format(format).refs(references.policy());
+        let all = self.target_key.key().into_iter().cloned().chain(keys.all()).collect();
+        let writing = keys.apply(writing).keys(all);
         let plan = DdPlan::new(source.guest_bytes(), &request.options)?;
         let target = Disk::open(&vdkit::registry(), &request.target, &writing)?;
         target.warnings().for_each(|warning| monitor.progress.message(warning));

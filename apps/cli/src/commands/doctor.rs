@@ -8,7 +8,7 @@ use vdkit::jobs::{
     DoctorSeverity,
 };
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{Json, ProgressOption, References};
 use crate::failure::{Exit, Failure, Outcome, quoted_word};
 use crate::output::{Output, bytes_short, counted};
@@ -17,7 +17,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "doctor",
     about: "Find faults and slow settings of images, with the commands that repair them",
-    group: Group::Examine,
     details: "\
 Reads only metadata and changes nothing. Also works on an image that a running guest uses. For a \
 folder it examines every image in it. Exit codes: 0 nothing but advice, 3 warnings, 4 errors: an \

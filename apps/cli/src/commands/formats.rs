@@ -4,7 +4,7 @@ use clap::Args;
 use serde::Serialize;
 use vdkit::{FormatDriver, OptionKind, OptionSpec};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::Json;
 use crate::failure::{Exit, Outcome};
 use crate::output::{Output, Table};
@@ -13,7 +13,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "formats",
     about: "List the formats, or the options of a format",
-    group: Group::Help,
     examples: "
 vdkit formats               which formats can be read and written
 vdkit formats qcow2         the options of 'create' and 'convert' with -O qcow2

@@ -11,7 +11,7 @@ use vdkit::{
     SnapshotInfo,
 };
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{Json, Opening};
 use crate::failure::{Exit, Outcome, Tone, print_line};
 use crate::incoming::OVA;
@@ -21,7 +21,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "info",
     about: "Show an image's format, sizes, options, snapshots and bitmaps",
-    group: Group::Examine,
     details: "\
 Reads the image's header and small tables, never its data. Opens no other file without --chain. So \
 it is fast and safe on any image, even an untrusted one. For an appliance (OVA) it lists the \
@@ -116,7 +115,7 @@ fn print_image(link: &ChainLink, out: &mut Output) {
     let info = &link.info;
     let mut fields = Fields::default();
     fields.add("image", link.path.display().to_string());
-    let probed = if link.probed { "" } else { " (as told)" };
+    let probed = if link.probed { "" } else { " (given by -f)" };
     fields.add("format", format!("{}{probed}", info.format));
     fields.add("virtual size", bytes_long(info.virtual_size));
     if super::is_export(&link.path) {
@@ -194,11 +193,7 @@ fn print_bitmaps(bitmaps: &[BitmapInfo], out: &mut Output) {
     out.line("bitmaps:");
     let mut table = Table::new(&["name", ">granularity", "state"]);
     for bitmap in bitmaps {
-        let state = match (bitmap.in_use, bitmap.enabled) {
-            (true, _) => "was in use: cannot be trusted",
-            (false, true) => "records writes",
-            (false, false) => "disabled",
-        };
+        let state = super::bitmap::state(bitmap);
         table.row([bitmap.name.clone(), bytes_short(bitmap.granularity), state.to_owned()]);
     }
     table.print(out, 2)

@@ -7,7 +7,7 @@ use serde::Serialize;
 use vdkit::jobs::{self, KeysAfter};
 use vdkit::{KeySlot, OpenOptions, Secret};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::Json;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::keys::{Keys, NewKey};
@@ -17,7 +17,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "key",
     about: "List, add, remove or change the keys of an encrypted image",
-    group: Group::Change,
     details: "\
 An image encrypted with LUKS (qcow2 or luks) has eight key slots. Each holds one key that opens \
 the image.

@@ -2,7 +2,7 @@
 
 use clap::{Args, Subcommand as Actions};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::session::Session;
 
@@ -17,7 +17,6 @@ mod report;
 pub const COMMAND: Subcommand = Subcommand {
     name: "lab",
     about: "Measure which way to store a disk is best on this host",
-    group: Group::Examine,
     details: "\
 A plan names choices (format, cluster size, cache mode, server, bus, load). The lab measures each \
 combination on each of your places, several times, in random order, together with QEMU's tools. It \

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::{Args, Command, ValueHint};
 use clap_mangen::Man;
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::definition;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::output::write_file;
@@ -14,7 +14,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "man",
     about: "Print a manual page, or write every page to a folder",
-    group: Group::Help,
     examples: "
 vdkit man | man -l -                  read the main page
 vdkit man --page convert | man -l -   read the page of one command

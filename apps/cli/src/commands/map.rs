@@ -3,10 +3,9 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
-use vdkit::Disk;
 use vdkit::jobs::{self, MapRow};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{Json, ParentOption, Reading, SnapshotOption, size};
 use crate::failure::{Exit, Outcome};
 use crate::output::Output;
@@ -15,7 +14,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "map",
     about: "Show where the guest's bytes are stored",
-    group: Group::Examine,
     details: "\
 Prints one line per extent: a range of bytes that are stored in one place, through the whole \
 backing chain. Shows extents with data, or with --all every extent.",
@@ -60,7 +58,7 @@ impl Run for MapArgs {
             .options()
             .snapshot(self.snapshot.snapshot.clone())
             .backing(self.parent.choice());
-        let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;
+        let disk = session.open(&self.image, &options)?;
         let start = self.start.unwrap_or(0);
         let range = super::guest_range(&disk, start, self.length)?;
         let rows = jobs::map(&disk, range.start, range.end - range.start)?;

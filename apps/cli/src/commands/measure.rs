@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 
 use clap::{ArgGroup, Args, ValueHint};
+use vdkit::Monitor;
 use vdkit::jobs;
-use vdkit::{Disk, Monitor};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{FormatOptions, Json, Reading, size};
 use crate::failure::{Exit, Outcome};
 use crate::output::{Fields, bytes_long};
@@ -15,7 +15,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "measure",
     about: "Compute how many bytes a converted or new image needs",
-    group: Group::Examine,
     details: "\
 Sizes are without compression. 'required' is what the image needs for the current data, 'fully \
 allocated' its size after the guest has written every byte.",
@@ -57,7 +56,7 @@ impl Run for MeasureArgs {
             (Some(path), _) => {
                 let mut opening = self.opening.options();
                 opening.snapshot = self.snapshot;
-                let disk = Disk::open(&vdkit::registry(), path, &opening)?;
+                let disk = session.open(path, &opening)?;
                 let monitor = Monitor::default().cancelled_by(session.cancel_on_signal()?);
                 jobs::measure(&[disk], driver, &options, &monitor)?
             }

@@ -44,73 +44,48 @@ mod tree;
 mod validate;
 mod write;
 
-/// Every subcommand, in the order of the overview.
-pub static ALL: &[Subcommand] = &[
-    create::COMMAND,
-    convert::COMMAND,
-    info::COMMAND,
-    inspect::COMMAND,
-    validate::COMMAND,
-    doctor::COMMAND,
-    tree::COMMAND,
-    map::COMMAND,
-    compare::COMMAND,
-    measure::COMMAND,
-    lab::COMMAND,
-    check::COMMAND,
-    compact::COMMAND,
-    snapshot::COMMAND,
-    resize::COMMAND,
-    commit::COMMAND,
-    bitmap::COMMAND,
-    rebase::COMMAND,
-    amend::COMMAND,
-    key::COMMAND,
-    serve::COMMAND,
-    ctl::COMMAND,
-    top::COMMAND,
-    mount::COMMAND,
-    read::COMMAND,
-    write::COMMAND,
-    dd::COMMAND,
-    formats::COMMAND,
-    completions::COMMAND,
-    man::COMMAND,
+/// Every subcommand, in the groups and the order of the overview.
+pub static GROUPS: &[(&str, &[Subcommand])] = &[
+    ("Create images", &[create::COMMAND, convert::COMMAND]),
+    (
+        "Examine images",
+        &[
+            info::COMMAND,
+            inspect::COMMAND,
+            validate::COMMAND,
+            doctor::COMMAND,
+            tree::COMMAND,
+            map::COMMAND,
+            compare::COMMAND,
+            measure::COMMAND,
+            lab::COMMAND,
+        ],
+    ),
+    (
+        "Check and change images",
+        &[
+            check::COMMAND,
+            compact::COMMAND,
+            snapshot::COMMAND,
+            resize::COMMAND,
+            commit::COMMAND,
+            bitmap::COMMAND,
+            rebase::COMMAND,
+            amend::COMMAND,
+            key::COMMAND,
+        ],
+    ),
+    (
+        "Serve disks to guests and tools",
+        &[serve::COMMAND, ctl::COMMAND, top::COMMAND, mount::COMMAND],
+    ),
+    ("Read and write guest bytes", &[read::COMMAND, write::COMMAND, dd::COMMAND]),
+    ("Help", &[formats::COMMAND, completions::COMMAND, man::COMMAND]),
 ];
 
-/// Purpose of a subcommand. The overview lists subcommands by group.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Group {
-    /// Reads an image and changes nothing.
-    Examine,
-    /// Creates images.
-    Make,
-    /// Changes images.
-    Change,
-    /// Serves a disk to other programs.
-    Serve,
-    /// Reads or writes guest bytes at an offset.
-    Bytes,
-    /// Prints help for people and shells.
-    Help,
-}
-
-impl Group {
-    /// All groups, in the order of the overview.
-    pub const ALL: &'static [Self] =
-        &[Self::Make, Self::Examine, Self::Change, Self::Serve, Self::Bytes, Self::Help];
-
-    /// The heading in the overview.
-    pub fn title(self) -> &'static str {
-        match self {
-            Self::Examine => "Examine images",
-            Self::Make => "Create images",
-            Self::Change => "Check and change images",
-            Self::Serve => "Serve disks to guests and tools",
-            Self::Bytes => "Read and write guest bytes",
-            Self::Help => "Help",
-        }
-    }
+/// Every subcommand.
+pub fn all() -> impl Iterator<Item = &'static Subcommand> {
+    GROUPS.iter().flat_map(|(_, group)| *group)
 }
 
 /// An entry in the table of subcommands.
@@ -120,8 +95,6 @@ pub struct Subcommand {
     pub name: &'static str,
     /// One-line description.
     pub about: &'static str,
-    /// The group in the overview.
-    pub group: Group,
     /// Further text for `--help`; may be empty.
     pub details: &'static str,
     /// Example command lines with a short comment each, printed at the end of the help.
@@ -146,7 +119,6 @@ const fn runs<R: Run>() -> Subcommand {
     Subcommand {
         name: "",
         about: "",
-        group: Group::Help,
         details: "",
         examples: "",
         augment: R::augment_args,
@@ -163,7 +135,7 @@ fn run<R: Run>(matches: &ArgMatches, session: &mut Session) -> Outcome {
 
 /// Finds the subcommand called `name`.
 pub fn find(name: &str) -> Option<&'static Subcommand> {
-    ALL.iter().find(|entry| entry.name == name)
+    all().find(|entry| entry.name == name)
 }
 
 /// Closes a disk after a change, also after one that failed, so that the image is marked clean.
@@ -274,16 +246,11 @@ fn preset_driver(
     format: Option<&str>,
 ) -> Result<&'static dyn FormatDriver, Failure> {
     let wanted = preset.format();
-    let driver = vdkit::format(wanted).map_err(|_| {
-        Failure::failed(format!(
-            "{preset} needs the {wanted} format, which this version does not write"
-        ))
-    })?;
-    match format.map(|name| vdkit::format(name).map(|driver| driver.name())) {
-        Some(Ok(other)) if other != driver.name() => {
+    let driver = vdkit::format(wanted)?;
+    match format.map(vdkit::format).transpose()?.map(|driver| driver.name()) {
+        Some(other) if other != driver.name() => {
             Err(Failure::usage(format!("{preset} takes {wanted} images, not {other}")))
         }
-        Some(Err(error)) => Err(error.into()),
         _ => Ok(driver),
     }
 }
@@ -293,7 +260,7 @@ const RAW_ENDINGS: &[&str] = &["bin", "dd", "disk", "ima", "image"];
 
 /// Reports that a job failed after it began to write into a target that already existed, so that
 /// the target holds a part of the new content.
-pub(crate) fn tell_half_written(target: &Path, progress: &Reporter) {
+pub(crate) fn warn_half_written(target: &Path, progress: &Reporter) {
     if progress.begun() {
         let name = target.display();
         let text = format!(
@@ -301,6 +268,14 @@ pub(crate) fn tell_half_written(target: &Path, progress: &Reporter) {
              again to write all of it"
         );
         print_line(Tone::Warning, &text);
+    }
+}
+
+/// Refuses the first option that was given and would have no effect; `why` ends the message.
+pub(crate) fn refuse_given(options: &[(&str, bool)], why: &str) -> Result<(), Failure> {
+    match options.iter().find(|(_, given)| *given) {
+        Some((name, _)) => Err(Failure::usage(format!("{name} has no meaning {why}"))),
+        None => Ok(()),
     }
 }
 

@@ -8,7 +8,7 @@ use serde::Serialize;
 use vdkit::CancelToken;
 use vdkit::serve::{Export, ExportOptions, Scrape};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::Json;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::fuse::{self, FuseOptions};
@@ -19,7 +19,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "mount",
     about: "Mount an image's disk as one plain file, over FUSE",
-    group: Group::Serve,
     details: "\
 FILE then is the guest disk, like a raw image: losetup, mount -o loop, fio, dd and every other \
 program can read and write it, and fsync makes their writes durable. An existing FILE is hidden by \
@@ -70,12 +69,11 @@ impl Run for MountArgs {
     fn run(self, session: &mut Session) -> Outcome {
         // Set up before anything that a signal would have to undo.
         let stop = session.cancel_on_signal()?;
-        let disk = self.disk.open(&self.image, &stop)?;
-        session.warn(&disk);
+        let disk = self.disk.open(session, &self.image, &stop)?;
         let filename = disk.name().to_owned();
         let mut options = ExportOptions::default();
         options.read_only = self.disk.read_only;
-        options.on_nospace = self.disk.on_nospace();
+        options.on_nospace = self.disk.on_nospace;
         let export = Export::new(disk, options);
         let done = self.serve(&export, filename, &stop, session);
         // Close the export after a failure too, so that the image is marked clean.
@@ -95,9 +93,9 @@ impl MountArgs {
         stop: &CancelToken,
         session: &mut Session,
     ) -> Result<(), Failure> {
-        let metrics = self.disk.tell_counts(export)?;
+        let metrics = self.disk.start_metrics(export)?;
         let server = fuse::mount(export, &self.file, self.fuse)?;
-        let told = self.tell(
+        let announced = self.announce(
             session,
             &MountAnswer {
                 filename,
@@ -107,17 +105,17 @@ impl MountArgs {
                 metrics: metrics.as_ref().map(Scrape::place),
             },
         );
-        if told.is_ok() {
+        if announced.is_ok() {
             wait(export, stop, || server.finished());
         }
         drop(metrics);
         // Fail the writes that wait for space, because unmounting would wait for them.
         export.end_waiting();
-        told.and(fuse::unmount(server, DRAIN))
+        announced.and(fuse::unmount(server, DRAIN))
     }
 
     /// Reports that the file is mounted.
-    fn tell(&self, session: &mut Session, answer: &MountAnswer) -> Result<(), Failure> {
+    fn announce(&self, session: &mut Session, answer: &MountAnswer) -> Result<(), Failure> {
         if self.json.json {
             // One line, because a program that waits for the mount reads up to the line feed.
             session.out.json_line(answer);

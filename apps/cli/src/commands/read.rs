@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
-use vdkit::{Disk, GuestOffset};
+use vdkit::GuestOffset;
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{CacheOption, ParentOption, Reading, SnapshotOption, size};
 use crate::failure::{Exit, Outcome};
 use crate::hex::HexDump;
@@ -14,7 +14,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "read",
     about: "Print guest bytes at an offset",
-    group: Group::Bytes,
     details: "\
 Prints the bytes that a guest reads: through the backing chain, decompressed, with zeroes where \
 nothing is stored. They go to stdout unchanged, or as a hex dump with --hex.",
@@ -61,7 +60,7 @@ impl Run for ReadArgs {
             .cache(self.cache.cache)
             .snapshot(self.snapshot.snapshot.clone())
             .backing(self.parent.choice());
-        let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;
+        let disk = session.open(&self.image, &options)?;
         let range = super::guest_range(&disk, self.offset, self.length)?;
         let mut buf = vec![0; STEP.min(range.end - range.start) as usize];
         let mut dump = self.hex.then(HexDump::default);

@@ -6,7 +6,7 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{ArgGroup, Args, ValueHint};
 use vdkit::jobs::{self, NewBacking, RebaseOptions};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{Json, ProgressOption, Writing};
 use crate::failure::{Exit, Outcome};
 use crate::output::bytes_long;
@@ -15,7 +15,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "rebase",
     about: "Give an image another backing image, or none",
-    group: Group::Change,
     details: "\
 Keeps every byte of the guest disk: where the old and the new backing image differ, the old \
 content is copied into the image. With --unsafe only the stored name changes, which is right if \

@@ -2,13 +2,12 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, ValueEnum, ValueHint};
+use clap::{Args, ValueHint};
 use serde::Serialize;
-use vdkit::Disk;
 use vdkit::jobs::{self, Preallocation, ResizeOptions, SizeChange};
 
-use super::{Group, Run, Subcommand, runs};
-use crate::arguments::{Force, Json, ProgressOption, Writing, size};
+use super::{Run, Subcommand, runs};
+use crate::arguments::{Force, Json, ProgressOption, Writing, one_of, size};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
 use crate::output::bytes_long;
@@ -17,7 +16,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "resize",
     about: "Enlarge or shrink a disk",
-    group: Group::Change,
     details: "\
 The new part of a larger disk reads as zero. A smaller disk loses the data beyond its new end, so \
 it needs --shrink. The guest's partitions and file systems stay as they are.",
@@ -45,11 +43,12 @@ pub struct ResizeArgs {
     #[arg(
         long,
         value_name = "MODE",
+        value_parser = one_of(MODES),
         default_value = "off",
         hide_default_value = true,
         hide_possible_values = true
     )]
-    preallocation: PreallocationChoice,
+    preallocation: Preallocation,
     #[command(flatten)]
     force: Force,
     #[command(flatten)]
@@ -60,14 +59,13 @@ pub struct ResizeArgs {
     json: Json,
 }
 
-/// The value of `--preallocation`.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum PreallocationChoice {
-    Off,
-    Metadata,
-    Falloc,
-    Full,
-}
+/// The values of `--preallocation`.
+const MODES: &[(&str, Preallocation)] = &[
+    ("off", Preallocation::Off),
+    ("metadata", Preallocation::Metadata),
+    ("falloc", Preallocation::Falloc),
+    ("full", Preallocation::Full),
+];
 
 /// The JSON answer.
 #[derive(Serialize)]
@@ -86,10 +84,9 @@ impl Run for ResizeArgs {
     fn run(self, session: &mut Session) -> Outcome {
         if self.shrink {
             let cancel = session.cancel_on_signal()?;
-            guard::refuse_dependents(&self.image, &self.force, "shrinking it", &cancel)?;
+            guard::refuse_dependents(&self.image, self.force.force, "shrinking it", &cancel)?;
         }
-        let disk = Disk::open(&vdkit::registry(), &self.image, &self.opening.options())?;
-        session.warn(&disk);
+        let disk = session.open(&self.image, &self.opening.options())?;
         let old_size = disk.guest_bytes();
         let size = self.size.applied_to(old_size).ok_or_else(|| {
             let old = bytes_long(old_size);
@@ -106,12 +103,7 @@ impl Run for ResizeArgs {
         }
         let mut options = ResizeOptions::default();
         options.shrink = self.shrink;
-        options.preallocation = match self.preallocation {
-            PreallocationChoice::Off => Preallocation::Off,
-            PreallocationChoice::Metadata => Preallocation::Metadata,
-            PreallocationChoice::Falloc => Preallocation::Falloc,
-            PreallocationChoice::Full => Preallocation::Full,
-        };
+        options.preallocation = self.preallocation;
         let resized = self
             .progress
             .run("resize", session, |monitor| jobs::resize(&disk, size, &options, monitor))?;

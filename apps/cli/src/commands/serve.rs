@@ -5,16 +5,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, ValueHint};
-use listenfd::ListenFd;
 use serde::Serialize;
 use vdkit::live::LiveImages;
 use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions, Tls};
 use vdkit::serve::{Control, Controller, Export, ExportOptions, Scrape};
 use vdkit::{CancelToken, Disk, vhost_user};
+use vdkit_qemu::sockets;
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::Json;
-use crate::failure::{Exit, Failure, Outcome, not_made};
+use crate::failure::{Exit, Failure, Outcome, not_made, quoted};
 use crate::fuse::{self, FuseOptions};
 use crate::notify;
 use crate::serving::{DRAIN, ServedDisk, wait};
@@ -23,7 +23,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "serve",
     about: "Serve an image as a disk: over NBD, over vhost-user, as a file",
-    group: Group::Serve,
     details: "\
 The image stays open and locked until SIGINT, SIGTERM or `vdkit ctl SOCKET quit`. Then vdkit \
 completes the requests in progress, flushes everything and closes the image. SIGKILL loses nothing \
@@ -121,28 +120,13 @@ struct Serving {
 }
 
 impl ServeArgs {
-    fn listeners(&self) -> Result<(Vec<Listener>, Vec<String>), Failure> {
-        let mut listeners = Vec::new();
-        let mut uris = Vec::new();
-        let mut handed = ListenFd::from_env();
-        for index in 0..handed.len() {
-            let failed = |error| Failure::failed(format!("socket {index} of systemd: {error}"));
-            let listener = match handed.take_unix_listener(index) {
-                Ok(Some(socket)) => Listener::Handed(socket),
-                _ => match handed.take_tcp_listener(index).map_err(failed)? {
-                    Some(socket) => Listener::Tcp(socket),
-                    None => continue,
-                },
-            };
-            uris.push(listener.uri(&self.name, self.tls.is_some()));
-            listeners.push(listener);
-        }
+    fn nbd_listeners(&self) -> Result<Vec<Listener>, Failure> {
+        let mut listeners = sockets::handed_over().map_err(Failure::failed)?;
         for address in &self.nbd {
             let listener = Listener::bind(address).map_err(|error| match address {
                 Address::Unix(path) => not_made(&address.to_string(), path, &error),
                 _ => Failure::failed(format!("{address}: {error}")),
             })?;
-            uris.push(listener.uri(&self.name, self.tls.is_some()));
             listeners.push(listener);
         }
         if listeners.is_empty() && self.vhost_user.is_none() && self.fuse.is_none() {
@@ -151,16 +135,14 @@ impl ServeArgs {
                  --fuse FILE",
             ));
         }
-        Ok((listeners, uris))
+        Ok(listeners)
     }
 
     /// Listens at the socket of `--vhost-user`.
     fn vhost_listener(&self) -> Result<Option<vhost_user::Listener>, Failure> {
         let Some(path) = &self.vhost_user else { return Ok(None) };
-        let listener = vhost_user::Listener::bind(path);
-        let listener =
-            listener.map_err(|error| not_made(&path.display().to_string(), path, &error));
-        listener.map(Some)
+        let bound = vhost_user::Listener::bind(path);
+        bound.map(Some).map_err(|error| not_made(&path.display().to_string(), path, &error))
     }
 
     fn check_bitmaps(&self, disk: &Disk) -> Result<(), Failure> {
@@ -176,7 +158,7 @@ impl ServeArgs {
                 return Err(Failure::failed(format!(
                     "{}: has no bitmap '{name}'; see: vdkit bitmap list {}",
                     disk.name(),
-                    disk.name()
+                    quoted(disk.name())
                 )));
             };
             if bitmap.info.in_use && bitmap.dirty_bytes.is_none() {
@@ -210,12 +192,13 @@ struct Service {
 }
 
 impl ServeArgs {
-    fn doors(&self) -> Result<Listeners, Failure> {
+    fn listeners(&self) -> Result<Listeners, Failure> {
         let tls = self.tls.as_deref().map(Tls::from_folder).transpose();
         let tls = tls.map_err(|error| Failure::failed(format!("--tls: {error}")))?;
-        let (nbd, mut uris) = self.listeners()?;
+        let nbd = self.nbd_listeners()?;
         let vhost = self.vhost_listener()?;
-        uris.extend(vhost.as_ref().map(vhost_user::Listener::uri));
+        let uris = nbd.iter().map(|listener| listener.uri(&self.name, tls.is_some()));
+        let uris = uris.chain(vhost.as_ref().map(vhost_user::Listener::uri)).collect();
         Ok(Listeners { nbd, vhost, uris, tls })
     }
 
@@ -223,10 +206,10 @@ impl ServeArgs {
     fn start(
         &self,
         export: &Arc<Export>,
-        doors: Listeners,
+        listeners: Listeners,
         quit: &CancelToken,
     ) -> Result<Service, Failure> {
-        let only_file = doors.nbd.is_empty() && doors.vhost.is_none();
+        let only_file = listeners.nbd.is_empty() && listeners.vhost.is_none();
         let start_control = |path: &PathBuf| {
             let images = LiveImages::new(vdkit::registry(), self.disk.options());
             let controller = Controller::new(Arc::clone(export), quit.clone());
@@ -234,20 +217,20 @@ impl ServeArgs {
                 .map_err(|error| not_made(&format!("--control {}", path.display()), path, &error))
         };
         let control = self.control.as_ref().map(start_control).transpose()?;
-        let metrics = self.disk.tell_counts(export)?;
+        let metrics = self.disk.start_metrics(export)?;
         let mount = |file: &Path| fuse::mount(export, file, self.fuse_options);
         let file = self.fuse.as_deref().map(mount).transpose()?;
         let start_vhost = |listener| {
             let options = vhost_user::ServerOptions::default();
             vhost_user::Server::start(Arc::clone(export), listener, options)
         };
-        let vhost = doors.vhost.map(start_vhost).transpose().map_err(Failure::no_thread)?;
+        let vhost = listeners.vhost.map(start_vhost).transpose().map_err(Failure::no_thread)?;
         let mut options = ServerOptions::default();
         options.connections_max = self.connections;
-        options.tls = doors.tls;
+        options.tls = listeners.tls;
         options.poll_max = Duration::from_micros(self.poll_us.into());
         let exports = Exports::new(vec![Arc::clone(export)]);
-        let nbd = Server::start(exports, doors.nbd, options).map_err(Failure::no_thread)?;
+        let nbd = Server::start(exports, listeners.nbd, options).map_err(Failure::no_thread)?;
         Ok(Service { control, metrics, file, vhost, nbd, only_file })
     }
 
@@ -297,24 +280,23 @@ impl Service {
 impl Run for ServeArgs {
     fn run(self, session: &mut Session) -> Outcome {
         if self.fuse.is_none() && (self.fuse_options.growable || self.fuse_options.allow_other) {
-            return Err(Failure::usage("--growable and --allow-other are about --fuse FILE"));
+            return Err(Failure::usage("--growable and --allow-other need --fuse FILE"));
         }
         // Set up before anything that a signal would have to undo.
         let stop = session.cancel_on_signal()?;
-        let disk = self.disk.open(&self.image, &stop)?;
-        session.warn(&disk);
+        let disk = self.disk.open(session, &self.image, &stop)?;
         self.check_bitmaps(&disk)?;
-        let doors = self.doors()?;
+        let listeners = self.listeners()?;
         let filename = disk.name().to_owned();
         let mut options = ExportOptions::default();
         options.name = self.name.clone();
         options.description = self.description.clone();
         options.read_only = self.disk.read_only;
-        options.on_nospace = self.disk.on_nospace();
+        options.on_nospace = self.disk.on_nospace;
         options.bitmaps = self.bitmap.clone();
         let export = Export::new(disk, options);
-        let uris = doors.uris.clone();
-        let done = self.start(&export, doors, &stop).and_then(|service| {
+        let uris = listeners.uris.clone();
+        let done = self.start(&export, listeners, &stop).and_then(|service| {
             let file = service.file.as_ref().map(|mounted| mounted.file().display().to_string());
             let serving = Serving {
                 filename,

@@ -9,7 +9,7 @@ use vdkit::jobs::{self, SnapshotAction};
 use vdkit::{BackingChoice, Disk, SnapshotInfo};
 use vdkit_qemu::dates;
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{Force, Json, ProgressOption, Reading};
 use crate::failure::{Exit, Failure, Outcome};
 use crate::guard;
@@ -19,7 +19,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "snapshot",
     about: "List, create, apply, delete or rename snapshots inside an image",
-    group: Group::Change,
     details: "\
 A snapshot keeps the current state of the disk. It costs a little metadata, whatever the disk's \
 size. 'apply' restores the state of a snapshot: later writes are lost, unless another snapshot has \
@@ -142,7 +141,7 @@ impl Run for SnapshotArgs {
             let cancel = session.cancel_on_signal()?;
             guard::refuse_dependents(
                 &self.image,
-                &self.force,
+                self.force.force,
                 "applying a snapshot to it",
                 &cancel,
             )?;
@@ -151,8 +150,7 @@ impl Run for SnapshotArgs {
         options.writable = asked.is_some();
         // Snapshots need only the image itself, not its backing chain.
         options.backing = BackingChoice::Ignore;
-        let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;
-        session.warn(&disk);
+        let disk = session.open(&self.image, &options)?;
         let snapshots = match &asked {
             None => jobs::snapshots(&disk)?,
             Some(action) => vec![self.change(&disk, action, session)?],
@@ -169,14 +167,14 @@ impl Run for SnapshotArgs {
         } else {
             for snapshot in &snapshots {
                 let image = self.image.display();
-                session.out.line(told(self.action, &image.to_string(), snapshot));
+                session.out.line(summary(self.action, &image.to_string(), snapshot));
             }
         }
         Ok(Exit::Done)
     }
 }
 
-fn told(action: Action, image: &str, snapshot: &SnapshotInfo) -> String {
+fn summary(action: Action, image: &str, snapshot: &SnapshotInfo) -> String {
     let SnapshotInfo { id, name, .. } = snapshot;
     match action {
         Action::Create => format!("{image}: snapshot {id} is '{name}'"),

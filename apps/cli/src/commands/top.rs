@@ -9,7 +9,7 @@ use clap::{Args, ValueHint};
 use vdkit::CancelToken;
 use vdkit::serve::{Command, ask};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::Json;
 use crate::failure::{Exit, Failure, Outcome, not_answered, say};
 use crate::session::Session;
@@ -24,7 +24,6 @@ use screen::{Input, Screen};
 pub const COMMAND: Subcommand = Subcommand {
     name: "top",
     about: "Watch a running 'vdkit serve': requests, bytes, latencies, cache",
-    group: Group::Serve,
     details: "\
 SOCKET is the socket of 'vdkit serve --control SOCKET'. On a terminal the view fills the screen \
 until you press q, Esc or Ctrl-C. Otherwise the intervals are printed one after the other, with \
@@ -153,7 +152,8 @@ impl TopArgs {
             }
             session.out.flush();
         }
-        Ok(Exit::Done)
+        let counted = self.once || self.count.is_some();
+        Ok(if counted && left > 0 && stop.is_cancelled() { Exit::Interrupted } else { Exit::Done })
     }
 
     /// Shows the latest interval on the terminal.

@@ -7,7 +7,7 @@ use clap::{Args, ValueHint};
 use vdkit::Monitor;
 use vdkit::jobs::{self, ReferenceStatus, TreeImage, TreeOptions, TreeReport};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{Json, References};
 use crate::failure::{Exit, Outcome, Tone, print_line};
 use crate::output::{Output, bytes_short};
@@ -16,7 +16,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "tree",
     about: "Show which image backs which, and what deleting one would break",
-    group: Group::Examine,
     details: "\
 For an image: the images of its folder that belong to its chain. For a folder: every image in it. \
 Reads only headers; the files that they name are looked up but not opened.",
@@ -69,7 +68,7 @@ impl Run for TreeArgs {
             return Ok(exit);
         }
         if self.delete_check.is_some() {
-            tell_orphans(path, report.image(&asked), session);
+            print_orphans(path, report.image(&asked), session);
         } else {
             let parent = asked.parent().filter(|_| !asked.is_dir());
             let folder = parent.unwrap_or(&asked);
@@ -94,7 +93,7 @@ impl Run for TreeArgs {
 }
 
 /// Reports the images that could not be read if a file were deleted.
-fn tell_orphans(path: &Path, image: Option<&TreeImage>, session: &mut Session) {
+fn print_orphans(path: &Path, image: Option<&TreeImage>, session: &mut Session) {
     let orphans = image.map_or(&[][..], |image| &image.deleting_orphans);
     if orphans.is_empty() {
         return session

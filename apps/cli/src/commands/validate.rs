@@ -6,7 +6,7 @@ use clap::{Args, ValueHint};
 use vdkit::OpenOptions;
 use vdkit::jobs::{Preset, ValidateReport, validate};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::Json;
 use crate::failure::{Exit, Outcome};
 use crate::output::{Output, bytes_long};
@@ -15,7 +15,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "validate",
     about: "Check whether a hypervisor or cloud accepts an image",
-    group: Group::Examine,
     details: "\
 Reads the image's header and no other file. The exit code is 3 if the target would refuse the \
 image. Each reason comes with the command that fixes it.",

@@ -10,7 +10,7 @@ use serde::Serialize;
 use vdkit::stream::{ByteStream, Stdin};
 use vdkit::{CancelToken, Disk, GuestOffset};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{CacheOption, Force, Json, Writing, size};
 use crate::failure::{Exit, Failure, Outcome, missing};
 use crate::guard;
@@ -20,7 +20,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "write",
     about: "Write guest bytes at an offset",
-    group: Group::Bytes,
     details: "\
 The bytes come from stdin, from --input FILE, or from --pattern, --zero or --discard. They are \
 durable when the command ends. An image that is recognized only as raw needs -f raw. An image with \
@@ -96,9 +95,8 @@ impl Run for WriteArgs {
         let options = self.opening.options().cache(self.cache.cache);
         let input = self.source()?;
         let cancel = CancelToken::default();
-        guard::refuse_dependents(&self.image, &self.force, "writing to it", &cancel)?;
-        let disk = Disk::open(&vdkit::registry(), &self.image, &options)?;
-        session.warn(&disk);
+        guard::refuse_dependents(&self.image, self.force.force, "writing to it", &cancel)?;
+        let disk = session.open(&self.image, &options)?;
         // When the input's length is not known, only the offset is checked here; the copy checks
         // the end.
         let range = super::guest_range(&disk, self.offset, self.length)?;

@@ -5,12 +5,14 @@ pub mod chains;
 pub mod mounted;
 pub mod pki;
 
-use std::io::Write;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use serde_json::Value;
+use vdkit_testkit::Killed;
 
 /// A scratch folder in which commands run; gone at the end.
 pub struct Scratch {
@@ -110,6 +112,24 @@ impl Scratch {
         value
     }
 
+    /// Starts `vdkit serve`, waits until clients can connect, and returns the line that says so.
+    pub fn serve(&self, arguments: &[&str]) -> (Killed, String) {
+        let (child, line) = started(&mut self.command(&[&["serve"], arguments].concat()));
+        assert!(line.starts_with("serving"), "{arguments:?}: {line}");
+        (child, line)
+    }
+
+    /// Both programs must find nothing wrong with an image.
+    pub fn sound(&self, image: &str) {
+        self.ok(&["check", image]);
+        peer(&self.folder(), "qemu-img", &["check", "-q", image]);
+    }
+
+    /// The disks of two images must be the same to QEMU.
+    pub fn same(&self, a: &str, b: &str) {
+        peer(&self.folder(), "qemu-img", &["compare", "-q", a, b]);
+    }
+
     pub fn write(&self, name: &str, bytes: &[u8]) -> PathBuf {
         let path = self.path(name);
         std::fs::write(&path, bytes).unwrap();
@@ -133,6 +153,33 @@ fn answer(output: Output) -> Answer {
         stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
         bytes: output.stdout,
     }
+}
+
+/// Starts a command in the background, killed at the end, and returns its first line on stdout.
+pub fn started(command: &mut Command) -> (Killed, String) {
+    let mut child = Killed(command.stdout(Stdio::piped()).spawn().unwrap());
+    let mut line = String::new();
+    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+    (child, line)
+}
+
+/// The next line of a process in the background, without its end.
+pub fn next_line(mut output: impl Read) -> String {
+    let (mut line, mut byte) = (Vec::new(), [0]);
+    while output.read(&mut byte).unwrap() == 1 && byte != *b"\n" {
+        line.push(byte[0]);
+    }
+    String::from_utf8(line).unwrap()
+}
+
+/// qemu-io on an NBD export: all of its commands must succeed. Returns what it printed.
+pub fn nbd_io(scratch: &Scratch, uri: &str, commands: &[&str]) -> String {
+    let mut arguments = vec!["-f", "raw", uri];
+    arguments.extend(commands.iter().flat_map(|command| ["-c", command]));
+    let said = peer(&scratch.folder(), "qemu-io", &arguments).stdout;
+    let said = String::from_utf8(said).unwrap();
+    assert!(!said.contains("failed"), "{said}");
+    said
 }
 
 /// Runs one of the peers (qemu-img, qemu-io), which the tests need.
@@ -299,6 +346,23 @@ impl Drop for Writer {
     }
 }
 
+/// A loop device over a file, until it is dropped.
+pub struct Loop(pub String);
+
+impl Loop {
+    pub fn over(file: &Path, more: &[&str]) -> Self {
+        let arguments = [&["--find", "--show"][..], more, &[file.to_str().unwrap()]].concat();
+        let device = peer(Path::new("/"), "losetup", &arguments).stdout;
+        Self(String::from_utf8(device).unwrap().trim().to_owned())
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["--detach", &self.0]).status();
+    }
+}
+
 /// Between two looks at another process, which needs a processor too.
 const A_MOMENT: Duration = Duration::from_micros(200);
 
@@ -319,6 +383,11 @@ pub fn wait_until_signals_are_handled(pid: u32) {
 pub fn signal(pid: u32, name: &str) {
     let status = Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).status();
     assert!(status.unwrap().success());
+}
+
+/// Waits until somebody listens at a Unix socket.
+pub fn wait_until_connected(socket: &Path) {
+    wait_until(|| UnixStream::connect(socket).is_ok());
 }
 
 /// Waits for something that another process is about to do.

@@ -56,12 +56,7 @@ impl Mount {
 
     /// Waits for a line on stderr, which must begin so.
     pub fn says(&mut self, words: &str) {
-        let (mut line, mut byte) = (Vec::new(), [0]);
-        let errors = self.child.stderr.as_mut().unwrap();
-        while errors.read(&mut byte).unwrap() == 1 && byte != *b"\n" {
-            line.push(byte[0]);
-        }
-        let line = String::from_utf8(line).unwrap();
+        let line = super::next_line(self.child.stderr.as_mut().unwrap());
         assert!(line.starts_with(words), "{line}");
     }
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::LazyLock;
 
-use vdkit_cli::commands::ALL;
+use vdkit_cli::commands::all;
 use vdkit_testkit::{impossible_here, missing, python, require_peer};
 
 const DEV: &str = "libvdkit-dev";
@@ -116,7 +116,7 @@ fn newest(start: &str, end: &str) -> PathBuf {
 fn the_packages_have_what_users_look_for() {
     let Some(made) = &*MADE else { return };
     let files = made.files("vdkit");
-    for entry in ALL {
+    for entry in all() {
         let page = format!("./usr/share/man/man1/vdkit-{}.1.gz", entry.name);
         assert!(files.contains(&page), "{page}");
     }

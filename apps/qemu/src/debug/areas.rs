@@ -10,7 +10,7 @@ use vdkit::{HostOffset, Storage};
 
 /// A magic number of qcow2 files ("QFI\xfb").
 const MAGIC: [u8; 4] = *b"QFI\xfb";
-/// Bytes of the header that tell where the tables are.
+/// Bytes of the header up to the incompatible features, with the places of the tables.
 const HEADER_BYTES: usize = 80;
 /// The incompatible feature of L2 entries of 16 bytes.
 const EXTENDED_L2: u64 = 1 << 4;
@@ -56,7 +56,7 @@ pub struct Tables {
     refcount_blocks: BTreeSet<u64>,
     /// Bytes of an L2 entry.
     entry_bytes: usize,
-    /// Clusters of the guest's bytes, as of the last look; `None` after an L2 table was written.
+    /// Clusters of the guest's bytes; `None` before they are first read, and after an L2 table was written.
     data: Option<BTreeSet<u64>>,
 }
 

@@ -137,7 +137,7 @@ impl vdkit::StorageLayer for Faulty {
     }
 
     fn space_map(&self) -> Option<&dyn SpaceMap> {
-        // QEMU's driver tells nothing of holes beneath a format.
+        // QEMU's driver reports no holes beneath a format.
         None
     }
 }

@@ -15,7 +15,7 @@ mod verify;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use vdkit::storage::FileOptions;
+use vdkit::storage::{FileOptions, LockMode};
 use vdkit::{CacheMode, Result, Storage};
 
 use crate::names::{Flat, Image};
@@ -53,6 +53,14 @@ impl Debug {
         }
     }
 
+    /// The images beneath.
+    pub fn images(&mut self) -> Vec<&mut Image> {
+        match self {
+            Self::Faulty { image, .. } => vec![&mut **image],
+            Self::Verify { raw, test } => vec![&mut **raw, &mut **test],
+        }
+    }
+
     /// The files beneath, by QEMU's names of the children. (The image that is verified is no plain
     /// file.)
     pub fn files(&self) -> Vec<(&'static str, PathBuf)> {
@@ -72,8 +80,11 @@ impl Debug {
         writable: bool,
         cache: CacheMode,
     ) -> Result<Arc<dyn Storage>> {
-        let options = FileOptions::default().writable(writable).cache(cache);
-        let storage = |image: &Image| registry().open_storage(&image.opened(), &options);
+        let storage = |image: &Image| {
+            let lock = if image.unlocked { LockMode::Off } else { LockMode::Auto };
+            let options = FileOptions::default().writable(writable).cache(cache).lock(lock);
+            registry().open_storage(&image.opened(!image.unlocked), &options)
+        };
         match self {
             Self::Faulty { image, rules } => {
                 Ok(Arc::new(Faulty::new(name, storage(image)?, rules.clone(), format)))

@@ -2,7 +2,7 @@
 //! them.
 
 use crate::failure::system_words;
-use crate::names::Flat;
+use crate::names::{Flat, switch_of};
 
 /// QEMU's events. Those that [`super::faulty`] raises are named there.
 const EVENTS: &[&str] = &[
@@ -201,11 +201,7 @@ fn wrong_number(key: &str) -> String {
 }
 
 fn switch(values: &mut Flat, key: &str) -> Result<bool, String> {
-    match values.take(key).as_deref() {
-        None | Some("off" | "no" | "false" | "n") => Ok(false),
-        Some("on" | "yes" | "true" | "y") => Ok(true),
-        Some(_) => Err(format!("Parameter '{key}' expects 'on' or 'off'")),
-    }
+    values.take(key).map_or(Ok(false), |text| switch_of(key, &text))
 }
 
 /// The kinds of requests that fail; all but block status unless one is named.

@@ -39,13 +39,13 @@ impl Verify {
         writable: bool,
         cache: CacheMode,
     ) -> Result<Self> {
-        let access = Access { writable, cache, ..Access::default() };
+        let access = Access { writable, share: test.unlocked, cache, ..Access::default() };
         let options = open_options(test, access, &Objects::default()).map_err(|failure| {
             let prefix = format!("Could not open '{}': ", test.typed);
             let why = failure.text.strip_prefix(&prefix).unwrap_or(&failure.text);
             Error::invalid(why)
         })?;
-        let disk = Disk::open(&registry(), test.opened(), &options)?;
+        let disk = Disk::open(&registry(), test.opened(options.lock), &options)?;
         Ok(Self { name: name.to_owned(), raw, test: DiskStorage::new(disk) })
     }
 

@@ -8,7 +8,7 @@ use crate::creation::{self, Asked, Key, asked, meant, number, size, switch, text
 use crate::failure::{Failure, could_not_open, words};
 use crate::getopt::{Parsed, long, valued};
 use crate::names::Image;
-use crate::open::{Access, open, open_options, qemu_name, registry};
+use crate::open::{Access, open, open_options, registry};
 use crate::output::{Progress, cancel_on_signal};
 use crate::secrets::Objects;
 
@@ -94,7 +94,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
         let disk = open(&image, Access { writable: false, share: true, ..access }, &objects)?;
         disk.layers()[0].info().clone()
     };
-    let format = qemu_name(info.format);
+    let format = info.format;
     let known = keys(format)?;
     let values = match asked {
         Asked::Values(values) => values,
@@ -106,7 +106,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let values = checked(format, known, values)?;
     let amending =
         Amending { objects: &objects, image: &image, options: &options, info: &info, values };
-    let progress = Progress::new(parsed.has("progress") && !parsed.has("quiet"))?;
+    let progress = Progress::of(parsed)?;
     let monitor = Monitor::new(&progress).cancelled_by(cancel_on_signal()?);
     let amended = amending.amend(&monitor, parsed.has("force"));
     if amended.is_ok() {
@@ -189,8 +189,7 @@ impl Amending<'_> {
         let mut how = ResizeOptions::default();
         how.shrink = true;
         let resized = jobs::resize(&disk, bytes, &how, monitor);
-        let closed = disk.close();
-        resized.and(closed).map_err(|error| failed(self.image, error))
+        opening::close(&disk, resized.map_err(|error| failed(self.image, error)))
     }
 
     /// The options of the format for the engine, without the size.

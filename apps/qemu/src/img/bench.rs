@@ -59,16 +59,20 @@ impl Load {
     fn parse(parsed: &Parsed) -> Result<Self, Failure> {
         const INT_MAX: u64 = i32::MAX as u64;
         let number = |option: &str, what: &str, default, least, most| match parsed.last(option) {
+            Some(text) => sizes::number(what, text, least, most),
+            None => Ok(default),
+        };
+        let size = |option: &str, what: &str, default, least, most| match parsed.last(option) {
             Some(text) => sizes::within(what, text, least, most),
             None => Ok(default),
         };
-        let request_bytes = number("buffer-size", "buffer size", 4096, 1, INT_MAX)?;
+        let request_bytes = size("buffer-size", "buffer size", 4096, 1, INT_MAX)?;
         let load = Self {
             count: number("count", "request count", 75_000, 1, INT_MAX)?,
             depth: number("depth", "queue depth", 64, 1, INT_MAX)?,
             request_bytes,
-            offset: number("offset", "offset", 0, 0, i64::MAX as u64)?,
-            step: number("step-size", "step size", 0, 0, INT_MAX)?,
+            offset: size("offset", "offset", 0, 0, i64::MAX as u64)?,
+            step: size("step-size", "step size", 0, 0, INT_MAX)?,
             write: parsed.has("write"),
             pattern: number("pattern", "pattern byte", 0, 0, 255)? as u8,
             flush_interval: number("flush-interval", "flush interval", 0, 0, INT_MAX)?,

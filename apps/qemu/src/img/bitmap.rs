@@ -37,7 +37,7 @@ const ACTIONS: &[&str] = &["add", "remove", "clear", "enable", "disable", "merge
 fn run(parsed: &Parsed, _out: &mut Output) -> Result<u8, Failure> {
     let granularity = parsed
         .last("granularity")
-        .map(|text| sizes::option("granularity", text))
+        .map(|text| sizes::size("granularity", text))
         .transpose()?
         // Zero is the default.
         .filter(|bytes| *bytes > 0);
@@ -94,7 +94,7 @@ fn act(
     name: &str,
     granularity: Option<u64>,
 ) -> Result<(), String> {
-    let told = |error: Error| words(&error);
+    let why = |error: Error| words(&error);
     if disk.top().bitmaps().is_none() {
         return Err(match action {
             "add" => format!(
@@ -104,16 +104,16 @@ fn act(
             _ => not_found(name),
         });
     }
-    let all = bitmaps(disk).map_err(told)?;
+    let all = bitmaps(disk).map_err(why)?;
     let state = state_of(disk, name)?;
     match (action, state) {
         ("add", Some(_)) => return Err(format!("Bitmap already exists: {name}")),
         ("add", None) => {
             check_new(name, granularity)?;
-            return all.add(&NewBitmap { name, granularity, enabled: true }).map_err(told);
+            return all.add(&NewBitmap { name, granularity, enabled: true }).map_err(why);
         }
         (_, None) => return Err(not_found(name)),
-        ("remove", _) => return all.remove(name).map_err(told),
+        ("remove", _) => return all.remove(name).map_err(why),
         (_, Some(true)) => return Err(inconsistent(name)),
         (_, Some(false)) => {}
     }
@@ -138,7 +138,7 @@ fn act(
             merge_bitmap(disk, name, from, value)
         }
     }
-    .map_err(told)
+    .map_err(why)
 }
 
 fn not_found(name: &str) -> String {

@@ -12,7 +12,7 @@ use super::{
 use crate::failure::Failure;
 use crate::getopt::{Parsed, valued};
 use crate::json::{Dict, pretty};
-use crate::open::{failed_open, open, open_options, qemu_name, registry};
+use crate::open::{failed_open, open, open_options, registry};
 use crate::output::{cancel_on_signal, say};
 
 pub const COMMAND: Command = Command {
@@ -58,13 +58,12 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     access.cache = cache;
     let options = open_options(&image, access, &objects)?;
     // The whole chain is opened, as QEMU does: a missing backing image is a failure.
-    let (format, file_bytes) = {
+    let (name, file_bytes) = {
         let share = access.share || access.writable;
-        let looking = crate::open::Access { writable: false, share, ..access };
-        let disk = open(&image, looking, &objects)?;
+        let reading = crate::open::Access { writable: false, share, ..access };
+        let disk = open(&image, reading, &objects)?;
         (disk.top().name(), disk.top().storage().len()?)
     };
-    let name = qemu_name(format);
     if !CHECKED.contains(&name) {
         return Err(Failure::new("This image format does not support checks").code(NOT_CHECKED));
     }
@@ -73,12 +72,12 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
             format!("vdkit repairs {name} images as 'vdkit check --repair', not by this name");
         return Err(Failure::new(why).code(NOT_CHECKED));
     }
-    let path = &image.opened();
+    let path = &image.opened(options.lock);
     let monitor = Monitor::default().cancelled_by(cancel_on_signal()?);
     let checked = jobs::check(&registry(), path, &options, repair, &monitor)
         .map_err(|error| failed_open(&image, options.format.as_deref(), &error))?;
     let report = shown(name, checked.report, file_bytes);
-    tell_findings(&report, quiet);
+    print_findings(&report, quiet);
     if json {
         out.said(pretty(&value(file, name, &report).into()));
     } else if !quiet {
@@ -100,7 +99,7 @@ fn shown(format: &str, mut report: CheckReport, file_bytes: u64) -> CheckReport 
         report.image_end_offset = 0;
     }
     if format == "qcow2" {
-        // QEMU does not count the corrupt bit; `info` tells of it.
+        // QEMU does not count the corrupt bit; `info` reports it.
         let is_bit = |finding: &mut Finding| finding.structure == "corrupt bit";
         for _bit in report.findings.extract_if(.., is_bit) {
             report.corruptions -= 1;
@@ -110,7 +109,7 @@ fn shown(format: &str, mut report: CheckReport, file_bytes: u64) -> CheckReport 
         report.corruptions -= follow;
         report.corruptions_fixed -= follow;
     }
-    // QEMU looks for no leaks in a VHDX.
+    // QEMU does not search a VHDX for leaks.
     if format == "vhdx" {
         (report.leaks, report.leaks_fixed) = (0, 0);
         report.findings.retain(|finding| finding.severity != Severity::Leak);
@@ -128,8 +127,8 @@ fn shown(format: &str, mut report: CheckReport, file_bytes: u64) -> CheckReport 
     report
 }
 
-/// COPIED flags that were right again when the refcounts of their clusters had been repaired: QEMU
-/// looks at the flags after that, and does not count these.
+/// Number of COPIED flags that became right when the refcounts of their clusters were repaired: QEMU
+/// checks the flags after that repair, and does not count these.
 fn flags_that_followed(findings: &[Finding]) -> u64 {
     /// The host offset in an entry of a qcow2 table.
     const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
@@ -150,7 +149,7 @@ fn flags_that_followed(findings: &[Finding]) -> u64 {
 }
 
 /// Prints findings on stderr.
-fn tell_findings(report: &CheckReport, quiet: bool) {
+fn print_findings(report: &CheckReport, quiet: bool) {
     if quiet {
         return;
     }

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use vdkit::jobs::{self, CommitOptions};
-use vdkit::{ChainLink, Error, Monitor, OpenOptions, describe_chain, same_file};
+use vdkit::{ChainLink, Error, OpenOptions, describe_chain, same_file};
 
 use super::convert::rate_option;
 use super::{
@@ -13,7 +13,7 @@ use crate::failure::{Failure, could_not_open, words};
 use crate::getopt::{Parsed, flag, valued};
 use crate::names::Image;
 use crate::open::{Access, failed_open, open_options, registry};
-use crate::output::{Converting, Progress, cancel_on_signal};
+use crate::output::copying;
 
 pub const COMMAND: Command = Command {
     name: "commit",
@@ -34,7 +34,6 @@ pub const COMMAND: Command = Command {
 };
 
 fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
-    let quiet = parsed.has("quiet");
     let rate = rate_option(parsed)?;
     let file = one_image(parsed)?;
     let cache = opening::cache(parsed, "cache", "cache")?.unwrap_or_default();
@@ -55,11 +54,8 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     options.empty = Some(!keep);
     options.force = true;
     options.rate = rate;
-    let progress = Progress::new(parsed.has("progress") && !quiet)?;
-    let progress_only = Converting { progress: &progress, quiet: true };
-    let monitor = Monitor::new(&progress_only).cancelled_by(cancel_on_signal()?);
-    let done = jobs::commit(&registry(), path, &opening, &options, &monitor);
-    progress.finish(done.is_ok());
+    let done =
+        copying(parsed, |monitor| jobs::commit(&registry(), path, &opening, &options, monitor))?;
     done.map_err(|error| match &error {
         // It is opened for reading first, and then written to.
         Error::Locked { file, writing: true, .. } if Path::new(file) != path => {

@@ -46,7 +46,6 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let [first, second] = &parsed.operands[..] else {
         return Err(Failure::usage("Expecting two image file names"));
     };
-    let quiet = parsed.has("quiet");
     let not_opened = |failure: Failure| failure.code(NOT_OPENED);
     let objects = Objects::parse(parsed.all("object")).map_err(not_opened)?;
     let cache = opening::cache(parsed, "cache", "source cache").map_err(not_opened)?;
@@ -60,7 +59,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let a = disk(first, "a-format").map_err(not_opened)?;
     let b = disk(second, "b-format").map_err(not_opened)?;
     let strict = parsed.has("strict");
-    let progress = Progress::new(parsed.has("progress") && !quiet)?;
+    let progress = Progress::of(parsed)?;
     let ended = compare(&a, &b, strict, &progress, out);
     out.flush();
     progress.finish(false);

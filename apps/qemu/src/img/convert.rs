@@ -7,8 +7,7 @@ use vdkit::jobs::{
     Source,
 };
 use vdkit::{
-    BackingChoice, CacheMode, Codec, CompressionSpec, Disk, Error, Monitor, OpenOptions,
-    describe_chain,
+    BackingChoice, CacheMode, Codec, CompressionSpec, Disk, Error, OpenOptions, describe_chain,
 };
 
 use super::create::{create_at, target_path};
@@ -18,7 +17,7 @@ use crate::failure::{Failure, could_not_open, words};
 use crate::getopt::{Opt, Parsed, alias, flag, long, valued};
 use crate::names::{Flat, Image, Place};
 use crate::open::{Access, Named, open_options, open_with, references, registry};
-use crate::output::{Converting, Progress, cancel_on_signal};
+use crate::output::copying;
 use crate::secrets::Objects;
 use crate::sizes;
 
@@ -71,7 +70,7 @@ pub const COMMAND: Command = Command {
 /// The rate that `-r` gives; 0 is none.
 pub fn rate_option(parsed: &Parsed) -> Result<Option<u64>, Failure> {
     let Some(text) = parsed.last("rate") else { return Ok(None) };
-    Ok(Some(sizes::within("rate limit", text, 0, i64::MAX as u64)?).filter(|&rate| rate > 0))
+    Ok(Some(sizes::size("rate limit", text)?).filter(|&rate| rate > 0))
 }
 
 /// What the numbers and flags say, checked.
@@ -100,7 +99,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
         }
     };
     if let Some(count) = parsed.last("parallel") {
-        sizes::within("number of coroutines", count, 1, 16)?;
+        sizes::number("number of coroutines", count, 1, 16)?;
     }
     let settings = Settings {
         parsed,
@@ -131,7 +130,7 @@ fn sparse_size(parsed: &Parsed) -> Result<Option<u32>, Failure> {
     /// The engine's largest unit.
     const ENGINE_MOST: u64 = 1 << 20;
     let Some(text) = parsed.last("sparse-size") else { return Ok(Some(SPARSE_BYTES)) };
-    let bytes = sizes::within("buffer size for sparse output", text, 0, i64::MAX as u64)?;
+    let bytes = sizes::size("buffer size for sparse output", text)?;
     if !bytes.is_multiple_of(512) || bytes > MOST {
         return Err(Failure::new(format!(
             "Invalid buffer size for sparse output specified. Valid sizes are multiples of 512 up to \
@@ -204,7 +203,6 @@ impl Settings<'_> {
         let disks = sources.iter().map(|name| self.source(name)).collect::<Result<Vec<_>, _>>()?;
         self.refuse_bitmaps(&disks)?;
         let source = Source::new(disks);
-        let cancel = cancel_on_signal()?;
         let mut options = self.goal(&source, target)?;
         options.detect_zeroes = self.detect;
         options.fill = self.detect.is_none();
@@ -218,17 +216,12 @@ impl Settings<'_> {
             (true, true) => Some(BrokenBitmaps::Skip),
         };
         options.size_unit = 512;
-        let quiet = self.parsed.has("quiet");
-        let shown = self.parsed.has("progress") && !quiet;
-        let progress = Progress::new(shown)?;
-        let converting = Converting { progress: &progress, quiet };
-        let monitor = Monitor::new(&converting).cancelled_by(cancel);
-        let done = jobs::convert(&registry(), &source, &options, &monitor);
-        progress.finish(done.is_ok());
+        let done =
+            copying(self.parsed, |monitor| jobs::convert(&registry(), &source, &options, monitor))?;
         done.map(|_| 0).map_err(|error| self.failed(target, &error))
     }
 
-    /// The failure of the whole job: what concerns the new file is told as a failed creation.
+    /// The failure of the whole job; an error of the new file is reported as a failed creation.
     fn failed(&self, target: &str, error: &Error) -> Failure {
         let format = self.format.unwrap_or("raw");
         match error {
@@ -299,12 +292,12 @@ impl Settings<'_> {
         wanted.set_backing(self.parsed.last("backing"), self.parsed.last("backing-format"))?;
         let compress = self.compression(table.format, wanted.get("compression_type"))?;
         let backing = self.backing(source, &path, &wanted)?;
-        let told = |failure: Failure| failure.within(&converting(target, format));
+        let creating = |failure: Failure| failure.within(&converting(target, format));
         let driver = table.driver()?;
-        let options = wanted.options(&self.objects, source.bytes()).map_err(told)?;
+        let options = wanted.options(&self.objects, source.bytes()).map_err(creating)?;
         if is_device(&path) {
             if driver.name() != "raw" {
-                create_at(&path, driver, source.bytes(), options, None).map_err(told)?;
+                create_at(&path, driver, source.bytes(), options, None).map_err(creating)?;
             }
             let mut goal = self.write_to(path, driver.name());
             goal.compress = compress;
@@ -332,7 +325,7 @@ impl Settings<'_> {
         if matches!(image.place, Place::Null(_)) {
             return Ok(ConvertOptions::new(Destination::Null));
         }
-        let path = image.opened();
+        let path = image.opened(true);
         // Read without a lock first: the writer's follows.
         let reading = Access { share: true, ..Access::read() };
         let options = open_options(image, reading, &self.objects)?;

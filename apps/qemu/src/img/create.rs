@@ -43,7 +43,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let (name, size) = match &parsed.operands[..] {
         [] => return Err(Failure::usage("Expecting image file name")),
         [name] => (name, None),
-        [name, size] => (name, Some(sizes::within("image size", size, 0, i64::MAX as u64)?)),
+        [name, size] => (name, Some(sizes::size("image size", size)?)),
         [_, _, extra, ..] => return Err(Failure::usage(format!("Unexpected argument: {extra}"))),
     };
     let objects = Objects::parse(parsed.all("object"))?;
@@ -138,8 +138,7 @@ fn new_backing(
             if format.is_none() {
                 let found = found.reference.format.unwrap_or_default();
                 return Err(Failure::new(format!(
-                    "Backing file specified without backing format\nDetected format of {}.",
-                    crate::open::qemu_name(&found)
+                    "Backing file specified without backing format\nDetected format of {found}."
                 )));
             }
             found.guest_bytes
@@ -152,7 +151,7 @@ fn new_backing(
     Ok(Some((new, bytes)))
 }
 
-/// The format of a backing image that was not named: whatever it looks like.
+/// The probed format of a backing image whose format was not named.
 fn probed(image: &Path, backing: &str) -> Option<String> {
     let path = image.parent().unwrap_or(Path::new("")).join(backing);
     let options = storage::FileOptions::read_only().lock(storage::LockMode::Off);

@@ -42,14 +42,15 @@ impl<'a> Operands<'a> {
     fn parse(texts: &'a [String]) -> Result<Self, Failure> {
         let mut operands =
             Self { input: None, output: None, block_bytes: 512, count: None, skip: 0 };
+        let blocks = |what: &str, text: &str| sizes::number(what, text, 0, i64::MAX as u64);
         for text in texts {
             let (key, value) = text.split_once('=').unwrap_or((text, ""));
             match key {
                 "if" => operands.input = Some(value),
                 "of" => operands.output = Some(value),
                 "bs" => operands.block_bytes = sizes::within("bs", value, 1, i32::MAX as u64)?,
-                "count" => operands.count = Some(blocks("count", value)?),
-                "skip" => operands.skip = blocks("skip", value)?,
+                "count" => operands.count = Some(blocks(key, value)?),
+                "skip" => operands.skip = blocks(key, value)?,
                 _ => return Err(Failure::new(format!("unrecognized operand {key}"))),
             }
         }
@@ -64,15 +65,6 @@ impl<'a> Operands<'a> {
         let start = self.skip.saturating_mul(self.block_bytes);
         Some((start, end.checked_sub(start)?))
     }
-}
-
-/// A number of blocks, which takes no unit.
-fn blocks(what: &str, text: &str) -> Result<u64, Failure> {
-    let unit = text.ends_with(|letter: char| letter.is_ascii_alphabetic());
-    if unit && !text.starts_with("0x") {
-        return Err(Failure::new(format!("Invalid {what} specified: '{text}'.")));
-    }
-    sizes::within(what, text, 0, i64::MAX as u64)
 }
 
 fn run(parsed: &Parsed, _out: &mut Output) -> Result<u8, Failure> {
@@ -108,20 +100,20 @@ fn copy(
     let table = table(format).map_err(unnamed_format)?;
     let path = target_path(name)?;
     let creating = format!("{name}: error while creating output image");
-    let told = |failure: Failure| failure.within(&creating);
+    let within = |failure: Failure| failure.within(&creating);
     let bytes = dd.count.unwrap_or(0).next_multiple_of(512);
     let driver = table.driver()?;
-    let options = Wanted::new(table, Vec::new())?.options(objects, bytes).map_err(told)?;
+    let options = Wanted::new(table, Vec::new())?.options(objects, bytes).map_err(within)?;
     let monitor = Monitor::default().cancelled_by(cancel_on_signal()?);
     let format = driver.name().to_owned();
     if !is_device(&path) {
         let new = NewImage::new(path.clone(), format).options(options);
         return jobs::dd_new(&registry(), source, &new, dd, &monitor)
             .map(drop)
-            .map_err(|error| told(failed_creation(&path, &error)));
+            .map_err(|error| within(failed_creation(&path, &error)));
     }
     if format != "raw" {
-        create_at(&path, driver, bytes, options, None).map_err(told)?;
+        create_at(&path, driver, bytes, options, None).map_err(within)?;
     }
     let opening = OpenOptions::read_write().format(&format).refs(references());
     let target = Disk::open(&registry(), &path, &opening)?;
@@ -153,8 +145,10 @@ mod tests {
         assert_eq!(part("bs=1M skip=10"), Some((10 << 20, 0)));
         assert_eq!(part("bs=1M skip=12"), None);
         assert_eq!(part("bs=1000 count=3"), Some((0, 3000)));
-        assert_eq!(blocks("count", "1M").unwrap_err().text, "Invalid count specified: '1M'.");
-        let wrong = ["foo".to_owned()];
-        assert_eq!(Operands::parse(&wrong).unwrap_err().text, "unrecognized operand foo");
+        for (operand, words) in
+            [("count=1M", "Invalid count specified: '1M'."), ("foo", "unrecognized operand foo")]
+        {
+            assert_eq!(Operands::parse(&[operand.to_owned()]).unwrap_err().text, words);
+        }
     }
 }

@@ -12,7 +12,7 @@ use crate::getopt::{Parsed, flag};
 use crate::human;
 use crate::json::{Dict, Value, pretty, quote};
 use crate::names::{Flat, Image, Place};
-use crate::open::{Access, Named, failed_open, is_protocol, open_options, qemu_name, registry};
+use crate::open::{Access, Named, failed_open, is_protocol, open_options, registry};
 use crate::secrets::Objects;
 use crate::specific::{self, ExtentFile};
 
@@ -64,7 +64,7 @@ impl Described {
             return;
         }
         let file = Dict::default().with("driver", "file").with("filename", self.name.as_str());
-        let driver = if null { self.protocol_name() } else { qemu_name(self.link.info.format) };
+        let driver = if null { self.protocol_name() } else { self.link.info.format };
         let dict =
             Dict::default().with("driver", driver).with_some("file", (!null).then_some(file));
         let dict = shown.into_iter().fold(dict, |dict, (key, value)| dict.with(key, value));
@@ -76,7 +76,7 @@ impl Described {
         self.link.info.cluster_size.filter(|_| self.link.info.format != "parallels")
     }
 
-    /// Bytes that the image takes in all of its files; `None` if nothing tells them.
+    /// Bytes that the image takes in all of its files; `None` if they are unknown.
     fn allocated(&self) -> Option<u64> {
         let extents = self.extents.iter().map(|extent| extent.allocated).sum::<u64>();
         match self.place {
@@ -136,7 +136,7 @@ struct Node {
     driver: &'static str,
     name: String,
     bytes: u64,
-    /// Bytes that it takes; `None` if nothing tells them.
+    /// Bytes that it takes; `None` if they are unknown.
     allocated: Option<u64>,
     children: Vec<(String, Node)>,
 }
@@ -281,7 +281,7 @@ fn describe(
     // A part of a file is described as its file; `show_options` then says which part it is.
     let path = match &image.place {
         Place::File(path) => path.clone(),
-        _ => image.opened(),
+        _ => image.opened(options.lock),
     };
     let report = describe_chain(&registry(), path, &options)
         .map_err(|error| failed_open(image, options.format.as_deref(), &error))?;
@@ -334,8 +334,7 @@ fn value(image: &Described) -> Dict {
         return image.node().value();
     }
     let snapshots: Vec<Value> = info.snapshots.iter().map(|one| snapshot(one).into()).collect();
-    let format = qemu_name(info.format);
-    let backing_format = info.backing_format.as_deref().map(qemu_name);
+    let format = info.format;
     let mut dict = Dict::default()
         .with("filename", image.name.as_str())
         .with("format", format)
@@ -345,7 +344,7 @@ fn value(image: &Described) -> Dict {
         .with_some("encrypted", info.encryption.is_some().then_some(true))
         .with_some("backing-filename", info.backing_file.as_deref())
         .with_some("full-backing-filename", image.backing.as_deref())
-        .with_some("backing-filename-format", backing_format);
+        .with_some("backing-filename-format", info.backing_format.as_deref());
     // QEMU's driver for parallels describes nothing but the size.
     let bare = format == "raw" && matches!(image.place, Place::Nbd(_) | Place::Null(_));
     if format != "parallels" && !bare {
@@ -378,7 +377,7 @@ fn text(image: &Described) -> String {
     let mut text = format!(
         "image: {}\nfile format: {}\nvirtual size: {} ({} bytes)\ndisk size: {}\n",
         image.name,
-        if image.protocol { image.protocol_name() } else { qemu_name(info.format) },
+        if image.protocol { image.protocol_name() } else { info.format },
         human::size(info.virtual_size),
         info.virtual_size,
         taken(image.allocated()),
@@ -399,7 +398,7 @@ fn text(image: &Described) -> String {
         }
         text += "\n";
         if let Some(format) = info.backing_format.as_deref() {
-            text += &format!("backing file format: {}\n", qemu_name(format));
+            text += &format!("backing file format: {format}\n");
         }
     }
     text += &super::snapshot::list(&info.snapshots);

@@ -54,7 +54,7 @@ fn hexadecimal(value: u64) -> String {
 fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let json = wants_json(parsed)?;
     let size =
-        |key: &str, what: &str| parsed.last(key).map(|text| sizes::option(what, text)).transpose();
+        |key: &str, what: &str| parsed.last(key).map(|text| sizes::size(what, text)).transpose();
     let (start, length) =
         (size("start-offset", "start offset")?, size("max-length", "max length")?);
     let file = one_image(parsed)?;
@@ -167,7 +167,7 @@ fn within_layer<'d>(
         }
         "raw" => row.offset = Some(row.start),
         // Blocks that are not allocated are zeroes of the image itself.
-        "vdi" | "vpc" | "vhd" => row.present = true,
+        "vdi" | "vpc" => row.present = true,
         _ => {}
     }
     if !recursing[row.depth] || row.compressed || (!row.data && !row.present) {
@@ -182,7 +182,7 @@ fn looks_for_holes(layer: &Layer) -> bool {
     let info = layer.info();
     match layer.format().name() {
         "vdi" => info.property("image-type") == Some("static"),
-        "vpc" | "vhd" => info.property("subformat") == Some("fixed"),
+        "vpc" => info.property("subformat") == Some("fixed"),
         "vmdk" => info.extents.iter().any(|extent| extent.kind == "FLAT"),
         "qcow2" => !info.files.is_empty() || preallocated(layer).unwrap_or(false),
         _ => false,

@@ -36,7 +36,7 @@ pub const COMMAND: Command = Command {
 
 fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let json = wants_json(parsed)?;
-    let size = parsed.last("size").map(|text| sizes::option("image size", text)).transpose()?;
+    let size = parsed.last("size").map(|text| sizes::size("image size", text)).transpose()?;
     let of_file = ["image-opts", "format", "snapshot"].iter().any(|option| parsed.has(option));
     let file = match &parsed.operands[..] {
         [] if of_file => {

@@ -162,8 +162,7 @@ fn help() -> String {
         .iter()
         .map(|command| format!("  {} - {}\n", command.name, command.about))
         .collect();
-    let mut formats: Vec<_> =
-        vdkit::FORMATS.iter().map(|driver| crate::open::qemu_name(driver.name())).collect();
+    let mut formats: Vec<_> = vdkit::FORMATS.iter().map(|driver| driver.name()).collect();
     formats.extend(["file", "host_device", "nbd", "null-co"]);
     formats.sort_unstable();
     format!(

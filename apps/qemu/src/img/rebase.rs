@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use vdkit::jobs::{self, NewBacking, RebaseOptions};
-use vdkit::{Error, Monitor, describe_chain};
+use vdkit::{Error, describe_chain};
 
 use super::{
     CACHE, Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, Output, PROGRESS, QUIET, one_image,
@@ -13,7 +13,7 @@ use crate::failure::{Failure, could_not_open, system_words, words};
 use crate::getopt::{Parsed, flag, valued};
 use crate::names::Image;
 use crate::open::{Access, driver, failed_open, open_options, registry};
-use crate::output::{Converting, Progress, cancel_on_signal};
+use crate::output::copying;
 
 pub const COMMAND: Command = Command {
     name: "rebase",
@@ -57,9 +57,9 @@ fn run(parsed: &Parsed, _out: &mut Output) -> Result<u8, Failure> {
     if compress && !opening.format.as_deref().is_some_and(able) {
         return Err(Failure::new("Compression not supported for this file format"));
     }
-    // The lock is taken, and told about, when the image is opened for the work.
-    let looking = opening.clone().lock(false);
-    let report = describe_chain(&registry(), path, &looking)
+    // The job takes the lock, and reports a conflict.
+    let reading = opening.clone().lock(false);
+    let report = describe_chain(&registry(), path, &reading)
         .map_err(|error| failed_open(&image, opening.format.as_deref(), &error))?;
     if let Some(error) = report.broken.filter(|_| !header_only) {
         return Err(failed_open(&image, None, &error));
@@ -70,11 +70,8 @@ fn run(parsed: &Parsed, _out: &mut Output) -> Result<u8, Failure> {
     options.header_only = header_only;
     options.force = true;
     options.compress = compress;
-    let progress = Progress::new(parsed.has("progress") && !parsed.has("quiet"))?;
-    let progress_only = Converting { progress: &progress, quiet: true };
-    let monitor = Monitor::new(&progress_only).cancelled_by(cancel_on_signal()?);
-    let done = jobs::rebase(&registry(), path, &opening, &options, &monitor);
-    progress.finish(done.is_ok());
+    let done =
+        copying(parsed, |monitor| jobs::rebase(&registry(), path, &opening, &options, monitor))?;
     done.map(|_| 0).map_err(|error| failed(&image, parsed.last("backing").unwrap_or(""), &error))
 }
 

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 
 use crate::failure::Failure;
 
-/// Tells the second process that it is one.
+/// Set in the environment of the second process.
 const MARK: &str = "VDKIT_QEMU_NBD_READY";
 /// What the second process writes to its stdout when clients can connect.
 const READY: &[u8] = b"ready";
@@ -25,7 +25,7 @@ pub fn is_second() -> bool {
 pub fn start(args: &[OsString]) -> Result<(), Failure> {
     let mut child = Command::new(std::env::current_exe()?)
         .arg0("qemu-nbd")
-        .args(without_fork(args))
+        .args(args)
         .env(MARK, "1")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -39,18 +39,6 @@ pub fn start(args: &[OsString]) -> Result<(), Failure> {
     }
     let code = child.wait()?.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1);
     Err(Failure::new("").code(code.max(1)))
-}
-
-/// The arguments without `--fork`, in each spelling that is not ambiguous.
-fn without_fork(args: &[OsString]) -> impl Iterator<Item = &OsString> {
-    let end = args.iter().position(|arg| arg == "--").unwrap_or(args.len());
-    args.iter()
-        .enumerate()
-        .filter(move |(i, arg)| {
-            let fork = arg.to_str().is_some_and(|arg| matches!(arg, "--fork" | "--for" | "--fo"));
-            !(fork && *i < end)
-        })
-        .map(|(_, arg)| arg)
 }
 
 /// Reports that clients can connect, if this is a second process, and leaves the terminal.
@@ -74,17 +62,4 @@ pub fn ready() -> Result<(), Failure> {
     rustix::stdio::dup2_stdout(&null).map_err(std::io::Error::from)?;
     rustix::stdio::dup2_stderr(&null).map_err(std::io::Error::from)?;
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_the_option_is_left_out() {
-        let args: Vec<OsString> =
-            ["-x", "a", "--fork", "--", "--fork"].into_iter().map(Into::into).collect();
-        let left: Vec<_> = without_fork(&args).collect();
-        assert_eq!(left, ["-x", "a", "--", "--fork"]);
-    }
 }

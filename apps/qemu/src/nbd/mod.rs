@@ -11,7 +11,6 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use listenfd::ListenFd;
 use vdkit::jobs::{CreateOptions, NewBacking, create};
 use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions, Tls};
 use vdkit::serve::{Export, ExportOptions, OnNoSpace};
@@ -22,6 +21,7 @@ use crate::getopt::{self, Opt, Parsed, flag, long, valued};
 use crate::open::{self, Access, Named, format_of, open_options};
 use crate::output::{Output, cancel_on_signal, say};
 use crate::secrets::Objects;
+use crate::sockets;
 use crate::storages::{DiskStorage, PartOf};
 
 const PROGRAM: &str = "qemu-nbd";
@@ -46,7 +46,7 @@ const OPTIONS: &[Opt] = &[
     valued('k', "socket", "PATH", "listen at this Unix socket"),
     valued('e', "shared", "N", "number of clients at once; 0 for any number (default 1)"),
     flag('t', "persistent", "go on when the last client has left"),
-    flag('v', "verbose", "with -c: stay in the foreground, and tell when it is attached"),
+    flag('v', "verbose", "with -c: stay in the foreground, and report when it is attached"),
     valued('x', "export-name", "NAME", "name of the export (default: empty)"),
     valued('D', "description", "TEXT", "description of the export"),
     long("handshake-limit", Some("SECONDS"), "time limit of the negotiation; 0 for none"),
@@ -293,15 +293,7 @@ fn address(parsed: &Parsed) -> Address {
 
 /// Sockets that systemd handed over, or the one that the command line names.
 fn listeners(address: &Address) -> Result<Vec<Listener>, Failure> {
-    let mut handed = ListenFd::from_env();
-    let mut listeners = Vec::new();
-    for index in 0..handed.len() {
-        match (handed.take_unix_listener(index), handed.take_tcp_listener(index)) {
-            (Ok(Some(socket)), _) => listeners.push(Listener::Handed(socket)),
-            (_, Ok(Some(socket))) => listeners.push(Listener::Tcp(socket)),
-            _ => return Err(Failure::new(format!("socket {index} of systemd cannot be used"))),
-        }
-    }
+    let mut listeners = sockets::handed_over().map_err(Failure::new)?;
     if listeners.is_empty() {
         listeners.push(Listener::bind(address).map_err(|error| {
             let place = match address {
@@ -341,7 +333,7 @@ fn open_disk(request: &Request) -> Result<(Disk, Option<tempfile::TempDir>), Fai
         &Monitor::default(),
     )?;
     let image = crate::names::parse(&overlay.display().to_string()).map_err(Failure::new)?;
-    // Nobody needs the overlay after a crash.
+    // The overlay is not needed after a crash.
     let access = Access { writable: true, cache: CacheMode::Unsafe, ..Access::default() };
     Ok((open::open(&image, access, &request.objects)?, Some(folder)))
 }

@@ -138,7 +138,7 @@ impl Rule {
             Some("authz-list") => Rules::parse(object).map(Self::List).map_err(Failure::new),
             Some("authz-list-file" | "authz-listfile") => {
                 let file = needed("filename")?;
-                // A faulty file is told now, and not to each client.
+                // A faulty file is an error of the command, not of each client.
                 Rules::read(&file).map_err(Failure::new)?;
                 match object.get("refresh") {
                     Some("no" | "off" | "false") => {

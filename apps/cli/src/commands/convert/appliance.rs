@@ -45,7 +45,7 @@ impl ConvertArgs {
             let text = "--parent and --backing have no meaning for the disks of an appliance";
             return Err(Failure::usage(text));
         }
-        tell(package, monitor);
+        warn_unverified(package, monitor);
         let wanted = self.wanted(package, monitor)?;
         let folder = target.is_dir();
         let null = target.as_os_str() == "null:";
@@ -133,7 +133,7 @@ impl ConvertArgs {
         new.modified = newest(sources);
         new.compress = compress.flatten();
         new.threads = self.threads.map(usize::from);
-        new.detect_zeroes = self.detection();
+        new.detect_zeroes = self.detect_zeros.0;
         new.verify = self.verify;
         new.rate = self.rate;
         new.cache = self.cache;
@@ -167,7 +167,7 @@ impl ConvertArgs {
                     disks.push(raw.into_disk(registry, &spool, monitor)?);
                 }
                 Opened::Package(package) => {
-                    tell(&package, monitor);
+                    warn_unverified(&package, monitor);
                     let within = self.options_within();
                     for index in self.wanted(&package, monitor)? {
                         package.verify(index, &monitor.cancel, &mut |_| {})?;
@@ -193,9 +193,7 @@ impl ConvertArgs {
             ("--bitmaps", self.bitmaps),
             ("--target-key-…", self.target_key.key().is_some()),
         ];
-        if let Some((name, _)) = given.iter().find(|(_, given)| *given) {
-            return Err(Failure::usage(format!("{name} has no meaning for an appliance")));
-        }
+        super::super::refuse_given(&given, "for an appliance")?;
         match self.made_for {
             None | Some(Preset::Vmware | Preset::Virtualbox | Preset::Aws) => Ok(()),
             Some(other) => Err(Failure::usage(format!(
@@ -205,8 +203,8 @@ impl ConvertArgs {
     }
 }
 
-/// Reports what cannot be verified: a missing manifest, or a certificate.
-fn tell(package: &Package, monitor: &Monitor<'_>) {
+/// Warns of what cannot be verified: a missing manifest, or a certificate.
+fn warn_unverified(package: &Package, monitor: &Monitor<'_>) {
     if package.manifest().is_none() {
         let text = "has no manifest, so nothing says whether its files are whole";
         monitor.progress.message(&format!("{}: {text}", package.name()));

@@ -39,10 +39,10 @@ pub fn main(arguments: &[std::ffi::OsString]) -> ExitCode {
         return ExitCode::from(2);
     };
     let answer = answer(&options);
-    let told = serde_json::to_vec(&answer)
+    let written = serde_json::to_vec(&answer)
         .map_err(std::io::Error::other)
         .and_then(|text| std::io::stdout().write_all(&text));
-    if told.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if written.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 fn answer(options: &InspectOptions) -> Answer {

@@ -23,7 +23,7 @@ use vdkit::jobs::inspect::{
 use vdkit::storage::{FileOptions, FileStorage, LockMode};
 use vdkit::{CancelToken, Storage};
 
-use super::{Group, Run, Subcommand, runs};
+use super::{Run, Subcommand, runs};
 use crate::arguments::{Json, size};
 use crate::failure::{Exit, Failure, Outcome, Tone, print_line};
 use crate::output::{Output, bytes_short};
@@ -33,7 +33,6 @@ use crate::session::Session;
 pub const COMMAND: Subcommand = Subcommand {
     name: "inspect",
     about: "Judge whether an untrusted image is safe to accept",
-    group: Group::Examine,
     details: "\
 Reads the image in a separate sandboxed process (seccomp, Landlock, limits on time, memory and \
 reads), opens no other file, and gives each reason a code. Exit codes: 0 accepted, 5 refused, 1 \
@@ -197,7 +196,9 @@ fn judge(
         let finding = InspectFinding::new(Code::NotJudged).found(why).expected("a verdict");
         (InspectReport::of_nothing(len, finding), None)
     };
-    let fd = storage.as_fd().ok_or_else(|| Failure::failed(image.display().to_string()))?;
+    let fd = storage.as_fd().ok_or_else(|| {
+        Failure::failed(format!("{}: cannot be handed to the inspector", image.display()))
+    })?;
     let outcome = fd.as_fd().try_clone_to_owned().and_then(|fd| {
         let command = parent::command(fd, options)?;
         parent::supervise(command, options.time_max, parent::GRACE, cancel)
@@ -206,7 +207,7 @@ fn judge(
         Err(error) => unknown(format!("the inspector cannot be started: {error}")),
         Ok(parent::Outcome::Interrupted) => return Err(vdkit::Error::Interrupted.into()),
         Ok(parent::Outcome::Failed(finding)) => (InspectReport::of_nothing(len, *finding), None),
-        Ok(parent::Outcome::Answered(text)) => match parent::believe(&text, options, len) {
+        Ok(parent::Outcome::Answered(text)) => match parent::parse_answer(&text, options, len) {
             Err(why) => {
                 let finding =
                     InspectFinding::new(Code::InspectorAnswer).found(why).expected("a report");

@@ -19,7 +19,7 @@ const WORDS_BYTES_MAX: usize = 16 << 10;
 /// The child limits its own time. The parent kills the child this much later.
 pub(super) const GRACE: Duration = Duration::from_secs(3);
 /// Interval between two checks for an interrupt.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL: Duration = Duration::from_millis(100);
 
 /// How the child ended.
 #[derive(Debug)]
@@ -56,28 +56,28 @@ pub(super) fn supervise(
 ) -> std::io::Result<Outcome> {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let deadline = Instant::now().checked_add(time.saturating_add(grace));
-    let listened = listen(&mut child, deadline, cancel);
+    let received = receive(&mut child, deadline, cancel);
     // Kill the child if it has not ended or is no longer wanted. A process that has ended is not
     // affected.
-    let ended_by_us = !matches!(listened, Ok(Heard::All(..)));
+    let ended_by_us = !matches!(received, Ok(Received::All(..)));
     if ended_by_us {
         let _ = child.kill();
     }
     let status = child.wait()?;
-    Ok(match listened? {
-        Heard::Interrupted => Outcome::Interrupted,
-        Heard::TooLate => failed(
+    Ok(match received? {
+        Received::Interrupted => Outcome::Interrupted,
+        Received::TooLate => failed(
             Code::LimitTime,
             "no answer".to_owned(),
             format!("one within {} s", time.as_secs_f64()),
         ),
-        Heard::TooMuch => failed(
+        Received::TooMuch => failed(
             Code::InspectorAnswer,
             format!("more than {ANSWER_BYTES_MAX} bytes"),
             "a report".to_owned(),
         ),
-        Heard::All(answer, _) if status.success() => Outcome::Answered(answer),
-        Heard::All(_, words) => death(status, &words),
+        Received::All(answer, _) if status.success() => Outcome::Answered(answer),
+        Received::All(_, words) => death(status, &words),
     })
 }
 
@@ -100,7 +100,7 @@ fn death(status: ExitStatus, words: &[u8]) -> Outcome {
     failed(code, format!("{status}: {last}"), "an inspector that ends by itself".to_owned())
 }
 
-enum Heard {
+enum Received {
     /// Both streams were read to their ends.
     All(Vec<u8>, Vec<u8>),
     TooMuch,
@@ -108,23 +108,23 @@ enum Heard {
     Interrupted,
 }
 
-fn listen(
+fn receive(
     child: &mut Child,
     deadline: Option<Instant>,
     cancel: &CancelToken,
-) -> std::io::Result<Heard> {
+) -> std::io::Result<Received> {
     let (mut answer, mut words) = (Vec::new(), Vec::new());
     let (mut stdout, mut stderr) = (child.stdout.take(), child.stderr.take());
     let mut buffer = [0; 16 << 10];
     while stdout.is_some() || stderr.is_some() {
         if cancel.is_cancelled() {
-            return Ok(Heard::Interrupted);
+            return Ok(Received::Interrupted);
         }
         let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         if left.is_some_and(|left| left.is_zero()) {
-            return Ok(Heard::TooLate);
+            return Ok(Received::TooLate);
         }
-        let wait = left.unwrap_or(LOOK).min(LOOK);
+        let wait = left.unwrap_or(POLL).min(POLL);
         let (answers, speaks) = ready(stdout.as_ref(), stderr.as_ref(), wait)?;
         if answers && let Some(stream) = &mut stdout {
             match stream.read(&mut buffer)? {
@@ -132,7 +132,7 @@ fn listen(
                 n => answer.extend_from_slice(&buffer[..n]),
             }
             if answer.len() > ANSWER_BYTES_MAX {
-                return Ok(Heard::TooMuch);
+                return Ok(Received::TooMuch);
             }
         }
         if speaks && let Some(stream) = &mut stderr {
@@ -143,7 +143,7 @@ fn listen(
             words.truncate(WORDS_BYTES_MAX);
         }
     }
-    Ok(Heard::All(answer, words))
+    Ok(Received::All(answer, words))
 }
 
 /// Waits for a short time, and returns which of the streams are readable.
@@ -171,7 +171,11 @@ fn ready(
 ///
 /// # Errors
 /// What is inconsistent.
-pub(super) fn believe(text: &[u8], options: &InspectOptions, len: u64) -> Result<Answer, String> {
+pub(super) fn parse_answer(
+    text: &[u8],
+    options: &InspectOptions,
+    len: u64,
+) -> Result<Answer, String> {
     let answer: Answer = serde_json::from_slice(text).map_err(|error| error.to_string())?;
     match (&answer.report, &answer.error) {
         (Some(report), None) => check_report(report, options, len)?,
@@ -263,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_that_make_no_sense_are_not_believed() {
+    fn answers_that_make_no_sense_are_refused() {
         let options = InspectOptions::default();
         let finding = InspectFinding::new(Code::BackingFile);
         let good = Answer {
@@ -272,14 +276,14 @@ mod tests {
             error: None,
         };
         let text = |answer: &Answer| serde_json::to_vec(answer).unwrap();
-        believe(&text(&good), &options, 100).unwrap();
-        assert!(believe(&text(&good), &options, 101).is_err());
-        assert!(believe(b"", &options, 100).is_err());
-        assert!(believe(b"{}", &options, 100).is_err());
+        parse_answer(&text(&good), &options, 100).unwrap();
+        assert!(parse_answer(&text(&good), &options, 101).is_err());
+        assert!(parse_answer(b"", &options, 100).is_err());
+        assert!(parse_answer(b"{}", &options, 100).is_err());
         let changed = |change: &dyn Fn(&mut InspectReport)| {
             let mut answer: Answer = serde_json::from_slice(&text(&good)).unwrap();
             change(answer.report.as_mut().unwrap());
-            believe(&text(&answer), &options, 100)
+            parse_answer(&text(&answer), &options, 100)
         };
         changed(&|_| {}).unwrap();
         assert!(changed(&|report| report.verdict = Verdict::Accept).is_err());

@@ -4,10 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueHint};
 use vdkit_lab::calibrate::{Tally, calibrate};
-use vdkit_lab::model::Run;
-use vdkit_lab::{stats, words};
+use vdkit_lab::{stats, store::Store, words};
 
-use super::compare::load;
 use crate::arguments::Json;
 use crate::failure::{Exit, Failure, Outcome};
 use crate::session::Session;
@@ -28,8 +26,8 @@ impl CalibrateArgs {
     /// # Errors
     /// A run cannot be read, or the runs are of different plans.
     pub fn run(self, session: &mut Session) -> Outcome {
-        let runs: Vec<Run> =
-            self.runs.iter().map(|path| load(path)).collect::<Result<_, Failure>>()?;
+        let runs = self.runs.iter().map(|path| Store::load(path));
+        let runs = runs.collect::<vdkit_lab::Result<Vec<_>>>()?;
         for (path, run) in self.runs.iter().zip(&runs) {
             if run.plan.name != runs[0].plan.name {
                 return Err(Failure::usage(format!(

@@ -37,8 +37,9 @@ impl CompareArgs {
     /// # Errors
     /// A run cannot be read, or this version does not know its metric.
     pub fn run(self, session: &mut Session) -> Outcome {
-        let all = |first: &Path, more: &[PathBuf]| -> Result<Vec<Run>, Failure> {
-            std::iter::once(first).chain(more.iter().map(PathBuf::as_path)).map(load).collect()
+        let all = |first: &Path, more: &[PathBuf]| -> vdkit_lab::Result<Vec<Run>> {
+            let paths = std::iter::once(first).chain(more.iter().map(PathBuf::as_path));
+            paths.map(Store::load).collect()
         };
         let before = all(&self.before, &self.more_before)?;
         let after = all(&self.after, &self.more_after)?;
@@ -49,10 +50,6 @@ impl CompareArgs {
         self.json.print(&comparison, &mut session.out, print);
         Ok(Exit::Done)
     }
-}
-
-pub(super) fn load(path: &Path) -> Result<Run, Failure> {
-    Ok(Store::load(path)?)
 }
 
 fn print(comparison: &Comparison, out: &mut Output) {

@@ -6,8 +6,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use clap::{Args, ValueHint};
 use serde::Serialize;
 use vdkit::Monitor;
-use vdkit_lab as lab;
 use vdkit_lab::model::{self, Cell, Run};
+use vdkit_lab::plan::Plan;
 use vdkit_lab::run::{ActiveRun, Estimate, Prepared, Request, Tools, random_seed};
 use vdkit_lab::stats::median;
 use vdkit_lab::verdict::{Verdict, verdict};
@@ -112,17 +112,18 @@ impl RunArgs {
             let active = ActiveRun::resume(file, &tools, &monitor)?;
             return self.measure(active, file, &tools, &monitor, session);
         }
-        let request = self.request()?;
-        let plan = self.plan.read()?.0;
-        let mut prepared = Prepared::new(request)?;
+        self.plan_comes_first()?;
+        // Read once: the file may be a pipe.
+        let (plan, origin) = self.plan.read()?;
+        let mut prepared = Prepared::new(self.request(&plan, origin)?)?;
         if !self.dry_run {
             prepared.confirm(&tools, &monitor)?;
         }
         prepared.calibrate(&tools, &monitor)?;
         if self.dry_run {
-            return self.tell(&prepared, &plan, session);
+            return self.print_plan(&prepared, &plan, session);
         }
-        for line in told(&prepared.estimate, prepared.rounds_most(), self.time) {
+        for line in summary(&prepared.estimate, prepared.rounds_most(), self.time) {
             progress.say(&line);
         }
         let out = self.out.clone().unwrap_or_else(|| new_name(&plan.name));
@@ -130,9 +131,7 @@ impl RunArgs {
         self.measure(active, &out, &tools, &monitor, session)
     }
 
-    fn request(&self) -> Result<Request, Failure> {
-        self.plan_comes_first()?;
-        let (plan, origin) = self.plan.read()?;
+    fn request(&self, plan: &Plan, origin: String) -> Result<Request, Failure> {
         if self.on.is_empty() && self.device.is_empty() {
             return Err(Failure::usage(
                 "no place for images: name one with --on DIR or --device DEV",
@@ -143,7 +142,7 @@ impl RunArgs {
             return Err(Failure::usage(format!("--erase {lost}: also needs --device {lost}")));
         }
         Ok(Request {
-            plan: plan.text,
+            plan: plan.text.clone(),
             origin,
             quick: self.quick,
             seed: self.seed.unwrap_or_else(random_seed),
@@ -155,13 +154,13 @@ impl RunArgs {
         })
     }
 
-    /// Moves the plan's name out of the values of `--on` and `--device`, because these options
-    /// consume every name that follows.
+    /// Refuses a plan's name as the last value of `--on`, `--device` or `--erase`: these options take
+    /// every name that follows.
     fn plan_comes_first(&self) -> Result<(), Failure> {
         let places = [("--on", &self.on), ("--device", &self.device), ("--erase", &self.erase)];
         for (option, places) in places.into_iter().filter(|_| !self.plan.is_named()) {
             let name = places.last().and_then(|path| path.to_str()).unwrap_or_default();
-            if lab::plan::Plan::named(name).is_ok() {
+            if Plan::named(name).is_ok() {
                 return Err(Failure::usage(format!(
                     "{option} takes all names that follow it; the plan comes first: \
                      vdkit lab run {name} {option} …"
@@ -220,7 +219,7 @@ impl RunArgs {
         line
     }
 
-    fn tell(&self, prepared: &Prepared, plan: &lab::plan::Plan, session: &mut Session) -> Outcome {
+    fn print_plan(&self, prepared: &Prepared, plan: &Plan, session: &mut Session) -> Outcome {
         if self.json.json {
             let summary = plan.summary();
             session.out.json(&answer(&summary, &prepared.cells, &prepared.estimate, None, 0, None));
@@ -229,7 +228,7 @@ impl RunArgs {
         for cell in &prepared.cells {
             session.out.line(&cell.key);
         }
-        for line in told(&prepared.estimate, prepared.rounds_most(), self.time) {
+        for line in summary(&prepared.estimate, prepared.rounds_most(), self.time) {
             session.out.line(line);
         }
         Ok(Exit::Done)
@@ -280,7 +279,7 @@ fn span(least: f64, most: f64) -> String {
 /// Formats the run's estimate in one line, followed by one line for each other thing that is known
 /// before the run. `most` is the largest number of rounds, `given` the time limit that the user
 /// set.
-fn told(estimate: &Estimate, most: u32, given: Option<u64>) -> Vec<String> {
+fn summary(estimate: &Estimate, most: u32, given: Option<u64>) -> Vec<String> {
     let space: Vec<String> = estimate
         .space
         .iter()
@@ -373,7 +372,7 @@ mod tests {
             each: vec![10.0, 12.0],
             ..Estimate::default()
         };
-        let line = |most, given| told(&estimate, most, given).remove(0);
+        let line = |most, given| summary(&estimate, most, given).remove(0);
         assert_eq!(line(3, None), "2 cells, 3 rounds; about 70 s; needs no space");
         assert_eq!(
             line(6, None),

@@ -1,0 +1,334 @@
+//! vdkit under the name `qemu-nbd`, held against QEMU's program and used by others' clients.
+
+use std::os::unix::fs::symlink;
+use std::process::{Command, Output};
+
+use crate::common::{self, Scratch};
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use vdkit_testkit::{Killed, require_peer};
+
+/// A scratch folder with vdkit's link, and the servers in the background that run there.
+struct Shop {
+    scratch: Scratch,
+    running: Option<Pid>,
+}
+
+impl Shop {
+    fn new() -> Self {
+        let scratch = Scratch::new();
+        symlink(env!("CARGO_BIN_EXE_vdkit"), scratch.path("qemu-nbd")).unwrap();
+        Self { scratch, running: None }
+    }
+
+    fn run(&self, program: &str, arguments: &[&str]) -> Output {
+        Command::new(program).current_dir(self.scratch.path("")).args(arguments).output().unwrap()
+    }
+
+    fn qemu_img(&self, arguments: &[&str]) {
+        let done = self.run("qemu-img", arguments);
+        assert!(done.status.success(), "{arguments:?}: {done:?}");
+    }
+
+    /// Both programs on the same command line.
+    fn both(&self, arguments: &[&str]) -> [Output; 2] {
+        ["qemu-nbd", "./qemu-nbd"].map(|program| self.run(program, arguments))
+    }
+
+    /// Starts the server in the background. It can be connected to when the command returns, and
+    /// its process id is in the file by then.
+    fn serve(&mut self, arguments: &[&str]) {
+        let socket = self.scratch.path("s").display().to_string();
+        let mut all = vec!["--fork", "-k", &socket, "--pid-file=pid"];
+        all.extend(arguments);
+        let done = self.run("./qemu-nbd", &all);
+        assert!(done.status.success(), "{arguments:?}: {done:?}");
+        let pid = std::fs::read_to_string(self.scratch.path("pid")).unwrap();
+        self.running = Pid::from_raw(pid.trim().parse().unwrap());
+        assert!(self.scratch.path("s").exists());
+    }
+
+    fn qemu_io(&self, commands: &[&str]) -> String {
+        let mut arguments = vec!["-f", "raw"];
+        for command in commands {
+            arguments.extend(["-c", command]);
+        }
+        arguments.push("nbd+unix:///?socket=s");
+        let done = self.run("qemu-io", &arguments);
+        String::from_utf8_lossy(&done.stdout).into_owned() + &String::from_utf8_lossy(&done.stderr)
+    }
+
+    /// Waits until the server in the background has ended.
+    fn ended(&mut self) {
+        let Some(pid) = self.running.take() else { return };
+        common::wait_until(|| test_kill_process(pid).is_err());
+        assert!(!self.scratch.path("s").exists(), "the socket is left behind");
+    }
+
+    fn end(&mut self) {
+        kill_process(self.running.unwrap(), Signal::TERM).unwrap();
+        self.ended();
+    }
+}
+
+impl Drop for Shop {
+    fn drop(&mut self) {
+        if let Some(pid) = self.running {
+            let _ = kill_process(pid, Signal::KILL);
+        }
+    }
+}
+
+#[test]
+fn a_forked_server_serves_until_the_last_client_leaves() {
+    if !require_peer("qemu-img") {
+        return;
+    }
+    let mut shop = Shop::new();
+    shop.qemu_img(&["create", "-f", "qcow2", "a.qcow2", "8M"]);
+    // Here `--fork` is a description.
+    shop.serve(&["-D", "--fork", "-f", "qcow2", "a.qcow2"]);
+    let said = shop.qemu_io(&["write -P 7 1M 64k", "read -P 7 1M 64k"]);
+    assert!(!said.contains("failed"), "{said}");
+    shop.ended();
+    shop.qemu_img(&["check", "a.qcow2"]);
+    let done = shop.run("qemu-io", &["-c", "read -P 7 1M 64k", "a.qcow2"]);
+    assert!(!String::from_utf8_lossy(&done.stdout).contains("failed"), "{done:?}");
+}
+
+#[test]
+fn writes_to_a_temporary_snapshot_are_gone_afterwards() {
+    if !require_peer("qemu-img") {
+        return;
+    }
+    let mut shop = Shop::new();
+    shop.qemu_img(&["create", "-f", "raw", "a.raw", "8M"]);
+    shop.serve(&["-t", "-f", "raw", "-s", "a.raw"]);
+    let said = shop.qemu_io(&["write -P 7 0 64k"]);
+    assert!(!said.contains("failed"), "{said}");
+    let said = shop.qemu_io(&["read -P 7 0 64k"]);
+    assert!(!said.contains("failed"), "a second client sees it: {said}");
+    shop.end();
+    assert!(std::fs::read(shop.scratch.path("a.raw")).unwrap().iter().all(|&byte| byte == 0));
+}
+
+#[test]
+fn read_only_snapshots_and_bitmaps_are_served() {
+    if !require_peer("qemu-img") || !require_peer("nbdinfo") {
+        return;
+    }
+    let mut shop = Shop::new();
+    shop.qemu_img(&["create", "-f", "qcow2", "a.qcow2", "8M"]);
+    shop.run("qemu-io", &["-c", "write -P 1 0 64k", "a.qcow2"]);
+    shop.qemu_img(&["snapshot", "-c", "old", "a.qcow2"]);
+    shop.qemu_img(&["bitmap", "--add", "a.qcow2", "changes"]);
+    shop.run("qemu-io", &["-c", "write -P 2 0 64k", "a.qcow2"]);
+
+    shop.serve(&["-t", "-l", "snapshot.name=old", "a.qcow2"]);
+    let said = shop.qemu_io(&["read -P 1 0 64k"]);
+    assert!(!said.contains("failed"), "{said}");
+    shop.end();
+
+    shop.serve(&["-t", "-r", "-B", "changes", "-x", "e", "-D", "words", "a.qcow2"]);
+    let map = "--map=qemu:dirty-bitmap:changes";
+    let done = shop.run("nbdinfo", &[map, "--json", "nbd+unix:///e?socket=s"]);
+    let text = String::from_utf8_lossy(&done.stdout);
+    assert!(text.contains("\"length\": 65536"), "{done:?}");
+    let done = shop.run("nbdinfo", &["nbd+unix:///e?socket=s"]);
+    let text = String::from_utf8_lossy(&done.stdout);
+    assert!(text.contains("is_read_only: true") && text.contains("words"), "{text}");
+    shop.end();
+}
+
+#[test]
+fn a_server_that_cannot_start_says_so_through_fork() {
+    let shop = Shop::new();
+    let socket = shop.scratch.path("s").display().to_string();
+    let done = shop.run("./qemu-nbd", &["--fork", "-k", &socket, "nothing.raw"]);
+    assert_eq!(done.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&done.stderr).contains("No such file"), "{done:?}");
+    assert!(!shop.scratch.path("s").exists());
+}
+
+#[test]
+fn wrong_command_lines_are_told_as_by_qemu() {
+    if !require_peer("qemu-nbd") {
+        return;
+    }
+    let shop = Shop::new();
+    shop.qemu_img(&["create", "-f", "qcow2", "a.qcow2", "8M"]);
+    for line in [
+        "nothing.qcow2",
+        "",
+        "a.qcow2 b.qcow2",
+        "--cache=fast a.qcow2",
+        "-n --cache=none a.qcow2",
+        "-e x a.qcow2",
+        "--aio=fast a.qcow2",
+        "--discard=x a.qcow2",
+        "--detect-zeroes=x a.qcow2",
+        "-k s a.qcow2",
+        "-k /nowhere/s -f qcow2 a.qcow2",
+        "-k SOCKET -f qcow2 -B nothing a.qcow2",
+        "-f nothing a.qcow2",
+        "--nothing a.qcow2",
+        "-k",
+        "-d /dev/nothing",
+    ] {
+        let line = line.replace("SOCKET", &shop.scratch.path("s").display().to_string());
+        let arguments: Vec<_> = line.split_whitespace().collect();
+        let [theirs, ours] = shop.both(&arguments);
+        assert_eq!(ours.status.code(), theirs.status.code(), "{line}: {ours:?}");
+        let first = |done: &Output| {
+            String::from_utf8_lossy(&done.stderr)
+                .lines()
+                .next()
+                .unwrap_or_default()
+                .replace("./", "")
+        };
+        if line != "-d /dev/nothing" {
+            assert_eq!(first(&ours), first(&theirs), "{line}");
+        }
+    }
+}
+
+impl Shop {
+    fn server(&self, socket: &str, program: &str, arguments: &[&str]) -> Killed {
+        let mut command = Command::new(program);
+        command.current_dir(self.scratch.path("")).args(arguments);
+        let server = Killed(command.spawn().unwrap());
+        common::wait_until_connected(&self.scratch.path(socket));
+        server
+    }
+
+    fn full(&self, name: &str) -> String {
+        self.scratch.path(name).display().to_string()
+    }
+}
+
+#[test]
+fn exports_of_each_server_are_listed_as_by_qemu() {
+    if !require_peer("qemu-nbd") || !require_peer("nbdkit") {
+        return;
+    }
+    let shop = Shop::new();
+    for image in ["a.qcow2", "b.qcow2"] {
+        shop.qemu_img(&["create", "-q", "-f", "qcow2", image, "4M"]);
+        shop.qemu_img(&["bitmap", "--add", image, "b0"]);
+    }
+    let [q, n, old, v] = ["q", "n", "old", "v"].map(|name| shop.full(name));
+    let named = ["-x", "disk", "-D", "some text", "-A", "-B", "b0", "-e", "0", "-t", "-f", "qcow2"];
+    let ours = [&named[..], &["-k", &v, "b.qcow2"]].concat();
+    let theirs = [&named[..], &["-k", &q, "a.qcow2"]].concat();
+    let two = ["exportname=a", "exportname=b", "exportname-list=explicit"];
+    let sizes = ["blocksize-minimum=512", "blocksize-preferred=4096", "blocksize-maximum=1M"];
+    let kit = ["-f", "-U", &n, "--filter=exportname", "--filter=blocksize-policy", "memory", "1M"];
+    let kit = [&kit[..], &two, &sizes].concat();
+    let _servers = [
+        shop.server("q", "qemu-nbd", &theirs),
+        shop.server("v", "./qemu-nbd", &ours),
+        shop.server("n", "nbdkit", &kit),
+        shop.server("old", "nbdkit", &["-f", "-r", "--no-sr", "-U", &old, "null", "5000"]),
+    ];
+    for socket in [&q, &v, &n, &old] {
+        let [theirs, ours] = shop.both(&["-L", "-k", socket]);
+        assert!(theirs.status.success() && !theirs.stdout.is_empty(), "{theirs:?}");
+        assert_eq!(theirs, ours, "{socket}");
+    }
+    for wrong in [
+        &["-L", "-k", "/nothere"][..],
+        &["-L", "-b", "127.0.0.1", "-p", "1"],
+        &["-L", "file"],
+        &["-L", "-f", "raw"],
+        &["-L", "--fork"],
+        &["-L", "-k", "relative"],
+        &["-L", "--tls-hostname", "x"],
+        &["-L", "--tls-creds", "x"],
+    ] {
+        let [theirs, ours] = shop.both(wrong);
+        assert_eq!(theirs, ours, "{wrong:?}");
+    }
+}
+
+#[test]
+fn a_part_of_a_disk_of_any_format_is_served() {
+    if !require_peer("qemu-io") {
+        return;
+    }
+    let mut shop = Shop::new();
+    shop.qemu_img(&["create", "-q", "-f", "qcow2", "a.qcow2", "4M"]);
+    let written = shop.run("qemu-io", &["-f", "qcow2", "-c", "write -P 17 1M 1M", "a.qcow2"]);
+    assert!(written.status.success());
+    shop.serve(&["-t", "-f", "qcow2", "-o", "1049088", "a.qcow2"]);
+    let said = shop.qemu_io(&[
+        "read -P 17 0 1048064",
+        "read -P 0 1048064 2M",
+        "write -P 5 0 512",
+        "write -z 512 512",
+        "discard 64k 64k",
+        "flush",
+        "length",
+    ]);
+    assert!(!said.contains("failed") && said.contains("\n3 MiB"), "{said}");
+    shop.end();
+    let commands = ["read -P 17 1M 512", "read -P 5 1049088 512", "read -P 0 1049600 512"];
+    let mut line = vec!["-f", "qcow2"];
+    commands.iter().for_each(|command| line.extend(["-c", command]));
+    line.push("a.qcow2");
+    let read = shop.run("qemu-io", &line);
+    assert!(!String::from_utf8_lossy(&read.stdout).contains("failed"), "{read:?}");
+    shop.qemu_img(&["check", "-q", "a.qcow2"]);
+    let past = shop.run("./qemu-nbd", &["-f", "qcow2", "-o", "5000000", "a.qcow2"]);
+    assert_eq!(past.status.code(), Some(1), "{past:?}");
+}
+
+#[test]
+fn certificates_and_keys_decide_who_may_connect() {
+    let shop = Shop::new();
+    if !require_peer("qemu-nbd") || !common::pki::certificates(&shop.scratch) {
+        return;
+    }
+    shop.qemu_img(&["create", "-q", "-f", "raw", "a.raw", "1M"]);
+    std::fs::create_dir(shop.scratch.path("psk")).unwrap();
+    shop.scratch.write("psk/keys.psk", b"alice:000102030405060708090a0b0c0d0e0f\n");
+    let (pki, psk) = (shop.full("pki"), shop.full("psk"));
+    let of = |kind: &str, dir: &str, side: &str| {
+        format!("tls-creds-{kind},id=t,dir={dir},endpoint={side}")
+    };
+    let own = "authz-simple,id=a,identity=CN=localhost";
+    let list = "authz-list,id=a,rules.0.match=CN=local*,rules.0.format=glob,rules.0.policy=allow";
+    let (x509, keys) = (of("x509", &pki, "server"), of("psk", &psk, "server"));
+    let unasked = format!("{x509},verify-peer=no");
+    for (number, (object, authz, admitted)) in [
+        (&x509, own, true),
+        (&x509, list, true),
+        (&x509, "authz-list,id=a", false),
+        (&x509, "authz-simple,id=a,identity=CN=other", false),
+        // As with QEMU, clients without a certificate are not asked about.
+        (&unasked, "authz-list,id=a", true),
+        (&keys, "authz-list,id=a", true),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let socket = shop.full(&format!("s{number}"));
+        let options = ["-t", "-e0", "-r", "-f", "raw", "--tls-creds=t", "--tls-authz=a"];
+        let line = [&options[..], &["-k", &socket, "--object", object, "--object", authz, "a.raw"]];
+        let _server = shop.server(&socket, "./qemu-nbd", &line.concat());
+        let client = match std::ptr::eq(object, &keys) {
+            true => of("psk", &psk, "client") + ",username=alice",
+            false => of("x509", &pki, "client"),
+        };
+        let ask = ["-L", "-k", &socket, "--tls-creds=t", "--tls-hostname=localhost", "--object"];
+        for done in shop.both(&[&ask[..], &[&client]].concat()) {
+            assert_eq!(done.status.success(), admitted, "{object} {authz}: {done:?}");
+        }
+    }
+    for line in [
+        &["--tls-authz=a", "a.raw"][..],
+        &["--tls-creds=t", "a.raw"],
+        &["--tls-creds=t", "--object", &of("x509", &pki, "client"), "a.raw"],
+    ] {
+        let [theirs, ours] = shop.both(line);
+        assert_eq!(theirs, ours, "{line:?}");
+    }
+}
