@@ -8,7 +8,7 @@ export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
 .DEFAULT_GOAL := help
 # Recipes are cargo calls that use every core themselves, and their order matters.
 .NOTPARALLEL:
-.PHONY: help build demo install install-qemu-names lib install-lib c-header deb tarball reproducible test-packages audit test peers lint doc publish-check unit bench python-bench python-readers qemu-compat fuzz clean
+.PHONY: help build demo install install-qemu-names lib install-lib c-header wheel deb tarball reproducible test-packages audit test peers lint doc publish-check semver unit bench python-bench python-readers qemu-compat fuzz clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -38,11 +38,15 @@ install-qemu-names: ## links qemu-img and qemu-nbd to the installed vdkit; QEMU'
 lib: ## the C library, at target/libvdkit
 	scripts/make-libvdkit target/libvdkit $(PREFIX)
 
-install-lib: lib ## the C library, header and pkg-config file, below PREFIX
+install-lib: lib ## the C library, header, manual pages and pkg-config file, below PREFIX
 	install -D -m 644 -t $(PLACE)/lib target/libvdkit/libvdkit.a
 	install -D -m 644 -t $(PLACE)/lib/pkgconfig target/libvdkit/vdkit.pc
 	install -D -m 644 -t $(PLACE)/include bindings/c/include/vdkit.h
 	cp -d target/libvdkit/libvdkit.so* $(PLACE)/lib
+	scripts/c-manual $(PLACE)/share/man/man3
+
+wheel: ## the Python package as a wheel, in target/package; pip fetches maturin for it
+	$(or $(PYTHON3),python3) -m pip wheel --no-deps --wheel-dir target/package bindings/python
 
 deb: ## Debian packages of the command and the libraries, in target/package
 	scripts/make-debs
@@ -112,6 +116,13 @@ c-header: ## writes bindings/c/include/vdkit.h from the sources of the C library
 publish-check: ## packs and builds each crate as it would be published, in order, and publishes nothing
 	rm -rf "$${CARGO_HOME:-$$HOME/.cargo}"/registry/src/-*/vdkit-* target/publish/debug/.fingerprint/vdkit-*
 	CARGO_PROFILE_DEV_DEBUG=false $(CARGO) publish --dry-run --workspace --locked --allow-dirty --target-dir target/publish
+
+# Tags of releases are v0.1.0, ... A commit will do, too.
+BASELINE ?= $(shell git describe --tags --match 'v*' --abbrev=0 2>/dev/null)
+semver: ## compares the crates' interfaces with those of the last release, by cargo-semver-checks; BASELINE=COMMIT: with that one's
+	@command -v cargo-semver-checks >/dev/null || { echo "make semver: cargo-semver-checks is missing: cargo install --locked cargo-semver-checks" >&2; exit 1; }
+	@[ -n "$(BASELINE)" ] || { echo "make semver: there is no release yet; give a commit: make semver BASELINE=COMMIT" >&2; exit 1; }
+	$(CARGO) semver-checks --workspace --baseline-rev $(BASELINE)
 
 fuzz: ## fuzzes each target for FUZZ_SECONDS (60) with the nightly toolchain
 	scripts/fuzz $(or $(FUZZ_SECONDS),60) $(FUZZ_TARGETS)

@@ -84,7 +84,8 @@
 //! A [`Monitor`] holds a job's progress sink and cancel token.
 //!
 //! # Features
-//! None is on by default: disks and jobs need none.
+//! None is on by default: disks and jobs need none. vdkit runs on Linux; a C compiler builds three of its
+//! compression libraries.
 //!
 //! | feature | what it adds |
 //! |---|---|
@@ -95,6 +96,8 @@
 //! | `http` | images at HTTP and HTTPS addresses, in [`stream`] |
 //! | `tls` | NBD over TLS with certificates, in servers and clients that are on |
 //! | `tls-psk` | the same with pre-shared keys, by a second TLS library |
+
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 // Lists and no globs: what an inner crate shows to its neighbors is not promised to programs. A test
 // compares the names with `tests/public-names.txt`.

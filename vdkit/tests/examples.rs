@@ -4,6 +4,29 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use vdkit::jobs::{CreateOptions, create};
+use vdkit::{Monitor, Options, Secret};
+
+/// What the jobs have beside a job: parts and variants of one, and questions before one.
+const NO_JOBS: [&str; 16] = [
+    "change_key",
+    "commit_disks",
+    "convert_stream",
+    "default_threads",
+    "dependents",
+    "describe_packaged",
+    "map",
+    "measure_empty",
+    "merge_bitmap",
+    "occupied",
+    "receive",
+    "refuse_dependents",
+    "remove_key",
+    "replaced_files",
+    "take_over",
+    "verify",
+];
+
 /// Cargo builds examples beside the tests.
 fn program(name: &str) -> PathBuf {
     let tests = std::env::current_exe().unwrap();
@@ -51,6 +74,27 @@ fn each_example_does_what_its_first_line_says() {
     assert!(run("compact overlay.qcow2").contains(" → "));
     assert_eq!(run("check overlay.qcow2 --repair"), "0 errors, 0 leaks\n");
     assert_eq!(run("inspect overlay.qcow2"), "qcow2: Accept\n");
+    assert!(run("tree overlay.qcow2.new").contains("overlay.qcow2.new on overlay.qcow2 (Listed)"));
+    assert!(run("doctor overlay.qcow2").contains("0 errors, "));
+    assert!(run("validate copy.vmdk gcp").ends_with("\nnot accepted\n"));
+    assert_eq!(run("amend base.qcow2 lazy_refcounts=on"), "changed: lazy_refcounts\n");
+    assert!(run("dd base.qcow2 part.raw raw 3 2").starts_with("2097152 bytes, "));
+    assert!(
+        run("appliance base.qcow2 guest.ova taken.qcow2 qcow2").ends_with(": manifest verified\n")
+    );
+    assert_eq!(run("compare base.qcow2 taken.qcow2"), "identical\n");
+    encrypted(&folder.join("encrypted.qcow2"));
+    assert_eq!(run("keys encrypted.qcow2 first second"), "slot 0\nslot 1: the new passphrase\n");
+}
+
+/// Makes an encrypted image, whose passphrase is "first".
+fn encrypted(path: &Path) {
+    let driver = vdkit::format("qcow2").unwrap();
+    let texts = ["encrypt.format=luks", "encrypt.iter-time=10"];
+    let mut options = Options::parse("qcow2", driver.options(), texts).unwrap();
+    options.set_key(Some(Secret::new(b"first".to_vec())));
+    let new = CreateOptions::new(path, driver).guest_bytes(1 << 20).options(options);
+    create(&vdkit::registry(), &new, &Monitor::default()).unwrap();
 }
 
 #[test]
@@ -71,6 +115,21 @@ fn the_server_gives_its_uri_and_ends() {
     assert!(socket.exists());
     server.stdin.take().unwrap().write_all(b"\n").unwrap();
     assert!(server.wait().unwrap().success());
+}
+
+#[test]
+fn each_job_has_an_example() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
+    let sources: String = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| std::fs::read_to_string(entry.unwrap().path()).unwrap())
+        .collect();
+    let names = include_str!("public-names.txt").lines();
+    let functions = names.filter_map(|name| name.strip_prefix("jobs::"));
+    for job in functions.filter(|name| name.starts_with(char::is_lowercase)) {
+        let known = job.contains("::") || NO_JOBS.contains(&job);
+        assert!(known || sources.contains(&format!("{job}(")), "{job} has no example");
+    }
 }
 
 /// Every file of `examples/` is run above.

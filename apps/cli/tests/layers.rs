@@ -1,5 +1,6 @@
 //! Imports go downward only, and the folders are the floors.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;
 
@@ -138,6 +139,27 @@ fn imports_go_downward_only() {
     assert!(faults.is_empty(), "{}", faults.join("\n"));
 }
 
+/// Only the names of the facade are promised. So a crate of one version works with no other version of a crate beneath it,
+/// and cargo must not put two versions together.
+#[test]
+fn crates_ask_for_one_version_of_each_other() {
+    let packages = packages();
+    let names: Vec<&str> = packages.iter().map(|p| p["name"].as_str().unwrap()).collect();
+    let mut asked = 0;
+    for package in &packages {
+        let exactly = format!("={}", env!("CARGO_PKG_VERSION"));
+        for dependency in package["dependencies"].as_array().unwrap() {
+            let (to, version) = (dependency["name"].as_str().unwrap(), &dependency["req"]);
+            // By path alone: what is not published, and what only tests need.
+            if names.contains(&to) && version != "*" {
+                asked += 1;
+                assert_eq!(version, &exactly, "{} asks for {to}", package["name"]);
+            }
+        }
+    }
+    assert!(asked >= 100, "only {asked} versions were seen");
+}
+
 #[test]
 fn each_crate_lies_in_the_folder_of_its_floor() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap();
@@ -149,24 +171,49 @@ fn each_crate_lies_in_the_folder_of_its_floor() {
     }
 }
 
+/// The tree of what a program gets that imports the facade without features.
+fn facade_tree(edges: &str, prefix: &str) -> String {
+    cargo(&["tree", "--package", "vdkit", "--edges", edges, "--prefix", prefix, "--offline"])
+}
+
 /// Who embeds vdkit builds no SQLite, no HTML and no command line.
 #[test]
 fn the_facade_brings_no_lab_along() {
-    let tree = cargo(&[
-        "tree",
-        "--package",
-        "vdkit",
-        "--edges",
-        "normal,build",
-        "--prefix",
-        "none",
-        "--offline",
-    ]);
+    let tree = facade_tree("normal,build", "none");
     let crates: Vec<&str> = tree.lines().filter_map(|line| line.split(' ').next()).collect();
     assert!(crates.contains(&"vdkit-qcow2"), "{tree}");
     for unwanted in NOT_IN_THE_FACADE {
         assert!(!crates.contains(unwanted), "vdkit imports {unwanted}");
     }
+}
+
+/// docs/library.md says for what each crate is that the facade needs, and their number fits on a page.
+#[test]
+fn the_facade_brings_what_its_page_lists() {
+    let tree = facade_tree("normal", "depth");
+    let ours = |name: &str| name == "vdkit" || name.starts_with("vdkit-");
+    let (mut path, mut needed, mut all) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
+    for line in tree.lines() {
+        let start = line.find(|c: char| !c.is_ascii_digit()).unwrap();
+        let (depth, name) = (line[..start].parse().unwrap(), &line[start..]);
+        let name = name.split(' ').next().unwrap();
+        path.truncate(depth);
+        if !ours(name) {
+            all.insert(name);
+            if ours(path[depth - 1]) {
+                needed.insert(name);
+            }
+        }
+        path.push(name);
+    }
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/library.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let section = page.split("## What it brings along").nth(1).expect("the section");
+    let section = section.split("\n## ").next().unwrap();
+    let rows = section.lines().filter(|line| line.starts_with("| "));
+    let listed: BTreeSet<&str> = rows.flat_map(|row| row.split('`').skip(1).step_by(2)).collect();
+    assert_eq!(listed, needed);
+    assert!(all.len() <= 64, "{} crates: {all:?}", all.len());
 }
 
 #[test]

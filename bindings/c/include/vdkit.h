@@ -84,6 +84,18 @@
 // A file is not there.
 #define VDKIT_E_NOT_FOUND -13
 
+// In vdkit_verdict: nothing speaks against the image.
+#define VDKIT_ACCEPT 0
+
+// In vdkit_verdict: do not use it.
+#define VDKIT_REFUSE 1
+
+// In vdkit_verdict: it could not be judged, so do not use it.
+#define VDKIT_UNKNOWN 2
+
+// For vdkit_inspect(): findings that only warn refuse the image too.
+#define VDKIT_INSPECT_STRICT 1
+
 // For vdkit_convert(): compress the new image's clusters.
 #define VDKIT_CONVERT_COMPRESS 1
 
@@ -134,18 +146,6 @@
 
 // For vdkit_bitmap(): records no more.
 #define VDKIT_BITMAP_DISABLE 4
-
-// vdkit_inspect(): nothing speaks against the image.
-#define VDKIT_ACCEPT 0
-
-// vdkit_inspect(): do not use it.
-#define VDKIT_REFUSE 1
-
-// vdkit_inspect(): it could not be judged, so do not use it.
-#define VDKIT_UNKNOWN 2
-
-// For vdkit_inspect(): findings that only warn refuse the image too.
-#define VDKIT_INSPECT_STRICT 1
 
 // For vdkit_key_add(): the key of `opening` goes, once the new one opens the image.
 #define VDKIT_KEY_REPLACE 1
@@ -219,6 +219,24 @@ typedef struct {
 // Called for each extent, by the thread that walks; a result other than 0 ends the walk. It may use the disk,
 // but not close it.
 typedef int (*vdkit_extent_fn)(void *user, const vdkit_extent *extent);
+
+// What vdkit_inspect() found.
+typedef struct {
+  // sizeof(vdkit_verdict), set by the program, so that later versions can add members.
+  size_t struct_size;
+  // VDKIT_ACCEPT, VDKIT_REFUSE or VDKIT_UNKNOWN.
+  int verdict;
+  // How many findings there are; the report lists them.
+  uint32_t findings;
+  // The name of the format, which ends with a NUL.
+  char format[16];
+  // Bytes of the disk, or -1 if that is not known.
+  int64_t virtual_size;
+  // Bytes of the disk for which the image has data, or -1 if that is not known.
+  int64_t data_bytes;
+  // Bytes of the file.
+  uint64_t file_length;
+} vdkit_verdict;
 
 // Called for each range of the disk, by the thread that walks; a result other than 0 ends the walk. It may
 // use the disk, but not close it.
@@ -420,6 +438,16 @@ void vdkit_free(char *text);
 // The formats' names with a comma between them, as a string for vdkit_free().
 char *vdkit_formats(void);
 
+// Judges an image from a stranger without opening what it names: reads little, within limits of time
+// and memory. `format`: what it must be, or NULL. `verdict` is filled, but for its `struct_size`; a bad image
+// is a result and no error. `monitor` hears of the bytes that are read. `monitor` and `report` may be NULL.
+int vdkit_inspect(const char *path,
+                  const char *format,
+                  uint32_t flags,
+                  const vdkit_monitor *monitor,
+                  vdkit_verdict *verdict,
+                  char **report);
+
 // Copies a disk into a new image of another format. The new image gets its name when it is complete;
 // nothing is left behind after an error, but with VDKIT_CONVERT_INTO what was written so far. `opening` is
 // for the source. `target_format` may be NULL with VDKIT_CONVERT_INTO (it is found) and is required
@@ -505,11 +533,13 @@ int vdkit_snapshot(const vdkit_disk *disk,
 int vdkit_snapshots(const vdkit_disk *disk, char **json);
 
 // Changes a dirty bitmap of a disk that is open for writing; durable on return. `granularity`: bytes
-// of the disk for each bit of a new one, a power of two; 0 takes the format's own.
+// of the disk for each bit of a new one, a power of two; 0 takes the format's own. `monitor` is called
+// before the change, which it may end, and after it; it may be NULL.
 int vdkit_bitmap(const vdkit_disk *disk,
                  uint32_t action,
                  const char *name,
-                 uint64_t granularity);
+                 uint64_t granularity,
+                 const vdkit_monitor *monitor);
 
 // Calls `each` for all ranges that a dirty bitmap marks when the call begins, in order. If `each` ends the
 // walk, the result is VDKIT_E_INTERRUPTED.
@@ -524,15 +554,6 @@ int vdkit_compact(const char *path,
                   const vdkit_monitor *monitor,
                   char **report);
 
-// Judges an image from a stranger without opening what it names: reads little, within limits of time
-// and memory. `format`: what it must be, or NULL. `verdict` gets VDKIT_ACCEPT, VDKIT_REFUSE
-// or VDKIT_UNKNOWN; a bad image is a result and no error. `report` may be NULL.
-int vdkit_inspect(const char *path,
-                  const char *format,
-                  uint32_t flags,
-                  int *verdict,
-                  char **report);
-
 // Changes options of an existing image: `options` is "key=value,..." (as `vdkit amend -o`). After a crash it
 // can be repeated. `report` may be NULL.
 int vdkit_amend(const char *path,
@@ -542,28 +563,31 @@ int vdkit_amend(const char *path,
                 char **report);
 
 // Lists the key slots of an encrypted image, and those that the keys of `opening` open, as JSON for
-// vdkit_free().
+// vdkit_free(). `monitor` hears of slots that were tried, here and in the functions below; it may be NULL.
 int vdkit_keys(const char *path,
                const vdkit_open_options *opening,
+               const vdkit_monitor *monitor,
                char **json);
 
 // Adds a key of `len` bytes to an encrypted image that a key of `opening` opens; durable on return.
 // `milliseconds`: how long trying the new key shall take on this machine; 0 takes 2000. `flags`:
-// VDKIT_KEY_REPLACE, or 0. `report` may be NULL.
+// VDKIT_KEY_REPLACE, or 0. If `monitor` ends it, the keys are as before. `report` may be NULL.
 int vdkit_key_add(const char *path,
                   const vdkit_open_options *opening,
                   const void *key,
                   size_t len,
                   uint32_t milliseconds,
                   uint32_t flags,
+                  const vdkit_monitor *monitor,
                   char **report);
 
-// Wipes a key slot. Without VDKIT_FORCE in `flags`, a key of `opening` must open another slot. `report` may
-// be NULL.
+// Wipes a key slot. Without VDKIT_FORCE in `flags`, a key of `opening` must open another slot. If `monitor`
+// ends it, nothing is wiped. `report` may be NULL.
 int vdkit_key_remove(const char *path,
                      const vdkit_open_options *opening,
                      uint32_t slot,
                      uint32_t flags,
+                     const vdkit_monitor *monitor,
                      char **report);
 
 // Makes options. Freed by vdkit_open_options_free().

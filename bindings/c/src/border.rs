@@ -177,3 +177,25 @@ pub(crate) struct User(pub *mut c_void);
 unsafe impl Send for User {}
 // SAFETY: as above.
 unsafe impl Sync for User {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_is_an_error_with_its_message() {
+        type Act = fn() -> Result<()>;
+        let acts: [(Act, &str); 3] = [
+            (|| panic!("as a text"), "as a text"),
+            (|| panic!("of {} parts", 2), "of 2 parts"),
+            (|| std::panic::panic_any(7), "no message"),
+        ];
+        for (act, text) in acts {
+            let panic = call(act);
+            assert_eq!(panic, VDKIT_E_PANIC);
+            // SAFETY: the message lives until the thread's next call.
+            let message = unsafe { CStr::from_ptr(error::vdkit_error_message()) };
+            assert_eq!(message.to_str(), Ok(format!("libvdkit has a bug: {text}").as_str()));
+        }
+    }
+}

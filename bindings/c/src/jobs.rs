@@ -5,14 +5,13 @@ use std::mem::MaybeUninit;
 use std::path::PathBuf;
 
 use parking_lot::Mutex;
-use vdkit::jobs::inspect::{InspectOptions, Verdict, inspect};
 use vdkit::jobs::{
     self, CommitOptions, CompareOptions, ConvertOptions, Destination, ExistingImage, NewBacking,
     NewImage, RebaseOptions, SnapshotAction, Source,
 };
-use vdkit::storage::FileOptions;
 use vdkit::{
-    CancelToken, Codec, CompressionSpec, Disk, Error, Monitor, NewBitmap, Options, Progress, Repair,
+    CancelToken, Codec, CompactOptions, CompressionSpec, Disk, Error, Monitor, NewBitmap, Options,
+    Progress, Registry, Repair,
 };
 
 use crate::border::{self, Result, User, call, given, misuse};
@@ -38,6 +37,7 @@ pub struct vdkit_monitor {
 }
 
 /// A program's monitor, and the token that its function cancels.
+#[derive(Debug)]
 pub(crate) struct Watch {
     progress: Option<unsafe extern "C" fn(*mut c_void, u64, u64) -> c_int>,
     message: Option<unsafe extern "C" fn(*mut c_void, *const c_char)>,
@@ -61,6 +61,12 @@ impl Watch {
 
     pub(crate) fn monitor(&self) -> Monitor<'_> {
         Monitor::new(self).cancelled_by(self.cancel.clone())
+    }
+
+    /// Tells the program how far the job is; an error if the program then ends it.
+    pub(crate) fn reached(&self, done: u64, total: u64) -> Result<()> {
+        self.update(done, total);
+        self.cancel.check()
     }
 }
 
@@ -94,11 +100,23 @@ pub(crate) fn json_of(report: &impl serde::Serialize) -> String {
     serde_json::to_string(report).unwrap_or_default()
 }
 
-pub(crate) fn put_report(
-    place: Option<&mut MaybeUninit<*mut c_char>>,
-    report: &impl serde::Serialize,
-) {
+/// The place for a report, if the program wants one.
+pub(crate) type ReportPlace<'a> = Option<&'a mut MaybeUninit<*mut c_char>>;
+
+pub(crate) fn put_report(place: ReportPlace<'_>, report: &impl serde::Serialize) {
     border::put_if_asked(place, || border::new_text(&json_of(report)));
+}
+
+/// Runs a job that the program may watch, and stores its report.
+pub(crate) fn run<R: serde::Serialize>(
+    monitor: Option<&vdkit_monitor>,
+    report: ReportPlace<'_>,
+    job: impl FnOnce(&Registry, &Monitor<'_>) -> Result<R>,
+) -> Result<()> {
+    let watch = Watch::new(monitor)?;
+    let done = job(&vdkit::registry(), &watch.monitor())?;
+    put_report(report, &done);
+    Ok(())
 }
 
 /// For vdkit_convert(): compress the new image's clusters.
@@ -243,14 +261,13 @@ pub unsafe extern "C" fn vdkit_check(
             VDKIT_REPAIR_ALL => Repair::All,
             other => return Err(misuse(format!("unknown repair {other}"))),
         };
-        let watch = Watch::new(monitor)?;
-        let opening = self::opening(opening);
-        let checked = jobs::check(&vdkit::registry(), path, &opening, repair, &watch.monitor())?;
-        border::put_if_asked(errors, || {
-            checked.report.corruptions_left() + checked.report.leaks_left()
-        });
-        put_report(report, &checked.report);
-        Ok(())
+        run(monitor, report, |registry, monitor| {
+            let found = jobs::check(registry, path, &self::opening(opening), repair, monitor)?;
+            border::put_if_asked(errors, || {
+                found.report.corruptions_left() + found.report.leaks_left()
+            });
+            Ok(found.report)
+        })
     })
 }
 
@@ -273,11 +290,11 @@ pub unsafe extern "C" fn vdkit_compare(
         let (a, b) = (&given(a, "a")?.0, &given(b, "b")?.0);
         let mut options = CompareOptions::default();
         options.strict = flags & VDKIT_COMPARE_STRICT != 0;
-        let watch = Watch::new(monitor)?;
-        let compared = jobs::compare(a, b, &options, &watch.monitor())?;
-        put_report(report, &compared);
-        place.write(compared.identical.into());
-        Ok(())
+        run(monitor, report, |_, monitor| {
+            let compared = jobs::compare(a, b, &options, monitor)?;
+            place.write(compared.identical.into());
+            Ok(compared)
+        })
     })
 }
 
@@ -336,12 +353,10 @@ pub unsafe extern "C" fn vdkit_commit(
         let mut options = CommitOptions::default();
         options.to = to.map(PathBuf::from);
         options.force = flags & VDKIT_FORCE != 0;
-        let watch = Watch::new(monitor)?;
         let opening = self::opening(opening).writable(true);
-        let registry = vdkit::registry();
-        let done = jobs::commit(&registry, overlay, &opening, &options, &watch.monitor())?;
-        put_report(report, &done);
-        Ok(())
+        run(monitor, report, |registry, monitor| {
+            jobs::commit(registry, overlay, &opening, &options, monitor)
+        })
     })
 }
 
@@ -374,12 +389,10 @@ pub unsafe extern "C" fn vdkit_rebase(
         });
         options.header_only = flags & VDKIT_HEADER_ONLY != 0;
         options.force = flags & VDKIT_FORCE != 0;
-        let watch = Watch::new(monitor)?;
         let opening = self::opening(opening).writable(true);
-        let registry = vdkit::registry();
-        let done = jobs::rebase(&registry, overlay, &opening, &options, &watch.monitor())?;
-        put_report(report, &done);
-        Ok(())
+        run(monitor, report, |registry, monitor| {
+            jobs::rebase(registry, overlay, &opening, &options, monitor)
+        })
     })
 }
 
@@ -440,19 +453,23 @@ pub const VDKIT_BITMAP_ENABLE: u32 = 3;
 pub const VDKIT_BITMAP_DISABLE: u32 = 4;
 
 /// Changes a dirty bitmap of a disk that is open for writing; durable on return. `granularity`: bytes
-/// of the disk for each bit of a new one, a power of two; 0 takes the format's own.
+/// of the disk for each bit of a new one, a power of two; 0 takes the format's own. `monitor` is called
+/// before the change, which it may end, and after it; it may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_bitmap(
     disk: Option<&vdkit_disk>,
     action: u32,
     name: *const c_char,
     granularity: u64,
+    monitor: Option<&vdkit_monitor>,
 ) -> c_int {
     call(|| {
         // SAFETY: the header's promise.
         let name = unsafe { border::text(name, "name") }?;
         let bitmaps = jobs::bitmaps(&given(disk, "disk")?.0)?;
         let granularity = (granularity > 0).then_some(granularity);
+        let watch = Watch::new(monitor)?;
+        watch.reached(0, 1)?;
         match action {
             VDKIT_BITMAP_ADD => bitmaps.add(&NewBitmap { name, granularity, enabled: true }),
             VDKIT_BITMAP_REMOVE => bitmaps.remove(name),
@@ -460,7 +477,9 @@ pub unsafe extern "C" fn vdkit_bitmap(
             VDKIT_BITMAP_ENABLE => bitmaps.set_enabled(name, true),
             VDKIT_BITMAP_DISABLE => bitmaps.set_enabled(name, false),
             other => Err(misuse(format!("unknown action {other}"))),
-        }
+        }?;
+        watch.update(1, 1);
+        Ok(())
     })
 }
 
@@ -509,52 +528,9 @@ pub unsafe extern "C" fn vdkit_compact(
     call(|| {
         // SAFETY: the header's promise.
         let path = unsafe { border::path(path, "path") }?;
-        let (watch, opening) = (Watch::new(monitor)?, self::opening(opening));
-        let how = vdkit::CompactOptions::default().zero_scan(false);
-        let done = jobs::compact(&vdkit::registry(), path, &opening, how, &watch.monitor())?;
-        put_report(report, &done.report);
-        Ok(())
-    })
-}
-
-/// vdkit_inspect(): nothing speaks against the image.
-pub const VDKIT_ACCEPT: c_int = 0;
-/// vdkit_inspect(): do not use it.
-pub const VDKIT_REFUSE: c_int = 1;
-/// vdkit_inspect(): it could not be judged, so do not use it.
-pub const VDKIT_UNKNOWN: c_int = 2;
-
-/// For vdkit_inspect(): findings that only warn refuse the image too.
-pub const VDKIT_INSPECT_STRICT: u32 = 1;
-
-/// Judges an image from a stranger without opening what it names: reads little, within limits of time
-/// and memory. `format`: what it must be, or NULL. `verdict` gets VDKIT_ACCEPT, VDKIT_REFUSE
-/// or VDKIT_UNKNOWN; a bad image is a result and no error. `report` may be NULL.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn vdkit_inspect(
-    path: *const c_char,
-    format: *const c_char,
-    flags: u32,
-    verdict: Option<&mut MaybeUninit<c_int>>,
-    report: Option<&mut MaybeUninit<*mut c_char>>,
-) -> c_int {
-    call(|| {
-        let place = border::place(verdict, VDKIT_UNKNOWN)?;
-        border::known(flags, VDKIT_INSPECT_STRICT)?;
-        // SAFETY: the header's promise.
-        let (path, format) = unsafe { (border::path(path, "path")?, border::maybe_text(format)?) };
-        let storage = vdkit::registry().open_storage(path, &FileOptions::read_only())?;
-        let mut options = InspectOptions::default();
-        options.format = format.map(str::to_owned);
-        options.strict = flags & VDKIT_INSPECT_STRICT != 0;
-        let found = inspect(storage, &options)?;
-        put_report(report, &found);
-        let code = match found.verdict {
-            Verdict::Accept => VDKIT_ACCEPT,
-            Verdict::Refuse => VDKIT_REFUSE,
-            Verdict::Unknown => VDKIT_UNKNOWN,
-        };
-        place.write(code);
-        Ok(())
+        let (opening, how) = (self::opening(opening), CompactOptions::default().zero_scan(false));
+        run(monitor, report, |registry, monitor| {
+            Ok(jobs::compact(registry, path, &opening, how, monitor)?.report)
+        })
     })
 }

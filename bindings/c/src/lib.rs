@@ -10,6 +10,7 @@
 //!   disk     an open disk: reads, writes, extents
 //!   queue    requests in the background, with an event descriptor
 //!   jobs     convert, check, compare and the other long work
+//!   inspect  whether an image from a stranger is safe
 //!   keys     options and key slots of existing images
 //!   server   a disk for NBD clients, or for a virtual machine
 //! ```
@@ -23,6 +24,7 @@ mod border;
 pub mod creation;
 pub mod disk;
 pub mod error;
+pub mod inspect;
 pub mod jobs;
 pub mod keys;
 pub mod options;

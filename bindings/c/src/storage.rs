@@ -166,7 +166,7 @@ impl Storage for Callbacks {
     }
 
     fn allocate(&self, offset: HostOffset, len: u64) -> Result<()> {
-        let end = offset.0 + len;
+        let end = offset.0.saturating_add(len);
         if end > self.len()? { self.set_len(end) } else { Ok(()) }
     }
 

@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -209,9 +210,9 @@ static void reading_and_writing(void)
     OK(vdkit_snapshot(disk, VDKIT_SNAPSHOT_DELETE, "one", NULL));
     CHECK(vdkit_snapshot(disk, VDKIT_SNAPSHOT_DELETE, "one", NULL) < 0);
     CHECK(vdkit_snapshot(disk, 77, "one", NULL) == VDKIT_E_USAGE);
-    OK(vdkit_bitmap(disk, VDKIT_BITMAP_ADD, "b", 65536));
-    OK(vdkit_bitmap(disk, VDKIT_BITMAP_DISABLE, "b", 0));
-    OK(vdkit_bitmap(disk, VDKIT_BITMAP_ENABLE, "b", 0));
+    OK(vdkit_bitmap(disk, VDKIT_BITMAP_ADD, "b", 65536, NULL));
+    OK(vdkit_bitmap(disk, VDKIT_BITMAP_DISABLE, "b", 0, NULL));
+    OK(vdkit_bitmap(disk, VDKIT_BITMAP_ENABLE, "b", 0, NULL));
     struct marked marked = { .disk = disk };
     OK(vdkit_bitmap_ranges(disk, "b", add_range, &marked));
     CHECK(marked.bytes == 0);
@@ -224,8 +225,8 @@ static void reading_and_writing(void)
     CHECK(marked.bytes == 4 * 65536 && marked.last == MIB + 65536);
     CHECK(vdkit_bitmap_ranges(disk, "none", add_range, &marked) == VDKIT_E_USAGE);
     CHECK(vdkit_bitmap_ranges(disk, "b", NULL, NULL) == VDKIT_E_USAGE);
-    OK(vdkit_bitmap(disk, VDKIT_BITMAP_CLEAR, "b", 0));
-    OK(vdkit_bitmap(disk, VDKIT_BITMAP_REMOVE, "b", 0));
+    OK(vdkit_bitmap(disk, VDKIT_BITMAP_CLEAR, "b", 0, NULL));
+    OK(vdkit_bitmap(disk, VDKIT_BITMAP_REMOVE, "b", 0, NULL));
     OK(vdkit_close(disk));
 
     /* By a descriptor, and through a raw file. */
@@ -569,7 +570,8 @@ static int count_updates(void *user, uint64_t done, uint64_t total)
 
 static void jobs(void)
 {
-    int stop = 0, equal = -1, verdict = -1;
+    int stop = 0, equal = -1;
+    vdkit_verdict verdict = { .struct_size = sizeof verdict };
     vdkit_monitor monitor = { .struct_size = sizeof monitor, .progress = count_updates, .user = &stop };
     uint64_t errors = 99, required = 0, full = 0;
     vdkit_disk *a = NULL, *b = NULL;
@@ -614,11 +616,15 @@ static void jobs(void)
     OK(vdkit_measure("threads.qcow2", NULL, "qcow2", NULL, NULL, &required, &full));
     CHECK(required > 0 && full > required);
     OK(vdkit_compact("into.qcow2", NULL, NULL, NULL));
-    OK(vdkit_inspect("threads.qcow2", "qcow2", 0, &verdict, &report));
-    CHECK(verdict == VDKIT_ACCEPT);
+    OK(vdkit_inspect("threads.qcow2", "qcow2", 0, NULL, &verdict, &report));
+    CHECK(verdict.verdict == VDKIT_ACCEPT && verdict.findings == 0 && verdict.virtual_size == 4 * MIB);
+    CHECK(strcmp(verdict.format, "qcow2") == 0 && verdict.file_length > 0 && verdict.data_bytes > 0);
     vdkit_free(report);
-    OK(vdkit_inspect("threads.qcow2", "vmdk", VDKIT_INSPECT_STRICT, &verdict, NULL));
-    CHECK(verdict == VDKIT_REFUSE);
+    OK(vdkit_inspect("threads.qcow2", "vmdk", VDKIT_INSPECT_STRICT, NULL, &verdict, NULL));
+    CHECK(verdict.verdict == VDKIT_REFUSE && verdict.findings > 0);
+    verdict.struct_size = 1;
+    CHECK(vdkit_inspect("threads.qcow2", NULL, 0, NULL, &verdict, NULL) == VDKIT_E_USAGE);
+    CHECK(vdkit_inspect("threads.qcow2", NULL, 0, NULL, NULL, NULL) == VDKIT_E_USAGE);
 
     vdkit_open_options *options = writing("qcow2");
     OK(vdkit_open("top.qcow2", options, &a));
@@ -637,17 +643,33 @@ static void jobs(void)
     OK(vdkit_close(a));
 }
 
-/* Each job that may take long is ended by its monitor, and leaves all as it was. */
+/* Each job is ended by its monitor, and leaves all as it was. */
 static void ended(void)
 {
-    int stop = 1;
+    int stop = 1, equal = -1;
+    vdkit_verdict verdict = { .struct_size = sizeof verdict };
     vdkit_monitor monitor = { .struct_size = sizeof monitor, .progress = count_updates, .user = &stop };
     vdkit_create_options *new;
     vdkit_open_options *options = writing("qcow2");
-    vdkit_disk *disk;
+    vdkit_disk *disk, *other;
     char *json;
 
     CHECK(vdkit_measure("threads.qcow2", NULL, "qcow2", NULL, &monitor, NULL, NULL) == VDKIT_E_INTERRUPTED);
+    CHECK(vdkit_check("threads.qcow2", NULL, VDKIT_REPAIR_ALL, &monitor, NULL, NULL) == VDKIT_E_INTERRUPTED);
+    CHECK(vdkit_compact("threads.qcow2", NULL, &monitor, NULL) == VDKIT_E_INTERRUPTED);
+    CHECK(vdkit_inspect("threads.qcow2", NULL, 0, &monitor, &verdict, NULL) == VDKIT_E_INTERRUPTED);
+    CHECK(verdict.verdict == VDKIT_UNKNOWN);
+    OK(create("ended.qcow2", "qcow2", 0, NULL, "threads.qcow2"));
+    OK(vdkit_open("ended.qcow2", options, &disk));
+    OK(vdkit_pwrite(disk, "ended", 5, 0));
+    OK(vdkit_close(disk));
+    CHECK(vdkit_commit("ended.qcow2", NULL, NULL, 0, &monitor, NULL) == VDKIT_E_INTERRUPTED);
+    CHECK(vdkit_rebase("ended.qcow2", NULL, NULL, NULL, 0, &monitor, NULL) == VDKIT_E_INTERRUPTED);
+    OK(vdkit_open("ended.qcow2", NULL, &disk));
+    OK(vdkit_open("threads.qcow2", NULL, &other));
+    CHECK(vdkit_compare(disk, other, 0, &monitor, &equal, NULL) == VDKIT_E_INTERRUPTED);
+    OK(vdkit_close(other));
+    OK(vdkit_close(disk));
     OK(vdkit_create_options_new(&new));
     OK(vdkit_create_options_add(new, "preallocation=full"));
     CHECK(vdkit_create("never.qcow2", "qcow2", 4 * MIB, new, 0, &monitor) == VDKIT_E_INTERRUPTED);
@@ -658,6 +680,8 @@ static void ended(void)
     OK(vdkit_snapshots(disk, &json));
     CHECK(strcmp(json, "[]") == 0);
     vdkit_free(json);
+    CHECK(vdkit_bitmap(disk, VDKIT_BITMAP_ADD, "never", 0, &monitor) == VDKIT_E_INTERRUPTED);
+    CHECK(vdkit_bitmap(disk, VDKIT_BITMAP_REMOVE, "never", 0, NULL) == VDKIT_E_USAGE);
     OK(vdkit_close(disk));
 
     OK(vdkit_create_options_new(&new));
@@ -710,8 +734,22 @@ static void forked(void)
     vdkit_open_options_free(options);
 }
 
+/* The library handles no signals, and leaves SIGPIPE as it is. */
+static void signals(void)
+{
+    for (int number = 1; number < 32; number++) {
+        struct sigaction action;
+        if (sigaction(number, NULL, &action) == 0)
+            CHECK(action.sa_handler == SIG_DFL || action.sa_handler == SIG_IGN);
+    }
+    struct sigaction pipe;
+    sigaction(SIGPIPE, NULL, &pipe);
+    CHECK(pipe.sa_handler == SIG_DFL);
+}
+
 int main(int argc, char **argv)
 {
+    signal(SIGPIPE, SIG_DFL); /* who runs this may have ignored it */
     char *formats = vdkit_formats();
 
     CHECK(VDKIT_API_VERSION == 1 && strlen(vdkit_version()) > 2);
@@ -735,6 +773,7 @@ int main(int argc, char **argv)
     encrypted_images();
     kinds_of_errors();
     no_space();
+    signals();
     (void)argv;
     if (argc == 1) /* valgrind calls what other threads held lost, in a child */
         forked();

@@ -142,6 +142,30 @@ fn declared(line: &str) -> Option<&str> {
 }
 
 #[test]
+fn each_function_has_a_manual_page() {
+    if !require_peer("python3") {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    must(Command::new(Path::new(HERE).join("../../scripts/c-manual")).arg(folder.path()));
+    let header = std::fs::read_to_string(format!("{HERE}/include/vdkit.h")).unwrap();
+    let page = |name: &str| {
+        let path = folder.path().join(format!("{name}.3"));
+        std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{name}: {error}"))
+    };
+    let overview = page("libvdkit");
+    for function in functions(&header) {
+        assert!(overview.contains(&format!("\\fB{function}\\fP(3)")), "{function}");
+        assert!(page(function).contains(&format!("{function} \\- ")), "{function}");
+    }
+    let convert = page("vdkit_convert");
+    for part in ["VDKIT_CONVERT_VERIFY", "fBvdkit_free", "const vdkit_monitor *monitor", "progress"]
+    {
+        assert!(convert.contains(part), "{part}");
+    }
+}
+
+#[test]
 fn the_header_is_good_for_cpp() {
     let folder = tempfile::tempdir().unwrap();
     let source = folder.path().join("a.cc");

@@ -12,28 +12,48 @@ static void amending(void)
     CHECK(vdkit_amend("old.qcow2", NULL, NULL, NULL, NULL) == VDKIT_E_USAGE);
 }
 
+/* What its monitor ends leaves the keys as they are. */
+static void key_slots_ended(const vdkit_open_options *options)
+{
+    int stop = 1;
+    vdkit_monitor monitor = { .struct_size = sizeof monitor, .progress = count_updates, .user = &stop };
+    char *before = NULL, *json = NULL;
+
+    OK(vdkit_keys("encrypted.qcow2", options, NULL, &before));
+    CHECK(vdkit_keys("encrypted.qcow2", options, &monitor, &json) == VDKIT_E_INTERRUPTED && json == NULL);
+    for (uint32_t flags = 0; flags <= VDKIT_KEY_REPLACE; flags++)
+        CHECK(vdkit_key_add("encrypted.qcow2", options, "never", 5, 10, flags, &monitor, NULL) ==
+              VDKIT_E_INTERRUPTED);
+    CHECK(vdkit_key_remove("encrypted.qcow2", options, 1, 0, &monitor, NULL) == VDKIT_E_INTERRUPTED);
+    OK(vdkit_keys("encrypted.qcow2", options, NULL, &json));
+    CHECK(strcmp(before, json) == 0);
+    vdkit_free(before);
+    vdkit_free(json);
+}
+
 /* "encrypted.qcow2" has the key "first", says the program that runs this one. */
 static void key_slots(void)
 {
     vdkit_open_options *options = writing("qcow2");
     char *json = NULL;
 
-    CHECK(vdkit_key_add("encrypted.qcow2", options, "second", 6, 10, 0, NULL) < 0);
+    CHECK(vdkit_key_add("encrypted.qcow2", options, "second", 6, 10, 0, NULL, NULL) < 0);
     OK(vdkit_open_options_add_key(options, "first", 5));
-    OK(vdkit_key_add("encrypted.qcow2", options, "second", 6, 10, 0, NULL));
-    OK(vdkit_keys("encrypted.qcow2", options, &json));
+    OK(vdkit_key_add("encrypted.qcow2", options, "second", 6, 10, 0, NULL, NULL));
+    OK(vdkit_keys("encrypted.qcow2", options, NULL, &json));
     CHECK(strstr(json, "\"opened\":[0]") != NULL);
     vdkit_free(json);
-    OK(vdkit_key_add("encrypted.qcow2", options, "third", 5, 10, VDKIT_KEY_REPLACE, NULL));
-    CHECK(vdkit_key_add("encrypted.qcow2", options, "fourth", 6, 10, 0, NULL) < 0);
+    OK(vdkit_key_add("encrypted.qcow2", options, "third", 5, 10, VDKIT_KEY_REPLACE, NULL, NULL));
+    CHECK(vdkit_key_add("encrypted.qcow2", options, "fourth", 6, 10, 0, NULL, NULL) < 0);
     vdkit_open_options_free(options);
     options = writing("qcow2");
     OK(vdkit_open_options_add_key(options, "third", 5));
-    CHECK(vdkit_key_remove("encrypted.qcow2", options, 1, 0x80, NULL) == VDKIT_E_USAGE);
-    OK(vdkit_key_remove("encrypted.qcow2", options, 1, 0, &json));
+    key_slots_ended(options);
+    CHECK(vdkit_key_remove("encrypted.qcow2", options, 1, 0x80, NULL, NULL) == VDKIT_E_USAGE);
+    OK(vdkit_key_remove("encrypted.qcow2", options, 1, 0, NULL, &json));
     CHECK(strstr(json, "\"removed-slots\":[1]") != NULL);
     vdkit_free(json);
-    CHECK(vdkit_keys("old.qcow2", options, &json) < 0 && json == NULL);
+    CHECK(vdkit_keys("old.qcow2", options, NULL, &json) < 0 && json == NULL);
     vdkit_open_options_free(options);
 }
 

@@ -8,7 +8,8 @@ use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use vdkit::{
-    BackingChoice, DiskPlace, Error, GuestOffset, OpenOptions, RefPolicy, Result, Secret, jobs,
+    BackingChoice, DiskPlace, Error, GuestOffset, NewBitmap, OpenOptions, RefPolicy, Result,
+    Secret, jobs,
 };
 
 use crate::errors::{misuse, raise};
@@ -227,20 +228,32 @@ impl Disk {
         self.with(py, vdkit::Disk::flush)
     }
 
-    fn resize(&self, py: Python<'_>, size: u64, shrink: bool) -> PyResult<()> {
+    fn resize(
+        &self,
+        py: Python<'_>,
+        size: u64,
+        shrink: bool,
+        progress: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
         let mut options = jobs::ResizeOptions::default();
         options.shrink = shrink;
-        run(py, None, |monitor| self.call(|disk| jobs::resize(disk, size, &options, monitor)))
+        run(py, progress, |monitor| self.call(|disk| jobs::resize(disk, size, &options, monitor)))
     }
 
-    fn snapshot(&self, py: Python<'_>, action: &str, name: String) -> PyResult<()> {
+    fn snapshot(
+        &self,
+        py: Python<'_>,
+        action: &str,
+        name: String,
+        progress: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
         let action = match action {
             "create" => jobs::SnapshotAction::Create(name),
             "apply" => jobs::SnapshotAction::Apply(name),
             "delete" => jobs::SnapshotAction::Delete(name),
             other => return Err(misuse(py, format!("unknown action '{other}'"))),
         };
-        run(py, None, |monitor| {
+        run(py, progress, |monitor| {
             self.call(|disk| jobs::snapshot(disk, &action, monitor).map(|_| ()))
         })
     }
@@ -278,6 +291,27 @@ impl Disk {
                 Ok((extent.at.0, extent.len, depth, zero, allocated, compressed, file, at))
             });
             rows.collect()
+        })
+    }
+
+    /// Changes a dirty bitmap; durable on return.
+    fn bitmap(
+        &self,
+        py: Python<'_>,
+        action: &str,
+        name: &str,
+        granularity: Option<u64>,
+    ) -> PyResult<()> {
+        self.with(py, |disk| {
+            let bitmaps = jobs::bitmaps(disk)?;
+            match action {
+                "add" => bitmaps.add(&NewBitmap { name, granularity, enabled: true }),
+                "remove" => bitmaps.remove(name),
+                "clear" => bitmaps.clear(name),
+                "enable" => bitmaps.set_enabled(name, true),
+                "disable" => bitmaps.set_enabled(name, false),
+                other => Err(Error::invalid(format!("unknown action '{other}'"))),
+            }
         })
     }
 

@@ -1,7 +1,6 @@
 //! Long work: it runs on a thread of its own, while the calling thread looks for signals.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
@@ -9,17 +8,15 @@ use parking_lot::Mutex;
 use pyo3::prelude::*;
 use vdkit::jobs::inspect::{InspectOptions, inspect as judge};
 use vdkit::jobs::{
-    self, CommitOptions, CompareOptions, ConvertOptions, CreateOptions, Destination, ExistingImage,
-    NewBacking, NewImage, RebaseOptions, Source,
+    self, CommitOptions, CompareOptions, ConvertOptions, Destination, ExistingImage, NewBacking,
+    NewImage, RebaseOptions, Source,
 };
-use vdkit::nbd::{Address, Exports, Listener, ServerOptions};
-use vdkit::serve::{Export, ExportOptions};
 use vdkit::storage::FileOptions;
 use vdkit::{
-    CancelToken, Codec, CompressionSpec, Error, IoAction, Monitor, Options, Progress, Repair,
-    Result,
+    CancelToken, Codec, CompactOptions, CompressionSpec, Error, Monitor, Progress, Repair, Result,
 };
 
+use crate::creation::{Wanted, format_options};
 use crate::disk::{Disk, Opening};
 use crate::errors::{misuse, no_thread, raise};
 
@@ -52,7 +49,7 @@ impl Progress for Teller {
     }
 }
 
-/// Runs a job on another thread. `progress` is called as `progress(done, total)` from this one; its
+/// Runs a job on another thread. `progress` is called as `progress(done, total)` from this one, or is a bar; its
 /// exceptions, and those of signal handlers, cancel the job and are raised when it has ended. Notes
 /// become warnings.
 pub(crate) fn run<T: Send>(
@@ -139,15 +136,20 @@ fn tell(
         && board.total > 0
         && now != *told
     {
-        progress.call1(now)?;
+        match progress.is_callable() {
+            true => progress.call1(now)?,
+            false => advance(progress, now)?,
+        };
         *told = now;
     }
     Ok(())
 }
 
-fn format_options(format: &str, options: &[String]) -> Result<Options> {
-    let specs = vdkit::format(format)?.options();
-    Options::parse(format, specs, options.iter().map(String::as_str))
+/// Moves a progress bar that counts as tqdm's do: `update` takes what is added to `n`.
+fn advance<'py>(bar: &Bound<'py, PyAny>, (done, total): (u64, u64)) -> PyResult<Bound<'py, PyAny>> {
+    bar.setattr("total", total)?;
+    let step = bar.getattr("n")?.neg()?.add(done)?;
+    bar.call_method1("update", (step,))
 }
 
 /// The names of all formats.
@@ -158,35 +160,12 @@ pub(crate) fn formats() -> Vec<&'static str> {
 
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "the Python side has them by name")]
-pub(crate) fn create(
-    py: Python<'_>,
-    path: PathBuf,
-    format: &str,
-    size: Option<u64>,
-    options: Vec<String>,
-    backing: Option<String>,
-    backing_format: Option<String>,
-    replace: bool,
-) -> PyResult<u64> {
-    run(py, None, |monitor| {
-        let image = CreateOptions::new(&path, vdkit::format(format)?)
-            .guest_bytes(size)
-            .options(format_options(format, &options)?)
-            .backing(backing.map(|name| NewBacking::new(name, backing_format)))
-            .replace(replace);
-        jobs::create(&vdkit::registry(), &image, monitor)
-    })
-    .map(|made| made.guest_bytes)
-}
-
-#[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "the Python side has them by name")]
 pub(crate) fn convert(
     py: Python<'_>,
     source: &Bound<'_, Disk>,
     target: PathBuf,
     format: Option<String>,
-    options: Vec<String>,
+    wanted: Wanted,
     compress: bool,
     verify: bool,
     into: bool,
@@ -194,7 +173,7 @@ pub(crate) fn convert(
 ) -> PyResult<String> {
     let source = Source::new(vec![source.get().take(py)?]);
     let converted = run(py, progress, |monitor| {
-        convert_to(&source, target, format, &options, [compress, verify, into], monitor)
+        convert_to(&source, target, format, &wanted, [compress, verify, into], monitor)
     });
     // What was written to it before may not be durable yet.
     let closed = py.detach(move || source.disks().iter().try_for_each(vdkit::Disk::close));
@@ -207,23 +186,29 @@ fn convert_to(
     source: &Source,
     target: PathBuf,
     format: Option<String>,
-    options: &[String],
+    wanted: &Wanted,
     [compress, verify, into]: [bool; 3],
     monitor: &Monitor<'_>,
 ) -> Result<jobs::ConvertReport> {
-    let destination = if into {
-        if !options.is_empty() {
-            return Err(Error::invalid("an image that exists keeps its options"));
-        }
-        Destination::Into(ExistingImage::new(target).format(format))
+    let mut codec = Codec::Deflate;
+    let mut how = if into {
+        let existing = ExistingImage::new(target).format(format);
+        let mut how = ConvertOptions::new(Destination::Into(existing));
+        how.keys.extend(wanted.only_key()?);
+        how
     } else {
         let format = format.ok_or_else(|| Error::invalid("a new image needs a format"))?;
-        let options = format_options(&format, options)?;
-        Destination::New(NewImage::new(target, format).options(options))
+        let driver = vdkit::format(&format)?;
+        let options = wanted.of_format(driver)?;
+        if options.text("compression_type") == Some("zstd") {
+            codec = Codec::Zstd;
+        }
+        let (reference, backing) = wanted.backing_of(&target)?.unzip();
+        let new = NewImage::new(target, format).options(options).backing(reference);
+        let mut how = ConvertOptions::new(Destination::New(new));
+        how.backing = backing;
+        how
     };
-    let zstd = options.iter().any(|option| option == "compression_type=zstd");
-    let codec = if zstd { Codec::Zstd } else { Codec::Deflate };
-    let mut how = ConvertOptions::new(destination);
     how.compress = compress.then_some(CompressionSpec { codec, level: None });
     how.verify = verify;
     jobs::convert(&vdkit::registry(), source, &how, monitor)
@@ -272,11 +257,12 @@ pub(crate) fn measure(
     source: &Bound<'_, Disk>,
     format: &str,
     options: Vec<String>,
+    progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<String> {
     let source = source.get();
-    let report = run(py, None, |monitor| {
+    let report = run(py, progress, |monitor| {
         let driver = vdkit::format(format)?;
-        let options = format_options(format, &options)?;
+        let options = format_options(driver, &options)?;
         source.call(|disk| jobs::measure(std::slice::from_ref(disk), driver, &options, monitor))
     })?;
     Ok(json_of(&report))
@@ -326,6 +312,21 @@ pub(crate) fn rebase(
 }
 
 #[pyfunction]
+pub(crate) fn compact(
+    py: Python<'_>,
+    path: PathBuf,
+    opening: Opening,
+    zero_scan: bool,
+    progress: Option<&Bound<'_, PyAny>>,
+) -> PyResult<String> {
+    let done = run(py, progress, |monitor| {
+        let how = CompactOptions::default().zero_scan(zero_scan);
+        jobs::compact(&vdkit::registry(), &path, &opening.options()?, how, monitor)
+    })?;
+    Ok(json_of(&done.report))
+}
+
+#[pyfunction]
 pub(crate) fn describe(py: Python<'_>, path: PathBuf, opening: Opening) -> PyResult<String> {
     abandonable(py, move || {
         let report = vdkit::describe_chain(&vdkit::registry(), &path, &opening.options()?)?;
@@ -345,104 +346,12 @@ pub(crate) fn inspect(
     format: Option<String>,
     strict: bool,
 ) -> PyResult<String> {
-    let report = run(py, None, |_monitor| {
+    // It only reads, and ends by itself.
+    abandonable(py, move || {
         let storage = vdkit::registry().open_storage(&path, &FileOptions::read_only())?;
         let mut options = InspectOptions::default();
         options.format = format;
         options.strict = strict;
-        judge(storage, &options)
-    })?;
-    Ok(json_of(&report))
-}
-
-/// A running NBD server.
-#[pyclass(frozen, module = "vdkit._vdkit")]
-pub(crate) struct Server {
-    export: Arc<Export>,
-    running: Mutex<Option<vdkit::nbd::Server>>,
-    uri: String,
-}
-
-#[pyfunction]
-pub(crate) fn serve(
-    py: Python<'_>,
-    disk: &Bound<'_, Disk>,
-    address: &str,
-    name: String,
-    read_only: bool,
-) -> PyResult<Server> {
-    let disk = disk.get().take(py)?;
-    let started = py.detach(|| {
-        let failed =
-            |source| Error::File { file: address.to_owned(), action: IoAction::Open, source };
-        let listening = address
-            .parse()
-            .map_err(Error::invalid)
-            .and_then(|parsed: Address| Listener::bind(&parsed).map_err(failed));
-        let listener = match listening {
-            Ok(listener) => listener,
-            Err(error) => {
-                // The first error is raised.
-                let _ = disk.close();
-                return Err(error);
-            }
-        };
-        let uri = listener.uri(&name, false);
-        let mut options = ExportOptions::default();
-        (options.name, options.read_only) = (name, read_only);
-        let export = Export::new(disk, options);
-        let exports = Exports::new(vec![export.clone()]);
-        match vdkit::nbd::Server::start(exports, vec![listener], ServerOptions::default()) {
-            Ok(running) => Ok(Server { export, running: Mutex::new(Some(running)), uri }),
-            Err(source) => {
-                let _ = export.close();
-                Err(failed(source))
-            }
-        }
-    });
-    started.map_err(|error| raise(py, &error))
-}
-
-#[pymethods]
-impl Server {
-    #[getter]
-    fn uri(&self) -> &str {
-        &self.uri
-    }
-
-    #[getter]
-    fn clients(&self, py: Python<'_>) -> usize {
-        py.detach(|| {
-            let running = self.running.lock();
-            running.as_ref().map_or(0, vdkit::nbd::Server::connections)
-        })
-    }
-
-    /// Ends it; requests that have begun have so many seconds. May be called again.
-    fn stop(&self, py: Python<'_>, drain: f64) -> PyResult<()> {
-        // `inf`, and what no clock can tell, is no limit.
-        let most = if drain > 0.0 { Duration::MAX } else { Duration::ZERO };
-        let drain = Duration::try_from_secs_f64(drain).unwrap_or(most);
-        self.end(py, drain).map_err(|error| raise(py, &error))
-    }
-}
-
-impl Server {
-    /// Without the interpreter's lock, which a request needs whose disk is a file object.
-    fn end(&self, py: Python<'_>, drain: Duration) -> Result<()> {
-        py.detach(|| {
-            let running = self.running.lock().take();
-            let Some(running) = running else { return Ok(()) };
-            self.export.end_waiting();
-            running.stop(drain);
-            self.export.close()
-        })
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        // Nobody is there to get an error.
-        let _ = Python::attach(|py| self.end(py, Duration::ZERO));
-    }
+        Ok(json_of(&judge(storage, &options)?))
+    })
 }

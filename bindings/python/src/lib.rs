@@ -3,10 +3,13 @@
 //!
 //! The interpreter's lock is released around everything that may wait.
 
+mod creation;
 mod disk;
 mod errors;
 mod jobs;
+mod keys;
 mod memory;
+mod server;
 mod source;
 
 use pyo3::prelude::*;
@@ -14,12 +17,17 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _vdkit {
     #[pymodule_export]
+    use super::creation::create;
+    #[pymodule_export]
     use super::disk::Disk;
     #[pymodule_export]
     use super::jobs::{
-        Server, check, commit, compare, convert, create, describe, formats, inspect, measure,
-        rebase, serve,
+        check, commit, compact, compare, convert, describe, formats, inspect, measure, rebase,
     };
+    #[pymodule_export]
+    use super::keys::{amend, key_add, key_remove, keys};
+    #[pymodule_export]
+    use super::server::{Server, serve, serve_vhost_user};
     use super::*;
 
     #[pymodule_init]

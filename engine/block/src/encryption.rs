@@ -12,6 +12,7 @@ use serde::Serialize;
 use zeroize::Zeroizing;
 
 use crate::error::Result;
+use crate::monitor::Monitor;
 use crate::units::{GuestOffset, HostOffset};
 
 /// Unit of encryption in bytes. Reads and writes of encrypted data are multiples of it.
@@ -131,19 +132,27 @@ pub trait KeySlots: fmt::Debug {
     /// All slots.
     fn slots(&self) -> Vec<KeySlot>;
 
-    /// Slots that a passphrase opens.
+    /// Slots that a passphrase opens. Like the other methods that derive keys, it reports each slot that it
+    /// tried, and `monitor` cancels it before the next derivation.
     ///
     /// # Errors
-    /// I/O; a slot whose key derivation exceeds the limits.
-    fn opened_by(&self, key: &Secret) -> Result<Vec<u32>>;
+    /// I/O; a slot whose key derivation exceeds the limits; [`crate::Error::Interrupted`].
+    fn opened_by(&self, key: &Secret, monitor: &Monitor<'_>) -> Result<Vec<u32>>;
 
     /// Adds a passphrase `new` and returns its slot. `key` must open the image. `milliseconds` is
     /// the target time of one key derivation.
     ///
     /// # Errors
-    /// [`crate::Error::Key`] if `key` opens no slot; [`crate::Error::Invalid`] if no slot is free.
-    fn add(&mut self, key: &Secret, new: &Secret, milliseconds: u64) -> Result<u32> {
-        self.add_in(None, key, new, milliseconds)
+    /// [`crate::Error::Key`] if `key` opens no slot; [`crate::Error::Invalid`] if no slot is free;
+    /// [`crate::Error::Interrupted`], and then no slot has the new key.
+    fn add(
+        &mut self,
+        key: &Secret,
+        new: &Secret,
+        milliseconds: u64,
+        monitor: &Monitor<'_>,
+    ) -> Result<u32> {
+        self.add_in(None, key, new, milliseconds, monitor)
     }
 
     /// As [`KeySlots::add`], in this slot, which must be free; `None` is the first free one.
@@ -157,6 +166,7 @@ pub trait KeySlots: fmt::Debug {
         key: &Secret,
         new: &Secret,
         milliseconds: u64,
+        monitor: &Monitor<'_>,
     ) -> Result<u32>;
 
     /// Wipes a slot, whatever its content.

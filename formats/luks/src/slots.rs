@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vdkit_block::{
-    Error, HostOffset, KeySlot, KeySlots, Limits, Result, Secret, SectorCipher, Storage,
+    Error, HostOffset, KeySlot, KeySlots, Limits, Monitor, Result, Secret, SectorCipher, Storage,
     require_within,
 };
 use zerocopy::IntoBytes;
@@ -118,24 +118,30 @@ impl Method {
 }
 
 /// Work of trying one key on all slots together: an untrusted header has eight.
-struct Work {
+struct Work<'a> {
     limit: u64,
     done: u64,
+    monitor: &'a Monitor<'a>,
 }
 
-impl Work {
-    fn new(limits: &Limits) -> Self {
-        Self { limit: limits.key_rounds_max, done: 0 }
+impl<'a> Work<'a> {
+    fn new(limits: &Limits, monitor: &'a Monitor<'a>) -> Self {
+        Self { limit: limits.key_rounds_max, done: 0, monitor }
     }
 
-    /// Counts rounds before they run.
+    /// Counts rounds before they run; fails if the work is cancelled.
     fn take(&mut self, file: &str, rounds: u64) -> Result<()> {
+        self.monitor.cancel.check()?;
         let found = self.done.saturating_add(rounds);
         let what = "the work of trying a key, in rounds of its derivation,";
         require_within(file, what, found, self.limit)?;
         self.done = found;
         Ok(())
     }
+}
+
+fn tell_tried(monitor: &Monitor<'_>, number: usize) {
+    monitor.progress.update(number as u64 + 1, SLOTS as u64);
 }
 
 /// A header in a file, with its key slots.
@@ -174,7 +180,8 @@ impl LuksSlots {
             return Err(Error::no_key(file, "luks"));
         }
         for key in keys {
-            let cipher = self.find(&method, key)?.and_then(|(_, key)| method.spec.with_key(&key));
+            let found = self.find(&method, key, &Monitor::default())?;
+            let cipher = found.and_then(|(_, key)| method.spec.with_key(&key));
             wipe_stack();
             if let Some(cipher) = cipher {
                 return Ok(Arc::new(cipher));
@@ -197,11 +204,18 @@ impl LuksSlots {
 
     /// The slot that a passphrase opens, and the image's key. Slots that exceed the work limit are
     /// skipped; that is an error only if no other slot opens.
-    fn find(&self, method: &Method, passphrase: &Secret) -> Result<Option<(usize, VolumeKey)>> {
+    fn find(
+        &self,
+        method: &Method,
+        passphrase: &Secret,
+        monitor: &Monitor<'_>,
+    ) -> Result<Option<(usize, VolumeKey)>> {
         let mut too_much = None;
-        let mut work = Work::new(&self.limits);
+        let mut work = Work::new(&self.limits, monitor);
         for number in 0..SLOTS {
-            match self.try_slot(method, number, passphrase, &mut work) {
+            let tried = self.try_slot(method, number, passphrase, &mut work);
+            tell_tried(monitor, number);
+            match tried {
                 Ok(Some(key)) => return Ok(Some((number, key))),
                 Ok(None) => {}
                 Err(error @ Error::Limit { .. }) => too_much = too_much.or(Some(error)),
@@ -216,7 +230,7 @@ impl LuksSlots {
         method: &Method,
         number: usize,
         passphrase: &Secret,
-        work: &mut Work,
+        work: &mut Work<'_>,
     ) -> Result<Option<VolumeKey>> {
         let (header, raw, hash) = (&self.header, &self.header.raw, method.hash);
         let slot = &raw.key_slots[number];
@@ -295,14 +309,15 @@ impl KeySlots for LuksSlots {
         self.header.raw.key_slots.iter().enumerate().map(slot).collect()
     }
 
-    fn opened_by(&self, key: &Secret) -> Result<Vec<u32>> {
+    fn opened_by(&self, key: &Secret, monitor: &Monitor<'_>) -> Result<Vec<u32>> {
         let method = Method::of(&self.header, self.storage.name())?;
         let mut opened = Vec::new();
-        let mut work = Work::new(&self.limits);
+        let mut work = Work::new(&self.limits, monitor);
         for number in 0..SLOTS {
             if self.try_slot(&method, number, key, &mut work)?.is_some() {
                 opened.push(number as u32);
             }
+            tell_tried(monitor, number);
         }
         wipe_stack();
         Ok(opened)
@@ -314,10 +329,11 @@ impl KeySlots for LuksSlots {
         key: &Secret,
         new: &Secret,
         milliseconds: u64,
+        monitor: &Monitor<'_>,
     ) -> Result<u32> {
         let file = self.storage.name().to_owned();
         let method = Method::of(&self.header, &file)?;
-        let Some((_, volume_key)) = self.find(&method, key)? else {
+        let Some((_, volume_key)) = self.find(&method, key, monitor)? else {
             return Err(self.wrong_key("the key"));
         };
         let number = self.free_slot(slot)?;
@@ -326,6 +342,7 @@ impl KeySlots for LuksSlots {
             ..self.header.raw.key_slots[number].clone()
         };
         random(&file, &mut slot.salt)?;
+        monitor.cancel.check()?;
         let material = method.lock(&file, &volume_key, new, &slot)?;
         self.storage.write_at(&material, self.at(self.header.material_area(number).start))?;
         self.storage.write_at(slot.as_bytes(), self.slot_at(number))?;
@@ -333,7 +350,9 @@ impl KeySlots for LuksSlots {
         // Update the slot only after the new key is known to open it.
         slot.active = ACTIVE.into();
         let before = std::mem::replace(&mut self.header.raw.key_slots[number], slot.clone());
-        match self.try_slot(&method, number, new, &mut Work::new(&self.limits)) {
+        let tried = self.try_slot(&method, number, new, &mut Work::new(&self.limits, monitor));
+        tell_tried(monitor, number);
+        match tried.and_then(|found| monitor.cancel.check().map(|()| found)) {
             Ok(Some(found)) if found == volume_key => {}
             other => {
                 self.header.raw.key_slots[number] = before;

@@ -1,10 +1,12 @@
 //! Creating, opening and damaging containers; changing key slots, also under power cuts.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use vdkit_block::{
-    CreateRequest, Creation, Error, Format, FormatDriver, HostOffset, KeySlots, KeyedImages,
-    Limits, OpenRequest, Options, Result, Secret, Storage, StorageExt,
+    CancelToken, CreateRequest, Creation, Error, Format, FormatDriver, HostOffset, KeySlots,
+    KeyedImages, Limits, Monitor, OpenRequest, Options, Progress, Result, Secret, Storage,
+    StorageExt,
 };
 use vdkit_luks::{HEADER_BYTES, Header, HeaderPlace, LuksDriver, LuksSlots, SLOTS};
 use vdkit_storage::MemoryStorage;
@@ -243,7 +245,7 @@ fn work_is_bounded_before_it_is_done() {
     }
     // A cheap slot still opens.
     let mut all = slots(storage.clone());
-    assert_eq!(all.add(&secret("first"), &secret("second"), 0).unwrap(), 1);
+    assert_eq!(all.add(&secret("first"), &secret("second"), 0, &Monitor::default()).unwrap(), 1);
     storage.write_at(&u32::MAX.to_be_bytes(), HostOffset(208 + 4)).unwrap();
     let storage: Arc<dyn Storage> = storage;
     assert!(opens(&storage, "second"));
@@ -296,12 +298,20 @@ fn any_damage_is_an_answer_and_never_a_panic() {
 fn a_key_gets_the_slot_that_is_named() {
     let storage: Arc<dyn Storage> = made(64 << 10, "cipher-alg=aes-128").unwrap();
     let mut all = slots(storage.clone());
-    assert_eq!(all.add_in(Some(5), &secret("first"), &secret("fifth"), 0).unwrap(), 5);
-    assert_eq!(all.opened_by(&secret("fifth")).unwrap(), [5]);
-    assert_eq!(all.add(&secret("fifth"), &secret("next"), 0).unwrap(), 1);
-    assert_eq!(slots(storage.clone()).opened_by(&secret("fifth")).unwrap(), [5]);
+    assert_eq!(
+        all.add_in(Some(5), &secret("first"), &secret("fifth"), 0, &Monitor::default()).unwrap(),
+        5
+    );
+    assert_eq!(all.opened_by(&secret("fifth"), &Monitor::default()).unwrap(), [5]);
+    assert_eq!(all.add(&secret("fifth"), &secret("next"), 0, &Monitor::default()).unwrap(), 1);
+    assert_eq!(
+        slots(storage.clone()).opened_by(&secret("fifth"), &Monitor::default()).unwrap(),
+        [5]
+    );
     for (number, why) in [(5, "is in use"), (0, "is in use"), (8, "from 0 to 7")] {
-        let error = all.add_in(Some(number), &secret("first"), &secret("x"), 0).unwrap_err();
+        let error = all
+            .add_in(Some(number), &secret("first"), &secret("x"), 0, &Monitor::default())
+            .unwrap_err();
         assert!(error.to_string().contains(why), "{error}");
     }
     assert!(!opens(&storage, "x"));
@@ -313,15 +323,27 @@ fn eight_keys_open_and_a_ninth_has_no_place() {
     let mut all = slots(storage.clone());
     for number in 1..SLOTS as u32 {
         let key = format!("key {number}");
-        assert_eq!(all.add(&secret("first"), &secret(&key), 0).unwrap(), number);
+        assert_eq!(
+            all.add(&secret("first"), &secret(&key), 0, &Monitor::default()).unwrap(),
+            number
+        );
     }
-    let error = all.add(&secret("first"), &secret("ninth"), 0).unwrap_err().to_string();
+    let error = all
+        .add(&secret("first"), &secret("ninth"), 0, &Monitor::default())
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("remove the key of one first"), "{error}");
     for number in 1..SLOTS as u32 {
         assert!(opens(&storage, &format!("key {number}")));
-        assert_eq!(all.opened_by(&secret(&format!("key {number}"))).unwrap(), [number]);
+        assert_eq!(
+            all.opened_by(&secret(&format!("key {number}")), &Monitor::default()).unwrap(),
+            [number]
+        );
     }
-    assert!(matches!(all.add(&secret("ninth"), &secret("x"), 0), Err(Error::Key { .. })));
+    assert!(matches!(
+        all.add(&secret("ninth"), &secret("x"), 0, &Monitor::default()),
+        Err(Error::Key { .. })
+    ));
     all.wipe(3).unwrap();
     assert!(!opens(&storage, "key 3") && opens(&storage, "key 4") && opens(&storage, "first"));
     assert!(all.wipe(8).is_err());
@@ -341,12 +363,13 @@ fn power_cuts_lock_nobody_out() {
         let first: Arc<dyn Storage> = made(4096, "cipher-alg=aes-128").unwrap();
         let mut all = slots(first.clone());
         for number in 1..in_use {
-            all.add(&secret("first"), &secret(&format!("key {number}")), 0).unwrap();
+            all.add(&secret("first"), &secret(&format!("key {number}")), 0, &Monitor::default())
+                .unwrap();
         }
         let crash = CrashStorage::holding(&*first);
         let storage: Arc<dyn Storage> = crash.clone();
         let mut all = slots(storage);
-        let added = all.add(&secret("first"), &secret("new"), 0).unwrap();
+        let added = all.add(&secret("first"), &secret("new"), 0, &Monitor::default()).unwrap();
         assert_eq!(added, in_use);
         let told_added = crash.ops();
         all.wipe(0).unwrap();
@@ -369,6 +392,47 @@ fn power_cuts_lock_nobody_out() {
     }
 }
 
+/// Cancels a job with its `left`th report.
+struct CancelsAfter {
+    left: AtomicU64,
+    cancel: CancelToken,
+}
+
+impl Progress for CancelsAfter {
+    fn update(&self, _done: u64, _total: u64) {
+        if self.left.fetch_sub(1, Ordering::Relaxed) == 1 {
+            self.cancel.cancel();
+        }
+    }
+
+    fn message(&self, _text: &str) {}
+}
+
+#[test]
+fn a_key_that_is_cancelled_is_not_added() {
+    let (first, second, new) = (secret("first"), secret("second"), secret("new"));
+    let mut cancelled = 0;
+    for left in 1.. {
+        let storage: Arc<dyn Storage> = made(4096, "cipher-alg=aes-128").unwrap();
+        let mut all = slots(storage.clone());
+        all.add(&first, &second, 0, &Monitor::default()).unwrap();
+        let before = all.slots();
+        let cancels = CancelsAfter { left: left.into(), cancel: CancelToken::default() };
+        let monitor = Monitor::new(&cancels).cancelled_by(cancels.cancel.clone());
+        let added = all.add(&second, &new, 0, &monitor);
+        assert!(opens(&storage, "first") && opens(&storage, "second"), "{left}");
+        assert_eq!(opens(&storage, "new"), added.is_ok(), "{left}");
+        if added.is_ok() {
+            break;
+        }
+        assert!(matches!(added, Err(Error::Interrupted)), "{added:?}");
+        assert_eq!(slots(storage).slots(), before, "{left}");
+        cancelled += 1;
+    }
+    // The slots tried by the old key, and the new one's.
+    assert_eq!(cancelled, 3);
+}
+
 #[test]
 fn a_failed_change_of_keys_leaves_the_old_ones() {
     let kinds = [FaultKind::Write, FaultKind::Sync, FaultKind::Read];
@@ -376,12 +440,16 @@ fn a_failed_change_of_keys_leaves_the_old_ones() {
         let mut nth = 0;
         loop {
             let first: Arc<dyn Storage> = made(4096, "cipher-alg=aes-128").unwrap();
-            slots(first.clone()).add(&secret("first"), &secret("second"), 0).unwrap();
+            slots(first.clone())
+                .add(&secret("first"), &secret("second"), 0, &Monitor::default())
+                .unwrap();
             let faulty = FaultyStorage::new(first.clone());
             let mut all = slots(faulty.clone());
             faulty.arm(FaultPlan::nth(&kinds, nth).torn(1));
             let changed = match change {
-                "add" => all.add(&secret("first"), &secret("new"), 0).map(|_| ()),
+                "add" => {
+                    all.add(&secret("first"), &secret("new"), 0, &Monitor::default()).map(|_| ())
+                }
                 _ => all.wipe(1),
             };
             assert_eq!(changed.is_err(), faulty.fired() > 0, "{change} {nth}");
@@ -392,7 +460,7 @@ fn a_failed_change_of_keys_leaves_the_old_ones() {
             let mut again = slots(first.clone());
             match change {
                 "add" if !opens(&first, "new") => {
-                    again.add(&secret("first"), &secret("new"), 0).unwrap();
+                    again.add(&secret("first"), &secret("new"), 0, &Monitor::default()).unwrap();
                     assert!(opens(&first, "new"), "{change} {nth}");
                 }
                 "wipe" => {

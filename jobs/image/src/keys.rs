@@ -3,9 +3,10 @@
 //! A key is removed only after another key was tried and is durable.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Serialize;
-use vdkit_block::{Error, KeySlot, KeySlots, Result, Secret};
+use vdkit_block::{Error, KeySlot, KeySlots, Monitor, Progress, Result, Secret};
 use vdkit_chain::{OpenOptions, Registry, open_image};
 
 /// The key slots of an image.
@@ -36,6 +37,37 @@ pub struct KeysAfter {
     pub removed: Vec<u32>,
     /// All slots now.
     pub slots: Vec<KeySlot>,
+}
+
+/// Progress over all keys: how many key slots were tried.
+struct Tries<'a> {
+    progress: &'a dyn Progress,
+    tried: AtomicU64,
+    total: u64,
+}
+
+impl<'a> Tries<'a> {
+    /// `passes`: how often all slots are tried.
+    fn new(monitor: &Monitor<'a>, image: &Image, passes: usize) -> Self {
+        let total = (image.slots.slots().len() * passes) as u64;
+        monitor.progress.update(0, total);
+        Self { progress: monitor.progress, tried: AtomicU64::new(0), total }
+    }
+
+    fn monitor<'t>(&'t self, of: &Monitor<'_>) -> Monitor<'t> {
+        Monitor::new(self).cancelled_by(of.cancel.clone())
+    }
+}
+
+impl Progress for Tries<'_> {
+    fn update(&self, _done: u64, _total: u64) {
+        let tried = self.tried.fetch_add(1, Ordering::Relaxed) + 1;
+        self.progress.update(tried, self.total.max(tried));
+    }
+
+    fn message(&self, text: &str) {
+        self.progress.message(text);
+    }
 }
 
 /// An image with key slots.
@@ -73,10 +105,15 @@ impl Image {
     }
 
     /// Slots opened by the keys, with the key for each.
-    fn opened<'k>(&self, keys: &'k [Secret]) -> Result<Vec<(u32, &'k Secret)>> {
+    fn opened<'k>(
+        &self,
+        keys: &'k [Secret],
+        monitor: &Monitor<'_>,
+    ) -> Result<Vec<(u32, &'k Secret)>> {
+        let tries = Tries::new(monitor, self, keys.len());
         let mut opened: Vec<(u32, &Secret)> = Vec::new();
         for key in keys {
-            for slot in self.slots.opened_by(key)? {
+            for slot in self.slots.opened_by(key, &tries.monitor(monitor))? {
                 if opened.iter().all(|(known, _)| *known != slot) {
                     opened.push((slot, key));
                 }
@@ -86,12 +123,12 @@ impl Image {
     }
 
     /// The first key that opens the image.
-    fn key<'k>(&self, keys: &'k [Secret]) -> Result<&'k Secret> {
+    fn key<'k>(&self, keys: &'k [Secret], monitor: &Monitor<'_>) -> Result<&'k Secret> {
         if keys.is_empty() {
             return Err(Error::no_key(&self.file, "luks"));
         }
         for key in keys {
-            if !self.slots.opened_by(key)?.is_empty() {
+            if !self.slots.opened_by(key, monitor)?.is_empty() {
                 return Ok(key);
             }
         }
@@ -111,13 +148,20 @@ impl Image {
     }
 }
 
-/// The key slots of an image, and those that the keys in `options` open.
+/// The key slots of an image, and those that the keys in `options` open. Progress is the number of slots that
+/// were tried.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for an image without key slots; errors of opening.
-pub fn list_keys(registry: &Registry, path: &Path, options: &OpenOptions) -> Result<ListedKeys> {
+/// [`Error::Unsupported`] for an image without key slots; errors of opening; [`Error::Interrupted`].
+pub fn list_keys(
+    registry: &Registry,
+    path: &Path,
+    options: &OpenOptions,
+    monitor: &Monitor<'_>,
+) -> Result<ListedKeys> {
     let (image, mut listed) = Image::open(registry, path, options, false)?;
-    listed.opened = image.opened(&options.keys)?.into_iter().map(|(slot, _)| slot).collect();
+    let opened = image.opened(&options.keys, monitor)?;
+    listed.opened = opened.into_iter().map(|(slot, _)| slot).collect();
     Ok(listed)
 }
 
@@ -125,7 +169,7 @@ pub fn list_keys(registry: &Registry, path: &Path, options: &OpenOptions) -> Res
 ///
 /// # Errors
 /// [`Error::Key`] if none of the keys in `options` opens the image; [`Error::Invalid`] if the slot
-/// is in use, or none is free.
+/// is in use, or none is free; [`Error::Interrupted`], and then the key is not added.
 pub fn add_key(
     registry: &Registry,
     path: &Path,
@@ -133,10 +177,13 @@ pub fn add_key(
     new: &Secret,
     slot: Option<u32>,
     milliseconds: u64,
+    monitor: &Monitor<'_>,
 ) -> Result<KeysAfter> {
     let (mut image, _) = Image::open(registry, path, options, true)?;
-    let key = image.key(&options.keys)?;
-    let added = image.slots.add_in(slot, key, new, milliseconds)?;
+    let tries = Tries::new(monitor, &image, options.keys.len() + 1);
+    let monitor = &tries.monitor(monitor);
+    let key = image.key(&options.keys, monitor)?;
+    let added = image.slots.add_in(slot, key, new, milliseconds, monitor)?;
     Ok(image.after(Some(added), Vec::new()))
 }
 
@@ -145,13 +192,14 @@ pub fn add_key(
 ///
 /// # Errors
 /// [`Error::Key`] if no key is known to open the image afterwards; [`Error::Invalid`] for a slot
-/// that is already free, without `force`.
+/// that is already free, without `force`; [`Error::Interrupted`], and then no slot is wiped.
 pub fn remove_key(
     registry: &Registry,
     path: &Path,
     options: &OpenOptions,
     slot: u32,
     force: bool,
+    monitor: &Monitor<'_>,
 ) -> Result<KeysAfter> {
     let (mut image, _) = Image::open(registry, path, options, true)?;
     let file = image.file.clone();
@@ -171,7 +219,7 @@ pub fn remove_key(
                 ),
             });
         }
-        let opened = image.opened(&options.keys)?;
+        let opened = image.opened(&options.keys, monitor)?;
         if opened.is_empty() {
             return Err(image.wrong_key());
         }
@@ -187,6 +235,7 @@ pub fn remove_key(
             });
         }
     }
+    monitor.cancel.check()?;
     image.slots.wipe(slot)?;
     Ok(image.after(None, vec![slot]))
 }
@@ -196,7 +245,7 @@ pub fn remove_key(
 ///
 /// # Errors
 /// [`Error::Key`] if none of the keys opens the image or `slot`; [`Error::Invalid`] if no slot is
-/// free, or the new key is the old one.
+/// free, or the new key is the old one; [`Error::Interrupted`], and then the keys are as before.
 pub fn change_key(
     registry: &Registry,
     path: &Path,
@@ -204,13 +253,16 @@ pub fn change_key(
     new: &Secret,
     slot: Option<u32>,
     milliseconds: u64,
+    monitor: &Monitor<'_>,
 ) -> Result<KeysAfter> {
     let (mut image, _) = Image::open(registry, path, options, true)?;
-    let key = image.key(&options.keys)?;
+    let tries = Tries::new(monitor, &image, options.keys.len() + 2);
+    let monitor = &tries.monitor(monitor);
+    let key = image.key(&options.keys, monitor)?;
     if key == new {
         return Err(Error::invalid_for(&image.file, "the new key is the old one"));
     }
-    let mut old = image.slots.opened_by(key)?;
+    let mut old = image.slots.opened_by(key, monitor)?;
     if let Some(slot) = slot {
         if !old.contains(&slot) {
             return Err(Error::Key {
@@ -221,7 +273,7 @@ pub fn change_key(
         }
         old = vec![slot];
     }
-    let added = image.slots.add(key, new, milliseconds)?;
+    let added = image.slots.add(key, new, milliseconds, monitor)?;
     for &slot in &old {
         image.slots.wipe(slot)?;
     }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum, ValueHint};
 use serde::Serialize;
 use vdkit::jobs::{self, KeysAfter};
-use vdkit::{KeySlot, OpenOptions, Secret};
+use vdkit::{KeySlot, Monitor, OpenOptions, Secret};
 
 use super::{Run, Subcommand, runs};
 use crate::arguments::Json;
@@ -142,7 +142,8 @@ impl KeyArgs {
     }
 
     fn list(&self, options: &OpenOptions, out: &mut Output) -> Outcome {
-        let listed = jobs::list_keys(&vdkit::registry(), &self.image, options)?;
+        let listed =
+            jobs::list_keys(&vdkit::registry(), &self.image, options, &Monitor::default())?;
         let tried = !options.keys.is_empty();
         let answer = self.answer(&listed.slots, tried.then_some(&listed.opened[..]));
         self.json.print(&answer, out, print_slots);
@@ -199,21 +200,25 @@ impl Run for KeyArgs {
         let options = OpenOptions::read_only().maybe_format(self.format.clone());
         let options = self.keys.apply(options);
         let milliseconds = self.iter_time.unwrap_or(ITER_TIME);
+        // A signal ends the process at once, which suits a change of keys at each of its steps.
+        let monitor = Monitor::default();
         let after = match self.action {
             Action::List => return self.list(&options, &mut session.out),
             Action::Add => {
-                jobs::add_key(&registry, image, &options, self.new_key()?, None, milliseconds)?
+                let new = self.new_key()?;
+                jobs::add_key(&registry, image, &options, new, None, milliseconds, &monitor)?
             }
             Action::Remove => {
                 let slot = self.slot.ok_or_else(|| {
                     Failure::usage("--slot N is missing")
                         .hint("'vdkit key list IMAGE --key-file FILE' shows which slot a key opens")
                 })?;
-                jobs::remove_key(&registry, image, &options, slot, self.force)?
+                jobs::remove_key(&registry, image, &options, slot, self.force, &monitor)?
             }
             Action::Change => {
                 let new = self.new_key()?;
-                jobs::change_key(&registry, image, &options, new, self.slot, milliseconds)?
+                let slot = self.slot;
+                jobs::change_key(&registry, image, &options, new, slot, milliseconds, &monitor)?
             }
         };
         self.changed(&after, &mut session.out)

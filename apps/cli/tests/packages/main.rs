@@ -133,6 +133,10 @@ fn the_packages_have_what_users_look_for() {
     ] {
         assert!(files.iter().any(|found| found == file), "{file}");
     }
+    let pages = made.files(DEV);
+    for page in ["libvdkit", "vdkit_open", "vdkit_convert"] {
+        assert!(pages.contains(&format!("./usr/share/man/man3/{page}.3.gz")), "{page}");
+    }
     let python = made.files("python3-vdkit");
     assert!(python.iter().any(|file| file.ends_with("dist-packages/vdkit/_vdkit.abi3.so")));
     for name in ["vdkit", "libvdkit0", "python3-vdkit"] {
@@ -166,6 +170,8 @@ fn cargo_deb_knows_the_same_package() {
     let all = said(metadata.current_dir(root()));
     let all: serde_json::Value = serde_json::from_str(&all).unwrap();
     let ours = all["packages"].as_array().unwrap().iter().find(|p| p["name"] == "vdkit-cli");
+    let synopsis = made.field("vdkit", "Description");
+    assert_eq!(synopsis.lines().next(), ours.unwrap()["description"].as_str());
     let deb = &ours.unwrap()["metadata"]["deb"];
     assert_eq!(deb["name"], "vdkit");
     let folders: Vec<&str> = deb["assets"]

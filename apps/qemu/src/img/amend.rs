@@ -264,7 +264,7 @@ impl Amending<'_> {
             return Err(Failure::new("only files can be amended"));
         };
         let slot = get("keyslot").map(|slot| slot.parse::<u32>().unwrap_or(u32::MAX));
-        let listed = jobs::list_keys(&registry(), path, &self.reading())?;
+        let listed = jobs::list_keys(&registry(), path, &self.reading(), &Monitor::default())?;
         let is_active =
             |number: u32| listed.slots.iter().any(|slot| slot.number == number && slot.active);
         let Some(state) = get("state") else {
@@ -297,11 +297,12 @@ impl Amending<'_> {
                     return Err(Failure::new("Can't add a keyslot - all keyslots are in use"));
                 }
                 let time = get("iter-time").and_then(|time| time.parse().ok()).unwrap_or(2000);
+                let monitor = Monitor::default();
                 if let Some(number) = slot.filter(|number| is_active(*number)) {
                     // Another slot must open the image, or a crash would leave none that does.
-                    jobs::remove_key(&registry(), path, self.options, number, false)?;
+                    jobs::remove_key(&registry(), path, self.options, number, false, &monitor)?;
                 }
-                jobs::add_key(&registry(), path, self.options, &new, slot, time)?;
+                jobs::add_key(&registry(), path, self.options, &new, slot, time, &monitor)?;
                 Ok(())
             }
             "inactive" => self.wipe_keys(path, &listed, slot, get("old-secret"), force),
@@ -343,7 +344,8 @@ impl Amending<'_> {
             (Some(number), None) => vec![number],
             (slot, Some(old)) => {
                 let options = self.reading().keys(vec![self.objects.secret(old)?]);
-                let opened = jobs::list_keys(&registry(), path, &options)?.opened;
+                let opened =
+                    jobs::list_keys(&registry(), path, &options, &Monitor::default())?.opened;
                 match slot {
                     Some(number) if !opened.contains(&number) => {
                         return Err(Failure::new(format!(
@@ -373,7 +375,8 @@ impl Amending<'_> {
             }));
         }
         for number in wiped {
-            jobs::remove_key(&registry(), path, self.options, number, true)?;
+            let monitor = Monitor::default();
+            jobs::remove_key(&registry(), path, self.options, number, true, &monitor)?;
         }
         Ok(())
     }

@@ -36,21 +36,27 @@ from typing import (
     Iterator,
     List,
     Optional,
+    Protocol,
     Sequence,
     TypedDict,
     Union,
 )
 
 from . import _vdkit, errors
+from ._raw import _ALL, RawDisk, _ReadAhead
 from ._reports import (
     Checked,
+    Committed,
+    Compacted,
     Compared,
     Converted,
     Extent,
     Extents,
     Info,
+    KeySlot,
     Measured,
     Range,
+    Rebased,
     Verdict,
 )
 from ._vdkit import __version__
@@ -60,7 +66,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
+    "Bar",
     "Checked",
+    "Committed",
+    "Compacted",
     "Compared",
     "Converted",
     "Disk",
@@ -68,13 +77,18 @@ __all__ = [
     "Extent",
     "Extents",
     "Info",
+    "KeySlot",
     "Measured",
     "Opening",
     "Range",
     "RawDisk",
+    "Rebased",
     "Verdict",
+    "add_key",
+    "amend",
     "check",
     "commit",
+    "compact",
     "compare",
     "convert",
     "create",
@@ -82,21 +96,35 @@ __all__ = [
     "formats",
     "info",
     "inspect",
+    "key_slots",
     "measure",
     "open",
     "rebase",
+    "remove_key",
     "serve",
+    "serve_vhost_user",
 ]
 
 Path = Union[str, "os.PathLike[str]"]
 Options = Dict[str, Any]
-Progress = Callable[[int, int], Any]
 Source = Union[Path, "Disk", BinaryIO]
+Key = Union[bytes, str]
 
 # Extents that are asked for at a time.
 _EXTENTS = 1 << 20
-# Longer than any buffer.
-_ALL = (1 << 63) - 1
+
+
+class Bar(Protocol):
+    """A progress bar, such as one of ``tqdm``."""
+
+    n: float
+    total: Optional[float]
+
+    def update(self, n: float) -> Any:
+        """Adds to ``n``."""
+
+
+Progress = Union[Callable[[int, int], Any], Bar]
 
 
 class Opening(TypedDict, total=False):
@@ -111,12 +139,16 @@ class Opening(TypedDict, total=False):
     """Opens an internal snapshot, by name or id."""
     backing: Union[Path, None, bool]
     """A path instead of the backing image that the image names, or False for none."""
-    keys: Sequence[Union[bytes, str]]
+    keys: Sequence[Key]
     """For encrypted images."""
     folders: Optional[Sequence[Path]]
     """Folders that references may lead to, beside the image's own."""
     lock: bool
     """False for an image that another process writes."""
+
+
+def _key(key: Key) -> List[int]:
+    return list(key.encode() if isinstance(key, str) else key)
 
 
 def _opening(opening: Opening) -> Dict[str, Any]:
@@ -134,7 +166,7 @@ def _opening(opening: Opening) -> Dict[str, Any]:
         "snapshot": opening.get("snapshot"),
         "backing": None if backing is None or isinstance(backing, bool) else os.fspath(backing),
         "alone": backing is False,
-        "keys": [list(key.encode() if isinstance(key, str) else key) for key in keys],
+        "keys": [_key(key) for key in keys],
         "folders": None if folders is None else [os.fspath(folder) for folder in folders],
         "lock": opening.get("lock", True),
     }
@@ -147,6 +179,23 @@ def _pairs(options: Optional[Options]) -> List[str]:
         return str(value).replace(",", ",,")
 
     return [f"{key}={text(value)}" for key, value in (options or {}).items()]
+
+
+def _wanted(
+    options: Optional[Options],
+    key: Optional[Key],
+    backing: Optional[str],
+    backing_format: Optional[str],
+    opening: Opening,
+) -> Dict[str, Any]:
+    """What a new image shall be."""
+    return {
+        "options": _pairs(options),
+        "key": None if key is None else _key(key),
+        "backing": backing,
+        "backing_format": backing_format,
+        "opening": _opening(opening),
+    }
 
 
 class Disk:
@@ -248,10 +297,10 @@ class Disk:
         """Makes every write that has returned durable."""
         self._disk.flush()
 
-    def resize(self, size: int, shrink: bool = False) -> None:
+    def resize(self, size: int, shrink: bool = False, *, progress: Optional[Progress] = None) -> None:
         """Changes the size; durable on return. Other threads may use the disk meanwhile: they see its old
-        size until then. ``shrink`` allows losing what lies beyond."""
-        self._disk.resize(size, shrink)
+        size until then. ``shrink`` allows losing what lies beyond. ``progress``: as for :func:`convert`."""
+        self._disk.resize(size, shrink, progress)
 
     def extents(self, offset: int = 0, length: Optional[int] = None) -> Extents:
         """Where each run of bytes lies."""
@@ -267,22 +316,39 @@ class Disk:
         """The internal snapshots."""
         return json.loads(self._disk.snapshots())
 
-    def snapshot(self, name: str) -> None:
-        """Takes an internal snapshot."""
-        self._disk.snapshot("create", name)
+    def snapshot(self, name: str, *, progress: Optional[Progress] = None) -> None:
+        """Takes an internal snapshot; durable on return."""
+        self._disk.snapshot("create", name, progress)
 
-    def revert(self, name: str) -> None:
+    def revert(self, name: str, *, progress: Optional[Progress] = None) -> None:
         """Takes the disk back to a snapshot, by name or id."""
-        self._disk.snapshot("apply", name)
+        self._disk.snapshot("apply", name, progress)
 
-    def delete_snapshot(self, name: str) -> None:
+    def delete_snapshot(self, name: str, *, progress: Optional[Progress] = None) -> None:
         """Deletes a snapshot, by name or id."""
-        self._disk.snapshot("delete", name)
+        self._disk.snapshot("delete", name, progress)
 
     @property
     def bitmaps(self) -> List[Dict[str, Any]]:
         """The dirty bitmaps; only of disks that were opened by a path."""
         return self.info.bitmaps
+
+    def add_bitmap(self, name: str, granularity: Optional[int] = None) -> None:
+        """Adds a dirty bitmap, which marks what is written from now on; durable on return. ``granularity``:
+        bytes of the disk for each of its bits, a power of two."""
+        self._disk.bitmap("add", name, granularity)
+
+    def clear_bitmap(self, name: str) -> None:
+        """Clears a dirty bitmap."""
+        self._disk.bitmap("clear", name, None)
+
+    def enable_bitmap(self, name: str, enabled: bool = True) -> None:
+        """Lets a dirty bitmap mark what is written from now on, or no more."""
+        self._disk.bitmap("enable" if enabled else "disable", name, None)
+
+    def remove_bitmap(self, name: str) -> None:
+        """Removes a dirty bitmap."""
+        self._disk.bitmap("remove", name, None)
 
     def bitmap_ranges(self, name: str) -> List[Range]:
         """What a dirty bitmap marks, in order: the ranges that were written since it was added or cleared."""
@@ -315,115 +381,6 @@ class Disk:
         for file in list(self._files):
             if not file.closed:
                 file.flush()
-
-
-class RawDisk(io.RawIOBase):
-    """A disk as a seekable binary file. Closing it does not close the disk."""
-
-    def __init__(self, disk: Disk) -> None:
-        super().__init__()
-        self._of = disk
-        self._disk = disk._disk
-        self._at = 0
-        self._writable = disk.writable
-        self.name = disk.name
-
-    def _check(self) -> None:
-        if self.closed:
-            raise ValueError("I/O operation on closed file")
-
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return self._writable
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        self._check()
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._check()
-        if whence == io.SEEK_SET and offset >= 0:
-            self._at = operator.index(offset)
-            return self._at
-        if whence not in (io.SEEK_SET, io.SEEK_CUR, io.SEEK_END):
-            raise ValueError(f"whence {whence}")
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at}.get(whence)
-        base = self._of.size if base is None else base
-        if base + offset < 0:
-            raise ValueError("a negative offset")
-        self._at = base + offset
-        return self._at
-
-    def _left(self, length: int) -> int:
-        return max(0, min(length, self._of.size - self._at))
-
-    def readinto(self, buffer: Any) -> int:
-        self._check()
-        length = self._disk.readinto(self._at, buffer, _ALL)
-        self._at += length
-        return length
-
-    def read(self, size: int = -1) -> bytes:
-        self._check()
-        length = self._left(self._of.size if size is None or size < 0 else size)
-        data = self._of.read(self._at, length) if length else b""
-        self._at += length
-        return data
-
-    def readall(self) -> bytes:
-        return self.read()
-
-    def write(self, data: Any) -> int:
-        self._check()
-        if not self._writable:
-            raise io.UnsupportedOperation("not writable")
-        view = memoryview(data).cast("B")
-        length = self._left(len(view))
-        if length < len(view) and not length:
-            raise errors.NoSpaceError(f"{self.name}: the disk ends at {self._of.size}", self.name, self._at)
-        self._of.write(self._at, view[:length])
-        self._at += length
-        return length
-
-    def truncate(self, size: Optional[int] = None) -> int:
-        self._check()
-        size = self._at if size is None else size
-        self._of.resize(size, shrink=True)
-        return size
-
-    def flush(self) -> None:
-        if self._writable and self._of._disk.is_open:
-            self._of.flush()
-
-
-class _ReadAhead(RawDisk):
-    """A disk beneath a buffer, which it need not fill: random reads would cost as much as the buffer."""
-
-    _FIRST = 8 << 10
-    _PAGE = 4 << 10
-
-    def __init__(self, disk: Disk, buffering: int) -> None:
-        super().__init__(disk)
-        self._most = buffering
-        self._window, self._end = self._FIRST, -1
-
-    def readinto(self, buffer: Any) -> int:
-        self._check()
-        at = self._at
-        if len(buffer) > self._most:
-            # Memory of a caller who reads more than the buffer holds.
-            length = self._disk.readinto(at, buffer, _ALL)
-        else:
-            ahead = at == self._end
-            self._window = min(self._window * 4, self._most) if ahead else self._FIRST - at % self._PAGE
-            length = self._disk.readinto(at, buffer, self._window)
-        self._at = self._end = at + length
-        return length
 
 
 def open(source: Union[Path, BinaryIO], **opening: Unpack[Opening]) -> Disk:
@@ -466,18 +423,22 @@ def create(
     size: Optional[int] = None,
     *,
     options: Optional[Options] = None,
+    key: Optional[Key] = None,
     backing: Optional[str] = None,
     backing_format: Optional[str] = None,
     replace: bool = False,
+    progress: Optional[Progress] = None,
+    **opening: Unpack[Opening],
 ) -> int:
     """Makes a new image, and returns the bytes of its disk.
 
-    ``options``: those of the format, such as ``{"cluster_size": "4K", "lazy_refcounts": True}``.
-    ``backing``: the image that it stands on, by a name from its own folder; its size is taken if none is
-    given. Nothing is left behind after an error.
+    ``options``: those of the format, such as ``{"cluster_size": "4K", "lazy_refcounts": True}``. ``key``: the
+    passphrase of an encrypted image, such as a qcow2 image with ``{"encrypt.format": "luks"}``. ``backing``:
+    the image that it stands on, by a name from its own folder; its size is taken if none is given. By name,
+    for opening the backing image: ``keys``, ``folders``, ``lock``. Nothing is left behind after an error.
     """
-    path = os.fspath(path)
-    return _vdkit.create(path, format, size, _pairs(options), backing, backing_format, replace)
+    wanted = _wanted(options, key, backing, backing_format, opening)
+    return _vdkit.create(os.fspath(path), format, size, wanted, replace, progress)
 
 
 def convert(
@@ -486,6 +447,9 @@ def convert(
     format: Optional[str] = None,
     *,
     options: Optional[Options] = None,
+    target_key: Optional[Key] = None,
+    target_backing: Optional[str] = None,
+    target_backing_format: Optional[str] = None,
     compress: bool = False,
     verify: bool = False,
     into: bool = False,
@@ -495,13 +459,15 @@ def convert(
     """Copies a disk into a new image of another format, or ``into`` an existing image, file or device.
 
     ``source``: a path, a file object, or a disk (which is closed afterwards); ``opening`` as for
-    :func:`open`. ``progress`` is called with the bytes done and all bytes; what it raises ends the job. A
-    ``tqdm`` bar fits: ``progress=lambda done, total: bar.update(done - bar.n)``.
+    :func:`open`. ``target_key``: the passphrase of an encrypted target. ``target_backing``: an image of the
+    source's chain, by a name from the target's folder; only the differences to it are written. ``progress`` is
+    called with the bytes done and all bytes, or is a bar of ``tqdm``; what it raises ends the job.
     """
     with _opened(source, **opening) as disk:
         disk._flush_files()
+        wanted = _wanted(options, target_key, target_backing, target_backing_format, opening)
         report = _vdkit.convert(
-            disk._disk, os.fspath(target), format, _pairs(options), compress, verify, into, progress
+            disk._disk, os.fspath(target), format, wanted, compress, verify, into, progress
         )
     found = json.loads(report)
     return Converted(found["virtual-size"], found["seconds"], found)
@@ -532,11 +498,16 @@ def compare(
 
 
 def measure(
-    source: Source, format: str, *, options: Optional[Options] = None, **opening: Unpack[Opening]
+    source: Source,
+    format: str,
+    *,
+    options: Optional[Options] = None,
+    progress: Optional[Progress] = None,
+    **opening: Unpack[Opening],
 ) -> Measured:
     """Tells how many bytes an image of a format would have."""
     with _opened(source, **opening) as disk:
-        found = json.loads(_vdkit.measure(disk._disk, format, _pairs(options)))
+        found = json.loads(_vdkit.measure(disk._disk, format, _pairs(options), progress))
     return Measured(found["required"], found["fully-allocated"], found)
 
 
@@ -547,10 +518,11 @@ def commit(
     force: bool = False,
     progress: Optional[Progress] = None,
     **opening: Unpack[Opening],
-) -> Dict[str, Any]:
+) -> Committed:
     """Writes an overlay's data into the image that it stands on, or ``to`` a deeper one of its chain."""
     base = None if to is None else os.fspath(to)
-    return json.loads(_vdkit.commit(os.fspath(overlay), _opening(opening), base, force, progress))
+    found = json.loads(_vdkit.commit(os.fspath(overlay), _opening(opening), base, force, progress))
+    return Committed(found["base"], found["emptied"], found["seconds"], found)
 
 
 def rebase(
@@ -562,13 +534,78 @@ def rebase(
     force: bool = False,
     progress: Optional[Progress] = None,
     **opening: Unpack[Opening],
-) -> Dict[str, Any]:
+) -> Rebased:
     """Puts an overlay on another image, by a name from its folder, or on none, and keeps what its disk
     holds (unless ``header_only``)."""
     report = _vdkit.rebase(
         os.fspath(overlay), _opening(opening), backing, backing_format, header_only, force, progress
     )
-    return json.loads(report)
+    found = json.loads(report)
+    return Rebased(found["backing"], found["copied"], found["seconds"], found)
+
+
+def compact(
+    path: Path,
+    *,
+    zero_scan: bool = True,
+    progress: Optional[Progress] = None,
+    **opening: Unpack[Opening],
+) -> Compacted:
+    """Makes an image smaller on the host, in place; can be repeated after an interruption. ``zero_scan``
+    reads its data too, and frees what is zero."""
+    found = json.loads(_vdkit.compact(os.fspath(path), _opening(opening), zero_scan, progress))
+    return Compacted(found["allocated-before"], found["allocated-after"], found)
+
+
+def amend(
+    path: Path, options: Options, *, progress: Optional[Progress] = None, **opening: Unpack[Opening]
+) -> List[str]:
+    """Changes options of an existing image, such as ``{"lazy_refcounts": True}``; returns the names of those
+    that changed. Can be repeated after an interruption."""
+    report = _vdkit.amend(os.fspath(path), _opening(opening), _pairs(options), progress)
+    return json.loads(report)["changed"]
+
+
+def key_slots(
+    path: Path, *, progress: Optional[Progress] = None, **opening: Unpack[Opening]
+) -> List[KeySlot]:
+    """The key slots of an encrypted image, and which of them the ``keys`` open. ``progress``, here and in the
+    functions below: the slots that were tried, and all."""
+    found = json.loads(_vdkit.keys(os.fspath(path), _opening(opening), progress))
+    return [
+        KeySlot(one["slot"], one["active"], one["iterations"], one["slot"] in found["opened"])
+        for one in found["slots"]
+    ]
+
+
+def add_key(
+    path: Path,
+    key: Key,
+    *,
+    replace: bool = False,
+    milliseconds: int = 2000,
+    progress: Optional[Progress] = None,
+    **opening: Unpack[Opening],
+) -> int:
+    """Adds a passphrase to an encrypted image that one of the ``keys`` opens, and returns its slot; durable on
+    return. ``replace``: the slots of that one of the ``keys`` are wiped then. ``milliseconds``: how long
+    trying the new passphrase takes on this machine."""
+    report = _vdkit.key_add(
+        os.fspath(path), _opening(opening), _key(key), milliseconds, replace, progress
+    )
+    return json.loads(report)["added-slot"]
+
+
+def remove_key(
+    path: Path,
+    slot: int,
+    *,
+    force: bool = False,
+    progress: Optional[Progress] = None,
+    **opening: Unpack[Opening],
+) -> None:
+    """Wipes a key slot. One of the ``keys`` must open another slot, unless ``force``."""
+    _vdkit.key_remove(os.fspath(path), _opening(opening), slot, force, progress)
 
 
 def info(path: Path, **opening: Unpack[Opening]) -> Info:
@@ -592,26 +629,61 @@ def serve(
     *,
     name: str = "",
     read_only: bool = True,
+    tls: Optional[Path] = None,
+    report_no_space: bool = False,
     drain: float = 1.0,
     **opening: Unpack[Opening],
 ) -> Iterator[str]:
     """Serves a disk to NBD clients while the block runs; gives the URI.
 
-    ``address``: "unix:PATH" or "tcp:HOST:PORT"; without one, a Unix socket in a new folder. A disk that is
-    given is closed afterwards. At the end, requests that have begun have ``drain`` seconds.
+    ``address``: "unix:PATH" or "tcp:HOST:PORT"; without one, a Unix socket in a new folder. ``tls``: a folder
+    with server-cert.pem and server-key.pem, as libvirt and QEMU name them; clients without TLS are refused
+    then, and with ca-cert.pem there also those without a certificate of that authority. A write for which no
+    space is left waits until there is some, or fails if ``report_no_space``. A disk that is given is closed
+    afterwards. At the end, requests that have begun have ``drain`` seconds.
     """
     with contextlib.ExitStack() as stack:
-        if address is None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vdkit-"))
-            address = f"unix:{folder}/nbd.sock"
-        disk = stack.enter_context(
-            _opened(source, **opening)
-            if isinstance(source, Disk)
-            else _opened(source, **({} if read_only else {"writable": True}), **opening)
-        )
-        disk._flush_files()
-        server = _vdkit.serve(disk._disk, address, name, read_only)
-        try:
-            yield server.uri
-        finally:
-            server.stop(drain)
+        address = address or f"unix:{_new_socket(stack)}"
+        disk = _to_serve(stack, source, read_only, opening)
+        folder = None if tls is None else os.fspath(tls)
+        server = _vdkit.serve(disk, address, name, read_only, report_no_space, folder)
+        stack.callback(server.stop, drain)
+        yield server.uri
+
+
+@contextlib.contextmanager
+def serve_vhost_user(
+    source: Source,
+    path: Optional[Path] = None,
+    *,
+    read_only: bool = True,
+    report_no_space: bool = False,
+    **opening: Unpack[Opening],
+) -> Iterator[str]:
+    """Serves a disk as a virtio disk of one virtual machine while the block runs; gives "vhost-user:PATH".
+
+    Its monitor (QEMU, Cloud Hypervisor, crosvm, ...) connects by vhost-user-blk to the Unix socket ``path``;
+    without one, to a socket in a new folder. Otherwise as :func:`serve`; at the end, requests that have begun
+    are waited for.
+    """
+    with contextlib.ExitStack() as stack:
+        path = _new_socket(stack) if path is None else os.fspath(path)
+        disk = _to_serve(stack, source, read_only, opening)
+        server = _vdkit.serve_vhost_user(disk, path, read_only, report_no_space)
+        stack.callback(server.stop, 0.0)
+        yield server.uri
+
+
+def _new_socket(stack: contextlib.ExitStack) -> str:
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vdkit-"))
+    return f"{folder}/socket"
+
+
+def _to_serve(
+    stack: contextlib.ExitStack, source: Source, read_only: bool, opening: Opening
+) -> _vdkit.Disk:
+    if not (read_only or isinstance(source, Disk)):
+        opening = {"writable": True, **opening}
+    disk = stack.enter_context(_opened(source, **opening))
+    disk._flush_files()
+    return disk._disk

@@ -157,6 +157,52 @@ class Compared:
 
 
 @dataclass(frozen=True)
+class Committed:
+    """A finished commit."""
+
+    base: str
+    """The image that has the overlay's data now."""
+    emptied: bool
+    """The overlay is empty now."""
+    seconds: float
+    json: Dict[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Rebased:
+    """A finished rebase."""
+
+    backing: Optional[str]
+    """The name of the backing image now."""
+    copied: int
+    """Bytes of the disk that were copied into the overlay."""
+    seconds: float
+    json: Dict[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """Bytes of an image on the host, before and after it was made smaller."""
+
+    allocated_before: int
+    allocated_after: int
+    json: Dict[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class KeySlot:
+    """A place for a key in an encrypted image."""
+
+    number: int
+    active: bool
+    """It holds a key."""
+    iterations: int
+    """Rounds of the key derivation."""
+    opened: bool
+    """One of the given keys opens it."""
+
+
+@dataclass(frozen=True)
 class Measured:
     """Bytes that an image would have."""
 

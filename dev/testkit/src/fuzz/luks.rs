@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    Error, FormatDriver, GuestOffset, HostOffset, ImageInfo, KeySlots, KeyedImages, OpenRequest,
-    Result, Secret, Storage,
+    Error, FormatDriver, GuestOffset, HostOffset, ImageInfo, KeySlots, KeyedImages, Monitor,
+    OpenRequest, Result, Secret, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_luks::{HEADER_BYTES, Header, HeaderPlace, LuksDriver, LuksSlots, SLOTS};
@@ -145,13 +145,13 @@ fn change_keys(storage: &Arc<CountingStorage>, len: u64) {
     limits.key_rounds_max = 1 << 15;
     let mut slots = LuksSlots::read(counted, place, &limits).expect("a header that is good");
     let opens = |key| open(storage, key).is_ok();
-    let second = Secret::new(b"second".to_vec());
-    match slots.add(&key(), &second, 0) {
+    let (second, quiet) = (Secret::new(b"second".to_vec()), Monitor::default());
+    match slots.add(&key(), &second, 0, &quiet) {
         Ok(slot) => {
-            let opened = slots.opened_by(&second).expect("eight slots of little work");
+            let opened = slots.opened_by(&second, &quiet).expect("eight slots of little work");
             assert!(opened.contains(&slot), "slot {slot} does not open: {opened:?}");
             slots.wipe(slot).expect("memory");
-            let opened = slots.opened_by(&second).expect("eight slots of little work");
+            let opened = slots.opened_by(&second, &quiet).expect("eight slots of little work");
             assert!(!opened.contains(&slot), "a wiped slot opens");
         }
         // All slots are in use, or ask for much work each.
