@@ -267,15 +267,15 @@ pub fn convert_uncommitted(
         Some(_) => LeftBehind::of(source, &bitmaps, monitor),
         None => LeftBehind::default(),
     };
-    let moved = moving.run(source, disk, 0, monitor);
-    let moved = moved.inspect_err(|_| target.iter().for_each(Target::give_up))?;
-    if let (Some(target), [from]) = (disk, source.disks()) {
-        copy_bitmaps(from, target, &bitmaps)?;
-    }
-    let verified = match &target {
-        Some(target) => finish(registry, source, target, options, monitor)?,
-        None => None,
+    let move_all = || {
+        let moved = moving.run(source, disk, 0, monitor)?;
+        if let (Some(target), [from]) = (disk, source.disks()) {
+            copy_bitmaps(from, target, &bitmaps)?;
+        }
+        let finish = |target| finish(registry, source, target, options, monitor);
+        Ok::<_, Error>((moved, target.as_ref().map(finish).transpose()?.flatten()))
     };
+    let (moved, verified) = move_all().inspect_err(|_| target.iter().for_each(Target::give_up))?;
     let seconds = started.elapsed().as_secs_f64();
     let virtual_size = match (&options.destination, &target) {
         // Some formats round the size.
