@@ -630,8 +630,8 @@ fn extents_have_no_limit_of_their_own() {
     scratch.ok(&["create", "disk.vmdk", "8G", "-o", "subformat=twoGbMaxExtentSparse"]);
     assert!(!codes(&scratch, 0, &["disk.vmdk"]).contains(&"not-checked".to_owned()));
     for extent in scratch.names().iter().filter(|name| name.starts_with("disk-s")) {
-        // Capacity, and both grain directories: empty ones of 16 MiB each, in a hole of the file.
-        for (at, value) in [(12, 1u64 << 38), (48, 1 << 21), (56, 5 << 19)] {
+        // Capacity, and both grain directories: empty ones of 8 MiB each, in a hole of the file.
+        for (at, value) in [(12, 1u64 << 37), (48, 1 << 21), (56, 5 << 19)] {
             patch(&scratch, extent, at, |bytes| *bytes = value.to_le_bytes());
         }
         let file = File::options().write(true).open(scratch.path(extent)).unwrap();
