@@ -1,6 +1,6 @@
 //! The list of all formats.
 
-use vdkit_block::{FormatDriver, Result};
+use vdkit_block::{FormatDriver, Remedy, Result};
 use vdkit_chain::{Registry, RejectedKind};
 use vdkit_legacy::{BOCHS, CLOOP, DMG, PARALLELS, QCOW, QED};
 use vdkit_luks::LuksDriver;
@@ -35,8 +35,7 @@ pub static FORMATS: &[&dyn FormatDriver] = &[
 const APPLIANCE: RejectedKind = RejectedKind {
     matches: Package::looks_like,
     what: "is an appliance (OVA), a tar file with disk images in it, and no disk itself",
-    hint: "'vdkit info FILE' lists its disks, 'vdkit convert FILE FOLDER/' takes them out (one of \
-           them: --disk N); '-f raw' takes the tar file itself for a disk",
+    remedy: Remedy::ExtractDisks,
 };
 
 /// The format that a file's extension names, if images of it can be written. Raw disks have no

@@ -2,7 +2,7 @@
 
 use vdkit::{Error, Remedy, Repair};
 
-use crate::failure::{Context, quoted};
+use crate::failure::{Context, quoted, quoted_word};
 use crate::incoming::STANDARD_INPUT;
 use crate::protocols::unread;
 
@@ -72,7 +72,68 @@ pub(crate) fn worded(remedy: &Remedy, error: &Error, context: &Context<'_>) -> O
         Remedy::Overlay => {
             "write to an overlay instead: vdkit create OVERLAY.qcow2 --backing IMAGE".into()
         }
+        Remedy::Force { instead, when } => {
+            let instead = worded(instead, error, context).unwrap_or_default();
+            format!("{instead}; if {when}, repeat with --force")
+        }
+        Remedy::StandAlone { overlay } => format!(
+            "use an overlay of its own instead, or first make them independent ('vdkit rebase {} --no-backing')",
+            quoted(overlay)
+        ),
+        Remedy::GiveOtherKey => {
+            "give the key of another slot with --key-file, --key-fd or --key-env".into()
+        }
+        Remedy::NameBackingFormat { format: None } => {
+            "name it: '--backing-format FORMAT' (-F FORMAT)".into()
+        }
+        Remedy::NameBackingFormat { format: Some(format) } => {
+            format!("if it is {format}, say so: '--backing-format {format}' (-F {format})")
+        }
+        Remedy::NameFormat { format } => format!(
+            "name the format with '-f {format}' (it is spooled then), or '-f raw' if it is raw"
+        ),
+        Remedy::Create { bytes } => {
+            let bytes = bytes.map_or("SIZE".to_owned(), |bytes| bytes.to_string());
+            format!("make an empty one with 'vdkit create FILE {bytes}'")
+        }
+        Remedy::Resize { file, bytes, shrink } => {
+            let file = quoted(file);
+            match shrink {
+                false => format!("make it larger first: 'vdkit resize {file} {bytes}'"),
+                true => format!("'vdkit resize --shrink {file} {bytes}' does that"),
+            }
+        }
+        Remedy::RemoveBitmap { file, name } => {
+            let (file, name) = (quoted(file), quoted_word(name));
+            format!("remove it first: 'vdkit bitmap remove {file} {name}'")
+        }
+        Remedy::ExtractDisks => format!(
+            "'vdkit info {file}' lists its disks, 'vdkit convert {file} FOLDER/' takes them out (one of \
+             them: --disk N); '-f raw' takes the tar file itself for a disk"
+        ),
         other => other.to_string(),
     };
     (!hint.is_empty()).then_some(hint)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn said(remedy: Remedy) -> String {
+        let error = Error::invalid("wrong").with_remedy(remedy.clone());
+        worded(&remedy, &error, &Context::default()).unwrap()
+    }
+
+    /// A name in an image or a folder may be anything.
+    #[test]
+    fn names_are_words_for_a_shell() {
+        let (file, name) = ("a b".to_owned(), "x;reboot".to_owned());
+        let bitmap = Remedy::RemoveBitmap { file: file.clone(), name };
+        assert!(said(bitmap).contains("'vdkit bitmap remove 'a b' 'x;reboot''"));
+        let first = Remedy::forced("they do not matter", Remedy::StandAlone { overlay: file });
+        let words = said(*first);
+        assert!(words.contains("'vdkit rebase 'a b' --no-backing')"), "{words}");
+        assert!(words.ends_with("; if they do not matter, repeat with --force"), "{words}");
+    }
 }

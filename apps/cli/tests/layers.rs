@@ -1,4 +1,4 @@
-//! Imports go downward only, and the folders are the floors.
+//! Imports go downward only, the folders are the floors, and words of the command stay on its floor.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -243,4 +243,65 @@ fn upward_and_sideways_edges_are_seen() {
         assert_eq!(judge(from, to, None).is_ok(), allowed, "{from} to {to}");
     }
     assert!(judge("vdkit-qcow2", "vdkit-storage", Some("dev")).is_ok());
+}
+
+/// Floors whose messages reach users of the libraries too, who have no command line.
+const BENEATH_THE_COMMAND: &[&str] =
+    &["engine", "formats", "sources", "jobs", "serve", "vdkit", "bindings"];
+
+/// Reports that consist of commands, and what a service answers to `vdkit ctl`.
+const SPEAK_TO_THE_COMMAND: &[&str] =
+    &["jobs/doctor/", "jobs/inspect/", "serve/core/src/control.rs"];
+
+/// Programs of others.
+const OTHER_PROGRAMS: &[&str] = &["cryptsetup", "nbdinfo", "tar --"];
+
+/// Whether a line of code has an option or a subcommand of `vdkit` in a text.
+fn names_an_option(line: &str) -> bool {
+    let line = line.trim_start();
+    let followed_by_letter = |start: &str| {
+        let mut rest = line.split(start).skip(1);
+        rest.any(|rest| rest.starts_with(|next: char| next.is_ascii_lowercase()))
+    };
+    let options = [" --", "'--", "\"--", " -o ", "'-f ", "'-O ", "'vdkit ", ": vdkit "];
+    !line.starts_with("//")
+        && !OTHER_PROGRAMS.iter().any(|other| line.contains(other))
+        && options.iter().any(|option| followed_by_letter(option))
+}
+
+fn sources_in(folder: &Path, found: &mut Vec<std::path::PathBuf>) {
+    for entry in std::fs::read_dir(folder).unwrap().flatten() {
+        let path = entry.path();
+        match path.is_dir() {
+            true if path.ends_with("tests") || path.ends_with("target") => {}
+            true => sources_in(&path, found),
+            false if path.extension().is_some_and(|extension| extension == "rs") => {
+                found.push(path);
+            }
+            false => {}
+        }
+    }
+}
+
+#[test]
+fn messages_of_the_libraries_name_no_option_of_the_command() {
+    assert!(names_an_option("    \"if it is raw, say so: '--backing-format raw'\""));
+    assert!(names_an_option("let hint = \"'vdkit resize --shrink' does that\";"));
+    assert!(!names_an_option("// as `vdkit create -o`") && !names_an_option("at -= one;"));
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    for floor in BENEATH_THE_COMMAND {
+        let mut files = Vec::new();
+        sources_in(&root.join(floor), &mut files);
+        for file in files {
+            let name = file.strip_prefix(&root).unwrap().display().to_string();
+            let own = name.contains("/src/") && !name.ends_with("/tests.rs");
+            if !own || SPEAK_TO_THE_COMMAND.iter().any(|start| name.starts_with(start)) {
+                continue;
+            }
+            let text = std::fs::read_to_string(&file).unwrap();
+            let code = text.split("#[cfg(test)]").next().unwrap();
+            let found: Vec<_> = code.lines().filter(|line| names_an_option(line)).collect();
+            assert!(found.is_empty(), "{name}: {found:?}");
+        }
+    }
 }

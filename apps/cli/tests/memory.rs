@@ -5,6 +5,7 @@ mod common;
 
 use std::fs::File;
 use std::io::Write;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use common::Scratch;
@@ -27,6 +28,19 @@ fn fill(path: &Path) {
     let piece: Vec<u8> = (0..1u32 << 20).map(|i| (i / 3 % 251) as u8).collect();
     for _ in 0..96 {
         file.write_all(&piece).unwrap();
+    }
+}
+
+/// Images with as many snapshots as there can be, whose table is a hole of the file.
+fn many_snapshots(scratch: &Scratch, folder: &str, images: usize) {
+    std::fs::create_dir(scratch.path(folder)).unwrap();
+    for number in 0..images {
+        let name = format!("{folder}/{number}.qcow2");
+        scratch.ok(&["create", &name, "1M"]);
+        let file = File::options().write(true).open(scratch.path(&name)).unwrap();
+        file.write_all_at(&65536u32.to_be_bytes(), 60).unwrap();
+        file.write_all_at(&(1u64 << 20).to_be_bytes(), 64).unwrap();
+        file.set_len(4 << 20).unwrap();
     }
 }
 
@@ -80,4 +94,8 @@ fn memory_has_bounds_whatever_the_image() {
         let most = most_kib();
         assert!(most < 64 << 10, "{arguments:?} took {most} KiB");
     }
+    many_snapshots(&scratch, "many", 24);
+    scratch.ok(&["tree", "many"]);
+    let most = most_kib();
+    assert!(most < 64 << 10, "tree took {most} KiB");
 }

@@ -210,7 +210,7 @@ pub enum Error {
         /// The dependent images.
         dependents: Vec<String>,
         /// What the user can do about it.
-        hint: String,
+        remedy: Box<Remedy>,
     },
     /// The backing image is not the one that the overlay was created on, or its data changed since.
     #[error(
@@ -293,6 +293,8 @@ pub enum Error {
         file: Option<String>,
         /// What is wrong.
         what: String,
+        /// What the user can do about it, if that is known.
+        remedy: Option<Box<Remedy>>,
     },
     /// A write to something opened for reading.
     #[error("{file}: is open for reading only")]
@@ -423,12 +425,12 @@ impl Error {
 
     /// An invalid request that is about no file.
     pub fn invalid(what: impl Into<String>) -> Self {
-        Self::Invalid { file: None, what: what.into() }
+        Self::Invalid { file: None, what: what.into(), remedy: None }
     }
 
     /// An invalid request for `file`.
     pub fn invalid_for(file: &(impl fmt::Display + ?Sized), what: impl Into<String>) -> Self {
-        Self::Invalid { file: Some(file.to_string()), what: what.into() }
+        Self::Invalid { file: Some(file.to_string()), what: what.into(), remedy: None }
     }
 
     /// A fault in an image; see [`Fault`].
@@ -454,6 +456,7 @@ impl Error {
     pub fn with_remedy(mut self, new: impl Into<Remedy>) -> Self {
         match &mut self {
             Self::Corrupt(fault) => fault.remedy = Some(new.into()),
+            Self::Invalid { remedy, .. } => *remedy = Some(Box::new(new.into())),
             Self::Unsupported { remedy, .. } | Self::Key { remedy, .. } => **remedy = new.into(),
             _ => {}
         }
@@ -466,9 +469,10 @@ impl Error {
             Self::Corrupt(fault) => fault.remedy.clone(),
             Self::Unsupported { remedy, .. }
             | Self::Key { remedy, .. }
+            | Self::Dependents { remedy, .. }
             | Self::Reference { remedy, .. } => Some((**remedy).clone()),
+            Self::Invalid { remedy, .. } => remedy.as_deref().cloned(),
             Self::Refused(refusal) => Some(refusal.remedy.clone()),
-            Self::Dependents { hint, .. } => Some(Remedy::Advice(hint.clone())),
             Self::Parent { file, name, .. } => Some(Remedy::StoreReference {
                 overlay: file.clone(),
                 backing: Some(name.clone()),

@@ -63,11 +63,63 @@ pub enum Remedy {
     },
     /// Create an overlay over the image, and write to that.
     Overlay,
+    /// Do something else, or repeat it by force.
+    Force {
+        /// What to do instead.
+        instead: Box<Self>,
+        /// When force does no harm, to follow "if".
+        when: &'static str,
+    },
+    /// Let the overlays stand alone, so that none needs the image.
+    StandAlone {
+        /// The first overlay.
+        overlay: String,
+    },
+    /// Give the key of another slot.
+    GiveOtherKey,
+    /// Name the format of the backing image.
+    NameBackingFormat {
+        /// The format, if it can only be this one.
+        format: Option<&'static str>,
+    },
+    /// Name the format, as the bytes of the disk look like those of another.
+    NameFormat {
+        /// What the disk looks like.
+        format: &'static str,
+    },
+    /// Create an empty disk.
+    Create {
+        /// Its bytes, if known.
+        bytes: Option<u64>,
+    },
+    /// Resize the disk.
+    Resize {
+        /// The image.
+        file: String,
+        /// The bytes that it needs.
+        bytes: u64,
+        /// That is fewer than it has.
+        shrink: bool,
+    },
+    /// Remove a dirty bitmap.
+    RemoveBitmap {
+        /// The image.
+        file: String,
+        /// The bitmap's name.
+        name: String,
+    },
+    /// Take the disks out of the appliance, or name the format raw if the file itself is the disk.
+    ExtractDisks,
 }
 
 impl Remedy {
     /// Repair everything.
     pub const REPAIR: Self = Self::Repair { repair: Repair::All, force: false };
+
+    /// [`Remedy::Force`], for an error.
+    pub fn forced(when: &'static str, instead: impl Into<Self>) -> Box<Self> {
+        Box::new(Self::Force { instead: Box::new(instead.into()), when })
+    }
 }
 
 impl From<String> for Remedy {
@@ -110,6 +162,30 @@ impl fmt::Display for Remedy {
             Self::Convert { .. } => f.write_str("convert it to a new image"),
             Self::ChangeKey { .. } => f.write_str("put the key in a new slot"),
             Self::Overlay => f.write_str("create an overlay and write to that"),
+            Self::Force { instead, when } => write!(f, "{instead}; if {when}, force it"),
+            Self::StandAlone { .. } => {
+                f.write_str("use an overlay of its own instead, or first make them independent")
+            }
+            Self::GiveOtherKey => f.write_str("give the key of another slot"),
+            Self::NameBackingFormat { format: None } => f.write_str("name its format"),
+            Self::NameBackingFormat { format: Some(format) } => {
+                write!(f, "if it is {format}, name that format")
+            }
+            Self::NameFormat { format } => {
+                write!(f, "name the format: {format}, or raw if it is a raw disk")
+            }
+            Self::Create { bytes: Some(bytes) } => {
+                write!(f, "create an empty disk of {bytes} bytes")
+            }
+            Self::Create { bytes: None } => f.write_str("create an empty disk"),
+            Self::Resize { bytes, shrink: false, .. } => {
+                write!(f, "grow it to {bytes} bytes first")
+            }
+            Self::Resize { bytes, shrink: true, .. } => write!(f, "shrink it to {bytes} bytes"),
+            Self::RemoveBitmap { .. } => f.write_str("remove it first"),
+            Self::ExtractDisks => f.write_str(
+                "take its disks out; if the file itself is the disk, name the format raw",
+            ),
         }
     }
 }

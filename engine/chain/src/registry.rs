@@ -38,14 +38,14 @@ pub struct Registry {
 }
 
 /// A known file type that is no disk image. Without it, probing would return raw.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct RejectedKind {
     /// Matches the file by its name and its first 64 KiB.
     pub matches: fn(name: &str, head: &[u8]) -> bool,
     /// What it is, to follow the file's name in a message.
     pub what: &'static str,
-    /// What to do instead; `FILE` stands for the file's name.
-    pub hint: &'static str,
+    /// What to do instead.
+    pub remedy: Remedy,
 }
 
 /// Result of probing.
@@ -217,7 +217,7 @@ impl Registry {
             && let Some(known) =
                 self.rejected_kinds.iter().find(|known| (known.matches)(file, head))
         {
-            return Err(Error::unsupported(file, known.what, known.hint.replace("FILE", file)));
+            return Err(Error::unsupported(file, known.what, known.remedy.clone()));
         }
         match certain.as_slice() {
             [driver] => Ok(Probed { driver: *driver, fallback: false }),
@@ -378,17 +378,17 @@ mod tests {
         let tar = RejectedKind {
             matches: |name, head| name == "image" && head.starts_with(b"tar"),
             what: "is a tar file",
-            hint: "unpack FILE",
+            remedy: "unpack it".into(),
         };
         let probe = |drivers: &[&'static dyn FormatDriver], bytes: &[u8]| {
-            let registry = Registry::new(drivers.iter().copied()).rejecting([tar]);
+            let registry = Registry::new(drivers.iter().copied()).rejecting([tar.clone()]);
             let by_bytes = registry.probe_bytes("image", bytes, bytes, bytes.len() as u64);
             let probed = registry.probe(&MemoryStorage::from_bytes("image", bytes));
             assert_eq!(by_bytes.is_ok(), probed.is_ok());
             probed.map(|probed| probed.driver.name())
         };
         let error = probe(&[&RAW], b"tar\0").unwrap_err().to_string();
-        assert!(error.contains("is a tar file") && error.contains("unpack image"), "{error}");
+        assert!(error.contains("is a tar file") && error.contains("unpack it"), "{error}");
         assert_eq!(probe(&[&RAW], b"ta").unwrap(), "raw");
         // A magic number takes precedence.
         assert_eq!(probe(&[&RAW, &A], b"tar\0").unwrap(), "a");

@@ -17,8 +17,8 @@ use std::time::Instant;
 use parking_lot::Mutex;
 use serde::Serialize;
 use vdkit_block::{
-    CacheMode, CancelToken, CompressionSpec, Error, ImageInfo, Limits, Monitor, Options, Progress,
-    Result, Storage,
+    CacheMode, CancelToken, CompressionSpec, Error, ErrorKind, ImageInfo, Limits, Monitor, Options,
+    Progress, Remedy, Result, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_ova::{Machine, NewDisk, Package, PackageLimits, PackageWriter};
@@ -105,11 +105,11 @@ pub fn open_packaged(
         }
         _ => storage_of(package, index)?,
     };
-    let disk = Disk::open_storage(registry, storage, &as_told(package, index, options))?;
-    let told = package.disks()[index].disk.capacity;
-    if let Some(told) = told.filter(|&told| told != disk.guest_bytes()) {
+    let disk = Disk::open_storage(registry, storage, &as_described(package, index, options))?;
+    let capacity = package.disks()[index].disk.capacity;
+    if let Some(capacity) = capacity.filter(|&capacity| capacity != disk.guest_bytes()) {
         monitor.progress.message(&format!(
-            "{}: has {} bytes, and the appliance's descriptor says {told}",
+            "{}: has {} bytes, and the appliance's descriptor says {capacity}",
             disk.name(),
             disk.guest_bytes()
         ));
@@ -128,7 +128,7 @@ pub fn describe_packaged(
 ) -> Result<Option<ImageInfo>> {
     let gzipped = package.disks().get(index).is_some_and(|disk| disk.gzipped());
     let Some(storage) = package.storage_of(index).filter(|_| !gzipped) else { return Ok(None) };
-    let options = as_told(package, index, &OpenOptions::read_only());
+    let options = as_described(package, index, &OpenOptions::read_only());
     let driver = match &options.format {
         Some(format) => registry.driver(format)?,
         None => registry.probe(&*storage)?.driver,
@@ -137,7 +137,7 @@ pub fn describe_packaged(
 }
 
 /// Adds the descriptor's format to the options, unless a guest could have forged it.
-fn as_told(package: &Package, index: usize, options: &OpenOptions) -> OpenOptions {
+fn as_described(package: &Package, index: usize, options: &OpenOptions) -> OpenOptions {
     let uri = package.disks().get(index).and_then(|disk| disk.disk.format.as_deref());
     let vmdk = uri.is_some_and(|uri| uri.to_ascii_lowercase().contains("vmdk"));
     let format = options.format.clone().or(vmdk.then(|| "vmdk".to_owned()));
@@ -147,10 +147,9 @@ fn as_told(package: &Package, index: usize, options: &OpenOptions) -> OpenOption
 fn storage_of(package: &Package, index: usize) -> Result<Arc<dyn Storage>> {
     package.storage_of(index).ok_or_else(|| {
         let disk = package.disks().get(index).map(|disk| &disk.disk);
-        let (id, size) = disk.map_or(("", None), |disk| (&disk.id, disk.capacity));
-        let size = size.map_or("SIZE".to_owned(), |bytes| bytes.to_string());
-        let hint = format!("make an empty one with 'vdkit create FILE {size}'");
-        Error::unsupported(package.name(), format!("its disk '{id}' is empty, in no file"), hint)
+        let (id, bytes) = disk.map_or(("", None), |disk| (&disk.id, disk.capacity));
+        let what = format!("its disk '{id}' is empty, in no file");
+        Error::unsupported(package.name(), what, Remedy::Create { bytes })
     })
 }
 
@@ -346,8 +345,9 @@ fn extract_one(
             return (verify(), convert(&monitor));
         };
         let converted = convert(&monitor);
-        if matches!(converted, Err(Error::NoSpace { .. } | Error::Interrupted)) {
-            // The hash reports a damaged image.
+        let failed = converted.as_ref().err().map(Error::kind);
+        if matches!(failed, Some(ErrorKind::NoSpace | ErrorKind::Interrupted)) {
+            // Other errors may be damage, which the hash reports.
             cancel.cancel();
         }
         (hashing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), converted)

@@ -1,6 +1,6 @@
 //! Persistent dirty bitmaps of an image.
 
-use vdkit_block::{BitmapInfo, Bitmaps, Error, Monitor, NewBitmap, Result};
+use vdkit_block::{BitmapInfo, Bitmaps, Error, Monitor, NewBitmap, Remedy, Result};
 use vdkit_chain::Disk;
 
 use crate::source::Source;
@@ -63,12 +63,12 @@ pub(crate) fn bitmaps_to_copy(
         if there.iter().any(|other| other.info.name == *name) {
             return Err(Error::invalid_for(
                 &target.name(),
-                format!(
-                    "has a bitmap '{name}' already; remove it first ('vdkit bitmap remove {} \
-                 {name}')",
-                    target.name()
-                ),
-            ));
+                format!("has a bitmap '{name}' already"),
+            )
+            .with_remedy(Remedy::RemoveBitmap {
+                file: target.name().to_owned(),
+                name: name.clone(),
+            }));
         }
         match (in_use, broken) {
             (false, _) => wanted.push(bitmap.info),

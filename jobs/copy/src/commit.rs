@@ -17,7 +17,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 use vdkit_block::{
-    AmendRequest, BackingRef, Error, GuestOffset, Monitor, Options, Result, align_down,
+    AmendRequest, BackingRef, Error, GuestOffset, Monitor, Options, Remedy, Result, align_down,
 };
 use vdkit_chain::{
     BackingChoice, ChainLink, Disk, DiskPlace, OpenOptions, Registry, Split, links_down_to,
@@ -185,8 +185,7 @@ fn refuse_damage(registry: &Registry, links: &[ChainLink], monitor: &Monitor<'_>
                what is committed"
             .to_owned(),
         dependents: link.info.snapshots.iter().take(8).map(|s| s.name.clone()).collect(),
-        hint: "delete the snapshots first; if what they show does not matter, repeat with --force"
-            .to_owned(),
+        remedy: Remedy::forced("what they show does not matter", "delete the snapshots first"),
     })
 }
 
@@ -235,7 +234,7 @@ fn own_what_lies_beyond(above: &Disk, base: &Disk, monitor: &Monitor<'_>) -> Res
                 "not supported: growing to the {to} bytes of an overlay that is kept as it is (after a power cut \
                  the overlay could show noise)"
             ),
-            format!("make it as large first: 'vdkit resize {} {to}'", base.name()),
+            Remedy::Resize { file: base.name().to_owned(), bytes: to, shrink: false },
         ));
     }
     let cluster = above.top().caps().cluster_bytes.max(1);

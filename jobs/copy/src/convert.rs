@@ -72,8 +72,8 @@ pub struct Backing {
     pub path: PathBuf,
     /// How to open it. [`ConvertOptions::keys`] are tried too.
     pub opening: OpenOptions,
-    /// If the source's chain does not have it: the caller says that it shows what the source shows
-    /// beneath its first image. Without this such a backing image is refused.
+    /// The caller states that it has the content of the source's chain beneath the first image.
+    /// Without this, an image that is not in the source's chain is refused.
     pub trusted: bool,
 }
 
@@ -115,9 +115,7 @@ impl ConvertOptions {
             keys: Vec::new(),
         }
     }
-}
 
-impl ConvertOptions {
     /// Disk size of a new target for a source of `bytes`.
     pub(crate) fn size_of_new(&self, bytes: u64) -> u64 {
         match self.destination {
@@ -172,7 +170,7 @@ impl LeftBehind {
             if !snapshots.is_empty() {
                 monitor.progress.message(&format!(
                     "{}: the snapshots in it are not converted ({}): the new image holds the disk as it \
-                     is now; '--snapshot NAME' converts one of them",
+                     is now",
                     disk.name(),
                     some_of(&snapshots)
                 ));
@@ -182,8 +180,7 @@ impl LeftBehind {
             let bitmaps: Vec<_> = bitmaps.map(|one| one.name.clone()).collect();
             if !bitmaps.is_empty() {
                 monitor.progress.message(&format!(
-                    "{}: the dirty bitmaps in it are not copied ({}); '--bitmaps' copies those that can \
-                     be trusted into a qcow2 image",
+                    "{}: the dirty bitmaps in it are not copied ({})",
                     disk.name(),
                     some_of(&bitmaps)
                 ));
@@ -270,15 +267,15 @@ pub fn convert_uncommitted(
         Some(_) => LeftBehind::of(source, &bitmaps, monitor),
         None => LeftBehind::default(),
     };
-    let moved = moving.run(source, disk, 0, monitor);
-    let moved = moved.inspect_err(|_| target.iter().for_each(Target::give_up))?;
-    if let (Some(target), [from]) = (disk, source.disks()) {
-        copy_bitmaps(from, target, &bitmaps)?;
-    }
-    let verified = match &target {
-        Some(target) => finish(registry, source, target, options, monitor)?,
-        None => None,
+    let move_all = || {
+        let moved = moving.run(source, disk, 0, monitor)?;
+        if let (Some(target), [from]) = (disk, source.disks()) {
+            copy_bitmaps(from, target, &bitmaps)?;
+        }
+        let finish = |target| finish(registry, source, target, options, monitor);
+        Ok::<_, Error>((moved, target.as_ref().map(finish).transpose()?.flatten()))
     };
+    let (moved, verified) = move_all().inspect_err(|_| target.iter().for_each(Target::give_up))?;
     let seconds = started.elapsed().as_secs_f64();
     let virtual_size = match (&options.destination, &target) {
         // Some formats round the size.
@@ -417,7 +414,7 @@ fn compression(options: &ConvertOptions, target: Option<&Disk>) -> Result<Option
     }
     Err(Error::invalid_for(
         &target.name(),
-        format!("holds {codec} clusters, not {}; use --compress={codec}", spec.codec),
+        format!("holds {codec} clusters, not {}; compress with {codec}", spec.codec),
     ))
 }
 
@@ -490,10 +487,10 @@ impl Base {
     ) -> Result<Option<Self>> {
         let Some(backing) = &options.backing else { return Ok(None) };
         let Destination::New(NewImage { .. }) = options.destination else {
-            return Err(Error::invalid("--backing needs a new image as the target"));
+            return Err(Error::invalid("a backing image needs a new image as the target"));
         };
         let [disk] = source.disks() else {
-            return Err(Error::invalid("--backing needs one source, not several pieces"));
+            return Err(Error::invalid("a backing image needs one source, not several pieces"));
         };
         let same = |path: &Path| same_file(path, &backing.path);
         let found = disk.layers().iter().skip(1).position(|l| same(l.path()));
@@ -501,7 +498,7 @@ impl Base {
             return Err(Error::invalid_for(
                 &disk.name(),
                 format!(
-                    "does not stand on {}; convert without --backing, or rebase it first",
+                    "does not stand on {}; convert without a backing image, or rebase it first",
                     backing.path.display()
                 ),
             ));

@@ -8,8 +8,8 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, UNIX_EPOCH};
 
 use vdkit_block::{
-    BackingRef, CreateRequest, Error, FormatDriver, ImageInfo, Limits, Monitor, Options, Result,
-    Storage,
+    BackingRef, CreateRequest, Error, FormatDriver, ImageInfo, Limits, Monitor, Options, Remedy,
+    Result, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry, describe_chain};
 use vdkit_storage::{CommitOptions, FileKind, FileOptions, PendingFile, classify};
@@ -239,22 +239,21 @@ impl NewBacking {
         let (path, name) = (beside(image, &self.name), self.name.clone());
         if !self.open {
             let Some(format) = self.format.clone() else {
-                return Err(Error::invalid(format!(
-                    "the format of '{name}' must be named where it is not opened: \
-                     '--backing-format FORMAT' (-F FORMAT)"
-                )));
+                let why = format!("the format of '{name}' must be named where it is not opened");
+                let remedy = Remedy::NameBackingFormat { format: None };
+                return Err(Error::invalid(why).with_remedy(remedy));
             };
             let reference = BackingRef::new(name, Some(format));
             return Ok(FoundBacking { path, reference, guest_bytes: None, properties: Vec::new() });
         }
         let options = opening.of_other(self.format.clone());
-        let (info, probed, guest_bytes) = look_at(registry, &path, &options)?;
+        let (info, probed, guest_bytes) = examine(registry, &path, &options)?;
         if probed && info.format == "raw" {
             return Err(Error::invalid_for(
                 &path.display(),
-                "its format was not detected, and its guest could make it look like any; if it \
-                 is raw, say so: '--backing-format raw' (-F raw)",
-            ));
+                "its format was not detected, and its guest could make it look like any",
+            )
+            .with_remedy(Remedy::NameBackingFormat { format: Some("raw") }));
         }
         let (format, identity) = (Some(info.format.to_owned()), info.identity);
         let reference = BackingRef { name, format, identity, modified: modified(&path) };
@@ -271,7 +270,7 @@ pub(crate) fn modified(path: &Path) -> Option<u64> {
 
 /// Opens an image to check that it is readable. If the chain is encrypted, only headers are read.
 /// Also returns whether its format was probed, and the bytes of its disk.
-fn look_at(
+fn examine(
     registry: &Registry,
     path: &Path,
     options: &OpenOptions,

@@ -6,14 +6,14 @@
 //!        length unknown: the target grows in steps ──► at the end it gets the stream's length
 //! ```
 //!
-//! A stream is also spooled if it must be read twice (`--verify`), or its target's size cannot
+//! A stream is also spooled if it must be read twice (to verify the target), or its target's size cannot
 //! change.
 
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use vdkit_block::{CancelToken, Error, Monitor, Options, Progress, Result};
+use vdkit_block::{CancelToken, Error, Monitor, Options, Progress, Remedy, Result};
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_stream::{ByteStream, InPipe, spool};
 
@@ -148,7 +148,7 @@ pub fn convert_stream(
             ));
         }
     };
-    look_at_end(registry, &name, head, &pipe, bytes)?;
+    check_end(registry, &name, head, &pipe, bytes)?;
     if !bytes.is_multiple_of(SECTOR) {
         monitor.progress.message(&format!(
             "{name}: ends within a sector, after {bytes} bytes: was all of it sent? The last sector \
@@ -283,7 +283,7 @@ fn window(registry: &Registry, pipe: &Arc<InPipe>, len: u64) -> Result<Source> {
 }
 
 /// Fails if the stream's end shows that it was not raw.
-fn look_at_end(
+fn check_end(
     registry: &Registry,
     name: &str,
     head: Option<Vec<u8>>,
@@ -299,9 +299,7 @@ fn look_at_end(
     Err(Error::unsupported(
         name,
         format!("its end says that it is a {format} image, which was not known before it was read"),
-        format!(
-            "name the format with '-f {format}' (it is spooled then), or '-f raw' if it is raw"
-        ),
+        Remedy::NameFormat { format },
     ))
 }
 

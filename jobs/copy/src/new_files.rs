@@ -5,13 +5,13 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use vdkit_block::{CancelToken, Error, FormatDriver, Limits, Monitor, Options, Result, Storage};
-use vdkit_chain::Registry;
-use vdkit_storage::{
-    CommitOptions, FileOptions, FileStorage, LockMode, PendingFile, PendingRemoval,
+use vdkit_block::{
+    CancelToken, Error, FormatDriver, Limits, Monitor, Options, RefPolicy, Result, Storage,
 };
+use vdkit_chain::Registry;
+use vdkit_storage::{CommitOptions, FileOptions, FileStorage, PendingFile, PendingRemoval};
 
-use vdkit_tree::dependents;
+use vdkit_tree::{dependents, describe};
 
 /// Arguments for the other files of a new image.
 pub(crate) struct WantedFiles<'a> {
@@ -122,18 +122,24 @@ impl NewFiles {
         let mut placed: Vec<PathBuf> = Vec::new();
         let files = self.files.into_iter().map(|file| (file, false));
         for (file, is_image) in files.chain(image.map(|image| (image, true))) {
-            let fresh = (!file.replaces()).then(|| file.target().to_owned());
+            let (target, replaces) = (file.target().to_owned(), file.replaces());
             // The image comes last, and makes all names in its folder durable.
             let later = !is_image && folder.as_deref() == file.target().parent();
             let options = CommitOptions { sync_folder: options.sync_folder && !later, ..options };
-            if let Err(error) = file.commit(options) {
-                for path in placed {
+            let storage = file.storage().clone();
+            let committed = file.commit(options);
+            // If only its folder could not be synced, the file has its name.
+            let named = committed.is_ok() || same_file(&storage, &target);
+            placed.extend(Some(target).filter(|_| named && !replaces));
+            if let Err(error) = committed {
+                // An image that has replaced another one needs its files.
+                let needed = is_image && named && replaces;
+                for path in placed.iter().filter(|_| !needed) {
                     // Report the first error.
                     let _ = std::fs::remove_file(path);
                 }
                 return Err(error);
             }
-            placed.extend(fresh);
         }
         for file in self.leftovers {
             // The new image is complete; a left-over file is no failure.
@@ -206,13 +212,8 @@ pub fn refuse_protocol_name(image: &Path, name: &str) -> Result<()> {
 
 /// The files that an existing image refers to; empty if it cannot be read.
 fn files_of(registry: &Registry, image: &Path) -> Vec<String> {
-    let options = FileOptions::read_only().lock(LockMode::Off);
-    let Ok(storage) = FileStorage::open(image, &options) else { return Vec::new() };
-    let storage: Arc<dyn Storage> = Arc::new(storage);
-    let described = registry
-        .probe(&*storage)
-        .and_then(|probed| probed.driver.describe(&storage, &Limits::default()));
-    described.map(|info| info.files).unwrap_or_default()
+    let described = describe(registry, image, &RefPolicy::default());
+    described.map(|link| link.info.files).unwrap_or_default()
 }
 
 /// The path of a name in an image's metadata, relative to the image's folder.
@@ -221,6 +222,13 @@ pub(crate) fn beside(image: &Path, name: &str) -> PathBuf {
         Some(folder) => folder.join(name),
         None => PathBuf::from(name),
     }
+}
+
+/// Whether a path leads to this file.
+fn same_file(file: &FileStorage, path: &Path) -> bool {
+    let own = file.as_fd().and_then(|fd| rustix::fs::fstat(fd).ok());
+    let named = rustix::fs::lstat(path).ok();
+    own.zip(named).is_some_and(|(a, b)| (a.st_dev, a.st_ino) == (b.st_dev, b.st_ino))
 }
 
 /// A canonical path for comparing names; the file need not exist.

@@ -75,7 +75,7 @@ pub struct PlanOptions {
     pub skip_absent: bool,
     /// Copy zeroes like data, so that the target allocates space for them.
     pub fill: bool,
-    /// What cannot be mapped is copied, so that the reads tell which sectors are lost.
+    /// What cannot be mapped is copied, so that the reads report which sectors are lost.
     pub salvage: bool,
 }
 

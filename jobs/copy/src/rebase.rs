@@ -20,8 +20,8 @@ use std::time::Instant;
 
 use serde::Serialize;
 use vdkit_block::{
-    AmendRequest, BackingRef, CopyMethod, Error, GuestOffset, HostOffset, Monitor, Options, Result,
-    Storage, align_down, is_zero,
+    AmendRequest, BackingRef, CopyMethod, Error, GuestOffset, HostOffset, Monitor, Options, Remedy,
+    Result, Storage, align_down, is_zero,
 };
 use vdkit_chain::{
     BackingChoice, Disk, OpenOptions, Registry, describe_chain, open_image, same_file,
@@ -189,16 +189,15 @@ pub fn find_backing(
     let looking = opening.of_other(backing.format.clone()).lock(false);
     let chain = describe_chain(registry, &path, &looking)?;
     if let Some(link) = chain.links.iter().find(|link| same_file(&link.path, image)) {
-        return Err(Error::invalid(if same_file(&path, image) {
-            format!("{}: an image cannot stand on itself", image.display())
-        } else {
-            format!(
-                "{}: {} stands on it (as {}); neither could be read any more",
-                image.display(),
+        let why = match same_file(&path, image) {
+            true => "an image cannot stand on itself".to_owned(),
+            false => format!(
+                "{} stands on it (as {}); neither could be read any more",
                 path.display(),
                 link.path.display()
-            )
-        }));
+            ),
+        };
+        return Err(Error::invalid_for(&image.display(), why));
     }
     backing.find(registry, image, opening)
 }
@@ -252,9 +251,10 @@ fn refuse_for_snapshots(disk: &Disk, backed: bool) -> Result<()> {
             "its snapshots read {reads} where they hold nothing themselves, and would show {shows}"
         ),
         dependents: info.snapshots.iter().take(8).map(|s| s.name.clone()).collect(),
-        hint: "delete the snapshots first; if the two backing images are the same or what the \
-               snapshots show does not matter, repeat with --force"
-            .to_owned(),
+        remedy: Remedy::forced(
+            "the two backing images are the same or what the snapshots show does not matter",
+            "delete the snapshots first",
+        ),
     })
 }
 
@@ -294,8 +294,7 @@ fn copy_differences(
 ) -> Result<()> {
     let piece = PIECE_BYTES.max(disk.top().caps().cluster_bytes);
     let end = disk.guest_bytes();
-    // Shared blocks would not be compressed.
-    let sharing = if compress { Sharing::none() } else { Sharing::new(disk) };
+    let sharing = Sharing::new(disk, compress);
     let caps = disk.top().caps();
     let (cell, unit) = match compress {
         true => (caps.cluster_bytes, caps.cluster_bytes),
@@ -353,15 +352,12 @@ struct Sharing {
 }
 
 impl Sharing {
-    fn new(disk: &Disk) -> Self {
+    fn new(disk: &Disk, compress: bool) -> Self {
         let caps = disk.top().caps();
         let block = u64::from(disk.top().storage().caps().block_bytes).max(512);
-        let possible = caps.host_aligned && caps.cluster_bytes >= block;
+        // Shared blocks would not be compressed.
+        let possible = !compress && caps.host_aligned && caps.cluster_bytes >= block;
         Self { block, works: AtomicBool::new(false), refused: AtomicBool::new(!possible) }
-    }
-
-    fn none() -> Self {
-        Self { block: 512, works: AtomicBool::new(false), refused: AtomicBool::new(true) }
     }
 
     /// Shares a piece as far as possible and returns the rest.
@@ -558,6 +554,7 @@ impl Taking<'_> {
         }
         Ok(())
     }
+
     /// Writes whole clusters compressed where that is smaller, and parts as they are.
     fn put_compressed(&self, mut at: u64, mut bytes: &[u8], units: &mut UnitWriter) -> Result<()> {
         while !bytes.is_empty() {

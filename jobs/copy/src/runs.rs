@@ -112,7 +112,7 @@ impl<'a> Runs<'a> {
         Ok(Self { disk, extents, rest: None, holes: Holes::default(), missing })
     }
 
-    /// With `salvage`, truncated files are no error: reads tell what is lost.
+    /// With `salvage`, truncated files are no error: reads report what is lost.
     pub(crate) fn salvage(self, salvage: bool) -> Self {
         Self { missing: (!salvage).then(TruncationCheck::default), ..self }
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use vdkit_block::{
     BackingRef, CacheMode, CancelToken, CreateRequest, Error, FormatDriver, ImageInfo, Limits,
-    OpenRequest, Options, RefPolicy, Result, Secret, Storage,
+    OpenRequest, Options, RefPolicy, Remedy, Result, Secret, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_storage::{CacheShare, CommitOptions, FileOptions, FileStorage, LockMode, PendingFile};
@@ -314,18 +314,15 @@ impl Target {
         };
         if disk.guest_bytes() < bytes {
             let name = path.display();
-            let larger = match device {
-                true if remote => {
-                    "choose a larger export, or make it larger on its server".to_owned()
+            let larger: Remedy = match device {
+                true if remote => "choose a larger export, or make it larger on its server".into(),
+                true => {
+                    "it is a device: make it larger (LVM: lvextend), or choose another one".into()
                 }
-                true => "it is a device: make it larger (LVM: lvextend), or choose another one"
-                    .to_owned(),
-                false => format!("make it larger first, as with 'vdkit resize {name} {bytes}'"),
+                false => Remedy::Resize { file: name.to_string(), bytes, shrink: false },
             };
-            return Err(Error::invalid_for(
-                &name,
-                format!("has {} bytes, the source has {bytes}; {larger}", disk.guest_bytes()),
-            ));
+            let why = format!("has {} bytes, the source has {bytes}", disk.guest_bytes());
+            return Err(Error::invalid_for(&name, why).with_remedy(larger));
         }
         let (commit, keys) = (CommitOptions::default(), options.keys);
         Ok(Self { disk, pending: None, pipe: None, files: None, commit, keys })

@@ -1,12 +1,17 @@
-//! Conversions that fill their target, and conversions onto a backing image that the source's chain
-//! does not have.
+//! Conversions that fill their target, conversions onto a backing image that the source's chain
+//! does not have, and conversions into an existing image that fail.
 
+use std::fs::File;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use vdkit_block::{BackingRef, FormatDriver, GuestOffset, Monitor};
+use vdkit_block::{BackingRef, FormatDriver, GuestOffset, Monitor, NewBitmap, Progress, Repair};
 use vdkit_chain::{Disk, OpenOptions, Registry};
-use vdkit_copy::{Backing, ConvertOptions, Destination, NewImage, Source, convert};
+use vdkit_copy::{
+    Backing, BrokenBitmaps, ConvertOptions, CreateOptions, Destination, ExistingImage, NewImage,
+    Source, bitmaps, convert, create,
+};
+use vdkit_image::check;
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_raw::RawDriver;
 
@@ -32,7 +37,7 @@ fn a_filled_target_has_all_its_space() {
     let mut bytes = vec![0; 4 * MIB];
     bytes[MIB..MIB + 5000].fill(7);
     std::fs::write(&from, &bytes).unwrap();
-    std::fs::File::options().write(true).open(&from).unwrap().set_len(6 << 20).unwrap();
+    File::options().write(true).open(&from).unwrap().set_len(6 << 20).unwrap();
     bytes.resize(6 * MIB, 0);
     for format in ["raw", "qcow2"] {
         let to = folder.path().join(format);
@@ -68,4 +73,55 @@ fn a_backing_image_outside_the_chain_must_be_trusted() {
         let done = convert(&registry(), &source, &options, &Monitor::default());
         assert_eq!(done.is_ok(), trusted, "{done:?}");
     }
+}
+
+/// Truncates the source by the cluster of its bitmap's marks, once the disk is copied.
+struct Truncating(PathBuf);
+
+impl Progress for Truncating {
+    fn update(&self, done: u64, total: u64) {
+        let file = File::options().write(true).open(&self.0).unwrap();
+        let len = file.metadata().unwrap().len();
+        if done == total {
+            file.set_len(len - 65536).unwrap();
+        }
+    }
+
+    fn message(&self, _text: &str) {}
+}
+
+#[test]
+fn an_existing_target_is_closed_when_bitmaps_cannot_be_copied() {
+    let folder = tempfile::tempdir().unwrap();
+    let [from, to] = ["from", "to"].map(|name| folder.path().join(name));
+    let writable = |path: &Path| {
+        Disk::open(&registry(), path, &OpenOptions::read_write().format("qcow2")).unwrap()
+    };
+    for path in [&from, &to] {
+        let new = CreateOptions::new(path, &Qcow2Driver).guest_bytes(4 << 20);
+        create(&registry(), &new, &Monitor::default()).unwrap();
+    }
+    let disk = writable(&from);
+    disk.write_at(&vec![7; MIB], GuestOffset(0)).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    let disk = writable(&from);
+    let bitmap = NewBitmap { name: "changed", granularity: None, enabled: true };
+    bitmaps(&disk).unwrap().add(&bitmap).unwrap();
+    disk.write_at(&vec![8; MIB], GuestOffset(0)).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    let options = OpenOptions::read_only().format("qcow2");
+    let source = Source::new(vec![Disk::open(&registry(), &from, &options).unwrap()]);
+    let existing = ExistingImage::new(&to).format(Some("qcow2".to_owned()));
+    let mut options = ConvertOptions::new(Destination::Into(existing));
+    options.bitmaps = Some(BrokenBitmaps::Refuse);
+    let truncating = Truncating(from);
+    let error = convert(&registry(), &source, &options, &Monitor::new(&truncating)).unwrap_err();
+    let options = OpenOptions::read_only();
+    let checked = check(&registry(), &to, &options, Repair::Nothing, &Monitor::default()).unwrap();
+    assert_eq!((checked.report.leaks, checked.report.corruptions), (0, 0), "{error}");
+    let mut found = [0];
+    writable(&to).read_at(&mut found, GuestOffset(0)).unwrap();
+    assert_eq!(found, [8], "{error}");
 }

@@ -94,9 +94,7 @@ impl Compressor {
             }
         }
     }
-}
 
-impl Compressor {
     /// Appends `unit` uncompressed in the method's own framing, slightly longer than itself: for
     /// formats in which every unit is compressed.
     ///

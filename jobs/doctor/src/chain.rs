@@ -14,29 +14,26 @@ use vdkit_tree::target_of;
 const DEPTH_REMARKABLE: usize = 16;
 
 impl Examination<'_> {
-    pub(super) fn look_at_chain(&mut self) {
+    pub(super) fn examine_chain(&mut self) {
         let Some(backing) = self.link().info.backing() else { return };
         if backing.format.is_none() {
             self.name_format(&backing);
         }
         match self.broken.take() {
-            Some(error) => self.look_at_break(&backing, &error),
-            None => self.look_at_base(&backing),
+            Some(error) => self.examine_break(&backing, &error),
+            None => self.examine_base(&backing),
         }
         if self.links.len() > DEPTH_REMARKABLE {
             let message = format!("{} images in one chain", self.links.len());
             let lowest = self.links.last().and_then(|lowest| self.name_of(lowest));
-            let mend = lowest.and_then(|lowest| {
-                command(&["vdkit", "rebase", "--backing", &lowest, self.word.as_str()])
-            });
+            let mend = lowest.and_then(|lowest| self.vdkit(&["rebase", "--backing", &lowest], &[]));
             self.add(DoctorCode::DeepChain, message, mend);
         }
     }
 
     /// The command that changes only the backing reference in the header.
     fn rename(&self, name: &str, format: &str) -> Option<Vec<String>> {
-        let words = ["vdkit", "rebase", "--unsafe", "--backing", name, "--backing-format", format];
-        command(&[&words[..], &[self.word.as_str()]].concat())
+        self.vdkit(&["rebase", "--unsafe", "--backing", name, "--backing-format", format], &[])
     }
 
     fn name_format(&mut self, backing: &BackingRef) {
@@ -57,7 +54,7 @@ impl Examination<'_> {
     }
 
     /// Reports a broken chain. The last link holds the broken reference.
-    fn look_at_break(&mut self, backing: &BackingRef, error: &Error) {
+    fn examine_break(&mut self, backing: &BackingRef, error: &Error) {
         let own = self.links.len() == 1;
         let format = backing.format.as_deref().unwrap_or("FORMAT");
         match error {
@@ -79,11 +76,11 @@ impl Examination<'_> {
     fn allow(&self, backing: &BackingRef) -> Option<Vec<String>> {
         let target = target_of(&absolute(self.path)?, &backing.name)?;
         let folder = target.parent()?.display().to_string();
-        command(&["vdkit", "doctor", "--allow-ref", &folder, self.word.as_str()])
+        self.vdkit(&["doctor", "--allow-ref", &folder], &[])
     }
 
     /// Examines the direct backing image.
-    fn look_at_base(&mut self, backing: &BackingRef) {
+    fn examine_base(&mut self, backing: &BackingRef) {
         let Some(base) = self.links.get(1).cloned() else { return };
         let word = word_of(&base.path);
         if Path::new(&backing.name).is_absolute()

@@ -40,14 +40,14 @@ fn network(kind: u64) -> Option<&'static str> {
 }
 
 impl Examination<'_> {
-    pub(super) fn look_at_host(&mut self) {
+    pub(super) fn examine_host(&mut self) {
         self.note_sizes();
         if self.in_use {
-            self.look_at_flushes();
+            self.examine_flushes();
         }
         if self.link().host.device {
             self.evidence.block_bytes = device_block(self.path);
-            self.look_at_blocks();
+            self.examine_blocks();
             return self.suggest(CachePlace::Device);
         }
         let Ok(file) = File::open(self.path) else { return };
@@ -63,8 +63,8 @@ impl Examination<'_> {
             // (On a network file system this is a transfer size, not a block size.)
             self.evidence.block_bytes = network(kind).is_none().then_some(found.blksize());
         }
-        self.look_at_space(free);
-        self.look_at_blocks();
+        self.examine_space(free);
+        self.examine_blocks();
         if let Some(name) = network(kind) {
             let message = format!("the file is on {name}");
             self.add(DoctorCode::Network, message, None);
@@ -83,9 +83,9 @@ impl Examination<'_> {
             self.add(DoctorCode::NoDirect, "O_DIRECT is refused", None);
         }
         if let Some(mounted) = &mounted {
-            self.look_at_mount(mounted);
+            self.examine_mount(mounted);
         }
-        self.look_at_placement(&file, mounted.as_ref());
+        self.examine_placement(&file, mounted.as_ref());
         match (refused, cow, mounted.is_some_and(|mounted| mounted.volatile())) {
             (_, _, true) => self.suggest(CachePlace::Memory),
             (true, ..) => self.suggest(CachePlace::Buffered),
@@ -121,7 +121,7 @@ impl Examination<'_> {
     }
 
     /// Compares the possible growth with the free space.
-    fn look_at_space(&mut self, free: u64) {
+    fn examine_space(&mut self, free: u64) {
         let growth = self.evidence.growth_bytes;
         if free >= growth {
             return;
@@ -132,14 +132,13 @@ impl Examination<'_> {
             growth >> 20,
             free >> 20
         );
-        let word = self.word.clone();
-        let mend = ["vdkit", "serve", &word, "--nbd", "unix:SOCKET", "--on-nospace", "pause"];
-        self.add(DoctorCode::LittleSpace, message, command(&mend));
+        let mend = self.vdkit(&["serve"], &["--nbd", "unix:SOCKET", "--on-nospace", "pause"]);
+        self.add(DoctorCode::LittleSpace, message, mend);
     }
 
     /// Reports clusters smaller than a file system block: writing one first reads the rest of the
     /// block.
-    fn look_at_blocks(&mut self) {
+    fn examine_blocks(&mut self) {
         let (Some(cluster), Some(block)) = (self.evidence.cluster_bytes, self.evidence.block_bytes)
         else {
             return;
@@ -153,18 +152,16 @@ impl Examination<'_> {
              changes a part of a block, which has to be read first"
         );
         let option = format!("cluster_size={}", block.clamp(64 << 10, 2 << 20));
-        let word = self.word.clone();
-        let mend = command(&["vdkit", "convert", "-O", "qcow2", "-o", &option, &word, "NEW"]);
+        let mend = self.vdkit(&["convert", "-O", "qcow2", "-o", &option], &["NEW"]);
         self.add(DoctorCode::ClusterBelowBlock, message, mend);
     }
 
-    fn look_at_mount(&mut self, mounted: &Mounted) {
+    fn examine_mount(&mut self, mounted: &Mounted) {
         let point = mounted.point.display().to_string();
         if mounted.volatile() {
             let message =
                 format!("'{point}' is {}: the image is gone with the power", mounted.kind);
-            let format = self.link().info.format;
-            let mend = command(&["vdkit", "convert", "-O", format, self.word.as_str(), "NEW"]);
+            let mend = self.vdkit(&["convert", "-O", self.link().info.format], &["NEW"]);
             self.add(DoctorCode::InMemory, message, mend);
         }
         if let Some(option) = mounted.without_flushes() {
@@ -173,13 +170,13 @@ impl Examination<'_> {
                  here",
                 mounted.kind
             );
-            let mend = command(&["mount", "-o", "remount,barrier=1", &point]);
+            let mend = command(&["mount", "-o", "remount,barrier", &point]);
             self.add(DoctorCode::NoBarriers, message, mend);
         }
     }
 
     /// Examines the file's placement on its device.
-    fn look_at_placement(&mut self, file: &File, mounted: Option<&Mounted>) {
+    fn examine_placement(&mut self, file: &File, mounted: Option<&Mounted>) {
         let Ok(Some(placement)) = Placement::of(file, EXTENTS_MAX) else { return };
         self.evidence.extents = Some(placement.extents);
         self.evidence.jumps = Some(placement.jumps);
@@ -193,17 +190,17 @@ impl Examination<'_> {
             (placement.bytes / placement.jumps) >> 10
         );
         let kind = mounted.map_or("", |mounted| mounted.kind.as_str());
-        let (word, format) = (self.word.clone(), self.link().info.format);
+        let format = self.link().info.format;
         // (btrfs's own tool would unshare snapshots.)
         let mend = match kind {
-            "ext4" => command(&["e4defrag", &word]),
-            "xfs" => command(&["xfs_fsr", &word]),
-            _ => command(&["vdkit", "convert", "-f", format, "-O", format, &word, "NEW"]),
+            "ext4" => command(&["e4defrag", &self.word]),
+            "xfs" => command(&["xfs_fsr", &self.word]),
+            _ => self.vdkit(&["convert", "-f", format, "-O", format], &["NEW"]),
         };
         self.add(DoctorCode::FragmentedFile, message, mend);
     }
 
-    fn look_at_flushes(&mut self) {
+    fn examine_flushes(&mut self) {
         let Some(found) = unflushed(self.path) else { return };
         let message = format!(
             "process {} ({}) has it open with '{}': a power cut may leave the guest's file system \

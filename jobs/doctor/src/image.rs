@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vdkit_block::{
-    CheckReport, Error, ImageInfo, Limits, Monitor, OfflineImage, Repair, Result, Storage,
+    CheckReport, Error, ImageInfo, Limits, Monitor, OfflineImage, Repair, Result, Severity, Storage,
 };
 use vdkit_chain::{OpenOptions, OpenedImage, open_image};
 
 use crate::evidence::{allocation, shuffled};
-use crate::{DoctorCode, DoctorFinding, Examination, METADATA_BYTES_MAX, command};
+use crate::{DoctorCode, Examination, METADATA_BYTES_MAX};
 use vdkit_inspect::BudgetStorage;
 
 /// Maximum reads and time for the check of one image.
@@ -26,56 +26,53 @@ const SNAPSHOTS_REMARKABLE: usize = 8;
 const REFCOUNT_BITS_USUAL: u64 = 16;
 
 impl Examination<'_> {
-    pub(super) fn look_at_header(&mut self) {
+    pub(super) fn examine_header(&mut self) {
         let info = self.link().info.clone();
-        let word = self.word.clone();
+        let repair = self.vdkit(&["check", "--repair", "all"], &[]);
         if info.corrupt {
-            let mend = command(&["vdkit", "check", "--repair", "all", &word]);
-            self.add(DoctorCode::MarkedCorrupt, "marked as corrupt; make a copy first", mend);
+            let message = "marked as corrupt; make a copy first";
+            self.add(DoctorCode::MarkedCorrupt, message, repair.clone());
         }
         if info.dirty && !self.in_use {
-            let mend = command(&["vdkit", "check", "--repair", "all", &word]);
-            self.add(DoctorCode::NotClosed, "not closed cleanly: the dirty bit is set", mend);
+            self.add(DoctorCode::NotClosed, "not closed cleanly: the dirty bit is set", repair);
         }
         if info.encryption.as_deref() == Some("aes") {
-            let mend = ["vdkit", "convert", "-O", "qcow2", "-o", "encrypt.format=luks"];
-            let mend = [&mend[..], &["--target-key-file", "KEY", &word, "NEW"]].concat();
+            let options = ["-o", "encrypt.format=luks", "--target-key-file", "KEY"];
+            let mend = self.vdkit(&[&["convert", "-O", "qcow2"], &options[..]].concat(), &["NEW"]);
             let message = "encrypted with AES as QEMU did at first; LUKS is what it does now";
-            self.add(DoctorCode::LegacyAes, message, command(&mend));
+            self.add(DoctorCode::LegacyAes, message, mend);
         }
-        self.look_at_size(&info);
-        for bitmap in info.bitmaps.iter().filter(|bitmap| bitmap.in_use && !self.in_use) {
+        self.examine_size(&info);
+        let unused = !self.in_use;
+        for bitmap in info.bitmaps.iter().filter(|bitmap| bitmap.in_use && unused) {
             let name = &bitmap.name;
-            let mend = command(&["vdkit", "bitmap", "remove", &word, name]);
-            let message = format!("bitmap '{name}'");
-            self.findings.push(DoctorFinding::new(DoctorCode::BitmapStale, message, mend));
+            let mend = self.vdkit(&["bitmap", "remove"], &[name]);
+            self.add(DoctorCode::BitmapStale, format!("bitmap '{name}'"), mend);
         }
         if info.format == "qcow2" {
-            self.look_at_qcow2(&info);
+            self.examine_qcow2(&info);
         }
     }
 
     /// A raw disk has its file's size, rounded up to whole sectors.
-    fn look_at_size(&mut self, info: &ImageInfo) {
+    fn examine_size(&mut self, info: &ImageInfo) {
         let host = self.link().host;
         let as_its_file = info.format == "raw" && !host.device;
         let bytes = if as_its_file { host.file_bytes } else { info.virtual_size };
         let Some(whole) = bytes.checked_next_multiple_of(512).filter(|whole| *whole > bytes) else {
             return;
         };
-        let whole = whole.to_string();
-        let mend = command(&["vdkit", "resize", "-f", info.format, self.word.as_str(), &whole]);
+        let mend = self.vdkit(&["resize", "-f", info.format], &[&whole.to_string()]);
         let message = format!("{bytes} bytes are no whole sectors of 512");
         self.add(DoctorCode::OddSize, message, mend);
     }
 
-    fn look_at_qcow2(&mut self, info: &ImageInfo) {
-        let word = self.word.clone();
+    fn examine_qcow2(&mut self, info: &ImageInfo) {
         let property = |key: &str| {
             info.properties.iter().find(|(name, _)| name == key).map(|(_, value)| value.as_str())
         };
         if property("compat") == Some("0.10") {
-            let mend = command(&["vdkit", "amend", "-o", "compat=1.1", &word]);
+            let mend = self.vdkit(&["amend", "-o", "compat=1.1"], &[]);
             self.add(DoctorCode::VersionTwo, "version 2 (compat=0.10)", mend);
         }
         let bits = property("refcount-bits").and_then(|bits| bits.parse::<u64>().ok());
@@ -87,14 +84,14 @@ impl Examination<'_> {
                  {REFCOUNT_BITS_USUAL} is usual"
             );
             let option = format!("refcount_bits={REFCOUNT_BITS_USUAL}");
-            let mend = command(&["vdkit", "amend", "-o", &option, &word]);
+            let mend = self.vdkit(&["amend", "-o", &option], &[]);
             self.add(DoctorCode::NarrowRefcounts, message, mend);
         }
-        self.look_at_map(info, property("extended-l2") == Some("true"));
-        self.look_at_snapshots(info);
+        self.examine_map(info, property("extended-l2") == Some("true"));
+        self.examine_snapshots(info);
     }
 
-    fn look_at_snapshots(&mut self, info: &ImageInfo) {
+    fn examine_snapshots(&mut self, info: &ImageInfo) {
         let snapshots = &info.snapshots;
         let Some(oldest) = snapshots.iter().min_by_key(|snapshot| snapshot.date_seconds) else {
             return;
@@ -110,13 +107,12 @@ impl Examination<'_> {
         };
         let message =
             format!("{} snapshots{kept}; the oldest is '{}'", snapshots.len(), oldest.name);
-        let mend = ["vdkit", "snapshot", "delete", self.word.as_str(), &oldest.id];
-        let mend = command(&mend);
+        let mend = self.vdkit(&["snapshot", "delete"], &[&oldest.id]);
         self.add(DoctorCode::ManySnapshots, message, mend);
     }
 
     /// Compares the size of the whole map with its cache.
-    fn look_at_map(&mut self, info: &ImageInfo, extended: bool) {
+    fn examine_map(&mut self, info: &ImageInfo, extended: bool) {
         let Some(cluster) = info.cluster_size.filter(|bytes| *bytes > 0) else { return };
         let entry = if extended { 16 } else { 8 };
         let map = map_bytes(info.virtual_size, cluster, entry);
@@ -135,10 +131,9 @@ impl Examination<'_> {
             default >> 20,
             covered >> 30,
         );
-        let word = self.word.clone();
-        let size = format!("{mib}M");
-        let mend = ["vdkit", "serve", &word, "--nbd", "unix:SOCKET", "--l2-cache", &size];
-        self.add(DoctorCode::MapCache, message, command(&mend));
+        let options = ["--nbd", "unix:SOCKET", "--l2-cache", &format!("{mib}M")];
+        let mend = self.vdkit(&["serve"], &options);
+        self.add(DoctorCode::MapCache, message, mend);
         // The smallest sufficient size, as larger clusters make first writes slower.
         let mut better = cluster;
         while map_bytes(info.virtual_size, better, entry) > default && better < 2 << 20 {
@@ -149,7 +144,7 @@ impl Examination<'_> {
             let map = map_bytes(info.virtual_size, better, entry).div_ceil(1 << 20);
             let option = format!("cluster_size={}K", better >> 10);
             let message = format!("with {option} the tables would take {map} MiB");
-            let mend = command(&["vdkit", "convert", "-O", "qcow2", "-o", &option, &word, "NEW"]);
+            let mend = self.vdkit(&["convert", "-O", "qcow2", "-o", &option], &["NEW"]);
             self.add(DoctorCode::SmallClusters, message, mend);
         }
     }
@@ -171,6 +166,9 @@ impl Examination<'_> {
         let deadline = Instant::now().checked_add(TIME_MAX);
         let budget = BudgetStorage::new(storage, READS_MAX, METADATA_BYTES_MAX, deadline);
         let limited: Arc<dyn Storage> = budget.clone();
+        // Extents have tables of their own.
+        let files = files.into_iter().map(|file| budget.share_with(file) as Arc<dyn Storage>);
+        let files: Vec<_> = files.collect();
         let mut limits = Limits::default();
         limits.check_bytes_max = MEMORY_MAX;
         // It ends soon, so its own progress would be misleading.
@@ -180,13 +178,13 @@ impl Examination<'_> {
             Ok(_) | Err(_) if budget.exceeded().is_some() => self.not_checked(),
             Ok(report) => {
                 self.checked = true;
-                self.tell(&report);
+                self.add_check(&report);
             }
             Err(error @ Error::Interrupted) => return Err(error),
             Err(Error::Limit { .. }) => self.not_checked(),
             Err(Error::Unsupported { .. }) => {}
             Err(error) => {
-                let mend = command(&["vdkit", "check", "--repair", "all", self.word.as_str()]);
+                let mend = self.vdkit(&["check", "--repair", "all"], &[]);
                 self.add(DoctorCode::Corrupt, error.to_string(), mend);
             }
         }
@@ -199,26 +197,21 @@ impl Examination<'_> {
             METADATA_BYTES_MAX >> 20,
             TIME_MAX.as_secs()
         );
-        let mend = command(&["vdkit", "check", self.word.as_str()]);
+        let mend = self.vdkit(&["check"], &[]);
         self.add(DoctorCode::NotChecked, message, mend);
     }
 
-    fn tell(&mut self, report: &CheckReport) {
-        let word = self.word.clone();
+    fn add_check(&mut self, report: &CheckReport) {
         // The corrupt flag counts as one, and is reported already.
         let marked = u64::from(self.link().info.corrupt);
         if report.corruptions > marked {
-            let first = report.findings.iter();
-            let first = first
-                .filter(|finding| finding.severity == vdkit_block::Severity::Corruption)
-                .map(|finding| {
-                    format!("; {} at {:#x}: {}", finding.structure, finding.offset, finding.message)
-                })
-                .next()
-                .unwrap_or_default();
+            let mut damage = report.findings.iter().filter(|f| f.severity == Severity::Corruption);
+            let first = damage.next().map_or_else(String::new, |finding| {
+                format!("; {} at {:#x}: {}", finding.structure, finding.offset, finding.message)
+            });
             let errors = if report.corruptions == 1 { "error" } else { "errors" };
             let message = format!("{} {errors}{first}; make a copy first", report.corruptions);
-            let mend = command(&["vdkit", "check", "--repair", "all", &word]);
+            let mend = self.vdkit(&["check", "--repair", "all"], &[]);
             self.add(DoctorCode::Corrupt, message, mend);
         }
         let cluster = self.link().info.cluster_size.unwrap_or(0);
@@ -228,7 +221,7 @@ impl Examination<'_> {
                 report.leaks,
                 report.leaks.saturating_mul(cluster)
             );
-            let mend = command(&["vdkit", "check", "--repair", "leaks", &word]);
+            let mend = self.vdkit(&["check", "--repair", "leaks"], &[]);
             self.add(DoctorCode::Leaks, message, mend);
         }
         if report.compressed_clusters > 0 {
@@ -237,15 +230,15 @@ impl Examination<'_> {
                  convert it",
                 report.compressed_clusters, report.allocated_clusters
             );
-            let mend = command(&["vdkit", "convert", "-O", self.link().info.format, &word, "NEW"]);
+            let mend = self.vdkit(&["convert", "-O", self.link().info.format], &["NEW"]);
             self.add(DoctorCode::Compressed, message, mend);
         }
-        self.look_at_order(report);
-        self.look_at_unused(report, cluster);
+        self.examine_order(report);
+        self.examine_unused(report, cluster);
     }
 
     /// Whether clusters are in guest order in the file.
-    fn look_at_order(&mut self, report: &CheckReport) {
+    fn examine_order(&mut self, report: &CheckReport) {
         if report.total_clusters == 0 {
             return;
         }
@@ -266,12 +259,12 @@ impl Examination<'_> {
             "{fragmented} of {allocated} allocated clusters do not follow the one before them; a \
              new image has them in order"
         );
-        let mend = command(&["vdkit", "convert", "-O", format, self.word.as_str(), "NEW"]);
+        let mend = self.vdkit(&["convert", "-O", format], &["NEW"]);
         self.add(DoctorCode::FragmentedMap, message, mend);
     }
 
     /// Reports space that no cluster in use accounts for.
-    fn look_at_unused(&mut self, report: &CheckReport, cluster: u64) {
+    fn examine_unused(&mut self, report: &CheckReport, cluster: u64) {
         let link = self.link();
         let info = &link.info;
         let tellable = info.format == "qcow2"
@@ -292,7 +285,7 @@ impl Examination<'_> {
             "the file takes {} bytes on the host; its clusters in use take {used} at most",
             link.host.allocated_bytes
         );
-        let mend = command(&["vdkit", "compact", self.word.as_str()]);
+        let mend = self.vdkit(&["compact"], &[]);
         self.add(DoctorCode::UnusedSpace, message, mend);
     }
 }

@@ -70,7 +70,7 @@ fn search(
 
 fn not_searched(folder: &Path, deep: bool) -> DoctorFinding {
     let message = format!(
-        "'{}' has more than {FILES_MAX} files: not all were looked at for files of killed commands",
+        "'{}' has more than {FILES_MAX} files: not all were searched for files of killed commands",
         folder.display()
     );
     let depth: &[&str] = if deep { &[] } else { &["-maxdepth", "1"] };

@@ -301,7 +301,7 @@ fn examine(
         }
         Err(error) => return Ok(unreadable(path, error.to_string(), error.remedy())),
     };
-    let mut patient = Examination {
+    let mut examination = Examination {
         registry,
         path,
         word: word_of(path),
@@ -312,21 +312,21 @@ fn examine(
         evidence: DoctorEvidence { cache: "writeback", ..DoctorEvidence::default() },
         findings: Vec::new(),
     };
-    patient.look_at_use(&open);
-    patient.look_at_header();
-    patient.look_at_chain();
-    patient.look_at_host();
-    patient.check(&open, monitor)?;
-    let libvirt = options.libvirt.then(|| patient.libvirt());
-    let mut findings = patient.findings;
+    examination.examine_use(&open);
+    examination.examine_header();
+    examination.examine_chain();
+    examination.examine_host();
+    examination.check(&open, monitor)?;
+    let libvirt = options.libvirt.then(|| examination.libvirt());
+    let mut findings = examination.findings;
     findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
-    let info = patient.links.first().map(|link| &link.info);
+    let info = examination.links.first().map(|link| &link.info);
     Ok(DoctorImage {
         path: path.to_owned(),
         format: info.map(|info| info.format),
         virtual_size: info.map(|info| info.virtual_size),
-        checked: patient.checked,
-        evidence: Some(patient.evidence),
+        checked: examination.checked,
+        evidence: Some(examination.evidence),
         findings,
         libvirt,
     })
@@ -338,12 +338,17 @@ impl Examination<'_> {
         &self.links[0]
     }
 
+    /// A command of vdkit on the image, by the words before and after the image's name.
+    fn vdkit(&self, before: &[&str], after: &[&str]) -> Option<Vec<String>> {
+        command(&[&["vdkit"][..], before, &[self.word.as_str()], after].concat())
+    }
+
     fn add(&mut self, code: DoctorCode, message: impl Into<String>, mend: Option<Vec<String>>) {
         self.findings.push(DoctorFinding::new(code, message, mend));
     }
 
     /// Tests the image's lock as a reader that excludes writers.
-    fn look_at_use(&mut self, open: &OpenOptions) {
+    fn examine_use(&mut self, open: &OpenOptions) {
         let open = open.clone().lock(true).backing(BackingChoice::Ignore);
         if let Err(error @ Error::Locked { .. }) = describe_chain(self.registry, self.path, &open) {
             self.in_use = true;

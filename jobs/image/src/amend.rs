@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
-use vdkit_block::{AmendRequest, Error, Monitor, OptionKind, OptionSpec, Options, Result};
+use vdkit_block::{AmendRequest, Error, Monitor, OptionKind, OptionSpec, Options, Remedy, Result};
 use vdkit_chain::{BackingChoice, Disk, OpenOptions, Registry, open_image};
 
 use crate::resize::{ResizeOptions, resize};
@@ -58,11 +58,11 @@ pub fn amend<'a>(
     }
     let size = options.size("size");
     let grows = size.filter(|size| *size != opened.info.virtual_size);
-    if grows.is_some_and(|size| size < opened.info.virtual_size) {
-        return Err(Error::invalid_for(
-            &image.display(),
-            "a smaller size loses what lies beyond it; 'vdkit resize --shrink' does that",
-        ));
+    if let Some(bytes) = grows.filter(|size| *size < opened.info.virtual_size) {
+        let file = image.display().to_string();
+        let why = "a smaller size loses what lies beyond it; amend only enlarges a disk";
+        let error = Error::invalid_for(&file, why);
+        return Err(error.with_remedy(Remedy::Resize { file, bytes, shrink: true }));
     }
     let mut changed = opened.driver.amend(
         &AmendRequest {

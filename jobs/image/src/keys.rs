@@ -6,8 +6,11 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Serialize;
-use vdkit_block::{Error, KeySlot, KeySlots, Monitor, Progress, Result, Secret};
+use vdkit_block::{Error, KeySlot, KeySlots, Monitor, Progress, Remedy, Result, Secret};
 use vdkit_chain::{OpenOptions, Registry, open_image};
+
+/// What the removal of a slot may do, to follow "if".
+const UNREADABLE: &str = "all data may become unreadable for good";
 
 /// The key slots of an image.
 #[derive(Clone, Debug, Serialize)]
@@ -95,8 +98,9 @@ impl Image {
                 Some(method) => format!("its encryption ({method}) has no key slots"),
                 None => "is not encrypted, so it has no key slots".to_owned(),
             };
-            let hint = "convert it to one that is: -O qcow2 -o encrypt.format=luks, or -O luks";
-            return Err(Error::unsupported(&file, what, hint));
+            let target = Some(("qcow2", "encrypt.format=luks".to_owned()));
+            let remedy = Remedy::Convert { file: file.clone(), target, new_key: true };
+            return Err(Error::unsupported(&file, what, remedy));
         };
         let encryption = image.info.encryption.unwrap_or_default();
         let (format, all) = (image.driver.name(), slots.slots());
@@ -212,11 +216,7 @@ pub fn remove_key(
             return Err(Error::Key {
                 file,
                 what: "no key is given that shows that it can be opened afterwards".to_owned(),
-                remedy: Box::new(
-                    "give the key of another slot with --key-file, --key-fd or --key-env, or \
-                       --force"
-                        .into(),
-                ),
+                remedy: Remedy::forced(UNREADABLE, Remedy::GiveOtherKey),
             });
         }
         let opened = image.opened(&options.keys, monitor)?;
@@ -227,11 +227,7 @@ pub fn remove_key(
             return Err(Error::Key {
                 file,
                 what: format!("the key opens slot {slot} alone, which would go"),
-                remedy: Box::new(
-                    "give the key of a slot that stays, or --force, which may make all data \
-                       unreadable for good"
-                        .into(),
-                ),
+                remedy: Remedy::forced(UNREADABLE, Remedy::GiveOtherKey),
             });
         }
     }

@@ -1,12 +1,11 @@
 //! Validate: checks an image against the requirements of a hypervisor or a cloud.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use serde::Serialize;
-use vdkit_block::{ImageInfo, Result, Storage};
-use vdkit_chain::{OpenOptions, Registry};
-use vdkit_storage::{FileOptions, FileStorage, LockMode};
+use vdkit_block::{ImageInfo, Result};
+use vdkit_chain::{BackingChoice, OpenOptions, Registry, describe_chain};
+use vdkit_storage::{FileOptions, LockMode};
 use vdkit_vhd::azure_faults;
 
 use crate::preset::Preset;
@@ -85,13 +84,17 @@ pub fn validate(
     preset: Preset,
     options: &OpenOptions,
 ) -> Result<ValidateReport> {
-    let (storage, info) = describe(registry, image, options)?;
+    let alone = options.clone().backing(BackingChoice::Ignore);
+    let mut chain = describe_chain(registry, image, &alone)?;
+    let info = chain.links.swap_remove(0).info;
     let mut judge = Judge { image, preset, info: &info, objections: Vec::new() };
     judge.format();
     judge.parts();
     judge.size();
     judge.name();
     if (preset, info.format) == (Preset::Azure, "vpc") {
+        let lock = if options.lock { LockMode::Auto } else { LockMode::Off };
+        let storage = registry.open_storage(image, &FileOptions::read_only().lock(lock))?;
         for fault in azure_faults(&*storage)? {
             let message = format!("{} at {:#x}: {}", fault.structure, fault.offset, fault.message);
             // Sizes have their own rule.
@@ -112,26 +115,9 @@ pub fn validate(
     })
 }
 
-/// The image's own header; referenced files are not opened.
-fn describe(
-    registry: &Registry,
-    image: &Path,
-    options: &OpenOptions,
-) -> Result<(Arc<dyn Storage>, ImageInfo)> {
-    let lock = if options.lock { LockMode::Auto } else { LockMode::Off };
-    let file = FileStorage::open(image, &FileOptions::read_only().lock(lock))?;
-    let storage: Arc<dyn Storage> = Arc::new(file);
-    let driver = match &options.format {
-        Some(name) => registry.driver(name)?,
-        None => registry.probe(&*storage)?.driver,
-    };
-    let info = driver.describe(&storage, &options.limits)?;
-    Ok((storage, info))
-}
-
 /// Steps outside the image.
 fn notes(image: &Path, preset: Preset) -> Vec<String> {
-    let name = image.display();
+    let name = word(image);
     match preset {
         Preset::Gcp => vec![format!(
             "the upload is a gzip-compressed GNU tar with one file, disk.raw: 'tar --format=oldgnu -Sczf \
@@ -149,6 +135,14 @@ fn notes(image: &Path, preset: Preset) -> Vec<String> {
     }
 }
 
+/// A path as a word for a shell, which no program takes for an option.
+fn word(path: &Path) -> String {
+    let name = path.display().to_string();
+    let name = if name.starts_with('-') { format!("./{name}") } else { name };
+    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+=:@%".contains(c);
+    if name.chars().all(plain) { name } else { format!("'{}'", name.replace('\'', r"'\''")) }
+}
+
 struct Judge<'a> {
     image: &'a Path,
     preset: Preset,
@@ -163,7 +157,7 @@ impl Judge<'_> {
 
     /// The command that makes a suitable image.
     fn convert(&self) -> String {
-        format!("vdkit convert --for {} {} NEW", self.preset, self.image.display())
+        format!("vdkit convert --for {} {} NEW", self.preset, word(self.image))
     }
 
     fn property(&self, key: &str) -> Option<&str> {
@@ -220,7 +214,7 @@ impl Judge<'_> {
             let message = format!("it is encrypted ({method})");
             self.add(Rule::Encrypted, message, Some(self.convert()));
         }
-        let check = format!("vdkit check --repair all {}", self.image.display());
+        let check = format!("vdkit check --repair all {}", word(self.image));
         if self.info.corrupt {
             self.add(Rule::Sound, "it is marked corrupt", Some(check));
         } else if self.info.dirty && !local {
@@ -235,7 +229,7 @@ impl Judge<'_> {
             let message = format!("{bytes} bytes are not whole {}", self.preset.unit_name());
             // Writing a raw image needs an explicit format.
             let raw = if self.info.format == "raw" { "-f raw " } else { "" };
-            let mend = format!("vdkit resize {raw}{} {whole}", self.image.display());
+            let mend = format!("vdkit resize {raw}{} {whole}", word(self.image));
             self.add(Rule::SizeUnit, message, Some(mend));
         }
         if let Some(max) = self.preset.size_max(self.info.format).filter(|max| bytes > *max) {
@@ -253,7 +247,7 @@ impl Judge<'_> {
         let ending = self.image.extension().unwrap_or_default();
         if !ending.eq_ignore_ascii_case(wanted) {
             let renamed = self.image.with_extension(wanted);
-            let mend = format!("mv {} {}", self.image.display(), renamed.display());
+            let mend = format!("mv {} {}", word(self.image), word(&renamed));
             self.add(Rule::Name, format!("its name does not end in .{wanted}"), Some(mend));
         }
     }

@@ -7,10 +7,10 @@ use std::collections::BTreeSet;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use vdkit_block::{Error, Monitor, Result};
-use vdkit_chain::{BackingChoice, OpenOptions, Registry, describe_chain};
+use vdkit_block::{Error, Monitor, RefPolicy, Remedy, Result};
+use vdkit_chain::Registry;
 
-use crate::tree::target_of;
+use crate::tree::{describe, target_of};
 
 /// Maximum files examined per folder.
 const FILES_MAX: usize = 4096;
@@ -104,10 +104,7 @@ fn folders_of(images: &[PathBuf]) -> Vec<PathBuf> {
 
 /// How an image depends on one of `targets`, by the names in its header. The files are never opened.
 fn use_of(registry: &Registry, image: &Path, targets: &[Identity]) -> Option<Use> {
-    // Reading a header needs no lock, even if a running guest holds one.
-    let options = OpenOptions::default().lock(false).backing(BackingChoice::Ignore);
-    let report = describe_chain(registry, image, &options).ok()?;
-    let info = &report.links.first()?.info;
+    let info = describe(registry, image, &RefPolicy::default()).ok()?.info;
     let refers = |name: &str| {
         let found = target_of(image, name).and_then(|path| identity(&path));
         found.is_some_and(|found| targets.contains(&found))
@@ -134,7 +131,7 @@ pub fn refuse_dependents(
     let Some(first) = found.overlays.first() else {
         if found.incomplete {
             monitor.progress.message(&format!(
-                "the folder of {} has more than {FILES_MAX} files: not all were looked at for \
+                "the folder of {} has more than {FILES_MAX} files: not all were examined for \
                  images that are based on it",
                 image.display()
             ));
@@ -148,22 +145,15 @@ pub fn refuse_dependents(
     }
     let targets: Vec<Identity> = images.iter().filter_map(|image| identity(image)).collect();
     let first_use = use_of(registry, first, &targets);
-    let (which, remedy) = if first_use == Some(Use::Data) {
-        ("whose data it holds", format!("change them by their own names: {}", show(first)))
+    let (which, instead) = if first_use == Some(Use::Data) {
+        ("whose data it holds", format!("change them by their own names: {}", show(first)).into())
     } else {
-        let first = show(first);
-        let independent = format!("'vdkit rebase {first} --no-backing'");
-        (
-            "that are based on it",
-            format!(
-                "use an overlay of its own instead, or first make them independent ({independent})"
-            ),
-        )
+        ("that are based on it", Remedy::StandAlone { overlay: show(first) })
     };
     Err(Error::Dependents {
         file: show(image),
         what: format!("{doing} would damage the images {which}"),
         dependents: names,
-        hint: format!("{remedy}; if they are not needed any more, repeat with --force"),
+        remedy: Remedy::forced("they are not needed any more", instead),
     })
 }

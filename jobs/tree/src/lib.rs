@@ -5,5 +5,6 @@ mod tree;
 
 pub use dependents::{Dependents, dependents, refuse_dependents};
 pub use tree::{
-    ReferenceStatus, TreeBacking, TreeFault, TreeImage, TreeOptions, TreeReport, target_of, tree,
+    ReferenceStatus, TreeBacking, TreeFault, TreeImage, TreeOptions, TreeReport, describe,
+    target_of, tree,
 };

@@ -4,7 +4,7 @@
 //! folder, or a folder. References in metadata are resolved by name and never opened, so a hostile
 //! header has no effect.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
 
 use serde::Serialize;
@@ -147,8 +147,11 @@ pub fn tree(
     for (number, file) in files.iter().enumerate() {
         monitor.cancel.check()?;
         monitor.progress.update(number as u64, files.len() as u64);
-        match describe(registry, file, options) {
-            Ok(link) => {
+        match describe(registry, file, &options.refs) {
+            Ok(mut link) => {
+                // Of all images together, these could take any amount of memory.
+                let info = &mut link.info;
+                (info.snapshots, info.bitmaps, info.properties) = Default::default();
                 found.insert(file.clone(), link);
             }
             Err(error) if single && *file == asked => return Err(error),
@@ -161,17 +164,9 @@ pub fn tree(
         }
     }
     report.images = images(&found, &asked, options);
-    report.orphans = report
-        .images
-        .iter()
-        .filter(|image| {
-            image
-                .backing
-                .as_ref()
-                .is_some_and(|backing| backing.standing == ReferenceStatus::Missing)
-        })
-        .map(|image| image.path.clone())
-        .collect();
+    let missing = |backing: &TreeBacking| backing.standing == ReferenceStatus::Missing;
+    let orphans = report.images.iter().filter(|image| image.backing.as_ref().is_some_and(missing));
+    report.orphans = orphans.map(|image| image.path.clone()).collect();
     if single {
         keep_related(&mut report, &asked);
     }
@@ -214,12 +209,14 @@ fn list_files(
     Ok(())
 }
 
-fn describe(registry: &Registry, file: &Path, options: &TreeOptions) -> Result<ChainLink> {
-    // Reading a header needs no lock, even if a running guest holds one.
-    let options = OpenOptions::default()
-        .lock(false)
-        .refs(options.refs.clone())
-        .backing(BackingChoice::Ignore);
+/// What an image's own header says. No other file is opened, and no lock is needed, even if a
+/// running guest holds one.
+///
+/// # Errors
+/// Errors of opening and describing the image.
+pub fn describe(registry: &Registry, file: &Path, refs: &RefPolicy) -> Result<ChainLink> {
+    let options =
+        OpenOptions::default().lock(false).refs(refs.clone()).backing(BackingChoice::Ignore);
     let report = describe_chain(registry, file, &options)?;
     let link = report.links.into_iter().next();
     link.ok_or_else(|| Error::invalid_for(&file.display(), "is no image"))
@@ -277,19 +274,17 @@ fn images(
 
 /// All direct and indirect dependents of an image.
 fn above(path: &Path, needed: &BTreeMap<&Path, Vec<PathBuf>>) -> Vec<PathBuf> {
-    let mut all: Vec<PathBuf> = needed.get(path).cloned().unwrap_or_default();
-    let mut next = 0;
-    while let Some(image) = all.get(next).cloned() {
-        for overlay in needed.get(image.as_path()).into_iter().flatten() {
+    let mut all = BTreeSet::new();
+    let mut next = vec![path];
+    while let Some(image) = next.pop() {
+        for dependent in needed.get(image).into_iter().flatten() {
             // Headers may form a loop.
-            if overlay != path && !all.contains(overlay) {
-                all.push(overlay.clone());
+            if dependent != path && all.insert(dependent.clone()) {
+                next.push(dependent);
             }
         }
-        next += 1;
     }
-    all.sort();
-    all
+    all.into_iter().collect()
 }
 
 /// Resolves a name in a header.
@@ -358,13 +353,12 @@ fn allowed(image: &Path, target: &Path, refs: &RefPolicy) -> bool {
 /// Keeps only the requested image, its backing chain and its dependents. A file that could not be
 /// described may be one of these, so faults stay.
 fn keep_related(report: &mut TreeReport, asked: &Path) {
-    let mut related = vec![asked.to_owned()];
+    let mut related = BTreeSet::from([asked.to_owned()]);
     let mut at = asked.to_owned();
     while let Some(next) = report.image(&at).and_then(|i| i.backing.as_ref()?.path.clone()) {
-        if related.contains(&next) {
+        if !related.insert(next.clone()) {
             break;
         }
-        related.push(next.clone());
         at = next;
     }
     related.extend(report.image(asked).into_iter().flat_map(|i| i.deleting_orphans.clone()));

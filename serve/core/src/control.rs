@@ -19,7 +19,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
 use serde::{Deserialize, Serialize};
-use vdkit_block::{Bitmaps, CancelToken, Error, Monitor, NewBitmap, NewSnapshot, SnapshotInfo};
+use vdkit_block::{
+    Bitmaps, CancelToken, Error, Monitor, NewBitmap, NewSnapshot, Remedy, SnapshotInfo,
+};
 
 use crate::bitmaps::BitmapList;
 use crate::counters::Stats;
@@ -381,11 +383,13 @@ impl Conversations {
     }
 }
 
-/// An error with its hint.
+/// An error with what can be done about it, in the words of `vdkit ctl`.
 fn words(error: &Error) -> String {
-    match error {
-        Error::Dependents { hint, .. } => format!("{error}; {hint}"),
-        error => error.to_string(),
+    match error.remedy() {
+        Some(Remedy::Force { instead, when }) => {
+            format!("{error}; {instead}; if {when}, repeat with --force")
+        }
+        _ => error.to_string(),
     }
 }
 

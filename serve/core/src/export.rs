@@ -433,7 +433,7 @@ impl Export {
                 &disk.name(),
                 format!(
                     "a served disk is not shrunk, from {now} to {guest_bytes} bytes: end the \
-                 service, then: vdkit resize --shrink"
+                     service, and shrink it then"
                 ),
             ));
         }
@@ -482,7 +482,7 @@ impl Export {
             self.refuse_during_job(disk.name())?;
             let side = disk.top().snapshots().ok_or_else(|| {
                 let what = format!("not supported: snapshots inside a {} image", disk.top().name());
-                let hint = "take an overlay instead: vdkit create --backing";
+                let hint = "take an overlay instead";
                 Error::unsupported(disk.name(), what, hint)
             })?;
             act(side).map(Answer::Snapshot)

@@ -78,7 +78,7 @@ impl Drop for Job<'_> {
 }
 
 fn busy(file: &str, kind: &str) -> Error {
-    let what = format!("a {kind} is running; 'vdkit ctl SOCKET status' shows how far it is");
+    let what = format!("a {kind} is running; the status of the service shows how far it is");
     Error::Busy { file: file.to_owned(), what }
 }
 

@@ -26,7 +26,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use vdkit_block::{Error, GuestOffset, Monitor, Result, is_zero};
+use vdkit_block::{Error, GuestOffset, Monitor, Remedy, Result, is_zero};
 use vdkit_chain::{Disk, DiskPlace, Layer, TruncationCheck};
 use vdkit_serve::{ChangeMap, Committed, Export, Job};
 use vdkit_tree::refuse_dependents;
@@ -80,7 +80,7 @@ fn judge(images: &LiveImages, export: &Export, job: &Job<'_>, force: bool) -> Re
         return Err(Error::unsupported(
             &layer.path().display().to_string(),
             "is encrypted, which is committed only while nobody uses it",
-            "end the service: then 'vdkit commit'",
+            "end the service, and commit it then",
         ));
     }
     let (size, beneath) = (disk.guest_bytes(), base.format().guest_bytes());
@@ -89,7 +89,7 @@ fn judge(images: &LiveImages, export: &Export, job: &Job<'_>, force: bool) -> Re
             &base.path().display(),
             format!(
                 "has {beneath} bytes, more than the {size} of the disk, which would become larger; \
-             if it may: 'vdkit ctl SOCKET resize {beneath}'"
+             if it may, grow it to {beneath} bytes first"
             ),
         ));
     }
@@ -123,7 +123,7 @@ fn refuse_losses(top: &Layer) -> Result<()> {
                more"
             .to_owned(),
         dependents: losses,
-        hint: "remove them first; if they do not matter, repeat with --force".to_owned(),
+        remedy: Remedy::forced("they do not matter", "remove them first"),
     })
 }
 

@@ -48,7 +48,7 @@ fn backing_of(disk: &Disk, overlay: &Path) -> Result<NewBacking> {
         return Err(Error::unsupported(
             disk.name(),
             "is encrypted, and the overlay would hold in plain text what the guest writes",
-            "end the service; 'vdkit create --backing' makes an encrypted overlay",
+            "end the service, and create an encrypted overlay",
         ));
     }
     if overlay.symlink_metadata().is_ok() {

@@ -14,8 +14,8 @@ use serde::Serialize;
 use vdkit::jobs::Backing;
 use vdkit::jobs::{
     self, ApplianceReport, BrokenBitmaps, ConvertOptions, ConvertReport, CreateOptions,
-    Destination, ExistingImage, FoundBacking, Incoming, NewBacking, NewImage, Preset, Source, Use,
-    convert_stream,
+    Destination, ExistingImage, FoundBacking, Incoming, LeftBehind, NewBacking, NewImage, Preset,
+    Source, Use, convert_stream,
 };
 use vdkit::stream::{Checksum, OutPipe};
 use vdkit::{
@@ -250,6 +250,17 @@ impl Run for ConvertArgs {
     }
 }
 
+/// Names the options that copy what was left behind.
+fn tell_how_to_keep(left: &LeftBehind, monitor: &Monitor<'_>) {
+    if !left.snapshots.is_empty() {
+        monitor.progress.message("'--snapshot NAME' converts one of the snapshots");
+    }
+    if !left.bitmaps.is_empty() {
+        let text = "'--bitmaps' copies those dirty bitmaps that can be trusted into a qcow2 image";
+        monitor.progress.message(text);
+    }
+}
+
 /// Maps the device names of stdin and stdout to `-`.
 fn standard(name: &Path) -> PathBuf {
     const NAMES: [&str; 4] = ["/dev/stdin", "/dev/stdout", "/dev/fd/0", "/dev/fd/1"];
@@ -315,7 +326,9 @@ impl ConvertArgs {
         }
         let source = Source::new(disks);
         let options = self.job(registry, target, source.bytes(), &monitor.cancel)?;
-        Ok(Answer::Disk(jobs::convert(registry, &source, &options, monitor)?))
+        let report = jobs::convert(registry, &source, &options, monitor)?;
+        tell_how_to_keep(&report.left_behind, monitor);
+        Ok(Answer::Disk(report))
     }
 
     fn no_appliance(path: &Path) -> Failure {

@@ -219,7 +219,8 @@ fn names_and_sizes() {
     let json = scratch.json_of("amend", 0, &["plain", "-o", "size=3M,lazy_refcounts=on"]);
     assert_eq!(json["changed"], serde_json::json!(["lazy_refcounts", "size"]));
     assert_eq!(scratch.json_of("info", 0, &["plain"])["virtual-size"], 3 << 20);
-    scratch.fails(2, "resize --shrink", &["amend", "plain", "-o", "size=1M"]);
+    let answer = scratch.fails(2, "a smaller size", &["amend", "plain", "-o", "size=1M"]);
+    assert!(answer.stderr.contains("resize --shrink plain"), "{answer:?}");
     scratch.ok(&["amend", "plain", "-o", "compression_type=zstd"]);
     peer(&scratch.path(""), "qemu-io", &["-c", "write -c -P 3 0 64k", "plain"]);
     sound(&scratch, "plain", false);

@@ -3,7 +3,8 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
-use std::process::{Command, Stdio};
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
 
 use crate::common::{Scratch, peer};
 use vdkit_cli::commands::all;
@@ -82,14 +83,7 @@ fn a_file_that_may_not_be_read_is_told() {
     if !vdkit_testkit::require_root() {
         return;
     }
-    // Root may read everything, so the command runs as nobody, from a place that nobody reaches.
-    let binary = scratch.path("vdkit");
-    // By a process of its own: a child that another test starts meanwhile would inherit the open
-    // file, and a program that somebody has open for writing cannot be started.
-    let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_vdkit")).arg(&binary).status().unwrap();
-    assert!(copied.success());
-    std::fs::set_permissions(&binary, PermissionsExt::from_mode(0o755)).unwrap();
-    std::fs::set_permissions(scratch.path(""), PermissionsExt::from_mode(0o755)).unwrap();
+    let nobody = Nobody::new(&scratch);
     for arguments in [
         &["info", "secret.raw"][..],
         &["read", "secret.raw", "0"],
@@ -97,17 +91,60 @@ fn a_file_that_may_not_be_read_is_told() {
         &["check", "secret.raw"],
         &["create", "new.raw", "1M"],
     ] {
-        let output = Command::new("setpriv")
-            .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
-            .arg(&binary)
-            .args(arguments)
-            .current_dir(scratch.path(""))
-            .output()
-            .expect("setpriv, of the package util-linux");
+        let output = nobody.run(arguments);
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{arguments:?}: {output:?}");
         assert!(stderr.contains("Permission denied"), "{arguments:?}: {stderr}");
         assert!(stderr.contains(arguments[1]), "{arguments:?}: {stderr}");
+    }
+}
+
+/// Runs the command as nobody, since root may read everything.
+struct Nobody<'a> {
+    scratch: &'a Scratch,
+    /// A copy of the program, in a place that nobody reaches.
+    binary: PathBuf,
+}
+
+impl<'a> Nobody<'a> {
+    fn new(scratch: &'a Scratch) -> Self {
+        let binary = scratch.path("vdkit");
+        // By a process of its own: a child that another test starts meanwhile would inherit the open
+        // file, and a program that somebody has open for writing cannot be started.
+        let vdkit = env!("CARGO_BIN_EXE_vdkit");
+        assert!(Command::new("cp").arg(vdkit).arg(&binary).status().unwrap().success());
+        std::fs::set_permissions(&binary, PermissionsExt::from_mode(0o755)).unwrap();
+        std::fs::set_permissions(scratch.path(""), PermissionsExt::from_mode(0o755)).unwrap();
+        Self { scratch, binary }
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        Command::new("setpriv")
+            .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
+            .arg(&self.binary)
+            .args(arguments)
+            .current_dir(self.scratch.path(""))
+            .output()
+            .expect("setpriv, of the package util-linux")
+    }
+}
+
+/// A folder that cannot be opened cannot be synced either.
+#[test]
+fn no_file_of_an_image_stays_whose_name_is_not_durable() {
+    let scratch = Scratch::new();
+    if !vdkit_testkit::require_root() {
+        return;
+    }
+    let nobody = Nobody::new(&scratch);
+    let folder = scratch.path("drop");
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::set_permissions(&folder, PermissionsExt::from_mode(0o733)).unwrap();
+    for options in [&[][..], &["-o", "data_file=a.data"]] {
+        let output = nobody.run(&[&["create", "drop/a.qcow2", "1M"], options].concat());
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        let left: Vec<_> = std::fs::read_dir(&folder).unwrap().flatten().collect();
+        assert!(left.is_empty(), "{left:?}");
     }
 }
 

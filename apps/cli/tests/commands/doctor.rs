@@ -326,6 +326,17 @@ fn file_systems_have_their_own_findings() {
 }
 
 #[test]
+fn flushes_reach_the_device_again() {
+    let scratch = Scratch::new();
+    for kind in ["ext4", "btrfs"] {
+        let Some(mounted) = fs::mounted_with(kind, 256 << 20, "nobarrier") else { return };
+        let image = mounted.path().join("a.raw").display().to_string();
+        scratch.ok(&["create", &image, "1M"]);
+        is_mended(&scratch, 3, &image, "no-barriers");
+    }
+}
+
+#[test]
 fn whoever_ignores_flushes_is_named() {
     let scratch = Scratch::new();
     scratch.ok(&["create", "a.qcow2", "64M"]);
@@ -587,6 +598,24 @@ fn a_stranger_does_no_harm() {
     let fifo = scratch.path("fifo");
     assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
     assert_eq!(codes(&scratch, 4, &["fifo"]), ["unreadable"]);
+}
+
+/// The limit of what is read holds for all files of an image together.
+#[test]
+fn extents_have_no_limit_of_their_own() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "disk.vmdk", "8G", "-o", "subformat=twoGbMaxExtentSparse"]);
+    assert!(!codes(&scratch, 0, &["disk.vmdk"]).contains(&"not-checked".to_owned()));
+    for extent in scratch.names().iter().filter(|name| name.starts_with("disk-s")) {
+        // Capacity, and both grain directories: empty ones of 8 MiB each, in a hole of the file.
+        for (at, value) in [(12, 1u64 << 37), (48, 1 << 21), (56, 5 << 19)] {
+            patch(&scratch, extent, at, |bytes| *bytes = value.to_le_bytes());
+        }
+        let file = File::options().write(true).open(scratch.path(extent)).unwrap();
+        file.set_len(2 << 30).unwrap();
+    }
+    let report = scratch.run(&["doctor", "--json", "disk.vmdk"]).stdout;
+    assert!(report.contains("not-checked"), "{report}");
 }
 
 #[test]

@@ -177,7 +177,8 @@ fn a_raw_backing_file_is_named_by_its_option() {
     for command in
         [&["create", "o.qcow2", "-b", "a.raw"][..], &["rebase", "a.qcow2", "-b", "a.raw"]]
     {
-        scratch.fails(2, "-F raw", command);
+        let answer = scratch.fails(2, "its format was not detected", command);
+        says(&answer, &["-F raw"]);
     }
 }
 

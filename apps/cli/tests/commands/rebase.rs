@@ -173,7 +173,8 @@ fn circles_and_guesses_are_refused() {
         scratch.fails(2, "cannot stand on itself", &own);
         std::fs::write(scratch.path("plain"), [0; 512]).unwrap();
         let guess = [&["rebase", "top.qcow2", "--backing", "plain"], more].concat();
-        scratch.fails(2, "-F raw", &guess);
+        let answer = scratch.fails(2, "its format was not detected", &guess);
+        assert!(answer.stderr.contains("-F raw"), "{answer:?}");
     }
     scratch.write("raw.img", &[0; 4096]);
     scratch.fails(1, "raw", &["rebase", "-f", "raw", "raw.img", "--backing", "base.qcow2"]);

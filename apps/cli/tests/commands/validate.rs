@@ -113,6 +113,8 @@ fn sizes_names_and_states() {
     let scratch = Scratch::new();
     scratch.ok(&["create", "disk.raw", "1M"]);
     mended(&scratch, "gcp", &["disk.raw"], &["size-unit"]);
+    scratch.ok(&["create", "a disk; exit.raw", "1M"]);
+    mended(&scratch, "gcp", &["a disk; exit.raw"], &["size-unit"]);
     // A fixed one of a size that Azure does not take, under a name that it does not take.
     scratch.ok(&["create", "-f", "vpc", "-o", "subformat=fixed,force_size=on", "b.img", "3000K"]);
     let report = scratch.json_of("validate", 3, &["--for", "azure", "b.img"]);

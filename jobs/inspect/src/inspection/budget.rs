@@ -28,12 +28,17 @@ pub enum Exceeded {
 #[derive(Debug)]
 pub struct BudgetStorage {
     inner: Arc<dyn Storage>,
+    budget: Arc<Budget>,
+}
+
+/// The limits, and what was used.
+#[derive(Debug)]
+struct Budget {
     reads_max: u64,
     bytes_max: u64,
     deadline: Option<Instant>,
     reads: AtomicU64,
     bytes: AtomicU64,
-    out_of_reads: AtomicBool,
     out_of_time: AtomicBool,
 }
 
@@ -45,31 +50,34 @@ impl BudgetStorage {
         bytes_max: u64,
         deadline: Option<Instant>,
     ) -> Arc<Self> {
-        Arc::new(Self {
-            inner,
+        let budget = Budget {
             reads_max,
             bytes_max,
             deadline,
             reads: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
-            out_of_reads: AtomicBool::new(false),
             out_of_time: AtomicBool::new(false),
-        })
+        };
+        Arc::new(Self { inner, budget: Arc::new(budget) })
+    }
+
+    /// Limits `other` by what is left for this storage: both use up the same budget.
+    pub fn share_with(&self, other: Arc<dyn Storage>) -> Arc<Self> {
+        Arc::new(Self { inner: other, budget: Arc::clone(&self.budget) })
     }
 
     /// What has been read so far.
     pub fn spent(&self) -> Spent {
-        Spent {
-            reads: self.reads.load(Ordering::Relaxed),
-            bytes: self.bytes.load(Ordering::Relaxed),
-        }
+        let Budget { reads, bytes, .. } = &*self.budget;
+        Spent { reads: reads.load(Ordering::Relaxed), bytes: bytes.load(Ordering::Relaxed) }
     }
 
     /// The limit that ended the reads, if one did.
     pub fn exceeded(&self) -> Option<Exceeded> {
-        if self.out_of_time.load(Ordering::Relaxed) {
+        let (budget, spent) = (&*self.budget, self.spent());
+        if budget.out_of_time.load(Ordering::Relaxed) {
             Some(Exceeded::Time)
-        } else if self.out_of_reads.load(Ordering::Relaxed) {
+        } else if spent.reads > budget.reads_max || spent.bytes > budget.bytes_max {
             Some(Exceeded::Reads)
         } else {
             None
@@ -80,15 +88,15 @@ impl BudgetStorage {
         let limit = |what, found, limit| {
             Err(Error::Limit { file: self.name().to_owned(), what, found, limit })
         };
-        if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-            self.out_of_time.store(true, Ordering::Relaxed);
+        let budget = &*self.budget;
+        if budget.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            budget.out_of_time.store(true, Ordering::Relaxed);
             return limit("the time of an inspection", 1, 0);
         }
-        let reads = self.reads.fetch_add(1, Ordering::Relaxed) + 1;
-        let bytes = self.bytes.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
-        if reads > self.reads_max || bytes > self.bytes_max {
-            self.out_of_reads.store(true, Ordering::Relaxed);
-            return limit("the bytes read by an inspection", bytes, self.bytes_max);
+        let reads = budget.reads.fetch_add(1, Ordering::Relaxed) + 1;
+        let bytes = budget.bytes.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
+        if reads > budget.reads_max || bytes > budget.bytes_max {
+            return limit("the bytes read by an inspection", bytes, budget.bytes_max);
         }
         Ok(())
     }

@@ -34,7 +34,7 @@ codes! {
     ParentImage "parent-image" Refuse "The image is a difference to a parent image." "ask for an image that stands alone";
     SeveralFormats "several-formats" Refuse "The file is valid in more than one format, so two programs may see different disks." "refuse it: no honest tool makes such a file";
     FormatMismatch "format-mismatch" Refuse "The format is not the required one, or not the one of the file's name." "refuse it, or ask for what it is";
-    FormatBanned "format-banned" Refuse "The format is obsolete or has no safe reader." "have it converted to qcow2 by whom it comes from";
+    FormatBanned "format-banned" Refuse "The format is obsolete or has no safe reader." "ask its sender for a qcow2 image";
     NotADisk "not-a-disk-image" Refuse "The file is an archive, a compressed file or a program." "unpack it in a safe place and inspect what was in it";
     NestedFormat "nested-format" Refuse "The guest disk itself begins like a disk image, and programs would open it as one after a conversion to raw." "let it pass with --allow nested, and name -f raw wherever it goes";
     Empty "empty-file" Refuse "The file has no bytes." "fetch it again";
@@ -64,7 +64,7 @@ codes! {
     Bitmaps "bitmaps" Note "There are persistent dirty bitmaps.";
     VmdkCreateType "vmdk-create-type" Refuse "The VMDK's createType does not keep all data in one file." "ask for a monolithicSparse or streamOptimized image";
     VmdkDescriptor "vmdk-descriptor" Refuse "The VMDK's descriptor is missing, or has unexpected content." "refuse it, or ask for a monolithicSparse image";
-    VhdFooterCopy "vhd-footer-copy" Refuse "The copy of the VHD's footer at offset 0 is missing, damaged or different: programs that read it see a raw disk, or another disk." "refuse it, or have it converted by whom it comes from";
+    VhdFooterCopy "vhd-footer-copy" Refuse "The copy of the VHD's footer at offset 0 is missing, damaged or different: programs that read it see a raw disk, or another disk." "refuse it, or ask its sender for another format";
     VmdkFooter "vmdk-footer" Refuse "The VMDK's footer is missing or contradicts its header." "refuse it, or ask for a monolithicSparse image";
     MbrBootFlag "mbr-boot-flag" Refuse "A partition's boot flag in the MBR is neither 0x00 nor 0x80." "refuse it, or name it raw and write a new partition table";
     MbrNoPartition "mbr-no-partition" Refuse "The first sector has an MBR's signature, but neither a partition nor a FAT file system." "refuse it, or clear the last two bytes of its first sector";

@@ -13,7 +13,7 @@ use vdkit_qcow2::layout::{COMPRESSED, OFFSET_MASK};
 /// Bytes per read of the L1 table.
 const CHUNK_BYTES: u64 = 1 << 20;
 /// Maximum references outside the file that are reported individually.
-const OUTSIDE_TOLD: usize = 4;
+const OUTSIDE_REPORTED: usize = 4;
 
 /// Result of reading the mapping.
 #[derive(Clone, Debug, Default)]
@@ -27,9 +27,9 @@ pub(super) struct Mapping {
 }
 
 impl Mapping {
-    fn lead_outside(&mut self, at: u64, to: u64) {
+    fn note_outside(&mut self, at: u64, to: u64) {
         self.outside += 1;
-        if self.first_outside.len() < OUTSIDE_TOLD {
+        if self.first_outside.len() < OUTSIDE_REPORTED {
             self.first_outside.push((at, to));
         }
     }
@@ -52,7 +52,7 @@ impl Mapping {
                     continue;
                 }
                 if table >= file_len {
-                    mapping.lead_outside(at, table);
+                    mapping.note_outside(at, table);
                     continue;
                 }
                 let clusters = match seen.get(&table) {
@@ -90,7 +90,7 @@ impl Mapping {
             // The data file's length is not known here.
             let outside = host >= file_len && !header.has_data_file();
             if outside {
-                self.lead_outside(at + index as u64 * geometry.l2_entry_bytes(), host);
+                self.note_outside(at + index as u64 * geometry.l2_entry_bytes(), host);
             } else {
                 clusters += 1;
             }

@@ -26,7 +26,7 @@ use super::{Allow, Depth, InspectOptions, Inspection, reference};
 use vdkit_block::bytes::{be32, be64};
 
 /// Maximum kinds of damage reported individually.
-const DAMAGE_TOLD: usize = 8;
+const DAMAGE_REPORTED: usize = 8;
 /// Maximum header extensions examined.
 const EXTENSIONS_MAX: usize = 1000;
 
@@ -390,8 +390,8 @@ impl Inspection<'_> {
         // Refcounts of an image that was not closed may be too low or too high.
         let dirty = header.has(incompatible::DIRTY);
         let damage = report.findings.iter().filter(|f| f.severity == Severity::Corruption);
-        for (index, finding) in damage.take(DAMAGE_TOLD).enumerate() {
-            let more = report.corruptions.saturating_sub(DAMAGE_TOLD as u64);
+        for (index, finding) in damage.take(DAMAGE_REPORTED).enumerate() {
+            let more = report.corruptions.saturating_sub(DAMAGE_REPORTED as u64);
             let rest =
                 if index == 0 && more > 0 { format!("; {more} more") } else { String::new() };
             self.find(
