@@ -173,14 +173,12 @@ impl LuksSlots {
         if keys.is_empty() {
             return Err(Error::no_key(file, "luks"));
         }
-        for key in keys {
-            let cipher = self.find(&method, key)?.and_then(|(_, key)| method.spec.with_key(&key));
-            wipe_stack();
-            if let Some(cipher) = cipher {
-                return Ok(Arc::new(cipher));
-            }
-        }
-        Err(self.wrong_key(if keys.len() == 1 { "the key" } else { "none of the keys" }))
+        let found = self.find(&method, keys);
+        let cipher = found.map(|key| key.and_then(|key| method.spec.with_key(&key)));
+        wipe_stack();
+        cipher?.map(Arc::new).ok_or_else(|| {
+            self.wrong_key(if keys.len() == 1 { "the key" } else { "none of the keys" })
+        })
     }
 
     fn wrong_key(&self, which: &str) -> Error {
@@ -195,17 +193,18 @@ impl LuksSlots {
         }
     }
 
-    /// The slot that a passphrase opens, and the image's key. Slots that exceed the work limit are
-    /// skipped; that is an error only if no other slot opens.
-    fn find(&self, method: &Method, passphrase: &Secret) -> Result<Option<(usize, VolumeKey)>> {
+    /// The image's key, by the first of these passphrases that opens a slot. Slots that exceed the
+    /// work limit of one passphrase are skipped; that is an error only if no other slot opens.
+    fn find(&self, method: &Method, passphrases: &[Secret]) -> Result<Option<VolumeKey>> {
         let mut too_much = None;
-        let mut work = Work::new(&self.limits);
-        for number in 0..SLOTS {
-            match self.try_slot(method, number, passphrase, &mut work) {
-                Ok(Some(key)) => return Ok(Some((number, key))),
-                Ok(None) => {}
-                Err(error @ Error::Limit { .. }) => too_much = too_much.or(Some(error)),
-                Err(error) => return Err(error),
+        for passphrase in passphrases {
+            let mut work = Work::new(&self.limits);
+            for number in 0..SLOTS {
+                match self.try_slot(method, number, passphrase, &mut work) {
+                    Ok(None) => {}
+                    Err(error @ Error::Limit { .. }) => too_much = too_much.or(Some(error)),
+                    found => return found,
+                }
             }
         }
         too_much.map_or(Ok(None), Err)
@@ -317,7 +316,7 @@ impl KeySlots for LuksSlots {
     ) -> Result<u32> {
         let file = self.storage.name().to_owned();
         let method = Method::of(&self.header, &file)?;
-        let Some((_, volume_key)) = self.find(&method, key)? else {
+        let Some(volume_key) = self.find(&method, std::slice::from_ref(key))? else {
             return Err(self.wrong_key("the key"));
         };
         let number = self.free_slot(slot)?;
