@@ -35,15 +35,8 @@ pub fn create_image(
     guest_bytes: u64,
     options: &str,
 ) {
-    let request = CreateRequest {
-        storage,
-        files: Vec::new(),
-        guest_bytes,
-        options: Options::parse(driver.name(), driver.options(), [options]).unwrap(),
-        backing: None,
-        backing_bytes: None,
-    };
-    driver.create(&request).unwrap();
+    let options = Options::parse(driver.name(), driver.options(), [options]).unwrap();
+    driver.create(&CreateRequest::new(storage, guest_bytes, options)).unwrap();
 }
 
 /// Opens an image without its backing image.
@@ -67,6 +60,13 @@ pub fn read_all(disk: &Disk) -> Vec<u8> {
     let mut bytes = vec![0xee; disk.guest_bytes() as usize];
     disk.read_at(&mut bytes, GuestOffset(0)).unwrap();
     bytes
+}
+
+/// A copy of a storage in memory.
+pub fn copy_of(storage: &Arc<dyn Storage>) -> Arc<dyn Storage> {
+    let mut bytes = vec![0; storage.len().unwrap() as usize];
+    storage.read_at(&mut bytes, HostOffset(0)).unwrap();
+    Arc::new(MemoryStorage::from_bytes("copy", &bytes))
 }
 
 /// A raw image of `len` bytes, no sector of which is zero.

@@ -54,8 +54,8 @@ mod watched;
 pub use counting::{CountingStorage, Counts, LoggedOp};
 pub use crash::{CrashClock, CrashImage, CrashStorage};
 pub use disks::{
-    assert_sound, backing_image, content_over, create_image, disk_of, disk_on, first_difference,
-    noise, open_image, read_all, save_sparse,
+    assert_sound, backing_image, content_over, copy_of, create_image, disk_of, disk_on,
+    first_difference, noise, open_image, read_all, save_sparse,
 };
 pub use faulty::{FaultKind, FaultPlan, FaultyStorage};
 pub use gated::{GatedCall, GatedStorage};
@@ -63,7 +63,9 @@ pub use killed::Killed;
 pub use machine::Machine;
 pub use meter::processor_time;
 pub use pairs::{Choice, pairwise};
-pub use peers::{impossible_here, missing, python, require_fuse, require_peer, require_root};
+pub use peers::{
+    impossible_here, libvhdi_reads, missing, python, require_fuse, require_peer, require_root,
+};
 pub use rng::Rng;
 pub use seeds::{cases, explained, for_seeds, seed};
 pub use sharing::{NoShare, SharingStorage};

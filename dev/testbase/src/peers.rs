@@ -92,6 +92,36 @@ pub fn python(module: &str) -> Option<Command> {
     None
 }
 
+/// Whether libvhdi, by its Python module, reads the content of a raw file from a VHD or VHDX image,
+/// followed by its parents.
+const LIBVHDI: &str = "
+import sys, pyvhdi
+files = []
+for path in sys.argv[2:]:
+    file = pyvhdi.file(); file.open(path); files.append(file)
+for child, parent in zip(files, files[1:]):
+    assert child.get_disk_type() == 4, child.get_disk_type()
+    child.set_parent(parent)
+disk, wanted = files[0], open(sys.argv[1], 'rb').read()
+assert disk.get_media_size() == len(wanted), (disk.get_media_size(), len(wanted))
+at = 0
+while at < len(wanted):
+    got = disk.read_buffer_at_offset(min(1 << 20, len(wanted) - at), at)
+    assert got and got == wanted[at:at + len(got)], hex(at)
+    at += len(got)
+";
+
+/// Asserts that libvhdi reads this content from an image, given with its parents after it. Does nothing
+/// where it is missing, as [`require_peer`] says.
+///
+/// # Panics
+/// As [`require_peer`], and if libvhdi reads something else.
+pub fn libvhdi_reads(raw: &Path, images: &[&Path], what: &str) {
+    let Some(mut python) = python("pyvhdi") else { return };
+    let out = python.args(["-c", LIBVHDI]).arg(raw).args(images).output().expect("python3");
+    assert!(out.status.success(), "{what}: {}", String::from_utf8_lossy(&out.stderr));
+}
+
 /// As [`require_peer`], for the right to mount file systems and to attach loop devices.
 ///
 /// # Panics

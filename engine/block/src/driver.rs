@@ -232,6 +232,27 @@ pub struct CreateRequest {
     pub backing_bytes: Option<u64>,
 }
 
+impl CreateRequest {
+    /// An image in one file, without a backing reference.
+    pub fn new(storage: Arc<dyn Storage>, guest_bytes: u64, options: Options) -> Self {
+        let files = Vec::new();
+        Self { storage, files, guest_bytes, options, backing: None, backing_bytes: None }
+    }
+
+    /// For kinds of images without a place for a backing reference: fails if there is one. `kind`
+    /// is such as `a raw image`.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] with this remedy.
+    pub fn refuse_backing(&self, kind: &str, remedy: &str) -> Result<()> {
+        if self.backing.is_none() {
+            return Ok(());
+        }
+        let what = format!("not supported: {kind} with a backing file");
+        Err(Error::unsupported(self.storage.name(), what, remedy))
+    }
+}
+
 /// Arguments of [`Amendment::amend`].
 #[derive(Clone, Debug)]
 pub struct AmendRequest {
@@ -246,6 +267,21 @@ pub struct AmendRequest {
     pub options: Options,
     /// Resource limits.
     pub limits: Limits,
+}
+
+impl AmendRequest {
+    /// For formats that can change only the backing reference: fails if there are options.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub fn refuse_options(&self, format: &str) -> Result<()> {
+        if self.options.is_empty() {
+            return Ok(());
+        }
+        let what = format!("not supported: changing options of a {format} image in place");
+        let remedy = "convert it to a new image that has them";
+        Err(Error::unsupported(self.storage.name(), what, remedy))
+    }
 }
 
 /// An image that is open nowhere, for [`FormatDriver::check`] and [`Compaction::compact`].

@@ -120,6 +120,27 @@ impl Flat {
         before
     }
 
+    /// Gives the disk `guest_bytes`, and the file of `host_bytes`, if it is growable. A storage of
+    /// fixed length keeps it, and the guest sees less of it.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if a storage of fixed length is too short; those of the storage. The disk
+    /// then keeps its size.
+    pub fn set_size(&self, guest_bytes: u64, host_bytes: u64) -> Result<()> {
+        let growable = self.storage.caps().growable;
+        if !growable {
+            let len = self.storage.len()?;
+            if host_bytes > len {
+                let what = format!("has a fixed length of {len} bytes and cannot grow");
+                return Err(Error::invalid_for(&self.storage.name(), what));
+            }
+        }
+        let before = self.shrink(guest_bytes);
+        let done = if growable { self.storage.set_len(host_bytes) } else { Ok(()) };
+        self.resized(if done.is_ok() { guest_bytes } else { before });
+        done
+    }
+
     /// Uses another size, after the file has changed.
     pub fn resized(&self, guest_bytes: u64) {
         self.runs.forget();

@@ -66,7 +66,7 @@ pub fn close_gaps(
 ) -> Result<Closed> {
     let blocks = sound(storage, geometry)?;
     let stride = geometry.stride();
-    let mut mover = Mover { storage, geometry, copied: Vec::new(), buf: Vec::new() };
+    let mut mover = Mover::new(storage, geometry);
     let mut closed = Closed { end: geometry.kept_end, moved: 0 };
     let (mut next, mut rest) = (0, blocks.len());
     while next < rest {
@@ -115,7 +115,7 @@ fn sound(storage: &dyn Storage, geometry: &Geometry) -> Result<Vec<Placed>> {
 /// As [`close_gaps`].
 pub fn move_away(storage: &dyn Storage, geometry: &Geometry, below: u64, end: u64) -> Result<u64> {
     let blocks = sound(storage, geometry)?;
-    let mut mover = Mover { storage, geometry, copied: Vec::new(), buf: Vec::new() };
+    let mut mover = Mover::new(storage, geometry);
     let mut end = end;
     for block in blocks.into_iter().take_while(|block| block.start < below) {
         end = geometry.place(end);
@@ -142,14 +142,18 @@ pub fn blocks_below(storage: &dyn Storage, geometry: &Geometry, below: u64) -> R
 
 /// Copies blocks and changes their entries, in a crash-safe order.
 pub(crate) struct Mover<'a> {
-    pub(crate) storage: &'a dyn Storage,
-    pub(crate) geometry: &'a Geometry,
+    storage: &'a dyn Storage,
+    geometry: &'a Geometry,
     /// Copies that no entry names yet: entry and new place.
-    pub(crate) copied: Vec<(u64, u64)>,
-    pub(crate) buf: Vec<u8>,
+    copied: Vec<(u64, u64)>,
+    buf: Vec<u8>,
 }
 
-impl Mover<'_> {
+impl<'a> Mover<'a> {
+    pub(crate) fn new(storage: &'a dyn Storage, geometry: &'a Geometry) -> Self {
+        Self { storage, geometry, copied: Vec::new(), buf: Vec::new() }
+    }
+
     /// Copies a block to a free place.
     pub(crate) fn copy(&mut self, from: Placed, to: u64) -> Result<()> {
         let stride = self.geometry.stride();
@@ -214,9 +218,7 @@ pub fn compact(
         }
         let closed = close_gaps(storage, geometry, monitor)?;
         report.moved_clusters = closed.moved;
-        envelope.before_map(storage, geometry, closed.end)?;
-        storage.sync()?;
-        envelope.finish(storage, geometry, closed.end)?;
+        envelope.finish(geometry, closed.end)?;
         storage.sync()?;
     }
     report.length_after = storage.len()?;

@@ -33,7 +33,7 @@ impl<E: Envelope> Metadata for BlockImage<E> {
         if copies.pages.is_empty() && copies.bitmaps.is_empty() {
             return storage.sync();
         }
-        self.envelope.before_map(storage, &geometry, copies.end)?;
+        self.envelope.before_map(&geometry, copies.end)?;
         // Makes the blocks' data, the file's length, and the envelope's writes durable.
         storage.sync()?;
         write_pages(storage, &geometry, &copies.pages)?;
@@ -74,12 +74,12 @@ impl<E: Envelope> Metadata for BlockImage<E> {
 impl<E: Envelope> BlockImage<E> {
     /// Truncates the file after the blocks; returns their end.
     fn trim_file(&self, state: &State) -> Result<u64> {
-        let (storage, geometry) = (&*self.storage, self.geometry());
+        let geometry = self.geometry();
         let mut end = state.used_end;
         if geometry.skip == 0 && state.given_back.iter().any(|start| *start < end) {
-            end = compact::close_gaps(storage, &geometry, &Monitor::default())?.end;
+            end = compact::close_gaps(&*self.storage, &geometry, &Monitor::default())?.end;
         }
-        self.envelope.finish(storage, &geometry, end)?;
+        self.envelope.finish(&geometry, end)?;
         Ok(end)
     }
 }

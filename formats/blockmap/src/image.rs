@@ -20,7 +20,8 @@ use crate::table::{PAGE_BYTES, PAGE_ENTRIES, PAGES_MIN, Page, Table, read_page, 
 /// Most entries that one map lookup reads.
 const RUN_ENTRIES_MAX: usize = 1 << 16;
 
-/// Structures around the blocks and their table, which must be updated as blocks change.
+/// Structures around the blocks and their table, which must be updated as blocks change. It holds the
+/// image's storage.
 pub trait Envelope: Send + Sync + fmt::Debug + 'static {
     /// The format's name.
     fn name(&self) -> &'static str;
@@ -31,40 +32,36 @@ pub trait Envelope: Send + Sync + fmt::Debug + 'static {
     }
 
     /// Called after the file has grown for blocks up to `end`: writes the structures after them.
-    fn grown(&self, storage: &dyn Storage, end: u64) -> Result<()> {
-        let _ = (storage, end);
+    fn grown(&self, _end: u64) -> Result<()> {
         Ok(())
     }
 
     /// Called before a new host block at `start` is linked: writes the structures before its data.
-    fn new_block(&self, storage: &dyn Storage, start: u64) -> Result<()> {
-        let _ = (storage, start);
+    fn new_block(&self, _start: u64) -> Result<()> {
         Ok(())
     }
 
     /// Called before data of the host block at `start` is overwritten, if the block existed when
     /// the image was opened.
-    fn before_write(&self, storage: &dyn Storage, start: u64) -> Result<()> {
-        let _ = (storage, start);
+    fn before_write(&self, _start: u64) -> Result<()> {
         Ok(())
     }
 
     /// Called before entries of blocks up to `end` are written: writes what must be durable before
     /// them.
-    fn before_map(&self, storage: &dyn Storage, geometry: &Geometry, end: u64) -> Result<()> {
-        let _ = (storage, geometry, end);
+    fn before_map(&self, _geometry: &Geometry, _end: u64) -> Result<()> {
         Ok(())
     }
 
     /// Called on close, with blocks that end at `end`: updates the structures and truncates the
     /// file.
-    fn finish(&self, storage: &dyn Storage, geometry: &Geometry, end: u64) -> Result<()>;
+    fn finish(&self, geometry: &Geometry, end: u64) -> Result<()>;
 
     /// The actual size of a disk of `guest_bytes`: formats may round up.
     ///
     /// # Errors
     /// The format's limits.
-    fn judge_size(&self, file: &str, geometry: &Geometry, guest_bytes: u64) -> Result<u64>;
+    fn judge_size(&self, geometry: &Geometry, guest_bytes: u64) -> Result<u64>;
 
     /// Whether all blocks are allocated (VDI's static images).
     fn all_allocated(&self) -> bool {
@@ -82,47 +79,34 @@ pub trait Envelope: Send + Sync + fmt::Debug + 'static {
     ///
     /// # Errors
     /// If there is no room; those of the storage.
-    fn room_for(
-        &self,
-        storage: &dyn Storage,
-        geometry: &Geometry,
-        entries: u64,
-        end: u64,
-    ) -> Result<(Geometry, u64)>;
+    fn room_for(&self, geometry: &Geometry, entries: u64, end: u64) -> Result<(Geometry, u64)>;
 
     /// Durably writes the header for this table and size, with blocks that end at `end`, if
     /// possible in one sector.
-    fn resized(
-        &self,
-        storage: &dyn Storage,
-        geometry: &Geometry,
-        guest_bytes: u64,
-        end: u64,
-    ) -> Result<()>;
+    fn resized(&self, geometry: &Geometry, guest_bytes: u64, end: u64) -> Result<()>;
 
     /// Rereads the header after a failed change that may have reached the file, and uses it from
     /// now on. Returns the geometry and the size of the disk.
     ///
     /// # Errors
     /// Those of the storage; faults of the header.
-    fn stored(&self, storage: &dyn Storage) -> Result<(Geometry, u64)>;
+    fn stored(&self) -> Result<(Geometry, u64)>;
 
     /// Called before the first change of guest data since opening.
-    fn modified(&self, storage: &dyn Storage) -> Result<()> {
-        let _ = storage;
+    fn modified(&self) -> Result<()> {
         Ok(())
     }
 }
 
 /// Consecutive host blocks.
 #[derive(Clone, Copy, Debug)]
-pub struct NewBlocks {
+pub(crate) struct NewBlocks {
     /// Offset of the first one.
-    pub start: u64,
+    pub(crate) start: u64,
     /// Number of blocks.
-    pub count: u64,
+    pub(crate) count: u64,
     /// Their data was never written, so it reads as zero.
-    pub fresh: bool,
+    pub(crate) fresh: bool,
 }
 
 /// Parameters for opening an image.
@@ -169,9 +153,9 @@ pub struct BlockImage<E> {
     pub(crate) sectors: Option<SectorMaps>,
     pub(crate) state: Engine<State, ()>,
     /// Held while the envelope is notified of the first change of guest data.
-    telling: Mutex<()>,
+    noting_change: Mutex<()>,
     /// The envelope has handled that notification.
-    told: AtomicBool,
+    change_noted: AtomicBool,
     /// A resize failed, and then the header could not be read: the valid table is unknown.
     pub(crate) lost: AtomicBool,
 }
@@ -264,16 +248,11 @@ impl<E: Envelope> BlockImage<E> {
             sectors: (opening.has_parent && opening.sector_maps)
                 .then(|| sectors::cache(geometry.skip)),
             state: Engine::new(state, ()),
-            telling: Mutex::new(()),
-            told: AtomicBool::new(false),
+            noting_change: Mutex::new(()),
+            change_noted: AtomicBool::new(false),
             lost: AtomicBool::new(false),
             storage,
         })
-    }
-
-    /// The structures around the blocks.
-    pub fn envelope(&self) -> &E {
-        &self.envelope
     }
 
     /// The current geometry of table and blocks.
@@ -333,13 +312,13 @@ impl<E: Envelope> BlockImage<E> {
     /// Notifies the envelope once that guest data changes. No guest data changes before the
     /// envelope has finished its writes.
     fn note_change(&self) -> Result<()> {
-        if self.told.load(Ordering::Acquire) {
+        if self.change_noted.load(Ordering::Acquire) {
             return Ok(());
         }
-        let _telling = self.telling.lock();
-        if !self.told.load(Ordering::Acquire) {
-            self.envelope.modified(&*self.storage)?;
-            self.told.store(true, Ordering::Release);
+        let _noting = self.noting_change.lock();
+        if !self.change_noted.load(Ordering::Acquire) {
+            self.envelope.modified()?;
+            self.change_noted.store(true, Ordering::Release);
         }
         Ok(())
     }
@@ -527,7 +506,7 @@ impl<E: Envelope> Format for BlockImage<E> {
         let last = (at.0 + len.max(1) - 1) / geometry.block_bytes;
         for block in at.0 / geometry.block_bytes..=last {
             if let Slot::At(start) = geometry.slot(self.word(block)?) {
-                self.envelope.before_write(&*self.storage, start)?;
+                self.envelope.before_write(start)?;
             }
         }
         Ok(())

@@ -35,5 +35,5 @@ mod table;
 mod write;
 
 pub use geometry::{ByteOrder, Geometry, Slot};
-pub use image::{BlockImage, Envelope, NewBlocks, Opening};
+pub use image::{BlockImage, Envelope, Opening};
 pub use table::{copy_entries, write_blocks, write_holes};

@@ -22,8 +22,7 @@ impl<E: Envelope> BlockImage<E> {
         }
         // Before the size is judged by a geometry that another resize may change.
         let _alone = self.gate.close();
-        let guest_bytes =
-            self.envelope.judge_size(self.storage.name(), &self.geometry(), guest_bytes)?;
+        let guest_bytes = self.envelope.judge_size(&self.geometry(), guest_bytes)?;
         let (_lead, mut state) = self.state.quiesce(self)?;
         let resized = self.resize_file(&state, guest_bytes);
         self.follow_file(&mut state, resized.as_ref().ok().copied());
@@ -42,13 +41,13 @@ impl<E: Envelope> BlockImage<E> {
             // The header first: a crash then leaves a smaller disk with unreferenced blocks.
             false => (Geometry { entries: entries.min(before.entries), ..before }, state.used_end),
         };
-        self.envelope.resized(&*self.storage, &after, guest_bytes, end)?;
+        self.envelope.resized(&after, guest_bytes, end)?;
         *self.geometry.write() = after;
         self.guest_bytes.store(guest_bytes, Ordering::Release);
         if !grows {
             end = compact::close_gaps(&*self.storage, &after, &Monitor::default())?.end;
         }
-        self.envelope.finish(&*self.storage, &after, end)?;
+        self.envelope.finish(&after, end)?;
         self.storage.sync()?;
         Ok(end)
     }
@@ -59,7 +58,7 @@ impl<E: Envelope> BlockImage<E> {
     pub(crate) fn follow_file(&self, state: &mut MutexGuard<'_, State>, end: Option<u64>) {
         self.table.clear();
         if end.is_none() {
-            match self.envelope.stored(&*self.storage) {
+            match self.envelope.stored() {
                 Ok((geometry, guest_bytes)) => {
                     *self.geometry.write() = geometry;
                     self.guest_bytes.store(guest_bytes, Ordering::Release);
@@ -97,7 +96,7 @@ impl<E: Envelope> BlockImage<E> {
         self.zero_behind_the_end(geometry, entries)?;
         let (mut after, mut end) = (*geometry, state.used_end);
         if entries > geometry.entries {
-            (after, end) = self.envelope.room_for(&*self.storage, geometry, entries, end)?;
+            (after, end) = self.envelope.room_for(geometry, entries, end)?;
             after.entries = entries;
             let more = entries - geometry.entries;
             write_holes(&*self.storage, &after, geometry.entries, more)?;

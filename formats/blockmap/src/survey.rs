@@ -73,7 +73,7 @@ pub fn survey(job: &Job<'_>, report: &mut CheckReport) -> Result<Surveyed> {
         });
     }
     if copies && !overlaps.is_empty() {
-        let mut mover = Mover { storage, geometry, copied: Vec::new(), buf: Vec::new() };
+        let mut mover = Mover::new(storage, geometry);
         for (_, b) in &overlaps {
             end = geometry.place(end);
             mover.copy(*b, end)?;

@@ -123,33 +123,33 @@ pub fn write_holes(
     Ok(())
 }
 
-/// Calls `look` for all entries of a table in batches, with the index of the first entry and the
-/// entries. If `look` returns true, writes them back.
+/// Calls `visit` for all entries of a table in batches, with the index of the first entry and the
+/// entries. If `visit` returns true, writes them back.
 pub(crate) fn walk(
     storage: &dyn Storage,
     geometry: &Geometry,
-    look: impl FnMut(u64, &mut [u32]) -> Result<bool>,
+    visit: impl FnMut(u64, &mut [u32]) -> Result<bool>,
 ) -> Result<()> {
-    copy_entries(storage, geometry, geometry, look)
+    copy_entries(storage, geometry, geometry, visit)
 }
 
-/// Calls `look` for all entries of a table in batches, with the index of the first entry and the
-/// entries. If `look` returns true, writes them to the table `to`.
+/// Calls `visit` for all entries of a table in batches, with the index of the first entry and the
+/// entries. If `visit` returns true, writes them to the table `to`.
 ///
 /// # Errors
-/// Those of the storage and of `look`.
+/// Those of the storage and of `visit`.
 pub fn copy_entries(
     storage: &dyn Storage,
     from: &Geometry,
     to: &Geometry,
-    mut look: impl FnMut(u64, &mut [u32]) -> Result<bool>,
+    mut visit: impl FnMut(u64, &mut [u32]) -> Result<bool>,
 ) -> Result<()> {
     let mut words = vec![0; STEP_ENTRIES.min(from.entries) as usize];
     let mut first = 0;
     while first < from.entries {
         let count = STEP_ENTRIES.min(from.entries - first) as usize;
         read_entries(storage, from, first, &mut words[..count])?;
-        if look(first, &mut words[..count])? {
+        if visit(first, &mut words[..count])? {
             write_entries(storage, to, first, &words[..count])?;
         }
         first += count as u64;

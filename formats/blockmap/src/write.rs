@@ -189,7 +189,7 @@ impl<E: Envelope> BlockImage<E> {
         if tail_at + tail_bytes > host_bytes {
             self.storage.set_len(tail_at + tail_bytes)?;
             state.tails.push(tail_at);
-            if let Err(error) = self.envelope.grown(&*self.storage, tail_at) {
+            if let Err(error) = self.envelope.grown(tail_at) {
                 // Restores the length, so that the file still ends with its tail and the next
                 // attempt retries.
                 let _ = self.storage.set_len(host_bytes);
@@ -213,7 +213,7 @@ impl<E: Envelope> BlockImage<E> {
         let mut words = Vec::with_capacity(pending.space.count as usize);
         for n in 0..pending.space.count {
             let start = pending.space.start + n * stride;
-            self.envelope.new_block(&*self.storage, start)?;
+            self.envelope.new_block(start)?;
             let word = geometry.word(start);
             words.push(word.ok_or_else(|| self.no_space(format!("no number for {start:#x}")))?);
         }

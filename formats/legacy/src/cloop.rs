@@ -1,5 +1,6 @@
 //! Compressed loopback images, version 2: `docs/formats/cloop.md`.
 
+use vdkit_block::bytes::be32;
 use vdkit_block::{
     Codec, Compressed, DriverInfo, Error, Extent, FileIndex, HostOffset, ImageInfo, Limits, Place,
     Result, Storage, require_within,
@@ -7,7 +8,6 @@ use vdkit_block::{
 
 use crate::read_only::{self, Map};
 use crate::tables::Tables;
-use vdkit_block::bytes::be32;
 
 const HEADER_BYTES: u64 = 136;
 const SECTOR: u32 = 512;

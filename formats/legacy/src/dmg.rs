@@ -1,5 +1,6 @@
 //! Apple's disk images (UDIF): `docs/formats/dmg.md`.
 
+use vdkit_block::bytes::{be32, be64};
 use vdkit_block::{
     Codec, Compressed, DriverInfo, Error, Extent, FileIndex, HostOffset, ImageInfo, Limits, Place,
     Result, Storage, require_within,
@@ -8,7 +9,6 @@ use vdkit_block::{
 use crate::property_list::block_tables;
 use crate::read_only::{self, Map};
 use crate::tables::Tables;
-use vdkit_block::bytes::{be32, be64};
 
 const TRAILER_BYTES: usize = 512;
 const MAGIC: &[u8] = b"koly";

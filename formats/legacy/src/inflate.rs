@@ -2,9 +2,9 @@
 
 use std::cell::RefCell;
 
-use flate2::{Decompress, FlushDecompress, Status};
+use flate2::{Decompress, FlushDecompress};
 use libdeflater::Decompressor;
-use liblzma::stream::{Action, Stream};
+use liblzma::stream::{Action, Status, Stream};
 use vdkit_block::{Codec, Compressed, Error, Result};
 
 /// Memory limit of an xz stream; level 9 takes 65 MiB.
@@ -54,54 +54,47 @@ fn deflate(bytes: &[u8], out: &mut [u8], zlib: bool) -> std::result::Result<(), 
     }
     let mut patient = Decompress::new(zlib);
     match patient.decompress(bytes, out, FlushDecompress::Finish) {
-        Ok(Status::Ok | Status::BufError | Status::StreamEnd)
-            if patient.total_out() == out.len() as u64 =>
-        {
-            Ok(())
-        }
+        Ok(_) if patient.total_out() == out.len() as u64 => Ok(()),
         Ok(_) => Err(format!("a stream of {} bytes", patient.total_out())),
         Err(error) => Err(format!("a damaged stream after {} bytes: {error}", patient.total_out())),
     }
 }
 
-fn bzip2(bytes: &[u8], out: &mut [u8]) -> std::result::Result<(), String> {
-    let mut decoder = bzip2::Decompress::new(false);
-    while (decoder.total_out() as usize) < out.len() {
-        let (from, to) = (decoder.total_in() as usize, decoder.total_out() as usize);
-        let status = decoder
-            .decompress(&bytes[from.min(bytes.len())..], &mut out[to..])
+/// Fills `out` from a stream. `step` decodes from its first argument to its second one, and returns
+/// the bytes taken and made so far, and whether the stream has ended.
+fn decode(
+    bytes: &[u8],
+    out: &mut [u8],
+    mut step: impl FnMut(&[u8], &mut [u8]) -> std::result::Result<(u64, u64, bool), String>,
+) -> std::result::Result<(), String> {
+    let (mut from, mut to) = (0, 0);
+    while to < out.len() {
+        let (taken, made, ended) = step(&bytes[from.min(bytes.len())..], &mut out[to..])
             .map_err(|error| format!("a damaged stream after {to} bytes: {error}"))?;
-        let stuck = (from, to) == (decoder.total_in() as usize, decoder.total_out() as usize);
-        if status == bzip2::Status::StreamEnd || stuck {
+        let stuck = (from, to) == (taken as usize, made as usize);
+        (from, to) = (taken as usize, made as usize);
+        if ended || stuck {
             break;
         }
     }
-    if decoder.total_out() == out.len() as u64 {
-        return Ok(());
-    }
-    Err(format!("a stream of {} bytes", decoder.total_out()))
+    if to == out.len() { Ok(()) } else { Err(format!("a stream of {to} bytes")) }
+}
+
+fn bzip2(bytes: &[u8], out: &mut [u8]) -> std::result::Result<(), String> {
+    let mut decoder = bzip2::Decompress::new(false);
+    decode(bytes, out, |from, to| {
+        let status = decoder.decompress(from, to).map_err(|error| error.to_string())?;
+        Ok((decoder.total_in(), decoder.total_out(), status == bzip2::Status::StreamEnd))
+    })
 }
 
 fn xz(bytes: &[u8], out: &mut [u8]) -> std::result::Result<(), String> {
-    let damaged = |to: u64, error: liblzma::stream::Error| {
-        format!("a damaged stream after {to} bytes: {error}")
-    };
-    let mut decoder = Stream::new_stream_decoder(XZ_MEMORY_MAX, 0).map_err(|e| damaged(0, e))?;
-    while (decoder.total_out() as usize) < out.len() {
-        let (from, to) = (decoder.total_in() as usize, decoder.total_out() as usize);
-        let rest = &bytes[from.min(bytes.len())..];
-        let status = decoder
-            .process(rest, &mut out[to..], Action::Run)
-            .map_err(|error| damaged(to as u64, error))?;
-        let stuck = (from, to) == (decoder.total_in() as usize, decoder.total_out() as usize);
-        if status == liblzma::stream::Status::StreamEnd || stuck {
-            break;
-        }
-    }
-    if decoder.total_out() == out.len() as u64 {
-        return Ok(());
-    }
-    Err(format!("a stream of {} bytes", decoder.total_out()))
+    let decoder = Stream::new_stream_decoder(XZ_MEMORY_MAX, 0);
+    let mut decoder = decoder.map_err(|error| format!("no decoder: {error}"))?;
+    decode(bytes, out, |from, to| {
+        let status = decoder.process(from, to, Action::Run).map_err(|error| error.to_string())?;
+        Ok((decoder.total_in(), decoder.total_out(), status == Status::StreamEnd))
+    })
 }
 
 /// Apple Data Compression: literal runs, and two- or three-byte back references.

@@ -1,10 +1,10 @@
 //! Parallels' disk images: `docs/formats/parallels.md`.
 
+use vdkit_block::bytes::{le32, le64};
 use vdkit_block::{DriverInfo, Error, Extent, ImageInfo, Limits, Place, Result, Storage};
 
 use crate::read_only::{self, Map};
 use crate::tables::Tables;
-use vdkit_block::bytes::{le32, le64};
 
 /// Entries count sectors, and the size has 32 bits.
 const OLD: &[u8] = b"WithoutFreeSpace";

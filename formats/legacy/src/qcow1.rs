@@ -1,5 +1,6 @@
 //! qcow version 1: `docs/formats/qcow.md`.
 
+use vdkit_block::bytes::{be32, be64};
 use vdkit_block::{
     Codec, Compressed, DriverInfo, Error, Extent, FileIndex, HostOffset, ImageInfo, Limits, Place,
     Result, Storage, require_within,
@@ -7,7 +8,6 @@ use vdkit_block::{
 
 use crate::read_only::{self, Map};
 use crate::tables::Tables;
-use vdkit_block::bytes::{be32, be64};
 
 const HEADER_BYTES: usize = 48;
 const COMPRESSED: u64 = 1 << 63;

@@ -1,10 +1,10 @@
 //! QED: `docs/formats/qed.md`.
 
+use vdkit_block::bytes::{le32, le64};
 use vdkit_block::{DriverInfo, Error, Extent, ImageInfo, Limits, Place, Result, Storage};
 
 use crate::read_only::{self, Map};
 use crate::tables::Tables;
-use vdkit_block::bytes::{le32, le64};
 
 const HEADER_BYTES: usize = 64;
 /// Feature bits.

@@ -3,10 +3,10 @@
 //! Sources: LUKS1 on-disk format specification, section 5 "Cipher and hash specification"; IEEE
 //! 1619 for XTS.
 
-use aes::cipher::{Array, BlockCipherDecrypt, BlockCipherEncrypt, KeyInit, consts::U16};
-use aes::{Aes128, Aes192, Aes256};
 use std::fmt;
 
+use aes::cipher::{Array, BlockCipherDecrypt, BlockCipherEncrypt, KeyInit, consts::U16};
+use aes::{Aes128, Aes192, Aes256};
 use vdkit_block::{CIPHER_SECTOR_BYTES, Error, Result, SectorCipher};
 use zeroize::Zeroizing;
 

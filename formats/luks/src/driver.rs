@@ -85,13 +85,9 @@ impl Creation for LuksDriver {
 
     fn create(&self, request: &CreateRequest) -> Result<()> {
         let storage = &*request.storage;
-        if request.backing.is_some() {
-            return Err(Error::unsupported(
-                storage.name(),
-                "not supported: a luks image with a backing file",
-                "luks has no place for its name; create a qcow2 image with encrypt.format=luks",
-            ));
-        }
+        let remedy =
+            "luks has no place for its name; create a qcow2 image with encrypt.format=luks";
+        request.refuse_backing("a luks image", remedy)?;
         let new = NewHeader::from_options(&request.options, "")?;
         let (bytes, end) = sizes(&new, request.guest_bytes)?;
         let Some(key) = request.options.key() else {

@@ -81,26 +81,15 @@ impl FlatFormat for LuksFormat {
     }
 
     fn resize(&self, guest_bytes: u64) -> Result<()> {
-        let (flat, file) = (&self.flat, self.flat.storage.name());
+        let flat = &self.flat;
         let end = guest_bytes
             .checked_next_multiple_of(SECTOR_BYTES)
             .and_then(|bytes| Some((bytes, bytes.checked_add(flat.first)?)))
             .filter(|(_, end)| *end <= i64::MAX as u64);
         let Some((bytes, end)) = end else {
             let limit = i64::MAX as u64 - flat.first;
-            return Err(Error::limit(file, "size", guest_bytes, limit));
+            return Err(Error::limit(flat.storage.name(), "size", guest_bytes, limit));
         };
-        if !flat.storage.caps().growable && end > flat.storage.len()? {
-            return Err(Error::invalid_for(&file, "has a fixed length and cannot grow"));
-        }
-        let before = flat.shrink(bytes);
-        if flat.storage.caps().growable
-            && let Err(error) = flat.storage.set_len(end)
-        {
-            flat.resized(before);
-            return Err(error);
-        }
-        flat.resized(bytes);
-        Ok(())
+        flat.set_size(bytes, end)
     }
 }

@@ -1,7 +1,6 @@
 //! New headers, and their options.
 
-use vdkit_block::random_uuid;
-use vdkit_block::{Error, Limits, OptionKind, OptionSpec, Options, Result, Secret};
+use vdkit_block::{Error, Limits, OptionKind, OptionSpec, Options, Result, Secret, random_uuid};
 use zerocopy::IntoBytes;
 use zerocopy::big_endian::{U16, U32};
 use zeroize::Zeroizing;

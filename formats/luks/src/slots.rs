@@ -179,15 +179,12 @@ impl LuksSlots {
         if keys.is_empty() {
             return Err(Error::no_key(file, "luks"));
         }
-        for key in keys {
-            let found = self.find(&method, key, &Monitor::default())?;
-            let cipher = found.and_then(|(_, key)| method.spec.with_key(&key));
-            wipe_stack();
-            if let Some(cipher) = cipher {
-                return Ok(Arc::new(cipher));
-            }
-        }
-        Err(self.wrong_key(if keys.len() == 1 { "the key" } else { "none of the keys" }))
+        let found = self.find(&method, keys, &Monitor::default());
+        let cipher = found.map(|found| found.and_then(|(_, key)| method.spec.with_key(&key)));
+        wipe_stack();
+        cipher?.map(Arc::new).ok_or_else(|| {
+            self.wrong_key(if keys.len() == 1 { "the key" } else { "none of the keys" })
+        })
     }
 
     fn wrong_key(&self, which: &str) -> Error {
@@ -202,24 +199,26 @@ impl LuksSlots {
         }
     }
 
-    /// The slot that a passphrase opens, and the image's key. Slots that exceed the work limit are
-    /// skipped; that is an error only if no other slot opens.
+    /// The first slot that one of these passphrases opens, and the image's key. Slots that exceed
+    /// the work limit of one passphrase are skipped; that is an error only if no other slot opens.
     fn find(
         &self,
         method: &Method,
-        passphrase: &Secret,
+        passphrases: &[Secret],
         monitor: &Monitor<'_>,
     ) -> Result<Option<(usize, VolumeKey)>> {
         let mut too_much = None;
-        let mut work = Work::new(&self.limits, monitor);
-        for number in 0..SLOTS {
-            let tried = self.try_slot(method, number, passphrase, &mut work);
-            tell_tried(monitor, number);
-            match tried {
-                Ok(Some(key)) => return Ok(Some((number, key))),
-                Ok(None) => {}
-                Err(error @ Error::Limit { .. }) => too_much = too_much.or(Some(error)),
-                Err(error) => return Err(error),
+        for passphrase in passphrases {
+            let mut work = Work::new(&self.limits, monitor);
+            for number in 0..SLOTS {
+                let tried = self.try_slot(method, number, passphrase, &mut work);
+                tell_tried(monitor, number);
+                match tried {
+                    Ok(Some(key)) => return Ok(Some((number, key))),
+                    Ok(None) => {}
+                    Err(error @ Error::Limit { .. }) => too_much = too_much.or(Some(error)),
+                    Err(error) => return Err(error),
+                }
             }
         }
         too_much.map_or(Ok(None), Err)
@@ -333,7 +332,7 @@ impl KeySlots for LuksSlots {
     ) -> Result<u32> {
         let file = self.storage.name().to_owned();
         let method = Method::of(&self.header, &file)?;
-        let Some((_, volume_key)) = self.find(&method, key, monitor)? else {
+        let Some((_, volume_key)) = self.find(&method, std::slice::from_ref(key), monitor)? else {
             return Err(self.wrong_key("the key"));
         };
         let number = self.free_slot(slot)?;

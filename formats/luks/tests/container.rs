@@ -29,14 +29,7 @@ fn made(guest_bytes: u64, text: &str) -> Result<Arc<MemoryStorage>> {
     let storage = Arc::new(MemoryStorage::with_len("image", 0));
     let mut options = Options::parse("luks", LuksDriver.options(), [text, "iter-time=0"])?;
     options.set_key(Some(secret("first")));
-    LuksDriver.create(&CreateRequest {
-        storage: storage.clone(),
-        files: Vec::new(),
-        guest_bytes,
-        options,
-        backing: None,
-        backing_bytes: None,
-    })?;
+    LuksDriver.create(&CreateRequest::new(storage.clone(), guest_bytes, options))?;
     Ok(storage)
 }
 
@@ -81,14 +74,7 @@ fn a_container_opens_with_its_key_alone() {
 fn a_new_container_needs_a_key_and_sensible_options() {
     let storage = Arc::new(MemoryStorage::with_len("image", 0));
     let options = Options::parse("luks", LuksDriver.options(), ["iter-time=0"]).unwrap();
-    let request = CreateRequest {
-        storage,
-        files: Vec::new(),
-        guest_bytes: 512,
-        options,
-        backing: None,
-        backing_bytes: None,
-    };
+    let request = CreateRequest::new(storage, 512, options);
     assert!(matches!(LuksDriver.create(&request), Err(Error::Key { .. })));
     for text in ["cipher-alg=serpent-256", "ivgen-hash-alg=sha256", "hash-alg=md5"] {
         assert!(made(512, text).is_err(), "{text}");
@@ -249,6 +235,9 @@ fn work_is_bounded_before_it_is_done() {
     storage.write_at(&u32::MAX.to_be_bytes(), HostOffset(208 + 4)).unwrap();
     let storage: Arc<dyn Storage> = storage;
     assert!(opens(&storage, "second"));
+    // Also after another key that opens no slot.
+    let request = OpenRequest { storage, files: Vec::new(), writable: false, limits: LIMITS };
+    LuksDriver.open_with_keys(request, &[secret("another"), secret("second")]).unwrap();
 }
 
 #[test]

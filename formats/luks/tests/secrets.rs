@@ -153,14 +153,7 @@ fn nothing_of_a_key_is_left_in_memory() {
     let key = Secret::read(File::open(&path).unwrap(), 100).unwrap();
     let mut options = Options::parse("luks", LuksDriver.options(), ["iter-time=0"]).unwrap();
     options.set_key(Some(key.clone()));
-    let request = CreateRequest {
-        storage: storage.clone(),
-        files: Vec::new(),
-        guest_bytes: 4096,
-        options,
-        backing: None,
-        backing_bytes: None,
-    };
+    let request = CreateRequest::new(storage.clone(), 4096, options);
     LuksDriver.create(&request).unwrap();
     drop(request);
     assert!(count(&masked) > 0, "the search finds the passphrase");

@@ -62,13 +62,8 @@ impl Creation for RawDriver {
 
     fn create(&self, request: &CreateRequest) -> Result<()> {
         let storage = &*request.storage;
-        if request.backing.is_some() {
-            return Err(Error::unsupported(
-                storage.name(),
-                "not supported: a raw image with a backing file",
-                "raw has no place for its name; create a qcow2 image",
-            ));
-        }
+        let remedy = "raw has no place for its name; create a qcow2 image";
+        request.refuse_backing("a raw image", remedy)?;
         let bytes = whole_sectors(request.guest_bytes).ok_or_else(|| {
             Error::limit(storage.name(), "size", request.guest_bytes, GUEST_BYTES_MAX)
         })?;

@@ -53,35 +53,16 @@ impl FlatFormat for RawFormat {
     }
 
     fn resize(&self, guest_bytes: u64) -> Result<()> {
-        let storage = &self.flat.storage;
         if guest_bytes > GUEST_BYTES_MAX {
             return Err(Error::invalid_for(
-                &storage.name(),
+                &self.flat.storage.name(),
                 format!(
                     "cannot have {guest_bytes} bytes; a raw disk has at most {GUEST_BYTES_MAX}"
                 ),
             ));
         }
-        if !storage.caps().growable {
-            let len = storage.len()?;
-            if guest_bytes > len {
-                return Err(Error::invalid_for(
-                    &storage.name(),
-                    format!("has a fixed length of {len} bytes and cannot grow"),
-                ));
-            }
-        }
-        // Rounded up as when opening; a fixed device keeps its length, of which the guest sees
-        // less.
+        // Rounded up as when opening.
         let rounded = align_up(guest_bytes, SECTOR_BYTES).unwrap_or(GUEST_BYTES_MAX);
-        let before = self.flat.shrink(rounded);
-        if storage.caps().growable
-            && let Err(error) = storage.set_len(guest_bytes)
-        {
-            self.flat.resized(before);
-            return Err(error);
-        }
-        self.flat.resized(rounded);
-        Ok(())
+        self.flat.set_size(rounded, guest_bytes)
     }
 }

@@ -150,14 +150,7 @@ fn resize_changes_the_file_and_new_bytes_are_zero() {
 
 fn create(storage: Arc<dyn Storage>, bytes: u64, options: &[&str]) -> vdkit_block::Result<()> {
     let options = Options::parse("raw", RawDriver.options(), options.iter().copied())?;
-    RawDriver.create(&CreateRequest {
-        storage,
-        files: Vec::new(),
-        guest_bytes: bytes,
-        options,
-        backing: None,
-        backing_bytes: None,
-    })
+    RawDriver.create(&CreateRequest::new(storage, bytes, options))
 }
 
 #[test]
@@ -192,16 +185,10 @@ fn a_new_image_on_a_device_reads_as_zero_and_must_fit() {
 
 #[test]
 fn raw_has_no_place_for_a_backing_file() {
-    let error = RawDriver
-        .create(&CreateRequest {
-            storage: Arc::new(MemoryStorage::new("m")),
-            files: Vec::new(),
-            guest_bytes: 512,
-            options: Options::default(),
-            backing: Some(vdkit_block::BackingRef::new("b", None)),
-            backing_bytes: None,
-        })
-        .unwrap_err();
+    let storage = Arc::new(MemoryStorage::new("m"));
+    let backing = Some(vdkit_block::BackingRef::new("b", None));
+    let request = CreateRequest { backing, ..CreateRequest::new(storage, 512, Options::default()) };
+    let error = RawDriver.create(&request).unwrap_err();
     assert!(matches!(error, Error::Unsupported { .. }), "{error}");
 }
 

@@ -5,7 +5,7 @@ use std::mem::offset_of;
 use vdkit_block::{CheckReport, OfflineImage, Repair, Result, Severity};
 use vdkit_blockmap::{Envelope, survey};
 
-use crate::envelope::VdiEnvelope;
+use crate::envelope::{VdiEnvelope, blocks_to};
 use crate::header::Header;
 use crate::on_disk::RawHeader;
 
@@ -21,7 +21,7 @@ pub(crate) fn check(image: &OfflineImage<'_>, repair: Repair) -> Result<CheckRep
     let job = survey::Job { storage, geometry: &geometry, tail_bytes: 0, repair, limits, monitor };
     let surveyed = survey::survey(&job, &mut report)?;
     let counted = u64::from(header.allocated);
-    let wanted = surveyed.end.saturating_sub(geometry.base).div_ceil(geometry.stride());
+    let wanted = blocks_to(&geometry, surveyed.end);
     let repairing = match repair {
         Repair::Nothing => false,
         Repair::Leaks => counted > wanted && report.corruptions_left() == 0,
@@ -36,10 +36,7 @@ pub(crate) fn check(image: &OfflineImage<'_>, repair: Repair) -> Result<CheckRep
         report.note(severity, at, "header", message, repairing);
     }
     if surveyed.changed || (counted != wanted && repairing) {
-        let envelope = VdiEnvelope::new(&header);
-        envelope.before_map(storage, &geometry, surveyed.end)?;
-        storage.sync()?;
-        envelope.finish(storage, &geometry, surveyed.end)?;
+        VdiEnvelope::new(image.storage.clone(), &header).finish(&geometry, surveyed.end)?;
         storage.sync()?;
     }
     Ok(report)

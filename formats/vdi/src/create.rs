@@ -62,13 +62,8 @@ impl Creation for VdiDriver {
 
     fn create(&self, request: &CreateRequest) -> Result<()> {
         let storage = &*request.storage;
-        if request.backing.is_some() {
-            return Err(Error::unsupported(
-                storage.name(),
-                "not supported: a VDI image with a backing file",
-                "VDI has no place for its name; create a qcow2 image",
-            ));
-        }
+        let remedy = "VDI has no place for its name; create a qcow2 image";
+        request.refuse_backing("a VDI image", remedy)?;
         let guest_bytes = align_up(request.guest_bytes, 512).unwrap_or(u64::MAX);
         let geometry = layout(storage.name(), guest_bytes)?;
         let fixed = request.options.switch("static") == Some(true);

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    CheckReport, CompactOptions, CompactReport, Compaction, DriverInfo, Error, Format,
-    FormatDriver, ImageInfo, Limits, OfflineImage, OpenRequest, Probe, Repair, Result, Storage,
+    CheckReport, CompactOptions, CompactReport, Compaction, DriverInfo, Format, FormatDriver,
+    ImageInfo, Limits, OfflineImage, OpenRequest, Probe, Repair, Result, Storage,
 };
 use vdkit_blockmap::{BlockImage, Opening, compact};
 
@@ -57,13 +57,11 @@ impl FormatDriver for VdiDriver {
     fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
         let OpenRequest { storage, writable, limits, .. } = request;
         let header = Header::read(&*storage)?;
-        if writable && header.version.0 == 0 {
-            return Err(Error::unsupported(
-                storage.name(),
-                "not supported: writing to a VDI image of version 0",
-                "convert it to a new image",
-            ));
+        if writable {
+            let hint = "convert it to a new image";
+            header.refuse_version_0(storage.name(), "writing to", hint)?;
         }
+        let envelope = VdiEnvelope::new(storage.clone(), &header);
         let opening = Opening {
             writable,
             limits,
@@ -74,7 +72,7 @@ impl FormatDriver for VdiDriver {
             warnings: Vec::new(),
             storage,
         };
-        Ok(Arc::new(BlockImage::open(VdiEnvelope::new(&header), opening)?))
+        Ok(Arc::new(BlockImage::open(envelope, opening)?))
     }
 
     fn check(&self, image: &OfflineImage<'_>, repair: Repair) -> Result<CheckReport> {
@@ -88,14 +86,9 @@ impl Compaction for VdiDriver {
     fn compact(&self, image: &OfflineImage<'_>, options: CompactOptions) -> Result<CompactReport> {
         let storage = &**image.storage;
         let header = Header::read(storage)?;
-        if header.version.0 == 0 {
-            return Err(Error::unsupported(
-                storage.name(),
-                "not supported: compacting a VDI image of version 0",
-                "convert it to a new image, which has no free space in it",
-            ));
-        }
-        let envelope = VdiEnvelope::new(&header);
+        let hint = "convert it to a new image, which has no free space in it";
+        header.refuse_version_0(storage.name(), "compacting", hint)?;
+        let envelope = VdiEnvelope::new(image.storage.clone(), &header);
         compact::compact(storage, &envelope, &header.geometry(), options, &image.monitor)
     }
 }

@@ -218,6 +218,15 @@ impl Header {
         if self.version.0 == 0 { TABLE_0_AT } else { size_at + SIZE_MIN }
     }
 
+    /// Fails for an image of version 0, which is only read.
+    pub(crate) fn refuse_version_0(&self, file: &str, action: &str, hint: &str) -> Result<()> {
+        if self.version.0 > 0 {
+            return Ok(());
+        }
+        let what = format!("not supported: {action} a VDI image of version 0");
+        Err(Error::unsupported(file, what, hint))
+    }
+
     /// Whether the image has a parent.
     pub fn has_parent(&self) -> bool {
         self.image_type == ImageType::Differencing || !self.uuid_link.is_nil()

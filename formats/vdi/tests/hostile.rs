@@ -4,12 +4,12 @@ mod support;
 
 use std::sync::Arc;
 
-use support::{DYNAMIC, Shared, content, copy_of, entry, field, put, written};
+use support::{DYNAMIC, Shared, entry, field, put, written};
 use vdkit_block::{
     CheckReport, Format, FormatDriver, GuestOffset, HostOffset, Limits, OfflineImage, Repair,
 };
 use vdkit_storage::MemoryStorage;
-use vdkit_testbase::CountingStorage;
+use vdkit_testbase::{CountingStorage, copy_of};
 use vdkit_vdi::VdiDriver;
 
 #[test]
@@ -140,7 +140,7 @@ fn version_0(sound: &Shared) -> Shared {
 fn a_version_0_image_is_read_and_not_written() {
     let sound = written();
     let storage = version_0(&sound);
-    assert!(content(&storage) == content(&sound));
+    assert!(DYNAMIC.content(&storage) == DYNAMIC.content(&sound));
     let error = DYNAMIC.open(&storage, true).unwrap_err().to_string();
     assert!(error.contains("version 0") && error.contains("convert"), "{error}");
 }
@@ -172,12 +172,12 @@ fn extra_bytes_before_blocks_are_skipped() {
     }
     let storage: Shared = Arc::new(MemoryStorage::from_bytes("wide", &wide));
     put(&storage, field::EXTRA, 512);
-    assert!(content(&storage) == content(&sound));
+    assert!(DYNAMIC.content(&storage) == DYNAMIC.content(&sound));
     let disk = DYNAMIC.open(&storage, true).unwrap();
     disk.write_at(&[4; 3 << 20], GuestOffset(0)).unwrap();
     disk.close().unwrap();
-    assert!(content(&storage)[..3 << 20].iter().all(|byte| *byte == 4));
-    assert_eq!(support::found(&storage, Repair::Nothing), (0, 0));
+    assert!(DYNAMIC.content(&storage)[..3 << 20].iter().all(|byte| *byte == 4));
+    assert_eq!(DYNAMIC.found(&storage, Repair::Nothing), (0, 0));
 }
 
 #[test]
@@ -189,7 +189,7 @@ fn a_block_that_is_marked_zero_reads_zero_and_can_be_written() {
     assert_eq!(place, vdkit_block::Place::Zero { allocated: false });
     disk.write_at(&[8; 512], GuestOffset(3 << 20)).unwrap();
     disk.close().unwrap();
-    assert_eq!(content(&storage)[3 << 20..][..1024], [[8; 512], [0; 512]].concat());
+    assert_eq!(DYNAMIC.content(&storage)[3 << 20..][..1024], [[8; 512], [0; 512]].concat());
 }
 
 #[test]

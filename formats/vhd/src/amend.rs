@@ -6,6 +6,7 @@ use vdkit_block::{
 
 use crate::create::identity;
 use crate::driver::VhdDriver;
+use crate::envelope::Parts;
 use crate::footer::{DiskType, SECTOR};
 use crate::header::DynamicHeader;
 use crate::locate::Footers;
@@ -20,13 +21,7 @@ impl Amendment for VhdDriver {
     /// sectors, which a crash could separate.
     fn amend(&self, request: &AmendRequest, _monitor: &Monitor<'_>) -> Result<Vec<String>> {
         let storage = &*request.storage;
-        if !request.options.is_empty() {
-            return Err(Error::unsupported(
-                storage.name(),
-                "not supported: changing options of a vpc image in place",
-                "convert it to a new image that has them",
-            ));
-        }
+        request.refuse_options("vpc")?;
         let Some(backing) = &request.backing else { return Ok(Vec::new()) };
         let footers = Footers::read(storage)?;
         let footer = footers.best(storage.name())?;
@@ -39,8 +34,7 @@ impl Amendment for VhdDriver {
         };
         let over_parent = footer.disk_type == DiskType::Differencing;
         let backing = backing.as_ref().filter(|_| over_parent).ok_or_else(refused)?;
-        let header = DynamicHeader::read(storage, footer.data_offset())?;
-        header.judge_sum(storage.name())?;
+        let Parts { header, .. } = Parts::read(storage, &footers)?;
         if !is_parent(storage, &header, backing)? {
             return Err(refused());
         }

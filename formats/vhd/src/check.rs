@@ -7,7 +7,7 @@ use vdkit_block::{
 };
 use vdkit_blockmap::{Envelope, survey};
 
-use crate::envelope::VhdEnvelope;
+use crate::envelope::{Parts, VhdEnvelope};
 use crate::fixed;
 use crate::footer::{DiskType, FOOTER_BYTES, Footer};
 use crate::header::DynamicHeader;
@@ -98,9 +98,8 @@ fn check_dynamic(
     let job = survey::Job { storage, geometry: &geometry, tail_bytes, repair, limits, monitor };
     let surveyed = survey::survey(&job, &mut report)?;
     if surveyed.changed || (back && repair != Repair::Nothing) {
-        let over_parent = footer.disk_type == DiskType::Differencing;
-        let envelope = VhdEnvelope::new(footer.clone(), header, over_parent);
-        envelope.finish(storage, &geometry, surveyed.end)?;
+        let parts = Parts { footer: footer.clone(), header };
+        VhdEnvelope::new(image.storage.clone(), parts).finish(&geometry, surveyed.end)?;
         storage.sync()?;
     }
     Ok(report)

@@ -11,6 +11,7 @@ use zerocopy::big_endian::U32;
 use crate::driver::VhdDriver;
 use crate::footer::{DiskGeometry, DiskType, FOOTER_BYTES, Footer, SECTOR, size_of};
 use crate::header::{DynamicHeader, HEADER_BYTES};
+use crate::locate::footer_at;
 use crate::on_disk::ParentLocator;
 use crate::parent;
 
@@ -86,16 +87,7 @@ impl Creation for VhdDriver {
 fn create_fixed(storage: &dyn Storage, guest_bytes: u64, geometry: DiskGeometry) -> Result<()> {
     let footer = Footer::new(DiskType::Fixed, guest_bytes, geometry)?;
     storage.make_room(guest_bytes + FOOTER_BYTES as u64, guest_bytes)?;
-    // On a device, the footer is at the device's end, where other programs look for it.
-    storage.write_at(footer.bytes(), HostOffset(end_of(storage, guest_bytes)?))
-}
-
-/// Offset of the footer: after the disk, or at the end of a device.
-fn end_of(storage: &dyn Storage, guest_bytes: u64) -> Result<u64> {
-    if storage.caps().growable {
-        return Ok(guest_bytes);
-    }
-    Ok(storage.len()?.saturating_sub(FOOTER_BYTES as u64))
+    storage.write_at(footer.bytes(), footer_at(storage, guest_bytes)?)
 }
 
 fn create_dynamic(
@@ -104,16 +96,15 @@ fn create_dynamic(
     geometry: DiskGeometry,
     backing: Option<&BackingRef>,
 ) -> Result<()> {
-    let file = storage.name();
     let disk_type = if backing.is_some() { DiskType::Differencing } else { DiskType::Dynamic };
     let footer = Footer::new(disk_type, guest_bytes, geometry)?;
     // At most 2^21, since the size is limited.
     let entries = guest_bytes.div_ceil(BLOCK_BYTES) as u32;
     let mut header = DynamicHeader::new(TABLE_AT, entries, BLOCK_BYTES as u32);
     let table_end = (TABLE_AT + u64::from(entries) * 4).next_multiple_of(SECTOR);
-    let mut end = table_end;
+    let mut stored_name = Vec::new();
     if let Some(backing) = backing {
-        let (parent, name) = (identity(file, backing)?, &backing.name);
+        let (parent, name) = (identity(storage.name(), backing)?, &backing.name);
         let (platform, bytes) = parent::stored(name);
         let len = bytes.len() as u32;
         let locator = ParentLocator {
@@ -125,17 +116,19 @@ fn create_dynamic(
         };
         let time = parent::stamp(backing.modified);
         header = header.over(parent, time, &parent::last(name), locator);
-        end = table_end + (bytes.len() as u64).next_multiple_of(SECTOR);
-        storage.make_room(end + FOOTER_BYTES as u64, 0)?;
-        storage.write_at(&bytes, HostOffset(table_end))?;
+        stored_name = bytes;
     }
+    let end = table_end + (stored_name.len() as u64).next_multiple_of(SECTOR);
     storage.make_room(end + FOOTER_BYTES as u64, 0)?;
+    if !stored_name.is_empty() {
+        storage.write_at(&stored_name, HostOffset(table_end))?;
+    }
     let table = header.geometry();
     // Whole sectors, as other programs read them.
     let padded = (table_end - TABLE_AT) / 4;
     write_holes(storage, &table, 0, padded)?;
     storage.write_at(header.bytes(), HostOffset(header.at))?;
-    storage.write_at(footer.bytes(), HostOffset(end_of(storage, end)?))?;
+    storage.write_at(footer.bytes(), footer_at(storage, end)?)?;
     storage.write_at(footer.bytes(), HostOffset(0))
 }
 

@@ -4,42 +4,20 @@ use std::sync::Arc;
 
 use vdkit_block::{
     CheckReport, CompactOptions, CompactReport, Compaction, DriverInfo, Format, FormatDriver,
-    ImageInfo, Limits, OfflineImage, OpenRequest, Probe, Repair, Result, Storage, compact_flat,
+    HostOffset, ImageInfo, Limits, OfflineImage, OpenRequest, Probe, Repair, Result, Storage,
+    compact_flat,
 };
-use vdkit_blockmap::{BlockImage, Opening, compact};
+use vdkit_blockmap::{BlockImage, Envelope, Opening, compact};
 
-use crate::envelope::VhdEnvelope;
+use crate::envelope::{Parts, VhdEnvelope};
 use crate::fixed::{self, FixedVhd};
-use crate::footer::{COOKIE, DiskType, Footer};
-use crate::header::DynamicHeader;
+use crate::footer::{COOKIE, DiskType, Footer, SECTOR};
 use crate::locate::Footers;
 use crate::{check, parent};
 
 /// VHD images.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct VhdDriver;
-
-/// The parts of an image with a table.
-struct Dynamic {
-    footer: Footer,
-    header: DynamicHeader,
-    warnings: Vec<String>,
-}
-
-impl Dynamic {
-    fn read(storage: &dyn Storage, footers: &Footers) -> Result<Self> {
-        let file = storage.name();
-        let footer = footers.best(file)?.clone();
-        let header = DynamicHeader::read(storage, footer.data_offset())?;
-        header.judge_sum(file)?;
-        check::judge_capacity(file, &footer, &header)?;
-        Ok(Self { footer, header, warnings: footers.warning(file).into_iter().collect() })
-    }
-
-    fn over_parent(&self) -> bool {
-        self.footer.disk_type == DiskType::Differencing
-    }
-}
 
 impl FormatDriver for VhdDriver {
     fn info(&self) -> DriverInfo {
@@ -83,7 +61,7 @@ impl FormatDriver for VhdDriver {
         if footer.disk_type == DiskType::Fixed {
             fixed::judge_size(storage.name(), footer.disk_bytes(), footers.back_at)?;
         } else {
-            let Dynamic { header, .. } = Dynamic::read(&**storage, &footers)?;
+            let Parts { header, .. } = Parts::read(&**storage, &footers)?;
             info.cluster_size = Some(header.block_bytes());
             properties.push(("blocks", header.entries().to_string()));
             if footer.disk_type == DiskType::Differencing {
@@ -104,25 +82,31 @@ impl FormatDriver for VhdDriver {
 
     fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {
         let OpenRequest { storage, writable, limits, .. } = request;
-        let footers = Footers::read(&*storage)?;
+        let mut footers = Footers::read(&*storage)?;
         let footer = footers.best(storage.name())?;
         if footer.disk_type == DiskType::Fixed {
             let image = FixedVhd::open(storage, footer.clone(), &footers, writable)?;
             return Ok(Arc::new(image));
         }
-        let parts = Dynamic::read(&*storage, &footers)?;
-        let over_parent = parts.over_parent();
+        let parts = Parts::read(&*storage, &footers)?;
+        if writable && footers.front.is_err() && parts.header.at >= SECTOR {
+            // New blocks overwrite the footer at the end.
+            storage.write_at(parts.footer.bytes(), HostOffset(0))?;
+            storage.sync()?;
+            footers.front = Ok(parts.footer.clone());
+        }
+        let (geometry, guest_bytes) = (parts.header.geometry(), parts.footer.disk_bytes());
+        let envelope = VhdEnvelope::new(storage.clone(), parts);
         let opening = Opening {
             writable,
             limits,
-            geometry: parts.header.geometry(),
-            guest_bytes: parts.footer.disk_bytes(),
-            has_parent: over_parent,
+            geometry,
+            guest_bytes,
+            has_parent: envelope.over_parent(),
             sector_maps: true,
-            warnings: parts.warnings,
+            warnings: footers.warning(storage.name()).into_iter().collect(),
             storage,
         };
-        let envelope = VhdEnvelope::new(parts.footer, parts.header, over_parent);
         Ok(Arc::new(BlockImage::open(envelope, opening)?))
     }
 
@@ -140,9 +124,9 @@ impl Compaction for VhdDriver {
         if footers.best(storage.name())?.disk_type == DiskType::Fixed {
             return compact_flat(storage, options, &image.monitor);
         }
-        let parts = Dynamic::read(storage, &footers)?;
-        let (geometry, over_parent) = (parts.header.geometry(), parts.over_parent());
-        let envelope = VhdEnvelope::new(parts.footer, parts.header, over_parent);
+        let parts = Parts::read(storage, &footers)?;
+        let geometry = parts.header.geometry();
+        let envelope = VhdEnvelope::new(image.storage.clone(), parts);
         compact::compact(storage, &envelope, &geometry, options, &image.monitor)
     }
 }

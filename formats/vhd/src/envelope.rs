@@ -1,15 +1,17 @@
 //! Structures around the blocks: the footer after them, its copy and the dynamic header before
 //! them, and a sector bitmap before each block.
 
+use std::sync::Arc;
+
 use parking_lot::Mutex;
 use rustc_hash::FxHashSet;
 use vdkit_block::{Error, ErrorKind, HostOffset, Result, Storage};
 use vdkit_blockmap::{Envelope, Geometry, copy_entries};
 
 use crate::check::judge_capacity;
-use crate::footer::{FOOTER_BYTES, Footer, SECTOR, size_of};
+use crate::footer::{DiskType, FOOTER_BYTES, Footer, SECTOR, size_of};
 use crate::header::DynamicHeader;
-use crate::locate::Footers;
+use crate::locate::{Footers, footer_at};
 
 /// Most blocks with full bitmaps to cache.
 const FULL_MAX: usize = 1 << 20;
@@ -17,6 +19,7 @@ const FULL_MAX: usize = 1 << 20;
 /// Footer and dynamic header of an open image.
 #[derive(Debug)]
 pub(crate) struct VhdEnvelope {
+    storage: Arc<dyn Storage>,
     parts: Mutex<Parts>,
     /// With a parent, new blocks start without present sectors.
     over_parent: bool,
@@ -25,18 +28,35 @@ pub(crate) struct VhdEnvelope {
     full: Mutex<FxHashSet<u64>>,
 }
 
+/// The metadata of an image with a table.
 #[derive(Debug)]
-struct Parts {
-    footer: Footer,
-    header: DynamicHeader,
+pub(crate) struct Parts {
+    pub(crate) footer: Footer,
+    pub(crate) header: DynamicHeader,
+}
+
+impl Parts {
+    /// The valid one of these footers, and the dynamic header that it names.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`]; those of the storage.
+    pub(crate) fn read(storage: &dyn Storage, footers: &Footers) -> Result<Self> {
+        let file = storage.name();
+        let footer = footers.best(file)?.clone();
+        let header = DynamicHeader::read(storage, footer.data_offset())?;
+        header.judge_sum(file)?;
+        judge_capacity(file, &footer, &header)?;
+        Ok(Self { footer, header })
+    }
 }
 
 impl VhdEnvelope {
-    pub(crate) fn new(footer: Footer, header: DynamicHeader, over_parent: bool) -> Self {
+    pub(crate) fn new(storage: Arc<dyn Storage>, parts: Parts) -> Self {
         Self {
-            bitmap_bytes: header.bitmap_bytes() as usize,
-            parts: Mutex::new(Parts { footer, header }),
-            over_parent,
+            storage,
+            bitmap_bytes: parts.header.bitmap_bytes() as usize,
+            over_parent: parts.footer.disk_type == DiskType::Differencing,
+            parts: Mutex::new(parts),
             full: Mutex::default(),
         }
     }
@@ -46,14 +66,15 @@ impl VhdEnvelope {
     }
 
     /// Makes room up to `end` for a table, with the footer after it.
-    fn lengthen(&self, storage: &dyn Storage, end: u64, entries: u64) -> Result<()> {
+    fn lengthen(&self, end: u64, entries: u64) -> Result<()> {
+        let storage = &*self.storage;
         if storage.caps().growable {
             storage.set_len(end + FOOTER_BYTES as u64)?;
         } else if end + FOOTER_BYTES as u64 > storage.len()? {
             let what = format!("a table of {entries} entries on a device");
             return Err(Error::no_space(storage.name(), what));
         }
-        self.grown(storage, end)
+        self.grown(end)
     }
 }
 
@@ -71,28 +92,28 @@ impl Envelope for VhdEnvelope {
     }
 
     /// The copy at the start is not changed, so a crash leaves at least that one.
-    fn grown(&self, storage: &dyn Storage, end: u64) -> Result<()> {
-        storage.write_at(self.footer().bytes(), HostOffset(end))
+    fn grown(&self, end: u64) -> Result<()> {
+        self.storage.write_at(self.footer().bytes(), footer_at(&*self.storage, end)?)
     }
 
-    fn new_block(&self, storage: &dyn Storage, start: u64) -> Result<()> {
+    fn new_block(&self, start: u64) -> Result<()> {
         let byte = if self.over_parent { 0 } else { 0xff };
-        storage.write_at(&vec![byte; self.bitmap_bytes], HostOffset(start))?;
+        self.storage.write_at(&vec![byte; self.bitmap_bytes], HostOffset(start))?;
         self.full.lock().insert(start);
         Ok(())
     }
 
     /// Programs that honor the bitmaps of dynamic images read zeroes from sectors whose bit is
     /// clear.
-    fn before_write(&self, storage: &dyn Storage, start: u64) -> Result<()> {
+    fn before_write(&self, start: u64) -> Result<()> {
         if self.full.lock().contains(&start) {
             return Ok(());
         }
         let mut bitmap = vec![0; self.bitmap_bytes];
-        storage.read_at(&mut bitmap, HostOffset(start))?;
+        self.storage.read_at(&mut bitmap, HostOffset(start))?;
         if bitmap.iter().any(|byte| *byte != 0xff) {
             bitmap.fill(0xff);
-            storage.write_at(&bitmap, HostOffset(start))?;
+            self.storage.write_at(&bitmap, HostOffset(start))?;
         }
         let mut full = self.full.lock();
         if full.len() >= FULL_MAX {
@@ -102,11 +123,12 @@ impl Envelope for VhdEnvelope {
         Ok(())
     }
 
-    fn finish(&self, storage: &dyn Storage, geometry: &Geometry, end: u64) -> Result<()> {
+    fn finish(&self, geometry: &Geometry, end: u64) -> Result<()> {
+        let storage = &*self.storage;
         self.full.lock().clear();
         let end = geometry.file_end(end).next_multiple_of(SECTOR);
         let len = end + FOOTER_BYTES as u64;
-        if let Err(error) = self.grown(storage, end) {
+        if let Err(error) = self.grown(end) {
             if error.kind() != ErrorKind::NoSpace || storage.len()? <= len {
                 return Err(error);
             }
@@ -114,7 +136,7 @@ impl Envelope for VhdEnvelope {
             // the copy at the start says what the disk is.
             storage.set_len(len)?;
             storage.sync()?;
-            self.grown(storage, end)?;
+            self.grown(end)?;
         }
         if storage.caps().growable && storage.len()? != len {
             // The footer at the new end must be durable before the truncation.
@@ -124,20 +146,14 @@ impl Envelope for VhdEnvelope {
         Ok(())
     }
 
-    fn judge_size(&self, file: &str, _: &Geometry, guest_bytes: u64) -> Result<u64> {
+    fn judge_size(&self, _: &Geometry, guest_bytes: u64) -> Result<u64> {
         let exact = !self.footer().sized_by_geometry();
-        Ok(size_of(file, guest_bytes, exact)?.0)
+        Ok(size_of(self.storage.name(), guest_bytes, exact)?.0)
     }
 
     /// Grows the table in place if nothing directly follows it. Otherwise moves it after the last
     /// block: before an already moved table if there is room, else after it.
-    fn room_for(
-        &self,
-        storage: &dyn Storage,
-        geometry: &Geometry,
-        entries: u64,
-        end: u64,
-    ) -> Result<(Geometry, u64)> {
+    fn room_for(&self, geometry: &Geometry, entries: u64, end: u64) -> Result<(Geometry, u64)> {
         let header_at = self.parts.lock().header.at;
         let sector_end = geometry.table_end().next_multiple_of(SECTOR);
         // In images of other programs, the header may begin in the table's last sector.
@@ -152,24 +168,18 @@ impl Envelope for VhdEnvelope {
             Geometry { table_at: behind_blocks, ..*geometry }
         } else {
             let table_at = geometry.file_end(end).next_multiple_of(SECTOR);
-            self.lengthen(storage, table_at + bytes, entries)?;
+            self.lengthen(table_at + bytes, entries)?;
             Geometry { table_at, ..*geometry }
         };
-        copy_entries(storage, geometry, &after, |_, _| Ok(true))?;
+        copy_entries(&*self.storage, geometry, &after, |_, _| Ok(true))?;
         // New blocks continue after the last one, and skip the table.
         Ok((after, end))
     }
 
     /// The table must always have an entry for each block of the disk, so it grows before the disk
     /// and shrinks after it.
-    fn resized(
-        &self,
-        storage: &dyn Storage,
-        geometry: &Geometry,
-        guest_bytes: u64,
-        end: u64,
-    ) -> Result<()> {
-        let file = storage.name();
+    fn resized(&self, geometry: &Geometry, guest_bytes: u64, end: u64) -> Result<()> {
+        let (storage, file) = (&*self.storage, self.storage.name());
         let mut parts = self.parts.lock();
         let (bytes, chs) = size_of(file, guest_bytes, !parts.footer.sized_by_geometry())?;
         let footer = parts.footer.clone().sized(bytes, chs);
@@ -182,7 +192,7 @@ impl Envelope for VhdEnvelope {
             storage.sync()?;
         }
         let end = geometry.file_end(end).next_multiple_of(SECTOR);
-        storage.write_at(footer.bytes(), HostOffset(end))?;
+        storage.write_at(footer.bytes(), footer_at(storage, end)?)?;
         storage.sync()?;
         storage.write_at(footer.bytes(), HostOffset(0))?;
         storage.sync()?;
@@ -194,14 +204,10 @@ impl Envelope for VhdEnvelope {
         Ok(())
     }
 
-    fn stored(&self, storage: &dyn Storage) -> Result<(Geometry, u64)> {
-        let file = storage.name();
-        let footer = Footers::read(storage)?.best(file)?.clone();
-        let header = DynamicHeader::read(storage, footer.data_offset())?;
-        header.judge_sum(file)?;
-        judge_capacity(file, &footer, &header)?;
-        let stored = (header.geometry(), footer.disk_bytes());
-        *self.parts.lock() = Parts { footer, header };
+    fn stored(&self) -> Result<(Geometry, u64)> {
+        let parts = Parts::read(&*self.storage, &Footers::read(&*self.storage)?)?;
+        let stored = (parts.header.geometry(), parts.footer.disk_bytes());
+        *self.parts.lock() = parts;
         Ok(stored)
     }
 }

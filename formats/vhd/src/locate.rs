@@ -8,6 +8,17 @@ use crate::footer::{DiskType, FOOTER_BYTES, Footer, NoFooter, SECTOR};
 /// block.
 const BLOCK_MAX: u64 = 64 << 10;
 
+/// Where a footer goes: to `end` of what is before it, or to the end of a device, where readers
+/// expect it.
+///
+/// # Errors
+/// Those of the storage.
+pub(crate) fn footer_at(storage: &dyn Storage, end: u64) -> Result<HostOffset> {
+    let growable = storage.caps().growable;
+    let end = if growable { end } else { storage.len()?.saturating_sub(FOOTER_BYTES as u64) };
+    Ok(HostOffset(end))
+}
+
 /// The footers of a file, valid or not.
 #[derive(Debug)]
 pub(crate) struct Footers {
@@ -106,13 +117,13 @@ impl Footers {
                 )
             });
         }
-        let mend = "a repair restores it";
+        let repair = "a repair restores it";
         match (&self.front, &self.back) {
             (Err(_), _) => {
-                Some(format!("{file}: the footer's copy at its start is damaged; {mend}"))
+                Some(format!("{file}: the footer's copy at its start is damaged; {repair}"))
             }
             (_, Err(_)) => {
-                Some(format!("{file}: the footer at its end is damaged or gone; {mend}"))
+                Some(format!("{file}: the footer at its end is damaged or gone; {repair}"))
             }
             (Ok(front), Ok(back)) if front != back => {
                 Some(format!("{file}: the footer and its copy differ; a repair makes them equal"))

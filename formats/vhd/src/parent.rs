@@ -2,6 +2,7 @@
 
 use std::mem::offset_of;
 
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 use vdkit_block::{HostOffset, NotedTime, Result, Storage};
 
 use crate::footer::EPOCH;
@@ -14,6 +15,9 @@ pub(crate) const RELATIVE: [u8; 4] = *b"W2ru";
 const ABSOLUTE: [u8; 4] = *b"W2ku";
 /// A file URL, UTF-8.
 pub(crate) const URL: [u8; 4] = *b"MacX";
+/// What a file URL escapes.
+const ESCAPED: &AsciiSet =
+    &NON_ALPHANUMERIC.remove(b'/').remove(b'.').remove(b'-').remove(b'_').remove(b'~');
 
 /// The name as a path of this system: the relative path, else a file URL, else the file name
 /// without the folders of a foreign system.
@@ -58,18 +62,7 @@ fn from_url(bytes: &[u8]) -> String {
     let text = text.trim_end_matches('\0');
     let Some(path) = text.strip_prefix("file://") else { return text.to_owned() };
     let path = path.strip_prefix("localhost").unwrap_or(path);
-    let mut out = Vec::new();
-    let mut rest = path.as_bytes();
-    while let Some((byte, behind)) = rest.split_first() {
-        let escaped = (*byte == b'%')
-            .then(|| behind.get(..2))
-            .flatten()
-            .and_then(|hex| std::str::from_utf8(hex).ok())
-            .and_then(|hex| u8::from_str_radix(hex, 16).ok());
-        out.push(escaped.unwrap_or(*byte));
-        rest = if escaped.is_some() { &behind[2..] } else { behind };
-    }
-    String::from_utf8_lossy(&out).into_owned()
+    percent_decode_str(path).decode_utf8_lossy().into_owned()
 }
 
 fn relative(name: &str) -> String {
@@ -85,14 +78,7 @@ pub(crate) fn last(name: &str) -> String {
 /// The stored form of a name: platform and bytes.
 pub(crate) fn stored(name: &str) -> ([u8; 4], Vec<u8>) {
     if name.starts_with('/') {
-        let mut url = "file://".to_owned();
-        for byte in name.bytes() {
-            match byte {
-                b'/' | b'.' | b'-' | b'_' | b'~' => url.push(char::from(byte)),
-                byte if byte.is_ascii_alphanumeric() => url.push(char::from(byte)),
-                byte => url.push_str(&format!("%{byte:02X}")),
-            }
-        }
+        let url = format!("file://{}", utf8_percent_encode(name, ESCAPED));
         return (URL, url.into_bytes());
     }
     let name = format!(".\\{}", name.strip_prefix("./").unwrap_or(name).replace('/', "\\"));

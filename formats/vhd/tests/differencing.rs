@@ -5,11 +5,16 @@ mod support;
 use std::path::Path;
 use std::sync::Arc;
 
-use support::{DYNAMIC, Shared, create_over, found, written};
-use vdkit_block::{Creation, FormatDriver, GuestOffset, HostOffset, Limits, Repair, Storage};
+use support::{DYNAMIC, Shared, create_over, written};
+use vdkit_block::{
+    BackingRef, CreateRequest, Creation, FormatDriver, GuestOffset, HostOffset, Limits, Options,
+    Repair, Storage,
+};
 use vdkit_chain::Disk;
 use vdkit_storage::{CreateMode, FileOptions, FileStorage, MemoryStorage};
-use vdkit_testbase::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng, read_all};
+use vdkit_testbase::{
+    CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng, libvhdi_reads, read_all,
+};
 use vdkit_vhd::VhdDriver;
 
 fn open(child: &Shared, base: &Shared, writable: bool) -> Disk {
@@ -42,8 +47,8 @@ fn write(disk: &Disk, model: &mut [u8], rng: &mut Rng, op: u8) {
 fn what_the_child_does_not_hold_is_its_parents() {
     let base = written();
     let child = child_of(&base);
-    assert_eq!(found(&child, Repair::Nothing), (0, 0));
-    let mut model = support::content(&base);
+    assert_eq!(DYNAMIC.found(&child, Repair::Nothing), (0, 0));
+    let mut model = DYNAMIC.content(&base);
     let mut rng = Rng::new(9);
     for round in 0..6 {
         let disk = open(&child, &base, true);
@@ -52,7 +57,7 @@ fn what_the_child_does_not_hold_is_its_parents() {
         }
         assert!(read_all(&disk) == model, "round {round}");
         disk.close().unwrap();
-        assert_eq!(found(&child, Repair::Nothing), (0, 0), "round {round}");
+        assert_eq!(DYNAMIC.found(&child, Repair::Nothing), (0, 0), "round {round}");
         assert!(read_all(&open(&child, &base, false)) == model, "round {round}, read again");
     }
 }
@@ -74,7 +79,7 @@ fn a_small_write_copies_a_sector_at_most() {
 #[test]
 fn a_power_cut_leaves_each_sector_old_or_new() {
     let base = written();
-    let before = support::content(&base);
+    let before = DYNAMIC.content(&base);
     let crash = CrashStorage::holding(&*child_of(&base));
     let child: Shared = crash.clone();
     let disk = open(&child, &base, true);
@@ -92,7 +97,7 @@ fn a_power_cut_leaves_each_sector_old_or_new() {
     crash.for_each_crash(|ops, image| {
         for survivor in [image.only_durable(), image.everything(), image.survivor(&mut rng)] {
             let child: Shared = Arc::new(survivor);
-            assert_eq!(found(&child, Repair::Nothing).0, 0, "after {ops} changes");
+            assert_eq!(DYNAMIC.found(&child, Repair::Nothing).0, 0, "after {ops} changes");
             let now = read_all(&open(&child, &base, false));
             for (n, sector) in now.chunks(512).enumerate() {
                 let range = n * 512..n * 512 + 512;
@@ -108,7 +113,7 @@ fn a_power_cut_leaves_each_sector_old_or_new() {
 #[test]
 fn any_call_may_fail() {
     let base = written();
-    let before = support::content(&base);
+    let before = DYNAMIC.content(&base);
     for nth in 0.. {
         let faulty = FaultyStorage::new(child_of(&base));
         let child: Shared = faulty.clone();
@@ -120,7 +125,7 @@ fn any_call_may_fail() {
         let _ = disk.close();
         let fired = faulty.fired() > 0;
         faulty.heal();
-        assert_eq!(found(&child, Repair::Nothing).0, 0, "fault {nth}");
+        assert_eq!(DYNAMIC.found(&child, Repair::Nothing).0, 0, "fault {nth}");
         let now = read_all(&open(&child, &base, false));
         for (done, at, byte) in [(one, 1000, 0x51), (two, 9 << 20, 0x52)] {
             let new = now[at..at + 5000].iter().filter(|b| **b == byte).count();
@@ -156,42 +161,11 @@ fn parents_are_told_by_name_and_unique_id() {
 #[test]
 fn a_parent_that_is_no_vhd_is_refused() {
     let storage: Shared = Arc::new(MemoryStorage::new("child"));
-    let request = vdkit_block::CreateRequest {
-        storage,
-        files: Vec::new(),
-        guest_bytes: 1 << 20,
-        options: vdkit_block::Options::default(),
-        backing: Some(vdkit_block::BackingRef::new("base.raw", Some("raw".to_owned()))),
-        backing_bytes: None,
-    };
+    let backing = Some(BackingRef::new("base.raw", Some("raw".to_owned())));
+    let new = CreateRequest::new(storage, 1 << 20, Options::default());
+    let request = CreateRequest { backing, ..new };
     let error = VhdDriver.create(&request).unwrap_err().to_string();
     assert!(error.contains("unique ID"), "{error}");
-}
-
-const READ: &str = "
-import sys, pyvhdi
-paths, out = sys.argv[1:-1], sys.argv[-1]
-files = []
-for path in paths:
-    file = pyvhdi.file(); file.open(path); files.append(file)
-for child, parent in zip(files, files[1:]):
-    child.set_parent(parent)
-top = files[0]
-with open(out, 'wb') as target:
-    left = top.get_media_size()
-    while left:
-        data = top.read_buffer(min(left, 1 << 20))
-        assert data
-        target.write(data); left -= len(data)
-";
-
-/// Content that libvhdi reads from an image and its parents.
-fn libvhdi(dir: &Path, paths: &[&Path]) -> Option<Vec<u8>> {
-    let mut python = vdkit_testbase::python("pyvhdi")?;
-    let out = dir.join("out");
-    let answer = python.args(["-c", READ]).args(paths).arg(&out).output().unwrap();
-    assert!(answer.status.success(), "{}", String::from_utf8_lossy(&answer.stderr));
-    Some(std::fs::read(out).unwrap())
 }
 
 #[test]
@@ -207,7 +181,7 @@ fn libvhdi_reads_the_same_from_all_kinds() {
     };
     let base = written();
     let child = child_of(&base);
-    let mut model = support::content(&base);
+    let mut model = DYNAMIC.content(&base);
     let disk = open(&child, &base, true);
     let mut rng = Rng::new(31);
     for op in 0..20_u8 {
@@ -224,12 +198,15 @@ fn libvhdi_reads_the_same_from_all_kinds() {
     disk.write_at(&[7; 70_000], GuestOffset(12345)).unwrap();
     disk.close().unwrap();
 
-    let (base_path, child_path, fixed_path) =
-        (save("base.vhd", &base), save("child.vhd", &child), save("fixed.vhd", &fixed));
-    let Some(bytes) = libvhdi(dir.path(), &[&base_path]) else { return };
-    assert!(bytes == support::content(&base), "dynamic");
-    let bytes = libvhdi(dir.path(), &[&child_path, &base_path]).unwrap();
-    assert!(bytes == model, "differencing");
-    let bytes = libvhdi(dir.path(), &[&fixed_path]).unwrap();
-    assert!(bytes[12345..12345 + 70_000].iter().all(|byte| *byte == 7), "fixed");
+    let raw = dir.path().join("raw");
+    let reads = |content: &[u8], images: &[&Path], what: &str| {
+        std::fs::write(&raw, content).unwrap();
+        libvhdi_reads(&raw, images, what);
+    };
+    let base_path = save("base.vhd", &base);
+    reads(&DYNAMIC.content(&base), &[&base_path], "dynamic");
+    reads(&model, &[&save("child.vhd", &child), &base_path], "differencing");
+    let content = support::FIXED.content(&fixed);
+    assert!(content[12345..12345 + 70_000].iter().all(|byte| *byte == 7), "fixed");
+    reads(&content, &[&save("fixed.vhd", &fixed)], "fixed");
 }

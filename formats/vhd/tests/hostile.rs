@@ -4,10 +4,10 @@ mod support;
 
 use std::sync::Arc;
 
-use support::{DYNAMIC, FIXED, HEADER, Shared, TABLE, content, copy_of, put, sum, written};
+use support::{DYNAMIC, FIXED, HEADER, Shared, TABLE, put, sum, written};
 use vdkit_block::{FormatDriver, GuestOffset, HostOffset, Limits};
 use vdkit_storage::MemoryStorage;
-use vdkit_testbase::CountingStorage;
+use vdkit_testbase::{CountingStorage, copy_of};
 use vdkit_vhd::VhdDriver;
 
 const WORDS: [u32; 8] = [0, 1, 511, 512, 0x7fff_ffff, 0x8000_0000, 0xffff_fe00, u32::MAX];
@@ -112,12 +112,12 @@ fn bitmaps_of_others_are_filled_before_their_blocks_are_written() {
     let storage = written();
     let block = u64::from(support::get(&storage, TABLE + 4)) * 512;
     storage.write_at(&[0; 512], HostOffset(block)).unwrap();
-    let before = content(&storage);
+    let before = DYNAMIC.content(&storage);
     let disk = DYNAMIC.open(&storage, true).unwrap();
     disk.write_at(&[6; 512], GuestOffset(2 << 20)).unwrap();
     disk.close().unwrap();
     let mut bitmap = [0; 512];
     storage.read_at(&mut bitmap, HostOffset(block)).unwrap();
     assert_eq!(bitmap, [0xff; 512]);
-    assert_eq!(content(&storage)[(2 << 20) + 512..], before[(2 << 20) + 512..]);
+    assert_eq!(DYNAMIC.content(&storage)[(2 << 20) + 512..], before[(2 << 20) + 512..]);
 }

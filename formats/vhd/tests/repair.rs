@@ -5,35 +5,31 @@ mod support;
 
 use std::sync::Arc;
 
-use support::{
-    BLOCKS, DYNAMIC, FIXED, HEADER, STRIDE, Shared, TABLE, content, copy_of, found, get, put, sum,
-    written,
-};
-use vdkit_block::{
-    CompactOptions, Compaction, FormatDriver, GuestOffset, HostOffset, OfflineImage, Probe, Repair,
-};
-use vdkit_testbase::{CrashStorage, Rng};
+use support::{BLOCKS, DYNAMIC, FIXED, HEADER, STRIDE, Shared, TABLE, get, put, sum, written};
+use vdkit_block::{FormatDriver, GuestOffset, HostOffset, Probe, Repair};
+use vdkit_storage::MemoryStorage;
+use vdkit_testbase::{CrashStorage, Rng, copy_of};
 use vdkit_vhd::{VhdDriver, azure_faults};
 
-fn mended(storage: &Shared) {
-    found(storage, Repair::All);
-    assert_eq!(found(storage, Repair::Nothing), (0, 0));
+fn repaired(storage: &Shared) {
+    DYNAMIC.found(storage, Repair::All);
+    assert_eq!(DYNAMIC.found(storage, Repair::Nothing), (0, 0));
 }
 
 #[test]
 fn either_footer_is_made_from_the_other() {
     let sound = written();
-    let before = content(&sound);
+    let before = DYNAMIC.content(&sound);
     let end = sound.len().unwrap() - 512;
     for at in [0, 40, end, end + 66] {
         let storage = copy_of(&sound);
         storage.write_at(&[0x99; 3], HostOffset(at)).unwrap();
-        assert!(content(&storage) == before, "{at}");
+        assert!(DYNAMIC.content(&storage) == before, "{at}");
         let disk = DYNAMIC.open(&storage, false).unwrap();
         assert_eq!(disk.warnings().count(), 1, "{at}");
-        assert_ne!(found(&storage, Repair::Nothing), (0, 0), "{at}");
-        mended(&storage);
-        assert!(content(&storage) == before, "{at}");
+        assert_ne!(DYNAMIC.found(&storage, Repair::Nothing), (0, 0), "{at}");
+        repaired(&storage);
+        assert!(DYNAMIC.content(&storage) == before, "{at}");
         let (mut front, mut back) = ([0; 512], [0; 512]);
         storage.read_at(&mut front, HostOffset(0)).unwrap();
         storage.read_at(&mut back, HostOffset(end)).unwrap();
@@ -45,46 +41,80 @@ fn either_footer_is_made_from_the_other() {
     assert!(DYNAMIC.open(&storage, false).unwrap_err().to_string().contains("footer"));
 }
 
+/// New blocks overwrite the footer at the end, so a writer restores the copy at the start first.
+#[test]
+fn a_power_cut_leaves_a_footer_where_the_copy_was_damaged() {
+    let storage = written();
+    let before = DYNAMIC.content(&storage);
+    storage.write_at(&[0x99; 3], HostOffset(0)).unwrap();
+    let crash = CrashStorage::holding(&*storage);
+    let disk = DYNAMIC.open(&(crash.clone() as Shared), true).unwrap();
+    disk.write_at(&[7; 4096], GuestOffset(0)).unwrap();
+    disk.flush().unwrap();
+    disk.close().unwrap();
+    let mut rng = Rng::new(1);
+    crash.for_each_crash(|ops, image| {
+        for survivor in [image.only_durable(), image.everything(), image.survivor(&mut rng)] {
+            let after = DYNAMIC.content(&(Arc::new(survivor) as Shared));
+            assert!(after[4096..] == before[4096..], "after {ops} changes");
+        }
+    });
+}
+
+/// Readers expect the footer in the last sector of a device.
+#[test]
+fn a_resize_on_a_device_changes_the_footer_at_its_end() {
+    let device = MemoryStorage::with_len("device", 64 << 20).fixed_len();
+    let storage: Shared = Arc::new(device);
+    DYNAMIC.create(&storage);
+    let disk = DYNAMIC.open(&storage, true).unwrap();
+    disk.write_at(&[7; 4096], GuestOffset(0)).unwrap();
+    disk.resize(40 << 20).unwrap();
+    disk.close().unwrap();
+    assert_eq!(DYNAMIC.found(&storage, Repair::Nothing), (0, 0));
+    assert_eq!(DYNAMIC.open(&storage, false).unwrap().warnings().count(), 0);
+}
+
 #[test]
 fn a_wrong_sum_of_the_dynamic_header_is_told_and_mended() {
     let storage = written();
-    let before = content(&storage);
+    let before = DYNAMIC.content(&storage);
     put(&storage, HEADER + 36, 7);
     let error = DYNAMIC.open(&storage, false).unwrap_err();
     assert!(error.to_string().contains("checksum"), "{error}");
     assert_eq!(error.remedy(), Some(vdkit_block::Remedy::REPAIR));
-    assert_eq!(found(&storage, Repair::Nothing), (1, 0));
-    mended(&storage);
-    assert!(content(&storage) == before);
+    assert_eq!(DYNAMIC.found(&storage, Repair::Nothing), (1, 0));
+    repaired(&storage);
+    assert!(DYNAMIC.content(&storage) == before);
 }
 
 #[test]
 fn the_second_of_two_entries_to_a_block_gets_a_copy() {
     let storage = written();
-    let before = content(&storage);
+    let before = DYNAMIC.content(&storage);
     put(&storage, TABLE + 3 * 4, get(&storage, TABLE + 4));
-    assert_eq!(found(&storage, Repair::Nothing).0, 1);
-    mended(&storage);
-    let after = content(&storage);
+    assert_eq!(DYNAMIC.found(&storage, Repair::Nothing).0, 1);
+    repaired(&storage);
+    let after = DYNAMIC.content(&storage);
     assert_eq!(after[2 << 20..4 << 20], before[2 << 20..4 << 20]);
     assert_eq!(after[6 << 20..8 << 20], before[2 << 20..4 << 20]);
     // A partial overlap is the same damage.
     put(&storage, TABLE + 4 * 4, get(&storage, TABLE + 4) + 9);
-    assert_eq!(found(&storage, Repair::Nothing).0, 1);
-    mended(&storage);
-    assert_eq!(content(&storage)[2 << 20..8 << 20], after[2 << 20..8 << 20]);
+    assert_eq!(DYNAMIC.found(&storage, Repair::Nothing).0, 1);
+    repaired(&storage);
+    assert_eq!(DYNAMIC.content(&storage)[2 << 20..8 << 20], after[2 << 20..8 << 20]);
 }
 
 #[test]
 fn entries_outside_of_the_file_and_into_headers_are_taken_away() {
     for word in [0, 1, 3, 0x7fff_ffff, 0xffff_fffe] {
         let storage = written();
-        let before = content(&storage);
+        let before = DYNAMIC.content(&storage);
         put(&storage, TABLE + 4 * 4, word);
-        assert_eq!(found(&storage, Repair::Nothing).0, 1, "{word:#x}");
+        assert_eq!(DYNAMIC.found(&storage, Repair::Nothing).0, 1, "{word:#x}");
         assert!(DYNAMIC.open(&storage, true).is_err(), "{word:#x}");
-        mended(&storage);
-        assert!(content(&storage) == before, "{word:#x}");
+        repaired(&storage);
+        assert!(DYNAMIC.content(&storage) == before, "{word:#x}");
     }
 }
 
@@ -92,11 +122,11 @@ fn entries_outside_of_the_file_and_into_headers_are_taken_away() {
 fn gaps_and_space_behind_are_leaks() {
     let storage = written();
     put(&storage, TABLE + 4, u32::MAX);
-    assert_eq!(found(&storage, Repair::Nothing), (0, 1));
-    let before = content(&storage);
-    assert_eq!(found(&storage, Repair::Leaks), (0, 1));
-    assert_eq!(found(&storage, Repair::Nothing), (0, 0));
-    assert!(content(&storage) == before);
+    assert_eq!(DYNAMIC.found(&storage, Repair::Nothing), (0, 1));
+    let before = DYNAMIC.content(&storage);
+    assert_eq!(DYNAMIC.found(&storage, Repair::Leaks), (0, 1));
+    assert_eq!(DYNAMIC.found(&storage, Repair::Nothing), (0, 0));
+    assert!(DYNAMIC.content(&storage) == before);
     assert_eq!(storage.len().unwrap(), BLOCKS + 3 * STRIDE + 512);
 }
 
@@ -107,26 +137,9 @@ fn compaction_drops_blocks_of_zeroes_and_moves_the_rest_together() {
     disk.write_zeroes(GuestOffset(2 << 20), 2 << 20, false).unwrap();
     disk.discard(GuestOffset(10 << 20), 2 << 20).unwrap();
     disk.close().unwrap();
-    let before = content(&storage);
-    let crash = CrashStorage::holding(&*storage);
-    let options = CompactOptions::default().zero_scan(true);
-    let compacted: Shared = crash.clone();
-    let report = VhdDriver.compact(&OfflineImage::new(&compacted), options).unwrap();
+    let report = DYNAMIC.cut_in_compaction(&*storage);
     assert_eq!((report.zero_clusters, report.moved_clusters), (2, 2));
     assert_eq!(report.length_after, BLOCKS + 2 * STRIDE + 512);
-    assert!(content(&compacted) == before);
-    assert_eq!(found(&compacted, Repair::Nothing), (0, 0));
-    let mut rng = Rng::new(4);
-    crash.for_each_crash(|ops, image| {
-        for survivor in [image.only_durable(), image.everything(), image.survivor(&mut rng)] {
-            let storage: Shared = Arc::new(survivor);
-            assert_eq!(found(&storage, Repair::Nothing).0, 0, "after {ops} changes");
-            assert!(content(&storage) == before, "after {ops} changes");
-            found(&storage, Repair::All);
-            assert_eq!(found(&storage, Repair::Nothing), (0, 0), "after {ops} changes");
-            assert!(content(&storage) == before, "mended after {ops} changes");
-        }
-    });
 }
 
 #[test]
@@ -184,7 +197,7 @@ fn azure_takes_fixed_images_of_whole_mib_and_says_what_it_refuses() {
     long.read_at(&mut footer, HostOffset(2 << 20)).unwrap();
     long.write_at(&footer, HostOffset(3 << 20)).unwrap();
     assert!(told(&long).contains("the file has"), "{}", told(&long));
-    let raw: Shared = Arc::new(vdkit_storage::MemoryStorage::with_len("raw", 1 << 20));
+    let raw: Shared = Arc::new(MemoryStorage::with_len("raw", 1 << 20));
     assert!(told(&raw).contains("footer"));
     let old = copy_of(&good);
     put(&old, (2 << 20) + 12, 0x0002_0000);

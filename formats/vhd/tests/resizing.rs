@@ -4,7 +4,7 @@ mod support;
 
 use std::sync::Arc;
 
-use support::{DYNAMIC, FIXED, STRIDE, Shared, create_over, found, put, written};
+use support::{DYNAMIC, FIXED, STRIDE, Shared, create_over, put, written};
 use vdkit_block::{
     CompactOptions, Compaction, FormatDriver, GuestOffset, HostOffset, Limits, OfflineImage, Repair,
 };
@@ -106,7 +106,7 @@ fn a_footer_written_ahead_is_not_shown_to_the_guest() {
     look(&disk);
     disk.close().unwrap();
     look(&trial.open(&storage, false).unwrap());
-    assert_eq!(found(&storage, Repair::Nothing), (0, 0));
+    assert_eq!(DYNAMIC.found(&storage, Repair::Nothing), (0, 0));
 }
 
 /// A moved table is after blocks that a later shrink removes: new blocks are before the table, and
@@ -125,10 +125,10 @@ fn a_footer_written_ahead_is_not_put_into_a_moved_table() {
     for block in (1..32).step_by(2) {
         disk.write_at(&[block as u8 + 1; 512], GuestOffset(block * 2 * MIB)).unwrap();
         let killed: Shared = Arc::new(crash.crash_now().everything());
-        assert_eq!(found(&killed, Repair::Nothing).0, 0, "block {block}");
+        assert_eq!(DYNAMIC.found(&killed, Repair::Nothing).0, 0, "block {block}");
     }
     disk.close().unwrap();
-    assert_eq!(found(&storage, Repair::Nothing), (0, 0));
+    assert_eq!(DYNAMIC.found(&storage, Repair::Nothing), (0, 0));
     let disk = trial.open(&storage, false).unwrap();
     let mut bytes = [0xee; 1024];
     for block in 0..32 {
@@ -165,7 +165,7 @@ fn the_name_of_a_large_images_parent_is_not_written_over() {
     let options = CompactOptions::default().zero_scan(true);
     VhdDriver.compact(&OfflineImage::new(&child), options).unwrap();
     assert_eq!(name().as_deref(), Some("sub/base.vhd"));
-    assert_eq!(found(&child, Repair::Nothing), (0, 0));
+    assert_eq!(DYNAMIC.found(&child, Repair::Nothing), (0, 0));
     let disk = open();
     let mut bytes = vec![0; 65536];
     for block in [7, 3, 250_000] {
@@ -211,9 +211,9 @@ fn a_name_between_blocks_or_at_the_end_is_not_written_over() {
         let options = CompactOptions::default().zero_scan(true);
         VhdDriver.compact(&OfflineImage::new(&child), options).unwrap();
         assert_eq!(told().as_deref(), Some("base.vhd"), "{between}");
-        found(&child, Repair::All);
+        DYNAMIC.found(&child, Repair::All);
         assert_eq!(told().as_deref(), Some("base.vhd"), "{between}");
-        assert_eq!(found(&child, Repair::Nothing).0, 0, "{between}");
+        assert_eq!(DYNAMIC.found(&child, Repair::Nothing).0, 0, "{between}");
         let disk = open();
         disk.write_at(&vec![0x55; 3 * STRIDE as usize], GuestOffset(8 * MIB)).unwrap();
         disk.close().unwrap();
@@ -260,13 +260,16 @@ fn a_fixed_disk_whose_new_footer_was_lost_is_found_again() {
             disk.warnings().any(|warning| warning.contains("power cut"))
         };
         assert!(look(false));
-        assert_eq!(found(&storage, Repair::Nothing), (0, 1));
+        assert_eq!(DYNAMIC.found(&storage, Repair::Nothing), (0, 1));
         if gap == 512 {
             assert!(look(true));
         } else {
-            found(&storage, Repair::Leaks);
+            DYNAMIC.found(&storage, Repair::Leaks);
         }
-        assert_eq!((found(&storage, Repair::Nothing), storage.len().unwrap()), ((0, 0), len));
+        assert_eq!(
+            (DYNAMIC.found(&storage, Repair::Nothing), storage.len().unwrap()),
+            ((0, 0), len)
+        );
         assert!(!look(true));
     }
 }

@@ -12,7 +12,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use crate::driver::VhdxDriver;
 use crate::image::Vhdx;
 use crate::layout::{BAT_REGION, BatEntry, Geometry, METADATA_REGION, State};
-use crate::map::Look;
+use crate::map::Lookup;
 use crate::metadata::{self, LocatorPlace};
 use crate::on_disk::{MetadataEntry, MetadataTable};
 use crate::parent::ParentLocator;
@@ -28,13 +28,7 @@ impl Amendment for VhdxDriver {
 
     fn amend(&self, request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
         let storage = &request.storage;
-        if !request.options.is_empty() {
-            return Err(Error::unsupported(
-                storage.name(),
-                "not supported: changing options of a vhdx image in place",
-                "convert it to a new image that has them",
-            ));
-        }
+        request.refuse_options("vhdx")?;
         let Some(backing) = &request.backing else { return Ok(Vec::new()) };
         let image = Vhdx::open_writable(storage, &request.limits)?;
         let changed = match backing {
@@ -147,7 +141,7 @@ impl Vhdx {
         let host = self.payload(block)?.host();
         let mut at = start;
         while at < end {
-            let Some(extent) = self.extent_in_block(at, end - at, Look::Load)? else { break };
+            let Some(extent) = self.extent_in_block(at, end - at, Lookup::Load)? else { break };
             if extent.place == Place::Hole {
                 let offset = HostOffset(host + (at - start));
                 self.storage.write_zeroes(offset, extent.len, ZeroMode::MayUnmap)?;

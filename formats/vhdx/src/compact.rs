@@ -29,15 +29,10 @@ impl Compaction for VhdxDriver {
             ..CompactReport::default()
         };
         let image = Vhdx::open_writable(storage, limits)?;
-        if !image.fixed {
-            image.begin_metadata_session()?;
-            if options.zero_scan {
-                report.zero_clusters = image.drop_zero_blocks(monitor)?;
-            }
-            image.meta.flush(&*image)?;
-            report.moved_clusters = image.move_blocks(monitor)?;
-        }
-        image.meta.close(&*image)?;
+        let compacted = image.compact_blocks(options, monitor, &mut report);
+        // Also after an error: other programs must replay the log of an image that is not closed.
+        let closed = image.meta.close(&*image);
+        compacted.and(closed)?;
         report.left_alone = image.bitmaps_at_end()?;
         if options.zero_scan {
             report.punched_bytes = punch_zeroes(&**storage, monitor)?;
@@ -66,6 +61,25 @@ fn refuse_damage(image: &OfflineImage<'_>) -> Result<()> {
 }
 
 impl Vhdx {
+    /// Frees blocks of zeroes and moves the others. Each step leaves a sound image.
+    fn compact_blocks(
+        &self,
+        options: CompactOptions,
+        monitor: &Monitor<'_>,
+        report: &mut CompactReport,
+    ) -> Result<()> {
+        if self.fixed {
+            return Ok(());
+        }
+        self.begin_metadata_session()?;
+        if options.zero_scan {
+            report.zero_clusters = self.drop_zero_blocks(monitor)?;
+        }
+        self.meta.flush(self)?;
+        report.moved_clusters = self.move_blocks(monitor)?;
+        Ok(())
+    }
+
     /// Frees blocks that hold only zeroes. Returns their number.
     fn drop_zero_blocks(&self, monitor: &Monitor<'_>) -> Result<u64> {
         let blocks = self.geometry.blocks(self.guest_len());

@@ -17,7 +17,7 @@ use crate::header::{Header, Headers};
 use crate::layout::{FILE_BYTES_MAX, Geometry, PAGE_BYTES, Page};
 use crate::log::entry::LoggedPage;
 use crate::log::{self, LogWriter, Replayed};
-use crate::map::Look;
+use crate::map::Lookup;
 use crate::metadata::{self, Metadata};
 use crate::regions::{Region, Regions};
 use crate::space::Space;
@@ -134,7 +134,7 @@ pub struct Vhdx {
 }
 
 /// State that writers change, under one lock.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Meta {
     pub(crate) space: Option<Space>,
     pub(crate) tickets: Tickets<Pending>,
@@ -210,6 +210,13 @@ impl Vhdx {
         taken.sort_unstable();
         let file_bytes = storage.len()?.min(FILE_BYTES_MAX);
         let bat_offset = regions.bat.offset;
+        let log = Log {
+            headers,
+            log: LogWriter::closed(),
+            regions: regions.all,
+            unapplied: Vec::new(),
+            durable_bytes: 0,
+        };
         Ok(Arc::new(Self {
             geometry: metadata.geometry,
             fixed: metadata.fixed,
@@ -223,24 +230,7 @@ impl Vhdx {
             file_bytes: AtomicU64::new(file_bytes),
             in_flight: InFlight::default(),
             gate: Gate::default(),
-            meta: Engine::new(
-                Meta {
-                    space: None,
-                    tickets: Tickets::default(),
-                    blocks: FxHashMap::default(),
-                    data_first: false,
-                    reclaim: Reclaim::default(),
-                    freed: false,
-                    spoiled: false,
-                },
-                Log {
-                    headers,
-                    log: LogWriter::closed(),
-                    regions: regions.all,
-                    unapplied: Vec::new(),
-                    durable_bytes: 0,
-                },
-            ),
+            meta: Engine::new(Meta::default(), log),
             session: AtomicBool::new(false),
             warnings,
             storage,
@@ -300,13 +290,13 @@ impl Format for Vhdx {
 
     fn resolve(&self, at: GuestOffset, len: u64) -> Result<Extent> {
         self.in_range(at.0, len, IoAction::Map)?;
-        let found = self.map(at.0, len, Look::Load)?;
+        let found = self.map(at.0, len, Lookup::Load)?;
         Ok(found.unwrap_or(Extent { len, place: Place::Hole }))
     }
 
     fn resolve_cached(&self, at: GuestOffset, len: u64) -> Option<Extent> {
         self.in_range(at.0, len, IoAction::Map).ok()?;
-        self.map(at.0, len, Look::Cached).ok().flatten()
+        self.map(at.0, len, Lookup::Cached).ok().flatten()
     }
 
     fn note_write(&self, _at: GuestOffset, _len: u64) -> Result<()> {

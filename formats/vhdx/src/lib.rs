@@ -25,7 +25,6 @@ mod amend;
 mod check;
 mod compact;
 mod create;
-mod describe;
 mod driver;
 mod flush;
 mod header;

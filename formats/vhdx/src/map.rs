@@ -1,8 +1,8 @@
 //! Resolves guest offsets to host offsets.
 
 use std::sync::atomic::Ordering;
-use vdkit_block::bytes::le64;
 
+use vdkit_block::bytes::le64;
 use vdkit_block::{Error, Extent, FileIndex, HostOffset, Place, Remedy, Result, align_down};
 
 use crate::image::Vhdx;
@@ -13,7 +13,7 @@ const BLOCKS_MAX: u32 = 4096;
 
 /// Whether a lookup may read from the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Look {
+pub(crate) enum Lookup {
     Cached,
     Load,
 }
@@ -30,16 +30,21 @@ impl Vhdx {
         self.bat_offset.load(Ordering::Acquire) + index * 8
     }
 
-    fn look(&self, index: u64, look: Look) -> Result<Option<BatEntry>> {
+    fn lookup(&self, index: u64, lookup: Lookup) -> Result<Option<BatEntry>> {
         let (page, at) = self.bat_place(index);
-        self.look_at_page(page, look, |bytes| BatEntry(le64(&bytes[..], at)))
+        self.lookup_page(page, lookup, |bytes| BatEntry(le64(&bytes[..], at)))
     }
 
     /// Calls `of` with a page; `None` if it is not cached and must not be loaded.
-    fn look_at_page<R>(&self, at: u64, look: Look, of: impl Fn(&Page) -> R) -> Result<Option<R>> {
-        match look {
-            Look::Cached => Ok(self.pages.with(at, of)),
-            Look::Load => self.pages.with_loaded(at, || self.read_page(at), of).map(Some),
+    fn lookup_page<R>(
+        &self,
+        at: u64,
+        lookup: Lookup,
+        of: impl Fn(&Page) -> R,
+    ) -> Result<Option<R>> {
+        match lookup {
+            Lookup::Cached => Ok(self.pages.with(at, of)),
+            Lookup::Load => self.pages.with_loaded(at, || self.read_page(at), of).map(Some),
         }
     }
 
@@ -55,7 +60,7 @@ impl Vhdx {
     }
 
     pub(crate) fn entry(&self, index: u64) -> Result<BatEntry> {
-        Ok(self.look(index, Look::Load)?.unwrap_or_default())
+        Ok(self.lookup(index, Lookup::Load)?.unwrap_or_default())
     }
 
     pub(crate) fn payload(&self, block: u64) -> Result<BatEntry> {
@@ -111,7 +116,17 @@ impl Vhdx {
         if end > self.file_bytes.load(Ordering::Acquire) {
             return Err(self.bat_fault(index, entry, "a block within the file [2.5.1]"));
         }
-        if self.taken.read().iter().any(|(from, to)| host < *to && *from < end) {
+        self.refuse_metadata(index, entry, end)
+    }
+
+    /// Whether metadata is in a range of the file.
+    fn has_metadata(&self, start: u64, end: u64) -> bool {
+        self.taken.read().iter().any(|(from, to)| start < *to && *from < end)
+    }
+
+    /// Rejects space up to `end` that overlaps metadata.
+    pub(crate) fn refuse_metadata(&self, index: u64, entry: BatEntry, end: u64) -> Result<()> {
+        if self.has_metadata(entry.host(), end) {
             let expected = "a block outside of headers, log and regions [2.5.1]";
             return Err(self.bat_fault(index, entry, expected));
         }
@@ -122,14 +137,13 @@ impl Vhdx {
     /// entry of the last block may pass [`Vhdx::state_of`] with metadata behind the disk's end.
     pub(crate) fn may_be_freed(&self, host: u64, bytes: u64) -> bool {
         let end = host.saturating_add(bytes);
-        end <= self.file_bytes.load(Ordering::Acquire)
-            && !self.taken.read().iter().any(|(from, to)| host < *to && *from < end)
+        end <= self.file_bytes.load(Ordering::Acquire) && !self.has_metadata(host, end)
     }
 
     /// Host offset of the sector bitmap of a block's chunk; `None` if it is not cached.
-    pub(crate) fn bitmap_host(&self, block: u64, look: Look) -> Result<Option<u64>> {
+    pub(crate) fn bitmap_host(&self, block: u64, lookup: Lookup) -> Result<Option<u64>> {
         let index = self.geometry.bitmap_index(block);
-        let Some(entry) = self.look(index, look)? else { return Ok(None) };
+        let Some(entry) = self.lookup(index, lookup)? else { return Ok(None) };
         if entry.state_bits() != PRESENT || entry.host() < MIB {
             let expected = "a sector bitmap for the partial blocks of its chunk [2.5.1.2]";
             return Err(self.bat_fault(index, entry, expected));
@@ -140,15 +154,21 @@ impl Vhdx {
 
     /// The run of equal bits from the sector of `at`, in bytes, up to `end` in the same block. Ends
     /// at the end of a bitmap page.
-    fn sectors(&self, block: u64, at: u64, end: u64, look: Look) -> Result<Option<(bool, u64)>> {
-        let Some(host) = self.bitmap_host(block, look)? else { return Ok(None) };
+    fn sectors(
+        &self,
+        block: u64,
+        at: u64,
+        end: u64,
+        lookup: Lookup,
+    ) -> Result<Option<(bool, u64)>> {
+        let Some(host) = self.bitmap_host(block, lookup)? else { return Ok(None) };
         let bits = self.geometry.sector_bits;
         let first = self.geometry.bitmap_bit(at);
         let count = ((end - 1) >> bits) - (at >> bits) + 1;
         let page = host + align_down(first / 8, PAGE_BYTES);
         let from = (first % (PAGE_BYTES * 8)) as usize;
         let to = (from as u64 + count).min(PAGE_BYTES * 8) as usize;
-        let found = self.look_at_page(page, look, |bytes| run_of_bits(&bytes[..], from, to))?;
+        let found = self.lookup_page(page, lookup, |bytes| run_of_bits(&bytes[..], from, to))?;
         Ok(found.map(|(set, run)| {
             let stop = ((at >> bits) + run as u64) << bits;
             (set, stop.min(end) - at)
@@ -157,12 +177,17 @@ impl Vhdx {
 
     /// The extent at `at`, up to the end of its block or, in a partial block, of a run of sectors.
     /// `None` if it is not cached.
-    pub(crate) fn extent_in_block(&self, at: u64, len: u64, look: Look) -> Result<Option<Extent>> {
+    pub(crate) fn extent_in_block(
+        &self,
+        at: u64,
+        len: u64,
+        lookup: Lookup,
+    ) -> Result<Option<Extent>> {
         let block = self.geometry.block_of(at);
         let start = block << self.geometry.block_bits;
         let end = (start + self.geometry.block_bytes()).min(at + len);
         let index = self.geometry.payload_index(block);
-        let Some(entry) = self.look(index, look)? else { return Ok(None) };
+        let Some(entry) = self.lookup(index, lookup)? else { return Ok(None) };
         let data = Place::Data {
             file: FileIndex(0),
             offset: HostOffset(entry.host() + (at - start)),
@@ -174,7 +199,7 @@ impl Vhdx {
                 (end - at, Place::Zero { allocated: false })
             }
             State::FullyPresent => (end - at, data),
-            State::PartiallyPresent => match self.sectors(block, at, end, look)? {
+            State::PartiallyPresent => match self.sectors(block, at, end, lookup)? {
                 None => return Ok(None),
                 Some((true, run)) => (run, data),
                 Some((false, run)) => (run, Place::Hole),
@@ -184,14 +209,14 @@ impl Vhdx {
     }
 
     /// The extent at `at`, merged with those that follow it. `None` if it is not cached.
-    pub(crate) fn map(&self, at: u64, len: u64, look: Look) -> Result<Option<Extent>> {
-        let Some(mut run) = self.extent_in_block(at, len, look)? else { return Ok(None) };
+    pub(crate) fn map(&self, at: u64, len: u64, lookup: Lookup) -> Result<Option<Extent>> {
+        let Some(mut run) = self.extent_in_block(at, len, lookup)? else { return Ok(None) };
         for _ in 1..BLOCKS_MAX {
             if run.len >= len {
                 break;
             }
             // An uncached or damaged extent ends the run; the next lookup handles it.
-            let next = self.extent_in_block(at + run.len, len - run.len, look);
+            let next = self.extent_in_block(at + run.len, len - run.len, lookup);
             let Ok(Some(next)) = next else { break };
             match run.merge(next) {
                 Some(joined) => run = joined,

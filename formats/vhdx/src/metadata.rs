@@ -177,7 +177,7 @@ fn read_table(storage: &dyn Storage, region: &Region, head: &[u8]) -> Result<Vec
             ));
         }
         let item = Item { id, offset: region.offset + offset, bytes, flags, entry };
-        if known && items.iter().any(|other| other.id == id && other.flags & IS_USER == 0) {
+        if known && system_item(&items, id).is_some() {
             return Err(Error::corrupt(
                 file,
                 entry,
@@ -221,8 +221,7 @@ impl Reader<'_> {
     }
 
     fn find(&self, id: Uuid) -> Result<Item> {
-        let found = self.items.iter().find(|item| item.id == id && item.flags & IS_USER == 0);
-        found.copied().ok_or_else(|| {
+        system_item(self.items, id).copied().ok_or_else(|| {
             Error::corrupt(
                 self.storage.name(),
                 self.region.offset,
@@ -249,25 +248,26 @@ impl Reader<'_> {
     }
 }
 
-impl Metadata {
-    fn system_item(&self, id: Uuid) -> Option<&Item> {
-        self.items.iter().find(|item| item.id == id && item.flags & IS_USER == 0)
-    }
+/// The known item with this ID; user items may have the same ones.
+fn system_item(items: &[Item], id: Uuid) -> Option<&Item> {
+    items.iter().find(|item| item.id == id && item.flags & IS_USER == 0)
+}
 
+impl Metadata {
     /// Offset of the parent locator, if there is one.
     pub(crate) fn locator_offset(&self) -> Option<u64> {
-        Some(self.system_item(PARENT_LOCATOR)?.offset)
+        Some(system_item(&self.items, PARENT_LOCATOR)?.offset)
     }
 
     /// A place for a parent locator of `bytes` bytes: after all other items, or its current one.
     pub(crate) fn place_locator(&self, region: &Region, bytes: u64) -> Option<LocatorPlace> {
-        let old = self.system_item(PARENT_LOCATOR);
+        let old = system_item(&self.items, PARENT_LOCATOR);
         let count = self.items.len();
         let (entry, count) = match old {
             Some(item) => (item.entry, count as u16),
             None => (entry_at(region, count), count as u16 + 1),
         };
-        let others = self.items.iter().filter(|item| item.id != PARENT_LOCATOR);
+        let others = self.items.iter().filter(|item| Some(*item) != old);
         let end = others.map(|item| item.offset + item.bytes).max()?;
         let offset = end.max(region.offset + TABLE_BYTES).next_multiple_of(16);
         let fits =
@@ -278,7 +278,7 @@ impl Metadata {
     /// How to remove the parent locator from the table: its entry is replaced by the last one.
     /// Returns the offsets of both entries and the new number of entries.
     pub(crate) fn without_locator(&self, region: &Region) -> Option<(u64, u64, u16)> {
-        let item = self.system_item(PARENT_LOCATOR)?;
+        let item = system_item(&self.items, PARENT_LOCATOR)?;
         let left = self.items.len() - 1;
         Some((item.entry, entry_at(region, left), left as u16))
     }

@@ -107,8 +107,7 @@ impl ParentLocator {
     pub(crate) fn name(&self) -> Option<String> {
         let (key, value) = [RELATIVE, ABSOLUTE, VOLUME]
             .iter()
-            .find_map(|key| Some((*key, self.value(key)?)))
-            .filter(|(_, value)| !value.is_empty())?;
+            .find_map(|key| Some((*key, self.value(key).filter(|value| !value.is_empty())?)))?;
         let name = value.replace('\\', "/");
         if key == RELATIVE {
             return Some(name.strip_prefix("./").unwrap_or(&name).to_owned());
@@ -221,6 +220,9 @@ mod tests {
         let name = |pairs: Vec<_>| ParentLocator { pairs }.name();
         let absolute = pair(ABSOLUTE, "\\\\?\\C:\\disks\\base.vhdx");
         assert_eq!(name(vec![absolute.clone()]).as_deref(), Some("C:/disks/base.vhdx"));
+        // An empty one hides no other.
+        let pairs = vec![pair(RELATIVE, ""), absolute.clone()];
+        assert_eq!(name(pairs).as_deref(), Some("C:/disks/base.vhdx"));
         let relative = pair(RELATIVE, ".\\base.vhdx");
         assert_eq!(name(vec![linkage.clone(), absolute, relative]).as_deref(), Some("base.vhdx"));
         assert_eq!(name(vec![linkage]), None);

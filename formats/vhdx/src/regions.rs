@@ -155,10 +155,11 @@ impl Regions {
         let mut sorted: Vec<_> = taken.iter().enumerate().collect();
         sorted.sort_by_key(|(_, range)| **range);
         for pair in sorted.windows(2) {
-            let ((_, before), (index, after)) = (pair[0], pair[1]);
+            let ((first, before), (second, after)) = (pair[0], pair[1]);
             if before.1 > after.0 {
                 let found = format!("{:#x}..{:#x} over {:#x}", after.0, after.1, before.1);
-                return fault(index.saturating_sub(1), found, "no overlap [2.2.3.2]");
+                // The log comes before the regions, so one of the two is a region.
+                return fault(first.max(second) - 1, found, "no overlap [2.2.3.2]");
             }
         }
         Ok(())

@@ -128,9 +128,12 @@ impl Vhdx {
         if !entry.has_data() {
             return Ok(());
         }
+        let end = entry.host() + bytes;
+        // Up to the old end of the disk, the block is valid.
+        self.refuse_metadata(self.geometry.payload_index(block), entry, end)?;
         // Other writers may truncate the last block of a fixed image.
-        if entry.host() + bytes > self.file_bytes.load(Ordering::Acquire) {
-            self.storage.set_len(entry.host() + bytes)?;
+        if end > self.file_bytes.load(Ordering::Acquire) {
+            self.storage.set_len(end)?;
             self.note_file_bytes()?;
         }
         let host = HostOffset(entry.host() + (old - start));

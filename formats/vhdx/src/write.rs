@@ -17,7 +17,7 @@ use zerocopy::little_endian::U64;
 
 use crate::image::{Meta, Vhdx};
 use crate::layout::{BITMAP_BYTES, BatEntry, PAGE_BYTES, PRESENT, State};
-use crate::map::{Look, fill_bits};
+use crate::map::{Lookup, fill_bits};
 use crate::space::Space;
 
 /// Largest table that is read to find free space between blocks.
@@ -95,7 +95,7 @@ impl Vhdx {
         let plan = match state {
             State::FullyPresent => return Ok(Attempt::InPlace),
             State::PartiallyPresent => {
-                let extent = self.extent_in_block(at, len, Look::Load)?;
+                let extent = self.extent_in_block(at, len, Lookup::Load)?;
                 let Some(extent) = extent.filter(|e| e.place == Place::Hole) else {
                     return Ok(Attempt::InPlace);
                 };
@@ -258,7 +258,7 @@ impl Vhdx {
 
     /// Sets or clears the bits of sectors in one block.
     pub(crate) fn fill_sectors(&self, block: u64, guest: &Range<u64>, value: bool) -> Result<()> {
-        let Some(host) = self.bitmap_host(block, Look::Load)? else { return Ok(()) };
+        let Some(host) = self.bitmap_host(block, Lookup::Load)? else { return Ok(()) };
         let bits = self.geometry.sector_bits;
         let mut bit = self.geometry.bitmap_bit(guest.start);
         let end = bit + ((guest.end - guest.start) >> bits);
@@ -302,7 +302,7 @@ impl Vhdx {
 
     /// Drops a reservation's hold on its blocks. Unpublished blocks without other holders become
     /// free.
-    fn let_go(&self, meta: &mut Meta, pending: &Pending) {
+    fn drop_hold(&self, meta: &mut Meta, pending: &Pending) {
         for block in pending.blocks.clone() {
             let Some(held) = meta.blocks.get_mut(&block) else { continue };
             held.holders -= 1;
@@ -399,7 +399,7 @@ impl Reserver for Vhdx {
         if result.is_err() {
             self.wipe(&mut meta, &guest, &pending);
         }
-        self.let_go(&mut meta, &pending);
+        self.drop_hold(&mut meta, &pending);
         drop(meta);
         self.meta.ended();
         result
@@ -409,7 +409,7 @@ impl Reserver for Vhdx {
         let mut meta = self.meta.lock();
         let (guest, pending) = meta.tickets.close(ticket);
         self.wipe(&mut meta, &guest, &pending);
-        self.let_go(&mut meta, &pending);
+        self.drop_hold(&mut meta, &pending);
         drop(meta);
         self.meta.ended();
     }

@@ -6,7 +6,7 @@ use vdkit_block::{Error, Extent, HostOffset, Place, Result, align_down};
 
 use crate::image::{Meta, Vhdx};
 use crate::layout::{BITMAP_BYTES, BatEntry, PRESENT, State};
-use crate::map::Look;
+use crate::map::Lookup;
 
 /// Blocks to change between two checks of the number of dirty pages: the entries of one page.
 const STEP_BLOCKS: u64 = 512;
@@ -114,7 +114,7 @@ impl Vhdx {
     /// Discards host space of data without changing the map.
     fn punch(&self, mut at: u64, end: u64) -> Result<()> {
         while at < end {
-            let found = self.extent_in_block(at, end - at, Look::Load)?;
+            let found = self.extent_in_block(at, end - at, Lookup::Load)?;
             let Some(Extent { len, place }) = found else { break };
             if let Place::Data { offset, .. } = place {
                 self.storage.discard(HostOffset(offset.0), len)?;

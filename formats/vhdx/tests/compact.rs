@@ -7,10 +7,11 @@ use std::sync::Arc;
 
 use common::{Kind, MIB, Op, apply, for_seeds, random_op, same, sound};
 use vdkit_block::{
-    CompactOptions, CompactReport, Compaction, GuestOffset, HostOffset, OfflineImage, Storage,
+    CompactOptions, CompactReport, Compaction, FormatDriver, GuestOffset, HostOffset, Limits,
+    OfflineImage, Storage,
 };
 use vdkit_storage::MemoryStorage;
-use vdkit_testbase::{CrashStorage, Rng};
+use vdkit_testbase::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
 use vdkit_vhdx::VhdxDriver;
 
 fn compact(storage: &Arc<dyn Storage>, zero_scan: bool) -> CompactReport {
@@ -116,6 +117,47 @@ fn a_power_cut_leaves_each_block_in_one_place() {
             }
         }
     });
+}
+
+/// Other programs refuse to read an image with a log that must be replayed.
+#[test]
+fn a_compaction_that_fails_leaves_no_log_to_replay() {
+    let memory = Arc::new(MemoryStorage::new("image"));
+    let storage: Arc<dyn Storage> = memory.clone();
+    common::create(&storage, 40 * MIB, "block_size=1M", None);
+    let open = |storage: &Arc<dyn Storage>, writable| {
+        common::disk_of(common::open_format(storage, writable).expect("opening"), writable)
+    };
+    let mut guest = vec![0; 40 << 20];
+    let disk = open(&storage, true);
+    for block in 0..40 {
+        guest[block << 20..][..4096].fill(block as u8 + 1);
+        disk.write_at(&[block as u8 + 1; 4096], GuestOffset((block << 20) as u64)).expect("write");
+    }
+    disk.discard(GuestOffset(0), 20 * MIB).expect("discarding");
+    guest[..20 << 20].fill(0);
+    disk.close().expect("closing");
+    drop(disk);
+    let mut failed = 0;
+    for nth in 0.. {
+        let faulty = FaultyStorage::new(Arc::new(MemoryStorage::clone(&memory)));
+        let storage: Arc<dyn Storage> = faulty.clone();
+        faulty.arm(FaultPlan::nth(&[FaultKind::Read], nth));
+        let done = VhdxDriver.compact(&OfflineImage::new(&storage), CompactOptions::default());
+        assert_eq!(done.is_err(), faulty.fired() > 0, "read {nth}");
+        faulty.heal();
+        let info = VhdxDriver.describe(&storage, &Limits::default()).expect("describing");
+        assert!(!info.dirty, "read {nth}");
+        sound(&storage, true, "after a failed compaction");
+        if done.is_ok() {
+            break;
+        }
+        failed += 1;
+        if nth % 8 == 0 {
+            same(&open(&storage, false), &guest, "after a failed compaction");
+        }
+    }
+    assert!(failed > 20, "{failed}");
 }
 
 #[test]

@@ -4,10 +4,12 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{Kind, MIB, apply, check, create, disk_of, open_format, parent_ref, same, sound};
+use common::{
+    Kind, MIB, amend, apply, check, create, disk_of, open_format, parent_ref, same, sound,
+};
 use vdkit_block::{
-    AmendRequest, Amendment, BackingRef, CreateRequest, Creation, Error, FormatDriver, GuestOffset,
-    Limits, Monitor, Options, Place, Repair, Storage,
+    BackingRef, CreateRequest, Creation, Error, FormatDriver, GuestOffset, Limits, Options, Place,
+    Repair, Storage,
 };
 use vdkit_storage::MemoryStorage;
 use vdkit_vhdx::VhdxDriver;
@@ -20,17 +22,6 @@ fn new(size: u64, options: &str, parent: Option<BackingRef>) -> Arc<dyn Storage>
 
 fn describe(storage: &Arc<dyn Storage>) -> vdkit_block::ImageInfo {
     VhdxDriver.describe(storage, &Limits::default()).expect("describing")
-}
-
-fn amend(storage: &Arc<dyn Storage>, backing: Option<BackingRef>) -> Vec<String> {
-    let request = AmendRequest {
-        storage: storage.clone(),
-        files: Vec::new(),
-        backing: Some(backing),
-        options: Options::default(),
-        limits: Limits::default(),
-    };
-    VhdxDriver.amend(&request, &Monitor::default()).expect("amending")
 }
 
 #[test]
@@ -49,14 +40,8 @@ fn a_child_of_something_else_is_refused() {
         BackingRef { format: Some("raw".to_owned()), ..parent_ref() },
         BackingRef { identity: None, ..parent_ref() },
     ] {
-        let request = CreateRequest {
-            storage: storage.clone(),
-            files: Vec::new(),
-            guest_bytes: MIB,
-            options: Options::default(),
-            backing: Some(backing),
-            backing_bytes: None,
-        };
+        let new = CreateRequest::new(storage.clone(), MIB, Options::default());
+        let request = CreateRequest { backing: Some(backing), ..new };
         let error = VhdxDriver.create(&request).expect_err("refused");
         assert!(matches!(error, Error::Unsupported { .. } | Error::Invalid { .. }), "{error}");
     }

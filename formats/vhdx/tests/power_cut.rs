@@ -7,11 +7,8 @@ mod common;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use common::{Kind, Op, SECTOR, apply, for_seeds, open_format, random_op, same, sound};
-use vdkit_block::{
-    AmendRequest, Amendment, BackingRef, FormatDriver, GuestOffset, Limits, Monitor, Options,
-    Storage,
-};
+use common::{Kind, Op, SECTOR, amend, apply, for_seeds, open_format, random_op, same, sound};
+use vdkit_block::{BackingRef, FormatDriver, GuestOffset, Limits, Storage};
 use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CrashImage, CrashStorage, Rng, explained, qemu, require_peer, save_sparse};
@@ -268,18 +265,6 @@ fn every_kind_survives_a_power_cut() {
     for_seeds(4, |seed| case(&kinds[seed as usize % kinds.len()], seed));
 }
 
-/// Changes the parent of an image.
-fn amend(storage: &Arc<dyn Storage>, to: &Option<BackingRef>) {
-    let request = AmendRequest {
-        storage: storage.clone(),
-        files: Vec::new(),
-        backing: Some(to.clone()),
-        options: Options::default(),
-        limits: Limits::default(),
-    };
-    VhdxDriver.amend(&request, &Monitor::default()).expect("amending");
-}
-
 /// The name of an image's parent.
 fn parent_of(storage: &Arc<dyn Storage>) -> Option<String> {
     VhdxDriver.describe(storage, &Limits::default()).expect("describing").backing_file
@@ -313,7 +298,7 @@ fn a_change_of_the_parent_is_done_or_not_begun() {
         assert_ne!(old, new);
         let crash = CrashStorage::holding(&*made);
         let storage: Arc<dyn Storage> = crash.clone();
-        amend(&storage, &to);
+        amend(&storage, to.clone());
         assert_eq!(parent_of(&storage), new);
         let mut rng = Rng::new(11);
         let (mut before, mut after) = (0, 0);
@@ -327,7 +312,7 @@ fn a_change_of_the_parent_is_done_or_not_begun() {
                 after += u32::from(found == new);
                 sound(&storage, true, &what);
                 same(&alone(&storage, false), &guest, &what);
-                amend(&storage, &to);
+                amend(&storage, to.clone());
                 assert_eq!(parent_of(&storage), new, "{what}: amended again");
                 sound(&storage, true, &what);
                 same(&alone(&storage, true), &guest, &what);

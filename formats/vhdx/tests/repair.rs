@@ -49,9 +49,9 @@ fn told_and_mended(
     let found = report.findings.iter().find(|f| f.offset == offset && f.message.contains(rule));
     let found = found.unwrap_or_else(|| panic!("{rule} at {offset:#x}: {:#?}", report.findings));
     assert_eq!(found.severity, severity);
-    let mended = check(&storage, repair).expect("repairing");
-    assert_eq!(mended.corruptions_left() + mended.leaks_left(), 0, "{rule}: {mended:#?}");
-    assert!(mended.findings.iter().any(|f| f.offset == offset && f.repaired), "{mended:#?}");
+    let repaired = check(&storage, repair).expect("repairing");
+    assert_eq!(repaired.corruptions_left() + repaired.leaks_left(), 0, "{rule}: {repaired:#?}");
+    assert!(repaired.findings.iter().any(|f| f.offset == offset && f.repaired), "{repaired:#?}");
     let again = check(&storage, Repair::Nothing).expect("checking");
     assert!(again.findings.is_empty(), "{rule}: {:#?}", again.findings);
     same(&disk_of(open_format(&storage, false).expect("opening"), false), &guest, rule);

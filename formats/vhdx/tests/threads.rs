@@ -8,55 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use common::{Kind, MIB, for_seeds, sound};
 use vdkit_block::{GuestOffset, Storage};
-use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::Rng;
-
-const THREADS: u64 = 4;
-
-/// A thread's groups of 8 sectors, interleaved with those of the others, so that all threads share
-/// each block.
-fn own(thread: u64, size: u64) -> Vec<u64> {
-    (0..size / 4096).filter(|n| n % THREADS == thread).map(|n| n * 4096).collect()
-}
-
-fn work(disk: &Disk, thread: u64, seed: u64, size: u64, first: &[u8]) {
-    let mut rng = Rng::new(seed ^ thread << 32);
-    let pieces = own(thread, size);
-    let mut held: Vec<Option<u8>> = vec![None; pieces.len()];
-    for step in 0..400u64 {
-        let index = rng.below(pieces.len() as u64) as usize;
-        let at = GuestOffset(pieces[index]);
-        match rng.below(10) {
-            0 => {
-                disk.write_zeroes(at, 4096, true).expect("zeroing");
-                held[index] = Some(0);
-            }
-            1 => disk.flush().expect("flushing"),
-            2..=6 => {
-                let byte = (step % 250 + 1) as u8;
-                disk.write_at(&[byte; 4096], at).expect("writing");
-                held[index] = Some(byte);
-            }
-            _ => {
-                let mut bytes = [0; 4096];
-                disk.read_at(&mut bytes, at).expect("reading");
-                let start = at.0 as usize;
-                match held[index] {
-                    Some(byte) => assert_eq!(bytes, [byte; 4096], "thread {thread} at {at}"),
-                    None => assert_eq!(bytes, first[start..start + 4096], "never written"),
-                }
-            }
-        }
-    }
-    for (at, byte) in pieces.iter().zip(&held) {
-        let mut bytes = [0; 4096];
-        disk.read_at(&mut bytes, GuestOffset(*at)).expect("reading");
-        if let Some(byte) = byte {
-            assert_eq!(bytes, [*byte; 4096], "thread {thread} at {at:#x}, in the end");
-        }
-    }
-}
+use vdkit_testbase::trials::OwnUnits;
 
 #[test]
 fn threads_do_not_disturb_each_other() {
@@ -65,13 +19,8 @@ fn threads_do_not_disturb_each_other() {
             let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
             kind.create(&storage);
             let disk = kind.open(&storage, true).expect("opening");
-            let first = kind.guest();
-            std::thread::scope(|scope| {
-                for thread in 0..THREADS {
-                    let (disk, first) = (&disk, &first);
-                    scope.spawn(move || work(disk, thread, seed, 3 * MIB, first));
-                }
-            });
+            let threads = OwnUnits { threads: 4, unit: 4096, rounds: 400, seed };
+            threads.run(&disk, &kind.guest()[..3 << 20]);
             disk.close().expect("closing");
             drop(disk);
             sound(&storage, false, &format!("{kind:?}"));

@@ -3,8 +3,9 @@
 //! A child names the content id of its parent, so a parent that has changed must get a new id. The
 //! new id is durable before any change of the disk.
 
-use parking_lot::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
 use vdkit_block::{HostOffset, Result, Storage};
 
 use crate::descriptor::{Descriptor, new_cid};
@@ -14,6 +15,8 @@ use crate::descriptor::{Descriptor, new_cid};
 pub(crate) struct ContentId {
     /// Offset and number of its digits; `None` without a descriptor.
     place: Option<(u64, usize)>,
+    /// The id when the image was opened.
+    old: u32,
     written: Mutex<bool>,
     durable: AtomicBool,
 }
@@ -22,7 +25,7 @@ impl ContentId {
     /// The content id of a descriptor whose text begins at `at`.
     pub(crate) fn of(descriptor: &Descriptor, at: u64) -> Self {
         let place = descriptor.cid_digits().map(|r| (at + r.start as u64, r.len()));
-        Self { place, ..Self::default() }
+        Self { place, old: descriptor.cid, ..Self::default() }
     }
 
     /// Writes a new id, once. The caller must make it durable. Returns whether an id was written
@@ -36,7 +39,7 @@ impl ContentId {
             return Ok(!self.durable.load(Ordering::Acquire));
         }
         if let Some((at, digits)) = self.place {
-            let text = format!("{:0digits$x}", new_cid(digits, storage.name())?);
+            let text = format!("{:0digits$x}", new_cid(digits, self.old, storage.name())?);
             storage.write_at(text.as_bytes(), HostOffset(at))?;
         }
         *written = true;

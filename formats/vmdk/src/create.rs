@@ -45,15 +45,10 @@ impl Creation for VmdkDriver {
                 format!("needs {others} other files, and {} were made", request.files.len()),
             ));
         }
-        if new.subformat.is_flat() && request.backing.is_some() {
-            return Err(Error::unsupported(
-                storage.name(),
-                format!(
-                    "not supported: a {} image with a backing file",
-                    new.subformat.create_type()
-                ),
-                "its extents have no holes; create a monolithicSparse image",
-            ));
+        if new.subformat.is_flat() {
+            let kind = format!("a {} image", new.subformat.create_type());
+            let remedy = "its extents have no holes; create a monolithicSparse image";
+            request.refuse_backing(&kind, remedy)?;
         }
         let text = descriptor(request, &new, bytes)?;
         if new.subformat == Subformat::MonolithicSparse {
@@ -131,7 +126,7 @@ impl Creation for VmdkDriver {
 
 pub(crate) fn descriptor(request: &CreateRequest, new: &NewVmdk, bytes: u64) -> Result<String> {
     let file = request.storage.name();
-    let cid = new_cid(8, file)?;
+    let cid = new_cid(8, NO_PARENT, file)?;
     let mut parent = String::new();
     let mut parent_cid = NO_PARENT;
     if let Some(backing) = &request.backing {

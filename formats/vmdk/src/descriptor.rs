@@ -78,63 +78,47 @@ fn text_of(bytes: &[u8], file: &str) -> Result<String> {
 }
 
 impl Descriptor {
-    /// Parses a descriptor: text up to the first zero byte. Its first byte is at `base` in `file`.
+    /// Parses a descriptor: text up to the first zero byte. Its first byte is at `base` in `file`. Of
+    /// several lines for one field, the first one counts.
     ///
     /// # Errors
     /// [`Error::Corrupt`] for invalid lines; [`Error::Unsupported`] for unsupported extent types.
     pub fn parse(bytes: &[u8], base: u64, file: &str) -> Result<Self> {
-        let text = text_of(bytes, file)?;
-        let mut parsed = Self {
-            text: String::new(),
-            cid: 0,
-            parent_cid: NO_PARENT,
-            create_type: String::new(),
-            parent_hint: None,
-            extents: Vec::new(),
-        };
-        let (mut cid, mut version) = (None, None);
-        for line in text.split('\n') {
-            let at = base + (line.as_ptr() as usize - text.as_ptr() as usize) as u64;
-            let line = line.trim();
-            if line.is_empty() || line.starts_with('#') {
-                continue;
-            }
-            if let Some(extent) = extent_line(line, at, file)? {
-                parsed.extents.push(extent);
-                let found = parsed.extents.len() as u64;
+        let (text, mut extents) = (text_of(bytes, file)?, Vec::new());
+        let mut at = base;
+        for line in text.split_inclusive('\n') {
+            if let Some(extent) = extent_line(line.trim(), at, file)? {
+                extents.push(extent);
+                let found = extents.len() as u64;
                 require_within(file, "number of extents", found, EXTENTS_MAX as u64)?;
-                continue;
             }
-            let Some((key, value)) = line.split_once('=') else { continue };
-            let (key, value) = (key.trim(), unquoted(value));
-            let hex = || {
-                u32::from_str_radix(value, 16).map_err(|_| {
-                    let found = clip(line);
-                    Error::corrupt(file, at, "descriptor", found, "a content id of hex digits")
-                })
-            };
-            match key.to_ascii_lowercase().as_str() {
-                "version" => version = Some((value.to_owned(), at)),
-                "cid" => cid = Some(hex()?),
-                "parentcid" => parsed.parent_cid = hex()?,
-                "createtype" => parsed.create_type = value.to_owned(),
-                "parentfilenamehint" => parsed.parent_hint = Some(value.to_owned()),
-                _ => {}
-            }
+            at += line.len() as u64;
         }
-        if let Some((version, at)) = version
-            && !["1", "2", "3"].contains(&version.as_str())
+        let (create_type, parent_hint) = (String::new(), None);
+        let mut parsed = Self { text, cid: 0, parent_cid: 0, create_type, parent_hint, extents };
+        if let Some((start, version)) = parsed.find("version")
+            && !["1", "2", "3"].contains(&unquoted(version))
         {
-            return Err(Error::corrupt(file, at, "descriptor version", version, "1, 2 or 3"));
+            let (at, found) = (base + start as u64, unquoted(version));
+            return Err(Error::corrupt(file, at, "descriptor version", found, "1, 2 or 3"));
         }
+        let id = |key: &str| {
+            let Some((start, value)) = parsed.find(key) else { return Ok(None) };
+            u32::from_str_radix(unquoted(value), 16).map(Some).map_err(|_| {
+                let line = parsed.text[start..].lines().next().unwrap_or_default();
+                let (at, found) = (base + start as u64, clip(line.trim()));
+                Error::corrupt(file, at, "descriptor", found, "a content id of hex digits")
+            })
+        };
+        let (cid, parent_cid) = (id("CID")?, id("parentCID")?);
         let missing = |what: &str| {
             Error::corrupt(file, base, "descriptor", format!("no {what}"), format!("a {what}"))
         };
         parsed.cid = cid.ok_or_else(|| missing("CID"))?;
-        if parsed.create_type.is_empty() {
-            return Err(missing("createType"));
-        }
-        parsed.text = text;
+        parsed.parent_cid = parent_cid.unwrap_or(NO_PARENT);
+        parsed.parent_hint = parsed.field("parentFileNameHint").map(str::to_owned);
+        let create_type = parsed.field("createType").filter(|name| !name.is_empty());
+        parsed.create_type = create_type.ok_or_else(|| missing("createType"))?.to_owned();
         Ok(parsed)
     }
 
@@ -169,8 +153,8 @@ impl Descriptor {
     }
 
     /// The text with another value of a field, in quotes if it had them or is new; `None` removes
-    /// the line. New disk database fields are added at the end, others before the first blank line
-    /// or comment after the header.
+    /// the line. New disk database fields are added at the end, others after the line of
+    /// `createType`.
     pub fn with_field(&self, key: &str, value: Option<&str>) -> String {
         let text = &self.text;
         if let Some((start, rest)) = self.find(key) {
@@ -206,11 +190,11 @@ impl Descriptor {
     }
 }
 
-/// A new content id of `digits` hex digits, without reserved values.
+/// A new content id of `digits` hex digits other than `old`, without reserved values.
 ///
 /// # Errors
 /// [`Error::File`] if the system has no random numbers.
-pub fn new_cid(digits: usize, file: &str) -> Result<u32> {
+pub fn new_cid(digits: usize, old: u32, file: &str) -> Result<u32> {
     let digits = digits.clamp(1, 8) as u32;
     loop {
         let random = getrandom::u32().map_err(|error| Error::File {
@@ -221,7 +205,7 @@ pub fn new_cid(digits: usize, file: &str) -> Result<u32> {
         let cid = (u64::from(random) & ((1 << (4 * digits)) - 1)) as u32;
         // No leading zeroes, since some writers omit them.
         let short = digits < 8 && digits > 1 && cid >> (4 * (digits - 1)) == 0;
-        if !short && cid < 0xffff_fffe && cid != 0 {
+        if !short && cid < 0xffff_fffe && cid != 0 && cid != old {
             return Ok(cid);
         }
     }
@@ -345,12 +329,19 @@ mod tests {
     fn new_ids_have_as_many_digits() {
         for digits in 1..=8 {
             for _ in 0..100 {
-                let cid = new_cid(digits, "x").unwrap();
-                assert!(
-                    cid != 0 && cid < 0xffff_fffe && format!("{cid:x}").len() == digits
-                        || digits == 8
-                );
+                let cid = new_cid(digits, 7, "x").unwrap();
+                assert!(cid != 0 && cid < 0xffff_fffe && cid != 7, "{cid:x}");
+                assert!(format!("{cid:x}").len() == digits || digits == 8, "{cid:x}");
             }
         }
+    }
+
+    /// Of two lines, a change rewrites the first one, so that one must also be what is read.
+    #[test]
+    fn the_first_line_of_a_field_counts() {
+        let d = parse(&format!("{TEXT}CID=1\nparentCID=2\ncreateType=\"x\"\n")).unwrap();
+        assert_eq!((d.cid, d.parent_cid), (0x7b2_f3c1, NO_PARENT));
+        assert_eq!(d.create_type, "twoGbMaxExtentSparse");
+        assert_eq!(parse(&d.with_field("CID", Some("9"))).unwrap().cid, 9);
     }
 }

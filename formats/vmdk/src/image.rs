@@ -95,7 +95,7 @@ pub(crate) struct Grains<'a> {
 }
 
 /// State that writers change, under one lock.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Meta {
     /// Space by extent.
     pub(crate) space: Vec<crate::space::Space>,
@@ -103,14 +103,6 @@ pub struct Meta {
     /// Grains that lost their entry: by extent, in bytes of its file.
     pub(crate) reclaim: Reclaim,
     pub(crate) dirty: Dirty,
-}
-
-impl Meta {
-    /// The state of an image that was just opened.
-    pub(crate) fn new(space: Vec<crate::space::Space>) -> Self {
-        let (tickets, reclaim) = (Tickets::default(), Reclaim::default());
-        Self { space, tickets, reclaim, dirty: Dirty::default() }
-    }
 }
 
 impl State for Meta {

@@ -19,6 +19,7 @@
 mod amend;
 mod check;
 mod cid;
+mod copies;
 mod create;
 mod describe;
 pub mod descriptor;
@@ -28,7 +29,6 @@ mod foreign;
 pub mod header;
 mod image;
 mod map;
-mod mend;
 mod on_disk;
 mod open;
 mod options;

@@ -27,7 +27,7 @@ pub(crate) type Key = (u32, u64);
 pub(crate) type Chunk = Box<[u64]>;
 
 /// Result of decoding entries of one chunk.
-enum Look {
+enum Lookup {
     /// The run from the requested offset; if `open`, it may continue after the chunk.
     Run { extent: Extent, open: bool },
     /// The entry is invalid.
@@ -98,9 +98,9 @@ impl Vmdk {
                 }
                 let key = (index, inside / sparse.table_span() / sparse.chunk_tables());
                 let of = Grains { index, piece, sparse };
-                match self.tables.with(key, |words| of.look(words, inside, rest))? {
-                    Look::Run { extent, .. } => self.guard(of, extent).ok(),
-                    Look::Fault(_) => None,
+                match self.tables.with(key, |words| of.lookup(words, inside, rest))? {
+                    Lookup::Run { extent, .. } => self.guard(of, extent).ok(),
+                    Lookup::Fault(_) => None,
                 }
             }
         }
@@ -120,18 +120,18 @@ impl Vmdk {
             return Ok((Extent { len: run, place: Place::Hole }, true));
         }
         let key = (index, inside / sparse.table_span() / sparse.chunk_tables());
-        let look = loop {
-            match self.tables.with(key, |words| of.look(words, inside, rest)) {
-                Some(look) => break look,
+        let lookup = loop {
+            match self.tables.with(key, |words| of.lookup(words, inside, rest)) {
+                Some(lookup) => break lookup,
                 None => {
                     *loads += 1;
                     self.load(key)?;
                 }
             }
         };
-        match look {
-            Look::Run { extent, open } => Ok((self.guard(of, extent)?, open)),
-            Look::Fault(word) => Err(self.entry_fault(of, inside, word)),
+        match lookup {
+            Lookup::Run { extent, open } => Ok((self.guard(of, extent)?, open)),
+            Lookup::Fault(word) => Err(self.entry_fault(of, inside, word)),
         }
     }
 
@@ -262,20 +262,20 @@ impl Vmdk {
 
 impl Grains<'_> {
     /// The longest run from `inside` within one chunk, at most `rest` bytes.
-    fn look(&self, words: &[u64], inside: u64, rest: u64) -> Look {
+    fn lookup(&self, words: &[u64], inside: u64, rest: u64) -> Lookup {
         let Grains { piece, sparse, .. } = *self;
         let grain = sparse.grain_bytes;
         let limit = piece.limit.load(Ordering::Acquire);
         let first = ((inside / grain) % sparse.chunk_entries()) as usize;
         let skip = inside % grain;
         let Some(entry) = sparse.entry(words[first], limit) else {
-            return Look::Fault(words[first]);
+            return Lookup::Fault(words[first]);
         };
         if let (Entry::At(host), true) = (entry, sparse.is_compressed()) {
             let len = (grain - skip).min(rest);
             let place =
                 Place::Compressed(compressed_place(sparse, words, first, host, skip, limit));
-            return Look::Run { extent: Extent { len, place }, open: false };
+            return Lookup::Run { extent: Extent { len, place }, open: false };
         }
         let most = (skip + rest).div_ceil(grain) as usize;
         let end = words.len().min(first + most);
@@ -310,7 +310,7 @@ impl Grains<'_> {
                 exclusive: piece.writable,
             },
         };
-        Look::Run { extent: Extent { len, place }, open: at == words.len() }
+        Lookup::Run { extent: Extent { len, place }, open: at == words.len() }
     }
 }
 

@@ -12,11 +12,11 @@ use vdkit_block::{
 use vdkit_meta::{Engine, PageCache};
 
 use crate::cid::ContentId;
+use crate::copies::sync_copies;
 use crate::descriptor::{Access, ExtentLine, ExtentType, NO_PARENT};
 use crate::header::{SECTOR, SparseHeader};
 use crate::image::{Flat, Kind, Meta, Piece, Vmdk};
 use crate::map::CHUNKS_MIN;
-use crate::mend::sync_copies;
 use crate::on_disk;
 use crate::source::{AnyHeader, Source, any_header};
 use crate::space::Space;
@@ -329,7 +329,7 @@ impl Opening<'_> {
         };
         let cluster_bytes = grains.unwrap_or_else(block);
         let words = extents.iter().filter_map(|p| p.sparse().map(Sparse::chunk_entries)).max();
-        let meta = Meta::new(space);
+        let meta = Meta { space, ..Meta::default() };
         let image = Vmdk {
             touched: files.iter().map(|_| AtomicBool::new(false)).collect(),
             tables: PageCache::new(request.limits.cache_bytes, words.unwrap_or(1) * 8, CHUNKS_MIN),

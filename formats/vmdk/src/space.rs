@@ -57,10 +57,9 @@ impl Space {
             end: len,
             durable: len,
             batch: BATCH_BYTES,
-            free: Vec::new(),
             unclean_before: unclean,
             unclean,
-            grown: false,
+            ..Self::default()
         }
     }
 

@@ -64,13 +64,8 @@ impl StreamWriter {
     pub fn begin(request: &CreateRequest, limits: &Limits) -> Result<Arc<Self>> {
         let storage = request.storage.clone();
         let new = NewVmdk::new(&request.options)?;
-        if request.backing.is_some() {
-            return Err(Error::unsupported(
-                storage.name(),
-                "not supported: a streamOptimized image with a backing file",
-                "leave out the backing file, or create a monolithicSparse image",
-            ));
-        }
+        let remedy = "leave out the backing file, or create a monolithicSparse image";
+        request.refuse_backing("a streamOptimized image", remedy)?;
         let guest_bytes = whole_sectors(request.guest_bytes, storage.name())?;
         let text = descriptor(request, &new, guest_bytes)?;
         let descriptor_sectors = descriptor_sectors(Some(&text));
@@ -218,17 +213,16 @@ impl Format for StreamWriter {
 
     fn close(&self) -> Result<()> {
         let mut state = self.state.lock();
-        if state.closed {
-            return Ok(());
+        if !state.closed {
+            if state.broken {
+                return Err(Error::invalid_for(
+                    &self.storage.name(),
+                    "a part of the stream was not written, so it cannot be completed",
+                ));
+            }
+            self.finish(&mut state)?;
+            state.closed = true;
         }
-        if state.broken {
-            return Err(Error::invalid_for(
-                &self.storage.name(),
-                "a part of the stream was not written, so it cannot be completed",
-            ));
-        }
-        self.finish(&mut state)?;
-        state.closed = true;
         self.storage.sync()
     }
 

@@ -67,12 +67,12 @@ impl Vmdk {
             let (index, piece) = self.extent_of(at);
             let end = piece.end().min(range.end);
             let part = match &piece.kind {
+                Kind::Zero => at..end,
                 _ if !piece.writable => at..at,
                 Kind::Flat(flat) => self.zero_flat(piece, flat, at..end, goal)?,
                 Kind::Sparse(sparse) => {
                     self.zero_in_steps(Grains { index, piece, sparse }, at..end, goal)?
                 }
-                Kind::Zero => at..end,
             };
             if !part.is_empty() {
                 match &mut done {

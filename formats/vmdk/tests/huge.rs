@@ -19,16 +19,8 @@ fn image(guest_bytes: u64) -> Arc<dyn Format> {
         identity: Some("12345678".to_owned()),
         ..BackingRef::new("base.vmdk", Some("vmdk".to_owned()))
     };
-    VmdkDriver
-        .create(&CreateRequest {
-            storage: storage.clone(),
-            files: Vec::new(),
-            guest_bytes,
-            options,
-            backing: Some(backing),
-            backing_bytes: None,
-        })
-        .unwrap();
+    let new = CreateRequest::new(storage.clone(), guest_bytes, options);
+    VmdkDriver.create(&CreateRequest { backing: Some(backing), ..new }).unwrap();
     let mut limits = Limits::default();
     limits.cache_bytes = 64 << 10;
     VmdkDriver.open(OpenRequest { storage, files: Vec::new(), writable: true, limits }).unwrap()

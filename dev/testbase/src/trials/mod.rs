@@ -9,27 +9,29 @@ mod faults;
 mod oracle;
 mod promised;
 mod resizes;
+mod threads;
 
 pub use faults::FaultScript;
 pub use oracle::Oracle;
 pub use promised::{Promised, cut_in_each_step};
 pub use resizes::{Cut, Resizes};
+pub use threads::OwnUnits;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use vdkit_block::{
-    CheckReport, CreateRequest, FormatDriver, GuestOffset, HostOffset, ImageInfo, Limits,
-    OfflineImage, OpenRequest, Options, Repair, Result, Secret, SpaceMap, Storage, StorageExt,
-    StorageExtent, ZeroMode,
+    CheckReport, CompactOptions, CompactReport, CreateRequest, FormatDriver, GuestOffset,
+    HostOffset, ImageInfo, Limits, OfflineImage, OpenRequest, Options, Repair, Result, Secret,
+    SpaceMap, Storage, StorageExt, StorageExtent, ZeroMode,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_storage::MemoryStorage;
 
 use crate::{
     CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng, first_difference,
-    processor_time,
+    processor_time, read_all,
 };
 
 const SECTOR: u64 = 512;
@@ -101,14 +103,7 @@ impl Trial {
 
     /// Makes an image.
     pub fn create(&self, storage: &Arc<dyn Storage>) {
-        let request = CreateRequest {
-            storage: storage.clone(),
-            files: Vec::new(),
-            guest_bytes: self.guest_bytes,
-            options: self.options(),
-            backing: None,
-            backing_bytes: None,
-        };
+        let request = CreateRequest::new(storage.clone(), self.guest_bytes, self.options());
         self.driver.create(&request).expect("creating");
     }
 
@@ -136,6 +131,58 @@ impl Trial {
     pub fn check(&self, storage: &Arc<dyn Storage>, repair: Repair) -> CheckReport {
         let image = OfflineImage { limits: limits(), ..OfflineImage::new(storage) };
         self.driver.check(&image, repair).expect("checking a readable image")
+    }
+
+    /// Damage and leaks that a check finds.
+    pub fn found(&self, storage: &Arc<dyn Storage>, repair: Repair) -> (u64, u64) {
+        let report = self.check(storage, repair);
+        (report.corruptions, report.leaks)
+    }
+
+    /// The guest content of an image.
+    pub fn content(&self, storage: &Arc<dyn Storage>) -> Vec<u8> {
+        read_all(&self.open(storage, false).expect("opening"))
+    }
+
+    /// A new image with data in its blocks 5, 1, 6 and 2, of so many bytes, written in this order.
+    pub fn written(&self, block_bytes: u64) -> Arc<dyn Storage> {
+        let storage: Arc<dyn Storage> = Arc::new(self.image());
+        let disk = self.open(&storage, true).expect("opening");
+        for block in [5, 1, 6, 2] {
+            let bytes = vec![block as u8 + 1; 700_000];
+            disk.write_at(&bytes, GuestOffset(block * block_bytes + 1000)).expect("writing");
+        }
+        disk.close().expect("closing");
+        storage
+    }
+
+    /// Compacts a copy of an image. A power cut at any moment leaves its content, and nothing but
+    /// leaks, which a repair frees.
+    pub fn cut_in_compaction(&self, image: &dyn Storage) -> CompactReport {
+        let crash = CrashStorage::holding(image);
+        let storage: Arc<dyn Storage> = crash.clone();
+        let before = self.content(&storage);
+        let holds = |storage: &Arc<dyn Storage>, what: &str| {
+            assert!(self.content(storage) == before, "{what}: other content");
+        };
+        let compaction = self.driver.compaction().expect("a format that is compacted");
+        let options = CompactOptions::default().zero_scan(true);
+        let report = compaction.compact(&OfflineImage::new(&storage), options).expect("compacting");
+        holds(&storage, "compacted");
+        self.audit(&storage, true, "compacted");
+        let mut rng = Rng::new(4);
+        crash.for_each_crash(|ops, image| {
+            let what = format!("after {ops} changes");
+            for survivor in [image.only_durable(), image.everything(), image.survivor(&mut rng)] {
+                let storage: Arc<dyn Storage> = Arc::new(survivor);
+                self.audit(&storage, false, &what);
+                holds(&storage, &what);
+                self.check(&storage, Repair::Leaks);
+                self.audit(&storage, true, &what);
+                holds(&storage, &format!("{what}, repaired"));
+            }
+        });
+        report
     }
 
     /// Describes, opens, reads and repairs an image that may hold anything: without a panic, and in bounded time.
@@ -325,45 +372,6 @@ impl Trial {
             }
             if !fired {
                 return;
-            }
-        }
-    }
-
-    /// Threads write to sectors of the same blocks at once; nothing is lost.
-    pub fn threads(&self, threads: u64, rounds: u64) {
-        let storage: Arc<dyn Storage> = Arc::new(self.image());
-        let disk = self.open(&storage, true).expect("opening");
-        let count = disk.guest_bytes() / SECTOR;
-        std::thread::scope(|scope| {
-            for thread in 0..threads {
-                let disk = &disk;
-                scope.spawn(move || {
-                    let mut rng = Rng::new(thread + 1);
-                    for round in 0..rounds {
-                        let sector = rng.below(count / threads) * threads + thread;
-                        let at = GuestOffset(sector * SECTOR);
-                        let bytes = pattern(thread, at.0, SECTOR);
-                        disk.write_at(&bytes, at).expect("writing");
-                        let mut back = [0; SECTOR as usize];
-                        disk.read_at(&mut back, at).expect("reading");
-                        assert_eq!(back[..], bytes, "thread {thread} at {at}");
-                        if round % 64 == 63 {
-                            disk.flush().expect("flushing");
-                        }
-                    }
-                });
-            }
-        });
-        disk.close().expect("closing");
-        self.audit(&storage, true, "after the threads");
-        let disk = self.open(&storage, false).expect("opening");
-        for thread in 0..threads {
-            let mut rng = Rng::new(thread + 1);
-            for _ in 0..rounds {
-                let at = GuestOffset((rng.below(count / threads) * threads + thread) * SECTOR);
-                let mut back = [0; SECTOR as usize];
-                disk.read_at(&mut back, at).expect("reading");
-                assert_eq!(back[..], pattern(thread, at.0, SECTOR), "thread {thread} at {at}");
             }
         }
     }

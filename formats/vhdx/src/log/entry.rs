@@ -151,12 +151,12 @@ impl Ring<'_> {
         (head.checksum == sum).then_some(head)
     }
 
-    /// Calls `look` for the descriptors of an entry in order until it returns false.
+    /// Calls `visit` for the descriptors of an entry in order until it returns false.
     fn each_descriptor(
         &self,
         start: u64,
         head: &LogEntryHeader,
-        mut look: impl FnMut(&Descriptor) -> bool,
+        mut visit: impl FnMut(&Descriptor) -> bool,
     ) -> Option<()> {
         if descriptor_sectors(head.descriptor_count.into()) * PAGE_BYTES
             > u64::from(head.entry_length)
@@ -168,7 +168,7 @@ impl Ring<'_> {
             let place = HEADER_BYTES / DESCRIPTOR_BYTES + index;
             let sector = self.sector(start + (place / SECTOR_DESCRIPTORS) as u64);
             let descriptors: &[Descriptor; SECTOR_DESCRIPTORS] = transmute_ref!(sector);
-            if !look(&descriptors[place % SECTOR_DESCRIPTORS]) {
+            if !visit(&descriptors[place % SECTOR_DESCRIPTORS]) {
                 return None;
             }
         }

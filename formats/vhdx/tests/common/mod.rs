@@ -5,8 +5,9 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    BackingRef, CheckReport, CreateRequest, Creation, Format, FormatDriver, GuestOffset, Limits,
-    OfflineImage, OpenRequest, Options, Repair, Result, Storage,
+    AmendRequest, Amendment, BackingRef, CheckReport, CreateRequest, Creation, Format,
+    FormatDriver, GuestOffset, Limits, Monitor, OfflineImage, OpenRequest, Options, Repair, Result,
+    Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_storage::MemoryStorage;
@@ -93,16 +94,21 @@ pub fn pattern(id: u64, at: u64, len: usize) -> Vec<u8> {
 }
 
 pub fn create(storage: &Arc<dyn Storage>, size: u64, options: &str, backing: Option<BackingRef>) {
-    VhdxDriver
-        .create(&CreateRequest {
-            storage: storage.clone(),
-            files: Vec::new(),
-            guest_bytes: size,
-            options: Options::parse("vhdx", VhdxDriver.options(), [options]).expect("options"),
-            backing,
-            backing_bytes: None,
-        })
-        .expect("a new image");
+    let options = Options::parse("vhdx", VhdxDriver.options(), [options]).expect("options");
+    let new = CreateRequest::new(storage.clone(), size, options);
+    VhdxDriver.create(&CreateRequest { backing, ..new }).expect("a new image");
+}
+
+/// Gives an image this parent, or none. Returns the keys that changed.
+pub fn amend(storage: &Arc<dyn Storage>, backing: Option<BackingRef>) -> Vec<String> {
+    let request = AmendRequest {
+        storage: storage.clone(),
+        files: Vec::new(),
+        backing: Some(backing),
+        options: Options::default(),
+        limits: Limits::default(),
+    };
+    VhdxDriver.amend(&request, &Monitor::default()).expect("amending")
 }
 
 pub fn open_format(storage: &Arc<dyn Storage>, writable: bool) -> Result<Arc<dyn Format>> {

@@ -78,9 +78,9 @@ impl Extent<'_> {
         let count = (0..words.len()).filter(differs).count();
         let Some(slot) = (0..words.len()).find(differs) else { return Ok(()) };
         let severity = if self.unclean { Severity::Leak } else { Severity::Corruption };
-        let mends = self.writable
-            && (checking.mends() || (self.unclean && checking.repair == Repair::Leaks));
-        if mends {
+        let repairs = self.writable
+            && (checking.repairs() || (self.unclean && checking.repair == Repair::Leaks));
+        if repairs {
             self.write_table(copy, words)?;
         }
         // A difference that only follows from a repaired entry is not a finding.
@@ -90,7 +90,7 @@ impl Extent<'_> {
                 "{count} entries differ from the grain table's: found {:#x}, expected {:#x}",
                 second[slot], words[slot]
             );
-            checking.report.note(severity, at, "redundant grain table", message, mends);
+            checking.report.note(severity, at, "redundant grain table", message, repairs);
         }
         Ok(())
     }
@@ -104,7 +104,7 @@ impl Extent<'_> {
         word: &mut u64,
         other: Option<u64>,
     ) -> Result<bool> {
-        let mends = checking.mends() && self.writable;
+        let repairs = checking.repairs() && self.writable;
         let found = *word;
         match self.named(found) {
             Some(Entry::At(host)) => return self.check_grain(checking, at, guest, word, host),
@@ -115,13 +115,13 @@ impl Extent<'_> {
         let expected =
             if sound.is_some() { "what its copy says" } else { "0, or a grain's sector" };
         let message = format!("{found:#x}, expected {expected}");
-        checking.damage(at, "grain table entry", message, mends);
-        if mends {
+        checking.damage(at, "grain table entry", message, repairs);
+        if repairs {
             // A bad entry points to no valid bytes, so a hole loses nothing.
             *word = sound.unwrap_or(0);
         }
         match self.named(*word) {
-            Some(Entry::At(host)) if mends => self.check_grain(checking, at, guest, word, host),
+            Some(Entry::At(host)) if repairs => self.check_grain(checking, at, guest, word, host),
             _ => Ok(false),
         }
     }
@@ -164,18 +164,23 @@ impl Extent<'_> {
         let limit = checking.limits.check_bytes_max;
         if !self.used.any(sectors.clone()) {
             self.used.add(sectors, limit, self.storage.name())?;
+            self.single += 1;
             return Ok(false);
         }
-        let mends = checking.mends() && self.writable;
+        // A hostile table must not fill the disk with copies, so the number of grains at most
+        // doubles.
+        let few = self.copies < self.single || checking.repair == Repair::AllForced;
+        let repairs = checking.repairs() && self.writable && few;
         let message = format!("{:#x}, a grain that overlaps something else", *word);
-        checking.damage(at, "grain table entry", message, mends);
-        if !mends {
+        checking.damage(at, "grain table entry", message, repairs);
+        if !repairs {
             return Ok(false);
         }
         let mut raw = vec![0; bytes as usize];
         self.storage.read_padded(&mut raw, HostOffset(host))?;
         let new = self.take_grains(checking, bytes)?;
         self.storage.write_at(&raw, HostOffset(new))?;
+        self.copies += 1;
         *word = new / SECTOR;
         self.previous = Some(new + bytes);
         Ok(true)
@@ -209,7 +214,7 @@ impl Extent<'_> {
         }
         let grain = self.sparse.grain_bytes;
         // Nothing is freed while entries are wrong: an apparent leak may still be in use.
-        let mends = self.writable
+        let repairs = self.writable
             && checking.repair != Repair::Nothing
             && checking.report.corruptions_left() == 0;
         let end = self.len / SECTOR;
@@ -226,7 +231,7 @@ impl Extent<'_> {
                     for (n, piece) in (0..).zip(bytes.chunks(grain as usize)) {
                         if !is_zero(piece) {
                             let place = at + n * grain;
-                            if mends {
+                            if repairs {
                                 let len = piece.len() as u64;
                                 self.storage.write_zeroes(
                                     HostOffset(place),
@@ -235,7 +240,7 @@ impl Extent<'_> {
                                 )?;
                             }
                             let message = "bytes that no table refers to".to_owned();
-                            checking.report.note(Severity::Leak, place, "grain", message, mends);
+                            checking.report.note(Severity::Leak, place, "grain", message, repairs);
                         }
                     }
                 }

@@ -32,19 +32,19 @@ pub(crate) struct Checking<'a, 'b> {
 
 impl Checking<'_, '_> {
     /// Whether to repair damage.
-    pub(crate) fn mends(&self) -> bool {
+    pub(crate) fn repairs(&self) -> bool {
         matches!(self.repair, Repair::All | Repair::AllForced)
     }
 
-    /// Adds damage; `mended` if it was repaired.
+    /// Adds damage.
     pub(crate) fn damage(
         &mut self,
         at: u64,
         what: &'static str,
         message: impl Into<String>,
-        mended: bool,
+        repaired: bool,
     ) {
-        self.report.note(Severity::Corruption, at, what, message, mended);
+        self.report.note(Severity::Corruption, at, what, message, repaired);
     }
 }
 
@@ -168,13 +168,13 @@ fn check_flat(
     let (len, wanted) = (file.len()?, (offset.saturating_add(sectors)).saturating_mul(SECTOR));
     checking.report.image_end_offset = checking.report.image_end_offset.max(wanted);
     if len < wanted {
-        let mend = checking.mends() && file.caps().growable && wanted <= i64::MAX as u64;
-        if mend {
+        let repaired = checking.repairs() && file.caps().growable && wanted <= i64::MAX as u64;
+        if repaired {
             file.set_len(wanted)?;
             file.sync()?;
         }
         let message = format!("{}: {len} bytes, expected {wanted} at least", file.name());
-        checking.damage(len, "flat extent", message, mend);
+        checking.damage(len, "flat extent", message, repaired);
     }
     Ok(())
 }

@@ -50,6 +50,9 @@ pub(super) struct Extent<'a> {
     pub(super) unclean: bool,
     /// Host offset of the previous grain.
     pub(super) previous: Option<u64>,
+    /// Grains with a place of their own so far, and copies that were made for others.
+    pub(super) single: u64,
+    pub(super) copies: u64,
     primary: Directory,
     copy: Option<Directory>,
 }
@@ -84,13 +87,13 @@ pub(super) fn check(
     let settled = before == checking.report.corruptions_left();
     // The mark is meaningless in images that are not written in place.
     if extent.unclean && extent.in_place {
-        let mended = extent.writable && checking.repair != Repair::Nothing && settled;
-        if mended {
+        let repaired = extent.writable && checking.repair != Repair::Nothing && settled;
+        if repaired {
             storage.sync()?;
             storage.write_at(&[0], HostOffset(field::UNCLEAN))?;
         }
         let message = "the mark of an image that was not closed, expected 0".to_owned();
-        checking.report.note(Severity::Leak, field::UNCLEAN, "uncleanShutdown", message, mended);
+        checking.report.note(Severity::Leak, field::UNCLEAN, "uncleanShutdown", message, repaired);
     }
     if extent.writable && checking.repair != Repair::Nothing {
         storage.sync()?;
@@ -126,6 +129,8 @@ impl<'a> Extent<'a> {
             end: len.next_multiple_of(sparse.grain_bytes),
             unclean: hosted.is_some_and(|h| h.unclean),
             previous: None,
+            single: 0,
+            copies: 0,
             primary: Directory { at: sparse.directory_at, words: Vec::new(), changed: false },
             copy: None,
             sparse,
@@ -229,43 +234,43 @@ impl<'a> Extent<'a> {
         let (mut primary_at, mut copy_at) = (at(primary), at(copy));
         // After a crash only one of the two may exist; that one is valid.
         let behind = self.unclean && (primary == Place::None || copy == Place::None);
-        let mends =
-            self.writable && (checking.mends() || (behind && checking.repair == Repair::Leaks));
+        let repairs =
+            self.writable && (checking.repairs() || (behind && checking.repair == Repair::Leaks));
         match (primary_at, copy_at) {
             (Some(_), Some(_)) => {}
             (None, None) if (primary, copy) == (Place::None, Place::None) => {}
             (None, None) => self.bad_entry(checking, index, false),
             (None, Some(from)) if behind => {
-                if mends {
+                if repairs {
                     let zeroes = vec![0; self.sparse.table_bytes() as usize];
                     self.storage.write_at(&zeroes, HostOffset(from * SECTOR))?;
                     self.set_copy(index, 0);
                     copy_at = None;
                 }
-                self.lacking(checking, index, "a table that the grain directory has not", mends);
+                self.lacking(checking, index, "a table that the grain directory has not", repairs);
             }
             (None, Some(from)) => {
-                if mends {
+                if repairs {
                     let new = self.new_table(checking, from)?;
                     primary_at = Some(new);
                     self.primary.words[index as usize] = new;
                     self.primary.changed = true;
                 }
-                self.bad_entry(checking, index, mends);
+                self.bad_entry(checking, index, repairs);
             }
             (Some(from), None) => {
-                if mends {
+                if repairs {
                     let new = self.new_table(checking, from)?;
                     copy_at = Some(new);
                     self.set_copy(index, new);
                 }
                 let what = "no table within the file, where the grain directory has one";
                 if behind {
-                    self.lacking(checking, index, what, mends);
+                    self.lacking(checking, index, what, repairs);
                 } else {
                     let at = self.copy_entry(index);
                     let structure = "redundant grain directory entry";
-                    checking.damage(at, structure, what.to_owned(), mends);
+                    checking.damage(at, structure, what.to_owned(), repairs);
                 }
             }
         }
@@ -277,10 +282,10 @@ impl<'a> Extent<'a> {
     }
 
     /// Reports that the redundant directory is out of date.
-    fn lacking(&self, checking: &mut Checking<'_, '_>, index: u64, what: &str, mended: bool) {
+    fn lacking(&self, checking: &mut Checking<'_, '_>, index: u64, what: &str, repaired: bool) {
         let at = self.copy_entry(index);
         let structure = "redundant grain directory entry";
-        checking.report.note(Severity::Leak, at, structure, what.to_owned(), mended);
+        checking.report.note(Severity::Leak, at, structure, what.to_owned(), repaired);
     }
 
     fn copy_entry(&self, index: u64) -> u64 {
@@ -305,12 +310,12 @@ impl<'a> Extent<'a> {
         }
     }
 
-    fn bad_entry(&self, checking: &mut Checking<'_, '_>, index: u64, mended: bool) {
+    fn bad_entry(&self, checking: &mut Checking<'_, '_>, index: u64, repaired: bool) {
         let at = self.primary.at.saturating_add(index * self.sparse.entry_bytes);
         let word = self.primary.words[index as usize];
-        let found = if mended { "an entry".to_owned() } else { format!("{word:#x}") };
+        let found = if repaired { "an entry".to_owned() } else { format!("{word:#x}") };
         let message = format!("{found} that names no place for a grain table of its own");
-        checking.damage(at, "grain directory entry", message, mended);
+        checking.damage(at, "grain directory entry", message, repaired);
     }
 
     /// Writes a copy of a table at the end of the file.

@@ -2,12 +2,11 @@
 
 use std::sync::Arc;
 use std::time::Duration;
-use vdkit_block::StorageExt;
 
 use proptest::prelude::*;
 use vdkit_block::{
     Error, ErrorKind, FormatDriver, GuestOffset, HostOffset, Limits, OfflineImage, OpenRequest,
-    Repair, Storage,
+    Repair, Storage, StorageExt,
 };
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CountingStorage, processor_time};
@@ -217,6 +216,9 @@ fn extents_of_all_kinds_make_one_disk() {
     let mut last = [0; 513];
     disk.read_at(&mut last, GuestOffset(end - 1)).unwrap();
     assert_eq!((last[0], last[1], last[512]), (0, 9, 9));
+    // A ZERO extent is zero already.
+    disk.write_zeroes(GuestOffset(end - 1024), 1024, false).unwrap();
+    assert!(disk.write_zeroes(GuestOffset(end), 512, true).is_err());
     for at in [end - 512, end] {
         let error = disk.write_at(&[1; 512], GuestOffset(at)).unwrap_err();
         assert!(matches!(error, Error::Unsupported { .. }), "{at}: {error}");

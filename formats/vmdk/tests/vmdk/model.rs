@@ -77,7 +77,7 @@ fn life(shape: &Shape, seed: u64) {
         if rng.chance(1, 2) {
             let report = check(&memory, Repair::Leaks).unwrap();
             assert_eq!(report.leaks_left(), 0, "{what}: {:#?}", report.findings);
-            audit(&memory, true, &format!("{what}, leaks mended"));
+            audit(&memory, true, &format!("{what}, leaks repaired"));
         }
     }
     let disk = shape.open(memory).unwrap();

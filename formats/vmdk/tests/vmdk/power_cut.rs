@@ -21,7 +21,7 @@ fn examine(shape: &Shape, guest: &Promised, survivor: MemoryStorage, what: &str)
     audit(&storage, false, &format!("{what}, used"));
     let report = super::check(&storage, vdkit_block::Repair::All).unwrap();
     assert_eq!((report.corruptions, report.leaks_left()), (0, 0), "{what}: {:#?}", report.findings);
-    audit(&storage, true, &format!("{what}, mended"));
+    audit(&storage, true, &format!("{what}, repaired"));
 }
 
 fn run(shape: &Shape, seed: u64) {

@@ -1,9 +1,8 @@
 //! Damage found by a check, and its repair.
 
 use std::sync::Arc;
-use vdkit_block::StorageExt;
 
-use vdkit_block::{GuestOffset, HostOffset, Limits, Repair, Severity, Storage};
+use vdkit_block::{GuestOffset, HostOffset, Limits, Repair, Severity, Storage, StorageExt};
 use vdkit_storage::MemoryStorage;
 use vdkit_vmdk::VmdkDriver;
 use vdkit_vmdk::header::field;
@@ -53,21 +52,21 @@ fn places(memory: &MemoryStorage) -> Places {
 }
 
 /// Repairs damage and checks the result.
-fn mend(memory: &Arc<MemoryStorage>, model: &[u8], corruptions: bool, what: &str) {
+fn repair(memory: &Arc<MemoryStorage>, model: &[u8], corruptions: bool, what: &str) {
     let storage: Arc<dyn Storage> = memory.clone();
     let before = memory.to_vec();
     let found = check(&storage, Repair::Nothing).unwrap();
     assert_eq!(memory.to_vec(), before, "{what}: looking changes nothing");
     assert_eq!(found.corruptions > 0, corruptions, "{what}: {:#?}", found.findings);
     assert!(found.corruptions + found.leaks > 0, "{what}: not found");
-    let mended = check(&storage, Repair::All).unwrap();
+    let repaired = check(&storage, Repair::All).unwrap();
     assert_eq!(
-        mended.corruptions_left() + mended.leaks_left(),
+        repaired.corruptions_left() + repaired.leaks_left(),
         0,
         "{what}: {:#?}",
-        mended.findings
+        repaired.findings
     );
-    audit(&storage, true, &format!("{what}, mended"));
+    audit(&storage, true, &format!("{what}, repaired"));
     let disk = SHAPE.open(storage).unwrap();
     assert!(read_all(&disk) == model, "{what}: content");
 }
@@ -88,10 +87,10 @@ fn a_damaged_directory_comes_back_from_its_copy() {
             let error = SHAPE.open(storage).unwrap_err();
             assert_eq!(error.remedy(), Some(vdkit_block::Remedy::REPAIR), "{error}");
         }
-        mend(&memory, &model, true, &format!("directory entry {value:#x}"));
+        repair(&memory, &model, true, &format!("directory entry {value:#x}"));
         let (memory, model) = filled();
         put(&memory, places(&memory).redundant, value);
-        mend(&memory, &model, true, &format!("redundant directory entry {value:#x}"));
+        repair(&memory, &model, true, &format!("redundant directory entry {value:#x}"));
     }
 }
 
@@ -107,11 +106,11 @@ fn a_damaged_table_comes_back_from_its_copy() {
                 super::open(&VmdkDriver, storage.clone(), &[], false, Limits::default()).unwrap();
             assert!(read_all(&disk) == model, "{value:#x}");
         }
-        mend(&memory, &model, true, &format!("table entry {value:#x}"));
+        repair(&memory, &model, true, &format!("table entry {value:#x}"));
     }
     let (memory, model) = filled();
     put(&memory, places(&memory).copy, 0);
-    mend(&memory, &model, true, "an entry of the copy");
+    repair(&memory, &model, true, "an entry of the copy");
 }
 
 #[test]
@@ -125,7 +124,29 @@ fn two_entries_with_one_grain_get_one_each() {
     // Both show the same bytes, before and after.
     let first: Vec<u8> = model[..4096].to_vec();
     model[100 * 4096..101 * 4096].copy_from_slice(&first);
-    mend(&memory, &model, true, "one grain twice");
+    repair(&memory, &model, true, "one grain twice");
+}
+
+/// A small file must not fill the disk with copies of its one grain.
+#[test]
+fn a_grain_in_all_entries_is_copied_only_by_force() {
+    let memory = SHAPE.image();
+    let storage: Arc<dyn Storage> = memory.clone();
+    let disk = SHAPE.open(storage.clone()).unwrap();
+    disk.write_at(&[7; 4096], GuestOffset(0)).unwrap();
+    disk.close().unwrap();
+    let p = places(&memory);
+    let grain = word(&memory, p.table);
+    for slot in 1..500 {
+        for table in [p.table, p.copy] {
+            put(&memory, table + 4 * slot, grain);
+        }
+    }
+    let report = check(&storage, Repair::All).unwrap();
+    assert_eq!((report.corruptions, report.corruptions_left()), (499, 498));
+    assert_eq!(check(&storage, Repair::AllForced).unwrap().corruptions_left(), 0);
+    let content = read_all(&SHAPE.open(storage).unwrap());
+    assert!(content[..500 * 4096].iter().all(|byte| *byte == 7));
 }
 
 /// An entry that names metadata is damage; to discard it must not discard the metadata too.
@@ -164,7 +185,7 @@ fn bytes_without_an_entry_are_given_back() {
         put(&memory, table, 0);
     }
     model[..4096].fill(0);
-    mend(&memory, &model, false, "a grain without an entry");
+    repair(&memory, &model, false, "a grain without an entry");
 }
 
 /// After a crash the copies may be stale: no damage, and repaired with the leaks.
@@ -178,7 +199,7 @@ fn copies_that_are_behind_after_a_crash_are_no_damage() {
     let report = check(&storage, Repair::Leaks).unwrap();
     assert!(report.corruptions == 0 && report.leaks == 2, "{:#?}", report.findings);
     assert!(report.findings.iter().all(|f| f.severity == Severity::Leak && f.repaired));
-    audit(&storage, true, "mended");
+    audit(&storage, true, "repaired");
     assert!(read_all(&SHAPE.open(storage).unwrap()) == model);
 }
 
