@@ -82,10 +82,12 @@ fn plans_are_listed_and_shown() {
         let shown = scratch.json_of("lab-show", 0, &[name]);
         assert!(!shown["axes"].as_array().unwrap().is_empty(), "{shown}");
         assert!(scratch.ok(&["lab", "show", name]).stdout.contains("rounds"));
-        // What a run would do is told without doing anything.
-        let told = scratch.json_of("lab-run", 0, &[name, "--dry-run", "--quick", "--on", "."]);
-        assert!(!told["cells"].as_array().unwrap().is_empty(), "{told}");
     }
+    // What a run would do is told without doing anything, after trials of servers and of a guest.
+    let dry = ["cache-modes", "--dry-run", "--quick", "--on", "."];
+    let told = scratch.json_of("lab-run", 0, &dry);
+    assert!(!told["cells"].as_array().unwrap().is_empty(), "{told}");
+    assert!(told["estimated-seconds"].as_f64().unwrap() > 60.0, "nothing was tried: {told}");
     assert_eq!(scratch.names(), [""; 0]);
 }
 
@@ -219,34 +221,34 @@ fn a_plan_is_measured_on_two_file_systems() {
     scratch.fails(1, "already exists", &[&["lab", "run"][..], &arguments[..]].concat());
 }
 
-#[test]
-fn conversions_opens_and_loads_of_each_kind() {
+/// Runs a plan on a file system of its own, on which nothing is left. Each cell has all its rounds.
+fn measured(rounds: u32, axes: &[(&str, &str)]) -> Option<Run> {
     if !require_peer("fio") || !require_peer("qemu-img") {
-        return;
+        return None;
     }
-    let Some(place) = mounted("ext4", 700 << 20) else { return };
+    let place = mounted("ext4", 700 << 20)?;
+    let scratch = Scratch::new();
+    let file = plan(&scratch, rounds, 0.2, axes);
     let on = place.path().to_str().unwrap();
-    let run = |rounds, axes: &[(&str, &str)]| {
-        let scratch = Scratch::new();
-        let file = plan(&scratch, rounds, 0.2, axes);
-        scratch.ok(&["lab", "run", "--plan", &file, "--on", on, "--out", "run.sqlite"]);
-        let run = load(&scratch);
-        for cell in &run.cells {
-            assert_eq!(cell.outcome, Outcome::Measured, "{}", cell.key);
-            assert_eq!(cell.samples.len(), rounds as usize, "{}", cell.key);
-        }
-        nothing_left(place.path());
-        run
-    };
-    let converted = run(
-        1,
-        &[
-            ("layout", "\"raw\", \"qcow2\", \"vmdk\""),
-            ("content", "\"sparse\", \"full\""),
-            ("tool", "\"vdkit\", \"qemu-img\""),
-            ("profile", "\"convert\""),
-        ],
-    );
+    scratch.ok(&["lab", "run", "--plan", &file, "--on", on, "--out", "run.sqlite"]);
+    let run = load(&scratch);
+    for cell in &run.cells {
+        assert_eq!(cell.outcome, Outcome::Measured, "{}", cell.key);
+        assert_eq!(cell.samples.len(), rounds as usize, "{}", cell.key);
+    }
+    nothing_left(place.path());
+    Some(run)
+}
+
+#[test]
+fn conversions_read_what_was_written() {
+    let axes = [
+        ("layout", "\"raw\", \"qcow2\", \"vmdk\""),
+        ("content", "\"sparse\", \"full\""),
+        ("tool", "\"vdkit\", \"qemu-img\""),
+        ("profile", "\"convert\""),
+    ];
+    let Some(converted) = measured(1, &axes) else { return };
     for cell in &converted.cells {
         assert!(cell.values("elapsed_seconds").iter().all(|s| *s > 0.0005), "{}", cell.key);
         let full = cell.axis("content") == Some("full");
@@ -254,15 +256,17 @@ fn conversions_opens_and_loads_of_each_kind() {
         let there = cell.values("host_bytes")[0] >= f64::from(15 << 20);
         assert_eq!(there, full, "{}", cell.key);
     }
-    let opened = run(
-        1,
-        &[
-            ("layout", "\"qcow2-metadata\", \"qcow2-fragmented\""),
-            ("images", "\"1\", \"4\""),
-            ("tool", "\"vdkit\", \"qemu-img\", \"library\""),
-            ("profile", "\"open\""),
-        ],
-    );
+}
+
+#[test]
+fn opens_are_cold_and_of_each_image() {
+    let axes = [
+        ("layout", "\"qcow2-metadata\", \"qcow2-fragmented\""),
+        ("images", "\"1\", \"4\""),
+        ("tool", "\"vdkit\", \"qemu-img\", \"library\""),
+        ("profile", "\"open\""),
+    ];
+    let Some(opened) = measured(1, &axes) else { return };
     for cell in &opened.cells {
         let reads = cell.values("reads");
         assert!(reads.iter().all(|reads| *reads >= 1.0), "{}: {reads:?}", cell.key);
@@ -272,15 +276,17 @@ fn conversions_opens_and_loads_of_each_kind() {
     let one = cell(&opened, "fragmented/images=1/tool=library").values("reads")[0];
     let four = cell(&opened, "fragmented/images=4/tool=library").values("reads")[0];
     assert!(four > one, "{one} {four}");
-    let loads = run(
-        2,
-        &[
-            ("layout", "\"qcow2-8k\""),
-            ("cache", "\"none\""),
-            ("front", "\"nbd\""),
-            ("profile", "\"sync16\", \"mixed-fsync\", \"rnd4k-q32-read\""),
-        ],
-    );
+}
+
+#[test]
+fn loads_of_each_kind_reach_the_device() {
+    let axes = [
+        ("layout", "\"qcow2-8k\""),
+        ("cache", "\"none\""),
+        ("front", "\"nbd\""),
+        ("profile", "\"sync16\", \"mixed-fsync\", \"rnd4k-q32-read\""),
+    ];
+    let Some(loads) = measured(2, &axes) else { return };
     let flushed = cell(&loads, "qcow2-8k/cache=none/front=nbd/profile=mixed-fsync");
     assert!(flushed.values("flushes")[0] >= 1.0, "flushes do not reach the device");
     // One after each 32 writes, where the machine is not too busy for so many.
@@ -290,19 +296,15 @@ fn conversions_opens_and_loads_of_each_kind() {
 }
 
 #[test]
-fn an_installation_and_a_full_pool() {
-    if !require_fuse() || !require_peer("fio") || !require_peer("qemu-nbd") {
+fn an_installation_is_in_the_image() {
+    if !require_fuse() {
         return;
     }
     let Some(place) = mounted("ext4", 1 << 30) else { return };
     let on = place.path().to_str().unwrap();
     let scratch = Scratch::new();
-    let text = std::fs::read_to_string(scratch.path(&plan(
-        &scratch,
-        1,
-        0.2,
-        &[("layout", "\"qcow2\""), ("front", "\"fuse\""), ("profile", "\"install\"")],
-    )));
+    let axes = [("layout", "\"qcow2\""), ("front", "\"fuse\""), ("profile", "\"install\"")];
+    let text = std::fs::read_to_string(scratch.path(&plan(&scratch, 1, 0.2, &axes)));
     let text = text.unwrap().replace("disk = \"16M\"", "disk = \"64M\"");
     scratch.write("tiny.toml", text.as_bytes());
     scratch.ok(&["lab", "run", "--plan", "tiny.toml", "--on", on, "--out", "run.sqlite"]);
@@ -313,23 +315,22 @@ fn an_installation_and_a_full_pool() {
     // The files are in the image.
     assert!(values["host_bytes"] > 1e6, "{values:?}");
     nothing_left(place.path());
+}
 
-    let scratch = Scratch::new();
-    let axes = [
-        ("layout", "\"qcow2\""),
-        ("front", "\"nbd\", \"nbd-qemu-nbd\""),
-        ("profile", "\"nospace\""),
-    ];
-    let file = plan(&scratch, 1, 0.2, &axes);
-    scratch.ok(&["lab", "run", "--plan", &file, "--on", on, "--out", "run.sqlite"]);
-    let run = load(&scratch);
+#[test]
+fn a_full_pool_makes_clients_wait_or_fail() {
+    if !require_peer("qemu-nbd") {
+        return;
+    }
+    let fronts = "\"nbd\", \"nbd-qemu-nbd\"";
+    let axes = [("layout", "\"qcow2\""), ("front", fronts), ("profile", "\"nospace\"")];
+    let Some(run) = measured(1, &axes) else { return };
     let value = |front: &str, key: &str| cell(&run, front).values(key)[0];
     assert_eq!(value("front=nbd/", "survived"), 1.0, "{:?}", cell(&run, "front=nbd/"));
     assert!(value("front=nbd/", "stalled_seconds") >= 3.0);
     // qemu-nbd tells its client.
     assert_eq!(value("front=nbd-qemu-nbd/", "survived"), 0.0);
     assert_eq!(value("front=nbd-qemu-nbd/", "io_errors"), 1.0);
-    nothing_left(place.path());
 }
 
 /// Runs a program that is to succeed, without its output.
@@ -479,57 +480,61 @@ fn stop_at_samples(scratch: &Scratch, pid: u32, folder: &Path, count: usize) {
     }
 }
 
-#[test]
-fn an_interrupted_run_leaves_nothing_and_goes_on() {
+/// A run that is interrupted, or killed, goes on with what it has measured, and leaves nothing.
+fn assert_goes_on(kill: bool) {
     if !require_root() || !require_peer("fio") {
         return;
     }
     let Some(place) = mounted("ext4", 512 << 20) else { return };
     let on = place.path().to_str().unwrap();
-    for kill in [false, true] {
-        let scratch = Scratch::new();
-        let axes = [
-            ("layout", "\"raw\", \"qcow2\""),
-            ("front", "\"nbd\""),
-            ("profile", "\"rnd4k-q1-write\", \"rnd4k-q1-read\""),
-        ];
-        let file = plan(&scratch, 2, 0.6, &axes);
-        let arguments = ["lab", "run", "--plan", &file, "--on", on, "--out", "run.sqlite"];
-        let child = scratch
-            .command(&arguments)
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        stop_at_samples(&scratch, child.id(), place.path(), 2);
-        // Nobody else may go on with it meanwhile.
-        let holder = format!("is in use by process {}", child.id());
-        scratch.fails(6, &holder, &["lab", "run", "--resume", "run.sqlite"]);
-        signal(child.id(), if kill { "KILL" } else { "INT" });
-        signal(child.id(), "CONT");
-        let ended = child.wait_with_output().unwrap();
-        let before = load(&scratch);
-        let samples = |run: &Run| run.cells.iter().map(|cell| cell.samples.len()).sum::<usize>();
-        assert!((2..8).contains(&samples(&before)), "{}", samples(&before));
-        assert_eq!(before.ended, None);
-        if kill {
-            assert_eq!(ended.status.code(), None);
-        } else {
-            assert_eq!(ended.status.code(), Some(130), "{ended:?}");
-            let text = String::from_utf8_lossy(&ended.stderr);
-            assert!(text.contains("vdkit lab run --resume run.sqlite"), "{text}");
-            nothing_left(place.path());
-        }
-        scratch.ok(&["lab", "run", "--resume", "run.sqlite"]);
-        let after = load(&scratch);
-        assert_eq!(samples(&after), 8);
-        assert!(after.ended.is_some());
-        for (one, two) in before.cells.iter().zip(&after.cells) {
-            assert!(one.samples.iter().all(|sample| two.samples.contains(sample)), "{}", one.key);
-            assert_eq!(two.outcome, Outcome::Measured);
-        }
+    let scratch = Scratch::new();
+    let axes = [
+        ("layout", "\"raw\", \"qcow2\""),
+        ("front", "\"nbd\""),
+        ("profile", "\"rnd4k-q1-write\", \"rnd4k-q1-read\""),
+    ];
+    let file = plan(&scratch, 2, 0.3, &axes);
+    let arguments = ["lab", "run", "--plan", &file, "--on", on, "--out", "run.sqlite"];
+    let child =
+        scratch.command(&arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    stop_at_samples(&scratch, child.id(), place.path(), 2);
+    // Nobody else may go on with it meanwhile.
+    let holder = format!("is in use by process {}", child.id());
+    scratch.fails(6, &holder, &["lab", "run", "--resume", "run.sqlite"]);
+    signal(child.id(), if kill { "KILL" } else { "INT" });
+    signal(child.id(), "CONT");
+    let ended = child.wait_with_output().unwrap();
+    let before = load(&scratch);
+    let samples = |run: &Run| run.cells.iter().map(|cell| cell.samples.len()).sum::<usize>();
+    assert!((2..8).contains(&samples(&before)), "{}", samples(&before));
+    assert_eq!(before.ended, None);
+    if kill {
+        assert_eq!(ended.status.code(), None);
+    } else {
+        assert_eq!(ended.status.code(), Some(130), "{ended:?}");
+        let text = String::from_utf8_lossy(&ended.stderr);
+        assert!(text.contains("vdkit lab run --resume run.sqlite"), "{text}");
         nothing_left(place.path());
     }
+    scratch.ok(&["lab", "run", "--resume", "run.sqlite"]);
+    let after = load(&scratch);
+    assert_eq!(samples(&after), 8);
+    assert!(after.ended.is_some());
+    for (one, two) in before.cells.iter().zip(&after.cells) {
+        assert!(one.samples.iter().all(|sample| two.samples.contains(sample)), "{}", one.key);
+        assert_eq!(two.outcome, Outcome::Measured);
+    }
+    nothing_left(place.path());
+}
+
+#[test]
+fn an_interrupted_run_leaves_nothing_and_goes_on() {
+    assert_goes_on(false);
+}
+
+#[test]
+fn a_killed_run_goes_on_and_leaves_nothing() {
+    assert_goes_on(true);
 }
 
 /// fio in a guest, and what it says: needs a kernel for guests.

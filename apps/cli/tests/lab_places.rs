@@ -26,7 +26,7 @@ fn tiny(scratch: &Scratch, name: &str, mib: u64, changes: &[(&str, &str)]) -> St
         assert!(text.contains(old), "{name}: {old}");
         text = text.replace(old, new);
     }
-    let file = format!("{name}.toml");
+    let file = format!("{name}-{}.toml", scratch.names().len());
     scratch.write(&file, text.as_bytes());
     file
 }
@@ -42,6 +42,15 @@ fn on_device(scratch: &Scratch, file: &str, bytes: u64) -> Option<Run> {
     let run = Store::load(&scratch.path(&out)).unwrap();
     assert!(run.ended.is_some());
     Some(run)
+}
+
+/// As [`on_device`], with several plans at once: fio sleeps for most of so short a load.
+fn on_devices<const N: usize>(scratch: &Scratch, plans: [(&str, u64); N]) -> Option<[Run; N]> {
+    let runs: Vec<Run> = std::thread::scope(|scope| {
+        let start = |(file, bytes)| scope.spawn(move || on_device(scratch, file, bytes));
+        plans.map(start).into_iter().filter_map(|run| run.join().unwrap()).collect()
+    });
+    runs.try_into().ok()
 }
 
 /// Each value of these axes has a figure in a cell at least.
@@ -97,52 +106,78 @@ fn zvol_vs_qcow2_has_figures_of_raw_and_of_qcow2_on_a_device_of_any_size() {
     }
     let scratch = Scratch::new();
     let loads = "\"sync16\", \"libaio16\", \"durable16\", \"batch16\"]";
-    let file = tiny(&scratch, "zvol-vs-qcow2", 32, &[(loads, "\"sync16\", \"durable16\"]")]);
-    refused(&scratch, &file, 31 * MIB);
-    let Some(run) = on_device(&scratch, &file, 100 * MIB) else { return };
-    nothing_failed(&run, &[]);
-    all_have_figures(&run, &["layout", "front", "profile"]);
-    assert!(run.cells.iter().all(|cell| cell.notes.iter().all(|note| !note.contains("instead"))));
+    let all = tiny(&scratch, "zvol-vs-qcow2", 32, &[(loads, "\"sync16\", \"durable16\"]")]);
+    refused(&scratch, &all, 31 * MIB);
+    // On the smaller device one front of each kind.
+    let fronts = "\"fuse\", \"fuse-qsd\", \"nbd-qsd-native\", \"nbd-qsd-uring\"";
+    let changes = [(loads, "\"sync16\"]"), (fronts, "\"fuse\", \"nbd-qsd-native\"")];
+    let some = tiny(&scratch, "zvol-vs-qcow2", 32, &changes);
+    let runs = on_devices(&scratch, [(&all, 100 * MIB), (&some, 32 * MIB)]);
+    let Some([larger, exact]) = runs else { return };
+    nothing_failed(&larger, &[]);
+    all_have_figures(&larger, &["layout", "front", "profile"]);
+    assert!(larger.cells.iter().all(|cell| !cell.notes.iter().any(|n| n.contains("instead"))));
     // Just the plan's size: all is there, and the disk is the same for all.
-    let file = tiny(&scratch, "zvol-vs-qcow2", 32, &[(loads, "\"sync16\"]")]);
-    let Some(run) = on_device(&scratch, &file, 32 * MIB) else { return };
-    nothing_failed(&run, &[]);
-    all_have_figures(&run, &["layout", "front"]);
-    for cell in &run.cells {
+    nothing_failed(&exact, &[]);
+    all_have_figures(&exact, &["layout", "front"]);
+    for cell in &exact.cells {
         assert!(cell.notes.iter().any(|note| note.contains("27 MiB instead of 32")), "{cell:?}");
     }
 }
 
 #[test]
-fn installations_opens_and_allocations_have_figures_on_devices() {
+fn installations_have_figures_on_devices() {
     if !ready() {
         return;
     }
     let scratch = Scratch::new();
     let file = tiny(&scratch, "install", 64, &[]);
     refused(&scratch, &file, 48 * MIB);
-    for bytes in [64 * MIB, 256 * MIB] {
-        let Some(run) = on_device(&scratch, &file, bytes) else { return };
+    let Some(runs) = on_devices(&scratch, [64, 256].map(|mib| (&*file, mib * MIB))) else { return };
+    for run in runs {
         nothing_failed(&run, &["needs files"]);
         all_have_figures(&run, &["front"]);
         let raw = run.cells.iter().find(|cell| cell.axis("layout") == Some("raw")).unwrap();
         let commands = raw.commands.join("\n");
         assert!(commands.contains("mkfs.ext4 -q -F /dev/loop"), "{commands}");
     }
-    let file = tiny(&scratch, "cold-open", 32, &[]);
-    refused(&scratch, &file, 4 * MIB);
-    // What fits, is measured: an image without content is small, whatever its disk.
-    for (bytes, large) in [(2 << 30, false), (16 << 30, true), (17 << 30, true)] {
-        let Some(run) = on_device(&scratch, &file, bytes) else { return };
-        nothing_failed(&run, &["one image", "the device has 2048 MiB"]);
-        all_have_figures(&run, &["layout", "size", "tool"]);
+}
+
+/// What fits, is measured: an image without content is small, whatever its disk.
+#[test]
+fn opens_have_figures_on_devices() {
+    if !ready() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let all = tiny(&scratch, "cold-open", 32, &[]);
+    refused(&scratch, &all, 4 * MIB);
+    let tools = "[\"qemu-img\", \"vdkit\", \"library\"]";
+    let vdkit = tiny(&scratch, "cold-open", 32, &[(tools, "[\"vdkit\"]")]);
+    let devices = [(&*all, 2 << 30), (&*vdkit, 16 << 30), (&*vdkit, 17 << 30)];
+    let Some(runs) = on_devices(&scratch, devices) else { return };
+    for (run, (_, bytes)) in runs.iter().zip(devices) {
+        nothing_failed(run, &["one image", "the device has 2048 MiB"]);
+        all_have_figures(run, &["layout", "size", "tool"]);
         let raw = run.cells.iter().find(|cell| cell.key.contains("layout=raw/size=16G/images=1"));
+        let large = bytes >= 16 << 30;
         assert_eq!(raw.unwrap().outcome == Outcome::Measured, large, "{bytes}");
     }
-    let file = tiny(&scratch, "preallocation", 32, &[("\"nbd\", \"nbd-qemu-nbd\"]", "\"nbd\"]")]);
-    refused(&scratch, &file, 16 * MIB);
-    for bytes in [32 * MIB, 80 * MIB] {
-        let Some(run) = on_device(&scratch, &file, bytes) else { return };
+}
+
+#[test]
+fn allocations_have_figures_on_devices() {
+    if !ready() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let served = ("\"nbd\", \"nbd-qemu-nbd\"]", "\"nbd\"]");
+    let all = tiny(&scratch, "preallocation", 32, &[served]);
+    refused(&scratch, &all, 16 * MIB);
+    let loads = ("\"rewrite\", \"first-write-4k\", \"rewrite-4k\"", "\"rewrite\"");
+    let some = tiny(&scratch, "preallocation", 32, &[served, loads]);
+    let runs = on_devices(&scratch, [(&all, 32 * MIB), (&some, 80 * MIB)]);
+    for run in runs.into_iter().flatten() {
         nothing_failed(&run, &["cannot be preallocated"]);
         all_have_figures(&run, &["layout", "profile"]);
     }
@@ -162,16 +197,16 @@ fn cache_modes_has_figures_on_devices_and_plans_about_folders_say_so() {
             "quick = [\"none\", \"writeback\"]",
         ),
     ];
-    let file = tiny(&scratch, "cache-modes", 32, &changes);
-    refused(&scratch, &file, 31 * MIB);
-    let Some(run) = on_device(&scratch, &file, 80 * MIB) else { return };
-    nothing_failed(&run, &["cannot be preallocated"]);
-    all_have_figures(&run, &["front", "cache"]);
-    let file =
-        tiny(&scratch, "cache-modes", 32, &[changes[0], (changes[1].0, "quick = [\"none\"]")]);
-    let Some(run) = on_device(&scratch, &file, 32 * MIB) else { return };
-    nothing_failed(&run, &["cannot be preallocated"]);
-    all_have_figures(&run, &["front"]);
+    let all = tiny(&scratch, "cache-modes", 32, &changes);
+    refused(&scratch, &all, 31 * MIB);
+    let some = [changes[0], (changes[1].0, "quick = [\"none\"]")];
+    let some = tiny(&scratch, "cache-modes", 32, &some);
+    let runs = on_devices(&scratch, [(&all, 80 * MIB), (&some, 32 * MIB)]);
+    let Some([larger, exact]) = runs else { return };
+    nothing_failed(&larger, &["cannot be preallocated"]);
+    all_have_figures(&larger, &["front", "cache"]);
+    nothing_failed(&exact, &["cannot be preallocated"]);
+    all_have_figures(&exact, &["front"]);
     let Some(device) = loop_device(64 * MIB, 512) else { return };
     let name = device.path().to_str().unwrap();
     for plan in ["convert-table", "nospace"] {

@@ -2,7 +2,7 @@
 
 use vdkit_block::parse_size;
 
-use crate::front::{CACHES, FRONTS};
+use crate::front::FRONTS;
 use crate::layout::LAYOUTS;
 use crate::profile::PROFILES;
 
@@ -14,6 +14,15 @@ pub const TOOLS: &[(&str, &str)] = &[
     ("vdkit", "the command vdkit"),
     ("qemu-img", "QEMU's qemu-img, or qemu-io to read an image"),
     ("library", "vdkit's library in the lab's own process, to read an image"),
+];
+
+/// Cache modes: [`vdkit_block::CacheMode`].
+pub const CACHES: &[(&str, &str)] = &[
+    ("writeback", "through the host's page cache, durable when flushed"),
+    ("none", "bypasses the page cache, durable when flushed"),
+    ("writethrough", "through the page cache, each write durable"),
+    ("directsync", "bypasses the page cache, each write durable"),
+    ("unsafe", "through the page cache, flushes do nothing"),
 ];
 
 /// Content of a disk before the load begins.
@@ -93,7 +102,7 @@ const AXES: &[Row] = &[
         "cache",
         Role::Choice,
         "use of the page cache, and flushes",
-        Values::Words(|| words(CACHES, |c| (c.name, c.about))),
+        Values::Words(|| CACHES.to_vec()),
     ),
     (
         "front",
@@ -134,8 +143,7 @@ fn find(name: &str) -> Option<&'static Row> {
     AXES.iter().find(|(known, ..)| *known == name)
 }
 
-/// The default role of an axis, which a plan may override: [`crate::matrix::Matrix::role`]. An
-/// unknown axis is a choice.
+/// The default role of an axis, which a plan may override. An unknown axis is a choice.
 pub fn role(name: &str) -> Role {
     find(name).map_or(Role::Choice, |(_, role, ..)| *role)
 }

@@ -187,31 +187,19 @@ fn dealt(run: &Run, cells: &[&Cell]) -> Option<Run> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::tests::{measured, run_of};
 
     /// Nine rounds of two layouts that differ widely; each layout varies within 10 %.
     fn run(seed: u64) -> Run {
         let mut rng = Rng::new(seed);
         let mut value = |level: f64| level * (0.95 + 0.1 * rng.below(1000) as f64 / 1000.0);
-        let mut cell = |layout: &str, level: f64| Cell {
-            key: format!("layout={layout}"),
-            axes: vec![("layout".to_owned(), layout.to_owned())],
-            samples: (0..9)
-                .map(|round| Sample {
-                    round,
-                    values: [("iops".to_owned(), value(level))].into(),
-                    ..Sample::default()
-                })
-                .collect(),
-            outcome: Outcome::Measured,
-            ..Cell::default()
+        let mut cell = |layout: &str, level: f64| {
+            let values: Vec<f64> = (0..9).map(|_| value(level)).collect();
+            measured(&[("layout", layout)], "iops", &values)
         };
         let cells = vec![cell("raw", 100.0), cell("qcow2", 300.0)];
-        let plan = PlanSummary {
-            axes: vec!["layout".to_owned()],
-            metric: "iops".to_owned(),
-            ..PlanSummary::default()
-        };
-        Run { id: format!("{seed}"), plan, cells, seed, ended: Some(1), ..Run::default() }
+        let run = run_of("iops", &["layout"], None, cells);
+        Run { id: format!("{seed}"), seed, ..run }
     }
 
     #[test]

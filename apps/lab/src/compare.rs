@@ -4,8 +4,8 @@ use serde::Serialize;
 
 use crate::lists::{distinct, numbered};
 use crate::matrix::Matrix;
-use crate::model::{Axes, Better, Cell, Metric, Run, SURVIVED, metric};
-use crate::stats::{Decision, RUNS_APART, Rounds, Runs, median};
+use crate::model::{Axes, Cell, Metric, Run, SURVIVED, metric};
+use crate::stats::{Decision, Interval, RUNS_APART, Rounds, Runs, median};
 use crate::words::digits;
 
 /// A cell that was measured in both states.
@@ -161,24 +161,16 @@ fn one(
     after: &[f64],
 ) -> Option<Compared> {
     let (old, new) = (median(before)?, median(after)?);
-    let found = statistics.ratio(at).filter(|_| metric.key != SURVIVED);
-    let (ratio, low, high, coverage, decision) = match found {
-        Some(gain) if metric.better == Better::Higher => {
-            let interval = gain.interval;
-            (gain.ratio, interval.low, interval.high, interval.coverage, gain.decision)
-        }
-        Some(gain) => {
-            let interval = gain.interval;
-            let (low, high) = (1.0 / interval.high, 1.0 / interval.low);
-            (1.0 / gain.ratio, low, high, interval.coverage, gain.decision.reversed())
-        }
+    let gain = statistics.gain(at, metric.better).filter(|_| metric.key != SURVIVED);
+    let decision = match gain {
+        Some(gain) => gain.decision,
         // Survival has no ratio, only an order.
-        None if metric.key == SURVIVED && new != old => {
-            let decision = if new > old { Decision::Better } else { Decision::Worse };
-            (1.0, 1.0, 1.0, 0.0, decision)
-        }
-        None => (1.0, 1.0, 1.0, 0.0, Decision::Tie),
+        None if metric.key == SURVIVED && new > old => Decision::Better,
+        None if metric.key == SURVIVED && new < old => Decision::Worse,
+        None => Decision::Tie,
     };
+    let unknown = Interval { low: 1.0, high: 1.0, coverage: 0.0 };
+    let interval = gain.map_or(unknown, |gain| gain.interval);
     Some(Compared {
         key: key.to_owned(),
         axes,
@@ -186,10 +178,10 @@ fn one(
         before: old,
         after: new,
         rounds: [before.len(), after.len()],
-        ratio,
-        low,
-        high,
-        coverage,
+        ratio: gain.map_or(1.0, |gain| gain.ratio),
+        low: interval.low,
+        high: interval.high,
+        coverage: interval.coverage,
         verdict: decision.word(),
     })
 }
@@ -224,24 +216,16 @@ fn differences(before: &Run, after: &Run) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{Cell, PlanSummary, Sample, Warning};
+    use crate::model::Warning;
+    use crate::model::tests::{measured, run_of};
 
     fn run(id: &str, metric: &str, cells: &[(&str, &[f64])]) -> Run {
         let cell = |(key, values): &(&str, &[f64])| Cell {
             key: (*key).to_owned(),
-            axes: vec![("layout".to_owned(), (*key).to_owned())],
-            samples: (0u32..)
-                .zip(*values)
-                .map(|(round, value)| Sample {
-                    round,
-                    values: [(metric.to_owned(), *value)].into(),
-                    ..Sample::default()
-                })
-                .collect(),
-            ..Cell::default()
+            ..measured(&[("layout", *key)], metric, values)
         };
-        let plan = PlanSummary { metric: metric.to_owned(), ..PlanSummary::default() };
-        Run { id: id.to_owned(), plan, cells: cells.iter().map(cell).collect(), ..Run::default() }
+        let run = run_of(metric, &[], None, cells.iter().map(cell).collect());
+        Run { id: id.to_owned(), ..run }
     }
 
     /// Three runs of a state, 1 % apart.

@@ -10,25 +10,40 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why the lab could not do what it was asked. `{}` prints the outermost message, `{:#}` also the
 /// causes.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The disk engine failed.
-    Engine(vdkit_block::Error),
+    #[error(transparent)]
+    Engine(#[from] vdkit_block::Error),
     /// The lab refused a place before anything was done to it.
-    Refused(Refusal),
+    #[error(transparent)]
+    Refused(#[from] Refusal),
     /// This way of storing a disk does not exist on this host.
-    Skipped(Skip),
+    #[error(transparent)]
+    Skipped(#[from] Skip),
     /// A system call or a library failed.
+    #[error(transparent)]
     Other(Box<dyn std::error::Error + Send + Sync>),
     /// A fault that the lab itself found.
+    #[error("{0}")]
     Message(String),
     /// What was being done when `cause` happened.
+    #[error(fmt = with_cause)]
     Context {
         /// What was being done.
         doing: String,
         /// Why it failed.
+        #[source]
         cause: Box<Error>,
     },
+}
+
+fn with_cause(
+    doing: &impl fmt::Display,
+    cause: &impl fmt::Display,
+    f: &mut fmt::Formatter<'_>,
+) -> fmt::Result {
+    if f.alternate() { write!(f, "{doing}: {cause:#}") } else { write!(f, "{doing}") }
 }
 
 impl Error {
@@ -58,44 +73,6 @@ impl Error {
     /// Why a cell cannot be measured here, if that is the cause.
     pub fn skipped(&self) -> Option<&Skip> {
         if let Self::Skipped(skip) = self.root() { Some(skip) } else { None }
-    }
-}
-
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Engine(error) => error.fmt(f),
-            Self::Refused(refusal) => refusal.fmt(f),
-            Self::Skipped(skip) => skip.fmt(f),
-            Self::Other(error) => error.fmt(f),
-            Self::Message(text) => f.write_str(text),
-            Self::Context { doing, cause } if f.alternate() => write!(f, "{doing}: {cause:#}"),
-            Self::Context { doing, .. } => f.write_str(doing),
-        }
-    }
-}
-
-impl std::error::Error for Error {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        if let Self::Context { cause, .. } = self { Some(cause.as_ref()) } else { None }
-    }
-}
-
-impl From<vdkit_block::Error> for Error {
-    fn from(error: vdkit_block::Error) -> Self {
-        Self::Engine(error)
-    }
-}
-
-impl From<Refusal> for Error {
-    fn from(refusal: Refusal) -> Self {
-        Self::Refused(refusal)
-    }
-}
-
-impl From<Skip> for Error {
-    fn from(skip: Skip) -> Self {
-        Self::Skipped(skip)
     }
 }
 

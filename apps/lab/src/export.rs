@@ -47,29 +47,15 @@ fn line<'a>(out: &mut impl Write, fields: impl IntoIterator<Item = &'a str>) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{Cell, Outcome, PlanSummary, Sample};
+    use crate::model::tests::{measured, run_of};
+    use crate::model::{Cell, Outcome};
 
     #[test]
     fn values_are_lines_of_a_table() {
-        let axes = |layout: &str| vec![("layout".to_owned(), layout.to_owned())];
-        let sample = Sample { values: [("iops".to_owned(), 1.5)].into(), ..Sample::default() };
-        let run = Run {
-            plan: PlanSummary { axes: vec!["layout".into()], ..PlanSummary::default() },
-            cells: vec![
-                Cell {
-                    axes: axes("raw"),
-                    samples: vec![sample],
-                    outcome: Outcome::Measured,
-                    ..Cell::default()
-                },
-                Cell {
-                    axes: axes("qcow2"),
-                    outcome: Outcome::Skipped("no \"fio\", sorry".into()),
-                    ..Cell::default()
-                },
-            ],
-            ..Run::default()
-        };
+        let outcome = Outcome::Skipped("no \"fio\", sorry".into());
+        let skipped = Cell { outcome, ..measured(&[("layout", "qcow2")], "iops", &[]) };
+        let cells = vec![measured(&[("layout", "raw")], "iops", &[1.5]), skipped];
+        let run = run_of("iops", &["layout"], None, cells);
         let mut out = Vec::new();
         csv(&run, &mut out).unwrap();
         assert_eq!(

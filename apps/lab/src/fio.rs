@@ -5,8 +5,9 @@ use std::path::Path;
 
 use crate::error::{Context, Result, bail};
 use serde_json::Value;
+use vdkit_block::CacheMode;
 
-use crate::front::{Cache, Guest, Target};
+use crate::front::{Guest, Target};
 use crate::model::{Histogram, Series};
 use crate::plan::Effort;
 use crate::profile::{Load, Pattern, Sync};
@@ -27,7 +28,7 @@ pub enum Disk {
         /// Its path.
         path: String,
         /// Whether fio uses O_DIRECT and O_DSYNC, and leaves out fsync.
-        cache: Cache,
+        cache: CacheMode,
     },
     /// The URI of an NBD export.
     Nbd(String),
@@ -45,7 +46,7 @@ impl Disk {
 
     /// The disk that fio opens in a guest.
     pub fn of_guest(guest: &Guest) -> Self {
-        Self::File { path: guest.disk.to_owned(), cache: Cache::NONE }
+        Self::File { path: guest.disk.to_owned(), cache: CacheMode::None }
     }
 
     /// Arguments that open the disk; `engine` is fio's I/O engine for files.
@@ -56,9 +57,9 @@ impl Disk {
                     // fio separates file names by colons.
                     format!("--filename={}", path.replace(':', "\\:")),
                     format!("--ioengine={engine}"),
-                    format!("--direct={}", u8::from(cache.direct)),
+                    format!("--direct={}", u8::from(cache.direct())),
                 ];
-                if cache.through {
+                if cache.write_durable() {
                     all.push("--sync=dsync".to_owned());
                 }
                 all
@@ -68,7 +69,7 @@ impl Disk {
     }
 
     fn flushes(&self) -> bool {
-        !matches!(self, Self::File { cache: Cache { no_flush: true, .. }, .. })
+        !matches!(self, Self::File { cache: CacheMode::Unsafe, .. })
     }
 }
 
@@ -274,11 +275,7 @@ pub fn parse(text: &str, load: &Load) -> Result<Answer> {
     if let Some(mean) = mean {
         put("latency_mean_ns", mean);
     }
-    for (key, fraction) in PERCENTILES {
-        if let Some(ns) = histogram.quantile(*fraction) {
-            put(key, ns as f64);
-        }
-    }
+    values.extend(percentiles(&histogram));
     let latencies = (histogram.count() > 0).then_some(histogram);
     remove_bins(&mut raw);
     Ok(Answer { values, latencies, raw })
@@ -310,14 +307,14 @@ fn remove_bins(raw: &mut Value) {
     }
 }
 
-/// Latency metrics, and the fraction of requests of each.
-pub const PERCENTILES: &[(&str, f64)] = &[
-    ("latency_p50_ns", 0.5),
-    ("latency_p90_ns", 0.9),
-    ("latency_p99_ns", 0.99),
-    ("latency_p999_ns", 0.999),
-    ("latency_p9999_ns", 0.9999),
-];
+/// The latency metrics of a distribution.
+pub fn percentiles(latencies: &Histogram) -> impl Iterator<Item = (String, f64)> {
+    let fractions = [("50", 0.5), ("90", 0.9), ("99", 0.99), ("999", 0.999), ("9999", 0.9999)];
+    let value = move |(name, fraction): (&str, f64)| {
+        Some((format!("latency_p{name}_ns"), latencies.quantile(fraction)? as f64))
+    };
+    fractions.into_iter().filter_map(value)
+}
 
 /// The buckets in fio's order, which is that of texts.
 fn bins(bins: &Value) -> Histogram {
@@ -381,8 +378,7 @@ mod tests {
 
     #[test]
     fn the_command_line_says_what_the_load_is() {
-        let cache = |name| Cache::named(name).unwrap();
-        let disk = Disk::File { path: "/a:b".into(), cache: cache("directsync") };
+        let disk = Disk::File { path: "/a:b".into(), cache: CacheMode::DirectSync };
         let line = text("libaio16", &disk);
         for word in [
             "--filename=/a\\:b --ioengine=libaio --direct=1 --sync=dsync",
@@ -401,7 +397,7 @@ mod tests {
         assert!(line.contains("--runtime=2000ms --time_based"), "{line}");
         let line = text("database", &Disk::Nbd("nbd+unix:///?socket=/s".into()));
         assert!(line.contains("--fsync=1") && !line.contains("fdatasync"), "{line}");
-        let file = Disk::File { path: "/a".into(), cache: Cache::NONE };
+        let file = Disk::File { path: "/a".into(), cache: CacheMode::None };
         for (name, every) in [("durable16", "--fsync=1 "), ("batch16", "--fsync=32 ")] {
             let line = text(name, &file);
             assert!(line.contains(every) && line.contains("--numjobs=16"), "{name}: {line}");
@@ -413,7 +409,7 @@ mod tests {
             assert!(!line.contains("--norandommap") && !line.contains("--time_based"), "{line}");
             assert!(line.contains("--size=4194304"), "{line}");
         }
-        let unsafe_disk = Disk::File { path: "/a".into(), cache: cache("unsafe") };
+        let unsafe_disk = Disk::File { path: "/a".into(), cache: CacheMode::Unsafe };
         let line = text("database", &unsafe_disk);
         assert!(!line.contains("sync=") && !line.contains("flush"), "{line}");
     }

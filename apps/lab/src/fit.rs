@@ -23,11 +23,13 @@ pub struct Fit {
 }
 
 /// Why a cell is impossible on a place.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unfit {
     /// The cell has no meaning on this kind of place.
+    #[error("{0}")]
     Kind(String),
     /// The place is too small.
+    #[error("{} MiB are needed, and the device has {} MiB", .needed.div_ceil(1 << 20), .there >> 20)]
     Small {
         /// The smallest sufficient size.
         needed: u64,
@@ -35,22 +37,6 @@ pub enum Unfit {
         there: u64,
     },
 }
-
-impl std::fmt::Display for Unfit {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Kind(reason) => f.write_str(reason),
-            Self::Small { needed, there } => write!(
-                f,
-                "{} MiB are needed, and the device has {} MiB",
-                needed.div_ceil(1 << 20),
-                there >> 20
-            ),
-        }
-    }
-}
-
-impl std::error::Error for Unfit {}
 
 /// The layout of a cell. Its preallocation may be a separate axis.
 pub fn layout_of(axes: &Axes) -> Result<&'static Layout, String> {

@@ -89,7 +89,7 @@ impl Content {
         })
     }
 
-    fn told(self) -> &'static str {
+    fn described(self) -> &'static str {
         match self {
             Self::Nothing => "nothing is written",
             Self::Sparse => "64 KiB of random bytes are written every 32 MiB",
@@ -162,6 +162,14 @@ pub struct Image {
     pub device: bool,
 }
 
+impl Image {
+    /// An image that is one file.
+    pub fn file(path: PathBuf, format: &'static str, bytes: u64) -> Self {
+        let files = vec![path.clone()];
+        Self { path, format, bytes, shown_bytes: bytes, files, device: false }
+    }
+}
+
 /// Creates the image of a cell, with `bytes` bytes and this content.
 ///
 /// # Errors
@@ -202,26 +210,18 @@ pub fn make_named(
 /// Chooses where the image will be: on the emptied device, on a volume, or in a file of the lab's
 /// folder.
 fn locate(bench: &mut Bench<'_>, layout: &Layout, bytes: u64, name: &str) -> Result<Image> {
-    let image = |path: PathBuf, device: bool, shown_bytes| Image {
-        files: vec![path.clone()],
-        path,
-        format: layout.format,
-        bytes,
-        shown_bytes,
-        device,
-    };
+    let image = |path| Image::file(path, layout.format, bytes);
     if let Some(device) = bench.place.device().map(Path::to_owned) {
         empty(bench, &device)?;
         let total = bench.place.info.total_bytes;
-        let shown = if layout.format == "raw" { total } else { bytes };
-        return Ok(image(device, true, shown));
+        let shown_bytes = if layout.format == "raw" { total } else { bytes };
+        return Ok(Image { device: true, shown_bytes, ..image(device) });
     }
     if layout.more == More::Volume {
-        let volume = zfs::volume(bench, bytes)?;
-        return Ok(image(volume, true, bytes));
+        return Ok(Image { device: true, ..image(zfs::volume(bench, bytes)?) });
     }
     let folder = zfs::folder(bench)?;
-    Ok(image(folder.join(format!("{name}.{}", layout.format)), false, bytes))
+    Ok(image(folder.join(format!("{name}.{}", layout.format))))
 }
 
 /// Bytes at either end of a device that may hold signatures and headers.
@@ -277,7 +277,7 @@ fn over_another(
 ) -> Result<Image> {
     let path = image.path.with_file_name(format!("base.{}", layout.format));
     if !path.exists() {
-        let base = Image { path: path.clone(), files: vec![path.clone()], ..image.clone() };
+        let base = Image::file(path.clone(), layout.format, image.bytes);
         let line = create(bench, layout, &base, None)?;
         bench.run(&line)?;
         fill(bench, &base, content)?;
@@ -318,7 +318,7 @@ fn fill(bench: &mut Bench<'_>, image: &Image, content: Content) -> Result<()> {
     }
     disk.flush()?;
     disk.close().with_context(|| image.path.display().to_string())?;
-    bench.commands.push(format!("# {}: {}", image.path.display(), content.told()));
+    bench.commands.push(format!("# {}: {}", image.path.display(), content.described()));
     Ok(())
 }
 
@@ -337,7 +337,7 @@ fn scatter(bench: &mut Bench<'_>, image: &Image, again: bool) -> Result<()> {
         Ok(disk.flush()?)
     };
     write(&shuffled(count, &mut rng), &mut rng)?;
-    let mut told = "all of it written with random bytes, 64 KiB at a time in random order";
+    let mut how = "all of it written with random bytes, 64 KiB at a time in random order";
     if again {
         let order = shuffled(count, &mut rng);
         let third = &order[..count / 3];
@@ -347,23 +347,24 @@ fn scatter(bench: &mut Bench<'_>, image: &Image, again: bool) -> Result<()> {
         disk.flush()?;
         let order: Vec<usize> = shuffled(third.len(), &mut rng).iter().map(|i| third[*i]).collect();
         write(&order, &mut rng)?;
-        told = "all of it written with random bytes, 64 KiB at a time in random order; a third \
+        how = "all of it written with random bytes, 64 KiB at a time in random order; a third \
                 discarded, and written again";
     }
     disk.close()?;
-    bench.commands.push(format!("# {}: {told}", image.path.display()));
+    bench.commands.push(format!("# {}: {how}", image.path.display()));
     Ok(())
 }
 
-/// Space that an image takes on the host. None for a device, where the image takes all space.
-pub fn host_bytes(image: &Image) -> Option<u64> {
+/// The metric of the space that an image takes on the host. None for a device, where the image takes
+/// all space.
+pub fn host_bytes(image: &Image) -> Option<(String, f64)> {
     use std::os::unix::fs::MetadataExt;
     if image.device {
         return None;
     }
     let blocks = image.files.iter().filter_map(|path| Some(path.metadata().ok()?.blocks()));
     // st_blocks counts units of 512 bytes on every file system (stat(2)).
-    Some(blocks.sum::<u64>() * 512)
+    Some(("host_bytes".to_owned(), (blocks.sum::<u64>() * 512) as f64))
 }
 
 #[cfg(test)]

@@ -14,31 +14,31 @@
 //!
 //! A plan names values on some axes. The cells are the product of the axes without the combinations
 //! that the plan excludes. Each cell is measured once per round, in random order. The lab measures
-//! what a user types: [`process`] runs the command `vdkit` and its [`peers`], and the results
-//! contain the exact command lines. [`compare`] compares one run with another, and [`calibrate`]
-//! counts how often equal runs are called different.
+//! what a user types: it runs the command `vdkit` and other programs, and the results contain the
+//! exact command lines. [`compare`] compares one run with another, and [`calibrate`] counts how often
+//! equal runs are called different.
 
 pub mod axes;
 pub mod calibrate;
-pub mod cells;
+mod cells;
 pub mod compare;
-pub mod engine;
-pub mod environment;
+mod engine;
+mod environment;
 mod error;
 pub mod export;
-pub mod fio;
-pub mod fit;
+mod fio;
+mod fit;
 pub mod front;
-pub mod layout;
+mod layout;
 mod lists;
-pub mod matrix;
-pub mod metrics;
+mod matrix;
+mod metrics;
 pub mod model;
-pub mod peers;
-pub mod place;
+mod peers;
+mod place;
 pub mod plan;
-pub mod process;
-pub mod profile;
+mod process;
+mod profile;
 pub mod report;
 pub mod run;
 pub mod stats;

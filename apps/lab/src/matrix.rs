@@ -7,6 +7,7 @@ pub use crate::axes::{Role, role};
 use crate::lists::{distinct, grouped, numbered};
 use crate::model::{Axes, Cell, Metric, Run, SURVIVED, metric, value_of};
 use crate::stats::{Comparator, Gain, Rounds, Side, Summary, geometric_mean, summary};
+use crate::words::label;
 
 /// The program that the advice concerns, if there are several.
 pub const OWN_TOOL: &str = "vdkit";
@@ -45,6 +46,11 @@ pub fn program(axes: &Axes) -> (Axes, Option<String>) {
         }
     }
     (rest, program)
+}
+
+/// Whether a value is vdkit among programs. Names leave it out.
+pub fn is_own_tool((axis, value): &(String, String)) -> bool {
+    role(axis) == Role::Tool && value == OWN_TOOL
 }
 
 /// Whether the load ran within a guest.
@@ -204,6 +210,18 @@ impl<'a> Matrix<'a> {
             .cloned()
             .collect();
         if short.is_empty() { axes.clone() } else { short }
+    }
+
+    /// A way's or a cell's name for people.
+    pub fn name(&self, axes: &Axes) -> String {
+        label(&self.short(axes))
+    }
+
+    /// The axes of a cell that vary, without its load.
+    pub fn way(&self, cell: &Cell) -> Axes {
+        let (short, load) = (self.short(&cell.axes), self.load(cell));
+        let way: Axes = short.into_iter().filter(|entry| !load.contains(entry)).collect();
+        if way.is_empty() { cell.axes.clone() } else { way }
     }
 
     /// Summary of a cell's samples, if it has any.
@@ -433,34 +451,22 @@ pub fn values<'a>(run: &'a Run, axis: &str) -> Vec<&'a str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{Outcome, PlanSummary, Sample};
+    use crate::model::tests::{measured, run_of};
 
     /// Each cache mode at each front, with three rounds that vary by 1 %.
     fn modes(fronts: &[&str]) -> Run {
         let cell = |cache: &str, front: &str, at: usize| Cell {
             key: format!("{cache} {front}"),
-            axes: crate::model::axes_of(&[("cache", cache), ("front", front)]),
-            samples: (0..3u32)
-                .map(|round| Sample {
-                    round,
-                    values: [("iops".to_owned(), 100.0 + f64::from((round + at as u32) % 3))]
-                        .into(),
-                    ..Sample::default()
-                })
-                .collect(),
-            outcome: Outcome::Measured,
-            ..Cell::default()
+            ..measured(
+                &[("cache", cache), ("front", front)],
+                "iops",
+                &[0, 1, 2].map(|round| 100.0 + ((round + at) % 3) as f64),
+            )
         };
         let caches = ["none", "writeback", "writethrough", "directsync"];
         let each = caches.iter().enumerate();
         let cells = each.flat_map(|(at, cache)| fronts.iter().map(move |f| cell(cache, f, at)));
-        let plan = PlanSummary {
-            axes: vec!["cache".to_owned(), "front".to_owned()],
-            metric: "iops".to_owned(),
-            baseline: Some(vec![("cache".to_owned(), "writeback".to_owned())]),
-            ..PlanSummary::default()
-        };
-        Run { plan, cells: cells.collect(), ..Run::default() }
+        run_of("iops", &["cache", "front"], Some(&[("cache", "writeback")]), cells.collect())
     }
 
     /// Guests and the host, which are not compared, once had a share of the error for each pair.
@@ -506,15 +512,10 @@ mod tests {
 
     #[test]
     fn a_full_pool_advises_no_daemon_where_a_guest_came_through_without_one() {
-        let cell = |front: &str, daemons: f64, survived: f64| Cell {
-            key: front.to_owned(),
-            axes: vec![("front".to_owned(), front.to_owned())],
-            samples: vec![Sample {
-                values: [(SURVIVED.to_owned(), survived), ("daemons".to_owned(), daemons)].into(),
-                ..Sample::default()
-            }],
-            outcome: Outcome::Measured,
-            ..Cell::default()
+        let cell = |front: &str, daemons: f64, survived: f64| {
+            let mut cell = measured(&[("front", front)], SURVIVED, &[survived]);
+            cell.samples[0].values.insert("daemons".to_owned(), daemons);
+            cell
         };
         let cells = vec![
             cell("guest-vhost-user", 1.0, 1.0),
@@ -522,12 +523,7 @@ mod tests {
             cell("guest-virtio-report", 0.0, 0.0),
             cell("guest-virtio", 0.0, 1.0),
         ];
-        let plan = PlanSummary {
-            axes: vec!["front".to_owned()],
-            metric: SURVIVED.to_owned(),
-            ..PlanSummary::default()
-        };
-        let run = Run { plan, cells, ..Run::default() };
+        let run = run_of(SURVIVED, &["front"], None, cells);
         let picks = Matrix::new(&run).unwrap().picks();
         let order: Vec<&str> = picks.iter().map(|pick| pick.axes[0].1.as_str()).collect();
         assert_eq!(order, ["guest-virtio", "guest-vhost-user", "nbd", "guest-virtio-report"]);

@@ -304,7 +304,7 @@ pub struct Environment {
     pub virtualization: Option<String>,
     /// Where images were created: the values of the axis `backend`.
     pub places: Vec<PlaceInfo>,
-    /// Everything that is known, for people.
+    /// What else is known, for people.
     pub sections: Vec<Section>,
 }
 
@@ -377,78 +377,37 @@ pub struct Warning {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
-    fn text(s: &str) -> String {
-        s.to_owned()
-    }
-
-    fn run() -> Run {
-        let axes = vec![(text("backend"), text("ext4")), (text("layout"), text("qcow2"))];
-        let sample = Sample {
-            round: 1,
-            values: [(text("iops"), 1234.5)].into(),
-            latencies: Some(Histogram { buckets: vec![(100, 3), (200, 1)] }),
-            series: vec![Series {
-                metric: text("iops"),
-                seconds: vec![0.5, 1.0],
-                values: vec![1.0, 2.0],
-            }],
-            steady: Some(Steady { reached: true, metric: text("iops"), ..Steady::default() }),
-            raw: Some(serde_json::json!({"fio version": "fio-3.33"})),
-            started: 1_700_000_000,
-            seconds: 2.25,
+    /// A measured cell with these values of a metric, one for each round.
+    pub(crate) fn measured(values: &[(&str, &str)], metric: &str, samples: &[f64]) -> Cell {
+        let axes = axes_of(values);
+        let sample = |(round, value): (u32, &f64)| {
+            let values = [(metric.to_owned(), *value)].into();
+            Sample { round, values, ..Sample::default() }
         };
-        let outcomes = [
-            Outcome::Measured,
-            Outcome::Pending,
-            Outcome::Skipped(text("no fio")),
-            Outcome::Failed(text("exit code 1")),
-        ];
-        let cells = outcomes.map(|outcome| Cell {
-            key: text("backend=ext4/layout=qcow2"),
-            axes: axes.clone(),
-            commands: vec![text("fio --name=load")],
-            samples: vec![sample.clone()],
-            outcome,
-            notes: vec![text("a note")],
-        });
-        Run {
-            id: text("x"),
-            plan: PlanSummary { baseline: Some(axes.clone()), ..PlanSummary::default() },
-            published: vec![Published {
-                axes,
-                metric: text("iops"),
-                value: 5.5,
-                source: text("s"),
-            }],
-            ended: Some(3),
-            environment: Environment {
-                places: vec![PlaceInfo { rotational: Some(false), ..PlaceInfo::default() }],
-                sections: vec![Section {
-                    title: text("Machine"),
-                    entries: vec![(text("a"), text("b"))],
-                }],
-                ..Environment::default()
-            },
-            cells: cells.into(),
-            warnings: vec![Warning {
-                kind: text("load"),
-                text: text("busy"),
-                cells: vec![text("k")],
-            }],
-            ..Run::default()
-        }
+        let samples = (0u32..).zip(samples).map(sample).collect();
+        let (key, outcome) = (crate::cells::key(&axes), Outcome::Measured);
+        Cell { key, axes, samples, outcome, ..Cell::default() }
     }
 
-    #[test]
-    fn a_run_comes_back_from_json_as_it_was() {
-        let run = run();
-        let json = serde_json::to_string(&run).unwrap();
-        assert_eq!(serde_json::from_str::<Run>(&json).unwrap(), run);
-        assert!(json.contains(r#""outcome":{"state":"skipped","text":"no fio"}"#), "{json}");
-        assert!(json.contains(r#""outcome":{"state":"pending"}"#), "{json}");
+    /// A complete run of a plan with these axes.
+    pub(crate) fn run_of(
+        metric: &str,
+        axes: &[&str],
+        baseline: Option<&[(&str, &str)]>,
+        cells: Vec<Cell>,
+    ) -> Run {
+        let plan = PlanSummary {
+            name: "test".to_owned(),
+            question: "Which one?".to_owned(),
+            axes: axes.iter().map(|name| (*name).to_owned()).collect(),
+            metric: metric.to_owned(),
+            baseline: baseline.map(axes_of),
+            ..PlanSummary::default()
+        };
+        Run { plan, cells, ended: Some(1), ..Run::default() }
     }
 
     #[test]
@@ -461,7 +420,7 @@ mod tests {
 
     #[test]
     fn a_cell_knows_its_axes_and_values() {
-        let cell = &run().cells[0];
+        let cell = measured(&[("layout", "qcow2")], "iops", &[1234.5]);
         assert_eq!((cell.axis("layout"), cell.axis("cache")), (Some("qcow2"), None));
         assert_eq!((cell.values("iops"), cell.values("reads")), (vec![1234.5], vec![]));
     }

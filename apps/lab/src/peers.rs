@@ -1,6 +1,5 @@
 //! The other programs that a run needs: their paths, versions and packages.
 
-use std::fmt;
 use std::path::{Path, PathBuf};
 
 use crate::error::Result;
@@ -9,16 +8,9 @@ use vdkit_block::CancelToken;
 use crate::process::Line;
 
 /// Why a cell is not measured here. This is not a failure.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
 pub struct Skip(pub String);
-
-impl fmt::Display for Skip {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Skip {}
 
 /// Returns a [`Skip`] as an error.
 pub fn skip<T>(reason: impl Into<String>) -> Result<T> {

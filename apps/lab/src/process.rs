@@ -138,7 +138,7 @@ impl Line {
 }
 
 /// Describes an exit status.
-fn told(status: ExitStatus) -> String {
+fn described(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("exit code {code}"),
         (None, Some(signal)) => format!("signal {signal}"),
@@ -242,6 +242,11 @@ impl Running {
         self.child.id()
     }
 
+    /// Number of bytes that the program has printed so far.
+    pub fn printed(&self) -> u64 {
+        self.out.metadata().map_or(0, |found| found.len())
+    }
+
     /// Waits at most `most` for the program's end. Returns whether it has ended.
     pub fn wait(&mut self, most: Duration) -> Result<bool> {
         if self.ended.is_some() {
@@ -283,7 +288,7 @@ impl Running {
 
     /// The error of a program that has failed, or ended too early.
     fn failed<T>(&self, ended: &Ended) -> Result<T> {
-        bail!("{}: {}{}", self.line, told(ended.status), ended.complaint())
+        bail!("{}: {}{}", self.line, described(ended.status), ended.complaint())
     }
 
     /// The result of a program that has ended.
@@ -305,22 +310,28 @@ impl Running {
         let began = Instant::now();
         if self.ended.is_none() {
             self.signal(Signal::TERM);
-            if !matches!(self.wait_long(GRACE), Ok(true)) {
+            // An interrupt does not shorten this.
+            let cancel = CancelToken::default();
+            if !matches!(self.wait_long(GRACE, &cancel), Ok(true)) {
                 self.signal(Signal::KILL);
-                let _ = self.wait_long(GRACE);
+                let _ = self.wait_long(GRACE, &cancel);
             }
         }
         began.elapsed()
     }
 
-    /// As [`Running::wait`], but not cut short by signals.
-    fn wait_long(&mut self, most: Duration) -> Result<bool> {
+    /// As [`Running::wait`], but until the end of that time, also if signals arrive.
+    ///
+    /// # Errors
+    /// The user interrupts.
+    pub fn wait_long(&mut self, most: Duration, cancel: &CancelToken) -> Result<bool> {
         let until = Instant::now() + most;
         loop {
             let left = until.saturating_duration_since(Instant::now());
-            if self.wait(left)? {
+            if self.wait(left.min(LOOK))? {
                 return Ok(true);
             }
+            cancel.check()?;
             if left.is_zero() {
                 return Ok(false);
             }

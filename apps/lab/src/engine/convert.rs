@@ -38,8 +38,6 @@ pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
         ("elapsed_seconds", seconds),
         ("bytes_per_second", bytes as f64 / seconds.max(1e-9)),
     ]);
-    if let Some(bytes) = layout::host_bytes(&image) {
-        values.insert("host_bytes".to_owned(), bytes as f64);
-    }
+    values.extend(layout::host_bytes(&image));
     Ok(Sample { values, ..Sample::default() })
 }

@@ -2,7 +2,6 @@
 //! between.
 
 use std::collections::BTreeMap;
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use crate::error::{Context, Result};
@@ -12,8 +11,7 @@ use vdkit_chain::{Disk, OpenOptions};
 
 use super::Bench;
 use crate::cells::{Rng, shuffled};
-use crate::fio::{Answer, PERCENTILES, both_series, interval_ms};
-use crate::front::Cache;
+use crate::fio::{Answer, both_series, interval_ms, percentiles};
 use crate::layout::{Image, noise};
 use crate::model::{Histogram, Series};
 use crate::profile::{Load, Pattern, Sync};
@@ -129,10 +127,9 @@ pub(super) fn run(
     bench: &mut Bench<'_>,
     load: &Load,
     image: &Image,
-    cache: Cache,
+    cache: CacheMode,
 ) -> Result<(Answer, Vec<Series>)> {
-    let options =
-        OpenOptions::read_write().format(image.format).cache(cache.name.parse::<CacheMode>()?);
+    let options = OpenOptions::read_write().format(image.format).cache(cache);
     let disk = Disk::open(bench.registry, &image.path, &options)?;
     let (began, interval_ms) = (Instant::now(), interval_ms(&bench.effort));
     let all = threads(bench, load, (&disk, image.bytes), began, interval_ms)?;
@@ -165,8 +162,8 @@ fn threads(
     let each = if load.to_the_end { bench.effort.bytes.min(part) } else { part };
     let most = if load.to_the_end { each / load.block / depth } else { u64::MAX };
     let until = began + Duration::from_secs_f64(bench.effort.seconds);
-    let total = Mutex::new(Vec::new());
-    std::thread::scope(|scope| {
+    let results: Vec<_> = std::thread::scope(|scope| {
+        let mut workers = Vec::new();
         for job in 0..jobs {
             let mut rng = Rng::new(bench.seed ^ job);
             let count = if load.once { (each / load.block) as usize } else { 0 };
@@ -185,19 +182,14 @@ fn threads(
                     blocks: blocks.map(|block| *block as u64).collect(),
                     rng: Rng::new(bench.seed ^ (job << 32 | lane)),
                 };
-                let total = &total;
-                scope.spawn(move || {
-                    let done = worker.run();
-                    if let Ok(mut total) = total.lock() {
-                        total.push(done);
-                    }
-                });
+                workers.push(scope.spawn(move || worker.run()));
             }
         }
+        workers.into_iter().map(|worker| worker.join()).collect()
     });
     let mut all = Done::default();
-    for done in total.into_inner().ok().context("a thread of the load has failed")? {
-        all.add(done?);
+    for done in results {
+        all.add(done.ok().context("a thread of the load has failed")??);
     }
     Ok(all)
 }
@@ -235,11 +227,7 @@ fn answer(load: &Load, done: Done, seconds: f64, flush: f64) -> Answer {
     if done.syncs > 0 {
         values.insert("sync_mean_ns".to_owned(), done.sync_ns / done.syncs as f64);
     }
-    for (key, fraction) in PERCENTILES {
-        if let Some(ns) = latencies.quantile(*fraction) {
-            values.insert((*key).to_owned(), ns as f64);
-        }
-    }
+    values.extend(percentiles(&latencies));
     Answer { values, latencies: Some(latencies), raw: Value::Null }
 }
 

@@ -38,12 +38,8 @@ pub(super) fn sample(bench: &mut Bench<'_>) -> Result<Sample> {
     let first = pass(bench, &disk, bytes, &files)?;
     let second = pass(bench, &disk, bytes, &files)?;
     let mut all = values([("elapsed_seconds", first), ("second_pass_seconds", second)]);
-    if let Some(bytes) = layout::host_bytes(&image) {
-        all.insert("host_bytes".to_owned(), bytes as f64);
-    }
-    if let Some(cpu) = served.server_cpu_seconds() {
-        all.insert("server_cpu_seconds".to_owned(), cpu);
-    }
+    all.extend(layout::host_bytes(&image));
+    all.extend(served.server_cpu_seconds().map(|cpu| ("server_cpu_seconds".to_owned(), cpu)));
     served.end();
     bench.note(&format!(
         "{} files of {} with {} bytes",

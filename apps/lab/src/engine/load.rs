@@ -7,8 +7,8 @@ use crate::error::{Context, Result};
 use super::{Bench, inside};
 use crate::environment::block::Counts;
 use crate::fio::{self, Answer};
-use crate::front::{self, Cache, Front, Guest, Served, Target};
-use crate::layout::{self, Layout};
+use crate::front::{self, Guest, Served, Target};
+use crate::layout;
 use crate::model::{Sample, Series};
 use crate::peers::need;
 use crate::process::Line;
@@ -19,19 +19,9 @@ const MARK: &str = "=== series ===";
 /// Where fio writes its results in a guest.
 const GUEST_OUTPUT: &str = "/tmp/out.json";
 
+/// Creates an image, serves it and runs the load.
 pub(super) fn sample(bench: &mut Bench<'_>, load: &Load) -> Result<Sample> {
     let (layout, front, cache) = (bench.layout()?, bench.front()?, bench.cache()?);
-    on(bench, load, layout, front, cache)
-}
-
-/// Creates an image, serves it and runs the load.
-pub(super) fn on(
-    bench: &mut Bench<'_>,
-    load: &Load,
-    layout: &Layout,
-    front: &Front,
-    cache: Cache,
-) -> Result<Sample> {
     let bytes = bench.disk_bytes()?;
     let content = bench.content(load.rw.reads() || load.rewrites);
     let image = layout::make(bench, layout, bytes, content)?;
@@ -40,9 +30,7 @@ pub(super) fn on(
     if let Some(ended) = served.end() {
         bench.note(&format!("the server took {:.2} s to shut down", ended.as_secs_f64()));
     }
-    if let Some(bytes) = layout::host_bytes(&image) {
-        sample.values.insert("host_bytes".to_owned(), bytes as f64);
-    }
+    sample.values.extend(layout::host_bytes(&image));
     Ok(sample)
 }
 
@@ -108,8 +96,8 @@ fn in_guest(
         Line::new("fio").args(&arguments).text(),
         fio::LOG
     );
-    let said = said(bench, guest, &script, bench.effort.seconds)?;
-    let (json, log) = said.split_once(MARK).context("the guest printed no results")?;
+    let output = output_of(bench, guest, &script, bench.effort.seconds)?;
+    let (json, log) = output.split_once(MARK).context("the guest printed no results")?;
     Ok((fio::parse(json, load)?, fio::series(log, load, &bench.effort)))
 }
 
@@ -123,12 +111,12 @@ fn call<'a>(
 }
 
 /// What a guest's script printed.
-fn said(bench: &mut Bench<'_>, guest: &Guest, script: &str, seconds: f64) -> Result<String> {
-    let said = guest.run(bench, script, seconds)?;
-    if said.emulated {
+fn output_of(bench: &mut Bench<'_>, guest: &Guest, script: &str, seconds: f64) -> Result<String> {
+    let output = guest.run(bench, script, seconds)?;
+    if output.emulated {
         bench.note("the guest's processor was emulated (TCG): no KVM here");
     }
-    Ok(said.results)
+    Ok(output.results)
 }
 
 /// Runs loads one after the other on a served disk of `bytes` bytes. Returns the bytes per second
@@ -151,7 +139,7 @@ pub(super) fn rates(
         let arguments = call(bench, &disk, bytes, Path::new(GUEST_OUTPUT)).in_turn(loads);
         let line = Line::new("fio").args(arguments).text();
         let script = format!("{line} || exit 1\ncat {GUEST_OUTPUT} > $OUT\n");
-        said(bench, guest, &script, bench.effort.seconds * loads.len() as f64)?
+        output_of(bench, guest, &script, bench.effort.seconds * loads.len() as f64)?
     } else {
         let output = bench.folder.join("fio.json");
         let arguments = call(bench, &disk, bytes, &output).in_turn(loads);

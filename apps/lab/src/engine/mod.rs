@@ -15,11 +15,11 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use crate::error::{Context, Result, bail};
-use vdkit_block::CancelToken;
+use vdkit_block::{CacheMode, CancelToken};
 use vdkit_chain::Registry;
 
 use crate::fit;
-use crate::front::{self, Cache, Front};
+use crate::front::{self, Front};
 use crate::layout::{Content, Layout};
 use crate::model::{Axes, Sample, value_of};
 use crate::peers::skip;
@@ -93,9 +93,9 @@ impl Bench<'_> {
         front::find(name).with_context(|| format!("unknown front '{name}'"))
     }
 
-    fn cache(&self) -> Result<Cache> {
+    fn cache(&self) -> Result<CacheMode> {
         let front = self.front()?;
-        Cache::named(self.axis("cache").unwrap_or_else(|| front.default_cache()))
+        Ok(self.axis("cache").unwrap_or_else(|| front.default_cache()).parse()?)
     }
 
     /// The load of the cell.

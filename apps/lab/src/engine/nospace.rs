@@ -84,15 +84,19 @@ fn within(bench: &mut Bench<'_>, fio: &Path, pool: &std::path::Path) -> Result<S
     let served = front::start(bench, front, &image, cache)?;
     let began = Instant::now();
     let mut writer = Writer::start(bench, fio, &served.target)?;
-    let (told, waited) = watch(bench, &mut writer, pool, &ballast)?;
-    let heard = match told {
-        true => writer.heard(bench)?,
-        false => Heard { failed: true, elapsed: began.elapsed(), ..Heard::default() },
+    let (completed, waited) = watch(bench, &mut writer, pool, &ballast)?;
+    let results = match completed {
+        true => writer.results(bench)?,
+        false => {
+            // A guest that goes on would hold the image.
+            drop(writer);
+            Results { failed: true, elapsed: began.elapsed(), ..Results::default() }
+        }
     };
     let _ = std::fs::remove_file(&ballast);
     served.end();
     let sound = sound(bench, &image)?;
-    Ok(conclude(bench, heard, waited, sound, front.daemons()))
+    Ok(conclude(bench, results, waited, sound, front.daemons()))
 }
 
 /// Waits for the client's end. Removes the ballast once the file system has been full for a while,
@@ -114,7 +118,6 @@ fn watch(
     while !writer.wait(Duration::from_millis(20))? {
         bench.cancel.check()?;
         if began.elapsed() > patience {
-            writer.end();
             bench.note("the client did not finish in time");
             return Ok((false, over(full_since, freed)));
         }
@@ -134,7 +137,7 @@ fn watch(
             bench.commands.push("# the ballast is removed: there is room again".to_owned());
         }
         if freed.is_some() {
-            writer.go_on(bench)?;
+            writer.resume(bench)?;
         }
     }
     Ok((true, over(full_since, freed)))
@@ -150,7 +153,7 @@ enum Writer {
 
 /// The client's results.
 #[derive(Debug, Default)]
-struct Heard {
+struct Results {
     /// fio's JSON output.
     fio: Value,
     /// Whether fio failed.
@@ -200,14 +203,8 @@ impl Writer {
         }
     }
 
-    fn end(&mut self) {
-        if let Self::Host(running) = self {
-            running.end();
-        }
-    }
-
     /// Resumes a guest that QEMU has stopped, as an administrator or libvirt would.
-    fn go_on(&mut self, bench: &mut Bench<'_>) -> Result<()> {
+    fn resume(&mut self, bench: &mut Bench<'_>) -> Result<()> {
         let Self::Guest { booted, stops, asked } = self else { return Ok(()) };
         if asked.elapsed() < ASK {
             return Ok(());
@@ -218,36 +215,37 @@ impl Writer {
         if machine.status().is_ok_and(|status| status == qmp::STOPPED) {
             *stops += 1;
             bench.commands.push("# to QEMU: {\"execute\": \"cont\"}".to_owned());
-            machine.go_on()?;
+            machine.resume()?;
         }
         Ok(())
     }
 
     /// Collects the results of a writer that has ended.
-    fn heard(self, bench: &mut Bench<'_>) -> Result<Heard> {
+    fn results(self, bench: &mut Bench<'_>) -> Result<Results> {
         let (booted, stops) = match self {
             Self::Host(mut running) => {
                 let ended = running.ended()?;
                 let fio = parsed(&ended.stdout);
-                let failed = !ended.status.success() || told_of_error(&fio);
+                let failed = !ended.status.success() || has_error(&fio);
                 let errors = u64::from(failed);
-                return Ok(Heard { fio, failed, errors, stops: 0, elapsed: ended.elapsed });
+                return Ok(Results { fio, failed, errors, stops: 0, elapsed: ended.elapsed });
             }
             Self::Guest { booted, stops, .. } => (booted, stops),
         };
-        let said = booted.said()?;
-        if said.emulated {
+        let output = booted.output()?;
+        if output.emulated {
             bench.note("the guest's processor was emulated (TCG): no KVM here");
         }
-        let (json, rest) = said.results.split_once(MARK).context("the guest printed no results")?;
+        let (json, rest) =
+            output.results.split_once(MARK).context("the guest printed no results")?;
         let mut numbers = rest.split_whitespace().map(str::parse::<u64>);
         let (Some(Ok(code)), Some(Ok(errors))) = (numbers.next(), numbers.next()) else {
             bail!("the guest printed no results: {rest}");
         };
         let fio = parsed(json);
         let seconds = fio["jobs"][0]["elapsed"].as_u64().unwrap_or(0);
-        let failed = code != 0 || told_of_error(&fio);
-        Ok(Heard { fio, failed, errors, stops, elapsed: Duration::from_secs(seconds) })
+        let failed = code != 0 || has_error(&fio);
+        Ok(Results { fio, failed, errors, stops, elapsed: Duration::from_secs(seconds) })
     }
 }
 
@@ -256,7 +254,7 @@ fn parsed(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_default()
 }
 
-fn told_of_error(fio: &Value) -> bool {
+fn has_error(fio: &Value) -> bool {
     fio["jobs"][0]["error"].as_u64() != Some(0)
 }
 
@@ -284,11 +282,14 @@ fn sound(bench: &mut Bench<'_>, image: &Image) -> Result<bool> {
 }
 
 /// What happened. `waited` is how long there was no space.
-fn told(heard: &Heard, waited: Duration, sound: bool) -> String {
-    let told = match (heard.failed, sound, heard.stops) {
+fn described(results: &Results, waited: Duration, sound: bool) -> String {
+    let text = match (results.failed, sound, results.stops) {
         (_, false, _) => "failed: the image is damaged",
-        _ if heard.errors > 0 => {
-            return format!("failed: the client got errors ({}); the image is sound", heard.errors);
+        _ if results.errors > 0 => {
+            return format!(
+                "failed: the client got errors ({}); the image is sound",
+                results.errors
+            );
         }
         (true, ..) => "failed: the client did not complete its writes; the image is sound",
         _ if waited.is_zero() => "completed, but the file system was never full",
@@ -298,32 +299,32 @@ fn told(heard: &Heard, waited: Duration, sound: bool) -> String {
              again and the lab resumed it (cont)"
         }
     };
-    told.to_owned()
+    text.to_owned()
 }
 
 fn conclude(
     bench: &mut Bench<'_>,
-    heard: Heard,
+    results: Results,
     waited: Duration,
     sound: bool,
     daemons: u32,
 ) -> Sample {
-    let written = heard.fio["jobs"][0]["write"]["io_bytes"].as_u64().unwrap_or(0);
+    let written = results.fio["jobs"][0]["write"]["io_bytes"].as_u64().unwrap_or(0);
     // A guest's kernel may retry a failed request, but the guest has seen an error.
-    let complete = !heard.failed && heard.errors == 0 && written == WRITE_BYTES;
-    if heard.failed && waited.is_zero() {
+    let complete = !results.failed && results.errors == 0 && written == WRITE_BYTES;
+    if results.failed && waited.is_zero() {
         bench.note("the client got an error before the file system was full");
     }
-    bench.note(&told(&heard, waited, sound));
+    bench.note(&described(&results, waited, sound));
     let all = values([
         ("survived", f64::from(u8::from(complete && sound))),
-        ("io_errors", heard.errors as f64),
-        ("machine_stops", f64::from(heard.stops)),
+        ("io_errors", results.errors as f64),
+        ("machine_stops", f64::from(results.stops)),
         ("daemons", f64::from(daemons)),
         ("stalled_seconds", waited.as_secs_f64()),
-        ("elapsed_seconds", heard.elapsed.as_secs_f64()),
+        ("elapsed_seconds", results.elapsed.as_secs_f64()),
     ]);
-    let raw = (!heard.fio.is_null()).then_some(heard.fio);
+    let raw = (!results.fio.is_null()).then_some(results.fio);
     Sample { values: all, raw, ..Sample::default() }
 }
 
@@ -336,23 +337,27 @@ mod tests {
     #[test]
     fn no_pause_and_no_error_is_made_up() {
         let full = Duration::from_secs(3);
-        let heard = |failed, errors, stops| Heard { failed, errors, stops, ..Heard::default() };
-        assert!(told(&heard(false, 0, 0), full, true).starts_with("paused"));
-        assert!(told(&heard(false, 0, 1), full, true).starts_with("QEMU stopped"));
-        assert!(told(&heard(false, 0, 0), Duration::ZERO, true).contains("never full"));
-        assert!(told(&heard(true, 2, 0), full, true).contains("got errors (2)"));
-        assert!(told(&heard(true, 0, 0), full, true).contains("did not complete"));
+        let results =
+            |failed, errors, stops| Results { failed, errors, stops, ..Results::default() };
+        assert!(described(&results(false, 0, 0), full, true).starts_with("paused"));
+        assert!(described(&results(false, 0, 1), full, true).starts_with("QEMU stopped"));
+        assert!(described(&results(false, 0, 0), Duration::ZERO, true).contains("never full"));
+        assert!(described(&results(true, 2, 0), full, true).contains("got errors (2)"));
+        assert!(described(&results(true, 0, 0), full, true).contains("did not complete"));
         // All was written in the end, but the guest's kernel had logged errors.
-        assert!(told(&heard(false, 1, 0), full, true).starts_with("failed: the client got errors"));
-        assert!(told(&heard(false, 0, 0), full, false).contains("damaged"));
+        assert!(
+            described(&results(false, 1, 0), full, true)
+                .starts_with("failed: the client got errors")
+        );
+        assert!(described(&results(false, 0, 0), full, false).contains("damaged"));
     }
 
     #[test]
     fn an_answer_without_an_end_is_an_error() {
         let ok = parsed("fio: hint\n{\"jobs\": [{\"error\": 0}]}");
-        assert!(!told_of_error(&ok));
+        assert!(!has_error(&ok));
         for text in ["", "{\"jobs\": [{\"error\": 28}]}", "{\"jobs\": ["] {
-            assert!(told_of_error(&parsed(text)), "{text}");
+            assert!(has_error(&parsed(text)), "{text}");
         }
     }
 }

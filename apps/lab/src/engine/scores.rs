@@ -9,10 +9,11 @@
 use std::collections::BTreeMap;
 
 use crate::error::{Context, Result};
+use vdkit_block::CacheMode;
 
 use super::{Bench, load};
 use crate::axes::BACKEND;
-use crate::front::{self, Cache, Front};
+use crate::front::{self, Front};
 use crate::layout::{self, Content, Layout};
 use crate::model::{Cell, Sample};
 use crate::profile::SCORE_LOADS;
@@ -60,8 +61,8 @@ pub fn references(cells: &[Cell]) -> BTreeMap<String, BTreeMap<String, f64>> {
 fn bare(bench: &mut Bench<'_>) -> Result<BTreeMap<String, f64>> {
     let (layout, front) = (layout::find("raw"), front::find("file"));
     let (layout, front) = (layout.context("no layout 'raw'")?, front.context("no front 'file'")?);
-    match all(bench, layout, front, Cache::NONE) {
-        Err(error) if error.skipped().is_some() => all(bench, layout, front, Cache::WRITEBACK),
+    match all(bench, layout, front, CacheMode::None) {
+        Err(error) if error.skipped().is_some() => all(bench, layout, front, CacheMode::Writeback),
         other => other,
     }
 }
@@ -71,7 +72,7 @@ fn all(
     bench: &mut Bench<'_>,
     layout: &Layout,
     front: &Front,
-    cache: Cache,
+    cache: CacheMode,
 ) -> Result<BTreeMap<String, f64>> {
     let bytes = bench.disk_bytes()?;
     let image = layout::make(bench, layout, bytes, Content::All)?;

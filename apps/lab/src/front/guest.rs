@@ -11,10 +11,10 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use crate::error::{Result, bail};
-use vdkit_block::CancelToken;
+use vdkit_block::{CacheMode, CancelToken};
 use vdkit_guest::Kernel;
 
-use super::{Aio, Cache, READY, Server, serve};
+use super::{Aio, READY, Server, serve};
 use crate::engine::Bench;
 use crate::layout::Image;
 use crate::peers::{need, skip};
@@ -58,8 +58,8 @@ pub struct Guest {
 const MEMORY: &str = "768M";
 /// Longest time of a guest besides its load: an emulated processor boots slowly.
 const PATIENCE: Duration = Duration::from_secs(240);
-/// Longest time for a kernel to prove that KVM works, which normally takes a second or two.
-const PROOF: Duration = Duration::from_secs(15);
+/// Longest silence of a kernel that is to prove that KVM works, which normally takes a second or two.
+const SILENCE: Duration = Duration::from_secs(5);
 /// The script's end on the first serial port.
 const ENDED: &str = "lab: the script ended with ";
 
@@ -104,7 +104,7 @@ pub(super) fn prepare(
     bus: Bus,
     source: Source,
     image: &Image,
-    cache: Cache,
+    cache: CacheMode,
 ) -> Result<(Guest, Option<Running>)> {
     let kernel = available()?;
     let initial = bench.folder.join("guest.cpio");
@@ -132,7 +132,7 @@ pub(super) fn prepare(
         }
     }
     if source != Source::VhostUser {
-        for device in bus.devices(!cache.through) {
+        for device in bus.devices(!cache.write_durable()) {
             let reports = source == Source::QemuReporting && device.contains("drive=");
             let device = if reports { format!("{device},werror=report") } else { device };
             arguments.extend(["-device".to_owned(), device]);
@@ -141,9 +141,14 @@ pub(super) fn prepare(
     Ok((Guest { arguments, initial, kernel: kernel.image, disk: bus.disk() }, server))
 }
 
-fn vhost_user(bench: &mut Bench<'_>, image: &Image, cache: Cache, at: &Path) -> Result<Running> {
+fn vhost_user(
+    bench: &mut Bench<'_>,
+    image: &Image,
+    cache: CacheMode,
+    at: &Path,
+) -> Result<Running> {
     let line = bench
-        .vdkit(&["serve", "-f", image.format, "--cache", cache.name])
+        .vdkit(&["serve", "-f", image.format, "--cache", &cache.to_string()])
         .arg("--vhost-user")
         .arg(at)
         .arg(&image.path);
@@ -155,7 +160,7 @@ fn vhost_user(bench: &mut Bench<'_>, image: &Image, cache: Cache, at: &Path) -> 
 
 /// The output of a guest's script on its results port (`$OUT`).
 #[derive(Debug)]
-pub struct Said {
+pub struct Output {
     /// The results.
     pub results: String,
     /// Whether QEMU emulated the processor.
@@ -168,16 +173,13 @@ impl Guest {
     ///
     /// # Errors
     /// The guest does not boot, the script fails, or the user interrupts.
-    pub fn run(&self, bench: &mut Bench<'_>, script: &str, seconds: f64) -> Result<Said> {
+    pub fn run(&self, bench: &mut Bench<'_>, script: &str, seconds: f64) -> Result<Output> {
         let mut booted = self.boot(bench, script)?;
-        let until = Instant::now() + PATIENCE + Duration::from_secs_f64(seconds.max(0.0));
-        while !booted.wait(Duration::from_millis(20))? {
-            bench.cancel.check()?;
-            if Instant::now() > until {
-                bail!("the guest does not shut down\nits console:\n{}", booted.console());
-            }
+        let most = PATIENCE + Duration::from_secs_f64(seconds.max(0.0));
+        if !booted.running.wait_long(most, &bench.cancel)? {
+            bail!("the guest does not shut down\nits console:\n{}", booted.console());
         }
-        booted.said()
+        booted.output()
     }
 
     /// Boots the guest with a script and returns. QEMU listens for QMP ([`super::qmp`]) at
@@ -237,13 +239,13 @@ impl Booted {
     ///
     /// # Errors
     /// The guest is still running, or its script failed.
-    pub fn said(mut self) -> Result<Said> {
+    pub fn output(mut self) -> Result<Output> {
         let ended = self.running.ended()?;
         if !read(&self.console).contains(&format!("{ENDED}0\n")) {
             let (console, complaint) = (self.console(), ended.complaint());
             bail!("the guest's script failed\nits console:\n{console}{complaint}");
         }
-        Ok(Said { results: read(&self.results), emulated: self.emulated })
+        Ok(Output { results: read(&self.results), emulated: self.emulated })
     }
 }
 
@@ -254,7 +256,7 @@ fn accelerator(kernel: &Path, cancel: &CancelToken) -> Result<&'static str> {
     if let Some(found) = FOUND.get() {
         return Ok(found);
     }
-    let works = comes_up("kvm", kernel, cancel, PROOF)?;
+    let works = comes_up("kvm", kernel, cancel, SILENCE)?;
     Ok(FOUND.get_or_init(|| if works { "kvm" } else { "tcg" }))
 }
 
@@ -266,25 +268,26 @@ fn processors(accelerator: &str) -> &'static [&'static str] {
     if accelerator == "tcg" { &["-smp", "1,maxcpus=2"] } else { &[] }
 }
 
-/// Whether the kernel boots with this accelerator within `most`. It boots until it finds no root
-/// file system, and then ends.
+/// Whether the kernel boots with this accelerator, and prints something within each `silence`. It
+/// boots until it finds no root file system, and then ends.
 fn comes_up(
     accelerator: &str,
     kernel: &Path,
     cancel: &CancelToken,
-    most: Duration,
+    silence: Duration,
 ) -> Result<bool> {
     let mut running = Line::new(need("qemu-system-x86_64")?)
         .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
         .args(["-machine", "pc", "-cpu", "max", "-m", "256M", "-accel", accelerator])
         .arg("-kernel")
         .arg(kernel)
-        .args(["-append", "console=ttyS0 panic=-1 no_timer_check", "-serial", "stdio"])
+        .args(["-append", "console=ttyS0 earlyprintk=ttyS0 panic=-1 no_timer_check"])
+        .args(["-serial", "stdio"])
         .start()?;
-    let until = Instant::now() + most;
-    while !running.wait(Duration::from_millis(20))? {
-        cancel.check()?;
-        if Instant::now() >= until {
+    let mut printed = 0;
+    while !running.wait_long(silence, cancel)? {
+        let before = std::mem::replace(&mut printed, running.printed());
+        if printed == before {
             return Ok(false);
         }
     }
@@ -327,19 +330,17 @@ pub fn guest_speed(bench: &mut Bench<'_>) -> Result<GuestSpeed> {
     // Test KVM first: the result is cached, and a failing test takes long.
     accelerator(&initramfs::kernel()?.image, &bench.cancel)?;
     let path = bench.folder.join("disk.raw");
-    let bytes = 1 << 20;
-    std::fs::File::create(&path)?.set_len(bytes)?;
-    let files = vec![path.clone()];
-    let image = Image { path, format: "raw", bytes, shown_bytes: bytes, files, device: false };
+    std::fs::File::create(&path)?.set_len(1 << 20)?;
+    let image = Image::file(path, "raw", 1 << 20);
     let began = Instant::now();
-    let (guest, _) = prepare(bench, Bus::Virtio, Source::Qemu, &image, Cache::WRITEBACK)?;
+    let (guest, _) = prepare(bench, Bus::Virtio, Source::Qemu, &image, CacheMode::Writeback)?;
     let fio = FIO_OF_NOTHING.join(" ");
     let script = format!("cat /proc/uptime > $OUT\nfio {fio} || exit 1\ncat /proc/uptime > $OUT\n");
-    let said = guest.run(bench, &script, 0.0)?;
+    let output = guest.run(bench, &script, 0.0)?;
     let all = began.elapsed().as_secs_f64();
     // Uptime before and after.
     let times: Vec<f64> =
-        said.results.lines().filter_map(|line| line.split(' ').next()?.parse().ok()).collect();
+        output.results.lines().filter_map(|line| line.split(' ').next()?.parse().ok()).collect();
     let [before, after] = times[..] else { bail!("the guest printed no times") };
     let fio = (after - before).clamp(0.0, all);
     Ok(GuestSpeed { boot: all - fio, fio })
@@ -386,20 +387,13 @@ mod tests {
         };
         let path = folder.path().join("disk.raw");
         std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
-        let image = Image {
-            files: vec![path.clone()],
-            path,
-            format: "raw",
-            bytes: 1 << 20,
-            shown_bytes: 1 << 20,
-            device: false,
-        };
-        let made = prepare(&mut bench, Bus::Virtio, Source::Qemu, &image, Cache::WRITEBACK);
+        let image = Image::file(path, "raw", 1 << 20);
+        let made = prepare(&mut bench, Bus::Virtio, Source::Qemu, &image, CacheMode::Writeback);
         let script =
             "(cat /sys/devices/system/cpu/possible; grep -c ^processor /proc/cpuinfo) > $OUT";
-        let said = made.unwrap().0.run(&mut bench, script, 0.0).unwrap();
-        let processors: Vec<&str> = said.results.split_whitespace().collect();
-        assert_eq!(processors, if said.emulated { ["0-1", "1"] } else { ["0", "1"] });
+        let output = made.unwrap().0.run(&mut bench, script, 0.0).unwrap();
+        let processors: Vec<&str> = output.results.split_whitespace().collect();
+        assert_eq!(processors, if output.emulated { ["0-1", "1"] } else { ["0", "1"] });
     }
 
     #[test]
@@ -408,8 +402,8 @@ mod tests {
             return;
         }
         let kernel = vdkit_guest::Kernel::fetched().image;
-        let comes_up = |accelerator, most| {
-            comes_up(accelerator, &kernel, &CancelToken::default(), most).unwrap()
+        let comes_up = |accelerator, silence| {
+            comes_up(accelerator, &kernel, &CancelToken::default(), silence).unwrap()
         };
         assert!(comes_up("tcg", PATIENCE));
         assert!(!comes_up("no-such-thing", PATIENCE));

@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use crate::error::{Context, Result};
 use rustix::fs::{Mode, OFlags};
+use vdkit_block::CacheMode;
 
-pub use guest::{Booted, Bus, FIO_OF_NOTHING, Guest, GuestSpeed, Said, Source, guest_speed};
+pub use guest::{Booted, Bus, FIO_OF_NOTHING, Guest, GuestSpeed, Output, Source, guest_speed};
 
 use crate::engine::Bench;
 use crate::fio::Disk;
@@ -170,7 +171,7 @@ impl Front {
     /// Whether this host has what the front needs, as far as is known before a run.
     ///
     /// # Errors
-    /// [`crate::peers::Skip`] with what is missing.
+    /// [`crate::Error::Skipped`] with what is missing.
     pub fn available(&self) -> Result<()> {
         match self.kind {
             Kind::File | Kind::InProcess => Ok(()),
@@ -183,7 +184,8 @@ impl Front {
         }
     }
 
-    /// The cache mode for plans that do not vary it: QEMU's default, or `none` for guests.
+    /// The cache mode for plans that do not vary it: QEMU's default, or `none` where asynchronous I/O
+    /// needs it.
     pub fn default_cache(&self) -> &'static str {
         match self.kind {
             Kind::Nbd(Server::StorageDaemon(Aio::Native | Aio::Uring)) => "none",
@@ -202,69 +204,6 @@ impl Front {
     }
 }
 
-/// Durability guarantees for written bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cache {
-    /// Name of the mode in vdkit and QEMU.
-    pub name: &'static str,
-    /// What it does.
-    pub about: &'static str,
-    /// Bypasses the page cache.
-    pub direct: bool,
-    /// Each write is durable.
-    pub through: bool,
-    /// Flushes do nothing.
-    pub no_flush: bool,
-}
-
-/// Every cache mode.
-pub static CACHES: &[Cache] = &[
-    Cache::WRITEBACK,
-    Cache::NONE,
-    Cache {
-        name: "writethrough",
-        about: "through the page cache, each write durable",
-        through: true,
-        ..Cache::WRITEBACK
-    },
-    Cache {
-        name: "directsync",
-        about: "bypasses the page cache, each write durable",
-        through: true,
-        ..Cache::NONE
-    },
-    Cache {
-        name: "unsafe",
-        about: "through the page cache, flushes do nothing",
-        no_flush: true,
-        ..Cache::WRITEBACK
-    },
-];
-
-impl Cache {
-    /// QEMU's default.
-    pub const WRITEBACK: Self = Self {
-        name: "writeback",
-        about: "through the host's page cache, durable when flushed",
-        direct: false,
-        through: false,
-        no_flush: false,
-    };
-    /// The usual mode of guests.
-    pub const NONE: Self = Self {
-        name: "none",
-        about: "bypasses the page cache, durable when flushed",
-        direct: true,
-        ..Self::WRITEBACK
-    };
-
-    /// The mode of this name.
-    pub fn named(name: &str) -> Result<Self> {
-        let found = CACHES.iter().find(|cache| cache.name == name).copied();
-        found.with_context(|| format!("unknown cache mode '{name}'"))
-    }
-}
-
 /// The disk that the load uses.
 #[derive(Debug)]
 pub enum Target {
@@ -275,7 +214,7 @@ pub enum Target {
         /// The image.
         image: Image,
         /// The cache mode.
-        cache: Cache,
+        cache: CacheMode,
     },
     /// A guest with the disk.
     Guest(Box<Guest>),
@@ -316,9 +255,14 @@ const READY: Duration = Duration::from_secs(60);
 /// Starts what serves the image.
 ///
 /// # Errors
-/// [`crate::peers::Skip`] if the front is not possible here; the server's error message.
-pub fn start(bench: &mut Bench<'_>, front: &Front, image: &Image, cache: Cache) -> Result<Served> {
-    if cache.direct {
+/// [`crate::Error::Skipped`] if the front is not possible here; the server's error message.
+pub fn start(
+    bench: &mut Bench<'_>,
+    front: &Front,
+    image: &Image,
+    cache: CacheMode,
+) -> Result<Served> {
+    if cache.direct() {
         need_direct(&image.path)?;
     }
     match front.kind {
@@ -336,7 +280,7 @@ pub fn start(bench: &mut Bench<'_>, front: &Front, image: &Image, cache: Cache) 
             let path = bench.folder.join("fuse.raw");
             let running = serve::fuse(bench, server, image, cache, &path)?;
             // The server implements the cache mode; a second cache above it would hide the effect.
-            let disk = Disk::File { path: name_of(&path)?.to_owned(), cache: Cache::NONE };
+            let disk = Disk::File { path: name_of(&path)?.to_owned(), cache: CacheMode::None };
             Ok(Served::by(Target::Disk(disk), Some(running)))
         }
         Kind::Guest(bus, source) => {
@@ -346,7 +290,7 @@ pub fn start(bench: &mut Bench<'_>, front: &Front, image: &Image, cache: Cache) 
     }
 }
 
-fn file(image: &Image, cache: Cache) -> Result<Served> {
+fn file(image: &Image, cache: CacheMode) -> Result<Served> {
     if image.format != "raw" {
         return skip(format!(
             "a program that opens the file sees the bytes of the {} image, not those of the disk",

@@ -67,7 +67,7 @@ impl Machine {
     }
 
     /// Resumes a stopped guest.
-    pub fn go_on(&mut self) -> Result<()> {
+    pub fn resume(&mut self) -> Result<()> {
         self.ask("cont").map(|_| ())
     }
 }
@@ -112,7 +112,7 @@ mod tests {
         });
         let mut machine = Machine::connect(&socket).unwrap();
         assert_eq!(machine.status().unwrap(), STOPPED);
-        assert!(machine.go_on().unwrap_err().to_string().contains("not now"));
+        assert!(machine.resume().unwrap_err().to_string().contains("not now"));
         // The server has closed the connection.
         machine.status().unwrap_err();
         let asked = server.join().unwrap();

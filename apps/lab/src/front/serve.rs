@@ -5,7 +5,9 @@ use std::path::Path;
 
 use crate::error::{Context, Result, bail};
 
-use super::{Aio, Cache, READY, Server, name_of};
+use vdkit_block::CacheMode;
+
+use super::{Aio, READY, Server, name_of};
 use crate::engine::Bench;
 use crate::layout::Image;
 use crate::peers::{need, skip};
@@ -16,19 +18,19 @@ pub(super) fn nbd(
     bench: &mut Bench<'_>,
     server: Server,
     image: &Image,
-    cache: Cache,
+    cache: CacheMode,
     socket: &Path,
 ) -> Result<Running> {
     let at = socket.display();
     let line = match server {
         Server::Vdkit => bench
-            .vdkit(&["serve", "-f", image.format, "--cache", cache.name])
+            .vdkit(&["serve", "-f", image.format, "--cache", &cache.to_string()])
             .arg("--nbd")
             .arg(format!("unix:{at}"))
             .arg(&image.path),
         Server::QemuNbd => Line::new(need("qemu-nbd")?)
             .args(["--persistent", "--shared=64", "-f", image.format])
-            .arg(format!("--cache={}", cache.name))
+            .arg(format!("--cache={cache}"))
             .arg(format!("--socket={at}"))
             .arg(&image.path),
         Server::StorageDaemon(aio) => storage_daemon(image, cache, aio)?
@@ -43,20 +45,20 @@ pub(super) fn nbd(
     Ok(running)
 }
 
-fn nbdkit(image: &Image, cache: Cache, socket: &Path) -> Result<Line> {
+fn nbdkit(image: &Image, cache: CacheMode, socket: &Path) -> Result<Line> {
     if image.format != "raw" {
         return skip("nbdkit serves raw images");
     }
-    if cache.name != "writeback" {
-        return skip(format!("nbdkit has no cache mode '{}' for files", cache.name));
+    if cache != CacheMode::Writeback {
+        return skip(format!("nbdkit has no cache mode '{cache}' for files"));
     }
     let line = Line::new(need("nbdkit")?).args(["--foreground", "--unix"]).arg(socket);
     Ok(line.arg("file").arg(&image.path))
 }
 
 /// The storage daemon's command line with the image as node `disk`.
-fn storage_daemon(image: &Image, cache: Cache, aio: Aio) -> Result<Line> {
-    if aio == Aio::Native && !cache.direct {
+fn storage_daemon(image: &Image, cache: CacheMode, aio: Aio) -> Result<Line> {
+    if aio == Aio::Native && !cache.direct() {
         return skip("QEMU takes aio=native only past the page cache: cache none or directsync");
     }
     let line = Line::new(need("qemu-storage-daemon")?);
@@ -65,12 +67,12 @@ fn storage_daemon(image: &Image, cache: Cache, aio: Aio) -> Result<Line> {
 }
 
 /// QEMU's node definitions for an image, whose node is `disk`.
-pub(super) fn nodes(image: &Image, cache: Cache, aio: Aio) -> Result<[String; 2]> {
+pub(super) fn nodes(image: &Image, cache: CacheMode, aio: Aio) -> Result<[String; 2]> {
     let path = name_of(&image.path)?.replace(',', ",,");
     let driver = if image.device { "host_device" } else { "file" };
     let switch = |on| if on { "on" } else { "off" };
-    let flags =
-        format!("cache.direct={},cache.no-flush={}", switch(cache.direct), switch(cache.no_flush));
+    let (direct, no_flush) = (switch(cache.direct()), switch(cache == CacheMode::Unsafe));
+    let flags = format!("cache.direct={direct},cache.no-flush={no_flush}");
     let format = image.format;
     let aio = aio.option();
     Ok([
@@ -79,8 +81,8 @@ pub(super) fn nodes(image: &Image, cache: Cache, aio: Aio) -> Result<[String; 2]
     ])
 }
 
-fn through(cache: Cache) -> &'static str {
-    if cache.through { ",writethrough=on" } else { "" }
+fn through(cache: CacheMode) -> &'static str {
+    if cache.write_durable() { ",writethrough=on" } else { "" }
 }
 
 /// Serves the disk as one plain file over FUSE.
@@ -88,12 +90,12 @@ pub(super) fn fuse(
     bench: &mut Bench<'_>,
     server: Server,
     image: &Image,
-    cache: Cache,
+    cache: CacheMode,
     file: &Path,
 ) -> Result<Running> {
     let line = match server {
         Server::Vdkit => bench
-            .vdkit(&["mount", "-f", image.format, "--cache", cache.name])
+            .vdkit(&["mount", "-f", image.format, "--cache", &cache.to_string()])
             .arg(&image.path)
             .arg(file),
         Server::StorageDaemon(aio) => {
@@ -120,15 +122,8 @@ mod tests {
 
     #[test]
     fn qemu_is_told_of_the_cache_mode_and_of_commas() {
-        let image = Image {
-            path: "/a,b/disk.qcow2".into(),
-            format: "qcow2",
-            bytes: 1,
-            shown_bytes: 1,
-            files: vec![],
-            device: false,
-        };
-        let none = Cache::named("none").unwrap();
+        let image = Image::file("/a,b/disk.qcow2".into(), "qcow2", 1);
+        let none = CacheMode::None;
         let [file, disk] = nodes(&image, none, Aio::Threads).unwrap();
         assert_eq!(
             file,
@@ -137,15 +132,15 @@ mod tests {
         );
         assert!(disk.starts_with("driver=qcow2,node-name=disk,file=file,cache.direct=on"));
         let image = Image { device: true, ..image };
-        let [file, _] = nodes(&image, Cache::named("unsafe").unwrap(), Aio::Threads).unwrap();
+        let [file, _] = nodes(&image, CacheMode::Unsafe, Aio::Threads).unwrap();
         assert!(file.contains("driver=host_device") && file.contains("no-flush=on"), "{file}");
         for (aio, word) in [(Aio::Native, ",aio=native"), (Aio::Uring, ",aio=io_uring")] {
             let [file, disk] = nodes(&image, none, aio).unwrap();
             assert!(file.ends_with(word) && !disk.contains("aio="), "{file} {disk}");
         }
         // A combination that QEMU would refuse is reported before QEMU is started.
-        let writeback = Cache::named("writeback").unwrap();
-        let told = storage_daemon(&image, writeback, Aio::Native).unwrap_err().to_string();
+        let told =
+            storage_daemon(&image, CacheMode::Writeback, Aio::Native).unwrap_err().to_string();
         assert!(told.contains("past the page cache"), "{told}");
     }
 }

@@ -15,21 +15,14 @@ use crate::peers::find;
 use crate::process::Line;
 
 /// Why a device is refused.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{reason}")]
 pub struct Refusal {
     /// What was found.
     pub reason: String,
     /// What the user may do.
     pub hint: String,
 }
-
-impl std::fmt::Display for Refusal {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.reason)
-    }
-}
-
-impl std::error::Error for Refusal {}
 
 fn refuse<T>(device: &Path, reason: impl std::fmt::Display, hint: &str) -> Result<T> {
     Err(Refusal { reason: format!("{}: {reason}", device.display()), hint: hint.to_owned() }.into())

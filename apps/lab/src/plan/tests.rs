@@ -103,6 +103,10 @@ fn the_built_in_plans_are_sound() {
     for (plan, (name, _)) in plans.iter().zip(BUILT_IN) {
         assert_eq!(plan.name, *name);
         assert!(plan.question.ends_with('?'), "{name}");
+        for quick in [false, true] {
+            let place = PlaceInfo { name: "ext4".into(), ..PlaceInfo::default() };
+            assert!(!crate::cells::cells(plan, &[&place], quick).is_empty(), "{name}");
+        }
         assert!(
             !plan.published.is_empty()
                 || ["nospace", "cache-modes", "preallocation"].contains(&plan.name.as_str())

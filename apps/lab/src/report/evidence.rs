@@ -117,7 +117,7 @@ pub(super) fn samples(run: &Run) -> Option<Markup> {
 /// The machine and the places of images.
 pub(super) fn machine(run: &Run) -> Option<Markup> {
     let environment = &run.environment;
-    // What is known of a place is stored twice: for programs and for people.
+    // Older versions stored what is known of a place twice.
     let told = |section: &Section| {
         environment.places.iter().any(|place| section.title == format!("Place {}", place.name))
     };
@@ -217,7 +217,7 @@ pub(super) fn method() -> Markup {
             li { b { "Significant. " } "A difference is significant if its interval does not contain 1 and it is at least 2 %. The intervals follow Student's distribution. All comparisons of a page share one error probability of 5 %, half of it those with the default: of twenty pages about equal configurations, on average at most one should call anything better or worse. " code { "vdkit lab calibrate" } " tests this on a host. Fewer than three rounds decide nothing." }
             li { b { "Advice. " } "Configurations that lose data in a power failure (cache=unsafe, a file system in memory) are never advised. The others are ranked by the geometric mean over all loads. The default stays unless another one is significantly better. If a value of a choice was not measured at all, nothing is advised." }
             li { b { "Number of rounds. " } "The run ends when each comparison that matters is decided or its interval is within 12 % either way, or at its limit of rounds or time. Each test of the results makes the next decision stricter." }
-            li { b { "Confidence. " } "High: five rounds or more that vary by at most 5 %, all samples even, no disturbance. Fair: three rounds or more that vary by at most 15 %." }
+            li { b { "Confidence. " } "High: five rounds or more that vary by at most 5 %, all samples even, and nothing limits the results. Fair: three rounds or more that vary by at most 15 %." }
             li { b { "Percentiles. " } "Of the requests of all rounds together. A percentile is shown only if there are enough requests: 99.99 % needs ten thousand." }
         }
     }

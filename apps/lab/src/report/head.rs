@@ -7,7 +7,7 @@ use crate::lists::grouped;
 use crate::model::{Axes, Cell, Outcome, Run};
 use crate::stats::{Gain, NARROW};
 use crate::verdict::{
-    Advice, Exception, Level, SURVIVED_TOO, SetAside, Setup, Verdict, blocking, interval,
+    Advice, Answer, Exception, Level, SURVIVED_TOO, SetAside, Setup, Verdict, blocking, interval,
 };
 use crate::words::{alone, date, first_of, label, listed, plural, sentence, time, times, title};
 
@@ -250,14 +250,14 @@ pub(super) fn code(text: &str, name: &str) -> Markup {
     }
 }
 
-/// The questions that the run answers.
+/// The questions that the run answers, without the plan's: its answer is the verdict.
 pub(super) fn answers(verdict: &Verdict) -> Option<Markup> {
-    (!verdict.answers.is_empty()).then(|| {
+    let all = verdict.answers.iter().filter(|answer| answer.sentence != verdict.sentence);
+    let all: Vec<&Answer> = all.collect();
+    (!all.is_empty()).then(|| {
         html! {
             dl class="answers" {
-                @for answer in &verdict.answers {
-                    div { dt { (answer.question) } dd { (answer.sentence) } }
-                }
+                @for answer in all { div { dt { (answer.question) } dd { (answer.sentence) } } }
             }
         }
     })

@@ -2,16 +2,14 @@
 
 use maud::{Markup, html};
 
-use super::charts::{
-    Caption, LINES_MAX, Line, Point, Timeline, curves, distribution, state, timeline,
-};
+use super::charts::{Axis, Chart, LINES_MAX, Line, Range, state};
 use super::theme::LINE_COLORS;
 use crate::lists::grouped;
-use crate::matrix::{Matrix, OWN_TOOL, Role, role};
-use crate::model::{Axes, Cell, Series, Steady, metric, with_value};
+use crate::matrix::{Matrix, Role, is_own_tool};
+use crate::model::{Axes, Cell, Series, metric, with_value};
 use crate::stats::{Percentile, median, merged, percentiles};
 use crate::verdict::{Verdict, steadiness};
-use crate::words::{counted, digits, label, percent, plural, time, title, value};
+use crate::words::{counted, digits, label, percent, plural, time, title, value, value_of};
 
 /// Number of charts of one kind that are open; further ones are collapsed.
 const OPEN_MAX: usize = 3;
@@ -36,14 +34,6 @@ fn stacked(charts: Vec<(String, Markup)>) -> Option<Markup> {
     })
 }
 
-/// The axes of a cell without its load.
-fn way(matrix: &Matrix<'_>, cell: &Cell) -> Axes {
-    let short = matrix.short(&cell.axes);
-    let load = matrix.load(cell);
-    let way: Axes = short.into_iter().filter(|entry| !load.contains(entry)).collect();
-    if way.is_empty() { cell.axes.clone() } else { way }
-}
-
 /// The ways that are drawn. Each has one color in all charts of a page.
 pub(super) struct Colors {
     ways: Vec<(Axes, usize)>,
@@ -64,7 +54,7 @@ impl Colors {
         };
         let cells = &matrix.run.cells;
         if let Some(first) = verdict.cells.first() {
-            add(way(matrix, &cells[*first]), 0);
+            add(matrix.way(&cells[*first]), 0);
         }
         let default = cells.iter().find(|cell| {
             let best = verdict.leading.as_ref();
@@ -72,14 +62,14 @@ impl Colors {
             beside && matrix.is_default(cell)
         });
         if let Some(default) = default {
-            add(way(matrix, default), 1);
+            add(matrix.way(default), 1);
         }
         let mut color = 2;
         let most = groups.iter().map(|(_, cells)| cells.len()).max().unwrap_or(0);
         for place in 0..most {
             for (_, cells) in &groups {
                 let Some(cell) = cells.get(place) else { continue };
-                if color < LINE_COLORS && add(way(matrix, cell), color) {
+                if color < LINE_COLORS && add(matrix.way(cell), color) {
                     color += 1;
                 }
             }
@@ -99,14 +89,46 @@ impl Colors {
         let named = told_apart(&ways).into_iter().zip(found);
         named.map(|(name, (color, _, thing))| (color, name, thing)).collect()
     }
+}
 
-    /// The lines of a chart, and those of the table below it, which has all ways.
-    fn lines<P: Clone>(&self, all: &[(Axes, Vec<P>)]) -> (Vec<Line<P>>, Vec<Line<P>>) {
-        let line = |color, name, points: &Vec<P>| Line { color, name, points: points.clone() };
-        let drawn = self.drawn(all, LINES_MAX).into_iter();
-        let drawn = drawn.map(|(color, name, points)| line(color, name, points));
-        let numbers = all.iter().map(|(way, points)| line(0, label(way), points));
-        (drawn.collect(), numbers.collect())
+/// The ways that a chart draws: color, name, points.
+type Drawn<'x, P> = [(usize, String, &'x Vec<P>)];
+
+/// The lines of a chart.
+fn lines<P>(drawn: &Drawn<'_, P>, place: impl Fn(&P) -> (f64, f64)) -> Vec<Line> {
+    let line = |(color, name, points): &(usize, String, &Vec<P>)| Line {
+        color: *color,
+        name: name.clone(),
+        points: points.iter().map(&place).collect(),
+    };
+    drawn.iter().map(line).collect()
+}
+
+/// All numbers of a chart, collapsed: rows of a configuration and its numbers. `ways` is the number
+/// of configurations; the chart may draw fewer.
+fn numbers(heads: &[String], rows: &[(String, Vec<String>)], ways: usize) -> Markup {
+    html! {
+        details class="numbers" {
+            summary { "Numbers" }
+            div class="scroll" tabindex="0" role="region" aria-label="Numbers of the chart" {
+                table {
+                    thead { tr {
+                        th scope="col" { "Configuration" }
+                        @for head in heads { th scope="col" class="num" { (head) } }
+                    } }
+                    tbody { @for (name, numbers) in rows { tr {
+                        th scope="row" { (name) }
+                        @for number in numbers { td class="num" { (number) } }
+                    } } }
+                }
+            }
+        }
+        @if ways > LINES_MAX {
+            p class="note" {
+                "The chart shows the advised configuration and the default, if there are any, and some of the best others; the table has all "
+                (ways) ". A configuration has the same color in all charts."
+            }
+        }
     }
 }
 
@@ -122,10 +144,9 @@ fn near(cell: &Cell, leading: &Axes, matrix: &Matrix<'_>) -> bool {
 /// if it is vdkit.
 fn told_apart(ways: &[Axes]) -> Vec<String> {
     let same = |entry: &(String, String)| ways.iter().all(|way| way.contains(entry));
-    let own = |entry: &(String, String)| role(&entry.0) == Role::Tool && entry.1 == OWN_TOOL;
     ways.iter()
         .map(|way| {
-            let told = way.iter().filter(|entry| !own(entry) && (ways.len() == 1 || !same(entry)));
+            let told = way.iter().filter(|e| !is_own_tool(e) && (ways.len() == 1 || !same(e)));
             let told: Axes = told.cloned().collect();
             if told.is_empty() { label(way) } else { label(&told) }
         })
@@ -150,110 +171,78 @@ fn without_depth(profile: &str) -> Option<(u32, String)> {
     Some((depth, stem.join("-")))
 }
 
-/// A way that was measured at several queue depths.
-struct Depths {
-    way: Axes,
-    /// Sort key: the advised way first, then the default, then others.
-    place: (bool, bool),
-    points: Vec<Point>,
+/// The result at one queue depth.
+#[derive(Clone, Debug)]
+struct Point {
+    depth: u32,
+    /// Requests per second.
+    iops: f64,
+    /// Latency in seconds.
+    latency: f64,
 }
 
-/// The ways of each load, by the load's name without the depth.
-fn by_depth(matrix: &Matrix<'_>, verdict: &Verdict) -> Vec<(String, Vec<Depths>)> {
-    let mut charts: Vec<(String, Vec<Depths>)> = Vec::new();
-    for (i, cell) in matrix.run.cells.iter().enumerate() {
-        let Some((depth, rest)) = depth_of(cell) else { continue };
-        let value = |key: &str| median(&cell.values(key));
-        let latency = value("latency_p50_ns").or_else(|| value("latency_mean_ns"));
-        let (Some(iops), Some(latency)) = (value("iops"), latency) else { continue };
-        if iops <= 0.0 || latency <= 0.0 {
-            continue;
-        }
+/// The most requests per second of a way.
+fn most(points: &[Point]) -> f64 {
+    points.iter().map(|point| point.iops).fold(0.0, f64::max)
+}
+
+/// The ways that were measured at several depths, best first, by the load's name without the depth.
+fn by_depth(matrix: &Matrix<'_>) -> Vec<(String, Vec<(Axes, Vec<Point>)>)> {
+    let point = |cell: &Cell| {
+        let (depth, rest) = depth_of(cell)?;
+        let value = |key: &str| median(&cell.values(key)).filter(|value| *value > 0.0);
+        let latency = value("latency_p50_ns").or_else(|| value("latency_mean_ns"))? * 1e-9;
         let part = |wanted: Role| -> Axes {
             let own = matrix.part(&rest, wanted);
             own.into_iter().filter(|(axis, _)| matrix.varying.contains(&axis.as_str())).collect()
         };
-        let (load, mut way) = (label(&part(Role::Condition)), part(Role::Choice));
-        way.extend(part(Role::Tool));
-        let point = Point { depth, iops, latency: latency * 1e-9 };
-        let at = charts.iter().position(|(name, _)| *name == load).unwrap_or_else(|| {
-            charts.push((load, Vec::new()));
-            charts.len() - 1
-        });
-        let ways = &mut charts[at].1;
-        match ways.iter_mut().find(|known| known.way == way) {
-            Some(known) => known.points.push(point),
-            None => {
-                let place = (!verdict.cells.contains(&i), !matrix.is_default(cell));
-                ways.push(Depths { way, place, points: vec![point] });
-            }
-        }
-    }
-    for (_, ways) in &mut charts {
-        ways.retain(|way| way.points.len() > 1);
-        for way in ways.iter_mut() {
-            way.points.sort_by_key(|point| point.depth);
-        }
-        let most = |way: &Depths| way.points.iter().map(|point| point.iops).fold(0.0, f64::max);
-        ways.sort_by(|a, b| a.place.cmp(&b.place).then(most(b).total_cmp(&most(a))));
+        let way = [part(Role::Choice), part(Role::Tool)].concat();
+        let point = Point { depth, iops: value("iops")?, latency };
+        Some((label(&part(Role::Condition)), (way, point)))
+    };
+    let mut charts = Vec::new();
+    for (load, points) in grouped(matrix.run.cells.iter().filter_map(point)) {
+        let mut ways = grouped(points);
+        ways.retain(|(_, points)| points.len() > 1);
+        ways.iter_mut().for_each(|(_, points)| points.sort_by_key(|point| point.depth));
+        ways.sort_by(|(_, a), (_, b)| most(b).total_cmp(&most(a)));
+        charts.push((load, ways));
     }
     charts
 }
 
 /// Charts of requests per second against latency, for loads measured at several queue depths.
-pub(super) fn depth(matrix: &Matrix<'_>, verdict: &Verdict, colors: &Colors) -> Option<Markup> {
-    let charts =
-        by_depth(matrix, verdict).into_iter().enumerate().filter_map(|(i, (load, ways))| {
-            let all: Vec<(Axes, Vec<Point>)> =
-                ways.into_iter().map(|way| (way.way, way.points)).collect();
-            let (lines, numbers) = colors.lines(&all);
-            let most =
-                |line: &Line<Point>| line.points.iter().map(|point| point.iops).fold(0.0, f64::max);
-            let first = lines.iter().max_by(|a, b| most(a).total_cmp(&most(b)))?.name.clone();
-            let name = if load.is_empty() { "By queue depth".to_owned() } else { load };
-            let caption = Caption {
-                id: format!("depth-{i}"),
-                title: format!("Requests per second against latency, {name}"),
-                description: format!(
-                    "Of these lines, {first} reaches the most requests per second. Numbers below."
-                ),
-            };
-            Some((name, html! { (curves(&caption, &lines)) (depth_table(&numbers)) }))
-        });
+pub(super) fn depth(matrix: &Matrix<'_>, colors: &Colors) -> Option<Markup> {
+    let charts = by_depth(matrix).into_iter().enumerate().filter_map(|(i, (load, ways))| {
+        let drawn = colors.drawn(&ways, LINES_MAX);
+        let (_, first, _) = drawn.iter().max_by(|(.., a), (.., b)| most(a).total_cmp(&most(b)))?;
+        let name = if load.is_empty() { "By queue depth".to_owned() } else { load };
+        let chart = Chart {
+            id: format!("depth-{i}"),
+            title: format!("Requests per second against latency, {name}"),
+            description: format!(
+                "Of these lines, {first} reaches the most requests per second. Numbers below."
+            ),
+            lines: lines(&drawn, |point| (point.iops, point.latency)),
+            x: Axis {
+                name: "requests per second (more is better)",
+                range: Range::Linear(0.0, 1.08),
+                ticks: &[],
+                text: &counted,
+            },
+            y: Axis { name: "median latency", range: Range::Log, ticks: &[], text: &time },
+            marks: drawn[0].2.iter().map(|point| format!("Q{}", point.depth)).collect(),
+            window: None,
+        };
+        let row = |way: &Axes, Point { depth, iops, latency }: &Point| {
+            (label(way), vec![depth.to_string(), counted(*iops), time(*latency)])
+        };
+        let rows = ways.iter().flat_map(|(way, points)| points.iter().map(move |p| row(way, p)));
+        let rows: Vec<_> = rows.collect();
+        let heads = ["Queue depth", "Requests per second", "Median latency"].map(str::to_owned);
+        Some((name, html! { (chart.html()) (numbers(&heads, &rows, ways.len())) }))
+    });
     stacked(charts.collect())
-}
-
-fn depth_table(ways: &[Line<Point>]) -> Markup {
-    html! {
-        details class="numbers" {
-            summary { "Numbers" }
-            div class="scroll" tabindex="0" role="region" aria-label="Numbers of the chart" {
-                table {
-                    thead { tr { th scope="col" { "Configuration" } th scope="col" class="num" { "Queue depth" }
-                        th scope="col" class="num" { "Requests per second" } th scope="col" class="num" { "Median latency" } } }
-                    tbody { @for way in ways { @for point in &way.points { tr {
-                        th scope="row" { (way.name) }
-                        td class="num" { (point.depth) }
-                        td class="num" { (counted(point.iops)) }
-                        td class="num" { (time(point.latency)) }
-                    } } } }
-                }
-            }
-        }
-        (drawn_note(ways.len()))
-    }
-}
-
-/// Says which lines a chart has, if the table has more.
-fn drawn_note(ways: usize) -> Markup {
-    html! {
-        @if ways > LINES_MAX {
-            p class="note" {
-                "The chart shows the advised configuration and the default, if there are any, and some of the best others; the table has all "
-                (ways) ". A configuration has the same color in all charts."
-            }
-        }
-    }
 }
 
 /// Cells by load. The advised way comes first, then the default, then the best of the others.
@@ -286,67 +275,69 @@ pub(super) fn latency(matrix: &Matrix<'_>, verdict: &Verdict, colors: &Colors) -
                 .filter_map(|cell| {
                     let all = merged(cell.samples.iter().filter_map(|s| s.latencies.as_ref()));
                     let points = percentiles(&all);
-                    (points.len() > 1).then(|| (way(matrix, cell), points))
+                    (points.len() > 1).then(|| (matrix.way(cell), points))
                 })
                 .collect();
-            let (lines, numbers) = colors.lines(&found);
-            if lines.is_empty() {
+            let drawn = colors.drawn(&found, LINES_MAX);
+            if drawn.is_empty() {
                 return None;
             }
             let name = if load.is_empty() { "All requests".to_owned() } else { label(&load) };
-            let caption = Caption {
+            let chart = Chart {
                 id: format!("latency-{i}"),
                 title: format!("Latency distribution, {name}"),
-                description: said(&lines),
+                description: said(&drawn),
+                lines: lines(&drawn, |point| (nines(point.fraction), point.ns as f64 * 1e-9)),
+                // One step per nine: 0.9, 0.99, 0.999.
+                x: Axis {
+                    name: "requests that took at most this long",
+                    range: Range::Linear(nines(0.5), 1.0),
+                    ticks: &[0.5, 0.9, 0.99, 0.999, 0.9999].map(nines),
+                    text: &|nines| percent_of(1.0 - 10f64.powf(-nines)),
+                },
+                y: Axis { name: "latency", range: Range::Log, ticks: &[], text: &time },
+                marks: Vec::new(),
+                window: None,
             };
-            Some((name, html! { (distribution(&caption, &lines)) (latency_table(&numbers)) }))
+            Some((name, html! { (chart.html()) (latency_table(&found)) }))
         });
     stacked(charts.collect())
 }
 
-fn said(lines: &[Line<Percentile>]) -> String {
-    let of = |line: &Line<Percentile>| {
-        let (first, last) = (line.points.first()?, line.points.last()?);
+/// Maps 0.9 to 1 and 0.99 to 2.
+fn nines(fraction: f64) -> f64 {
+    -(1.0 - fraction).max(1e-9).log10()
+}
+
+fn said(drawn: &Drawn<'_, Percentile>) -> String {
+    let of = |(_, name, points): &(usize, String, &Vec<Percentile>)| {
+        let (first, last) = (points.first()?, points.last()?);
         let ns = |point: &Percentile| time(point.ns as f64 * 1e-9);
-        Some(format!(
-            "{}: median {}, {} within {}",
-            line.name,
-            ns(first),
-            percent_of(last),
-            ns(last)
-        ))
+        let most = percent_of(last.fraction);
+        Some(format!("{name}: median {}, {most} within {}", ns(first), ns(last)))
     };
-    lines.iter().filter_map(of).collect::<Vec<_>>().join("; ")
+    drawn.iter().filter_map(of).collect::<Vec<_>>().join("; ")
 }
 
 /// Formats a percentile: `99.99 %`.
-fn percent_of(point: &Percentile) -> String {
-    let text = format!("{:.2}", point.fraction * 100.0);
+fn percent_of(fraction: f64) -> String {
+    let text = format!("{:.2}", fraction * 100.0);
     format!("{} %", text.trim_end_matches('0').trim_end_matches('.'))
 }
 
-fn latency_table(lines: &[Line<Percentile>]) -> Markup {
-    let most = lines.iter().max_by_key(|line| line.points.len());
-    let heads = most.map(|line| line.points.as_slice()).unwrap_or_default();
-    html! {
-        details class="numbers" {
-            summary { "Numbers" }
-            div class="scroll" tabindex="0" role="region" aria-label="Numbers of the chart" {
-                table {
-                    thead { tr { th scope="col" { "Configuration" }
-                        @for head in heads { th scope="col" class="num" { (percent_of(head)) } } } }
-                    tbody { @for line in lines { tr {
-                        th scope="row" { (line.name) }
-                        @for head in heads { td class="num" {
-                            @match line.points.iter().find(|point| point.fraction == head.fraction) {
-                                Some(point) => (time(point.ns as f64 * 1e-9)), None => "–" }
-                        } }
-                    } } }
-                }
-            }
-        }
-        (drawn_note(lines.len()))
-    }
+fn latency_table(ways: &[(Axes, Vec<Percentile>)]) -> Markup {
+    let longest = ways.iter().map(|(_, points)| points).max_by_key(|points| points.len());
+    let heads = longest.map(Vec::as_slice).unwrap_or_default();
+    let row = |(way, points): &(Axes, Vec<Percentile>)| {
+        let at = |head: &Percentile| {
+            let point = points.iter().find(|point| point.fraction == head.fraction);
+            point.map_or_else(|| "–".to_owned(), |point| time(point.ns as f64 * 1e-9))
+        };
+        (label(way), heads.iter().map(at).collect())
+    };
+    let rows: Vec<_> = ways.iter().map(row).collect();
+    let heads: Vec<String> = heads.iter().map(|head| percent_of(head.fraction)).collect();
+    numbers(&heads, &rows, ways.len())
 }
 
 /// The first time series of a cell.
@@ -386,7 +377,7 @@ fn time_chart(
     const SHOWN: usize = 2;
     let found: Vec<(Axes, (&Cell, &Series))> = cells
         .iter()
-        .filter_map(|cell| Some((way(matrix, cell), (*cell, first_series(cell)?))))
+        .filter_map(|cell| Some((matrix.way(cell), (*cell, first_series(cell)?))))
         .filter(|(_, (_, series))| series.seconds.len() > 2)
         .collect();
     let metric = metric(&found.first()?.1.1.metric)?;
@@ -395,55 +386,64 @@ fn time_chart(
     let shown = colors.drawn(&same, SHOWN);
     let (_, first, (cell, _)) = shown.first()?;
     let window = steadiness(cell).into_iter().next();
-    let lines = shown
-        .iter()
-        .map(|(color, name, (_, series))| {
-            let points = series.seconds.iter().copied().zip(series.values.iter().copied());
-            Line { color: *color, name: name.clone(), points: points.collect() }
-        })
-        .collect();
-    let caption = Caption {
+    let lines = shown.iter().map(|(color, name, (_, series))| {
+        let points = series.seconds.iter().copied().zip(series.values.iter().copied());
+        Line { color: *color, name: name.clone(), points: points.collect() }
+    });
+    let chart = Chart {
         id: format!("time-{number}"),
         title: format!("{} over time, {name}", title(metric.title)),
         description: window.as_ref().map_or_else(String::new, |window| {
             let (from, to) = (digits(window.from_seconds), digits(window.to_seconds));
             format!("{first} is {} from {from} to {to} seconds", state(window))
         }),
+        lines: lines.collect(),
+        x: Axis {
+            name: "seconds since the load began",
+            range: Range::Linear(0.0, 1.0),
+            ticks: &[],
+            text: &seconds,
+        },
+        y: Axis {
+            name: metric.title,
+            range: Range::Linear(0.0, 1.1),
+            ticks: &[],
+            text: &|number| if number == 0.0 { "0".to_owned() } else { value(metric, number) },
+        },
+        marks: Vec::new(),
+        window,
     };
     Some(html! {
-        (timeline(&caption, &Timeline { metric, lines, window }))
+        (chart.html())
         (steady_table(matrix, &found.iter().map(|(_, (cell, _))| *cell).collect::<Vec<_>>()))
     })
 }
 
-fn steady_table(matrix: &Matrix<'_>, cells: &[&Cell]) -> Markup {
-    let rows: Vec<(&Cell, Vec<Steady>)> = cells
-        .iter()
-        .map(|cell| (*cell, steadiness(cell)))
-        .filter(|(_, all)| !all.is_empty())
-        .collect();
-    html! {
-        @if !rows.is_empty() {
-            details class="numbers" {
-                summary { "Numbers" }
-                div class="scroll" tabindex="0" role="region" aria-label="Steadiness" {
-                    table {
-                        thead { tr { th scope="col" { "Configuration" } th scope="col" class="num" { "Even samples" }
-                            th scope="col" class="num" { "Mean in the window" }
-                            th scope="col" class="num" { "Range / mean" } th scope="col" class="num" { "Slope / mean" } } }
-                        tbody { @for (cell, all) in &rows { tr {
-                            th scope="row" { (label(&way(matrix, cell))) }
-                            td class="num" { (all.iter().filter(|s| s.reached).count()) " of " (all.len()) }
-                            td class="num" { @match metric(&all[0].metric) {
-                                Some(metric) => (value(metric, all[0].mean)), None => (digits(all[0].mean)) } }
-                            td class="num" { (percent(all[0].excursion)) }
-                            td class="num" { (percent(all[0].slope)) }
-                        } } }
-                    }
-                }
-            }
-        }
+/// Formats seconds without trailing zeros: `0.2`.
+fn seconds(number: f64) -> String {
+    let text = digits(number);
+    match text.contains('.') {
+        true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
+        false => text,
     }
+}
+
+fn steady_table(matrix: &Matrix<'_>, cells: &[&Cell]) -> Markup {
+    let row = |cell: &&Cell| {
+        let all = steadiness(cell);
+        let first = all.first()?;
+        let even = all.iter().filter(|sample| sample.reached).count();
+        let numbers = vec![
+            format!("{even} of {}", all.len()),
+            value_of(&first.metric, first.mean),
+            percent(first.excursion),
+            percent(first.slope),
+        ];
+        Some((label(&matrix.way(cell)), numbers))
+    };
+    let rows: Vec<_> = cells.iter().filter_map(row).collect();
+    let heads = ["Even samples", "Mean in the window", "Range / mean", "Slope / mean"];
+    html! { @if !rows.is_empty() { (numbers(&heads.map(str::to_owned), &rows, 0)) } }
 }
 
 #[cfg(test)]
@@ -455,10 +455,13 @@ mod tests {
         assert_eq!(without_depth("rnd4k-q32-write"), Some((32, "rnd4k-write".to_owned())));
         assert_eq!(without_depth("SEQ1M_Q8"), Some((8, "SEQ1M".to_owned())));
         assert_eq!(without_depth("qcow2-8k"), None);
-        let point = |fraction| percent_of(&Percentile { fraction, ns: 1 });
-        assert_eq!(
-            (point(0.5), point(0.999), point(0.9999)),
-            ("50 %".into(), "99.9 %".into(), "99.99 %".into())
-        );
+        assert_eq!([0.5, 0.999, 0.9999].map(percent_of), ["50 %", "99.9 %", "99.99 %"]);
+        assert_eq!(percent_of(1.0 - 10f64.powf(-nines(0.9999))), "99.99 %");
+    }
+
+    #[test]
+    fn ticks_have_no_noughts_at_the_end() {
+        let all = [0.0, 0.1, 0.30000000000000004, 1.0, 1.5, 12.5, 100.0];
+        assert_eq!(all.map(seconds), ["0", "0.1", "0.3", "1", "1.5", "12.5", "100"]);
     }
 }

@@ -88,7 +88,7 @@ fn body(run: &Run, verdict: &Verdict) -> Markup {
         add("answers", "Question by question", head::answers(verdict));
         add("results", "All results", results::results(matrix, verdict));
         add("map", "The matrix at a glance", data::map(matrix));
-        add("depth", "Requests against latency", loads::depth(matrix, verdict, &colors));
+        add("depth", "Requests against latency", loads::depth(matrix, &colors));
         add("latency", "How long requests take", loads::latency(matrix, verdict, &colors));
         add("time", "The loads over time", loads::time_of(matrix, verdict, &colors));
         add("scores", "Weighted scores", results::scores(matrix, verdict));

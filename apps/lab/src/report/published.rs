@@ -6,8 +6,7 @@ use super::charts::{Bar, bar};
 use super::results::{HINT, against};
 use crate::lists::grouped;
 use crate::matrix::Matrix;
-use crate::model::{Axes, Published, Run};
-use crate::plan::Plan;
+use crate::model::{Axes, Published};
 use crate::verdict::{Verdict, all_measured_for, measured_for, others_for};
 use crate::words::{digits, heading, label, plural, times, value, value_of};
 
@@ -63,20 +62,12 @@ pub(super) fn published(matrix: &Matrix<'_>) -> Option<Markup> {
                 "The published numbers are from other machines and other years: compare order and proportions, not the numbers themselves. "
                 "If there are several rows, each side has its own scale. The column Here has the median of this run's cells. If vdkit and other programs did the same task, it has vdkit's result, and the others are below it."
             }
-            @if let Some(differs) = differs(matrix.run) {
-                p class="note" { b { "What differs. " } (differs) }
+            @if !matrix.run.plan.differs.is_empty() {
+                p class="note" { b { "What differs. " } (matrix.run.plan.differs) }
             }
             @for (key, numbers) in &groups { (group(matrix, key, numbers)) }
         }
     })
-}
-
-/// How the published experiment differs from the plan. Taken from the run, or, if an older version
-/// wrote the run, from the plan of the same name.
-fn differs(run: &Run) -> Option<String> {
-    let stored = Some(run.plan.differs.clone()).filter(|text| !text.is_empty());
-    let known = || Plan::named(&run.plan.name).ok().map(|plan| plan.differs);
-    stored.or_else(known).filter(|text| !text.is_empty())
 }
 
 /// One published number with this run's measurement.

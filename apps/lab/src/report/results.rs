@@ -5,7 +5,7 @@ use maud::{Markup, html};
 use super::charts::{Bar, bar};
 use crate::axes::about_value;
 use crate::lists::grouped;
-use crate::matrix::{Matrix, OWN_TOOL, Role, role};
+use crate::matrix::{Matrix, Role, is_own_tool, role};
 use crate::model::{Axes, Better, Cell, SURVIVED};
 use crate::stats::{Decision, Gain, Summary};
 use crate::verdict::{Ranking, TOP, UNSAFE, Verdict, rankings};
@@ -26,12 +26,9 @@ struct Row<'a> {
 fn groups<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<Row<'a>>)> {
     let row = |(i, cell): (usize, &'a Cell)| {
         let summary = matrix.summary(cell)?;
-        let load = matrix.load(cell);
         // The tool is left out if it is vdkit; rows of other tools name theirs.
-        let own = |entry: &(String, String)| role(&entry.0) == Role::Tool && entry.1 == OWN_TOOL;
-        let rest = cell.axes.iter().filter(|(axis, _)| matrix.varying.contains(&axis.as_str()));
-        let name = rest.filter(|entry| !load.contains(entry) && !own(entry));
-        let name: Axes = name.cloned().collect();
+        let name = matrix.way(cell).into_iter().filter(|entry| !is_own_tool(entry));
+        let name: Axes = name.collect();
         let row = Row {
             cell,
             name: if name.is_empty() { cell.axes.clone() } else { name },
@@ -40,7 +37,7 @@ fn groups<'a>(matrix: &Matrix<'a>, verdict: &Verdict) -> Vec<(Axes, Vec<Row<'a>>
             advised: verdict.cells.contains(&i),
             default: matrix.is_default(cell),
         };
-        Some((load, row))
+        Some((matrix.load(cell), row))
     };
     let mut groups = grouped(matrix.run.cells.iter().enumerate().filter_map(row));
     for (_, rows) in &mut groups {
@@ -318,41 +315,35 @@ fn ranked(ranking: &Ranking, verdict: &Verdict) -> Markup {
             }
         }
     };
-    let rows = |from: usize, to: usize| {
-        html! {
-            tbody { @for (place, entry) in ranking.rows.iter().enumerate().take(to).skip(from) {
-                (row(place, entry))
-            } }
-        }
-    };
     let count = ranking.rows.len();
     let place = ranking.seen.map_or_else(String::new, |seen| format!(", {seen}"));
-    let head = html! {
-        thead { tr {
-            th scope="col" class="num" { "Rank" }
-            th scope="col" { "Configuration" }
-            th scope="col" class="wide-bar" { span class="sr" { "Bar" } }
-            th scope="col" class="num" { (title(ranking.title)) }
-        } }
+    let name = format!("{}{place}", title(ranking.title));
+    let part = |caption: Markup, from: usize, to: usize| {
+        html! {
+            table class="bars ranking" {
+                (caption)
+                thead { tr {
+                    th scope="col" class="num" { "Rank" }
+                    th scope="col" { "Configuration" }
+                    th scope="col" class="wide-bar" { span class="sr" { "Bar" } }
+                    th scope="col" class="num" { (title(ranking.title)) }
+                } }
+                tbody { @for (place, entry) in ranking.rows.iter().enumerate().take(to).skip(from) {
+                    (row(place, entry))
+                } }
+            }
+        }
     };
     html! {
         div class="results" {
-            table class="bars ranking" {
-                caption { (title(ranking.title)) (place)
-                    @if count > TOP { ": the best five of " (count) }
-                }
-                (head)
-                (rows(0, TOP))
-            }
             @if count > TOP {
+                (part(html! { caption { (name) ": the best five of " (count) } }, 0, TOP))
                 details class="rest" {
                     summary { (count - TOP) " more" }
-                    table class="bars ranking" {
-                        caption class="sr" { (title(ranking.title)) (place) ", continued" }
-                        (head)
-                        (rows(TOP, count))
-                    }
+                    (part(html! { caption class="sr" { (name) ", continued" } }, TOP, count))
                 }
+            } @else {
+                (part(html! { caption { (name) } }, 0, TOP))
             }
         }
     }

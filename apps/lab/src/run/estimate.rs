@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 
 use crate::error::Result;
 
-use super::cost::once;
 use super::speed::Speed;
 use crate::axes::BACKEND;
 use crate::fit::{Unfit, fit};
@@ -59,7 +58,7 @@ impl Estimate {
             .collect();
         let once = |place: &&PlaceInfo| {
             let here = cells.iter().filter(|cell| cell.axis(BACKEND) == Some(&place.name));
-            speed(&place.name).seconds(&once(here.map(|cell| &cell.axes), effort, place))
+            speed(&place.name).once(here.map(|cell| &cell.axes), effort, place)
         };
         let first: f64 = places.iter().map(once).sum();
         Self {

@@ -86,6 +86,10 @@ pub struct Prepared {
     confirmed: bool,
 }
 
+/// Duration of a run below which its cells are not tried beforehand: the trials would be a good part
+/// of it.
+const TRIED_SECONDS: f64 = 60.0;
+
 fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
@@ -136,7 +140,7 @@ impl Prepared {
     /// Validates the plan and the places without writing anything.
     ///
     /// # Errors
-    /// The plan is invalid, or a place is too small for it; [`device::Refusal`] for a device that
+    /// The plan is invalid, or a place is too small for it; [`Error::Refused`] for a device that
     /// is in use.
     pub fn new(request: Request) -> Result<Self> {
         let plan = request.plan()?;
@@ -173,7 +177,7 @@ impl Prepared {
     /// Requires the user's consent for every device.
     ///
     /// # Errors
-    /// [`device::Refusal`] for a device without consent.
+    /// [`Error::Refused`] for a device without consent.
     pub fn confirm(&mut self, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<()> {
         for path in &self.request.devices {
             device::confirm(path, &tools.erase, tools.ask, &monitor.cancel)?;
@@ -182,26 +186,33 @@ impl Prepared {
         Ok(())
     }
 
-    /// Improves the time estimate by measuring the host and the places. This takes some seconds: it
-    /// sends a few requests through each server of the plan, and boots a guest if the plan has one.
-    /// It leaves nothing in folders, and writes to devices only after they were confirmed.
+    /// Improves the time estimate by measuring the host and the places. A run of a minute or more also
+    /// sends a few requests through each server of the plan, and boots a guest if the plan has one. It
+    /// leaves nothing in folders, and writes to devices only after they were confirmed.
     ///
     /// # Errors
     /// The user interrupts.
     pub fn calibrate(&mut self, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<()> {
         let effort = self.request.effort(&self.plan);
         let cancel = &monitor.cancel;
-        let guest = trial::guest(&self.cells, &self.places, &effort, tools, cancel)?;
         let mut speeds = BTreeMap::new();
         for place in &self.places {
-            let mut speed = Speed::of(&tools.command, place, self.confirmed, cancel)?;
-            speed.guest = guest.unwrap_or_default();
-            if place.device().is_none() || self.confirmed {
-                speed.tried = trial::tried(&self.cells, place, &effort, &speed, (tools, cancel))?;
-            }
+            let speed = Speed::of(&tools.command, place, self.confirmed, cancel)?;
             speeds.insert(place.info.name.clone(), speed);
         }
         let infos: Vec<&PlaceInfo> = self.places.iter().map(|place| &place.info).collect();
+        self.estimate = Estimate::of(&self.cells, &infos, &effort, &speeds);
+        if self.estimate.seconds < TRIED_SECONDS {
+            return Ok(());
+        }
+        let guest = trial::guest(&self.cells, &self.places, &effort, tools, cancel)?;
+        for place in &self.places {
+            let Some(speed) = speeds.get_mut(&place.info.name) else { continue };
+            speed.guest = guest.unwrap_or_default();
+            if place.device().is_none() || self.confirmed {
+                speed.tried = trial::tried(&self.cells, place, &effort, speed, (tools, cancel))?;
+            }
+        }
         self.estimate = Estimate::of(&self.cells, &infos, &effort, &speeds);
         Ok(())
     }
@@ -249,9 +260,15 @@ impl Prepared {
     }
 
     fn start(self, store: Store, cells: Vec<Cell>) -> ActiveRun {
+        let places = self.places.iter().map(|place| place.info.clone()).collect();
         ActiveRun {
             rounds: Rounds::of(&self.request, &self.plan),
-            summary: self.summary(),
+            facts: Run {
+                plan: self.summary(),
+                published: self.plan.published.clone(),
+                environment: Environment { places, ..Environment::default() },
+                ..Run::default()
+            },
             effort: self.request.effort(&self.plan),
             rng: Rng::new(random_seed()),
             references: engine::references(&cells),
@@ -275,7 +292,8 @@ pub struct ActiveRun {
     places: Vec<Place>,
     effort: Effort,
     rounds: Rounds,
-    summary: PlanSummary,
+    /// What a verdict depends on besides the cells.
+    facts: Run,
     cells: Vec<Cell>,
     store: Store,
     rng: Rng,
@@ -351,7 +369,7 @@ impl ActiveRun {
 
     /// The run so far, with the parts that a verdict needs.
     fn so_far(&self) -> Run {
-        Run { plan: self.summary.clone(), cells: self.cells.clone(), ..Run::default() }
+        Run { cells: self.cells.clone(), ..self.facts.clone() }
     }
 
     /// Measures one round of one cell. A cell that was measured before, and now fails, gets a second

@@ -58,7 +58,7 @@ impl Rounds {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::{Cell, PlanSummary, Sample};
+    use crate::model::tests::{measured, run_of};
 
     fn rounds(change: impl FnOnce(&mut Request)) -> Rounds {
         let mut request = Request { quick: true, ..Request::default() };
@@ -68,27 +68,12 @@ mod tests {
 
     /// Two layouts. A round of both takes ten seconds.
     fn run(raw: &[f64], qcow2: &[f64]) -> Run {
-        let cell = |layout: &str, values: &[f64]| Cell {
-            key: layout.to_owned(),
-            axes: vec![("layout".to_owned(), layout.to_owned())],
-            samples: (0u32..)
-                .zip(values)
-                .map(|(round, value)| Sample {
-                    round,
-                    seconds: 5.0,
-                    values: [("iops".to_owned(), *value)].into(),
-                    ..Sample::default()
-                })
-                .collect(),
-            ..Cell::default()
-        };
-        let plan = PlanSummary {
-            axes: vec!["layout".to_owned()],
-            metric: "iops".to_owned(),
-            baseline: Some(vec![("layout".to_owned(), "qcow2".to_owned())]),
-            ..PlanSummary::default()
-        };
-        Run { plan, cells: vec![cell("raw", raw), cell("qcow2", qcow2)], ..Run::default() }
+        let cells = [("raw", raw), ("qcow2", qcow2)].map(|(layout, values)| {
+            let mut cell = measured(&[("layout", layout)], "iops", values);
+            cell.samples.iter_mut().for_each(|sample| sample.seconds = 5.0);
+            cell
+        });
+        run_of("iops", &["layout"], Some(&[("layout", "qcow2")]), cells.into())
     }
 
     #[test]

@@ -11,7 +11,7 @@ use crate::error::{Context, Result};
 use rustix::fs::{Mode, OFlags};
 use vdkit_block::CancelToken;
 
-use super::cost::{Cost, cost, requests, steps};
+use super::cost::{TURNS, requests};
 use super::trial::{Tried, front_and_load};
 use crate::cells::Rng;
 use crate::fit::Fit;
@@ -24,7 +24,7 @@ use crate::plan::Effort;
 use crate::process::Line;
 use crate::profile::Sync;
 
-/// Durations of what [`Cost`] counts, in seconds.
+/// Durations on a host and a place, in seconds.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Speed {
     /// A short command.
@@ -59,20 +59,6 @@ impl Default for Speed {
 /// the writes of a cell.
 const WRITE_BYTES: usize = 32 << 20;
 
-// Durations that are not measured, in seconds, as on current machines.
-/// Start and end of a server, in addition to a command.
-const SERVER: f64 = 0.1;
-/// Turns per request through a server.
-const TURNS: f64 = 4.0;
-/// A byte that is copied into a file system on a served disk.
-const COPIED: f64 = 1.0 / 150e6;
-/// A file system that is made, mounted and unmounted; mostly waiting for loop devices.
-const FILE_SYSTEM: f64 = 0.3;
-/// Programs and libraries that are read again after caches were dropped.
-const COLD: f64 = 0.15;
-/// A byte that a conversion reads.
-const READ: f64 = 1.0 / 1.5e9;
-
 impl Speed {
     /// Measures a host and a place. `writes` allows writing to a device. Keeps the typical duration
     /// of what cannot be measured.
@@ -100,34 +86,18 @@ impl Speed {
 
     /// Duration of a round of a cell. Uses trial results where they apply.
     pub fn of_cell(&self, axes: &Axes, effort: &Effort, fit: &Fit) -> f64 {
-        let seconds = self.seconds(&cost(axes, effort, fit));
+        let seconds = self.of_round(axes, effort, fit);
         let Some((front, load)) = front_and_load(axes) else { return seconds };
         if load.to_the_end {
             let tried = self.tried.requests.get(&(front.to_owned(), load.block));
             let each = tried.copied().unwrap_or_else(|| {
                 let synced = if load.rw.reads() { 0.0 } else { load.block as f64 };
-                steps(front) * TURNS * self.turn + synced * self.byte
+                TURNS * self.turn + synced * self.byte
             });
             return seconds + (requests(&load, effort, fit) * each).min(effort.seconds);
         }
         let late = self.tried.late.get(front).filter(|_| load.sync != Sync::Never);
         seconds + late.copied().unwrap_or(0.0)
-    }
-
-    /// Duration of a cost.
-    pub fn seconds(&self, cost: &Cost) -> f64 {
-        cost.commands * self.command
-            + cost.servers * (SERVER + self.command)
-            + cost.fios * self.fio
-            + cost.guests * self.guest.boot
-            + cost.guest_fios * self.guest.fio
-            + cost.fixed
-            + cost.written * self.byte
-            + cost.requests * TURNS * self.turn
-            + cost.copied * (COPIED + self.byte)
-            + cost.file_systems * FILE_SYSTEM
-            + cost.cold * COLD
-            + cost.read * READ
     }
 }
 
@@ -193,24 +163,6 @@ fn byte(place: &Place) -> Result<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn each_count_takes_its_time() {
-        let guest = GuestSpeed { boot: 6.0, fio: 2.0 };
-        let speed =
-            Speed { command: 0.01, fio: 0.5, byte: 1e-9, turn: 1e-5, guest, ..Speed::default() };
-        let seconds = |cost: Cost| speed.seconds(&cost);
-        let none = Cost::default();
-        assert_eq!(seconds(none), 0.0);
-        assert_eq!(seconds(Cost { fixed: 7.5, ..none }), 7.5);
-        assert_eq!(seconds(Cost { fios: 8.0, ..none }), 4.0);
-        assert_eq!(seconds(Cost { commands: 3.0, ..none }), 0.03);
-        assert_eq!(seconds(Cost { written: 2e9, ..none }), 2.0);
-        assert!((seconds(Cost { requests: 1000.0, ..none }) - 0.01 * TURNS).abs() < 1e-9);
-        assert_eq!(seconds(Cost { guests: 2.0, guest_fios: 8.0, ..none }), 28.0);
-        let both = Cost { fios: 8.0, fixed: 7.5, written: 2e9, ..none };
-        assert_eq!(seconds(both), 13.5);
-    }
 
     #[test]
     fn what_was_tried_counts_for_cells_like_it() {

@@ -106,6 +106,33 @@ fn run_with_failures(fails: &str) -> Run {
     active.unwrap().run(&tools, &monitor).unwrap()
 }
 
+/// Whether a run goes on was once decided without its published numbers, whose comparisons have a share
+/// of the error. So a run could end before its verdict was decided.
+#[test]
+fn a_run_goes_on_by_what_its_verdict_depends_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let published = "[[published]]\naxes = { layout = \"raw\" }\nmetric = \"elapsed_seconds\"\n\
+                     value = 1\nsource = \"a page\"\n";
+    let plan = format!("{ONE}\n{published}");
+    let request = Request { plan, folders: vec![folder.path().to_owned()], ..Request::default() };
+    let tools = Tools {
+        command: "true".into(),
+        version: String::new(),
+        registry: &Registry::default(),
+        erase: Vec::new(),
+        ask: None,
+    };
+    let monitor = Monitor::new(&vdkit_block::NoProgress);
+    let out = folder.path().join("run.sqlite");
+    let active = Prepared::new(request).unwrap().begin(&out, &tools, &monitor).unwrap();
+    let (so_far, run) = (active.so_far(), active.store.run().unwrap());
+    assert_eq!((&so_far.plan, &so_far.published), (&run.plan, &run.published));
+    let kinds = |run: &Run| -> Vec<Option<String>> {
+        run.environment.places.iter().map(|place| place.file_system.clone()).collect()
+    };
+    assert_eq!((so_far.published.len(), kinds(&so_far)), (1, kinds(&run)));
+}
+
 /// One guest of a run of two hours did not shut down in its fifth round, which cost the whole cell.
 #[test]
 fn a_round_that_fails_is_measured_again_and_the_page_says_so() {

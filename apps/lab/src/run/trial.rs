@@ -9,7 +9,6 @@ use crate::error::Result;
 use vdkit_block::CancelToken;
 
 use super::Tools;
-use super::cost::cost;
 use super::speed::Speed;
 use crate::axes::BACKEND;
 use crate::cells::Rng;
@@ -86,8 +85,8 @@ pub fn tried(
                 tried.requests.insert(key, 1.0 / rate);
             }
         } else {
-            let counted = speed.seconds(&cost(&cell.axes, &small, &fit));
-            let late = began.elapsed().as_secs_f64() - counted;
+            let round = speed.of_round(&cell.axes, &small, &fit);
+            let late = began.elapsed().as_secs_f64() - round;
             tried.late.insert(front.to_owned(), late.max(0.0));
         }
     }

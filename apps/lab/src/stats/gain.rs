@@ -52,15 +52,6 @@ impl Decision {
             Self::Worse => "worse",
         }
     }
-
-    /// The result with the sides exchanged.
-    pub fn reversed(self) -> Self {
-        match self {
-            Self::Better => Self::Worse,
-            Self::Tie => Self::Tie,
-            Self::Worse => Self::Better,
-        }
-    }
 }
 
 /// Comparison of one way with another.

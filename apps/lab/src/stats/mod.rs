@@ -66,10 +66,6 @@ pub struct Summary {
     pub median: f64,
     /// Interval of the median.
     pub interval: Interval,
-    /// Smallest sample.
-    pub min: f64,
-    /// Largest sample.
-    pub max: f64,
     /// Standard deviation divided by the mean; none for one sample.
     pub variation: Option<f64>,
     /// Indices of outliers, in the order given.
@@ -83,8 +79,6 @@ pub fn summary(samples: &[f64]) -> Option<Summary> {
         count: sorted.len(),
         median: middle(&sorted),
         interval: median_interval(&sorted),
-        min: sorted[0],
-        max: sorted[sorted.len() - 1],
         variation: variation(samples),
         outliers: outliers(samples),
     })

@@ -14,6 +14,7 @@
 use super::gain::{ERROR, Gain, ROUNDS_MIN, mean};
 use super::noise::{Noise, Rounds};
 use super::special::student;
+use crate::model::Better;
 
 /// Assumed largest ratio between two runs of the same thing on the same host, if it was not
 /// measured.
@@ -123,16 +124,17 @@ impl Runs {
         Some(row)
     }
 
-    /// How many times as large a cell's values are after the change, and whether that exceeds the
-    /// variation between runs. None if a state has no value, or one that is not above 0.
-    pub fn ratio(&self, cell: usize) -> Option<Gain> {
+    /// How many times as good a cell is after the change, and whether that exceeds the variation
+    /// between runs. None if a state has no value, or one that is not above 0.
+    pub fn gain(&self, cell: usize, better: Better) -> Option<Gain> {
         let side = |runs: &[Vec<Rounds>]| -> Option<f64> {
             let measured: Vec<&Rounds> =
                 runs.iter().map(|run| &run[cell]).filter(|rounds| !rounds.is_empty()).collect();
             let levels: Option<Vec<f64>> = measured.iter().map(|rounds| level(rounds)).collect();
             levels.filter(|levels| !levels.is_empty()).map(|levels| mean(&levels))
         };
-        let middle = side(&self.after)? - side(&self.before)?;
+        let (before, after) = (side(&self.before)?, side(&self.after)?);
+        let middle = if better == Better::Higher { after - before } else { before - after };
         let all = self.before.iter().chain(&self.after).map(|run| run[cell].len());
         let rounds = all.min().unwrap_or(0);
         let known = rounds >= ROUNDS_MIN && (self.learnt || !self.busy);
@@ -187,11 +189,12 @@ mod tests {
         let runs = Runs::new(&[0; 4], vec![run(&SAME)], vec![times([0.48, 0.6, 0.64, 1.0])], false);
         assert!(!runs.is_learnt());
         for cell in 0..4 {
-            assert_eq!(runs.ratio(cell).unwrap().decision, Decision::Tie, "{cell}");
+            assert_eq!(runs.gain(cell, Better::Higher).unwrap().decision, Decision::Tie, "{cell}");
         }
         let far =
             |busy| Runs::new(&[0; 4], vec![run(&SAME)], vec![times([0.2, 1.0, 1.0, 5.0])], busy);
-        let decided = |busy| [0, 3].map(|cell| far(busy).ratio(cell).unwrap().decision);
+        let decided =
+            |busy| [0, 3].map(|cell| far(busy).gain(cell, Better::Higher).unwrap().decision);
         assert_eq!(decided(false), [Decision::Worse, Decision::Better]);
         // Thirty programs on two processors slow a load down by a factor of fifteen.
         assert_eq!(decided(true), [Decision::Tie; 2]);
@@ -204,13 +207,13 @@ mod tests {
         let after = vec![near(1.01, 0.5), near(0.99, 0.51), near(1.0, 0.5)];
         let runs = Runs::new(&[0; 4], before, after, true);
         assert!(runs.is_learnt());
-        let decided = [0, 1, 2, 3].map(|cell| runs.ratio(cell).unwrap().decision);
+        let decided = [0, 1, 2, 3].map(|cell| runs.gain(cell, Better::Higher).unwrap().decision);
         assert_eq!(decided, [Decision::Tie, Decision::Tie, Decision::Tie, Decision::Worse]);
         // The same, but runs of one state vary widely.
         let before = vec![near(1.0, 1.0), near(2.0, 1.0), near(0.7, 1.0)];
         let after = vec![near(1.1, 0.5), near(0.6, 0.51), near(1.8, 0.5)];
         let runs = Runs::new(&[0; 4], before, after, true);
-        assert_eq!(runs.ratio(3).unwrap().decision, Decision::Tie);
+        assert_eq!(runs.gain(3, Better::Higher).unwrap().decision, Decision::Tie);
     }
 
     /// Two runs of one state and one of the other show one difference between runs of a state.
@@ -238,8 +241,8 @@ mod tests {
         let one: Vec<Rounds> = vec![vec![(0, 1.0)], Rounds::new()];
         let far: Vec<Rounds> = vec![vec![(0, 100.0)], vec![(0, 1.0)]];
         let runs = Runs::new(&[0, 0], vec![one], vec![far], false);
-        assert!(runs.ratio(0).unwrap().is_hint());
-        assert_eq!(runs.ratio(0).unwrap().decision, Decision::Tie);
-        assert_eq!(runs.ratio(1), None);
+        assert!(runs.gain(0, Better::Higher).unwrap().is_hint());
+        assert_eq!(runs.gain(0, Better::Higher).unwrap().decision, Decision::Tie);
+        assert_eq!(runs.gain(1, Better::Higher), None);
     }
 }

@@ -123,8 +123,8 @@ proptest! {
     #[test]
     fn summaries_are_within_their_samples(samples in prop::collection::vec(1e-3f64..1e12, 1..60)) {
         let found = summary(&samples).unwrap();
-        prop_assert!(found.min <= found.interval.low && found.interval.low <= found.median);
-        prop_assert!(found.median <= found.interval.high && found.interval.high <= found.max);
+        prop_assert!(found.interval.holds(found.median));
+        prop_assert!(samples.contains(&found.interval.low) && samples.contains(&found.interval.high));
         prop_assert!((0.0..=1.0).contains(&found.interval.coverage));
         prop_assert!(found.interval.coverage >= COVERAGE || samples.len() < 6);
         let mut turned = samples.clone();

@@ -90,6 +90,12 @@ fn a_run_comes_back_as_it_was() {
     store.end(9).unwrap();
     assert_eq!(Store::load(&path).unwrap(), expected);
     assert_eq!(store.request::<Vec<String>>().unwrap(), ["asked"]);
+    // The same as JSON.
+    let json = serde_json::to_string(&expected).unwrap();
+    assert_eq!(serde_json::from_str::<Run>(&json).unwrap(), expected);
+    assert!(json.contains(r#""outcome":{"state":"skipped","text":"no fio"}"#), "{json}");
+    let pending = serde_json::to_value(Outcome::Pending).unwrap();
+    assert_eq!(pending, serde_json::json!({"state": "pending"}));
     // A complete run can be written at once.
     let copy = path.with_extension("copy");
     Store::create(&copy, &expected, &()).unwrap();

@@ -8,7 +8,7 @@ use crate::lists::{distinct, grouped};
 use crate::matrix::{Matrix, OWN_TOOL, Pick, Role, SEEN, in_guest, program};
 use crate::model::{Axes, Cell, SURVIVED, value_of};
 use crate::stats::{Decision, Gain, ROUNDS_MIN, Summary, median, summary};
-use crate::words::{self, label, listed, span, title};
+use crate::words::{self, label, listed_most, title};
 
 /// A question and its answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -106,34 +106,20 @@ fn of_choice(
     let default = matrix.run.plan.baseline.as_ref().and_then(|axes| value_of(axes, axis));
     let base = default.and_then(|name| values.iter().find(|value| value.name == name));
     let against = base.filter(|base| base.name != first.name).unwrap_or(&others[0]);
-    let tied: Vec<String> = others
-        .iter()
-        .filter(|value| {
-            let found = matrix.against(&value.pick, &first.pick);
-            found.is_some_and(|gain| gain.decision == Decision::Tie)
-        })
-        .map(|value| value.name.clone())
-        .collect();
+    let ties = |value: &&Value| {
+        let gain = matrix.against(&value.pick, &first.pick);
+        value.name != against.name && gain.is_some_and(|gain| gain.decision == Decision::Tie)
+    };
     let found = matrix.against(&first.pick, &against.pick);
     let mut sentence = match found {
-        Some(found) if found.is_hint() => {
-            format!("{}: {} against {}", figure(&found), first.name, against.name)
-        }
-        Some(found) if found.decision == Decision::Better => {
+        Some(found) => {
             format!("{}: {} against {}, all else equal", figure(&found), first.name, against.name)
         }
-        Some(found) => format!(
-            "{} times as good: {} against {}, no significant difference",
-            span(found.interval.low, found.interval.high),
-            first.name,
-            against.name
-        ),
         None => format!("{} has the best value", first.name),
     };
-    let more: Vec<String> = tied.iter().filter(|name| **name != against.name).cloned().collect();
-    if !more.is_empty() && found.is_some_and(|found| !found.is_hint()) {
-        let verb = if more.len() == 1 { "ties" } else { "tie" };
-        sentence.push_str(&format!("; {} {verb} with {}", listed(&more), first.name));
+    if found.is_some_and(|found| !found.is_hint()) {
+        let more = others.iter().filter(ties).map(|value| value.name.clone());
+        sentence.push_str(&tying(&more.collect::<Vec<_>>(), &first.name));
     }
     // The best combination need not contain the value that is best on average.
     if let Some(advised) =
@@ -171,7 +157,7 @@ fn of_condition(matrix: &Matrix<'_>, condition: &Axes) -> Option<Answer> {
         _ => format!("Which is best under {}?", label(condition)),
     };
     let said = |pick: &Pick| words::value(matrix.metric, pick.summary.median);
-    let name = |pick: &Pick| label(&matrix.short(&pick.axes));
+    let name = |pick: &Pick| matrix.name(&pick.axes);
     let tied = |pick: &Pick| {
         matrix.against(pick, first).is_some_and(|gain| gain.decision == Decision::Tie)
     };
@@ -179,32 +165,32 @@ fn of_condition(matrix: &Matrix<'_>, condition: &Axes) -> Option<Answer> {
     let base = matrix.base(first, &picks);
     let other = base.filter(|base| base.axes != first.axes);
     match other {
-        Some(base) if tied(base) && base.summary.count >= ROUNDS_MIN => {
-            sentence.push_str(&format!("; the default, {}, ties at {}", name(base), said(base)));
-        }
         Some(base) => {
-            sentence.push_str(&format!("; the default, {}, has {}", name(base), said(base)));
+            let verb =
+                if tied(base) && base.summary.count >= ROUNDS_MIN { "ties at" } else { "has" };
+            sentence.push_str(&format!("; the default, {}, {verb} {}", name(base), said(base)));
         }
         None if picks.len() > 1 && base.is_some() => sentence.push_str(", which is the default"),
         None => {}
     }
     let others = picks[1..].iter().filter(|pick| other.is_none_or(|base| base.axes != pick.axes));
-    let hint = picks.iter().any(|pick| pick.summary.count < ROUNDS_MIN);
-    if hint {
-        sentence.push_str("; too few rounds to decide.");
-        return Some(Answer { question, sentence });
-    }
-    let ties: Vec<String> = others.filter(|pick| tied(pick)).map(name).collect();
-    match ties.len() {
-        0 => {}
-        few @ 1..=3 => {
-            let verb = if few == 1 { "ties" } else { "tie" };
-            sentence.push_str(&format!("; {} {verb} with it", listed(&ties)));
-        }
-        many => sentence.push_str(&format!("; {many} others tie with it")),
+    if picks.iter().any(|pick| pick.summary.count < ROUNDS_MIN) {
+        sentence.push_str("; too few rounds to decide");
+    } else {
+        let ties: Vec<String> = others.filter(|pick| tied(pick)).map(name).collect();
+        sentence.push_str(&tying(&ties, "it"));
     }
     sentence.push('.');
     Some(Answer { question, sentence })
+}
+
+/// The continuation of a sentence: `; raw and qcow2 tie with it`.
+fn tying(names: &[String], with: &str) -> String {
+    let verb = if names.len() == 1 { "ties" } else { "tie" };
+    match names {
+        [] => String::new(),
+        names => format!("; {} {verb} with {with}", listed_most(names, 3)),
+    }
 }
 
 /// The median of a cell's metric, if the cell has it.

@@ -5,7 +5,7 @@ use super::answers::{Answer, median_of};
 use crate::matrix::{Matrix, Pick};
 use crate::model::{Cell, SURVIVED};
 use crate::stats::median;
-use crate::words::{label, listed, listed_most, plural, time, value_of};
+use crate::words::{listed, listed_most, plural, time, value_of};
 
 /// Largest number of ways that are named individually.
 const NAMED: usize = 6;
@@ -20,7 +20,7 @@ pub(super) fn of_second_pass(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answ
         .iter()
         .filter_map(|pick| {
             let (first, second) = (of(pick, "elapsed_seconds")?, of(pick, "second_pass_seconds")?);
-            let name = label(&matrix.short(&pick.axes));
+            let name = matrix.name(&pick.axes);
             Some((second, format!("{} with {name} (first pass: {})", time(second), time(first))))
         })
         .collect();
@@ -56,7 +56,7 @@ pub(super) fn of_reads(matrix: &Matrix<'_>, picks: &[Pick]) -> Option<Answer> {
         .iter()
         .filter_map(|pick| {
             let own = range(pick, "reads")?;
-            let name = label(&matrix.short(&pick.axes));
+            let name = matrix.name(&pick.axes);
             Some(match range(pick, "device_reads") {
                 Some(device) => format!("{own} ({device} at the device) with {name}"),
                 None => format!("{own} with {name}"),
@@ -94,7 +94,7 @@ pub(super) fn of_flushes(matrix: &Matrix<'_>) -> Option<Answer> {
     let without: Vec<String> = counted
         .iter()
         .filter(|(_, flushes)| *flushes == 0.0)
-        .map(|(cell, _)| label(&matrix.short(&cell.axes)))
+        .map(|(cell, _)| matrix.name(&cell.axes))
         .collect();
     let longest = matrix
         .run
@@ -115,7 +115,7 @@ pub(super) fn of_flushes(matrix: &Matrix<'_>) -> Option<Answer> {
         sentence.push_str(&format!(
             "; the longest final fsync took {} in the median of its rounds ({})",
             time(seconds),
-            label(&matrix.short(&cell.axes))
+            matrix.name(&cell.axes)
         ));
     }
     sentence.push('.');
@@ -137,7 +137,7 @@ pub(super) fn of_survival(matrix: &Matrix<'_>) -> Option<Answer> {
     let mut broke: Vec<String> = Vec::new();
     for cell in &matrix.run.cells {
         let Some(through) = survived(cell) else { continue };
-        let mut name = label(&matrix.short(&cell.axes));
+        let mut name = matrix.name(&cell.axes);
         let rounds = cell.values(SURVIVED);
         let some = rounds.iter().filter(|part| **part >= 1.0).count();
         if !through && some > 0 {

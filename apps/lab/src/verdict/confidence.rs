@@ -4,7 +4,7 @@ use serde::{Serialize, Serializer};
 
 use crate::matrix::{Matrix, Pick};
 use crate::model::{Cell, SNIA_SECONDS, Steady};
-use crate::stats::{ROUNDS_MIN, steady};
+use crate::stats::ROUNDS_MIN;
 use crate::words::{percent, plural, time};
 
 /// Levels of confidence.
@@ -133,9 +133,7 @@ fn of_states(states: &[Steady]) -> String {
     }
 }
 
-/// The steadiness of a cell's samples, as recorded or from their time series.
+/// The steadiness of a cell's samples.
 pub fn steadiness(cell: &Cell) -> Vec<Steady> {
-    let of =
-        |sample: &crate::model::Sample| sample.steady.clone().or_else(|| steady(&sample.series));
-    cell.samples.iter().filter_map(of).collect()
+    cell.samples.iter().filter_map(|sample| sample.steady.clone()).collect()
 }

@@ -238,15 +238,13 @@ pub fn verdict(run: &Run) -> Verdict {
     // The commands are vdkit's, and a default that survived may be another program's server.
     let own = program(&best.axes).1.is_none_or(|name| name == OWN_TOOL);
     let has_setup = advised && (own || !found.survival);
-    let question = Answer {
-        question: run.plan.question.clone(),
-        sentence: sentence::answer(&matrix, &found, &missing),
-    };
-    let mut answers = vec![question];
+    let sentence = sentence::sentence(&matrix, &found, &missing);
+    let mut answers =
+        vec![Answer { question: run.plan.question.clone(), sentence: sentence.clone() }];
     answers.extend(answers::answers(&matrix, &eligible, advised.then_some(best)));
     Verdict {
         advice: found.advice,
-        sentence: sentence::sentence(&matrix, &found, &missing),
+        sentence,
         best: told(advised, &choices),
         leading: told(true, if found.survival { &choices } else { &eligible[0].axes }),
         cells: match advised {
@@ -268,7 +266,7 @@ pub fn verdict(run: &Run) -> Verdict {
         left_out: left_out(&matrix, &picks),
         answers,
         peers: answers::peers(&matrix),
-        setup: has_setup.then(|| setup::setup(run, &best.axes, &best.cells)),
+        setup: has_setup.then(|| setup::setup(run, &best.axes)),
         missing,
         cautions,
     }

@@ -7,8 +7,7 @@ use crate::axes::ALLOCATED;
 use crate::lists::{distinct, grouped};
 use crate::matrix::{Matrix, Role};
 use crate::model::{Axes, Cell, with_value};
-use crate::stats::Decision;
-use crate::words::{label, listed, span};
+use crate::words::{label, listed};
 
 /// One answer for disks that were empty and one for disks that were full.
 pub(super) fn of_allocation(matrix: &Matrix<'_>) -> Vec<Answer> {
@@ -78,12 +77,5 @@ fn said(matrix: &Matrix<'_>, own: &Axes, sparse: &str, pairs: &Pairs<'_>) -> Opt
         1..=3 => format!(" ({})", listed(&loads)),
         _ => String::new(),
     };
-    let figure = match gain.decision {
-        Decision::Tie if !gain.is_hint() => {
-            let interval = span(gain.interval.low, gain.interval.high);
-            format!("{interval} times as good, no significant difference")
-        }
-        _ => figure(&gain),
-    };
-    Some(format!("{figure}: {name} against {sparse}{under}"))
+    Some(format!("{}: {name} against {sparse}{under}", figure(&gain)))
 }

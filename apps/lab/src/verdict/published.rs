@@ -125,41 +125,19 @@ struct Pairs {
 impl Pairs {
     fn said(&self) -> Option<String> {
         let Self { ordered, agree, ties, equal, equal_here } = *self;
-        let mut parts = Vec::new();
-        match (agree, ordered) {
-            (_, 0) if ties == 0 => {}
-            (_, 0) => parts.push("no pair that differed there differs significantly here".into()),
-            (0, 1) => parts.push("the one pair that differs in both has the reverse order".into()),
-            (_, 1) => parts.push("the one pair that differs in both has the same order".into()),
-            _ => {
-                let part = f64::from(agree) / f64::from(ordered);
-                let verdict = match part {
-                    part if part >= 0.9 => "the order holds here",
-                    part if part >= 0.6 => "the order mostly holds here",
-                    part if part > 0.4 => "the order does not hold here",
-                    _ => "the order is mostly reversed here",
-                };
-                parts.push(format!(
-                    "{agree} of {ordered} pairs have the published order: {verdict}"
-                ));
-            }
-        }
-        match ties {
-            0 => {}
-            _ if ordered == 0 => {}
-            1 => parts.push("one more pair does not differ significantly here".to_owned()),
-            more => parts.push(format!("{more} more pairs do not differ significantly here")),
-        }
-        match (equal_here, equal) {
-            (_, 0) => {}
-            (1, 1) => {
-                parts.push("the pair that was equal there does not differ significantly here".into())
-            }
-            (0, 1) => parts.push("the pair that was equal there differs here".into()),
-            _ => parts.push(format!(
-                "{equal_here} of {equal} pairs that were equal there do not differ significantly here"
-            )),
-        }
+        let alike = "do not differ significantly here";
+        let parts = [
+            (agree, ordered, "that differ in both have the published order".to_owned()),
+            (
+                ties,
+                if ties > 0 { ordered + ties } else { 0 },
+                format!("that differed there {alike}"),
+            ),
+            (equal_here, equal, format!("that were equal there {alike}")),
+        ];
+        let parts = parts.into_iter().filter(|(_, all, _)| *all > 0);
+        let parts = parts.map(|(part, all, what)| format!("{part} of {all} pairs {what}"));
+        let parts: Vec<String> = parts.collect();
         (!parts.is_empty()).then(|| sentence(&parts.join("; ")))
     }
 }
@@ -174,22 +152,16 @@ mod tests {
             Pairs { ordered, agree, ties, equal, equal_here }.said().unwrap_or_default()
         };
         assert_eq!(words(0, 0, 0, 0, 0), "");
-        assert_eq!(words(0, 0, 2, 0, 0), "No pair that differed there differs significantly here.");
         assert_eq!(
-            words(0, 1, 0, 1, 1),
-            "The one pair that differs in both has the reverse order; the pair that was equal there \
-             does not differ significantly here."
-        );
-        assert!(
-            words(1, 1, 1, 0, 0)
-                .ends_with("the same order; one more pair does not differ significantly here.")
+            words(0, 0, 2, 0, 0),
+            "2 of 2 pairs that differed there do not differ significantly here."
         );
         assert_eq!(
-            words(2, 3, 0, 0, 2),
-            "2 of 3 pairs have the published order: the order mostly holds here; 0 of 2 pairs that \
-             were equal there do not differ significantly here."
+            words(2, 3, 1, 0, 2),
+            "2 of 3 pairs that differ in both have the published order; 1 of 4 pairs that differed \
+             there do not differ significantly here; 0 of 2 pairs that were equal there do not differ \
+             significantly here."
         );
-        assert_eq!(words(0, 0, 0, 0, 1), "The pair that was equal there differs here.");
     }
 
     #[test]

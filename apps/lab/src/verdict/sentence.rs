@@ -5,11 +5,11 @@ use super::{Advice, Found, Missing, needs_server, survived};
 use crate::matrix::{Matrix, Pick};
 use crate::model::Axes;
 use crate::stats::{Decision, Gain, NARROW, ROUNDS_MIN};
-use crate::words::{label, listed, listed_most, plural, sentence as begun, span, times, value};
+use crate::words::{label, listed, listed_most, plural, sentence as begun, span, times};
 
 /// The advice and its gain, or why there is no advice.
 pub(super) fn sentence(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missing]) -> String {
-    let name = label(&matrix.short(&found.way.axes));
+    let name = matrix.name(&found.way.axes);
     let blocked = blocking(missing);
     if !blocked.is_empty() {
         let was = if blocked.len() == 1 { "was" } else { "were" };
@@ -40,58 +40,14 @@ pub(super) fn sentence(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missin
 
 /// A gain: `1.84 times as good (1.70 to 1.95)`.
 pub(super) fn figure(gain: &Gain) -> String {
-    match gain.is_hint() {
-        true => format!("{} times as good, with too few rounds to decide", times(gain.ratio)),
-        false => format!(
-            "{} times as good ({})",
-            times(gain.ratio),
-            span(gain.interval.low, gain.interval.high)
-        ),
-    }
-}
-
-/// The answer to the plan's question, which begins with the figure.
-pub(super) fn answer(matrix: &Matrix<'_>, found: &Found<'_>, missing: &[Missing]) -> String {
-    let name = |pick: &Pick| label(&matrix.short(&pick.axes));
-    match (found.advice, found.gain, found.other()) {
-        _ if found.survival => sentence(matrix, found, missing),
-        (Advice::Use, Some(gain), Some(base)) => format!(
-            "{}: {} against {}, the default, in {}{}.",
-            figure(&gain),
-            name(found.way),
-            name(base),
-            matrix.metric.title,
-            together(found.way)
-        ),
-        (Advice::Untold, Some(gain), Some(base)) if gain.is_hint() => {
-            format!("{}: {} against {}, the default.", figure(&gain), name(found.way), name(base))
+    let interval = span(gain.interval.low, gain.interval.high);
+    match gain.decision {
+        _ if gain.is_hint() => {
+            format!("{} times as good, with too few rounds to decide", times(gain.ratio))
         }
-        (Advice::Stay, ..) => match (measured(matrix, found.way), most_hidden(matrix, found)) {
-            (Some(measured), Some((most, pick))) => format!(
-                "{measured} with {}, the default; {} is significantly better, and noise hides a gain \
-                 of at most {} times ({}).",
-                name(found.way),
-                nothing(found, "nothing"),
-                times(most),
-                name(pick)
-            ),
-            _ => sentence(matrix, found, missing),
-        },
-        _ => sentence(matrix, found, missing),
+        Decision::Tie => format!("{interval} times as good, no significant difference"),
+        _ => format!("{} times as good ({interval})", times(gain.ratio)),
     }
-}
-
-/// The range of a way's values over its loads.
-fn measured(matrix: &Matrix<'_>, way: &Pick) -> Option<String> {
-    let cells = way.cells.iter().map(|i| &matrix.run.cells[*i]);
-    let medians: Vec<f64> = cells.filter_map(|cell| Some(matrix.summary(cell)?.median)).collect();
-    let (least, most) =
-        (medians.iter().copied().reduce(f64::min)?, medians.iter().copied().reduce(f64::max)?);
-    let said = |number| value(matrix.metric, number);
-    Some(match medians.len() {
-        1 => said(most),
-        loads => format!("{} to {} under {loads} loads", said(least), said(most)),
-    })
 }
 
 /// The number of loads of a way, if there are several.
@@ -109,7 +65,7 @@ fn by_how_much(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
         (Some(base), Some(gain)) => format!(
             "{} times as good as {}, the default, in {measure}{} ({})",
             times(gain.ratio),
-            label(&matrix.short(&base.axes)),
+            matrix.name(&base.axes),
             together(found.way),
             span(gain.interval.low, gain.interval.high)
         ),
@@ -132,12 +88,6 @@ fn by_how_much(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
     }
 }
 
-/// What is no better than the default: `what`, but ways that may not be advised can be better.
-fn nothing(found: &Found<'_>, what: &str) -> String {
-    let advisable = if found.set_aside == 0 { "" } else { " that can be advised" };
-    format!("{what}{advisable}")
-}
-
 /// The largest gain over the default that the noise may hide, and the way that may have it.
 pub(super) fn most_hidden<'p>(matrix: &Matrix<'_>, found: &Found<'p>) -> Option<(f64, &'p Pick)> {
     let others = found.picks.iter().filter(|pick| pick.axes != found.way.axes);
@@ -151,29 +101,28 @@ pub(super) fn most_hidden<'p>(matrix: &Matrix<'_>, found: &Found<'p>) -> Option<
 /// Why the default stays, and how strong that reason is.
 fn stay(matrix: &Matrix<'_>, found: &Found<'_>, name: &str) -> String {
     let measure = matrix.metric.title;
-    let [nothing, here] = ["nothing", "nothing measured here"].map(|what| nothing(found, what));
-    match most_hidden(matrix, found) {
+    // Ways that may not be advised can be better.
+    let what = if found.set_aside == 0 { "" } else { " that can be advised" };
+    let reason = match most_hidden(matrix, found) {
         Some((most, pick)) if most > NARROW => format!(
-            "Stay with {name}, the default: {nothing} is significantly better in {measure}, but noise \
-             may hide a gain of up to {} times ({}).",
+            "nothing{what} is significantly better in {measure}, but noise may hide a gain of up to \
+             {} times ({})",
             times(most),
-            label(&matrix.short(&pick.axes))
+            matrix.name(&pick.axes)
         ),
         Some((most, pick)) => format!(
-            "Stay with {name}, the default: {here} is better in {measure} by more than \
-             {} times ({}).",
+            "nothing measured here{what} is better in {measure} by more than {} times ({})",
             times(most),
-            label(&matrix.short(&pick.axes))
+            matrix.name(&pick.axes)
         ),
-        None => {
-            format!("Stay with {name}, the default: {here} is better in {measure}.")
-        }
-    }
+        None => format!("nothing measured here{what} is better in {measure}"),
+    };
+    format!("Stay with {name}, the default: {reason}.")
 }
 
 /// The result, if there is no advice.
 fn so_far(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
-    let name = label(&matrix.short(&found.way.axes));
+    let name = matrix.name(&found.way.axes);
     let rounds = found.picks.iter().map(|pick| pick.summary.count).min().unwrap_or(0);
     let most = found.picks.iter().map(|pick| pick.summary.count).max().unwrap_or(0);
     if found.survival {
@@ -194,12 +143,12 @@ fn so_far(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
         (Some(gain), Some(base)) if rounds < ROUNDS_MIN => format!(
             "{few}{name} was {} times as good as {}, the default",
             times(gain.ratio),
-            label(&matrix.short(&base.axes))
+            matrix.name(&base.axes)
         ),
         (Some(gain), Some(base)) if gain.decision == Decision::Better => format!(
             "{name} is {} times as good as {}, the default ({})",
             times(gain.ratio),
-            label(&matrix.short(&base.axes)),
+            matrix.name(&base.axes),
             span(gain.interval.low, gain.interval.high)
         ),
         _ if rounds < ROUNDS_MIN => format!("{few}{name} had the best value"),
@@ -210,13 +159,13 @@ fn so_far(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
 /// Names of the ways that survived.
 fn survivors(matrix: &Matrix<'_>, found: &Found<'_>) -> Vec<String> {
     let through = found.picks.iter().filter(|pick| survived(matrix, pick));
-    through.map(|pick| label(&matrix.short(&pick.axes))).collect()
+    through.map(|pick| matrix.name(&pick.axes)).collect()
 }
 
 /// The result for survival.
 fn survival(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
     let way = found.way;
-    let name = label(&matrix.short(&way.axes));
+    let name = matrix.name(&way.axes);
     let rounds = match way.summary.count {
         1 => "in the one round".to_owned(),
         rounds => format!("in all {rounds} rounds"),
@@ -235,12 +184,12 @@ fn survival(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
         Advice::Stay => format!("Stay with {name}, the default: it survived {rounds}{others}."),
         Advice::Use => format!(
             "Use {}: {}{}.{}",
-            label(&matrix.short(&found.choices(matrix))),
+            matrix.name(&found.choices(matrix)),
             how_it_survived(matrix, way, &rounds),
             alike(matrix, found),
             found.other().map_or_else(String::new, |base| format!(
                 " The default, {}, did not survive.",
-                label(&matrix.short(&base.axes))
+                matrix.name(&base.axes)
             ))
         ),
     }

@@ -2,7 +2,7 @@
 
 /// Maps numbers to coordinates.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::report) struct Scale {
+pub(super) struct Scale {
     low: f64,
     high: f64,
     from: f64,
@@ -12,20 +12,20 @@ pub(in crate::report) struct Scale {
 
 impl Scale {
     /// Equal differences have equal lengths.
-    pub(in crate::report) fn linear(low: f64, high: f64, from: f64, to: f64) -> Self {
+    pub(super) fn linear(low: f64, high: f64, from: f64, to: f64) -> Self {
         let high = if high > low { high } else { low + 1.0 };
         Self { low, high, from, to, log: false }
     }
 
     /// Equal ratios have equal lengths. Both ends are above 0.
-    pub(in crate::report) fn log(low: f64, high: f64, from: f64, to: f64) -> Self {
+    pub(super) fn log(low: f64, high: f64, from: f64, to: f64) -> Self {
         let low = low.max(f64::MIN_POSITIVE);
         let high = if high > low { high } else { low * 10.0 };
         Self { low, high, from, to, log: true }
     }
 
     /// The coordinate of a number. Numbers beyond the ends are placed at the ends.
-    pub(in crate::report) fn at(&self, number: f64) -> f64 {
+    pub(super) fn at(&self, number: f64) -> f64 {
         let number = number.clamp(self.low, self.high);
         let part = if self.log {
             (number / self.low).ln() / (self.high / self.low).ln()
@@ -37,7 +37,7 @@ impl Scale {
 
     /// About `wanted` numbers for ticks, within the ends. At least three, because an axis with
     /// fewer is hard to read.
-    pub(in crate::report) fn ticks(&self, wanted: usize) -> Vec<f64> {
+    fn ticks(&self, wanted: usize) -> Vec<f64> {
         const READABLE: usize = 3;
         let log = if self.log { self.log_ticks(wanted) } else { Vec::new() };
         if log.len() >= READABLE {
@@ -88,24 +88,52 @@ fn nice(step: f64) -> f64 {
         .unwrap_or(10.0 * power)
 }
 
-/// An axis: its scale, ticks with their texts, and its name.
-#[derive(Clone, Debug)]
-pub(in crate::report) struct Axis {
-    pub(in crate::report) scale: Scale,
-    pub(in crate::report) ticks: Vec<(f64, String)>,
-    pub(in crate::report) name: String,
+/// The numbers of an axis.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::report) enum Range {
+    /// From the first number to the largest of the chart times the second. Equal differences have
+    /// equal lengths.
+    Linear(f64, f64),
+    /// Around all numbers of the chart, which are above 0. Equal ratios have equal lengths.
+    Log,
 }
 
-impl Axis {
-    /// An axis with about `wanted` ticks.
-    pub(in crate::report) fn new(
-        scale: Scale,
-        wanted: usize,
-        name: &str,
-        text: impl Fn(f64) -> String,
-    ) -> Self {
-        let ticks = scale.ticks(wanted).into_iter().map(|tick| (tick, text(tick))).collect();
-        Self { scale, ticks, name: name.to_owned() }
+/// An axis of a chart.
+pub(in crate::report) struct Axis<'a> {
+    pub(in crate::report) name: &'a str,
+    pub(in crate::report) range: Range,
+    /// The numbers of the ticks; empty for round numbers.
+    pub(in crate::report) ticks: &'a [f64],
+    /// The text of a tick.
+    pub(in crate::report) text: &'a dyn Fn(f64) -> String,
+}
+
+impl Axis<'_> {
+    /// The scale for these numbers between two coordinates.
+    pub(super) fn scale(
+        &self,
+        numbers: impl Iterator<Item = f64> + Clone,
+        from: f64,
+        to: f64,
+    ) -> Scale {
+        let numbers = numbers.filter(|number| number.is_finite());
+        let most = numbers.clone().fold(0.0, f64::max);
+        match self.range {
+            Range::Linear(low, room) => Scale::linear(low, most * room, from, to),
+            Range::Log => {
+                let least = numbers.fold(f64::INFINITY, f64::min);
+                Scale::log(least * 0.8, most * 1.25, from, to)
+            }
+        }
+    }
+
+    /// The ticks on a scale, about `wanted`, with their texts.
+    pub(super) fn ticks(&self, scale: &Scale, wanted: usize) -> Vec<(f64, String)> {
+        let ticks = match self.ticks {
+            [] => scale.ticks(wanted),
+            fixed => fixed.iter().copied().filter(|tick| *tick <= scale.high + 1e-6).collect(),
+        };
+        ticks.into_iter().map(|tick| (tick, (self.text)(tick))).collect()
     }
 }
 

@@ -3,187 +3,189 @@
 
 mod axis;
 mod bars;
-mod curve;
-mod distribution;
-mod series;
 
 use maud::{Markup, html};
 
-pub(super) use axis::{Axis, Scale};
+use axis::Scale;
+pub(super) use axis::{Axis, Range};
 pub(super) use bars::{Bar, bar};
-pub(super) use curve::{Point, curves};
-pub(super) use distribution::distribution;
-pub(super) use series::{Timeline, state, timeline};
+
+use crate::model::Steady;
 
 /// Largest number of lines in one chart that color, dash and label can distinguish.
 pub(super) const LINES_MAX: usize = 5;
 
-/// Sizes of a drawing and its margins in CSS pixels.
+/// Sizes of a drawing and ends of its axes in CSS pixels.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Frame {
-    pub(super) width: f64,
-    pub(super) height: f64,
-    pub(super) left: f64,
-    pub(super) right: f64,
-    pub(super) top: f64,
-    pub(super) bottom: f64,
+struct Frame {
+    width: f64,
+    height: f64,
+    x0: f64,
+    x1: f64,
+    y0: f64,
+    y1: f64,
     /// Whether lines have labels at their ends. Otherwise the chart has a legend.
-    pub(super) wide: bool,
+    wide: bool,
 }
 
-impl Frame {
-    /// For pages wide enough for labels next to the lines.
-    pub(super) const WIDE: Self = Self {
-        width: 760.0,
-        height: 345.0,
-        left: 84.0,
-        right: 200.0,
-        top: 30.0,
-        bottom: 46.0,
-        wide: true,
-    };
-    /// For phones.
-    pub(super) const NARROW: Self = Self {
-        width: 340.0,
-        height: 290.0,
-        left: 78.0,
-        right: 28.0,
-        top: 30.0,
-        bottom: 46.0,
-        wide: false,
-    };
-
-    fn x0(&self) -> f64 {
-        self.left
-    }
-
-    fn x1(&self) -> f64 {
-        self.width - self.right
-    }
-
-    fn y0(&self) -> f64 {
-        self.height - self.bottom
-    }
-
-    fn y1(&self) -> f64 {
-        self.top
-    }
-}
-
-/// The texts of a chart for readers who do not see it.
-#[derive(Clone, Debug)]
-pub(super) struct Caption {
-    /// Unique on the page.
-    pub(super) id: String,
-    /// What the chart shows.
-    pub(super) title: String,
-    /// What can be seen in the chart.
-    pub(super) description: String,
-}
+/// For pages wide enough for labels next to the lines.
+const WIDE: Frame =
+    Frame { width: 760.0, height: 345.0, x0: 84.0, x1: 560.0, y0: 299.0, y1: 30.0, wide: true };
+/// For phones.
+const NARROW: Frame =
+    Frame { width: 340.0, height: 290.0, x0: 78.0, x1: 312.0, y0: 244.0, y1: 30.0, wide: false };
 
 /// A line of a chart.
 #[derive(Clone, Debug)]
-pub(super) struct Line<P> {
+pub(super) struct Line {
     /// The number of its color.
     pub(super) color: usize,
     pub(super) name: String,
     /// In the order of the horizontal axis.
-    pub(super) points: Vec<P>,
+    pub(super) points: Vec<(f64, f64)>,
 }
 
-/// Builds a chart in both sizes, with a legend of its lines for the small one.
-pub(super) fn figure<P>(
-    caption: &Caption,
-    lines: &[Line<P>],
-    draw: impl Fn(&Frame) -> Markup,
-) -> Markup {
-    html! {
-        @for frame in [Frame::WIDE, Frame::NARROW] {
-            @let side = if frame.wide { "wide" } else { "narrow" };
-            @let (title, text) = (format!("{}-{side}-t", caption.id), format!("{}-{side}-d", caption.id));
-            svg class={"chart " (side)} viewBox=(format!("0 0 {} {}", frame.width, frame.height))
-                role="img" aria-labelledby=(format!("{title} {text}")) {
-                title id=(title) { (caption.title) }
-                desc id=(text) { (caption.description) }
-                (draw(&frame))
+/// A chart of lines.
+pub(super) struct Chart<'a> {
+    /// Unique on the page.
+    pub(super) id: String,
+    /// What the chart shows.
+    pub(super) title: String,
+    /// What can be seen in the chart, for readers who do not see it.
+    pub(super) description: String,
+    pub(super) lines: Vec<Line>,
+    pub(super) x: Axis<'a>,
+    pub(super) y: Axis<'a>,
+    /// Texts at the points of the first line. With them, all points have dots.
+    pub(super) marks: Vec<String>,
+    /// A window of time that is marked.
+    pub(super) window: Option<Steady>,
+}
+
+impl Chart<'_> {
+    /// Draws the chart in both sizes, with a legend of its lines for the small one.
+    pub(super) fn html(&self) -> Markup {
+        html! {
+            @for frame in [WIDE, NARROW] {
+                @let side = if frame.wide { "wide" } else { "narrow" };
+                @let (title, text) = (format!("{}-{side}-t", self.id), format!("{}-{side}-d", self.id));
+                svg class={"chart " (side)} viewBox=(format!("0 0 {} {}", frame.width, frame.height))
+                    role="img" aria-labelledby=(format!("{title} {text}")) {
+                    title id=(title) { (self.title) }
+                    desc id=(text) { (self.description) }
+                    (self.draw(&frame))
+                }
             }
-        }
-        @if lines.len() > 1 {
-            ul class="legend" aria-hidden="true" {
-                @for Line { color, name, .. } in lines {
-                    li {
-                        svg viewBox="0 0 28 10" class="swatch" {
-                            line class=(format!("line s{color}")) x1="1" x2="27" y1="5" y2="5" {}
+            @if self.lines.len() > 1 {
+                ul class="legend" aria-hidden="true" {
+                    @for Line { color, name, .. } in &self.lines {
+                        li {
+                            svg viewBox="0 0 28 10" class="swatch" {
+                                line class=(format!("line s{color}")) x1="1" x2="27" y1="5" y2="5" {}
+                            }
+                            (name)
                         }
-                        (name)
                     }
                 }
             }
         }
     }
-}
 
-/// Draws the axes with their ticks and names, below the marks.
-pub(super) fn axes(frame: &Frame, x: &Axis, y: &Axis) -> Markup {
-    let (x0, x1, y0) = (frame.x0(), frame.x1(), frame.y0());
-    html! {
-        g class="grid" {
-            @for (value, text) in &y.ticks {
-                @let at = y.scale.at(*value);
-                line x1=(n(x0)) x2=(n(x1)) y1=(n(at)) y2=(n(at)) {}
-                text x=(n(x0 - 8.0)) y=(n(at + 4.0)) text-anchor="end" { (text) }
+    fn draw(&self, frame: &Frame) -> Markup {
+        let points = || self.lines.iter().flat_map(|line| &line.points);
+        let x = self.x.scale(points().map(|(x, _)| *x), frame.x0, frame.x1);
+        let y = self.y.scale(points().map(|(_, y)| *y), frame.y0, frame.y1);
+        let place = |(a, b): &(f64, f64)| (x.at(*a), y.at(*b));
+        html! {
+            @if let Some(window) = &self.window {
+                @let (from, to) = (x.at(window.from_seconds), x.at(window.to_seconds));
+                rect class=(if window.reached { "window" } else { "window unsteady" })
+                    x=(n(from)) y=(n(frame.y1)) width=(n((to - from).max(0.0)))
+                    height=(n(frame.y0 - frame.y1)) {}
             }
-            @for (value, text) in &x.ticks {
-                @let at = x.scale.at(*value);
-                line class="tick" x1=(n(at)) x2=(n(at)) y1=(n(y0)) y2=(n(y0 + 5.0)) {}
-                text x=(n(at)) y=(n(y0 + 19.0)) text-anchor="middle" { (text) }
+            (self.axes(frame, &x, &y))
+            @for (i, line) in self.lines.iter().enumerate() {
+                @let places: Vec<(f64, f64)> = line.points.iter().map(place).collect();
+                path class=(format!("line s{}", line.color)) d=(path(&places)) {}
+                @if !self.marks.is_empty() {
+                    @for (px, py) in &places {
+                        circle class=(format!("dot f{}", line.color)) cx=(n(*px)) cy=(n(*py)) r="4" {}
+                    }
+                }
+                @if i == 0 {
+                    @for ((px, py), mark) in places.iter().zip(&self.marks) {
+                        text class="note" x=(n(*px)) y=(n(py - 9.0)) text-anchor="middle" { (mark) }
+                    }
+                }
             }
-            line class="base" x1=(n(x0)) x2=(n(x1)) y1=(n(y0)) y2=(n(y0)) {}
-            text class="name" x=(n((x0 + x1) / 2.0)) y=(n(frame.height - 6.0)) text-anchor="middle" {
-                (x.name)
+            @if let Some(window) = &self.window {
+                @let middle = (x.at(window.from_seconds) + x.at(window.to_seconds)) / 2.0;
+                text class="note" x=(n(middle)) y=(n(frame.y0 - 8.0)) text-anchor="middle" {
+                    (state(window))
+                }
             }
-            // Horizontal and above the axis, which is easier to read than a rotated name.
-            text class="name" x="0" y="13" { (y.name) }
+            (end_labels(frame, &self.lines, place))
+        }
+    }
+
+    /// Draws the axes with their ticks and names, below the marks.
+    fn axes(&self, frame: &Frame, x: &Scale, y: &Scale) -> Markup {
+        let Frame { x0, x1, y0, .. } = *frame;
+        html! {
+            g class="grid" {
+                @for (value, text) in self.y.ticks(y, 5) {
+                    @let at = y.at(value);
+                    line x1=(n(x0)) x2=(n(x1)) y1=(n(at)) y2=(n(at)) {}
+                    text x=(n(x0 - 8.0)) y=(n(at + 4.0)) text-anchor="end" { (text) }
+                }
+                @for (value, text) in self.x.ticks(x, if frame.wide { 6 } else { 3 }) {
+                    @let at = x.at(value);
+                    line class="tick" x1=(n(at)) x2=(n(at)) y1=(n(y0)) y2=(n(y0 + 5.0)) {}
+                    text x=(n(at)) y=(n(y0 + 19.0)) text-anchor="middle" { (text) }
+                }
+                line class="base" x1=(n(x0)) x2=(n(x1)) y1=(n(y0)) y2=(n(y0)) {}
+                text class="name" x=(n((x0 + x1) / 2.0)) y=(n(frame.height - 6.0)) text-anchor="middle" {
+                    (self.x.name)
+                }
+                // Horizontal and above the axis, which is easier to read than a rotated name.
+                text class="name" x="0" y="13" { (self.y.name) }
+            }
         }
     }
 }
 
-/// Draws lines through the places of their points.
-pub(super) fn paths<P>(lines: &[Line<P>], place: impl Fn(&P) -> (f64, f64)) -> Markup {
-    html! {
-        @for line in lines {
-            @let places: Vec<(f64, f64)> = line.points.iter().map(&place).collect();
-            path class=(format!("line s{}", line.color)) d=(path(&places)) {}
-        }
+/// The label of a window. Uses SNIA's term only if the window is as long as SNIA's.
+pub(super) fn state(window: &Steady) -> &'static str {
+    match (window.reached, window.is_long_enough()) {
+        (true, true) => "steady",
+        (false, true) => "not steady",
+        (true, false) => "even",
+        (false, false) => "uneven",
     }
 }
 
 /// Draws the names of lines at their ends, moved apart so that none overlaps another.
-pub(super) fn end_labels<P>(
-    frame: &Frame,
-    lines: &[Line<P>],
-    place: impl Fn(&P) -> (f64, f64),
-) -> Markup {
+fn end_labels(frame: &Frame, lines: &[Line], place: impl Fn(&(f64, f64)) -> (f64, f64)) -> Markup {
     const APART: f64 = 17.0;
     let ends = lines.iter().filter_map(|line| Some((place(line.points.last()?).1, line)));
-    let mut labels: Vec<(f64, &Line<P>)> = ends.collect();
+    let mut labels: Vec<(f64, &Line)> = ends.collect();
     if !frame.wide || labels.len() < 2 {
         return html! {};
     }
     labels.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let mut least = frame.y1() + 6.0;
+    let mut least = frame.y1 + 6.0;
     for (y, _) in &mut labels {
         *y = least.max(*y);
         least = *y + APART;
     }
-    let mut most = frame.y0();
+    let mut most = frame.y0;
     for (y, _) in labels.iter_mut().rev() {
         *y = most.min(*y);
         most = *y - APART;
     }
     html! {
         @for (y, line) in &labels {
-            text class=(format!("label t{}", line.color)) x=(n(frame.x1() + 10.0)) y=(n(y + 4.0)) {
+            text class=(format!("label t{}", line.color)) x=(n(frame.x1 + 10.0)) y=(n(y + 4.0)) {
                 (shortened(&line.name, 26))
             }
         }
@@ -199,7 +201,7 @@ pub(super) fn shortened(text: &str, letters: usize) -> String {
 }
 
 /// Formats a coordinate to a tenth of a pixel. Numbers that are not finite become 0.
-pub(super) fn n(number: f64) -> String {
+fn n(number: f64) -> String {
     if !number.is_finite() {
         return "0".to_owned();
     }
@@ -209,7 +211,7 @@ pub(super) fn n(number: f64) -> String {
 }
 
 /// Path data of a line through points.
-pub(super) fn path(points: &[(f64, f64)]) -> String {
+fn path(points: &[(f64, f64)]) -> String {
     let mut path = String::new();
     for (i, (x, y)) in points.iter().enumerate() {
         path.push_str(&format!("{}{} {}", if i == 0 { "M" } else { "L" }, n(*x), n(*y)));
@@ -223,9 +225,9 @@ mod tests {
 
     #[test]
     fn labels_do_not_cover_one_another() {
-        let line = |(color, y)| Line { color, name: format!("l{color}"), points: vec![y] };
+        let line = |(color, y)| Line { color, name: format!("l{color}"), points: vec![(0.0, y)] };
         let lines = [(0, 100.0), (1, 101.0), (2, 283.0), (3, 284.0)].map(line);
-        let drawn = end_labels(&Frame::WIDE, &lines, |y: &f64| (0.0, *y)).into_string();
+        let drawn = end_labels(&WIDE, &lines, |point| *point).into_string();
         let ys: Vec<f64> = drawn
             .split(" y=\"")
             .skip(1)
@@ -233,7 +235,15 @@ mod tests {
             .collect();
         assert_eq!(ys.len(), 4);
         assert!(ys.windows(2).all(|pair| pair[1] - pair[0] >= 16.9), "{ys:?}");
-        assert!(*ys.last().unwrap() <= Frame::WIDE.height - Frame::WIDE.bottom + 5.0);
+        assert!(*ys.last().unwrap() <= WIDE.y0 + 5.0);
+    }
+
+    #[test]
+    fn a_short_load_is_not_called_steady() {
+        let window =
+            |to_seconds, reached| state(&Steady { reached, to_seconds, ..Steady::default() });
+        assert_eq!([window(30.0, true), window(30.0, false)], ["even", "uneven"]);
+        assert_eq!([window(300.0, true), window(300.0, false)], ["steady", "not steady"]);
     }
 
     #[test]

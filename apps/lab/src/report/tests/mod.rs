@@ -379,9 +379,6 @@ fn published_numbers_say_what_differs() {
     // Each number combines three file systems, two cache modes and three loads.
     assert!(page.contains("median of 27 cells: "), "the reader is not told of how many");
     run.plan.differs.clear();
-    run.plan.name = "install".to_owned();
-    assert!(html(&run).contains("do not compare seconds"), "a run of an older version");
-    run.plan.name = "mine".to_owned();
     assert!(!html(&run).contains("What differs. "));
 }
 
