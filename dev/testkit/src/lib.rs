@@ -1,5 +1,5 @@
-//! What tests of several crates at once stand on, and what fuzzers run: all that knows formats. A
-//! dev-dependency only; the tests of one crate do with `vdkit-testbase`, which this re-exports.
+//! Helpers of tests that know formats, and the bodies of fuzz targets. A dev-dependency only; the tests
+//! of a single crate use `vdkit-testbase`, which this crate re-exports.
 //!
 //! - [`Recorded`] is a program whose changes of a file are recorded as by [`CrashStorage`], with syncs
 //!   that take a while.
@@ -7,15 +7,20 @@
 //! - [`guest`] boots a small Linux with given disks.
 //! - [`concurrent`] lets several clients use a disk while the power fails or calls do.
 //! - [`disks`] makes a disk over such a storage.
-//! - `nbd` (a feature) serves one, and is a client that says what no other would.
+//! - `Exported` (a feature, `serve`) is an export of one, for a test's server.
+//! - `nbd` (a feature) is a server of one, and a client that may break the protocol.
 
 pub mod concurrent;
 pub mod disks;
+#[cfg(feature = "serve")]
+mod exported;
 pub mod fuzz;
 pub mod guest;
 #[cfg(feature = "nbd")]
 pub mod nbd;
 mod recorded;
 
+#[cfg(feature = "serve")]
+pub use exported::Exported;
 pub use recorded::Recorded;
 pub use vdkit_testbase::*;

@@ -288,9 +288,9 @@ impl Controller {
 struct Reply<'a> {
     ok: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
-    answer: Option<Answer>,
+    answer: Option<&'a Answer>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    error: Option<&'a str>,
+    error: Option<&'a String>,
 }
 
 /// A control socket, open until dropped. Dropping it ends its connections: running commands are
@@ -417,10 +417,8 @@ fn converse(client: &UnixStream, controller: &Controller, ended: &CancelToken) {
             Ok(command) => controller.run(&command).map_err(|error| words(&error)),
             Err(error) => Err(format!("not a command: {error}")),
         };
-        let reply = match &done {
-            Ok(answer) => Reply { ok: true, answer: Some(answer.clone()), error: None },
-            Err(error) => Reply { ok: false, answer: None, error: Some(error) },
-        };
+        let (ok, answer, error) = (done.is_ok(), done.as_ref().ok(), done.as_ref().err());
+        let reply = Reply { ok, answer, error };
         let Ok(mut bytes) = serde_json::to_vec(&reply) else { return };
         bytes.push(b'\n');
         let answered = out.write_all(&bytes);

@@ -197,7 +197,21 @@ impl Export {
         held.unwrap_or_else(|| unreachable!("nobody leaves"))
     }
 
-    /// As [`Export::hold`], for any request of a client that may leave while it waits.
+    /// As [`Export::hold`], for a client that may leave while its request waits.
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`] if the client has left.
+    pub(crate) fn hold_to_read(&self, client: &Client) -> Result<Held<'_>> {
+        let held = self.disk();
+        // With the disk locked: see `pause`.
+        if !self.paused() {
+            return Ok(held);
+        }
+        drop(held);
+        self.pause.lock_outside(|| client.has_left(), || self.disk()).ok_or(Error::Interrupted)
+    }
+
+    /// As [`Export::hold_to_read`], for a request that may change the disk.
     ///
     /// # Errors
     /// [`Error::Interrupted`] if the client has left or the export is closed.
@@ -293,12 +307,12 @@ impl Export {
         }
     }
 
-    /// Reads.
+    /// As [`Requests::read`](crate::Requests::read), for this process.
     ///
     /// # Errors
     /// As [`Disk::read_at`].
     pub fn read(&self, buf: &mut [u8], at: u64) -> Result<()> {
-        self.hold().read_at(buf, GuestOffset(at))
+        self.requests(&STAYS).read(buf, at)
     }
 
     /// Makes everything durable whose request had ended before, from any server.

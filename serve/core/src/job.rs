@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use serde::Serialize;
 use vdkit_block::{CancelToken, Error, Result};
 
@@ -14,6 +14,15 @@ use crate::export::Export;
 pub(crate) struct Jobs {
     state: Mutex<State>,
     ended: Condvar,
+}
+
+impl Jobs {
+    /// Waits until a job has ended.
+    fn wait_for(&self, mut state: MutexGuard<'_, State>, job: &Arc<Running>) {
+        while state.running.as_ref().is_some_and(|running| Arc::ptr_eq(running, job)) {
+            self.ended.wait(&mut state);
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -118,14 +127,12 @@ impl Export {
     /// # Errors
     /// [`Error::Invalid`] if none runs.
     pub fn cancel_job(&self, kind: &str) -> Result<()> {
-        let mut state = self.jobs.state.lock();
+        let state = self.jobs.state.lock();
         let Some(job) = state.running.clone().filter(|running| running.kind == kind) else {
             return Err(Error::invalid(format!("no {kind} is running")));
         };
         job.cancel.cancel();
-        while state.running.as_ref().is_some_and(|running| Arc::ptr_eq(running, &job)) {
-            self.jobs.ended.wait(&mut state);
-        }
+        self.jobs.wait_for(state, &job);
         Ok(())
     }
 
@@ -140,40 +147,35 @@ impl Export {
     pub(crate) fn end_jobs(&self) {
         let mut state = self.jobs.state.lock();
         state.closed = true;
-        if let Some(running) = &state.running {
-            running.cancel.cancel();
-        }
-        while state.running.is_some() {
-            self.jobs.ended.wait(&mut state);
+        if let Some(job) = state.running.clone() {
+            job.cancel.cancel();
+            self.jobs.wait_for(state, &job);
         }
     }
 
     /// Waits until the running job has ended; `false` if none runs.
     pub fn wait_for_job(&self) -> bool {
-        let mut state = self.jobs.state.lock();
+        let state = self.jobs.state.lock();
         let Some(job) = state.running.clone() else { return false };
-        while state.running.as_ref().is_some_and(|running| Arc::ptr_eq(running, &job)) {
-            self.jobs.ended.wait(&mut state);
-        }
+        self.jobs.wait_for(state, &job);
         true
     }
 
     /// Refuses growth during a job that does not support it. Call it with the disk locked
     /// exclusively.
     pub(crate) fn refuse_growth_during_job(&self, name: &str) -> Result<()> {
-        let running = self.jobs.state.lock().running.clone();
-        match running.filter(|running| !running.follows_growth.load(Ordering::SeqCst)) {
-            None => Ok(()),
-            Some(running) => Err(busy(name, running.kind)),
-        }
+        self.refuse_during(name, |job| !job.follows_growth.load(Ordering::SeqCst))
     }
 
     /// Refuses an operation during a job. Call it with the disk locked exclusively.
     pub(crate) fn refuse_during_job(&self, name: &str) -> Result<()> {
-        let kind = self.jobs.state.lock().running.as_ref().map(|running| running.kind);
-        match kind {
-            None => Ok(()),
-            Some(kind) => Err(busy(name, kind)),
+        self.refuse_during(name, |_| true)
+    }
+
+    fn refuse_during(&self, name: &str, refuses: impl Fn(&Running) -> bool) -> Result<()> {
+        match &self.jobs.state.lock().running {
+            Some(job) if refuses(job) => Err(busy(name, job.kind)),
+            _ => Ok(()),
         }
     }
 }

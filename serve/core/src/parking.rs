@@ -2,7 +2,7 @@
 //!
 //! A kept change holds its bytes but no thread, so other requests continue however many changes
 //! wait. While changes are kept, one thread retries the oldest every second, and all others once
-//! one succeeded. `vdkit ctl SOCKET resume` retries at once.
+//! one succeeded. A growth that waits for the end of a job goes behind the others. `vdkit ctl SOCKET resume` retries at once.
 //!
 //! The thread serves all clients, so it never waits for a client: it passes on the result
 //! ([`Done`]) and continues. Before each attempt it checks that the client is still connected.
@@ -135,6 +135,11 @@ struct State {
 }
 
 impl State {
+    /// Whether the calling thread is the one that retries.
+    fn is_retried_here(&self) -> bool {
+        self.thread.as_ref().is_some_and(is_current)
+    }
+
     /// Counts a waiting change.
     fn count(&mut self, change: &Change) {
         self.bytes += change.held_bytes();
@@ -201,7 +206,12 @@ impl Parking {
     ) {
         let parking = &export.parking;
         let mut state = parking.state.lock();
-        while state.memory >= KEPT_BYTES_MAX && !state.closed && !claim.is_given_up() {
+        // The retry thread, which makes room, does not wait for it.
+        while state.memory >= KEPT_BYTES_MAX
+            && !state.closed
+            && !state.is_retried_here()
+            && !claim.is_given_up()
+        {
             parking.changed.wait_for(&mut state, ASK_EVERY);
         }
         let parked = Parked { claim, change, at, durable, done };
@@ -225,7 +235,8 @@ impl Parking {
         state.count(&parked.change);
         state.queue.push_back(parked);
         if !state.running {
-            state.thread = parking.start(export);
+            let ended = state.thread.take();
+            state.thread = parking.start(export, ended);
             state.running = state.thread.is_some();
             if !state.running {
                 // There is no thread to retry: report the error to the client.
@@ -243,11 +254,17 @@ impl Parking {
         }
     }
 
-    /// Starts the retry thread, if that is possible.
-    fn start(&self, export: &Arc<Export>) -> Option<JoinHandle<()>> {
+    /// Starts the retry thread, if that is possible. It first waits for the former one, which may
+    /// still hold the export for a moment.
+    fn start(&self, export: &Arc<Export>, ended: Option<JoinHandle<()>>) -> Option<JoinHandle<()>> {
         let export = export.clone();
         let builder = thread::Builder::new().name("nospace".to_owned());
-        builder.spawn(move || retry(&export)).ok()
+        let retry = move || {
+            // A panic of it was reported.
+            let _ = ended.map(JoinHandle::join);
+            retry(&export);
+        };
+        builder.spawn(retry).ok()
     }
 
     /// Starts the next attempt now.
@@ -286,7 +303,7 @@ impl Parking {
         state: &mut MutexGuard<'_, State>,
         chosen: impl Fn(&Arc<Client>) -> bool,
     ) {
-        if state.thread.as_ref().is_some_and(is_current) {
+        if state.is_retried_here() {
             return;
         }
         while state.tried.as_ref().is_some_and(&chosen) {
@@ -359,8 +376,9 @@ impl Parking {
                 *claim = ClaimState::Withdrawn;
             }
         }
-        let waits = |error| export.keeps(error) || Export::is_for_a_moment(&parked.change, error);
-        let again = matches!(&done, Err(error) if waits(error));
+        let for_a_job =
+            matches!(&done, Err(error) if Export::is_for_a_moment(&parked.change, error));
+        let again = for_a_job || matches!(&done, Err(error) if export.keeps(error));
         // Before the claim is unlocked: a change that was made cannot be withdrawn any more.
         let answers = *claim == ClaimState::Waits && !again;
         if answers {
@@ -369,7 +387,12 @@ impl Parking {
         drop(claim);
         let mut state = self.state.lock();
         if again && !state.closed && !parked.claim.is_noted_as_given_up() {
-            state.queue.push_front(parked);
+            if for_a_job {
+                // The job may take long, and others only wait for space.
+                state.queue.push_back(parked);
+            } else {
+                state.queue.push_front(parked);
+            }
         } else {
             state.forget(&parked.change);
             drop(state);

@@ -21,7 +21,7 @@ impl Pause {
         self.on.load(Ordering::Acquire)
     }
 
-    /// Begins a pause. The caller then waits for whoever has locked the disk. Returns `false` after
+    /// Begins a pause. The caller then waits for the threads that have locked the disk. Returns `false` after
     /// [`Pause::end_for_good`]: there is no pause, since nobody would end it.
     pub(crate) fn begin(&self) -> bool {
         let ended = self.ended.lock();
@@ -62,7 +62,7 @@ impl Pause {
                 return None;
             }
             let held = lock();
-            // Asked again: who begins a pause waits only for those that had locked the disk before.
+            // Again: a thread that begins a pause waits only for those that had locked the disk before.
             if !self.is_on() {
                 return Some(held);
             }

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-/// Maximum threads, unless told otherwise.
+/// Default of the maximum number of threads.
 const THREADS_MAX: usize = 16;
 /// Idle time after which a thread ends.
 const IDLE: Duration = Duration::from_secs(10);

@@ -58,7 +58,24 @@ impl Export {
     }
 }
 
-impl Requests<'_> {
+impl<'a> Requests<'a> {
+    /// Locks the disk for a request that changes nothing. Waits while the export is paused or the
+    /// disk is locked exclusively. A closed export can still be read.
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`] if the client leaves during a pause.
+    pub fn hold(&self) -> Result<Held<'a>> {
+        self.export.hold_to_read(self.client)
+    }
+
+    /// Reads.
+    ///
+    /// # Errors
+    /// As [`vdkit_chain::Disk::read_at`].
+    pub fn read(&self, buf: &mut [u8], at: u64) -> Result<()> {
+        self.hold()?.read_at(buf, GuestOffset(at))
+    }
+
     /// Writes. With `durable`, a power cut after the return loses nothing of it.
     ///
     /// # Errors

@@ -155,7 +155,10 @@ fn serve(listener: &Listener, woken: &UnixStream, time: Duration, text: &dyn Fn(
                 clients.push(Client::new(socket, now + time));
             }
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => {}
-            Err(_) => std::thread::sleep(ACCEPT_PAUSE),
+            Err(errno) => {
+                tracing::warn!("metrics: a connection was not accepted: {errno}");
+                std::thread::sleep(ACCEPT_PAUSE);
+            }
         }
     }
 }
@@ -176,7 +179,10 @@ fn wait(listener: &Listener, woken: &UnixStream, clients: &[Client]) -> Option<R
     match poll(&mut all, timeout.as_ref()) {
         // None is ready then; deadlines are still checked.
         Ok(_) | Err(Errno::INTR) => {}
-        Err(_) => return None,
+        Err(errno) => {
+            tracing::warn!("metrics are served no more: poll(2): {errno}");
+            return None;
+        }
     }
     let mut ready = all.iter().map(|one| !one.revents().is_empty());
     if ready.next() == Some(true) {
@@ -193,31 +199,31 @@ struct Client {
 }
 
 enum State {
-    /// Reading the request.
-    Hears(Vec<u8>),
+    /// Receiving the request.
+    Receiving(Vec<u8>),
     /// Sending the answer: bytes, and how many were sent.
-    Tells(Vec<u8>, usize),
+    Sending(Vec<u8>, usize),
     /// Everything was sent. Wait for the client to close: closing first could lose the answer if
     /// the client sent more than was read.
-    Ends,
+    Closing,
 }
 
 impl Client {
     fn new(socket: OwnedFd, until: Instant) -> Self {
-        Self { socket, until, state: State::Hears(Vec::new()) }
+        Self { socket, until, state: State::Receiving(Vec::new()) }
     }
 
     fn awaits(&self) -> PollFlags {
         match self.state {
-            State::Hears(_) | State::Ends => PollFlags::IN,
-            State::Tells(..) => PollFlags::OUT,
+            State::Receiving(_) | State::Closing => PollFlags::IN,
+            State::Sending(..) => PollFlags::OUT,
         }
     }
 
     /// Makes progress without waiting; `false` at the end.
     fn go_on(&mut self, text: &dyn Fn() -> String) -> bool {
         match &mut self.state {
-            State::Hears(head) => {
+            State::Receiving(head) => {
                 let mut piece = [0; 1024];
                 match rustix::net::recv(&self.socket, &mut piece, RecvFlags::DONTWAIT) {
                     Ok((0, _)) => return false,
@@ -225,12 +231,12 @@ impl Client {
                     Err(error) => return again(error),
                 }
                 match answer(head, text) {
-                    Some(bytes) => self.state = State::Tells(bytes, 0),
+                    Some(bytes) => self.state = State::Sending(bytes, 0),
                     None => return true,
                 }
                 self.go_on(text)
             }
-            State::Tells(bytes, sent) => {
+            State::Sending(bytes, sent) => {
                 let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
                 match rustix::net::send(&self.socket, &bytes[*sent..], flags) {
                     Ok(n) => *sent += n,
@@ -239,10 +245,10 @@ impl Client {
                 if *sent < bytes.len() {
                     return true;
                 }
-                self.state = State::Ends;
+                self.state = State::Closing;
                 rustix::net::shutdown(&self.socket, Shutdown::Write).is_ok()
             }
-            State::Ends => {
+            State::Closing => {
                 let mut rest = [0; 1024];
                 match rustix::net::recv(&self.socket, &mut rest, RecvFlags::DONTWAIT) {
                     Ok((n, _)) => n > 0,

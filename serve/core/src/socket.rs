@@ -57,8 +57,10 @@ impl UnixSocket {
         rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
         let metadata = fs::symlink_metadata(path)?;
         let inode = (metadata.dev(), metadata.ino());
-        rustix::net::listen(&socket, BACKLOG)?;
-        Ok(Self { listener: UnixListener::from(socket), path: path.to_owned(), inode })
+        // Before listen: an error removes the name.
+        let bound = Self { listener: UnixListener::from(socket), path: path.to_owned(), inode };
+        rustix::net::listen(&bound.listener, BACKLOG)?;
+        Ok(bound)
     }
 
     /// Its path.

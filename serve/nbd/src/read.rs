@@ -51,7 +51,7 @@ impl Session {
         let len = request.len as usize;
         self.replier.make_room(out, len)?;
         let data = out.data_room(self.replier.head(), len);
-        match self.export.read(data, request.offset) {
+        match self.export.requests(&self.client).read(data, request.offset) {
             Ok(()) => {
                 self.replier.put_data(out, request, len);
                 self.replier.send_all(out)?;
@@ -64,7 +64,7 @@ impl Session {
     /// Answers with one large chunk or simple reply.
     fn read_whole(&self, request: &Request, buffer: &mut Buffer) -> io::Result<bool> {
         let data = buffer.room(request.len as usize);
-        match self.export.read(data, request.offset) {
+        match self.export.requests(&self.client).read(data, request.offset) {
             Ok(()) => self.replier.data(request, request.offset, data, true).map(|()| true),
             Err(error) => self.fail(request, &error).map(|()| false),
         }
@@ -77,7 +77,7 @@ impl Session {
             let at = request.offset + done;
             let len = PIECE_BYTES.min(request.len - done);
             let data = buffer.room(len as usize);
-            if let Err(error) = self.export.read(data, at) {
+            if let Err(error) = self.export.requests(&self.client).read(data, at) {
                 self.warn(&error);
                 let errno = errno_of(&error);
                 self.replier.error_at(request, errno, &error.to_string(), at)?;

@@ -182,8 +182,8 @@ struct Shared {
     served: AtomicU64,
 }
 
-/// Who is connected. Apart from [`Shared`], so that a thread can leave this last, when it no longer
-/// holds an export.
+/// The connected clients. Separate from [`Shared`], so that a thread can leave this list last, when
+/// it no longer holds an export.
 #[derive(Default)]
 struct Clients {
     roll: Mutex<Roll>,
@@ -277,7 +277,7 @@ impl Server {
         for thread in self.listeners.drain(..) {
             let _ = thread.join();
         }
-        // `None`: longer than any clock tells.
+        // `None`: later than any time of the clock.
         let until = Instant::now().checked_add(drain);
         let Clients { roll, gone } = &*self.shared.clients;
         let mut roll = roll.lock();

@@ -12,6 +12,7 @@
 //! many of them: see [`crate::commit`].
 
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::Scope;
@@ -155,7 +156,10 @@ impl Session {
     /// Serves until the client leaves. On return, every started request has ended; those waiting
     /// for space are dropped.
     pub fn run(self) {
-        std::thread::scope(|scope| self.work(scope));
+        // The panic hook has reported a panic of a request. The rest of the connection must end all
+        // the same before another one takes its place.
+        let work = || std::thread::scope(|scope| self.work(scope));
+        let _ = catch_unwind(AssertUnwindSafe(work));
         // A client that reconnects repeats unanswered requests and continues: its old requests must
         // not run later.
         self.export.forget(&self.client);
@@ -502,7 +506,7 @@ impl Session {
             command::READ | command::BLOCK_STATUS => self
                 .replier
                 .send_all(out)
-                .and_then(|()| self.tell(request, began, &mut buffer, out)),
+                .and_then(|()| self.answer_with_data(request, began, &mut buffer, out)),
             _ => self.replier.send_all(out).and_then(|()| {
                 let done = self.perform(request, began, buffer.bytes());
                 self.conclude(request, began, done)
@@ -515,7 +519,7 @@ impl Session {
     }
 
     /// Runs a request whose reply has data.
-    fn tell(
+    fn answer_with_data(
         &self,
         request: &Request,
         began: Instant,
@@ -525,7 +529,7 @@ impl Session {
         match self.fault(request) {
             Some((errno, text)) => self.replier.error(request, errno, text),
             None if request.command == command::READ => self.read(request, began, buffer, out),
-            None => status::answer(&self.replier, &self.agreed, request, buffer.bytes()),
+            None => status::answer(self, request, buffer.bytes()),
         }
     }
 

@@ -3,9 +3,7 @@
 use std::io;
 
 use crate::contexts::Context;
-use crate::handshake::Agreed;
-use crate::reply::Replier;
-use crate::session::errno_of;
+use crate::session::{Session, errno_of};
 use crate::wire::{self, Request, chunk, errno, request_flag};
 
 /// Maximum runs per reply: a chunk of 1 MiB with extended headers.
@@ -14,12 +12,8 @@ const RUNS_MAX: usize = 64 << 10;
 const SHORT_RUN_MAX: u64 = 0xffff_f000;
 
 /// Answers NBD_CMD_BLOCK_STATUS.
-pub fn answer(
-    replier: &Replier,
-    agreed: &Agreed,
-    request: &Request,
-    payload: &[u8],
-) -> io::Result<()> {
+pub fn answer(session: &Session, request: &Request, payload: &[u8]) -> io::Result<()> {
+    let (replier, agreed) = (&session.replier, &session.agreed);
     let invalid = |why| replier.error(request, errno::INVAL, why);
     if agreed.contexts.is_empty() {
         return invalid("no metadata context was chosen");
@@ -40,7 +34,7 @@ pub fn answer(
         let Some(context) = agreed.contexts.get(*id as usize) else {
             return invalid("unknown context");
         };
-        match describe(agreed, context, *id, request, len) {
+        match describe(session, context, *id, request, len) {
             Ok((kind, bytes)) => replier.chunk(request, kind, 0, &bytes)?,
             Err(error) => return replier.error(request, errno_of(&error), &error.to_string()),
         }
@@ -60,7 +54,7 @@ fn effect(payload: &[u8], contexts: usize) -> Option<(u64, Vec<u32>)> {
 
 /// Type and payload of one context's chunk.
 fn describe(
-    agreed: &Agreed,
+    session: &Session,
     context: &Context,
     id: u32,
     request: &Request,
@@ -68,14 +62,14 @@ fn describe(
 ) -> vdkit_block::Result<(u16, Vec<u8>)> {
     let most = if request.has(request_flag::REQ_ONE) { 1 } else { RUNS_MAX };
     let mut runs = Vec::new();
-    let disk = agreed.export.hold();
+    let disk = session.export.requests(&session.client).hold()?;
     context.status(&disk, request.offset, len, &mut |len, flags| {
         runs.push((len, flags));
         runs.len() < most
     })?;
     drop(disk);
     let mut bytes = id.to_be_bytes().to_vec();
-    if agreed.extended {
+    if session.agreed.extended {
         bytes.extend((runs.len() as u32).to_be_bytes());
         for (len, flags) in runs {
             bytes.extend(len.to_be_bytes());

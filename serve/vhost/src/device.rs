@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use vdkit_serve::{Client, Export};
+use vdkit_serve::{Client, Export, Requests};
 
 use crate::wire::CONFIG_MAX;
 
@@ -63,6 +63,11 @@ impl Device {
         queues: u16,
     ) -> Self {
         Self { export, client: Arc::new(client), acked: AtomicU64::new(0), writeback, queues }
+    }
+
+    /// Requests of the monitor's guest.
+    pub fn requests(&self) -> Requests<'_> {
+        self.export.requests(&self.client)
     }
 
     /// Offered features.

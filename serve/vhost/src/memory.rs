@@ -84,12 +84,12 @@ pub struct Memory {
 fn map(region: MemoryRegion, file: OwnedFd) -> io::Result<Mapped> {
     let size = usize::try_from(region.size).map_err(invalid)?;
     if region.user_address.checked_add(region.size).is_none() {
-        return Err(invalid("a piece of memory that ends nowhere"));
+        return Err(invalid("a memory region past the end of the address space"));
     }
     let file = FileOffset::new(file.into(), region.file_offset);
     let mapping = MmapRegion::from_file(file, size).map_err(invalid)?;
     let mapping = GuestRegionMmap::new(mapping, GuestAddress(region.guest_address))
-        .ok_or_else(|| invalid("a piece of memory that ends nowhere"))?;
+        .ok_or_else(|| invalid("a memory region past the end of the address space"))?;
     Ok(Mapped { region, mapping: Arc::new(mapping) })
 }
 
@@ -106,7 +106,7 @@ impl Memory {
 
     pub fn add(&mut self, region: MemoryRegion, file: OwnedFd) -> io::Result<()> {
         if self.pieces.len() >= REGIONS_MAX {
-            return Err(invalid("too many pieces of memory"));
+            return Err(invalid("too many memory regions"));
         }
         let mut pieces = self.copies();
         pieces.push(map(region, file)?);
@@ -123,7 +123,7 @@ impl Memory {
         let before = pieces.len();
         pieces.retain(|piece| !same(piece));
         if pieces.len() == before {
-            return Err(invalid("no such piece of memory"));
+            return Err(invalid("no such memory region"));
         }
         self.take(pieces)
     }

@@ -1,7 +1,8 @@
 //! Runs requests, on either path.
 //!
 //! A request runs to its end even if the monitor has disconnected: the next monitor is accepted
-//! only when no request is running, and an error would reach a guest whose monitor reconnects.
+//! only when no request is running, and an error would reach a guest whose monitor reconnects. Only
+//! a request that still waits for the export, such as for the end of a pause, is given up.
 
 use std::time::Instant;
 
@@ -61,6 +62,8 @@ pub struct Full {
 pub enum Slow {
     Finished(Finished),
     Full(Full),
+    /// The monitor disconnected while the request waited for the export, such as during a pause.
+    GivenUp,
 }
 
 /// The statistics kind of a request, if any.
@@ -179,7 +182,7 @@ pub fn slow(
         return Slow::Finished(status.into());
     }
     match request.kind {
-        Kind::Read => Slow::Finished(read(device, mem, request, bounce)),
+        Kind::Read => read(device, mem, request, bounce),
         Kind::Write => write(device, mem, request, progress, bounce),
         Kind::Flush => flush(device, progress),
         Kind::Discard => discard(device, mem, request),
@@ -193,38 +196,37 @@ fn flush(device: &Device, progress: u64) -> Slow {
     if progress > 0 {
         return Slow::Finished(Status::Ok.into());
     }
-    match device.export.flush() {
+    match device.requests().flush() {
+        Ok(()) => Slow::Finished(Status::Ok.into()),
         Err(error) if device.export.keeps(&error) => {
             let change = Change::Flush { requests: 1 };
             Slow::Full(Full { change, at: 0, durable: false, error, progress: 1 })
         }
-        done => Slow::Finished(told(device, done)),
+        Err(error) => failed(device, &error),
     }
 }
 
-fn told(device: &Device, done: vdkit_block::Result<()>) -> Finished {
-    match done {
-        Ok(()) => Status::Ok.into(),
-        Err(error) => {
-            tracing::warn!(export = device.export.name(), "{error}");
-            Status::IoError.into()
-        }
+fn failed(device: &Device, error: &Error) -> Slow {
+    if matches!(error, Error::Interrupted) && device.client.has_left() {
+        return Slow::GivenUp;
     }
+    tracing::warn!(export = device.export.name(), "{error}");
+    Slow::Finished(Status::IoError.into())
 }
 
-fn read(device: &Device, mem: &Mem, request: &Request, bounce: &mut Vec<u8>) -> Finished {
+fn read(device: &Device, mem: &Mem, request: &Request, bounce: &mut Vec<u8>) -> Slow {
     let mut done = 0;
     while done < request.bytes {
         let data = room(bounce, (request.bytes - done).min(PIECE_BYTES));
-        if let Err(error) = device.export.read(data, at(request) + done) {
-            return told(device, Err(error));
+        if let Err(error) = device.requests().read(data, at(request) + done) {
+            return failed(device, &error);
         }
         if copy_out(mem, &request.data, done, data).is_err() {
-            return Status::IoError.into();
+            return Slow::Finished(Status::IoError.into());
         }
         done += data.len() as u64;
     }
-    Finished { status: Status::Ok, data: done }
+    Slow::Finished(Finished { status: Status::Ok, data: done })
 }
 
 fn write(
@@ -243,13 +245,13 @@ fn write(
         }
         let here = at(request) + done;
         done += data.len() as u64;
-        match device.export.write(data, here, durable) {
+        match device.requests().write(data, here, durable) {
             Ok(()) => {}
             Err(error) if device.export.keeps(&error) => {
                 let change = Change::Write(data.to_vec());
                 return Slow::Full(Full { change, at: here, durable, error, progress: done });
             }
-            Err(error) => return Slow::Finished(told(device, Err(error))),
+            Err(error) => return failed(device, &error),
         }
     }
     Slow::Finished(Status::Ok.into())
@@ -298,8 +300,8 @@ fn discard(device: &Device, mem: &Mem, request: &Request) -> Slow {
         Err(status) => return Slow::Finished(status.into()),
     };
     for range in ranges {
-        if let Err(error) = device.export.discard(range.at, range.len, false) {
-            return Slow::Finished(told(device, Err(error)));
+        if let Err(error) = device.requests().discard(range.at, range.len, false) {
+            return failed(device, &error);
         }
     }
     Slow::Finished(Status::Ok.into())
@@ -313,14 +315,14 @@ fn write_zeroes(device: &Device, mem: &Mem, request: &Request, progress: u64) ->
     let durable = device.writes_durable();
     for (index, range) in ranges.into_iter().enumerate().skip(progress as usize) {
         let may_unmap = range.flags & RANGE_UNMAP != 0;
-        match device.export.zero(range.at, range.len, may_unmap, durable) {
+        match device.requests().zero(range.at, range.len, may_unmap, durable) {
             Ok(()) => {}
             Err(error) if device.export.keeps(&error) => {
                 let change = Change::Zero { len: range.len, may_unmap };
                 let progress = index as u64 + 1;
                 return Slow::Full(Full { change, at: range.at, durable, error, progress });
             }
-            Err(error) => return Slow::Finished(told(device, Err(error))),
+            Err(error) => return failed(device, &error),
         }
     }
     Slow::Finished(Status::Ok.into())

@@ -108,8 +108,8 @@ struct Own {
     spare: Vec<Vec<crate::memory::Segment>>,
 }
 
-/// Runs a request; `failed` is the result of a panic, which the panic hook has reported. The guest,
-/// and whoever stops the ring, wait for every request.
+/// Runs a request; `failed` is the result of a panic, which the panic hook has reported. The guest
+/// and a thread that stops the ring wait for every request.
 fn surviving<R>(run: impl FnOnce() -> R, failed: R) -> R {
     catch_unwind(AssertUnwindSafe(run)).unwrap_or(failed)
 }
@@ -131,6 +131,10 @@ impl Job {
         match done {
             Slow::Finished(finished) => self.end(finished),
             Slow::Full(full) => self.keep(full),
+            Slow::GivenUp => {
+                self.ring.core.lock().give_up(self.request.head, &self.mem, self.request.status);
+                self.ring.changed.notify_all();
+            }
         }
     }
 
@@ -220,7 +224,7 @@ impl Ring {
         let tracker = tracker.filter(|notes| notes.fits(setup.size));
         if let Some(notes) = &tracker {
             let recovered = notes.recover(setup.size, used).unwrap_or_else(|| {
-                tracing::warn!(queue = self.index, "the notes of requests in flight make no sense");
+                tracing::warn!(queue = self.index, "the in-flight records are invalid");
                 notes.reset(setup.size, used);
                 Default::default()
             });
@@ -395,7 +399,7 @@ impl Ring {
                 kept.into_iter().filter(|(_, kept)| kept.claim.withdraw()).collect();
             core = self.core.lock();
             for (head, kept) in given_up {
-                core.give_up(head, &kept);
+                core.give_up(head, &kept.mem, kept.status);
             }
         }
         core.notify();
@@ -486,15 +490,15 @@ impl Core {
         Ok(())
     }
 
-    /// Withdraws a request that waited for space.
-    fn give_up(&mut self, head: u16, kept: &Kept) {
+    /// Withdraws a request that waited for space or for the export.
+    fn give_up(&mut self, head: u16, mem: &Mem, status: GuestAddress) {
         if self.tracker.is_some() {
             self.outstanding -= 1;
             return;
         }
         // No one will repeat it, so report an error to the guest. If the status address is no
         // longer mapped, the guest cannot use it either.
-        let _ = kept.mem.write_obj(Status::IoError as u8, kept.status);
+        let _ = mem.write_obj(Status::IoError as u8, status);
         let _ = self.put_back(head, 1);
     }
 }

@@ -89,7 +89,8 @@ fn follow(
             return Err("a descriptor beyond its table");
         }
         let at = table.address.0.checked_add(DESCRIPTOR_BYTES * u64::from(index));
-        let at = GuestAddress(at.ok_or("a table of descriptors that ends nowhere")?);
+        let at =
+            GuestAddress(at.ok_or("a table of descriptors past the end of the address space")?);
         let descriptor: Descriptor =
             mem.read_obj(at).map_err(|_| "a table of descriptors outside of memory")?;
         let len = descriptor.len();

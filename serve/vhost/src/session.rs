@@ -106,7 +106,7 @@ impl Session {
                 let Some(message) = self.channel.recv()? else { return Ok(()) };
                 self.answer(message)?;
             }
-            self.tell_size();
+            self.report_size();
         }
         Ok(())
     }
@@ -175,15 +175,17 @@ impl Session {
             }
             request::GET_QUEUE_NUM => return Ok(Reply::Number(u64::from(self.device.queues))),
             request::SET_BACKEND_REQ_FD => {
-                let file = single(message.fds)?.ok_or_else(|| invalid("no socket came along"))?;
+                let file =
+                    single(message.fds)?.ok_or_else(|| invalid("a message without its socket"))?;
                 self.backend = Some(Channel::new(file.into())?);
             }
             request::GET_CONFIG => return self.get_config(&message.body),
             request::SET_CONFIG => self.set_config(&mut fields)?,
-            request::GET_INFLIGHT_FD => return new_notes(message),
+            request::GET_INFLIGHT_FD => return new_inflight_area(message),
             request::SET_INFLIGHT_FD => {
                 let area = InflightArea::parse(&mut fields)?;
-                let file = single(message.fds)?.ok_or_else(|| invalid("notes without a file"))?;
+                let file = single(message.fds)?
+                    .ok_or_else(|| invalid("in-flight records without a file"))?;
                 self.inflight = Some(Arc::new(Area::open(area, file)?));
                 self.take_over_writeback();
             }
@@ -302,7 +304,7 @@ impl Session {
         let count = fields.u32()?;
         let _padding = fields.u32()?;
         if count > TABLE_MAX || count as usize != fds.len() {
-            return Err(invalid("pieces of memory and files that do not match"));
+            return Err(invalid("the numbers of memory regions and of files differ"));
         }
         let pair = |fd| Ok((MemoryRegion::parse(fields)?, fd));
         let regions = fds.into_iter().map(pair).collect::<io::Result<Vec<_>>>()?;
@@ -367,8 +369,8 @@ impl Session {
         Ok(Reply::Bytes(reply))
     }
 
-    /// Notifies the guest of a new size.
-    fn tell_size(&mut self) {
+    /// Reports a new size to the guest.
+    fn report_size(&mut self) {
         let sectors = self.device.sectors();
         if sectors == self.sectors {
             return;
@@ -376,7 +378,7 @@ impl Session {
         self.sectors = sectors;
         let Some(backend) = &self.backend else { return };
         if let Err(error) = backend.send(backend_request::CONFIG_CHANGE_MSG, 0, &[], None) {
-            tracing::warn!("vhost-user: the monitor cannot be told of the new size: {error}");
+            tracing::warn!("vhost-user: the new size cannot be reported: {error}");
         }
     }
 }
@@ -390,16 +392,16 @@ fn has_left(socket: &UnixStream) -> bool {
 
 fn single(mut fds: Vec<OwnedFd>) -> io::Result<Option<OwnedFd>> {
     if fds.len() > 1 {
-        return Err(invalid("more files than one"));
+        return Err(invalid("more than one file"));
     }
     Ok(fds.pop())
 }
 
 /// Memory for in-flight records, which the monitor keeps.
-fn new_notes(message: Message) -> io::Result<Reply> {
+fn new_inflight_area(message: Message) -> io::Result<Reply> {
     let asked = InflightArea::parse(&mut Fields(&message.body))?;
     if asked.queues > QUEUES_MAX || asked.queue_size > QUEUE_SIZE_MAX {
-        return Err(invalid("notes for more requests than can be"));
+        return Err(invalid("in-flight records of more requests than there can be"));
     }
     let (area, file) = Area::create(asked.queues.max(1), asked.queue_size.max(1))?;
     let mut body = message.body;
@@ -412,7 +414,7 @@ fn ring_fd(fields: &mut Fields<'_>, fds: Vec<OwnedFd>) -> io::Result<(u32, Optio
     let value = fields.u64()?;
     let fd = single(fds)?;
     if fd.is_some() == (value & NO_FD != 0) {
-        return Err(invalid("an event counter that is missing, or one too many"));
+        return Err(invalid("a missing or unexpected event descriptor"));
     }
     if let Some(fd) = &fd {
         rustix::fs::fcntl_setfl(fd, rustix::fs::fcntl_getfl(fd)? | OFlags::NONBLOCK)?;

@@ -1,4 +1,4 @@
-//! A client that says exactly what a test wants, right or wrong.
+//! A client that sends exactly what a test wants, valid or not.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -49,7 +49,7 @@ pub struct Chunk {
 /// A connection. Every method panics where the server breaks the protocol.
 #[derive(Debug)]
 pub struct Client {
-    /// Under everything.
+    /// The connection.
     pub socket: UnixStream,
     /// What was agreed on.
     pub style: Style,
@@ -73,7 +73,7 @@ fn be16(bytes: &[u8]) -> u16 {
 }
 
 impl Client {
-    /// Connects, and hears the server's first words.
+    /// Connects, and receives the server's greeting.
     pub fn dial(path: &Path) -> Self {
         let socket = UnixStream::connect(path).unwrap();
         socket.set_read_timeout(Some(Duration::from_secs(120))).unwrap();
@@ -117,7 +117,7 @@ impl Client {
         bytes
     }
 
-    /// Whether the server has hung up, and said nothing more.
+    /// Whether the server has closed the connection and sent nothing more.
     pub fn is_ended(&mut self) -> bool {
         let mut byte = [0];
         match self.socket.read(&mut byte) {

@@ -1,5 +1,5 @@
-//! An NBD server over an image in memory, and a client of our own that says exactly what a test
-//! wants, right or wrong.
+//! An NBD server over an image in memory, and a client that sends exactly what a test wants, valid or
+//! not.
 
 pub mod client;
 mod rig;

@@ -1,31 +1,33 @@
-//! A server over an image in memory.
+//! An NBD server over an image in memory.
 
-use std::path::{Path, PathBuf};
+use std::ops::Deref;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use vdkit_block::Storage;
 use vdkit_chain::Disk;
 use vdkit_nbd::{Address, Exports, Listener, Server, ServerOptions};
-use vdkit_qcow2::Qcow2Driver;
-use vdkit_serve::{Export, ExportOptions};
+use vdkit_serve::ExportOptions;
 use vdkit_storage::MemoryStorage;
-use vdkit_testbase::assert_sound;
+use vdkit_testbase::eventually;
 
 use super::client::{Client, Style};
+use crate::Exported;
 use crate::disks::qcow2;
 
-/// A server, its export and the image under it.
+/// A server, and what it serves.
 #[derive(Debug)]
 pub struct Rig {
-    /// What is served, as `disk`.
-    pub export: Arc<Export>,
-    /// The image.
-    pub storage: Arc<dyn Storage>,
-    /// Where it listens.
-    pub socket: PathBuf,
-    server: Option<Server>,
-    _folder: tempfile::TempDir,
+    server: Server,
+    exported: Exported,
+}
+
+impl Deref for Rig {
+    type Target = Exported;
+    fn deref(&self) -> &Exported {
+        &self.exported
+    }
 }
 
 impl Rig {
@@ -52,18 +54,13 @@ impl Rig {
         export: impl FnOnce(&mut ExportOptions),
         server: impl FnOnce(&mut ServerOptions),
     ) -> Self {
-        let mut options = ExportOptions::default();
-        options.name = "disk".to_owned();
-        export(&mut options);
-        let mut server_options = ServerOptions::default();
-        server(&mut server_options);
-        let export = Export::new(disk, options);
-        let folder = tempfile::tempdir().unwrap();
-        let socket = folder.path().join("nbd.sock");
-        let listener = Listener::bind(&Address::Unix(socket.clone())).unwrap();
-        let exports = Exports::new(vec![export.clone()]);
-        let server = Server::start(exports, vec![listener], server_options).unwrap();
-        Self { export, storage, socket, server: Some(server), _folder: folder }
+        let exported = Exported::new(storage, disk, export);
+        let mut options = ServerOptions::default();
+        server(&mut options);
+        let listener = Listener::bind(&Address::Unix(exported.socket.clone())).unwrap();
+        let exports = Exports::new(vec![exported.export.clone()]);
+        let server = Server::start(exports, vec![listener], options).unwrap();
+        Self { server, exported }
     }
 
     /// A client.
@@ -86,21 +83,10 @@ impl Rig {
         &self.socket
     }
 
-    /// Connections now.
-    pub fn connections(&self) -> usize {
-        self.server.as_ref().unwrap().connections()
-    }
-
     /// Waits until so many connections are left.
     pub fn settles_at(&self, connections: usize) {
-        // Two minutes: a machine may have other things to do.
-        for _ in 0..24_000 {
-            if self.connections() == connections {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        panic!("{} connections instead of {connections}", self.connections());
+        let what = format!("{connections} connections are left");
+        eventually(&what, || self.server.connections() == connections);
     }
 
     /// Ends the service, and checks the image.
@@ -109,10 +95,8 @@ impl Rig {
     }
 
     /// As [`Rig::end`]; clients have so long, and are cut off then.
-    pub fn end_within(mut self, drain: Duration) -> Arc<dyn Storage> {
-        self.server.take().unwrap().stop(drain);
-        self.export.close().unwrap();
-        assert_sound(&Qcow2Driver, &self.storage, false, "the end");
-        self.storage.clone()
+    pub fn end_within(self, drain: Duration) -> Arc<dyn Storage> {
+        self.server.stop(drain);
+        self.exported.end()
     }
 }

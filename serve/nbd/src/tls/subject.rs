@@ -94,7 +94,7 @@ fn attribute(mut der: &[u8]) -> Option<String> {
     };
     match (name, text) {
         (Some(name), Some(text)) => Some(format!("{name}={}", escaped(text))),
-        // Types and values without a text form are told by their bytes.
+        // Values without a text form are written as their bytes.
         (name, _) => {
             let name = name.map_or_else(|| dotted(kind), str::to_owned);
             let hex: String = whole.iter().map(|byte| format!("{byte:02x}")).collect();

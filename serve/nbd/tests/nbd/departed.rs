@@ -10,15 +10,17 @@ use std::time::Duration;
 
 use vdkit_block::{Error, Storage};
 use vdkit_nbd::{Address, Exports, Listener, Server, ServerOptions};
-use vdkit_serve::{Change, Export, ExportOptions};
+use vdkit_serve::{Change, Claim, Export, ExportOptions};
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::disks::{MIB, qcow2};
 use vdkit_testkit::nbd::Rig;
 use vdkit_testkit::nbd::client::*;
-use vdkit_testkit::{FaultKind, FaultyStorage, GatedStorage, eventually};
+use vdkit_testkit::{FaultKind, FaultyStorage, GatedCall, GatedStorage, eventually};
 
 /// Maximum bytes kept for lack of space, of all clients.
 const KEPT_BYTES_MAX: usize = 256 << 20;
+/// Maximum threads of a connection.
+const THREADS_MAX: u64 = 16;
 
 fn served() -> (Arc<FaultyStorage>, Rig) {
     let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
@@ -28,13 +30,17 @@ fn served() -> (Arc<FaultyStorage>, Rig) {
     (faulty, rig)
 }
 
-/// Fills the disk and the kept bytes, so that the next change to keep blocks its thread.
-fn brim(faulty: &FaultyStorage, rig: &Rig) {
+/// Fills the disk and the kept bytes, so that the next change to keep blocks its thread. The kept bytes
+/// are those of the returned client.
+fn brim(faulty: &FaultyStorage, rig: &Rig) -> Arc<vdkit_serve::Client> {
     faulty.fill();
+    let client = Arc::default();
     let error = Error::NoSpace { file: "image".to_owned(), what: "for a test".to_owned() };
     // Untouched pages.
     let kept = Change::Write(vec![0; KEPT_BYTES_MAX]);
-    rig.export.keep(kept, 512 * MIB, false, error, Box::new(|_| {}));
+    let claim = Claim::of(&client);
+    rig.export.keep_claimed(kept, 512 * MIB, false, error, claim, Box::new(|_| {}));
+    client
 }
 
 #[test]
@@ -42,7 +48,7 @@ fn a_write_that_waits_to_be_kept_is_given_up_when_its_client_leaves() {
     // Enough to block all threads of the connection, so that none receives.
     for writes in [1, 40] {
         let (faulty, rig) = served();
-        brim(&faulty, &rig);
+        let other = brim(&faulty, &rig);
         let mut client = rig.client(Style::Structured);
         for _ in 0..writes {
             client.request(WRITE, 0, MIB, 4096, &[5; 4096]);
@@ -51,6 +57,7 @@ fn a_write_that_waits_to_be_kept_is_given_up_when_its_client_leaves() {
         assert_eq!(rig.export.parked().requests, 1);
         drop(client);
         rig.settles_at(0);
+        rig.export.forget(&other);
         faulty.heal();
         rig.export.resume();
         let mut client = rig.client(Style::Structured);
@@ -71,12 +78,13 @@ fn a_leader_does_not_wait_for_room_to_keep_a_write() {
     for at in 2..50 {
         client.write(at * MIB, &[3; 4096]).unwrap();
     }
-    brim(&faulty, &rig);
+    let other = brim(&faulty, &rig);
     let write = client.request(WRITE, 0, MIB, 4096, &[5; 4096]);
     for _ in 0..50 {
         let read = client.request(READ, 0, 0, 1, b"");
         assert_eq!(client.chunk(|_| 1).cookie, read);
     }
+    rig.export.forget(&other);
     faulty.heal();
     rig.export.resume();
     assert!(client.answer(write, 0).is_ok());
@@ -84,19 +92,21 @@ fn a_leader_does_not_wait_for_room_to_keep_a_write() {
 }
 
 #[test]
-fn a_paused_write_is_given_up_when_its_client_leaves() {
-    let rig = Rig::new(64 * MIB);
-    rig.export.pause();
-    let mut client = rig.client(Style::Structured);
-    for _ in 0..40 {
-        client.request(WRITE, 0, MIB, 4096, &[5; 4096]);
+fn a_paused_request_is_given_up_when_its_client_leaves() {
+    for (command, payload) in [(WRITE, &[5; 4096][..]), (READ, b""), (BLOCK_STATUS, b"")] {
+        let rig = Rig::new(64 * MIB);
+        let mut client = rig.client_with(Style::Structured, &["base:allocation"]);
+        rig.export.pause();
+        for _ in 0..40 {
+            client.request(command, 0, MIB, 4096, payload);
+        }
+        eventually("all threads wait", || rig.export.stats().slow_lane == THREADS_MAX);
+        drop(client);
+        rig.settles_at(0);
+        rig.export.resume();
+        assert_eq!(rig.client(Style::Structured).read(MIB, 1).unwrap(), [0]);
+        rig.end();
     }
-    std::thread::sleep(Duration::from_millis(100));
-    drop(client);
-    rig.settles_at(0);
-    rig.export.resume();
-    assert_eq!(rig.client(Style::Structured).read(MIB, 1).unwrap(), [0]);
-    rig.end();
 }
 
 /// A disk whose next change is held.
@@ -111,6 +121,21 @@ fn held_at_a_change(handshake_time: Duration) -> (Arc<GatedStorage>, Rig) {
     (gate, rig)
 }
 
+/// A client that must not be let in before the gate is opened.
+fn client_behind(gate: &GatedStorage, rig: &Rig) -> Client {
+    let (reached, hears) = mpsc::channel();
+    let path = rig.path().to_owned();
+    let again = std::thread::spawn(move || {
+        let client = Client::open(&path, "disk", Style::Structured);
+        reached.send(()).unwrap();
+        client
+    });
+    let early = hears.recv_timeout(Duration::from_millis(300));
+    gate.release();
+    assert_eq!(early, Err(mpsc::RecvTimeoutError::Timeout));
+    again.join().unwrap()
+}
+
 /// A request in a thread, and requests that are still in the socket.
 #[test]
 fn a_change_of_a_lost_connection_does_not_come_after_what_its_client_writes_next() {
@@ -123,17 +148,7 @@ fn a_change_of_a_lost_connection_does_not_come_after_what_its_client_writes_next
         }
         gate.reached();
         drop(lost);
-        let (reached, hears) = mpsc::channel();
-        let path = rig.path().to_owned();
-        let again = std::thread::spawn(move || {
-            let client = Client::open(&path, "disk", Style::Structured);
-            reached.send(()).unwrap();
-            client
-        });
-        let early = hears.recv_timeout(Duration::from_millis(300));
-        gate.release();
-        assert_eq!(early, Err(mpsc::RecvTimeoutError::Timeout), "{command} {changes}");
-        let mut client = again.join().unwrap();
+        let mut client = client_behind(&gate, &rig);
         client.write(MIB, &[6; 4096]).unwrap();
         assert_eq!(client.read(MIB, 1).unwrap(), [6]);
         rig.end();
@@ -161,15 +176,17 @@ fn a_client_is_turned_away_while_a_change_of_a_lost_connection_hangs() {
     rig.end();
 }
 
+fn panics_at_a_change(call: GatedCall) -> bool {
+    assert!(![FaultKind::Write, FaultKind::Zero].contains(&call.kind), "for a test");
+    false
+}
+
 /// The leader's request, and one of another thread.
 #[test]
 fn a_panic_ends_the_connection_instead_of_leaving_a_request_without_a_reply() {
     for (command, payload) in [(WRITE, &[5; 4096][..]), (WRITE_ZEROES, b"")] {
         let (gate, rig) = held_at_a_change(Duration::from_secs(60));
-        gate.hold(|call| {
-            assert!(![FaultKind::Write, FaultKind::Zero].contains(&call.kind), "for a test");
-            false
-        });
+        gate.hold(panics_at_a_change);
         let mut client = rig.client(Style::Structured);
         client.request(command, 0, MIB, 4096, payload);
         assert!(client.is_ended(), "{command}");
@@ -180,6 +197,31 @@ fn a_panic_ends_the_connection_instead_of_leaving_a_request_without_a_reply() {
         assert_eq!(client.read(MIB, 1).unwrap(), [6]);
         rig.end();
     }
+}
+
+/// A change found no space, and is being made when another request of the connection panics.
+#[test]
+fn a_kept_change_of_a_connection_that_panicked_does_not_come_after_the_next_one() {
+    let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
+    let gate = GatedStorage::new(faulty.clone());
+    let (storage, time): (Arc<dyn Storage>, _) = (gate.clone(), Duration::from_secs(120));
+    let rig = Rig::with(storage, 64 * MIB, |_| {}, |server| server.handshake_time = time);
+    let mut client = rig.client(Style::Structured);
+    client.write(MIB, &[9; 4096]).unwrap();
+    faulty.fill();
+    client.request(WRITE, 0, 8 * MIB, 4096, &[5; 4096]);
+    eventually("kept", || rig.export.parked().requests == 1);
+    gate.hold(|call| call.kind == FaultKind::Write && !call.done);
+    faulty.heal();
+    rig.export.resume();
+    gate.reached();
+    gate.hold(panics_at_a_change);
+    client.request(WRITE_ZEROES, 0, MIB, 4096, b"");
+    assert!(client.is_ended());
+    let mut client = client_behind(&gate, &rig);
+    client.write(8 * MIB, &[6; 4096]).unwrap();
+    assert_eq!(client.read(8 * MIB, 1).unwrap(), [6]);
+    rig.end();
 }
 
 #[test]

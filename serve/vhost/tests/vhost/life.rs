@@ -9,8 +9,8 @@ use vdkit_vhost::{Listener, Server, ServerOptions};
 
 use crate::guest::*;
 use crate::rig::Rig;
-use vdkit_testkit::Watched;
 use vdkit_testkit::disks::{MIB, qcow2};
+use vdkit_testkit::{Watched, eventually};
 
 #[test]
 fn a_monitor_may_come_again() {
@@ -118,6 +118,41 @@ fn a_disk_that_is_paused_can_be_connected_to() {
     rig.end();
 }
 
+/// The next monitor is accepted when the requests have ended, which nothing else would end.
+#[test]
+fn a_monitor_that_leaves_during_a_pause_takes_its_requests_along() {
+    for notes in [true, false] {
+        let rig = Rig::new(MIB);
+        let mut guest = if notes { Guest::new(1) } else { Guest::new(1).without_notes() };
+        guest.connect(&rig.socket);
+        guest.start();
+        guest.write(0, 0, &[1; 512]);
+        rig.export.pause();
+        let before = rig.export.stats().slow_lane;
+        let slots = [
+            guest.submit(0, WRITE, 8, Data::Out(&[2; 512])),
+            guest.submit(0, WRITE_ZEROES, 0, Data::Out(&range(16, 1, 0))),
+            guest.submit(0, DISCARD, 0, Data::Out(&range(128, 128, 0))),
+            guest.submit(0, FLUSH, 0, Data::None),
+            guest.submit(0, READ, 0, Data::In(512)),
+        ];
+        let taken = before + slots.len() as u64;
+        eventually("all are taken", || rig.export.stats().slow_lane == taken);
+        guest.disconnect();
+        guest.connect(&rig.socket);
+        rig.export.resume();
+        guest.collect(0);
+        guest.start();
+        // They are repeated if the monitor has kept a record of them.
+        let status = if notes { 0 } else { 1 };
+        for slot in slots {
+            assert_eq!(guest.finish(0, slot).0, status);
+        }
+        assert_eq!(guest.read(0, 8, 512), [if notes { 2 } else { 0 }; 512]);
+        rig.end();
+    }
+}
+
 #[test]
 fn sockets_are_not_taken_from_others() {
     let rig = Rig::new(MIB);
@@ -144,7 +179,7 @@ fn another_server_takes_over() {
         for i in 0..60 {
             guest.submit(0, WRITE, i * 128, Data::Out(&[round + 1; 65536]));
         }
-        rig.restart();
+        rig = rig.restart();
         guest.connect(&rig.socket);
         guest.collect(0);
         guest.start();

@@ -191,7 +191,7 @@ fn a_write_cache_that_was_switched_off_stays_off() {
     use std::sync::Arc;
     use vdkit_testkit::CountingStorage;
     let counting = CountingStorage::new(Arc::new(vdkit_storage::MemoryStorage::new("image")));
-    let mut rig = Rig::with(counting.clone(), MIB, |_| {});
+    let rig = Rig::with(counting.clone(), MIB, |_| {});
     let mut guest = Guest::new(1);
     guest.connect(&rig.socket);
     guest.start();
@@ -213,7 +213,7 @@ fn a_write_cache_that_was_switched_off_stays_off() {
     assert_eq!(guest.config(32, 1), [0]);
     assert!(is_durable(&mut guest, 5), "after the monitor came back");
     guest.disconnect();
-    rig.restart();
+    let rig = rig.restart();
     guest.connect(&rig.socket);
     guest.start();
     assert_eq!(guest.config(32, 1), [0]);
@@ -222,7 +222,7 @@ fn a_write_cache_that_was_switched_off_stays_off() {
     assert!(guest.set_config(32, &[1]));
     assert!(!is_durable(&mut guest, 7));
     guest.disconnect();
-    rig.restart();
+    let rig = rig.restart();
     guest.connect(&rig.socket);
     guest.start();
     assert_eq!(guest.config(32, 1), [1]);

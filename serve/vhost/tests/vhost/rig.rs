@@ -1,26 +1,34 @@
 //! A server over an image in memory.
 
-use std::path::PathBuf;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
 use vdkit_block::Storage;
-use vdkit_qcow2::Qcow2Driver;
-use vdkit_serve::{Export, ExportOptions};
+use vdkit_serve::ExportOptions;
 use vdkit_storage::MemoryStorage;
 use vdkit_vhost::{Listener, Server, ServerOptions};
 
-use vdkit_testkit::assert_sound;
+use vdkit_testkit::Exported;
 use vdkit_testkit::disks::qcow2;
 
 use crate::guest::Guest;
 
 pub struct Rig {
-    pub export: Arc<Export>,
-    pub storage: Arc<dyn Storage>,
-    pub socket: PathBuf,
-    server: Option<Server>,
-    _folder: tempfile::TempDir,
+    server: Server,
+    exported: Exported,
+}
+
+impl Deref for Rig {
+    type Target = Exported;
+    fn deref(&self) -> &Exported {
+        &self.exported
+    }
+}
+
+fn serve(exported: &Exported) -> Server {
+    let listener = Listener::bind(&exported.socket).unwrap();
+    Server::start(exported.export.clone(), listener, ServerOptions::default()).unwrap()
 }
 
 impl Rig {
@@ -34,27 +42,14 @@ impl Rig {
         export: impl FnOnce(&mut ExportOptions),
     ) -> Self {
         let disk = qcow2(storage.clone(), guest_bytes, "");
-        let mut options = ExportOptions::default();
-        options.name = "disk".to_owned();
-        export(&mut options);
-        let export = Export::new(disk, options);
-        let folder = tempfile::tempdir().unwrap();
-        let socket = folder.path().join("vhost.sock");
-        let mut rig = Self { export, storage, socket, server: None, _folder: folder };
-        rig.serve();
-        rig
-    }
-
-    fn serve(&mut self) {
-        let listener = Listener::bind(&self.socket).unwrap();
-        let options = ServerOptions::default();
-        self.server = Some(Server::start(self.export.clone(), listener, options).unwrap());
+        let exported = Exported::new(storage, disk, export);
+        Self { server: serve(&exported), exported }
     }
 
     /// Replaces the server by another one.
-    pub fn restart(&mut self) {
-        assert!(self.server.take().unwrap().stop(Duration::from_secs(120)));
-        self.serve();
+    pub fn restart(self) -> Self {
+        assert!(self.server.stop(Duration::from_secs(120)));
+        Self { server: serve(&self.exported), exported: self.exported }
     }
 
     pub fn boot(&self, queues: u16) -> Guest {
@@ -62,11 +57,9 @@ impl Rig {
     }
 
     /// Ends the service, and checks the image.
-    pub fn end(mut self) -> Arc<dyn Storage> {
-        assert!(self.server.take().unwrap().stop(Duration::from_secs(120)));
-        assert!(!self.socket.exists(), "the socket's name stays behind");
-        self.export.close().unwrap();
-        assert_sound(&Qcow2Driver, &self.storage, false, "the end");
-        self.storage.clone()
+    pub fn end(self) -> Arc<dyn Storage> {
+        assert!(self.server.stop(Duration::from_secs(120)));
+        assert!(!self.exported.socket.exists(), "the socket's name stays behind");
+        self.exported.end()
     }
 }

@@ -11,11 +11,7 @@ use vdkit_storage::MemoryStorage;
 use vdkit_testkit::disks::{MIB, qcow2, reopen};
 use vdkit_testkit::{CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, Watched};
 
-const PATIENCE: Duration = Duration::from_secs(120);
-
-fn no_space() -> Error {
-    Error::NoSpace { file: "image".to_owned(), what: "for a test".to_owned() }
-}
+use crate::{KEPT_BYTES_MAX, PATIENCE, no_space};
 
 /// Keeps a write and returns the receiver of its result.
 fn keep(export: &Arc<Export>, data: Vec<u8>, at: u64) -> Receiver<vdkit_block::Result<()>> {
@@ -93,12 +89,30 @@ fn what_is_tried_again_waits_all_the_time() {
 }
 
 #[test]
+fn a_growth_that_waits_for_a_job_keeps_no_write_waiting() {
+    let disk = qcow2(Arc::new(MemoryStorage::new("image")), 4 * MIB, "");
+    let export = Export::new(disk, ExportOptions::default());
+    let job = export.begin_job("commit").unwrap();
+    let (tell, grown) = channel();
+    let done = Box::new(move |done| tell.send(done).unwrap());
+    export.keep(Change::Grow, 8 * MIB, false, no_space(), done);
+    let written = keep(&export, vec![2; 4096], 0);
+    export.resume();
+    written.recv_timeout(PATIENCE).unwrap().unwrap();
+    assert!(grown.try_recv().is_err(), "the disk has grown under the job");
+    drop(job);
+    grown.recv_timeout(PATIENCE).unwrap().unwrap();
+    assert_eq!(export.size(), 8 * MIB);
+    export.close().unwrap();
+}
+
+#[test]
 fn what_is_kept_holds_a_bounded_amount_of_memory() {
-    const PIECE: usize = 32 << 20;
+    const PIECE: usize = KEPT_BYTES_MAX / 8;
     let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
     let export = Export::new(qcow2(faulty.clone(), 1 << 30, ""), ExportOptions::default());
     faulty.fill();
-    // 256 MiB of untouched pages.
+    // Untouched pages.
     let kept: Vec<_> = (0..8).map(|i| keep(&export, vec![0; PIECE], i * PIECE as u64)).collect();
     assert_eq!(export.parked().bytes, 8 * PIECE as u64);
     let watched = Watched::default();

@@ -51,7 +51,7 @@ impl Rig {
 
     fn client(&self) -> UnixStream {
         let client = UnixStream::connect(&self.socket).unwrap();
-        client.set_read_timeout(Some(Duration::from_secs(120))).unwrap();
+        client.set_read_timeout(Some(crate::PATIENCE)).unwrap();
         client
     }
 }
