@@ -480,12 +480,8 @@ impl Export {
         self.check_writable()?;
         self.alone(|disk| {
             self.refuse_during_job(disk.name())?;
-            let side = disk.top().snapshots().ok_or_else(|| {
-                let what = format!("not supported: snapshots inside a {} image", disk.top().name());
-                let hint = "take an overlay instead: vdkit create --backing";
-                Error::unsupported(disk.name(), what, hint)
-            })?;
-            act(side).map(Answer::Snapshot)
+            let hint = "take an overlay instead: vdkit create --backing";
+            act(disk.top().require_snapshots(hint)?).map(Answer::Snapshot)
         })
     }
 
