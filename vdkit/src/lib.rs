@@ -1,7 +1,8 @@
 //! vdkit, a virtual-disk engine: reads, writes, converts, checks and compares disk images.
 //!
-//! Programs import this crate. It has what they need of vdkit's other crates, and is what versions
-//! promise; a format of one's own is written on the contract in `vdkit-block`.
+//! Programs import this crate. It re-exports what they need of vdkit's other crates, and semantic
+//! versioning covers these names alone. A program that implements a format of its own imports
+//! `vdkit-block` too.
 //!
 //! | what | where |
 //! |---|---|
@@ -201,7 +202,7 @@ pub mod jobs {
         dependents, refuse_dependents, tree,
     };
 
-    /// Whether an image from a stranger is safe.
+    /// Whether an untrusted image is safe to use.
     pub mod inspect {
         pub use vdkit_inspect::{
             Allow, Code, Depth, FORMAT_NAMES, InspectFinding, InspectOptions, InspectReport,

@@ -16,7 +16,7 @@
 //!   [`assert_sound`] and others are steps of most tests of a format.
 //! - [`units`] are the sizes that tests name.
 //! - `loom_sync` (a feature, `model`) runs a protocol of threads in every order of their steps.
-//! - [`Killed`] is a process that does not outlive its test.
+//! - [`Killed`] is a process that does not outlive its test; [`in_child`] runs a step in a child of `fork`.
 //! - [`for_seeds`] runs a random test many times, and says how to repeat a case; [`explained`] says
 //!   more about a failure.
 //! - [`pairwise`] makes few cases that hold every pair of options.
@@ -26,6 +26,7 @@
 //! - [`processor_time`] bounds work also on a busy machine.
 
 pub mod appliance;
+mod child;
 mod counting;
 pub mod crash;
 mod crash_image;
@@ -51,6 +52,7 @@ pub mod trials;
 pub mod units;
 mod watched;
 
+pub use child::in_child;
 pub use counting::{CountingStorage, Counts, LoggedOp};
 pub use crash::{CrashClock, CrashImage, CrashStorage};
 pub use disks::{

@@ -1,4 +1,4 @@
-//! Numbers at fixed offsets of an on-disk structure.
+//! Numbers at fixed offsets of an on-disk structure, and bytes as text.
 //!
 //! Offsets beyond the end read as zero: callers check the length first where that matters.
 
@@ -6,6 +6,11 @@
 pub fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     let found = at.checked_add(N).and_then(|end| bytes.get(at..end));
     found.and_then(|found| found.try_into().ok()).unwrap_or([0; N])
+}
+
+/// Hexadecimal digits, two a byte, in lower case.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 macro_rules! numbers {

@@ -11,6 +11,20 @@ use crate::error::{Error, IoAction, Result};
 use crate::storage::{Storage, ZeroMode};
 use crate::units::HostOffset;
 
+/// Declares a trait's queries for capabilities. Each returns `None` unless the implementor has the
+/// capability.
+macro_rules! queries {
+    ($($(#[$doc:meta])* $query:ident: $capability:ident,)+) => {
+        $(
+            $(#[$doc])*
+            fn $query(&self) -> Option<&dyn $capability> {
+                None
+            }
+        )+
+    };
+}
+pub(crate) use queries;
+
 /// Answers queries for capabilities with `Some(self)`, in an implementation of a trait that has such
 /// queries: [`Storage`], [`StorageLayer`](crate::StorageLayer), [`Format`](crate::Format) or
 /// [`FormatDriver`](crate::FormatDriver).
@@ -71,7 +85,7 @@ pub trait ReadPaths: Storage {
     /// Serves several reads, in any order; each is padded with zeroes past the end. Storages with a
     /// request queue override this.
     fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
-        ops.iter_mut().try_for_each(|op| read_padded(self, op.buf, op.offset))
+        ops.iter_mut().try_for_each(|op| self.read_padded(op.buf, op.offset))
     }
 
     /// Reads `len` bytes and discards them, to fill the host's cache or to find read errors. Bytes
@@ -84,7 +98,7 @@ pub trait ReadPaths: Storage {
 /// Writes that fill a new file.
 pub trait InitialWrites {
     /// [`Storage::write_at`] for a range that was never written, for jobs that fill a new file with
-    /// several threads. A storage may optimise for such ranges.
+    /// several threads. A storage may be faster for such ranges.
     fn write_new(&self, buf: &[u8], offset: HostOffset) -> Result<()>;
 }
 
@@ -150,6 +164,9 @@ impl dyn Storage + '_ {
 
     /// Gives a new image its length, which a device must have already. On a device, zeroes the
     /// first `zeroed` bytes: its old content must not show.
+    ///
+    /// # Errors
+    /// [`Error::NoSpace`] if the device is shorter; errors of the storage.
     pub fn make_room(&self, len: u64, zeroed: u64) -> Result<()> {
         if self.caps().growable {
             return self.set_len(len);
@@ -165,14 +182,14 @@ impl dyn Storage + '_ {
         self.write_zeroes(HostOffset(0), zeroed, ZeroMode::MayUnmap)
     }
 
-    /// Fills `buf`; fails past the end.
+    /// See [`StorageExt::read_at`].
     pub fn read_at(&self, buf: &mut [u8], offset: HostOffset) -> Result<()> {
-        read_at(self, buf, offset)
+        StorageExt::read_at(self, buf, offset)
     }
 
-    /// Fills `buf`; bytes past the end are zero.
+    /// See [`StorageExt::read_padded`].
     pub fn read_padded(&self, buf: &mut [u8], offset: HostOffset) -> Result<()> {
-        read_padded(self, buf, offset)
+        StorageExt::read_padded(self, buf, offset)
     }
 
     /// See [`ReadPaths::read_ready`].
@@ -184,7 +201,7 @@ impl dyn Storage + '_ {
     pub fn read_batch(&self, ops: &mut [ReadOp<'_>]) -> Result<()> {
         match self.read_paths() {
             Some(paths) => paths.read_batch(ops),
-            None => ops.iter_mut().try_for_each(|op| read_padded(self, op.buf, op.offset)),
+            None => ops.iter_mut().try_for_each(|op| self.read_padded(op.buf, op.offset)),
         }
     }
 
@@ -243,6 +260,9 @@ impl dyn Storage + '_ {
     }
 
     /// See [`AccessExchange::reopen_for_writing`].
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a storage without this capability; errors of the storage.
     pub fn reopen_for_writing(&self) -> Result<Arc<dyn Storage>> {
         match self.access_exchange() {
             Some(access) => access.reopen_for_writing(),
@@ -251,37 +271,29 @@ impl dyn Storage + '_ {
     }
 }
 
-/// The helpers of `dyn Storage`, for a storage whose type is known.
+/// Reads of whole buffers, for a storage whose type is known. (`dyn Storage` has them too.)
 pub trait StorageExt: Storage {
     /// Fills `buf`; fails past the end.
     fn read_at(&self, buf: &mut [u8], offset: HostOffset) -> Result<()> {
-        read_at(self, buf, offset)
+        let got = self.read_up_to(buf, offset)?;
+        if got < buf.len() {
+            let message = format!("the file ends after {got} of them");
+            let ends = io::Error::new(io::ErrorKind::UnexpectedEof, message);
+            let len = buf.len() as u64;
+            return Err(Error::io(self.name(), IoAction::Read, offset.0, len, ends));
+        }
+        Ok(())
     }
 
     /// Fills `buf`; bytes past the end are zero.
     fn read_padded(&self, buf: &mut [u8], offset: HostOffset) -> Result<()> {
-        read_padded(self, buf, offset)
+        let got = self.read_up_to(buf, offset)?;
+        buf[got..].fill(0);
+        Ok(())
     }
 }
 
-impl<S: Storage> StorageExt for S {}
-
-fn read_at<S: Storage + ?Sized>(storage: &S, buf: &mut [u8], offset: HostOffset) -> Result<()> {
-    let got = storage.read_up_to(buf, offset)?;
-    if got < buf.len() {
-        let message = format!("the file ends after {got} of them");
-        let ends = io::Error::new(io::ErrorKind::UnexpectedEof, message);
-        let len = buf.len() as u64;
-        return Err(Error::io(storage.name(), IoAction::Read, offset.0, len, ends));
-    }
-    Ok(())
-}
-
-fn read_padded<S: Storage + ?Sized>(storage: &S, buf: &mut [u8], offset: HostOffset) -> Result<()> {
-    let got = storage.read_up_to(buf, offset)?;
-    buf[got..].fill(0);
-    Ok(())
-}
+impl<S: Storage + ?Sized> StorageExt for S {}
 
 /// Reads `len` bytes in small pieces and drops them. Bytes past the end are no error.
 ///

@@ -449,6 +449,10 @@ pub struct DriverInfo {
 /// These methods suffice for a format that is only read. What some formats can do besides is in
 /// traits of their own, each reached by a query; [`capabilities!`](crate::capabilities!) answers
 /// them.
+///
+/// # Errors
+/// Unless a method says more: those of the storages; [`Error::Corrupt`] for damage; [`Error::Limit`] for an
+/// image that exceeds [`Limits`]; [`Error::Unsupported`] for a feature that is not supported.
 pub trait FormatDriver: Send + Sync + fmt::Debug {
     /// The format's names.
     fn info(&self) -> DriverInfo;
@@ -463,29 +467,30 @@ pub trait FormatDriver: Send + Sync + fmt::Debug {
     fn describe(&self, storage: &Arc<dyn Storage>, limits: &Limits) -> Result<ImageInfo>;
 
     /// Opens an image. The amount read does not grow with the image's data.
+    ///
+    /// # Errors
+    /// [`Error::Key`] for an encrypted image, which [`KeyedImages::open_with_keys`] opens;
+    /// [`Error::ReadOnly`] if it is to be written and its storage cannot be; [`Error::Unsupported`] if its
+    /// format is only read.
     fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>>;
 
-    /// Checks an image and repairs it as `repair` allows (its files must then be writable).
+    /// Checks an image and repairs it as `repair` allows (its files must then be writable). Damage is
+    /// a [`Finding`] of the report.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] if the header is damaged so that nothing can be checked;
+    /// [`Error::Interrupted`].
     fn check(&self, image: &OfflineImage<'_>, repair: Repair) -> Result<CheckReport>;
 
-    /// Creating and writing images.
-    fn creation(&self) -> Option<&dyn Creation> {
-        None
-    }
-
-    /// Images with encryption keys.
-    fn keyed_images(&self) -> Option<&dyn KeyedImages> {
-        None
-    }
-
-    /// Compacting images in place.
-    fn compaction(&self) -> Option<&dyn Compaction> {
-        None
-    }
-
-    /// Changing properties of images in place.
-    fn amendment(&self) -> Option<&dyn Amendment> {
-        None
+    crate::capabilities::queries! {
+        /// Creating and writing images.
+        creation: Creation,
+        /// Images with encryption keys.
+        keyed_images: KeyedImages,
+        /// Compacting images in place.
+        compaction: Compaction,
+        /// Changing properties of images in place.
+        amendment: Amendment,
     }
 }
 
@@ -497,7 +502,8 @@ pub trait Creation: FormatDriver {
     /// Creates an image.
     ///
     /// # Errors
-    /// [`Error::Key`] if encryption is requested and [`Options::key`] is not set.
+    /// [`Error::Key`] if encryption is requested and [`Options::key`] is not set; [`Error::Invalid`] for
+    /// conflicting options; [`Error::Limit`] for a size beyond the format's limit.
     fn create(&self, request: &CreateRequest) -> Result<()>;
 
     /// Unit of allocation in bytes with these options.
@@ -572,6 +578,9 @@ pub trait KeyedImages {
 pub trait Compaction {
     /// Compacts an image in place; its files must be writable. Guest data stays the same, also
     /// after an interruption at any point; run it again to finish.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] for a damaged image, which must be repaired first; [`Error::Interrupted`].
     fn compact(&self, image: &OfflineImage<'_>, options: CompactOptions) -> Result<CompactReport>;
 }
 
@@ -583,6 +592,10 @@ pub trait Amendment {
     /// Changes properties of an image in place. Guest data stays the same. A crash leaves the old
     /// or the new properties, or some of each; repeat the call to finish. Returns the keys that
     /// changed.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for an option that cannot be changed in place; [`Error::Invalid`] for
+    /// conflicting options; [`Error::Interrupted`].
     fn amend(&self, request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>>;
 }
 
@@ -613,6 +626,9 @@ impl dyn FormatDriver + '_ {
     }
 
     /// See [`Creation::create`].
+    ///
+    /// # Errors
+    /// As [`Creation::create`]; [`Error::Unsupported`] for a format that is only read.
     pub fn create(&self, request: &CreateRequest) -> Result<()> {
         self.require_creation(request.storage.name())?.create(request)
     }
@@ -631,6 +647,9 @@ impl dyn FormatDriver + '_ {
     }
 
     /// See [`Compaction::compact`].
+    ///
+    /// # Errors
+    /// As [`Compaction::compact`]; [`Error::Unsupported`] for other formats.
     pub fn compact(
         &self,
         image: &OfflineImage<'_>,
@@ -652,6 +671,9 @@ impl dyn FormatDriver + '_ {
     }
 
     /// See [`Amendment::amend`].
+    ///
+    /// # Errors
+    /// As [`Amendment::amend`]; [`Error::Unsupported`] for other formats.
     pub fn amend(&self, request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
         match self.amendment() {
             Some(amendment) => amendment.amend(request, monitor),

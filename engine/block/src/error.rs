@@ -124,7 +124,7 @@ impl LockHolder {
         self.pid == std::process::id()
     }
 
-    fn told(&self) -> String {
+    fn phrase(&self) -> String {
         match self.is_this_process() {
             true => " by this program itself, which opened it twice".to_owned(),
             false => format!(" by process {} ({})", self.pid, self.command),
@@ -230,7 +230,7 @@ pub enum Error {
         found: String,
     },
     /// Another process uses the file.
-    #[error("{file}: is in use{}", holder.as_ref().map(LockHolder::told).unwrap_or_default())]
+    #[error("{file}: is in use{}", holder.as_ref().map(LockHolder::phrase).unwrap_or_default())]
     Locked {
         /// The file, as the user named it.
         file: String,
@@ -539,7 +539,7 @@ impl Error {
 mod tests {
     use super::*;
 
-    /// Programs tell a limit, a key and a missing file from damage and from each other.
+    /// Programs distinguish a limit, a key and a missing file from damage and from each other.
     #[test]
     fn each_cause_has_a_kind_of_its_own() {
         let file = || "a".to_owned();

@@ -169,7 +169,7 @@ impl Flat {
     }
 }
 
-/// A format whose disk is one range of a file. It is a [`Format`] by that.
+/// A format whose disk is one range of a file. Each implementor is a [`Format`].
 ///
 /// If it is encrypted, holes would read as noise: there are none on its map, zeroes are written,
 /// and nothing is discarded.

@@ -124,7 +124,13 @@ macro_rules! accessors {
 /// A disk format: resolves, reserves, and orders its metadata writes. See the crate's documentation
 /// for the life of a request.
 ///
-/// Ranges passed in must lie within [`Format::guest_bytes`]; `len` is never 0.
+/// Ranges passed in must lie within [`Format::guest_bytes`]; `len` is never 0. Offsets and lengths are
+/// in bytes.
+///
+/// # Errors
+/// Unless a method says more: those of the storages, and [`Error::Corrupt`] for damaged metadata. A
+/// method that changes the image returns [`Error::ReadOnly`] if it was opened for reading, and an error
+/// of the kind [`NoSpace`](crate::ErrorKind::NoSpace) if the file cannot grow.
 pub trait Format: Send + Sync + fmt::Debug {
     /// The format's name, such as `qcow2`.
     fn name(&self) -> &'static str;
@@ -211,8 +217,8 @@ pub trait Format: Send + Sync + fmt::Debug {
     fn reserve(&self, at: GuestOffset, len: u64) -> Result<Option<Reservation<'_>>>;
 
     /// Zeroes whole units ([`FormatCaps::fill_bytes`], or up to the end of the disk) by metadata
-    /// alone. Returns that range of the disk; the caller writes zeroes to the rest. `may_unmap`
-    /// allows freeing the space.
+    /// alone. Returns the guest range that it zeroed, which may be empty; the caller writes zeroes to
+    /// the rest. `may_unmap` allows freeing the space.
     fn zero(&self, at: GuestOffset, len: u64, may_unmap: bool) -> Result<std::ops::Range<u64>>;
 
     /// Discards guest bytes. Whole clusters are freed and then read as zero, never as the backing
@@ -226,41 +232,31 @@ pub trait Format: Send + Sync + fmt::Debug {
     fn flush(&self) -> Result<()>;
 
     /// Flushes, frees unused reserved space and marks the image as cleanly closed. Dropping a
-    /// format without `close` leaves the state of a crash: consistent, perhaps with leaks.
+    /// format without `close` leaves the state of a crash: consistent, perhaps with leaks. After an
+    /// error the image is as after a crash, and closing can be retried.
     fn close(&self) -> Result<()>;
 
     /// Resizes the guest disk. Shrinking frees the space beyond the end. Requests may run meanwhile,
     /// if they enter [`Format::gate`]. The calling thread must not be within one.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] for a size beyond the format's limit; [`Error::Unsupported`] if the image cannot
+    /// be resized.
     fn resize(&self, guest_bytes: u64) -> Result<()>;
 
-    /// The cache of the map; `None` for formats without one.
-    fn map_cache(&self) -> Option<&dyn MapCache> {
-        None
-    }
-
-    /// Reading compressed units, for formats with [`Place::Compressed`](crate::Place::Compressed).
-    fn compressed_units(&self) -> Option<&dyn CompressedUnits> {
-        None
-    }
-
-    /// Writing compressed units. [`FormatCaps::compressed`] says whether this image takes them.
-    fn compressed_writer(&self) -> Option<&dyn CompressedWriter> {
-        None
-    }
-
-    /// What formats with backing images can do besides.
-    fn overlay(&self) -> Option<&dyn Overlay> {
-        None
-    }
-
-    /// The persistent dirty bitmaps; `None` for formats without them.
-    fn bitmaps(&self) -> Option<&dyn Bitmaps> {
-        None
-    }
-
-    /// The internal snapshots; `None` for formats without them.
-    fn snapshots(&self) -> Option<&dyn Snapshots> {
-        None
+    crate::capabilities::queries! {
+        /// The cache of the map; `None` for formats without one.
+        map_cache: MapCache,
+        /// Reading compressed units, for formats with [`Place::Compressed`](crate::Place::Compressed).
+        compressed_units: CompressedUnits,
+        /// Writing compressed units. [`FormatCaps::compressed`] says whether this image takes them.
+        compressed_writer: CompressedWriter,
+        /// What formats with backing images can do besides.
+        overlay: Overlay,
+        /// The persistent dirty bitmaps; `None` for formats without them.
+        bitmaps: Bitmaps,
+        /// The internal snapshots; `None` for formats without them.
+        snapshots: Snapshots,
     }
 }
 
@@ -277,7 +273,10 @@ pub trait MapCache {
 /// Reading compressed units; see [`Format::compressed_units`].
 pub trait CompressedUnits {
     /// Decompresses a unit. `compressed_bytes` are the [`Compressed::len`] bytes read from its
-    /// location; `out` is the whole unit.
+    /// location; `out` is the whole unit, of [`Compressed::unpacked_len`] bytes.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] if the bytes do not decompress to a whole unit.
     fn unpack(&self, unit: &Compressed, compressed_bytes: &[u8], out: &mut [u8]) -> Result<()>;
 }
 
@@ -298,6 +297,9 @@ pub trait CompressedWriter {
 
     /// Reserves host space for compressed units of these byte lengths, including frames, for
     /// consecutive clusters from `at`.
+    ///
+    /// # Errors
+    /// Those of [`Format::reserve`]; [`Error::Invalid`] for clusters past the end of the disk.
     fn reserve_compressed(
         &self,
         at: GuestOffset,
@@ -325,6 +327,12 @@ pub trait Overlay: Format {
     }
 }
 
+/// The error for a capability that a format lacks; `what` precedes "a … image".
+fn lacking(format: &dyn Format, what: impl fmt::Display, hint: &str) -> Error {
+    let what = format!("not supported: {what} a {} image", format.name());
+    Error::unsupported(format.storage().name(), what, hint)
+}
+
 /// What callers need beyond the contract: helpers, and each capability with its fallback or its
 /// error.
 impl dyn Format + '_ {
@@ -343,14 +351,16 @@ impl dyn Format + '_ {
     }
 
     /// See [`CompressedUnits::unpack`].
+    ///
+    /// # Errors
+    /// As [`CompressedUnits::unpack`]; [`Error::Unsupported`] for formats without compressed units.
     pub fn unpack(&self, unit: &Compressed, compressed_bytes: &[u8], out: &mut [u8]) -> Result<()> {
         match self.compressed_units() {
             Some(units) => units.unpack(unit, compressed_bytes, out),
-            None => Err(Error::unsupported(
-                self.storage().name(),
-                format!("not supported: {} data in a {} image", unit.codec, self.name()),
-                "this format has no compressed data",
-            )),
+            None => {
+                let what = format!("{} data in", unit.codec);
+                Err(lacking(self, what, "this format has no compressed data"))
+            }
         }
     }
 
@@ -359,13 +369,24 @@ impl dyn Format + '_ {
     /// # Errors
     /// [`Error::Unsupported`] for formats without one.
     pub fn writes_compressed(&self) -> Result<&dyn CompressedWriter> {
-        self.compressed_writer().ok_or_else(|| {
-            Error::unsupported(
-                self.storage().name(),
-                format!("not supported: writing compressed data to a {} image", self.name()),
-                "convert to qcow2 instead",
-            )
-        })
+        self.compressed_writer()
+            .ok_or_else(|| lacking(self, "writing compressed data to", "convert to qcow2 instead"))
+    }
+
+    /// The internal snapshots. `hint` is for users whose format has none.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for formats without them.
+    pub fn require_snapshots(&self, hint: &str) -> Result<&dyn Snapshots> {
+        self.snapshots().ok_or_else(|| lacking(self, "snapshots inside", hint))
+    }
+
+    /// The persistent dirty bitmaps.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for formats without them.
+    pub fn require_bitmaps(&self) -> Result<&dyn Bitmaps> {
+        self.bitmaps().ok_or_else(|| lacking(self, "dirty bitmaps in", "convert to qcow2"))
     }
 
     /// See [`Overlay::zero_persistent`]; the empty range for formats without backing images.
@@ -374,14 +395,15 @@ impl dyn Format + '_ {
     }
 
     /// See [`Overlay::empty`].
+    ///
+    /// # Errors
+    /// As [`Format`]; [`Error::Unsupported`] for formats without backing images.
     pub fn empty(&self) -> Result<()> {
         match self.overlay() {
             Some(overlay) => overlay.empty(),
-            None => Err(Error::unsupported(
-                self.storage().name(),
-                format!("not supported: emptying a {} image", self.name()),
-                "only a format with backing images can be emptied",
-            )),
+            None => {
+                Err(lacking(self, "emptying", "only a format with backing images can be emptied"))
+            }
         }
     }
 

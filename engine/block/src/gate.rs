@@ -31,9 +31,9 @@ pub struct Gate {
     state: AtomicUsize,
     /// Held while the gate is closed or opened and while a thread decides to wait, so that no
     /// wake-up is lost. Never held by a request or a change that runs.
-    turning: Mutex<()>,
+    changing: Mutex<()>,
     /// The last request has left, or the gate was opened.
-    turned: Condvar,
+    changed: Condvar,
 }
 
 /// Proof that a request is inside a gate; dropping it ends the request. It stays on its thread.
@@ -60,7 +60,7 @@ impl Gate {
             if let Some(inside) = self.try_enter() {
                 return inside;
             }
-            self.turned.wait_while(&mut self.turning.lock(), |_| self.is_closed());
+            self.changed.wait_while(&mut self.changing.lock(), |_| self.is_closed());
         }
     }
 
@@ -86,11 +86,11 @@ impl Gate {
     /// dropped. The calling thread must not be inside, nor hold what a request may wait for.
     pub fn close(&self) -> Alone<'_> {
         debug_assert!(!self.is_inside(), "this thread would wait for itself");
-        let mut turning = self.turning.lock();
-        self.turned.wait_while(&mut turning, |_| self.is_closed());
+        let mut changing = self.changing.lock();
+        self.changed.wait_while(&mut changing, |_| self.is_closed());
         self.state.fetch_or(CLOSED, Ordering::AcqRel);
         // Acquires what each request did before it left.
-        self.turned.wait_while(&mut turning, |_| self.state.load(Ordering::Acquire) != CLOSED);
+        self.changed.wait_while(&mut changing, |_| self.state.load(Ordering::Acquire) != CLOSED);
         Alone { gate: self }
     }
 
@@ -100,9 +100,9 @@ impl Gate {
 
     fn leave(&self) {
         if self.state.fetch_sub(1, Ordering::AcqRel) == CLOSED + 1 {
-            // The change has either not decided to wait yet, or waits: see `turning`.
-            drop(self.turning.lock());
-            self.turned.notify_all();
+            // The change has either not decided to wait yet, or waits: see `changing`.
+            drop(self.changing.lock());
+            self.changed.notify_all();
         }
     }
 
@@ -125,9 +125,9 @@ impl Drop for Inside<'_> {
 
 impl Drop for Alone<'_> {
     fn drop(&mut self) {
-        let turning = self.gate.turning.lock();
+        let changing = self.gate.changing.lock();
         self.gate.state.fetch_and(!CLOSED, Ordering::AcqRel);
-        drop(turning);
-        self.gate.turned.notify_all();
+        drop(changing);
+        self.gate.changed.notify_all();
     }
 }

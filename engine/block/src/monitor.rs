@@ -82,7 +82,7 @@ impl Default for Monitor<'_> {
 }
 
 impl<'a> Monitor<'a> {
-    /// A monitor that tells `progress`, with a cancel token of its own.
+    /// A monitor that reports to `progress`, with a cancel token of its own.
     pub fn new(progress: &'a dyn Progress) -> Self {
         Self { cancel: CancelToken::default(), progress }
     }

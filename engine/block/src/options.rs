@@ -7,6 +7,19 @@ use serde::Serialize;
 use crate::encryption::Secret;
 use crate::error::{Error, Result};
 
+/// Methods of a struct of options that set the field of the same name.
+#[macro_export]
+macro_rules! setters {
+    ($($(#[$doc:meta])* $field:ident: $kind:ty),+ $(,)?) => {
+        $(
+            $(#[$doc])*
+            pub fn $field(self, $field: $kind) -> Self {
+                Self { $field, ..self }
+            }
+        )+
+    };
+}
+
 /// Type of an option's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -44,8 +57,8 @@ pub struct Options {
     hints: FileHints,
 }
 
-/// What a new image's file system is told about its files. A file system that has no such thing
-/// does without it.
+/// Requests to the file system about the files of a new image. File systems without such a feature
+/// ignore them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FileHints {
     /// Write in place (btrfs: no copy-on-write, and so no checksums).

@@ -23,7 +23,8 @@ pub struct Ticket(pub u64);
 
 /// The format's side of a reservation.
 pub trait Reserver {
-    /// Makes a reservation visible to the guest.
+    /// Makes a reservation visible to the guest. Ends the reservation, also on an error:
+    /// [`Reserver::release`] is not called for it any more.
     fn publish(&self, ticket: Ticket) -> Result<()>;
     /// Frees a reservation's space.
     fn release(&self, ticket: Ticket);
@@ -105,6 +106,10 @@ impl<'a> Reservation<'a> {
     }
 
     /// Makes the new bytes visible to the guest. They are durable after the format's next flush.
+    ///
+    /// # Errors
+    /// Those of the format. The guest then sees its old bytes, in some of the clusters perhaps the new
+    /// ones.
     pub fn publish(mut self) -> Result<()> {
         self.published = true;
         self.owner.publish(self.ticket)
@@ -176,6 +181,9 @@ impl<'a> CompressedReservation<'a> {
     }
 
     /// Makes the units visible to the guest.
+    ///
+    /// # Errors
+    /// As [`Reservation::publish`].
     pub fn publish(mut self) -> Result<()> {
         self.published = true;
         self.owner.publish(self.ticket)

@@ -26,9 +26,14 @@ pub struct NewSnapshot {
 /// allocations. They are durable on return. A crash leaves the old or the new list of snapshots and
 /// disk, at worst with leaks.
 ///
-/// A snapshot is named by its id or its name. [`Snapshots::apply`] and [`Snapshots::view`] look for
-/// an id first, [`Snapshots::delete`] and [`Snapshots::rename`] for a name first, as `qemu-img`
+/// A snapshot is named by its id or its name. [`Snapshots::apply`] and [`Snapshots::view`] search
+/// the ids first, [`Snapshots::delete`] and [`Snapshots::rename`] the names first, as `qemu-img`
 /// does. Of several with one name, the first is used.
+///
+/// # Errors
+/// [`crate::Error::Invalid`] if there is no such snapshot, or a name is too long;
+/// [`crate::Error::ReadOnly`] for a change of an image that was opened for reading;
+/// [`crate::Error::Corrupt`] for a damaged snapshot; I/O.
 pub trait Snapshots: Send + Sync + fmt::Debug {
     /// All snapshots, in the order of the image.
     fn list(&self) -> Result<Vec<SnapshotInfo>>;

@@ -126,8 +126,13 @@ impl Default for StorageCaps {
 /// A storage of host bytes. All methods may be called from many threads. Concurrent requests to
 /// overlapping ranges leave either request's bytes, as on a disk.
 ///
-/// Interrupted and short system calls never reach a caller.
+/// Interrupted and short system calls never reach a caller. Offsets and lengths are in bytes.
 ///
+/// # Errors
+/// [`Error::Io`] with the range of the request, or [`Error::File`] for a request without a range. If
+/// there is no space, their kind is [`NoSpace`](crate::ErrorKind::NoSpace).
+///
+/// # Implementing it
 /// A read-only storage leaves out [`write_at`](Storage::write_at),
 /// [`write_zeroes`](Storage::write_zeroes), [`discard`](Storage::discard),
 /// [`allocate`](Storage::allocate) and [`set_len`](Storage::set_len): their defaults return
@@ -195,33 +200,18 @@ pub trait Storage: Send + Sync + fmt::Debug {
         None
     }
 
-    /// Holes and allocated space; without it, all bytes are data.
-    fn space_map(&self) -> Option<&dyn SpaceMap> {
-        None
-    }
-
-    /// Reads by other ways than one call that waits.
-    fn read_paths(&self) -> Option<&dyn ReadPaths> {
-        None
-    }
-
-    /// Faster writes of ranges that were never written.
-    fn initial_writes(&self) -> Option<&dyn InitialWrites> {
-        None
-    }
-
-    /// Discards after which the bytes are undefined.
-    fn guest_discard(&self) -> Option<&dyn GuestDiscard> {
-        None
-    }
-
-    /// Copying in the kernel.
-    fn kernel_copy(&self) -> Option<&dyn KernelCopy> {
-        None
-    }
-
-    /// Locks that are exchanged while the storage is open.
-    fn access_exchange(&self) -> Option<&dyn AccessExchange> {
-        None
+    crate::capabilities::queries! {
+        /// Holes and allocated space; without it, all bytes are data.
+        space_map: SpaceMap,
+        /// Reads by other ways than one call that waits.
+        read_paths: ReadPaths,
+        /// Faster writes of ranges that were never written.
+        initial_writes: InitialWrites,
+        /// Discards after which the bytes are undefined.
+        guest_discard: GuestDiscard,
+        /// Copying in the kernel.
+        kernel_copy: KernelCopy,
+        /// Locks that are exchanged while the storage is open.
+        access_exchange: AccessExchange,
     }
 }

@@ -27,12 +27,12 @@ const CACHED_BYTES: usize = 64 << 10;
 /// Start of an encrypted run, for the guest and on the host. Both have the same offset within their
 /// sectors.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct SealedPlace {
+pub(crate) struct EncryptedPlace {
     pub(crate) guest: GuestOffset,
     pub(crate) host: HostOffset,
 }
 
-impl SealedPlace {
+impl EncryptedPlace {
     /// Whether `len` bytes from here are whole sectors.
     pub(crate) fn is_whole(&self, len: usize) -> bool {
         (self.host.0 | len as u64).is_multiple_of(CIPHER_SECTOR_BYTES)
@@ -62,12 +62,12 @@ impl SealedPlace {
 
 /// Runs of a read to decrypt after the I/O.
 #[derive(Debug, Default)]
-pub(crate) struct Sealed<'a> {
-    runs: Vec<(&'a Encryption, SealedPlace, Range<usize>)>,
+pub(crate) struct EncryptedRuns<'a> {
+    runs: Vec<(&'a Encryption, EncryptedPlace, Range<usize>)>,
     _shared: Option<RwLockReadGuard<'a, ()>>,
 }
 
-impl<'a> Sealed<'a> {
+impl<'a> EncryptedRuns<'a> {
     /// Takes the sector lock. Call it before reading the first encrypted byte.
     pub(crate) fn begin(&mut self, sectors: &'a RwLock<()>) {
         self._shared.get_or_insert_with(|| sectors.read());
@@ -77,14 +77,14 @@ impl<'a> Sealed<'a> {
     pub(crate) fn push(
         &mut self,
         encryption: &'a Encryption,
-        place: SealedPlace,
+        place: EncryptedPlace,
         range: Range<usize>,
     ) {
         self.runs.push((encryption, place, range));
     }
 
     /// Decrypts all runs.
-    pub(crate) fn open(self, buf: &mut [u8]) {
+    pub(crate) fn decrypt(self, buf: &mut [u8]) {
         for (encryption, place, range) in self.runs {
             place.decrypt(encryption, &mut buf[range]);
         }
@@ -95,7 +95,7 @@ impl<'a> Sealed<'a> {
 pub(crate) fn read_part(
     encryption: &Encryption,
     storage: &dyn Storage,
-    place: SealedPlace,
+    place: EncryptedPlace,
     out: &mut [u8],
 ) -> Result<()> {
     let mut done = 0;
@@ -118,11 +118,11 @@ fn whole(len: usize) -> usize {
 
 impl Disk {
     /// Overwrites exclusive bytes of an encrypted image.
-    pub(crate) fn write_sealed_in_place(
+    pub(crate) fn write_encrypted_in_place(
         &self,
         encryption: &Encryption,
         storage: &dyn Storage,
-        place: SealedPlace,
+        place: EncryptedPlace,
         data: Source<'_>,
     ) -> Result<()> {
         let len = data.len();
@@ -149,7 +149,7 @@ impl Disk {
 
     /// Writes a whole reservation of an encrypted image: the data and all fills. No fill counts as
     /// already written.
-    pub(crate) fn fill_sealed(
+    pub(crate) fn fill_encrypted(
         &self,
         encryption: &Encryption,
         reservation: &Reservation<'_>,
@@ -175,7 +175,7 @@ impl Disk {
             }
             let (from, tail) = part(write.end, guest.end);
             self.fill(reservation.tail, &mut piece[tail], from)?;
-            let place = SealedPlace { guest: GuestOffset(at), host: reservation.host_of(at) };
+            let place = EncryptedPlace { guest: GuestOffset(at), host: reservation.host_of(at) };
             place.encrypt(encryption, &mut piece);
             storage.write_at(&piece, place.host)?;
             at = end;
@@ -201,7 +201,7 @@ impl Disk {
             None if reservation.untouched => storage.write_new(bytes, host),
             None => storage.write_at(bytes, host),
             Some(encryption) => {
-                let place = SealedPlace { guest: GuestOffset(at), host };
+                let place = EncryptedPlace { guest: GuestOffset(at), host };
                 let new = reservation.untouched;
                 write_whole(encryption, &**storage, place, Source::Bytes(bytes), new)
             }
@@ -224,7 +224,7 @@ impl Disk {
             && extent.len == len
         {
             let storage = self.top().file(file);
-            let place = SealedPlace { guest: at, host: offset };
+            let place = EncryptedPlace { guest: at, host: offset };
             match self.top().encryption() {
                 None => return storage.write_new(bytes, offset),
                 Some(encryption) if place.is_whole(bytes.len()) => {
@@ -244,7 +244,7 @@ impl Disk {
 fn write_whole(
     encryption: &Encryption,
     storage: &dyn Storage,
-    place: SealedPlace,
+    place: EncryptedPlace,
     data: Source<'_>,
     new: bool,
 ) -> Result<()> {
@@ -276,7 +276,7 @@ fn write_whole(
 fn change_sector(
     encryption: &Encryption,
     storage: &dyn Storage,
-    place: SealedPlace,
+    place: EncryptedPlace,
     data: Source<'_>,
 ) -> Result<()> {
     let (first, skip) = place.sector();

@@ -78,7 +78,7 @@ pub(crate) type Gates<'a> = [Option<&'a Gate>; 2];
 /// A request that has entered the gates of its disk; see [`Disk::begin`].
 pub(crate) type Begun<'a> = [Option<Inside<'a>>; 2];
 
-/// Enters gates; waits while an image is resized whose format must be alone for that.
+/// Enters gates. Waits while an image is resized whose format excludes requests meanwhile.
 pub(crate) fn enter_all(gates: Gates<'_>) -> Begun<'_> {
     gates.map(|gate| gate.map(Gate::enter))
 }
@@ -118,22 +118,17 @@ pub struct Disk {
     name: String,
     cache: CacheMode,
     writable: bool,
+    /// The process that opened it.
+    owner: u32,
 }
 
 /// A read-only view of an image's snapshot.
 fn view(format: &dyn Format, which: &str, writable: bool) -> Result<Arc<dyn Format>> {
-    let file = format.storage().name();
     if writable {
+        let file = format.storage().name();
         return Err(Error::invalid_for(&file, "a snapshot can only be read; apply it first"));
     }
-    let side = format.snapshots().ok_or_else(|| {
-        Error::unsupported(
-            file,
-            format!("not supported: snapshots inside a {} image", format.name()),
-            "leave out the name of a snapshot",
-        )
-    })?;
-    side.view(which)
+    format.require_snapshots("leave out the name of a snapshot")?.view(which)
 }
 
 impl Disk {
@@ -215,6 +210,7 @@ impl Disk {
             name,
             cache: options.cache,
             writable,
+            owner: std::process::id(),
         }
     }
 
@@ -405,10 +401,15 @@ impl Disk {
     ///
     /// # Errors
     /// As [`Disk::flush`]; [`Error::Invalid`] within a request of the same thread ([`Disk::enter`]), in
-    /// formats that move blocks.
+    /// formats that move blocks, and in a child of `fork`, which has a copy of its parent's map.
     pub fn close(&self) -> Result<()> {
         if !self.writable {
             return Ok(());
+        }
+        if self.owner != std::process::id() {
+            // This copy of the map does not have what the parent has allocated since.
+            let what = "was opened by the parent of this process, and only that closes it";
+            return Err(Error::invalid_for(&self.name, what));
         }
         self.refuse_within_request()?;
         {

@@ -190,7 +190,7 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// The extents of a range, in order, neighbours merged; see [`crate::Disk::extents`].
+/// The extents of a range, in order, neighbors merged; see [`crate::Disk::extents`].
 ///
 /// Ends after the first error, which follows the extents found before it.
 #[derive(Debug)]

@@ -114,53 +114,26 @@ impl OpenOptions {
         Self { format, ..self }
     }
 
-    /// Sets whether the top image is opened for writing.
-    pub fn writable(self, writable: bool) -> Self {
-        Self { writable, ..self }
-    }
-
-    /// Sets the cache mode.
-    pub fn cache(self, cache: CacheMode) -> Self {
-        Self { cache, ..self }
-    }
-
-    /// Sets the cache mode of the backing images; `None` for that of the others.
-    pub fn backing_cache(self, backing_cache: Option<CacheMode>) -> Self {
-        Self { backing_cache, ..self }
-    }
-
-    /// Sets the resource limits.
-    pub fn limits(self, limits: Limits) -> Self {
-        Self { limits, ..self }
-    }
-
-    /// Sets whether files are locked.
-    pub fn lock(self, lock: bool) -> Self {
-        Self { lock, ..self }
-    }
-
-    /// Sets the data file; `None` for the one that the image names.
-    pub fn data_file(self, data_file: Option<PathBuf>) -> Self {
-        Self { data_file, ..self }
-    }
-
-    /// Sets the snapshot to open; `None` for the current disk.
-    pub fn snapshot(self, snapshot: Option<String>) -> Self {
-        Self { snapshot, ..self }
-    }
-
-    /// Sets the reference policy.
-    pub fn refs(self, refs: RefPolicy) -> Self {
-        Self { refs, ..self }
-    }
-
-    /// Sets the keys for encrypted images.
-    pub fn keys(self, keys: Vec<Secret>) -> Self {
-        Self { keys, ..self }
-    }
-
-    /// Sets the choice of backing image.
-    pub fn backing(self, backing: BackingChoice) -> Self {
-        Self { backing, ..self }
+    vdkit_block::setters! {
+        /// Sets whether the top image is opened for writing.
+        writable: bool,
+        /// Sets the cache mode.
+        cache: CacheMode,
+        /// Sets the cache mode of the backing images; `None` for that of the others.
+        backing_cache: Option<CacheMode>,
+        /// Sets the policy for references in image metadata.
+        refs: RefPolicy,
+        /// Sets the resource limits.
+        limits: Limits,
+        /// Sets whether files are locked.
+        lock: bool,
+        /// Sets the choice of backing image.
+        backing: BackingChoice,
+        /// Sets the data file; `None` for the one that the image names.
+        data_file: Option<PathBuf>,
+        /// Sets the snapshot to open; `None` for the current disk.
+        snapshot: Option<String>,
+        /// Sets the keys for encrypted images.
+        keys: Vec<Secret>,
     }
 }

@@ -111,10 +111,13 @@ impl<B> Completion<B> {
 /// Its descriptor ([`AsFd`]) is readable while completions wait to be reaped, for an event loop of any
 /// kind. Do not read from it.
 ///
-/// Dropping it waits until all submitted requests are done.
+/// Dropping it waits until all submitted requests are done. (In a child of `fork`, which has none of its
+/// threads, it only frees memory.)
 pub struct Queue<B = Vec<u8>> {
     shared: Arc<Shared<B>>,
     workers: Vec<JoinHandle<()>>,
+    /// The process that has the threads.
+    owner: u32,
 }
 
 struct Shared<B> {
@@ -157,7 +160,7 @@ impl<B: DerefMut<Target = [u8]> + Send + 'static> Queue<B> {
             event,
         });
         // Dropped, and so ended, if a thread cannot be started.
-        let mut queue = Self { shared, workers: Vec::new() };
+        let mut queue = Self { shared, workers: Vec::new(), owner: std::process::id() };
         for _ in 0..threads.max(1) {
             let shared = Arc::clone(&queue.shared);
             let worker = std::thread::Builder::new()
@@ -234,6 +237,10 @@ impl<B: DerefMut<Target = [u8]>> Shared<B> {
 
 impl<B> Drop for Queue<B> {
     fn drop(&mut self) {
+        if self.owner != std::process::id() {
+            // A thread of the parent cannot be joined here.
+            return self.workers.drain(..).for_each(std::mem::forget);
+        }
         self.shared.state.lock().ended = true;
         self.shared.submitted.notify_all();
         for worker in self.workers.drain(..) {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use vdkit_block::{Compressed, Error, GuestOffset, ReadOp, Result, Storage};
 
-use crate::crypto::{self, Sealed, SealedPlace};
+use crate::crypto::{self, EncryptedPlace, EncryptedRuns};
 use crate::disk::Disk;
 use crate::extent::{DiskExtent, DiskPlace, Purpose};
 use crate::scratch::Scratch;
@@ -84,7 +84,7 @@ impl Disk {
         outside.fill(0);
         let mut extents = self.walk(Purpose::Io, at.0, end);
         let mut batch = Batch::default();
-        let mut sealed = Sealed::default();
+        let mut encrypted = EncryptedRuns::default();
         let mut done = 0;
         while let Some(extent) = extents.step()? {
             let from = done;
@@ -99,10 +99,10 @@ impl Disk {
                 DiskPlace::Data { storage, offset }
                     if let Some(encryption) = self.encryption(extent.depth) =>
                 {
-                    sealed.begin(&self.sectors);
-                    let piece_at = SealedPlace { guest: extent.at, host: offset };
+                    encrypted.begin(&self.sectors);
+                    let piece_at = EncryptedPlace { guest: extent.at, host: offset };
                     if piece_at.is_whole(piece.len()) {
-                        sealed.push(encryption, piece_at, from..done);
+                        encrypted.push(encryption, piece_at, from..done);
                         batch.push(storage, ReadOp { offset, buf: piece })?;
                     } else {
                         crypto::read_part(encryption, &**storage, piece_at, piece)?;
@@ -118,7 +118,7 @@ impl Disk {
             }
         }
         batch.submit()?;
-        sealed.open(buf);
+        encrypted.decrypt(buf);
         Ok(())
     }
 

@@ -123,7 +123,7 @@ pub(crate) fn open(
         return refuse("the program does not allow it", "name the file itself".into());
     }
     let path = namer.folder.join(target);
-    let looked_at = match look_at(&path) {
+    let checked = match open_path(&path) {
         Ok(fd) => fd,
         Err(error) => {
             // Do not reveal whether a file exists elsewhere.
@@ -138,8 +138,8 @@ pub(crate) fn open(
         action: IoAction::Open,
         source,
     };
-    let real = std::fs::read_link(proc_path(&looked_at)).map_err(fail)?;
-    let stat = rustix::fs::fstat(&looked_at).map_err(|errno| fail(errno.into()))?;
+    let real = std::fs::read_link(proc_path(&checked)).map_err(fail)?;
+    let stat = rustix::fs::fstat(&checked).map_err(|errno| fail(errno.into()))?;
     let device = match FileType::from_raw_mode(stat.st_mode) {
         FileType::RegularFile => false,
         FileType::BlockDevice => true,
@@ -156,7 +156,7 @@ pub(crate) fn open(
         let reason = if device { "it is a device" } else { OUTSIDE };
         return refuse(reason, Remedy::AllowFolder(folder_of(&real)));
     }
-    let file = open_again(&looked_at, device, options).map_err(fail)?;
+    let file = open_again(&checked, device, options).map_err(fail)?;
     let storage = FileStorage::from_file(file, path.display().to_string(), options)?;
     let namer = namer_at(&path, &real, namer, policy)?;
     Ok(Referred { path, storage, namer })
@@ -185,7 +185,7 @@ fn protocol_of(name: &str) -> Option<&str> {
     name[end..].starts_with(':').then(|| &name[..end])
 }
 
-fn look_at(path: &Path) -> io::Result<OwnedFd> {
+fn open_path(path: &Path) -> io::Result<OwnedFd> {
     let flags = OFlags::PATH | OFlags::CLOEXEC;
     Ok(rustix::fs::open(path, flags, Mode::empty())?)
 }

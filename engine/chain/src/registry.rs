@@ -175,11 +175,7 @@ impl Registry {
         let got = storage.read_up_to(&mut head, HostOffset(0))?;
         let head = &head[..got];
         let len = storage.len()?;
-        let mut judged = self.judge(head, &[], len);
-        if judged.certain.is_empty() {
-            judged = self.judge(head, &tail_of(storage, head, len)?, len);
-        }
-        self.decide(storage.name(), head, judged)
+        self.probe_parts(storage.name(), head, len, || tail_of(storage, head, len))
     }
 
     /// [`Registry::probe`] for bytes in memory: the first ones, the last ones (empty if not yet
@@ -188,11 +184,7 @@ impl Registry {
     /// # Errors
     /// As [`Registry::probe`].
     pub fn probe_bytes(&self, name: &str, head: &[u8], tail: &[u8], len: u64) -> Result<Probed> {
-        let mut judged = self.judge(head, &[], len);
-        if judged.certain.is_empty() {
-            judged = self.judge(head, tail, len);
-        }
-        let probed = self.decide(name, head, judged)?;
+        let probed = self.probe_parts(name, head, len, || Ok(tail.to_vec()))?;
         if probed.fallback {
             self.reject_misnamed(name)?;
         }
@@ -211,7 +203,17 @@ impl Registry {
         judged
     }
 
-    fn decide(&self, file: &str, head: &[u8], judged: Judged) -> Result<Probed> {
+    fn probe_parts(
+        &self,
+        file: &str,
+        head: &[u8],
+        len: u64,
+        tail: impl FnOnce() -> Result<Vec<u8>>,
+    ) -> Result<Probed> {
+        let mut judged = self.judge(head, &[], len);
+        if judged.certain.is_empty() {
+            judged = self.judge(head, &tail()?, len);
+        }
         let Judged { certain, fallback } = judged;
         if certain.is_empty()
             && let Some(known) =

@@ -1,5 +1,5 @@
-//! Resizing a disk. Nobody sees a new part before it is ready: who wrote to it earlier would have that
-//! write zeroed.
+//! Resizing a disk. Other threads see a new part only when it is ready: an earlier write to it would be
+//! zeroed.
 
 use vdkit_block::{Error, GuestOffset, Monitor, Result};
 

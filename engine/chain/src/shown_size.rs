@@ -1,5 +1,5 @@
-//! The size that a disk shows: the format's, but for the time of a resize, in which everyone else sees
-//! the old one.
+//! The size that a disk shows: the format's. While a thread resizes the disk, all others see the old
+//! size.
 
 use crate::sync::{AtomicU64, Ordering};
 

@@ -31,7 +31,7 @@ impl DiskStream<'_> {
     }
 }
 
-/// The error with the kind that [`std::io`]'s users look for.
+/// The error with the kind that users of [`std::io`] expect.
 fn io_error(error: Error) -> io::Error {
     let kind = match &error {
         Error::Io { source, .. } | Error::File { source, .. } => source.kind(),

@@ -13,7 +13,7 @@ use crate::extent::{DiskExtent, DiskPlace};
 /// The host file of the walked extents, and its length.
 #[derive(Debug, Default)]
 pub struct TruncationCheck {
-    asked: Option<(Arc<dyn Storage>, u64)>,
+    known: Option<(Arc<dyn Storage>, u64)>,
 }
 
 impl TruncationCheck {
@@ -50,7 +50,7 @@ impl TruncationCheck {
         }
         // Query the length again: another program may be writing the file, which grows before its
         // map.
-        self.asked = None;
+        self.known = None;
         let len = self.len_of(storage)?;
         if last < len {
             return Ok(());
@@ -79,13 +79,13 @@ impl TruncationCheck {
     }
 
     fn len_of(&mut self, storage: &Arc<dyn Storage>) -> Result<u64> {
-        if let Some((asked, len)) = &self.asked
-            && Arc::ptr_eq(asked, storage)
+        if let Some((known, len)) = &self.known
+            && Arc::ptr_eq(known, storage)
         {
             return Ok(*len);
         }
         let len = storage.len()?;
-        self.asked = Some((storage.clone(), len));
+        self.known = Some((storage.clone(), len));
         Ok(len)
     }
 }

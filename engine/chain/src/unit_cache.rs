@@ -73,7 +73,7 @@ impl UnitCache {
 
     fn shard(&self, key: &UnitKey, shards: usize) -> &Mutex<Vec<Entry>> {
         // Units are at least 512 bytes apart, mostly less than 64 KiB. Multiply and take high bits,
-        // so that neighbours use different shards at any distance.
+        // so that neighbors use different shards at any distance.
         let hash = (key.offset ^ key.depth as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
         &self.shards[(hash as usize) % shards]
     }

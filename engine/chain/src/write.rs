@@ -8,7 +8,7 @@ use vdkit_block::{
     Place, Reservation, Result, ZeroMode,
 };
 
-use crate::crypto::SealedPlace;
+use crate::crypto::EncryptedPlace;
 use crate::disk::Disk;
 use crate::extent::Purpose;
 use crate::read::total;
@@ -327,9 +327,9 @@ impl Disk {
         top.note_write(at, extent.len)?;
         let storage = top.file(file);
         if let Some(encryption) = top.encryption() {
-            let place = SealedPlace { guest: at, host: offset };
+            let place = EncryptedPlace { guest: at, host: offset };
             let data = source.slice(done, extent.len);
-            self.write_sealed_in_place(encryption, &**storage, place, data)?;
+            self.write_encrypted_in_place(encryption, &**storage, place, data)?;
             return Ok(extent.len);
         }
         match source.slice(done, extent.len) {
@@ -396,7 +396,7 @@ impl Disk {
     /// Writes the data and its fill into reserved space.
     fn fill_reserved(&self, reservation: &Reservation<'_>, data: Source<'_>) -> Result<()> {
         if let Some(encryption) = self.top().encryption() {
-            return self.fill_sealed(encryption, reservation, data);
+            return self.fill_encrypted(encryption, reservation, data);
         }
         let (guest, write) = (reservation.guest.clone(), reservation.write.clone());
         // The range to write: the data, and each side that is not ready.

@@ -17,7 +17,10 @@ use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_qcow2::{Qcow2, Qcow2Driver};
 use vdkit_raw::RawDriver;
 use vdkit_storage::{FileOptions, FileStorage, MemoryStorage};
-use vdkit_testbase::{CountingStorage, FaultKind, FaultPlan, FaultyStorage, create_image, disk_on};
+use vdkit_testbase::{
+    CountingStorage, FaultKind, FaultPlan, FaultyStorage, assert_sound, create_image, disk_on,
+    in_child,
+};
 
 fn run(program: &str, arguments: &[&str]) {
     let output = Command::new(program).args(arguments).output().unwrap();
@@ -468,4 +471,30 @@ fn clusters_that_are_neighbors_in_the_file_are_discarded_together() {
     disk.discard(GuestOffset(0), CLUSTERS * CLUSTER).unwrap();
     disk.flush().unwrap();
     assert_eq!(counting.counts().discards - before, 1);
+}
+
+/// The child's copy of the map does not have what the parent has allocated since: a close by it would cut
+/// that off the file.
+#[test]
+fn a_child_of_fork_that_closes_a_disk_leaves_the_image_to_its_parent() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("image");
+    let new = FileStorage::create(&path, &FileOptions::read_write()).unwrap();
+    create_image(&Qcow2Driver, Arc::new(new), 64 << 20, "");
+    let disk = open_layer(&path, "qcow2", true, CacheMode::Writeback);
+    disk.write_at(&[1; 4096], GuestOffset(0)).unwrap();
+    let piece = vec![2; 4 << 20];
+    let in_parent = || {
+        disk.write_at(&piece, GuestOffset(8 << 20)).unwrap();
+        disk.flush().unwrap();
+    };
+    assert!(in_child(in_parent, || disk.close().is_err()));
+    let mut found = vec![0; piece.len()];
+    disk.read_at(&mut found, GuestOffset(8 << 20)).unwrap();
+    assert!(found == piece, "an acknowledged write is lost");
+    disk.close().unwrap();
+    drop(disk);
+    let image: Arc<dyn Storage> =
+        Arc::new(FileStorage::open(&path, &FileOptions::read_only()).unwrap());
+    assert_sound(&Qcow2Driver, &image, false, "after the parent's close");
 }

@@ -13,7 +13,7 @@ use support::raw_disk;
 use vdkit_block::{ErrorKind, GuestOffset, Storage};
 use vdkit_chain::{Disk, Queue, Request};
 use vdkit_storage::MemoryStorage;
-use vdkit_testbase::{FaultKind, GatedStorage};
+use vdkit_testbase::{FaultKind, GatedStorage, in_child};
 
 const BLOCK: u64 = 512;
 const BLOCKS: u64 = 256;
@@ -145,6 +145,18 @@ fn a_dropped_queue_has_done_all_that_was_submitted() {
         assert!(bytes[at..at + BLOCK as usize] == block_of(block), "{block}");
     }
     assert_eq!(Arc::strong_count(&disk), 1);
+}
+
+#[test]
+fn a_child_of_fork_that_drops_a_queue_waits_for_no_thread_of_its_parent() {
+    let queue: Queue = Queue::new(disk(memory()), 2).unwrap();
+    assert!(in_child(
+        || (),
+        move || {
+            drop(queue);
+            true
+        }
+    ));
 }
 
 /// Memory that cannot be used.

@@ -4,12 +4,12 @@ mod support;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use support::map::CLUSTER;
 use support::{MapFormat, Memory, Random, map_disk, pack, raw_disk};
 use vdkit_block::{Error, Format, GuestOffset, Monitor};
 use vdkit_chain::{Disk, OpenOptions};
+use vdkit_testbase::Watched;
 
 const THREADS: u64 = 8;
 const CLUSTERS: u64 = 64;
@@ -112,8 +112,8 @@ fn overlapping_operations_leave_whole_clusters() {
     assert_eq!(top.guest_bytes(), CLUSTERS * CLUSTER);
 }
 
-/// Who writes to a new part as soon as the disk is that large keeps what was written, although the
-/// new part is zeroed: the backing image is longer, and a shrink left data there.
+/// A write to a new part, as soon as the disk is that large, stays although the new part is zeroed: the
+/// backing image is longer, and a shrink left data there.
 #[test]
 fn what_is_written_to_a_new_part_stays() {
     let (small, large) = (5 * CLUSTER - SECTOR, 8 * CLUSTER);
@@ -201,19 +201,24 @@ fn a_close_waits_for_a_resize_and_takes_nothing_of_it_back() {
     let (disk, _) = disk();
     let (small, large) = (4 * CLUSTER, 8 * CLUSTER);
     disk.resize(small).unwrap();
-    let (tell, closed) = std::sync::mpsc::channel();
+    let watched = Watched::default();
     std::thread::scope(|scope| {
-        let disk = &disk;
+        let (disk, watched) = (&disk, &watched);
+        let mut closing = None;
         let grown = |_: u64| Ok(());
         disk.resize_with(large, &Monitor::default(), grown, |_| {
             // The image is large now, and the disk still shows the small size.
-            scope.spawn(move || tell.send(disk.close()).unwrap());
-            let early = closed.recv_timeout(Duration::from_millis(200));
-            assert!(early.is_err(), "closed in the middle of a resize");
+            let close = scope.spawn(move || {
+                watched.is_me();
+                disk.close()
+            });
+            watched.until_it_waits();
+            assert!(!close.is_finished(), "closed in the middle of a resize");
+            closing = Some(close);
             Ok(())
         })
         .unwrap();
-        closed.recv().unwrap().unwrap();
+        closing.unwrap().join().unwrap().unwrap();
     });
     assert_eq!((disk.guest_bytes(), disk.top().guest_bytes()), (large, large));
 }

@@ -12,7 +12,7 @@
 //!     │              │                       │                     lead, or wait for n   │
 //!     │              │                       │◄── take: copies of dirty pages            │
 //!     │              │                       │◄── write: group, barrier, group ─────────►│ sync
-//!     │              │                       │◄── settle: pages are clean                │
+//!     │              │                       │◄── end_write: pages are clean             │
 //!     │              │                       │                     unlinked → released   │
 //!     │              │                       │◄── recycle: frees unused space            │
 //!     │◄─ completed ─│◄──────────────────────────── all up to n is durable               │

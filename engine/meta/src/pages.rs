@@ -85,8 +85,8 @@ impl<K: Copy + Hash + Ord, P> PageCache<K, P> {
         &self.shards[(FxBuildHasher.hash_one(key) >> 20) as usize % SHARDS]
     }
 
-    /// Calls `look` with a page, if it is cached.
-    pub fn with<R>(&self, key: K, look: impl FnOnce(&P) -> R) -> Option<R> {
+    /// Calls `visit` with a page, if it is cached.
+    pub fn with<R>(&self, key: K, visit: impl FnOnce(&P) -> R) -> Option<R> {
         let shard = self.shard(key);
         let inner = shard.inner.read();
         let page = inner.pages.get(&key)?;
@@ -95,10 +95,10 @@ impl<K: Copy + Hash + Ord, P> PageCache<K, P> {
         if !page.used.load(Ordering::Relaxed) {
             page.used.store(true, Ordering::Relaxed);
         }
-        Some(look(&page.content))
+        Some(visit(&page.content))
     }
 
-    /// Calls `look` with a page; `read` loads it if it is not cached.
+    /// Calls `visit` with a page; `read` loads it if it is not cached.
     ///
     /// # Errors
     /// What `read` returns.
@@ -106,10 +106,10 @@ impl<K: Copy + Hash + Ord, P> PageCache<K, P> {
         &self,
         key: K,
         read: impl Fn() -> Result<P>,
-        mut look: impl FnMut(&P) -> R,
+        mut visit: impl FnMut(&P) -> R,
     ) -> Result<R> {
         loop {
-            if let Some(found) = self.with(key, &mut look) {
+            if let Some(found) = self.with(key, &mut visit) {
                 return Ok(found);
             }
             self.load(key, &read)?;

@@ -1,7 +1,7 @@
 //! Several reads of one file.
 //!
 //! Reads from a disk go through io_uring. Reads of cached pages are faster as plain copies
-//! (RWF_NOWAIT tells which). tmpfs does not support RWF_NOWAIT, so io_uring would hand each read to
+//! (RWF_NOWAIT shows which are). tmpfs does not support RWF_NOWAIT, so io_uring would hand each read to
 //! a kernel thread: its reads are done one by one.
 
 use rustix::io::{Errno, ReadWriteFlags};
@@ -42,7 +42,7 @@ impl FileStorage {
         let flags = ReadWriteFlags::NOWAIT;
         match retry(|| rustix::io::preadv2(self.file(), &mut parts, op.offset.0, flags)) {
             Ok(n) => Ok(n),
-            // Not cached, or the file system cannot tell.
+            // Not cached, or unknown to the file system.
             Err(Errno::AGAIN | Errno::OPNOTSUPP | Errno::NOSYS) => Ok(0),
             Err(errno) => Err(self.error(IoAction::Read, op.offset.0, len, errno)),
         }

@@ -105,7 +105,7 @@ impl Lane {
         let (pages, tail) = rest.split_at((to - from) as usize);
         let cached = |part: &[u8], at| match part.is_empty() {
             true => Ok(()),
-            false => of.write_bulk_cached(part, at),
+            false => of.write_initial_cached(part, at),
         };
         cached(head, offset)?;
         let done = self.write_pages(of, pages, from)?;
@@ -120,7 +120,7 @@ impl Lane {
             return Ok(0);
         }
         // ext4 writes in parallel only within the file's length, and only to allocated blocks.
-        of.allocate_bulk(offset, pages.len() as u64);
+        of.allocate_initial(offset, pages.len() as u64);
         let _length = of.hold_length();
         let mut done = 0;
         let fits = is_aligned(pages.as_ptr().addr() as u64, self.align);

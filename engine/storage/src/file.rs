@@ -5,12 +5,13 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::{Errno, ReadWriteFlags};
+use rustix::process::Resource;
 use vdkit_block::{
     AccessExchange, CacheMode, Error, GuestDiscard, HostOffset, InitialWrites, IoAction, ReadOp,
     ReadPaths, Result, SpaceMap, Storage, StorageCaps, StorageExt, StorageExtent, ZeroMode,
@@ -21,7 +22,7 @@ use vdkit_meta::{LANES_MAX, SyncError, Syncs};
 use crate::cache_overflow::{CacheOverflow, Lane};
 use crate::direct::Direct;
 use crate::held::{Change, refuse_attached};
-use crate::initial_write::{BULK_BYTES_MIN, FileSystem, InitialWrite};
+use crate::initial_write::{FileSystem, InitialWrite, LARGE_BYTES_MIN};
 use crate::lock::{ImageLock, LockMode};
 use crate::open::{self, CreateMode, FileKind, FileOptions, file_error, retry};
 use crate::range_lock::RangeGuard;
@@ -66,8 +67,8 @@ pub struct FileStorage {
     pub(crate) growth: RwLock<()>,
     /// One fdatasync for all callers that asked before it began.
     syncs: Syncs<Errno>,
-    /// Further descriptions of the same file for concurrent syncs; opened when two syncs meet.
-    sync_lanes: OnceLock<Vec<File>>,
+    /// Opened when two syncs meet.
+    sync_lanes: OnceLock<Vec<SyncLane>>,
     lock: Option<Mutex<ImageLock>>,
     /// Reads never wait.
     pub(crate) in_memory: bool,
@@ -214,11 +215,9 @@ impl FileStorage {
 
     /// Reopens the file for syncs alone, as often as possible. The kernel reports to a newly opened
     /// description the errors that no other description has reported.
-    fn open_lanes(&self) -> Vec<File> {
+    fn open_lanes(&self) -> Vec<SyncLane> {
         let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
-        let open = |_| rustix::fs::open(&path, flags, Mode::empty()).map(File::from).ok();
-        (1..LANES_MAX).map_while(open).collect()
+        (1..LANES_MAX).map_while(|_| SyncLane::open(&path)).collect()
     }
 
     /// A regular file or a block device.
@@ -315,7 +314,7 @@ impl FileStorage {
         let lanes = || 1 + self.sync_lanes.get_or_init(|| self.open_lanes()).len();
         let fdatasync = |lane: usize| {
             let lanes = self.sync_lanes.get().map_or(&[][..], Vec::as_slice);
-            let file = if lane == 0 { &self.file } else { &lanes[lane - 1] };
+            let file = if lane == 0 { &self.file } else { &lanes[lane - 1].0 };
             retry(|| rustix::fs::fdatasync(file))
         };
         let source = match self.syncs.sync(lanes, fdatasync) {
@@ -327,6 +326,30 @@ impl FileStorage {
             }
         };
         Err(file_error(&self.name, IoAction::Sync, source))
+    }
+}
+
+/// A further description of a file, for concurrent syncs.
+struct SyncLane(File);
+
+/// Number of [`SyncLane`]s in this process.
+static SYNC_LANES: AtomicUsize = AtomicUsize::new(0);
+
+impl SyncLane {
+    /// `None` if it cannot be opened, or if the lanes of all files take a quarter of the process's
+    /// descriptors: the program needs some for its other files and its clients.
+    fn open(path: &str) -> Option<Self> {
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
+        let lane = Self(rustix::fs::open(path, flags, Mode::empty()).map(File::from).ok()?);
+        let open = SYNC_LANES.fetch_add(1, Ordering::Relaxed) + 1;
+        let descriptors = rustix::process::getrlimit(Resource::Nofile).current;
+        descriptors.is_none_or(|most| open as u64 <= most / 4).then_some(lane)
+    }
+}
+
+impl Drop for SyncLane {
+    fn drop(&mut self) {
+        SYNC_LANES.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -500,12 +523,12 @@ impl ReadPaths for FileStorage {
 
 impl InitialWrites for FileStorage {
     fn write_new(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
-        if buf.len() < BULK_BYTES_MIN {
+        if buf.len() < LARGE_BYTES_MIN {
             return self.write_at(buf, offset);
         }
         self.check_writable()?;
         self.end_of(IoAction::Write, offset, buf.len() as u64)?;
-        self.write_bulk(buf, offset.0)
+        self.write_initial(buf, offset.0)
             .map_err(|errno| self.error(IoAction::Write, offset.0, buf.len() as u64, errno))
     }
 }
@@ -545,5 +568,32 @@ impl Drop for FileStorage {
         if let Some(lock) = self.lock.take().map(Mutex::into_inner) {
             lock.release(&self.file);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::process::{getrlimit, setrlimit};
+
+    use super::*;
+
+    #[test]
+    fn syncs_of_many_files_leave_descriptors_for_others() {
+        let folder = tempfile::tempdir().unwrap();
+        let files: Vec<_> = (0..8)
+            .map(|i| {
+                FileStorage::create(folder.path().join(format!("{i}")), &FileOptions::default())
+            })
+            .collect::<Result<_>>()
+            .unwrap();
+        let opens_more = || {
+            let mut limit = getrlimit(Resource::Nofile);
+            let next = File::open("/dev/null").unwrap().as_raw_fd() as u64;
+            limit.current = Some(next + 100);
+            setrlimit(Resource::Nofile, limit).unwrap();
+            let _lanes: Vec<_> = files.iter().map(FileStorage::open_lanes).collect();
+            File::open("/dev/null").is_ok()
+        };
+        assert!(vdkit_testbase::in_child(|| (), opens_more));
     }
 }

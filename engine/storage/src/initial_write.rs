@@ -20,7 +20,7 @@ use crate::file::FileStorage;
 use crate::open::FileKind;
 
 /// Below this size a write does not hold the lock for long.
-pub const BULK_BYTES_MIN: usize = 128 << 10;
+pub const LARGE_BYTES_MIN: usize = 128 << 10;
 
 /// Maximum bytes per system call on ext4 with large folios.
 const PIECE_BYTES: usize = 64 << 10;
@@ -94,24 +94,24 @@ impl InitialWrite {
 
 impl FileStorage {
     /// Writes all of `buf` to a range that was never written.
-    pub(crate) fn write_bulk(&self, buf: &[u8], offset: u64) -> Result<(), Errno> {
+    pub(crate) fn write_initial(&self, buf: &[u8], offset: u64) -> Result<(), Errno> {
         match self.cache_overflow(buf.len()) {
             Some(past) => past.write(self, buf, offset),
-            None => self.write_bulk_cached(buf, offset),
+            None => self.write_initial_cached(buf, offset),
         }
     }
 
     /// Allocates a range that will be written, if worthwhile.
-    pub(crate) fn allocate_bulk(&self, offset: u64, len: u64) {
+    pub(crate) fn allocate_initial(&self, offset: u64, len: u64) {
         if self.initial_write.allocates {
             // The write reports errors, such as no space.
             let _ = self.allocate_blocks(offset, len);
         }
     }
 
-    /// [`Self::write_bulk`] through the page cache, or as the cache mode says.
-    pub(crate) fn write_bulk_cached(&self, buf: &[u8], offset: u64) -> Result<(), Errno> {
-        self.allocate_bulk(offset, buf.len() as u64);
+    /// [`Self::write_initial`] through the page cache, or as the cache mode says.
+    pub(crate) fn write_initial_cached(&self, buf: &[u8], offset: u64) -> Result<(), Errno> {
+        self.allocate_initial(offset, buf.len() as u64);
         self.write_bytes(buf, offset)
     }
 }
@@ -128,8 +128,8 @@ mod tests {
     /// Several threads write pieces of odd sizes; all bytes arrive.
     fn pieces_arrive(folder: &Path) {
         let options = FileOptions::read_write().cache(CacheMode::Unsafe);
-        let file = FileStorage::create(folder.join("bulk"), &options).unwrap();
-        let (piece, count) = (BULK_BYTES_MIN + 4096 + 13, 48_u64);
+        let file = FileStorage::create(folder.join("initial"), &options).unwrap();
+        let (piece, count) = (LARGE_BYTES_MIN + 4096 + 13, 48_u64);
         std::thread::scope(|scope| {
             for thread in 0..4 {
                 let file = &file;

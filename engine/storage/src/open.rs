@@ -91,34 +91,19 @@ impl FileOptions {
         Self { writable: true, ..Self::default() }
     }
 
-    /// Sets whether it is opened for writing too.
-    pub fn writable(self, writable: bool) -> Self {
-        Self { writable, ..self }
-    }
-
-    /// Sets whether the file is created.
-    pub fn create(self, create: CreateMode) -> Self {
-        Self { create, ..self }
-    }
-
-    /// Sets the cache mode.
-    pub fn cache(self, cache: CacheMode) -> Self {
-        Self { cache, ..self }
-    }
-
-    /// Sets the lock mode.
-    pub fn lock(self, lock: LockMode) -> Self {
-        Self { lock, ..self }
-    }
-
-    /// Sets the hints for a file that is created.
-    pub fn hints(self, hints: FileHints) -> Self {
-        Self { hints, ..self }
-    }
-
-    /// Sets the share of the page cache.
-    pub fn share(self, share: CacheShare) -> Self {
-        Self { share, ..self }
+    vdkit_block::setters! {
+        /// Sets whether it is opened for writing too.
+        writable: bool,
+        /// Sets whether the file is created.
+        create: CreateMode,
+        /// Sets the cache mode.
+        cache: CacheMode,
+        /// Sets the lock mode.
+        lock: LockMode,
+        /// Sets the hints for a file that is created.
+        hints: FileHints,
+        /// Sets the share of the page cache.
+        share: CacheShare,
     }
 }
 

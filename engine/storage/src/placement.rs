@@ -127,7 +127,9 @@ mod tests {
         }
         file.sync_all().unwrap();
         let Some(found) = Placement::of(&file, 10_000).unwrap() else {
-            return vdkit_testbase::impossible_here("the file system of /var/tmp tells no extents");
+            return vdkit_testbase::impossible_here(
+                "the file system of /var/tmp reports no extents",
+            );
         };
         let said = Command::new("filefrag").arg("-v").arg(&path).output().unwrap();
         let said = String::from_utf8(said.stdout).unwrap();

@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn skimming_reads_to_the_end_and_reports_what_cannot_be_read() {
+    fn discarding_reads_to_the_end_and_reports_what_cannot_be_read() {
         let path = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(path.path(), vec![7; 3 << 20]).unwrap();
         let file = File::open(path.path()).unwrap();

@@ -154,17 +154,7 @@ mod tests {
         if !reads_right() {
             return vdkit_testbase::impossible_here("there is no io_uring");
         }
-        // SAFETY: the child only reads, and ends without any destructor of its parent.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            let failed = i32::from(!reads_right());
-            // SAFETY: see above.
-            unsafe { libc::_exit(failed) }
-        }
-        let mut status = -1;
-        // SAFETY: `waitpid` writes one `int`, which lives across the call.
-        unsafe { libc::waitpid(child, &mut status, 0) };
-        assert_eq!(status, 0, "the child took its parent's ring");
+        assert!(vdkit_testbase::in_child(|| (), reads_right), "the child took its parent's ring");
         assert!(reads_right());
     }
 }

@@ -292,15 +292,13 @@ fn an_open_descriptor_is_taken_over() {
 }
 
 #[test]
-fn a_new_file_that_cannot_be_used_does_not_stay() {
-    // Overlay or FUSE would be needed for a new file without direct I/O (procfs and sysfs take no
-    // new files). So a lock conflict causes the failure here.
+fn a_file_that_was_there_stays_when_it_cannot_be_used() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("f");
     let file = FileStorage::create(&path, &FileOptions::default()).unwrap();
     let taken = FileStorage::open(&path, &FileOptions::read_write()).unwrap_err();
     assert_eq!(taken.kind(), ErrorKind::Locked);
-    assert!(path.exists(), "a file that was there is not removed");
+    assert!(path.exists());
     drop(file);
     let none = FileOptions::read_write().create(CreateMode::None);
     assert!(FileStorage::open(&path, &none).is_ok());
@@ -495,6 +493,9 @@ fn direct_io_that_is_not_to_be_had_names_another_mode() {
         let text = error.to_string();
         assert!(text.contains(&format!("cache mode {mode} needs direct I/O")), "{text}");
         assert!(text.contains(&format!("use cache mode {instead}")), "{text}");
+        let new = fs.path().join("new");
+        assert!(FileStorage::create(&new, &FileOptions::read_write().cache(mode)).is_err());
+        assert!(!new.exists(), "a new file that cannot be used stays");
     }
     FileStorage::open(&path, &FileOptions::read_write()).unwrap();
 }

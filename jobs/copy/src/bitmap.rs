@@ -19,13 +19,7 @@ pub enum BrokenBitmaps {
 /// # Errors
 /// [`Error::Unsupported`] if its format has none.
 pub fn bitmaps(disk: &Disk) -> Result<&dyn Bitmaps> {
-    disk.top().bitmaps().ok_or_else(|| {
-        Error::unsupported(
-            disk.name(),
-            format!("not supported: dirty bitmaps in a {} image", disk.top().name()),
-            "convert to qcow2",
-        )
-    })
+    disk.top().require_bitmaps()
 }
 
 /// Merges a bitmap into another one, of the same image or of another of the same size. Durable on

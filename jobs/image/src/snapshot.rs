@@ -2,8 +2,11 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use vdkit_block::{Error, Monitor, NewSnapshot, Result, SnapshotInfo, Snapshots};
+use vdkit_block::{Monitor, NewSnapshot, Result, SnapshotInfo};
 use vdkit_chain::Disk;
+
+/// The hint for formats without snapshots.
+const HINT: &str = "convert it to qcow2, which has them";
 
 /// A snapshot operation. Existing snapshots are given by name or id.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,26 +29,26 @@ pub enum SnapshotAction {
 /// All snapshots of a disk's top image.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a format without snapshots; a damaged list.
+/// [`vdkit_block::Error::Unsupported`] for a format without snapshots; a damaged list.
 pub fn snapshots(disk: &Disk) -> Result<Vec<SnapshotInfo>> {
-    side(disk)?.list()
+    disk.top().require_snapshots(HINT)?.list()
 }
 
 /// Runs a snapshot operation on a disk that is open for writing; durable on return. Returns the
 /// snapshot as it is now, or as it was before deletion.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a format without snapshots, and for refcounts too narrow for another
-/// one; [`Error::Invalid`] for an unknown or invalid name; errors of the format and its storages;
-/// [`Error::Interrupted`]. The image is then unchanged.
+/// [`vdkit_block::Error::Unsupported`] for a format without snapshots, and for refcounts too narrow for another
+/// one; [`vdkit_block::Error::Invalid`] for an unknown or invalid name; errors of the format and its storages;
+/// [`vdkit_block::Error::Interrupted`]. The image is then unchanged.
 pub fn snapshot(
     disk: &Disk,
     action: &SnapshotAction,
     monitor: &Monitor<'_>,
 ) -> Result<SnapshotInfo> {
-    let side = side(disk)?;
+    let all = disk.top().require_snapshots(HINT)?;
     if let SnapshotAction::Create(name) | SnapshotAction::Rename { name, .. } = action
-        && side.list()?.iter().any(|other| other.name == *name)
+        && all.list()?.iter().any(|other| other.name == *name)
     {
         // As in qemu-img, the first one with a name is found by it.
         monitor.progress.message(&format!(
@@ -62,20 +65,10 @@ pub fn snapshot(
                 date_seconds: u32::try_from(now.as_secs()).unwrap_or(u32::MAX),
                 date_nanoseconds: now.subsec_nanos(),
             };
-            side.create(&new, monitor)
+            all.create(&new, monitor)
         }
-        SnapshotAction::Apply(which) => side.apply(which, monitor),
-        SnapshotAction::Delete(which) => side.delete(which, monitor),
-        SnapshotAction::Rename { which, name } => side.rename(which, name),
+        SnapshotAction::Apply(which) => all.apply(which, monitor),
+        SnapshotAction::Delete(which) => all.delete(which, monitor),
+        SnapshotAction::Rename { which, name } => all.rename(which, name),
     }
-}
-
-fn side(disk: &Disk) -> Result<&dyn Snapshots> {
-    disk.top().snapshots().ok_or_else(|| {
-        Error::unsupported(
-            disk.name(),
-            format!("not supported: snapshots inside a {} image", disk.top().name()),
-            "convert it to qcow2, which has them",
-        )
-    })
 }

@@ -1,8 +1,7 @@
 //! Dirty bitmaps of a served disk: changed between two requests, and offered to later clients.
 
 use serde::Serialize;
-use vdkit_block::{BitmapStatus, Bitmaps, Error, Result};
-use vdkit_chain::Disk;
+use vdkit_block::{BitmapStatus, Bitmaps, Result};
 
 use crate::export::Export;
 
@@ -14,28 +13,21 @@ pub struct BitmapList {
     pub bitmaps: Vec<BitmapStatus>,
 }
 
-fn bitmaps_of(disk: &Disk) -> Result<&dyn Bitmaps> {
-    disk.top().bitmaps().ok_or_else(|| {
-        let what = format!("not supported: dirty bitmaps in a {} image", disk.top().name());
-        Error::unsupported(disk.name(), what, "convert to qcow2")
-    })
-}
-
 impl Export {
     /// The bitmaps of the image.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a format without bitmaps; as [`Bitmaps::list`].
+    /// [`vdkit_block::Error::Unsupported`] for a format without bitmaps; as [`Bitmaps::list`].
     pub(crate) fn list_bitmaps(&self) -> Result<BitmapList> {
         // Not held as a request: a paused service answers too.
-        self.alone(|disk| Ok(BitmapList { bitmaps: bitmaps_of(disk)?.list()? }))
+        self.alone(|disk| Ok(BitmapList { bitmaps: disk.top().require_bitmaps()?.list()? }))
     }
 
     /// Changes bitmaps between two requests. A bitmap that starts to record covers the requests
     /// after the change, not those answered before.
     ///
     /// # Errors
-    /// [`Error::ReadOnly`]; errors of `act`; as [`Export::list_bitmaps`].
+    /// [`vdkit_block::Error::ReadOnly`]; errors of `act`; as [`Export::list_bitmaps`].
     pub(crate) fn change_bitmaps(
         &self,
         act: impl FnOnce(&dyn Bitmaps) -> Result<()>,
@@ -43,7 +35,7 @@ impl Export {
         self.check_writable()?;
         self.alone(|disk| {
             self.refuse_during_job(disk.name())?;
-            let all = bitmaps_of(disk)?;
+            let all = disk.top().require_bitmaps()?;
             act(all)?;
             Ok(BitmapList { bitmaps: all.list()? })
         })
@@ -66,7 +58,7 @@ impl Export {
             return offered;
         }
         let disk = self.disk();
-        match bitmaps_of(&disk).and_then(Bitmaps::list) {
+        match disk.top().require_bitmaps().and_then(Bitmaps::list) {
             Ok(bitmaps) => offered.retain(|name| {
                 let here = |status: &&BitmapStatus| status.info.name == *name;
                 bitmaps.iter().find(here).is_some_and(|status| status.dirty_bytes.is_some())

@@ -494,12 +494,7 @@ impl Export {
         self.check_writable()?;
         self.alone(|disk| {
             self.refuse_during_job(disk.name())?;
-            let side = disk.top().snapshots().ok_or_else(|| {
-                let what = format!("not supported: snapshots inside a {} image", disk.top().name());
-                let hint = "take an overlay instead";
-                Error::unsupported(disk.name(), what, hint)
-            })?;
-            act(side).map(Answer::Snapshot)
+            act(disk.top().require_snapshots("take an overlay instead")?).map(Answer::Snapshot)
         })
     }
 

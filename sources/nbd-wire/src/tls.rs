@@ -228,7 +228,7 @@ impl<T: Transport + ?Sized> TlsStream<T> {
                 Ok(false) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => {
-                    // Tells the peer why, if it still listens.
+                    // The alert with the reason, if the peer still listens.
                     let _ = stream.push();
                     return Err(error);
                 }
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn who_receives_does_not_wait_for_who_sends() {
+    fn a_receiving_thread_does_not_wait_for_a_sending_one() {
         let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
         let config = ClientConfig::builder_with_provider(provider)
             .with_safe_default_protocol_versions()
@@ -409,12 +409,12 @@ mod tests {
             sending: Mutex::default(),
         };
         assert!(stream.session.lock().has_output());
-        let (tell, told) = channel();
+        let (sender, receiver) = channel();
         std::thread::scope(|scope| {
             // As a thread that sends to a peer that does not read.
             let sending = stream.sending.lock();
-            scope.spawn(|| tell.send(stream.recv(&mut [0; 8]).map_err(|e| e.kind())).unwrap());
-            let got = told.recv_timeout(Duration::from_secs(60));
+            scope.spawn(|| sender.send(stream.recv(&mut [0; 8]).map_err(|e| e.kind())).unwrap());
+            let got = receiver.recv_timeout(Duration::from_secs(60));
             drop(sending);
             assert_eq!(got, Ok(Err(io::ErrorKind::InvalidData)));
         });

@@ -106,7 +106,7 @@ unsafe extern "C" fn receive(context: *mut c_void, buf: *mut u8, len: u32) -> c_
         return WOULD_BLOCK;
     }
     let len = (len as usize).min(c_int::MAX as usize);
-    // SAFETY: the library asks for `len` bytes at `buf`, its own buffer, which it has initialised.
+    // SAFETY: the library asks for `len` bytes at `buf`, its own buffer, which it has initialized.
     let buf = unsafe { std::slice::from_raw_parts_mut(buf, len) };
     // Reading from memory cannot fail.
     incoming.read(buf).map_or(0, |got| got as c_int)

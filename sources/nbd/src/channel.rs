@@ -4,11 +4,15 @@ use std::fmt;
 use std::io::{self, IoSlice};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
 use rustix::net::sockopt::{self, Timeout};
-use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, recv, sendmsg};
+use rustix::net::{
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, SocketAddrUnix,
+    SocketFlags, SocketType, connect, recv, sendmsg, socket_with,
+};
 
 use crate::tls::TlsStream;
 use crate::uri::Place;
@@ -28,7 +32,7 @@ impl Socket {
     /// Errors of the system; `TimedOut` after `until`.
     pub(crate) fn connect(place: &Place, until: Instant) -> io::Result<Self> {
         match place {
-            Place::Unix(path) => UnixStream::connect(path).map(Self::over),
+            Place::Unix(path) => Self::unix(path, until),
             Place::Tcp { host, port } => {
                 let mut failed = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
                 for address in (host.as_str(), *port).to_socket_addrs()? {
@@ -45,6 +49,19 @@ impl Socket {
     /// A connected socket.
     pub(crate) fn over(stream: impl Into<OwnedFd>) -> Self {
         Self(stream.into())
+    }
+
+    fn unix(path: &Path, until: Instant) -> io::Result<Self> {
+        let flags = SocketFlags::CLOEXEC;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        let (socket, address) = (Self::over(socket), SocketAddrUnix::new(path)?);
+        // While as many clients wait as the server's queue takes, connecting waits as a send does.
+        socket.set_timeout(Some(time_left(until)?))?;
+        match rustix::io::retry_on_intr(|| connect(&socket.0, &address)) {
+            Ok(()) => Ok(socket),
+            Err(Errno::AGAIN) => Err(io::ErrorKind::TimedOut.into()),
+            Err(errno) => Err(errno.into()),
+        }
     }
 
     fn tcp(stream: TcpStream) -> io::Result<Self> {

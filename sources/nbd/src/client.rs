@@ -49,8 +49,8 @@ use crate::wire::{command, errno, flag, option, request_flag};
 
 /// Time limit for connecting and negotiating, of the first connection.
 const CONNECT: Duration = Duration::from_secs(30);
-/// The same for each further connection. Some servers accept only as many clients as they were told
-/// and let further ones wait.
+/// The same for each further connection. Some servers accept a limited number of clients and let further
+/// ones wait.
 const CONNECT_FURTHER: Duration = Duration::from_secs(5);
 /// Pause after a further connection could not be made.
 const FURTHER_PAUSE: Duration = Duration::from_secs(60);
@@ -459,7 +459,7 @@ pub(crate) fn described(uri: &NbdUri) -> std::io::Result<Vec<DescribedExport>> {
     described
 }
 
-/// Opens an export over a connected socket for one who sends simple requests: without TLS, and
+/// Opens an export over a connected socket, for a caller that sends simple requests: without TLS, and
 /// without time limits afterwards.
 ///
 /// # Errors

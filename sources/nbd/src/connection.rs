@@ -340,7 +340,7 @@ impl Connection {
         self.freed.notify_one();
     }
 
-    /// Tells the server that the connection ends.
+    /// Ends the connection; the server is informed of that by NBD_CMD_DISC.
     pub(crate) fn end(&self) {
         let request = Request { command: command::DISC, flags: 0, offset: 0, len: 0, payload: &[] };
         if self.state.lock().broken.is_none() && self.busy() == 0 {

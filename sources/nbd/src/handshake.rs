@@ -188,19 +188,19 @@ impl Handshake {
         }
     }
 
-    /// NBD_OPT_INFO or NBD_OPT_GO: what the server tells of an export, and its last reply.
+    /// NBD_OPT_INFO or NBD_OPT_GO: what the server reports about an export, and its last reply.
     fn ask_about(&self, option: u32, export: &str) -> io::Result<(ExportInfo, Answer)> {
         let mut data = string(export);
         data.extend([1u16, info::BLOCK_SIZE].into_iter().flat_map(u16::to_be_bytes));
         let (replies, last) = self.ask_all(option, &data)?;
-        let mut told = ExportInfo::default();
+        let mut reported = ExportInfo::default();
         for (_, data) in replies.iter().filter(|(kind, _)| *kind == answer::INFO) {
             match (be16(data, 0), data.len()) {
                 (info::EXPORT, 12) => {
-                    (told.bytes, told.flags) = (be64(data, 2), be16(data, 10));
+                    (reported.bytes, reported.flags) = (be64(data, 2), be16(data, 10));
                 }
                 (info::BLOCK_SIZE, 14) => {
-                    told.block_bytes = Some([be32(data, 2), be32(data, 6), be32(data, 10)]);
+                    reported.block_bytes = Some([be32(data, 2), be32(data, 6), be32(data, 10)]);
                 }
                 (info::EXPORT | info::BLOCK_SIZE, len) => {
                     return Err(bad(format!("{len} bytes of information about the export")));
@@ -208,17 +208,17 @@ impl Handshake {
                 _ => {}
             }
         }
-        Ok((told, last))
+        Ok((reported, last))
     }
 
-    /// What the server tells of an export without opening it; `None` if it does not know
+    /// What the server reports about an export without opening it; `None` if it does not know
     /// NBD_OPT_INFO, or refuses the export.
     ///
     /// # Errors
     /// As [`Handshake::begin`].
     pub(crate) fn info(&self, export: &str) -> io::Result<Option<ExportInfo>> {
-        let (told, (kind, _)) = self.ask_about(option::INFO, export)?;
-        Ok((kind == answer::ACK).then_some(told))
+        let (reported, (kind, _)) = self.ask_about(option::INFO, export)?;
+        Ok((kind == answer::ACK).then_some(reported))
     }
 
     /// Opens an export for simple replies. The socket has no time limits then.
@@ -226,12 +226,12 @@ impl Handshake {
     /// # Errors
     /// As [`Handshake::begin`].
     pub(crate) fn go_simple(&self, export: &str) -> io::Result<ExportInfo> {
-        let (told, (kind, text)) = self.ask_about(option::GO, export)?;
+        let (reported, (kind, text)) = self.ask_about(option::GO, export)?;
         if kind != answer::ACK {
             return Err(refused("this export", kind, &text));
         }
         self.channel.set_timeout(None)?;
-        Ok(told)
+        Ok(reported)
     }
 
     /// Negotiates an export, with these metadata contexts if the server has them.
@@ -253,7 +253,7 @@ impl Handshake {
             preferred: 4096,
             maximum: wire::PAYLOAD_MAX,
         };
-        let (told, (kind, text)) = self.ask_about(option::GO, export)?;
+        let (reported, (kind, text)) = self.ask_about(option::GO, export)?;
         if kind == answer::UNSUPPORTED {
             return self.go_by_name(export, agreed);
         }
@@ -263,11 +263,11 @@ impl Handshake {
         if kind != answer::ACK {
             return Err(refused("this export", kind, &text));
         }
-        if told.flags == 0 {
+        if reported.flags == 0 {
             return Err(bad("it does not say how long the export is"));
         }
-        (agreed.bytes, agreed.flags) = (told.bytes, told.flags);
-        if let Some(blocks) = told.block_bytes {
+        (agreed.bytes, agreed.flags) = (reported.bytes, reported.flags);
+        if let Some(blocks) = reported.block_bytes {
             set_blocks(&mut agreed, blocks)?;
         }
         checked(agreed).map(|agreed| (self.channel, agreed))
@@ -379,25 +379,25 @@ pub struct ListedExport {
     pub description: Option<String>,
 }
 
-/// What a server tells of an export.
+/// What a server reports about an export.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ExportInfo {
     /// Its length in bytes.
     pub bytes: u64,
-    /// Transmission flags; 0 if the server told none.
+    /// Transmission flags; 0 if the server sent none.
     pub flags: u16,
-    /// Minimum, preferred and maximum bytes of a request, as the server told them.
+    /// Minimum, preferred and maximum bytes of a request, if the server sent them.
     pub block_bytes: Option<[u32; 3]>,
 }
 
-/// An export, with all that a server tells of it without opening it.
+/// An export, with all that a server reports about it without opening it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DescribedExport {
     /// Its name, and the server's description.
     pub listed: ListedExport,
-    /// Length, flags and block sizes; `None` if the server tells these only when it opens it.
+    /// Length, flags and block sizes; `None` if the server reports them only when it opens the export.
     pub info: Option<ExportInfo>,
     /// The server has extended headers, with lengths of 64 bits.
     pub extended: bool,

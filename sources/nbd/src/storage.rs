@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
 use vdkit_block::{
-    CacheMode, Error, GuestDiscard, HostOffset, IoAction, Result, SpaceMap, Storage, StorageCaps,
-    StorageExtent, ZeroMode, require_writable,
+    CacheMode, Error, HostOffset, IoAction, Result, SpaceMap, Storage, StorageCaps, StorageExtent,
+    ZeroMode, require_writable,
 };
 
 use crate::client::{self, Client, Limits};
@@ -97,7 +97,7 @@ fn parsed(name: &str) -> Result<NbdUri> {
     NbdUri::parse(name).map_err(|why| Error::invalid_for(&name, why))
 }
 
-/// The exports that a server lists, with all that it tells of each without opening it. The export in
+/// The exports that a server lists, with all that it reports about each without opening it. The export in
 /// the name is ignored.
 ///
 /// # Errors
@@ -365,12 +365,6 @@ impl SpaceMap for NbdStorage {
     }
 }
 
-impl GuestDiscard for NbdStorage {
-    fn forget(&self, offset: HostOffset, len: u64) -> Result<()> {
-        self.discard(offset, len)
-    }
-}
-
 impl Storage for NbdStorage {
     fn name(&self) -> &str {
         &self.client.uri().name
@@ -497,6 +491,4 @@ impl Storage for NbdStorage {
     fn space_map(&self) -> Option<&dyn SpaceMap> {
         self.allocation.map(|_| self as &dyn SpaceMap)
     }
-
-    vdkit_block::capabilities!(guest_discard: GuestDiscard);
 }

@@ -1,5 +1,6 @@
 //! The manifest: a hash of each file (DSP0243, "OVF package structure").
 
+use vdkit_block::bytes::hex;
 use vdkit_block::{Error, Result, require_within};
 use vdkit_stream::HashMethod;
 
@@ -67,7 +68,7 @@ impl Manifest {
 fn entry(line: &str) -> std::result::Result<ManifestEntry, (String, Option<&'static str>)> {
     let other = || ("another text".to_owned(), None);
     // A name may contain any of the delimiters; digits may not.
-    let (left, hex) = line.rsplit_once('=').ok_or_else(other)?;
+    let (left, digits) = line.rsplit_once('=').ok_or_else(other)?;
     let left = left.trim().strip_suffix(')').ok_or_else(other)?;
     let (method, name) = left.split_once('(').ok_or_else(other)?;
     let method = method.trim();
@@ -76,15 +77,14 @@ fn entry(line: &str) -> std::result::Result<ManifestEntry, (String, Option<&'sta
     let method = HashMethod::of_name(&plain)
         .ok_or_else(|| (format!("the hash '{method}'"), Some("SHA1, SHA256 or SHA512")))?;
     let digest = method
-        .parse_digest(hex.trim())
+        .parse_digest(digits.trim())
         .ok_or_else(|| (format!("a hash of another length than {method} has"), None))?;
     Ok(ManifestEntry { name: name.trim().trim_start_matches("./").to_owned(), method, digest })
 }
 
 /// The manifest line of a file.
 pub(crate) fn line(name: &str, method: HashMethod, digest: &[u8]) -> String {
-    let hex: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
-    format!("{}({name})= {hex}\n", method.name().to_ascii_uppercase())
+    format!("{}({name})= {}\n", method.name().to_ascii_uppercase(), hex(digest))
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use vdkit_block::bytes::hex;
 use vdkit_block::{CancelToken, Error, HostOffset, Result, Storage, require_within};
 use vdkit_stream::Hasher;
 
@@ -380,10 +381,7 @@ fn verify(
     for (entry, hasher) in entries.iter().zip(hashers) {
         let found = hasher.finish();
         if found != entry.digest {
-            let text = |digest: &[u8]| {
-                let hex: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
-                format!("{}:{hex}", entry.method)
-            };
+            let text = |digest: &[u8]| format!("{}:{}", entry.method, hex(digest));
             let expected = format!("{} as the manifest says", text(&entry.digest));
             return Err(Error::corrupt(&name, member.offset, "file", text(&found), expected));
         }

@@ -74,7 +74,7 @@ impl Write for DiskSink {
     }
 }
 
-/// Keeps the system's error, if any, so that "no space" can be told from other errors.
+/// Keeps the system's error, if any, so that "no space" is distinguishable from other errors.
 fn as_io(error: Error) -> io::Error {
     match error {
         Error::Io { source, .. } => source,

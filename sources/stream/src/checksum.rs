@@ -6,6 +6,7 @@ use std::str::FromStr;
 
 use sha1::Sha1;
 use sha2::{Digest, Sha256, Sha512};
+use vdkit_block::bytes::hex;
 use vdkit_block::{Error, Result};
 
 /// An expected hash, written `sha256:HEX`.
@@ -90,10 +91,6 @@ impl fmt::Display for Checksum {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}", self.method.name(), hex(&self.digest))
     }
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// An incremental hash.

@@ -64,17 +64,15 @@ impl InPipe {
     /// Errors of reading.
     pub fn at_end(&self) -> Result<bool> {
         let mut state = self.state.lock();
-        if state.ended {
-            return Ok(true);
+        if !state.ended {
+            let got = state.stream.read_full(&mut [0]);
+            state.ended = matches!(got, Ok(0));
+            // A byte that was read is lost, so later reads must fail.
+            state.failed |= !state.ended;
+            self.moved.notify_all();
+            got?;
         }
-        let mut byte = [0];
-        let ended = state.stream.read_full(&mut byte)? == 0;
-        state.ended = ended;
-        if !ended {
-            // This byte is lost, so later reads must fail.
-            state.failed = true;
-        }
-        Ok(ended)
+        Ok(state.ended)
     }
 
     /// The last bytes read, up to 512.
@@ -196,7 +194,7 @@ mod tests {
 
     /// Readers waiting for bytes after a failure get an error.
     #[test]
-    fn a_failure_wakes_who_waits() {
+    fn a_failure_wakes_waiting_readers() {
         struct Broken(Arc<Watched>);
         impl std::io::Read for Broken {
             fn read(&mut self, _: &mut [u8]) -> std::io::Result<usize> {

@@ -7,6 +7,7 @@ use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -24,17 +25,25 @@ use crate::wire::{REQUEST_BYTES, chunk, command, errno, flag, request_flag};
 
 const MIB: usize = 1 << 20;
 
+/// For servers that answer, also on a busy machine.
 fn limits() -> Limits {
-    Limits {
-        connect: Duration::from_secs(2),
-        silence: Duration::from_millis(500),
-        further_pause: Duration::from_millis(20),
-    }
+    let (connect, silence) = (Duration::from_secs(60), Duration::from_secs(60));
+    Limits { connect, silence, further_pause: Duration::from_millis(20) }
 }
 
 fn open(uri: &str) -> Result<NbdStorage> {
+    open_within(uri, limits())
+}
+
+/// For servers that do not answer.
+fn open_impatiently(uri: &str) -> Result<NbdStorage> {
+    let (connect, silence) = (Duration::from_secs(2), Duration::from_millis(500));
+    open_within(uri, Limits { connect, silence, ..limits() })
+}
+
+fn open_within(uri: &str, limits: Limits) -> Result<NbdStorage> {
     let options = NbdOptions { writable: true, ..NbdOptions::default() };
-    NbdStorage::open_within(uri, options, limits())
+    NbdStorage::open_within(uri, options, limits)
 }
 
 fn scripted(script: impl Fn(&Asked) -> Act + Send + Sync + 'static) -> (Server, NbdStorage) {
@@ -169,10 +178,11 @@ fn a_reply_that_is_cut_off_is_asked_for_again_for_a_while() {
 fn a_server_that_is_silent_is_given_up_on_and_nothing_is_sent_again() {
     let count = Arc::new(AtomicUsize::new(0));
     let counter = count.clone();
-    let (_server, storage) = scripted(move |_| {
+    let (server, _) = scripted(move |_| {
         counter.fetch_add(1, Ordering::SeqCst);
         Act::Ignore
     });
+    let storage = open_impatiently(&server.uri()).unwrap();
     let error = storage.write_at(&[1; 512], HostOffset(0)).unwrap_err().to_string();
     assert!(error.contains("does not answer"), "{error}");
     assert_eq!(count.load(Ordering::SeqCst), 1);
@@ -202,10 +212,28 @@ fn negotiations_that_break_the_protocol_end() {
             std::thread::sleep(Duration::from_secs(4));
         });
         let uri = format!("nbd+unix:///disk?socket={}", path.display());
-        let error = open(&uri).unwrap_err();
+        let error = open_impatiently(&uri).unwrap_err();
         assert!(matches!(error, Error::File { .. }), "{error:?}");
         assert!(error.to_string().contains(why), "{why}: {error}");
     }
+}
+
+/// Connecting to a Unix socket waits while the server's queue of clients is full.
+#[test]
+fn a_server_that_accepts_no_client_is_given_up_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let kind = rustix::net::SocketType::STREAM;
+    let listener = rustix::net::socket(rustix::net::AddressFamily::UNIX, kind, None).unwrap();
+    let address = rustix::net::SocketAddrUnix::new(&path).unwrap();
+    rustix::net::bind(&listener, &address).unwrap();
+    rustix::net::listen(&listener, 0).unwrap();
+    let _waiting = UnixStream::connect(&path).unwrap();
+    let uri = format!("nbd+unix:///disk?socket={}", path.display());
+    let (sender, receiver) = channel();
+    std::thread::spawn(move || sender.send(open_impatiently(&uri).unwrap_err().to_string()));
+    let error = receiver.recv_timeout(Duration::from_secs(60)).expect("it waits for ever");
+    assert!(error.contains("timed out"), "{error}");
 }
 
 #[test]

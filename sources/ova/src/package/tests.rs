@@ -2,23 +2,11 @@ use std::io::Write;
 
 use vdkit_block::Options;
 use vdkit_storage::MemoryStorage;
+use vdkit_testkit::appliance::tar;
 
 use super::*;
 use crate::machine::{Machine, OPTIONS};
-use crate::tar::header;
 use crate::writer::{NewDisk, PackageWriter};
-
-/// A tar file of these files.
-fn tar(files: &[(&str, &[u8])]) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    for (name, content) in files {
-        bytes.extend(header(name, content.len() as u64, 0));
-        bytes.extend(*content);
-        bytes.resize(bytes.len().next_multiple_of(512), 0);
-    }
-    bytes.resize(bytes.len() + 1024, 0);
-    bytes
-}
 
 fn open(bytes: &[u8]) -> Result<Package> {
     let storage = Arc::new(MemoryStorage::from_bytes("a.ova", bytes));
@@ -41,7 +29,7 @@ fn ovf(file: &str, disk: &str) -> Vec<u8> {
 fn sha256(bytes: &[u8]) -> String {
     let mut hasher = Hasher::new(vdkit_stream::HashMethod::Sha256);
     hasher.update(bytes);
-    hasher.finish().iter().map(|byte| format!("{byte:02x}")).collect()
+    hex(&hasher.finish())
 }
 
 fn check(package: &Package) -> Result<()> {
