@@ -186,8 +186,11 @@ fn most(points: &[Point]) -> f64 {
     points.iter().map(|point| point.iops).fold(0.0, f64::max)
 }
 
-/// The ways that were measured at several depths, best first, by the load's name without the depth.
-fn by_depth(matrix: &Matrix<'_>) -> Vec<(String, Vec<(Axes, Vec<Point>)>)> {
+/// What was measured of each way, by the load's name without the depth.
+type ByLoad = Vec<(String, Vec<(Axes, Vec<Point>)>)>;
+
+/// The ways that were measured at several depths, best first.
+fn by_depth(matrix: &Matrix<'_>) -> ByLoad {
     let point = |cell: &Cell| {
         let (depth, rest) = depth_of(cell)?;
         let value = |key: &str| median(&cell.values(key)).filter(|value| *value > 0.0);
