@@ -4,11 +4,9 @@
 //! power cut when write 2 is acknowledged must preserve both.
 
 use std::sync::Arc;
-use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::time::Duration;
 
 use vdkit::{CacheMode, Disk, GuestOffset, Limits, OpenOptions, OpenRequest, Storage};
-use vdkit_testkit::{CrashStorage, FaultKind, GatedStorage, create_image};
+use vdkit_testkit::{CrashStorage, FaultKind, GatedStorage, Watched, create_image};
 
 fn open(format: &str, storage: Arc<dyn Storage>, cache: CacheMode) -> Disk {
     let (driver, limits) = (vdkit::format(format).unwrap(), Limits::default());
@@ -31,27 +29,22 @@ fn write_beside_a_flush(format: &'static str, options: &str, cache: CacheMode) {
     let first = disk.clone();
     let first = std::thread::spawn(move || first.write_at(&[1; 512], GuestOffset(0)).unwrap());
     gated.reached();
-    let (sender, acknowledged) = channel();
-    let (second, here) = (disk.clone(), crash.clone());
+    let watched = Arc::new(Watched::default());
+    let (second, here, watcher) = (disk.clone(), crash.clone(), watched.clone());
     let second = std::thread::spawn(move || {
+        watcher.is_me();
         second.write_at(&[2; 512], GuestOffset(512)).unwrap();
         // The power fails now.
-        sender.send(here.crash_now().only_durable()).unwrap();
+        here.crash_now().only_durable()
     });
-    let survivor = match acknowledged.recv_timeout(Duration::from_millis(150)) {
-        Ok(survivor) => survivor,
-        Err(RecvTimeoutError::Timeout) => {
-            gated.release();
-            acknowledged.recv().unwrap()
-        }
-        Err(error) => panic!("{what}: {error}"),
-    };
+    // It is acknowledged too early, or waits for the flush.
+    watched.until_it_waits();
+    gated.release();
+    let survivor = second.join().unwrap();
     let mut found = [0; 512];
     let after = open(format, Arc::new(survivor), CacheMode::Writeback);
     after.read_at(&mut found, GuestOffset(512)).unwrap();
-    gated.release();
     first.join().unwrap();
-    second.join().unwrap();
     assert_eq!(found, [2; 512], "{what}: an acknowledged write is lost");
 }
 

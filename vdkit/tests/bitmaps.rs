@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use support::disks::{Survival, Timeline, power_cut, survivors};
+use support::disks::{Survival, power_cut, survivors};
 use support::guest::pattern;
 use support::rig::{IntoGuest, Rig, disk};
 use support::shape::{Content, Shape};
@@ -20,7 +20,7 @@ use vdkit_chain::Disk;
 use vdkit_qcow2::Qcow2;
 use vdkit_qcow2::header::Header;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{CrashStorage, FaultKind, FaultPlan, Rng, Watched};
+use vdkit_testkit::{CrashClock, CrashStorage, FaultKind, FaultPlan, Rng, Watched};
 
 const CLUSTER: u64 = 4096;
 
@@ -171,25 +171,25 @@ fn list_of(rig: &Rig) -> Vec<BitmapStatus> {
 
 #[test]
 fn a_power_cut_leaves_the_old_or_the_new_bitmaps() {
-    let timeline = Timeline::default();
-    let (rig, _) = Rig::recording(&shape(Content::Filled), &timeline);
+    let clock = CrashClock::new();
+    let (rig, _) = Rig::recording(&shape(Content::Filled), &clock);
     let disk = rig.open(true).expect("opening");
     let mut states = vec![(0, bitmaps(&disk).list().expect("a list"))];
     for (step, edit) in EDITS.iter().enumerate() {
         // The write is flushed before the change, so that states differ only in bitmaps.
         write(&disk, step as u64 * 3 * CLUSTER, 600).expect("writing");
         disk.flush().expect("flushing");
-        states.push((timeline.len(), bitmaps(&disk).list().expect("a list")));
+        states.push((clock.now(), bitmaps(&disk).list().expect("a list")));
         edit(bitmaps(&disk)).expect("editing");
-        states.push((timeline.len(), bitmaps(&disk).list().expect("a list")));
+        states.push((clock.now(), bitmaps(&disk).list().expect("a list")));
     }
     disk.close().expect("closing");
     let mut rng = Rng::new(3);
-    for moment in 0..timeline.len() {
+    for moment in 0..clock.now() {
         let before = states.iter().rposition(|(at, _)| *at <= moment).expect("the first");
         let allowed = &states[before..(before + 2).min(states.len())];
         for survival in [Survival::Nothing, Survival::Everything, Survival::Lot, Survival::Lot] {
-            let cuts = power_cut(&rig.disks, &timeline, moment);
+            let cuts = power_cut(&rig.disks, moment);
             let rest = rig.with_content(survivors(&cuts, survival, &mut rng));
             let found = list_of(&rest);
             let names =

@@ -7,7 +7,7 @@ mod support;
 use std::sync::Arc;
 use vdkit_block::StorageExt;
 
-use support::disks::{SimDisk, Survival, Timeline, power_cut, survivors};
+use support::disks::{SimDisk, Survival, power_cut, survivors};
 use support::guest::{Guest, pattern};
 use vdkit::jobs::{CommitOptions, commit_disks, take_over};
 use vdkit::storage::MemoryStorage;
@@ -16,7 +16,7 @@ use vdkit::{
     ImageInfo, Limits, Monitor, NewSnapshot, OfflineImage, OpenOptions, OpenRequest, Options,
     Repair, Result, Secret, Storage,
 };
-use vdkit_testkit::{FaultKind, FaultPlan, Rng};
+use vdkit_testkit::{CrashClock, FaultKind, FaultPlan, Rng};
 
 /// One image of a chain: format, options and disk size.
 #[derive(Clone, Copy, Debug)]
@@ -45,17 +45,17 @@ const fn bottom(options: &'static str, bytes: u64) -> Kind {
 }
 
 /// An encrypted image with a backing image.
-const fn sealed(bytes: u64) -> Kind {
-    Kind { format: "qcow2", options: SEALED, bytes, bottom: false, snapshots: false }
+const fn encrypted(bytes: u64) -> Kind {
+    Kind { format: "qcow2", options: ENCRYPTED, bytes, bottom: false, snapshots: false }
 }
 
-const fn sealed_bottom(bytes: u64) -> Kind {
-    Kind { format: "qcow2", options: SEALED, bytes, bottom: true, snapshots: false }
+const fn encrypted_bottom(bytes: u64) -> Kind {
+    Kind { format: "qcow2", options: ENCRYPTED, bytes, bottom: true, snapshots: false }
 }
 
-const SEALED_V2: &str = "compat=0.10,cluster_size=512,encrypt.format=luks,encrypt.iter-time=0,encrypt.cipher-alg=aes-128";
+const ENCRYPTED_V2: &str = "compat=0.10,cluster_size=512,encrypt.format=luks,encrypt.iter-time=0,encrypt.cipher-alg=aes-128";
 
-const SEALED: &str =
+const ENCRYPTED: &str =
     "cluster_size=4096,encrypt.format=luks,encrypt.iter-time=0,encrypt.cipher-alg=aes-128";
 
 /// A raw LUKS container: unwritten space is noise.
@@ -101,10 +101,10 @@ struct Stack {
 impl Stack {
     /// Creates the images in memory, lowest first, writes to each, and moves them to recording
     /// disks.
-    fn record(kinds: &[Kind], timeline: &Timeline, rng: &mut Rng) -> Self {
+    fn record(kinds: &[Kind], clock: &CrashClock, rng: &mut Rng) -> Self {
         let images = make(kinds, rng);
-        let disk = |(number, image)| SimDisk::recording(image, number, timeline);
-        Self { kinds: kinds.to_vec(), disks: images.iter().enumerate().map(disk).collect() }
+        let disk = |image| SimDisk::recording(image, clock);
+        Self { kinds: kinds.to_vec(), disks: images.iter().map(disk).collect() }
     }
 
     fn on(&self, content: Vec<MemoryStorage>) -> Self {
@@ -319,13 +319,17 @@ fn stacks() -> Vec<Vec<Kind>> {
             qcow2("lazy_refcounts=on,extended_l2=on", M),
             bottom("cluster_size=4096", 3 * M),
         ],
-        vec![sealed(M), sealed_bottom(M / 2)],
-        vec![sealed(M), luks(M)],
+        vec![encrypted(M), encrypted_bottom(M / 2)],
+        vec![encrypted(M), luks(M)],
         // The base grows by noise.
         vec![qcow2("cluster_size=4096", M), luks(M / 2 + 512)],
         // The base grows over its backing image, without zero flags.
         vec![qcow2("cluster_size=4096", M), qcow2("compat=0.10,cluster_size=512", M / 2), raw(M)],
-        vec![qcow2("cluster_size=4096", M), qcow2(SEALED_V2, M / 2 + 512), sealed_bottom(2 * M)],
+        vec![
+            qcow2("cluster_size=4096", M),
+            qcow2(ENCRYPTED_V2, M / 2 + 512),
+            encrypted_bottom(2 * M),
+        ],
     ]
 }
 
@@ -342,9 +346,9 @@ fn families() -> Vec<Vec<Kind>> {
             bottom("cluster_size=2M", M),
         ],
         vec![qcow2("lazy_refcounts=on,cluster_size=4096", M), bottom("", M), raw(M)],
-        vec![sealed(M), luks(M / 2), sealed_bottom(M)],
-        vec![qcow2(SEALED_V2, M), luks(2 * M), sealed_bottom(M)],
-        vec![qcow2("extended_l2=on", M), sealed_bottom(M), luks(2 * M)],
+        vec![encrypted(M), luks(M / 2), encrypted_bottom(M)],
+        vec![qcow2(ENCRYPTED_V2, M), luks(2 * M), encrypted_bottom(M)],
+        vec![qcow2("extended_l2=on", M), encrypted_bottom(M), luks(2 * M)],
     ]
 }
 
@@ -354,7 +358,7 @@ fn same(what: &str, found: &Guest, wanted: &Guest) {
     support::guest::assert_same(what, 0, &a, &b);
 }
 
-/// Moments of a timeline, sampled if there are many.
+/// Moments, sampled if there are many.
 fn moments(len: usize, most: usize, rng: &mut Rng) -> Vec<usize> {
     if len <= most {
         return (0..=len).collect();
@@ -370,15 +374,15 @@ fn power_cuts(
     job: impl Fn(&Stack) -> Result<()>,
     done: impl Fn(&Stack, &Guest, &str),
 ) {
-    let timeline = Timeline::default();
-    let stack = Stack::record(kinds, &timeline, rng);
+    let clock = CrashClock::new();
+    let stack = Stack::record(kinds, &clock, rng);
     let guest = stack.guest();
     job(&stack).expect("a job on good images");
     done(&stack, &guest, "without a crash");
-    for moment in moments(timeline.len(), 60, rng) {
-        let cuts = power_cut(&stack.disks, &timeline, moment);
+    for moment in moments(clock.now(), 60, rng) {
+        let cuts = power_cut(&stack.disks, moment);
         for survival in Survival::SOME {
-            let what = format!("{kinds:?}, {moment} of {}, {survival:?}", timeline.len());
+            let what = format!("{kinds:?}, {moment} of {}, {survival:?}", clock.now());
             let after = stack.on(survivors(&cuts, survival, rng));
             same(&what, &after.guest(), &guest);
             after.audit(&what);
@@ -482,7 +486,7 @@ fn an_image_that_grows_over_a_longer_one_never_shows_it() {
         grown.and(closed)
     };
     let mut rng = Rng::new(1);
-    for options in ["compat=0.10,cluster_size=512", "cluster_size=4096", SEALED_V2] {
+    for options in ["compat=0.10,cluster_size=512", "cluster_size=4096", ENCRYPTED_V2] {
         for before in [M / 2, M / 2 + 512, 512] {
             let kinds = [qcow2(options, before), raw(2 * M)];
             let images = make(&kinds, &mut rng);
@@ -500,16 +504,14 @@ fn an_image_that_grows_over_a_longer_one_never_shows_it() {
                 same(what, &found, &wanted);
                 stack.audit(what);
             };
-            let timeline = Timeline::default();
+            let clock = CrashClock::new();
             let recorded = Stack {
                 kinds: kinds.to_vec(),
-                disks: (images.iter().enumerate())
-                    .map(|(number, image)| SimDisk::recording(image, number, &timeline))
-                    .collect(),
+                disks: images.iter().map(|image| SimDisk::recording(image, &clock)).collect(),
             };
             grow(&recorded).expect("growing");
-            for moment in moments(timeline.len(), 40, &mut rng) {
-                let cuts = power_cut(&recorded.disks, &timeline, moment);
+            for moment in moments(clock.now(), 40, &mut rng) {
+                let cuts = power_cut(&recorded.disks, moment);
                 for survival in [Survival::Nothing, Survival::Everything, Survival::Lot] {
                     let what = format!("{options}, {before}, {moment}, {survival:?}");
                     let after = recorded.on(survivors(&cuts, survival, &mut rng));
@@ -541,12 +543,12 @@ fn an_image_that_grows_over_a_longer_one_never_shows_it() {
 #[test]
 fn nothing_is_given_up_before_it_is_durable_beneath() {
     let kinds = [qcow2("cluster_size=4096", 64 << 10), bottom("cluster_size=4096", 64 << 10)];
-    let timeline = Timeline::default();
-    let stack = Stack::record(&kinds, &timeline, &mut Rng::new(1));
+    let clock = CrashClock::new();
+    let stack = Stack::record(&kinds, &clock, &mut Rng::new(1));
     let guest = stack.guest();
     stack.commit().expect("a commit");
-    for moment in 0..=timeline.len() {
-        let cuts = power_cut(&stack.disks, &timeline, moment);
+    for moment in 0..=clock.now() {
+        let cuts = power_cut(&stack.disks, moment);
         let worst = vec![cuts[0].everything(), cuts[1].only_durable()];
         same(&format!("moment {moment}"), &stack.on(worst).guest(), &guest);
     }
@@ -606,7 +608,7 @@ fn amendments() -> Vec<(Vec<Kind>, &'static str)> {
         (vec![bottom("cluster_size=4096", M)], "refcount_bits=64,lazy_refcounts=on"),
         (vec![bottom("refcount_bits=1,extended_l2=on", M)], "refcount_bits=16"),
         (vec![bottom("refcount_bits=8", M)], "refcount_bits=16,compat=0.10"),
-        (vec![sealed(M), luks(M)], "refcount_bits=1,lazy_refcounts=on"),
+        (vec![encrypted(M), luks(M)], "refcount_bits=1,lazy_refcounts=on"),
     ]
 }
 

@@ -1,15 +1,19 @@
 //! docs/library.md: its recipes, compiled and run in the page's order, and its table of features.
 
-use std::path::Path;
+#![allow(clippy::items_after_statements, reason = "each recipe stands for itself")]
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options};
 
 const PAGE: &str = include_str!("../../docs/library.md");
 
-#[rustfmt::skip]
-#[allow(clippy::items_after_statements, reason = "each recipe stands for itself")]
-fn recipes(folder: &Path) -> Result<(), Box<dyn std::error::Error>> {
-    use std::sync::Arc;
-    use vdkit::{Disk, GuestOffset, Monitor, OpenOptions, Options};
+type Outcome<T = ()> = Result<T, Box<dyn std::error::Error>>;
 
+/// Creates an image; returns it opened for reading.
+#[rustfmt::skip]
+fn disks(folder: &Path) -> Outcome<(vdkit::Registry, PathBuf, Disk)> {
     let registry = vdkit::registry(); // the formats that can be opened
     let path = folder.join("disk.qcow2");
 
@@ -45,6 +49,11 @@ fn recipes(folder: &Path) -> Result<(), Box<dyn std::error::Error>> {
         .sum::<vdkit::Result<u64>>()?;
     assert_eq!(data, 64 << 10);
 
+    Ok((registry, path, disk))
+}
+
+#[rustfmt::skip]
+fn queue(registry: vdkit::Registry, path: PathBuf) -> Outcome {
     use vdkit::{Queue, Request};
 
     let shared = Arc::new(Disk::open(&registry, &path, &OpenOptions::read_only())?);
@@ -66,6 +75,11 @@ fn recipes(folder: &Path) -> Result<(), Box<dyn std::error::Error>> {
     assert_eq!(found, Some(16));
     drop(queue); // waits for requests in flight
 
+    Ok(())
+}
+
+#[rustfmt::skip]
+fn jobs(registry: vdkit::Registry, folder: &Path, path: PathBuf, disk: Disk) -> Outcome {
     use vdkit::jobs::{ConvertOptions, Destination, NewImage, Source, convert};
     use vdkit::{CancelToken, Progress};
 
@@ -103,6 +117,11 @@ fn recipes(folder: &Path) -> Result<(), Box<dyn std::error::Error>> {
     let storage = registry.open_storage(&path, &FileOptions::read_only())?;
     assert_eq!(inspect(storage, &InspectOptions::default())?.verdict, Verdict::Accept);
 
+    Ok(())
+}
+
+#[rustfmt::skip]
+fn storages(registry: vdkit::Registry, path: PathBuf) -> Outcome {
     use vdkit::storage::MemoryStorage;
 
     let bytes = std::fs::read(&path)?;
@@ -123,7 +142,11 @@ fn recipes(folder: &Path) -> Result<(), Box<dyn std::error::Error>> {
 
 #[test]
 fn the_recipes_work() {
-    recipes(tempfile::tempdir().unwrap().path()).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let (registry, path, disk) = disks(folder.path()).unwrap();
+    queue(registry.clone(), path.clone()).unwrap();
+    jobs(registry.clone(), folder.path(), path.clone(), disk).unwrap();
+    storages(registry, path).unwrap();
 }
 
 #[test]

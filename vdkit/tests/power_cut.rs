@@ -5,14 +5,14 @@ mod support;
 
 use std::collections::HashMap;
 
-use support::disks::{Survival, Timeline, power_cut, survivors};
+use support::disks::{Survival, power_cut, survivors};
 use support::guest::{Guest, SECTOR};
 use support::ops::{self, Op, Span, Step};
 use support::rig::{IntoGuest, Rig};
 use support::shape::{Base, Content, DataFile, Shape};
 use vdkit_block::Format;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{Rng, explained};
+use vdkit_testkit::{CrashClock, Rng, explained};
 
 type Sector = [u8; SECTOR as usize];
 
@@ -37,7 +37,7 @@ impl Done {
 /// One recorded run.
 struct Run {
     rig: Rig,
-    timeline: Timeline,
+    clock: CrashClock,
     first: Guest,
     done: Vec<Done>,
 }
@@ -58,8 +58,8 @@ fn range_of(op: Op, shape: &Shape, size: (u64, u64)) -> std::ops::Range<u64> {
 
 impl Run {
     fn record(shape: &Shape, ops: usize, next: fn(&mut Rng) -> Step, rng: &mut Rng) -> Self {
-        let timeline = Timeline::default();
-        let (rig, first) = Rig::recording(shape, &timeline);
+        let clock = CrashClock::new();
+        let (rig, first) = Rig::recording(shape, &clock);
         let mut guest = first.clone();
         let mut disk = rig.open(true).expect("opening a good image");
         let mut done = Vec::new();
@@ -70,12 +70,12 @@ impl Run {
                 // Without zero flags the backing data cannot be hidden in advance, as documented.
                 op = Op::Flush;
             }
-            let begin = timeline.len();
+            let begin = clock.now();
             if op == Op::Reopen {
                 disk.close().expect("closing");
                 drop(disk);
                 // Before reopening: the close is tested.
-                let (end, touched) = (timeline.len(), Vec::new());
+                let (end, touched) = (clock.now(), Vec::new());
                 done.push(Done { op, begin, end, size: (size, size), touched });
                 disk = rig.open(true).expect("re-opening");
                 continue;
@@ -87,9 +87,9 @@ impl Run {
             let range = range_of(op, shape, size);
             let range = range.start / SECTOR..range.end.div_ceil(SECTOR);
             let touched = range.map(|sector| (sector, sector_of(&guest, sector))).collect();
-            done.push(Done { op, begin, end: timeline.len(), size, touched });
+            done.push(Done { op, begin, end: clock.now(), size, touched });
         }
-        Self { rig, timeline, first, done }
+        Self { rig, clock, first, done }
     }
 
     /// Expected content after a power cut at a moment.
@@ -263,7 +263,7 @@ fn dirty_bit(rig: &Rig) -> bool {
 
 /// Moments to test: first those within flushes, closing and resizing, where the order matters.
 fn moments(run: &Run, most: usize, rng: &mut Rng) -> Vec<usize> {
-    let all = run.timeline.len();
+    let all = run.clock.now();
     if all <= most {
         return (0..=all).collect();
     }
@@ -321,7 +321,7 @@ fn case(shape: &Shape, plan: Plan, seed: u64) {
     let ops = 6 + rng.below(plan.ops) as usize;
     let run = Run::record(shape, ops, plan.next, &mut rng);
     for moment in moments(&run, plan.moments, &mut rng) {
-        let cuts = power_cut(&run.rig.disks, &run.timeline, moment);
+        let cuts = power_cut(&run.rig.disks, moment);
         let expected = run.expect(moment);
         for survival in Survival::SOME {
             let content = survivors(&cuts, survival, &mut rng);

@@ -100,19 +100,20 @@ fn beside_a_flush(shape: &Shape, before: usize, write: impl Fn(&Disk, &[u8]) + S
     let writer = Watched::default();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            rig.image().close_gate_to_me();
+            let me = std::thread::current().id();
+            rig.image().gated().hold(move |call| {
+                call.kind != FaultKind::Read && !call.done && std::thread::current().id() == me
+            });
             disk.flush().expect("flushing");
         });
-        while !rig.image().held_up() {
-            std::thread::yield_now();
-        }
+        rig.image().gated().reached();
         scope.spawn(|| {
             writer.is_me();
             write(&disk, &bytes);
         });
         // It may wait for the flush, or not.
         writer.until_it_waits();
-        rig.image().open_gate();
+        rig.image().gated().release();
     });
     guest.write(0, &bytes);
     disk.flush().expect("flushing");

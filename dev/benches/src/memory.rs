@@ -30,7 +30,7 @@ pub struct Held {
 /// everything that was free before. Where there is no host, memory is always at hand, and nothing is done.
 ///
 /// # Errors
-/// Where that memory cannot be had.
+/// If that memory cannot be had.
 pub fn hold(bytes: u64) -> Result<Held> {
     if bytes == 0 || !taken_back() {
         return Ok(Held { _memory: None });
@@ -52,12 +52,12 @@ fn fill(memory: &mut File, bytes: u64) -> Result<()> {
     Ok(())
 }
 
-/// Brings a file's data into the page cache, and tells the kernel that they are in use: pages that nobody
+/// Brings a file's data into the page cache, and tells the kernel that they are in use: pages that no process
 /// touched for some seconds may have been dropped, however much memory is free, where the kernel reclaims
 /// ahead (DAMON). Holes are not read. Returns how many bytes were read.
 ///
 /// # Errors
-/// Where the file cannot be read.
+/// If the file cannot be read.
 pub fn warm(path: &Path) -> Result<u64> {
     let file = File::open(path).with_context(|| format!("cannot open {}", path.display()))?;
     let mut piece = vec![0; PIECE_BYTES];

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::groups::file::pairs;
 use crate::images::{SHAPES, Shape};
 
-/// A set of cells.
+/// A set of cells, in the order of the document.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Group {
@@ -31,17 +31,6 @@ pub enum Group {
 }
 
 impl Group {
-    /// In the order of the document.
-    pub const ALL: [Self; 7] = [
-        Self::Null,
-        Self::File,
-        Self::Check,
-        Self::Compress,
-        Self::Encryption,
-        Self::Serve,
-        Self::Durable,
-    ];
-
     /// As typed and as stored.
     pub fn name(self) -> &'static str {
         match self {
@@ -56,7 +45,7 @@ impl Group {
     }
 }
 
-/// Where the images are.
+/// Where the images are, in the order of the runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FileSystem {
@@ -196,6 +185,10 @@ pub struct Options {
     pub render: Vec<PathBuf>,
 }
 
+fn chosen_or_all<T: ValueEnum>(chosen: Vec<T>) -> Vec<T> {
+    if chosen.is_empty() { T::value_variants().to_vec() } else { chosen }
+}
+
 impl Options {
     /// Fills in defaults and checks that the programs are there.
     pub fn new(arguments: Arguments) -> Result<Self> {
@@ -207,28 +200,10 @@ impl Options {
             given.unwrap_or(if quick { small } else { full }) << 20
         };
         let options = Self {
-            groups: if arguments.groups.is_empty() {
-                Group::ALL.to_vec()
-            } else {
-                arguments.groups
-            },
-            file_systems: if arguments.file_systems.is_empty() {
-                vec![
-                    FileSystem::Tmpfs,
-                    FileSystem::Xfs,
-                    FileSystem::Ext4,
-                    FileSystem::Btrfs,
-                    FileSystem::Host,
-                ]
-            } else {
-                arguments.file_systems.clone()
-            },
+            groups: chosen_or_all(arguments.groups),
+            file_systems: chosen_or_all(arguments.file_systems.clone()),
             chosen_file_systems: arguments.file_systems,
-            contents: if arguments.contents.is_empty() {
-                vec![Content::Sparse, Content::Full, Content::Metadata]
-            } else {
-                arguments.contents
-            },
+            contents: chosen_or_all(arguments.contents),
             job: arguments.job,
             runs: arguments.runs,
             quick,

@@ -44,6 +44,13 @@ pub struct Candidate {
     pub keep: Option<PathBuf>,
 }
 
+impl Candidate {
+    /// A program that makes no file, and finds its input in the page cache.
+    pub fn new(name: &'static str, program: Program) -> Self {
+        Self { name, program, cold: false, target: None, proof: Vec::new(), keep: None }
+    }
+}
+
 /// What a cell is about.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -56,6 +63,18 @@ pub struct CellName {
     pub content: String,
     /// Where.
     pub file_system: FileSystem,
+}
+
+impl CellName {
+    /// A job on an image of this content.
+    pub fn new(
+        group: Group,
+        job: impl Into<String>,
+        content: impl Into<String>,
+        file_system: FileSystem,
+    ) -> Self {
+        Self { group, job: job.into(), content: content.into(), file_system }
+    }
 }
 
 /// A cell's samples.
@@ -89,10 +108,24 @@ pub struct Series {
     pub wrong: Option<String>,
 }
 
+impl Series {
+    /// A candidate without samples yet.
+    pub fn new(name: &str, command: String) -> Self {
+        Self {
+            name: name.to_owned(),
+            command,
+            runs: Vec::new(),
+            target_bytes: None,
+            cannot: None,
+            wrong: None,
+        }
+    }
+}
+
 /// Measures a cell.
 ///
 /// # Errors
-/// Where the harness itself fails or is interrupted. A candidate's failure is noted instead.
+/// If the harness itself fails or is interrupted. A candidate's failure is noted instead.
 pub fn measure(
     name: CellName,
     guest_bytes: u64,
@@ -116,7 +149,7 @@ pub fn measure(
         written = warm.target_bytes.max(written);
         rehearsed.push(warm.seconds < REHEARSED_SECONDS_MAX);
     }
-    // Those who share blocks need no memory for them.
+    // Programs that share blocks need no memory for them.
     let at_hand = match written >= AT_HAND_BYTES_MIN && !scratch.file_system.reflinks() {
         true => written + AT_HAND_BYTES_MORE,
         false => 0,
@@ -170,14 +203,7 @@ struct Warm {
 /// The first run: fills caches, shows whether the candidate can, and is proven right.
 fn warm_up(candidate: &Candidate, scratch: &Scratch) -> Result<Warm> {
     let mut written = 0;
-    let mut series = Series {
-        name: candidate.name.to_owned(),
-        command: candidate.program.typed(&scratch.folder),
-        runs: Vec::new(),
-        target_bytes: None,
-        cannot: None,
-        wrong: None,
-    };
+    let mut series = Series::new(candidate.name, candidate.program.typed(&scratch.folder));
     let mut seconds = f64::INFINITY;
     match run(candidate, scratch, 0, false) {
         Ok(usage) => {

@@ -72,7 +72,7 @@ impl Program {
     /// Runs it to its end.
     ///
     /// # Errors
-    /// Where it cannot be started, or ends with anything but 0: then with what it said.
+    /// If it cannot be started, or ends with anything but 0: then with what it said.
     pub fn run(&self) -> Result<Usage> {
         if STOPPED.load(Ordering::Relaxed) {
             bail!("interrupted");

@@ -1,12 +1,14 @@
 //! Samples as JSON, medians and paired ratios as Markdown.
 
 mod durable;
+mod table;
 
 use std::fmt::Write;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 use crate::machine::Machine;
@@ -85,7 +87,7 @@ impl Report {
     /// Everything as one document.
     pub fn markdown(&self) -> String {
         let mut text = self.machine_markdown();
-        for group in Group::ALL {
+        for &group in Group::value_variants() {
             let table = self.table(group);
             if !table.is_empty() {
                 let _ = write!(text, "\n### {}\n\n{table}", group.name());
@@ -99,7 +101,7 @@ impl Report {
     pub fn update_document(&self, document: &Path) -> Result<()> {
         let mut text = fs::read_to_string(document)?;
         text = replace_marked(&text, "machine", &self.machine_markdown())?;
-        for group in Group::ALL {
+        for &group in Group::value_variants() {
             let table = self.table(group);
             if !table.is_empty() {
                 text = replace_marked(&text, group.name(), &table)?;
@@ -135,189 +137,8 @@ impl Report {
 
     fn table(&self, group: Group) -> String {
         let cells: Vec<_> = self.cells.iter().filter(|c| c.name.group == group).collect();
-        match (group, cells.is_empty()) {
-            (_, true) => String::new(),
-            (Group::Null, _) => null_table(&cells),
-            (Group::File, _) => file_table(&cells),
-            (Group::Check, _) => check_table(&cells),
-            (Group::Compress, _) => compress_table(&cells),
-            (Group::Encryption, _) => encryption_table(&cells),
-            (Group::Serve, _) => serve_table(&cells),
-            (Group::Durable, _) => durable::table(&cells),
-        }
+        if cells.is_empty() { String::new() } else { table::of(&cells, table::columns(group)) }
     }
-}
-
-fn null_table(cells: &[&Cell]) -> String {
-    let mut text = String::from(
-        "| file system | image | vdkit | qemu-img | qemu-img ÷ vdkit | CPU | peak memory | runs |\n\
-         |---|---|---:|---:|---:|---:|---:|---:|\n",
-    );
-    for cell in cells {
-        let [vdkit, qemu, ..] = &cell.series[..] else { continue };
-        let format = cell.name.job.split('→').next().unwrap_or_default();
-        let _ = writeln!(
-            text,
-            "| {} | {} {format} | {} | {} | {} | {} | {} | {} |",
-            cell.name.file_system.name(),
-            cell.name.content,
-            vdkit.time(),
-            qemu.time(),
-            ratio(qemu, vdkit),
-            processor(vdkit, Some(qemu)),
-            vdkit.memory(),
-            vdkit.runs.len(),
-        );
-    }
-    text
-}
-
-fn file_table(cells: &[&Cell]) -> String {
-    let mut text = String::from(
-        "| file system | job | image | vdkit | best qemu-img | with | qemu-img ÷ vdkit | CPU | cp | \
-         vdkit ÷ cp | vdkit + sync | best qemu-img + sync | peak memory | runs |\n\
-         |---|---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|\n",
-    );
-    for cell in cells {
-        let Some(vdkit) = cell.series.first() else { continue };
-        let copy = cell.series.iter().find(|s| s.name.starts_with("cp"));
-        let best = cell.best_peer();
-        let _ = writeln!(
-            text,
-            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
-            cell.name.file_system.name(),
-            cell.name.job,
-            cell.name.content,
-            vdkit.time(),
-            best.map_or("–".to_owned(), Series::time),
-            best.map_or("–", |b| b.flags()),
-            best.map_or("–".to_owned(), |b| ratio(b, vdkit)),
-            processor(vdkit, best),
-            copy.map_or("–".to_owned(), |c| format!("{} ({})", c.time(), c.name)),
-            copy.map_or("–".to_owned(), |c| ratio(vdkit, c)),
-            vdkit.synced_time(),
-            best.map_or("–".to_owned(), Series::synced_time),
-            vdkit.memory(),
-            vdkit.runs.len(),
-        );
-    }
-    text
-}
-
-fn check_table(cells: &[&Cell]) -> String {
-    let mut text = String::from(
-        "| file system | clusters | page cache | vdkit | qemu-img | qemu-img ÷ vdkit | CPU | \
-         peak memory | qemu-img's | runs |\n\
-         |---|---|---|---:|---:|---:|---:|---:|---:|---:|\n",
-    );
-    for cell in cells {
-        let [vdkit, qemu, ..] = &cell.series[..] else { continue };
-        let _ = writeln!(
-            text,
-            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
-            cell.name.file_system.name(),
-            cell.name.content,
-            cell.name.job,
-            vdkit.time(),
-            qemu.time(),
-            ratio(qemu, vdkit),
-            processor(vdkit, Some(qemu)),
-            vdkit.memory(),
-            qemu.memory(),
-            vdkit.runs.len(),
-        );
-    }
-    text
-}
-
-fn compress_table(cells: &[&Cell]) -> String {
-    let mut text = String::from(
-        "| file system | job | vdkit | best qemu-img | with | qemu-img ÷ vdkit | CPU | vdkit's file | \
-         qemu-img's | peak memory | runs |\n\
-         |---|---|---:|---:|---|---:|---:|---:|---:|---:|---:|\n",
-    );
-    let size = |series: &Series| {
-        series.target_bytes.map_or("–".to_owned(), |b| format!("{:.1} MB", b as f64 / 1e6))
-    };
-    for cell in cells {
-        let Some(vdkit) = cell.series.first() else { continue };
-        let best = cell.best_peer();
-        let _ = writeln!(
-            text,
-            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
-            cell.name.file_system.name(),
-            cell.name.job,
-            vdkit.time(),
-            best.map_or("–".to_owned(), Series::time),
-            best.map_or("–", |b| b.flags()),
-            best.map_or("–".to_owned(), |b| ratio(b, vdkit)),
-            processor(vdkit, best),
-            size(vdkit),
-            best.map_or("–".to_owned(), size),
-            vdkit.memory(),
-            vdkit.runs.len(),
-        );
-    }
-    text
-}
-
-fn encryption_table(cells: &[&Cell]) -> String {
-    let mut text = String::from(
-        "| file system | job | vdkit | best qemu-img | with | qemu-img ÷ vdkit | CPU | peak memory | \
-         qemu-img's | runs |\n\
-         |---|---|---:|---:|---|---:|---:|---:|---:|---:|\n",
-    );
-    for cell in cells {
-        let Some(vdkit) = cell.series.first() else { continue };
-        let best = cell.best_peer();
-        let _ = writeln!(
-            text,
-            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
-            cell.name.file_system.name(),
-            cell.name.job,
-            vdkit.time(),
-            best.map_or("–".to_owned(), Series::time),
-            best.map_or("–", |b| b.flags()),
-            best.map_or("–".to_owned(), |b| ratio(b, vdkit)),
-            processor(vdkit, best),
-            vdkit.memory(),
-            best.map_or("–".to_owned(), Series::memory),
-            vdkit.runs.len(),
-        );
-    }
-    text
-}
-
-fn serve_table(cells: &[&Cell]) -> String {
-    let mut text = String::from(
-        "| file system | job | vdkit | qemu-nbd | vdkit ÷ qemu-nbd | nbdkit raw | vdkit ÷ nbdkit | \
-         requests per CPU second | ÷ qemu-nbd | ÷ nbdkit | peak memory | runs |\n\
-         |---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n",
-    );
-    let dash = || "–".to_owned();
-    for cell in cells {
-        let [vdkit, qemu, rest @ ..] = &cell.series[..] else { continue };
-        let nbdkit = rest.first();
-        let _ = writeln!(
-            text,
-            "| {} | {} | {} | {} | {} | {} | {} | {} : {} : {} | {} | {} | {} | {} |",
-            cell.name.file_system.name(),
-            cell.name.job,
-            vdkit.rate(),
-            qemu.rate(),
-            ratio(qemu, vdkit),
-            nbdkit.map_or_else(dash, Series::rate),
-            nbdkit.map_or_else(dash, |series| ratio(series, vdkit)),
-            vdkit.processor_rate(),
-            qemu.processor_rate(),
-            nbdkit.map_or_else(dash, Series::processor_rate),
-            ratio_of(qemu, vdkit, Series::processors),
-            nbdkit.map_or_else(dash, |series| ratio_of(series, vdkit, Series::processors)),
-            vdkit.memory(),
-            vdkit.runs.len(),
-        );
-    }
-    text
 }
 
 /// A number of requests a second, short.
@@ -349,6 +170,15 @@ impl Cell {
             self.name.content,
             self.name.job
         )
+    }
+
+    fn vdkit(&self) -> &Series {
+        &self.series[0]
+    }
+
+    /// The first one beside vdkit.
+    fn peer(&self) -> &Series {
+        &self.series[1]
     }
 
     /// The fastest of qemu-img's candidates.
@@ -519,24 +349,13 @@ mod tests {
             memory_bytes_max: 5 << 20,
             syncs: None,
         };
-        Series {
-            name: name.to_owned(),
-            command: name.to_owned(),
-            runs: walls.iter().map(usage).collect(),
-            target_bytes: None,
-            cannot: None,
-            wrong: None,
-        }
+        let runs = walls.iter().map(usage).collect();
+        Series { runs, ..Series::new(name, name.to_owned()) }
     }
 
     fn report() -> Report {
         let mut report = Report::new(Machine::default());
-        let name = CellName {
-            group: Group::File,
-            job: "raw→qcow2".to_owned(),
-            content: "full".to_owned(),
-            file_system: FileSystem::Xfs,
-        };
+        let name = CellName::new(Group::File, "raw→qcow2", "full", FileSystem::Xfs);
         let series = vec![
             series("vdkit", &[0.010, 0.011, 0.030]),
             series("qemu-img", &[0.9, 1.0, 1.1]),

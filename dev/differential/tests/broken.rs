@@ -68,19 +68,14 @@ fn each_kind_of_fault_is_seen() {
         assert_eq!(differing("exec QEMU \"$@\"", case), 0, "{case}");
         assert_eq!(differing(script, case), 1, "{fault}");
     }
+    no_end_is_seen(folder.path());
 }
 
-#[test]
-fn a_program_that_does_not_end_is_seen() {
-    if !require_peer("qemu-img") || !require_peer("qemu-io") {
-        return;
-    }
+/// The same of a program that does not end.
+fn no_end_is_seen(images: &Path) {
     let folder = tempfile::tempdir().unwrap();
-    let images = folder.path().join("images");
-    std::fs::create_dir(&images).unwrap();
-    images::make(&reference(), &images);
     let (reference, candidate) = (reference(), program(folder.path(), "sleep 1000"));
-    let twins = Twins::new(&reference, &candidate, &images).with_limit(2);
+    let twins = Twins::new(&reference, &candidate, images).with_limit(2);
     let case = cases::all().into_iter().find(|case| case.line() == "qemu-img info a.qcow2");
     let found = twins.run(&case.expect("such a case"));
     assert!(

@@ -1,4 +1,4 @@
-//! A storage that counts what is asked of it.
+//! A storage that counts calls and bytes.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use vdkit_block::{
     StorageExtent, ZeroMode,
 };
 
-/// How often what was asked; see [`CountingStorage::counts`].
+/// Numbers of calls and bytes; see [`CountingStorage::counts`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Reads, each of a batch counted.
@@ -43,7 +43,7 @@ pub struct Counts {
     pub bytes_copied: u64,
 }
 
-/// One call, as it was asked.
+/// One call and its arguments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LoggedOp {
     /// A read: offset and bytes.
@@ -64,7 +64,7 @@ pub enum LoggedOp {
     Copy(u64, u64),
 }
 
-/// Passes everything on to another storage and counts it. Failed calls count too.
+/// Passes all calls on to another storage and counts them. Failed calls count too.
 #[derive(Debug)]
 pub struct CountingStorage {
     inner: Arc<dyn Storage>,
@@ -74,7 +74,7 @@ pub struct CountingStorage {
 }
 
 impl CountingStorage {
-    /// Counts what is asked of `inner`.
+    /// Counts the calls of `inner`.
     pub fn new(inner: Arc<dyn Storage>) -> Arc<Self> {
         Arc::new(Self {
             inner,
@@ -106,7 +106,7 @@ impl CountingStorage {
         std::mem::take(&mut self.log.lock())
     }
 
-    /// What is counted.
+    /// The storage beneath.
     pub fn inner(&self) -> &Arc<dyn Storage> {
         &self.inner
     }

@@ -1,4 +1,4 @@
-//! A storage whose crash can be looked at.
+//! A storage that knows what may survive a crash.
 //!
 //! # What survives a crash
 //!
@@ -48,7 +48,7 @@ pub struct CrashClock(Arc<Mutex<Ticks>>);
 #[derive(Debug, Default)]
 struct Ticks {
     storages: usize,
-    /// Whose turn each change or sync was.
+    /// The storage of each change or sync.
     all: Vec<usize>,
 }
 
@@ -104,7 +104,7 @@ pub struct CrashStorage {
     /// Calls wait now and then before they return.
     stumbles: AtomicBool,
     waits: AtomicU64,
-    /// Whoever opens it again gets the same.
+    /// For opening it again.
     itself: Weak<Self>,
 }
 
@@ -118,13 +118,21 @@ pub struct Replay {
 }
 
 impl Replay {
-    /// A crash after the first `at` changes and syncs of all storages on the clock. Moments come in
-    /// ascending order.
+    /// A crash after the first `at` changes and syncs of all storages on the clock; as
+    /// [`Replay::at`].
     ///
     /// # Panics
-    /// Where there were not so many, or a later moment was asked for before.
+    /// As [`Replay::at`].
     pub fn at_tick(&mut self, at: usize) -> &CrashImage {
-        let ops = self.storage.clock.ops_of(self.storage.index, at);
+        self.at(self.storage.clock.ops_of(self.storage.index, at))
+    }
+
+    /// A crash after the first `ops` changes and syncs of the storage. Moments come in ascending
+    /// order.
+    ///
+    /// # Panics
+    /// If there were not so many, or a later moment was asked for before.
+    pub fn at(&mut self, ops: usize) -> &CrashImage {
         let state = self.storage.state.lock();
         let end = if ops == 0 { 0 } else { state.points[ops - 1] };
         assert!(self.events <= end, "moments of a replay come in ascending order");
@@ -156,7 +164,7 @@ impl CrashStorage {
     /// A storage that holds, durably, what `source` holds.
     ///
     /// # Panics
-    /// Where `source` cannot be read.
+    /// If `source` cannot be read.
     pub fn holding(source: &dyn Storage) -> Arc<Self> {
         Self::holding_in(source, CacheMode::Writeback, &CrashClock::new())
     }
@@ -165,7 +173,7 @@ impl CrashStorage {
     /// others are on too.
     ///
     /// # Panics
-    /// Where `source` cannot be read.
+    /// If `source` cannot be read.
     pub fn holding_in(source: &dyn Storage, cache: CacheMode, clock: &CrashClock) -> Arc<Self> {
         let len = source.len().expect("the length of the source");
         let mut sectors = Sectors::new();
@@ -221,7 +229,7 @@ impl CrashStorage {
     /// A crash after the first `at` changes and syncs of all storages on its clock.
     ///
     /// # Panics
-    /// Where there were not so many.
+    /// If there were not so many.
     pub fn crash_at_tick(&self, at: usize) -> CrashImage {
         self.crash_at(self.clock.ops_of(self.index, at))
     }
@@ -230,7 +238,7 @@ impl CrashStorage {
     /// a sync has returned.
     ///
     /// # Panics
-    /// Where there were not so many.
+    /// If there were not so many.
     pub fn crash_at(&self, ops: usize) -> CrashImage {
         let state = self.state.lock();
         let events = if ops == 0 { 0 } else { state.points[ops - 1] };
@@ -241,18 +249,18 @@ impl CrashStorage {
         image
     }
 
-    /// Walks through its crashes in the order of time, which costs less than asking for each.
+    /// Its crashes in the order of time, which costs less than [`CrashStorage::crash_at`] for each.
     pub fn replay(self: &Arc<Self>) -> Replay {
         Replay { storage: self.clone(), image: self.initial.clone(), events: 0 }
     }
 
-    /// Lets changes and syncs take a while now and then, so that other threads get between their
-    /// beginning and their end.
+    /// Delays changes and syncs at random, so that other threads run between their beginning and their
+    /// end.
     pub fn stumble(&self, on: bool) {
         self.stumbles.store(on, Ordering::Relaxed);
     }
 
-    /// Between the beginning and the end of a call.
+    /// Delays a call, between its beginning and its end.
     fn linger(&self) {
         if !self.stumbles.load(Ordering::Relaxed) {
             return std::thread::yield_now();
@@ -265,7 +273,7 @@ impl CrashStorage {
         }
     }
 
-    /// Looks at a crash after each number of operations, from `0` to [`CrashStorage::ops`].
+    /// Calls `look` with the crash after each number of operations, from 0 to [`CrashStorage::ops`].
     pub fn for_each_crash(&self, mut look: impl FnMut(usize, &CrashImage)) {
         let (events, points) = {
             let state = self.state.lock();

@@ -170,20 +170,30 @@ impl CrashImage {
         })
     }
 
-    /// The systematic survivors, each with a word on what it is: only what was durable;
-    /// everything; and for each change since the last sync, it alone, and all but it.
+    /// The systematic survivors, each with its description; see [`CrashImage::extreme`].
     pub fn extremes(&self) -> impl Iterator<Item = (String, MemoryStorage)> + '_ {
-        let whole = [
-            ("only what was durable".to_owned(), self.only_durable()),
-            ("everything".to_owned(), self.everything()),
-        ];
-        whole.into_iter().chain(self.pending.iter().flat_map(|pending| {
-            let id = pending.change.id;
-            [
-                (format!("change {id} alone"), self.only(id)),
-                (format!("all but change {id}"), self.without(id)),
-            ]
-        }))
+        (0..self.extremes_count()).map(|number| self.extreme(number))
+    }
+
+    /// The number of systematic survivors.
+    pub fn extremes_count(&self) -> usize {
+        2 + 2 * self.pending.len()
+    }
+
+    /// A systematic survivor and its description: only what was durable; everything; and for each
+    /// change since the last sync, it alone, and all but it.
+    pub fn extreme(&self, number: usize) -> (String, MemoryStorage) {
+        let Some(change) = number.checked_sub(2) else {
+            return match number {
+                0 => ("only what was durable".to_owned(), self.only_durable()),
+                _ => ("everything".to_owned(), self.everything()),
+            };
+        };
+        let id = self.pending[change / 2].change.id;
+        match change % 2 {
+            0 => (format!("change {id} alone"), self.only(id)),
+            _ => (format!("all but change {id}"), self.without(id)),
+        }
     }
 
     /// One change survives; with its bytes the length that they had then.
@@ -230,12 +240,11 @@ impl CrashImage {
                 });
             }
         }
-        let survivor = MemoryStorage::with_len("survivor", len);
-        let untouched = self.durable.iter().filter(|(n, _)| !changed.contains_key(n));
-        for (number, (id, sector)) in untouched {
-            put(&survivor, *number, *id, sector, len, &cuts);
-        }
+        let mut survivor = Survivor::new(len, cuts);
+        let mut next = 0;
         for (number, since) in &changed {
+            survivor.put_all(self.durable.range(next..*number));
+            next = number + 1;
             let durable = self.durable.get(number);
             let (id, sector) = durable.map_or((0, &None), |(id, sector)| (*id, sector));
             let mut versions = vec![Version { id, sector, cut: false }];
@@ -248,30 +257,58 @@ impl CrashImage {
                     .map(|v| Version { ..*v }),
             );
             let version = &versions[pick(&versions)];
-            put(&survivor, *number, version.id, version.sector, len, &cuts);
+            survivor.put(*number, version.id, version.sector);
         }
-        survivor
+        survivor.put_all(self.durable.range(next..));
+        survivor.end()
     }
 }
 
-/// Puts a sector into a survivor, without what lies past the end or was cut off after change
-/// `id`.
-fn put(
-    survivor: &MemoryStorage,
-    number: u64,
-    id: u64,
-    sector: &Sector,
+/// A survivor in the making. Sectors side by side are written at once.
+struct Survivor {
+    memory: MemoryStorage,
     len: u64,
-    cuts: &[(u64, u64)],
-) {
-    let Some(bytes) = sector else { return };
-    let later_cuts = cuts.iter().filter(|(cut, _)| *cut > id).map(|(_, at)| *at);
-    let end = later_cuts.min().unwrap_or(len).min(len);
-    let start = number * SECTOR;
-    let n = end.saturating_sub(start).min(SECTOR) as usize;
-    if n > 0 {
-        survivor
-            .write_at(&bytes[..n], HostOffset(start))
-            .expect("memory takes what lies within its length");
+    /// Changes that cut the storage off, and its length then.
+    cuts: Vec<(u64, u64)>,
+    /// Bytes that are not written yet, and where they begin.
+    run: Vec<u8>,
+    start: u64,
+}
+
+impl Survivor {
+    fn new(len: u64, cuts: Vec<(u64, u64)>) -> Self {
+        let memory = MemoryStorage::with_len("survivor", len);
+        Self { memory, len, cuts, run: Vec::new(), start: 0 }
+    }
+
+    fn put_all<'a>(&mut self, sectors: impl Iterator<Item = (&'a u64, &'a (u64, Sector))>) {
+        for (number, (id, sector)) in sectors {
+            self.put(*number, *id, sector);
+        }
+    }
+
+    /// Puts the sector of change `id`, without what lies past the end or was cut off later.
+    fn put(&mut self, number: u64, id: u64, sector: &Sector) {
+        let Some(bytes) = sector else { return };
+        let later_cuts = self.cuts.iter().filter(|(cut, _)| *cut > id).map(|(_, at)| *at);
+        let end = later_cuts.min().unwrap_or(self.len).min(self.len);
+        let start = number * SECTOR;
+        let n = end.saturating_sub(start).min(SECTOR) as usize;
+        if self.start + self.run.len() as u64 != start {
+            self.write();
+            self.start = start;
+        }
+        self.run.extend_from_slice(&bytes[..n]);
+    }
+
+    fn write(&mut self) {
+        let written = self.memory.write_at(&self.run, HostOffset(self.start));
+        written.expect("memory takes what lies within its length");
+        self.run.clear();
+    }
+
+    fn end(mut self) -> MemoryStorage {
+        self.write();
+        self.memory
     }
 }

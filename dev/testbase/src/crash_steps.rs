@@ -1,4 +1,4 @@
-//! A [`CrashStorage`] told step by step what a program does to a file.
+//! A [`CrashStorage`] that records, step by step, what a program does to a file.
 //!
 //! A step is a change or a sync with a beginning and an end, so that the syncs of several threads
 //! overlap with changes as they do in the program.
@@ -50,7 +50,7 @@ impl CrashStorage {
         id
     }
 
-    /// The program is about to hear that a change is done.
+    /// A change returns to the program.
     pub fn end(&self, change: u64) {
         self.state.lock().record(Event::Returned(change));
     }
@@ -71,7 +71,7 @@ impl CrashStorage {
         sync
     }
 
-    /// The program is about to hear that a sync is done.
+    /// A sync returns to the program.
     pub fn end_sync(&self, sync: u64) {
         self.record(&mut self.state.lock(), Event::SyncReturned(sync));
     }
@@ -84,7 +84,7 @@ impl CrashStorage {
     /// A crash at a moment.
     ///
     /// # Panics
-    /// Where the moment has not come yet.
+    /// If the moment has not come yet.
     pub fn crash_at_moment(&self, moment: usize) -> CrashImage {
         let state = self.state.lock();
         let mut image = self.initial.clone();

@@ -1,4 +1,4 @@
-//! A storage that fails when it is told to.
+//! A storage whose calls fail as planned.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -89,8 +89,8 @@ struct State {
     lost: bool,
 }
 
-/// Passes everything on to another storage, but fails as planned. It has no descriptor and copies
-/// nothing inside the kernel, so that no byte goes past it.
+/// Passes all calls on to another storage, except those that fail as planned. It has no descriptor and
+/// copies nothing inside the kernel, so that no byte passes it by.
 ///
 /// A failed `sync` is final, as that of a file is, where a test says so
 /// ([`FaultyStorage::final_syncs`]); else the next one may work.
@@ -154,7 +154,7 @@ impl FaultyStorage {
         self.state.lock().fired
     }
 
-    /// What it stands before.
+    /// The storage beneath.
     pub fn inner(&self) -> &Arc<dyn Storage> {
         &self.inner
     }

@@ -11,7 +11,7 @@ use crate::peers::{require_peer, require_root};
 /// Runs a command and gives what it printed.
 ///
 /// # Panics
-/// Where it fails.
+/// If it fails.
 fn run(command: &mut Command) -> String {
     let output = command.output().unwrap_or_else(|e| panic!("{command:?}: {e}"));
     assert!(
@@ -54,7 +54,7 @@ impl Drop for Mounted {
 /// (see [`require_root`] for when that is an error).
 ///
 /// # Panics
-/// Where making or mounting fails.
+/// If making or mounting fails.
 pub fn mounted(kind: &str, bytes: u64) -> Option<Mounted> {
     mounted_with(kind, bytes, "")
 }
@@ -120,7 +120,7 @@ impl Drop for LoopDevice {
 /// where that is not possible here, as for [`mounted`].
 ///
 /// # Panics
-/// Where attaching fails.
+/// If attaching fails.
 pub fn loop_device(bytes: u64, sector_bytes: u32) -> Option<LoopDevice> {
     if !require_root() || !require_peer("losetup") {
         return None;

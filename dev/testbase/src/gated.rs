@@ -19,7 +19,7 @@ pub struct GatedCall {
     pub kind: FaultKind,
     /// Where it reads or writes; 0 for `sync`, the new length for `set_len`.
     pub offset: u64,
-    /// The storage beneath has done it, and the caller is about to hear of that.
+    /// The storage beneath has done it, and the call has not returned yet.
     pub done: bool,
 }
 
@@ -33,8 +33,8 @@ struct Gate {
     opened: u64,
 }
 
-/// Passes everything on to another storage, but for calls that a test holds: those wait until the test
-/// lets them go. So a test puts another thread's step between two of its own, without a pause.
+/// Passes all calls on to another storage. Those that a test holds wait until the test releases them,
+/// so that the test can order the steps of several threads without sleeping.
 pub struct GatedStorage {
     inner: Arc<dyn Storage>,
     gate: Mutex<Gate>,
@@ -53,8 +53,8 @@ impl GatedStorage {
         Arc::new(Self { inner, gate: Mutex::default(), changed: Condvar::new() })
     }
 
-    /// Holds each call of which `which` says so, from now on. Each call is asked for twice: before
-    /// the storage beneath does it, and afterwards.
+    /// Holds each call for which `which` returns true, from now on. It is asked twice for each call:
+    /// before the storage beneath does it, and afterwards.
     pub fn hold(&self, which: impl Fn(GatedCall) -> bool + Send + 'static) {
         self.gate.lock().held = Some(Box::new(which));
     }
@@ -62,7 +62,7 @@ impl GatedStorage {
     /// Waits until a call is held.
     ///
     /// # Panics
-    /// Where none comes.
+    /// If none comes.
     pub fn reached(&self) {
         let mut gate = self.gate.lock();
         let nobody = |gate: &mut Gate| gate.waiting == 0;
@@ -70,7 +70,7 @@ impl GatedStorage {
         assert!(!waited.timed_out(), "nobody came to the gate");
     }
 
-    /// Lets the calls go that wait, and holds no others.
+    /// Releases the waiting calls, and holds no others.
     pub fn release(&self) {
         let mut gate = self.gate.lock();
         gate.held = None;

@@ -33,7 +33,7 @@ impl HttpServer {
     /// A server of these bytes.
     ///
     /// # Panics
-    /// Where the system gives no port.
+    /// If the system gives no port.
     pub fn start(bytes: Vec<u8>, faults: HttpFaults) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let url = format!("http://{}/disk", listener.local_addr().expect("an address"));

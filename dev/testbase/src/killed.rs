@@ -3,8 +3,8 @@
 use std::ops::{Deref, DerefMut};
 use std::process::Child;
 
-/// Killed when it is dropped, also by a panic: a process left behind would keep the test's own
-/// output open, and whoever reads that waiting.
+/// Killed when it is dropped, also by a panic: a process left behind would keep the test's output
+/// open, and the reader of that output waiting.
 #[derive(Debug)]
 pub struct Killed(pub Child);
 

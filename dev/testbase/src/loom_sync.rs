@@ -66,11 +66,6 @@ impl<T> Mutex<T> {
     pub fn lock(&self) -> MutexGuard<'_, T> {
         MutexGuard(Some(self.0.lock().expect(SOUND)))
     }
-
-    /// The value.
-    pub fn into_inner(self) -> T {
-        self.0.into_inner().expect(SOUND)
-    }
 }
 
 impl<T: Default> Default for Mutex<T> {
@@ -103,7 +98,7 @@ impl<T: fmt::Debug> fmt::Debug for MutexGuard<'_, T> {
 pub struct Condvar(model::Condvar);
 
 impl Condvar {
-    /// One that nobody waits for.
+    /// One without waiting threads.
     pub fn new() -> Self {
         Self(model::Condvar::new())
     }
@@ -114,7 +109,7 @@ impl Condvar {
         guard.0 = Some(self.0.wait(held).expect(SOUND));
     }
 
-    /// As [`Condvar::wait`]: who relies on the time limit waits for ever.
+    /// As [`Condvar::wait`]: a thread that relies on the time limit waits for ever.
     pub fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, _limit: Duration) {
         self.wait(guard);
     }
@@ -128,11 +123,6 @@ impl Condvar {
         while condition(guard) {
             self.wait(guard);
         }
-    }
-
-    /// Wakes one thread.
-    pub fn notify_one(&self) {
-        self.0.notify_one();
     }
 
     /// Wakes all threads.
@@ -157,12 +147,12 @@ impl<T> RwLock<T> {
         Self(model::RwLock::new(value))
     }
 
-    /// Waits until nobody writes.
+    /// Waits for writers.
     pub fn read(&self) -> model::RwLockReadGuard<'_, T> {
         self.0.read().expect(SOUND)
     }
 
-    /// Waits until nobody reads or writes.
+    /// Waits for readers and writers.
     pub fn write(&self) -> model::RwLockWriteGuard<'_, T> {
         self.0.write().expect(SOUND)
     }
@@ -199,7 +189,7 @@ impl Gate {
 }
 
 macro_rules! atomic {
-    ($name:ident, $value:ty) => {
+    ($name:ident, $value:ty, $($operation:ident),*) => {
         /// The atomic of this name in `std`.
         #[derive(Debug)]
         pub struct $name(model::atomic::$name, Gate);
@@ -221,11 +211,6 @@ macro_rules! atomic {
                 fenced(order, || self.0.store(value, order));
             }
 
-            /// Another value; returns the former one.
-            pub fn swap(&self, value: $value, order: Ordering) -> $value {
-                fenced(order, || self.0.swap(value, order))
-            }
-
             /// Another value where it is `current`.
             ///
             /// # Errors
@@ -239,6 +224,13 @@ macro_rules! atomic {
             ) -> Result<$value, $value> {
                 fenced(success, || self.0.compare_exchange(current, new, success, failure))
             }
+
+            $(
+                /// Returns the former value.
+                pub fn $operation(&self, value: $value, order: Ordering) -> $value {
+                    fenced(order, || self.0.$operation(value, order))
+                }
+            )*
         }
 
         impl Default for $name {
@@ -249,42 +241,10 @@ macro_rules! atomic {
     };
 }
 
-macro_rules! arithmetic {
-    ($name:ident, $value:ty, $($operation:ident),*) => {
-        impl $name {
-            $(
-                /// Returns the former value.
-                pub fn $operation(&self, value: $value, order: Ordering) -> $value {
-                    fenced(order, || self.0.$operation(value, order))
-                }
-            )*
-
-            /// What `change` makes of the value, where it makes something of it.
-            ///
-            /// # Errors
-            /// The value where it does not.
-            pub fn fetch_update(
-                &self,
-                set: Ordering,
-                fetch: Ordering,
-                change: impl FnMut($value) -> Option<$value>,
-            ) -> Result<$value, $value> {
-                fenced(set, || self.0.fetch_update(set, fetch, change))
-            }
-        }
-    };
-}
-
-atomic!(AtomicBool, bool);
-atomic!(AtomicI64, i64);
-atomic!(AtomicU32, u32);
-atomic!(AtomicU64, u64);
-atomic!(AtomicUsize, usize);
-arithmetic!(AtomicBool, bool, fetch_and, fetch_or, fetch_xor);
-arithmetic!(AtomicI64, i64, fetch_add, fetch_sub, fetch_max, fetch_min, fetch_and, fetch_or);
-arithmetic!(AtomicU32, u32, fetch_add, fetch_sub, fetch_max, fetch_min, fetch_and, fetch_or);
-arithmetic!(AtomicU64, u64, fetch_add, fetch_sub, fetch_max, fetch_min, fetch_and, fetch_or);
-arithmetic!(AtomicUsize, usize, fetch_add, fetch_sub, fetch_max, fetch_min, fetch_and, fetch_or);
+atomic!(AtomicBool, bool, swap, fetch_and, fetch_or);
+atomic!(AtomicI64, i64, swap, fetch_add, fetch_sub, fetch_and, fetch_or);
+atomic!(AtomicU64, u64, swap, fetch_add, fetch_sub, fetch_min, fetch_and, fetch_or);
+atomic!(AtomicUsize, usize, swap, fetch_add, fetch_sub, fetch_and, fetch_or);
 
 #[cfg(test)]
 mod tests {
@@ -345,7 +305,7 @@ mod tests {
             let other = pair.clone();
             let thread = thread::spawn(move || {
                 *other.0.lock() += 1;
-                other.1.notify_one();
+                other.1.notify_all();
             });
             let mut value = pair.0.lock();
             pair.1.wait_while(&mut value, |value| *value == 0);

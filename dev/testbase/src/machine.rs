@@ -27,7 +27,7 @@ impl Machine {
     /// Starts one with a qcow2 image as its disk; `more` are further arguments.
     ///
     /// # Panics
-    /// Where it does not start.
+    /// If it does not start.
     #[track_caller]
     pub fn start(image: &Path, more: &[&str]) -> Self {
         let drive = format!("file={},format=qcow2,if=virtio,cache=writeback", image.display());
@@ -75,7 +75,7 @@ impl Machine {
     /// the command has worked.
     ///
     /// # Panics
-    /// Where the machine has ended.
+    /// If the machine has ended.
     #[track_caller]
     pub fn ask(&mut self, command: &str) -> String {
         let arguments = json!({"command-line": command});
@@ -87,7 +87,7 @@ impl Machine {
     /// As [`Machine::ask`], for a command that says nothing where it works.
     ///
     /// # Panics
-    /// Where it says something.
+    /// If it says something.
     #[track_caller]
     pub fn tell(&mut self, command: &str) {
         let said = self.ask(command);
@@ -97,7 +97,7 @@ impl Machine {
     /// Lets the machine run until its firmware has filled in its data area, and stops it there.
     ///
     /// # Panics
-    /// Where that takes too long.
+    /// If that takes too long.
     #[track_caller]
     pub fn run_firmware(&mut self) {
         let started = Instant::now();
@@ -121,7 +121,7 @@ impl Machine {
     /// Ends it in an orderly way: its disk is closed then.
     ///
     /// # Panics
-    /// Where it fails.
+    /// If it fails.
     #[track_caller]
     pub fn quit(mut self) {
         self.execute(&json!({"execute": "quit"}));

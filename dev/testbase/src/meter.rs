@@ -1,4 +1,4 @@
-//! What a test takes.
+//! A test's processor time.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use std::time::Duration;
 /// time by the clock it does not go on while others have the processor, so that a test may bound it.
 ///
 /// # Panics
-/// Where there is no `/proc`. Source: proc_pid_stat(5), fields 14 and 15.
+/// If there is no `/proc`. Source: proc_pid_stat(5), fields 14 and 15.
 pub fn processor_time() -> Duration {
     let text = std::fs::read_to_string("/proc/thread-self/stat").expect("/proc");
     // The name, field 2, may hold anything.

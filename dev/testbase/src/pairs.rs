@@ -12,7 +12,7 @@ pub type Choice = (usize, usize);
 /// makes other cases.
 ///
 /// # Panics
-/// Where two values may meet, but no whole case can hold them both.
+/// If two values may meet, but no whole case can hold them both.
 pub fn pairwise(
     sizes: &[usize],
     allowed: impl Fn(Choice, Choice) -> bool,

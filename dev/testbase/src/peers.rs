@@ -63,11 +63,11 @@ pub fn impossible_here(what: &str) {
     eprintln!("*** SKIPPED: {what}");
 }
 
-/// Whether another program that this test stands on is installed. Where it is not, prints a line
+/// Whether another program that this test needs is installed. Where it is not, prints a line
 /// and gives `false`, upon which the test shall return.
 ///
 /// # Panics
-/// Where it is missing although nothing may be: with `VDKIT_REQUIRE_PEERS=1`.
+/// If it is missing although nothing may be: with `VDKIT_REQUIRE_PEERS=1`.
 pub fn require_peer(program: &str) -> bool {
     if find(program).is_some() {
         return true;

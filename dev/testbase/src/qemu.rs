@@ -31,7 +31,7 @@ impl Answer {
     /// The output, for a call that must succeed.
     ///
     /// # Panics
-    /// Where it failed.
+    /// If it failed.
     #[track_caller]
     pub fn ok(self) -> String {
         assert_eq!(self.code, 0, "{}{}", self.stdout, self.stderr);
@@ -51,7 +51,7 @@ fn beside(program: &str, image: &Path) -> Command {
 /// Runs `qemu-img` with these arguments.
 ///
 /// # Panics
-/// Where it cannot be started.
+/// If it cannot be started.
 #[track_caller]
 pub fn img<S: AsRef<std::ffi::OsStr>>(args: impl IntoIterator<Item = S>) -> Answer {
     Answer::of(Command::new("qemu-img").args(args).output().expect("qemu-img"))
@@ -61,7 +61,7 @@ pub fn img<S: AsRef<std::ffi::OsStr>>(args: impl IntoIterator<Item = S>) -> Answ
 /// the call: qemu-io itself only prints it.
 ///
 /// # Panics
-/// Where it cannot be started, or a command fails.
+/// If it cannot be started, or a command fails.
 #[track_caller]
 pub fn io(path: &Path, format: &str, commands: &[&str]) -> String {
     let answer = try_io(path, format, commands);
@@ -78,7 +78,7 @@ pub fn io(path: &Path, format: &str, commands: &[&str]) -> String {
 /// As [`io`], for calls that may fail.
 ///
 /// # Panics
-/// Where it cannot be started.
+/// If it cannot be started.
 #[track_caller]
 pub fn try_io(path: &Path, format: &str, commands: &[&str]) -> Answer {
     let mut command = beside("qemu-io", path);
@@ -93,7 +93,7 @@ pub fn try_io(path: &Path, format: &str, commands: &[&str]) -> Answer {
 /// format.
 ///
 /// # Panics
-/// Where that fails.
+/// If that fails.
 #[track_caller]
 pub fn create(
     path: &Path,
@@ -116,7 +116,7 @@ pub fn create(
 /// Converts an image. `options` are further arguments, such as `-c`.
 ///
 /// # Panics
-/// Where that fails.
+/// If that fails.
 #[track_caller]
 pub fn convert(from: (&Path, &str), to: (&Path, &str), options: &[&str]) {
     let mut command = beside("qemu-img", from.0);
@@ -127,7 +127,7 @@ pub fn convert(from: (&Path, &str), to: (&Path, &str), options: &[&str]) {
 /// What `qemu-img info` says.
 ///
 /// # Panics
-/// Where that fails.
+/// If that fails.
 #[track_caller]
 pub fn info(path: &Path, format: &str) -> Value {
     json(&["info", "--output=json", "-f", format], path)
@@ -136,7 +136,7 @@ pub fn info(path: &Path, format: &str) -> Value {
 /// What `qemu-img map` says: a list of extents.
 ///
 /// # Panics
-/// Where that fails.
+/// If that fails.
 #[track_caller]
 pub fn map(path: &Path, format: &str) -> Vec<Value> {
     let value = json(&["map", "--output=json", "-f", format], path);
@@ -179,7 +179,7 @@ impl Checked {
 /// Checks an image. `repair` is `leaks` or `all`.
 ///
 /// # Panics
-/// Where it cannot be started.
+/// If it cannot be started.
 #[track_caller]
 pub fn check(path: &Path, format: &str, repair: Option<&str>) -> Checked {
     let mut command = beside("qemu-img", path);
@@ -202,7 +202,7 @@ pub fn check(path: &Path, format: &str, repair: Option<&str>) -> Checked {
 /// Whether two images show the guest the same bytes.
 ///
 /// # Panics
-/// Where they cannot be compared.
+/// If they cannot be compared.
 #[track_caller]
 pub fn same(a: (&Path, &str), b: (&Path, &str)) -> bool {
     let mut command = beside("qemu-img", a.0);

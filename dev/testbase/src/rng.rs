@@ -1,5 +1,7 @@
 //! A small random source whose runs can be repeated from a printed number.
 
+use crate::seeds::number;
+
 /// SplitMix64. Not for secrets.
 #[derive(Clone, Debug)]
 pub struct Rng {
@@ -16,14 +18,7 @@ impl Rng {
     /// The run of the seed in the environment variable `VDKIT_SEED`, or of `fallback`. To repeat
     /// a failed test, set the variable to the seed that it printed.
     pub fn from_env(fallback: u64) -> Self {
-        let given = std::env::var("VDKIT_SEED").ok().and_then(|text| {
-            let text = text.trim();
-            match text.strip_prefix("0x") {
-                Some(hex) => u64::from_str_radix(hex, 16).ok(),
-                None => text.parse().ok(),
-            }
-        });
-        Self::new(given.unwrap_or(fallback))
+        Self::new(number("VDKIT_SEED").unwrap_or(fallback))
     }
 
     /// The seed, to be printed with a failure.

@@ -17,9 +17,14 @@ pub fn seed() -> u64 {
     })
 }
 
-fn number(name: &str) -> Option<u64> {
+/// The number in an environment variable, decimal or with `0x` hexadecimal.
+pub(crate) fn number(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
-    Some(text.parse().unwrap_or_else(|_| panic!("{name} must be a number, it is '{text}'")))
+    let number = match text.strip_prefix("0x") {
+        Some(hex) => u64::from_str_radix(hex, 16),
+        None => text.parse(),
+    };
+    Some(number.unwrap_or_else(|_| panic!("{name} must be a number, it is '{text}'")))
 }
 
 /// Runs `case` for seeds derived from [`seed`]; a failure reports how to replay that case.

@@ -12,8 +12,8 @@ pub fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// A thread of this process that another waits for until it waits itself. So a test need not guess how
-/// long a thread takes to come to a lock.
+/// A thread of this process. Another one can wait until it sleeps, so that a test need not guess how long
+/// it takes to reach a lock.
 #[derive(Debug, Default)]
 pub struct Watched(AtomicI32);
 
@@ -28,18 +28,18 @@ impl Watched {
     pub fn until_it_waits(&self) {
         // A thread that meets another at a lock sleeps for a moment.
         let mut looks_in_a_row = 0;
-        while looks_in_a_row < 3 {
-            std::thread::yield_now();
+        eventually("the thread waits", || {
             let thread = self.0.load(Ordering::SeqCst);
             if thread == 0 {
-                continue;
+                return false;
             }
             let text = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat"));
-            let Ok(text) = text else { return };
+            let Ok(text) = text else { return true };
             // The name, field 2, may hold anything.
             let sleeps = text.rsplit_once(')').is_some_and(|(_, rest)| rest.starts_with(" S"));
             looks_in_a_row = if sleeps { looks_in_a_row + 1 } else { 0 };
-        }
+            looks_in_a_row == 3
+        });
     }
 }
 

@@ -1,6 +1,6 @@
 //! A long seeded run of the fuzz body for operations: short lives of many images, with writes,
 //! discards, compressed clusters, resizes, snapshots, bitmaps, compaction, backing images and data
-//! files in play, each held against a flat model and checked.
+//! files in play, each compared with a flat model and checked.
 //!
 //! ```text
 //! cargo bench -p vdkit-testkit --bench lives                                  a million operations

@@ -6,14 +6,12 @@ use vdkit_block::{CacheMode, FormatDriver, Limits, OpenRequest, Storage};
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_testbase::create_image;
-
-/// Bytes of a mebibyte.
-pub const MIB: u64 = 1 << 20;
+pub use vdkit_testbase::units::MIB;
 
 /// An empty qcow2 image, open for writing; `options` as in `create -o`.
 ///
 /// # Panics
-/// Where it cannot be made.
+/// If it cannot be made.
 pub fn qcow2(storage: Arc<dyn Storage>, guest_bytes: u64, options: &str) -> Disk {
     create_image(&Qcow2Driver, storage.clone(), guest_bytes, options);
     reopen(storage, true)
@@ -22,7 +20,7 @@ pub fn qcow2(storage: Arc<dyn Storage>, guest_bytes: u64, options: &str) -> Disk
 /// Opens it again.
 ///
 /// # Panics
-/// Where it cannot be opened.
+/// If it cannot be opened.
 pub fn reopen(storage: Arc<dyn Storage>, writable: bool) -> Disk {
     reopen_in(CacheMode::Writeback, storage, writable)
 }
@@ -30,7 +28,7 @@ pub fn reopen(storage: Arc<dyn Storage>, writable: bool) -> Disk {
 /// Opens it again in a cache mode.
 ///
 /// # Panics
-/// Where it cannot be opened.
+/// If it cannot be opened.
 pub fn reopen_in(cache: CacheMode, storage: Arc<dyn Storage>, writable: bool) -> Disk {
     let (driver, limits) = (Qcow2Driver, Limits::default());
     let info = driver.describe(&storage, &limits).unwrap();

@@ -7,13 +7,13 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use vdkit_guest::{Archive, Kernel, Modules};
 
-use crate::{missing, require_peer};
+use crate::{Killed, missing, require_peer};
 
 /// Modules that guests load, with what these need; those that the kernel contains are left out.
 const MODULES: [&str; 6] =
@@ -78,7 +78,7 @@ fn initial_files() -> io::Result<Vec<u8>> {
 /// A guest that runs; killed when it is dropped.
 #[derive(Debug)]
 pub struct Guest {
-    child: Child,
+    child: Killed,
     log: PathBuf,
 }
 
@@ -88,7 +88,7 @@ impl Guest {
     /// have different names.
     ///
     /// # Panics
-    /// Where that cannot be done. Call [`require_guest`] first.
+    /// If that cannot be done. Call [`require_guest`] first.
     pub fn boot(folder_for: &Path, name: &str, arguments: &[&str], script: &str) -> Self {
         static FILES: OnceLock<Vec<u8>> = OnceLock::new();
         let files = FILES.get_or_init(|| initial_files().expect("the guest's initial files"));
@@ -118,7 +118,7 @@ impl Guest {
             .stderr(fs::File::create(folder_for.join(format!("{name}.err"))).expect("a file"))
             .spawn()
             .expect("qemu-system-x86_64");
-        Self { child, log }
+        Self { child: Killed(child), log }
     }
 
     /// What the console has shown so far.
@@ -135,7 +135,7 @@ impl Guest {
     /// Waits until the console shows this text.
     ///
     /// # Panics
-    /// Where that does not happen within `most`, or the guest ends before.
+    /// If that does not happen within `most`, or the guest ends before.
     pub fn wait_for(&mut self, text: &str, most: Duration) {
         let began = Instant::now();
         loop {
@@ -153,7 +153,7 @@ impl Guest {
     /// Waits until the guest has powered off; gives what the console has shown.
     ///
     /// # Panics
-    /// Where that takes longer than `most`, or the script failed.
+    /// If that takes longer than `most`, or the script failed.
     pub fn end(mut self, most: Duration) -> String {
         let began = Instant::now();
         while self.child.try_wait().expect("a child").is_none() {
@@ -170,17 +170,7 @@ impl Guest {
     }
 
     /// Pulls the plug.
-    pub fn kill(mut self) {
-        // It may have ended by itself.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-impl Drop for Guest {
-    fn drop(&mut self) {
-        // As above.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+    pub fn kill(self) {
+        drop(self);
     }
 }

@@ -3,8 +3,8 @@
 //! The program runs under a supervisor ([`vdkit_supervisor`]), which does the program's writes to
 //! the file itself, one after the other, and answers its syncs after a given time. So the record's
 //! order is the order in which the changes were applied, and what was durable at a moment is known:
-//! see [`crate::crash`]. A call to sync covers the changes that were answered before it came in;
-//! whatever came in by then is looked at first. Reads go to the file as always.
+//! see [`crate::crash`]. A sync covers the changes that were answered before the call came in. Reads
+//! go to the file as always.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -24,7 +24,7 @@ use vdkit_supervisor::{Call, Filter, Listener, Ready, SYNC_FLAGS, spawn};
 
 use crate::crash::{CrashStorage, Step};
 
-/// Bytes that are compared, and left out where they are zero, at a time.
+/// Bytes that are compared, or skipped if they are zero, at a time.
 const PIECE_BYTES: usize = 64 << 10;
 
 /// A program under supervision; killed when this is dropped.
@@ -43,7 +43,7 @@ impl Recorded {
     /// the file holds now is durable.
     ///
     /// # Errors
-    /// Where the file cannot be read, or the program cannot be started.
+    /// If the file cannot be read, or the program cannot be started.
     pub fn spawn(command: Command, path: &Path, sync_takes: Duration) -> io::Result<Self> {
         let file = File::options().read(true).write(true).open(path)?;
         let record = CrashStorage::holding(&contents(&file)?);
@@ -79,11 +79,11 @@ impl Recorded {
         Ok(Self { child, record, path: path.to_owned(), supervisor: Some(supervisor) })
     }
 
-    /// Waits for the program's end, and holds the record against the file: all that was changed
+    /// Waits for the program's end, and compares the record with the file: all that was changed
     /// was seen. Gives the record and the exit code.
     ///
     /// # Panics
-    /// Where the supervisor failed, or the file holds something else.
+    /// If the supervisor failed, or the file holds something else.
     pub fn end(mut self) -> (Arc<CrashStorage>, Option<i32>) {
         let status = self.child.wait().expect("the program");
         let supervisor = self.supervisor.take().expect("a supervisor");

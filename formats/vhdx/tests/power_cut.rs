@@ -166,8 +166,7 @@ impl Expected<'_> {
 
 fn survivors(cut: &CrashImage, rng: &mut Rng) -> Vec<MemoryStorage> {
     let mut all = vec![cut.only_durable(), cut.everything(), cut.survivor(rng), cut.survivor(rng)];
-    let extreme = rng.below(2 + 2 * cut.unsynced() as u64) as usize;
-    all.extend(cut.extremes().nth(extreme).map(|(_, survivor)| survivor));
+    all.push(cut.extreme(rng.below(cut.extremes_count() as u64) as usize).1);
     all
 }
 
@@ -207,14 +206,13 @@ fn cut_while_replaying(kind: &Kind, content: &MemoryStorage, guest: &[u8], rng: 
     let crash = CrashStorage::holding(content);
     let storage: Arc<dyn Storage> = crash.clone();
     drop(open_format(&storage, true).expect("replaying"));
-    for moment in 0..=crash.ops() {
-        let cut = crash.crash_at(moment);
+    crash.for_each_crash(|_, cut| {
         for survivor in [cut.only_durable(), cut.everything(), cut.survivor(rng)] {
             let storage: Arc<dyn Storage> = Arc::new(survivor);
             same(&kind.open(&storage, false).expect("opening"), guest, "replayed half-way");
             same(&kind.open(&storage, true).expect("opening"), guest, "replayed again");
         }
-    }
+    });
 }
 
 /// QEMU replays the log with the same result.
@@ -248,10 +246,11 @@ fn case(kind: &Kind, seed: u64) {
     }
     moments.sort_unstable();
     moments.dedup();
+    let mut replay = run.crash.replay();
     for moment in moments {
-        let cut = run.crash.crash_at(moment);
+        let cut = replay.at(moment);
         let expected = run.expect(moment);
-        for survivor in survivors(&cut, &mut rng) {
+        for survivor in survivors(cut, &mut rng) {
             let about =
                 || format!("{kind:?}\npower cut at {moment} of {all}{}", run.before(moment));
             explained(about, || try_survivor(kind, &expected, survivor, &mut rng));
@@ -302,8 +301,8 @@ fn a_change_of_the_parent_is_done_or_not_begun() {
         assert_eq!(parent_of(&storage), new);
         let mut rng = Rng::new(11);
         let (mut before, mut after) = (0, 0);
-        for moment in 0..=crash.ops() {
-            for survivor in survivors(&crash.crash_at(moment), &mut rng) {
+        crash.for_each_crash(|moment, cut| {
+            for survivor in survivors(cut, &mut rng) {
                 let storage: Arc<dyn Storage> = Arc::new(survivor);
                 let what = format!("cut at {moment} of {}", crash.ops());
                 let found = parent_of(&storage);
@@ -317,7 +316,7 @@ fn a_change_of_the_parent_is_done_or_not_begun() {
                 sound(&storage, true, &what);
                 same(&alone(&storage, true), &guest, &what);
             }
-        }
+        });
         assert!(before > 0 && after > 0, "{before} survivors before, {after} after");
     }
 }

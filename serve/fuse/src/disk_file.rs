@@ -30,9 +30,8 @@ pub struct DiskFile(pub Arc<Dispatcher>);
 
 impl DiskFile {
     fn attributes(&self, reply: ReplyAttr) {
-        let disk = self.0.export.hold();
-        let attributes = self.0.attributes.of(&disk);
-        drop(disk);
+        // Also during a pause: a thread that waits here reads no other request.
+        let attributes = self.0.attributes.of(&self.0.export.disk());
         reply.attr(&ATTRIBUTES_HOLD, &attributes);
     }
 }
@@ -226,10 +225,7 @@ impl Filesystem for DiskFile {
         let Ok(at) = u64::try_from(offset) else { return reply.error(Errno::ENXIO) };
         let dispatcher = Arc::clone(&self.0);
         self.0.pool.run(0, move || {
-            let disk = dispatcher.export.hold();
-            let found = holes::seek(&disk, at, whence == holes::SEEK_HOLE);
-            drop(disk);
-            match found {
+            match dispatcher.seek(at, whence == holes::SEEK_HOLE) {
                 // A disk is always shorter than i64::MAX.
                 Ok(at) => reply.offset(at as i64),
                 Err(errno) => reply.error(errno),
@@ -238,7 +234,7 @@ impl Filesystem for DiskFile {
     }
 
     fn statfs(&self, _req: &Request, _ino: INodeNo, reply: ReplyStatfs) {
-        let disk = self.0.export.hold();
+        let disk = self.0.export.disk();
         let (size, used) = (disk.guest_bytes(), allocated_bytes(&disk));
         drop(disk);
         let free = (size - used) / BLOCK_BYTES;

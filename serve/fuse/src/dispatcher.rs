@@ -12,6 +12,7 @@ use vdkit_serve::{Change, Claim, Client, Export, OpKind, Pool, SlowWriteBackoff}
 use crate::attributes::Attributes;
 use crate::buffer;
 use crate::errno::errno_of;
+use crate::holes;
 
 /// State shared by the threads of a mount.
 #[derive(Debug)]
@@ -85,7 +86,7 @@ impl Dispatcher {
     }
 
     /// Logs an error and returns its errno.
-    fn failure(&self, error: &vdkit_block::Error) -> Errno {
+    fn failure(&self, error: &Error) -> Errno {
         tracing::warn!(export = self.export.name(), "{error}");
         errno_of(error)
     }
@@ -118,13 +119,20 @@ impl Dispatcher {
 
     fn read_slowly(&self, at: u64, len: u64, began: Instant, reply: ReplyData) {
         buffer::lend(len as usize, |bytes| {
-            let done = self.export.read(bytes, at);
+            let done = self.export.requests(&self.client).read(bytes, at);
             self.count(OpKind::Read, len, began, done.is_ok());
             match done {
                 Ok(()) => reply.data(bytes),
                 Err(error) => reply.error(self.failure(&error)),
             }
         });
+    }
+
+    /// The first offset at or after `at` of a hole, or of data.
+    pub fn seek(&self, at: u64, hole: bool) -> std::result::Result<u64, Errno> {
+        let disk = self.export.requests(&self.client).hold();
+        let found = disk.and_then(|disk| holes::seek(&disk, at, hole));
+        found.map_err(|error| self.failure(&error))?.ok_or(Errno::ENXIO)
     }
 
     /// Writes. With `durable`, a power cut after the answer loses nothing of it.

@@ -1,16 +1,17 @@
-//! A full disk makes the file slow, and breaks nothing.
+//! A full disk makes the file slow, and breaks nothing; nor does a pause.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use vdkit_block::Error;
-use vdkit_fuse::{Server, ServerOptions};
-use vdkit_serve::{Change, Export, ExportOptions};
+use vdkit_fuse::{Ending, Server, ServerOptions};
+use vdkit_serve::{Change, Claim, Client, Export, ExportOptions};
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::disks::{MIB, qcow2};
 use vdkit_testkit::{FaultyStorage, eventually, require_fuse};
@@ -61,12 +62,19 @@ impl Mounted {
         std::thread::spawn(move || file.write_all_at(&[5; 4096], at))
     }
 
-    /// Fills the kept bytes, so that the next change to keep blocks its thread.
-    fn brim(&self) {
+    /// Fills the kept bytes with a change of `client`, so that the next change to keep blocks its
+    /// thread.
+    fn brim(&self, client: &Arc<Client>) {
         let error = Error::NoSpace { file: "image".to_owned(), what: "for a test".to_owned() };
         // Untouched pages.
         let kept = Change::Write(vec![0; 256 << 20]);
-        self.export.keep(kept, 512 * MIB, false, error, Box::new(|_| {}));
+        let claim = Claim::of(client);
+        self.export.keep_claimed(kept, 512 * MIB, false, error, claim, Box::new(|_| {}));
+    }
+
+    fn unmount_by_force(&self) {
+        let unmount = Command::new("umount").args(["--force", "--lazy"]).arg(&self.file).status();
+        assert!(unmount.unwrap().success());
     }
 
     fn end(self) {
@@ -144,8 +152,9 @@ fn a_mount_that_ends_by_force_takes_its_writes_along() {
         let mounted = Mounted::new();
         mounted.open().write_all_at(&[1; 4096], 0).unwrap();
         mounted.fill();
+        let other = Arc::default();
         if brim {
-            mounted.brim();
+            mounted.brim(&other);
         }
         // More than the threads.
         let writing: Vec<_> = (1..40).map(|at| mounted.write_in_vain(at * MIB)).collect();
@@ -154,13 +163,12 @@ fn a_mount_that_ends_by_force_takes_its_writes_along() {
         } else {
             mounted.wait_for(writing.len() as u64);
         }
-        let unmount =
-            Command::new("umount").args(["--force", "--lazy"]).arg(&mounted.file).status();
-        assert!(unmount.unwrap().success());
+        mounted.unmount_by_force();
         for write in writing {
             write.join().unwrap().unwrap_err();
         }
         eventually("the mount ends", || mounted.server.finished());
+        mounted.export.forget(&other);
         mounted.faulty.heal();
         for at in 1..40 {
             mounted.export.write(&[6; 4096], at * MIB, false).unwrap();
@@ -175,4 +183,28 @@ fn a_mount_that_ends_by_force_takes_its_writes_along() {
         }
         mounted.end();
     }
+}
+
+/// A thread that waited for the end of the pause would read no other request.
+#[test]
+fn a_pause_keeps_reads_waiting_until_the_mount_ends_and_no_statfs() {
+    if !require_fuse() {
+        return;
+    }
+    let mounted = Mounted::new();
+    let file = mounted.open();
+    mounted.export.pause();
+    let reading = std::thread::spawn(move || file.read_at(&mut [0; 512], 0));
+    eventually("the read waits", || mounted.export.stats().slow_lane > 0);
+    let (tell, told) = channel();
+    let path = mounted.file.clone();
+    std::thread::spawn(move || tell.send(rustix::fs::statvfs(&path)).unwrap());
+    let found = told.recv_timeout(Duration::from_secs(60)).expect("an answer during the pause");
+    assert_eq!(found.unwrap().f_blocks, (1 << 30) / 4096);
+    assert!(!reading.is_finished());
+    mounted.unmount_by_force();
+    reading.join().unwrap().unwrap_err();
+    let ending = mounted.server.stop(Duration::from_secs(60)).unwrap();
+    assert_eq!(ending, Ending::Clean);
+    mounted.export.close().unwrap();
 }

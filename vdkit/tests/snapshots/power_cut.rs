@@ -3,9 +3,9 @@
 
 use vdkit_qcow2::header::Header;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{Rng, explained};
+use vdkit_testkit::{CrashClock, Rng, explained};
 
-use super::support::disks::{Survival, Timeline, power_cut, survivors};
+use super::support::disks::{Survival, power_cut, survivors};
 use super::support::ops::{self, Op};
 use super::support::rig::Rig;
 use super::support::shape::Shape;
@@ -23,7 +23,6 @@ struct Done {
 
 struct Run {
     rig: Rig,
-    timeline: Timeline,
     done: Vec<Done>,
 }
 
@@ -38,8 +37,8 @@ fn random_deed(rng: &mut Rng) -> SnapshotOp {
 }
 
 fn record(shape: &Shape, deeds: usize, rng: &mut Rng) -> Run {
-    let timeline = Timeline::default();
-    let (rig, guest) = Rig::recording(shape, &timeline);
+    let clock = CrashClock::new();
+    let (rig, guest) = Rig::recording(shape, &clock);
     let mut world = World::of(&rig, guest);
     let mut disk = rig.open(true).expect("opening a good image");
     let mut done = Vec::new();
@@ -57,12 +56,12 @@ fn record(shape: &Shape, deeds: usize, rng: &mut Rng) -> Run {
             }
         }
         disk.flush().expect("a flush");
-        let (deed, begin, before) = (random_deed(rng), timeline.len(), world.clone());
+        let (deed, begin, before) = (random_deed(rng), clock.now(), world.clone());
         world.perform(shape, &disk, deed).expect("a deed");
-        done.push(Done { deed, begin, end: timeline.len(), before, after: world.clone() });
+        done.push(Done { deed, begin, end: clock.now(), before, after: world.clone() });
     }
     drop(disk);
-    Run { rig, timeline, done }
+    Run { rig, done }
 }
 
 /// Checks a survivor of a cut at `moment`, during an operation or right after it.
@@ -115,7 +114,7 @@ fn case(shape: &Shape, seed: u64) {
         let step = ((done.end - done.begin) / 25).max(1);
         let moments = (done.begin..done.end).step_by(step).chain([done.end]);
         for moment in moments {
-            let cuts = power_cut(&run.rig.disks, &run.timeline, moment);
+            let cuts = power_cut(&run.rig.disks, moment);
             for survival in
                 [Survival::Nothing, Survival::Everything, Survival::Extreme, Survival::Lot]
             {

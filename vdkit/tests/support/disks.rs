@@ -2,55 +2,36 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::ThreadId;
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
-use vdkit_block::{HostOffset, ReadOp, ReadPaths, Result, Storage, StorageCaps, ZeroMode};
+use vdkit_block::{
+    CacheMode, HostOffset, ReadOp, ReadPaths, Result, Storage, StorageCaps, ZeroMode,
+};
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::{CountingStorage, CrashImage, CrashStorage, FaultyStorage, Rng};
-
-/// The order of changes over several recording disks, as disk numbers.
-#[derive(Clone, Debug, Default)]
-pub struct Timeline(Arc<Mutex<Vec<usize>>>);
-
-impl Timeline {
-    /// Number of changes and syncs on all disks.
-    pub fn len(&self) -> usize {
-        self.0.lock().len()
-    }
-}
+use vdkit_testkit::{
+    CountingStorage, CrashClock, CrashImage, CrashStorage, FaultyStorage, GatedStorage, Rng,
+};
 
 /// What holds the bytes.
 #[derive(Clone, Debug)]
 enum Bytes {
     Memory(Arc<MemoryStorage>),
-    Recording { crash: Arc<CrashStorage>, number: usize, timeline: Timeline },
+    Recording(Arc<CrashStorage>),
 }
 
 /// Passes requests on with random short delays, so that threads interleave in unusual orders.
-/// Blocks changes of one thread on request, and records changes in the timeline.
 #[derive(Debug)]
 struct Bottom {
     bytes: Bytes,
     stumbles: AtomicBool,
     dice: AtomicU64,
-    gate: Mutex<Gate>,
-    opened: Condvar,
-}
-
-/// The thread whose changes are blocked, and whether it is waiting.
-#[derive(Debug, Default)]
-struct Gate {
-    closed_to: Option<ThreadId>,
-    waiting: bool,
 }
 
 impl Bottom {
     fn beneath(&self) -> &dyn Storage {
         match &self.bytes {
             Bytes::Memory(memory) => &**memory,
-            Bytes::Recording { crash, .. } => &**crash,
+            Bytes::Recording(crash) => &**crash,
         }
     }
 
@@ -66,26 +47,9 @@ impl Bottom {
         }
     }
 
-    fn pass_gate(&self) {
-        let mut gate = self.gate.lock();
-        while gate.closed_to == Some(std::thread::current().id()) {
-            gate.waiting = true;
-            self.opened.wait(&mut gate);
-        }
-    }
-
     fn change(&self, change: impl FnOnce(&dyn Storage) -> Result<()>) -> Result<()> {
         self.stumble();
-        self.pass_gate();
-        let Bytes::Recording { crash, number, timeline } = &self.bytes else {
-            return change(self.beneath());
-        };
-        // Changes of a recording disk are serialised to record their order.
-        let mut order = timeline.0.lock();
-        let before = crash.ops();
-        let result = change(&**crash);
-        order.extend((before..crash.ops()).map(|_| number));
-        result
+        change(self.beneath())
     }
 }
 
@@ -144,6 +108,7 @@ impl ReadPaths for Bottom {
 #[derive(Clone, Debug)]
 pub struct SimDisk {
     bottom: Arc<Bottom>,
+    gated: Arc<GatedStorage>,
     faulty: Arc<FaultyStorage>,
     counting: Arc<CountingStorage>,
 }
@@ -154,19 +119,20 @@ impl SimDisk {
         Self::over(Bytes::Memory(Arc::new(content)))
     }
 
-    /// A disk with this durable content that records its changes as disk `number`.
-    pub fn recording(content: &MemoryStorage, number: usize, timeline: &Timeline) -> Self {
-        let crash = CrashStorage::holding(content);
-        Self::over(Bytes::Recording { crash, number, timeline: timeline.clone() })
+    /// A disk with this durable content that records its changes, in one order with those of other disks
+    /// on the clock.
+    pub fn recording(content: &MemoryStorage, clock: &CrashClock) -> Self {
+        let crash = CrashStorage::holding_in(content, CacheMode::Writeback, clock);
+        Self::over(Bytes::Recording(crash))
     }
 
     fn over(bytes: Bytes) -> Self {
         let (stumbles, dice) = (AtomicBool::new(false), AtomicU64::new(0));
-        let (gate, opened) = (Mutex::default(), Condvar::new());
-        let bottom = Arc::new(Bottom { bytes, stumbles, dice, gate, opened });
-        let faulty = FaultyStorage::new(bottom.clone());
+        let bottom = Arc::new(Bottom { bytes, stumbles, dice });
+        let gated = GatedStorage::new(bottom.clone());
+        let faulty = FaultyStorage::new(gated.clone());
         let counting = CountingStorage::new(faulty.clone());
-        Self { bottom, faulty, counting }
+        Self { bottom, gated, faulty, counting }
     }
 
     /// The disk's storage.
@@ -189,45 +155,27 @@ impl SimDisk {
         self.bottom.stumbles.store(on, Ordering::Relaxed);
     }
 
-    /// Blocks further changes of this thread.
-    pub fn close_gate_to_me(&self) {
-        let closed_to = Some(std::thread::current().id());
-        *self.bottom.gate.lock() = Gate { closed_to, waiting: false };
-    }
-
-    /// Whether a thread is blocked.
-    pub fn held_up(&self) -> bool {
-        self.bottom.gate.lock().waiting
-    }
-
-    /// Unblocks the thread.
-    pub fn open_gate(&self) {
-        *self.bottom.gate.lock() = Gate::default();
-        self.bottom.opened.notify_all();
+    /// Holds calls of chosen threads and kinds.
+    pub fn gated(&self) -> &GatedStorage {
+        &self.gated
     }
 
     /// The current content.
     pub fn content(&self) -> MemoryStorage {
         match &self.bottom.bytes {
             Bytes::Memory(memory) => MemoryStorage::clone(memory),
-            Bytes::Recording { crash, .. } => crash.crash_now().everything(),
-        }
-    }
-
-    /// The disk after its first `ops` changes.
-    fn crash_at(&self, ops: usize) -> CrashImage {
-        match &self.bottom.bytes {
-            Bytes::Recording { crash, .. } => crash.crash_at(ops),
-            Bytes::Memory(_) => panic!("only a recording disk has a past"),
+            Bytes::Recording(crash) => crash.crash_now().everything(),
         }
     }
 }
 
-/// The power fails on all disks after the first `moment` changes of the timeline.
-pub fn power_cut(disks: &[SimDisk], timeline: &Timeline, moment: usize) -> Vec<CrashImage> {
-    let order = timeline.0.lock();
-    let ops = |number| order[..moment].iter().filter(|n| **n == number).count();
-    disks.iter().enumerate().map(|(number, disk)| disk.crash_at(ops(number))).collect()
+/// The power fails on all disks after the first `moment` changes on their clock.
+pub fn power_cut(disks: &[SimDisk], moment: usize) -> Vec<CrashImage> {
+    let cut = |disk: &SimDisk| match &disk.bottom.bytes {
+        Bytes::Recording(crash) => crash.crash_at_tick(moment),
+        Bytes::Memory(_) => panic!("only a recording disk has a past"),
+    };
+    disks.iter().map(cut).collect()
 }
 
 /// Which unsynced changes survive.
@@ -253,10 +201,7 @@ pub fn survivors(cuts: &[CrashImage], survival: Survival, rng: &mut Rng) -> Vec<
         Survival::Nothing => cut.only_durable(),
         Survival::Everything => cut.everything(),
         Survival::Lot => cut.survivor(rng),
-        Survival::Extreme => {
-            let n = rng.below(2 + 2 * cut.unsynced() as u64) as usize;
-            cut.extremes().nth(n).expect("two of each change and two more").1
-        }
+        Survival::Extreme => cut.extreme(rng.below(cut.extremes_count() as u64) as usize).1,
     };
     cuts.iter().map(|cut| one(cut, rng)).collect()
 }

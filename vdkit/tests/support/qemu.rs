@@ -1,4 +1,4 @@
-//! Runs QEMU's programs in a separate directory, so that images refer to their neighbours by name.
+//! Runs QEMU's programs in a separate directory, so that images refer to their neighbors by name.
 
 use std::path::Path;
 use std::process::{Command, Output};

@@ -9,9 +9,9 @@ use vdkit_chain::{Disk, OpenOptions};
 use vdkit_qcow2::Qcow2;
 use vdkit_raw::RawFormat;
 use vdkit_storage::MemoryStorage;
-use vdkit_testkit::save_sparse;
+use vdkit_testkit::{CrashClock, save_sparse};
 
-use super::disks::{SimDisk, Timeline};
+use super::disks::SimDisk;
 use super::guest::{Guest, assert_same};
 use super::qemu::{self, Verdict};
 use super::shape::{KEY, Prepared, Shape};
@@ -39,12 +39,8 @@ impl Rig {
     }
 
     /// The same on disks that record all changes.
-    pub fn recording(shape: &Shape, timeline: &Timeline) -> (Self, Guest) {
-        let mut number = 0;
-        Self::make(shape, |content| {
-            number += 1;
-            SimDisk::recording(&content, number - 1, timeline)
-        })
+    pub fn recording(shape: &Shape, clock: &CrashClock) -> (Self, Guest) {
+        Self::make(shape, |content| SimDisk::recording(&content, clock))
     }
 
     fn make(shape: &Shape, disk: impl FnMut(MemoryStorage) -> SimDisk) -> (Self, Guest) {

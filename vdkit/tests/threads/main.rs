@@ -11,14 +11,14 @@ mod worker;
 
 use std::sync::Arc;
 
-use support::disks::{Survival, Timeline, power_cut, survivors};
+use support::disks::{Survival, power_cut, survivors};
 use support::guest::Guest;
 use support::rig::{IntoGuest, Rig};
 use support::shape::{Base, CBC, Content, DataFile, Shape, XTS};
 use vdkit_block::{Error, Limits};
 use vdkit_chain::Disk;
-use vdkit_testkit::Rng;
 use vdkit_testkit::concurrent::history::{Clock, History, Log, Moment, SECTOR, Seen, content_of};
+use vdkit_testkit::{CrashClock, Rng};
 use worker::{Mix, Stage};
 
 /// Parameters of a test.
@@ -64,7 +64,7 @@ fn work(
     disk: &Disk,
     guest: &Guest,
     seed: u64,
-    timeline: Option<&Timeline>,
+    ticks: Option<&CrashClock>,
 ) -> Vec<Log> {
     let stage = Stage {
         disk,
@@ -73,7 +73,7 @@ fn work(
         bytes: (plan.clusters * shape.cluster).min(guest.len()) / SECTOR * SECTOR,
         longest: plan.longest * shape.cluster / SECTOR,
         clock: Clock::default(),
-        timeline: timeline.cloned(),
+        ticks: ticks.cloned(),
     };
     std::thread::scope(|scope| {
         let stage = &stage;
@@ -210,16 +210,16 @@ fn a_power_cut_while_threads_write_keeps_what_was_flushed() {
         let compressed = if shape.packs() { EVERYTHING.compressed } else { 0 };
         let mix = Mix { compressed, flush: 4, ..EVERYTHING };
         let plan = Plan { workers: vec![mix; 3], calls: 30, clusters: 12, longest: 2 };
-        let timeline = Timeline::default();
-        let (rig, guest) = Rig::recording(&shape, &timeline);
+        let ticks = CrashClock::new();
+        let (rig, guest) = Rig::recording(&shape, &ticks);
         let disk = rig.open(true).expect("opening a good image");
         rig.disks.iter().for_each(|disk| disk.stumble(true));
-        let logs = work(&shape, &plan, &disk, &guest, seed, Some(&timeline));
+        let logs = work(&shape, &plan, &disk, &guest, seed, Some(&ticks));
         drop(disk);
         let history = History::new(&logs, &guest.0);
         for _ in 0..12 {
-            let moment = rng.below(timeline.len() as u64 + 1) as usize;
-            let cuts = power_cut(&rig.disks, &timeline, moment);
+            let moment = rng.below(ticks.now() as u64 + 1) as usize;
+            let cuts = power_cut(&rig.disks, moment);
             for survival in [Survival::Nothing, Survival::Everything, Survival::Lot] {
                 let survivor = rig.with_content(survivors(&cuts, survival, &mut rng));
                 let what = format!("{shape:?}, cut at {moment}, surviving: {survival:?}");

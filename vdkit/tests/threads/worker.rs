@@ -2,12 +2,11 @@
 
 use vdkit_block::Codec;
 use vdkit_chain::Disk;
-use vdkit_testkit::Rng;
 use vdkit_testkit::concurrent::history::{
     Change, Clock, Flush, Log, SECTOR, Seen, WRITES, What, content_of, stamps,
 };
+use vdkit_testkit::{CrashClock, Rng};
 
-use super::support::disks::Timeline;
 use super::support::guest::Guest;
 use super::support::ops::pack;
 use super::support::rig::IntoGuest;
@@ -40,7 +39,7 @@ pub struct Stage<'a> {
     pub longest: u64,
     pub clock: Clock,
     /// Storage changes, if recorded.
-    pub timeline: Option<Timeline>,
+    pub ticks: Option<CrashClock>,
 }
 
 impl Stage<'_> {
@@ -87,7 +86,7 @@ impl Stage<'_> {
         } else {
             let begin = self.clock.now();
             self.disk.flush().expect("flushing");
-            let ticks_after = self.timeline.as_ref().map_or(0, Timeline::len);
+            let ticks_after = self.ticks.as_ref().map_or(0, CrashClock::now);
             log.flushes.push(Flush { begin, ticks_after });
         }
     }

@@ -1,4 +1,4 @@
-//! Checking an image with much metadata: 100 GiB of allocated clusters whose data nobody reads, so
+//! Checking an image with much metadata: 100 GiB of allocated clusters whose data no program reads, so
 //! that their places in the file are holes.
 
 use std::path::{Path, PathBuf};
@@ -47,19 +47,10 @@ pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Res
             if !options.wants_job(job) {
                 continue;
             }
-            let name = CellName {
-                group: Group::Check,
-                job: job.to_owned(),
-                content: order.name().to_owned(),
-                file_system: scratch.file_system,
-            };
+            let name = CellName::new(Group::Check, job, order.name(), scratch.file_system);
             let candidate = |name, program: &Path| Candidate {
-                name,
-                program: Program::new(program).arg("check").arg(&image),
                 cold,
-                target: None,
-                proof: vec![],
-                keep: None,
+                ..Candidate::new(name, Program::new(program).arg("check").arg(&image))
             };
             let candidates = vec![
                 candidate("vdkit", &options.vdkit),

@@ -33,19 +33,9 @@ pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Res
                 read_candidates(options, scratch, &packed, to_file)
             }
         };
-        let name = CellName {
-            group: Group::Compress,
-            job,
-            content: image.content.to_owned(),
-            file_system: scratch.file_system,
-        };
-        save(pair::measure(
-            name,
-            guest_bytes,
-            scratch,
-            options.runs(Group::Compress),
-            candidates,
-        )?)?;
+        let name = CellName::new(Group::Compress, job, image.content, scratch.file_system);
+        let runs = options.runs(Group::Compress);
+        save(pair::measure(name, guest_bytes, scratch, runs, candidates)?)?;
     }
     Ok(())
 }
@@ -104,12 +94,10 @@ fn write_candidates(
 ) -> Vec<Candidate> {
     let target = scratch.file("target");
     let candidate = |name, maker, program: Program| Candidate {
-        name,
-        program: program.arg(&target),
-        cold: false,
         target: Some(target.clone()),
         proof: proof(options, image, &target, "qcow2"),
         keep: Some(packed_path(scratch, maker, method)),
+        ..Candidate::new(name, program.arg(&target))
     };
     vec![
         candidate("vdkit", Maker::Vdkit, vdkit_writes(options, image, method)),
@@ -159,12 +147,9 @@ fn read_candidates(
     if to_file {
         let target = scratch.file("target");
         let candidate = |name, program: Program| Candidate {
-            name,
-            program: program.args(["-O", "raw"]).args([&packed.path, &target]),
-            cold: false,
             target: Some(target.clone()),
             proof: proof(options, packed, &target, "raw"),
-            keep: None,
+            ..Candidate::new(name, program.args(["-O", "raw"]).args([&packed.path, &target]))
         };
         return vec![
             candidate("vdkit", vdkit),
@@ -174,20 +159,12 @@ fn read_candidates(
     }
     let size = std::fs::metadata(scratch.file("real.raw")).map_or(0, |m| m.len());
     let null = format!("driver=null-co,size={size}");
-    let candidate = |name, program| Candidate {
-        name,
-        program,
-        cold: false,
-        target: None,
-        proof: vec![],
-        keep: None,
-    };
     let to_null = |flags: &[&str]| {
         qemu(flags).arg("-n").arg(&packed.path).args(["--target-image-opts", &null])
     };
     vec![
-        candidate("vdkit", vdkit.arg(&packed.path).arg("null:")),
-        candidate("qemu-img", to_null(&[])),
-        candidate("qemu-img -m 16 -W", to_null(&["-m", "16", "-W"])),
+        Candidate::new("vdkit", vdkit.arg(&packed.path).arg("null:")),
+        Candidate::new("qemu-img", to_null(&[])),
+        Candidate::new("qemu-img -m 16 -W", to_null(&["-m", "16", "-W"])),
     ]
 }

@@ -11,14 +11,16 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use vdkit_supervisor::{SlowSyncs, Supervised};
 
 use super::Save;
-use super::nbd::{Requests, Running, answer_of, memory_peak, processor_exact, quiet, wait_for};
+use super::nbd::{
+    self, Requests, Running, answer_of, memory_peak, processor_exact, quiet, wait_for,
+};
 use crate::options::{FileSystem, Group, Options};
-use crate::pair::{Cell, CellName, Series, order_of};
-use crate::process::{Program, Usage, interrupted};
+use crate::pair::{Cell, CellName, Series};
+use crate::process::{Program, Usage};
 use crate::scratch::Scratch;
 
 /// Microseconds that a sync takes, on tmpfs.
@@ -218,12 +220,8 @@ pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Res
     let full = if options.quick { FULL_BYTES / 4 } else { FULL_BYTES };
     for syncs in Syncs::on(scratch.file_system)? {
         for job in jobs(full) {
-            let name = CellName {
-                group: Group::Durable,
-                job: job.name(),
-                content: syncs.name(scratch.file_system),
-                file_system: scratch.file_system,
-            };
+            let content = syncs.name(scratch.file_system);
+            let name = CellName::new(Group::Durable, job.name(), content, scratch.file_system);
             if options.wants_job(&format!("{}, {}", name.job, name.content)) {
                 save(cell(name, options, scratch, job, syncs)?)?;
             }
@@ -260,24 +258,9 @@ fn cell(
     syncs: Syncs,
 ) -> Result<Cell> {
     eprint!("durable  {:6} {:20} {:42}", scratch.file_system.name(), name.content, name.job);
-    let mut series: Vec<Series> =
-        SERVERS.iter().map(|s| empty(*s, options, scratch, job)).collect();
-    // The first round warms up.
-    for round in 0..=options.runs(Group::Durable) {
-        for index in order_of(round, SERVERS.len()) {
-            if interrupted() {
-                bail!("interrupted");
-            }
-            match run(SERVERS[index], options, scratch, job, syncs) {
-                Ok(usage) if round > 0 => series[index].runs.push(usage),
-                Ok(_) => {}
-                Err(error) => series[index].cannot = Some(format!("{error:#}")),
-            }
-        }
-    }
-    let cell = Cell { name, guest_bytes: job.disk_bytes, series };
-    eprintln!("{}", cell.short());
-    Ok(cell)
+    let series = SERVERS.iter().map(|server| empty(*server, options, scratch, job)).collect();
+    let run = |index: usize| run(SERVERS[index], options, scratch, job, syncs);
+    nbd::measure(name, job.disk_bytes, series, options.runs(Group::Durable), run)
 }
 
 fn empty(server: Server, options: &Options, scratch: &Scratch, job: Job) -> Series {
@@ -285,14 +268,8 @@ fn empty(server: Server, options: &Options, scratch: &Scratch, job: Job) -> Seri
     let command = server.command(options, job, &job.image(scratch), &socket);
     let program = Program::new(command.get_program()).args(command.get_args());
     let fio = job.fio(options, &socket, &scratch.file("fio.json"));
-    Series {
-        name: server.name().to_owned(),
-        command: format!("{} & {}", program.typed(&scratch.folder), fio.typed(&scratch.folder)),
-        runs: Vec::new(),
-        target_bytes: None,
-        cannot: None,
-        wrong: None,
-    }
+    let typed = format!("{} & {}", program.typed(&scratch.folder), fio.typed(&scratch.folder));
+    Series::new(server.name(), typed)
 }
 
 fn run(

@@ -54,12 +54,8 @@ pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Res
             if !options.wants_job(&job) {
                 continue;
             }
-            let name = CellName {
-                group: Group::Encryption,
-                job,
-                content: Content::Full.name().to_owned(),
-                file_system: scratch.file_system,
-            };
+            let content = Content::Full.name();
+            let name = CellName::new(Group::Encryption, job, content, scratch.file_system);
             let runs = options.runs(Group::Encryption);
             save(pair::measure(name, options.image_bytes, scratch, runs, candidates)?)?;
         }
@@ -111,10 +107,6 @@ impl Work<'_> {
             .args([&self.raw, target])
     }
 
-    fn candidate(&self, name: &'static str, program: Program, proof: Vec<Program>) -> Candidate {
-        Candidate { name, program, cold: false, target: None, proof, keep: None }
-    }
-
     fn reading(&self, sealed: Sealed, image: &Path) -> Vec<Candidate> {
         let target = self.scratch.file("target");
         let compare = || {
@@ -123,7 +115,8 @@ impl Work<'_> {
         };
         let candidate = |name, program| Candidate {
             target: Some(target.clone()),
-            ..self.candidate(name, program, compare())
+            proof: compare(),
+            ..Candidate::new(name, program)
         };
         let vdkit =
             self.vdkit().args(["-O", "raw", "--key-file"]).args([&self.key, image, &target]);
@@ -141,7 +134,9 @@ impl Work<'_> {
     }
 
     fn writing_over(&self, sealed: Sealed, image: &Path) -> Vec<Candidate> {
-        let candidate = |name, program| self.candidate(name, program, self.same(sealed, image));
+        let proof = || self.same(sealed, image);
+        let candidate =
+            |name, program| Candidate { proof: proof(), ..Candidate::new(name, program) };
         let vdkit = self
             .vdkit()
             .args(["-f", "raw", "-O", sealed.format, "--into", "--target-key-file"])
@@ -160,7 +155,8 @@ impl Work<'_> {
         let target = self.scratch.file("target");
         let candidate = |name, program| Candidate {
             target: Some(target.clone()),
-            ..self.candidate(name, program, self.same(sealed, &target))
+            proof: self.same(sealed, &target),
+            ..Candidate::new(name, program)
         };
         let vdkit = self
             .vdkit()

@@ -23,12 +23,8 @@ const QEMU_FLAGS: [(&str, &[&str]); 4] = [
 pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Result<()> {
     for image in images::classic(options, scratch)? {
         for target in SHAPES.iter().filter(|target| pairs(image.shape, target.name)) {
-            let name = CellName {
-                group: Group::File,
-                job: format!("{}→{}", image.shape, target.name),
-                content: image.content.to_owned(),
-                file_system: scratch.file_system,
-            };
+            let job = format!("{}→{}", image.shape, target.name);
+            let name = CellName::new(Group::File, job, image.content, scratch.file_system);
             if !options.wants_some_of(target) || !options.wants_job(&name.job) {
                 continue;
             }
@@ -57,12 +53,9 @@ fn candidates(
 ) -> Vec<Candidate> {
     let target = scratch.file("target");
     let candidate = |name, program, format| Candidate {
-        name,
-        program,
-        cold: false,
         target: Some(target.clone()),
         proof: proof(options, image, &target, format),
-        keep: None,
+        ..Candidate::new(name, program)
     };
     let convert = |program: &std::path::Path, flags: &[&str]| {
         let mut program = Program::new(program)

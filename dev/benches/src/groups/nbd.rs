@@ -9,6 +9,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
+use crate::pair::{Cell, CellName, Series, order_of};
+use crate::process::{Usage, interrupted};
+
 /// A server has so long to come up.
 const START: Duration = Duration::from_secs(20);
 
@@ -22,12 +25,37 @@ impl Drop for Running {
     }
 }
 
-/// A command that says nothing and hears nothing.
+/// A command without input and output.
 pub fn quiet(command: &mut Command) -> &mut Command {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null())
 }
 
-/// Waits until somebody listens.
+/// Runs servers in turn, round by round; the first round warms up. `run` measures one of them.
+pub fn measure(
+    name: CellName,
+    guest_bytes: u64,
+    mut series: Vec<Series>,
+    rounds: usize,
+    run: impl Fn(usize) -> Result<Usage>,
+) -> Result<Cell> {
+    for round in 0..=rounds {
+        for index in order_of(round, series.len()) {
+            if interrupted() {
+                bail!("interrupted");
+            }
+            match run(index) {
+                Ok(usage) if round > 0 => series[index].runs.push(usage),
+                Ok(_) => {}
+                Err(error) => series[index].cannot = Some(format!("{error:#}")),
+            }
+        }
+    }
+    let cell = Cell { name, guest_bytes, series };
+    eprintln!("{}", cell.short());
+    Ok(cell)
+}
+
+/// Waits until the server listens.
 pub fn wait_for(socket: &Path) -> Result<()> {
     let began = Instant::now();
     while UnixStream::connect(socket).is_err() {

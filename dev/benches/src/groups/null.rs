@@ -13,12 +13,8 @@ use crate::scratch::Scratch;
 pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Result<()> {
     let bytes = options.image_bytes;
     for image in images::classic(options, scratch)? {
-        let name = CellName {
-            group: Group::Null,
-            job: format!("{}→null", image.shape),
-            content: image.content.to_owned(),
-            file_system: scratch.file_system,
-        };
+        let job = format!("{}→null", image.shape);
+        let name = CellName::new(Group::Null, job, image.content, scratch.file_system);
         if !options.wants_job(&name.job) {
             continue;
         }
@@ -31,15 +27,7 @@ pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Res
             .args(["convert", "-n", "--target-is-zero", "-f", image.format])
             .arg(&image.path)
             .args(["--target-image-opts", &format!("driver=null-co,size={bytes}")]);
-        let candidate = |name, program| Candidate {
-            name,
-            program,
-            cold: false,
-            target: None,
-            proof: vec![],
-            keep: None,
-        };
-        let candidates = vec![candidate("vdkit", vdkit), candidate("qemu-img", qemu)];
+        let candidates = vec![Candidate::new("vdkit", vdkit), Candidate::new("qemu-img", qemu)];
         save(pair::measure(name, bytes, scratch, options.runs(Group::Null), candidates)?)?;
     }
     Ok(())

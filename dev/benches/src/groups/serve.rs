@@ -7,13 +7,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 
 use super::Save;
-use super::nbd::{Requests, Running, answer_of, memory_peak, processor, quiet, wait_for};
+use super::nbd::{self, Requests, Running, answer_of, memory_peak, processor, quiet, wait_for};
 use crate::options::{Group, Options};
-use crate::pair::{Cell, CellName, Series, order_of};
-use crate::process::{Program, Usage, interrupted};
+use crate::pair::{Cell, CellName, Series};
+use crate::process::{Program, Usage};
 use crate::scratch::Scratch;
 
 /// The image before a run.
@@ -186,12 +186,7 @@ impl Server {
 pub fn measure(options: &Options, scratch: &Scratch, save: &mut Save<'_>) -> Result<()> {
     let bytes = if options.quick { DISK_BYTES / 4 } else { DISK_BYTES };
     for job in JOBS.iter().filter(|job| options.wants_job(job.name)) {
-        let name = CellName {
-            group: Group::Serve,
-            job: job.name.to_owned(),
-            content: job.start.name().to_owned(),
-            file_system: scratch.file_system,
-        };
+        let name = CellName::new(Group::Serve, job.name, job.start.name(), scratch.file_system);
         eprint!("serve    {:6} {:40}", scratch.file_system.name(), job.name);
         let bytes = if job.start == Start::Mapped { MAPPED_BYTES } else { bytes };
         save(cell(name, options, scratch, job, bytes)?)?;
@@ -214,33 +209,10 @@ fn cell(
         ("writethrough", _) | (_, Start::Mapped) => &[Server::Vdkit, Server::QemuNbd],
         _ => &[Server::Vdkit, Server::QemuNbd, Server::Nbdkit],
     };
-    let mut series: Vec<Series> = servers
-        .iter()
-        .map(|server| Series {
-            name: server.name().to_owned(),
-            command: typed(*server, options, scratch, job),
-            runs: Vec::new(),
-            target_bytes: None,
-            cannot: None,
-            wrong: None,
-        })
-        .collect();
-    // The first round warms up.
-    for round in 0..=options.runs(Group::Serve) {
-        for index in order_of(round, servers.len()) {
-            if interrupted() {
-                bail!("interrupted");
-            }
-            match run(servers[index], options, scratch, job, bytes) {
-                Ok(usage) if round > 0 => series[index].runs.push(usage),
-                Ok(_) => {}
-                Err(error) => series[index].cannot = Some(format!("{error:#}")),
-            }
-        }
-    }
-    let cell = Cell { name, guest_bytes: bytes, series };
-    eprintln!("{}", cell.short());
-    Ok(cell)
+    let empty = |server: &Server| Series::new(server.name(), typed(*server, options, scratch, job));
+    let series = servers.iter().map(empty).collect();
+    let run = |index: usize| run(servers[index], options, scratch, job, bytes);
+    nbd::measure(name, bytes, series, options.runs(Group::Serve), run)
 }
 
 fn typed(server: Server, options: &Options, scratch: &Scratch, job: &Job) -> String {

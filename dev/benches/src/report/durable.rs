@@ -2,9 +2,9 @@
 
 use std::fmt::Write;
 
-use super::{edges, median, ratio, ratio_of};
+use super::table::{Column, FILE_SYSTEM, JOB, MEMORY, RUNS, number, processor_ratio, words};
+use super::{Cell, Series, edges, median, ratio};
 use crate::options::FileSystem;
-use crate::pair::{Cell, Series};
 
 /// How many times as fast as qemu-nbd vdkit is to be: never slower, and twice as fast where a sync
 /// takes less than 0.1 ms.
@@ -13,8 +13,8 @@ fn wanted(cell: &Cell) -> f64 {
     if cheap { 2.0 } else { 1.0 }
 }
 
-fn verdict(cell: &Cell, vdkit: &Series, qemu: &Series) -> String {
-    let wanted = wanted(cell);
+fn verdict(cell: &Cell) -> String {
+    let (wanted, vdkit, qemu) = (wanted(cell), cell.vdkit(), cell.peer());
     if !vdkit.usable() || !qemu.usable() {
         return "–".to_owned();
     }
@@ -47,36 +47,23 @@ fn syncs(series: &Series) -> String {
     }
 }
 
-pub fn table(cells: &[&Cell]) -> String {
-    let mut text = String::from(
-        "| file system | a sync takes | job | vdkit, a request | qemu-nbd, a request | \
-         qemu-nbd ÷ vdkit | wanted | CPU a request | qemu-nbd ÷ vdkit | syncs a request | \
-         peak memory | runs |\n\
-         |---|---|---|---:|---:|---:|---|---:|---:|---:|---:|---:|\n",
-    );
-    for cell in cells {
-        let [vdkit, qemu, ..] = &cell.series[..] else { continue };
-        let _ = writeln!(
-            text,
-            "| {} | {} | {} | {} | {} | {} | {} | {} : {} | {} | {} : {} | {} | {} |",
-            cell.name.file_system.name(),
-            cell.name.content,
-            cell.name.job,
-            micros(vdkit, &vdkit.walls()),
-            micros(qemu, &qemu.walls()),
-            ratio(qemu, vdkit),
-            verdict(cell, vdkit, qemu),
-            micros(vdkit, &vdkit.processors()),
-            micros(qemu, &qemu.processors()),
-            ratio_of(qemu, vdkit, Series::processors),
-            syncs(vdkit),
-            syncs(qemu),
-            vdkit.memory(),
-            vdkit.runs.len(),
-        );
-    }
-    text
-}
+pub const COLUMNS: &[Column] = &[
+    FILE_SYSTEM,
+    words("a sync takes", |cell| cell.name.content.clone()),
+    JOB,
+    number("vdkit, a request", |cell| micros(cell.vdkit(), &cell.vdkit().walls())),
+    number("qemu-nbd, a request", |cell| micros(cell.peer(), &cell.peer().walls())),
+    number("qemu-nbd ÷ vdkit", |cell| ratio(cell.peer(), cell.vdkit())),
+    words("wanted", verdict),
+    number("CPU a request", |cell| {
+        let processor = |series: &Series| micros(series, &series.processors());
+        format!("{} : {}", processor(cell.vdkit()), processor(cell.peer()))
+    }),
+    number("qemu-nbd ÷ vdkit", |cell| processor_ratio(cell.peer(), cell)),
+    number("syncs a request", |cell| format!("{} : {}", syncs(cell.vdkit()), syncs(cell.peer()))),
+    MEMORY,
+    RUNS,
+];
 
 /// A line for the terminal.
 pub fn short(cell: &Cell) -> String {
@@ -85,10 +72,10 @@ pub fn short(cell: &Cell) -> String {
         let _ = write!(text, "  {}: {}", series.name, micros(series, &series.walls()));
     }
     if let [vdkit, qemu, ..] = &cell.series[..] {
-        let processors = ratio_of(qemu, vdkit, Series::processors);
+        let processors = processor_ratio(qemu, cell);
         let _ = write!(text, "  ÷ {}, CPU {processors}", ratio(qemu, vdkit));
         let _ = write!(text, ", syncs {} : {}", syncs(vdkit), syncs(qemu));
-        let _ = write!(text, ", wanted {}", verdict(cell, vdkit, qemu));
+        let _ = write!(text, ", wanted {}", verdict(cell));
     }
     text
 }
@@ -99,11 +86,10 @@ mod tests {
     use crate::options::Group;
     use crate::pair::CellName;
     use crate::process::Usage;
+    use crate::report::table;
 
     fn cell(sync: &str, vdkit: f64, qemu: f64) -> Cell {
         let series = |name: &str, wall_seconds| Series {
-            name: name.to_owned(),
-            command: String::new(),
             runs: vec![Usage {
                 wall_seconds,
                 sync_seconds: 0.0,
@@ -112,16 +98,9 @@ mod tests {
                 memory_bytes_max: 1 << 20,
                 syncs: (sync != "nothing").then_some(0.25),
             }],
-            target_bytes: None,
-            cannot: None,
-            wrong: None,
+            ..Series::new(name, String::new())
         };
-        let name = CellName {
-            group: Group::Durable,
-            job: "job".to_owned(),
-            content: sync.to_owned(),
-            file_system: FileSystem::Tmpfs,
-        };
+        let name = CellName::new(Group::Durable, "job", sync, FileSystem::Tmpfs);
         Cell {
             name,
             guest_bytes: 1,
@@ -131,7 +110,8 @@ mod tests {
 
     #[test]
     fn cheap_syncs_ask_for_twice_the_speed_and_dear_ones_for_the_same() {
-        let text = table(&[&cell("nothing", 20e-6, 30e-6), &cell("1 ms", 20e-6, 30e-6)]);
+        let cells = [cell("nothing", 20e-6, 30e-6), cell("1 ms", 20e-6, 30e-6)];
+        let text = table::of(&[&cells[0], &cells[1]], COLUMNS);
         assert!(text.contains("| nothing | job | 20.0 µs (20.0–20.0) | 30.0 µs"), "{text}");
         assert!(text.contains("| **1.50** (1.50–1.50) | 2: **missed** |"), "{text}");
         assert!(text.contains("| **1.50** (1.50–1.50) | 1: met |"), "{text}");

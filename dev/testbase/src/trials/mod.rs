@@ -1,8 +1,8 @@
-//! What every writable format must stand, whatever it is: random operations against a model, power
-//! cuts, failing storages, threads. A format's own tests say which images, and look at what is
-//! special about it.
+//! Tests that every writable format must pass: random operations against a model, power cuts, failing
+//! storages, threads. A format's own tests choose the images, and test what is special about the
+//! format.
 //!
-//! All functions panic where a promise is broken, naming the seed.
+//! All functions panic if a guarantee is broken, and print the seed.
 
 mod beside;
 mod faults;
@@ -272,7 +272,7 @@ impl Trial {
     }
 
     /// The power fails at some moments of a run; what was flushed is there, what was not is old or
-    /// new, and the image is sound but for leaks, which a repair mends.
+    /// new, and the image is sound but for leaks, which a repair removes.
     pub fn power_cut(&self, seed: u64, steps: u64) {
         let crash = CrashStorage::holding(&self.image());
         let storage: Arc<dyn Storage> = crash.clone();
@@ -297,12 +297,15 @@ impl Trial {
             moments.push((crash.ops(), op + 1));
         }
         disk.close().expect("closing");
-        moments.push((crash.ops(), steps));
-        for _ in 0..8 {
-            let cut = rng.below(crash.ops() as u64 + 1) as usize;
+        history.flushed(steps);
+        moments.push((crash.ops(), steps + 1));
+        let mut cuts = [0; 8].map(|_| rng.below(crash.ops() as u64 + 1) as usize);
+        cuts.sort_unstable();
+        let mut replay = crash.replay();
+        for cut in cuts {
             // Steps that had returned by then, and the one that had begun.
             let done = moments.iter().rev().find(|(ops, _)| *ops <= cut).map_or(0, |m| m.1);
-            let image = crash.crash_at(cut);
+            let image = replay.at(cut);
             let mut left = vec![image.only_durable(), image.everything()];
             left.extend((0..3).map(|_| image.survivor(&mut rng)));
             for (n, survivor) in left.into_iter().enumerate() {
@@ -366,7 +369,7 @@ impl Trial {
             assert_eq!(report.corruptions, 0, "{what}: {:#?}", report.findings);
             let disk = self.open(&storage, false).expect(&what);
             if closed {
-                history.judge_now(&disk, &what);
+                history.judge_closed(&disk, &what);
             } else {
                 history.judge(&disk, done, &what);
             }
@@ -517,10 +520,9 @@ impl History {
         self.judge_since(disk, flushed, done, what);
     }
 
-    /// Everything was made durable.
-    fn judge_now(&self, disk: &Disk, what: &str) {
-        // A step that failed may have left either, so versions since the last flush count too.
-        self.judge(disk, u64::MAX, what);
+    /// The disk was closed: each sector holds the last version that is not optional, or a later one.
+    fn judge_closed(&self, disk: &Disk, what: &str) {
+        self.judge_since(disk, u64::MAX, u64::MAX, what);
     }
 
     fn judge_since(&self, disk: &Disk, flushed: u64, done: u64, what: &str) {

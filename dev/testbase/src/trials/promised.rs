@@ -1,6 +1,7 @@
 //! What a disk must hold after a power cut, and the power cut in each step of a run.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use vdkit_block::GuestOffset;
 use vdkit_chain::Disk;
@@ -57,10 +58,10 @@ impl Promised {
         self
     }
 
-    /// Holds a disk against it.
+    /// Compares a disk with it.
     ///
     /// # Panics
-    /// Where a sector has another content.
+    /// If a sector has another content.
     pub fn holds(&self, found: &[u8], what: &str) {
         for (sector, content) in found.chunks(SECTOR).enumerate() {
             let flushed = &self.flushed[sector * SECTOR..][..content.len()];
@@ -81,10 +82,10 @@ impl Promised {
 /// cut may leave: within each step, after it, and at each moment of closing.
 ///
 /// # Panics
-/// Where `examine` does, or the disk shows something else than the steps made.
+/// If `examine` does, or the disk shows something else than the steps made.
 pub fn cut_in_each_step(
     disk: &Disk,
-    storage: &CrashStorage,
+    storage: &Arc<CrashStorage>,
     steps: usize,
     rng: &mut Rng,
     first: Vec<u8>,
@@ -92,16 +93,17 @@ pub fn cut_in_each_step(
     examine: impl Fn(&Promised, MemoryStorage, &str),
 ) {
     let mut guest = Promised { flushed: first.clone(), now: first, since: HashMap::new() };
+    let mut replay = storage.replay();
     for _ in 0..steps {
         let (before, earlier) = (storage.ops(), guest.clone());
         step(&mut guest, rng);
         let ops = storage.ops();
         if ops > before {
             let point = before + 1 + rng.below((ops - before) as u64) as usize;
-            let survivor = storage.crash_at(point).survivor(rng);
+            let survivor = replay.at(point).survivor(rng);
             examine(&earlier.during(&guest), survivor, &format!("cut at {point}, random"));
         }
-        let crash = storage.crash_at(ops);
+        let crash = replay.at(ops);
         examine(&guest, crash.survivor(rng), &format!("cut at {ops}, random, step done"));
         if rng.chance(1, 8) {
             for (which, survivor) in crash.extremes() {
@@ -115,7 +117,7 @@ pub fn cut_in_each_step(
     let before = storage.ops();
     disk.close().expect("closing");
     for point in before..storage.ops() {
-        let survivor = storage.crash_at(point + 1).survivor(rng);
+        let survivor = replay.at(point + 1).survivor(rng);
         examine(&guest, survivor, &format!("cut at {}, while closing", point + 1));
     }
 }

@@ -12,7 +12,9 @@ use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
 
 use super::{SECTOR, Trial, pattern};
-use crate::{CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng, first_difference, read_all};
+use crate::{
+    CrashImage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng, first_difference, read_all,
+};
 
 /// Bytes of one mark.
 const MARK: u64 = 4096;
@@ -186,7 +188,7 @@ impl Trial {
     }
 }
 
-/// What one resize did, for those who cut the power in it.
+/// What one resize did, for power cuts during it.
 struct Resized {
     /// Changes of the file before it and after it.
     ops: (usize, usize),
@@ -339,40 +341,41 @@ impl<'a> Resizes<'a> {
             disk.flush().expect("flushing");
             let (begin, before) = (crash.ops(), MemoryStorage::clone(&model));
             disk.resize(*size).expect("another size");
-            // As whoever promises the size does: that of a raw disk is its file's length, and nothing more.
+            // As a caller that guarantees the size does: that of a raw disk is its file's length, and nothing more.
             disk.flush().expect("flushing");
             resized(&model, disk.guest_bytes());
             let after = MemoryStorage::clone(&model);
             done.push(Resized { ops: (begin, crash.ops()), before, after });
         }
         disk.close().expect("closing");
-        let mut rng = Rng::new(seed);
+        let (mut rng, mut replay) = (Rng::new(seed), crash.replay());
         for resized in &done {
             let (begin, end) = resized.ops;
-            let mut moments: Vec<usize> = (begin..=end).collect();
-            while moments.len() > MOMENTS_MAX {
+            let mut cuts: Vec<usize> = (begin..=end).collect();
+            while cuts.len() > MOMENTS_MAX {
                 // The first and the last ones stay.
-                let middle = moments.len() as u64 - 2;
-                moments.remove(1 + rng.below(middle) as usize);
+                let middle = cuts.len() as u64 - 2;
+                cuts.remove(1 + rng.below(middle) as usize);
             }
-            for moment in moments {
-                self.cut(&crash, resized, moment, &mut rng);
-            }
-            // A process that is killed loses nothing that it wrote.
             for moment in begin..=end {
-                let storage: Arc<dyn Storage> = Arc::new(crash.crash_at(moment).everything());
+                let image = replay.at(moment);
+                if cuts.contains(&moment) {
+                    self.cut(image, resized, moment, &mut rng);
+                    continue;
+                }
+                // A process that is killed loses nothing that it wrote.
+                let storage: Arc<dyn Storage> = Arc::new(image.everything());
                 let what = self.what(&format!("killed at {moment} in {begin}..{end}"));
                 self.read_back(&storage, resized, moment == end, &what);
             }
         }
     }
 
-    fn cut(&self, crash: &CrashStorage, resized: &Resized, moment: usize, rng: &mut Rng) {
-        let image = crash.crash_at(moment);
+    /// All that survives a kill, and a part of it that survives a power cut.
+    fn cut(&self, image: &CrashImage, resized: &Resized, moment: usize, rng: &mut Rng) {
         let mut survivors = vec![image.everything(), image.only_durable()];
         survivors.extend([image.survivor(rng), image.survivor(rng)]);
-        let extreme = rng.below(2 + 2 * image.unsynced() as u64) as usize;
-        survivors.extend(image.extremes().nth(extreme).map(|(_, survivor)| survivor));
+        survivors.push(image.extreme(rng.below(image.extremes_count() as u64) as usize).1);
         for (number, survivor) in survivors.into_iter().enumerate() {
             let sizes = (resized.before.len(), resized.after.len());
             let (old, new) = (sizes.0.expect("memory"), sizes.1.expect("memory"));

@@ -109,7 +109,7 @@ fn content_of_window(shape: &Shape, disk: &Disk) -> MemoryStorage {
 }
 
 impl Plan {
-    /// For messages: how to get the run again.
+    /// For messages: how to repeat the run.
     pub fn what(&self) -> String {
         let Self { shape, cache, clients, calls, chores, seed, .. } = self;
         let name = shape.name;
@@ -121,10 +121,10 @@ impl Plan {
         Alone { disk, gate: self.shape.resizes_alone.then(RwLock::default) }
     }
 
-    /// Opens the image and lets everybody work on it. The disk is handed back.
+    /// Opens the image, runs the clients and the administrator, and returns the disk.
     ///
     /// # Panics
-    /// Where a call fails that may not, or a read returns what cannot be there.
+    /// If a call fails that may not, or a read returns what cannot be there.
     pub fn run(&self, recording: &Recording, arm: impl FnOnce()) -> (Run, Disk) {
         let disk = self.shape.open(&recording.files(), true, self.cache).expect("a good image");
         let first = content_of_window(&self.shape, &disk);
@@ -336,7 +336,7 @@ impl Run {
         Ok(())
     }
 
-    /// Holds what a disk shows now against what was done, as a read that came last.
+    /// Compares what a disk shows now with what was done, as a read that came last.
     ///
     /// # Errors
     /// What it cannot show.

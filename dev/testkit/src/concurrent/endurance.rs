@@ -1,5 +1,5 @@
 //! A long life of images under many clients: power cuts, faults and closings follow each other, and
-//! each round goes on with what the one before left.
+//! each round continues with what the one before left.
 //!
 //! A round is short, so that its record fits into memory: [`CrashStorage`](crate::CrashStorage)
 //! forgets nothing, and a round begins with a new one.

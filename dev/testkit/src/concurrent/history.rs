@@ -18,7 +18,7 @@ pub const SECTOR: u64 = 512;
 
 /// The content that a sector had at first.
 pub const FIRST: u64 = 0;
-/// Zeroes, whoever made them.
+/// Zeroes of any origin.
 pub const ZERO: u64 = 1;
 /// The numbers of writes begin here.
 pub const WRITES: u64 = 2;
@@ -170,7 +170,7 @@ pub fn find_content(sector: u64, bytes: &[u8], first: &[u8]) -> Option<u64> {
 /// As [`find_content`].
 ///
 /// # Panics
-/// Where the bytes are of no write, or of several.
+/// If the bytes are of no write, or of several.
 pub fn content_of(sector: u64, bytes: &[u8], first: &[u8]) -> u64 {
     find_content(sector, bytes, first).unwrap_or_else(|| {
         panic!("sector {sector} holds bytes that nobody wrote: {:02x?}..", &bytes[..32])
@@ -205,7 +205,7 @@ impl History {
         history
     }
 
-    /// Holds what was seen against what was done.
+    /// Compares what was seen with what was done.
     ///
     /// # Errors
     /// What the disk cannot have shown.
@@ -262,7 +262,7 @@ impl History {
     /// As [`History::try_judge`].
     ///
     /// # Panics
-    /// Where the disk cannot have shown it.
+    /// If the disk cannot have shown it.
     pub fn judge(&self, seen: &Seen, what: &str) {
         self.try_judge(seen).unwrap_or_else(|error| panic!("{what}: {error}"));
     }
@@ -324,7 +324,7 @@ impl Moment<'_> {
         })
     }
 
-    /// Holds a sector of a survivor against what was acknowledged.
+    /// Compares a sector of a survivor with what was acknowledged.
     ///
     /// # Errors
     /// What is lost, with the changes of that sector.
@@ -336,7 +336,7 @@ impl Moment<'_> {
         Err(self.history.complaint(sector, content, &what))
     }
 
-    /// Holds the size of a survivor against the sizes that the disk had.
+    /// Compares the size of a survivor with the sizes that the disk had.
     ///
     /// # Errors
     /// The sizes that it may have.

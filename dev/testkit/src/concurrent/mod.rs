@@ -11,7 +11,7 @@
 //! ```
 //!
 //! Afterwards [`Run::cut`] chooses moments of the record. What may survive each of them is opened,
-//! checked, and held against the history: a sector holds the last write that was acknowledged as
+//! checked, and compared with the history: a sector holds the last write that was acknowledged as
 //! durable, or one that began after that one or beside it.
 
 pub mod admin;

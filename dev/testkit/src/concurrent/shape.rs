@@ -19,10 +19,7 @@ use vdkit_vhdx::VhdxDriver;
 use vdkit_vmdk::VmdkDriver;
 
 use super::history::{SECTOR, WRITES, stamps};
-
-const KIB: u64 = 1 << 10;
-const MIB: u64 = 1 << 20;
-const GIB: u64 = 1 << 30;
+use crate::units::{GIB, KIB, MIB};
 
 const KEY: &[u8] = b"a key of the tests";
 
@@ -58,7 +55,7 @@ pub struct Shape {
     pub noisy: bool,
     /// It has snapshots and bitmaps.
     pub keeps: bool,
-    /// It stands on a raw image that holds data everywhere.
+    /// It has a raw backing image that holds data everywhere.
     pub backed: bool,
     /// It has dirty metadata after a crash, which opening it for writing repairs.
     pub lazy: bool,
@@ -222,7 +219,7 @@ impl Shape {
     /// A new image, as its files hold it, durably; `filled` puts something into parts of the window.
     ///
     /// # Panics
-    /// Where it cannot be made.
+    /// If it cannot be made.
     pub fn make(&self, filled: bool) -> Vec<MemoryStorage> {
         let mut options = Options::parse(self.driver.name(), self.driver.options(), [self.options])
             .expect("good options");
@@ -271,7 +268,7 @@ impl Shape {
         }
     }
 
-    /// What it stands on ends within the window.
+    /// Its backing image ends within the window.
     fn base(&self) -> Option<Disk> {
         if !self.backed {
             return None;
@@ -342,7 +339,7 @@ impl Shape {
         Ok(all)
     }
 
-    /// A format's view (a snapshot) on what the image stands on.
+    /// A format's view (a snapshot) over the backing image.
     pub fn view(&self, format: Arc<dyn Format>) -> Disk {
         let info = ImageInfo::new(self.driver.name(), format.guest_bytes());
         let disk = Disk::from_format(format, info, &OpenOptions::default());

@@ -1,4 +1,4 @@
-//! Any bytes as an image of one of the formats: refused with an error, or read, checked, mended and
+//! Any bytes as an image of one of the formats: refused with an error, or read, checked, repaired and
 //! written as an image must be.
 
 use std::sync::Arc;
@@ -89,7 +89,7 @@ impl Files {
 /// whose length is given instead, and what its extents begin with.
 ///
 /// # Panics
-/// Where a promise is broken: reads by different ways differ, describing costs more than a few reads,
+/// If a promise is broken: reads by different ways differ, describing costs more than a few reads,
 /// a repair that says it is done left damage, or a sound image loses what is written to it.
 pub fn format_open(input: &[u8]) {
     let Some((&[which, high, low], rest)) = input.split_first_chunk::<3>() else { return };

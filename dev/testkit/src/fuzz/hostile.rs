@@ -19,7 +19,7 @@ const EDGE_BYTES: u64 = 1500;
 /// them, and writes to them where the check found them sound.
 ///
 /// # Panics
-/// Where a promise is broken: reads by different ways differ, a repair that says it is done left
+/// If a promise is broken: reads by different ways differ, a repair that says it is done left
 /// damage, or writing to a sound image made damage or lost bytes.
 pub fn qcow2_open_read(image: &[u8]) {
     let fresh = || -> Arc<dyn Storage> { Arc::new(MemoryStorage::from_bytes("image", image)) };
@@ -84,7 +84,7 @@ fn read_twice(disk: &Disk, start: u64, end: u64) {
     }
 }
 
-/// A repair that has nothing left to mend has left nothing.
+/// A repair that reports nothing left has left nothing.
 fn repair(storage: &Arc<dyn Storage>) {
     // What looks like lost tables is given free only where that is asked for.
     let repaired = run_check(storage, None, Repair::All)

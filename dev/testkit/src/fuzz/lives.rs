@@ -1,4 +1,4 @@
-//! Operations on new images of VDI, VHD, VHDX and VMDK, held against a flat model.
+//! Operations on new images of VDI, VHD, VHDX and VMDK, compared with a flat model.
 
 use std::sync::Arc;
 
@@ -91,7 +91,7 @@ const VMDKS: [Kind; 6] = [
 /// zeroes, discards, flushes, resizes, compaction, and openings anew, with and without a close.
 ///
 /// # Panics
-/// Where the disk does not hold what the model holds, a check finds damage, a closed image has
+/// If the disk does not hold what the model holds, a check finds damage, a closed image has
 /// leaks that no end without a close left, or an operation fails on a storage that never does.
 pub fn vdi_ops(input: &[u8]) {
     life(&VDIS, input);
@@ -214,14 +214,14 @@ impl Files {
     }
 }
 
-/// The image, what it stands on, and what it must hold.
+/// The image, its backing image, and what it must hold.
 struct World {
     kind: Kind,
     files: Files,
     base: Option<Files>,
     disk: Option<Disk>,
     model: Vec<u8>,
-    /// It was ended without a close, and its leaks were not mended since.
+    /// It was ended without a close, and its leaks were not repaired since.
     leaky: bool,
     /// Distinguishes what the writes write.
     writes: u8,

@@ -15,7 +15,7 @@ use crate::CountingStorage;
 
 /// The input's first two bytes are the length of the file in these units.
 const LEN_UNIT: u64 = 4096;
-/// Where the rest of the input goes: the first slot's key material, as everybody lays it out.
+/// Where the rest of the input goes: the first slot's key material, as all tools lay it out.
 const MATERIAL_AT: u64 = 4096;
 /// Most bytes of a slot's material: 4000 stripes of the longest key that is accepted.
 const MATERIAL_BYTES_MAX: u64 = 4000 * 512;
@@ -27,7 +27,7 @@ const SECTOR: u64 = 512;
 /// container and inside another file, tries a key, changes the key slots and writes to the disk.
 ///
 /// # Panics
-/// Where a promise is broken: a header is judged by where it lies, reading costs more than it may,
+/// If a promise is broken: a header is judged by where it lies, reading costs more than it may,
 /// an error does not name the file, a disk does not hold what was written, or a change of keys
 /// locks out a key that stays.
 pub fn luks_open(input: &[u8]) {

@@ -1,7 +1,7 @@
-//! What the fuzz targets run, as plain functions of bytes: the targets in `fuzz/` call them with
-//! what the fuzzer thinks of, and ordinary tests with the kept corpus.
+//! The bodies of the fuzz targets, as functions of bytes: the targets in `dev/fuzz` call them with
+//! the fuzzer's inputs, and ordinary tests with the corpus.
 //!
-//! A function here panics where the code under test breaks a promise, and only then.
+//! A function here panics if, and only if, the code under test breaks a guarantee.
 
 mod formats;
 mod hostile;
@@ -83,7 +83,7 @@ pub fn near_corpus(
     }
 }
 
-/// Little enough that a lie about a size is refused rather than believed.
+/// So small that an image with a false size is refused.
 const LIMITS: Limits = {
     let mut limits = Limits::DEFAULT;
     limits.table_bytes_max = 1 << 20;
@@ -111,7 +111,7 @@ fn run_check(
     check::check(storage, data_file, repair, &LIMITS, &monitor)
 }
 
-/// Opens an image as a disk that stands on nothing.
+/// Opens an image as a disk without a backing image.
 fn open(
     storage: &Arc<dyn Storage>,
     data_file: Option<&Arc<dyn Storage>>,

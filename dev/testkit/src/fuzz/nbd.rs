@@ -23,10 +23,10 @@ const REQUESTS_MAX: usize = 64;
 
 /// The first byte says how the others are taken: as what a client sends from its first byte on,
 /// after its flags or after an agreement; or as requests in one of three styles, whose answers are
-/// held against a model.
+/// compared with a model.
 ///
 /// # Panics
-/// Where the server breaks the protocol, does not do as it answered, lets nobody else in
+/// If the server breaks the protocol, does not do as it answered, lets no other client in
 /// afterwards, keeps the connection, or leaves an image that is not clean.
 pub fn nbd_session(input: &[u8]) {
     let Some((how, rest)) = input.split_first() else { return };
@@ -58,7 +58,7 @@ fn noise(rig: &Rig, how: u8, style: Style, bytes: &[u8]) {
         }
         _ => rig.client(style),
     };
-    // It may hang up before it has heard all of it.
+    // It may hang up before it has received all of it.
     let _ = client.socket.write_all(bytes);
     let _ = client.socket.shutdown(Shutdown::Write);
     let mut sink = [0; 4096];
@@ -149,7 +149,7 @@ fn requests(rig: &Rig, style: Style, input: &[u8], model: &mut [u8]) {
     }
 }
 
-/// Asks, and holds what is answered against the model, or the model to what was done.
+/// Sends a request, and compares the answer with the model or updates the model.
 fn ask(client: &mut Client, asked: &Asked, model: &mut [u8]) -> Result<(), u32> {
     let &Asked { command, flags, at, len, fill } = asked;
     match command {

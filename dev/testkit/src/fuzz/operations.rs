@@ -1,4 +1,4 @@
-//! Operations on a new image, held against a flat model.
+//! Operations on a new image, compared with a flat model.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -34,7 +34,7 @@ const OPERATIONS_MAX: u64 = 100;
 /// anew, with and without a close.
 ///
 /// # Panics
-/// Where the disk does not hold what the model holds, a check finds damage, a closed image has
+/// If the disk does not hold what the model holds, a check finds damage, a closed image has
 /// leaks, or an operation fails on a storage that never does.
 pub fn qcow2_ops(input: &[u8]) {
     qcow2_life(input);
@@ -200,7 +200,7 @@ impl Shape {
     }
 }
 
-/// The image, what it stands on, and what it must hold.
+/// The image, its backing image, and what it must hold.
 struct World {
     shape: Shape,
     storage: Arc<dyn Storage>,
@@ -212,7 +212,7 @@ struct World {
     snapshots: Vec<(String, Vec<u8>)>,
     /// Name and the sectors that each bitmap must show as dirty.
     bitmaps: Vec<(String, BTreeSet<u64>)>,
-    /// It was ended without a close, and its leaks were not mended since.
+    /// It was ended without a close, and its leaks were not repaired since.
     leaky: bool,
     /// Distinguishes what the writes write.
     writes: u8,
@@ -411,7 +411,7 @@ impl World {
         let ended = if close { self.disk().close() } else { self.disk().flush() };
         self.must(ended, "close or flush");
         self.disk = None;
-        // With lazy refcounts and no close, refcounts may be behind: opening mends them.
+        // With lazy refcounts and no close, refcounts may be behind: opening repairs them.
         let behind = self.shape.lazy && !close;
         // (Space that only bitmaps took before the end is not behind, and may leak.)
         self.leaky |= !close;
@@ -423,7 +423,7 @@ impl World {
             };
             let report = self.check(repair);
             if repair == Repair::Leaks {
-                // Without a close a table that was let go may not be punched yet. What looks like a
+                // Without a close, a freed table may not be punched yet. What looks like a
                 // lost one is kept, with what it names, and nothing else is.
                 let kept = report.leaks_kept;
                 assert_eq!(report.leaks_left(), kept, "{:?}: {:?}", self.shape, report.findings);

@@ -12,7 +12,7 @@ use crate::appliance::tar;
 /// descriptor; a manifest beside a sound descriptor), and its bytes.
 ///
 /// # Panics
-/// Where a member reaches past the end of the file, where a disk cannot be read whole, and where a name
+/// If a member reaches past the end of the file, where a disk cannot be read whole, and where a name
 /// for a file is none.
 pub fn ova_open(input: &[u8]) {
     let Some((&kind, rest)) = input.split_first() else { return };

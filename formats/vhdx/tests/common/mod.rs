@@ -2,7 +2,8 @@
 //! equal.
 #![allow(dead_code, unused_imports, reason = "each test file uses its part")]
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 
 use vdkit_block::{
     AmendRequest, Amendment, BackingRef, CheckReport, CreateRequest, Creation, Format,
@@ -49,11 +50,14 @@ impl Kind {
         create(storage, self.size, self.options, self.parent.map(|_| parent_ref()));
     }
 
-    /// The parent disk.
+    /// The parent disk, whose bytes are made once.
     pub fn parent_disk(&self) -> Option<Disk> {
-        let bytes = parent_bytes(self.parent?);
-        let storage: Arc<dyn Storage> =
-            Arc::new(MemoryStorage::from_bytes("parent", &bytes).read_only());
+        static PARENTS: Mutex<BTreeMap<u64, Arc<dyn Storage>>> = Mutex::new(BTreeMap::new());
+        let len = self.parent?;
+        let make = || -> Arc<dyn Storage> {
+            Arc::new(MemoryStorage::from_bytes("parent", &parent_bytes(len)).read_only())
+        };
+        let storage = PARENTS.lock().unwrap().entry(len).or_insert_with(make).clone();
         let format: Arc<dyn Format> =
             Arc::new(vdkit_raw::RawFormat::new(storage, false).expect("a raw parent"));
         Some(disk_of(format, false))
