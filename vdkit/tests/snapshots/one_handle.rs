@@ -14,6 +14,8 @@ use vdkit_testkit::{assert_sound, create_image};
 use super::support::rig;
 
 const GUEST_BYTES: u64 = 2 << 20;
+/// The offset in an entry of an L1 or L2 table.
+const OFFSET: u64 = (1 << 56) - 512;
 
 fn create(text: &str) -> Arc<dyn Storage> {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
@@ -39,9 +41,15 @@ fn assert_clean(storage: &Arc<dyn Storage>) {
 #[test]
 fn a_damaged_entry_is_named_where_the_table_is_now() {
     let storage = create("cluster_size=4096");
+    let disk = rig::disk(open(&storage), true);
+    disk.write_at(&[1; 4096], GuestOffset(0)).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    // Not at a cluster boundary, and in a cluster of data: that of another table is refused when the
+    // image is opened.
     let before = word(&*storage, 40);
-    // Not at a cluster boundary, and in no other table's cluster, which an opening for writing refuses.
-    storage.write_at(&0x10_0200u64.to_be_bytes(), HostOffset(before)).unwrap();
+    let data = word(&*storage, word(&*storage, before) & OFFSET) & OFFSET;
+    storage.write_at(&(data + 0x200).to_be_bytes(), HostOffset(before)).unwrap();
     let image = open(&storage);
     image.resize(4 * GUEST_BYTES).unwrap();
     let now = word(&*storage, 40);
