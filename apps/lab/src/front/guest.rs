@@ -225,7 +225,7 @@ pub struct Booted {
 }
 
 impl Booted {
-    /// As [`Running::wait`].
+    /// As `Running::wait`.
     pub fn wait(&mut self, most: Duration) -> Result<bool> {
         self.running.wait(most)
     }
