@@ -242,11 +242,6 @@ impl Running {
         self.child.id()
     }
 
-    /// Number of bytes that the program has printed so far.
-    pub fn printed(&self) -> u64 {
-        self.out.metadata().map_or(0, |found| found.len())
-    }
-
     /// Waits at most `most` for the program's end. Returns whether it has ended.
     pub fn wait(&mut self, most: Duration) -> Result<bool> {
         if self.ended.is_some() {
