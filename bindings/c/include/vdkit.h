@@ -11,7 +11,8 @@
  * Threads: every function may be called from any thread. One vdkit_disk may be used from many threads
  * at once; vdkit_close must be the last call. Callbacks may call libvdkit, but for what their comments
  * say.
- * Fork: a child opens its own disks, and does not use those of its parent.
+ * Fork: a child opens its own disks, and does not use those of its parent. A daemon forks first, and
+ * opens and serves afterwards.
  * Offsets and lengths are in bytes of the guest disk.
  */
 

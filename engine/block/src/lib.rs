@@ -51,6 +51,7 @@ pub mod lossy;
 mod monitor;
 mod options;
 mod policy;
+mod process;
 mod remedy;
 mod reservation;
 mod snapshots;
@@ -92,6 +93,7 @@ pub use limits::Limits;
 pub use monitor::{CancelToken, Monitor, NoProgress, Progress};
 pub use options::{FileHints, OptionKind, OptionSpec, Options, parse_size};
 pub use policy::{RefJudge, RefPolicy};
+pub use process::OwnerProcess;
 pub use remedy::Remedy;
 pub use reservation::{
     CompressedFrame, CompressedReservation, Fill, Reservation, Reserver, Ticket,

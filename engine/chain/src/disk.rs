@@ -6,7 +6,7 @@ use std::sync::Arc;
 use parking_lot::{Mutex, RwLock};
 use vdkit_block::{
     CacheMode, Encryption, Error, Format, Gate, GuestOffset, ImageInfo, InFlightGuard, Inside,
-    Limits, MapCache, MapCacheStats, OpenRequest, Result, Storage, require_writable,
+    Limits, MapCache, MapCacheStats, OpenRequest, OwnerProcess, Result, Storage, require_writable,
 };
 
 use crate::extent::{Cursor, DiskExtent, Extents, Purpose};
@@ -119,7 +119,7 @@ pub struct Disk {
     cache: CacheMode,
     writable: bool,
     /// The process that opened it.
-    owner: u32,
+    owner: OwnerProcess,
 }
 
 /// A read-only view of an image's snapshot.
@@ -210,7 +210,7 @@ impl Disk {
             name,
             cache: options.cache,
             writable,
-            owner: std::process::id(),
+            owner: OwnerProcess::current(),
         }
     }
 
@@ -406,7 +406,7 @@ impl Disk {
         if !self.writable {
             return Ok(());
         }
-        if self.owner != std::process::id() {
+        if !self.owner.is_current() {
             // This copy of the map does not have what the parent has allocated since.
             let what = "was opened by the parent of this process, and only that closes it";
             return Err(Error::invalid_for(&self.name, what));

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, eventfd};
-use vdkit_block::{Error, GuestOffset, IoAction, Result};
+use vdkit_block::{Error, GuestOffset, IoAction, OwnerProcess, Result};
 
 use crate::disk::Disk;
 
@@ -117,7 +117,7 @@ pub struct Queue<B = Vec<u8>> {
     shared: Arc<Shared<B>>,
     workers: Vec<JoinHandle<()>>,
     /// The process that has the threads.
-    owner: u32,
+    owner: OwnerProcess,
 }
 
 struct Shared<B> {
@@ -160,7 +160,7 @@ impl<B: DerefMut<Target = [u8]> + Send + 'static> Queue<B> {
             event,
         });
         // Dropped, and so ended, if a thread cannot be started.
-        let mut queue = Self { shared, workers: Vec::new(), owner: std::process::id() };
+        let mut queue = Self { shared, workers: Vec::new(), owner: OwnerProcess::current() };
         for _ in 0..threads.max(1) {
             let shared = Arc::clone(&queue.shared);
             let worker = std::thread::Builder::new()
@@ -237,7 +237,7 @@ impl<B: DerefMut<Target = [u8]>> Shared<B> {
 
 impl<B> Drop for Queue<B> {
     fn drop(&mut self) {
-        if self.owner != std::process::id() {
+        if !self.owner.is_current() {
             // A thread of the parent cannot be joined here.
             return self.workers.drain(..).for_each(std::mem::forget);
         }

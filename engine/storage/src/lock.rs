@@ -23,7 +23,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
 
-use vdkit_block::{Error, IoAction, LockHolder, Result, plain};
+use vdkit_block::{Error, IoAction, LockHolder, OwnerProcess, Result, plain};
 
 use crate::open::file_error;
 use crate::sys::{self, Conflict, OfdLock};
@@ -63,7 +63,7 @@ pub struct ImageLock {
     used: &'static [u64],
     denied: &'static [u64],
     /// The process that took them. A child shares them by the descriptors that it inherits.
-    owner: u32,
+    owner: OwnerProcess,
 }
 
 impl ImageLock {
@@ -131,12 +131,12 @@ impl ImageLock {
     }
 
     fn of_writer() -> Self {
-        Self { used: WRITER, denied: DENIED, owner: std::process::id() }
+        Self { used: WRITER, denied: DENIED, owner: OwnerProcess::current() }
     }
 
     /// Releases the locks, but not from a child that inherited them: its parent still relies on them.
     pub fn release(&self, file: &File) {
-        if self.owner != std::process::id() {
+        if !self.owner.is_current() {
             return;
         }
         // Unlocking fails only if the file is gone, and its locks with it.

@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 
 use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
-use vdkit_block::Result;
+use vdkit_block::{OwnerProcess, Result};
 
 /// Below this a plain read costs less than two splices.
 const SPLICE_BYTES_MIN: u64 = 128 << 10;
@@ -18,7 +18,7 @@ struct Drain {
     write: OwnedFd,
     null: File,
     /// A child of `fork` makes its own pipe: one of the two could wait for bytes that the other took.
-    process: u32,
+    process: OwnerProcess,
 }
 
 impl Drain {
@@ -27,7 +27,7 @@ impl Drain {
         let (read, write) = pipe_with(PipeFlags::CLOEXEC).ok()?;
         // A smaller pipe works too, in more steps.
         let _ = fcntl_setpipe_size(&write, PIPE_BYTES);
-        Some(Self { read, write, null, process: std::process::id() })
+        Some(Self { read, write, null, process: OwnerProcess::current() })
     }
 }
 
@@ -42,7 +42,7 @@ pub fn read_discard(file: &File, offset: u64, len: u64) -> Result<u64, Errno> {
         return Ok(0);
     }
     DRAIN.with_borrow_mut(|slot| {
-        drop(slot.take_if(|drain| drain.process != std::process::id()));
+        drop(slot.take_if(|drain| !drain.process.is_current()));
         if slot.is_none() {
             *slot = Drain::new();
         }

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use io_uring::{IoUring, opcode, types};
 use rustix::io::Errno;
+use vdkit_block::OwnerProcess;
 
 /// Maximum reads in flight.
 pub const DEPTH: usize = 64;
@@ -24,7 +25,7 @@ static REFUSED: AtomicBool = AtomicBool::new(false);
 /// for its own, and return buffers that nobody filled.
 struct OwnRing {
     ring: IoUring,
-    process: u32,
+    process: OwnerProcess,
 }
 
 thread_local! {
@@ -48,11 +49,10 @@ pub fn read_all(file: &File, reads: &mut [Read<'_>]) {
     RING.with(|cell| {
         // Nothing below calls back into this function, but a busy ring must not cause an error.
         let Ok(mut slot) = cell.try_borrow_mut() else { return };
-        let process = std::process::id();
-        drop(slot.take_if(|own| own.process != process));
+        drop(slot.take_if(|own| !own.process.is_current()));
         if slot.is_none() {
             match IoUring::new(DEPTH as u32) {
-                Ok(ring) => *slot = Some(OwnRing { ring, process }),
+                Ok(ring) => *slot = Some(OwnRing { ring, process: OwnerProcess::current() }),
                 Err(_) => {
                     REFUSED.store(true, Ordering::Relaxed);
                     return;
@@ -147,7 +147,7 @@ mod tests {
                 outcome: Ok(0),
             });
             read_all(&file, &mut reads);
-            let own = |ring: &OwnRing| ring.process == std::process::id();
+            let own = |ring: &OwnRing| ring.process.is_current();
             let done = reads.iter().all(|read| read.outcome == Ok(512));
             done && bufs == [[7; 512]; 2] && RING.with_borrow(|ring| ring.as_ref().is_some_and(own))
         };

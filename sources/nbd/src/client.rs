@@ -31,12 +31,17 @@
 //! fails, as after a failed fdatasync. If all answered writes were flushed, or were FUA writes,
 //! nothing is lost, and flushes go on. So a flush never claims more than what is known. An answer that
 //! arrives after its generation has ended does not count: the request is sent again.
+//!
+//! # A child of `fork`
+//! The sockets are its parent's too, and so are the cookies of requests and the state of TLS. So a child
+//! sends nothing, and ends nothing: it closes its descriptors, and its requests fail.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use vdkit_block::OwnerProcess;
 
 use crate::channel::Socket;
 use crate::connection::{Connection, Request};
@@ -145,6 +150,7 @@ pub(crate) struct Client {
     shared: Arc<Mutex<Shared>>,
     /// The phase changed.
     changed: Condvar,
+    owner: OwnerProcess,
 }
 
 impl Client {
@@ -173,7 +179,8 @@ impl Client {
             closed: false,
         };
         let shared = Arc::new(Mutex::new(shared));
-        Ok(Self { target: Arc::new(target), agreed, shared, changed: Condvar::new() })
+        let (changed, owner) = (Condvar::new(), OwnerProcess::current());
+        Ok(Self { target: Arc::new(target), agreed, shared, changed, owner })
     }
 
     /// The parsed name.
@@ -186,6 +193,16 @@ impl Client {
         &self.agreed
     }
 
+    /// Refuses what would use a parent's connections, before any lock: a thread that the child does not
+    /// have may hold it.
+    fn check_process(&self) -> Result<(), Broken> {
+        if self.owner.is_current() {
+            return Ok(());
+        }
+        let why = "it was opened by the parent of this process: open it after the fork";
+        Err(Broken { why: why.into(), lost: false })
+    }
+
     /// Sends a request and waits for its reply, through lost connections if need be.
     ///
     /// # Errors
@@ -195,6 +212,7 @@ impl Client {
         request: &Request<'_>,
         mut expected: Expected<'_>,
     ) -> Result<(), Failure> {
+        self.check_process()?;
         let mut first_lost = None;
         let mut pause = PAUSE_MIN;
         loop {
@@ -256,6 +274,7 @@ impl Client {
     /// # Errors
     /// As [`Client::run`]; and if a lost connection leaves the fate of an answered write unknown.
     pub(crate) fn flush(&self) -> Result<(), Failure> {
+        self.check_process()?;
         let flush = Request { command: command::FLUSH, flags: 0, offset: 0, len: 0, payload: &[] };
         let flushed = match self.agreed.has(flag::SEND_FLUSH) {
             true => self.run(&flush, Expected::Nothing),
@@ -427,6 +446,9 @@ impl Client {
 
 impl Drop for Client {
     fn drop(&mut self) {
+        if !self.owner.is_current() {
+            return;
+        }
         let mut shared = self.shared.lock();
         shared.closed = true;
         let connections = std::mem::take(&mut shared.connections);

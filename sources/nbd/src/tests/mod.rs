@@ -496,6 +496,32 @@ fn requests_in_flight_are_bounded() {
     assert_eq!(server.count(command::WRITE), 4 * IN_FLIGHT_MAX);
 }
 
+/// Neither the end of a disk in a child nor a request there may touch the connections of its parent.
+#[test]
+fn a_child_of_fork_leaves_the_connection_to_its_parent() {
+    let server = Server::start(MIB, Setup::default());
+    let storage = open(&format!("{}&reconnect=0", server.uri())).unwrap();
+    storage.write_at(&[7; 512], HostOffset(0)).unwrap();
+    let asked = server.requests.lock().len();
+    let mut inherited = Some(storage);
+    let leaves_it = || {
+        let own = inherited.take().unwrap();
+        let failed = [own.read_at(&mut [0; 512], HostOffset(0)), own.sync()];
+        drop(own);
+        failed.iter().all(|done| {
+            done.as_ref().is_err_and(|error| error.to_string().contains("open it after the fork"))
+        })
+    };
+    assert!(vdkit_testbase::in_child(|| (), leaves_it), "the child has used the connection");
+    assert_eq!(server.requests.lock().len(), asked, "the child has sent something");
+    let storage = inherited.unwrap();
+    let mut read = [0; 512];
+    storage.read_at(&mut read, HostOffset(0)).unwrap();
+    assert_eq!(read, [7; 512]);
+    // Answered by the same connection, or else it would fail.
+    storage.sync().unwrap();
+}
+
 #[test]
 fn eight_threads_agree_with_a_model_while_connections_are_cut() {
     const THREADS: u64 = 8;
