@@ -21,7 +21,7 @@ use crate::encrypted;
 use crate::flush::Dirty;
 use crate::header::{DiskTables, Encryption, Header, LastingHeader, write_features};
 use crate::l1::{Cut, read_l1};
-use crate::layout::{Geometry, OFFSET_MASK, autoclear, incompatible};
+use crate::layout::{COPIED, Geometry, OFFSET_MASK, autoclear, incompatible};
 use crate::refcounts::Refcounts;
 use crate::slices::SliceCache;
 use crate::structures::header_offset;
@@ -169,7 +169,9 @@ impl Qcow2 {
         let mut metadata = FxHashSet::default();
         let mut bitmaps = BitmapState::unread(&limits);
         if writable {
-            metadata = metadata_clusters(&header, &meta.space.refcounts, &l1, &*storage)?;
+            let refcounts = &mut meta.space.refcounts;
+            metadata = metadata_clusters(&header, refcounts, &l1, &*storage)?;
+            refuse_owners(&l1, geometry, refcounts, &*storage)?;
             Self::clear_autoclear(&mut header, &*storage, &mut warnings)?;
             bitmaps =
                 BitmapState::open(&mut header, &*storage, &mut metadata, &limits, &mut warnings)?;
@@ -482,6 +484,39 @@ fn metadata_clusters(
     }
     set.extend(tables);
     Ok(set)
+}
+
+/// Refuses an L2 table that several L1 entries name but one of them owns, or that too few references
+/// are counted for: a write through one entry would change what another one shows, or free the table.
+///
+/// # Errors
+/// [`Error::Corrupt`]. Those of reading refcounts, which only such tables need.
+fn refuse_owners(
+    l1: &[u64],
+    geometry: Geometry,
+    refcounts: &mut Refcounts,
+    storage: &dyn Storage,
+) -> Result<()> {
+    let bits = geometry.cluster_bits;
+    let mut tables: Vec<u64> = l1.iter().copied().filter(|word| word & OFFSET_MASK != 0).collect();
+    tables.sort_unstable_by_key(|word| word & OFFSET_MASK);
+    for entries in tables.chunk_by(|a, b| (a ^ b) & OFFSET_MASK == 0).filter(|run| run.len() > 1) {
+        let table = entries[0] & OFFSET_MASK;
+        let owned = entries.iter().any(|word| word & COPIED != 0);
+        let counted = refcounts.get(table >> bits, storage)?;
+        if owned || counted < entries.len() as u64 {
+            let owner = if owned { "one of which owns it" } else { "none of which owns it" };
+            return Err(Error::corrupt(
+                storage.name(),
+                table,
+                "L2 table",
+                format!("{} L1 entries, {owner}, and a refcount of {counted}", entries.len()),
+                "a reference for each entry, and no owner if there are several",
+            )
+            .with_remedy(Remedy::REPAIR));
+        }
+    }
+    Ok(())
 }
 
 impl Format for Qcow2 {

@@ -689,6 +689,64 @@ fn an_image_with_two_tables_in_one_cluster_is_repaired_before_it_is_written() {
     }
 }
 
+/// A write through one L1 entry would change what the other one shows, or free the table under it.
+#[test]
+fn an_l2_table_of_two_l1_entries_has_no_owner_and_two_references() {
+    const CLUSTER: u64 = 512;
+    const REACH: u64 = CLUSTER * CLUSTER / 8;
+    for (copied, references, sound) in [(true, 2, false), (false, 1, false), (false, 2, true)] {
+        let storage: Arc<dyn Storage> =
+            Arc::new(MemoryStorage::from_bytes("image", &image(1 << 20, "cluster_size=512")));
+        let first = open(&storage);
+        write_cluster(&*first, 0, 1).unwrap();
+        first.close().unwrap();
+        let word = |at: u64| {
+            let mut bytes = [0; 8];
+            storage.read_at(&mut bytes, HostOffset(at)).unwrap();
+            u64::from_be_bytes(bytes)
+        };
+        // The header names the L1 table at byte 40 and the refcount table at byte 48.
+        let (l1, table, block) = (word(40), first_l2(&*storage), word(word(48)));
+        let set = |at: u64, bytes: &[u8]| storage.write_at(bytes, HostOffset(at)).unwrap();
+        let entry = (table | if copied { COPIED } else { 0 }).to_be_bytes();
+        set(l1, &entry);
+        set(l1 + 8, &entry);
+        // Data of a shared table is shared too.
+        let data = word(table) & OFFSET_MASK;
+        set(table, &data.to_be_bytes());
+        for cluster in [table, data] {
+            set(block + cluster / CLUSTER * 2, &(references as u16).to_be_bytes());
+        }
+        let (storage, limits) = (storage.clone(), Limits::default());
+        let request =
+            OpenRequest { storage: storage.clone(), files: Vec::new(), writable: true, limits };
+        match Qcow2Driver.open(request) {
+            Ok(image) => {
+                assert!(sound, "copied {copied}, references {references}");
+                write_cluster(&*image, REACH, 2).unwrap();
+                let holds = |at: u64| {
+                    let extent = image.resolve(GuestOffset(at), CLUSTER).unwrap();
+                    let Place::Data { offset, .. } = extent.place else { panic!("{extent:?}") };
+                    let mut bytes = [0; CLUSTER as usize];
+                    storage.read_at(&mut bytes, offset).unwrap();
+                    bytes[0]
+                };
+                assert_eq!((holds(0), holds(REACH)), (1, 2));
+                image.close().unwrap();
+                // What is left has one owner now, whose flag is not set.
+                let checked = OfflineImage::new(&storage);
+                let report = Qcow2Driver.check(&checked, Repair::All).unwrap();
+                assert_eq!(report.corruptions_left(), 0, "{report:?}");
+            }
+            Err(error) => {
+                assert!(!sound, "{error}");
+                assert_eq!(error.remedy(), Some(Remedy::REPAIR), "{error}");
+                assert!(error.to_string().contains("2 L1 entries"), "{error}");
+            }
+        }
+    }
+}
+
 /// A reference within a cluster is damage: the cluster that it names is another one's, so to discard
 /// it frees nothing.
 #[test]

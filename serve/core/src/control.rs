@@ -20,7 +20,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use serde::{Deserialize, Serialize};
 use vdkit_block::{
-    Bitmaps, CancelToken, Error, Monitor, NewBitmap, NewSnapshot, Remedy, SnapshotInfo,
+    Bitmaps, CancelToken, Error, Monitor, NewBitmap, NewSnapshot, OwnerProcess, Remedy,
+    SnapshotInfo,
 };
 
 use crate::bitmaps::BitmapList;
@@ -295,12 +296,13 @@ struct Reply<'a> {
 
 /// A control socket, open until dropped. Dropping it ends its connections: running commands are
 /// answered, and on return no thread of the control holds the export. Any job of the export that runs
-/// while a command still does is cancelled.
+/// while a command still does is cancelled. In a child of `fork`, dropping it ends nothing.
 #[must_use = "dropping it closes the socket"]
 pub struct Control {
     path: PathBuf,
     wake: Arc<Wake>,
     thread: Option<JoinHandle<()>>,
+    owner: OwnerProcess,
 }
 
 impl fmt::Debug for Control {
@@ -329,16 +331,20 @@ impl Control {
             drop(socket);
             conversations.end(&controller.export);
         })?;
-        Ok(Self { path: path.to_owned(), wake, thread: Some(thread) })
+        let owner = OwnerProcess::current();
+        Ok(Self { path: path.to_owned(), wake, thread: Some(thread), owner })
     }
 }
 
 impl Drop for Control {
     fn drop(&mut self) {
-        self.wake.wake();
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
+        let Some(thread) = self.thread.take() else { return };
+        if !self.owner.is_current() {
+            // A thread of the parent cannot be joined here.
+            return std::mem::forget(thread);
         }
+        self.wake.wake();
+        let _ = thread.join();
     }
 }
 

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use vdkit_block::{
-    Error, ErrorKind, GuestOffset, IoAction, MapCacheStats, Result, SnapshotInfo, Snapshots,
+    Error, ErrorKind, GuestOffset, IoAction, MapCacheStats, OwnerProcess, Result, SnapshotInfo,
+    Snapshots,
 };
 use vdkit_chain::{Disk, Ready};
 
@@ -79,6 +80,7 @@ pub struct Export {
     pub(crate) offered: Mutex<Vec<String>>,
     counters: Counters,
     seen: Mutex<DiskView>,
+    owner: OwnerProcess,
 }
 
 /// A cached view of the served disk.
@@ -131,6 +133,7 @@ impl Export {
             parking: Parking::default(),
             jobs: Jobs::default(),
             counters: Counters::default(),
+            owner: OwnerProcess::current(),
         })
     }
 
@@ -192,12 +195,6 @@ impl Export {
 
     /// Locks the disk for a request that changes nothing. Waits while the export is paused or the
     /// disk is locked exclusively.
-    pub fn hold(&self) -> Held<'_> {
-        let held = self.pause.lock_outside(|| false, || self.disk());
-        held.unwrap_or_else(|| unreachable!("nobody leaves"))
-    }
-
-    /// As [`Export::hold`], for a client that may leave while its request waits.
     ///
     /// # Errors
     /// [`Error::Interrupted`] if the client has left.
@@ -339,11 +336,14 @@ impl Export {
     /// [`Error::ReadOnly`].
     pub fn check_writable(&self) -> Result<()> {
         if self.options.read_only {
-            let name = &self.options.name;
-            let file = if name.is_empty() { "the served disk" } else { name };
-            return Err(Error::ReadOnly { file: file.to_owned() });
+            return Err(Error::ReadOnly { file: self.title().to_owned() });
         }
         Ok(())
+    }
+
+    /// The export's name for messages, without a lock.
+    fn title(&self) -> &str {
+        if self.options.name.is_empty() { "the served disk" } else { &self.options.name }
     }
 
     /// Whether to keep a failed change or flush instead of reporting the error. A sync that failed
@@ -519,7 +519,11 @@ impl Export {
 
     /// Ends all waiting, for space or for a resume: kept changes fail, and later changes that find
     /// no space fail at once. On return no kept change is being tried. A later pause does nothing.
+    /// In a child of `fork`, it does nothing: what waits are the parent's threads.
     pub fn end_waiting(&self) {
+        if !self.owner.is_current() {
+            return;
+        }
         self.pause.end_for_good();
         self.parking.close();
     }
@@ -528,8 +532,12 @@ impl Export {
     /// changes and flushes fail with [`Error::Interrupted`].
     ///
     /// # Errors
-    /// As [`Disk::close`].
+    /// As [`Disk::close`]: in a child of `fork`, [`Error::Invalid`] at once.
     pub fn close(&self) -> Result<()> {
+        if !self.owner.is_current() {
+            let what = "is served by the parent of this process, and only that closes it";
+            return Err(Error::invalid_for(&self.title(), what));
+        }
         self.end_jobs();
         self.end_waiting();
         let mut served = self.disk.write();

@@ -8,7 +8,6 @@ use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -17,10 +16,11 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown, SocketFlags};
+use vdkit_block::OwnerProcess;
 
 use crate::export::Export;
 use crate::metrics;
-use crate::socket::{ACCEPT_PAUSE, Access, UnixSocket};
+use crate::socket::{ACCEPT_PAUSE, Access, UnixSocket, Wake};
 
 /// Maximum connections.
 const CLIENTS_MAX: usize = 16;
@@ -80,14 +80,14 @@ impl AsFd for Listener {
     }
 }
 
-/// Serves `GET /metrics` until dropped.
+/// Serves `GET /metrics` until dropped. In a child of `fork`, dropping it ends nothing.
 #[derive(Debug)]
 pub struct Scrape {
     address: ScrapeAddress,
     bound: Option<SocketAddr>,
-    /// Dropping it ends the thread.
-    wake: Option<UnixStream>,
+    wake: Arc<Wake>,
     thread: Option<JoinHandle<()>>,
+    owner: OwnerProcess,
 }
 
 impl Scrape {
@@ -108,11 +108,23 @@ impl Scrape {
         };
         // A connection may close between poll and accept.
         rustix::io::ioctl_fionbio(&listener, true)?;
-        let (wake, woken) = UnixStream::pair()?;
-        let thread = std::thread::Builder::new().name("metrics".to_owned()).spawn(move || {
-            serve(&listener, &woken, CLIENT_TIME, &|| metrics::text(&export));
-        })?;
-        Ok(Self { address: address.clone(), bound, wake: Some(wake), thread: Some(thread) })
+        let text = move || metrics::text(&export);
+        Self::begin(address.clone(), bound, listener, CLIENT_TIME, text)
+    }
+
+    fn begin(
+        address: ScrapeAddress,
+        bound: Option<SocketAddr>,
+        listener: Listener,
+        time: Duration,
+        text: impl Fn() -> String + Send + 'static,
+    ) -> io::Result<Self> {
+        let wake = Arc::new(Wake::new()?);
+        let woken = wake.clone();
+        let thread = std::thread::Builder::new()
+            .name("metrics".to_owned())
+            .spawn(move || serve(&listener, &woken, time, &text))?;
+        Ok(Self { address, bound, wake, thread: Some(thread), owner: OwnerProcess::current() })
     }
 
     /// Its address: a URL, or `unix:PATH`.
@@ -126,14 +138,17 @@ impl Scrape {
 
 impl Drop for Scrape {
     fn drop(&mut self) {
-        self.wake = None;
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
+        let Some(thread) = self.thread.take() else { return };
+        if !self.owner.is_current() {
+            // A thread of the parent cannot be joined here.
+            return std::mem::forget(thread);
         }
+        self.wake.wake();
+        let _ = thread.join();
     }
 }
 
-fn serve(listener: &Listener, woken: &UnixStream, time: Duration, text: &dyn Fn() -> String) {
+fn serve(listener: &Listener, woken: &Wake, time: Duration, text: &dyn Fn() -> String) {
     // The oldest first.
     let mut clients: Vec<Client> = Vec::new();
     loop {
@@ -170,7 +185,7 @@ struct Ready {
 }
 
 /// Polls all sockets; `None` at the end.
-fn wait(listener: &Listener, woken: &UnixStream, clients: &[Client]) -> Option<Ready> {
+fn wait(listener: &Listener, woken: &Wake, clients: &[Client]) -> Option<Ready> {
     let mut all = vec![PollFd::new(woken, PollFlags::IN), PollFd::new(listener, PollFlags::IN)];
     all.extend(clients.iter().map(|client| PollFd::new(&client.socket, client.awaits())));
     let now = Instant::now();
@@ -326,13 +341,10 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         listener.set_nonblocking(true).unwrap();
         let bound = listener.local_addr().unwrap();
-        let (wake, woken) = UnixStream::pair().unwrap();
-        let thread = std::thread::spawn(move || {
-            serve(&Listener::Tcp(listener), &woken, time, &|| words.to_owned());
-        });
         let address = ScrapeAddress::Tcp(bound.to_string());
-        let scrape = Scrape { address, bound: Some(bound), wake: Some(wake), thread: Some(thread) };
-        (scrape, bound)
+        let (listener, text) = (Listener::Tcp(listener), || words.to_owned());
+        let scrape = Scrape::begin(address, Some(bound), listener, time, text);
+        (scrape.unwrap(), bound)
     }
 
     fn ask(bound: SocketAddr, request: &[u8]) -> String {
@@ -357,6 +369,21 @@ mod tests {
         for text in ["", "unix:", "9100", ":9100", "host:", "host:99999", "tcp:host"] {
             assert!(parse(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn a_child_of_fork_ends_nothing() {
+        let (scrape, bound) = telling("words\n");
+        let mut scrape = Some(scrape);
+        assert!(vdkit_testkit::in_child(|| (), || scrape.take().is_some()));
+        assert!(ask(bound, GET).starts_with("HTTP/1.1 200 OK\r\n"));
+    }
+
+    #[test]
+    fn the_end_does_not_wait_for_a_child_of_fork() {
+        let (scrape, _) = telling("words\n");
+        // The child has copies of all descriptors until then.
+        assert!(vdkit_testkit::in_child(|| drop(scrape), || true));
     }
 
     #[test]

@@ -13,6 +13,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, poll};
 use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use vdkit_block::OwnerProcess;
 
 /// Maximum pending connections.
 const BACKLOG: i32 = 128;
@@ -30,13 +31,14 @@ pub enum Access {
 }
 
 /// A listening Unix socket. Dropping it removes its name, unless the name belongs to another socket
-/// by then.
+/// by then, or this is a child of `fork`, whose parent still listens.
 #[derive(Debug)]
 pub struct UnixSocket {
     listener: UnixListener,
     path: PathBuf,
     /// Device and inode of the name.
     inode: (u64, u64),
+    owner: OwnerProcess,
 }
 
 impl UnixSocket {
@@ -58,7 +60,8 @@ impl UnixSocket {
         let metadata = fs::symlink_metadata(path)?;
         let inode = (metadata.dev(), metadata.ino());
         // Before listen: an error removes the name.
-        let bound = Self { listener: UnixListener::from(socket), path: path.to_owned(), inode };
+        let (listener, path) = (UnixListener::from(socket), path.to_owned());
+        let bound = Self { listener, path, inode, owner: OwnerProcess::current() };
         rustix::net::listen(&bound.listener, BACKLOG)?;
         Ok(bound)
     }
@@ -78,9 +81,11 @@ impl Deref for UnixSocket {
 
 impl Drop for UnixSocket {
     fn drop(&mut self) {
-        let ours = fs::symlink_metadata(&self.path)
-            .is_ok_and(|metadata| (metadata.dev(), metadata.ino()) == self.inode);
-        if ours {
+        let ours = || {
+            fs::symlink_metadata(&self.path)
+                .is_ok_and(|metadata| (metadata.dev(), metadata.ino()) == self.inode)
+        };
+        if self.owner.is_current() && ours() {
             // A name without a listener may be replaced.
             let _ = fs::remove_file(&self.path);
         }
@@ -89,7 +94,8 @@ impl Drop for UnixSocket {
 
 /// Wakes threads that wait at sockets. It does not shut the sockets down: a socket handed over by
 /// systemd is passed on to the service's next process, and a shut-down socket accepts no
-/// connection, whichever process holds it.
+/// connection, whichever process holds it. Nor is the end the closing of a descriptor: a child of `fork`
+/// may have that too.
 #[derive(Debug)]
 pub struct Wake(OwnedFd);
 
@@ -178,6 +184,12 @@ impl Wake {
     }
 }
 
+impl AsFd for Wake {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
 /// Removes a socket left by a dead service. A refused connection alone proves nothing: plain files
 /// refuse connections too.
 fn remove_stale(path: &Path) -> io::Result<()> {
@@ -262,6 +274,15 @@ mod tests {
         let second = UnixSocket::bind(&path, Access::Usual).unwrap();
         drop(first);
         assert!(UnixStream::connect(second.path()).is_ok());
+    }
+
+    #[test]
+    fn a_child_of_fork_removes_no_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let mut socket = Some(UnixSocket::bind(&path, Access::Usual).unwrap());
+        assert!(vdkit_testkit::in_child(|| (), || socket.take().is_some()));
+        assert!(socket.is_some() && UnixStream::connect(&path).is_ok());
     }
 
     #[test]

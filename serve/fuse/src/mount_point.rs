@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, CWD, FileType, StatxAttributes, StatxFlags};
 use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
+use vdkit_block::OwnerProcess;
 
 use crate::attributes::Owner;
 
@@ -88,13 +89,14 @@ impl MountError {
 }
 
 /// A regular file to be mounted over. A file created for the mount is removed on drop, unless
-/// something is still mounted there.
+/// something is still mounted there, or this is a child of `fork`.
 #[derive(Debug)]
 pub struct MountPoint {
     path: PathBuf,
     owner: Owner,
     /// Device and inode, if the file was created.
     made: Option<(u64, u64)>,
+    creator: OwnerProcess,
 }
 
 /// Result of unmounting.
@@ -135,7 +137,8 @@ impl MountPoint {
         };
         let absolute = path.canonicalize().map_err(|error| fail("find", error))?;
         let found = look(&absolute).map_err(|errno| fail("look at", errno.into()))?;
-        Ok(Self { path: absolute, owner: found.owner, made: made.then_some(found.identity) })
+        let (made, creator) = (made.then_some(found.identity), OwnerProcess::current());
+        Ok(Self { path: absolute, owner: found.owner, made, creator })
     }
 
     /// Its absolute path.
@@ -166,7 +169,7 @@ impl MountPoint {
 
 impl Drop for MountPoint {
     fn drop(&mut self) {
-        let Some(identity) = self.made else { return };
+        let Some(identity) = self.made.filter(|_| self.creator.is_current()) else { return };
         if look(&self.path).is_ok_and(|found| found.identity == identity && found.bytes == 0)
             && let Err(error) = std::fs::remove_file(&self.path)
         {
@@ -220,6 +223,17 @@ mod tests {
         std::fs::write(&there, b"kept").unwrap();
         drop(MountPoint::prepare(&there).unwrap());
         assert_eq!(std::fs::read(&there).unwrap(), b"kept");
+    }
+
+    #[test]
+    fn a_child_of_fork_removes_no_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let made = dir.path().join("made");
+        let mut point = Some(MountPoint::prepare(&made).unwrap());
+        assert!(vdkit_testkit::in_child(|| (), || point.take().is_some()));
+        assert!(made.exists());
+        drop(point);
+        assert!(!made.exists());
     }
 
     #[test]

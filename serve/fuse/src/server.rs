@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use fuser::{Config, MountOption, Session, SessionACL, SessionUnmounter};
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec};
+use vdkit_block::OwnerProcess;
 use vdkit_serve::{Client, Export};
 
 use crate::attributes::Attributes;
@@ -45,7 +46,8 @@ pub enum Ending {
     InUse,
 }
 
-/// A mounted disk. Dropping it without [`Server::stop`] unmounts it without waiting.
+/// A mounted disk. Dropping it without [`Server::stop`] unmounts it without waiting; in a child of `fork`,
+/// it leaves the parent's mount alone.
 #[derive(Debug)]
 pub struct Server {
     dispatcher: Arc<Dispatcher>,
@@ -56,6 +58,7 @@ pub struct Server {
     ended: mpsc::Receiver<()>,
     /// The kernel's file that aborts the connection.
     abort: Option<PathBuf>,
+    owner: OwnerProcess,
 }
 
 impl Server {
@@ -111,7 +114,8 @@ impl Server {
             let number = rustix::fs::minor(stat.st_dev);
             PathBuf::from(format!("/sys/fs/fuse/connections/{number}/abort"))
         });
-        Ok(Self { dispatcher, point, unmounter, session: Some(session), ended, abort })
+        let (session, owner) = (Some(session), OwnerProcess::current());
+        Ok(Self { dispatcher, point, unmounter, session, ended, abort, owner })
     }
 
     /// The file's absolute path.
@@ -128,8 +132,12 @@ impl Server {
     /// finishes started requests. The export is neither flushed nor closed.
     ///
     /// # Errors
-    /// The system refuses to unmount.
+    /// The system refuses to unmount; in a child of `fork`.
     pub fn stop(mut self, patience: Duration) -> io::Result<Ending> {
+        if !self.owner.is_current() {
+            let what = "it was mounted by the parent of this process, and only that unmounts it";
+            return Err(io::Error::other(what));
+        }
         let began = Instant::now();
         self.unmount()?;
         let session = self.session.take();
@@ -162,6 +170,10 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
+        if !self.owner.is_current() {
+            // A thread of the parent can be neither joined nor detached here.
+            return std::mem::forget(self.session.take());
+        }
         if let Err(error) = self.unmount() {
             tracing::warn!("{}: cannot be unmounted: {error}", self.point.path().display());
         }
@@ -179,7 +191,7 @@ fn is_cut_off(device: &OwnedFd) -> bool {
 fn config_of(export: &Export, options: &ServerOptions) -> Config {
     let mut config = Config::default();
     // A comma would begin another option.
-    let name = export.hold().name().replace([',', '\\'], "_");
+    let name = export.filename().replace([',', '\\'], "_");
     config.mount_options = vec![
         MountOption::FSName(format!("vdkit:{name}")),
         MountOption::Subtype("vdkit".to_owned()),

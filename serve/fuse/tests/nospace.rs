@@ -2,19 +2,20 @@
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use rustix::fs::{AtFlags, CWD, SeekFrom, StatxFlags};
 use vdkit_block::Error;
 use vdkit_fuse::{Ending, Server, ServerOptions};
 use vdkit_serve::{Change, Claim, Client, Export, ExportOptions};
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::disks::{MIB, qcow2};
-use vdkit_testkit::{FaultyStorage, eventually, require_fuse};
+use vdkit_testkit::{FaultyStorage, Watched, eventually, in_child, require_fuse};
 
 struct Mounted {
     faulty: Arc<FaultyStorage>,
@@ -207,4 +208,60 @@ fn a_pause_keeps_reads_waiting_until_the_mount_ends_and_no_statfs() {
     let ending = mounted.server.stop(Duration::from_secs(60)).unwrap();
     assert_eq!(ending, Ending::Clean);
     mounted.export.close().unwrap();
+}
+
+/// The attributes, asked of the server and not of the kernel's cache.
+fn size_of(file: &Path) -> rustix::io::Result<u64> {
+    let (flags, mask) = (AtFlags::STATX_FORCE_SYNC, StatxFlags::BASIC_STATS);
+    rustix::fs::statx(CWD, file, flags, mask).map(|found| found.stx_size)
+}
+
+#[test]
+fn a_pause_keeps_seeks_waiting_and_no_stat() {
+    if !require_fuse() {
+        return;
+    }
+    let mounted = Mounted::new();
+    let file = mounted.open();
+    file.write_all_at(&[1; 4096], MIB).unwrap();
+    mounted.export.pause();
+    let watched = Watched::default();
+    std::thread::scope(|scope| {
+        let seeking = scope.spawn(|| {
+            watched.is_me();
+            rustix::fs::seek(&file, SeekFrom::Data(0))
+        });
+        watched.until_it_waits();
+        let (tell, told) = channel();
+        let path = mounted.file.clone();
+        std::thread::spawn(move || tell.send(size_of(&path)).unwrap());
+        let found = told.recv_timeout(Duration::from_secs(60));
+        let early = seeking.is_finished();
+        mounted.export.resume();
+        assert_eq!(seeking.join().unwrap(), Ok(MIB));
+        assert_eq!(found.expect("an answer during the pause"), Ok(1 << 30));
+        assert!(!early, "answered during the pause");
+    });
+    drop(file);
+    mounted.end();
+}
+
+#[test]
+fn a_child_of_fork_ends_no_mount() {
+    if !require_fuse() {
+        return;
+    }
+    for stops in [false, true] {
+        let Mounted { export, server, file, _folder, .. } = Mounted::new();
+        let mut inherited = Some(server);
+        let leaves_it = || match inherited.take() {
+            Some(server) if stops => server.stop(Duration::MAX).is_err(),
+            server => server.is_some(),
+        };
+        assert!(in_child(|| (), leaves_it), "stops: {stops}");
+        assert_eq!(size_of(&file), Ok(1 << 30));
+        inherited.unwrap().stop(Duration::from_secs(60)).unwrap();
+        assert!(!file.exists());
+        export.close().unwrap();
+    }
 }

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use rustix::net::Shutdown;
+use vdkit_block::OwnerProcess;
 use vdkit_serve::{Access, Export, UnixSocket, Wake};
 
 use crate::changing::Changing;
@@ -208,11 +209,13 @@ struct Connection {
 }
 
 /// A server: threads that listen and serve until [`Server::stop`]. Dropping it is a stop without
-/// time to drain; as there, resume a paused export first, or end its waiting.
+/// time to drain; as there, resume a paused export first, or end its waiting. In a child of `fork`,
+/// neither ends anything: the threads and clients are the parent's.
 #[must_use = "dropping it ends the service"]
 pub struct Server {
     shared: Arc<Shared>,
     listeners: Vec<JoinHandle<()>>,
+    owner: OwnerProcess,
 }
 
 impl fmt::Debug for Server {
@@ -240,7 +243,7 @@ impl Server {
             served: AtomicU64::new(0),
         });
         // An error drops this, which ends the threads that have been started.
-        let mut server = Self { shared, listeners: Vec::new() };
+        let mut server = Self { shared, listeners: Vec::new(), owner: OwnerProcess::current() };
         for listener in listeners {
             // A connection may close between poll and accept.
             rustix::io::ioctl_fionbio(&listener, true)?;
@@ -273,6 +276,10 @@ impl Server {
 
     /// See [`Server::stop`]. A second call finds nothing to end.
     fn end(&mut self, drain: Duration) {
+        if !self.owner.is_current() {
+            // A thread of the parent cannot be joined here.
+            return self.listeners.drain(..).for_each(std::mem::forget);
+        }
         self.shared.wake.wake();
         for thread in self.listeners.drain(..) {
             let _ = thread.join();

@@ -8,6 +8,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use vdkit_block::OwnerProcess;
 use vdkit_serve::{ACCEPT_PAUSE, Access, Export, UnixSocket, Wake};
 
 use crate::device::QUEUES_MAX;
@@ -61,6 +62,7 @@ struct Visits {
 
 /// A disk served to monitors until [`Server::stop`]. Dropping it ends the service too, and waits
 /// until the requests already taken are done: they use the guest's memory. Resume a paused export first.
+/// In a child of `fork`, dropping it ends nothing: thread and guest are the parent's.
 #[derive(Debug)]
 #[must_use = "dropping it ends the service"]
 pub struct Server {
@@ -69,6 +71,7 @@ pub struct Server {
     thread: Option<JoinHandle<()>>,
     wake: Arc<Wake>,
     ended: Receiver<()>,
+    owner: OwnerProcess,
 }
 
 impl Server {
@@ -93,7 +96,7 @@ impl Server {
                 // The receiver may be gone.
                 let _ = tell.send(());
             })?;
-        Ok(Self { visits, thread: Some(thread), wake, ended })
+        Ok(Self { visits, thread: Some(thread), wake, ended, owner: OwnerProcess::current() })
     }
 
     /// Number of monitors so far.
@@ -107,8 +110,12 @@ impl Server {
     }
 
     /// Ends the service. Requests already taken are done and put back, for at most `drain`; others
-    /// stay in their rings. Returns whether all were done.
+    /// stay in their rings. Returns whether all were done; `false` in a child of `fork`, where it ends
+    /// nothing.
     pub fn stop(mut self, drain: Duration) -> bool {
+        if !self.owner.is_current() {
+            return false;
+        }
         self.wake.wake();
         // Taken in any case, so that dropping the server does not wait for longer than `drain`.
         let thread = self.thread.take();
@@ -118,10 +125,13 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        if let Some(thread) = self.thread.take() {
-            self.wake.wake();
-            let _ = thread.join();
+        let Some(thread) = self.thread.take() else { return };
+        if !self.owner.is_current() {
+            // A thread of the parent cannot be joined here.
+            return std::mem::forget(thread);
         }
+        self.wake.wake();
+        let _ = thread.join();
     }
 }
 

@@ -8,7 +8,7 @@ use vdkit_block::{CancelToken, Error, GuestOffset, HostOffset, Result, Storage};
 use vdkit_serve::{Change, Claim, Client, Command, Controller, Export, ExportOptions};
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::disks::{MIB, qcow2, reopen};
-use vdkit_testkit::{FaultKind, GatedStorage, Watched};
+use vdkit_testkit::{FaultKind, FaultyStorage, GatedStorage, Watched, in_child};
 
 use crate::{KEPT_BYTES_MAX, PATIENCE, no_space};
 
@@ -101,6 +101,25 @@ fn an_answer_may_close_the_export() {
     keep_with(&export, &Arc::default(), 0, closes);
     export.resume();
     told.recv_timeout(PATIENCE).unwrap().unwrap();
+}
+
+/// The thread that would have to end is the parent's.
+#[test]
+fn a_child_of_fork_closes_no_export() {
+    let faulty = FaultyStorage::new(memory());
+    let storage: Arc<dyn Storage> = faulty.clone();
+    let export = export_of(&storage);
+    faulty.fill();
+    let told = keep(&export, &Arc::default(), 0);
+    let leaves_it = || {
+        export.end_waiting();
+        matches!(export.close(), Err(Error::Invalid { .. }))
+    };
+    assert!(in_child(|| (), leaves_it));
+    faulty.heal();
+    export.resume();
+    told.recv_timeout(PATIENCE).unwrap().unwrap();
+    export.close().unwrap();
 }
 
 /// As a request in several steps does if its server has no thread for the next step.

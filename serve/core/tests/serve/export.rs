@@ -247,7 +247,7 @@ fn offered_bitmaps_are_told_while_requests_run() {
     let export = Export::new(disk, options);
     let (tell, told) = channel();
     std::thread::scope(|scope| {
-        let request = export.hold();
+        let request = export.disk();
         scope.spawn(|| tell.send(export.offered_bitmaps()).unwrap());
         let offered = told.recv_timeout(PATIENCE);
         drop(request);

@@ -15,7 +15,7 @@ use vdkit_storage::MemoryStorage;
 use vdkit_testkit::disks::{MIB, qcow2};
 use vdkit_testkit::nbd::Rig;
 use vdkit_testkit::nbd::client::*;
-use vdkit_testkit::{FaultKind, FaultyStorage, GatedCall, GatedStorage, eventually};
+use vdkit_testkit::{FaultKind, FaultyStorage, GatedCall, GatedStorage, eventually, in_child};
 
 /// Maximum bytes kept for lack of space, of all clients.
 const KEPT_BYTES_MAX: usize = 256 << 20;
@@ -337,6 +337,34 @@ fn a_dropped_server_serves_no_more() {
     drop(server);
     assert_eq!(Arc::strong_count(&export), 1);
     assert!(!socket.exists() && client.is_ended());
+}
+
+#[test]
+fn a_child_of_fork_ends_no_server() {
+    for stops in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("socket");
+        let disk = qcow2(Arc::new(MemoryStorage::new("image")), MIB, "");
+        let export = Export::new(disk, ExportOptions::default());
+        let listener = Listener::bind(&Address::Unix(socket.clone())).unwrap();
+        let exports = Exports::new(vec![export.clone()]);
+        let server = Server::start(exports, vec![listener], ServerOptions::default()).unwrap();
+        let mut client = Client::open(&socket, "", Style::Simple);
+        client.write(0, &[1; 4096]).unwrap();
+        let mut inherited = Some(server);
+        let leaves_it = || match inherited.take() {
+            Some(server) if stops => {
+                server.stop(Duration::MAX);
+                true
+            }
+            server => server.is_some(),
+        };
+        assert!(in_child(|| (), leaves_it), "stops: {stops}");
+        assert_eq!(client.read(0, 1).unwrap(), [1]);
+        assert_eq!(Client::open(&socket, "", Style::Simple).read(0, 1).unwrap(), [1]);
+        inherited.unwrap().stop(Duration::ZERO);
+        assert_eq!(Arc::strong_count(&export), 1);
+    }
 }
 
 #[test]

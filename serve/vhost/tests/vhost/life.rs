@@ -10,7 +10,7 @@ use vdkit_vhost::{Listener, Server, ServerOptions};
 use crate::guest::*;
 use crate::rig::Rig;
 use vdkit_testkit::disks::{MIB, qcow2};
-use vdkit_testkit::{Watched, eventually};
+use vdkit_testkit::{Watched, eventually, in_child};
 
 #[test]
 fn a_monitor_may_come_again() {
@@ -230,4 +230,28 @@ fn a_small_server_serves_all_the_same() {
     guest.write(1, 0, &[7; DATA as usize]);
     assert!(guest.read(0, 0, DATA as u32) == [7; DATA as usize]);
     drop(server);
+}
+
+#[test]
+fn a_child_of_fork_ends_no_server() {
+    for stops in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("socket");
+        let disk = qcow2(Arc::new(MemoryStorage::new("image")), MIB, "");
+        let export = Export::new(disk, ExportOptions::default());
+        let listener = Listener::bind(&socket).unwrap();
+        let server = Server::start(export, listener, ServerOptions::default()).unwrap();
+        let mut guest = Guest::boot(&socket, 1);
+        guest.write(0, 0, &[5; 512]);
+        let mut inherited = Some(server);
+        let leaves_it = || match inherited.take() {
+            Some(server) if stops => !server.stop(Duration::MAX),
+            server => server.is_some(),
+        };
+        assert!(in_child(|| (), leaves_it), "stops: {stops}");
+        assert_eq!(guest.read(0, 0, 512), [5; 512]);
+        guest.disconnect();
+        assert_eq!(Guest::boot(&socket, 1).read(0, 0, 512), [5; 512]);
+        assert!(inherited.unwrap().stop(Duration::from_secs(120)));
+    }
 }
