@@ -5,7 +5,6 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use vdkit::jobs::inspect::{InspectOptions, inspect as judge};
 use vdkit::jobs::{
@@ -58,7 +57,6 @@ pub(crate) fn run<T: Send>(
     progress: Option<&Bound<'_, PyAny>>,
     job: impl FnOnce(&Monitor<'_>) -> Result<T> + Send,
 ) -> PyResult<T> {
-    check_progress(progress)?;
     let teller = Teller(Mutex::default());
     let cancel = CancelToken::default();
     let (ended, end) = channel();
@@ -95,15 +93,6 @@ pub(crate) fn run<T: Send>(
             (None, Err(_)) => Err(bug(py)),
         }
     })
-}
-
-/// Refuses what cannot be told, before a job has changed anything.
-fn check_progress(progress: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-    let Some(given) = progress else { return Ok(()) };
-    if given.is_callable() || (given.hasattr("update")? && given.hasattr("n")?) {
-        return Ok(());
-    }
-    Err(PyTypeError::new_err("progress is neither callable nor a bar with n, total and update()"))
 }
 
 /// Runs what cannot be cancelled, such as a connection to a server that does not answer. If a signal
@@ -182,7 +171,6 @@ pub(crate) fn convert(
     into: bool,
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<String> {
-    check_progress(progress)?;
     let source = Source::new(vec![source.get().take(py)?]);
     let converted = run(py, progress, |monitor| {
         convert_to(&source, target, format, &wanted, [compress, verify, into], monitor)

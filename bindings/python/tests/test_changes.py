@@ -1,6 +1,5 @@
 """Changes of existing images, encrypted images, and servers for others than plain NBD clients."""
 
-import contextlib
 import os
 import socket
 import struct
@@ -172,40 +171,6 @@ def test_serving_with_tls(image, certificates):
     with pytest.raises(vdkit.Error) as missing, vdkit.serve(image, tls="nowhere"):
         pass
     assert missing.value.file == "nowhere"
-
-
-def test_a_wrong_type_is_refused_before_anything_happens(image, tmp_path):
-    new, address = tmp_path / "new.qcow2", tmp_path / "address"
-    with pytest.raises(TypeError, match="progress"):
-        vdkit.create(new, "qcow2", MIB, progress=5)
-    with vdkit.open(image) as disk:
-        with pytest.raises(TypeError, match="progress"):
-            vdkit.convert(disk, new, "qcow2", progress="bar")
-        assert disk[MIB : MIB + 5] == b"hello"
-    with pytest.raises(TypeError, match="drain"), vdkit.serve(image, f"unix:{address}", drain="soon"):
-        pass
-    assert not new.exists() and not address.exists()
-
-
-def test_a_child_of_fork_ends_nothing_of_its_parent(image):
-    for stops in (False, True):
-        with contextlib.ExitStack() as stack:
-            uri = stack.enter_context(vdkit.serve(image))
-            disk = stack.enter_context(vdkit.open(uri))
-            child = os.fork()
-            if child == 0:
-                try:
-                    if stops:
-                        stack.close()
-                except vdkit.Error:
-                    pass
-                finally:
-                    del stack
-                    os._exit(0)
-            assert os.waitpid(child, 0) == (child, 0)
-            assert disk[MIB : MIB + 5] == b"hello"
-            with vdkit.open(uri) as again:
-                assert again[MIB : MIB + 5] == b"hello"
 
 
 def test_serving_a_guest(image):

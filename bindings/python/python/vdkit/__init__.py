@@ -21,10 +21,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import numbers
 import operator
 import os
-import shutil
 import tempfile
 import warnings
 import weakref
@@ -644,8 +642,6 @@ def serve(
     space is left waits until there is some, or fails if ``report_no_space``. A disk that is given is closed
     afterwards. At the end, requests that have begun have ``drain`` seconds.
     """
-    if not isinstance(drain, numbers.Real):
-        raise TypeError(f"drain is a number of seconds, not {drain!r}")
     with contextlib.ExitStack() as stack:
         address = address or f"unix:{_new_socket(stack)}"
         disk = _to_serve(stack, source, read_only, opening)
@@ -679,14 +675,7 @@ def serve_vhost_user(
 
 
 def _new_socket(stack: contextlib.ExitStack) -> str:
-    folder, owner = tempfile.mkdtemp(prefix="vdkit-"), os.getpid()
-
-    def remove() -> None:
-        # A child of fork leaves what its parent serves.
-        if os.getpid() == owner:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    stack.callback(remove)
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vdkit-"))
     return f"{folder}/socket"
 
 
