@@ -23,6 +23,7 @@ import io
 import json
 import operator
 import os
+import shutil
 import tempfile
 import warnings
 import weakref
@@ -640,7 +641,8 @@ def serve(
     with server-cert.pem and server-key.pem, as libvirt and QEMU name them; clients without TLS are refused
     then, and with ca-cert.pem there also those without a certificate of that authority. A write for which no
     space is left waits until there is some, or fails if ``report_no_space``. A disk that is given is closed
-    afterwards. At the end, requests that have begun have ``drain`` seconds.
+    afterwards. At the end, requests that have begun have ``drain`` seconds. A child of ``fork`` that leaves the
+    block ends nothing.
     """
     with contextlib.ExitStack() as stack:
         address = address or f"unix:{_new_socket(stack)}"
@@ -675,7 +677,15 @@ def serve_vhost_user(
 
 
 def _new_socket(stack: contextlib.ExitStack) -> str:
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vdkit-"))
+    folder = tempfile.mkdtemp(prefix="vdkit-")
+    owner = os.getpid()
+
+    def remove() -> None:
+        # A child of fork() that leaves the block would take the socket from its parent's clients.
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    stack.callback(remove)
     return f"{folder}/socket"
 
 
