@@ -5,6 +5,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use vdkit::jobs::inspect::{InspectOptions, inspect as judge};
 use vdkit::jobs::{
@@ -57,6 +58,7 @@ pub(crate) fn run<T: Send>(
     progress: Option<&Bound<'_, PyAny>>,
     job: impl FnOnce(&Monitor<'_>) -> Result<T> + Send,
 ) -> PyResult<T> {
+    check_told(progress)?;
     let teller = Teller(Mutex::default());
     let cancel = CancelToken::default();
     let (ended, end) = channel();
@@ -93,6 +95,17 @@ pub(crate) fn run<T: Send>(
             (None, Err(_)) => Err(bug(py)),
         }
     })
+}
+
+/// Refuses what is neither a function nor a bar. Otherwise the job would have begun, or even ended, when
+/// it is first told of.
+fn check_told(progress: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    let Some(progress) = progress else { return Ok(()) };
+    if progress.is_callable() || (progress.hasattr("n")? && progress.hasattr("update")?) {
+        return Ok(());
+    }
+    let class = progress.get_type().name()?.to_string();
+    Err(PyTypeError::new_err(format!("progress is a function or a bar, not {class}")))
 }
 
 /// Runs what cannot be cancelled, such as a connection to a server that does not answer. If a signal
@@ -171,6 +184,8 @@ pub(crate) fn convert(
     into: bool,
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<String> {
+    // A call that is wrong does not close the disk.
+    check_told(progress)?;
     let source = Source::new(vec![source.get().take(py)?]);
     let converted = run(py, progress, |monitor| {
         convert_to(&source, target, format, &wanted, [compress, verify, into], monitor)

@@ -48,3 +48,25 @@ def test_a_child_that_collects_a_server_does_not_end_it(image, tmp_path):
         assert disk[MIB : MIB + 5] == b"hello"
     servers[0].stop(1.0)
     assert not os.path.exists(f"{tmp_path}/s")
+
+
+def test_a_time_that_is_none_is_refused_before_anything_is_served(image, tmp_path):
+    for drain, error in [("x", TypeError), (None, TypeError), (float("nan"), ValueError)]:
+        with pytest.raises(error), vdkit.serve(image, f"unix:{tmp_path}/d", drain=drain):
+            pytest.fail("served")
+        assert not os.path.exists(f"{tmp_path}/d")
+
+
+def test_progress_that_cannot_be_told_is_refused_before_a_job_begins(image):
+    disk = vdkit.open(image)
+    for job in (
+        lambda: vdkit.create("new.raw", "raw", MIB, progress=5),
+        lambda: vdkit.convert(image, "new.raw", "raw", progress="x"),
+        lambda: vdkit.convert(disk, "new.raw", "raw", progress=[]),
+        lambda: vdkit.check(image, repair="all", progress=object()),
+    ):
+        with pytest.raises(TypeError, match="progress"):
+            job()
+        assert not os.path.exists("new.raw")
+    assert disk[MIB : MIB + 5] == b"hello"
+    disk.close()

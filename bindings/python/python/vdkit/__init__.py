@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import operator
 import os
 import shutil
@@ -644,6 +645,9 @@ def serve(
     afterwards. At the end, requests that have begun have ``drain`` seconds. A child of ``fork`` that leaves the
     block ends nothing.
     """
+    # Also a TypeError for what is no number at all: at the end of the block it would leave the server running.
+    if math.isnan(drain):
+        raise errors.UsageError("drain is no number of seconds")
     with contextlib.ExitStack() as stack:
         address = address or f"unix:{_new_socket(stack)}"
         disk = _to_serve(stack, source, read_only, opening)
