@@ -1,6 +1,6 @@
 //! Long work: it runs on a thread of its own, while the calling thread looks for signals.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
@@ -14,7 +14,8 @@ use vdkit::jobs::{
 };
 use vdkit::storage::FileOptions;
 use vdkit::{
-    CancelToken, Codec, CompactOptions, CompressionSpec, Error, Monitor, Progress, Repair, Result,
+    CancelToken, Codec, CompactOptions, CompressionSpec, Error, Monitor, OpenOptions, Progress,
+    Repair, Result,
 };
 
 use crate::creation::{Wanted, format_options};
@@ -207,9 +208,13 @@ fn convert_to(
 ) -> Result<jobs::ConvertReport> {
     let mut codec = Codec::Deflate;
     let mut how = if into {
+        let key = wanted.only_key()?;
+        if key.is_some() {
+            check_encrypted(&target, format.clone())?;
+        }
         let existing = ExistingImage::new(target).format(format);
         let mut how = ConvertOptions::new(Destination::Into(existing));
-        how.keys.extend(wanted.only_key()?);
+        how.keys.extend(key);
         how
     } else {
         let format = format.ok_or_else(|| Error::invalid("a new image needs a format"))?;
@@ -227,6 +232,18 @@ fn convert_to(
     how.compress = compress.then_some(CompressionSpec { codec, level: None });
     how.verify = verify;
     jobs::convert(&vdkit::registry(), source, &how, monitor)
+}
+
+/// Refuses a target for which a key is given, and that needs none: who gives one expects that what is
+/// written is encrypted.
+fn check_encrypted(target: &Path, format: Option<String>) -> Result<()> {
+    let opening = OpenOptions::read_only().maybe_format(format);
+    let found = vdkit::describe_chain(&vdkit::registry(), target, &opening)?;
+    // The key may be that of an image beneath.
+    if found.broken.is_some() || found.links.iter().any(|link| link.info.encryption.is_some()) {
+        return Ok(());
+    }
+    Err(Error::invalid_for(&target.display(), "is not encrypted, and has no key"))
 }
 
 #[pyfunction]
