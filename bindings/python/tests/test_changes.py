@@ -1,5 +1,6 @@
 """Changes of existing images, encrypted images, and servers for others than plain NBD clients."""
 
+import errno
 import os
 import socket
 import struct
@@ -179,9 +180,9 @@ def test_serving_with_tls(image, certificates):
                 vdkit.open(other)
         with vdkit.open(f"{uri}&tls-certificates={certificates}") as disk:
             assert disk[MIB : MIB + 5] == b"hello"
-    with pytest.raises(vdkit.Error) as missing, vdkit.serve(image, tls="nowhere"):
+    with pytest.raises(vdkit.errors.NotFoundError) as missing, vdkit.serve(image, tls="nowhere"):
         pass
-    assert missing.value.file == "nowhere"
+    assert (missing.value.file, missing.value.errno) == ("nowhere", errno.ENOENT)
 
 
 def test_serving_a_guest(image):
