@@ -209,7 +209,7 @@ def test_errors(image):
             with pytest.raises(vdkit.errors.UsageError) as beyond:
                 disk.read(MIB, length)
             assert beyond.value.file == "sound.raw"
-    names = "writable, format, cache, snapshot, backing, keys, folders, lock"
+    names = "backing, cache, folders, format, keys, lock, snapshot, writable"
     for opens in (vdkit.open, vdkit.info, vdkit.check):
         with pytest.raises(TypeError, match=f"'nonsense' is no option .* {names}$"):
             opens(image, nonsense=1)
