@@ -729,7 +729,7 @@ int vdkit_server_clients(const vdkit_server *server);
 // Ends a server: no new requests are taken, those that have begun are answered, then the disk is flushed and
 // closed. NBD clients are cut off after `drain_ms` milliseconds; a virtual machine's requests are waited for.
 // Requests that wait for space fail, or stay with the virtual machine for its next server. Everything is freed
-// also after an error. NULL is allowed.
+// also after an error. NULL is allowed. In a child of fork() it fails, and the parent's server goes on.
 int vdkit_server_stop(vdkit_server *server,
                       uint32_t drain_ms);
 

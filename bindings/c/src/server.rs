@@ -18,6 +18,8 @@ pub struct vdkit_server {
     export: Arc<Export>,
     running: Option<Running>,
     uri: CString,
+    /// The process that has the threads.
+    owner: u32,
 }
 
 enum Running {
@@ -165,7 +167,8 @@ fn serve<L>(
     match start(&export, listener) {
         Ok((running, uri)) => {
             let uri = error::c_text(&uri);
-            Ok(Box::into_raw(Box::new(vdkit_server { export, running: Some(running), uri })))
+            let (running, owner) = (Some(running), std::process::id());
+            Ok(Box::into_raw(Box::new(vdkit_server { export, running, uri, owner })))
         }
         Err(error) => {
             let _ = export.close();
@@ -227,12 +230,19 @@ pub unsafe extern "C" fn vdkit_server_clients(server: Option<&vdkit_server>) -> 
 /// Ends a server: no new requests are taken, those that have begun are answered, then the disk is flushed and
 /// closed. NBD clients are cut off after `drain_ms` milliseconds; a virtual machine's requests are waited for.
 /// Requests that wait for space fail, or stay with the virtual machine for its next server. Everything is freed
-/// also after an error. NULL is allowed.
+/// also after an error. NULL is allowed. In a child of fork() it fails, and the parent's server goes on.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_server_stop(server: *mut vdkit_server, drain_ms: u32) -> c_int {
     call(|| {
         // SAFETY: the header's promise.
         let Some(mut server) = (unsafe { border::take(server) }) else { return Ok(()) };
+        if server.owner != std::process::id() {
+            // What the server has is the parent's: to drop it would remove the socket under its clients.
+            std::mem::forget(server);
+            return Err(misuse(
+                "the server is of the parent of this process, and only that stops it",
+            ));
+        }
         let drain = Duration::from_millis(drain_ms.into());
         match server.running.take() {
             Some(Running::Nbd(running)) => {

@@ -702,6 +702,7 @@ static void ended(void)
 
 #include "keys.h"
 #include "serving.h"
+#include "forking.h"
 
 /* Each kind of error has a code of its own. */
 static void kinds_of_errors(void)
@@ -712,26 +713,6 @@ static void kinds_of_errors(void)
     CHECK(vdkit_pwrite(disk, "x", 1, 0) == VDKIT_E_READ_ONLY);
     OK(vdkit_close(disk));
     CHECK(vdkit_compact("copy.vmdk", NULL, NULL, NULL) == VDKIT_E_UNSUPPORTED);
-}
-
-/* A child of fork() may use what it opens itself, and what it inherits does not lose its locks. */
-static void forked(void)
-{
-    vdkit_open_options *options = writing("qcow2");
-    vdkit_disk *held, *other;
-    int status = -1;
-
-    OK(vdkit_open("taken.qcow2", options, &held));
-    pid_t child = fork();
-    if (child == 0) {
-        vdkit_disk *disk;
-        vdkit_close(held);
-        _exit(vdkit_open("base.qcow2", NULL, &disk) == 0 && vdkit_close(disk) == 0 ? 0 : 1);
-    }
-    CHECK(waitpid(child, &status, 0) == child && status == 0);
-    CHECK(vdkit_open("taken.qcow2", options, &other) == VDKIT_E_LOCKED);
-    OK(vdkit_close(held));
-    vdkit_open_options_free(options);
 }
 
 /* The library handles no signals, and leaves SIGPIPE as it is. */
@@ -775,8 +756,10 @@ int main(int argc, char **argv)
     no_space();
     signals();
     (void)argv;
-    if (argc == 1) /* valgrind calls what other threads held lost, in a child */
+    if (argc == 1) { /* valgrind calls what other threads held lost, in a child */
         forked();
+        forked_server();
+    }
     if (!bad)
         puts("all good");
     return bad;

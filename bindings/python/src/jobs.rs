@@ -1,10 +1,11 @@
 //! Long work: it runs on a thread of its own, while the calling thread looks for signals.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use vdkit::jobs::inspect::{InspectOptions, inspect as judge};
 use vdkit::jobs::{
@@ -13,7 +14,8 @@ use vdkit::jobs::{
 };
 use vdkit::storage::FileOptions;
 use vdkit::{
-    CancelToken, Codec, CompactOptions, CompressionSpec, Error, Monitor, Progress, Repair, Result,
+    CancelToken, Codec, CompactOptions, CompressionSpec, Error, Monitor, OpenOptions, Progress,
+    Repair, Result,
 };
 
 use crate::creation::{Wanted, format_options};
@@ -57,6 +59,7 @@ pub(crate) fn run<T: Send>(
     progress: Option<&Bound<'_, PyAny>>,
     job: impl FnOnce(&Monitor<'_>) -> Result<T> + Send,
 ) -> PyResult<T> {
+    check_told(progress)?;
     let teller = Teller(Mutex::default());
     let cancel = CancelToken::default();
     let (ended, end) = channel();
@@ -93,6 +96,17 @@ pub(crate) fn run<T: Send>(
             (None, Err(_)) => Err(bug(py)),
         }
     })
+}
+
+/// Refuses what is neither a function nor a bar. Otherwise the job would have begun, or even ended, when
+/// it is first told of.
+fn check_told(progress: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    let Some(progress) = progress else { return Ok(()) };
+    if progress.is_callable() || (progress.hasattr("n")? && progress.hasattr("update")?) {
+        return Ok(());
+    }
+    let class = progress.get_type().name()?.to_string();
+    Err(PyTypeError::new_err(format!("progress is a function or a bar, not {class}")))
 }
 
 /// Runs what cannot be cancelled, such as a connection to a server that does not answer. If a signal
@@ -171,6 +185,8 @@ pub(crate) fn convert(
     into: bool,
     progress: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<String> {
+    // A call that is wrong does not close the disk.
+    check_told(progress)?;
     let source = Source::new(vec![source.get().take(py)?]);
     let converted = run(py, progress, |monitor| {
         convert_to(&source, target, format, &wanted, [compress, verify, into], monitor)
@@ -192,9 +208,13 @@ fn convert_to(
 ) -> Result<jobs::ConvertReport> {
     let mut codec = Codec::Deflate;
     let mut how = if into {
+        let key = wanted.only_key()?;
+        if key.is_some() {
+            check_encrypted(&target, format.clone())?;
+        }
         let existing = ExistingImage::new(target).format(format);
         let mut how = ConvertOptions::new(Destination::Into(existing));
-        how.keys.extend(wanted.only_key()?);
+        how.keys.extend(key);
         how
     } else {
         let format = format.ok_or_else(|| Error::invalid("a new image needs a format"))?;
@@ -212,6 +232,18 @@ fn convert_to(
     how.compress = compress.then_some(CompressionSpec { codec, level: None });
     how.verify = verify;
     jobs::convert(&vdkit::registry(), source, &how, monitor)
+}
+
+/// Refuses a target for which a key is given, and that needs none: who gives one expects that what is
+/// written is encrypted.
+fn check_encrypted(target: &Path, format: Option<String>) -> Result<()> {
+    let opening = OpenOptions::read_only().maybe_format(format);
+    let found = vdkit::describe_chain(&vdkit::registry(), target, &opening)?;
+    // The key may be that of an image beneath.
+    if found.broken.is_some() || found.links.iter().any(|link| link.info.encryption.is_some()) {
+        return Ok(());
+    }
+    Err(Error::invalid_for(&target.display(), "is not encrypted, and has no key"))
 }
 
 #[pyfunction]

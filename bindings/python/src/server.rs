@@ -19,6 +19,8 @@ pub(crate) struct Server {
     export: Arc<Export>,
     running: Mutex<Option<Running>>,
     uri: String,
+    /// The process that has the threads.
+    owner: u32,
 }
 
 enum Running {
@@ -60,7 +62,10 @@ fn start<L>(
         };
         let export = Export::new(disk, options);
         match begin(&export, listener) {
-            Ok((running, uri)) => Ok(Server { export, running: Mutex::new(Some(running)), uri }),
+            Ok((running, uri)) => {
+                let (running, owner) = (Mutex::new(Some(running)), std::process::id());
+                Ok(Server { export, running, uri, owner })
+            }
             Err(error) => {
                 let _ = export.close();
                 Err(error)
@@ -83,7 +88,9 @@ pub(crate) fn serve(
     let listen = || {
         let parsed: Address = address.parse().map_err(Error::invalid)?;
         let tls = tls.map(|folder| {
-            Tls::from_folder(&folder)
+            // A folder that is missing is told as such, and not as one whose files are ill-formed.
+            std::fs::metadata(&folder)
+                .and_then(|_| Tls::from_folder(&folder))
                 .map_err(|source| failed_to_open(&folder.display().to_string(), source))
         });
         let tls = tls.transpose()?;
@@ -138,7 +145,8 @@ impl Server {
         })
     }
 
-    /// Ends it; requests of NBD clients that have begun have so many seconds. May be called again.
+    /// Ends it; requests of NBD clients that have begun have so many seconds. May be called again. A
+    /// child of fork() ends nothing: the server is its parent's.
     fn stop(&self, py: Python<'_>, drain: f64) -> PyResult<()> {
         // `inf`, and what no clock can tell, is no limit.
         let most = if drain > 0.0 { Duration::MAX } else { Duration::ZERO };
@@ -148,8 +156,16 @@ impl Server {
 }
 
 impl Server {
+    /// Whether this process is a child of the one that serves.
+    fn inherited(&self) -> bool {
+        self.owner != std::process::id()
+    }
+
     /// Without the interpreter's lock, which a request needs whose disk is a file object.
     fn end(&self, py: Python<'_>, drain: Duration) -> Result<()> {
+        if self.inherited() {
+            return Ok(());
+        }
         py.detach(|| {
             let running = self.running.lock().take();
             match running {
@@ -171,6 +187,11 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
+        if self.inherited() {
+            // To drop what is the parent's would remove the socket under its clients. No lock is taken: a
+            // thread that the child does not have may hold it.
+            return std::mem::forget(self.running.get_mut().take());
+        }
         // Nobody is there to get an error.
         let _ = Python::attach(|py| self.end(py, Duration::ZERO));
     }

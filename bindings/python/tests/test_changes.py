@@ -1,5 +1,6 @@
 """Changes of existing images, encrypted images, and servers for others than plain NBD clients."""
 
+import errno
 import os
 import socket
 import struct
@@ -100,6 +101,17 @@ def test_encrypted_images():
         vdkit.convert("over.qcow2", "into.qcow2", into=True, options=LUKS, target_key="fourth", **both)
 
 
+def test_a_key_for_a_target_without_encryption_is_refused(image):
+    vdkit.create("plain.raw", "raw", 4 * MIB)
+    vdkit.create("plain.qcow2", "qcow2", 4 * MIB)
+    for target, format in [("plain.raw", "raw"), ("plain.raw", None), ("plain.qcow2", None)]:
+        with pytest.raises(vdkit.errors.UsageError, match="is not encrypted") as refused:
+            vdkit.convert(image, target, format, into=True, target_key="secret")
+        assert refused.value.file == target
+        with vdkit.open(target, format=format or target.split(".")[1]) as disk:
+            assert disk[MIB : MIB + 5] == bytes(5)
+
+
 def active(image, *keys):
     return [(slot.number, slot.opened) for slot in vdkit.key_slots(image, keys=keys) if slot.active]
 
@@ -168,9 +180,9 @@ def test_serving_with_tls(image, certificates):
                 vdkit.open(other)
         with vdkit.open(f"{uri}&tls-certificates={certificates}") as disk:
             assert disk[MIB : MIB + 5] == b"hello"
-    with pytest.raises(vdkit.Error) as missing, vdkit.serve(image, tls="nowhere"):
+    with pytest.raises(vdkit.errors.NotFoundError) as missing, vdkit.serve(image, tls="nowhere"):
         pass
-    assert missing.value.file == "nowhere"
+    assert (missing.value.file, missing.value.errno) == ("nowhere", errno.ENOENT)
 
 
 def test_serving_a_guest(image):

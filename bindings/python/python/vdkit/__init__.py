@@ -21,8 +21,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import operator
 import os
+import shutil
 import tempfile
 import warnings
 import weakref
@@ -40,6 +42,7 @@ from typing import (
     Sequence,
     TypedDict,
     Union,
+    cast,
 )
 
 from . import _vdkit, errors
@@ -127,18 +130,14 @@ class Bar(Protocol):
 Progress = Union[Callable[[int, int], Any], Bar]
 
 
-class Opening(TypedDict, total=False):
-    """How images are opened: what :func:`open` takes by name, and all that open images."""
+class _Opening(TypedDict, total=False):
+    """What all functions that open images take, whatever their own parameters are called."""
 
     writable: bool
-    format: Optional[str]
-    """The image's format; otherwise it is found."""
     cache: Optional[str]
     """"writeback", "none", ..."""
     snapshot: Optional[str]
     """Opens an internal snapshot, by name or id."""
-    backing: Union[Path, None, bool]
-    """A path instead of the backing image that the image names, or False for none."""
     keys: Sequence[Key]
     """For encrypted images."""
     folders: Optional[Sequence[Path]]
@@ -147,15 +146,30 @@ class Opening(TypedDict, total=False):
     """False for an image that another process writes."""
 
 
+class _OpeningOver(_Opening, total=False):
+    backing: Union[Path, None, bool]
+    """A path instead of the backing image that the image names, or False for none."""
+
+
+class _OpeningAs(_Opening, total=False):
+    format: Optional[str]
+    """The image's format; otherwise it is found."""
+
+
+class Opening(_OpeningOver, _OpeningAs, total=False):
+    """How images are opened: what :func:`open` takes by name, and all that open images."""
+
+
 def _key(key: Key) -> List[int]:
     return list(key.encode() if isinstance(key, str) else key)
 
 
-def _opening(opening: Opening) -> Dict[str, Any]:
+def _opening(others: _Opening) -> Dict[str, Any]:
+    opening = cast(Opening, others)
     known = Opening.__annotations__
     for name in opening:
         if name not in known:
-            raise TypeError(f"{name!r} is no option of opening an image; there are {', '.join(known)}")
+            raise TypeError(f"{name!r} is no option of opening an image; there are {', '.join(sorted(known))}")
     backing, folders, keys = opening.get("backing"), opening.get("folders"), opening.get("keys", ())
     if isinstance(keys, (str, bytes)):
         raise TypeError("keys is a list of passphrases")
@@ -186,7 +200,7 @@ def _wanted(
     key: Optional[Key],
     backing: Optional[str],
     backing_format: Optional[str],
-    opening: Opening,
+    opening: _Opening,
 ) -> Dict[str, Any]:
     """What a new image shall be."""
     return {
@@ -270,7 +284,8 @@ class Disk:
         if self._opening is None:
             raise errors.UsageError(f"{self.name}: is no path", self.name)
         # Without locks: if this disk is writable, its own would be in the way.
-        return info(self.name, **{**self._opening, "lock": False, "writable": False})
+        opening: Opening = {**self._opening, "lock": False, "writable": False}
+        return info(self.name, **opening)
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly ``length`` bytes; a range beyond the end is an error."""
@@ -428,7 +443,7 @@ def create(
     backing_format: Optional[str] = None,
     replace: bool = False,
     progress: Optional[Progress] = None,
-    **opening: Unpack[Opening],
+    **opening: Unpack[_Opening],
 ) -> int:
     """Makes a new image, and returns the bytes of its disk.
 
@@ -454,7 +469,7 @@ def convert(
     verify: bool = False,
     into: bool = False,
     progress: Optional[Progress] = None,
-    **opening: Unpack[Opening],
+    **opening: Unpack[_OpeningOver],
 ) -> Converted:
     """Copies a disk into a new image of another format, or ``into`` an existing image, file or device.
 
@@ -503,7 +518,7 @@ def measure(
     *,
     options: Optional[Options] = None,
     progress: Optional[Progress] = None,
-    **opening: Unpack[Opening],
+    **opening: Unpack[_OpeningOver],
 ) -> Measured:
     """Tells how many bytes an image of a format would have."""
     with _opened(source, **opening) as disk:
@@ -533,7 +548,7 @@ def rebase(
     header_only: bool = False,
     force: bool = False,
     progress: Optional[Progress] = None,
-    **opening: Unpack[Opening],
+    **opening: Unpack[_OpeningAs],
 ) -> Rebased:
     """Puts an overlay on another image, by a name from its folder, or on none, and keeps what its disk
     holds (unless ``header_only``)."""
@@ -640,8 +655,12 @@ def serve(
     with server-cert.pem and server-key.pem, as libvirt and QEMU name them; clients without TLS are refused
     then, and with ca-cert.pem there also those without a certificate of that authority. A write for which no
     space is left waits until there is some, or fails if ``report_no_space``. A disk that is given is closed
-    afterwards. At the end, requests that have begun have ``drain`` seconds.
+    afterwards. At the end, requests that have begun have ``drain`` seconds. A child of ``fork`` that leaves the
+    block ends nothing.
     """
+    # Also a TypeError for what is no number at all: at the end of the block it would leave the server running.
+    if math.isnan(drain):
+        raise errors.UsageError("drain is no number of seconds")
     with contextlib.ExitStack() as stack:
         address = address or f"unix:{_new_socket(stack)}"
         disk = _to_serve(stack, source, read_only, opening)
@@ -675,7 +694,15 @@ def serve_vhost_user(
 
 
 def _new_socket(stack: contextlib.ExitStack) -> str:
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vdkit-"))
+    folder = tempfile.mkdtemp(prefix="vdkit-")
+    owner = os.getpid()
+
+    def remove() -> None:
+        # A child of fork() that leaves the block would take the socket from its parent's clients.
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    stack.callback(remove)
     return f"{folder}/socket"
 
 

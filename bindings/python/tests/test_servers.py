@@ -1,0 +1,72 @@
+"""Servers: who ends them, and what is refused before one starts."""
+
+import os
+import signal
+
+import pytest
+import vdkit
+
+MIB = 1 << 20
+
+
+def child(act):
+    """Whether `act` returns in a child of fork, which then ends without leaving the parent's blocks."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)  # who waits here for a thread of the parent waits for ever
+        try:
+            act()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("serve", [vdkit.serve, vdkit.serve_vhost_user])
+def test_a_child_that_leaves_the_block_ends_no_server(image, serve):
+    serving = serve(image)
+    uri = serving.__enter__()
+    socket = uri.split("socket=")[-1].replace("vhost-user:", "")
+    assert os.path.exists(socket), uri
+    assert child(lambda: serving.__exit__(None, None, None))
+    assert os.path.exists(socket)
+    if serve is vdkit.serve:
+        with vdkit.open(uri) as disk:
+            assert disk[MIB : MIB + 5] == b"hello"
+    serving.__exit__(None, None, None)
+    assert not os.path.exists(os.path.dirname(socket))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_child_that_collects_a_server_does_not_end_it(image, tmp_path):
+    disk = vdkit.open(image)
+    servers = [vdkit._vdkit.serve(disk._disk, f"unix:{tmp_path}/s", "", True, False, None)]
+    uri = servers[0].uri
+    assert child(servers.clear)
+    with vdkit.open(uri) as disk:
+        assert disk[MIB : MIB + 5] == b"hello"
+    servers[0].stop(1.0)
+    assert not os.path.exists(f"{tmp_path}/s")
+
+
+def test_a_time_that_is_none_is_refused_before_anything_is_served(image, tmp_path):
+    for drain, error in [("x", TypeError), (None, TypeError), (float("nan"), ValueError)]:
+        with pytest.raises(error), vdkit.serve(image, f"unix:{tmp_path}/d", drain=drain):
+            pytest.fail("served")
+        assert not os.path.exists(f"{tmp_path}/d")
+
+
+def test_progress_that_cannot_be_told_is_refused_before_a_job_begins(image):
+    disk = vdkit.open(image)
+    for job in (
+        lambda: vdkit.create("new.raw", "raw", MIB, progress=5),
+        lambda: vdkit.convert(image, "new.raw", "raw", progress="x"),
+        lambda: vdkit.convert(disk, "new.raw", "raw", progress=[]),
+        lambda: vdkit.check(image, repair="all", progress=object()),
+    ):
+        with pytest.raises(TypeError, match="progress"):
+            job()
+        assert not os.path.exists("new.raw")
+    assert disk[MIB : MIB + 5] == b"hello"
+    disk.close()
