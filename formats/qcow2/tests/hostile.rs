@@ -742,6 +742,10 @@ fn an_l2_table_of_two_l1_entries_has_no_owner_and_two_references() {
                 assert!(!sound, "{error}");
                 assert_eq!(error.remedy(), Some(Remedy::REPAIR), "{error}");
                 assert!(error.to_string().contains("2 L1 entries"), "{error}");
+                let damaged = OfflineImage::new(&storage);
+                let report = Qcow2Driver.check(&damaged, Repair::AllForced).unwrap();
+                assert_eq!(report.corruptions_left(), 0, "{report:?}");
+                open(&storage).close().unwrap();
             }
         }
     }
