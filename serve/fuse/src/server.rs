@@ -40,9 +40,9 @@ pub struct ServerOptions {
 /// How the end of a mount affected its users.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
-    /// The file was not open any more.
+    /// The file was not open any more, and all requests were done.
     Clean,
-    /// The file was still open at the timeout; further access fails.
+    /// The file was still open at the timeout, or requests went on; further access fails.
     InUse,
 }
 
@@ -128,8 +128,9 @@ impl Server {
         self.session.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Ends the service. Unmounts the file, waits until it is closed (at most `patience`), and
-    /// finishes started requests. The export is neither flushed nor closed.
+    /// Ends the service. Unmounts the file, waits until it is closed (at most `patience`), and then
+    /// for requests that have begun: until `patience` is over, but at least a second. The export is
+    /// neither flushed nor closed.
     ///
     /// # Errors
     /// The system refuses to unmount; in a child of `fork`.

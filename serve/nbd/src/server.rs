@@ -266,10 +266,11 @@ impl Server {
         self.shared.served.load(Ordering::Relaxed)
     }
 
-    /// Ends the service. Accepts no new connections, and receives nothing more; started requests
-    /// are finished and answered. Waits at most `drain`, then closes all connections. On return no
-    /// thread of the server holds an export. A request of a paused export delays
-    /// that until [`vdkit_serve::Export::resume`].
+    /// Ends the service. Accepts no new connections, and stops receiving: requests that a client has
+    /// sent by then are done and answered, for at most `drain`. Then closes all connections; a change
+    /// that waits for space is dropped with its connection. On return no thread of the server holds an
+    /// export, so it also waits for requests inside the disk, however long those take; those of a
+    /// paused export until [`vdkit_serve::Export::resume`]. In a child of `fork`, ends nothing.
     pub fn stop(mut self, drain: Duration) {
         self.end(drain);
     }

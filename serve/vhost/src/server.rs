@@ -109,9 +109,9 @@ impl Server {
         self.visits.connected.load(Ordering::SeqCst)
     }
 
-    /// Ends the service. Requests already taken are done and put back, for at most `drain`; others
-    /// stay in their rings. Returns whether all were done; `false` in a child of `fork`, where it ends
-    /// nothing.
+    /// Ends the service. Requests already taken are done and put back; others stay in their rings.
+    /// Returns whether all were done within `drain`. If not, the thread that does them goes on, in the
+    /// guest's memory too, until they are done. In a child of `fork`, ends nothing and returns `false`.
     pub fn stop(mut self, drain: Duration) -> bool {
         if !self.owner.is_current() {
             return false;

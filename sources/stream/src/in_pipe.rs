@@ -195,24 +195,23 @@ mod tests {
     /// Readers waiting for bytes after a failure get an error.
     #[test]
     fn a_failure_wakes_waiting_readers() {
-        struct Broken(Arc<Watched>);
+        struct Broken;
         impl std::io::Read for Broken {
             fn read(&mut self, _: &mut [u8]) -> std::io::Result<usize> {
-                self.0.until_it_waits();
                 Err(std::io::Error::other("broken"))
             }
         }
         let watched = Arc::new(Watched::default());
-        let broken = Broken(watched.clone());
-        let pipe = Arc::new(InPipe::new(ByteStream::new("pipe", broken)));
-        std::thread::scope(|scope| {
-            let later = pipe.window(1000);
-            let waits = scope.spawn(move || {
-                watched.is_me();
-                later.read_up_to(&mut [0; 10], HostOffset(100))
-            });
-            assert!(pipe.window(1000).read_up_to(&mut [0; 100], HostOffset(0)).is_err());
-            assert!(waits.join().unwrap().is_err());
+        let pipe = Arc::new(InPipe::new(ByteStream::new("pipe", Broken)));
+        let (tell, told) = std::sync::mpsc::channel();
+        let (later, waits) = (pipe.window(1000), watched.clone());
+        // Not joined: it would never end if nothing woke it.
+        std::thread::spawn(move || {
+            waits.is_me();
+            tell.send(later.read_up_to(&mut [0; 10], HostOffset(100)).is_err()).unwrap();
         });
+        watched.until_it_waits();
+        assert!(pipe.window(1000).read_up_to(&mut [0; 100], HostOffset(0)).is_err());
+        assert_eq!(told.recv_timeout(std::time::Duration::from_secs(60)), Ok(true));
     }
 }
