@@ -18,8 +18,6 @@ pub struct vdkit_server {
     export: Arc<Export>,
     running: Option<Running>,
     uri: CString,
-    /// The process that has the threads.
-    owner: u32,
 }
 
 enum Running {
@@ -167,8 +165,7 @@ fn serve<L>(
     match start(&export, listener) {
         Ok((running, uri)) => {
             let uri = error::c_text(&uri);
-            let (running, owner) = (Some(running), std::process::id());
-            Ok(Box::into_raw(Box::new(vdkit_server { export, running, uri, owner })))
+            Ok(Box::into_raw(Box::new(vdkit_server { export, running: Some(running), uri })))
         }
         Err(error) => {
             let _ = export.close();
@@ -236,11 +233,11 @@ pub unsafe extern "C" fn vdkit_server_stop(server: *mut vdkit_server, drain_ms: 
     call(|| {
         // SAFETY: the header's promise.
         let Some(mut server) = (unsafe { border::take(server) }) else { return Ok(()) };
-        if server.owner != std::process::id() {
-            // What the server has is the parent's: to drop it would remove the socket under its clients.
+        if server.export.is_inherited() {
+            // No lock is taken to drop it: a thread that the child does not have may hold that.
             std::mem::forget(server);
             return Err(misuse(
-                "the server is of the parent of this process, and only that stops it",
+                "the parent of this process started the server, and only the parent can stop it",
             ));
         }
         let drain = Duration::from_millis(drain_ms.into());

@@ -19,8 +19,6 @@ pub(crate) struct Server {
     export: Arc<Export>,
     running: Mutex<Option<Running>>,
     uri: String,
-    /// The process that has the threads.
-    owner: u32,
 }
 
 enum Running {
@@ -62,10 +60,7 @@ fn start<L>(
         };
         let export = Export::new(disk, options);
         match begin(&export, listener) {
-            Ok((running, uri)) => {
-                let (running, owner) = (Mutex::new(Some(running)), std::process::id());
-                Ok(Server { export, running, uri, owner })
-            }
+            Ok((running, uri)) => Ok(Server { export, running: Mutex::new(Some(running)), uri }),
             Err(error) => {
                 let _ = export.close();
                 Err(error)
@@ -156,14 +151,9 @@ impl Server {
 }
 
 impl Server {
-    /// Whether this process is a child of the one that serves.
-    fn inherited(&self) -> bool {
-        self.owner != std::process::id()
-    }
-
     /// Without the interpreter's lock, which a request needs whose disk is a file object.
     fn end(&self, py: Python<'_>, drain: Duration) -> Result<()> {
-        if self.inherited() {
+        if self.export.is_inherited() {
             return Ok(());
         }
         py.detach(|| {
@@ -187,9 +177,8 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        if self.inherited() {
-            // To drop what is the parent's would remove the socket under its clients. No lock is taken: a
-            // thread that the child does not have may hold it.
+        if self.export.is_inherited() {
+            // No lock is taken to drop it: a thread that the child does not have may hold that.
             return std::mem::forget(self.running.get_mut().take());
         }
         // Nobody is there to get an error.

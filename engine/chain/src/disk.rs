@@ -408,7 +408,7 @@ impl Disk {
         }
         if !self.owner.is_current() {
             // This copy of the map does not have what the parent has allocated since.
-            let what = "was opened by the parent of this process, and only that closes it";
+            let what = "the parent of this process opened it, and only the parent can close it";
             return Err(Error::invalid_for(&self.name, what));
         }
         self.refuse_within_request()?;

@@ -517,11 +517,17 @@ impl Export {
         if served.closed { Err(Error::Interrupted) } else { act(&mut served) }
     }
 
+    /// Whether this is a child of `fork` that inherited the export. It can end neither the export nor its
+    /// servers: their threads are the parent's.
+    pub fn is_inherited(&self) -> bool {
+        !self.owner.is_current()
+    }
+
     /// Ends all waiting, for space or for a resume: kept changes fail, and later changes that find
     /// no space fail at once. On return no kept change is being tried. A later pause does nothing.
     /// In a child of `fork`, it does nothing: what waits are the parent's threads.
     pub fn end_waiting(&self) {
-        if !self.owner.is_current() {
+        if self.is_inherited() {
             return;
         }
         self.pause.end_for_good();
@@ -534,8 +540,8 @@ impl Export {
     /// # Errors
     /// As [`Disk::close`]: in a child of `fork`, [`Error::Invalid`] at once.
     pub fn close(&self) -> Result<()> {
-        if !self.owner.is_current() {
-            let what = "is served by the parent of this process, and only that closes it";
+        if self.is_inherited() {
+            let what = "the parent of this process serves it, and only the parent can close it";
             return Err(Error::invalid_for(&self.title(), what));
         }
         self.end_jobs();

@@ -136,7 +136,7 @@ impl Server {
     /// The system refuses to unmount; in a child of `fork`.
     pub fn stop(mut self, patience: Duration) -> io::Result<Ending> {
         if !self.owner.is_current() {
-            let what = "it was mounted by the parent of this process, and only that unmounts it";
+            let what = "the parent of this process mounted it, and only the parent can unmount it";
             return Err(io::Error::other(what));
         }
         let began = Instant::now();

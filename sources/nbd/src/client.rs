@@ -199,7 +199,7 @@ impl Client {
         if self.owner.is_current() {
             return Ok(());
         }
-        let why = "it was opened by the parent of this process: open it after the fork";
+        let why = "the parent of this process opened it: open it after the fork";
         Err(Broken { why: why.into(), lost: false })
     }
 
