@@ -16,21 +16,22 @@ pub(crate) type Result<T> = std::result::Result<T, Error>;
 
 /// Runs a call of the library: its error becomes the thread's last one, and no panic leaves it.
 pub(crate) fn call(act: impl FnOnce() -> Result<()>) -> c_int {
-    match catch_unwind(AssertUnwindSafe(act)) {
-        Ok(Ok(())) => {
+    // The result is looked at where it is, since an error is large to move.
+    let answered = catch_unwind(AssertUnwindSafe(|| match act() {
+        Ok(()) => {
             error::clear();
             0
         }
-        Ok(Err(found)) => error::note(&found),
-        Err(panic) => {
-            let text = panic
-                .downcast_ref::<String>()
-                .map(String::as_str)
-                .or_else(|| panic.downcast_ref::<&str>().copied())
-                .unwrap_or("no message");
-            error::note_text(VDKIT_E_PANIC, &format!("libvdkit has a bug: {text}"))
-        }
-    }
+        Err(found) => error::note(&found),
+    }));
+    answered.unwrap_or_else(|panic| {
+        let text = panic
+            .downcast_ref::<String>()
+            .map(String::as_str)
+            .or_else(|| panic.downcast_ref::<&str>().copied())
+            .unwrap_or("no message");
+        error::note_text(VDKIT_E_PANIC, &format!("libvdkit has a bug: {text}"))
+    })
 }
 
 /// An error in how a function was called.
