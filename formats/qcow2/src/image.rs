@@ -486,8 +486,9 @@ fn metadata_clusters(
     Ok(set)
 }
 
-/// Refuses an L2 table that several L1 entries name but one of them owns, or that too few references
-/// are counted for: a write through one entry would change what another one shows, or free the table.
+/// Refuses an L2 table that several L1 entries name, if one of them has the COPIED flag, or if the
+/// refcount is smaller than their number: a write through one entry would change what another one
+/// shows, or free the table.
 ///
 /// # Errors
 /// [`Error::Corrupt`]. Those of reading refcounts, which only such tables need.
@@ -502,16 +503,18 @@ fn refuse_owners(
     tables.sort_unstable_by_key(|word| word & OFFSET_MASK);
     for entries in tables.chunk_by(|a, b| (a ^ b) & OFFSET_MASK == 0).filter(|run| run.len() > 1) {
         let table = entries[0] & OFFSET_MASK;
-        let owned = entries.iter().any(|word| word & COPIED != 0);
+        let owners = entries.iter().filter(|&word| word & COPIED != 0).count();
         let counted = refcounts.get(table >> bits, storage)?;
-        if owned || counted < entries.len() as u64 {
-            let owner = if owned { "one of which owns it" } else { "none of which owns it" };
+        if owners > 0 || counted < entries.len() as u64 {
+            let count = entries.len();
             return Err(Error::corrupt(
                 storage.name(),
                 table,
                 "L2 table",
-                format!("{} L1 entries, {owner}, and a refcount of {counted}", entries.len()),
-                "a reference for each entry, and no owner if there are several",
+                format!(
+                    "{count} L1 entries, {owners} with COPIED flag, and a refcount of {counted}"
+                ),
+                "a reference for each entry, and no COPIED flag if there are several",
             )
             .with_remedy(Remedy::REPAIR));
         }
