@@ -60,7 +60,10 @@ pub fn limit(memory_bytes: u64, cpu_seconds: u64) -> io::Result<()> {
     set(Resource::Core, 0)?;
     set(Resource::Fsize, 0)?;
     set(Resource::Nofile, 0)?;
-    set(Resource::Cpu, cpu_seconds.max(1))?;
+    // Beyond the first the process gets SIGXCPU, which says why; beyond the second, SIGKILL.
+    let cpu_seconds = cpu_seconds.max(1);
+    let maximum = Some(cpu_seconds.saturating_add(1));
+    setrlimit(Resource::Cpu, Rlimit { current: Some(cpu_seconds), maximum })?;
     set(Resource::As, memory_bytes.saturating_add(ADDRESS_SPACE_BESIDE))?;
     set(Resource::Data, memory_bytes)?;
     Ok(())

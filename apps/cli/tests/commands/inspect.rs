@@ -17,6 +17,11 @@ fn img(scratch: &Scratch, arguments: &[&str]) {
     peer(&scratch.path(""), "qemu-img", arguments);
 }
 
+/// The answer of an inspection, whose time no busy host may use up.
+fn inspect(scratch: &Scratch, code: i32, arguments: &[&str]) -> Value {
+    scratch.json_of("inspect", code, &[&["--timeout", "600"], arguments].concat())
+}
+
 /// A sound image of qcow2 as QEMU makes it, with data.
 fn qcow2(scratch: &Scratch, name: &str) {
     img(scratch, &["create", "-q", "-f", "qcow2", name, "64M"]);
@@ -27,7 +32,7 @@ fn qcow2(scratch: &Scratch, name: &str) {
 fn a_sound_image_is_accepted_within_a_whole_sandbox() {
     let scratch = Scratch::new();
     qcow2(&scratch, "disk.qcow2");
-    let json = scratch.json_of("inspect", 0, &["disk.qcow2"]);
+    let json = inspect(&scratch, 0, &["disk.qcow2"]);
     assert_eq!(
         (json["verdict"].as_str(), json["depth"].as_str()),
         (Some("accept"), Some("metadata"))
@@ -90,11 +95,11 @@ fn assert_policies_hold(scratch: &Scratch) {
         ("extended.qcow2", "extended-l2"),
         ("nested.qcow2", "nested"),
     ] {
-        scratch.json_of("inspect", 0, &["--allow", what, name]);
+        inspect(scratch, 0, &["--allow", what, name]);
     }
-    scratch.json_of("inspect", 5, &["--strict", "snap.qcow2"]);
-    scratch.json_of("inspect", 0, &["--strict", "--allow", "snapshots", "snap.qcow2"]);
-    scratch.json_of("inspect", 5, &["--max-size", "32M", "a.qcow2"]);
+    inspect(scratch, 5, &["--strict", "snap.qcow2"]);
+    inspect(scratch, 0, &["--strict", "--allow", "snapshots", "snap.qcow2"]);
+    inspect(scratch, 5, &["--max-size", "32M", "a.qcow2"]);
 }
 
 #[test]
@@ -124,17 +129,14 @@ fn images_of_qemus_formats() {
         ("nested.qcow2", "qcow2", 5, &["nested-format"]),
         ("snap.qcow2", "qcow2", 0, &["internal-snapshots"]),
     ] {
-        let json = scratch.json_of("inspect", code, &[name]);
+        let json = inspect(&scratch, code, &[name]);
         assert_eq!(json["format"], format, "{name}: {json:#}");
         assert_eq!(codes(&json), heavy, "{name}: {json:#}");
     }
     // As the tools of OpenStack are told what to expect.
-    assert_eq!(
-        codes(&scratch.json_of("inspect", 5, &["-f", "raw", "a.qcow2"])),
-        ["format-mismatch"]
-    );
-    scratch.json_of("inspect", 0, &["-f", "qcow2", "a.qcow2"]);
-    scratch.json_of("inspect", 0, &["-f", "vpc", "dynamic.vhd"]);
+    assert_eq!(codes(&inspect(&scratch, 5, &["-f", "raw", "a.qcow2"])), ["format-mismatch"]);
+    inspect(&scratch, 0, &["-f", "qcow2", "a.qcow2"]);
+    inspect(&scratch, 0, &["-f", "vpc", "dynamic.vhd"]);
     assert_policies_hold(&scratch);
     // A backing file need not be there to be told of, and is not opened.
     std::fs::remove_file(scratch.path("a.qcow2")).unwrap();
@@ -148,9 +150,9 @@ fn much_metadata_is_read_by_two_threads_within_the_sandbox() {
         &scratch,
         &["create", "-q", "-f", "qcow2", "-o", "preallocation=metadata", "big.qcow2", "64G"],
     );
-    let json = scratch.json_of("inspect", 0, &["--timeout", "600", "big.qcow2"]);
+    let json = inspect(&scratch, 0, &["big.qcow2"]);
     assert_eq!((&json["depth"], &json["data-bytes"]), (&"metadata".into(), &(64u64 << 30).into()));
-    let json = scratch.json_of("inspect", 5, &["--max-read", "1M", "big.qcow2"]);
+    let json = inspect(&scratch, 5, &["--max-read", "1M", "big.qcow2"]);
     assert_eq!(codes(&json), ["limit-reads"]);
 }
 
@@ -164,8 +166,8 @@ fn large_tables(scratch: &Scratch) {
 fn limits_on_memory_and_time_hold() {
     let scratch = Scratch::new();
     large_tables(&scratch);
-    scratch.json_of("inspect", 0, &["--timeout", "600", "big.qcow2"]);
-    let json = scratch.json_of("inspect", 5, &["--max-memory", "16M", "big.qcow2"]);
+    inspect(&scratch, 0, &["big.qcow2"]);
+    let json = inspect(&scratch, 5, &["--max-memory", "16M", "big.qcow2"]);
     assert_eq!(codes(&json), ["limit-memory"], "{json:#}");
     let answer = scratch.run(&["inspect", "--max-memory", "16M", "big.qcow2"]);
     assert!(answer.stdout.contains("exceed its memory limit"), "{answer:?}");
@@ -199,13 +201,13 @@ fn damaged_images_are_refused_with_the_place() {
     qcow2(&scratch, "disk.qcow2");
     let bytes = std::fs::read(scratch.path("disk.qcow2")).unwrap();
     scratch.write("cut.qcow2", &bytes[..bytes.len() - (192 << 10)]);
-    let json = scratch.json_of("inspect", 5, &["cut.qcow2"]);
+    let json = inspect(&scratch, 5, &["cut.qcow2"]);
     assert!(codes(&json).contains(&"outside-file"), "{json:#}");
     assert!(json["findings"][0]["where"].is_u64(), "{json:#}");
     let answer = scratch.run(&["inspect", "cut.qcow2"]);
     assert!(answer.stdout.contains("refuse: outside-file at offset 0x"), "{answer:?}");
     scratch.write("empty.img", b"");
-    assert_eq!(codes(&scratch.json_of("inspect", 5, &["empty.img"])), ["empty-file"]);
+    assert_eq!(codes(&inspect(&scratch, 5, &["empty.img"])), ["empty-file"]);
 }
 
 #[test]

@@ -92,7 +92,9 @@ fn death(status: ExitStatus, words: &[u8]) -> Outcome {
     let last = words.trim().lines().last().unwrap_or_default();
     let code = match status.signal() {
         Some(libc::SIGSYS) => Code::InspectorForbidden,
-        Some(libc::SIGXCPU | libc::SIGKILL) => Code::LimitTime,
+        Some(libc::SIGXCPU) => Code::LimitTime,
+        // No limit of ours does this: somebody else, or the kernel where memory is short.
+        Some(libc::SIGKILL) => Code::NotJudged,
         // The allocator prints this and then aborts.
         Some(libc::SIGABRT) if words.contains("memory allocation of") => Code::LimitMemory,
         _ => Code::InspectorDied,
@@ -237,6 +239,7 @@ mod tests {
         assert_eq!(code_of("kill -SEGV $$"), Code::InspectorDied);
         assert_eq!(code_of("kill -SYS $$"), Code::InspectorForbidden);
         assert_eq!(code_of("kill -XCPU $$"), Code::LimitTime);
+        assert_eq!(code_of("kill -KILL $$"), Code::NotJudged);
         assert_eq!(code_of("kill -ABRT $$"), Code::InspectorDied);
         let memory = "echo memory allocation of 5 bytes failed >&2; kill -ABRT $$";
         assert_eq!(code_of(memory), Code::LimitMemory);
