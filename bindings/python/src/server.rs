@@ -83,9 +83,7 @@ pub(crate) fn serve(
     let listen = || {
         let parsed: Address = address.parse().map_err(Error::invalid)?;
         let tls = tls.map(|folder| {
-            // A folder that is missing is told as such, and not as one whose files are ill-formed.
-            std::fs::metadata(&folder)
-                .and_then(|_| Tls::from_folder(&folder))
+            Tls::from_folder(&folder)
                 .map_err(|source| failed_to_open(&folder.display().to_string(), source))
         });
         let tls = tls.transpose()?;

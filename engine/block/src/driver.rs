@@ -66,6 +66,9 @@ pub struct ImageInfo {
     /// absolute. The order is the format's own; each file is listed once.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<String>,
+    /// The guest data is in another file that the metadata does not name (qcow2).
+    #[serde(skip)]
+    pub data_file_unnamed: bool,
     /// The only file of [`ImageInfo::files`] is readable as a raw image.
     pub data_file_raw: bool,
     /// Internal snapshots.

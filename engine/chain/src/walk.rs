@@ -293,13 +293,18 @@ impl<'a> Walk<'a> {
                 limit: limit as u64,
             });
         }
-        if named > 1 && self.depth == 1 && self.options.data_file.is_some() {
-            return Err(Error::invalid_for(
-                &found.path.display(),
-                format!("has its data in {named} files, and only one file can be named instead"),
-            ));
-        }
-        Ok(())
+        let Some(given) = self.options.data_file.as_ref().filter(|_| self.depth == 1) else {
+            return Ok(());
+        };
+        let fault = match named {
+            0 if !found.info.data_file_unnamed => format!(
+                "holds its own data, but '{}' was given as its data file: leave it out",
+                given.display()
+            ),
+            0 | 1 => return Ok(()),
+            _ => format!("has its data in {named} files, and only one file can be named instead"),
+        };
+        Err(Error::invalid_for(&found.path.display(), fault))
     }
 
     fn file_options(&self, writable: bool, depth: usize) -> FileOptions {

@@ -11,7 +11,8 @@ use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use support::{Random, map};
 use vdkit_block::{
-    CacheMode, Error, Format, FormatDriver, GuestOffset, Limits, NewBitmap, OpenRequest, Storage,
+    CacheMode, Error, ErrorKind, Format, FormatDriver, GuestOffset, Limits, NewBitmap, OpenRequest,
+    Storage,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_qcow2::{Qcow2, Qcow2Driver};
@@ -497,4 +498,32 @@ fn a_child_of_fork_that_closes_a_disk_leaves_the_image_to_its_parent() {
     let image: Arc<dyn Storage> =
         Arc::new(FileStorage::open(&path, &FileOptions::read_only()).unwrap());
     assert_sound(&Qcow2Driver, &image, false, "after the parent's close");
+}
+
+/// Names for the data file are needed where the image has none, and are a mistake where it has no data file.
+#[test]
+fn a_data_file_may_be_named_only_where_the_image_has_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let [image, data] = ["image.qcow2", "image.data"].map(|name| folder.path().join(name));
+    let made = format!("data_file={}", text(&data));
+    run("qemu-img", &["create", "-q", "-f", "qcow2", "-o", &made, text(&image), "1M"]);
+    let mut header = fs::read(&image).unwrap();
+    let name = header.windows(4).position(|kind| kind == b"DATA").unwrap();
+    // An extension of an unknown type.
+    header[name..name + 4].copy_from_slice(b"ATAD");
+    fs::write(&image, &header).unwrap();
+    let drivers: [&'static dyn FormatDriver; 2] = [&Qcow2Driver, &RawDriver];
+    let registry = Registry::new(drivers);
+    let options = OpenOptions::read_write().format("qcow2");
+    let error = Disk::open(&registry, &image, &options).unwrap_err();
+    assert!(error.to_string().contains("without a name"), "{error}");
+    let named = options.clone().data_file(Some(data));
+    let disk = Disk::open(&registry, &image, &named).unwrap();
+    disk.write_at(&[7; 512], GuestOffset(0)).unwrap();
+    disk.close().unwrap();
+    drop(disk);
+    run("qemu-img", &["create", "-q", "-f", "qcow2", text(&image), "1M"]);
+    Disk::open(&registry, &image, &options).unwrap();
+    let error = Disk::open(&registry, &image, &named).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Usage, "{error}");
 }

@@ -367,6 +367,11 @@ fn data_files_follow_the_same_policy() {
     assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
     let options = OpenOptions::read_write().data_file(Some(place.path("outside/secret.raw")));
     place.open(&image, &options).unwrap();
+    // Whoever names a file for an image without one means another image.
+    named("");
+    let error = place.open(&image, &options).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Usage, "{error}");
+    assert!(error.to_string().contains("secret.raw"), "{error}");
     named("top.map");
     let error = place.open(&image, &OpenOptions::default()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");

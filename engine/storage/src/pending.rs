@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
-use vdkit_block::{CacheMode, Error, IoAction, Result};
+use vdkit_block::{CacheMode, Error, IoAction, OwnerProcess, Result};
 
 use crate::access;
 use crate::file::FileStorage;
@@ -45,6 +45,7 @@ pub struct PendingFile {
     storage: Arc<FileStorage>,
     replaced: Option<Replaced>,
     committed: bool,
+    owner: OwnerProcess,
 }
 
 /// The existing file.
@@ -76,8 +77,8 @@ impl PendingFile {
         let create = if replaced.is_some() { CreateMode::Private } else { CreateMode::New };
         let options = FileOptions { writable: true, create, ..*options };
         let (temporary, storage) = create_beside(&target, &options)?;
-        let pending =
-            Self { target, temporary, storage: Arc::new(storage), replaced, committed: false };
+        let (storage, owner) = (Arc::new(storage), OwnerProcess::current());
+        let pending = Self { target, temporary, storage, replaced, committed: false, owner };
         if let Some(replaced) = &pending.replaced {
             let name = pending.target.display().to_string();
             access::pass_on(&replaced.file, pending.storage.file())
@@ -131,7 +132,7 @@ impl PendingFile {
 
 impl Drop for PendingFile {
     fn drop(&mut self) {
-        if !self.committed {
+        if !self.committed && self.owner.is_current() {
             let _ = std::fs::remove_file(&self.temporary);
         }
     }

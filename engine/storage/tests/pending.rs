@@ -8,7 +8,7 @@ use rustix::fs::XattrFlags;
 use rustix::io::Errno;
 use vdkit_block::{ErrorKind, HostOffset, Storage};
 use vdkit_storage::{CommitOptions, CreateMode, FileOptions, FileStorage, LockMode, PendingFile};
-use vdkit_testbase::{impossible_here, require_peer, require_root};
+use vdkit_testbase::{impossible_here, in_child, require_peer, require_root};
 
 const ACCESS_LIST: &str = "system.posix_acl_access";
 const DEFAULT_LIST: &str = "system.posix_acl_default";
@@ -66,6 +66,16 @@ fn a_dropped_file_leaves_what_was_there() {
     });
     assert!(unwound.is_err());
     assert_eq!(names(dir.path()), ["image"]);
+}
+
+#[test]
+fn a_child_of_fork_removes_nothing_that_its_parent_makes() {
+    let dir = tempfile::tempdir().unwrap();
+    let target = dir.path().join("image");
+    let mut file = Some(pending(&target));
+    assert!(in_child(|| (), || file.take().is_some()));
+    file.take().unwrap().commit(CommitOptions::default()).unwrap();
+    assert_eq!(std::fs::read(&target).unwrap(), b"new");
 }
 
 #[test]

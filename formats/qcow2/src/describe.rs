@@ -44,6 +44,7 @@ pub(crate) fn describe(storage: &dyn Storage, limits: &Limits) -> Result<ImageIn
         backing_time: None,
         // Without the feature bit, the extension is meaningless.
         files: header.data_file_name().filter(|_| header.has_data_file()).into_iter().collect(),
+        data_file_unnamed: header.has_data_file() && header.data_file_name().is_none(),
         data_file_raw: header.data_file_raw(),
         snapshots: snapshots.snapshots.iter().map(Snapshot::info).collect(),
         bitmaps: match &bitmaps {

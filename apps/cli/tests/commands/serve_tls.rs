@@ -131,6 +131,8 @@ fn keys_that_cannot_be_used_are_named_and_not_told() {
     assert!(!answer.stderr.contains(&KEY[..8]), "{answer:?}");
     scratch.write("psk/server-cert.pem", b"");
     scratch.fails(1, "another folder", &serve);
+    std::fs::remove_file(scratch.path("psk/keys.psk")).unwrap();
+    scratch.fails(1, "psk/server-key.pem: there is no such file", &serve);
 }
 
 /// Starts a server, which must refuse to serve, and say why.

@@ -11,12 +11,21 @@ use rustls::pki_types::{CertificateRevocationListDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::ClientCertVerifier;
 
-use super::{CERTIFICATE, PRIVATE_KEY, REVOKED, is_named};
+use super::{CERTIFICATE, KEYS, PRIVATE_KEY, REVOKED, is_named};
 use crate::wire::tls::{CA_CERTIFICATE, authorities, bad, objects};
 
 /// Reads the folder's certificates and key. `asks`: clients must present a certificate if the folder
 /// has an authority's.
 pub(super) fn load(folder: &Path, asks: bool) -> io::Result<Arc<ServerConfig>> {
+    for path in [CERTIFICATE, PRIVATE_KEY].map(|name| folder.join(name)) {
+        if !is_named(&path)? {
+            let why = format!(
+                "{}: there is no such file; a server needs {CERTIFICATE} and {PRIVATE_KEY}, or {KEYS}",
+                path.display()
+            );
+            return Err(io::Error::new(io::ErrorKind::NotFound, why));
+        }
+    }
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let chain = objects(&folder.join(CERTIFICATE), "certificate")?;
     let key_path = folder.join(PRIVATE_KEY);

@@ -54,7 +54,8 @@ impl Tls {
     /// Reads the folder's certificates and key, or its pre-shared keys.
     ///
     /// # Errors
-    /// `InvalidInput` for missing or ill-formed files, naming the file, and for a folder with both.
+    /// `NotFound` for missing files and `InvalidInput` for ill-formed ones, naming the file;
+    /// `InvalidInput` for a folder with both.
     pub fn from_folder(folder: &Path) -> io::Result<Self> {
         let keys = folder.join(KEYS);
         if !is_named(&keys)? {
@@ -76,7 +77,7 @@ impl Tls {
     /// clients must present a certificate of that authority.
     ///
     /// # Errors
-    /// `InvalidInput` for missing or ill-formed files, naming the file.
+    /// `NotFound` for missing files and `InvalidInput` for ill-formed ones, naming the file.
     pub fn from_certificates(folder: &Path, clients: bool) -> io::Result<Self> {
         Ok(Self::of(Kind::Certificates(certificates::load(folder, clients)?)))
     }

@@ -205,7 +205,7 @@ fn unsound(image: &Image, found: Option<&Finding>) -> Error {
         image.name(),
         found.map_or(0, |finding| finding.offset),
         found.map_or("metadata", |finding| finding.structure),
-        found.map_or("damage".to_owned(), |finding| finding.message.clone()),
+        found.map_or("damage".to_owned(), |finding| format!("damage ({})", finding.message)),
         "sound metadata",
     )
 }
