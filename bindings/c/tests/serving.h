@@ -76,7 +76,7 @@ static void serving_with_tls(void)
     OK(vdkit_close(remote));
     OK(vdkit_server_stop(server, 1000));
     OK(vdkit_open("base.qcow2", NULL, &disk));
-    CHECK(vdkit_serve_nbd_tls(disk, "unix:tls.sock", NULL, "nowhere", 0, &server) == VDKIT_E_FAILED);
+    CHECK(vdkit_serve_nbd_tls(disk, "unix:tls.sock", NULL, "nowhere", 0, &server) == VDKIT_E_NOT_FOUND);
     CHECK(server == NULL && strcmp(vdkit_error_file(), "nowhere") == 0);
 }
 
