@@ -83,7 +83,9 @@ pub(crate) fn serve(
     let listen = || {
         let parsed: Address = address.parse().map_err(Error::invalid)?;
         let tls = tls.map(|folder| {
-            Tls::from_folder(&folder)
+            // First the folder itself, whose error has an errno.
+            std::fs::metadata(&folder)
+                .and_then(|_| Tls::from_folder(&folder))
                 .map_err(|source| failed_to_open(&folder.display().to_string(), source))
         });
         let tls = tls.transpose()?;
