@@ -500,7 +500,7 @@ fn a_child_of_fork_that_closes_a_disk_leaves_the_image_to_its_parent() {
     assert_sound(&Qcow2Driver, &image, false, "after the parent's close");
 }
 
-/// Names for the data file are needed where the image has none, and are a mistake where it has no data file.
+/// The caller names the data file of an image that does not name it. An image without a data file refuses one.
 #[test]
 fn a_data_file_may_be_named_only_where_the_image_has_one() {
     let folder = tempfile::tempdir().unwrap();

@@ -108,6 +108,16 @@ fn what_is_damaged_or_in_use_is_refused() {
     let answer = scratch.fails(4, "disk.qcow2", &["compact", "disk.qcow2"]);
     assert!(answer.stderr.contains("--repair all"), "{answer:?}");
     assert!(std::fs::read(scratch.path("disk.qcow2")).unwrap() == bytes);
+
+    bytes[79] &= !2;
+    // The first L2 table is the refcount table.
+    let l1 = u64::from_be_bytes(bytes[40..48].try_into().unwrap()) as usize;
+    bytes.copy_within(48..56, l1);
+    scratch.write("disk.qcow2", &bytes);
+    let finding = "found damage (index 0: found 0x10000 without COPIED flag";
+    let answer = scratch.fails(4, finding, &["compact", "disk.qcow2"]);
+    assert!(answer.stderr.contains("--repair all"), "{answer:?}");
+    assert!(std::fs::read(scratch.path("disk.qcow2")).unwrap() == bytes);
 }
 
 #[test]

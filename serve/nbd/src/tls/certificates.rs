@@ -11,7 +11,7 @@ use rustls::pki_types::{CertificateRevocationListDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::ClientCertVerifier;
 
-use super::{CERTIFICATE, KEYS, PRIVATE_KEY, REVOKED, is_named};
+use super::{CERTIFICATE, PRIVATE_KEY, REVOKED, is_named};
 use crate::wire::tls::{CA_CERTIFICATE, authorities, bad, objects};
 
 /// Reads the folder's certificates and key. `asks`: clients must present a certificate if the folder
@@ -20,7 +20,7 @@ pub(super) fn load(folder: &Path, asks: bool) -> io::Result<Arc<ServerConfig>> {
     for path in [CERTIFICATE, PRIVATE_KEY].map(|name| folder.join(name)) {
         if !is_named(&path)? {
             let why = format!(
-                "{}: there is no such file; a server needs {CERTIFICATE} and {PRIVATE_KEY}, or {KEYS}",
+                "{}: there is no such file; a server with certificates needs {CERTIFICATE} and {PRIVATE_KEY}",
                 path.display()
             );
             return Err(io::Error::new(io::ErrorKind::NotFound, why));
