@@ -185,22 +185,27 @@ impl Qcow2 {
         self.guard_metadata(at, extent).ok()
     }
 
-    /// Fails if a writable image maps guest bytes to its own metadata, which a write would destroy,
-    /// or if an image maps guest bytes to another offset in its data file, where other guest bytes
-    /// are.
+    /// Fails if the space of an extent cannot be that of its guest bytes, see
+    /// [`Qcow2::guard_space`]. Space that only reads use may overlap metadata.
     fn guard_metadata(&self, at: GuestOffset, extent: Extent) -> Result<Extent> {
         let Place::Data { offset, exclusive, .. } = extent.place else { return Ok(extent) };
-        if self.has_data_file() {
-            return if offset.0 == at.0 { Ok(extent) } else { Err(self.moved_in_data_file(at)?) };
+        if self.has_data_file() || (self.writable && exclusive) {
+            self.guard_space(at, offset, extent.len)?;
         }
-        if !self.writable || !exclusive {
-            return Ok(extent);
+        Ok(extent)
+    }
+
+    /// Fails if guest bytes have their space in the image's own metadata, which a write would
+    /// destroy, or at another offset in the data file, where other guest bytes are.
+    pub(crate) fn guard_space(&self, at: GuestOffset, host: HostOffset, len: u64) -> Result<()> {
+        if self.has_data_file() {
+            return if host.0 == at.0 { Ok(()) } else { Err(self.moved_in_data_file(at)?) };
         }
         let bits = self.geometry.cluster_bits;
         let metadata = self.metadata.read();
-        let clusters = offset.0 >> bits..=(offset.0 + extent.len - 1) >> bits;
-        match clusters.into_iter().find(|c| metadata.contains(c)) {
-            None => Ok(extent),
+        let mut clusters = host.0 >> bits..=(host.0 + len - 1) >> bits;
+        match clusters.find(|c| metadata.contains(c)) {
+            None => Ok(()),
             Some(cluster) => Err(vdkit_block::Error::corrupt(
                 self.storage.name(),
                 cluster << bits,

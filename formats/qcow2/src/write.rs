@@ -64,6 +64,10 @@ impl Qcow2 {
             // The disk may have shrunk while this thread waited.
             self.in_range(at, len, IoAction::Write)?;
             let Some(plan) = self.plan(at, end)? else { return Ok(None) };
+            if let Some(host) = plan.in_place {
+                let len = plan.clusters.end - plan.clusters.start;
+                self.guard_space(GuestOffset(plan.clusters.start), host, len)?;
+            }
             self.before_change(&mut meta)?;
             if self.writable_l2(&mut meta, self.geometry.l1_index(at))?.is_some()
                 && let Some(pending) = self.place(&mut meta, at, &plan)?

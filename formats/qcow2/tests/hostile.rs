@@ -4,36 +4,22 @@ mod common;
 
 use std::sync::{Arc, OnceLock};
 
-use common::{open, options};
+use common::{image, options};
 use proptest::prelude::*;
 use vdkit_block::{
-    AmendRequest, Amendment, BackingRef, CreateRequest, Creation, Error, ErrorKind, FileIndex,
-    Format, FormatDriver, GuestOffset, HostOffset, ImageInfo, KeyedImages, Limits, Monitor,
-    NewSnapshot, OfflineImage, OpenRequest, Place, Remedy, Repair, Result, Secret, Storage,
+    AmendRequest, Amendment, CreateRequest, Creation, Error, ErrorKind, Format, FormatDriver,
+    GuestOffset, HostOffset, ImageInfo, KeyedImages, Limits, Monitor, NewSnapshot, OfflineImage,
+    OpenRequest, Repair, Result, Secret, Storage,
 };
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_qcow2::header::Header;
-use vdkit_qcow2::layout::{COPIED, OFFSET_MASK, extension};
+use vdkit_qcow2::layout::extension;
 use vdkit_storage::MemoryStorage;
-use vdkit_testbase::{CountingStorage, create_image, qemu, require_peer};
+use vdkit_testbase::{CountingStorage, qemu, require_peer};
 
 /// An image of 1 GiB in clusters of 4 KiB.
 fn valid() -> Vec<u8> {
     image(1 << 30, "cluster_size=4K")
-}
-
-fn image(guest_bytes: u64, text: &str) -> Vec<u8> {
-    let memory = Arc::new(MemoryStorage::new("image"));
-    let request = CreateRequest {
-        storage: memory.clone(),
-        files: Vec::new(),
-        guest_bytes,
-        options: options(text),
-        backing: Some(BackingRef::new("base.raw", Some("raw".into()))),
-        backing_bytes: None,
-    };
-    Qcow2Driver.create(&request).unwrap();
-    memory.to_vec()
 }
 
 /// Describes bytes, and asserts the promised bounds.
@@ -444,24 +430,6 @@ proptest! {
     }
 }
 
-/// Writes one cluster of `byte` at guest offset `at`.
-fn write_cluster(image: &dyn Format, at: u64, byte: u8) -> Result<()> {
-    let bytes = vec![byte; image.caps().cluster_bytes as usize];
-    let place = image.reserve(GuestOffset(at), bytes.len() as u64)?.expect("a new cluster");
-    image.file(FileIndex(0)).write_at(&bytes, place.host_of(at))?;
-    place.publish()
-}
-
-/// Host offset of the first L2 table. The header's bytes 40 to 47 name the L1 table.
-fn first_l2(storage: &dyn Storage) -> u64 {
-    let entry = |at: u64| {
-        let mut bytes = [0; 8];
-        storage.read_at(&mut bytes, HostOffset(at)).unwrap();
-        u64::from_be_bytes(bytes) & OFFSET_MASK
-    };
-    entry(entry(40))
-}
-
 /// An encrypted image of 1 MiB with a snapshot, its key, and the offset of its snapshot table.
 fn encrypted_with_snapshot(more: &str) -> (Arc<dyn Storage>, Secret, u64) {
     let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
@@ -531,56 +499,6 @@ fn an_encryption_header_of_any_length_is_refused_without_a_key_too() {
     }
 }
 
-/// An entry that names another offset in the data file names the place of other guest bytes: a write
-/// of these would change it. A raw data file would show its data elsewhere, and what becomes zero in
-/// the data file could destroy it.
-#[test]
-fn data_at_another_offset_in_the_data_file_is_refused() {
-    const CLUSTER: u64 = 64 << 10;
-    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
-    let memory = Arc::new(MemoryStorage::new("data"));
-    let files: Vec<Arc<dyn Storage>> = vec![memory.clone()];
-    let request = CreateRequest {
-        storage: storage.clone(),
-        files: files.clone(),
-        guest_bytes: 1 << 20,
-        options: options("data_file=data"),
-        backing: None,
-        backing_bytes: None,
-    };
-    Qcow2Driver.create(&request).unwrap();
-    let open = || {
-        let (storage, files, limits) = (storage.clone(), files.clone(), Limits::default());
-        Qcow2Driver.open(OpenRequest { storage, files, writable: true, limits }).unwrap()
-    };
-    let image = open();
-    (1..3).for_each(|cluster| write_cluster(&*image, cluster * CLUSTER, 7).unwrap());
-    image.close().unwrap();
-    // The entry of the third cluster names the place of the first one, which the disk does not have.
-    let entry = first_l2(&*storage) + 16;
-    storage.write_at(&COPIED.to_be_bytes(), HostOffset(entry)).unwrap();
-    memory.write_at(&[9; CLUSTER as usize], HostOffset(0)).unwrap();
-    let before = memory.to_vec();
-    let refused = |result: Result<()>| match result {
-        Err(Error::Corrupt(fault)) => assert_eq!(fault.offset, entry, "{fault}"),
-        other => panic!("{other:?}"),
-    };
-    let image = open();
-    refused(image.resolve(GuestOffset(2 * CLUSTER), 512).map(drop));
-    assert_eq!(image.resolve(GuestOffset(CLUSTER), 2 * CLUSTER).unwrap().len, CLUSTER);
-    assert!(image.resolve_cached(GuestOffset(2 * CLUSTER), 512).is_none());
-    image.close().unwrap();
-    let request = AmendRequest {
-        storage: storage.clone(),
-        files: files.clone(),
-        backing: None,
-        options: options("data_file_raw=on"),
-        limits: Limits::default(),
-    };
-    refused(Qcow2Driver.amend(&request, &Monitor::default()).map(drop));
-    assert!(before == memory.to_vec());
-}
-
 /// Counting references takes memory by the clusters that entries name, and a file may be sparse.
 #[test]
 fn a_snapshot_of_entries_all_over_the_file_ends_at_the_limit() {
@@ -603,183 +521,4 @@ fn a_snapshot_of_entries_all_over_the_file_ends_at_the_limit() {
     let new = NewSnapshot { name: "far".to_owned(), ..NewSnapshot::default() };
     let error = image.snapshots().unwrap().create(&new, &Monitor::default()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Limit, "{error}");
-}
-
-/// On a device, clusters without a refcount block count as free. If the end of the refcount table is
-/// wiped, new data could go over L2 tables and data there.
-#[test]
-fn a_device_whose_tables_have_no_refcount_blocks_is_repaired_before_it_is_written() {
-    const CLUSTER: u64 = 512;
-    const WRITTEN: u64 = 300;
-    let memory = MemoryStorage::from_bytes("device", &vec![0; 1 << 20]).fixed_len();
-    let storage: Arc<dyn Storage> = Arc::new(memory);
-    create_image(&Qcow2Driver, storage.clone(), 1 << 20, "cluster_size=512");
-    let open = |writable| {
-        let (storage, limits) = (storage.clone(), Limits::default());
-        Qcow2Driver.open(OpenRequest { storage, files: Vec::new(), writable, limits })
-    };
-    let holds = |image: &dyn Format, cluster: u64| {
-        let extent = image.resolve(GuestOffset(cluster * CLUSTER), CLUSTER).unwrap();
-        let Place::Data { offset, .. } = extent.place else { panic!("{cluster}: {extent:?}") };
-        let mut bytes = [0; CLUSTER as usize];
-        storage.read_at(&mut bytes, offset).unwrap();
-        bytes[0]
-    };
-    let image = open(true).unwrap();
-    (0..WRITTEN).for_each(|cluster| write_cluster(&*image, cluster * CLUSTER, 1).unwrap());
-    image.close().unwrap();
-
-    // One block describes 256 clusters. The header's bytes 48 to 55 name the table.
-    let mut offset = [0; 8];
-    storage.read_at(&mut offset, HostOffset(48)).unwrap();
-    storage.write_at(&[0; 504], HostOffset(u64::from_be_bytes(offset) + 8)).unwrap();
-    let error = open(true).unwrap_err();
-    assert_eq!(error.remedy(), Some(Remedy::REPAIR), "{error}");
-    assert!(error.to_string().contains("no refcount block"), "{error}");
-    let image = open(false).unwrap();
-    assert!((0..WRITTEN).all(|cluster| holds(&*image, cluster) == 1));
-
-    let report = Qcow2Driver.check(&OfflineImage::new(&storage), Repair::All).unwrap();
-    assert_eq!((report.corruptions_left(), report.leaks_left()), (0, 0), "{report:?}");
-    let image = open(true).unwrap();
-    for cluster in WRITTEN + 100..1300 {
-        write_cluster(&*image, cluster * CLUSTER, 2).unwrap();
-    }
-    image.close().unwrap();
-    let image = open(false).unwrap();
-    assert!((0..WRITTEN).all(|cluster| holds(&*image, cluster) == 1));
-}
-
-/// Writing a table would destroy another one in the same cluster.
-#[test]
-fn an_image_with_two_tables_in_one_cluster_is_repaired_before_it_is_written() {
-    let word = |storage: &dyn Storage, at: u64| {
-        let mut bytes = [0; 8];
-        storage.read_at(&mut bytes, HostOffset(at)).unwrap();
-        u64::from_be_bytes(bytes) & OFFSET_MASK
-    };
-    // The header names the L1 table at byte 40 and the refcount table at byte 48.
-    type Damage = (&'static str, fn(u64, u64, u64) -> (u64, u64));
-    let damages: [Damage; 4] = [
-        ("L2 table in a refcount block", |l1, _, block| (l1, block | COPIED)),
-        ("L2 table in the L1 table", |l1, _, _| (l1, l1 | COPIED)),
-        ("refcount block in the L1 table", |l1, table, _| (table, l1)),
-        ("L1 table in the refcount table", |_, table, _| (40, table)),
-    ];
-    for (name, damage) in damages {
-        let storage: Arc<dyn Storage> =
-            Arc::new(MemoryStorage::from_bytes("image", &image(1 << 20, "")));
-        let first = open(&storage);
-        write_cluster(&*first, 0, 1).unwrap();
-        first.close().unwrap();
-        let (l1, table) = (word(&*storage, 40), word(&*storage, 48));
-        let (at, value) = damage(l1, table, word(&*storage, table));
-        storage.write_at(&value.to_be_bytes(), HostOffset(at)).unwrap();
-        let open = |writable| {
-            let (storage, limits) = (storage.clone(), Limits::default());
-            Qcow2Driver.open(OpenRequest { storage, files: Vec::new(), writable, limits })
-        };
-        let error = open(true).map(drop).expect_err(name);
-        assert_eq!(error.remedy(), Some(Remedy::REPAIR), "{name}: {error}");
-        open(false).unwrap_or_else(|error| panic!("{name}: {error}"));
-        let image = OfflineImage::new(&storage);
-        let report = Qcow2Driver.check(&image, Repair::AllForced).unwrap();
-        assert_eq!(report.corruptions_left(), 0, "{name}: {report:?}");
-        open(true).unwrap_or_else(|error| panic!("{name}: {error}")).close().unwrap();
-    }
-}
-
-/// A write through one L1 entry would change what the other one shows, or free the table under it.
-#[test]
-fn an_l2_table_of_two_l1_entries_has_no_owner_and_two_references() {
-    const CLUSTER: u64 = 512;
-    const REACH: u64 = CLUSTER * CLUSTER / 8;
-    for (copied, references, sound) in [(true, 2, false), (false, 1, false), (false, 2, true)] {
-        let storage: Arc<dyn Storage> =
-            Arc::new(MemoryStorage::from_bytes("image", &image(1 << 20, "cluster_size=512")));
-        let first = open(&storage);
-        write_cluster(&*first, 0, 1).unwrap();
-        first.close().unwrap();
-        let word = |at: u64| {
-            let mut bytes = [0; 8];
-            storage.read_at(&mut bytes, HostOffset(at)).unwrap();
-            u64::from_be_bytes(bytes)
-        };
-        // The header names the L1 table at byte 40 and the refcount table at byte 48.
-        let (l1, table, block) = (word(40), first_l2(&*storage), word(word(48)));
-        let set = |at: u64, bytes: &[u8]| storage.write_at(bytes, HostOffset(at)).unwrap();
-        let entry = (table | if copied { COPIED } else { 0 }).to_be_bytes();
-        set(l1, &entry);
-        set(l1 + 8, &entry);
-        // Data of a shared table is shared too.
-        let data = word(table) & OFFSET_MASK;
-        set(table, &data.to_be_bytes());
-        for cluster in [table, data] {
-            set(block + cluster / CLUSTER * 2, &(references as u16).to_be_bytes());
-        }
-        let (storage, limits) = (storage.clone(), Limits::default());
-        let request =
-            OpenRequest { storage: storage.clone(), files: Vec::new(), writable: true, limits };
-        match Qcow2Driver.open(request) {
-            Ok(image) => {
-                assert!(sound, "copied {copied}, references {references}");
-                write_cluster(&*image, REACH, 2).unwrap();
-                let holds = |at: u64| {
-                    let extent = image.resolve(GuestOffset(at), CLUSTER).unwrap();
-                    let Place::Data { offset, .. } = extent.place else { panic!("{extent:?}") };
-                    let mut bytes = [0; CLUSTER as usize];
-                    storage.read_at(&mut bytes, offset).unwrap();
-                    bytes[0]
-                };
-                assert_eq!((holds(0), holds(REACH)), (1, 2));
-                image.close().unwrap();
-                // What is left has one owner now, whose flag is not set.
-                let checked = OfflineImage::new(&storage);
-                let report = Qcow2Driver.check(&checked, Repair::All).unwrap();
-                assert_eq!(report.corruptions_left(), 0, "{report:?}");
-            }
-            Err(error) => {
-                assert!(!sound, "{error}");
-                assert_eq!(error.remedy(), Some(Remedy::REPAIR), "{error}");
-                assert!(error.to_string().contains("2 L1 entries"), "{error}");
-                let damaged = OfflineImage::new(&storage);
-                let report = Qcow2Driver.check(&damaged, Repair::AllForced).unwrap();
-                assert_eq!(report.corruptions_left(), 0, "{report:?}");
-                open(&storage).close().unwrap();
-            }
-        }
-    }
-}
-
-/// A reference within a cluster is damage: the cluster that it names is another one's, so to discard
-/// it frees nothing.
-#[test]
-fn a_reference_that_is_not_aligned_frees_nothing() {
-    const CLUSTER: u64 = 64 << 10;
-    for zero in [false, true] {
-        let storage: Arc<dyn Storage> =
-            Arc::new(MemoryStorage::from_bytes("image", &image(1 << 20, "")));
-        let written = open(&storage);
-        (0..3).for_each(|n| write_cluster(&*written, n * CLUSTER, 0x10 + n as u8).unwrap());
-        written.close().unwrap();
-        let l2 = first_l2(&*storage);
-        let mut first = [0; 8];
-        storage.read_at(&mut first, HostOffset(l2)).unwrap();
-        let first = u64::from_be_bytes(first);
-        storage.write_at(&(first + 512).to_be_bytes(), HostOffset(l2 + 16)).unwrap();
-        let damaged = open(&storage);
-        // The first entry is sound, so that the range can be changed.
-        let _ = match zero {
-            true => damaged.zero(GuestOffset(CLUSTER), 2 * CLUSTER, true).map(drop),
-            false => damaged.discard(GuestOffset(CLUSTER), 2 * CLUSTER),
-        };
-        damaged.flush().unwrap();
-        for n in 3..8 {
-            write_cluster(&*damaged, n * CLUSTER, 0x77).unwrap();
-        }
-        damaged.close().unwrap();
-        let mut bytes = vec![0; CLUSTER as usize];
-        storage.read_at(&mut bytes, HostOffset(first & OFFSET_MASK)).unwrap();
-        assert!(bytes.iter().all(|&byte| byte == 0x10), "another cluster was freed");
-    }
 }

@@ -8,11 +8,12 @@ use std::sync::Arc;
 
 use serde_json::Value;
 use vdkit_block::{
-    CacheMode, CreateRequest, Creation, Format, FormatDriver, ImageInfo, Limits, OpenRequest,
-    Options, Result, SnapshotInfo, Storage,
+    BackingRef, CacheMode, CreateRequest, Creation, FileIndex, Format, FormatDriver, GuestOffset,
+    HostOffset, ImageInfo, Limits, OpenRequest, Options, Result, SnapshotInfo, Storage,
 };
 use vdkit_qcow2::Qcow2Driver;
-use vdkit_storage::{CreateMode, FileOptions, FileStorage};
+use vdkit_qcow2::layout::OFFSET_MASK;
+use vdkit_storage::{CreateMode, FileOptions, FileStorage, MemoryStorage};
 use vdkit_testbase::qemu;
 
 pub fn options(text: &str) -> Options {
@@ -23,6 +24,39 @@ pub fn options(text: &str) -> Options {
 pub fn open(storage: &Arc<dyn Storage>) -> Arc<dyn Format> {
     let (storage, limits) = (storage.clone(), Limits::default());
     Qcow2Driver.open(OpenRequest { storage, files: Vec::new(), writable: true, limits }).unwrap()
+}
+
+/// An image in memory with a backing file.
+pub fn image(guest_bytes: u64, text: &str) -> Vec<u8> {
+    let memory = Arc::new(MemoryStorage::new("image"));
+    let request = CreateRequest {
+        storage: memory.clone(),
+        files: Vec::new(),
+        guest_bytes,
+        options: options(text),
+        backing: Some(BackingRef::new("base.raw", Some("raw".into()))),
+        backing_bytes: None,
+    };
+    Qcow2Driver.create(&request).unwrap();
+    memory.to_vec()
+}
+
+/// Writes one cluster of `byte` at guest offset `at`.
+pub fn write_cluster(image: &dyn Format, at: u64, byte: u8) -> Result<()> {
+    let bytes = vec![byte; image.caps().cluster_bytes as usize];
+    let place = image.reserve(GuestOffset(at), bytes.len() as u64)?.expect("a new cluster");
+    image.file(FileIndex(0)).write_at(&bytes, place.host_of(at))?;
+    place.publish()
+}
+
+/// Host offset of the first L2 table. The header's bytes 40 to 47 name the L1 table.
+pub fn first_l2(storage: &dyn Storage) -> u64 {
+    let entry = |at: u64| {
+        let mut bytes = [0; 8];
+        storage.read_at(&mut bytes, HostOffset(at)).unwrap();
+        u64::from_be_bytes(bytes) & OFFSET_MASK
+    };
+    entry(entry(40))
 }
 
 pub fn new_file(path: &Path) -> Arc<dyn Storage> {
