@@ -27,9 +27,8 @@ pub(crate) struct HostSpace {
     pub(crate) pool: Pool,
     /// Clusters that are reserved for future refcount blocks.
     pub(crate) spares: VecDeque<Space>,
-    /// Where the file grows: no cluster from here on has a refcount.
-    pub(crate) frontier: u64,
-    /// Next cluster below the frontier to be searched for refcount 0. Each cluster is searched once.
+    /// Next cluster below [`Qcow2::frontier`] to be searched for refcount 0. Each cluster is searched
+    /// once.
     pub(crate) scan: u64,
     pub(crate) scan_end: u64,
     /// Clusters to reserve ahead next time.
@@ -53,7 +52,6 @@ impl HostSpace {
             refcounts,
             pool: Pool::default(),
             spares: VecDeque::new(),
-            frontier,
             scan: 0,
             scan_end: frontier,
             batch: ((1 << 20) >> header.geometry.cluster_bits).max(16),
@@ -152,13 +150,11 @@ impl Qcow2 {
             return Ok(Grown::Done);
         }
         loop {
-            let frontier = meta.space.frontier;
+            let frontier = self.frontier();
             let grown = self.extend(meta, count)?;
             // After a crash, a whole batch beyond the end of the file may be in use, as leaks:
             // continue after it.
-            if grown == Grown::Busy
-                || meta.space.pool.clusters() > 0
-                || meta.space.frontier == frontier
+            if grown == Grown::Busy || meta.space.pool.clusters() > 0 || self.frontier() == frontier
             {
                 return Ok(grown);
             }
@@ -204,7 +200,7 @@ impl Qcow2 {
         }
         {
             let metadata = self.metadata.read();
-            if let Some(cluster) = (first..first + count).find(|c| metadata.contains(c)) {
+            if let Some(cluster) = (first..first + count).find(|&c| metadata.contains(c)) {
                 return Err(Error::corrupt(
                     self.storage.name(),
                     cluster << self.geometry.cluster_bits,
@@ -286,7 +282,12 @@ impl Qcow2 {
             // Only in a damaged image, whose refcount was too low; there is nothing to free.
             0 => Ok(false),
             // Also damaged: a metadata cluster must not be reused.
-            1 if self.metadata.read().contains(&cluster) => Ok(false),
+            1 if self.metadata.read().contains(cluster) => Ok(false),
+            // Of a truncated image. The pool has only clusters of the file.
+            1 if cluster >= self.frontier() => {
+                meta.space.refcounts.set(cluster, 0, &*self.storage)?;
+                Ok(false)
+            }
             1 => {
                 if meta
                     .space
@@ -344,7 +345,7 @@ impl Qcow2 {
         if let Some(old) = old {
             let first = old.0 >> self.geometry.cluster_bits;
             // Once no snapshot needs the cluster, it may hold data.
-            self.metadata.write().remove(&first);
+            self.metadata.write().remove(first);
             // Punched: otherwise a check could mistake its content for a table that lost its L1
             // entry.
             meta.reclaim.unlink(&self.in_flight, [freed(first, 1, true)]);

@@ -178,7 +178,7 @@ impl Qcow2 {
             let room = (next << bits) - start.0;
             let more = total.saturating_sub(room).div_ceil(cluster);
             let mut taken = meta.space.pool.take_at(next, more);
-            if taken.is_none() && more > 0 && next == meta.space.frontier {
+            if taken.is_none() && more > 0 && next == self.frontier() {
                 match self.allocate(meta, more, None)? {
                     Some(space) => meta.space.pool.add(space),
                     None => return Ok(None),

@@ -273,7 +273,7 @@ impl Qcow2 {
     /// Frees all preallocated clusters, and truncates the file after the last used cluster.
     fn give_back(&self, meta: &mut Meta) -> Result<()> {
         let mut runs: Vec<Space> = meta.space.pool.drain();
-        let end = end_without(meta.space.frontier, runs.iter().chain(&meta.space.spares));
+        let end = end_without(self.frontier(), runs.iter().chain(&meta.space.spares));
         self.link_spares(meta, end);
         runs.extend(meta.space.spares.drain(..));
         runs.sort_by_key(|r| r.first);
@@ -286,14 +286,14 @@ impl Qcow2 {
                 let (first, count) = (run.first + done, run.count - done);
                 runs.push(Space { first, count, ..run });
                 runs.into_iter().for_each(|run| meta.space.pool.add(run));
-                (meta.space.scan, meta.space.scan_end) = (0, meta.space.frontier);
+                (meta.space.scan, meta.space.scan_end) = (0, self.frontier());
                 return Err(error);
             }
         }
         // A later write finds the freed clusters again.
         meta.space.scan = 0;
         meta.space.scan_end = end;
-        meta.space.frontier = end;
+        self.set_frontier(meta, end);
         meta.space.tail_written = true;
         if !self.storage.caps().growable {
             return Ok(());

@@ -17,7 +17,7 @@
 
 use std::ops::Range;
 
-use vdkit_block::{Error, HostOffset, Result, ZeroMode};
+use vdkit_block::{Error, HostOffset, Remedy, Result, ZeroMode};
 
 use crate::allocator::Grown;
 use crate::image::{Meta, Qcow2};
@@ -51,22 +51,34 @@ impl Cover {
 impl Qcow2 {
     /// Grows the file by a batch, if possible of at least `count` clusters, and reserves it.
     pub(crate) fn extend(&self, meta: &mut Meta, count: u64) -> Result<Grown> {
+        loop {
+            if let Some(grown) = self.extend_here(meta, count)? {
+                return Ok(grown);
+            }
+        }
+    }
+
+    /// As [`Qcow2::extend`]; `None` if the frontier had to move first.
+    fn extend_here(&self, meta: &mut Meta, count: u64) -> Result<Option<Grown>> {
         let bits = self.geometry.cluster_bits;
         let growable = self.storage.caps().growable;
         let limit = if growable { HOST_OFFSET_END } else { self.storage.len()? } >> bits;
-        let first = meta.space.frontier;
+        let first = self.frontier();
         let want = count.max(meta.space.batch);
         let spares = self.missing_spares(meta, first + want);
         let least = (first + count + spares).min(limit);
         let end = (first + want + spares).min(limit);
         if end <= first {
-            return Ok(Grown::Done);
+            return Ok(Some(Grown::Done));
         }
         // After a failed header write, the header may name a table in this range.
         meta.check_header(&*self.storage)?;
         let Some((cover, end)) = self.cover(meta, first..end, least, limit)? else {
-            return Ok(Grown::Busy);
+            return Ok(Some(Grown::Busy));
         };
+        if self.pass_used(meta, first..first + cover.clusters())? {
+            return Ok(None);
+        }
         // Volatile storage may grow as it is written. Extending and later truncating the file would
         // make XFS write it out on close.
         if growable && !self.storage.caps().volatile {
@@ -81,7 +93,7 @@ impl Qcow2 {
             }
         };
         // From here on, refcount blocks in the new range are in use, even if a later step fails.
-        meta.space.frontier = end;
+        self.set_frontier(meta, end);
         meta.space.tail_written = false;
         if let Err(error) = self.reserve_tail(meta, next, end, fresh) {
             // A later scan finds its free clusters.
@@ -91,7 +103,7 @@ impl Qcow2 {
         }
         self.keep_spares(meta);
         meta.space.batch = (meta.space.batch * 2).min((BATCH_BYTES_MAX >> bits).max(16));
-        Ok(Grown::Done)
+        Ok(Some(Grown::Done))
     }
 
     /// The metadata that must be created to reserve `batch`, and where the batch is to end: at the
@@ -143,7 +155,57 @@ impl Qcow2 {
         batch.end
     }
 
-    /// Reserves `first..end`, except what is in use already (leaks beyond the end of the file).
+    /// Moves the frontier behind the first cluster of a range that is in use already (see
+    /// [`Qcow2::reserve_tail`]), since refcount blocks need a range without any. Returns whether
+    /// there was one.
+    fn pass_used(&self, meta: &mut Meta, mut range: Range<u64>) -> Result<bool> {
+        let first = range.start;
+        loop {
+            let Some(cluster) = range.next() else { return Ok(false) };
+            if meta.space.refcounts.get(cluster, &*self.storage)? > 0 {
+                self.advance(meta, first, cluster + 1);
+                return Ok(true);
+            }
+        }
+    }
+
+    /// Moves the frontier from `first` to `end`. Free clusters between them are found by a scan.
+    fn advance(&self, meta: &mut Meta, first: u64, end: u64) {
+        meta.space.scan = meta.space.scan.min(first);
+        meta.space.scan_end = end;
+        self.set_frontier(meta, end);
+    }
+
+    /// Makes sure that the clusters of an L2 entry, which are to be written in place, are below the
+    /// frontier: the file of a truncated image ends before some of them, and what is written beyond
+    /// the frontier would be truncated.
+    ///
+    /// # Errors
+    /// I/O, or [`Error::Corrupt`] if such a cluster is not in use.
+    pub(crate) fn regain(&self, meta: &mut Meta, host: HostOffset, len: u64) -> Result<()> {
+        let (bits, first) = (self.geometry.cluster_bits, self.frontier());
+        let end = (host.0 + len).div_ceil(1 << bits);
+        if self.has_data_file() || end <= first {
+            return Ok(());
+        }
+        for cluster in first.max(host.0 >> bits)..end {
+            if meta.space.refcounts.get(cluster, &*self.storage)? == 0 {
+                return Err(Error::corrupt(
+                    self.storage.name(),
+                    cluster << bits,
+                    "refcount",
+                    "0 for a cluster of guest data beyond the end of the file",
+                    "at least 1",
+                )
+                .with_remedy(Remedy::REPAIR));
+            }
+        }
+        self.advance(meta, first, end);
+        Ok(())
+    }
+
+    /// Reserves `first..end`, except what is in use already beyond the end of the file: leaks, and
+    /// what a truncated image has lost.
     fn reserve_tail(&self, meta: &mut Meta, first: u64, end: u64, fresh: bool) -> Result<()> {
         let mut runs = Vec::new();
         let mut at = first;
@@ -401,7 +463,7 @@ impl Qcow2 {
 
     /// Sets clusters aside for the refcount blocks of future growth.
     fn keep_spares(&self, meta: &mut Meta) {
-        for _ in 0..self.missing_spares(meta, meta.space.frontier) {
+        for _ in 0..self.missing_spares(meta, self.frontier()) {
             match meta.space.pool.take_fresh(1) {
                 Some(space) => meta.space.spares.push_back(space),
                 None => break,

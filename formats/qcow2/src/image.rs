@@ -22,8 +22,10 @@ use crate::flush::Dirty;
 use crate::header::{DiskTables, Encryption, Header, LastingHeader, write_features};
 use crate::l1::{Cut, read_l1};
 use crate::layout::{COPIED, Geometry, OFFSET_MASK, autoclear, incompatible};
+use crate::metadata::Metadata;
 use crate::refcounts::Refcounts;
 use crate::slices::SliceCache;
+use crate::snapshots::{SnapshotTable, TablePlace};
 use crate::structures::header_offset;
 use crate::write::Pending;
 
@@ -47,13 +49,14 @@ pub struct Qcow2 {
     pub(crate) l1: RwLock<Vec<u64>>,
     /// Host offset of the active L1 table; changed under `meta`.
     l1_offset: AtomicU64,
+    /// See [`Qcow2::frontier`]; changed under `meta`.
+    frontier: AtomicU64,
     /// Set if the file of a read-only image ends before some L2 tables.
     pub(crate) cut: Option<Cut>,
     pub(crate) slices: SliceCache,
     /// See [`MapCache::expect_one_pass`].
     pub(crate) one_pass: AtomicBool,
-    /// Host clusters that hold metadata, which guest data must not overwrite. Empty when read-only.
-    pub(crate) metadata: RwLock<FxHashSet<u64>>,
+    pub(crate) metadata: RwLock<Metadata>,
     pub(crate) in_flight: InFlight,
     pub(crate) meta: Engine<Meta, ()>,
     pub(crate) bitmaps: BitmapState,
@@ -98,7 +101,7 @@ pub(crate) struct HeaderState {
 pub(crate) struct SnapshotList {
     pub(crate) count: u32,
     pub(crate) offset: HostOffset,
-    /// Bytes of their table, if known.
+    /// Bytes of their table; 0 when read-only.
     pub(crate) bytes: u64,
 }
 
@@ -166,19 +169,23 @@ impl Qcow2 {
         }
         let geometry = header.geometry;
         let mut meta = Self::meta(&header, &*storage, writable)?;
-        let mut metadata = FxHashSet::default();
+        let mut metadata = Metadata::default();
         let mut bitmaps = BitmapState::unread(&limits);
         if writable {
             let refcounts = &mut meta.space.refcounts;
-            metadata = metadata_clusters(&header, refcounts, &l1, &*storage)?;
+            let snapshots = SnapshotTable::read(&*storage, TablePlace::of(&header), &limits)?;
+            meta.snapshots.bytes = snapshots.bytes;
+            let live = metadata_clusters(&header, snapshots.bytes, refcounts, &l1, &*storage)?;
+            metadata = Metadata::new(live);
+            snapshots.l1_clusters(geometry).for_each(|table| metadata.insert_snapshot_l1(table));
             refuse_owners(&l1, geometry, refcounts, &*storage)?;
             Self::clear_autoclear(&mut header, &*storage, &mut warnings)?;
             bitmaps =
                 BitmapState::open(&mut header, &*storage, &mut metadata, &limits, &mut warnings)?;
             if !storage.caps().growable {
-                refuse_uncounted(&metadata, &meta.space.refcounts, geometry, &*storage)?;
+                refuse_uncounted(metadata.live(), &meta.space.refcounts, geometry, &*storage)?;
             } else if is_blank(&header, &l1, &meta.space.refcounts) {
-                zero_after(&metadata, &mut meta.space);
+                zero_after(metadata.live(), &mut meta.space);
             }
         }
         Ok(Arc::new(Self {
@@ -212,6 +219,7 @@ impl Qcow2 {
             backing,
             l1: RwLock::new(l1),
             l1_offset: AtomicU64::new(header.l1_offset.0),
+            frontier: AtomicU64::new(meta.space.scan_end),
             cut,
             slices: SliceCache::new(header.geometry.cluster_bytes(), limits.cache_bytes),
             one_pass: AtomicBool::new(false),
@@ -316,7 +324,7 @@ impl Qcow2 {
             snapshots: SnapshotList {
                 count: header.snapshot_count,
                 offset: header.snapshots_offset,
-                bytes: u64::from(header.snapshot_count) * 40,
+                bytes: 0,
             },
             flush_running: false,
             exclusive: false,
@@ -331,6 +339,16 @@ impl Qcow2 {
     /// old one.
     pub(crate) fn l1_moved(&self, new: HostOffset) -> HostOffset {
         HostOffset(self.l1_offset.swap(new.0, Ordering::AcqRel))
+    }
+
+    /// The host cluster at which the file grows. From here on no cluster is allocated, but a
+    /// truncated image may refer to some.
+    pub(crate) fn frontier(&self) -> u64 {
+        self.frontier.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn set_frontier(&self, _under: &mut Meta, cluster: u64) {
+        self.frontier.store(cluster, Ordering::Release);
     }
 
     pub(crate) fn has_data_file(&self) -> bool {
@@ -424,7 +442,7 @@ fn refuse_uncounted(
 /// its metadata and the end of its file. Refcounts there are zero and need not be read.
 fn zero_after(metadata: &FxHashSet<u64>, space: &mut HostSpace) {
     let end = metadata.iter().max().map_or(0, |&last| last + 1);
-    space.refcounts.zero_from(end.max(space.frontier));
+    space.refcounts.zero_from(end.max(space.scan_end));
 }
 
 /// Whether only the header and its empty tables refer to clusters, and no two refcount table
@@ -443,6 +461,7 @@ fn is_blank(header: &Header, l1: &[u64], refcounts: &Refcounts) -> bool {
 /// Only several L1 entries may name one L2 table, which is then copied before it changes.
 fn metadata_clusters(
     header: &Header,
+    snapshots_bytes: u64,
     refcounts: &Refcounts,
     l1: &[u64],
     storage: &dyn Storage,
@@ -461,7 +480,7 @@ fn metadata_clusters(
     range(HostOffset(0), 1);
     range(header.l1_offset, l1.len() as u64 * 8);
     range(header.refcount_table_offset, u64::from(header.refcount_table_clusters) << bits);
-    range(header.snapshots_offset, u64::from(header.snapshot_count) * 40);
+    range(header.snapshots_offset, snapshots_bytes);
     // Validated when the image was opened; meaningless without encryption.
     if let (Encryption::Luks, Some((offset, bytes))) =
         (header.encryption, header.encryption_header())

@@ -48,6 +48,7 @@ mod l1;
 pub mod layout;
 mod map;
 mod measure;
+mod metadata;
 mod options;
 mod pool;
 mod refcounts;

@@ -186,10 +186,19 @@ impl Qcow2 {
     }
 
     /// Fails if the space of an extent cannot be that of its guest bytes, see
-    /// [`Qcow2::guard_space`]. Space that only reads use may overlap metadata.
-    fn guard_metadata(&self, at: GuestOffset, extent: Extent) -> Result<Extent> {
-        let Place::Data { offset, exclusive, .. } = extent.place else { return Ok(extent) };
-        if self.has_data_file() || (self.writable && exclusive) {
+    /// [`Qcow2::guard_space`]. Space that only reads use may overlap metadata. Space beyond the
+    /// frontier cannot be written in place until [`Qcow2::regain`] has moved that.
+    fn guard_metadata(&self, at: GuestOffset, mut extent: Extent) -> Result<Extent> {
+        let Place::Data { offset, exclusive, .. } = &mut extent.place else { return Ok(extent) };
+        let (offset, data_file) = (*offset, self.has_data_file());
+        if !data_file && self.writable && *exclusive {
+            let below = (self.frontier() << self.geometry.cluster_bits).saturating_sub(offset.0);
+            match below {
+                0 => *exclusive = false,
+                _ => extent.len = extent.len.min(below),
+            }
+        }
+        if data_file || (self.writable && *exclusive) {
             self.guard_space(at, offset, extent.len)?;
         }
         Ok(extent)
@@ -204,7 +213,7 @@ impl Qcow2 {
         let bits = self.geometry.cluster_bits;
         let metadata = self.metadata.read();
         let mut clusters = host.0 >> bits..=(host.0 + len - 1) >> bits;
-        match clusters.find(|c| metadata.contains(c)) {
+        match clusters.find(|&c| metadata.contains(c)) {
             None => Ok(()),
             Some(cluster) => Err(vdkit_block::Error::corrupt(
                 self.storage.name(),

@@ -93,6 +93,29 @@ impl Qcow2 {
         Ok(entries > present)
     }
 
+    /// The entry of the cluster in which the disk ends, and whether it has data at `end` that must
+    /// be overwritten with zeroes.
+    ///
+    /// # Errors
+    /// I/O, or [`Error::Corrupt`] if that data is where other data or metadata is.
+    fn tail(&self, end: u64) -> Result<(L2Entry, bool)> {
+        let (cluster, unit) = (self.geometry.cluster_bytes(), self.geometry.subcluster_bytes());
+        let start = align_down(end, cluster);
+        let entry = self.entry_at(GuestOffset(end))?;
+        let state =
+            entry.state(((end - start) / unit) as u32, &self.geometry, self.has_data_file());
+        let cut = !end.is_multiple_of(unit) && state == State::Data;
+        if cut && self.is_written_in_place(entry) {
+            self.guard_space(GuestOffset(start), entry.host(), cluster)?;
+        }
+        Ok((entry, cut))
+    }
+
+    /// In a data file a cluster has one place.
+    fn is_written_in_place(&self, entry: L2Entry) -> bool {
+        entry.is_copied() || self.has_data_file()
+    }
+
     /// Makes the last cluster read as zero beyond the end of the disk, since a disk that ends at
     /// `upto` would expose that part. Must be flushed before the header's size changes.
     fn hide_tail(&self, end: u64, upto: u64) -> Result<()> {
@@ -105,12 +128,11 @@ impl Qcow2 {
         let mut meta = self.meta.lock();
         let whole = start..start + cluster;
         self.meta.wait_until(&mut meta, |meta| !meta.tickets.overlap(&whole));
-        let entry = self.entry_at(GuestOffset(end))?;
-        let state = entry.state((inside / unit) as u32, &self.geometry, self.has_data_file());
-        let cut = !end.is_multiple_of(unit) && state == State::Data;
-        if entry.is_compressed() || (cut && !entry.is_copied()) {
+        let (entry, cut) = self.tail(end)?;
+        if entry.is_compressed() || (cut && !self.is_written_in_place(entry)) {
             self.copy_head(&mut meta, start, inside)?;
         } else if cut {
+            self.regain(&mut meta, entry.host(), cluster)?;
             let from = entry.host() + inside;
             let mut tail = cluster - inside;
             if self.has_data_file() {
@@ -336,6 +358,8 @@ impl Qcow2 {
     }
 
     fn shrink(&self, lead: &mut Lead<'_>, old: u64, new: u64) -> Result<()> {
+        // Refused before anything is changed.
+        self.tail(new)?;
         // The smaller size first: from then on the data beyond it is not needed.
         self.switch_header(&mut self.meta.lock(), header_offset!(size), &new.to_be_bytes())?;
         self.guest_bytes.store(new, Ordering::Release);
@@ -393,7 +417,7 @@ impl Qcow2 {
         }
         meta.dirty.l1.insert(l1_index / 64);
         let first = self.geometry.host_cluster(table);
-        self.metadata.write().remove(&first);
+        self.metadata.write().remove(first);
         meta.reclaim.unlink(&self.in_flight, [freed(first, 1, false)]);
         Ok(())
     }

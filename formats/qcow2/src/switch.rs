@@ -178,7 +178,7 @@ impl Qcow2 {
         }
         let mut metadata = self.metadata.write();
         for cluster in clusters.clone() {
-            metadata.remove(&cluster);
+            metadata.remove(cluster);
         }
         drop(metadata);
         let count = clusters.end - clusters.start;

@@ -63,10 +63,11 @@ impl Qcow2 {
             let end = self.claim(&mut meta, at, at.0 + len);
             // The disk may have shrunk while this thread waited.
             self.in_range(at, len, IoAction::Write)?;
-            let Some(plan) = self.plan(at, end)? else { return Ok(None) };
+            let Some(plan) = self.plan(&mut meta, at, end)? else { return Ok(None) };
             if let Some(host) = plan.in_place {
                 let len = plan.clusters.end - plan.clusters.start;
                 self.guard_space(GuestOffset(plan.clusters.start), host, len)?;
+                self.regain(&mut meta, host, len)?;
             }
             self.before_change(&mut meta)?;
             if self.writable_l2(&mut meta, self.geometry.l1_index(at))?.is_some()
@@ -191,7 +192,7 @@ impl Qcow2 {
 
     /// Finds the run of clusters from `at` that one reservation can cover. `None` if the first
     /// bytes can be written in place.
-    fn plan(&self, at: GuestOffset, end: u64) -> Result<Option<Plan>> {
+    fn plan(&self, meta: &mut Meta, at: GuestOffset, end: u64) -> Result<Option<Plan>> {
         let cluster = self.geometry.cluster_bytes();
         let data_file = self.has_data_file();
         let start = align_down(at.0, cluster);
@@ -200,6 +201,7 @@ impl Qcow2 {
         if owned(first)
             && first.state(self.subcluster(at.0), &self.geometry, data_file) == State::Data
         {
+            self.regain(meta, first.host(), cluster)?;
             return Ok(None);
         }
         let mut plan = Plan {

@@ -6,8 +6,9 @@ use std::sync::Arc;
 
 use common::{first_l2, image, open, options, write_cluster};
 use vdkit_block::{
-    AmendRequest, Amendment, CreateRequest, Creation, Error, Format, FormatDriver, GuestOffset,
-    HostOffset, Limits, Monitor, OfflineImage, OpenRequest, Place, Remedy, Repair, Result, Storage,
+    AmendRequest, Amendment, CreateRequest, Creation, Error, FileIndex, Format, FormatDriver,
+    GuestOffset, HostOffset, Limits, Monitor, NewSnapshot, OfflineImage, OpenRequest, Place,
+    Remedy, Repair, Result, Storage,
 };
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_qcow2::layout::{COPIED, OFFSET_MASK, ZERO};
@@ -278,5 +279,170 @@ fn a_reference_that_is_not_aligned_frees_nothing() {
         let mut bytes = vec![0; CLUSTER as usize];
         storage.read_at(&mut bytes, HostOffset(first & OFFSET_MASK)).unwrap();
         assert!(bytes.iter().all(|&byte| byte == 0x10), "another cluster was freed");
+    }
+}
+
+/// The rest of the last cluster is zeroed in place, which could destroy a table.
+#[test]
+fn a_resize_over_the_images_own_metadata_is_refused() {
+    const CLUSTER: u64 = 64 << 10;
+    for (from, to) in [(2 * CLUSTER, CLUSTER + 512), (CLUSTER + 512, 2 * CLUSTER)] {
+        let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+        create_image(&Qcow2Driver, storage.clone(), from, "");
+        let image = open(&storage);
+        write_cluster(&*image, 0, 7).unwrap();
+        image.close().unwrap();
+        let table = first_l2(&*storage);
+        storage.write_at(&(table | COPIED).to_be_bytes(), HostOffset(table + 8)).unwrap();
+        let before = storage_bytes(&*storage);
+        let image = open(&storage);
+        let overlay = image.overlay().expect("a size that can change");
+        match overlay.resize_over(to, 0) {
+            Err(Error::Corrupt(fault)) => assert_eq!(fault.offset, table, "{fault}"),
+            other => panic!("{from} to {to}: {other:?}"),
+        }
+        image.close().unwrap();
+        assert!(storage_bytes(&*storage) == before, "{from} to {to}");
+    }
+}
+
+fn storage_bytes(storage: &dyn Storage) -> Vec<u8> {
+    let mut bytes = vec![0; storage.len().unwrap() as usize];
+    storage.read_at(&mut bytes, HostOffset(0)).unwrap();
+    bytes
+}
+
+/// Whatever flags its entry has, guest bytes have one place in the data file.
+#[test]
+fn a_resize_writes_at_its_place_in_the_data_file() {
+    const CLUSTER: u64 = 64 << 10;
+    for (copied, host, to) in [
+        (0, 2 * CLUSTER, 2 * CLUSTER + 512),
+        (0, 2 * CLUSTER, 4 * CLUSTER),
+        (COPIED, CLUSTER, 2 * CLUSTER + 512),
+    ] {
+        let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+        let memory = Arc::new(MemoryStorage::new("data"));
+        let files: Vec<Arc<dyn Storage>> = vec![memory.clone()];
+        let request = CreateRequest {
+            storage: storage.clone(),
+            files: files.clone(),
+            guest_bytes: 2 * CLUSTER + 4096,
+            options: options("data_file=data"),
+            backing: None,
+            backing_bytes: None,
+        };
+        Qcow2Driver.create(&request).unwrap();
+        let open = || {
+            let (storage, files, limits) = (storage.clone(), files.clone(), Limits::default());
+            Qcow2Driver.open(OpenRequest { storage, files, writable: true, limits }).unwrap()
+        };
+        let image = open();
+        for cluster in 0..3 {
+            let at = cluster * CLUSTER;
+            let place = image.reserve(GuestOffset(at), 4096).unwrap().unwrap();
+            place.publish().unwrap();
+            let len = if cluster < 2 { CLUSTER } else { 4096 };
+            memory.write_at(&vec![7 + cluster as u8; len as usize], HostOffset(at)).unwrap();
+        }
+        image.close().unwrap();
+        let entry = first_l2(&*storage) + 16;
+        storage.write_at(&(host | copied).to_be_bytes(), HostOffset(entry)).unwrap();
+        let before = memory.to_vec();
+        let image = open();
+        let resized = image.overlay().unwrap().resize_over(to, 0);
+        image.close().unwrap();
+        let after = memory.to_vec();
+        if host == 2 * CLUSTER {
+            resized.unwrap();
+            let kept = before.len().min(to as usize);
+            assert!(after[..kept] == before[..kept]);
+            assert!(after[kept..].iter().all(|&byte| byte == 0));
+        } else {
+            assert!(matches!(resized, Err(Error::Corrupt(_))), "{resized:?}");
+            assert!(after == before);
+        }
+    }
+}
+
+/// What a snapshot needs cannot be made again from the active disk.
+#[test]
+fn a_write_over_the_tables_of_snapshots_is_refused() {
+    type Damage = fn(&dyn Storage, Tables);
+    #[derive(Clone, Copy)]
+    struct Tables {
+        l2: u64,
+        snapshots: u64,
+        snapshot_l1: u64,
+        block: u64,
+    }
+    let entry: Damage = |storage, tables| {
+        let word = (tables.snapshot_l1 | COPIED).to_be_bytes();
+        storage.write_at(&word, HostOffset(tables.l2 + 8)).unwrap();
+    };
+    let count: Damage = |storage, tables| {
+        let counted = tables.block + tables.snapshot_l1 / 512 * 2;
+        storage.write_at(&[0; 2], HostOffset(counted)).unwrap();
+    };
+    let second: Damage = |storage, tables| {
+        let word = ((tables.snapshots + 512) | COPIED).to_be_bytes();
+        storage.write_at(&word, HostOffset(tables.l2 + 8)).unwrap();
+    };
+    for (what, damage) in [("L1 table", entry), ("refcount", count), ("snapshot table", second)] {
+        let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+        create_image(&Qcow2Driver, storage.clone(), 64 << 10, "cluster_size=512");
+        let image = open(&storage);
+        write_cluster(&*image, 0, 7).unwrap();
+        for n in 0..8 {
+            let new = NewSnapshot { name: format!("a snapshot {n}"), ..NewSnapshot::default() };
+            image.snapshots().unwrap().create(&new, &Monitor::default()).unwrap();
+        }
+        write_cluster(&*image, 0, 8).unwrap();
+        image.close().unwrap();
+        let word = |at: u64| {
+            let mut bytes = [0; 8];
+            storage.read_at(&mut bytes, HostOffset(at)).unwrap();
+            u64::from_be_bytes(bytes) & OFFSET_MASK
+        };
+        // The header's bytes 48 to 55 name the refcount table, 64 to 71 the snapshot table.
+        let snapshots = word(64);
+        let tables = Tables {
+            l2: first_l2(&*storage),
+            snapshots,
+            snapshot_l1: word(snapshots),
+            block: word(word(48)),
+        };
+        damage(&*storage, tables);
+        let image = open(&storage);
+        // All free clusters are handed out before the file grows.
+        let refused = (1..100).find_map(|cluster| write_cluster_anew(&*image, cluster * 512).err());
+        assert!(matches!(refused, Some(Error::Corrupt(_))), "{what}: {refused:?}");
+        let _ = image.discard(GuestOffset(512), 512).and_then(|()| image.flush());
+        let _ = image.close();
+        let request = OpenRequest {
+            storage: storage.clone(),
+            files: Vec::new(),
+            writable: false,
+            limits: Limits::default(),
+        };
+        let image = Qcow2Driver.open(request).unwrap();
+        let snapshots = image.snapshots().unwrap();
+        assert_eq!(snapshots.list().unwrap().len(), 8, "{what}");
+        let view = snapshots.view("1").unwrap();
+        let extent = view.resolve(GuestOffset(0), 512).unwrap();
+        let Place::Data { offset, .. } = extent.place else { panic!("{what}: {extent:?}") };
+        let mut byte = [0];
+        storage.read_at(&mut byte, offset).unwrap();
+        assert_eq!(byte, [7], "{what}");
+    }
+}
+
+/// Writes in place if the map says so.
+fn write_cluster_anew(image: &dyn Format, at: u64) -> Result<()> {
+    match image.resolve(GuestOffset(at), 512)?.place {
+        Place::Data { offset, exclusive: true, .. } => {
+            image.file(FileIndex(0)).write_at(&[9; 512], offset)
+        }
+        _ => write_cluster(image, at, 9),
     }
 }

@@ -247,6 +247,59 @@ fn a_data_file_that_was_cut_is_made_as_long_as_it_was() {
     assert!(bytes[..1 << 20] == case.bytes[..1 << 20] && bytes[1 << 20..].iter().all(|b| *b == 0));
 }
 
+/// A power cut under QEMU can leave entries of clusters beyond the end of the file, and a guest writes
+/// there again.
+#[test]
+fn what_is_written_to_a_cut_image_stays() {
+    let writable = OpenOptions::read_write().format("qcow2");
+    let mut passed = 0;
+    for (options, flags) in LAYOUTS {
+        let Some(case) = Case::new(options, flags) else { return };
+        let len = std::fs::metadata(&case.image).unwrap().len();
+        for cut in [len - 512, len - (len / 8), len - (len / 3), len / 2].map(|at| case.cut(at)) {
+            let mut rng = Rng::new(len);
+            let read = || {
+                let mut bytes = vec![0; case.bytes.len()];
+                open(&cut).unwrap().read_at(&mut bytes, GuestOffset(0)).map(|()| bytes)
+            };
+            // Compressed clusters beyond the end cannot be read.
+            let Ok(mut bytes) = read() else { continue };
+            let Ok(disk) = Disk::open(&registry(), &cut, &writable) else { continue };
+            for _ in 0..80 {
+                let at = rng.below(bytes.len() as u64 - 65536) as usize;
+                let piece = &mut bytes[at..][..rng.below(65536) as usize + 1];
+                let guest = GuestOffset(at as u64);
+                match rng.below(4) {
+                    0 => {
+                        piece.fill(0);
+                        disk.write_zeroes(guest, piece.len() as u64, rng.below(2) == 0).unwrap();
+                    }
+                    1 => disk.discard(guest, piece.len() as u64).unwrap(),
+                    _ => {
+                        rng.fill(piece);
+                        disk.write_at(piece, guest).unwrap();
+                    }
+                }
+                // A discard zeroes what clusters it may.
+                disk.read_at(piece, guest).unwrap();
+                if rng.below(8) == 0 {
+                    disk.flush().unwrap();
+                }
+            }
+            let mut now = vec![0; bytes.len()];
+            disk.read_at(&mut now, GuestOffset(0)).unwrap();
+            assert!(now == bytes, "{options}");
+            disk.close().unwrap();
+            drop(disk);
+            assert!(read().unwrap() == bytes, "{options}: lost at closing");
+            let report = check(&registry(), &cut, &writable, Repair::All, &monitor()).unwrap();
+            assert!(read().unwrap() == bytes, "{options}: {:?}", report.report.findings);
+            passed += 1;
+        }
+    }
+    assert!(passed >= 10, "{passed}");
+}
+
 /// Clusters counted in a lost refcount block would be allocated again.
 #[test]
 fn without_a_refcount_block_nothing_is_written() {

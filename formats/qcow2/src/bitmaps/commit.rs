@@ -141,7 +141,7 @@ impl Qcow2 {
         for run in gone.chunk_by(|a, b| a + 1 == *b) {
             self.retire(meta, run[0]..run[run.len() - 1] + 1);
         }
-        self.metadata.write().extend(after.difference(&before));
+        self.metadata.write().extend(after.difference(&before).copied());
         let guest_bytes = self.guest_len();
         let kept = |entry: &Entry| trackers.iter().find(|t| t.id == entry.id && t.recording);
         let new_trackers: Vec<Arc<Tracker>> = new

@@ -13,6 +13,7 @@ use super::bits::Tracker;
 use super::{Bitmap, Bitmaps, entry_fault, flag, is_table_entry};
 use crate::header::{Header, write_features};
 use crate::layout::{Geometry, OFFSET_MASK, autoclear, extension};
+use crate::metadata::Metadata;
 use crate::structures::{BitmapDirectoryEntry, decode_words, header_offset};
 
 /// All recording bitmaps together may have this many times [`Limits::table_bytes_max`] bytes.
@@ -179,7 +180,7 @@ impl State {
     pub(crate) fn open(
         header: &mut Header,
         storage: &dyn Storage,
-        metadata: &mut FxHashSet<u64>,
+        metadata: &mut Metadata,
         limits: &Limits,
         warnings: &mut Vec<String>,
     ) -> Result<Self> {
@@ -214,7 +215,7 @@ impl State {
         for (index, entry) in directory.entries.iter_mut().enumerate() {
             let mine = entry.clusters(&geometry);
             let mut seen = FxHashSet::default();
-            if mine.iter().any(|c| metadata.contains(c) || !seen.insert(*c)) {
+            if mine.iter().any(|c| metadata.contains(*c) || !seen.insert(*c)) {
                 entry.table = None;
                 faults.push((index, "clusters that other metadata uses too".to_owned()));
             } else {

@@ -21,12 +21,13 @@ mod rewrite;
 mod walk;
 
 use std::mem::offset_of;
+use std::ops::Range;
 
 use vdkit_block::{Error, HostOffset, Limits, Remedy, Result, SnapshotInfo, Storage};
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::header::Header;
-use crate::layout::SNAPSHOTS_MAX;
+use crate::layout::{Geometry, L1_BYTES_MAX, SNAPSHOTS_MAX};
 use crate::structures::{SnapshotExtraData, SnapshotTableEntry, words, words_mut};
 
 const FIXED_BYTES: usize = size_of::<SnapshotTableEntry>();
@@ -233,6 +234,15 @@ impl SnapshotTable {
                 expected,
             )
             .with_remedy(Remedy::REPAIR)
+        })
+    }
+
+    /// Host clusters of the L1 tables, but for those that no L1 table can have.
+    pub(crate) fn l1_clusters(&self, geometry: Geometry) -> impl Iterator<Item = Range<u64>> {
+        self.snapshots.iter().filter_map(move |snapshot| {
+            let (start, bytes) = (snapshot.l1_offset, u64::from(snapshot.l1_entries) * 8);
+            let end = start.0.checked_add(bytes).filter(|_| bytes <= L1_BYTES_MAX)?;
+            Some(geometry.host_cluster(start)..end.div_ceil(geometry.cluster_bytes()))
         })
     }
 

@@ -107,11 +107,8 @@ impl Qcow2 {
         SnapshotTable::read(&*self.storage, place, &self.limits)
     }
 
-    /// Reads the list for a change.
-    fn load_list(&self, meta: &mut Meta) -> Result<Vec<Snapshot>> {
-        let table = self.read_list(meta)?;
-        meta.snapshots.bytes = table.bytes;
-        Ok(table.snapshots)
+    fn load_list(&self, meta: &Meta) -> Result<Vec<Snapshot>> {
+        Ok(self.read_list(meta)?.snapshots)
     }
 
     fn create_snapshot(

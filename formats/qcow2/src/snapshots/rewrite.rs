@@ -410,6 +410,9 @@ impl Qcow2 {
             let mut metadata = self.metadata.write();
             metadata.extend(tables.iter().flatten().flat_map(|s| s.first..s.first + s.count));
             metadata.extend(places.blocks.iter().map(|&(_, _, new)| new));
+            if let Some(space) = places.snapshot_l1 {
+                metadata.insert_snapshot_l1(space.first..space.first + space.count);
+            }
         }
         if let Some(space) = places.refcount_table {
             let old = self
@@ -449,7 +452,7 @@ impl Qcow2 {
             let mut metadata = self.metadata.write();
             for cluster in offsets(&old) {
                 // Once no snapshot needs the cluster, it may hold data.
-                metadata.remove(&cluster);
+                metadata.remove(cluster);
             }
             metadata.extend(offsets(&active.words));
         }

@@ -1,6 +1,5 @@
 //! Counts the references of L1 tables.
 
-use rustc_hash::FxHashSet;
 use vdkit_block::{Error, HostOffset, Monitor, Remedy, Result};
 
 use super::deltas::Deltas;
@@ -8,6 +7,7 @@ use crate::check::reader::{self, Meter};
 use crate::entry::L2Entry;
 use crate::image::{Meta, Qcow2};
 use crate::layout::{L1_RESERVED, OFFSET_MASK};
+use crate::metadata::Metadata;
 
 /// An L2 table, and the change of the number of references to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub(super) struct Walk<'a> {
     /// No host cluster from here on can be referred to.
     end: u64,
     /// Clusters that hold metadata: no L2 entry may name one.
-    metadata: FxHashSet<u64>,
+    metadata: Metadata,
     pub(super) deltas: Deltas,
 }
 
@@ -34,7 +34,7 @@ impl<'a> Walk<'a> {
     pub(super) fn new(image: &'a Qcow2, meta: &Meta) -> Result<Self> {
         let file = image.storage.len()?.div_ceil(image.geometry.cluster_bytes());
         // A file that grows as it is written may end before the reserved clusters.
-        let end = file.max(meta.space.frontier);
+        let end = file.max(image.frontier());
         let metadata = image.metadata.read().clone();
         let mut walk = Self { image, end, metadata, deltas: Deltas::default() };
         for run in meta.reclaim.released() {
@@ -127,7 +127,7 @@ impl<'a> Walk<'a> {
             let (first, last) =
                 (geometry.host_cluster(offset), geometry.host_cluster(offset + (bytes - 1)));
             for cluster in first..=last {
-                if cluster >= self.end || self.metadata.contains(&cluster) {
+                if cluster >= self.end || self.metadata.contains(cluster) {
                     return Err(self.fault(
                         at,
                         "L2 entry",
@@ -174,7 +174,7 @@ impl<'a> Walk<'a> {
 
     /// Whether a cluster holds metadata of the active disk or of the image.
     pub(super) fn is_metadata(&self, cluster: u64) -> bool {
-        self.metadata.contains(&cluster)
+        self.metadata.live().contains(&cluster)
     }
 
     fn add(&mut self, cluster: u64, by: i32, at: u64) -> Result<()> {
