@@ -59,6 +59,11 @@ impl GatedStorage {
         self.gate.lock().held = Some(Box::new(which));
     }
 
+    /// Whether a call is held now.
+    pub fn is_held(&self) -> bool {
+        self.gate.lock().waiting > 0
+    }
+
     /// Waits until a call is held.
     ///
     /// # Panics

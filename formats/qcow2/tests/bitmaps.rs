@@ -4,6 +4,7 @@ mod common;
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use common::{open, options};
 use vdkit_block::{
@@ -16,8 +17,8 @@ use vdkit_qcow2::layout::extension;
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::units::MIB;
 use vdkit_testbase::{
-    CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, LoggedOp, assert_sound,
-    create_image,
+    CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, GatedStorage, LoggedOp,
+    assert_sound, create_image,
 };
 
 fn image(guest_bytes: u64) -> Arc<dyn Storage> {
@@ -55,6 +56,60 @@ fn a_bitmap_of_an_empty_disk_is_kept_and_grows_with_it() {
     again.resize(0).unwrap();
     again.close().unwrap();
     assert_sound(&Qcow2Driver, &storage, false, "empty again");
+}
+
+/// A resize that changes the length of a bitmap's table writes another one, while requests go on.
+#[test]
+fn a_bitmap_records_what_is_written_while_its_table_changes() {
+    const HELD: Range<u64> = MIB..MIB + 512;
+    for new in [24 * MIB, 5 * MIB] {
+        let mut held = 0;
+        for nth in 0.. {
+            let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+            create_image(&Qcow2Driver, storage.clone(), 8 * MIB, "cluster_size=512");
+            let gate = GatedStorage::new(storage.clone());
+            let gated: Arc<dyn Storage> = gate.clone();
+            let image = open(&gated);
+            let bitmap = NewBitmap { name: "b", granularity: Some(512), enabled: true };
+            image.bitmaps().unwrap().add(&bitmap).unwrap();
+            // Its page has a cluster, and those of others have none.
+            image.note_write(GuestOffset(0), 512).unwrap();
+            image.flush().unwrap();
+            let seen = AtomicU64::new(0);
+            gate.hold(move |call| {
+                let changes = matches!(call.kind, FaultKind::Write | FaultKind::Sync);
+                changes && !call.done && seen.fetch_add(1, SeqCst) == nth
+            });
+            let reached = std::thread::scope(|scope| {
+                let resized = scope.spawn(|| image.resize(new));
+                while !gate.is_held() && !resized.is_finished() {
+                    std::thread::yield_now();
+                }
+                let reached = gate.is_held();
+                for at in [HELD.start, 3 * MIB] {
+                    image.note_write(GuestOffset(at), 512).unwrap();
+                }
+                gate.release();
+                resized.join().unwrap().unwrap();
+                reached
+            });
+            held += u64::from(reached);
+            image.close().unwrap();
+            let image = open(&storage);
+            assert_eq!(image.warnings(), [""; 0], "{nth}");
+            let found = dirty(image.bitmaps().unwrap(), "b");
+            let mut expected = vec![0..512, HELD, 3 * MIB..3 * MIB + 512];
+            if new > 8 * MIB {
+                expected.push(8 * MIB..new);
+            }
+            assert_eq!(found, expected, "call {nth} of the resize to {new}");
+            assert_sound(&Qcow2Driver, &storage, false, &format!("call {nth}"));
+            if !reached {
+                break;
+            }
+        }
+        assert!(held > 8, "{held}");
+    }
 }
 
 /// The specification lets software keep using a bitmap with extra data that it does not know, if the

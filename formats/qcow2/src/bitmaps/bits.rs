@@ -121,6 +121,10 @@ impl Tracker {
         new
     }
 
+    pub(crate) fn bits(&self) -> u64 {
+        self.bits
+    }
+
     pub(crate) fn page_bytes(&self) -> u64 {
         self.page_bytes
     }

@@ -28,6 +28,8 @@ pub(super) struct Wanted {
 pub(super) enum WantedTable {
     /// The table of the bitmap with this id.
     Keep(u64),
+    /// The table of the bitmap with this id, with another number of entries. It stays that bitmap.
+    Resized(u64, u64),
     /// A new table. Any clusters that it names must belong to a bitmap of the current directory.
     New(Vec<u64>),
 }
@@ -69,16 +71,24 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// The entries of the new directory; new tables have no offset yet.
+    /// The entries of the new directory; new tables have no offset yet. Under the lead, after a flush:
+    /// no table changes meanwhile.
     fn new_directory(&self, wanted: Vec<Wanted>) -> Directory {
         let old = self.bitmaps.directory.lock();
         let mut new = Directory { entries: Vec::new(), place: None, next_id: old.next_id };
         for Wanted { mut bitmap, table } in wanted {
+            let kept = |id| match old.entries.iter().find(|entry| entry.id == id) {
+                Some(kept) => kept.clone(),
+                None => unreachable!("under the admin lock"),
+            };
             let entry = match table {
-                WantedTable::Keep(id) => {
-                    let kept = old.entries.iter().find(|entry| entry.id == id);
-                    let Some(kept) = kept else { unreachable!("under the admin lock") };
-                    Entry { bitmap, ..kept.clone() }
+                WantedTable::Keep(id) => Entry { bitmap, ..kept(id) },
+                WantedTable::Resized(id, entries) => {
+                    let mut table = kept(id).table.unwrap_or_default();
+                    table.resize(entries as usize, 0);
+                    bitmap.table_offset = HostOffset(0);
+                    bitmap.table_entries = entries as u32;
+                    Entry { id, bitmap, table: Some(table), unwritten: BTreeSet::new() }
                 }
                 WantedTable::New(table) => {
                     bitmap.table_offset = HostOffset(0);
@@ -148,9 +158,11 @@ impl Qcow2 {
             .entries
             .iter()
             .filter(|entry| entry.records())
-            .map(|entry| match kept(entry) {
-                Some(tracker) => tracker.clone(),
-                None => entry.tracker(true, guest_bytes, &self.geometry),
+            .map(|entry| match (kept(entry), entry.bitmap.bits(guest_bytes)) {
+                (Some(tracker), bits) if tracker.bits() == bits => tracker.clone(),
+                // Has bits that were set since the flush.
+                (Some(tracker), bits) => tracker.resized(bits).into(),
+                (None, _) => entry.tracker(true, guest_bytes, &self.geometry),
             })
             .collect();
         self.bitmaps.active.store(!new_trackers.is_empty(), Ordering::Release);

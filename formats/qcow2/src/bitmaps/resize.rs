@@ -94,18 +94,14 @@ impl Qcow2 {
 
     /// Writes each usable bitmap a table for the new size that keeps the remaining clusters.
     fn resize_tables(&self, lead: &mut Lead<'_>, guest_bytes: u64) -> Result<()> {
-        // Flushes bits marked meanwhile to the old clusters, which both tables name.
-        self.meta.flush_led(self, lead)?;
         let mut wanted = self.wanted();
         {
             let directory = self.bitmaps.directory.lock();
             for (entry, one) in directory.entries.iter().zip(&mut wanted) {
-                if let Some(table) = entry.table.as_ref().filter(|_| entry.usable()) {
+                if entry.usable() {
                     let bits = entry.bitmap.bits(guest_bytes);
                     let entries = table_entries_for(bits, self.geometry.cluster_bytes());
-                    let mut table = table.clone();
-                    table.resize(entries as usize, 0);
-                    one.table = WantedTable::New(table);
+                    one.table = WantedTable::Resized(entry.id, entries);
                 }
             }
         }

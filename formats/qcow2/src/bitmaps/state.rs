@@ -46,7 +46,7 @@ pub(super) struct Directory {
 /// One bitmap.
 #[derive(Clone, Debug)]
 pub(super) struct Entry {
-    /// Unchanged while the bitmap keeps its table.
+    /// Unchanged while the bitmap keeps its table, also one of another length.
     pub(super) id: u64,
     pub(super) bitmap: Bitmap,
     /// Its table; `None` if invalid.
