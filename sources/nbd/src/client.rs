@@ -37,10 +37,10 @@
 //! sends nothing, and ends nothing: it closes its descriptors, and its requests fail.
 
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use vdkit_block::OwnerProcess;
 
 use crate::channel::Socket;
@@ -62,6 +62,9 @@ const FURTHER_PAUSE: Duration = Duration::from_secs(60);
 /// A server that neither sends nor takes a byte for this long, while a request waits, is considered
 /// dead. Servers may let writes wait for a full file system, and flush for long.
 const SILENCE: Duration = Duration::from_secs(600);
+/// Longest wait for the threads of a lost connection to let go of it, and how often they are looked at.
+const RESET: Duration = Duration::from_secs(2);
+const RESET_STEP: Duration = Duration::from_millis(5);
 /// Pauses between attempts to connect; each doubles the one before.
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(2);
@@ -127,6 +130,8 @@ struct Shared {
     /// Counts the generations of connections.
     generation: u64,
     connections: Vec<Arc<Connection>>,
+    /// Connections of the last generation, which threads may still have.
+    ended: Vec<Weak<Connection>>,
     /// A thread opens further connections.
     opening: bool,
     /// No further connection is opened before: the last one of this generation could not be made.
@@ -170,6 +175,7 @@ impl Client {
             phase: Phase::Connected,
             generation: 0,
             connections: vec![Arc::new(connection)],
+            ended: Vec::new(),
             opening: false,
             further_after: None,
             lost: None,
@@ -234,6 +240,7 @@ impl Client {
             self.end_generation(generation, &broken);
             // It is reset when all threads have dropped it.
             drop(connection);
+            self.changed.notify_all();
             if !broken.lost {
                 return Err(broken.into());
             }
@@ -316,9 +323,21 @@ impl Client {
         shared.flushed = shared.written;
         shared.further_after = None;
         let connections = std::mem::take(&mut shared.connections);
-        drop(shared);
+        // Before another thread can see that they are lost, and connect again.
         connections.iter().for_each(|one| one.break_off(broken.clone()));
+        shared.ended.extend(connections.iter().map(Arc::downgrade));
+        drop(shared);
         self.changed.notify_all();
+    }
+
+    /// Waits until the connections of the last generation are closed, and so reset: the threads that
+    /// still have them are about to drop them. No server can be asked, so there is a time limit.
+    fn wait_for_the_reset(&self, shared: &mut MutexGuard<'_, Shared>) {
+        let until = Instant::now() + RESET;
+        while shared.ended.iter().any(|one| one.strong_count() > 0) && Instant::now() < until {
+            self.changed.wait_for(shared, RESET_STEP);
+        }
+        shared.ended.clear();
     }
 
     /// A connection, and its generation.
@@ -340,6 +359,7 @@ impl Client {
                 Phase::Reconnecting => self.changed.wait(&mut shared),
                 Phase::Down => {
                     shared.phase = Phase::Reconnecting;
+                    self.wait_for_the_reset(&mut shared);
                     let lost = shared.lost.clone();
                     drop(shared);
                     let connected = self.reconnect(lost.as_ref());

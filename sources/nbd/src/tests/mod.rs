@@ -6,7 +6,7 @@ use std::io::Read;
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
@@ -520,6 +520,33 @@ fn a_child_of_fork_leaves_the_connection_to_its_parent() {
     assert_eq!(read, [7; 512]);
     // Answered by the same connection, or else it would fail.
     storage.sync().unwrap();
+}
+
+/// A server that is let in again by the end of its other connections must see that first.
+#[test]
+fn all_connections_end_before_another_one_is_made() {
+    let server = Server::start(1 << 20, Setup::default());
+    let storage = open(&format!("{}&connections=4&reconnect=30", server.uri())).unwrap();
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for thread in 0..8 {
+            let (storage, is_over) = (&storage, &is_over);
+            scope.spawn(move || {
+                while !is_over.load(Ordering::SeqCst) {
+                    storage.write_at(&[thread; 4096], HostOffset(u64::from(thread) << 16)).unwrap();
+                }
+            });
+        }
+        for _ in 0..200 {
+            // Those of the server first: the client's may be the ones that were cut.
+            while server.connections() < 4 || storage.client_connections() < 4 {
+                std::thread::yield_now();
+            }
+            server.cut_one();
+        }
+        is_over.store(true, Ordering::SeqCst);
+    });
+    assert_eq!(server.overlaps.load(Ordering::SeqCst), 0, "old connections were open");
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vdkit_block::bytes::{be16, be32, be64};
 
 use crate::wire::{self, answer, chunk, command, flag, option};
@@ -64,6 +65,9 @@ pub(super) struct Server {
     pub(super) disk: Arc<Mutex<Vec<u8>>>,
     pub(super) requests: Arc<Mutex<Vec<Asked>>>,
     sockets: Arc<Mutex<Vec<UnixStream>>>,
+    /// Those that the client must have ended before it connects again, and how often it had not.
+    ended: Arc<Mutex<Vec<UnixStream>>>,
+    pub(super) overlaps: Arc<AtomicU64>,
     /// Further connections end at once.
     pub(super) is_full: Arc<AtomicBool>,
     stop: Arc<AtomicBool>,
@@ -89,6 +93,8 @@ impl Server {
             disk,
             requests: Arc::default(),
             sockets: Arc::default(),
+            ended: Arc::default(),
+            overlaps: Arc::default(),
             is_full: Arc::default(),
             stop: Arc::default(),
             cuts: Arc::default(),
@@ -99,6 +105,7 @@ impl Server {
             (Arc::new(setup), server.disk.clone(), server.requests.clone());
         let (sockets, stop) = (server.sockets.clone(), server.stop.clone());
         let (cuts, is_full) = (server.cuts.clone(), server.is_full.clone());
+        let (ended, overlaps) = (server.ended.clone(), server.overlaps.clone());
         std::thread::spawn(move || {
             for socket in listener.incoming().map_while(Result::ok) {
                 if stop.load(Ordering::SeqCst) {
@@ -107,6 +114,8 @@ impl Server {
                 if is_full.load(Ordering::SeqCst) {
                     continue;
                 }
+                let open = ended.lock().drain(..).filter(|old| !is_left(old)).count();
+                overlaps.fetch_add(open as u64, Ordering::SeqCst);
                 sockets.lock().push(socket.try_clone().unwrap());
                 let (setup, disk, requests) = (setup.clone(), disk.clone(), requests.clone());
                 let (cuts, since) = (cuts.clone(), cuts.load(Ordering::SeqCst));
@@ -133,6 +142,19 @@ impl Server {
         self.cut();
     }
 
+    pub(super) fn connections(&self) -> usize {
+        self.sockets.lock().len()
+    }
+
+    /// Ends one connection. The client must then end all others.
+    pub(super) fn cut_one(&self) {
+        let mut ended = self.ended.lock();
+        ended.append(&mut self.sockets.lock());
+        let first = ended.remove(0);
+        drop(ended);
+        let _ = first.shutdown(std::net::Shutdown::Both);
+    }
+
     /// Ends all connections.
     pub(super) fn cut(&self) {
         // Under the lock, so that no change of an old session comes after it.
@@ -143,6 +165,12 @@ impl Server {
             let _ = socket.shutdown(std::net::Shutdown::Both);
         }
     }
+}
+
+/// Whether the client has ended a connection.
+fn is_left(socket: &UnixStream) -> bool {
+    let mut asked = [PollFd::new(socket, PollFlags::RDHUP)];
+    poll(&mut asked, Some(&Timespec::default())).unwrap() > 0
 }
 
 impl Drop for Server {
