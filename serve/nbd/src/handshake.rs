@@ -38,13 +38,20 @@ pub struct Agreed {
     pub contexts: Vec<Context>,
 }
 
+/// What a client said to the server's greeting.
+#[derive(Clone, Copy, Debug)]
+pub struct Greeted {
+    /// The reply to EXPORT_NAME ends without padding.
+    no_zeroes: bool,
+}
+
 /// End of a negotiation phase.
 #[derive(Debug)]
 pub enum Outcome {
     /// Go to the transmission phase.
     Go(Box<Agreed>),
     /// Start TLS on this connection and negotiate again within it.
-    StartTls,
+    StartTls(Greeted),
     /// The connection ended.
     End,
 }
@@ -54,7 +61,7 @@ impl Outcome {
     pub fn agreed(self) -> Option<Box<Agreed>> {
         match self {
             Self::Go(agreed) => Some(agreed),
-            Self::StartTls | Self::End => None,
+            Self::StartTls(_) | Self::End => None,
         }
     }
 }
@@ -146,13 +153,14 @@ impl<'a> Handshake<'a> {
         })
     }
 
-    /// Negotiates. `greet`: send the server's greeting first (it is not repeated within TLS).
+    /// Negotiates. Sends the server's greeting first, which is not repeated within TLS.
     ///
     /// # Errors
     /// Errors of the socket; `InvalidData` for protocol errors; `TimedOut`.
-    pub fn run(mut self, greet: bool) -> io::Result<Outcome> {
-        if greet {
-            self.greet()?;
+    pub fn run(mut self, greeted: Option<Greeted>) -> io::Result<Outcome> {
+        match greeted {
+            Some(Greeted { no_zeroes }) => self.no_zeroes = no_zeroes,
+            None => self.greet()?,
         }
         for _ in 0..OPTIONS_MAX {
             let mut head = [0; 16];
@@ -284,7 +292,7 @@ impl<'a> Handshake<'a> {
             TlsState::Active => self.refuse(option, answer::INVALID, "TLS is in use already"),
             TlsState::Required => {
                 self.reply(option, answer::ACK, b"")?;
-                Ok(Some(Outcome::StartTls))
+                Ok(Some(Outcome::StartTls(Greeted { no_zeroes: self.no_zeroes })))
             }
         }
     }
@@ -429,5 +437,49 @@ impl<'a> Handshake<'a> {
             self.chosen = Some((name, found));
         }
         self.acknowledge(option)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+
+    use vdkit_serve::ExportOptions;
+    use vdkit_storage::MemoryStorage;
+
+    use super::*;
+    use crate::channel::Socket;
+    use crate::poll::POLL_MAX;
+
+    fn option(number: u32, data: &[u8]) -> Vec<u8> {
+        let (magic, len) = (wire::OPTION_MAGIC.to_be_bytes(), data.len() as u32);
+        [&magic[..], &number.to_be_bytes(), &len.to_be_bytes(), data].concat()
+    }
+
+    /// The greeting is not repeated within TLS, and neither is the client's answer to it.
+    #[test]
+    fn what_a_client_said_before_tls_holds_within_it() {
+        let disk = vdkit_testkit::disks::qcow2(Arc::new(MemoryStorage::new("image")), 1 << 20, "");
+        let exports = Exports::new(vec![Export::new(disk, ExportOptions::default())]);
+        for (flags, padding) in [(handshake::FIXED_NEWSTYLE, 124), (3, 0)] {
+            let (here, mut there) = UnixStream::pair().unwrap();
+            let socket = Socket::new(here, POLL_MAX);
+            let until = Instant::now() + HANDSHAKE_TIME;
+            there.write_all(&u32::from(flags).to_be_bytes()).unwrap();
+            there.write_all(&option(option::STARTTLS, b"")).unwrap();
+            there.write_all(&option(option::EXPORT_NAME, b"")).unwrap();
+            let reach = |_: &Export| Ok(());
+            let begin = |state| Handshake::new(&socket, &exports, state, until, &reach);
+            let Outcome::StartTls(greeted) = begin(TlsState::Required).run(None).unwrap() else {
+                panic!("no TLS")
+            };
+            begin(TlsState::Active).run(Some(greeted)).unwrap().agreed().expect("an export");
+            drop(socket);
+            let mut sent = Vec::new();
+            there.read_to_end(&mut sent).unwrap();
+            // The greeting, and the reply to STARTTLS.
+            assert_eq!(sent.len(), 18 + 20 + 10 + padding);
+        }
     }
 }

@@ -419,11 +419,13 @@ fn negotiate(
     let (exports, reach) = (&shared.exports, |export: &Export| place.reach(export, until));
     let tls = shared.options.tls.as_ref();
     let state = if tls.is_some() { TlsState::Required } else { TlsState::None };
-    let outcome = Handshake::new(&**channel, exports, state, until, &reach).run(true)?;
-    let (Outcome::StartTls, Some(tls)) = (&outcome, tls) else { return Ok(outcome.agreed()) };
+    let outcome = Handshake::new(&**channel, exports, state, until, &reach).run(None)?;
+    let (&Outcome::StartTls(greeted), Some(tls)) = (&outcome, tls) else {
+        return Ok(outcome.agreed());
+    };
     *channel = tls.accept(channel.clone(), until)?;
     let outcome =
-        Handshake::new(&**channel, exports, TlsState::Active, until, &reach).run(false)?;
+        Handshake::new(&**channel, exports, TlsState::Active, until, &reach).run(Some(greeted))?;
     Ok(outcome.agreed())
 }
 

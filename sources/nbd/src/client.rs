@@ -224,8 +224,8 @@ impl Client {
         loop {
             let (generation, connection) = self.connection()?;
             let covers = self.shared.lock().written;
-            if let Expected::Status(status) = &mut expected {
-                status.clear();
+            if let Expected::Status(_, runs) = &mut expected {
+                runs.clear();
             }
             let broken = match connection.call(request, expected.again()) {
                 Ok(()) if self.count(request, generation, covers) => return Ok(()),

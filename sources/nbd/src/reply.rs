@@ -31,8 +31,8 @@ pub(crate) enum Expected<'a> {
     Nothing,
     /// Bytes of the export.
     Bytes(&'a mut [u8]),
-    /// Runs of each metadata context.
-    Status(&'a mut Vec<(u32, Vec<StatusRun>)>),
+    /// Runs of the metadata context with this id. Those of others are dropped.
+    Status(u32, &'a mut Vec<StatusRun>),
 }
 
 impl Expected<'_> {
@@ -41,7 +41,7 @@ impl Expected<'_> {
         match self {
             Self::Nothing => Expected::Nothing,
             Self::Bytes(bytes) => Expected::Bytes(bytes),
-            Self::Status(status) => Expected::Status(status),
+            Self::Status(id, runs) => Expected::Status(*id, runs),
         }
     }
 }
@@ -150,7 +150,7 @@ impl<'a> Reply<'a> {
                         return Err(Broken::protocol("a simple reply to a read"));
                     }
                     Expected::Bytes(bytes) => source.fill(bytes)?,
-                    Expected::Status(_) => {
+                    Expected::Status(..) => {
                         return Err(Broken::protocol("a simple reply to block status"));
                     }
                 }
@@ -179,7 +179,7 @@ impl<'a> Reply<'a> {
             Expected::Bytes(_) if !self.arrived.is_all(self.len) => {
                 Err(Broken::protocol("a read's reply without all of its bytes"))
             }
-            Expected::Status(status) if status.is_empty() => {
+            Expected::Status(_, runs) if runs.is_empty() => {
                 Err(Broken::protocol("a reply to block status without any"))
             }
             _ => Ok(()),
@@ -190,7 +190,7 @@ impl<'a> Reply<'a> {
         match (kind, &mut self.expected) {
             (chunk::OFFSET_DATA, Expected::Bytes(_)) => self.data(len, source),
             (chunk::OFFSET_HOLE, Expected::Bytes(_)) => self.hole(len, source),
-            (chunk::BLOCK_STATUS, Expected::Status(_)) => {
+            (chunk::BLOCK_STATUS, Expected::Status(..)) => {
                 self.count_empty()?;
                 self.status(len, source)
             }
@@ -262,19 +262,20 @@ impl<'a> Reply<'a> {
         let mut bytes = vec![0; len as usize];
         source.fill(&mut bytes)?;
         let (id, runs) = bytes.split_at(4);
-        let runs: Vec<_> = runs
+        let runs = runs
             .chunks_exact(8)
-            .map(|run| StatusRun { bytes: be32(run, 0).into(), flags: be32(run, 4) })
-            .collect();
-        if runs.iter().any(|run| run.bytes == 0) {
+            .map(|run| StatusRun { bytes: be32(run, 0).into(), flags: be32(run, 4) });
+        if runs.clone().any(|run| run.bytes == 0) {
             return Err(Broken::protocol("block status of no bytes"));
         }
-        let Expected::Status(all) = &mut self.expected else { return Ok(()) };
-        let id = be32(id, 0);
-        if all.iter().any(|(known, _)| *known == id) {
+        let Expected::Status(wanted, known) = &mut self.expected else { return Ok(()) };
+        if be32(id, 0) != *wanted {
+            return Ok(());
+        }
+        if !known.is_empty() {
             return Err(Broken::protocol("block status of one context twice"));
         }
-        all.push((id, runs));
+        known.extend(runs);
         Ok(())
     }
 

@@ -283,14 +283,10 @@ impl NbdStorage {
             len: wanted as u32,
             payload: &[],
         };
-        let mut all = Vec::new();
+        let mut runs = Vec::new();
         self.client
-            .run(&request, Expected::Status(&mut all))
+            .run(&request, Expected::Status(id, &mut runs))
             .map_err(|failure| self.fail(failure, IoAction::Map, start, wanted))?;
-        let Some((_, mut runs)) = all.into_iter().find(|(known, _)| *known == id) else {
-            let failure = Failure::protocol("no block status of a negotiated context");
-            return Err(self.fail(failure, IoAction::Map, start, wanted));
-        };
         // From the block's start to the requested byte, and from the last run to the end.
         let (mut skip, mut left) = (offset - start, len.min(self.bytes() - offset));
         runs.retain_mut(|run| {

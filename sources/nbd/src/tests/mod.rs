@@ -304,6 +304,29 @@ fn block_status_of_two_contexts() {
     assert_eq!(BASE_ALLOCATION, "base:allocation");
 }
 
+/// A server may send a thousand of them, each of a megabyte.
+#[test]
+fn block_status_of_contexts_that_nobody_asked_for_is_not_kept() {
+    for asked_for in [true, false] {
+        let setup = Setup {
+            script: Box::new(move |asked| {
+                let others = (100..140).flat_map(|id| status(asked.cookie, 0, id, &[(4096, 1)]));
+                let mut bytes: Vec<u8> = others.collect();
+                let id = if asked_for { 7 } else { 140 };
+                bytes.extend(status(asked.cookie, chunk::DONE, id, &[(asked.len, 3)]));
+                Act::Send(bytes)
+            }),
+            ..Setup::default()
+        };
+        let server = Server::start(MIB, setup);
+        let storage = open(&server.uri()).unwrap();
+        match storage.status(BASE_ALLOCATION, 0, 512) {
+            Ok(runs) => assert!(asked_for && runs.len() == 1 && runs[0].flags == 3, "{runs:?}"),
+            Err(error) => assert!(!asked_for && error.to_string().contains("without any")),
+        }
+    }
+}
+
 #[test]
 fn a_killed_server_is_found_again_within_the_time_limit() {
     let server = Server::start(MIB, Setup::default());
