@@ -241,6 +241,8 @@ impl Ring {
         core.tracker = tracker;
         core.broken = false;
         core.running = true;
+        // Requests may have been put back before, by a server that ended before it could notify.
+        core.call();
         Ok(heads)
     }
 

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::fs::OFlags;
+use rustix::fs::{FileType, OFlags};
 use vdkit_serve::{Client, Export, Pool, Wake};
 
 use crate::channel::{Channel, Message};
@@ -417,6 +417,11 @@ fn ring_fd(fields: &mut Fields<'_>, fds: Vec<OwnedFd>) -> io::Result<(u32, Optio
         return Err(invalid("a missing or unexpected event descriptor"));
     }
     if let Some(fd) = &fd {
+        // Without a reader, writing to one of these raises SIGPIPE.
+        let kind = FileType::from_raw_mode(rustix::fs::fstat(fd)?.st_mode);
+        if matches!(kind, FileType::Fifo | FileType::Socket) {
+            return Err(invalid("an event descriptor that is a pipe or a socket"));
+        }
         rustix::fs::fcntl_setfl(fd, rustix::fs::fcntl_getfl(fd)? | OFlags::NONBLOCK)?;
     }
     Ok(((value & RING_MASK) as u32, fd))

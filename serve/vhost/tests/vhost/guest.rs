@@ -55,7 +55,7 @@ const REPLY_ACK: u64 = 1 << 3;
 const INFLIGHT: u64 = 1 << 12;
 
 /// Timeout of all waits.
-const PATIENCE: Duration = Duration::from_secs(120);
+pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Data of a request.
 #[derive(Clone, Copy)]
@@ -461,13 +461,13 @@ impl Guest {
         }
     }
 
-    /// Waits for a notification, at most `most`.
-    pub fn wait_call(&self, queue: usize, most: Duration) {
+    /// Waits for a notification, at most `most`. Returns whether there was one.
+    pub fn wait_call(&self, queue: usize, most: Duration) -> bool {
         let call = &self.queues[queue].call;
         let mut fds = [PollFd::new(call, PollFlags::IN)];
         let most = Timespec { tv_sec: most.as_secs() as i64, tv_nsec: most.subsec_nanos().into() };
         rustix::event::poll(&mut fds, Some(&most)).unwrap();
-        let _ = rustix::io::read(call, &mut [0_u8; 8]);
+        rustix::io::read(call, &mut [0_u8; 8]).is_ok()
     }
 
     /// Whether a request has finished.

@@ -1,6 +1,7 @@
 //! Guests that write anything into memory. An invalid queue is stopped; the other queues and the
 //! server continue.
 
+use std::os::fd::AsFd;
 use std::time::Duration;
 
 use vdkit_testkit::Rng;
@@ -224,6 +225,24 @@ fn random_rings() {
     let mut guest = rig.boot(1);
     guest.write(0, 16, &[4; 512]);
     drop(guest);
+    rig.end();
+}
+
+/// Writing to one whose reader is gone would end the server's process.
+#[test]
+fn descriptors_that_are_no_events() {
+    let rig = Rig::new(MIB);
+    let (reader, pipe) = std::io::pipe().unwrap();
+    let socket = std::os::unix::net::UnixDatagram::unbound().unwrap();
+    drop(reader);
+    for request in [12, 13, 14] {
+        for fd in [pipe.as_fd(), socket.as_fd()] {
+            let mut guest = Guest::new(1);
+            guest.connect(&rig.socket);
+            assert!(!guest.try_set(request, &[0; 8], &[fd]), "request {request}");
+        }
+    }
+    rig.boot(1).write(0, 0, &[9; 512]);
     rig.end();
 }
 

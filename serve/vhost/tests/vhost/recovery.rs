@@ -1,5 +1,7 @@
 //! Requests left by a dead server are done by the next one.
 
+use std::time::Duration;
+
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::guest::*;
@@ -74,6 +76,22 @@ fn answered_requests_are_not_done_again() {
     // The driver would notice a second answer.
     guest.write(0, 8, &[2; 512]);
     assert_eq!(guest.collect(0), 0);
+    rig.end();
+}
+
+/// It died after the answer, before it could notify the guest.
+#[test]
+fn a_guest_is_notified_when_its_queue_starts_again() {
+    let rig = Rig::new(64 * MIB);
+    let mut guest = Guest::new(1);
+    guest.connect(&rig.socket);
+    guest.start();
+    guest.write(0, 0, &[1; 512]);
+    guest.disconnect();
+    while guest.wait_call(0, Duration::ZERO) {}
+    guest.connect(&rig.socket);
+    guest.start();
+    assert!(guest.wait_call(0, PATIENCE));
     rig.end();
 }
 
