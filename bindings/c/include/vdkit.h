@@ -177,7 +177,8 @@ typedef struct vdkit_queue vdkit_queue;
 typedef struct vdkit_server vdkit_server;
 
 // How a program watches a job, and ends it. The functions are called from any thread, `progress` from
-// one at a time, and must be quick. NULL may be given for the whole and for each function.
+// one at a time, and must be quick. They must not use the disk on which the job works: it may wait for
+// them. NULL may be given for the whole and for each function.
 typedef struct {
   // sizeof(vdkit_monitor), so that later versions can add members.
   size_t struct_size;

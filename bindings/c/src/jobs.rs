@@ -10,8 +10,8 @@ use vdkit::jobs::{
     NewImage, RebaseOptions, SnapshotAction, Source,
 };
 use vdkit::{
-    CancelToken, Codec, CompactOptions, CompressionSpec, Disk, Error, Monitor, NewBitmap, Options,
-    Progress, Registry, Repair,
+    CancelToken, Codec, CompactOptions, CompressionSpec, Disk, Error, Monitor, NewBitmap,
+    OpenOptions, Options, Progress, Registry, Repair,
 };
 
 use crate::border::{self, Result, User, call, given, misuse};
@@ -21,7 +21,8 @@ use crate::error;
 use crate::options::{opening, vdkit_open_options};
 
 /// How a program watches a job, and ends it. The functions are called from any thread, `progress` from
-/// one at a time, and must be quick. NULL may be given for the whole and for each function.
+/// one at a time, and must be quick. They must not use the disk on which the job works: it may wait for
+/// them. NULL may be given for the whole and for each function.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct vdkit_monitor {
@@ -191,9 +192,14 @@ unsafe fn conversion(
     let none = vdkit_create_options::default();
     let (options, mut codec) = (options.unwrap_or(&none), Codec::Deflate);
     let mut wanted = if flags & VDKIT_CONVERT_INTO != 0 {
-        let existing = ExistingImage::new(path).format(format.map(str::to_owned));
+        let (key, format) = (options.only_key()?, format.map(str::to_owned));
+        if key.is_some() {
+            let opening = OpenOptions::read_only().maybe_format(format.clone());
+            vdkit::describe_chain(&vdkit::registry(), path, &opening)?.expect_encrypted()?;
+        }
+        let existing = ExistingImage::new(path).format(format);
         let mut wanted = ConvertOptions::new(Destination::Into(existing));
-        wanted.keys.extend(options.only_key()?);
+        wanted.keys.extend(key);
         wanted
     } else {
         let driver = vdkit::format(given(format, "target_format")?)?;

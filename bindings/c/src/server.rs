@@ -91,9 +91,11 @@ unsafe fn taken(
     disk: *mut vdkit_disk,
     server: Option<&mut MaybeUninit<*mut vdkit_server>>,
 ) -> Result<(Disk, &mut MaybeUninit<*mut vdkit_server>)> {
+    // Holds NULL after any error.
+    let place = border::place_of(server);
     // SAFETY: the caller's promise.
     let disk = unsafe { vdkit_disk::take(disk) }?;
-    match border::place_of(server) {
+    match place {
         Ok(place) => Ok((disk, place)),
         Err(error) => disk.close().and(Err(error)),
     }

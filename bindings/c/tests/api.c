@@ -701,6 +701,7 @@ static void ended(void)
 }
 
 #include "keys.h"
+#include "opening.h"
 #include "serving.h"
 #include "forking.h"
 
@@ -752,6 +753,7 @@ int main(int argc, char **argv)
     amending();
     key_slots();
     encrypted_images();
+    opening();
     kinds_of_errors();
     no_space();
     signals();

@@ -92,6 +92,20 @@ static void encrypted_images(void)
     OK(vdkit_create_options_new(&options));
     OK(vdkit_create_options_key(options, "first", 5));
     OK(vdkit_convert("base.qcow2", NULL, "luks.qcow2", NULL, options, VDKIT_CONVERT_INTO, NULL, NULL));
+    /* Who gives a key expects that what is written is encrypted. */
+    OK(vdkit_create("plain.qcow2", "qcow2", 4 * MIB, NULL, 0, NULL));
+    OK(vdkit_create("plain.raw", "raw", 4 * MIB, NULL, 0, NULL));
+    for (int raw = 0; raw < 2; raw++) {
+        const char *plain = raw ? "plain.raw" : "plain.qcow2";
+        char first[3] = "?";
+        CHECK(vdkit_convert("base.qcow2", NULL, plain, raw ? "raw" : NULL, options, VDKIT_CONVERT_INTO,
+                            NULL, NULL) == VDKIT_E_USAGE);
+        CHECK(strcmp(vdkit_error_file(), plain) == 0);
+        OK(vdkit_open(plain, NULL, &disk));
+        OK(vdkit_pread(disk, first, 3, 0));
+        CHECK(memcmp(first, "\0\0\0", 3) == 0);
+        OK(vdkit_close(disk));
+    }
     vdkit_create_options_free(options);
     vdkit_open_options_free(opening);
 }

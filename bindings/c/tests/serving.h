@@ -43,6 +43,9 @@ static void serving(void)
     OK(vdkit_open("base.qcow2", NULL, &disk));
     CHECK(vdkit_serve_nbd(disk, "nonsense", NULL, 0, &server) == VDKIT_E_USAGE);
     CHECK(server == NULL);
+    server = (vdkit_server *)buf;
+    CHECK(vdkit_serve_nbd(NULL, "unix:nbd.sock", NULL, 0, &server) == VDKIT_E_USAGE);
+    CHECK(server == NULL);
     /* Without a place for the server the disk is closed all the same: its lock is free. */
     {
         vdkit_open_options *writable;

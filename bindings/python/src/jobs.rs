@@ -210,7 +210,8 @@ fn convert_to(
     let mut how = if into {
         let key = wanted.only_key()?;
         if key.is_some() {
-            check_encrypted(&target, format.clone())?;
+            let opening = OpenOptions::read_only().maybe_format(format.clone());
+            vdkit::describe_chain(&vdkit::registry(), &target, &opening)?.expect_encrypted()?;
         }
         let existing = ExistingImage::new(target).format(format);
         let mut how = ConvertOptions::new(Destination::Into(existing));
@@ -232,18 +233,6 @@ fn convert_to(
     how.compress = compress.then_some(CompressionSpec { codec, level: None });
     how.verify = verify;
     jobs::convert(&vdkit::registry(), source, &how, monitor)
-}
-
-/// Refuses a target for which a key is given, and that needs none: who gives one expects that what is
-/// written is encrypted.
-fn check_encrypted(target: &Path, format: Option<String>) -> Result<()> {
-    let opening = OpenOptions::read_only().maybe_format(format);
-    let found = vdkit::describe_chain(&vdkit::registry(), target, &opening)?;
-    // The key may be that of an image beneath.
-    if found.broken.is_some() || found.links.iter().any(|link| link.info.encryption.is_some()) {
-        return Ok(());
-    }
-    Err(Error::invalid_for(&target.display(), "is not encrypted, and has no key"))
 }
 
 #[pyfunction]

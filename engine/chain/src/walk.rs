@@ -533,6 +533,21 @@ pub struct ChainReport {
     pub broken: Option<Error>,
 }
 
+impl ChainReport {
+    /// Refuses a chain of which no image is encrypted, for callers that have a key: who gives one
+    /// expects that what is written is encrypted.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] with the name of the top image.
+    pub fn expect_encrypted(&self) -> Result<()> {
+        let encrypted = |link: &ChainLink| link.info.encryption.is_some();
+        if self.broken.is_some() || self.links.iter().any(encrypted) {
+            return Ok(());
+        }
+        Err(Error::invalid_for(&self.links[0].path.display(), "is not encrypted, and has no key"))
+    }
+}
+
 /// Describes an image and its backing chain, reading headers only. Data files are not opened. With
 /// [`BackingChoice::Ignore`] it opens no other file at all.
 ///
