@@ -1,6 +1,6 @@
 //! Long work: it runs on a thread of its own, while the calling thread looks for signals.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 

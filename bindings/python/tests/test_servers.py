@@ -23,6 +23,31 @@ def child(act):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_child_that_drops_a_file_writes_nothing_of_its_parents(image):
+    with vdkit.open(image, writable=True) as disk:
+        file, plain = disk.raw(), disk.raw(0)
+        file.write(b"kept")
+        disk.write(2 * MIB, b"not flushed")
+        with open(image, "rb") as stored:
+            before = stored.read()
+
+        def drop():
+            plain.close()
+            with pytest.raises(vdkit.errors.UsageError, match="the parent of this process"):
+                file.close()
+            with pytest.raises(vdkit.errors.UsageError, match="the parent of this process"):
+                disk.flush()
+            disk.close()
+
+        assert child(drop)
+        with open(image, "rb") as stored:
+            assert stored.read() == before
+        file.flush()
+        assert disk[:4] == b"kept"
+    assert not vdkit.check(image).corruptions
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("serve", [vdkit.serve, vdkit.serve_vhost_user])
 def test_a_child_that_leaves_the_block_ends_no_server(image, serve):
     serving = serve(image)

@@ -392,8 +392,23 @@ impl Disk {
     ///
     /// # Errors
     /// Errors of the format and its storages. After a failed sync, data may be lost.
+    /// [`Error::Invalid`] in a child of `fork`, which has a copy of its parent's map.
     pub fn flush(&self) -> Result<()> {
-        if self.writable { self.top().flush() } else { Ok(()) }
+        if !self.writable {
+            return Ok(());
+        }
+        self.refuse_in_child("flush")?;
+        self.top().flush()
+    }
+
+    /// A child's copy of the map does not have what the parent has changed since.
+    fn refuse_in_child(&self, act: &str) -> Result<()> {
+        if self.owner.is_current() {
+            return Ok(());
+        }
+        let what =
+            format!("the parent of this process opened it, and only the parent can {act} it");
+        Err(Error::invalid_for(&self.name, what))
     }
 
     /// Flushes, and marks the image as closed. A change after that begins as after opening, so that only
@@ -401,16 +416,12 @@ impl Disk {
     ///
     /// # Errors
     /// As [`Disk::flush`]; [`Error::Invalid`] within a request of the same thread ([`Disk::enter`]), in
-    /// formats that move blocks, and in a child of `fork`, which has a copy of its parent's map.
+    /// formats that move blocks.
     pub fn close(&self) -> Result<()> {
         if !self.writable {
             return Ok(());
         }
-        if !self.owner.is_current() {
-            // This copy of the map does not have what the parent has allocated since.
-            let what = "the parent of this process opened it, and only the parent can close it";
-            return Err(Error::invalid_for(&self.name, what));
-        }
+        self.refuse_in_child("close")?;
         self.refuse_within_request()?;
         {
             // Under the lock, a size that is not shown is none of a resize that still runs, but of

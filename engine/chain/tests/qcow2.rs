@@ -489,7 +489,7 @@ fn a_child_of_fork_that_closes_a_disk_leaves_the_image_to_its_parent() {
         disk.write_at(&piece, GuestOffset(8 << 20)).unwrap();
         disk.flush().unwrap();
     };
-    assert!(in_child(in_parent, || disk.close().is_err()));
+    assert!(in_child(in_parent, || disk.flush().is_err() && disk.close().is_err()));
     let mut found = vec![0; piece.len()];
     disk.read_at(&mut found, GuestOffset(8 << 20)).unwrap();
     assert!(found == piece, "an acknowledged write is lost");

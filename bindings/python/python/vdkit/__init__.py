@@ -228,13 +228,20 @@ class Disk:
         # Also at the interpreter's end, when modules are gone. A child of fork() leaves its parent's
         # disks alone.
         disk = getattr(self, "_disk", None)
-        if disk is None or self._pid != getpid() or not disk.is_open:
+        if disk is None or self._is_inherited(getpid) or not disk.is_open:
             return
         try:
             if disk.writable:
                 warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self)
         finally:
             self.close()
+
+    def _is_inherited(self, getpid: Callable[[], int] = os.getpid) -> bool:
+        return self._pid != getpid()
+
+    def _check_process(self) -> None:
+        if self._is_inherited():
+            raise errors.UsageError(f"{self.name}: the parent of this process opened it", self.name)
 
     def __enter__(self) -> "Disk":
         return self
@@ -384,7 +391,10 @@ class Disk:
         return file
 
     def close(self) -> None:
-        """Flushes and closes, also the file objects that :meth:`raw` gave; may be called again."""
+        """Flushes and closes, also the file objects that :meth:`raw` gave; may be called again. A child of
+        ``fork`` closes nothing of its parent's."""
+        if self._is_inherited():
+            return
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._disk.close)
             # Each is closed whatever the others raise.

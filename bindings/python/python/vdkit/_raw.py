@@ -80,6 +80,7 @@ class RawDisk(io.RawIOBase):
         self._check()
         if not self._writable:
             raise io.UnsupportedOperation("not writable")
+        self._of._check_process()
         view = memoryview(data).cast("B")
         length = self._left(len(view))
         if length < len(view) and not length:
@@ -91,11 +92,13 @@ class RawDisk(io.RawIOBase):
     def truncate(self, size: Optional[int] = None) -> int:
         self._check()
         size = self._at if size is None else size
+        self._of._check_process()
         self._of.resize(size, shrink=True)
         return size
 
     def flush(self) -> None:
-        if self._writable and self._of._disk.is_open:
+        # Also from a finalizer, in a child of fork() that has nothing to flush.
+        if self._writable and not self._of._is_inherited() and self._of._disk.is_open:
             self._of.flush()
 
 
