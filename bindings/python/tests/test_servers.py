@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import vdkit
@@ -95,3 +97,32 @@ def test_progress_that_cannot_be_told_is_refused_before_a_job_begins(image):
         assert not os.path.exists("new.raw")
     assert disk[MIB : MIB + 5] == b"hello"
     disk.close()
+
+
+SERVED = """
+import io, subprocess, sys, vdkit
+# A copy of its bytes keeps the interpreter's lock, for which all other threads wait meanwhile.
+serving = vdkit.serve(vdkit.open(io.BytesIO(bytes(64 << 20)), format="raw"))
+uri = serving.__enter__() + "&reconnect=0"
+client = subprocess.Popen([sys.executable, "-c", sys.argv[1], uri], stdout=subprocess.PIPE)
+client.stdout.readline()
+"""
+CLIENT = """
+import sys, threading, vdkit
+disk = vdkit.open(sys.argv[1], format="raw")
+def reads():
+    try:
+        while True:
+            disk.read(0, 32 << 20)
+            print("reads", flush=True)
+    except (vdkit.Error, OSError):
+        pass
+for _ in range(6):
+    threading.Thread(target=reads).start()
+"""
+
+
+def test_a_server_that_is_not_left_ends_with_its_program():
+    # Its threads need the interpreter, which they cannot have once that has begun to end.
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", SERVED, CLIENT], check=True, timeout=60)

@@ -18,7 +18,9 @@ Ctrl-C ends a job of the main thread. A disk that is not closed is flushed when 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import io
 import json
 import math
@@ -676,7 +678,7 @@ def serve(
         disk = _to_serve(stack, source, read_only, opening)
         folder = None if tls is None else os.fspath(tls)
         server = _vdkit.serve(disk, address, name, read_only, report_no_space, folder)
-        stack.callback(server.stop, drain)
+        _stop_last(stack, server, drain)
         yield server.uri
 
 
@@ -699,8 +701,17 @@ def serve_vhost_user(
         path = _new_socket(stack) if path is None else os.fspath(path)
         disk = _to_serve(stack, source, read_only, opening)
         server = _vdkit.serve_vhost_user(disk, path, read_only, report_no_space)
-        stack.callback(server.stop, 0.0)
+        _stop_last(stack, server, 0.0)
         yield server.uri
+
+
+def _stop_last(stack: contextlib.ExitStack, server: _vdkit.Server, drain: float) -> None:
+    # Also if the block is never left: once the interpreter has begun to end, threads that read from a
+    # file object would wait for it for ever.
+    stop = functools.partial(server.stop, drain)
+    atexit.register(stop)
+    stack.callback(atexit.unregister, stop)
+    stack.callback(stop)
 
 
 def _new_socket(stack: contextlib.ExitStack) -> str:
