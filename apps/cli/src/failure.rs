@@ -165,7 +165,7 @@ pub enum Tone {
 
 /// Prints one labeled line to stderr, in color on a terminal.
 pub fn print_line(tone: Tone, text: &str) {
-    let (label, colour) = match tone {
+    let (label, color) = match tone {
         Tone::Error => ("error", "\x1b[1;31m"),
         Tone::Warning => ("warning", "\x1b[1;33m"),
         Tone::Note => ("note", "\x1b[1m"),
@@ -174,8 +174,8 @@ pub fn print_line(tone: Tone, text: &str) {
     let stderr = io::stderr();
     let text = printable(text);
     // Ignore errors: there is nowhere else to report one.
-    let _ = if stderr.is_terminal() && colours_wanted() {
-        writeln!(stderr.lock(), "{colour}{label}:\x1b[0m {text}")
+    let _ = if stderr.is_terminal() && colors_wanted() {
+        writeln!(stderr.lock(), "{color}{label}:\x1b[0m {text}")
     } else {
         writeln!(stderr.lock(), "{label}: {text}")
     };
@@ -222,7 +222,7 @@ fn escaped(text: &str) -> std::borrow::Cow<'_, str> {
 }
 
 /// Whether the user allows colors.
-pub fn colours_wanted() -> bool {
+pub fn colors_wanted() -> bool {
     std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
         && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
 }

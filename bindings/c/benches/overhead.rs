@@ -1,5 +1,5 @@
 //! What a 4 KiB read costs more through the C functions than by the Rust call: the same reads of the same
-//! image in the page cache, a batch of each in turn. Prints medians, and the median ratio of neighbours.
+//! image in the page cache, a batch of each in turn. Prints medians, and the median ratio of neighbors.
 //!
 //! ```sh
 //! cargo bench -p vdkit-c --bench overhead

@@ -177,7 +177,7 @@ pub fn measure(
 /// twice as many where that number is odd, each follows each other equally often: E. J. Williams,
 /// "Experimental designs balanced for the estimation of residual effects of treatments", 1949.
 pub fn order_of(round: usize, count: usize) -> Vec<usize> {
-    // 0, 1, n-1, 2, n-2 and so on: neighbours differ by each number once.
+    // 0, 1, n-1, 2, n-2 and so on: neighbors differ by each number once.
     let zigzag =
         (0..count).map(|i| if i % 2 == 1 { i.div_ceil(2) } else { (count - i / 2) % count });
     let mut order: Vec<usize> = zigzag.map(|index| (index + round) % count).collect();

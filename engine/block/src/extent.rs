@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn only_neighbours_on_the_host_merge() {
+    fn only_neighbors_on_the_host_merge() {
         assert_eq!(data(0, 512).merge(data(512, 512)), Some(data(0, 1024)));
         assert_eq!(data(0, 512).merge(data(1024, 512)), None);
         let zero = Extent { len: 5, place: Place::Zero { allocated: false } };

@@ -226,7 +226,7 @@ impl Registry {
             [] => fallback.map(|driver| Probed { driver, fallback: true }).ok_or_else(|| {
                 Error::unsupported(
                     file,
-                    "its format is not recognised",
+                    "its format is not recognized",
                     format!("name its format; known: {}", self.names()),
                 )
             }),
@@ -353,7 +353,7 @@ mod tests {
         assert_eq!(probe(&[&A, &RAW], &[2]).unwrap(), ("raw", true));
         assert_eq!(probe(&[&A, &RAW], &[]).unwrap(), ("raw", true));
         let error = probe(&[&A, &B], &[3]).unwrap_err().to_string();
-        assert!(error.contains("not recognised") && error.contains("a, b"), "{error}");
+        assert!(error.contains("not recognized") && error.contains("a, b"), "{error}");
     }
 
     #[test]

@@ -200,7 +200,7 @@ impl<'a> Walk<'a> {
             _ => return error,
         };
         let hint = if self.depth == 0 {
-            Remedy::from("leave the format out: it is recognised by its header")
+            Remedy::from("leave the format out: it is recognized by its header")
         } else {
             Remedy::StoreReference {
                 overlay: overlay.unwrap_or("OVERLAY").to_owned(),

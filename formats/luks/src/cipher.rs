@@ -1,4 +1,4 @@
-//! Sector ciphers: AES in XTS and CBC mode, with LUKS's initialisation vectors (IVs).
+//! Sector ciphers: AES in XTS and CBC mode, with LUKS's initialization vectors (IVs).
 //!
 //! Sources: LUKS1 on-disk format specification, section 5 "Cipher and hash specification"; IEEE
 //! 1619 for XTS.

@@ -556,7 +556,7 @@ mod tests {
     }
 
     #[test]
-    fn refcounts_of_each_width_keep_their_neighbours() {
+    fn refcounts_of_each_width_keep_their_neighbors() {
         for order in 0..=6 {
             let bits = 1u32 << order;
             let max = if order == 6 { u64::MAX } else { (1 << bits) - 1 };

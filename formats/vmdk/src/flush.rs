@@ -282,7 +282,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn neighbours_become_one_write() {
+    fn neighbors_become_one_write() {
         let write = |file, at, len: usize| (file, at, vec![at as u8; len]);
         let out = joined(vec![write(0, 8, 4), write(1, 4, 4), write(0, 0, 4), write(0, 4, 4)]);
         let shape: Vec<_> = out.iter().map(|(f, a, b)| (*f, *a, b.len())).collect();

@@ -26,7 +26,7 @@ use vdkit_storage::AlignedBuf;
 
 use crate::crew::run;
 use crate::plan::{Planner, Work};
-use crate::queue::{Neighbours, Queue};
+use crate::queue::{Neighbors, Queue};
 use crate::sequencer::Sequencer;
 use crate::share::{share, share_all};
 use crate::source::Source;
@@ -142,7 +142,7 @@ enum Next {
     /// A piece, and its turn.
     Work(Work, u64),
     /// Pieces for one share request, and their turn.
-    Share(Neighbours, u64),
+    Share(Neighbors, u64),
     /// Unshared parts of a piece to copy, and the bytes of the whole piece.
     Left(Vec<Range<u64>>, u64),
 }
@@ -267,7 +267,7 @@ impl<'a> Mover<'a> {
                 len
             }
             Work::Share { at, len, storage, offset } => {
-                let piece = Neighbours::one(at..at + len, storage, offset);
+                let piece = Neighbors::one(at..at + len, storage, offset);
                 self.share(buffers, &piece, number)?;
                 len
             }
@@ -277,9 +277,9 @@ impl<'a> Mover<'a> {
     }
 
     /// Shares pieces, and copies the rest.
-    fn share(&self, buffers: &mut Buffers, pieces: &Neighbours, number: u64) -> Result<()> {
+    fn share(&self, buffers: &mut Buffers, pieces: &Neighbors, number: u64) -> Result<()> {
         let Some(target) = self.target else { return Ok(()) };
-        let Neighbours { parts, storage, offset, .. } = pieces;
+        let Neighbors { parts, storage, offset, .. } = pieces;
         let shared = self.in_turn(number, || match &parts[..] {
             // Other threads may be writing zeroes, which waits for reservations.
             [part] if self.options.over => {
@@ -310,7 +310,7 @@ impl<'a> Mover<'a> {
                     return Ok(Some(Next::Work(work, this)));
                 }
                 let first = *at..*at + *len;
-                let pieces = queue.with_neighbours(first, storage.clone(), *offset)?;
+                let pieces = queue.with_neighbors(first, storage.clone(), *offset)?;
                 return Ok(Some(Next::Share(pieces, this)));
             }
             // The first share runs alone, to find out whether sharing works.

@@ -14,7 +14,7 @@ const PIECES_MAX: usize = 1024;
 
 /// Pieces of the disk, contiguous or not, whose bytes are contiguous in a host file.
 #[derive(Debug)]
-pub(crate) struct Neighbours {
+pub(crate) struct Neighbors {
     /// The pieces, in order.
     pub(crate) parts: Vec<Range<u64>>,
     /// Total bytes of the pieces.
@@ -27,7 +27,7 @@ pub(crate) struct Neighbours {
     pub(crate) offset: HostOffset,
 }
 
-impl Neighbours {
+impl Neighbors {
     /// A single piece.
     pub(crate) fn one(part: Range<u64>, storage: Arc<dyn Storage>, offset: HostOffset) -> Self {
         let len = part.end - part.start;
@@ -65,13 +65,13 @@ impl<'a> Queue<'a> {
     ///
     /// # Errors
     /// Errors of the source's maps.
-    pub(crate) fn with_neighbours(
+    pub(crate) fn with_neighbors(
         &mut self,
         first: Range<u64>,
         storage: Arc<dyn Storage>,
         offset: HostOffset,
-    ) -> Result<Neighbours> {
-        let mut all = Neighbours::one(first, storage, offset);
+    ) -> Result<Neighbors> {
+        let mut all = Neighbors::one(first, storage, offset);
         for _ in 1..PIECES_MAX {
             match self.next_work()? {
                 Some(Work::Zero { len, .. }) => all.zero += len,

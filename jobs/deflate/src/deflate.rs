@@ -6,7 +6,7 @@
 //!
 //! ```text
 //!   unit ──► matcher ──► sequences + a histogram per piece ──► splitter ──► blocks ──► bits
-//!            (hash chains)        (a piece: 4 KiB of input)   (neighbours that compress
+//!            (hash chains)        (a piece: 4 KiB of input)   (neighbors that compress
 //!                                                             alike become one block)
 //! ```
 //!

@@ -82,7 +82,7 @@ impl<'a> MapRow<'a> {
     }
 }
 
-/// The rows of a range, in order, equal neighbours merged.
+/// The rows of a range, in order, equal neighbors merged.
 #[derive(Debug)]
 pub struct Map<'a> {
     extents: Option<Extents<'a>>,

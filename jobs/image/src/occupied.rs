@@ -64,7 +64,7 @@ fn at(bytes: &[u8], offset: usize, len: usize) -> &[u8] {
 }
 
 /// The content of a device of `len` bytes.
-fn recognise(head: &[u8], tail: &[u8], len: u64) -> Option<&'static str> {
+fn recognize(head: &[u8], tail: &[u8], len: u64) -> Option<&'static str> {
     let known =
         SIGNATURES.iter().find(|(_, offset, magic)| at(head, *offset, magic.len()) == *magic);
     if let Some((what, ..)) = known {
@@ -171,7 +171,7 @@ pub fn occupied(registry: &Registry, device: &Path) -> Result<Option<Occupied>> 
     let head = read(0, HEAD_BYTES)?;
     let tail_bytes = len.min(TAIL_BYTES as u64);
     let tail = read(len - tail_bytes, tail_bytes as usize)?;
-    Ok(recognise(&head, &tail, len).map(Occupied::Other))
+    Ok(recognize(&head, &tail, len).map(Occupied::Other))
 }
 
 #[cfg(test)]
@@ -182,7 +182,7 @@ mod tests {
         let mut bytes = vec![0; len];
         bytes[offset..offset + magic.len()].copy_from_slice(magic);
         let head = &bytes[..len.min(HEAD_BYTES)];
-        recognise(head, &bytes[len.saturating_sub(TAIL_BYTES)..], len as u64)
+        recognize(head, &bytes[len.saturating_sub(TAIL_BYTES)..], len as u64)
     }
 
     #[test]
@@ -207,7 +207,7 @@ mod tests {
         for len in [0, 1, 511, 512, 4096, 65536, 1 << 20] {
             let bytes = vec![0; len];
             assert_eq!(
-                recognise(
+                recognize(
                     &bytes[..len.min(HEAD_BYTES)],
                     &bytes[len.saturating_sub(TAIL_BYTES)..],
                     len as u64

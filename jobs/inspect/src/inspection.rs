@@ -301,7 +301,7 @@ impl Inspection<'_> {
         let head = self.read(0, signature::HEAD_BYTES)?;
         let tail_bytes = self.len.min(signature::TAIL_BYTES as u64);
         let tail = self.read(self.len - tail_bytes, tail_bytes as usize)?;
-        *found = signature::recognise(&head, &tail, self.len);
+        *found = signature::recognize(&head, &tail, self.len);
         self.judge_identity(found);
         match self.format(found) {
             "qcow2" => self.qcow2(&head),
@@ -457,7 +457,7 @@ impl Inspection<'_> {
     fn contents_not_checked(&mut self, format: &str) {
         self.depth = self.depth.max(Depth::Header);
         InspectFinding::new(Code::ContentsNotChecked)
-            .found(format!("{format}: recognised, contents not checked"))
+            .found(format!("{format}: recognized, contents not checked"))
             .expected("a format whose tables are known: qcow2, raw")
             .add_to(&mut self.findings);
     }

@@ -11,7 +11,7 @@ const ALLOCATION: &str = "base:allocation";
 const DEPTH: &str = "qemu:allocation-depth";
 const BITMAP: &str = "qemu:dirty-bitmap:";
 
-/// Maximum map extents walked per reply. Neighbours are merged, so a reply with few runs may cover
+/// Maximum map extents walked per reply. Neighbors are merged, so a reply with few runs may cover
 /// any number of extents. The protocol lets a reply describe less than requested.
 const EXTENTS_MAX: usize = 64 << 10;
 
@@ -77,7 +77,7 @@ impl Context {
         }
     }
 
-    /// Calls `found` with length and flags of each run from `at`, neighbours merged. Ends at the
+    /// Calls `found` with length and flags of each run from `at`, neighbors merged. Ends at the
     /// end of the range, when `found` returns `false`, or after the maximum number of extents, so
     /// that the disk is unlocked in between.
     ///
@@ -134,7 +134,7 @@ impl Context {
     }
 }
 
-/// Merges neighbours.
+/// Merges neighbors.
 struct Runs<'a> {
     found: &'a mut dyn FnMut(u64, u64) -> bool,
     len: u64,

@@ -56,7 +56,7 @@ fn write(disk: &Disk, me: u64, seed: u64, rounds: u64, stop: &AtomicBool) {
 }
 
 #[test]
-fn writers_of_neighbouring_sectors_never_lose_a_byte() {
+fn writers_of_neighboring_sectors_never_lose_a_byte() {
     let seed = Rng::from_env(1).seed();
     for shape in SHAPES {
         let memory = shape.image();

@@ -244,7 +244,7 @@ fn what_only_a_new_image_can_have() {
     for (option, words) in [
         ("compat=0.10", "extended L2"),
         ("refcount_bits=3", "expected 1, 2, 4"),
-        ("colour=blue", "unknown option"),
+        ("color=blue", "unknown option"),
         ("compat=2.0", "one of"),
     ] {
         scratch.fails(2, words, &["amend", "image", "-o", option]);

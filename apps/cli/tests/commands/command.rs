@@ -56,7 +56,7 @@ fn on_a_terminal(scratch: &Scratch, line: &str) -> String {
 }
 
 #[test]
-fn colours_are_for_terminals_and_may_be_refused() {
+fn colors_are_for_terminals_and_may_be_refused() {
     let scratch = Scratch::new();
     assert!(on_a_terminal(&scratch, "vdkit info no-such").contains('\x1b'));
     let refused = on_a_terminal(&scratch, "NO_COLOR=1 vdkit info no-such");

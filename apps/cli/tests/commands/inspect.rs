@@ -211,7 +211,7 @@ fn damaged_images_are_refused_with_the_place() {
 }
 
 #[test]
-fn names_from_an_image_make_no_lines_and_no_colours() {
+fn names_from_an_image_make_no_lines_and_no_colors() {
     let scratch = Scratch::new();
     let evil = "x\x1b[2J\nverdict: accepted";
     img(&scratch, &["create", "-q", "-f", "qcow2", "-u", "-b", evil, "-F", "raw", "d.qcow2", "1M"]);

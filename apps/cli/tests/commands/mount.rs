@@ -87,7 +87,7 @@ fn an_image_is_mounted_once_and_a_file_covered_once() {
 }
 
 #[test]
-fn the_mount_of_a_dead_server_is_recognised() {
+fn the_mount_of_a_dead_server_is_recognized() {
     if !require_fuse() {
         return;
     }

@@ -39,7 +39,7 @@ class Extent(Range):
 
 
 class Extents(Sequence[Extent]):
-    """The extents of a disk, in order. In a notebook: a strip of colours."""
+    """The extents of a disk, in order. In a notebook: a strip of colors."""
 
     def __init__(self, rows: List[Extent]) -> None:
         self._rows = rows
@@ -64,11 +64,11 @@ class Extents(Sequence[Extent]):
         whole = self._rows[-1].end - start
         cells = []
         for row in self._rows:
-            colour = "#ddd" if row.zero else ("#e69f00", "#0072b2", "#009e73", "#cc79a7")[min(row.depth, 3)]
+            color = "#ddd" if row.zero else ("#e69f00", "#0072b2", "#009e73", "#cc79a7")[min(row.depth, 3)]
             kind = "zero" if row.zero else f"data of image {row.depth}"
             cells.append(
                 f'<rect x="{(row.offset - start) * 1000 / whole:.3f}" '
-                f'width="{max(row.length * 1000 / whole, 0.2):.3f}" height="24" fill="{colour}">'
+                f'width="{max(row.length * 1000 / whole, 0.2):.3f}" height="24" fill="{color}">'
                 f"<title>{row.offset:,} to {row.end:,}: {escape(kind)}</title></rect>"
             )
         return f'<svg viewBox="0 0 1000 24" width="100%" height="24">{"".join(cells)}</svg>{escape(repr(self))}'

@@ -104,7 +104,7 @@ fn repair(storage: &Arc<dyn Storage>) {
 }
 
 /// Writes a few pieces to a sound image: it stays sound, the pieces are there, and their
-/// neighbours are what they were.
+/// neighbors are what they were.
 fn write_to_sound(storage: &Arc<dyn Storage>) {
     let data = data_file();
     // Refused for reasons of its own: encryption, the corrupt bit, a broken L1 entry.

@@ -110,7 +110,7 @@ fn unlock(storage: &Arc<CountingStorage>) -> Result<Disk> {
     opened
 }
 
-/// What is written is there, also after the container is opened anew; its neighbours stay.
+/// What is written is there, also after the container is opened anew; its neighbors stay.
 fn write_and_read(storage: &Arc<CountingStorage>) {
     let disk = open(storage, key()).expect("it was open a moment ago");
     let size = disk.guest_bytes();

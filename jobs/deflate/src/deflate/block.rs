@@ -1,4 +1,4 @@
-//! Blocks: merging of neighbouring pieces, and encoding.
+//! Blocks: merging of neighboring pieces, and encoding.
 
 use super::bits::BitWriter;
 use super::huffman::{CODE_BITS_MAX, assign, code_lengths};

@@ -106,7 +106,7 @@ impl Inspection<'_> {
         Ok(())
     }
 
-    /// A dynamic image begins with a copy of its footer, by which many programs recognise it; a
+    /// A dynamic image begins with a copy of its footer, by which many programs recognize it; a
     /// fixed one begins with the guest's disk.
     fn vhd_footer_copy(&mut self, head: &[u8], footer: &[u8]) {
         let copy = head.get(..512).unwrap_or(head);

@@ -435,7 +435,7 @@ impl Inspection<'_> {
         if let Err(error) = disk.read_at(&mut head, GuestOffset(0)) {
             return self.note_error_within(error);
         }
-        let found = signature::recognise(&head, &[], header.guest_bytes);
+        let found = signature::recognize(&head, &[], header.guest_bytes);
         let names = signature::names(&found, Kind::Disk);
         // LUKS on a whole disk was put there by its owner, and causes no other file to be opened.
         if let Some(name) = names.iter().find(|&&name| name != "luks") {

@@ -76,7 +76,7 @@ fn find(bytes: &[u8], needle: &[u8]) -> Option<usize> {
 
 /// All signatures of a file of `len` bytes. `head` are its first bytes, `tail` its last; they may
 /// overlap.
-pub(super) fn recognise(head: &[u8], tail: &[u8], len: u64) -> Vec<Signature> {
+pub(super) fn recognize(head: &[u8], tail: &[u8], len: u64) -> Vec<Signature> {
     let mut found = Vec::new();
     let mut add = |name, kind, offset: u64| found.push(Signature { name, kind, offset });
     if head.starts_with(b"QFI\xfb") {
@@ -182,7 +182,7 @@ mod tests {
 
     fn of(head: &[u8]) -> Vec<&'static str> {
         let tail = &head[head.len().saturating_sub(TAIL_BYTES)..];
-        recognise(head, tail, head.len() as u64).iter().map(|s| s.name).collect()
+        recognize(head, tail, head.len() as u64).iter().map(|s| s.name).collect()
     }
 
     fn with(offset: usize, bytes: &[u8], len: usize) -> Vec<u8> {

@@ -99,7 +99,7 @@ fn fast_zeroes_are_refused_where_bytes_would_be_written() {
     rig.end();
 }
 
-/// Merges neighbouring runs; a reply may end before the range does.
+/// Merges neighboring runs; a reply may end before the range does.
 fn statuses(client: &mut Client, len: u64) -> Vec<(u64, u64)> {
     let mut runs: Vec<(u64, u64)> = Vec::new();
     let mut at = 0;

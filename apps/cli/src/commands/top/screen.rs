@@ -11,7 +11,7 @@ use crossterm::terminal::{
 };
 use crossterm::{cursor, queue};
 
-use crate::failure::colours_wanted;
+use crate::failure::colors_wanted;
 
 /// The user's input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,7 +46,7 @@ impl Screen {
         for (row, line) in (0..rows).zip(lines) {
             let line: String = line.chars().take(columns.into()).collect();
             queue!(out, cursor::MoveTo(0, row))?;
-            if row == 0 && colours_wanted() {
+            if row == 0 && colors_wanted() {
                 queue!(out, SetAttribute(Attribute::Bold), Print(line))?;
                 queue!(out, SetAttribute(Attribute::Reset))?;
             } else {

@@ -62,7 +62,7 @@ const DISK: &[(&str, &str)] = &[
 ];
 
 #[test]
-fn a_volume_of_lvm_is_recognised_down_to_the_disk() {
+fn a_volume_of_lvm_is_recognized_down_to_the_disk() {
     let fake = Fake::new();
     fake.device("pci/sda", (8, 0), DISK, &[]);
     fake.device("pci/sda/sda3", (8, 3), &[("partition", "3")], &[]);

@@ -69,7 +69,7 @@ fn is_empty(image: &Image, table: &[u8]) -> bool {
 }
 
 /// Number of candidates from the first on that are consecutive in the file.
-fn neighbours(candidates: &[(u64, usize)]) -> usize {
+fn neighbors(candidates: &[(u64, usize)]) -> usize {
     1 + candidates.windows(2).take_while(|pair| pair[0].0 + 1 == pair[1].0).count()
 }
 
@@ -132,7 +132,7 @@ impl Zeroes<'_, '_> {
     /// Number of candidates to examine together: a whole run of holes, or `step`.
     fn holes_or(&self, step: usize, candidates: &[(u64, usize)]) -> Result<usize> {
         let step = step.min(candidates.len());
-        let run = neighbours(candidates);
+        let run = neighbors(candidates);
         if !self.scan || run <= step {
             return Ok(step);
         }
@@ -173,7 +173,7 @@ impl Zeroes<'_, '_> {
         let mut at = 0;
         let mut wanted = Vec::new();
         while at < group.len() {
-            let run = neighbours(&group[at..]) as u64;
+            let run = neighbors(&group[at..]) as u64;
             let (hole, clusters) = self.look(group[at].0, run)?;
             let next = at + clusters as usize;
             if hole {

@@ -13,6 +13,9 @@
 //! Unknown autoclear bits are cleared before anything else is written. Step 2 also makes refcounts
 //! for clusters whose refcount block is missing or damaged. Step 5 is done once, at the end.
 //!
+//! What is written anew goes behind all that entries name, also past the end of the file, see
+//! [`dangling`].
+//!
 //! Before the first round, [`suspicion`] refuses the repair if the header is probably wrong.
 //! [`orphans`] refuses it if it would free L2 tables whose reference is damaged; [`search`] finds
 //! those tables.
