@@ -259,6 +259,7 @@ fn contradictions_are_usage_errors() {
         ("no meaning", &["disk.raw", "null:", "--verify"]),
         ("no meaning", &["disk.raw", "null:", "-o", "compat=1.1"]),
         ("zlib and zstd", &["disk.raw", "x.qcow2", "--compress=lz4"]),
+        ("levels of zlib are 1 to 9", &["disk.raw", "x.qcow2", "--compress=zlib:10"]),
         ("powers of two", &["disk.raw", "x.qcow2", "-S", "5000"]),
         ("unknown format 'qcow3'", &["disk.raw", "x", "-O", "qcow3"]),
         ("TARGET", &["disk.raw"]),
