@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
-use support::{Random, map};
+use support::map;
 use vdkit_block::{
     CacheMode, Error, ErrorKind, Format, FormatDriver, GuestOffset, Limits, NewBitmap, OpenRequest,
     Storage,
@@ -19,7 +19,7 @@ use vdkit_qcow2::{Qcow2, Qcow2Driver};
 use vdkit_raw::RawDriver;
 use vdkit_storage::{FileOptions, FileStorage, MemoryStorage};
 use vdkit_testbase::{
-    CountingStorage, FaultKind, FaultPlan, FaultyStorage, assert_sound, create_image, disk_on,
+    CountingStorage, FaultKind, FaultPlan, FaultyStorage, Rng, assert_sound, create_image, disk_on,
     in_child,
 };
 
@@ -84,12 +84,12 @@ const CACHE: CacheMode = CacheMode::Writeback;
 
 /// Bytes that compress, and differ from one another.
 fn content(len: usize, seed: u64) -> Vec<u8> {
-    let mut random = Random(seed);
+    let mut random = Rng::new(seed);
     let mut bytes = vec![0; len];
     for piece in bytes.chunks_mut(3000) {
         match random.below(3) {
             0 => {}
-            1 => piece.fill(random.next() as u8),
+            1 => piece.fill(random.next_u64() as u8),
             _ => piece.iter_mut().enumerate().for_each(|(i, b)| *b = (i as u64 ^ seed) as u8),
         }
     }
@@ -282,7 +282,7 @@ fn threads_that_share_clusters_keep_their_own_sectors() {
             let threads: Vec<_> = (0..8)
                 .map(|thread| {
                     scope.spawn(move || {
-                        let mut random = Random(thread);
+                        let mut random = Rng::new(thread);
                         let mut mine = vec![None; sectors as usize];
                         for _ in 0..400 {
                             let sector = random.below(sectors / 8) * 8 + thread;
@@ -290,7 +290,7 @@ fn threads_that_share_clusters_keep_their_own_sectors() {
                             let known = &mut mine[sector as usize];
                             match random.below(8) {
                                 0..4 => {
-                                    let byte = random.next() as u8;
+                                    let byte = random.next_u64() as u8;
                                     disk.write_at(&[byte; 512], at).unwrap();
                                     *known = Some(byte);
                                 }
@@ -358,7 +358,7 @@ fn chains_that_qemu_made_read_as_qemu_reads_them() {
                     &bytes_text,
                 ],
             );
-            let mut random = Random(layer as u64);
+            let mut random = Rng::new(layer as u64);
             let mut arguments = vec!["-f".to_owned(), "qcow2".to_owned()];
             for _ in 0..12 {
                 let len = random.below(2 * cluster) / 512 * 512 + 512;

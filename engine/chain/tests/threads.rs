@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use support::map::CLUSTER;
-use support::{MapFormat, Memory, Random, map_disk, pack, raw_disk};
+use support::{MapFormat, Memory, map_disk, pack, raw_disk};
 use vdkit_block::{Error, Format, GuestOffset, Monitor};
 use vdkit_chain::{Disk, OpenOptions};
-use vdkit_testbase::Watched;
+use vdkit_testbase::{Rng, Watched};
 
 const THREADS: u64 = 8;
 const CLUSTERS: u64 = 64;
@@ -33,7 +33,7 @@ fn threads_that_share_clusters_keep_their_own_sectors() {
         for thread in 0..THREADS {
             let (disk, top) = (&disk, &top);
             scope.spawn(move || {
-                let mut random = Random(thread);
+                let mut random = Rng::new(thread);
                 let mut mine: Vec<Option<u8>> = vec![None; sectors as usize];
                 for round in 0..3000 {
                     let sector = random.below(sectors / THREADS) * THREADS + thread;
@@ -82,7 +82,7 @@ fn overlapping_operations_leave_whole_clusters() {
         for thread in 0..THREADS {
             let disk = &disk;
             scope.spawn(move || {
-                let mut random = Random(1000 + thread);
+                let mut random = Rng::new(1000 + thread);
                 for _ in 0..3000 {
                     let at = GuestOffset(random.below(CLUSTERS) * CLUSTER);
                     let byte = (random.below(0xA0) + 1) as u8;

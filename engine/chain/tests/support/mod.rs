@@ -28,20 +28,3 @@ pub fn map_disk(format: &Arc<MapFormat>, options: &OpenOptions) -> Disk {
     let info = map::info(format.guest_bytes(), None, None);
     Disk::from_format(format.clone(), info, options)
 }
-
-/// A small pseudo-random generator (splitmix64); each thread needs its own, with its own seed.
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    pub fn below(&mut self, end: u64) -> u64 {
-        self.next() % end
-    }
-}
