@@ -199,29 +199,33 @@ fn a_panic_ends_the_connection_instead_of_leaving_a_request_without_a_reply() {
     }
 }
 
-/// A change found no space, and is being made when another request of the connection panics.
+/// A change found no space, and is being made when another request of the connection panics: one of
+/// another thread, after which a leader still ends the connection, and the leader's own.
 #[test]
 fn a_kept_change_of_a_connection_that_panicked_does_not_come_after_the_next_one() {
-    let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
-    let gate = GatedStorage::new(faulty.clone());
-    let (storage, time): (Arc<dyn Storage>, _) = (gate.clone(), Duration::from_secs(120));
-    let rig = Rig::with(storage, 64 * MIB, |_| {}, |server| server.handshake_time = time);
-    let mut client = rig.client(Style::Structured);
-    client.write(MIB, &[9; 4096]).unwrap();
-    faulty.fill();
-    client.request(WRITE, 0, 8 * MIB, 4096, &[5; 4096]);
-    eventually("kept", || rig.export.parked().requests == 1);
-    gate.hold(|call| call.kind == FaultKind::Write && !call.done);
-    faulty.heal();
-    rig.export.resume();
-    gate.reached();
-    gate.hold(panics_at_a_change);
-    client.request(WRITE_ZEROES, 0, MIB, 4096, b"");
-    assert!(client.is_ended());
-    let mut client = client_behind(&gate, &rig);
-    client.write(8 * MIB, &[6; 4096]).unwrap();
-    assert_eq!(client.read(8 * MIB, 1).unwrap(), [6]);
-    rig.end();
+    for (command, payload) in [(WRITE_ZEROES, &b""[..]), (WRITE, &[7; 4096])] {
+        let faulty = FaultyStorage::new(Arc::new(MemoryStorage::new("image")));
+        let gate = GatedStorage::new(faulty.clone());
+        let (storage, time): (Arc<dyn Storage>, _) = (gate.clone(), Duration::from_secs(120));
+        let rig = Rig::with(storage, 64 * MIB, |_| {}, |server| server.handshake_time = time);
+        let mut client = rig.client(Style::Structured);
+        client.write(MIB, &[9; 4096]).unwrap();
+        faulty.fill();
+        client.request(WRITE, 0, 8 * MIB, 4096, &[5; 4096]);
+        eventually("kept", || rig.export.parked().requests == 1);
+        gate.hold(|call| call.kind == FaultKind::Write && !call.done);
+        faulty.heal();
+        rig.export.resume();
+        gate.reached();
+        gate.hold(panics_at_a_change);
+        client.request(command, 0, MIB, 4096, payload);
+        assert!(client.is_ended());
+        assert!(gate.is_held(), "the kept change was made before the panic");
+        let mut client = client_behind(&gate, &rig);
+        client.write(8 * MIB, &[6; 4096]).unwrap();
+        assert_eq!(client.read(8 * MIB, 1).unwrap(), [6]);
+        rig.end();
+    }
 }
 
 #[test]
