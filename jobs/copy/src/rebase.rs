@@ -502,7 +502,10 @@ impl Taking<'_> {
         }
         if let Some(new) = self.new.filter(|_| !pair.new_zero) {
             let here = new.guest_bytes().saturating_sub(pair.at).min(pair.len) as usize;
-            new.read_at(&mut new_bytes[..here], GuestOffset(pair.at))?;
+            // A cell in which several runs meet may be behind its end.
+            if here > 0 {
+                new.read_at(&mut new_bytes[..here], GuestOffset(pair.at))?;
+            }
         }
         add(&self.counts.compared, pair.len);
         let unit = self.unit as usize;

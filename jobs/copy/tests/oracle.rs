@@ -3,10 +3,14 @@
 use std::path::{Path, PathBuf};
 
 use vdkit_block::{
-    CancelToken, Codec, CompressionSpec, Creation, Error, FormatDriver, Monitor, Options, Progress,
+    CancelToken, Codec, CompressionSpec, Creation, Error, FormatDriver, GuestOffset, Monitor,
+    Options, Progress,
 };
 use vdkit_chain::{Disk, OpenOptions, Registry};
-use vdkit_copy::{CompareOptions, ConvertOptions, Destination, NewImage, Source, compare, convert};
+use vdkit_copy::{
+    CompareOptions, ConvertOptions, Destination, NewBacking, NewImage, RebaseOptions, Source,
+    compare, convert, rebase,
+};
 use vdkit_image::{map, measure};
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_raw::RawDriver;
@@ -368,4 +372,36 @@ fn a_tree_names_overlays_orphans_and_what_a_deletion_costs() {
     let report = look(&left);
     let family: Vec<_> = report.images.iter().map(|image| image.path.clone()).collect();
     assert_eq!(names(&family), ["base.qcow2", "disk.raw", "left.qcow2", "mid.qcow2"]);
+}
+
+/// Behind the end of the new backing image there may be a cluster in which data and a hole meet.
+#[test]
+fn a_rebase_to_a_shorter_backing_image_keeps_the_disk() {
+    if !require_peer("qemu-img") {
+        return;
+    }
+    for compress in [true, false] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let mut bytes = vec![0; 2 << 20];
+        bytes[1_600_000] = b'x';
+        let old = std::fs::File::create(path("base.raw")).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&old, b"x", 1_600_000).unwrap();
+        old.set_len(2 << 20).unwrap();
+        let made = |args: &[&str]| {
+            let done =
+                std::process::Command::new("qemu-img").args(args).current_dir(&folder).output();
+            assert!(done.unwrap().status.success(), "{args:?}");
+        };
+        made(&["create", "-q", "-f", "qcow2", "short.qcow2", "1M"]);
+        made(&["create", "-q", "-f", "qcow2", "-b", "base.raw", "-F", "raw", "top.qcow2"]);
+        let mut options = RebaseOptions::default();
+        options.backing = Some(NewBacking::new("short.qcow2", Some("qcow2".to_owned())));
+        options.compress = compress;
+        let opening = OpenOptions::read_write();
+        rebase(&registry(), &path("top.qcow2"), &opening, &options, &Monitor::default()).unwrap();
+        let mut found = vec![1; 2 << 20];
+        open(&path("top.qcow2"), "qcow2").read_at(&mut found, GuestOffset(0)).unwrap();
+        assert!(found == bytes, "compress: {compress}");
+    }
 }
