@@ -32,6 +32,7 @@ mod output;
 mod secrets;
 pub mod signals;
 mod sizes;
+mod snapshots;
 pub mod sockets;
 mod specific;
 mod storages;

@@ -6,20 +6,19 @@ use vdkit::jobs::{
     self, Backing, BrokenBitmaps, ConvertOptions, Destination, ExistingImage, NewBacking, NewImage,
     Source,
 };
-use vdkit::{
-    BackingChoice, CacheMode, Codec, CompressionSpec, Disk, Error, OpenOptions, describe_chain,
-};
+use vdkit::{CacheMode, Codec, CompressionSpec, Disk, Error, OpenOptions};
 
 use super::create::{create_at, target_path};
 use super::{Command, FORCE_SHARE, OBJECT, Output, PROGRESS, QUIET, SRC_CACHE, opening};
 use crate::creation::{Asked, Wanted, asked, failed_creation, table};
 use crate::failure::{Failure, could_not_open, words};
 use crate::getopt::{Opt, Parsed, alias, flag, long, valued};
-use crate::names::{Flat, Image, Place};
+use crate::names::{Image, Place};
 use crate::open::{Access, Named, open_options, open_with, references, registry};
 use crate::output::copying;
 use crate::secrets::Objects;
 use crate::sizes;
+use crate::snapshots::SnapshotChoice;
 
 /// Bytes of the smallest run of zeroes that is not written.
 const SPARSE_BYTES: u32 = 4096;
@@ -82,7 +81,7 @@ struct Settings<'a> {
     into: bool,
     compress: bool,
     detect: Option<u32>,
-    snapshot: Option<String>,
+    snapshot: Option<SnapshotChoice>,
     rate: Option<u64>,
     cache: Option<CacheMode>,
     source_cache: Option<CacheMode>,
@@ -140,20 +139,9 @@ fn sparse_size(parsed: &Parsed) -> Result<Option<u32>, Failure> {
     Ok((bytes > 0).then(|| 1 << bytes.min(ENGINE_MOST).ilog2()))
 }
 
-/// The snapshot that an option names: by itself, or as `snapshot.id=…,snapshot.name=…`.
-pub fn snapshot_option(parsed: &Parsed, option: &str) -> Result<Option<String>, Failure> {
-    let Some(text) = parsed.last(option) else { return Ok(None) };
-    if !text.starts_with("snapshot.") {
-        return Ok(Some(text.to_owned()));
-    }
-    let mut flat = Flat::from_keys(text, None).map_err(Failure::new)?;
-    let (id, name) = (flat.take("snapshot.id"), flat.take("snapshot.name"));
-    if let Some(key) = flat.first_key() {
-        return Err(Failure::new(format!(
-            "Invalid parameter '{key}'\nqemu-img: Failed in parsing snapshot param '{text}'"
-        )));
-    }
-    Ok(id.or(name))
+/// The snapshot that an option names.
+pub fn snapshot_option(parsed: &Parsed, option: &str) -> Result<Option<SnapshotChoice>, Failure> {
+    parsed.last(option).map(|text| SnapshotChoice::parse(text, "qemu-img")).transpose()
 }
 
 impl Settings<'_> {
@@ -242,11 +230,8 @@ impl Settings<'_> {
             ..Access::read()
         };
         let mut options = open_options(&image, access, &self.objects)?;
-        options.snapshot.clone_from(&self.snapshot);
-        let Some(snapshot) = &self.snapshot else { return open_with(&image, &options) };
-        let found = image.path().is_none_or(|path| holds_snapshot(path, &options, snapshot));
-        if !found {
-            return Err(Failure::new("Failed to load snapshot: Can't find snapshot"));
+        if let Some(snapshot) = &self.snapshot {
+            options.snapshot = Some(snapshot.find_in(image.path(), &options)?);
         }
         open_with(&image, &options)
     }
@@ -262,14 +247,6 @@ impl Settings<'_> {
             _ => Err(Failure::new("Copying bitmaps only possible with single source")),
         }
     }
-}
-
-/// Whether an image holds a snapshot of this id or name.
-fn holds_snapshot(path: &Path, options: &OpenOptions, snapshot: &str) -> bool {
-    let alone = options.clone().snapshot(None).backing(BackingChoice::Ignore);
-    let Ok(report) = describe_chain(&registry(), path, &alone) else { return true };
-    let Some(link) = report.links.first() else { return true };
-    link.info.snapshots.iter().any(|one| one.id == snapshot || one.name == snapshot)
 }
 
 fn converting(target: &str, format: &str) -> String {

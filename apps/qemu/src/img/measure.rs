@@ -163,12 +163,10 @@ fn source(parsed: &Parsed, file: &str) -> Result<(Disk, Vec<BitmapInfo>), Failur
     let mut options = open_options(&image, access, &objects)?;
     let disk = open_with(&image, &options)?;
     let info = disk.layers()[0].info().clone();
-    let Some(name) = snapshot else { return Ok((disk, info.bitmaps)) };
-    if !info.snapshots.iter().any(|one| one.id == name || one.name == name) {
-        return Err(Failure::new("Failed to load snapshot: Can't find snapshot"));
-    }
+    let Some(snapshot) = snapshot else { return Ok((disk, info.bitmaps)) };
+    let id = snapshot.find(&info.snapshots)?;
     drop(disk);
-    options.snapshot = Some(name);
+    options.snapshot = Some(id);
     Ok((open_with(&image, &options)?, info.bitmaps))
 }
 

@@ -21,6 +21,7 @@ use crate::getopt::{self, Opt, Parsed, flag, long, valued};
 use crate::open::{self, Access, Named, format_of, open_options};
 use crate::output::{Output, cancel_on_signal, say};
 use crate::secrets::Objects;
+use crate::snapshots::SnapshotChoice;
 use crate::sockets;
 use crate::storages::{DiskStorage, PartOf};
 
@@ -149,7 +150,7 @@ struct Request {
     objects: Objects,
     access: Access,
     export: ExportOptions,
-    snapshot: Option<String>,
+    snapshot: Option<SnapshotChoice>,
     temporary: bool,
     persistent: bool,
     clients: usize,
@@ -172,7 +173,8 @@ impl Request {
             return Err(Failure::new("socket path must be absolute"));
         }
         let cache = cache_mode(parsed)?;
-        let snapshot = parsed.last("load-snapshot").map(snapshot_name);
+        let snapshot = parsed.last("load-snapshot");
+        let snapshot = snapshot.map(|text| SnapshotChoice::parse(text, "qemu-nbd")).transpose()?;
         let read_only = parsed.has("read-only") || snapshot.is_some();
         let objects = Objects::parse(parsed.all("object"))?;
         let named = Named::of(parsed, file);
@@ -236,16 +238,6 @@ fn integer(text: &str) -> Option<u64> {
     };
     // A second sign is none of C's, but Rust takes it.
     if digits.starts_with('+') { None } else { u64::from_str_radix(digits, radix).ok() }
-}
-
-/// The name or id within `snapshot.id=…,snapshot.name=…`, or the text itself.
-fn snapshot_name(text: &str) -> String {
-    let part = |key: &str| {
-        text.split(',')
-            .find_map(|part| part.strip_prefix(key)?.strip_prefix('='))
-            .map(str::to_owned)
-    };
-    part("snapshot.id").or_else(|| part("snapshot.name")).unwrap_or_else(|| text.to_owned())
 }
 
 fn check_modes(parsed: &Parsed) -> Result<(), Failure> {
@@ -316,7 +308,9 @@ fn opening(name: &str, why: &str) -> Failure {
 fn open_disk(request: &Request) -> Result<(Disk, Option<tempfile::TempDir>), Failure> {
     if !request.temporary {
         let mut options = open_options(&request.image, request.access, &request.objects)?;
-        options.snapshot.clone_from(&request.snapshot);
+        if let Some(snapshot) = &request.snapshot {
+            options.snapshot = Some(snapshot.find_in(request.image.path(), &options)?);
+        }
         return Ok((open::open_with(&request.image, &options)?, None));
     }
     let (driver, _) = format_of(&request.image, Access::read())?;
