@@ -200,6 +200,11 @@ impl Qcow2 {
                 .with_remedy(Remedy::REPAIR));
             }
         }
+        // Before the frontier moves: if the file cannot be that long, only this write fails, and not
+        // each growth from there on.
+        if self.storage.caps().growable {
+            self.storage.set_len(end << bits)?;
+        }
         self.advance(meta, first, end);
         Ok(())
     }

@@ -12,7 +12,7 @@ use vdkit_block::{
 use vdkit_qcow2::Qcow2Driver;
 use vdkit_qcow2::layout::ZERO;
 use vdkit_storage::MemoryStorage;
-use vdkit_testbase::create_image;
+use vdkit_testbase::{FaultKind, FaultPlan, FaultyStorage, create_image};
 
 const CLUSTER: u64 = 512;
 const WRITTEN: u64 = 24;
@@ -152,4 +152,20 @@ fn a_write_to_a_cluster_beyond_the_end_that_is_not_counted_is_refused() {
         image.close().unwrap();
         assert!(storage.len().unwrap() < 1 << 20);
     }
+}
+
+/// An entry may name a place that no file of the host can have.
+#[test]
+fn a_file_that_cannot_be_that_long_still_grows_where_it_ends() {
+    let (storage, lost) = cut();
+    let faulty = FaultyStorage::new(storage.clone());
+    let image = open(&(faulty.clone() as Arc<dyn Storage>));
+    faulty.arm(FaultPlan::nth(&[FaultKind::SetLen], 0));
+    write(&*image, lost + 7, 2).unwrap_err();
+    faulty.heal();
+    write(&*image, WRITTEN, 3).unwrap();
+    write(&*image, lost + 7, 4).unwrap();
+    image.close().unwrap();
+    let image = open(&storage);
+    assert_eq!((read(&*image, WRITTEN), read(&*image, lost + 7)), (3, 4));
 }
