@@ -15,28 +15,37 @@ use vdkit_qcow2::layout::{COPIED, OFFSET_MASK, ZERO};
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::create_image;
 
+/// A new image, and its data file.
+fn with_data_file(guest_bytes: u64) -> (Arc<dyn Storage>, Arc<MemoryStorage>) {
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+    let memory = Arc::new(MemoryStorage::new("data"));
+    let request = CreateRequest {
+        storage: storage.clone(),
+        files: vec![memory.clone()],
+        guest_bytes,
+        options: options("data_file=data"),
+        backing: None,
+        backing_bytes: None,
+    };
+    Qcow2Driver.create(&request).unwrap();
+    (storage, memory)
+}
+
+/// Opens an image with a data file for writing.
+fn open_with(storage: &Arc<dyn Storage>, files: &[Arc<dyn Storage>]) -> Arc<dyn Format> {
+    let (storage, files, limits) = (storage.clone(), files.to_vec(), Limits::default());
+    Qcow2Driver.open(OpenRequest { storage, files, writable: true, limits }).unwrap()
+}
+
 /// An entry that names another offset in the data file names the place of other guest bytes: a write
 /// of these would change it. A raw data file would show its data elsewhere, and what becomes zero in
 /// the data file could destroy it.
 #[test]
 fn data_at_another_offset_in_the_data_file_is_refused() {
     const CLUSTER: u64 = 64 << 10;
-    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
-    let memory = Arc::new(MemoryStorage::new("data"));
+    let (storage, memory) = with_data_file(1 << 20);
     let files: Vec<Arc<dyn Storage>> = vec![memory.clone()];
-    let request = CreateRequest {
-        storage: storage.clone(),
-        files: files.clone(),
-        guest_bytes: 1 << 20,
-        options: options("data_file=data"),
-        backing: None,
-        backing_bytes: None,
-    };
-    Qcow2Driver.create(&request).unwrap();
-    let open = || {
-        let (storage, files, limits) = (storage.clone(), files.clone(), Limits::default());
-        Qcow2Driver.open(OpenRequest { storage, files, writable: true, limits }).unwrap()
-    };
+    let open = || open_with(&storage, &files);
     let image = open();
     (1..3).for_each(|cluster| write_cluster(&*image, cluster * CLUSTER, 7).unwrap());
     image.close().unwrap();
@@ -321,22 +330,9 @@ fn a_resize_writes_at_its_place_in_the_data_file() {
         (0, 2 * CLUSTER, 4 * CLUSTER),
         (COPIED, CLUSTER, 2 * CLUSTER + 512),
     ] {
-        let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
-        let memory = Arc::new(MemoryStorage::new("data"));
+        let (storage, memory) = with_data_file(2 * CLUSTER + 4096);
         let files: Vec<Arc<dyn Storage>> = vec![memory.clone()];
-        let request = CreateRequest {
-            storage: storage.clone(),
-            files: files.clone(),
-            guest_bytes: 2 * CLUSTER + 4096,
-            options: options("data_file=data"),
-            backing: None,
-            backing_bytes: None,
-        };
-        Qcow2Driver.create(&request).unwrap();
-        let open = || {
-            let (storage, files, limits) = (storage.clone(), files.clone(), Limits::default());
-            Qcow2Driver.open(OpenRequest { storage, files, writable: true, limits }).unwrap()
-        };
+        let open = || open_with(&storage, &files);
         let image = open();
         for cluster in 0..3 {
             let at = cluster * CLUSTER;

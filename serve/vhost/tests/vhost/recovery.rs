@@ -30,15 +30,21 @@ impl Notes {
     }
 }
 
-/// Taken but unanswered requests are repeated in the order of taking, followed by those not taken.
-#[test]
-fn requests_in_flight_are_done_again() {
+/// A guest that wrote, and whose server has died.
+fn after_a_death() -> (Rig, Guest) {
     let rig = Rig::new(64 * MIB);
     let mut guest = Guest::new(1);
     guest.connect(&rig.socket);
     guest.start();
     guest.write(0, 0, &[1; 512]);
     guest.disconnect();
+    (rig, guest)
+}
+
+/// Taken but unanswered requests are repeated in the order of taking, followed by those not taken.
+#[test]
+fn requests_in_flight_are_done_again() {
+    let (rig, mut guest) = after_a_death();
     guest.connect(&rig.socket);
     // The previous server took three and died.
     let slots: Vec<u16> =
@@ -82,12 +88,7 @@ fn answered_requests_are_not_done_again() {
 /// It died after the answer, before it could notify the guest.
 #[test]
 fn a_guest_is_notified_when_its_queue_starts_again() {
-    let rig = Rig::new(64 * MIB);
-    let mut guest = Guest::new(1);
-    guest.connect(&rig.socket);
-    guest.start();
-    guest.write(0, 0, &[1; 512]);
-    guest.disconnect();
+    let (rig, mut guest) = after_a_death();
     while guest.wait_call(0, Duration::ZERO) {}
     guest.connect(&rig.socket);
     guest.start();
