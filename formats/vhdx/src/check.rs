@@ -19,6 +19,7 @@ use zerocopy::little_endian::U64;
 use crate::header::Header;
 use crate::image::{Parts, Vhdx};
 use crate::layout::{BITMAP_BYTES, BatEntry, MIB, PRESENT, REGION_OFFSETS, State, TABLE_BYTES};
+use crate::used::Used;
 
 /// Bytes of one read of the table.
 const STEP_BYTES: u64 = MIB;
@@ -99,10 +100,12 @@ struct Survey<'a> {
 impl<'a> Survey<'a> {
     fn take(parts: &'a Parts, limits: &Limits, monitor: &Monitor<'_>) -> Result<Self> {
         let file_bytes = parts.storage.len()?;
+        let (what, bytes) = ("memory for the check in bytes", Used::words(file_bytes) * 8);
+        require_within(parts.storage.name(), what, bytes, limits.check_bytes_max)?;
         let mut new = Self {
             parts,
             report: CheckReport::default(),
-            used: Used::new(parts.storage.name(), file_bytes, limits)?,
+            used: Used::new(file_bytes),
             bad: Vec::new(),
             leaked: Vec::new(),
             file_bytes,
@@ -307,7 +310,8 @@ impl<'a> Survey<'a> {
         }
         let mut at = MIB;
         let mut found = Vec::new();
-        while let Some((from, to)) = self.used.next_gap(at, self.file_bytes) {
+        while let Some((from, end)) = self.used.next_gap(at) {
+            let to = end.min(self.file_bytes);
             monitor.cancel.check()?;
             let mut here = from;
             while here < to {
@@ -318,7 +322,7 @@ impl<'a> Survey<'a> {
                 }
                 here += len;
             }
-            at = to;
+            at = end;
         }
         for (from, to) in found {
             let text = format!("{} bytes that nothing refers to [2.5]", to - from);
@@ -336,47 +340,6 @@ struct Walk {
     partial: bool,
     /// Host offset at which the next block would be contiguous.
     next: Option<u64>,
-}
-
-/// The used MiB of the file.
-struct Used {
-    bits: Vec<u64>,
-}
-
-impl Used {
-    fn new(file: &str, file_bytes: u64, limits: &Limits) -> Result<Self> {
-        let words = file_bytes.div_ceil(MIB).div_ceil(64);
-        let what = "memory for the check in bytes";
-        require_within(file, what, words * 8, limits.check_bytes_max)?;
-        Ok(Self { bits: vec![0; words as usize] })
-    }
-
-    /// Marks a range within the file. Returns whether a part of it was marked already.
-    fn take(&mut self, from: u64, to: u64) -> bool {
-        let last = (self.bits.len() as u64 * 64).min(to.div_ceil(MIB));
-        let mut seen = false;
-        for bit in from / MIB..last {
-            let (word, mask) = ((bit / 64) as usize, 1 << (bit % 64));
-            seen |= self.bits[word] & mask != 0;
-            self.bits[word] |= mask;
-        }
-        seen
-    }
-
-    /// The first unused range from `at` on, before `end`.
-    fn next_gap(&self, at: u64, end: u64) -> Option<(u64, u64)> {
-        let is_used = |bit: u64| self.bits[(bit / 64) as usize] >> (bit % 64) & 1 != 0;
-        let bits = end.div_ceil(MIB);
-        let mut first = at.div_ceil(MIB);
-        while first < bits && is_used(first) {
-            first += 1;
-        }
-        let mut last = first;
-        while last < bits && !is_used(last) {
-            last += 1;
-        }
-        (first < last).then(|| (first * MIB, (last * MIB).min(end)))
-    }
 }
 
 /// Rewrites the damaged one of two headers or region tables.

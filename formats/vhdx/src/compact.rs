@@ -18,6 +18,8 @@ use crate::layout::{BITMAP_BYTES, BatEntry, MIB, PRESENT, State};
 const STEP_BYTES: u64 = MIB;
 /// Most bytes that are stored twice at a time, but at least one block.
 const BATCH_BYTES: u64 = 16 * MIB;
+/// Most table entries of an image whose blocks are moved: they are sorted in memory.
+const ENTRIES_MAX: u64 = 128 << 10;
 
 impl Compaction for VhdxDriver {
     fn compact(&self, image: &OfflineImage<'_>, options: CompactOptions) -> Result<CompactReport> {
@@ -120,7 +122,7 @@ impl Vhdx {
 
     /// Moves blocks from the end of the file into gaps before them. Returns their number.
     fn move_blocks(&self, monitor: &Monitor<'_>) -> Result<u64> {
-        if !self.finds_gaps() {
+        if self.geometry.bat_entries(self.guest_len()) > ENTRIES_MAX {
             return Ok(0);
         }
         let unit = self.geometry.block_bytes();

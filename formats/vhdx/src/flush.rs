@@ -72,18 +72,11 @@ impl Metadata for Vhdx {
         if meta.reclaim.released().next().is_none() {
             return Ok(());
         }
-        if meta.space.is_none() && !self.finds_gaps() {
-            self.space(&mut meta)?;
-        }
         let ready = meta.reclaim.take_expired(&self.in_flight);
-        meta.freed |= !ready.is_empty();
         for freed in ready.iter().map(|freed| freed.run) {
             let (host, bytes) = (HostOffset(freed.first), freed.count);
             let zero = self.storage.write_zeroes(host, bytes, ZeroMode::MayUnmap).is_ok();
-            // An allocator that is created later finds the gap itself.
-            if let Some(space) = &mut meta.space {
-                space.give(freed.first, freed.count, zero);
-            }
+            self.space(&mut meta)?.give(freed.first, freed.count, zero);
         }
         Ok(())
     }
@@ -252,10 +245,6 @@ impl Vhdx {
     fn cut(&self, state: &mut Log) -> Result<()> {
         let mut meta = self.meta.lock();
         let in_use = meta.reclaim.released().next().is_some() || !meta.tickets.is_empty();
-        if std::mem::take(&mut meta.freed) && !in_use && !self.fixed {
-            // Without an allocation in this session, the free space at the end is not known yet.
-            self.space(&mut meta)?;
-        }
         let Some(space) = meta.space.as_mut().filter(|_| !in_use) else { return Ok(()) };
         let end = space.end();
         if self.storage.caps().growable && end < self.storage.len()? {

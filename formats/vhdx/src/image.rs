@@ -82,6 +82,16 @@ impl Parts {
                 format!("{entries} for {} bytes of disk [2.5]", metadata.guest_bytes),
             ));
         }
+        let (end, file_bytes) = (regions.bat.offset + entries * 8, replayed.len()?);
+        if end > file_bytes {
+            return Err(Error::corrupt(
+                storage.name(),
+                regions.bat.offset,
+                "block allocation table",
+                format!("ends at {end:#x}, behind the file's end at {file_bytes:#x}"),
+                "a table within the file [2.1]",
+            ));
+        }
         Ok(Self { storage: replayed, headers, regions, metadata, log_entries })
     }
 
@@ -144,8 +154,6 @@ pub struct Meta {
     pub(crate) data_first: bool,
     /// Space of freed blocks, in bytes of the file.
     pub(crate) reclaim: Reclaim,
-    /// Space was freed since the last truncation.
-    pub(crate) freed: bool,
     /// Space that reservations report as zero could not be zeroed.
     pub(crate) spoiled: bool,
 }

@@ -39,6 +39,7 @@ mod parent;
 mod regions;
 mod resize;
 mod space;
+mod used;
 mod write;
 mod zero;
 

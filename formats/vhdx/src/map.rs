@@ -111,33 +111,21 @@ impl Vhdx {
 
     /// Rejects space that overlaps metadata or exceeds the end of the file.
     fn check_space(&self, index: u64, entry: BatEntry, bytes: u64) -> Result<()> {
-        let host = entry.host();
-        let end = host.saturating_add(bytes);
-        if end > self.file_bytes.load(Ordering::Acquire) {
+        if !self.ends_within_file(entry.host(), bytes) {
             return Err(self.bat_fault(index, entry, "a block within the file [2.5.1]"));
         }
-        self.refuse_metadata(index, entry, end)
-    }
-
-    /// Whether metadata is in a range of the file.
-    fn has_metadata(&self, start: u64, end: u64) -> bool {
-        self.taken.read().iter().any(|(from, to)| start < *to && *from < end)
-    }
-
-    /// Rejects space up to `end` that overlaps metadata.
-    pub(crate) fn refuse_metadata(&self, index: u64, entry: BatEntry, end: u64) -> Result<()> {
-        if self.has_metadata(entry.host(), end) {
+        let end = entry.host() + bytes;
+        if self.taken.read().iter().any(|(from, to)| entry.host() < *to && *from < end) {
             let expected = "a block outside of headers, log and regions [2.5.1]";
             return Err(self.bat_fault(index, entry, expected));
         }
         Ok(())
     }
 
-    /// Whether space that an entry named may be freed: it is within the file, and no metadata is in it. An
-    /// entry of the last block may pass [`Vhdx::state_of`] with metadata behind the disk's end.
-    pub(crate) fn may_be_freed(&self, host: u64, bytes: u64) -> bool {
-        let end = host.saturating_add(bytes);
-        end <= self.file_bytes.load(Ordering::Acquire) && !self.has_metadata(host, end)
+    /// Whether a range ends within the file. Other programs may write the last block of a disk only
+    /// up to the disk's end.
+    pub(crate) fn ends_within_file(&self, host: u64, bytes: u64) -> bool {
+        host.saturating_add(bytes) <= self.file_bytes.load(Ordering::Acquire)
     }
 
     /// Host offset of the sector bitmap of a block's chunk; `None` if it is not cached.

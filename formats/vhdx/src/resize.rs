@@ -13,8 +13,7 @@ use vdkit_meta::{Freed, Metadata, MutexGuard};
 
 use crate::image::{Lead, Log, Meta, Vhdx};
 use crate::layout::{
-    BAT_REGION, BITMAP_BYTES, BatEntry, GUEST_BYTES_MAX, MIB, PAGE, PAGE_BYTES, PRESENT,
-    REGION_OFFSETS, State,
+    BAT_REGION, BatEntry, GUEST_BYTES_MAX, MIB, PAGE, PAGE_BYTES, PRESENT, REGION_OFFSETS, State,
 };
 use crate::log::entry::LoggedPage;
 use crate::regions::{self, Region};
@@ -37,7 +36,9 @@ impl Vhdx {
             return Ok(());
         }
         self.begin_session()?;
-        let (mut lead, meta) = self.meta.quiesce(self)?;
+        let (mut lead, mut meta) = self.meta.quiesce(self)?;
+        // Of a damaged image, no space is zeroed or freed.
+        self.space(&mut meta)?;
         drop(meta);
         if new > old {
             self.grow(&mut lead, old, new, beneath)
@@ -129,8 +130,6 @@ impl Vhdx {
             return Ok(());
         }
         let end = entry.host() + bytes;
-        // Up to the old end of the disk, the block is valid.
-        self.refuse_metadata(self.geometry.payload_index(block), entry, end)?;
         // Other writers may truncate the last block of a fixed image.
         if end > self.file_bytes.load(Ordering::Acquire) {
             self.storage.set_len(end)?;
@@ -188,7 +187,7 @@ impl Vhdx {
                     self.set_entry(index, BatEntry::NOT_PRESENT)?;
                 }
                 let bytes = self.geometry.block_bytes();
-                if entry.has_data() && self.may_be_freed(entry.host(), bytes) {
+                if entry.has_data() && self.ends_within_file(entry.host(), bytes) {
                     self.unlink(&mut meta, entry.host(), bytes);
                 }
             }
@@ -209,7 +208,7 @@ impl Vhdx {
         for first in (blocks.start.next_multiple_of(chunk)..blocks.end).step_by(chunk as usize) {
             let index = self.geometry.bitmap_index(first);
             let entry = self.entry(index)?;
-            if entry.state_bits() == PRESENT && self.may_be_freed(entry.host(), BITMAP_BYTES) {
+            if entry.state_bits() == PRESENT {
                 self.set_entry(index, BatEntry::NOT_PRESENT)?;
                 hosts.push(entry.host());
             }
@@ -253,7 +252,6 @@ impl Vhdx {
     fn give_back(&self, at: u64, bytes: u64) {
         let zero = self.storage.write_zeroes(HostOffset(at), bytes, ZeroMode::MayUnmap).is_ok();
         let mut meta = self.meta.lock();
-        meta.freed = true;
         if let Some(space) = &mut meta.space {
             space.give(at, bytes, zero);
         }

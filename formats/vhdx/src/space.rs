@@ -1,19 +1,21 @@
 //! Space in the file, in multiples of 1 MiB: what is free, and where the file grows.
 //!
-//! The format has no list of free space. If the block allocation table is small, the allocator
-//! finds gaps between blocks by reading it on the first allocation. Otherwise new blocks use the
-//! file's end and space that was freed since the image was opened.
+//! The format has no list of free space: the allocator finds gaps between blocks by reading the
+//! block allocation table before it first hands out or frees space.
 
 use std::collections::BTreeMap;
 
 use vdkit_block::{Error, HostOffset, Result, Storage, ZeroMode};
 
 use crate::layout::{FILE_BYTES_MAX, MIB};
+use crate::used::Used;
 
 /// Additional growth of the file, at first and at most. The length must be durable before the map
 /// exposes a block beyond the old end, so each growth costs a barrier.
 const AHEAD_MIN: u64 = 4 * MIB;
 const AHEAD_MAX: u64 = 64 * MIB;
+/// Most gaps that are remembered; others stay unused until the image is opened again.
+const GAPS_MAX: usize = 1 << 20;
 /// Most free runs that a search visits.
 const RUNS_MAX: usize = 256;
 
@@ -48,28 +50,17 @@ pub(crate) struct Space {
 }
 
 impl Space {
-    /// Space of a file with these used ranges (sorted, possibly overlapping). With `gaps`,
-    /// everything between and after them is free; otherwise only space beyond the end of the file.
-    pub(crate) fn new(used: &[(u64, u64)], gaps: bool, file_bytes: u64, growable: bool) -> Self {
-        let mut free = BTreeMap::new();
-        let mut end = 0;
-        // A range that begins beyond the end of the file is damage, and ignored.
-        for (from, to) in used.iter().filter(|(from, _)| *from < file_bytes.max(MIB)) {
-            let to = to.min(&FILE_BYTES_MAX);
-            let from_whole = from & !(MIB - 1);
-            if gaps && from_whole > end {
-                free.insert(end, Run { bytes: from_whole - end, zero: false });
-            }
-            end = end.max(to.next_multiple_of(MIB));
-        }
-        let file_end = file_bytes.next_multiple_of(MIB);
-        if growable && file_end > end {
-            if gaps {
-                free.insert(end, Run { bytes: file_end - end, zero: false });
-            }
-            end = file_end;
-        }
-        Self { free, frontier: end, fresh_zero: growable, ahead: AHEAD_MIN }
+    /// The space of a file, without these used ranges. A file that cannot grow ends with the last
+    /// used one; what follows it there may hold arbitrary bytes.
+    pub(crate) fn new(used: &Used, growable: bool) -> Self {
+        let frontier = match growable {
+            true => used.end().max(used.file_bytes().next_multiple_of(MIB)),
+            false => used.end(),
+        };
+        let gaps = std::iter::successors(used.next_gap(0), |(_, to)| used.next_gap(*to));
+        let gaps = gaps.take_while(|(_, to)| *to <= frontier).take(GAPS_MAX);
+        let free = gaps.map(|(from, to)| (from, Run { bytes: to - from, zero: false })).collect();
+        Self { free, frontier, fresh_zero: growable, ahead: AHEAD_MIN }
     }
 
     /// Smallest possible end of the file.
@@ -189,6 +180,15 @@ mod tests {
 
     use super::*;
 
+    /// The space of a file of so many MiB, without these used ranges.
+    fn of(mib: u64, ranges: &[(u64, u64)], growable: bool) -> Space {
+        let mut used = Used::new(mib * MIB);
+        for (from, to) in ranges {
+            used.take(from * MIB, to * MIB);
+        }
+        Space::new(&used, growable)
+    }
+
     fn take(space: &mut Space, storage: &MemoryStorage, unit: u64, count: u64) -> (u64, u64) {
         let taken = space.take(storage, unit, count).unwrap();
         (taken.at, taken.count)
@@ -198,8 +198,7 @@ mod tests {
     fn gaps_are_used_first_and_read_as_zero() {
         let storage = MemoryStorage::with_len("m", 10 * MIB);
         storage.write_at(&[1; 4096], HostOffset(5 * MIB)).unwrap();
-        let used = [(0, 4 * MIB), (6 * MIB, 8 * MIB), (7 * MIB, 8 * MIB)];
-        let mut space = Space::new(&used, true, 10 * MIB, true);
+        let mut space = of(10, &[(0, 4), (6, 8), (7, 8)], true);
         assert_eq!(space.end(), 8 * MIB);
         assert_eq!(take(&mut space, &storage, 2 * MIB, 3), (4 * MIB, 1));
         let mut bytes = [9; 4096];
@@ -219,7 +218,7 @@ mod tests {
     #[test]
     fn a_block_that_is_freed_twice_is_handed_out_once() {
         let storage = MemoryStorage::with_len("m", 10 * MIB);
-        let mut space = Space::new(&[(0, 10 * MIB)], true, 10 * MIB, true);
+        let mut space = of(10, &[(0, 10)], true);
         space.give(2 * MIB, 2 * MIB, true);
         for (at, bytes) in [(2, 2), (2, 1), (3, 1), (1, 2), (3, 2), (1, 4)] {
             space.give(at * MIB, bytes * MIB, false);
@@ -232,7 +231,7 @@ mod tests {
     fn a_device_has_an_end_and_old_bytes() {
         let storage = MemoryStorage::with_len("m", 6 * MIB).fixed_len();
         storage.write_at(&[1; 4096], HostOffset(4 * MIB)).unwrap();
-        let mut space = Space::new(&[(0, 4 * MIB)], true, 6 * MIB, false);
+        let mut space = of(6, &[(0, 4)], false);
         assert_eq!(take(&mut space, &storage, MIB, 9), (4 * MIB, 2));
         let mut bytes = [9; 4096];
         storage.read_at(&mut bytes, HostOffset(4 * MIB)).unwrap();

@@ -12,16 +12,11 @@ use vdkit_block::{
     ZeroMode, align_down,
 };
 use vdkit_meta::Freed;
-use zerocopy::IntoBytes;
-use zerocopy::little_endian::U64;
 
 use crate::image::{Meta, Vhdx};
 use crate::layout::{BITMAP_BYTES, BatEntry, PAGE_BYTES, PRESENT, State};
 use crate::map::{Lookup, fill_bits};
-use crate::space::Space;
 
-/// Largest table that is read to find free space between blocks.
-const BAT_BYTES_READ_MAX: u64 = 1 << 20;
 /// Most bytes of one reservation.
 const RESERVATION_BYTES_MAX: u64 = 4 << 30;
 
@@ -321,66 +316,6 @@ impl Vhdx {
     pub(crate) fn unlink(&self, meta: &mut Meta, host: u64, bytes: u64) {
         meta.reclaim
             .unlink(&self.in_flight, [Freed { file: 0, first: host, count: bytes, punch: true }]);
-    }
-
-    /// The allocator, created on first use.
-    pub(crate) fn space<'m>(&self, meta: &'m mut Meta) -> Result<&'m mut Space> {
-        if meta.space.is_none() {
-            let mut used = self.taken.read().clone();
-            let freed = meta.reclaim.unlinked().chain(meta.reclaim.released());
-            used.extend(freed.map(|freed| (freed.first, freed.end())));
-            let growable = self.storage.caps().growable;
-            let gaps = self.finds_gaps();
-            if gaps || !growable {
-                self.used_blocks(gaps, &mut used)?;
-            }
-            used.sort_unstable();
-            let file_bytes = self.storage.len()?;
-            meta.space = Some(Space::new(&used, gaps, file_bytes, growable));
-        }
-        match &mut meta.space {
-            Some(space) => Ok(space),
-            None => unreachable!("made above"),
-        }
-    }
-
-    /// Whether the allocator searches for gaps between blocks.
-    pub(crate) fn finds_gaps(&self) -> bool {
-        self.geometry.bat_entries(self.guest_len()) * 8 <= BAT_BYTES_READ_MAX
-    }
-
-    /// Reads the block allocation table from the file, and adds each used block, or without `each`
-    /// only the last one.
-    fn used_blocks(&self, each: bool, used: &mut Vec<(u64, u64)>) -> Result<()> {
-        let entries = self.geometry.bat_entries(self.guest_len());
-        // Later payload entries of a partial last chunk are undefined.
-        let end = self.geometry.payload_index(self.geometry.blocks(self.guest_len()).max(1) - 1);
-        let chunk = (1 << self.geometry.chunk_bits()) + 1;
-        let mut last = (0, 0);
-        let mut buffer = vec![U64::ZERO; 8 << 10];
-        let mut index = 0;
-        while index < entries {
-            let count = (entries - index).min(buffer.len() as u64);
-            let words = &mut buffer[..count as usize];
-            self.storage.read_padded(words.as_mut_bytes(), HostOffset(self.entry_offset(index)))?;
-            for word in words {
-                let is_bitmap = (index + 1).is_multiple_of(chunk);
-                let means = is_bitmap || index <= end;
-                let host = if means { BatEntry(word.get()).host() } else { 0 };
-                let len = if is_bitmap { BITMAP_BYTES } else { self.geometry.block_bytes() };
-                let range = (host, host.saturating_add(len));
-                if host > 0 && each {
-                    used.push(range);
-                } else if range.1 > last.1 {
-                    last = range;
-                }
-                index += 1;
-            }
-        }
-        if !each {
-            used.push(last);
-        }
-        Ok(())
     }
 
     /// Records the file's length after a possible growth.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use vdkit_block::{Error, Extent, HostOffset, Place, Result, align_down};
 
 use crate::image::{Meta, Vhdx};
-use crate::layout::{BITMAP_BYTES, BatEntry, PRESENT, State};
+use crate::layout::{BatEntry, PRESENT, State};
 use crate::map::Lookup;
 
 /// Blocks to change between two checks of the number of dirty pages: the entries of one page.
@@ -44,6 +44,8 @@ impl Vhdx {
             self.relieve()?;
             let mut meta = self.meta.lock();
             self.check_spoiled(&meta)?;
+            // Of a damaged image, no space is freed.
+            self.space(&mut meta)?;
             let range = first << self.geometry.block_bits..last << self.geometry.block_bits;
             self.meta.wait_until(&mut meta, |meta| !meta.tickets.overlap(&range));
             for block in first..last {
@@ -64,9 +66,8 @@ impl Vhdx {
         new: BatEntry,
     ) -> Result<()> {
         let (host, bytes) = (old.host(), self.geometry.block_bytes());
-        let has_space = old.has_data() && self.state_of(block, old).is_ok();
         self.set_entry(self.geometry.payload_index(block), new)?;
-        if has_space && self.may_be_freed(host, bytes) {
+        if old.has_data() && self.ends_within_file(host, bytes) {
             self.unlink(meta, host, bytes);
         }
         Ok(())
@@ -165,7 +166,7 @@ impl Vhdx {
                 .try_fold(false, |used, entry| entry.map(|entry| used || entry.is_partial()))?;
             if entry.state_bits() == PRESENT && !used {
                 self.set_entry(index, BatEntry::NOT_PRESENT)?;
-                hosts.extend(Some(entry.host()).filter(|at| self.may_be_freed(*at, BITMAP_BYTES)));
+                hosts.push(entry.host());
             }
             drop(meta);
             block = next;

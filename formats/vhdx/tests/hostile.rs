@@ -241,7 +241,7 @@ fn word(storage: &Arc<dyn Storage>, at: u64) -> u64 {
     u64::from_le_bytes(bytes)
 }
 
-/// The bytes of the last block behind the disk's end may lie over metadata; nobody reads them. A
+/// The bytes of the last block behind the disk's end lie over metadata; nobody reads them. A
 /// discard must not free the metadata, and a growth must not zero it.
 #[test]
 fn a_block_over_metadata_is_neither_freed_nor_zeroed() {
@@ -267,12 +267,11 @@ fn change_a_block_over_metadata(grow: bool) {
     let entry = table + (block + block / 2048) * 8;
     storage.write_at(&((3 * MIB) | 6).to_le_bytes(), HostOffset(entry)).expect("damage");
     let disk = open(true);
-    if grow {
-        let error = disk.resize(END + 2 * MIB).expect_err("refused").to_string();
-        assert!(error.contains("outside of headers, log and regions"), "{error}");
-    } else {
-        disk.discard(GuestOffset(END), 64 << 10).expect("discarding");
-    }
+    let changed = match grow {
+        true => disk.resize(END + 2 * MIB),
+        false => disk.discard(GuestOffset(END), 64 << 10),
+    };
+    refused(changed, OVERLAP);
     disk.close().expect("closing");
     let mut bytes = [0; 4096];
     open(false).read_at(&mut bytes, GuestOffset(0)).expect("reading");
@@ -287,7 +286,103 @@ fn a_sector_bitmap_over_metadata_is_not_freed() {
         .write_at(&((2 * MIB) | 6).to_le_bytes(), HostOffset(3 * MIB + 4096 * 8))
         .expect("damage");
     let child = open_format(&storage, true).expect("opening");
-    child.empty().expect("emptying");
+    refused(child.empty(), OVERLAP);
     child.close().expect("closing");
     open_format(&storage, false).expect("the metadata was wiped");
+}
+
+const OVERLAP: &str = "expected space that nothing else uses";
+const BEYOND: &str = "expected space within the file";
+
+fn refused(result: vdkit_block::Result<()>, expected: &str) {
+    let error = result.expect_err("refused");
+    assert_eq!(error.remedy(), Some(vdkit_block::Remedy::REPAIR), "{error}");
+    let error = error.to_string();
+    assert!(error.contains(expected), "{error}");
+}
+
+/// An image of 16 blocks of 1 MiB whose first four hold 1, 2, 3, 4; they follow the table at 3 MiB.
+fn four_blocks() -> Arc<dyn Storage> {
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+    create(&storage, 16 * MIB, "block_size=1M", None);
+    let disk = disk_of(open_format(&storage, true).expect("opening"), true);
+    for block in 0..4 {
+        disk.write_at(&vec![block as u8 + 1; MIB as usize], GuestOffset(block * MIB))
+            .expect("data");
+    }
+    disk.close().expect("closing");
+    storage
+}
+
+fn entry(storage: &Arc<dyn Storage>, block: u64) -> u64 {
+    word(storage, 3 * MIB + block * 8)
+}
+
+fn set_entry(storage: &Arc<dyn Storage>, block: u64, entry: u64) {
+    storage.write_at(&entry.to_le_bytes(), HostOffset(3 * MIB + block * 8)).expect("damage");
+}
+
+fn first_byte(disk: &vdkit_chain::Disk, block: u64) -> u8 {
+    let mut byte = [0];
+    disk.read_at(&mut byte, GuestOffset(block * MIB)).expect("reading");
+    byte[0]
+}
+
+/// If the file of a truncated image grew, the lost entries would be valid again, and name the space
+/// of new blocks.
+#[test]
+fn a_truncated_image_gets_no_new_space_before_a_repair() {
+    let storage = four_blocks();
+    let end = entry(&storage, 3) & !(MIB - 1);
+    storage.set_len(end).expect("cutting");
+    let open = || disk_of(open_format(&storage, true).expect("opening"), true);
+    let disk = open();
+    refused(disk.write_at(&[9; 4096], GuestOffset(8 * MIB)), BEYOND);
+    refused(disk.write_zeroes(GuestOffset(0), MIB, true), BEYOND);
+    refused(disk.discard(GuestOffset(0), MIB), BEYOND);
+    refused(disk.resize(32 * MIB), BEYOND);
+    disk.write_at(&[9; 4096], GuestOffset(MIB)).expect("space that is there");
+    assert_eq!([0, 1, 2].map(|block| first_byte(&disk, block)), [1, 9, 3]);
+    disk.close().expect("closing");
+    assert_eq!(storage.len().expect("length"), end);
+    VhdxDriver.check(&OfflineImage::new(&storage), Repair::All).expect("mending");
+    let disk = open();
+    disk.write_at(&[9; 4096], GuestOffset(8 * MIB)).expect("writing");
+    disk.discard(GuestOffset(3 * MIB), MIB).expect("discarding");
+    assert_eq!([0, 1, 2, 3, 8].map(|block| first_byte(&disk, block)), [1, 9, 3, 0, 9]);
+}
+
+/// Freeing space that a second entry names would hand out the other block's data.
+#[test]
+fn space_with_two_owners_is_not_freed() {
+    let storage = four_blocks();
+    set_entry(&storage, 9, entry(&storage, 2));
+    let disk = disk_of(open_format(&storage, true).expect("opening"), true);
+    refused(disk.discard(GuestOffset(9 * MIB), MIB), OVERLAP);
+    refused(disk.resize(4 * MIB), OVERLAP);
+    refused(disk.write_at(&[9; 4096], GuestOffset(12 * MIB)), OVERLAP);
+    disk.close().expect("closing");
+    let disk = disk_of(open_format(&storage, false).expect("opening"), false);
+    assert_eq!([0, 1, 2, 3, 9].map(|block| first_byte(&disk, block)), [1, 2, 3, 4, 3]);
+}
+
+/// An offset that a state without data keeps [2.5.1.1] is not handed out, and no damage.
+#[test]
+fn space_of_an_unmapped_block_is_kept() {
+    let storage = four_blocks();
+    let kept = entry(&storage, 1) & !(MIB - 1);
+    set_entry(&storage, 1, kept | 3);
+    let disk = disk_of(open_format(&storage, true).expect("opening"), true);
+    disk.write_at(&vec![9; MIB as usize], GuestOffset(8 * MIB)).expect("writing");
+    disk.close().expect("closing");
+    let new = entry(&storage, 8) & !(MIB - 1);
+    assert!(new > kept, "{new:#x} and {kept:#x}");
+}
+
+#[test]
+fn a_table_behind_the_end_of_the_file_is_not_read_as_zeroes() {
+    let storage = four_blocks();
+    storage.set_len(3 * MIB).expect("cutting");
+    let error = open_format(&storage, false).expect_err("refused").to_string();
+    assert!(error.contains("a table within the file"), "{error}");
 }

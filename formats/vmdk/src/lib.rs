@@ -37,7 +37,9 @@ mod source;
 mod space;
 mod sparse;
 mod stream;
+mod survey;
 mod unpack;
+mod used;
 mod write;
 mod zero;
 

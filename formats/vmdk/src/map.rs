@@ -168,9 +168,7 @@ impl Vmdk {
 
     pub(crate) fn entry_fault(&self, of: Grains<'_>, inside: u64, word: u64) -> Error {
         let Grains { piece, sparse, .. } = of;
-        let table = inside / sparse.table_span();
-        let index = inside / sparse.grain_bytes % sparse.table_entries;
-        let at = sparse.table(table).unwrap_or(0) * SECTOR + index * sparse.entry_bytes;
+        let at = of.entry_offset(inside);
         let expected = "0 or the sector of a grain within the file";
         let file = self.file_of(sparse.file).name();
         let error = Error::corrupt(file, at, "grain table entry", format!("{word:#x}"), expected);
@@ -261,6 +259,14 @@ impl Vmdk {
 }
 
 impl Grains<'_> {
+    /// Host offset of the table entry for a byte of the extent.
+    pub(crate) fn entry_offset(&self, inside: u64) -> u64 {
+        let sparse = self.sparse;
+        let table = sparse.table(inside / sparse.table_span()).unwrap_or(0);
+        let index = inside / sparse.grain_bytes % sparse.table_entries;
+        table * SECTOR + index * sparse.entry_bytes
+    }
+
     /// The longest run from `inside` within one chunk, at most `rest` bytes.
     fn lookup(&self, words: &[u64], inside: u64, rest: u64) -> Lookup {
         let Grains { piece, sparse, .. } = *self;

@@ -38,6 +38,8 @@ pub(crate) struct Space {
     pub(crate) unclean: bool,
     /// The file's length must be set on close.
     pub(crate) grown: bool,
+    /// Each grain has a place of its own within the file.
+    pub(crate) sound: bool,
 }
 
 /// Grains for a write.

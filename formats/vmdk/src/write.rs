@@ -48,6 +48,7 @@ impl Vmdk {
         if matches!(first, Entry::At(_)) {
             return Ok(None);
         }
+        self.require_sound(&mut meta, of)?;
         let (mut last, mut grains_end) = (first, start + grain);
         let mut hides = self.hides_data(first);
         while grains_end < end {
@@ -177,9 +178,6 @@ impl Vmdk {
                 *meta.dirty.tables.entry(key).or_default() |= bits;
                 self.touch(sparse.file);
             }
-            // In a damaged image, an entry may name metadata, which must be neither discarded nor
-            // allocated.
-            freed.retain(|run| !sparse.overlaps_metadata(&(run.first..run.end())));
             meta.reclaim.unlink(&self.in_flight, freed);
             if let Some((at, word)) = fault {
                 return Err(self.entry_fault(of, at - piece.start, word));

@@ -161,6 +161,7 @@ impl Vmdk {
         }
         let mut meta = self.meta.lock();
         self.meta.wait_until(&mut meta, |meta| !meta.tickets.overlap(&(start..end)));
+        self.require_sound(&mut meta, of)?;
         if goal == (Goal::Zero { may_unmap: false }) && self.has_grains(of, start, end)? {
             // No entry can mean "zero with space", so the caller writes zeroes.
             return Ok(nothing);

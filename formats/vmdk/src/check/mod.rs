@@ -7,7 +7,6 @@
 
 mod grains;
 mod sparse;
-mod used;
 
 use std::sync::Arc;
 

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use vdkit_block::{Error, FileIndex, HostOffset, Repair, Result, Severity, Storage};
 
 use super::Checking;
-use super::used::Used;
 use crate::header::{SECTOR, SparseHeader, field};
 use crate::on_disk;
 use crate::source::AnyHeader;
 use crate::sparse::{Entry, Flavor, Sparse};
+use crate::used::Used;
 
 /// A directory entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -8,6 +8,7 @@ use vdkit_block::{
     Error, ErrorKind, FormatDriver, GuestOffset, HostOffset, Limits, OfflineImage, OpenRequest,
     Repair, Storage, StorageExt,
 };
+use vdkit_chain::Disk;
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CountingStorage, processor_time};
 use vdkit_vmdk::VmdkDriver;
@@ -190,6 +191,85 @@ fn nobody_writes_over_metadata() {
         let error = disk.write_at(&[9; 512], GuestOffset(0)).unwrap_err();
         assert!(matches!(error, Error::Corrupt(_)), "sector {sector}: {error}");
         assert_eq!(memory.to_vec(), before, "sector {sector}");
+    }
+}
+
+/// Sector of the first table.
+fn first_table(memory: &MemoryStorage, shape: Shape) -> u64 {
+    let mut word = [0; 4];
+    memory.read_at(&mut word, HostOffset(shape.header().directory * 512)).unwrap();
+    u32::from_le_bytes(word).into()
+}
+
+fn refused(result: vdkit_block::Result<()>, expected: &str) {
+    let error = result.unwrap_err();
+    assert_eq!(error.remedy(), Some(vdkit_block::Remedy::REPAIR), "{error}");
+    assert!(error.to_string().contains(expected), "{error}");
+}
+
+fn first_bytes(disk: &Disk, grain: u64) -> Vec<u8> {
+    let byte = |at| {
+        let mut byte = [0];
+        disk.read_at(&mut byte, GuestOffset(at * grain)).unwrap();
+        byte[0]
+    };
+    (0..4).map(byte).collect()
+}
+
+/// An image whose first four grains hold 1, 2, 3, 4.
+fn four_grains(shape: Shape) -> Arc<MemoryStorage> {
+    let memory = shape.image();
+    let disk = shape.open(memory.clone()).unwrap();
+    for at in 0..4 {
+        let bytes = vec![at as u8 + 1; shape.grain as usize];
+        disk.write_at(&bytes, GuestOffset(at * shape.grain)).unwrap();
+    }
+    disk.close().unwrap();
+    memory
+}
+
+/// If the file of a truncated image grew, the lost entries would be valid again, and name the space
+/// of new grains.
+#[test]
+fn a_truncated_image_gets_no_new_grains_before_a_repair() {
+    let shape = SHAPES[0];
+    let memory = four_grains(shape);
+    let end = memory.len().unwrap() - shape.grain;
+    memory.set_len(end).unwrap();
+    let disk = shape.open(memory.clone()).unwrap();
+    let expected = "the sector of a grain within the file";
+    refused(disk.write_at(&[9; 512], GuestOffset(8 * shape.grain)), expected);
+    refused(disk.discard(GuestOffset(0), shape.grain), expected);
+    refused(disk.write_zeroes(GuestOffset(0), shape.grain, true), expected);
+    disk.write_at(&[9; 512], GuestOffset(shape.grain)).unwrap();
+    disk.close().unwrap();
+    assert_eq!(memory.len().unwrap(), end);
+    let storage: Arc<dyn Storage> = memory.clone();
+    super::check(&storage, Repair::All).unwrap();
+    let disk = shape.open(memory).unwrap();
+    disk.write_at(&[8; 512], GuestOffset(8 * shape.grain)).unwrap();
+    disk.discard(GuestOffset(3 * shape.grain), shape.grain).unwrap();
+    assert_eq!(first_bytes(&disk, shape.grain), [1, 9, 3, 0]);
+}
+
+/// A grain is neither freed nor handed out while a second entry names it, or a part of it.
+#[test]
+fn grains_with_two_owners_are_not_freed() {
+    let shape = SHAPES[0];
+    let table = first_table(&four_grains(shape), shape) * 512;
+    for (slot, moved) in [(5, 0), (5, 1), (9, u32::MAX)] {
+        let memory = four_grains(shape);
+        let mut word = [0; 4];
+        memory.read_at(&mut word, HostOffset(table + 8)).unwrap();
+        let shared = u32::from_le_bytes(word).wrapping_add(moved);
+        memory.write_at(&shared.to_le_bytes(), HostOffset(table + slot * 4)).unwrap();
+        let disk = shape.open(memory).unwrap();
+        let expected = "expected a grain of its own";
+        refused(disk.discard(GuestOffset(2 * shape.grain), shape.grain), expected);
+        refused(disk.discard(GuestOffset(slot * shape.grain), shape.grain), expected);
+        refused(disk.write_at(&[9; 512], GuestOffset(20 * shape.grain)), expected);
+        disk.flush().unwrap();
+        assert_eq!(first_bytes(&disk, shape.grain), [1, 2, 3, 4]);
     }
 }
 

@@ -1,38 +1,38 @@
-//! The set of referenced sectors of a file.
+//! The set of referenced units of a file: sectors or grains.
 
 use std::ops::Range;
 
 use rustc_hash::FxHashMap;
 use vdkit_block::{Result, require_within};
 
-/// Sectors of a page: 16 MiB of the file.
-const PAGE_SECTORS: u64 = 32768;
-const PAGE_WORDS: usize = (PAGE_SECTORS / 64) as usize;
+/// Units of a page.
+const PAGE_UNITS: u64 = 32768;
+const PAGE_WORDS: usize = (PAGE_UNITS / 64) as usize;
 
-/// A set of sectors; its memory is proportional to the used parts of the file.
+/// A set of units; its memory is proportional to the used parts of the file.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Used {
+pub(crate) struct Used {
     pages: FxHashMap<u64, Box<[u64; PAGE_WORDS]>>,
 }
 
 impl Used {
-    /// Adds sectors. Returns whether some of them were already in the set.
+    /// Adds units. Returns whether some of them were already in the set.
     ///
     /// # Errors
     /// [`vdkit_block::Error::Limit`] above `bytes_max` of memory.
-    pub(super) fn add(&mut self, sectors: Range<u64>, bytes_max: u64, file: &str) -> Result<bool> {
+    pub(crate) fn add(&mut self, units: Range<u64>, bytes_max: u64, file: &str) -> Result<bool> {
         let mut twice = false;
-        let mut at = sectors.start;
-        while at < sectors.end {
-            let number = at / PAGE_SECTORS;
+        let mut at = units.start;
+        while at < units.end {
+            let number = at / PAGE_UNITS;
             if !self.pages.contains_key(&number) {
-                let held = (self.pages.len() as u64 + 1) * (PAGE_SECTORS / 8);
-                require_within(file, "memory of the check", held, bytes_max)?;
+                let held = (self.pages.len() as u64 + 1) * (PAGE_UNITS / 8);
+                require_within(file, "memory of a check", held, bytes_max)?;
             }
             let page = self.pages.entry(number).or_insert_with(|| Box::new([0; PAGE_WORDS]));
-            let end = sectors.end.min((number + 1) * PAGE_SECTORS);
+            let end = units.end.min((number + 1) * PAGE_UNITS);
             while at < end {
-                let bit = at % PAGE_SECTORS;
+                let bit = at % PAGE_UNITS;
                 let count = (64 - bit % 64).min(end - at);
                 let mask = (u64::MAX >> (64 - count)) << (bit % 64);
                 let word = &mut page[(bit / 64) as usize];
@@ -44,23 +44,23 @@ impl Used {
         Ok(twice)
     }
 
-    /// Whether any of these sectors is in the set.
-    pub(super) fn any(&self, sectors: Range<u64>) -> bool {
-        self.next(sectors.start, sectors.end, true) < sectors.end
+    /// Whether any of these units is in the set.
+    pub(crate) fn any(&self, units: Range<u64>) -> bool {
+        self.next(units.start, units.end, true) < units.end
     }
 
-    /// The first sector from `at` on that is used, or unused; `end` if there is none.
+    /// The first unit from `at` on that is used, or unused; `end` if there is none.
     fn next(&self, mut at: u64, end: u64, used: bool) -> u64 {
         while at < end {
-            let page_end = (at / PAGE_SECTORS + 1) * PAGE_SECTORS;
-            let Some(page) = self.pages.get(&(at / PAGE_SECTORS)) else {
+            let page_end = (at / PAGE_UNITS + 1) * PAGE_UNITS;
+            let Some(page) = self.pages.get(&(at / PAGE_UNITS)) else {
                 if !used {
                     return at;
                 }
                 at = page_end;
                 continue;
             };
-            let bit = at % PAGE_SECTORS;
+            let bit = at % PAGE_UNITS;
             let word = page[(bit / 64) as usize];
             let word = if used { word } else { !word } >> (bit % 64);
             if word != 0 {
@@ -71,8 +71,8 @@ impl Used {
         end
     }
 
-    /// Runs of unused sectors within a range.
-    pub(super) fn gaps(&self, range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+    /// Runs of unused units within a range.
+    pub(crate) fn gaps(&self, range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
         let mut at = range.start;
         std::iter::from_fn(move || {
             let start = self.next(at, range.end, false);
@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sectors_are_counted_once() {
+    fn units_are_counted_once() {
         let mut used = Used::default();
         let mut add = |range| used.add(range, 1 << 20, "x").unwrap();
         assert!(!add(10..20) && !add(100..200) && !add(32760..32900) && !add(20..21));
