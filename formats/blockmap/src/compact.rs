@@ -88,7 +88,7 @@ pub fn close_gaps(
 }
 
 /// All blocks that the table names, sorted by host offset: each within the file and on its own.
-fn sound(storage: &dyn Storage, geometry: &Geometry) -> Result<Vec<Placed>> {
+pub(crate) fn sound(storage: &dyn Storage, geometry: &Geometry) -> Result<Vec<Placed>> {
     let blocks = placed(storage, geometry, Limits::default().check_bytes_max)?;
     let host_bytes = storage.len()?;
     for block in &blocks {

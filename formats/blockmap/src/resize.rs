@@ -33,6 +33,8 @@ impl<E: Envelope> BlockImage<E> {
     /// Returns the end of the blocks. After an error, memory must be reloaded from the file.
     fn resize_file(&self, state: &MutexGuard<'_, State>, guest_bytes: u64) -> Result<u64> {
         let (old, before) = (self.guest_len(), self.geometry());
+        // Of a damaged image, no block is zeroed or moved.
+        compact::sound(&*self.storage, &before)?;
         let entries = guest_bytes.div_ceil(before.block_bytes);
         let grows = guest_bytes > old;
         let (after, mut end) = match grows {

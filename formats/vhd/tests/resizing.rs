@@ -4,7 +4,7 @@ mod support;
 
 use std::sync::Arc;
 
-use support::{DYNAMIC, FIXED, STRIDE, Shared, create_over, put, written};
+use support::{DYNAMIC, FIXED, STRIDE, Shared, TABLE, create_over, get, put, written};
 use vdkit_block::{
     CompactOptions, Compaction, FormatDriver, GuestOffset, HostOffset, Limits, OfflineImage, Repair,
 };
@@ -272,4 +272,28 @@ fn a_fixed_disk_whose_new_footer_was_lost_is_found_again() {
         );
         assert!(!look(true));
     }
+}
+
+/// A growth would zero the rest of the last block, which another entry names too.
+#[test]
+fn an_image_with_a_block_of_two_entries_keeps_its_size() {
+    let storage = written();
+    let disk = DYNAMIC.open(&storage, true).expect("opening");
+    disk.resize(15 * MIB).expect("a smaller disk");
+    disk.close().expect("closing");
+    put(&storage, TABLE + 7 * 4, get(&storage, TABLE + 4));
+    let before = DYNAMIC.content(&storage);
+    for size in [16 * MIB, 64 * GIB, 4 * MIB] {
+        let disk = DYNAMIC.open(&storage, true).expect("opening");
+        let error = disk.resize(size).expect_err("refused");
+        assert_eq!(error.remedy(), Some(vdkit_block::Remedy::REPAIR), "{error}");
+        assert!(error.to_string().contains("expected a block of its own"), "{error}");
+        disk.close().expect("closing");
+        assert!(DYNAMIC.content(&storage) == before, "{size}");
+    }
+    DYNAMIC.found(&storage, Repair::All);
+    let disk = DYNAMIC.open(&storage, true).expect("opening");
+    disk.resize(16 * MIB).expect("mended");
+    disk.close().expect("closing");
+    assert!(DYNAMIC.content(&storage).starts_with(&before));
 }
