@@ -3,11 +3,13 @@
 
 use std::fs::File;
 use std::os::unix::ffi::OsStringExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Args, ValueHint};
-use vdkit::{OpenOptions, Secret, plain};
+use vdkit::{BackingChoice, OpenOptions, Secret, plain};
+
+use crate::failure::Failure;
 
 /// Longest key that is read, as in cryptsetup.
 const KEY_BYTES_MAX: usize = 8 << 20;
@@ -87,6 +89,21 @@ one_key! {
 one_key! {
     /// The new key of an image that already has one.
     NewKey, "The new key": new_key_file "--new-key-file", new_key_fd, new_key_env
+}
+
+impl TargetKey {
+    /// Refuses a key for an existing target that is not encrypted: who gives one expects that what
+    /// is written there is encrypted.
+    pub fn refuse_for_plain(&self, target: &Path, format: Option<&str>) -> Result<(), Failure> {
+        if self.key().is_none() {
+            return Ok(());
+        }
+        let options = OpenOptions::read_only()
+            .maybe_format(format.map(str::to_owned))
+            .backing(BackingChoice::Ignore);
+        vdkit::describe_chain(&vdkit::registry(), target, &options)?.expect_encrypted()?;
+        Ok(())
+    }
 }
 
 fn from_file() -> impl TypedValueParser<Value = Secret> {

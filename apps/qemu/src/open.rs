@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use vdkit::Storage;
 use vdkit::storage::{FileOptions, FileStorage, LockMode};
 use vdkit::{
-    BackingChoice, CacheMode, Disk, Error, FORMATS, FormatDriver, OpenOptions, RefPolicy, Registry,
+    BackingChoice, CacheMode, Disk, Error, ErrorKind, FORMATS, FormatDriver, OpenOptions,
+    RefPolicy, Registry,
 };
 
 use crate::failure::{Failure, could_not_open, system_words, words};
@@ -266,6 +267,19 @@ pub fn failed_open(image: &Image, format: Option<&str>, error: &Error) -> Failur
             Some(driver),
         ) if is_another_format(path, driver) => could_not_open(typed, not_in(driver.name(), path)),
         _ => could_not_open(typed, words(error)),
+    }
+}
+
+/// The failure of a job that opens images and then works on them. `writing` begins QEMU's message
+/// about a failed write.
+pub fn failed_job(image: &Image, writing: &str, error: &Error) -> Failure {
+    match error {
+        Error::NoSpace { .. } => Failure::new(words(error)).within(writing),
+        Error::Io { .. } if error.kind() == ErrorKind::NoSpace => {
+            Failure::new(words(error)).within(writing)
+        }
+        Error::Io { .. } => Failure::new(words(error)),
+        other => failed_open(image, None, other),
     }
 }
 

@@ -1,6 +1,7 @@
 //! `--object`: secrets and credentials that options refer to by id.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 
 use base64::Engine;
 use base64::alphabet;
@@ -13,7 +14,7 @@ use crate::names::Flat;
 /// The objects of one command line.
 #[derive(Debug, Default)]
 pub struct Objects {
-    secrets: BTreeMap<String, Vec<u8>>,
+    secrets: BTreeMap<String, Secret>,
     /// Objects of other kinds, with their properties.
     others: BTreeMap<String, Flat>,
 }
@@ -46,8 +47,8 @@ impl Objects {
             }
             match kind.as_str() {
                 "secret" => {
-                    let bytes = objects.read_secret(&mut properties)?;
-                    objects.secrets.insert(id, bytes);
+                    let secret = objects.read_secret(&mut properties)?;
+                    objects.secrets.insert(id, secret);
                     continue;
                 }
                 "throttle-group" => check_limits(&properties)?,
@@ -63,10 +64,8 @@ impl Objects {
 
     /// The secret with this id.
     pub fn secret(&self, id: &str) -> Result<Secret, Failure> {
-        match self.secrets.get(id) {
-            Some(bytes) => Ok(Secret::new(bytes.clone())),
-            None => Err(Failure::new(format!("No secret with id '{id}'"))),
-        }
+        let found = self.secrets.get(id).cloned();
+        found.ok_or_else(|| Failure::new(format!("No secret with id '{id}'")))
     }
 
     /// Whether there is a secret with this id.
@@ -80,12 +79,12 @@ impl Objects {
         self.others.get(id).is_some_and(|found| found.get("qom-type") == Some("throttle-group"))
     }
 
-    /// The bytes of a new secret, which may be encrypted with one that was read before.
-    fn read_secret(&self, properties: &mut Flat) -> Result<Vec<u8>, Failure> {
+    /// A new secret, which may be encrypted with one that was read before.
+    fn read_secret(&self, properties: &mut Flat) -> Result<Secret, Failure> {
         let (key, vector) = (properties.take("keyid"), properties.take("iv"));
         let (bytes, encoded) = secret(properties)?;
         let Some(key) = key else {
-            return if encoded { decode_base64(&bytes) } else { Ok(bytes) };
+            return if encoded { decode_base64(bytes.bytes()) } else { Ok(bytes) };
         };
         let master = self.secret(&key)?;
         if master.bytes().len() != KEY_BYTES {
@@ -93,20 +92,20 @@ impl Objects {
         }
         let vector = vector.ok_or_else(|| Failure::new("IV is required to decrypt secret"))?;
         let vector = decode_base64(vector.as_bytes())?;
-        let vector = <[u8; VECTOR_BYTES]>::try_from(vector).map_err(|vector| {
-            let found = vector.len();
+        let vector = <[u8; VECTOR_BYTES]>::try_from(vector.bytes()).map_err(|_| {
+            let found = vector.bytes().len();
             Failure::new(format!("IV should be {VECTOR_BYTES} bytes in length not {found}"))
         })?;
-        let bytes = if encoded { decode_base64(&bytes)? } else { bytes };
-        if !bytes.len().is_multiple_of(VECTOR_BYTES) {
-            let found = bytes.len();
+        let bytes = if encoded { decode_base64(bytes.bytes())? } else { bytes };
+        let found = bytes.bytes().len();
+        if !found.is_multiple_of(VECTOR_BYTES) {
             let why = format!("Length {found} must be a multiple of block size {VECTOR_BYTES}");
             return Err(Failure::new(why));
         }
-        if bytes.is_empty() {
+        if found == 0 {
             return Ok(bytes);
         }
-        Ok(decrypt_cbc_padded(master.bytes(), &vector, &bytes)?)
+        Ok(decrypt_cbc_padded(master.bytes(), &vector, bytes.bytes())?)
     }
 
     /// The properties of another object; `qom-type` is its kind.
@@ -136,7 +135,7 @@ fn check_limits(properties: &Flat) -> Result<(), Failure> {
 }
 
 /// The bytes of a secret as they are given, and whether they are base64.
-fn secret(properties: &mut Flat) -> Result<(Vec<u8>, bool), Failure> {
+fn secret(properties: &mut Flat) -> Result<(Secret, bool), Failure> {
     let (data, file) = (properties.take("data"), properties.take("file"));
     let format = properties.take("format");
     if let Some(key) = properties.first_key() {
@@ -156,20 +155,23 @@ fn secret(properties: &mut Flat) -> Result<(Vec<u8>, bool), Failure> {
             return Err(Failure::new("'file' and 'data' are mutually exclusive"));
         }
         (None, None) => return Err(Failure::new("Either 'file' or 'data' must be provided")),
-        (Some(data), None) => data.into_bytes(),
-        (None, Some(file)) => std::fs::read(&file).map_err(|error| {
-            Failure::new(format!(
-                "Unable to read {file}: Failed to open file “{file}”: {}",
-                crate::failure::system_words(&error)
-            ))
-        })?,
+        (Some(data), None) => Secret::new(data.into_bytes()),
+        // Of any length, as in QEMU.
+        (None, Some(path)) => {
+            File::open(&path).and_then(|file| Secret::read(file, usize::MAX)).map_err(|error| {
+                Failure::new(format!(
+                    "Unable to read {path}: Failed to open file “{path}”: {}",
+                    crate::failure::system_words(&error)
+                ))
+            })?
+        }
     };
     Ok((bytes, encoded))
 }
 
 /// Decodes base64 as QEMU does: line ends are skipped, and a last group that is not complete and has
 /// no padding is dropped.
-fn decode_base64(text: &[u8]) -> Result<Vec<u8>, Failure> {
+fn decode_base64(text: &[u8]) -> Result<Secret, Failure> {
     const LENIENT: GeneralPurpose = GeneralPurpose::new(
         &alphabet::STANDARD,
         GeneralPurposeConfig::new()
@@ -177,19 +179,82 @@ fn decode_base64(text: &[u8]) -> Result<Vec<u8>, Failure> {
             .with_decode_allow_trailing_bits(true),
     );
     let wrong = || Failure::new("Base64 data contains invalid characters");
-    let mut text: Vec<u8> = text.iter().copied().filter(|byte| *byte != b'\n').collect();
+    // With room for all: a growing `Vec` leaves copies behind.
+    let mut joined = Vec::with_capacity(text.len());
+    joined.extend(text.iter().filter(|byte| **byte != b'\n'));
+    let joined = Secret::new(joined);
+    let text = joined.bytes();
     if !text.iter().all(|byte| byte.is_ascii_alphanumeric() || b"+/=".contains(byte)) {
         return Err(wrong());
     }
     let padded = text.len().is_multiple_of(4);
     let digits = text.iter().rposition(|byte| *byte != b'=').map_or(0, |last| last + 1);
-    text.truncate(if padded { digits } else { digits / 4 * 4 });
-    LENIENT.decode(text).map_err(|_| wrong())
+    let text = &text[..if padded { digits } else { digits / 4 * 4 }];
+    let mut bytes = Vec::new();
+    let decoded = LENIENT.decode_vec(text, &mut bytes);
+    // Also what was decoded before an error is wiped.
+    let bytes = Secret::new(bytes);
+    decoded.map(|()| bytes).map_err(|_| wrong())
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+    use std::os::unix::fs::FileExt;
+
     use super::*;
+
+    /// Whether these bytes, which are given inverted so that the search does not find itself, are
+    /// anywhere in this process's memory.
+    fn in_memory(inverted: &[u8]) -> bool {
+        let memory = File::open("/proc/self/mem").unwrap();
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let number = |text: &str| u64::from_str_radix(text, 16).unwrap();
+        let same = |(byte, inverted): (&u8, &u8)| *byte == !*inverted;
+        let (mut piece, mut found) = (vec![0; 1 << 20], false);
+        for map in maps.lines().filter(|map| map.contains(" rw")) {
+            let (start, end) = map.split(' ').next().unwrap().split_once('-').unwrap();
+            // The pieces overlap, since the bytes may cross the border between two.
+            for at in (number(start)..number(end)).step_by(piece.len() / 2) {
+                // Some special mappings are unreadable and contain none of our data.
+                let len = memory.read_at(&mut piece, at).unwrap_or(0);
+                found |= piece[..len]
+                    .windows(inverted.len())
+                    .any(|bytes| bytes.iter().zip(inverted).all(same));
+            }
+        }
+        // The next search must not find what this one read.
+        piece.fill(0);
+        std::hint::black_box(&mut piece);
+        found
+    }
+
+    #[test]
+    fn a_dropped_secret_leaves_no_copy_in_memory() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("key");
+        // A part that survives where the start of freed memory is reused.
+        let inverted = |secret: &Secret| -> Vec<u8> {
+            secret.bytes()[20 << 10..][..32].iter().map(|byte| !byte).collect()
+        };
+        let mut noise = vec![0; 32 << 10];
+        File::open("/dev/urandom").unwrap().read_exact(&mut noise).unwrap();
+        let written = Secret::new(noise.iter().map(|byte| b'a' + byte % 26).collect());
+        std::fs::write(&path, written.bytes()).unwrap();
+        let text = inverted(&written);
+        drop(written);
+        assert!(!in_memory(&text), "before it is read");
+
+        let options = ["id=a", "id=b,format=base64"]
+            .map(|option| format!("secret,{option},file={}", path.display()));
+        let objects = Objects::parse(options.iter().map(String::as_str)).unwrap();
+        let decoded = inverted(&objects.secret("b").unwrap());
+        let taken = objects.secret("a").unwrap();
+        assert!(in_memory(&text) && in_memory(&decoded), "the search finds them");
+        drop((objects, taken));
+        assert!(!in_memory(&text), "the file's bytes");
+        assert!(!in_memory(&decoded), "the decoded bytes");
+    }
 
     #[test]
     fn secrets_are_read_in_each_form() {
@@ -197,10 +262,10 @@ mod tests {
             ["secret,id=a,data=abc", "secret,id=b,data=YWJjZA==,format=base64"].into_iter(),
         )
         .unwrap();
-        assert_eq!(objects.secrets["a"], b"abc");
-        assert_eq!(objects.secrets["b"], b"abcd");
+        assert_eq!(objects.secrets["a"].bytes(), b"abc");
+        assert_eq!(objects.secrets["b"].bytes(), b"abcd");
         for (text, bytes) in [("YWJj\n", &b"abc"[..]), ("YWJ", b""), ("YWJj=", b"abc"), ("", b"")] {
-            assert_eq!(decode_base64(text.as_bytes()).unwrap(), bytes, "{text}");
+            assert_eq!(decode_base64(text.as_bytes()).unwrap().bytes(), bytes, "{text}");
         }
         for (text, words) in [
             ("secret,id=a", "Either 'file' or 'data' must be provided"),
@@ -231,7 +296,7 @@ mod tests {
         const DATA: &str = "PLB43kImNKYTVsvfebWI6A==";
         let text = format!("secret,id=s,keyid=m,iv={VECTOR},format=base64,data={DATA}");
         let objects = Objects::parse([KEY, &text].into_iter()).unwrap();
-        assert_eq!(objects.secrets["s"], b"abc");
+        assert_eq!(objects.secrets["s"].bytes(), b"abc");
         for (text, words) in [
             (
                 format!("secret,id=s,keyid=m,format=base64,data={DATA}"),

@@ -385,7 +385,7 @@ impl Disk {
     /// Flushes data and map in cache modes in which a change is durable on return. One flush serves
     /// all concurrent callers.
     pub(crate) fn flush_if_write_durable(&self) -> Result<()> {
-        if self.cache.write_durable() { self.top().flush() } else { Ok(()) }
+        if self.cache.write_durable() { self.flush() } else { Ok(()) }
     }
 
     /// Makes every change before this call durable.
@@ -401,8 +401,9 @@ impl Disk {
         self.top().flush()
     }
 
-    /// A child's copy of the map does not have what the parent has changed since.
-    fn refuse_in_child(&self, act: &str) -> Result<()> {
+    /// Refuses a change of the map in a child of `fork`, whose copy of it does not have what the
+    /// parent has changed since.
+    pub(crate) fn refuse_in_child(&self, act: &str) -> Result<()> {
         if self.owner.is_current() {
             return Ok(());
         }
@@ -423,15 +424,14 @@ impl Disk {
         }
         self.refuse_in_child("close")?;
         self.refuse_within_request()?;
-        {
+        let taken_back = {
             // Under the lock, a size that is not shown is none of a resize that still runs, but of
             // one that failed and could not be taken back. This is the last time to do that.
             let _no_resize = self.resizing.lock();
             let shown = self.guest_bytes();
-            if self.top().guest_bytes() > shown {
-                let _ = self.top().resize(shown);
-            }
-        }
-        self.top().close()
+            if self.top().guest_bytes() > shown { self.top().resize(shown) } else { Ok(()) }
+        };
+        self.top().close()?;
+        taken_back
     }
 }

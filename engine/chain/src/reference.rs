@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FileType, Mode, OFlags};
 use vdkit_block::{Error, IoAction, RefPolicy, Refusal, Remedy, Result};
-use vdkit_storage::{FileOptions, FileStorage, LockMode};
+use vdkit_storage::{FileOptions, FileStorage, LockMode, OPENS_MAX};
 
 /// Role of a reference, for messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,6 +69,15 @@ impl Namer {
         own.extend(real.as_deref().and_then(Path::parent).map(Path::to_owned));
         Self { name: path.display().to_string(), folder, own }
     }
+
+    fn refusal(&self, target: &str, reason: &str, remedy: Remedy) -> Error {
+        Error::Refused(Box::new(Refusal {
+            file: self.name.clone(),
+            target: target.to_owned(),
+            reason: reason.to_owned(),
+            remedy,
+        }))
+    }
 }
 
 /// The folder of a path; empty for the current one.
@@ -100,14 +109,7 @@ pub(crate) fn open(
     policy: &RefPolicy,
     options: &FileOptions,
 ) -> Result<Referred> {
-    let refuse = |reason: &str, remedy: Remedy| {
-        Err(Error::Refused(Box::new(Refusal {
-            file: namer.name.clone(),
-            target: target.to_owned(),
-            reason: reason.to_owned(),
-            remedy,
-        })))
-    };
+    let refuse = |reason: &str, remedy| Err(namer.refusal(target, reason, remedy));
     if let Some(prefix) = protocol_of(target) {
         return refuse(
             &format!("a {} is only ever a plain file name, not '{prefix}:'", role.noun()),
@@ -123,14 +125,36 @@ pub(crate) fn open(
         return refuse("the program does not allow it", "name the file itself".into());
     }
     let path = namer.folder.join(target);
-    let checked = match open_path(&path) {
+    let mut tries = 0;
+    loop {
+        let found = open_allowed(namer, role, target, policy, options, &path)?;
+        tries += 1;
+        // Between the open and the lock, another process may have put a new file in its place.
+        let current = options.lock == LockMode::Off || found.storage.is_at(&path);
+        if tries == OPENS_MAX || current {
+            return Ok(found);
+        }
+    }
+}
+
+/// Opens the file of a reference, if it is where the policy allows it.
+fn open_allowed(
+    namer: &Namer,
+    role: Role,
+    target: &str,
+    policy: &RefPolicy,
+    options: &FileOptions,
+    path: &Path,
+) -> Result<Referred> {
+    let refuse = |reason: &str, remedy| Err(namer.refusal(target, reason, remedy));
+    let checked = match open_path(path) {
         Ok(fd) => fd,
         Err(error) => {
             // Do not reveal whether a file exists elsewhere.
-            if !may_be_beneath(&path, namer, policy)? {
-                return refuse(OUTSIDE, Remedy::AllowFolder(folder_of(&path)));
+            if !may_be_beneath(path, namer, policy)? {
+                return refuse(OUTSIDE, Remedy::AllowFolder(folder_of(path)));
             }
-            return Err(unreachable_error(namer, role, &path, error));
+            return Err(unreachable_error(namer, role, path, error));
         }
     };
     let fail = |source: io::Error| Error::File {
@@ -158,8 +182,8 @@ pub(crate) fn open(
     }
     let file = open_again(&checked, device, options).map_err(fail)?;
     let storage = FileStorage::from_file(file, path.display().to_string(), options)?;
-    let namer = namer_at(&path, &real, namer, policy)?;
-    Ok(Referred { path, storage, namer })
+    let namer = namer_at(path, &real, namer, policy)?;
+    Ok(Referred { path: path.to_owned(), storage, namer })
 }
 
 /// The [`Namer`] for a file that `namer` referred to. `real` is the file's real path.

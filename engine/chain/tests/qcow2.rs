@@ -489,7 +489,18 @@ fn a_child_of_fork_that_closes_a_disk_leaves_the_image_to_its_parent() {
         disk.write_at(&piece, GuestOffset(8 << 20)).unwrap();
         disk.flush().unwrap();
     };
-    assert!(in_child(in_parent, || disk.flush().is_err() && disk.close().is_err()));
+    let refused = || {
+        let new = GuestOffset(16 << 20);
+        disk.write_at(&[3; 4096], new).is_err()
+            && disk.write_zeroes(GuestOffset(0), 1 << 20, true).is_err()
+            && disk.write_zeroes_persistent(GuestOffset(0), 1 << 20).is_err()
+            && disk.discard(GuestOffset(0), 1 << 20).is_err()
+            && disk.resize(128 << 20).is_err()
+            && disk.empty().is_err()
+            && disk.flush().is_err()
+            && disk.close().is_err()
+    };
+    assert!(in_child(in_parent, refused));
     let mut found = vec![0; piece.len()];
     disk.read_at(&mut found, GuestOffset(8 << 20)).unwrap();
     assert!(found == piece, "an acknowledged write is lost");

@@ -28,6 +28,8 @@ struct State<E> {
     /// Syncs have ended that cover all callers up to this number.
     durable: u64,
     busy: [bool; LANES_MAX],
+    /// Number of lanes that may be used; `None` until the others are opened.
+    lanes: Option<usize>,
     failed: Option<E>,
 }
 
@@ -42,16 +44,26 @@ pub enum SyncError<E> {
 
 impl<E> Default for Syncs<E> {
     fn default() -> Self {
-        let state =
-            State { drawn: 0, begun: 0, durable: 0, busy: [false; LANES_MAX], failed: None };
+        let busy = [false; LANES_MAX];
+        let state = State { drawn: 0, begun: 0, durable: 0, busy, lanes: None, failed: None };
         Self { state: Mutex::new(state), ended: Condvar::new() }
+    }
+}
+
+#[cfg(test)]
+impl<E> Syncs<E> {
+    /// With so many lanes, all open.
+    pub fn with_lanes(lanes: usize) -> Self {
+        let new = Self::default();
+        new.state.lock().lanes = Some(lanes);
+        new
     }
 }
 
 impl<E: Clone> Syncs<E> {
     /// Returns when everything that was written before this call is durable. One of the waiting
     /// callers calls its `sync` with the number of a lane. `lanes` returns the number of lanes with
-    /// their own description, at least 1; it is called only if the first lane is busy.
+    /// their own description, at least 1; it is called once, when the first lane is busy.
     ///
     /// # Errors
     /// The error of `sync`, from now or an earlier call.
@@ -63,7 +75,7 @@ impl<E: Clone> Syncs<E> {
         let mut state = self.state.lock();
         state.drawn += 1;
         let number = state.drawn;
-        let (mut known, mut lanes) = (1, Some(lanes));
+        let mut lanes = Some(lanes);
         let lane = loop {
             if let Some(error) = &state.failed {
                 return Err(SyncError::Earlier(error.clone()));
@@ -73,13 +85,25 @@ impl<E: Clone> Syncs<E> {
             }
             // A sync that began after this caller drew its number serves it too.
             if state.begun < number {
+                let known = state.lanes.unwrap_or(1);
                 if let Some(lane) = state.busy[..known].iter().position(|busy| !busy) {
                     break lane;
                 }
-                if let Some(lanes) = lanes.take() {
+                if state.lanes.is_none()
+                    && let Some(lanes) = lanes.take()
+                {
+                    state.lanes = Some(1);
                     drop(state);
-                    known = lanes().clamp(1, LANES_MAX);
+                    let opened = lanes().clamp(1, LANES_MAX);
                     state = self.state.lock();
+                    // To a description that was opened after an error had been reported, that error
+                    // is old: only the sync that got it can tell. So wait for its end.
+                    let (began, first) = (state.begun, 0);
+                    while state.busy[first] && state.begun == began && state.failed.is_none() {
+                        self.ended.wait(&mut state);
+                    }
+                    state.lanes = Some(opened);
+                    self.ended.notify_all();
                     continue;
                 }
             }

@@ -36,17 +36,29 @@ pub(crate) fn pass_on(old: &File, new: &File) -> Result<(), Errno> {
     let grouped = owned || rustix::fs::fchown(new, None, Some(group)).is_ok();
     // Before the mode and the list, which may deny writing even to us.
     pass_on_attributes(old, new)?;
-    let mut mode = Mode::from_raw_mode(stat.st_mode);
+    let listed = pass_on_list(old, new)?;
+    // After the owner: chown clears mode bits.
+    rustix::fs::fchmod(new, new_mode(Mode::from_raw_mode(stat.st_mode), owned, grouped, listed))
+}
+
+/// The old file's mode, less what would admit others than before if the new file does not have its
+/// owner, its group or its access control list.
+fn new_mode(old: Mode, owned: bool, grouped: bool, listed: bool) -> Mode {
+    let mut mode = old;
     if !owned {
         // A set-uid program would run as us, not as the old owner.
         mode -= Mode::SUID | Mode::SGID;
     }
-    // Without the old group or list, the group bits would admit other users than before.
-    if !grouped || !pass_on_list(old, new)? {
-        mode -= Mode::RWXG;
+    if !grouped {
+        // Members of the old group are among the others now, and members of the new one get in.
+        let of_group = Mode::from_raw_mode((mode & Mode::RWXG).as_raw_mode() >> 3);
+        mode -= Mode::RWXG | (Mode::RWXO - of_group);
     }
-    // After the owner: chown clears mode bits.
-    rustix::fs::fchmod(new, mode)
+    if !listed {
+        // Nobody knows whom the list kept out.
+        mode -= Mode::RWXG | Mode::RWXO;
+    }
+    mode
 }
 
 /// Copies the access control list, or removes the one inherited from the folder if the old file has
@@ -92,4 +104,23 @@ fn pass_on_attributes(old: &File, new: &File) -> Result<(), Errno> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_gets_in_who_was_kept_out() {
+        let mode = |old, owned, grouped, listed| {
+            new_mode(Mode::from_raw_mode(old), owned, grouped, listed).as_raw_mode()
+        };
+        assert_eq!(mode(0o4664, true, true, true), 0o4664);
+        assert_eq!(mode(0o6755, false, true, true), 0o755);
+        // The group could do more than others, or less.
+        assert_eq!(mode(0o664, true, false, true), 0o604);
+        assert_eq!(mode(0o604, true, false, true), 0o600);
+        assert_eq!(mode(0o646, true, false, true), 0o604);
+        assert_eq!(mode(0o664, true, true, false), 0o600);
+    }
 }

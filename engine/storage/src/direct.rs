@@ -14,6 +14,8 @@ use crate::range_lock::{RangeGuard, RangeLocks};
 
 /// Works on all devices and file systems in use; for when the kernel does not report an alignment.
 const ALIGNMENT_USUAL: u32 = 4096;
+/// Most times that one block is read again because a read ended within it.
+const SHORT_READS_MAX: u32 = 16;
 
 /// Direct I/O of a [`FileStorage`].
 #[derive(Debug)]
@@ -94,7 +96,7 @@ impl Direct {
 
     /// Reads whole blocks until `buf` is full or the file ends.
     fn read_whole(&self, of: &FileStorage, buf: &mut [u8], offset: u64) -> Result<usize, Errno> {
-        let mut done = 0;
+        let (mut done, mut again) = (0, 0);
         // Whole blocks: the highest possible offset lies in a block that no file can have.
         let there = within_offsets(buf, offset).len();
         let buf = &mut buf[..align_down(there as u64, self.align) as usize];
@@ -112,8 +114,10 @@ impl Direct {
             if offset + done as u64 >= of.raw_len()? {
                 break;
             }
+            // The file may have grown since: then the same block is read once more.
             let whole = align_down(n as u64, self.align) as usize;
-            if whole == 0 {
+            again = if whole == 0 { again + 1 } else { 0 };
+            if again > SHORT_READS_MAX {
                 return Err(Errno::IO);
             }
             done -= n - whole;

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{Mode, OFlags, Stat};
 use rustix::io::{Errno, ReadWriteFlags};
 use rustix::process::Resource;
 use vdkit_block::{
@@ -32,6 +32,9 @@ use crate::sys;
 
 /// One more than the highest offset of a file.
 const OFFSET_MAX: u64 = i64::MAX as u64;
+/// Most times that a file is opened whose name leads to another one by then. Some network file
+/// systems have no stable inode numbers: what was opened last is taken.
+pub const OPENS_MAX: u32 = 10;
 
 /// A regular file or a block device.
 ///
@@ -70,6 +73,10 @@ pub struct FileStorage {
     /// Opened when two syncs meet.
     sync_lanes: OnceLock<Vec<SyncLane>>,
     lock: Option<Mutex<ImageLock>>,
+    /// It is a block device that no other program can mount or open exclusively meanwhile.
+    claims: bool,
+    /// The description that holds this claim, if not `file`.
+    claim: Option<File>,
     /// Reads never wait.
     pub(crate) in_memory: bool,
     /// Where data begins, from the last hole lookup; see `find_extent`.
@@ -100,13 +107,28 @@ impl FileStorage {
     /// errors.
     pub fn open(path: impl AsRef<Path>, options: &FileOptions) -> Result<Self> {
         let path = path.as_ref();
-        let (file, kind) = open::open_file(path, options)?;
-        let opened = Self::build(file, kind, path.display().to_string(), options);
-        if opened.is_err() && options.create.makes() {
-            // It was just created and is not needed.
-            let _ = std::fs::remove_file(path);
+        let mut tries = 0;
+        loop {
+            let (file, kind) = open::open_file(path, options)?;
+            let opened = Self::build(file, kind, path.display().to_string(), options);
+            if opened.is_err() && options.create.makes() {
+                // It was just created and is not needed.
+                let _ = std::fs::remove_file(path);
+            }
+            let mut opened = opened?;
+            opened.claims =
+                kind == FileKind::BlockDevice && opened.lock.is_some() && options.writable;
+            tries += 1;
+            // Between the open and the lock, another process may have put a new file in its place.
+            if tries == OPENS_MAX || opened.lock.is_none() || opened.is_at(path) {
+                return Ok(opened);
+            }
         }
-        opened
+    }
+
+    /// Whether a path leads to this file.
+    pub fn is_at(&self, path: impl AsRef<Path>) -> bool {
+        is_at(&self.file, rustix::fs::stat(path.as_ref()))
     }
 
     /// Creates a new file, for writing. It must not exist yet.
@@ -196,6 +218,8 @@ impl FileStorage {
             syncs: Syncs::default(),
             sync_lanes: OnceLock::new(),
             lock,
+            claims: false,
+            claim: None,
         })
     }
 
@@ -204,13 +228,24 @@ impl FileStorage {
         let fail = |errno: Errno| file_error(&self.name, IoAction::Open, errno);
         let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
         let mut flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
-        if self.kind == FileKind::BlockDevice && self.lock.is_some() {
+        let exclusive = self.kind == FileKind::BlockDevice && self.lock.is_some();
+        if exclusive && !self.claims {
             // Fails while the device is mounted or part of a volume.
             flags |= OFlags::EXCL;
         }
         let file = retry(|| rustix::fs::open(&path, flags, Mode::empty())).map_err(fail)?;
         let options = FileOptions::read_write().cache(self.cache).lock(LockMode::Off);
-        Self::from_file(File::from(file), self.name.clone(), &options)
+        let mut again = Self::from_file(File::from(file), self.name.clone(), &options)?;
+        again.claims = exclusive;
+        if self.claims {
+            // The claim ends with the description that was opened exclusively.
+            let holder = self.claim.as_ref().unwrap_or(&self.file);
+            let holder = holder
+                .try_clone()
+                .map_err(|source| file_error(&self.name, IoAction::Open, source))?;
+            again.claim = Some(holder);
+        }
+        Ok(again)
     }
 
     /// Reopens the file for syncs alone, as often as possible. The kernel reports to a newly opened
@@ -568,6 +603,14 @@ impl Drop for FileStorage {
         if let Some(lock) = self.lock.take().map(Mutex::into_inner) {
             lock.release(&self.file);
         }
+    }
+}
+
+/// Whether this is the file that a name was found to lead to.
+pub(crate) fn is_at(file: &File, found: Result<Stat, Errno>) -> bool {
+    match (rustix::fs::fstat(file), found) {
+        (Ok(own), Ok(found)) => (own.st_dev, own.st_ino) == (found.st_dev, found.st_ino),
+        _ => false,
     }
 }
 

@@ -15,6 +15,8 @@ use rustix::fs::OFlags;
 use rustix::io::Errno;
 use vdkit_block::{Error, Result};
 
+use crate::mounts::{self, Mount};
+
 /// Planned change of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
@@ -65,9 +67,8 @@ fn holder(folder: &Path, device: &str) -> Option<String> {
     });
     let named = [folder.to_owned()].into_iter().chain(parts).find_map(|part| {
         let number = std::fs::read_to_string(part.join("dev")).ok()?;
-        let (major, minor) = number.trim_end().split_once(':')?;
-        let number = rustix::fs::makedev(major.parse().ok()?, minor.parse().ok()?);
-        by_whom(number)
+        let (major, minor) = mounts::device_number(number.trim_end())?;
+        by_whom(rustix::fs::makedev(major, minor))
     });
     named.or_else(|| {
         // Ask the kernel: not every user is visible in /proc or /sys.
@@ -83,9 +84,14 @@ fn holder(folder: &Path, device: &str) -> Option<String> {
 /// The user of a block device, for messages.
 pub(crate) fn by_whom(device: u64) -> Option<String> {
     let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
-    let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    if let Some(at) = mounted_at(&table, device, &format!("{major}:{minor}")) {
-        return Some(format!("mounted at {at}"));
+    // File systems on several devices (btrfs) have device numbers of their own, and name one of
+    // their devices as the source.
+    let is_on = |mount: &Mount| {
+        mount.device == (major, minor)
+            || mount.source.starts_with("/dev/") && is_device(Path::new(&mount.source), device)
+    };
+    if let Some(mount) = mounts::all().into_iter().find(is_on) {
+        return Some(format!("mounted at {}", mount.point.display()));
     }
     let swaps = std::fs::read_to_string("/proc/swaps").unwrap_or_default();
     let names = swaps.lines().skip(1).filter_map(|line| line.split_whitespace().next());
@@ -100,31 +106,4 @@ pub(crate) fn by_whom(device: u64) -> Option<String> {
 fn is_device(path: &Path, device: u64) -> bool {
     use std::os::unix::fs::FileTypeExt;
     path.metadata().is_ok_and(|found| found.file_type().is_block_device() && found.rdev() == device)
-}
-
-/// Mount point of a device. File systems on several devices (btrfs) have device numbers of their
-/// own, and name one of their devices as the source.
-fn mounted_at(table: &str, device: u64, number: &str) -> Option<String> {
-    table.lines().find_map(|line| {
-        let (before, behind) = line.split_once(" - ")?;
-        let fields: Vec<&str> = before.split(' ').collect();
-        let source = behind.split(' ').nth(1).unwrap_or_default();
-        let named = source.starts_with("/dev/") && is_device(Path::new(source), device);
-        (fields.get(2) == Some(&number) || named)
-            .then(|| fields.get(4).map(|at| at.replace("\\040", " ")))
-            .flatten()
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn mounts_are_found_by_number() {
-        let table = "36 35 7:3 / /mnt/a\\040b rw - ext4 /dev/loop3 rw\n37 35 0:5 / /proc rw - proc proc rw\n";
-        let at = |number| mounted_at(table, rustix::fs::makedev(250, 1), number);
-        assert_eq!(at("7:3").as_deref(), Some("/mnt/a b"));
-        assert_eq!(at("7:4"), None);
-    }
 }

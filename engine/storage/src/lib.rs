@@ -43,6 +43,7 @@ mod initial_write;
 mod links;
 mod lock;
 mod memory;
+pub mod mounts;
 mod open;
 mod pending;
 mod placement;
@@ -54,7 +55,7 @@ mod space;
 mod sys;
 
 pub use buffer::AlignedBuf;
-pub use file::FileStorage;
+pub use file::{FileStorage, OPENS_MAX};
 pub use links::folder_of;
 pub use lock::LockMode;
 pub use memory::MemoryStorage;

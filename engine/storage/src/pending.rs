@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use vdkit_block::{CacheMode, Error, IoAction, OwnerProcess, Result};
 
 use crate::access;
-use crate::file::FileStorage;
+use crate::file::{FileStorage, OPENS_MAX, is_at};
 use crate::held::{Change, refuse_attached};
 use crate::links;
 use crate::lock::{ImageLock, LockMode};
@@ -110,7 +110,8 @@ impl PendingFile {
     /// Renames the file to its target, replacing an existing file.
     ///
     /// # Errors
-    /// [`Error::File`]; the target is then unchanged, and the new file is removed. If only syncing
+    /// [`Error::Busy`] if another file has taken the place of the one to be replaced;
+    /// [`Error::File`]. The target is then unchanged, and the new file is removed. If only syncing
     /// the folder fails, the rename is done but a crash may undo it.
     pub fn commit(mut self, options: CommitOptions) -> Result<()> {
         let replaces = self.replaced.is_some() && self.storage.cache() != CacheMode::Unsafe;
@@ -119,7 +120,18 @@ impl PendingFile {
         }
         let fail = |errno| file_error(&self.target.display().to_string(), IoAction::Rename, errno);
         match &self.replaced {
-            Some(_) => rustix::fs::rename(&self.temporary, &self.target).map_err(fail)?,
+            Some(old) => match rustix::fs::lstat(&self.target) {
+                // Not a file that took the place of the locked one: somebody may use it.
+                found if is_at(&old.file, found) => {
+                    rustix::fs::rename(&self.temporary, &self.target).map_err(fail)?;
+                }
+                Err(Errno::NOENT) => rename_new(&self.temporary, &self.target).map_err(fail)?,
+                Err(errno) => return Err(fail(errno)),
+                Ok(_) => {
+                    let what = "another file has taken its name meanwhile, and stays".to_owned();
+                    return Err(Error::Busy { file: self.target.display().to_string(), what });
+                }
+            },
             None => rename_new(&self.temporary, &self.target).map_err(fail)?,
         }
         self.committed = true;
@@ -141,6 +153,20 @@ impl Drop for PendingFile {
 impl Replaced {
     /// Locks a file as a writer does; `None` if there is no file.
     pub(crate) fn open(target: &Path, lock: LockMode) -> Result<Option<Self>> {
+        let mut tries = 0;
+        loop {
+            let opened = Self::open_once(target, lock)?;
+            tries += 1;
+            // Between the open and the lock, another process may have put a new file in its place.
+            let current =
+                opened.as_ref().is_none_or(|old| is_at(&old.file, rustix::fs::lstat(target)));
+            if tries == OPENS_MAX || current {
+                return Ok(opened);
+            }
+        }
+    }
+
+    fn open_once(target: &Path, lock: LockMode) -> Result<Option<Self>> {
         let name = target.display().to_string();
         // Links were resolved before: refuse one that appeared since.
         let flags =

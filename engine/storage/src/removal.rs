@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use vdkit_block::Result;
 
+use crate::file::is_at;
 use crate::lock::LockMode;
 use crate::pending::Replaced;
 
@@ -33,9 +34,7 @@ impl PendingRemoval {
     /// # Errors
     /// Errors of the system.
     pub fn remove(self) -> std::io::Result<()> {
-        let ours = rustix::fs::fstat(&self.held.file)?;
-        let named = rustix::fs::lstat(&self.path)?;
-        if (ours.st_dev, ours.st_ino) == (named.st_dev, named.st_ino) {
+        if is_at(&self.held.file, rustix::fs::lstat(&self.path)) {
             std::fs::remove_file(&self.path)?;
         }
         Ok(())

@@ -4,10 +4,11 @@ use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use vdkit_block::{
-    CacheMode, CopyMethod, CopyOp, Error, ErrorKind, HostOffset, IoAction, KernelCopy, ReadOp,
-    ReadPaths, SpaceMap, Storage, StorageExt, ZeroMode,
+    AccessExchange, CacheMode, CopyMethod, CopyOp, Error, ErrorKind, HostOffset, IoAction,
+    KernelCopy, ReadOp, ReadPaths, SpaceMap, Storage, StorageExt, ZeroMode,
 };
 use vdkit_storage::{
     AlignedBuf, CreateMode, FileKind, FileOptions, FileStorage, LockMode, MemoryStorage,
@@ -571,4 +572,57 @@ fn a_device_keeps_its_length() {
     storage.discard(HostOffset(4096), 512 << 10).unwrap();
     storage.sync().unwrap();
     assert!(used() < 600 << 10, "{}", used());
+}
+
+/// The last block of a file whose length is no multiple of the alignment, while the file grows: such a
+/// read ends early, but not at the file's end.
+#[test]
+fn a_direct_read_at_the_end_of_a_file_that_grows_does_not_fail() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("f");
+    let options = FileOptions::read_write().cache(CacheMode::None);
+    let Ok(file) = FileStorage::create(&path, &options) else {
+        return impossible_here("no direct I/O in the temporary folder");
+    };
+    let align = u64::from(file.caps().alignment);
+    file.write_at(&vec![7; (2 * align) as usize + 100], HostOffset(0)).unwrap();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                file.set_len(4 * align).unwrap();
+                file.set_len(2 * align + 100).unwrap();
+            }
+        });
+        let mut buf = [0; 100];
+        for _ in 0..5000 {
+            let read = file.read_at(&mut buf, HostOffset(2 * align));
+            done.store(read.is_err(), Ordering::Relaxed);
+            read.expect("healthy bytes");
+            assert_eq!(buf, [7; 100]);
+        }
+        done.store(true, Ordering::Relaxed);
+    });
+}
+
+/// A live commit downgrades the disk on a device and writes to it again later. Nobody else may take the
+/// device meanwhile.
+#[test]
+fn a_device_is_opened_for_writing_again_by_who_has_it() {
+    let Some(device) = fs::loop_device(1 << 20, 512) else { return };
+    let open = |options| FileStorage::open(device.path(), &options);
+    let first = open(FileOptions::read_write()).unwrap();
+    first.downgrade_lock().unwrap();
+    let second = first.reopen_for_writing().unwrap();
+    drop(first);
+    second.write_at(&[5; 512], HostOffset(0)).unwrap();
+    let foreign = || open(FileOptions::read_write().lock(LockMode::Off));
+    let exclusive = || {
+        let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::EXCL;
+        rustix::fs::open(device.path(), flags, rustix::fs::Mode::empty())
+    };
+    assert_eq!(exclusive().err(), Some(rustix::io::Errno::BUSY));
+    drop(second);
+    foreign().unwrap();
+    exclusive().unwrap();
 }

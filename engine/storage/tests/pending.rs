@@ -3,6 +3,7 @@
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, lchown, symlink};
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::XattrFlags;
 use rustix::io::Errno;
@@ -125,6 +126,57 @@ fn a_file_that_appears_meanwhile_is_not_overwritten() {
     assert!(error.to_string().contains("exists"), "{error}");
     assert_eq!(std::fs::read(&target).unwrap(), b"somebody else's");
     assert_eq!(names(dir.path()), ["image"]);
+}
+
+/// A file that was renamed to the target's name, and may be somebody's disk by now.
+#[test]
+fn a_file_that_took_the_place_of_the_replaced_one_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let [target, other] = ["image", "other"].map(|name| dir.path().join(name));
+    std::fs::write(&target, "old").unwrap();
+    let file = pending(&target);
+    std::fs::write(&other, "somebody else's").unwrap();
+    std::fs::rename(&other, &target).unwrap();
+    let users = FileStorage::open(&target, &FileOptions::read_write()).unwrap();
+    let error = file.commit(CommitOptions::default()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Locked);
+    assert!(users.is_at(&target));
+    assert_eq!(std::fs::read(&target).unwrap(), b"somebody else's");
+    assert_eq!(names(dir.path()), ["image"]);
+    drop(users);
+    // A target that was removed is nobody's.
+    let file = pending(&target);
+    std::fs::remove_file(&target).unwrap();
+    file.commit(CommitOptions::default()).unwrap();
+    assert_eq!(std::fs::read(&target).unwrap(), b"new");
+}
+
+/// One thread puts new files into the place of an image, another opens it as often as it can. Once
+/// it has the lock, nobody may replace what it has.
+#[test]
+fn what_is_opened_and_locked_is_what_the_name_leads_to() {
+    let dir = tempfile::tempdir().unwrap();
+    let target = dir.path().join("image");
+    std::fs::write(&target, "old").unwrap();
+    let done = AtomicBool::new(false);
+    let opened = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..3000 {
+                if let Ok(file) = PendingFile::create(&target, &FileOptions::default()) {
+                    let _ = file.commit(CommitOptions::default());
+                }
+            }
+            done.store(true, Ordering::Relaxed);
+        });
+        let mut opened = 0;
+        while !done.load(Ordering::Relaxed) {
+            let Ok(file) = FileStorage::open(&target, &FileOptions::read_write()) else { continue };
+            assert!(file.is_at(&target), "a file without a name was opened");
+            opened += 1;
+        }
+        opened
+    });
+    assert!(opened > 0, "it was always in use");
 }
 
 #[test]

@@ -7,10 +7,11 @@ use std::fmt;
 
 use aes::cipher::{Array, BlockCipherDecrypt, BlockCipherEncrypt, KeyInit, consts::U16};
 use aes::{Aes128, Aes192, Aes256};
-use vdkit_block::{CIPHER_SECTOR_BYTES, Error, Result, SectorCipher};
+use vdkit_block::{CIPHER_SECTOR_BYTES, Error, Result, Secret, SectorCipher};
 use zeroize::Zeroizing;
 
 use crate::hash::Hash;
+use crate::slots::wipe_stack;
 
 type Block = Array<u8, U16>;
 
@@ -35,7 +36,9 @@ enum Aes {
 }
 
 impl Aes {
-    /// With a key of 16, 24 or 32 bytes.
+    /// With a key of 16, 24 or 32 bytes. Never inlined: [`wipe_stack`] does not reach its caller's
+    /// frame, where the expanded key would be.
+    #[inline(never)]
     fn new(key: &[u8]) -> Option<Self> {
         Some(match key.len() {
             16 => Self::Aes128(Box::new(Aes128::new_from_slice(key).ok()?)),
@@ -172,7 +175,10 @@ pub fn legacy_qcow2(password: &[u8]) -> Option<AesSectors> {
     let mut key = Zeroizing::new([0; 16]);
     let len = password.len().min(16);
     key[..len].copy_from_slice(&password[..len]);
-    CipherSpec { aes_bytes: 16, mode: Mode::Cbc, vector: Vector::Plain64 }.with_key(&*key)
+    let spec = CipherSpec { aes_bytes: 16, mode: Mode::Cbc, vector: Vector::Plain64 };
+    let cipher = spec.with_key(&*key);
+    wipe_stack();
+    cipher
 }
 
 /// Decrypts `bytes` with AES-CBC under a key of 16, 24 or 32 bytes and removes the padding (PKCS
@@ -181,22 +187,23 @@ pub fn legacy_qcow2(password: &[u8]) -> Option<AesSectors> {
 /// # Errors
 /// [`Error::Invalid`]: a key of another length, bytes that are not whole blocks of 16, or padding of
 /// another length than 1 to 16 bytes (the key is probably wrong).
-pub fn decrypt_cbc_padded(key: &[u8], vector: &[u8; 16], bytes: &[u8]) -> Result<Vec<u8>> {
+pub fn decrypt_cbc_padded(key: &[u8], vector: &[u8; 16], bytes: &[u8]) -> Result<Secret> {
     let wrong = |what: String| Error::invalid(format!("an encrypted secret: {what}"));
-    let aes = Aes::new(key).ok_or_else(|| wrong(format!("a key of {} bytes", key.len())))?;
     if bytes.is_empty() || !bytes.len().is_multiple_of(BLOCK) {
         return Err(wrong(format!("{} bytes are no whole blocks of {BLOCK}", bytes.len())));
     }
-    let mut plain = bytes.to_vec();
+    let aes = Aes::new(key).ok_or_else(|| wrong(format!("a key of {} bytes", key.len())))?;
+    let mut plain = Zeroizing::new(bytes.to_vec());
     aes.decrypt(Array::slice_as_chunks_mut(&mut plain).0);
+    wipe_stack();
     let before = vector.iter().chain(bytes);
     plain.iter_mut().zip(before).for_each(|(byte, before)| *byte ^= before);
     let padding = usize::from(*plain.last().expect("not empty"));
     if !(1..=BLOCK).contains(&padding) {
         return Err(wrong(format!("{padding} bytes of padding; the key is probably wrong")));
     }
-    plain.truncate(plain.len() - padding);
-    Ok(plain)
+    plain.truncate(bytes.len() - padding);
+    Ok(Secret::new(std::mem::take(&mut *plain)))
 }
 
 /// AES over sectors. The expanded keys are wiped on drop.

@@ -9,7 +9,7 @@ use crate::cipher::{CipherSpec, Mode, Vector};
 use crate::hash::Hash;
 use crate::header::{HEADER_BYTES, MAGIC, SECTOR_BYTES, SLOTS, STRIPES};
 use crate::on_disk::{ACTIVE, INACTIVE, RawHeader, Slot};
-use crate::slots::{Method, random, wipe_stack};
+use crate::slots::{Method, digest_iterations, random, wipe_stack};
 
 /// Start and alignment of key material areas, as in QEMU and cryptsetup.
 const MATERIAL_ALIGN: u64 = 4096;
@@ -128,7 +128,7 @@ impl NewHeader {
         let sector = |bytes: u64| U32::new((bytes / SECTOR_BYTES) as u32);
         let mut key = Zeroizing::new(vec![0; method.spec.key_bytes()]);
         random(file, &mut key)?;
-        let iterations = method.iterations(self.milliseconds, limits);
+        let iterations = method.iterations(self.milliseconds, limits, None);
         let slots = std::array::from_fn(|number| Slot {
             active: U32::new(if number == 0 { ACTIVE } else { INACTIVE }),
             iterations: U32::new(if number == 0 { iterations } else { 0 }),
@@ -146,8 +146,7 @@ impl NewHeader {
             key_bytes: U32::new(key.len() as u32),
             mk_digest: [0; 20],
             mk_digest_salt: [0; 32],
-            // An eighth of a slot's time, as in QEMU.
-            mk_digest_iterations: U32::new((iterations / 8).max(1000)),
+            mk_digest_iterations: U32::new(digest_iterations(iterations)),
             uuid: padded(&random_uuid()?.to_string()),
             key_slots: slots,
         };
@@ -182,6 +181,8 @@ pub struct MadeHeader {
 impl MadeHeader {
     /// The image's cipher.
     pub fn cipher(&self) -> Option<crate::AesSectors> {
-        self.method.spec.with_key(&self.key)
+        let cipher = self.method.spec.with_key(&self.key);
+        wipe_stack();
+        cipher
     }
 }

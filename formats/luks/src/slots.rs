@@ -25,6 +25,13 @@ use crate::on_disk::{ACTIVE, INACTIVE, Slot, slot_at};
 
 /// Minimum iterations of a new slot, by the specification.
 const ITERATIONS_MIN: u32 = 1000;
+/// Bytes of the digest that identifies the image's key.
+const DIGEST_BYTES: usize = 20;
+
+/// Iterations of a new header's digest: an eighth of its slot's, as in QEMU.
+pub(crate) fn digest_iterations(slot: u32) -> u32 {
+    (slot / 8).max(ITERATIONS_MIN)
+}
 
 /// The image's key.
 pub(crate) type VolumeKey = Zeroizing<Vec<u8>>;
@@ -85,8 +92,13 @@ impl Method {
     }
 
     /// The number of iterations that takes this time on this machine, within the limits; the
-    /// minimum for 0.
-    pub(crate) fn iterations(&self, milliseconds: u64, limits: &Limits) -> u32 {
+    /// minimum for 0. `digest` is the header's digest iterations; `None` for a new header.
+    pub(crate) fn iterations(
+        &self,
+        milliseconds: u64,
+        limits: &Limits,
+        digest: Option<u32>,
+    ) -> u32 {
         if milliseconds == 0 {
             return ITERATIONS_MIN;
         }
@@ -104,20 +116,38 @@ impl Method {
             tried *= 2;
         };
         let ratio = wanted.as_secs_f64() / taken.as_secs_f64().max(1e-6);
-        let most = limits.key_rounds_max / self.hash.rounds(key.len());
+        let most = self.iterations_max(limits.key_rounds_max, digest);
         let most = most.clamp(ITERATIONS_MIN.into(), u32::MAX.into()) as f64;
         (f64::from(tried) * ratio).clamp(ITERATIONS_MIN.into(), most) as u32
     }
 
+    /// Maximum iterations of a slot whose key and digest together take at most `limit` rounds, as
+    /// [`Header::rounds`] counts them. `digest` is as in [`Method::iterations`].
+    fn iterations_max(&self, limit: u64, digest: Option<u32>) -> u64 {
+        let of_slot = self.hash.rounds(self.spec.key_bytes());
+        let of_digest = self.hash.rounds(DIGEST_BYTES);
+        let beside = |digest: u32| limit.saturating_sub(u64::from(digest) * of_digest) / of_slot;
+        match digest {
+            Some(digest) => beside(digest),
+            // `digest_iterations`: at least the minimum, and one for every eight of the slot.
+            None => beside(ITERATIONS_MIN).min(limit / (8 * of_slot + of_digest) * 8),
+        }
+    }
+
     /// The digest that identifies the image's key.
-    pub(crate) fn digest(&self, key: &VolumeKey, salt: &[u8; 32], iterations: u32) -> [u8; 20] {
-        let mut digest = [0; 20];
+    pub(crate) fn digest(
+        &self,
+        key: &VolumeKey,
+        salt: &[u8; 32],
+        iterations: u32,
+    ) -> [u8; DIGEST_BYTES] {
+        let mut digest = [0; DIGEST_BYTES];
         self.hash.derive(key, salt, iterations, &mut digest);
         digest
     }
 }
 
-/// Work of trying one key on all slots together: an untrusted header has eight.
+/// Work of trying one key, on one slot or on several together.
 struct Work<'a> {
     limit: u64,
     done: u64,
@@ -137,6 +167,17 @@ impl<'a> Work<'a> {
         require_within(file, what, found, self.limit)?;
         self.done = found;
         Ok(())
+    }
+}
+
+/// Keeps the first refusal of a slot's work in `too_much`, since another slot may open.
+fn unless_too_much<T>(tried: Result<Option<T>>, too_much: &mut Option<Error>) -> Result<Option<T>> {
+    match tried {
+        Err(error @ Error::Limit { .. }) => {
+            too_much.get_or_insert(error);
+            Ok(None)
+        }
+        other => other,
     }
 }
 
@@ -213,11 +254,8 @@ impl LuksSlots {
             for number in 0..SLOTS {
                 let tried = self.try_slot(method, number, passphrase, &mut work);
                 tell_tried(monitor, number);
-                match tried {
-                    Ok(Some(key)) => return Ok(Some((number, key))),
-                    Ok(None) => {}
-                    Err(error @ Error::Limit { .. }) => too_much = too_much.or(Some(error)),
-                    Err(error) => return Err(error),
+                if let Some(key) = unless_too_much(tried, &mut too_much)? {
+                    return Ok(Some((number, key)));
                 }
             }
         }
@@ -310,16 +348,19 @@ impl KeySlots for LuksSlots {
 
     fn opened_by(&self, key: &Secret, monitor: &Monitor<'_>) -> Result<Vec<u32>> {
         let method = Method::of(&self.header, self.storage.name())?;
-        let mut opened = Vec::new();
-        let mut work = Work::new(&self.limits, monitor);
+        let (mut opened, mut too_much) = (Vec::new(), None);
         for number in 0..SLOTS {
-            if self.try_slot(&method, number, key, &mut work)?.is_some() {
+            // Each slot has its own budget: all eight are tried although an earlier one opened, and
+            // the sum of slots that are allowed each must not refuse the image.
+            let mut work = Work::new(&self.limits, monitor);
+            let tried = self.try_slot(&method, number, key, &mut work);
+            wipe_stack();
+            if unless_too_much(tried, &mut too_much)?.is_some() {
                 opened.push(number as u32);
             }
             tell_tried(monitor, number);
         }
-        wipe_stack();
-        Ok(opened)
+        too_much.filter(|_| opened.is_empty()).map_or(Ok(opened), Err)
     }
 
     fn add_in(
@@ -336,8 +377,9 @@ impl KeySlots for LuksSlots {
             return Err(self.wrong_key("the key"));
         };
         let number = self.free_slot(slot)?;
+        let digest = self.header.raw.mk_digest_iterations.get();
         let mut slot = Slot {
-            iterations: method.iterations(milliseconds, &self.limits).into(),
+            iterations: method.iterations(milliseconds, &self.limits, Some(digest)).into(),
             ..self.header.raw.key_slots[number].clone()
         };
         random(&file, &mut slot.salt)?;

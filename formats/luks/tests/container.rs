@@ -8,7 +8,7 @@ use vdkit_block::{
     KeyedImages, Limits, Monitor, OpenRequest, Options, Progress, Result, Secret, Storage,
     StorageExt,
 };
-use vdkit_luks::{HEADER_BYTES, Header, HeaderPlace, LuksDriver, LuksSlots, SLOTS};
+use vdkit_luks::{HEADER_BYTES, Header, HeaderPlace, LuksDriver, LuksSlots, NewHeader, SLOTS};
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CountingStorage, CrashStorage, FaultKind, FaultPlan, FaultyStorage, Rng};
 
@@ -238,6 +238,66 @@ fn work_is_bounded_before_it_is_done() {
     // Also after another key that opens no slot.
     let request = OpenRequest { storage, files: Vec::new(), writable: false, limits: LIMITS };
     LuksDriver.open_with_keys(request, &[secret("another"), secret("second")]).unwrap();
+}
+
+/// Makes slots active that have so many iterations.
+fn activate(storage: &dyn Storage, slots: std::ops::Range<u64>, iterations: u32) {
+    for number in slots {
+        let fields = [0x00ac_71f3u32.to_be_bytes(), iterations.to_be_bytes()].concat();
+        storage.write_at(&fields, HostOffset(208 + number * 48)).unwrap();
+    }
+}
+
+#[test]
+fn an_expensive_slot_does_not_block_changes_of_the_others() {
+    let quiet = Monitor::default();
+    let storage = made(64 << 10, "cipher-alg=aes-128").unwrap();
+    activate(&*storage, 1..2, u32::MAX);
+    let mut all = slots(storage);
+    assert_eq!(all.opened_by(&secret("first"), &quiet).unwrap(), [0]);
+    let error = all.opened_by(&secret("another"), &quiet).unwrap_err();
+    assert!(matches!(error, Error::Limit { .. }), "{error}");
+    assert_eq!(all.add(&secret("first"), &secret("second"), 0, &quiet).unwrap(), 2);
+    assert_eq!(all.opened_by(&secret("second"), &quiet).unwrap(), [2]);
+    all.wipe(1).unwrap();
+    assert!(all.opened_by(&secret("another"), &quiet).unwrap().is_empty());
+}
+
+#[test]
+fn slots_that_are_allowed_each_are_all_tried() {
+    let storage = made(64 << 10, "cipher-alg=aes-128").unwrap();
+    activate(&*storage, 1..SLOTS as u64, 6000);
+    let all = slots(storage);
+    for (key, opened) in [("first", &[0][..]), ("another", &[])] {
+        assert_eq!(all.opened_by(&secret(key), &Monitor::default()).unwrap(), opened);
+    }
+}
+
+#[test]
+fn what_is_made_within_the_limits_opens_within_them() {
+    const HOUR: u64 = 3_600_000;
+    for hash in ["sha1", "sha224", "sha256", "sha384", "sha512", "ripemd160"] {
+        let text = format!("cipher-alg=aes-128,iter-time={HOUR},hash-alg={hash}");
+        let options = Options::parse("luks", LuksDriver.options(), [text.as_str()]).unwrap();
+        let new = NewHeader::from_options(&options, "").unwrap();
+        // The digest has the minimum of iterations, or an eighth of the slot's.
+        for rounds in [1 << 12, 1 << 16] {
+            let mut limits = LIMITS;
+            limits.key_rounds_max = rounds;
+            let header = new.make("image", &secret("first"), &limits).unwrap();
+            let storage = Arc::new(MemoryStorage::with_len("image", new.payload_offset()));
+            storage.write_at(&header.bytes, HostOffset(0)).unwrap();
+            let place = HeaderPlace { offset: HostOffset(0), room: new.payload_offset() };
+            let all = LuksSlots::read(storage, place, &limits).unwrap();
+            if let Err(error) = all.unlock(&[secret("first")]) {
+                panic!("{hash}, {rounds} rounds: {error}");
+            }
+        }
+    }
+    // A new slot has the digest of its header.
+    let mut all = slots(made(64 << 10, "cipher-alg=aes-128").unwrap());
+    assert_eq!(all.add(&secret("first"), &secret("second"), HOUR, &Monitor::default()).unwrap(), 1);
+    assert_eq!(all.opened_by(&secret("second"), &Monitor::default()).unwrap(), [1]);
 }
 
 #[test]

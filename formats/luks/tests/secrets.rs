@@ -1,5 +1,6 @@
-//! After an image is closed, the process's memory contains neither its passphrase nor its key. This
-//! is the only test of its program: others would be in that memory too.
+//! After an image is closed, the process's memory contains neither its passphrase nor its key; nor
+//! those of other ciphers that were dropped. This is the only test of its program: others would be
+//! in that memory too.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
@@ -8,7 +9,7 @@ use std::sync::Arc;
 use vdkit_block::{
     CreateRequest, Creation, Format, KeyedImages, Limits, OpenRequest, Options, Secret, Storage,
 };
-use vdkit_luks::LuksDriver;
+use vdkit_luks::{LuksDriver, NewHeader, decrypt_cbc_padded, legacy_qcow2};
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::impossible_here;
 use zeroize::Zeroize;
@@ -173,4 +174,34 @@ fn nothing_of_a_key_is_left_in_memory() {
     for key in &keys {
         assert_eq!(count(key), 0, "a key of the closed image");
     }
+
+    let options = Options::parse("luks", LuksDriver.options(), ["iter-time=0"]).unwrap();
+    let new = NewHeader::from_options(&options, "").unwrap();
+    let made = new.make("image", &Secret::new(vec![7; 40]), &Limits::default()).unwrap();
+    let cipher = made.cipher();
+    drop(made);
+    let keys = expanded_keys();
+    assert_eq!(keys.len(), 2, "the cipher of a new header");
+    for key in &keys {
+        assert_eq!(count(key), 1, "the cipher of a new header has its key once");
+    }
+    drop(cipher);
+
+    let key = Secret::read(File::open(&path).unwrap(), 100).unwrap();
+    drop(legacy_qcow2(key.bytes()));
+    drop(key);
+    assert_eq!(count(&masked[..16]), 0, "the key of a dropped legacy cipher");
+
+    let key = Secret::read(File::open(&path).unwrap(), 100).unwrap();
+    // Some last byte of the block before the last one makes the padding valid.
+    let mut bytes = [0; 160];
+    let plain = (0..=255).find_map(|last| {
+        bytes[143] = last;
+        decrypt_cbc_padded(&key.bytes()[..32], &[0; 16], &bytes).ok()
+    });
+    let decrypted: Vec<u8> = plain.unwrap().bytes()[32..96].iter().map(|b| b ^ MASK).collect();
+    drop(key);
+    assert_eq!(count(&masked[..32]), 0, "the key of an encrypted secret");
+    assert_eq!(count(&decrypted), 0, "an encrypted secret");
+    assert_eq!(expanded_keys(), Vec::<[u8; 32]>::new(), "all is dropped");
 }

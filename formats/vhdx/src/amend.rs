@@ -78,8 +78,6 @@ impl Vhdx {
             ));
         };
         self.begin_metadata_session()?;
-        // Of a damaged image, no space is zeroed or freed.
-        self.space(&mut self.meta.lock())?;
         let blocks = self.geometry.blocks(self.guest_len());
         if !self.geometry.has_parent && blocks > 0 {
             // The table ended with the last block's entry; later bytes of the region are undefined.
@@ -104,6 +102,8 @@ impl Vhdx {
     /// zero where this image has no data.
     fn stand_alone(&self, monitor: &Monitor<'_>) -> Result<()> {
         self.begin_metadata_session()?;
+        // Of a damaged image, no space is zeroed or freed.
+        self.space(&mut self.meta.lock())?;
         let blocks = self.geometry.blocks(self.guest_len());
         for block in 0..blocks {
             monitor.cancel.check()?;

@@ -180,26 +180,43 @@ impl<'a> Survey<'a> {
         let chunk = (1 << geometry.chunk_bits()) + 1;
         self.report.total_clusters = geometry.blocks(parts.metadata.guest_bytes);
         let mut walk = Walk::default();
-        let mut first = 0;
-        while first < entries {
-            monitor.cancel.check()?;
-            monitor.progress.update(first, entries);
-            let count = (entries - first).min(STEP_BYTES / 8);
-            let mut words = vec![U64::ZERO; count as usize];
-            let at = parts.regions.bat.offset + first * 8;
-            parts.storage.read_padded(words.as_mut_bytes(), HostOffset(at))?;
-            for (index, word) in (first..).zip(&words) {
-                let entry = BatEntry(word.get());
-                if (index + 1).is_multiple_of(chunk) {
-                    self.bitmap_entry(index, entry, &mut walk);
-                } else {
-                    self.payload_entry(index, index - index / chunk, entry, &mut walk);
-                }
+        each_entry(parts, monitor, |index, entry| {
+            if (index + 1).is_multiple_of(chunk) {
+                self.bitmap_entry(index, entry, &mut walk);
+            } else {
+                self.payload_entry(index, index - index / chunk, entry, &mut walk);
             }
-            first += count;
+        })?;
+        if walk.kept {
+            // Last: if other data is in the space, the entry without data is wrong.
+            each_entry(parts, monitor, |index, entry| {
+                if !(index + 1).is_multiple_of(chunk) {
+                    self.kept_space(index, index - index / chunk, entry);
+                }
+            })?;
         }
         monitor.progress.update(entries, entries);
         Ok(())
+    }
+
+    /// Checks the space that a block without data keeps.
+    fn kept_space(&mut self, index: u64, block: u64, entry: BatEntry) {
+        let geometry = self.parts.metadata.geometry;
+        let rest = self.parts.metadata.guest_bytes.saturating_sub(block << geometry.block_bits);
+        if rest == 0 || entry.host() == 0 || !entry.state().is_some_and(State::keeps_space) {
+            return;
+        }
+        let bytes = geometry.block_bytes();
+        let end = entry.host().saturating_add(bytes);
+        let new = BatEntry(entry.state_bits());
+        if entry.host().saturating_add(bytes.min(rest)) > self.file_bytes {
+            self.bad(index, entry, new, false, "space behind the file's end [2.5.1]");
+        } else if self.used.take(entry.host(), end) {
+            self.bad(index, entry, new, false, "space that another block uses [2.5.1.1]");
+        } else {
+            let seen = self.report.image_end_offset;
+            self.report.image_end_offset = seen.max(end.min(self.file_bytes));
+        }
     }
 
     fn bad(&mut self, index: u64, entry: BatEntry, new: BatEntry, forced: bool, rule: &str) {
@@ -239,13 +256,7 @@ impl<'a> Survey<'a> {
         }
         walk.partial |= state == State::PartiallyPresent;
         if !entry.has_data() {
-            // States without data may keep an offset [2.5.1.1], which no other block may use.
-            if matches!(state, State::Undefined | State::Unmapped) && entry.host() != 0 {
-                let end = entry.host().saturating_add(geometry.block_bytes());
-                self.used.take(entry.host(), end);
-                let seen = self.report.image_end_offset;
-                self.report.image_end_offset = seen.max(end.min(self.file_bytes));
-            }
+            walk.kept |= state.keeps_space() && entry.host() != 0;
             return;
         }
         let bytes = geometry.block_bytes();
@@ -338,8 +349,30 @@ impl<'a> Survey<'a> {
 struct Walk {
     /// A block of this chunk is partial.
     partial: bool,
+    /// A block without data keeps its space.
+    kept: bool,
     /// Host offset at which the next block would be contiguous.
     next: Option<u64>,
+}
+
+/// Calls `visit` with the index and the value of each entry of the block allocation table.
+fn each_entry(
+    parts: &Parts,
+    monitor: &Monitor<'_>,
+    mut visit: impl FnMut(u64, BatEntry),
+) -> Result<()> {
+    let entries = parts.metadata.geometry.bat_entries(parts.metadata.guest_bytes);
+    for first in (0..entries).step_by((STEP_BYTES / 8) as usize) {
+        monitor.cancel.check()?;
+        monitor.progress.update(first, entries);
+        let mut words = vec![U64::ZERO; (entries - first).min(STEP_BYTES / 8) as usize];
+        let at = parts.regions.bat.offset + first * 8;
+        parts.storage.read_padded(words.as_mut_bytes(), HostOffset(at))?;
+        for (index, word) in (first..).zip(&words) {
+            visit(index, BatEntry(word.get()));
+        }
+    }
+    Ok(())
 }
 
 /// Rewrites the damaged one of two headers or region tables.

@@ -72,6 +72,7 @@ impl Metadata for Vhdx {
         if meta.reclaim.released().next().is_none() {
             return Ok(());
         }
+        self.space(&mut meta)?;
         let ready = meta.reclaim.take_expired(&self.in_flight);
         for freed in ready.iter().map(|freed| freed.run) {
             let (host, bytes) = (HostOffset(freed.first), freed.count);

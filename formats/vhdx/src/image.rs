@@ -7,8 +7,8 @@ use parking_lot::RwLock;
 use rustc_hash::FxHashMap;
 use uuid::Uuid;
 use vdkit_block::{
-    BackingRef, Error, Extent, Format, FormatCaps, Gate, GuestOffset, InFlight, IoAction, Limits,
-    MapCache, MapCacheStats, OpenRequest, Overlay, Place, Reservation, Result, Storage,
+    BackingRef, Error, Extent, Fault, Format, FormatCaps, Gate, GuestOffset, InFlight, IoAction,
+    Limits, MapCache, MapCacheStats, OpenRequest, Overlay, Place, Reservation, Result, Storage,
     random_uuid, require_writable,
 };
 use vdkit_meta::{Engine, PageCache, Reclaim, State, Tickets};
@@ -147,6 +147,8 @@ pub struct Vhdx {
 #[derive(Debug, Default)]
 pub struct Meta {
     pub(crate) space: Option<Space>,
+    /// Damage for which no space may be handed out or freed while the image is open.
+    pub(crate) damage: Option<Box<Fault>>,
     pub(crate) tickets: Tickets<Pending>,
     /// Guest blocks with new space that at least one reservation holds.
     pub(crate) blocks: FxHashMap<u64, PendingBlock>,
@@ -338,7 +340,13 @@ impl Format for Vhdx {
     }
 
     fn close(&self) -> Result<()> {
-        if self.writable { self.meta.close(self) } else { Ok(()) }
+        if !self.writable {
+            return Ok(());
+        }
+        // A request that changed the map between the last commit and the header without the log's GUID
+        // would have its pages in place, but not durable.
+        let _alone = self.gate.close();
+        self.meta.close(self)
     }
 
     fn resize(&self, guest_bytes: u64) -> Result<()> {

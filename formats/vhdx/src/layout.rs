@@ -112,6 +112,13 @@ pub(crate) enum State {
     PartiallyPresent,
 }
 
+impl State {
+    /// Whether a block without data may keep its space [2.5.1.1], which no other may use then.
+    pub(crate) fn keeps_space(self) -> bool {
+        matches!(self, Self::Undefined | Self::Unmapped)
+    }
+}
+
 /// One entry of the block allocation table [2.5.1].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BatEntry(pub(crate) u64);

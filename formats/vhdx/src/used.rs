@@ -4,12 +4,12 @@
 //! table were seen to name space of their own within the file. Otherwise an entry that lies beyond
 //! the end of a truncated file would become valid once the file grows, over another block's data.
 
-use vdkit_block::{HostOffset, Result};
+use vdkit_block::{Error, HostOffset, Result};
 use zerocopy::IntoBytes;
 use zerocopy::little_endian::U64;
 
 use crate::image::{Meta, Vhdx};
-use crate::layout::{BITMAP_BYTES, BatEntry, FILE_BYTES_MAX, MIB, PAGE, PRESENT, State};
+use crate::layout::{BITMAP_BYTES, BatEntry, FILE_BYTES_MAX, MIB, PAGE, PRESENT};
 use crate::space::Space;
 
 /// Entries of one read of the table.
@@ -81,17 +81,29 @@ impl Vhdx {
     /// [`vdkit_block::Error::Corrupt`] if an entry names space of another structure or beyond the
     /// end of the file; I/O.
     pub(crate) fn space<'m>(&self, meta: &'m mut Meta) -> Result<&'m mut Space> {
+        if let Some(damage) = &meta.damage {
+            return Err(Error::Corrupt(damage.clone()));
+        }
         let space = match meta.space.take() {
             Some(space) => space,
-            None => self.survey(meta)?,
+            None => self.survey(meta).inspect_err(|error| {
+                if let Error::Corrupt(fault) = error {
+                    meta.damage = Some(fault.clone());
+                }
+            })?,
         };
         Ok(meta.space.insert(space))
     }
 
     fn survey(&self, meta: &Meta) -> Result<Space> {
         let mut used = Used::new(self.storage.len()?.min(FILE_BYTES_MAX));
-        for (from, to) in self.taken.read().iter() {
-            used.take(*from, *to);
+        for &(from, to) in self.taken.read().iter() {
+            if to > used.file_bytes() {
+                let expected = "headers, log and regions within the file [2.1]";
+                let found = format!("one up to {to:#x}");
+                return Err(Error::corrupt(self.storage.name(), from, "region", found, expected));
+            }
+            used.take(from, to);
         }
         for freed in meta.reclaim.unlinked().chain(meta.reclaim.released()) {
             used.take(freed.first, freed.end());
@@ -125,34 +137,31 @@ impl Vhdx {
     /// Marks the space of an entry. Fails if it is in use already, or not within the file.
     fn claim(&self, used: &mut Used, index: u64, entry: BatEntry) -> Result<()> {
         let chunk = (1 << self.geometry.chunk_bits()) + 1;
-        let is_bitmap = (index + 1).is_multiple_of(chunk);
-        let start = (index - index / chunk) << self.geometry.block_bits;
-        let (bytes, needed, owns) = if is_bitmap {
-            let owns = self.geometry.has_parent && entry.state_bits() == PRESENT;
-            (BITMAP_BYTES, BITMAP_BYTES, owns)
-        } else {
-            let bytes = self.geometry.block_bytes();
-            // Payload entries beyond the disk, in a partial last chunk, are undefined.
-            (bytes, bytes.min(self.guest_len().saturating_sub(start)), entry.has_data())
-        };
-        if !is_bitmap && needed == 0 {
-            return Ok(());
-        }
-        if !owns {
-            // States without data may keep an offset [2.5.1.1]; a repair may revive a reserved one.
-            let keeps = matches!(entry.state(), Some(State::Undefined | State::Unmapped) | None);
-            if !is_bitmap && keeps && entry.host() != 0 {
-                used.take(entry.host(), entry.host().saturating_add(bytes));
+        let bytes = if (index + 1).is_multiple_of(chunk) {
+            if !self.geometry.has_parent || entry.state_bits() != PRESENT {
+                return Ok(());
             }
-            return Ok(());
-        }
+            BITMAP_BYTES..BITMAP_BYTES
+        } else {
+            let start = (index - index / chunk) << self.geometry.block_bits;
+            let rest = self.guest_len().saturating_sub(start);
+            let Some(state) = entry.state().filter(|_| rest > 0) else {
+                // Payload entries beyond the disk, in a partial last chunk, are undefined.
+                let expected = "no reserved state [2.5.1.1]";
+                return if rest > 0 { Err(self.bat_fault(index, entry, expected)) } else { Ok(()) };
+            };
+            if !entry.has_data() && !(state.keeps_space() && entry.host() != 0) {
+                return Ok(());
+            }
+            let bytes = self.geometry.block_bytes();
+            rest.min(bytes)..bytes
+        };
         let host = entry.host();
-        if host.saturating_add(needed) > used.file_bytes() {
+        if host.saturating_add(bytes.start) > used.file_bytes() {
             return Err(self.bat_fault(index, entry, "space within the file [2.5.1]"));
         }
-        if used.take(host, host.saturating_add(bytes)) {
-            let expected = "space that nothing else uses [2.5.1]";
-            return Err(self.bat_fault(index, entry, expected));
+        if used.take(host, host.saturating_add(bytes.end)) {
+            return Err(self.bat_fault(index, entry, "space that nothing else uses [2.5.1]"));
         }
         Ok(())
     }

@@ -94,6 +94,8 @@ impl Vhdx {
                 let Some(extent) = extent.filter(|e| e.place == Place::Hole) else {
                     return Ok(Attempt::InPlace);
                 };
+                // Of a damaged image, the sector bitmap may be another block's data.
+                self.space(meta)?;
                 Plan {
                     write: at..at + extent.len,
                     block_host: entry.host(),

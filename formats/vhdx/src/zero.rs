@@ -44,8 +44,6 @@ impl Vhdx {
             self.relieve()?;
             let mut meta = self.meta.lock();
             self.check_spoiled(&meta)?;
-            // Of a damaged image, no space is freed.
-            self.space(&mut meta)?;
             let range = first << self.geometry.block_bits..last << self.geometry.block_bits;
             self.meta.wait_until(&mut meta, |meta| !meta.tickets.overlap(&range));
             for block in first..last {
@@ -66,6 +64,10 @@ impl Vhdx {
         new: BatEntry,
     ) -> Result<()> {
         let (host, bytes) = (old.host(), self.geometry.block_bytes());
+        if old.has_data() {
+            // Of a damaged image, no space is freed.
+            self.space(meta)?;
+        }
         self.set_entry(self.geometry.payload_index(block), new)?;
         if old.has_data() && self.ends_within_file(host, bytes) {
             self.unlink(meta, host, bytes);
@@ -159,6 +161,7 @@ impl Vhdx {
             let last = next.min(blocks.end);
             let range = block << self.geometry.block_bits..last << self.geometry.block_bits;
             self.meta.wait_until(&mut meta, |meta| !meta.tickets.overlap(&range));
+            self.space(&mut meta)?;
             let index = self.geometry.bitmap_index(block);
             let entry = self.entry(index)?;
             let used = (block..last)

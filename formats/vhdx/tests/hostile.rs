@@ -4,7 +4,7 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{MIB, create, disk_of, open_format, parent_ref};
+use common::{MIB, create, disk_of, open_format, parent_ref, try_amend};
 use vdkit_block::{
     Error, FormatDriver, GuestOffset, HostOffset, Limits, OfflineImage, Repair, Storage, StorageExt,
 };
@@ -289,6 +289,9 @@ fn a_sector_bitmap_over_metadata_is_not_freed() {
     refused(child.empty(), OVERLAP);
     child.close().expect("closing");
     open_format(&storage, false).expect("the metadata was wiped");
+    // Nor when the image loses its parent, with all of its sector bitmaps.
+    refused(try_amend(&storage, None).map(drop), OVERLAP);
+    open_format(&storage, false).expect("the metadata was wiped");
 }
 
 const OVERLAP: &str = "expected space that nothing else uses";
@@ -377,6 +380,32 @@ fn space_of_an_unmapped_block_is_kept() {
     disk.close().expect("closing");
     let new = entry(&storage, 8) & !(MIB - 1);
     assert!(new > kept, "{new:#x} and {kept:#x}");
+}
+
+/// Space that an unmapped block keeps behind the end of a truncated file is given up by a repair,
+/// and not handed out before.
+#[test]
+fn kept_space_behind_the_end_of_the_file_is_not_handed_out() {
+    let storage = four_blocks();
+    let end = entry(&storage, 3) & !(MIB - 1);
+    for (block, host) in [(1, end), (2, entry(&storage, 0) & !(MIB - 1))] {
+        let (storage, kept) = (four_blocks(), host | 3);
+        set_entry(&storage, block, kept);
+        set_entry(&storage, 3, 0);
+        storage.set_len(end).expect("cutting");
+        let disk = disk_of(open_format(&storage, true).expect("opening"), true);
+        let expected = if block == 1 { BEYOND } else { OVERLAP };
+        refused(disk.write_at(&[9; 4096], GuestOffset(8 * MIB)), expected);
+        disk.close().expect("closing");
+        VhdxDriver.check(&OfflineImage::new(&storage), Repair::All).expect("mending");
+        assert_eq!(entry(&storage, block), 3);
+        let disk = disk_of(open_format(&storage, true).expect("opening"), true);
+        disk.write_at(&[9; 4096], GuestOffset(8 * MIB)).expect("writing");
+        disk.close().expect("closing");
+        common::sound(&storage, false, "mended");
+        let disk = disk_of(open_format(&storage, false).expect("opening"), false);
+        assert_eq!([0, 8].map(|block| first_byte(&disk, block)), [1, 9]);
+    }
 }
 
 #[test]

@@ -182,3 +182,8 @@ fn a_replay_writes_no_old_sector_bitmap_over_a_new_block() {
         }
     }
 }
+
+#[test]
+fn a_close_and_requests_wait_for_each_other() {
+    Resizes::new(trial("block_size=1M", 16 * MIB), &[]).a_close_waits_for_a_write();
+}

@@ -7,7 +7,7 @@
 
 use std::sync::atomic::Ordering;
 
-use vdkit_block::{Error, Result, Storage};
+use vdkit_block::{Error, Fault, Result, Storage};
 use vdkit_meta::Freed;
 
 use crate::header::SECTOR;
@@ -38,8 +38,8 @@ pub(crate) struct Space {
     pub(crate) unclean: bool,
     /// The file's length must be set on close.
     pub(crate) grown: bool,
-    /// Each grain has a place of its own within the file.
-    pub(crate) sound: bool,
+    /// Whether each grain has a place of its own within the file, once that is known.
+    pub(crate) sound: Option<std::result::Result<(), Box<Fault>>>,
 }
 
 /// Grains for a write.

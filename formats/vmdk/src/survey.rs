@@ -6,7 +6,7 @@
 
 use std::sync::atomic::Ordering;
 
-use vdkit_block::{Error, Limits, Remedy, Result};
+use vdkit_block::{Error, Limits, Remedy, Result, require_within};
 
 use crate::header::SECTOR;
 use crate::image::{Grains, Meta, Vmdk};
@@ -28,11 +28,24 @@ impl Vmdk {
     /// result is kept while the image is open.
     ///
     /// # Errors
-    /// [`Error::Corrupt`]; I/O.
+    /// [`Error::Corrupt`]; [`Error::Limit`]; I/O.
     pub(crate) fn require_sound(&self, meta: &mut Meta, of: Grains<'_>) -> Result<()> {
-        if meta.space[of.index as usize].sound {
-            return Ok(());
+        let sound = &mut meta.space[of.index as usize].sound;
+        if let Some(known) = sound {
+            return known.clone().map_err(Error::Corrupt);
         }
+        let found = self.survey(of);
+        *sound = match &found {
+            Ok(()) => Some(Ok(())),
+            Err(Error::Corrupt(fault)) => Some(Err(fault.clone())),
+            // It may succeed another time.
+            Err(_) => None,
+        };
+        found
+    }
+
+    /// Reads all tables of an extent. `meta` must be locked.
+    fn survey(&self, of: Grains<'_>) -> Result<()> {
         let Grains { index, piece, sparse } = of;
         let mut named = Named::default();
         let entries = sparse.chunk_entries();
@@ -52,15 +65,14 @@ impl Vmdk {
                 }
             }
         }
-        self.require_others_apart(of, &mut named)?;
-        meta.space[index as usize].sound = true;
-        Ok(())
+        self.require_others_apart(of, &mut named)
     }
 
     /// Judges the entries of a chunk, whose first one is for the grain `first` of the disk.
     fn judge(&self, of: Grains<'_>, named: &mut Named, first: u64, words: &[u64]) -> Result<()> {
         let Grains { piece, sparse, .. } = of;
         let (grain, limit) = (sparse.grain_bytes, piece.limit.load(Ordering::Acquire));
+        let bytes_max = Limits::default().check_bytes_max;
         // Entries beyond the end of the extent are meaningless.
         for (number, &word) in (first..piece.len.div_ceil(grain)).zip(words) {
             let Some(entry) = sparse.entry(word, limit) else {
@@ -68,14 +80,13 @@ impl Vmdk {
             };
             let Entry::At(host) = entry else { continue };
             let (unit, file) = (host / grain, self.file_of(sparse.file).name());
-            let again = match host.is_multiple_of(grain) {
-                true => {
-                    named.aligned.add(unit..unit + 1, Limits::default().check_bytes_max, file)?
-                }
-                false => {
-                    named.others.push((host, number));
-                    false
-                }
+            let again = if host.is_multiple_of(grain) {
+                named.aligned.add(unit..unit + 1, bytes_max, file)?
+            } else {
+                let bytes = (named.others.len() + 1) * size_of::<(u64, u64)>();
+                require_within(file, "memory of a check", bytes as u64, bytes_max)?;
+                named.others.push((host, number));
+                false
             };
             if again || sparse.overlaps_metadata(&(host..host + grain)) {
                 return Err(self.overlap(of, number, word));

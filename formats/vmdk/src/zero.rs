@@ -161,11 +161,11 @@ impl Vmdk {
         }
         let mut meta = self.meta.lock();
         self.meta.wait_until(&mut meta, |meta| !meta.tickets.overlap(&(start..end)));
-        self.require_sound(&mut meta, of)?;
         if goal == (Goal::Zero { may_unmap: false }) && self.has_grains(of, start, end)? {
             // No entry can mean "zero with space", so the caller writes zeroes.
             return Ok(nothing);
         }
+        self.require_sound(&mut meta, of)?;
         let word = match goal {
             Goal::Hole => 0,
             Goal::ZeroForGood => 1,

@@ -6,13 +6,13 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use rustix::fs::{IFlags, OFlags};
+use vdkit_libvirt::{CachePlace, cache_for};
 use vdkit_storage::Placement;
+use vdkit_storage::mounts::{self, Mount};
 
 use crate::evidence::{Allocation, allocation, growth, scattered};
-use crate::mounts::Mounted;
 use crate::unflushed::unflushed;
 use crate::{DoctorCode, Examination, command};
-use vdkit_libvirt::{CachePlace, cache_for};
 
 /// Maximum extents examined.
 const EXTENTS_MAX: u64 = 200_000;
@@ -55,9 +55,11 @@ impl Examination<'_> {
         // (The field's type differs between machines.)
         let kind = system.f_type as u64 & 0xffff_ffff;
         let free = system.f_bavail.saturating_mul(u64::try_from(system.f_bsize).unwrap_or(0));
-        let mounted = self.path.canonicalize().ok().and_then(|path| Mounted::of(&path));
+        let all = mounts::all();
+        let path = self.path.canonicalize().ok();
+        let mounted = path.and_then(|path| mounts::of(&all, &path));
         self.evidence.free_bytes = Some(free);
-        self.evidence.file_system = mounted.as_ref().map(|mounted| mounted.kind.clone());
+        self.evidence.file_system = mounted.map(|mounted| mounted.kind.clone());
         if let Ok(found) = file.metadata() {
             self.evidence.space = Some(found.dev());
             // (On a network file system this is a transfer size, not a block size.)
@@ -82,11 +84,11 @@ impl Examination<'_> {
         if refused {
             self.add(DoctorCode::NoDirect, "O_DIRECT is refused", None);
         }
-        if let Some(mounted) = &mounted {
+        if let Some(mounted) = mounted {
             self.examine_mount(mounted);
         }
-        self.examine_placement(&file, mounted.as_ref());
-        match (refused, cow, mounted.is_some_and(|mounted| mounted.volatile())) {
+        self.examine_placement(&file, mounted);
+        match (refused, cow, mounted.is_some_and(volatile)) {
             (_, _, true) => self.suggest(CachePlace::Memory),
             (true, ..) => self.suggest(CachePlace::Buffered),
             (_, true, _) => self.suggest(CachePlace::Checksums),
@@ -156,15 +158,15 @@ impl Examination<'_> {
         self.add(DoctorCode::ClusterBelowBlock, message, mend);
     }
 
-    fn examine_mount(&mut self, mounted: &Mounted) {
+    fn examine_mount(&mut self, mounted: &Mount) {
         let point = mounted.point.display().to_string();
-        if mounted.volatile() {
+        if volatile(mounted) {
             let message =
                 format!("'{point}' is {}: the image is gone with the power", mounted.kind);
             let mend = self.vdkit(&["convert", "-O", self.link().info.format], &["NEW"]);
             self.add(DoctorCode::InMemory, message, mend);
         }
-        if let Some(option) = mounted.without_flushes() {
+        if let Some(option) = without_flushes(mounted) {
             let message = format!(
                 "'{point}' ({}) is mounted with {option}: no cache mode makes a guest's flush safe \
                  here",
@@ -176,7 +178,7 @@ impl Examination<'_> {
     }
 
     /// Examines the file's placement on its device.
-    fn examine_placement(&mut self, file: &File, mounted: Option<&Mounted>) {
+    fn examine_placement(&mut self, file: &File, mounted: Option<&Mount>) {
         let Ok(Some(placement)) = Placement::of(file, EXTENTS_MAX) else { return };
         self.evidence.extents = Some(placement.extents);
         self.evidence.jumps = Some(placement.jumps);
@@ -209,6 +211,20 @@ impl Examination<'_> {
         );
         self.add(DoctorCode::Unflushed, message, None);
     }
+}
+
+/// A mount option that disables flushes to the device.
+///
+/// Sources: ext4(5) `barrier`, `nobarrier`; xfs(5) `nobarrier` (until Linux 4.18); btrfs(5)
+/// `nobarrier`.
+fn without_flushes(mount: &Mount) -> Option<&str> {
+    let known = ["nobarrier", "barrier=0", "barrier=none"];
+    mount.options.iter().map(String::as_str).find(|option| known.contains(option))
+}
+
+/// Whether its content is lost on power loss.
+fn volatile(mount: &Mount) -> bool {
+    ["tmpfs", "ramfs"].contains(&mount.kind.as_str())
 }
 
 /// Whether btrfs writes changed blocks of this file to new locations.

@@ -18,7 +18,6 @@ mod host;
 mod image;
 mod leftovers;
 mod libvirt;
-mod mounts;
 mod unflushed;
 
 use std::collections::BTreeMap;

@@ -1,5 +1,7 @@
 //! The OVF descriptor: files and disks of an appliance.
 
+use std::collections::HashSet;
+
 use vdkit_block::{Error, Result, require_within};
 
 use crate::units::bytes_of_unit;
@@ -7,6 +9,8 @@ use crate::xml::{attribute, children, parse};
 
 /// Maximum files, and disks, per appliance.
 const ENTRIES_MAX: usize = 4096;
+/// Maximum bytes of a file's name, which each disk in it copies: the longest path of Linux.
+const HREF_BYTES_MAX: u64 = 4096;
 
 /// A file of the appliance (`References/File`).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,8 +57,8 @@ impl Descriptor {
     /// Parses a descriptor. `file` and `offset` (its start in the file) are for messages.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] for another document, for duplicate names and for disks in unlisted
-    /// files; [`Error::Limit`].
+    /// [`Error::Corrupt`] for another document, for duplicate names, for chunks of no bytes and for
+    /// disks in unlisted files; [`Error::Limit`].
     pub fn parse(file: &str, offset: u64, bytes: &[u8]) -> Result<Self> {
         let document = parse(file, offset, bytes)?;
         let root = document.root_element();
@@ -116,9 +120,19 @@ impl Descriptor {
         if let Some(id) = twice(self.disks.iter().map(|disk| disk.id.as_str())) {
             return corrupt(format!("two disks with the id '{id}'"), "an id for each disk");
         }
+        for reference in &self.files {
+            let (what, len) =
+                ("length of a file's name in the OVF descriptor", reference.href.len());
+            require_within(file, what, len as u64, HREF_BYTES_MAX)?;
+            if reference.chunk_bytes == Some(0) {
+                let found = format!("a chunkSize of 0 of the file '{}'", reference.href);
+                return corrupt(found, "chunks of one byte or more");
+            }
+        }
+        let ids: HashSet<&str> = self.files.iter().map(|file| file.id.as_str()).collect();
         for disk in &self.disks {
             if let Some(id) = &disk.file
-                && self.file(id).is_none()
+                && !ids.contains(id.as_str())
             {
                 let found = format!("the disk '{}' in the file '{id}'", disk.id);
                 return corrupt(found, "disks in files that are listed in References");
@@ -236,6 +250,10 @@ mod tests {
         fails(&both, "two disks with the id 'd'");
         let many: String = (0..5000).map(|i| format!("<File id='{i}' href='a'/>")).collect();
         fails(&format!("<References>{many}</References>"), "limit of 4096");
+        let long = format!("<References><File id='f' href='{}'/></References>", "a".repeat(4097));
+        fails(&long, "length of a file's name");
+        let chunks = "<References><File id='f' href='a' chunkSize='0'/></References>";
+        fails(chunks, "a chunkSize of 0 of the file 'a'");
         let error = Descriptor::parse("a", 0, b"<html/>").unwrap_err().to_string();
         assert!(error.contains("'html'") && error.contains("'Envelope'"), "{error}");
     }

@@ -22,6 +22,8 @@ pub struct ManifestEntry {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Manifest {
     entries: Vec<ManifestEntry>,
+    /// Indices of the entries, sorted by name.
+    by_name: Vec<usize>,
 }
 
 impl Manifest {
@@ -50,12 +52,16 @@ impl Manifest {
             }
             at += line.len() as u64 + 1;
         }
-        Ok(Self { entries })
+        let mut by_name: Vec<usize> = (0..entries.len()).collect();
+        by_name.sort_by(|&a, &b| entries[a].name.cmp(&entries[b].name));
+        Ok(Self { entries, by_name })
     }
 
     /// The entries for a file: usually one, and all must match.
     pub fn of<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a ManifestEntry> {
-        self.entries.iter().filter(move |entry| entry.name == name)
+        let start = self.by_name.partition_point(|&index| self.entries[index].name.as_str() < name);
+        let entries = self.by_name[start..].iter().map(move |&index| &self.entries[index]);
+        entries.take_while(move |entry| entry.name == name)
     }
 
     /// All entries.
@@ -89,6 +95,10 @@ pub(crate) fn line(name: &str, method: HashMethod, digest: &[u8]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use vdkit_testkit::processor_time;
+
     use super::*;
 
     const SHA1: &str = "a9993e364706816aba3e25717850c26c9cd0d89d";
@@ -113,6 +123,17 @@ mod tests {
         assert_eq!(manifest.of("nobody").count(), 0);
         let line = line("a.ovf", HashMethod::Sha256, &manifest.of("a.ovf").next().unwrap().digest);
         assert_eq!(line, format!("SHA256(a.ovf)= {SHA256}\n"));
+    }
+
+    #[test]
+    fn names_are_found_quickly_among_many() {
+        let name = |number: usize| format!("disk.vmdk.{number:09}");
+        let text: String = (0..LINES_MAX).map(|i| format!("SHA1({})= {SHA1}\n", name(i))).collect();
+        let manifest = parse(&text).unwrap();
+        let start = processor_time();
+        assert!((0..LINES_MAX).all(|number| manifest.of(&name(number)).count() == 1));
+        let took = processor_time() - start;
+        assert!(took < Duration::from_secs(3), "{took:?}");
     }
 
     #[test]

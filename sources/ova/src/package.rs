@@ -1,15 +1,15 @@
 //! Reading an OVA.
 
-use std::ops::Range;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use vdkit_block::bytes::hex;
 use vdkit_block::{CancelToken, Error, HostOffset, Result, Storage, require_within};
-use vdkit_stream::Hasher;
+use vdkit_stream::{HashMethod, Hasher};
 
 use crate::descriptor::{Descriptor, FileReference, VirtualDisk, twice};
 use crate::manifest::Manifest;
-use crate::tar::{Member, first_name, is_header, members};
+use crate::tar::{MEMBERS_MAX, Member, first_name, is_header, members};
 use crate::window::Window;
 
 /// Bytes hashed between two checks of the cancel token.
@@ -40,14 +40,16 @@ pub struct PackagedDisk {
     pub disk: VirtualDisk,
     /// Its file; `None` for an empty disk.
     pub file: Option<FileReference>,
-    /// Its archive members; several for a file in chunks.
-    pub members: Vec<Member>,
+    /// Its archive members; several for a file in chunks. Disks in one file share them.
+    pub members: Arc<[Member]>,
+    /// Its file's bytes; `None` for an empty disk.
+    window: Option<Arc<Window>>,
 }
 
 impl PackagedDisk {
     /// Bytes of its file in the archive.
     pub fn file_bytes(&self) -> u64 {
-        self.members.iter().map(|member| member.len).sum()
+        self.window.as_ref().map_or(0, |window| window.bytes())
     }
 
     /// Whether its file is compressed as a whole, by gzip.
@@ -129,6 +131,8 @@ impl Package {
             let found = format!("two files called '{name_twice}'");
             return Err(Error::corrupt(&name, 0, "tar file", found, "a name for each file"));
         }
+        let by_name: HashMap<&str, &Member> =
+            members.iter().map(|member| (member.name.as_str(), member)).collect();
         let descriptor_member = descriptor_of(&name, &members)?;
         let stem = &descriptor_member.name[..descriptor_member.name.len() - ".ovf".len()];
         let beside = |ending: &str| beside(&members, stem, ending);
@@ -145,14 +149,12 @@ impl Package {
         let bytes = read(&*storage, descriptor_member, limits.descriptor_bytes_max, what)?;
         let cancel = CancelToken::default();
         if let Some((_, manifest)) = &manifest {
-            check_names(&name, manifest, &members)?;
+            check_names(&name, manifest, &by_name)?;
             verify(&*storage, manifest, descriptor_member, &cancel, &mut |_| {})?;
         }
         let descriptor = Descriptor::parse(&name, descriptor_member.offset, &bytes)?;
         let descriptor_name = descriptor_member.name.clone();
-        let disks = descriptor.disks.iter();
-        let disks = disks.map(|disk| packaged(&name, &descriptor, disk, &members));
-        let disks = disks.collect::<Result<Vec<_>>>()?;
+        let disks = packaged(&storage, &descriptor, &by_name)?;
         Ok(Self { storage, descriptor_name, descriptor, disks, manifest, certificate })
     }
 
@@ -221,12 +223,8 @@ impl Package {
 
     /// The stored bytes of a disk's file; `None` for an empty disk.
     pub fn storage_of(&self, index: usize) -> Option<Arc<dyn Storage>> {
-        let disk = self.disks.get(index)?;
-        let file = disk.file.as_ref()?;
-        let name = format!("{}:{}", self.name(), file.href);
-        let range = |member: &Member| -> Range<u64> { member.offset..member.offset + member.len };
-        let ranges = disk.members.iter().map(range).collect();
-        Some(Arc::new(Window::new(self.storage.clone(), name, ranges)))
+        let window = self.disks.get(index)?.window.clone()?;
+        Some(window)
     }
 
     /// Verifies a disk's file against the manifest. Calls `read` with the bytes read.
@@ -290,39 +288,66 @@ fn read(storage: &dyn Storage, member: &Member, limit: u64, what: &'static str) 
 }
 
 /// A manifest that names missing files belongs to another or incomplete archive.
-fn check_names(file: &str, manifest: &Manifest, members: &[Member]) -> Result<()> {
-    let mut names: Vec<_> = members.iter().map(|member| member.name.as_str()).collect();
-    names.sort_unstable();
-    let missing = manifest.entries().iter().find(|e| names.binary_search(&&*e.name).is_err());
+fn check_names(file: &str, manifest: &Manifest, members: &HashMap<&str, &Member>) -> Result<()> {
+    let missing = manifest.entries().iter().find(|entry| !members.contains_key(&*entry.name));
     missing.map_or(Ok(()), |entry| {
         let found = format!("no file '{}'", entry.name);
         Err(Error::corrupt(file, 0, "OVA", found, "every file that the manifest names"))
     })
 }
 
-/// The archive members of a disk.
+/// The disks with their archive members. A file is resolved once, however many disks are in it.
 fn packaged(
-    name: &str,
+    storage: &Arc<dyn Storage>,
     descriptor: &Descriptor,
-    disk: &VirtualDisk,
-    members: &[Member],
-) -> Result<PackagedDisk> {
-    let file = disk.file.as_ref().and_then(|id| descriptor.file(id)).cloned();
-    let Some(reference) = &file else {
-        return Ok(PackagedDisk { disk: disk.clone(), file, members: Vec::new() });
-    };
-    let unsupported = |what: String, hint: &str| Err(Error::unsupported(name, what, hint));
-    if let Some(parent) = &disk.parent {
-        let what = format!("its disk '{}' stands on its disk '{parent}'", disk.id);
-        return unsupported(what, "unpack it with tar and convert the overlay with its parent");
+    members: &HashMap<&str, &Member>,
+) -> Result<Vec<PackagedDisk>> {
+    let name = storage.name();
+    let child = descriptor.disks.iter().find(|disk| disk.file.is_some() && disk.parent.is_some());
+    if let Some(VirtualDisk { id, parent: Some(parent), .. }) = child {
+        let what = format!("its disk '{id}' stands on its disk '{parent}'");
+        let hint = "unpack it with tar and convert the overlay with its parent";
+        return Err(Error::unsupported(name, what, hint));
     }
+    let ids = descriptor.disks.iter().filter_map(|disk| disk.file.as_deref());
+    let used: HashSet<&str> = ids.collect();
+    let mut files = HashMap::new();
+    let mut pieces = 0;
+    for reference in descriptor.files.iter().filter(|file| used.contains(file.id.as_str())) {
+        let found = members_of(name, reference, members)?;
+        // Only files that are listed several times have more than the archive.
+        pieces += found.len() as u64;
+        require_within(name, "number of pieces of an OVA's disks", pieces, MEMBERS_MAX)?;
+        let ranges = found.iter().map(|member| member.offset..member.offset + member.len).collect();
+        let title = format!("{name}:{}", reference.href);
+        let window = Arc::new(Window::new(storage.clone(), title, ranges));
+        files.insert(reference.id.as_str(), (reference, Arc::<[Member]>::from(found), window));
+    }
+    let disk = |disk: &VirtualDisk| {
+        let found = disk.file.as_deref().and_then(|id| files.get(id)).cloned();
+        let (file, members, window) = match found {
+            Some((file, members, window)) => (Some(file.clone()), members, Some(window)),
+            None => (None, Arc::default(), None),
+        };
+        PackagedDisk { disk: disk.clone(), file, members, window }
+    };
+    Ok(descriptor.disks.iter().map(disk).collect())
+}
+
+/// The archive members of a file.
+fn members_of(
+    name: &str,
+    reference: &FileReference,
+    members: &HashMap<&str, &Member>,
+) -> Result<Vec<Member>> {
     if let Some(method) = reference.compression.as_deref().filter(|method| *method != "gzip") {
         let what = format!("'{}' is compressed by '{method}'", reference.href);
-        return unsupported(what, "unpack it with tar and decompress the file; gzip is known");
+        let hint = "unpack it with tar and decompress the file; gzip is known";
+        return Err(Error::unsupported(name, what, hint));
     }
     let corrupt =
         |found: String, expected: &str| Err(Error::corrupt(name, 0, "OVA", found, expected));
-    let find = |name: &str| members.iter().find(|member| member.name == name).cloned();
+    let find = |name: &str| members.get(name).map(|&member| member.clone());
     let members = match reference.chunk_bytes {
         None => find(&reference.href).into_iter().collect::<Vec<_>>(),
         Some(_) => {
@@ -350,7 +375,7 @@ fn packaged(
         let expected = format!("{} as the descriptor says", reference.size.unwrap_or(0));
         return corrupt(format!("{found} bytes of '{}'", reference.href), &expected);
     }
-    Ok(PackagedDisk { disk: disk.clone(), file, members })
+    Ok(members)
 }
 
 /// Hashes a member and compares it with the manifest.
@@ -367,21 +392,30 @@ fn verify(
         let expected = "a hash of every file";
         return Err(Error::corrupt(&name, member.offset, "manifest", "none for it", expected));
     }
-    let mut hashers: Vec<_> = entries.iter().map(|entry| Hasher::new(entry.method)).collect();
+    // Each method once, however many lines the manifest has for the file.
+    let mut hashers: Vec<(HashMethod, Hasher)> = Vec::new();
+    for entry in &entries {
+        if hashers.iter().all(|(method, _)| *method != entry.method) {
+            hashers.push((entry.method, Hasher::new(entry.method)));
+        }
+    }
+    // An empty member asks too: there may be many.
+    cancel.check()?;
     let mut buf = vec![0; STEP.min(member.len as usize)];
     let mut done = 0;
     while done < member.len {
         cancel.check()?;
         let want = (member.len - done).min(STEP as u64) as usize;
         storage.read_at(&mut buf[..want], HostOffset(member.offset + done))?;
-        hashers.iter_mut().for_each(|hasher| hasher.update(&buf[..want]));
+        hashers.iter_mut().for_each(|(_, hasher)| hasher.update(&buf[..want]));
         done += want as u64;
         read(want as u64);
     }
-    for (entry, hasher) in entries.iter().zip(hashers) {
+    for (method, hasher) in hashers {
         let found = hasher.finish();
-        if found != entry.digest {
-            let text = |digest: &[u8]| format!("{}:{}", entry.method, hex(digest));
+        let mut same = entries.iter().filter(|entry| entry.method == method);
+        if let Some(entry) = same.find(|entry| entry.digest != found) {
+            let text = |digest: &[u8]| format!("{method}:{}", hex(digest));
             let expected = format!("{} as the manifest says", text(&entry.digest));
             return Err(Error::corrupt(&name, member.offset, "file", text(&found), expected));
         }

@@ -12,7 +12,7 @@ use vdkit_block::{Error, HostOffset, Result, Storage, require_within};
 /// Bytes of a header; members are padded to this.
 pub(crate) const BLOCK: u64 = 512;
 /// Maximum members of an archive: a disk of 2 TiB in chunks of 64 MiB has half as many.
-const MEMBERS_MAX: u64 = 1 << 16;
+pub(crate) const MEMBERS_MAX: u64 = 1 << 16;
 /// Maximum bytes of a long name or extended header.
 const EXTENSION_BYTES_MAX: u64 = 1 << 20;
 /// The largest size in 11 octal digits.

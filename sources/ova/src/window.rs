@@ -30,6 +30,11 @@ impl Window {
         Self { inner, name, pieces, len }
     }
 
+    /// Bytes of all pieces.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.len
+    }
+
     /// The piece at an offset: the offset within it, and its range.
     fn piece(&self, at: u64) -> Option<(u64, &Range<u64>)> {
         // The last piece that starts at or before it; empty pieces start where the next one does.

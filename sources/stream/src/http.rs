@@ -8,7 +8,8 @@
 //!   sequential reads ─► other threads fetch the next blocks
 //! ```
 //!
-//! Source: RFC 9110, sections 8.8 (validators), 13.1 (preconditions), 14 (range requests).
+//! Source: RFC 9110, sections 8.8 (validators), 13.1 (preconditions), 14 (range requests); RFC 9112,
+//! section 6.3 (length of a body).
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -74,23 +75,27 @@ fn open_patiently(
     let client = Client::new(url, cancel, patience);
     let mut tries = Tries::new(&client, at_first);
     loop {
-        let response = match client.get(Some((0, BLOCK_BYTES - 1)), None) {
+        let mut waited = Duration::ZERO;
+        let got = timed(&mut waited, || client.get(Some((0, BLOCK_BYTES - 1)), None));
+        let response = match got {
             Ok(response) => response,
             Err(failure) => {
+                tries.progress(0, waited);
                 tries.again(failure)?;
                 continue;
             }
         };
         let version = Version::of(response.headers());
         if response.status() != StatusCode::PARTIAL_CONTENT {
-            let len = content_length(response.headers());
+            let (len, chunked) = (content_length(response.headers()), is_chunked(&response));
             let pace = Pace::new(patience);
             let cancel = cancel.clone();
             let reader = CancellableBody { body: response.into_body(), cancel, pace };
             let stream = ByteStream::new(url, WholeBody::new(reader, len));
             return Ok(Remote::Whole(match len {
                 Some(len) => stream.with_len(len),
-                None => stream,
+                None if chunked => stream,
+                None => stream.close_delimited(),
             }));
         }
         let Some((0, _, Some(len))) = content_range(response.headers()) else {
@@ -203,11 +208,21 @@ fn failure_of(error: ureq::Error) -> Failure {
     }
 }
 
-/// Tracks whether [`PACE_BYTES`] arrive in time.
+/// Runs a call that waits for the server, and adds the time that it took. Part of that time the
+/// process may have been stopped, so no more than [`SILENCE`] is added.
+fn timed<T>(waited: &mut Duration, call: impl FnOnce() -> T) -> T {
+    let start = Instant::now();
+    let result = call();
+    *waited += start.elapsed().min(SILENCE);
+    result
+}
+
+/// Tracks whether [`PACE_BYTES`] arrive in time. Only time spent waiting for the server counts: the
+/// reader may pause for as long as it likes.
 #[derive(Clone, Copy, Debug)]
 struct Pace {
     patience: Duration,
-    since: Instant,
+    waited: Duration,
     bytes: u64,
 }
 
@@ -215,12 +230,13 @@ const TOO_SLOW: &str = "sends less than 64 KiB a minute";
 
 impl Pace {
     fn new(patience: Duration) -> Self {
-        Self { patience, since: Instant::now(), bytes: 0 }
+        Self { patience, waited: Duration::ZERO, bytes: 0 }
     }
 
-    /// Counts received bytes.
-    fn count(&mut self, bytes: u64) {
+    /// Counts received bytes, and the time waited for them.
+    fn count(&mut self, bytes: u64, waited: Duration) {
         self.bytes += bytes;
+        self.waited += waited;
         if self.bytes >= PACE_BYTES {
             *self = Self::new(self.patience);
         }
@@ -228,7 +244,7 @@ impl Pace {
 
     /// Whether too few bytes will have arrived after this pause.
     fn too_slow(&self, pause: Duration) -> bool {
-        self.since.elapsed() + pause > self.patience
+        self.waited + pause > self.patience
     }
 }
 
@@ -244,10 +260,12 @@ impl<'a> Tries<'a> {
         Self { client, pause: PAUSE_MIN, pace: Pace::new(patience) }
     }
 
-    /// Notes received bytes.
-    fn progress(&mut self, bytes: u64) {
-        self.pause = PAUSE_MIN;
-        self.pace.count(bytes);
+    /// Notes what an attempt received, and the time waited for it.
+    fn progress(&mut self, bytes: u64, waited: Duration) {
+        if bytes > 0 {
+            self.pause = PAUSE_MIN;
+        }
+        self.pace.count(bytes, waited);
     }
 
     /// Pauses before another attempt, or returns the final error.
@@ -265,6 +283,7 @@ impl<'a> Tries<'a> {
             self.client.cancel.check()?;
             std::thread::sleep(Duration::from_millis(20));
         }
+        self.pace.count(0, self.pause);
         self.pause = (self.pause * 2).min(PAUSE_MAX);
         Ok(())
     }
@@ -291,6 +310,15 @@ impl Version {
 
 fn content_length(headers: &HeaderMap) -> Option<u64> {
     headers.get("content-length")?.to_str().ok()?.trim().parse().ok()
+}
+
+/// Whether a body comes in chunks, the last of which marks its end. HTTP/1.0 has none.
+fn is_chunked(response: &Response<Body>) -> bool {
+    let values = response.headers().get_all("transfer-encoding").iter();
+    let mut codings =
+        values.filter_map(|value| value.to_str().ok()).flat_map(|value| value.split(','));
+    response.version() != ureq::http::Version::HTTP_10
+        && codings.any(|coding| coding.trim().eq_ignore_ascii_case("chunked"))
 }
 
 /// First byte, last byte and total length, of `bytes 0-99/1000`.
@@ -351,8 +379,9 @@ impl Read for CancellableBody {
         if self.cancel.is_cancelled() {
             return Err(io::Error::other(Error::Interrupted));
         }
-        let got = self.body.as_reader().read(buf)?;
-        self.pace.count(got as u64);
+        let mut waited = Duration::ZERO;
+        let got = timed(&mut waited, || self.body.as_reader().read(buf))?;
+        self.pace.count(got as u64, waited);
         if self.pace.too_slow(Duration::ZERO) {
             return Err(io::Error::new(io::ErrorKind::TimedOut, format!("the server {TOO_SLOW}")));
         }
@@ -524,11 +553,9 @@ impl Shared {
         let mut bytes = Vec::with_capacity(len as usize);
         let mut tries = Tries::new(&self.client, self.client.patience);
         while (bytes.len() as u64) < len {
-            let before = bytes.len();
-            let done = self.fetch_rest(start, len, &mut bytes);
-            if bytes.len() > before {
-                tries.progress((bytes.len() - before) as u64);
-            }
+            let (before, mut waited) = (bytes.len(), Duration::ZERO);
+            let done = self.fetch_rest(start, len, &mut bytes, &mut waited);
+            tries.progress((bytes.len() - before) as u64, waited);
             if let Err(failure) = done {
                 tries.again(failure)?;
             }
@@ -536,10 +563,17 @@ impl Shared {
         Ok(bytes)
     }
 
-    /// Requests the missing rest of a block.
-    fn fetch_rest(&self, start: u64, len: u64, bytes: &mut Vec<u8>) -> Result<(), Failure> {
+    /// Requests the missing rest of a block. Adds the time waited for the server to `waited`.
+    fn fetch_rest(
+        &self,
+        start: u64,
+        len: u64,
+        bytes: &mut Vec<u8>,
+        waited: &mut Duration,
+    ) -> Result<(), Failure> {
         let (first, last) = (start + bytes.len() as u64, start + len - 1);
-        let mut response = self.client.get(Some((first, last)), Some(&self.version))?;
+        let get = || self.client.get(Some((first, last)), Some(&self.version));
+        let mut response = timed(waited, get)?;
         let lasting = |why: &str| Err(Failure::Lasting(why.to_owned()));
         if response.status() != StatusCode::PARTIAL_CONTENT
             || Version::of(response.headers()) != self.version
@@ -553,25 +587,25 @@ impl Shared {
         let mut reader = response.body_mut().as_reader().take(last + 1 - first);
         let mut piece = [0; 64 << 10];
         let mut pace = Pace::new(self.client.patience);
-        loop {
+        while (bytes.len() as u64) < len {
             if self.client.cancel.is_cancelled() {
                 return Err(Failure::Cancelled);
             }
             if pace.too_slow(Duration::ZERO) {
-                return Err(Failure::Lasting(TOO_SLOW.to_owned()));
+                // Another connection may be faster.
+                return Err(Failure::Passing(TOO_SLOW.to_owned()));
             }
-            match reader.read(&mut piece) {
-                Ok(0) if (bytes.len() as u64) < len => {
-                    return Err(Failure::Passing("broke off in the middle".to_owned()));
-                }
-                Ok(0) => return Ok(()),
+            let before = *waited;
+            match timed(waited, || reader.read(&mut piece)) {
+                Ok(0) => return Err(Failure::Passing("broke off in the middle".to_owned())),
                 Ok(got) => {
                     bytes.extend_from_slice(&piece[..got]);
-                    pace.count(got as u64);
+                    pace.count(got as u64, *waited - before);
                 }
                 Err(error) => return Err(Failure::Passing(format!("broke off: {error}"))),
             }
         }
+        Ok(())
     }
 }
 

@@ -63,6 +63,8 @@ pub struct ByteStream {
     /// Total bytes, if known.
     len: Option<u64>,
     at: u64,
+    /// See [`ByteStream::close_delimited`].
+    close_delimited: bool,
 }
 
 impl fmt::Debug for ByteStream {
@@ -74,7 +76,8 @@ impl fmt::Debug for ByteStream {
 impl ByteStream {
     /// A stream; `name` is for messages.
     pub fn new(name: impl Into<String>, reader: impl Read + Send + 'static) -> Self {
-        Self { name: name.into(), reader: Box::new(reader), len: None, at: 0 }
+        let (name, reader) = (name.into(), Box::new(reader));
+        Self { name, reader, len: None, at: 0, close_delimited: false }
     }
 
     /// Sets the length.
@@ -82,9 +85,17 @@ impl ByteStream {
         Self { len: Some(len), ..self }
     }
 
+    /// Declares that a connection which breaks off looks like the stream's end. Such a stream can be
+    /// read only if a checksum or its compression tells whether it is whole.
+    #[cfg(feature = "http")]
+    pub(crate) fn close_delimited(self) -> Self {
+        Self { close_delimited: true, ..self }
+    }
+
     /// Checks the stream's hash: with a mismatch its end cannot be read.
     pub fn checked(self, checksum: Checksum) -> Self {
-        Self { reader: Box::new(Checked::new(self.reader, checksum)), ..self }
+        let reader = Box::new(Checked::new(self.reader, checksum));
+        Self { reader, close_delimited: false, ..self }
     }
 
     /// The name, for messages.
@@ -104,7 +115,7 @@ impl ByteStream {
     pub fn peek(&mut self, bytes: usize) -> Result<Vec<u8>> {
         debug_assert_eq!(self.at, 0);
         let mut head = vec![0; bytes];
-        let got = self.read_full(&mut head)?;
+        let got = self.fill(&mut head)?;
         head.truncate(got);
         self.at = 0;
         let rest = std::mem::replace(&mut self.reader, Box::new(io::empty()));
@@ -115,8 +126,22 @@ impl ByteStream {
     /// Reads until `buf` is full or the stream ends.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Corrupt`] if it cannot be decompressed.
+    /// [`Error::Io`], also if it cannot be decompressed or has another checksum;
+    /// [`Error::Unsupported`] if nothing tells its end from a broken connection.
     pub fn read_full(&mut self, buf: &mut [u8]) -> Result<usize> {
+        if self.close_delimited {
+            // Refused before the bytes are fetched, since their end would be refused.
+            return Err(Error::unsupported(
+                &self.name,
+                "the server does not say where the file ends, so a broken connection cannot be told \
+                 from its end",
+                "give the file's checksum, or get it from a server that sends its length",
+            ));
+        }
+        self.fill(buf)
+    }
+
+    fn fill(&mut self, buf: &mut [u8]) -> Result<usize> {
         let mut done = 0;
         while done < buf.len() {
             match self.reader.read(&mut buf[done..]) {
@@ -165,7 +190,9 @@ impl ByteStream {
                 Box::new(decoder)
             }
         };
-        Ok((Self { name: self.name, reader, len: None, at: 0 }, Some(packing)))
+        // A decoder notices by itself that its input ends too early.
+        let unpacked = Self { name: self.name, reader, len: None, at: 0, close_delimited: false };
+        Ok((unpacked, Some(packing)))
     }
 }
 

@@ -20,7 +20,7 @@ pub const COMMAND: Subcommand = Subcommand {
     details: "\
 Reads all metadata of the image and no guest data. Exit codes: 0 no faults, 3 only leaks (space \
 that nothing refers to: harmless), 4 corrupt, 8 not checkable (the file is not what its name says, \
-or uses a feature that vdkit does not know). With --repair the code is for the faults that remain. \
+uses a feature that vdkit does not know, or needs more memory than a limit allows). With --repair the code is for the faults that remain. \
 Warnings do not change the code.
 
 A repair that would discard guest data because a damaged table no longer refers to it is refused \
@@ -193,7 +193,7 @@ impl Run for CheckArgs {
             jobs::check(&vdkit::registry(), &self.image, &options, repair, monitor)
         })?;
         let jobs::Checked { format, report, .. } = checked.map_err(|error| match error {
-            Error::Unsupported { .. } => {
+            Error::Unsupported { .. } | Error::Limit { .. } => {
                 Failure::from(error).exiting(Exit::Unchecked, "; so it cannot be checked")
             }
             other => other.into(),

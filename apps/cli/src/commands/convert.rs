@@ -468,6 +468,7 @@ impl ConvertArgs {
         // header to trust.
         let format = self.target_format.clone().or(device.then(|| "raw".to_owned()));
         guard::refuse_occupied(target, self.force, format.as_deref())?;
+        self.target_key.refuse_for_plain(target, format.as_deref())?;
         let compress = self.compress.map(|wanted| self.compress_into(registry, target, wanted));
         let destination = self.existing(target, format);
         Ok(Goal { destination, compress: compress.transpose()?, backing: None })

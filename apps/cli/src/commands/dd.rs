@@ -211,6 +211,7 @@ impl DdArgs {
         let device = super::is_device(&request.target);
         let format = self.target_format.clone().or(device.then(|| "raw".to_owned()));
         guard::refuse_occupied(&request.target, self.force.force, format.as_deref())?;
+        self.target_key.refuse_for_plain(&request.target, format.as_deref())?;
         let CopySource { references, keys, .. } = &self.source;
         let writing = OpenOptions::read_write().maybe_format(format).refs(references.policy());
         let all = self.target_key.key().into_iter().cloned().chain(keys.all()).collect();

@@ -116,6 +116,12 @@ fn mistakes_are_told() {
         "no meaning here",
         &["convert", "plain.qcow2", "c.qcow2", "--target-key-file", "a.key"],
     );
+    // Into a target that exists and would keep the data readable.
+    let key = ["--target-key-file", "a.key"];
+    let convert = ["convert", "--into", "a.qcow2", "plain.qcow2", "--key-file", "a.key"];
+    scratch.fails(2, "is not encrypted", &[&convert[..], &key].concat());
+    let dd = ["dd", "if=a.qcow2", "of=plain.qcow2", "-O", "qcow2", "--key-file", "a.key"];
+    scratch.fails(2, "is not encrypted", &[&dd[..], &key].concat());
     let answer = scratch.fails(
         4,
         "trying a key",

@@ -4,9 +4,9 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use crate::error::{Context, Result};
+use vdkit_storage::mounts;
 
-use super::mounts;
+use crate::error::{Context, Result};
 use crate::model::PlaceInfo;
 
 /// Largest depth to which devices below devices are followed.
@@ -39,7 +39,7 @@ pub fn folder(path: &Path) -> Result<PlaceInfo> {
     let kind = mount.map_or("unknown", |mount| mount.kind.as_str());
     info.name = kind.strip_prefix("fuse.").unwrap_or(kind).to_owned();
     info.file_system = mount.map(|mount| mount.kind.clone());
-    info.mount_options = mount.map(|mount| mount.options.clone());
+    info.mount_options = mount.map(|mount| mount.options.join(","));
     info.total_bytes = found.f_blocks * found.f_frsize;
     info.free_bytes = found.f_bavail * found.f_frsize;
     Ok(info)

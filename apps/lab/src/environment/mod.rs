@@ -2,7 +2,6 @@
 
 pub mod block;
 pub mod load;
-pub mod mounts;
 pub mod properties;
 
 use std::fs;

@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use vdkit_block::CancelToken;
+use vdkit_storage::mounts;
 
-use super::mounts;
 use crate::model::{PlaceInfo, PlaceKind};
 use crate::peers;
 use crate::place::zfs::is_data_set;

@@ -7,9 +7,9 @@ use std::time::Duration;
 use crate::error::{Context, Result};
 use rustix::mount::{UnmountFlags, unmount};
 use vdkit_block::CancelToken;
+use vdkit_storage::mounts;
 
 use crate::engine::Bench;
-use crate::environment::mounts;
 use crate::peers::need;
 use crate::process::Line;
 

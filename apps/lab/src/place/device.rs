@@ -8,8 +8,9 @@ use std::path::{Path, PathBuf};
 use crate::error::{Context, Result};
 use rustix::fs::{Mode, OFlags, SeekFrom, seek};
 use vdkit_block::CancelToken;
+use vdkit_storage::mounts;
 
-use crate::environment::{block, mounts};
+use crate::environment::block;
 use crate::model::{PlaceInfo, PlaceKind};
 use crate::peers::find;
 use crate::process::Line;
@@ -136,7 +137,7 @@ fn with_partitions(whole: &Path, own: (u32, u32)) -> Vec<(u32, u32)> {
         if entry.path().join("partition").exists()
             && let Ok(text) = fs::read_to_string(entry.path().join("dev"))
         {
-            all.extend(mounts::number(text.trim()));
+            all.extend(mounts::device_number(text.trim()));
         }
     }
     all

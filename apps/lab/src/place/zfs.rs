@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use crate::error::{Context, Result};
 use vdkit_block::CancelToken;
+use vdkit_storage::mounts::{self, Mount};
 
 use crate::engine::Bench;
-use crate::environment::mounts::{self, Mount};
 use crate::model::PlaceInfo;
 use crate::peers::{find, need, skip};
 use crate::process::Line;
@@ -149,7 +149,7 @@ mod tests {
             point: point.into(),
             kind: kind.to_owned(),
             source: source.to_owned(),
-            options: String::new(),
+            options: Vec::new(),
         };
         let folder = Path::new("/tank/vm/vdkit-lab-1");
         let found = |kind: &str| {

@@ -12,7 +12,7 @@ use super::{
 use crate::failure::{Failure, could_not_open, words};
 use crate::getopt::{Parsed, flag, valued};
 use crate::names::Image;
-use crate::open::{Access, failed_open, open_options, registry};
+use crate::open::{Access, failed_job, failed_open, open_options, registry};
 use crate::output::copying;
 
 pub const COMMAND: Command = Command {
@@ -61,7 +61,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
         Error::Locked { file, writing: true, .. } if Path::new(file) != path => {
             Failure::new(words(&error))
         }
-        other => failed_open(&image, None, other),
+        other => failed_job(&image, "Block job failed", other),
     })?;
     out.said("Image committed.");
     Ok(0)

@@ -12,7 +12,7 @@ use super::{
 use crate::failure::{Failure, could_not_open, system_words, words};
 use crate::getopt::{Parsed, flag, valued};
 use crate::names::Image;
-use crate::open::{Access, driver, failed_open, open_options, registry};
+use crate::open::{Access, driver, failed_job, failed_open, open_options, registry};
 use crate::output::copying;
 
 pub const COMMAND: Command = Command {
@@ -113,6 +113,6 @@ fn failed(image: &Image, backing: &str, error: &Error) -> Failure {
         Error::File { file, .. } if file.ends_with(backing) && !backing.is_empty() => {
             Failure::new(format!("Could not open new backing file '{backing}': {}", words(error)))
         }
-        other => failed_open(image, None, other),
+        other => failed_job(image, "Error while writing to COW image", other),
     }
 }

@@ -122,12 +122,21 @@ impl Kernel {
         let told = self.told[description].swap(lost, Ordering::SeqCst);
         if told == lost { Ok(()) } else { Err(5) }
     }
+
+    /// Opens the second description. What was reported before is old to it.
+    fn open(&self) -> usize {
+        self.told[1].store(self.told[0].load(Ordering::SeqCst), Ordering::SeqCst);
+        2
+    }
 }
 
-/// Three clients whose pages are lost sync at the same time.
-fn file_syncs(sync: impl Fn(&Syncs<i32>, &Kernel) -> bool + Send + Sync + Copy + 'static) {
+/// Three clients whose pages are lost sync at the same time; `opened`: with all lanes open.
+fn file_syncs(
+    opened: bool,
+    sync: impl Fn(&Syncs<i32>, &Kernel) -> bool + Send + Sync + Copy + 'static,
+) {
     check(2, move || {
-        let syncs = Arc::new(Syncs::default());
+        let syncs = Arc::new(if opened { Syncs::with_lanes(2) } else { Syncs::default() });
         let kernel = Arc::new(Kernel::default());
         let write = || {
             let (syncs, kernel) = (syncs.clone(), kernel.clone());
@@ -147,19 +156,22 @@ fn file_syncs(sync: impl Fn(&Syncs<i32>, &Kernel) -> bool + Send + Sync + Copy +
 
 #[test]
 fn the_error_of_a_sync_reaches_all_who_wait() {
-    file_syncs(|syncs, kernel| syncs.sync(|| 2, |lane| kernel.fdatasync(lane)).is_ok());
+    file_syncs(true, |syncs, kernel| syncs.sync(|| 2, |lane| kernel.fdatasync(lane)).is_ok());
+    file_syncs(false, |syncs, kernel| {
+        syncs.sync(|| kernel.open(), |lane| kernel.fdatasync(lane)).is_ok()
+    });
 }
 
 #[test]
 #[should_panic(expected = "a write that is lost was acknowledged")]
 fn lanes_that_share_a_description_are_found() {
-    file_syncs(|syncs, kernel| syncs.sync(|| 2, |_| kernel.fdatasync(0)).is_ok());
+    file_syncs(true, |syncs, kernel| syncs.sync(|| 2, |_| kernel.fdatasync(0)).is_ok());
 }
 
 #[test]
 #[should_panic(expected = "a write that is lost was acknowledged")]
 fn an_error_given_to_one_of_two_is_found() {
-    file_syncs(|syncs, kernel| {
+    file_syncs(false, |syncs, kernel| {
         // Checks for an earlier error before the sync but not after it, with concurrent syncs.
         let failed = syncs.sync(|| 1, |_| Ok(())).is_err();
         let done = kernel.fdatasync(0);
@@ -173,7 +185,7 @@ fn an_error_given_to_one_of_two_is_found() {
 #[test]
 fn a_sync_that_ends_well_beside_a_failed_one_reports_it() {
     check(2, || {
-        let syncs = Syncs::default();
+        let syncs = Syncs::with_lanes(2);
         let beside = |_| {
             let failed = syncs.sync(|| 2, |_| Err(5));
             assert_eq!(failed, Err(SyncError::Now(5)));

@@ -105,6 +105,10 @@ pub fn create(storage: &Arc<dyn Storage>, size: u64, options: &str, backing: Opt
 
 /// Gives an image this parent, or none. Returns the keys that changed.
 pub fn amend(storage: &Arc<dyn Storage>, backing: Option<BackingRef>) -> Vec<String> {
+    try_amend(storage, backing).expect("amending")
+}
+
+pub fn try_amend(storage: &Arc<dyn Storage>, backing: Option<BackingRef>) -> Result<Vec<String>> {
     let request = AmendRequest {
         storage: storage.clone(),
         files: Vec::new(),
@@ -112,7 +116,7 @@ pub fn amend(storage: &Arc<dyn Storage>, backing: Option<BackingRef>) -> Vec<Str
         options: Options::default(),
         limits: Limits::default(),
     };
-    VhdxDriver.amend(&request, &Monitor::default()).expect("amending")
+    VhdxDriver.amend(&request, &Monitor::default())
 }
 
 pub fn open_format(storage: &Arc<dyn Storage>, writable: bool) -> Result<Arc<dyn Format>> {

@@ -1,8 +1,10 @@
 use std::io::Write;
+use std::time::Duration;
 
 use vdkit_block::Options;
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::appliance::tar;
+use vdkit_testkit::processor_time;
 
 use super::*;
 use crate::machine::{Machine, OPTIONS};
@@ -132,6 +134,10 @@ fn hashes_are_checked_of_everything_that_is_used() {
     let stopped = CancelToken::default();
     stopped.cancel();
     assert!(matches!(package.verify(0, &stopped, &mut |_| {}), Err(Error::Interrupted)));
+    let lines = line("a.ovf", &good) + &line("d.vmdk", &sha256(b""));
+    let empty = tar(&[("a.ovf", &text), ("d.vmdk", b""), ("a.mf", lines.as_bytes())]);
+    let verified = open(&empty).unwrap().verify(0, &stopped, &mut |_| {});
+    assert!(matches!(verified, Err(Error::Interrupted)), "{verified:?}");
     // Without a manifest nothing can be verified.
     let without = open(&tar(&[("a.ovf", &text), ("d.vmdk", b"disk"), ("a.cert", b"x")])).unwrap();
     assert!(without.manifest().is_none());
@@ -178,6 +184,63 @@ fn pieces_and_compressions() {
     fails(&tar(&[("a.ovf", &child), ("d", b"x")]), "stands on");
 }
 
+/// Fails if the work takes more than three seconds of processor time: quadratic work takes minutes.
+fn soon<T>(work: impl FnOnce() -> T) -> T {
+    let start = processor_time();
+    let done = work();
+    let took = processor_time() - start;
+    assert!(took < Duration::from_secs(3), "{took:?}");
+    done
+}
+
+/// An appliance of so many disks, each in one of `files`, and of so many pieces of a file `d`.
+fn in_pieces(files: &[&str], disks: usize, piece: &[u8], pieces: usize) -> Vec<u8> {
+    let list = files.iter().enumerate().map(|(id, file)| format!("<File id='{id}' {file}/>"));
+    let list: String = list.collect();
+    let disks =
+        (0..disks).map(|id| format!("<Disk diskId='{id}' fileRef='{}'/>", id % files.len()));
+    let disks: String = disks.collect();
+    let text = format!(
+        "<Envelope><References>{list}</References><DiskSection>{disks}</DiskSection></Envelope>"
+    );
+    let names: Vec<_> = (0..pieces).map(|number| format!("d.{number:09}")).collect();
+    let mut all = vec![("a.ovf", text.as_bytes())];
+    all.extend(names.iter().map(|name| (name.as_str(), piece)));
+    tar(&all)
+}
+
+/// No small archive makes the command work for hours, or fills the memory.
+#[test]
+fn many_pieces_and_disks_are_refused_soon() {
+    let nothing = in_pieces(&["href='d' chunkSize='0'"], 4096, b"", 65_000);
+    soon(|| fails(&nothing, "a chunkSize of 0"));
+    let empty = in_pieces(&["href='d' chunkSize='1'"], 4096, b"", 65_000);
+    soon(|| fails(&empty, "1 bytes of each piece but the last"));
+    // The same file again and again.
+    let again = in_pieces(&["href='d' chunkSize='1'"; 4096], 4096, b"x", 20_000);
+    soon(|| fails(&again, "number of pieces"));
+}
+
+#[test]
+fn a_disk_in_many_pieces_is_opened_soon_and_its_disks_share_them() {
+    let bytes = in_pieces(&["href='d' chunkSize='1'"], 4096, b"x", 20_000);
+    let package = soon(|| open(&bytes)).unwrap();
+    let (first, last) = (&package.disks()[0], &package.disks()[4095]);
+    assert_eq!((first.members.len(), first.file_bytes()), (20_000, 20_000));
+    assert!(Arc::ptr_eq(&first.members, &last.members));
+    assert!(Arc::ptr_eq(&package.storage_of(0).unwrap(), &package.storage_of(4095).unwrap()));
+    assert!(bytes_of(&package, 4095) == vec![b'x'; 20_000]);
+}
+
+/// A manifest may repeat a line, but each line does not hash the file again.
+#[test]
+fn a_file_with_many_lines_is_hashed_once() {
+    let text = format!("<Envelope>{}</Envelope>", " ".repeat(1 << 20));
+    let lines = format!("SHA256(a.ovf)= {}\n", sha256(text.as_bytes())).repeat(40_000);
+    let files = [("a.ovf", text.as_bytes()), ("a.mf", lines.as_bytes())];
+    soon(|| open(&tar(&files))).unwrap();
+}
+
 #[test]
 fn names_from_strangers_make_harmless_names() {
     let stem = |href: &str, id: &str| {
@@ -190,7 +253,7 @@ fn names_from_strangers_make_harmless_names() {
         };
         let disk =
             VirtualDisk { id: id.into(), file: None, capacity: None, format: None, parent: None };
-        PackagedDisk { disk, file: Some(file), members: Vec::new() }.safe_stem()
+        PackagedDisk { disk, file: Some(file), members: Arc::default(), window: None }.safe_stem()
     };
     for (href, id, wanted) in [
         ("disk.vmdk", "d", Some("disk")),

@@ -1,5 +1,6 @@
 //! Conversion from and to appliances (OVA).
 
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -105,15 +106,11 @@ impl ConvertArgs {
             "vpc" => "vhd",
             other => other,
         };
-        let mut names: Vec<String> = Vec::with_capacity(wanted.len());
-        for &index in wanted {
+        let stems = wanted.iter().map(|&index| {
             let stem = package.disks()[index].safe_stem();
-            let stem = stem.unwrap_or_else(|| format!("disk{}", index + 1));
-            let numbered = (2..).map(|number: u32| format!("{stem}-{number}.{ending}"));
-            let mut choices = std::iter::once(format!("{stem}.{ending}")).chain(numbered);
-            names.extend(choices.find(|name| !names.contains(name)));
-        }
-        Ok(names.into_iter().map(|name| folder.join(name)).collect())
+            stem.unwrap_or_else(|| format!("disk{}", index + 1))
+        });
+        Ok(distinct(stems, ending).into_iter().map(|name| folder.join(name)).collect())
     }
 
     /// Creates an appliance from the sources.
@@ -228,6 +225,27 @@ fn method(wanted: Compress) -> Result<Option<CompressionSpec>, Failure> {
     }
 }
 
+/// File names of these stems. Of stems that are equal, each after the first gets a number.
+fn distinct(stems: impl Iterator<Item = String>, ending: &str) -> Vec<String> {
+    let mut taken = HashSet::new();
+    // The number that each stem got last: thousands of disks may have the same.
+    let mut numbers: HashMap<String, u32> = HashMap::new();
+    let name = |stem: String| {
+        let last = numbers.entry(stem.clone()).or_insert(0);
+        loop {
+            *last += 1;
+            let name = match *last {
+                1 => format!("{stem}.{ending}"),
+                number => format!("{stem}-{number}.{ending}"),
+            };
+            if taken.insert(name.clone()) {
+                return name;
+            }
+        }
+    };
+    stems.map(name).collect()
+}
+
 /// Reduces a name to letters and digits that every unpacker accepts.
 fn plain(stem: &str) -> String {
     let fine = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
@@ -247,7 +265,22 @@ fn newest(sources: &[PathBuf]) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use vdkit_testkit::processor_time;
+
     use super::*;
+
+    #[test]
+    fn targets_of_equal_names_are_numbered_soon() {
+        let names = |stems: &[&str]| distinct(stems.iter().map(|&stem| stem.to_owned()), "raw");
+        let found = names(&["a", "a", "a-2", "b", "a"]);
+        assert_eq!(found, ["a.raw", "a-2.raw", "a-2-2.raw", "b.raw", "a-3.raw"]);
+        let start = processor_time();
+        assert_eq!(names(&["a"; 4096])[4095], "a-4096.raw");
+        let took = processor_time() - start;
+        assert!(took < Duration::from_secs(3), "{took:?}");
+    }
 
     #[test]
     fn names_within_an_appliance_are_plain() {
