@@ -136,7 +136,8 @@ pub trait KeySlots: fmt::Debug {
     /// tried, and `monitor` cancels it before the next derivation.
     ///
     /// # Errors
-    /// I/O; a slot whose key derivation exceeds the limits; [`crate::Error::Interrupted`].
+    /// I/O; if it opens no slot: one whose key derivation exceeds the limits;
+    /// [`crate::Error::Interrupted`].
     fn opened_by(&self, key: &Secret, monitor: &Monitor<'_>) -> Result<Vec<u32>>;
 
     /// Adds a passphrase `new` and returns its slot. `key` must open the image. `milliseconds` is

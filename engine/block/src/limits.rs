@@ -18,8 +18,8 @@ pub struct Limits {
     pub compressed_bytes_max: u64,
     /// Bytes of memory for the reference table of a check, or of a change of snapshots.
     pub check_bytes_max: u64,
-    /// Rounds of key derivation for one passphrase on one key slot: the slot's iterations times the
-    /// hashes that its key is made of.
+    /// Rounds of key derivation for one passphrase: the iterations of a key slot times the hashes that
+    /// its key is made of. For opening an image, of all slots that are tried.
     pub key_rounds_max: u64,
 }
 

@@ -115,15 +115,35 @@ impl Image {
         monitor: &Monitor<'_>,
     ) -> Result<Vec<(u32, &'k Secret)>> {
         let tries = Tries::new(monitor, self, keys.len());
-        let mut opened: Vec<(u32, &Secret)> = Vec::new();
+        let (mut opened, mut limit): (Vec<(u32, &Secret)>, _) = (Vec::new(), None);
         for key in keys {
-            for slot in self.slots.opened_by(key, &tries.monitor(monitor))? {
+            for slot in self.opened_within(key, &mut limit, &tries.monitor(monitor))? {
                 if opened.iter().all(|(known, _)| *known != slot) {
                     opened.push((slot, key));
                 }
             }
         }
-        Ok(opened)
+        match limit.filter(|_| opened.is_empty()) {
+            Some(error) => Err(error),
+            None => Ok(opened),
+        }
+    }
+
+    /// The slots that a key opens. An error of a slot that takes too long is kept in `limit`, since
+    /// another key may open the image.
+    fn opened_within(
+        &self,
+        key: &Secret,
+        limit: &mut Option<Error>,
+        monitor: &Monitor<'_>,
+    ) -> Result<Vec<u32>> {
+        match self.slots.opened_by(key, monitor) {
+            Err(error @ Error::Limit { .. }) => {
+                limit.get_or_insert(error);
+                Ok(Vec::new())
+            }
+            other => other,
+        }
     }
 
     /// The first key that opens the image.
@@ -131,12 +151,13 @@ impl Image {
         if keys.is_empty() {
             return Err(Error::no_key(&self.file, "luks"));
         }
+        let mut limit = None;
         for key in keys {
-            if !self.slots.opened_by(key, monitor)?.is_empty() {
+            if !self.opened_within(key, &mut limit, monitor)?.is_empty() {
                 return Ok(key);
             }
         }
-        Err(self.wrong_key())
+        Err(limit.unwrap_or_else(|| self.wrong_key()))
     }
 
     fn wrong_key(&self) -> Error {
