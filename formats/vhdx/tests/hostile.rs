@@ -415,3 +415,27 @@ fn a_table_behind_the_end_of_the_file_is_not_read_as_zeroes() {
     let error = open_format(&storage, false).expect_err("refused").to_string();
     assert!(error.contains("a table within the file"), "{error}");
 }
+
+/// The sector bitmap of a damaged image may be another block's data, which a write of more sectors must
+/// not change.
+#[test]
+fn a_sector_bitmap_over_guest_data_is_not_changed() {
+    let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("image"));
+    create(&storage, 16 * MIB, "block_size=1M", Some(parent_ref()));
+    let child = open_format(&storage, true).expect("opening");
+    let bitmap = 4096;
+    for (at, len) in [(0, 4096), (MIB, MIB)] {
+        let reservation = child.reserve(GuestOffset(at), len).expect("space").expect("new");
+        storage.write_at(&vec![0; len as usize], reservation.host).expect("writing");
+        reservation.publish().expect("publishing");
+    }
+    child.close().expect("closing");
+    let before = entry(&storage, bitmap);
+    set_entry(&storage, bitmap, entry(&storage, 1));
+    let child = open_format(&storage, true).expect("opening");
+    refused(child.reserve(GuestOffset(8192), 4096).map(drop), OVERLAP);
+    child.close().expect("closing");
+    set_entry(&storage, bitmap, before);
+    let child = open_format(&storage, true).expect("opening");
+    assert!(child.reserve(GuestOffset(8192), 4096).expect("sound").is_some());
+}
