@@ -101,8 +101,11 @@ impl TargetKey {
         let options = OpenOptions::read_only()
             .maybe_format(format.map(str::to_owned))
             .backing(BackingChoice::Ignore);
-        vdkit::describe_chain(&vdkit::registry(), target, &options)?.expect_encrypted()?;
-        Ok(())
+        let chain = vdkit::describe_chain(&vdkit::registry(), target, &options)?;
+        chain.expect_encrypted().map_err(|error| {
+            let hint = "the key of its backing image, if it has one, is given with --key-file";
+            Failure::from(error).hint(hint)
+        })
     }
 }
 

@@ -140,6 +140,10 @@ pub trait KeySlots: fmt::Debug {
     /// [`crate::Error::Interrupted`].
     fn opened_by(&self, key: &Secret, monitor: &Monitor<'_>) -> Result<Vec<u32>>;
 
+    /// The error for an active slot whose key derivation exceeds the limits, so that nobody knows which
+    /// keys open it.
+    fn untried(&self) -> Option<crate::Error>;
+
     /// Adds a passphrase `new` and returns its slot. `key` must open the image. `milliseconds` is
     /// the target time of one key derivation.
     ///

@@ -181,7 +181,10 @@ fn open_allowed(
         return refuse(reason, Remedy::AllowFolder(folder_of(&real)));
     }
     let file = open_again(&checked, device, options).map_err(fail)?;
-    let storage = FileStorage::from_file(file, path.display().to_string(), options)?;
+    let mut storage = FileStorage::from_file(file, path.display().to_string(), options)?;
+    if device && options.writable && options.lock == LockMode::Auto {
+        storage = storage.claiming();
+    }
     let namer = namer_at(path, &real, namer, policy)?;
     Ok(Referred { path: path.to_owned(), storage, namer })
 }

@@ -120,10 +120,18 @@ impl FileStorage {
                 kind == FileKind::BlockDevice && opened.lock.is_some() && options.writable;
             tries += 1;
             // Between the open and the lock, another process may have put a new file in its place.
-            if tries == OPENS_MAX || opened.lock.is_none() || opened.is_at(path) {
+            let sure = options.create.makes() || opened.lock.is_none();
+            if tries == OPENS_MAX || sure || opened.is_at(path) {
                 return Ok(opened);
             }
         }
+    }
+
+    /// For a device that was opened for writing and exclusively: it can be opened for writing again.
+    #[must_use]
+    pub fn claiming(mut self) -> Self {
+        self.claims = true;
+        self
     }
 
     /// Whether a path leads to this file.

@@ -52,6 +52,8 @@ pub struct PendingFile {
 #[derive(Debug)]
 pub(crate) struct Replaced {
     pub(crate) file: File,
+    /// Its name leads to it. Some network file systems have no stable inode numbers to tell that by.
+    named: bool,
     lock: Option<ImageLock>,
 }
 
@@ -122,7 +124,7 @@ impl PendingFile {
         match &self.replaced {
             Some(old) => match rustix::fs::lstat(&self.target) {
                 // Not a file that took the place of the locked one: somebody may use it.
-                found if is_at(&old.file, found) => {
+                found if !old.named || is_at(&old.file, found) => {
                     rustix::fs::rename(&self.temporary, &self.target).map_err(fail)?;
                 }
                 Err(Errno::NOENT) => rename_new(&self.temporary, &self.target).map_err(fail)?,
@@ -155,13 +157,12 @@ impl Replaced {
     pub(crate) fn open(target: &Path, lock: LockMode) -> Result<Option<Self>> {
         let mut tries = 0;
         loop {
-            let opened = Self::open_once(target, lock)?;
+            let Some(mut old) = Self::open_once(target, lock)? else { return Ok(None) };
+            old.named = is_at(&old.file, rustix::fs::lstat(target));
             tries += 1;
             // Between the open and the lock, another process may have put a new file in its place.
-            let current =
-                opened.as_ref().is_none_or(|old| is_at(&old.file, rustix::fs::lstat(target)));
-            if tries == OPENS_MAX || current {
-                return Ok(opened);
+            if tries == OPENS_MAX || old.named {
+                return Ok(Some(old));
             }
         }
     }
@@ -193,7 +194,7 @@ impl Replaced {
             LockMode::Auto => Some(ImageLock::take(&name, &file, true)?),
             LockMode::Off => None,
         };
-        Ok(Some(Self { file, lock }))
+        Ok(Some(Self { file, named: false, lock }))
     }
 }
 

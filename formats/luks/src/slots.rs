@@ -363,6 +363,17 @@ impl KeySlots for LuksSlots {
         too_much.filter(|_| opened.is_empty()).map_or(Ok(opened), Err)
     }
 
+    fn untried(&self) -> Option<Error> {
+        let file = self.storage.name();
+        let method = Method::of(&self.header, file).ok()?;
+        let active = (0..SLOTS).filter(|number| self.header.raw.key_slots[*number].is_active());
+        let rounds = active.map(|number| self.header.rounds(number, method.hash));
+        let monitor = Monitor::default();
+        rounds
+            .map(|rounds| Work::new(&self.limits, &monitor).take(file, rounds))
+            .find_map(Result::err)
+    }
+
     fn add_in(
         &mut self,
         slot: Option<u32>,

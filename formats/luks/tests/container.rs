@@ -259,7 +259,9 @@ fn an_expensive_slot_does_not_block_changes_of_the_others() {
     assert!(matches!(error, Error::Limit { .. }), "{error}");
     assert_eq!(all.add(&secret("first"), &secret("second"), 0, &quiet).unwrap(), 2);
     assert_eq!(all.opened_by(&secret("second"), &quiet).unwrap(), [2]);
+    assert!(matches!(all.untried(), Some(Error::Limit { .. })));
     all.wipe(1).unwrap();
+    assert!(all.untried().is_none());
     assert!(all.opened_by(&secret("another"), &quiet).unwrap().is_empty());
 }
 

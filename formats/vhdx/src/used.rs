@@ -150,7 +150,8 @@ impl Vhdx {
                 let expected = "no reserved state [2.5.1.1]";
                 return if rest > 0 { Err(self.bat_fault(index, entry, expected)) } else { Ok(()) };
             };
-            if !entry.has_data() && !(state.keeps_space() && entry.host() != 0) {
+            let keeps_space = state.keeps_space() && entry.host() != 0;
+            if !entry.has_data() && !keeps_space {
                 return Ok(());
             }
             let bytes = self.geometry.block_bytes();

@@ -262,7 +262,8 @@ pub fn remove_key(
 ///
 /// # Errors
 /// [`Error::Key`] if none of the keys opens the image or `slot`; [`Error::Invalid`] if no slot is
-/// free, or the new key is the old one; [`Error::Interrupted`], and then the keys are as before.
+/// free, or the new key is the old one; [`Error::Limit`] if, without `slot`, the old key cannot be
+/// tried on all slots; [`Error::Interrupted`]. The keys are then as before.
 pub fn change_key(
     registry: &Registry,
     path: &Path,
@@ -273,6 +274,12 @@ pub fn change_key(
     monitor: &Monitor<'_>,
 ) -> Result<KeysAfter> {
     let (mut image, _) = Image::open(registry, path, options, true)?;
+    if slot.is_none()
+        && let Some(error) = image.slots.untried()
+    {
+        // The old key may open that slot too, and would go on to open the image.
+        return Err(error);
+    }
     let tries = Tries::new(monitor, &image, options.keys.len() + 2);
     let monitor = &tries.monitor(monitor);
     let key = image.key(&options.keys, monitor)?;
