@@ -139,7 +139,7 @@ fn installations_have_figures_on_devices() {
         all_have_figures(&run, &["front"]);
         let raw = run.cells.iter().find(|cell| cell.axis("layout") == Some("raw")).unwrap();
         let commands = raw.commands.join("\n");
-        assert!(commands.contains("mkfs.ext4 -q -F /dev/loop"), "{commands}");
+        assert!(commands.contains("mkfs.ext4 -q -F -E nodiscard /dev/loop"), "{commands}");
     }
 }
 

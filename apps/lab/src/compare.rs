@@ -197,6 +197,13 @@ fn differences(before: &Run, after: &Run) -> Vec<String> {
     };
     differ("the plan", &before.plan.name, &after.plan.name);
     differ("the metric", &before.plan.metric, &after.plan.metric);
+    let effort = |run: &Run| {
+        let of = run.plan.effort;
+        of.map_or(String::new(), |of| {
+            format!("{} bytes, {} for each job, {} s", of.disk, of.bytes, of.seconds)
+        })
+    };
+    differ("the disk and the work of a cell", &effort(before), &effort(after));
     differ("the processor", &old.cpu, &new.cpu);
     differ("the kernel", &old.kernel, &new.kernel);
     for place in &new.places {
@@ -216,8 +223,8 @@ fn differences(before: &Run, after: &Run) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::Warning;
     use crate::model::tests::{measured, run_of};
+    use crate::model::{Effort, Warning};
 
     fn run(id: &str, metric: &str, cells: &[(&str, &[f64])]) -> Run {
         let cell = |(key, values): &(&str, &[f64])| Cell {
@@ -282,6 +289,20 @@ mod tests {
         // One round on each side does not suffice, even for a factor of a hundred.
         let single = |value: f64| vec![run("one", "iops", &[("a", &[value])])];
         assert_eq!(compare(&single(1.0), &single(100.0)).unwrap().ties, 1);
+    }
+
+    #[test]
+    fn another_size_of_the_disk_is_said() {
+        let sized = |disk| {
+            let mut all = runs("iops", &[("a", 100.0)]);
+            for run in &mut all {
+                run.plan.effort = Some(Effort { rounds: 3, seconds: 5.0, disk, bytes: 1 << 20 });
+            }
+            all
+        };
+        let said = |disk| compare(&sized(4 << 30), &sized(disk)).unwrap().warnings;
+        assert!(said(4 << 30).is_empty(), "{:?}", said(4 << 30));
+        assert!(said(64 << 20)[0].contains("the disk and the work"), "{:?}", said(64 << 20));
     }
 
     #[test]

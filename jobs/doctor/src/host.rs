@@ -134,7 +134,11 @@ impl Examination<'_> {
             growth >> 20,
             free >> 20
         );
-        let mend = self.vdkit(&["serve"], &["--nbd", "unix:SOCKET", "--on-nospace", "pause"]);
+        // No header tells that a disk is raw, and only a named format is written to.
+        let raw = self.link().info.format == "raw";
+        let named = if raw { &["-f", "raw"][..] } else { &[] };
+        let options = [named, &["--nbd", "unix:SOCKET", "--on-nospace", "pause"]].concat();
+        let mend = self.vdkit(&["serve"], &options);
         self.add(DoctorCode::LittleSpace, message, mend);
     }
 

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vdkit_block::{
-    CheckReport, Error, ImageInfo, Limits, Monitor, OfflineImage, Repair, Result, Severity, Storage,
+    CheckReport, Error, ImageInfo, Limits, Monitor, OfflineImage, Repair, Result, Severity,
+    SnapshotInfo, Storage,
 };
 use vdkit_chain::{OpenOptions, OpenedImage, open_image};
 
@@ -107,7 +108,8 @@ impl Examination<'_> {
         };
         let message =
             format!("{} snapshots{kept}; the oldest is '{}'", snapshots.len(), oldest.name);
-        let mend = self.vdkit(&["snapshot", "delete"], &[&oldest.id]);
+        let mend = word_of_snapshot(snapshots, oldest)
+            .and_then(|word| self.vdkit(&["snapshot", "delete"], &[word]));
         self.add(DoctorCode::ManySnapshots, message, mend);
     }
 
@@ -309,9 +311,44 @@ fn used_at_most(report: &CheckReport, info: &ImageInfo, cluster: u64) -> u64 {
     data.saturating_add(tables).saturating_add(bitmap).saturating_add(small)
 }
 
+/// The word by which a command finds this snapshot and no other: commands take a word for a name
+/// first, and then for an id.
+fn word_of_snapshot<'a>(snapshots: &[SnapshotInfo], wanted: &'a SnapshotInfo) -> Option<&'a str> {
+    let named = |word: &str| snapshots.iter().find(|snapshot| snapshot.name == word);
+    let plain = !wanted.name.is_empty() && !wanted.name.starts_with('-');
+    if plain && named(&wanted.name).is_some_and(|first| first.id == wanted.id) {
+        return Some(&wanted.name);
+    }
+    named(&wanted.id).is_none().then_some(&wanted.id)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_snapshot_is_named_by_what_no_other_answers_to() {
+        let of = |names: &[&str], wanted: usize| {
+            let snapshots: Vec<_> = (1..)
+                .zip(names)
+                .map(|(id, name)| SnapshotInfo {
+                    id: format!("{id}"),
+                    name: (*name).to_owned(),
+                    vm_state_bytes: 0,
+                    date_seconds: 0,
+                    date_nanoseconds: 0,
+                    vm_clock_nanoseconds: 0,
+                    disk_bytes: None,
+                    icount: None,
+                })
+                .collect();
+            word_of_snapshot(&snapshots, &snapshots[wanted]).map(str::to_owned)
+        };
+        assert_eq!(of(&["0", "1", "2"], 0).as_deref(), Some("0"));
+        assert_eq!(of(&["a", "a"], 1).as_deref(), Some("2"));
+        assert_eq!(of(&["", "1"], 0), None);
+        assert_eq!(of(&["-f", "b"], 0).as_deref(), Some("1"));
+    }
 
     #[test]
     fn the_map_of_a_disk() {

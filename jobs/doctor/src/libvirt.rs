@@ -32,7 +32,11 @@ impl Examination<'_> {
         disk.allocated = self.evidence.allocation == Allocation::Full;
         disk.encrypted = link.info.encryption.as_deref() == Some("luks");
         disk.map_cache_bytes = self.evidence.map_bytes.filter(|bytes| *bytes > QEMU_MAP_CACHE);
-        disk.backing = self.links.iter().skip(1).map(backing).collect();
+        // A list of backing images ends the chain. If it goes on out of reach, libvirt has to find the
+        // images itself: the guest would read zeroes in place of the missing ones.
+        if self.links.last().is_some_and(|last| last.info.backing().is_none()) {
+            disk.backing = self.links.iter().skip(1).map(backing).collect();
+        }
         disk.xml()
     }
 }

@@ -132,6 +132,12 @@ fn an_image_that_is_hardly_one() {
     scratch.write("empty.qcow2", b"");
     scratch.fails(4, "empty.qcow2", &["check", "-f", "qcow2", "empty.qcow2"]);
     scratch.fails(1, "no-such.qcow2", &["check", "no-such.qcow2"]);
+    // Clusters of its refcount table.
+    let mut bytes = bytes;
+    bytes[56..60].fill(0xff);
+    scratch.write("large.qcow2", &bytes);
+    let answer = scratch.fails(8, "more than the limit", &["check", "large.qcow2"]);
+    assert!(answer.stderr.contains("cannot be checked"), "{answer:?}");
 }
 
 #[test]

@@ -395,6 +395,18 @@ fn libvirt_gets_its_element() {
     // Without being asked it says nothing of it.
     let answer = scratch.json_of("doctor", 0, &["it's.qcow2"]);
     assert!(answer["images"][0].get("libvirt").is_none());
+    // A chain that goes on out of reach has no end: the guest would read zeroes from there on.
+    std::fs::create_dir(scratch.path("folder")).unwrap();
+    scratch.ok(&["create", "folder/base.qcow2", "1M"]);
+    scratch.ok(&["create", "mid.qcow2", "--backing", "folder/base.qcow2"]);
+    scratch.ok(&["create", "top.qcow2", "--backing", "mid.qcow2"]);
+    let whole = scratch.json_of("doctor", 0, &["--libvirt", "top.qcow2"]);
+    let xml = whole["images"][0]["libvirt"].as_str().unwrap();
+    assert!(xml.contains("base.qcow2") && xml.contains("<backingStore/>"), "{xml}");
+    std::fs::rename(scratch.path("folder"), scratch.path("elsewhere")).unwrap();
+    let answer = scratch.run(&["doctor", "--json", "--libvirt", "top.qcow2"]);
+    assert!(answer.stdout.contains("<disk type="), "{answer:?}");
+    assert!(!answer.stdout.contains("backingStore"), "{answer:?}");
     // libvirt does not know every format of ours: such a disk is served.
     scratch.ok(&["create", "-f", "vhdx", "a.vhdx", "16M"]);
     let answer = scratch.json_of("doctor", 0, &["--libvirt", "a.vhdx"]);

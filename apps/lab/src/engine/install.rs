@@ -102,7 +102,9 @@ fn pass(bench: &mut Bench<'_>, disk: &Path, bytes: u64, files: &[Source]) -> Res
     let at = bench.folder.join("mounted");
     std::fs::create_dir_all(&at)?;
     let began = Instant::now();
-    let line = Line::new(find("mkfs.ext4").context("mkfs.ext4")?).args(["-q", "-F"]).arg(&block);
+    let line = Line::new(find("mkfs.ext4").context("mkfs.ext4")?).args(["-q", "-F"]);
+    // A discard would take away what the layout allocated, or what a pass before wrote.
+    let line = line.args(["-E", "nodiscard"]).arg(&block);
     // The file system has the size of the plan's disk, even on a larger device.
     bench.run(&line.arg(format!("{}k", bytes >> 10)))?;
     let mounted = Mounted::new(bench, &block, &at)?;

@@ -76,6 +76,8 @@ fn all(
 ) -> Result<BTreeMap<String, f64>> {
     let bytes = bench.disk_bytes()?;
     let image = layout::make(bench, layout, bytes, Content::All)?;
+    // Otherwise cache modes with a page cache would read what the lab has just put there.
+    super::drop_caches(&image.files)?;
     let served = front::start(bench, front, &image, cache)?;
     let loads = SCORE_LOADS.iter().map(|(_, load)| *load).collect::<Vec<_>>();
     let rates = load::rates(bench, &loads, &served, bytes)?;

@@ -327,6 +327,23 @@ impl ActiveRun {
                 file.display()
             );
         }
+        // Names of devices move from disk to disk when a machine starts.
+        for place in prepared.places.iter().map(|place| &place.info) {
+            let same = |old: &&PlaceInfo| old.path == place.path && old.kind == place.kind;
+            let Some(old) = run.environment.places.iter().find(same) else { continue };
+            let found = (place.total_bytes, &place.beneath);
+            if place.kind == PlaceKind::Device && found != (old.total_bytes, &old.beneath) {
+                bail!(
+                    "{}: is another device than that of the run: {} bytes ({}), then {} bytes ({}); \
+                     name it in a new run",
+                    place.path,
+                    place.total_bytes,
+                    place.beneath.join(", "),
+                    old.total_bytes,
+                    old.beneath.join(", ")
+                );
+            }
+        }
         prepared.confirm(tools, monitor)?;
         store.set_environment(&prepared.environment(monitor))?;
         Ok(prepared.start(store, run.cells))

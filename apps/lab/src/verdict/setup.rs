@@ -92,16 +92,20 @@ pub(super) fn setup(run: &Run, axes: &Axes) -> Setup {
         typed.push(create_command(layout, &name));
     }
     let socket = PathBuf::from("/run/vdkit-disk.sock");
+    // No header tells that a disk is raw, and only a named format is written to.
+    let named = if layout.format == "raw" { " -f raw" } else { "" };
     let (source, format) = if front.contains("vhost") {
-        typed.push(format!("vdkit serve {name} --vhost-user {} --cache {cache}", socket.display()));
+        let at = socket.display();
+        typed.push(format!("vdkit serve {name}{named} --vhost-user {at} --cache {cache}"));
         (DiskSource::VhostUser(socket), "raw")
     } else if front.contains("nbd") {
-        typed.push(format!("vdkit serve {name} --nbd unix:{} --cache {cache}", socket.display()));
+        let at = socket.display();
+        typed.push(format!("vdkit serve {name}{named} --nbd unix:{at} --cache {cache}"));
         (DiskSource::Nbd(socket, String::new()), "raw")
     } else if front.contains("fuse") {
         // libvirt only accepts absolute paths.
         let file = PathBuf::from("/run/vdkit-disk.raw");
-        typed.push(format!("vdkit mount {name} {} --cache {cache}", file.display()));
+        typed.push(format!("vdkit mount {name} {}{named} --cache {cache}", file.display()));
         (DiskSource::File(file), "raw")
     } else if device {
         (DiskSource::Device(disk.clone()), layout.format)
