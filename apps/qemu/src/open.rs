@@ -274,10 +274,7 @@ pub fn failed_open(image: &Image, format: Option<&str>, error: &Error) -> Failur
 /// about a failed write.
 pub fn failed_job(image: &Image, writing: &str, error: &Error) -> Failure {
     match error {
-        Error::NoSpace { .. } => Failure::new(words(error)).within(writing),
-        Error::Io { .. } if error.kind() == ErrorKind::NoSpace => {
-            Failure::new(words(error)).within(writing)
-        }
+        error if error.kind() == ErrorKind::NoSpace => Failure::new(words(error)).within(writing),
         Error::Io { .. } => Failure::new(words(error)),
         other => failed_open(image, None, other),
     }

@@ -82,12 +82,7 @@ mod tests {
         let one = |id: &str, name: &str| SnapshotInfo {
             id: id.to_owned(),
             name: name.to_owned(),
-            vm_state_bytes: 0,
-            date_seconds: 0,
-            date_nanoseconds: 0,
-            vm_clock_nanoseconds: 0,
-            disk_bytes: None,
-            icount: None,
+            ..SnapshotInfo::default()
         };
         let all = [one("1", "2"), one("2", "1"), one("3", "three")];
         for (text, id) in [

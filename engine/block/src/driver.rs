@@ -121,7 +121,7 @@ pub struct NotedTime {
 }
 
 /// One internal snapshot.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct SnapshotInfo {
     /// The unique id.

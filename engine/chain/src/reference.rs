@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FileType, Mode, OFlags};
 use vdkit_block::{Error, IoAction, RefPolicy, Refusal, Remedy, Result};
-use vdkit_storage::{FileOptions, FileStorage, LockMode, OPENS_MAX};
+use vdkit_storage::{FileOptions, FileStorage, LockMode, open_current};
 
 /// Role of a reference, for messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -125,16 +125,10 @@ pub(crate) fn open(
         return refuse("the program does not allow it", "name the file itself".into());
     }
     let path = namer.folder.join(target);
-    let mut tries = 0;
-    loop {
-        let found = open_allowed(namer, role, target, policy, options, &path)?;
-        tries += 1;
-        // Between the open and the lock, another process may have put a new file in its place.
-        let current = options.lock == LockMode::Off || found.storage.is_at(&path);
-        if tries == OPENS_MAX || current {
-            return Ok(found);
-        }
-    }
+    open_current(
+        || open_allowed(namer, role, target, policy, options, &path),
+        |found| options.lock == LockMode::Off || found.storage.is_at(&path),
+    )
 }
 
 /// Opens the file of a reference, if it is where the policy allows it.

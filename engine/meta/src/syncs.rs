@@ -98,8 +98,8 @@ impl<E: Clone> Syncs<E> {
                     state = self.state.lock();
                     // To a description that was opened after an error had been reported, that error
                     // is old: only the sync that got it can tell. So wait for its end.
-                    let (began, first) = (state.begun, 0);
-                    while state.busy[first] && state.begun == began && state.failed.is_none() {
+                    let began = state.begun;
+                    while state.busy[0] && state.begun == began && state.failed.is_none() {
                         self.ended.wait(&mut state);
                     }
                     state.lanes = Some(opened);

@@ -32,9 +32,8 @@ use crate::sys;
 
 /// One more than the highest offset of a file.
 const OFFSET_MAX: u64 = i64::MAX as u64;
-/// Most times that a file is opened whose name leads to another one by then. Some network file
-/// systems have no stable inode numbers: what was opened last is taken.
-pub const OPENS_MAX: u32 = 10;
+/// Most times that a file is opened whose name leads to another one by then.
+const OPENS_MAX: u32 = 10;
 
 /// A regular file or a block device.
 ///
@@ -107,8 +106,7 @@ impl FileStorage {
     /// errors.
     pub fn open(path: impl AsRef<Path>, options: &FileOptions) -> Result<Self> {
         let path = path.as_ref();
-        let mut tries = 0;
-        loop {
+        let open = || {
             let (file, kind) = open::open_file(path, options)?;
             let opened = Self::build(file, kind, path.display().to_string(), options);
             if opened.is_err() && options.create.makes() {
@@ -118,13 +116,10 @@ impl FileStorage {
             let mut opened = opened?;
             opened.claims =
                 kind == FileKind::BlockDevice && opened.lock.is_some() && options.writable;
-            tries += 1;
-            // Between the open and the lock, another process may have put a new file in its place.
-            let sure = options.create.makes() || opened.lock.is_none();
-            if tries == OPENS_MAX || sure || opened.is_at(path) {
-                return Ok(opened);
-            }
-        }
+            Ok(opened)
+        };
+        let sure = options.create.makes() || options.lock == LockMode::Off;
+        open_current(open, |opened| sure || opened.is_at(path))
     }
 
     /// For a device that was opened for writing and exclusively: it can be opened for writing again.
@@ -612,6 +607,25 @@ impl Drop for FileStorage {
             lock.release(&self.file);
         }
     }
+}
+
+/// Opens and locks a file again until it is `current`: its name leads to it. Between the open and
+/// the lock, another process may have put a new file in its place. Some network file systems have no
+/// stable inode numbers to tell that by; there, what was opened last is taken.
+///
+/// # Errors
+/// Those of `open`.
+pub fn open_current<T>(
+    mut open: impl FnMut() -> Result<T>,
+    current: impl Fn(&T) -> bool,
+) -> Result<T> {
+    for _ in 1..OPENS_MAX {
+        let opened = open()?;
+        if current(&opened) {
+            return Ok(opened);
+        }
+    }
+    open()
 }
 
 /// Whether this is the file that a name was found to lead to.

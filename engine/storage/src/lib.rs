@@ -55,7 +55,7 @@ mod space;
 mod sys;
 
 pub use buffer::AlignedBuf;
-pub use file::{FileStorage, OPENS_MAX};
+pub use file::{FileStorage, open_current};
 pub use links::folder_of;
 pub use lock::LockMode;
 pub use memory::MemoryStorage;

@@ -12,7 +12,7 @@ use rustix::io::Errno;
 use vdkit_block::{CacheMode, Error, IoAction, OwnerProcess, Result};
 
 use crate::access;
-use crate::file::{FileStorage, OPENS_MAX, is_at};
+use crate::file::{FileStorage, is_at, open_current};
 use crate::held::{Change, refuse_attached};
 use crate::links;
 use crate::lock::{ImageLock, LockMode};
@@ -155,16 +155,8 @@ impl Drop for PendingFile {
 impl Replaced {
     /// Locks a file as a writer does; `None` if there is no file.
     pub(crate) fn open(target: &Path, lock: LockMode) -> Result<Option<Self>> {
-        let mut tries = 0;
-        loop {
-            let Some(mut old) = Self::open_once(target, lock)? else { return Ok(None) };
-            old.named = is_at(&old.file, rustix::fs::lstat(target));
-            tries += 1;
-            // Between the open and the lock, another process may have put a new file in its place.
-            if tries == OPENS_MAX || old.named {
-                return Ok(Some(old));
-            }
-        }
+        let current = |found: &Option<Self>| found.as_ref().is_none_or(|old| old.named);
+        open_current(|| Self::open_once(target, lock), current)
     }
 
     fn open_once(target: &Path, lock: LockMode) -> Result<Option<Self>> {
@@ -194,7 +186,8 @@ impl Replaced {
             LockMode::Auto => Some(ImageLock::take(&name, &file, true)?),
             LockMode::Off => None,
         };
-        Ok(Some(Self { file, named: false, lock }))
+        let named = is_at(&file, rustix::fs::lstat(target));
+        Ok(Some(Self { file, named, lock }))
     }
 }
 

@@ -334,12 +334,7 @@ mod tests {
                 .map(|(id, name)| SnapshotInfo {
                     id: format!("{id}"),
                     name: (*name).to_owned(),
-                    vm_state_bytes: 0,
-                    date_seconds: 0,
-                    date_nanoseconds: 0,
-                    vm_clock_nanoseconds: 0,
-                    disk_bytes: None,
-                    icount: None,
+                    ..SnapshotInfo::default()
                 })
                 .collect();
             word_of_snapshot(&snapshots, &snapshots[wanted]).map(str::to_owned)

@@ -20,8 +20,8 @@ pub const COMMAND: Subcommand = Subcommand {
     details: "\
 Reads all metadata of the image and no guest data. Exit codes: 0 no faults, 3 only leaks (space \
 that nothing refers to: harmless), 4 corrupt, 8 not checkable (the file is not what its name says, \
-uses a feature that vdkit does not know, or needs more memory than a limit allows). With --repair the code is for the faults that remain. \
-Warnings do not change the code.
+uses a feature that vdkit does not know, or needs more memory than a limit allows). With --repair \
+the code is for the faults that remain. Warnings do not change the code.
 
 A repair that would discard guest data because a damaged table no longer refers to it is refused \
 without --force. If a table was wiped, clusters that look like its data are kept.",

@@ -286,6 +286,24 @@ fn busy(environment: &Environment) -> Vec<Warning> {
     text.map(|text| Warning { kind: "load".to_owned(), text, cells: vec![] }).into_iter().collect()
 }
 
+/// Refuses a device that has only the name of one in the run: names move from disk to disk when a
+/// machine starts.
+fn require_same_device(before: &[PlaceInfo], place: &PlaceInfo) -> Result<()> {
+    let same_name = |old: &&PlaceInfo| old.path == place.path && old.kind == PlaceKind::Device;
+    let Some(old) = before.iter().find(same_name) else { return Ok(()) };
+    if (place.total_bytes, &place.beneath) == (old.total_bytes, &old.beneath) {
+        return Ok(());
+    }
+    let told =
+        |info: &PlaceInfo| format!("{} bytes ({})", info.total_bytes, info.beneath.join(", "));
+    bail!(
+        "{}: is another device than that of the run: {} now, {} then; name it in a new run",
+        place.path,
+        told(place),
+        told(old)
+    )
+}
+
 /// A run in progress.
 pub struct ActiveRun {
     request: Request,
@@ -327,22 +345,8 @@ impl ActiveRun {
                 file.display()
             );
         }
-        // Names of devices move from disk to disk when a machine starts.
-        for place in prepared.places.iter().map(|place| &place.info) {
-            let same = |old: &&PlaceInfo| old.path == place.path && old.kind == place.kind;
-            let Some(old) = run.environment.places.iter().find(same) else { continue };
-            let found = (place.total_bytes, &place.beneath);
-            if place.kind == PlaceKind::Device && found != (old.total_bytes, &old.beneath) {
-                bail!(
-                    "{}: is another device than that of the run: {} bytes ({}), then {} bytes ({}); \
-                     name it in a new run",
-                    place.path,
-                    place.total_bytes,
-                    place.beneath.join(", "),
-                    old.total_bytes,
-                    old.beneath.join(", ")
-                );
-            }
+        for place in &prepared.places {
+            require_same_device(&run.environment.places, &place.info)?;
         }
         prepared.confirm(tools, monitor)?;
         store.set_environment(&prepared.environment(monitor))?;

@@ -155,3 +155,23 @@ fn a_round_that_fails_is_measured_again_and_the_page_says_so() {
     let run = run_with_failures("0");
     assert!(matches!(run.cells[0].outcome, Outcome::Failed(_)) && retries(&run).is_empty());
 }
+
+/// The name of a device may lead to another disk after a restart.
+#[test]
+fn a_run_is_resumed_on_its_own_device() {
+    let device = |total_bytes, beneath: &str| PlaceInfo {
+        path: "/dev/sdb".to_owned(),
+        kind: PlaceKind::Device,
+        total_bytes,
+        beneath: vec![beneath.to_owned()],
+        ..PlaceInfo::default()
+    };
+    let before = [device(1 << 40, "sdb: scratch disk")];
+    let check = |place: &PlaceInfo| require_same_device(&before, place);
+    check(&before[0]).unwrap();
+    check(&PlaceInfo { path: "/dev/sdc".to_owned(), ..before[0].clone() }).unwrap();
+    for other in [device(1 << 41, "sdb: scratch disk"), device(1 << 40, "sdb: family photos")] {
+        let error = check(&other).unwrap_err().to_string();
+        assert!(error.contains("is another device than that of the run"), "{error}");
+    }
+}

@@ -80,3 +80,18 @@ fn said(matrix: &Matrix<'_>, own: &Axes, sparse: &str, pairs: &Pairs<'_>) -> Opt
     };
     Some(format!("{}: {name} against {sparse}{under}", figure(&gain)))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::axes_of;
+
+    #[test]
+    fn disks_that_were_filled_are_written_again() {
+        let of = |axes: &[(&str, &str)]| state(&Cell { axes: axes_of(axes), ..Cell::default() });
+        assert_eq!(of(&[("profile", "scores")]), " for later writes");
+        assert_eq!(of(&[("profile", "first-write")]), " for the first write");
+        assert_eq!(of(&[("profile", "randwrite"), ("content", "full")]), " for later writes");
+        assert_eq!(of(&[("profile", "randwrite")]), "");
+    }
+}

@@ -234,6 +234,11 @@ mod tests {
         let fuse = choose(&[("layout", "qcow2"), ("front", "fuse")]);
         assert!(fuse.commands[1].ends_with("/run/vdkit-disk.raw --cache writeback"), "{fuse:?}");
         assert!(fuse.xml.contains("<source file='/run/vdkit-disk.raw'/>"), "{}", fuse.xml);
+        // A raw disk is written to only if its format is named.
+        for front in ["nbd", "fuse", "vhost-user"] {
+            let raw = choose(&[("layout", "raw"), ("front", front)]);
+            assert!(raw.commands[1].contains(" -f raw "), "{raw:?}");
+        }
         let guest = choose(&[("layout", "qcow2"), ("front", "guest-ide")]);
         assert!(guest.xml.contains("bus='ide'") && guest.commands[0].contains("DIR/disk.qcow2"));
     }
