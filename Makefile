@@ -44,8 +44,13 @@ install-lib: lib ## the C library, header, manual pages and pkg-config file, bel
 	install -D -m 644 -t $(PLACE)/include bindings/c/include/vdkit.h
 	cp -d target/libvdkit/libvdkit.so* $(PLACE)/lib
 	scripts/c-manual $(PLACE)/share/man/man3
+	@# The loader finds libraries below /usr/local by its cache alone.
+	[ -n "$(DESTDIR)" ] || PATH=$$PATH:/usr/sbin:/sbin ldconfig || echo "install-lib: run ldconfig as root" >&2
 
 wheel: ## the Python package as a wheel, in target/package; pip fetches maturin for it
+	@# maturin puts what has these names into the wheel.
+	cp LICENSE-MIT LICENSE-APACHE bindings/python
+	scripts/dependencies licenses vdkit-python > bindings/python/NOTICE-third-party
 	$(or $(PYTHON3),python3) -m pip wheel --no-deps --wheel-dir target/package bindings/python
 
 deb: ## Debian packages of the command and the libraries, in target/package

@@ -225,7 +225,7 @@ pub mod serve {
         Access, Answer, BitmapList, Change, Client, Command, Committed, Control, Controller, Done,
         Export, ExportOptions, Held, ImageChain, Images, JobStatus, LatencyBucket, OnNoSpace,
         OpKind, OpStats, ParkedInfo, Requests, Scrape, ScrapeAddress, Stats, Status, UnixSocket,
-        Written, ask, quantile,
+        Written, ask, quantile, raise_descriptor_limit,
     };
 }
 #[cfg(feature = "serve")]

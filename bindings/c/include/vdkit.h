@@ -118,7 +118,8 @@
 // For vdkit_compare(): disks of different sizes differ, also if the rest of the longer one is zero.
 #define VDKIT_COMPARE_STRICT 1
 
-// For vdkit_commit() and vdkit_rebase(): also if images or snapshots that depend on it are damaged.
+// For vdkit_commit() and vdkit_rebase(): also if images or snapshots that depend on it are damaged. For
+// vdkit_key_remove(): also if no given key opens another slot.
 #define VDKIT_FORCE 1
 
 // For vdkit_rebase(): changes only the name in the header, so that the disk may change.

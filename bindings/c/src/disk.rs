@@ -102,11 +102,17 @@ fn reopen(fd: RawFd, writable: bool) -> Result<File> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_close(disk: *mut vdkit_disk) -> c_int {
     call(|| {
-        if disk.is_null() {
-            return Ok(());
-        }
         // SAFETY: the header's promise.
-        unsafe { vdkit_disk::take(disk) }?.close()
+        match unsafe { disk.as_ref() } {
+            None => Ok(()),
+            // The threads of its queues are the parent's, and still count as users.
+            Some(open) if open.0.is_inherited() => {
+                // SAFETY: as above.
+                given(unsafe { border::take(disk) }, "disk")?.0.close()
+            }
+            // SAFETY: as above.
+            Some(_) => unsafe { vdkit_disk::take(disk) }?.close(),
+        }
     })
 }
 

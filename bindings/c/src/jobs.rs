@@ -336,7 +336,8 @@ pub unsafe extern "C" fn vdkit_measure(
     })
 }
 
-/// For vdkit_commit() and vdkit_rebase(): also if images or snapshots that depend on it are damaged.
+/// For vdkit_commit() and vdkit_rebase(): also if images or snapshots that depend on it are damaged. For
+/// vdkit_key_remove(): also if no given key opens another slot.
 pub const VDKIT_FORCE: u32 = 1;
 /// For vdkit_rebase(): changes only the name in the header, so that the disk may change.
 pub const VDKIT_HEADER_ONLY: u32 = 2;

@@ -760,6 +760,7 @@ int main(int argc, char **argv)
     (void)argv;
     if (argc == 1) { /* valgrind calls what other threads held lost, in a child */
         forked();
+        forked_queue();
         forked_server();
     }
     if (!bad)

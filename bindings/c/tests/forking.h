@@ -20,6 +20,34 @@ static void forked(void)
     vdkit_open_options_free(options);
 }
 
+/* A child frees its copies of a queue and of the disk beneath, though the queue's threads are its parent's. */
+static void forked_queue(void)
+{
+    vdkit_open_options *options = writing("qcow2");
+    vdkit_disk *disks[2];
+    vdkit_queue *queues[2];
+    int status = -1;
+
+    OK(vdkit_open("taken.qcow2", options, &disks[0]));
+    OK(vdkit_open("base.qcow2", NULL, &disks[1]));
+    for (int i = 0; i < 2; i++)
+        OK(vdkit_queue_new(disks[i], 2, &queues[i]));
+    pid_t child = fork();
+    if (child == 0) {
+        for (int i = 0; i < 2; i++)
+            vdkit_queue_free(queues[i]);
+        if (vdkit_close(disks[0]) != VDKIT_E_USAGE || !strstr(vdkit_error_message(), "parent"))
+            _exit(1);
+        _exit(vdkit_close(disks[1]) == 0 ? 0 : 2);
+    }
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    for (int i = 0; i < 2; i++) {
+        vdkit_queue_free(queues[i]);
+        OK(vdkit_close(disks[i]));
+    }
+    vdkit_open_options_free(options);
+}
+
 /* A child that stops a server of its parent frees its copy, and the server goes on. */
 static void forked_server(void)
 {

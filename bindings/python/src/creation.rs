@@ -8,6 +8,7 @@ use vdkit::{BackingRef, Error, FormatDriver, Options, Result, Secret};
 
 use crate::disk::Opening;
 use crate::jobs::run;
+use crate::number::Number;
 
 /// What a new image shall be, beside its format and size, as Python passes it.
 #[derive(FromPyObject)]
@@ -70,7 +71,7 @@ pub(crate) fn create(
     py: Python<'_>,
     path: PathBuf,
     format: &str,
-    size: Option<u64>,
+    size: Option<Number<u64>>,
     wanted: Wanted,
     replace: bool,
     progress: Option<&Bound<'_, PyAny>>,
@@ -78,7 +79,7 @@ pub(crate) fn create(
     run(py, progress, |monitor| {
         let driver = vdkit::format(format)?;
         let image = CreateOptions::new(&path, driver)
-            .guest_bytes(size)
+            .guest_bytes(size.as_ref().map(|size| size.0))
             .options(wanted.of_format(driver)?)
             .backing(wanted.backing())
             .opening(wanted.opening.options()?)

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use parking_lot::RecursiveRwLock;
-use pyo3::exceptions::PyBufferError;
+use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use vdkit::{
@@ -15,6 +15,7 @@ use vdkit::{
 use crate::errors::{misuse, raise};
 use crate::jobs::{abandonable, run};
 use crate::memory::{new_bytes, with_bytes, with_bytes_mut};
+use crate::number::Number;
 use crate::source::FileObject;
 
 /// The options by which images are opened, as Python passes them.
@@ -62,20 +63,37 @@ impl Opening {
 /// An open disk; `vdkit.Disk` wraps it. Each call holds the lock for reading, so that closing waits for
 /// it. The lock is only ever waited for without the interpreter's.
 #[pyclass(frozen, module = "vdkit._vdkit")]
-pub(crate) struct Disk(RecursiveRwLock<Option<vdkit::Disk>>);
+pub(crate) struct Disk {
+    disk: RecursiveRwLock<Option<vdkit::Disk>>,
+    /// What it stands on, if that is no file. Its code, and that of signal handlers, runs within calls.
+    file: Option<Arc<FileObject>>,
+}
 
 impl Disk {
-    fn new(disk: vdkit::Disk) -> Self {
-        Self(RecursiveRwLock::new(Some(disk)))
+    fn new(disk: vdkit::Disk, file: Option<Arc<FileObject>>) -> Self {
+        Self { disk: RecursiveRwLock::new(Some(disk)), file }
     }
 
     /// Calls the engine without the interpreter's lock.
     pub(crate) fn call<T>(&self, act: impl FnOnce(&vdkit::Disk) -> Result<T>) -> Result<T> {
-        // Recursive, since a call can be within another: a file object that reads the disk, `compare(disk, disk)`.
-        match &*self.0.read() {
-            Some(disk) => act(disk),
-            None => Err(closed()),
+        self.refuse_within("is not read or changed")?;
+        self.look(act)?
+    }
+
+    /// As [`Disk::call`], for what reads nothing, so that it may also be asked within a call.
+    fn look<T>(&self, act: impl FnOnce(&vdkit::Disk) -> T) -> Result<T> {
+        // Recursive, since a call can be within another: a file object's own code, `compare(disk, disk)`.
+        self.disk.read().as_ref().map(act).ok_or_else(closed)
+    }
+
+    /// Refuses what would wait for itself: this thread reads the file object.
+    fn refuse_within(&self, what: &str) -> Result<()> {
+        if self.file.as_ref().is_none_or(|file| !file.is_read_here()) {
+            return Ok(());
         }
+        Err(Error::invalid(format!(
+            "the disk {what} while the file object that it stands on is read by the same thread"
+        )))
     }
 
     fn with<T: Send>(
@@ -86,10 +104,24 @@ impl Disk {
         py.detach(|| self.call(act)).map_err(|error| raise(py, &error))
     }
 
+    fn seen<T: Send>(
+        &self,
+        py: Python<'_>,
+        act: impl FnOnce(&vdkit::Disk) -> T + Send,
+    ) -> PyResult<T> {
+        py.detach(|| self.look(act)).map_err(|error| raise(py, &error))
+    }
+
+    /// The disk, once no other call uses it; `None` if it is closed.
+    fn taken(&self) -> Result<Option<vdkit::Disk>> {
+        self.refuse_within("is not closed")?;
+        Ok(self.disk.write().take())
+    }
+
     /// Takes the disk for a job or a server, which closes it, once no other call uses it.
     pub(crate) fn take(&self, py: Python<'_>) -> PyResult<vdkit::Disk> {
-        let taken = py.detach(|| self.0.write().take());
-        taken.ok_or_else(|| raise(py, &closed()))
+        let taken = py.detach(|| self.taken()?.ok_or_else(closed));
+        taken.map_err(|error| raise(py, &error))
     }
 }
 
@@ -140,7 +172,7 @@ impl Disk {
         } else {
             py.detach(open).map_err(|error| raise(py, &error))
         };
-        opened.map(Self::new)
+        opened.map(|disk| Self::new(disk, None))
     }
 
     #[staticmethod]
@@ -150,29 +182,35 @@ impl Disk {
         name: String,
         opening: Opening,
     ) -> PyResult<Self> {
-        let storage = FileObject::new(file, name)?;
+        let file = Arc::new(FileObject::new(file, name)?);
         let opened = py.detach(|| {
-            vdkit::Disk::open_storage(&vdkit::registry(), Arc::new(storage), &opening.options()?)
+            vdkit::Disk::open_storage(&vdkit::registry(), file.clone(), &opening.options()?)
         });
-        opened.map(Self::new).map_err(|error| raise(py, &error))
+        opened.map(|disk| Self::new(disk, Some(file))).map_err(|error| raise(py, &error))
     }
 
     #[getter]
     fn size(&self, py: Python<'_>) -> PyResult<u64> {
-        self.with(py, |disk| Ok(disk.guest_bytes()))
+        self.seen(py, vdkit::Disk::guest_bytes)
     }
 
     #[getter]
     fn writable(&self, py: Python<'_>) -> PyResult<bool> {
-        self.with(py, |disk| Ok(disk.writable()))
+        self.seen(py, vdkit::Disk::writable)
     }
 
     #[getter]
     fn format(&self, py: Python<'_>) -> PyResult<&'static str> {
-        self.with(py, |disk| Ok(disk.top().name()))
+        self.seen(py, |disk| disk.top().name())
     }
 
-    fn read<'py>(&self, py: Python<'py>, offset: u64, len: usize) -> PyResult<Bound<'py, PyBytes>> {
+    fn read<'py>(
+        &self,
+        py: Python<'py>,
+        offset: Number<u64>,
+        len: Number<usize>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let (Number(offset), Number(len)) = (offset, len);
         // Before memory is taken for it.
         if len > SMALL {
             self.with(py, |disk| match left(disk, offset, len) {
@@ -192,10 +230,11 @@ impl Disk {
     fn readinto(
         &self,
         py: Python<'_>,
-        offset: u64,
+        offset: Number<u64>,
         memory: &Bound<'_, PyAny>,
         most: usize,
     ) -> PyResult<usize> {
+        let Number(offset) = offset;
         with_bytes_mut(memory, |buf| {
             self.with(py, |disk| {
                 let len = left(disk, offset, buf.len().min(most));
@@ -205,23 +244,32 @@ impl Disk {
         })?
     }
 
-    fn write(&self, py: Python<'_>, offset: u64, data: &Bound<'_, PyAny>) -> PyResult<()> {
-        let write = |data: &[u8]| self.with(py, |disk| disk.write_at(data, GuestOffset(offset)));
+    fn write(&self, py: Python<'_>, offset: Number<u64>, data: &Bound<'_, PyAny>) -> PyResult<()> {
+        let write = |data: &[u8]| self.with(py, |disk| disk.write_at(data, GuestOffset(offset.0)));
         match with_bytes(data, write) {
-            // Not one run of bytes, such as every second one of an array.
-            Err(error) if error.is_instance_of::<PyBufferError>(py) => {
+            // Not one run of bytes, such as every second one of an array (NumPy raises ValueError).
+            Err(error)
+                if error.is_instance_of::<PyBufferError>(py)
+                    || error.is_instance_of::<PyValueError>(py) =>
+            {
                 with_bytes(&py.get_type::<PyBytes>().call1((data,))?, write)?
             }
             written => written?,
         }
     }
 
-    fn write_zeroes(&self, py: Python<'_>, offset: u64, len: u64, unmap: bool) -> PyResult<()> {
-        self.with(py, |disk| disk.write_zeroes(GuestOffset(offset), len, unmap))
+    fn write_zeroes(
+        &self,
+        py: Python<'_>,
+        offset: Number<u64>,
+        len: Number<u64>,
+        unmap: bool,
+    ) -> PyResult<()> {
+        self.with(py, |disk| disk.write_zeroes(GuestOffset(offset.0), len.0, unmap))
     }
 
-    fn discard(&self, py: Python<'_>, offset: u64, len: u64) -> PyResult<()> {
-        self.with(py, |disk| disk.discard(GuestOffset(offset), len))
+    fn discard(&self, py: Python<'_>, offset: Number<u64>, len: Number<u64>) -> PyResult<()> {
+        self.with(py, |disk| disk.discard(GuestOffset(offset.0), len.0))
     }
 
     fn flush(&self, py: Python<'_>) -> PyResult<()> {
@@ -231,13 +279,13 @@ impl Disk {
     fn resize(
         &self,
         py: Python<'_>,
-        size: u64,
+        size: Number<u64>,
         shrink: bool,
         progress: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let mut options = jobs::ResizeOptions::default();
         options.shrink = shrink;
-        run(py, progress, |monitor| self.call(|disk| jobs::resize(disk, size, &options, monitor)))
+        run(py, progress, |monitor| self.call(|disk| jobs::resize(disk, size.0, &options, monitor)))
     }
 
     fn snapshot(
@@ -268,12 +316,12 @@ impl Disk {
     fn extents(
         &self,
         py: Python<'_>,
-        offset: u64,
-        len: u64,
+        offset: Number<u64>,
+        len: Number<u64>,
         max: usize,
     ) -> PyResult<Vec<ExtentRow>> {
         self.with(py, |disk| {
-            let rows = disk.extents(GuestOffset(offset), len)?.take(max).map(|extent| {
+            let rows = disk.extents(GuestOffset(offset.0), len.0)?.take(max).map(|extent| {
                 let extent = extent?;
                 let (zero, allocated, compressed, host) = match &extent.place {
                     DiskPlace::Data { storage, offset } => {
@@ -300,8 +348,9 @@ impl Disk {
         py: Python<'_>,
         action: &str,
         name: &str,
-        granularity: Option<u64>,
+        granularity: Option<Number<u64>>,
     ) -> PyResult<()> {
+        let granularity = granularity.map(|Number(bytes)| bytes);
         self.with(py, |disk| {
             let bitmaps = jobs::bitmaps(disk)?;
             match action {
@@ -330,15 +379,12 @@ impl Disk {
     /// Whether it is not closed, or taken over by a job or a server.
     #[getter]
     fn is_open(&self, py: Python<'_>) -> bool {
-        py.detach(|| self.call(|_| Ok(())).is_ok())
+        py.detach(|| self.look(|_| ()).is_ok())
     }
 
     /// Flushes and closes, once no other call uses it; may be called again.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let closed = py.detach(|| {
-            let disk = self.0.write().take();
-            disk.map_or(Ok(()), |disk| disk.close())
-        });
+        let closed = py.detach(|| self.taken()?.map_or(Ok(()), |disk| disk.close()));
         closed.map_err(|error| raise(py, &error))
     }
 }

@@ -2,10 +2,10 @@
 
 use std::path::PathBuf;
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyKeyboardInterrupt, PyTypeError};
 use pyo3::prelude::*;
 use vdkit::jobs::inspect::{InspectOptions, inspect as judge};
 use vdkit::jobs::{
@@ -24,6 +24,9 @@ use crate::errors::{misuse, no_thread, raise};
 
 /// How often the calling thread looks for signals such as Ctrl-C, and tells of progress.
 const LOOK: Duration = Duration::from_millis(50);
+
+/// How long a cancelled job may take to end before another Ctrl-C ends the process.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// A report as JSON.
 pub(crate) fn json_of(report: &impl serde::Serialize) -> String {
@@ -52,8 +55,8 @@ impl Progress for Teller {
 }
 
 /// Runs a job on another thread. `progress` is called as `progress(done, total)` from this one, or is a bar; its
-/// exceptions, and those of signal handlers, cancel the job and are raised when it has ended. Notes
-/// become warnings.
+/// exceptions, and those of signal handlers, cancel the job and are raised when it has ended (a further
+/// Ctrl-C ends the process, see [`PATIENCE`]). Notes become warnings.
 pub(crate) fn run<T: Send>(
     py: Python<'_>,
     progress: Option<&Bound<'_, PyAny>>,
@@ -72,18 +75,22 @@ pub(crate) fn run<T: Send>(
             job(&monitor)
         });
         let work = thread.map_err(|error| no_thread(py, &error))?;
-        let mut raised = None;
+        let mut raised: Option<(PyErr, Instant)> = None;
         let mut told = (0, 0);
         loop {
             let waited = py.detach(|| end.lock().recv_timeout(LOOK));
             let over = !matches!(waited, Err(RecvTimeoutError::Timeout) | Ok(()));
             let board = std::mem::take(&mut *teller.0.lock());
             let looked = py.check_signals().and_then(|()| tell(py, progress, board, &mut told));
-            if let Err(found) = looked
-                && raised.is_none()
-            {
-                cancel.cancel();
-                raised = Some(found);
+            match (looked, &raised) {
+                (Err(found), None) => {
+                    cancel.cancel();
+                    raised = Some((found, Instant::now()));
+                }
+                (Err(again), Some((_, since))) if since.elapsed() > PATIENCE => {
+                    end_process(py, &again)?;
+                }
+                _ => (),
             }
             if over {
                 break;
@@ -91,11 +98,23 @@ pub(crate) fn run<T: Send>(
         }
         let result = py.detach(|| work.join());
         match (raised, result) {
-            (Some(found), _) => Err(found),
+            (Some((found, _)), _) => Err(found),
             (None, Ok(result)) => result.map_err(|error| raise(py, &error)),
             (None, Err(_)) => Err(bug(py)),
         }
     })
+}
+
+/// Ends the process as SIGINT does by default, if that is what was raised: a job that waits for a server
+/// which says nothing looks at no signal for minutes.
+fn end_process(py: Python<'_>, raised: &PyErr) -> PyResult<()> {
+    if raised.is_instance_of::<PyKeyboardInterrupt>(py) {
+        let signals = py.import("signal")?;
+        let interrupt = signals.getattr("SIGINT")?;
+        signals.call_method1("signal", (&interrupt, signals.getattr("SIG_DFL")?))?;
+        signals.call_method1("raise_signal", (interrupt,))?;
+    }
+    Ok(())
 }
 
 /// Refuses what is neither a function nor a bar. Otherwise the job would have begun, or even ended, when

@@ -9,6 +9,7 @@ mod errors;
 mod jobs;
 mod keys;
 mod memory;
+mod number;
 mod server;
 mod source;
 

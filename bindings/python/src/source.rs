@@ -42,13 +42,20 @@ impl fmt::Debug for FileObject {
 
 impl FileObject {
     pub(crate) fn new(file: &Bound<'_, PyAny>, name: String) -> PyResult<Self> {
-        let len = file.call_method1("seek", (0, 2))?.extract()?;
+        let end = file.call_method1("seek", (0, 2))?;
+        // The seek of some, such as mmap before Python 3.13, returns nothing.
+        let len = if end.is_none() { file.call_method0("tell")? } else { end }.extract()?;
         let (file, within) = (Mutex::new(file.clone().unbind()), Mutex::default());
         Ok(Self { file, within, name, len })
     }
 
     fn error(&self, offset: u64, len: u64, cause: io::Error) -> Error {
         Error::io(&self.name, IoAction::Read, offset, len, cause)
+    }
+
+    /// Whether the calling thread is in the file object's own code, or in a signal handler meanwhile.
+    pub(crate) fn is_read_here(&self) -> bool {
+        *self.within.lock() == Some(std::thread::current().id())
     }
 
     fn set_within(&self, thread: Option<ThreadId>) {
@@ -91,14 +98,9 @@ impl Storage for FileObject {
     fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
         let wanted = usize::try_from(self.len.saturating_sub(offset.0))
             .map_or(buf.len(), |left| left.min(buf.len()));
-        let me = std::thread::current().id();
-        if *self.within.lock() == Some(me) {
-            let why = io::Error::other("the file object reads the disk that stands on it");
-            return Err(self.error(offset.0, wanted as u64, why));
-        }
         // Taken before the interpreter's lock, which the holder of this one needs.
         let file = self.file.lock();
-        self.set_within(Some(me));
+        self.set_within(Some(std::thread::current().id()));
         let read = Python::attach(|py| {
             fill(py, &file, &mut buf[..wanted], offset.0).map_err(|exception| {
                 let text = format!("the file object says: {exception}");

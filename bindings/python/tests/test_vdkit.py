@@ -2,9 +2,11 @@
 
 import errno
 import io
+import mmap
 import os
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +20,11 @@ MIB = 1 << 20
 
 
 pytestmark = pytest.mark.usefixtures("folder")
+
+
+def run_python(program):
+    """What another interpreter does, which may hang or end by a signal."""
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
 
 
 def test_reading_and_writing(image):
@@ -343,7 +350,7 @@ def test_ctrl_c_ends_a_job():
         "except KeyboardInterrupt:\n"
         "    print('interrupted', os.path.exists('c.qcow2'))\n"
     ).replace(", format_=''", "")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = run_python(program)
     assert done.stdout == "interrupted False\n", done
 
 
@@ -360,8 +367,21 @@ def test_ctrl_c_ends_the_wait_for_a_server():
         "    except KeyboardInterrupt:\n"
         "        print('interrupted')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = run_python(program)
     assert done.stdout == "interrupted\n" * 2, done
+
+
+def test_a_second_ctrl_c_ends_the_process():
+    # The job waits for a server that says nothing, and looks at no signal.
+    done = run_python(
+        "import os, signal, socket, threading, vdkit\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "mute = socket.create_server(('127.0.0.1', 0))\n"
+        "for seconds in (0.2, 0.4, 3):\n"
+        "    threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
+        "vdkit.check(f'nbd://127.0.0.1:{mute.getsockname()[1]}')\n"
+    )
+    assert done.returncode == -signal.SIGINT and done.stderr == "", done
 
 
 def test_what_a_signal_handler_raises_ends_a_creation():
@@ -604,25 +624,92 @@ def test_file_objects_that_misbehave(image):
             thread.join()
         assert wrong == []
 
-    class Reads(io.BytesIO):
-        disk = None
-
-        def read(self, size=-1):
-            if self.disk:
-                self.disk.read(MIB, 5)
-            return super().read(size)
-
-    reads = Reads(data)
-    with vdkit.open(reads) as disk:
-        reads.disk = disk
-        with pytest.raises(vdkit.Error) as within:
-            disk.read(MIB, 5)
-        assert "stands on it" in str(within.value.__cause__)
-        reads.disk = None
     with pytest.raises(vdkit.errors.UsageError):
         vdkit.open(io.BytesIO(data), writable=True)
     with vdkit.open(io.BytesIO(data)) as disk, pytest.raises(vdkit.errors.UsageError):
         disk.info
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("act", ["disk.read(MIB, 5)", "disk.close()", "vdkit.serve(disk, 'unix:x.sock')"])
+def test_a_file_object_that_uses_the_disk_over_it(image, tmp_path, compress, act):
+    copy = tmp_path / "copy.qcow2"
+    vdkit.convert(image, copy, "qcow2", compress=compress)
+    done = run_python(
+        "import io, vdkit\n"
+        "MIB = 1 << 20\n"
+        "disk = None\n"
+        "class Uses(io.BytesIO):\n"
+        "    def read(self, size=-1):\n"
+        "        if disk:\n"
+        "            assert disk.size and disk.format and not disk.writable\n"
+        f"            {act}\n"
+        "        return super().read(size)\n"
+        f"opened = vdkit.open(Uses(open({str(copy)!r}, 'rb').read()))\n"
+        "disk = opened\n"
+        "try:\n"
+        "    opened.read(MIB, 5)\n"
+        "except vdkit.Error as error:\n"
+        "    assert isinstance(error.__cause__, vdkit.errors.UsageError), error\n"
+        "    assert 'stands on' in str(error.__cause__), error.__cause__\n"
+        "disk = None\n"
+        "opened.read(MIB, 5)\n"
+        "opened.close()\n"
+        "print('done')\n"
+    )
+    assert done.stdout == "done\n", done
+
+
+def test_a_source_whose_seek_returns_nothing(image):
+    class Silent(io.BytesIO):
+        def seek(self, offset, whence=0):
+            super().seek(offset, whence)
+
+    with open(image, "rb") as file, vdkit.open(image) as disk:
+        with vdkit.open(Silent(file.read())) as copy:
+            assert copy.read(MIB, 5) == disk.read(MIB, 5)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, vdkit.open(mapped) as copy:
+            assert copy.read(MIB, 5) == disk.read(MIB, 5)
+
+
+def test_numbers_that_are_no_offset(image, tmp_path):
+    copy = tmp_path / "copy.qcow2"
+    shutil.copy(image, copy)
+    with vdkit.open(copy, writable=True) as disk:
+        for wrong in (
+            lambda: disk.read(-1, 4),
+            lambda: disk.read(1 << 70, 1),
+            lambda: disk.read(0, -1),
+            lambda: disk.readinto(-1, bytearray(4)),
+            lambda: disk.write(-1, b"x"),
+            lambda: disk.write_zeroes(0, 1 << 64),
+            lambda: disk.discard(-1, 1),
+            lambda: disk.resize(-1),
+            lambda: disk.extents(-1, 1),
+            lambda: disk.add_bitmap("marks", -1),
+            lambda: vdkit.create(tmp_path / "new.qcow2", "qcow2", -1),
+        ):
+            with pytest.raises(vdkit.errors.UsageError):
+                wrong()
+        with pytest.raises(TypeError):
+            disk.read("0", 4)
+    assert not (tmp_path / "new.qcow2").exists()
+    with vdkit.open(copy) as disk:
+        for buffering in 0, 4096:
+            file = disk.raw(buffering)
+            file.seek(1 << 64)
+            assert file.read(5) == b"" and file.readinto(bytearray(5)) == 0
+
+
+def test_closing_a_disk_closes_its_files(image):
+    disk = vdkit.open(image)
+    files = [disk.raw(), disk.raw(0)]
+    assert files[0].peek(1)
+    disk.close()
+    for file in files:
+        assert file.closed
+        with pytest.raises(ValueError):
+            file.read(1)
 
 
 def test_small_things(image):

@@ -206,14 +206,16 @@ impl<F: FlatFormat> Format for F {
 
     fn caps(&self) -> FormatCaps {
         let (flat, plain) = (self.flat(), self.new_reads_zero());
+        let storage = flat.storage.caps();
         let least = if plain { 1 } else { CIPHER_SECTOR_BYTES };
         FormatCaps {
             writable: flat.writable,
-            cluster_bytes: u64::from(flat.storage.caps().block_bytes).max(least),
+            cluster_bytes: u64::from(storage.block_bytes).max(least),
             fill_bytes: 1,
             compressed: None,
             one_pass: false,
-            cheap_zeroes: plain,
+            // Devices and servers may write each zero.
+            cheap_zeroes: plain && !storage.device && !storage.remote,
             host_aligned: plain,
         }
     }

@@ -401,10 +401,15 @@ impl Disk {
         self.top().flush()
     }
 
+    /// Whether this process is a child of `fork` whose parent opened it.
+    pub fn is_inherited(&self) -> bool {
+        !self.owner.is_current()
+    }
+
     /// Refuses a change of the map in a child of `fork`, whose copy of it does not have what the
     /// parent has changed since.
     pub(crate) fn refuse_in_child(&self, act: &str) -> Result<()> {
-        if self.owner.is_current() {
+        if !self.is_inherited() {
             return Ok(());
         }
         let what =

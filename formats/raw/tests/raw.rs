@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use vdkit_block::{
     CreateRequest, Creation, Error, ErrorKind, FileIndex, Format, FormatDriver, GuestOffset,
-    HostOffset, Limits, OfflineImage, Options, Place, Probe, Repair, Storage,
+    HostOffset, Limits, OfflineImage, Options, Place, Probe, Repair, Storage, StorageCaps,
 };
 use vdkit_raw::{RawDriver, RawFormat};
 use vdkit_storage::{FileOptions, FileStorage, MemoryStorage};
@@ -14,6 +14,33 @@ const MIB: u64 = 1 << 20;
 
 fn open(storage: MemoryStorage) -> RawFormat {
     RawFormat::new(Arc::new(storage), true).unwrap()
+}
+
+#[derive(Debug)]
+struct WithCaps(MemoryStorage, StorageCaps);
+
+impl vdkit_block::StorageLayer for WithCaps {
+    const INTERCEPTS: bool = false;
+
+    fn inner(&self) -> &dyn Storage {
+        &self.0
+    }
+
+    fn caps(&self) -> StorageCaps {
+        self.1
+    }
+}
+
+#[test]
+fn zeroes_are_cheap_where_none_is_written() {
+    let memory = MemoryStorage::new("image").caps();
+    let cheap = |caps| {
+        let storage = WithCaps(MemoryStorage::new("image"), caps);
+        RawFormat::new(Arc::new(storage), true).unwrap().caps().cheap_zeroes
+    };
+    assert!(cheap(memory));
+    assert!(!cheap(StorageCaps { device: true, ..memory }));
+    assert!(!cheap(StorageCaps { remote: true, ..memory }));
 }
 
 fn runs(format: &RawFormat, step: u64) -> Vec<(u64, u64, bool)> {

@@ -1,8 +1,9 @@
 //! Keeps changes that found no space, and retries them.
 //!
 //! A kept change holds its bytes but no thread, so other requests continue however many changes
-//! wait. While changes are kept, one thread retries the oldest every second, and all others once
-//! one succeeded. A growth that waits for the end of a job goes behind the others. `vdkit ctl SOCKET resume` retries at once.
+//! wait. While changes are kept, one thread retries some of them every second, and goes on while
+//! they succeed. One that has failed goes behind the others: it may need more space than they do.
+//! `vdkit ctl SOCKET resume` retries at once.
 //!
 //! The thread serves all clients, so it never waits for a client: it passes on the result
 //! ([`Done`]) and continues. Before each attempt it checks that the client is still connected.
@@ -28,6 +29,9 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// Interval between attempts.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
+
+/// Attempts in a row that may find no space before the thread pauses.
+const TRIES: usize = 16;
 
 /// Maximum bytes kept for all clients together; further requests block on their threads.
 pub(crate) const KEPT_BYTES_MAX: u64 = 256 << 20;
@@ -329,10 +333,14 @@ impl Parking {
         let _ = other.map(JoinHandle::join);
     }
 
-    /// The next change to try, after a pause if the last attempt found no space. `None` if the
-    /// queue is empty; the thread must then end.
-    fn next(&self, export: &Export, pause: bool) -> Option<Parked> {
+    /// The next change to try, after a pause if the last `failed` attempts found no space for any.
+    /// `None` if the queue is empty; the thread must then end.
+    fn next(&self, export: &Export, failed: &mut usize) -> Option<Parked> {
         let mut state = self.state.lock();
+        let pause = *failed >= TRIES.min(state.queue.len().max(1));
+        if pause {
+            *failed = 0;
+        }
         if pause && !state.retry && !state.closed {
             self.changed.wait_for(&mut state, RETRY_AFTER);
         }
@@ -376,9 +384,10 @@ impl Parking {
                 *claim = ClaimState::Withdrawn;
             }
         }
-        let for_a_job =
-            matches!(&done, Err(error) if Export::is_for_a_moment(&parked.change, error));
-        let again = for_a_job || matches!(&done, Err(error) if export.keeps(error));
+        let again = matches!(
+            &done,
+            Err(error) if Export::is_for_a_moment(&parked.change, error) || export.keeps(error)
+        );
         // Before the claim is unlocked: a change that was made cannot be withdrawn any more.
         let answers = *claim == ClaimState::Waits && !again;
         if answers {
@@ -387,12 +396,7 @@ impl Parking {
         drop(claim);
         let mut state = self.state.lock();
         if again && !state.closed && !parked.claim.is_noted_as_given_up() {
-            if for_a_job {
-                // The job may take long, and others only wait for space.
-                state.queue.push_back(parked);
-            } else {
-                state.queue.push_front(parked);
-            }
+            state.queue.push_back(parked);
         } else {
             state.forget(&parked.change);
             drop(state);
@@ -420,9 +424,9 @@ fn is_current(thread: &JoinHandle<()>) -> bool {
 
 /// Retries until no change waits.
 fn retry(export: &Export) {
-    let mut pause = true;
-    while let Some(parked) = export.parking.next(export, pause) {
-        pause = export.parking.attempt(export, parked);
+    let mut failed = TRIES;
+    while let Some(parked) = export.parking.next(export, &mut failed) {
+        failed = if export.parking.attempt(export, parked) { failed + 1 } else { 0 };
     }
 }
 

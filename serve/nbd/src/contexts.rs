@@ -1,11 +1,12 @@
 //! Metadata contexts of block status: allocation, depth of the chain, dirty bitmaps.
 
-use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use vdkit_block::{Error, GuestOffset, Result};
 use vdkit_chain::{Disk, DiskPlace};
 use vdkit_serve::Export;
+
+use crate::dirty::DirtyBits;
 
 const ALLOCATION: &str = "base:allocation";
 const DEPTH: &str = "qemu:allocation-depth";
@@ -40,11 +41,11 @@ pub struct BitmapView {
     /// The image that holds it. After a commit or a snapshot the served image may have no such
     /// bitmap, or another of the same name.
     image: String,
-    dirty: Arc<OnceLock<Vec<Range<u64>>>>,
+    dirty: Arc<OnceLock<DirtyBits>>,
 }
 
 impl BitmapView {
-    fn dirty(&self, disk: &Disk) -> Result<&[Range<u64>]> {
+    fn dirty(&self, disk: &Disk) -> Result<&DirtyBits> {
         if let Some(dirty) = self.dirty.get() {
             return Ok(dirty);
         }
@@ -55,12 +56,11 @@ impl BitmapView {
                 "bitmap '{name}' is in {image}, and {now} is served now; what changed is not known"
             )));
         };
-        let mut found: Vec<Range<u64>> = Vec::new();
+        let all = bitmaps.list()?;
+        let own = all.iter().find(|bitmap| bitmap.info.name == self.name);
+        let mut found = DirtyBits::new(own.map_or(64 << 10, |bitmap| bitmap.info.granularity));
         bitmaps.for_each_dirty(&self.name, &mut |run| {
-            match found.last_mut() {
-                Some(last) if last.end == run.start => last.end = run.end,
-                _ => found.push(run),
-            }
+            found.mark(run);
             Ok(())
         })?;
         Ok(self.dirty.get_or_init(|| found))
@@ -96,15 +96,10 @@ impl Context {
                 let end = at + len;
                 let mut at = at;
                 let dirty = view.dirty(disk)?;
-                let first = dirty.partition_point(|run| run.end <= at);
-                for run in &dirty[first..] {
-                    if run.start >= end || runs.done {
-                        break;
-                    }
-                    let start = run.start.max(at);
-                    runs.push(start - at, 0);
-                    runs.push(run.end.min(end) - start, DIRTY);
-                    at = run.end.min(end);
+                while let Some(run) = dirty.first_in(at..end).filter(|_| !runs.done) {
+                    runs.push(run.start - at, 0);
+                    runs.push(run.end - run.start, DIRTY);
+                    at = run.end;
                 }
                 runs.push(end - at, 0);
             }

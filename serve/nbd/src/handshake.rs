@@ -267,7 +267,8 @@ impl<'a> Handshake<'a> {
             option::STARTTLS => self.start_tls(),
             option::INFO | option::GO => self.info(option, data),
             option::STRUCTURED_REPLY if self.extended => {
-                self.refuse(option, answer::INVALID, "extended headers are in use already")
+                let refusal = answer::EXTENDED_HEADERS_REQUIRED;
+                self.refuse(option, refusal, "extended headers are in use already")
             }
             option::STRUCTURED_REPLY => {
                 self.structured = true;

@@ -28,6 +28,7 @@ mod changing;
 mod channel;
 mod commit;
 mod contexts;
+mod dirty;
 mod exports;
 mod gathered;
 mod handshake;

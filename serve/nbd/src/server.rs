@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use rustix::io::Errno;
 use rustix::net::Shutdown;
 use vdkit_block::OwnerProcess;
 use vdkit_serve::{Access, Export, UnixSocket, Wake};
@@ -23,7 +24,7 @@ use crate::handshake::{Agreed, HANDSHAKE_TIME, Handshake, Outcome, TlsState};
 use crate::poll::POLL_MAX;
 use crate::session::Session;
 use crate::tls::Tls;
-use crate::wire::percent;
+use crate::wire::{keep_alive, percent};
 
 /// How long threads of connections whose clients have left may wait for those clients.
 const FAREWELL: Duration = Duration::from_secs(1);
@@ -128,7 +129,8 @@ impl Listener {
                 let (socket, _) = listener.accept()?;
                 // Replies are sent whole, so delaying them gains nothing.
                 socket.set_nodelay(true)?;
-                rustix::net::sockopt::set_socket_keepalive(&socket, true)?;
+                // A client whose host died must not have a kept change made much later.
+                keep_alive(&socket)?;
                 return Ok(Socket::new(socket, poll_max));
             }
         };
@@ -196,6 +198,20 @@ struct Roll {
     connections: Vec<Connection>,
     /// Threads of these connections, and of those that were replaced and have not ended yet.
     threads: usize,
+}
+
+impl Roll {
+    /// Closes the connection that has been negotiating longest; `false` if all have reached an export.
+    fn close_a_stranger(&mut self) -> bool {
+        // New connections are appended, so this is the oldest. An honest client negotiates
+        // within milliseconds, so it is rarely the one to close.
+        let oldest = self.connections.iter().position(|other| other.export.is_none());
+        if let Some(oldest) = oldest {
+            tracing::debug!("a connection that was still negotiating makes room for another");
+            self.connections.remove(oldest).channel.shutdown(Shutdown::Both);
+        }
+        oldest.is_some()
+    }
 }
 
 /// A counted connection.
@@ -316,7 +332,15 @@ impl Drop for Server {
 
 fn accept(shared: &Arc<Shared>, listener: &Listener) {
     let poll_max = shared.options.poll_max;
-    while let Some(socket) = shared.wake.accept("nbd", listener, || listener.accept(poll_max)) {
+    let accept = || {
+        listener.accept(poll_max).inspect_err(|error| {
+            let full = [Errno::MFILE, Errno::NFILE].map(|errno| Some(errno.raw_os_error()));
+            if full.contains(&error.raw_os_error()) {
+                shared.clients.roll.lock().close_a_stranger();
+            }
+        })
+    };
+    while let Some(socket) = shared.wake.accept("nbd", listener, accept) {
         let channel: Arc<dyn Channel> = Arc::new(socket);
         let id = shared.next.fetch_add(1, Ordering::Relaxed);
         let Some(place) = shared.admit(id, &channel) else { continue };
@@ -336,20 +360,14 @@ impl Shared {
     /// Adds a new connection to the list; `None` if it is rejected.
     fn admit(&self, id: u64, channel: &Arc<dyn Channel>) -> Option<Place> {
         let mut roll = self.clients.roll.lock();
-        let connections = &mut roll.connections;
-        if connections.len() >= self.options.connections_max {
-            // New connections are appended, so this is the oldest. An honest client negotiates
-            // within milliseconds, so it is rarely the one to close.
-            let Some(oldest) = connections.iter().position(|other| other.export.is_none()) else {
-                tracing::warn!("a connection was turned away: there are {}", connections.len());
-                return None;
-            };
-            tracing::debug!("a connection that was still negotiating makes room for another");
-            connections.remove(oldest).channel.shutdown(Shutdown::Both);
+        let count = roll.connections.len();
+        if count >= self.options.connections_max && !roll.close_a_stranger() {
+            tracing::warn!("a connection was turned away: there are {count}");
+            return None;
         }
         let (channel, changing) = (channel.clone(), Arc::<Changing>::default());
         let place = Place { clients: self.clients.clone(), id, changing: changing.clone() };
-        connections.push(Connection { id, channel, changing, export: None });
+        roll.connections.push(Connection { id, channel, changing, export: None });
         roll.threads += 1;
         Some(place)
     }

@@ -31,10 +31,7 @@ pub fn answer(session: &Session, request: &Request, payload: &[u8]) -> io::Resul
         return invalid("past the end of the disk");
     }
     for id in &ids {
-        let Some(context) = agreed.contexts.get(*id as usize) else {
-            return invalid("unknown context");
-        };
-        match describe(session, context, *id, request, len) {
+        match describe(session, &agreed.contexts[*id as usize], *id, request, len) {
             Ok((kind, bytes)) => replier.chunk(request, kind, 0, &bytes)?,
             Err(error) => return replier.error(request, errno_of(&error), &error.to_string()),
         }
@@ -42,13 +39,17 @@ pub fn answer(session: &Session, request: &Request, payload: &[u8]) -> io::Resul
     replier.end(request)
 }
 
-/// Length and context ids in a request's payload.
+/// Length and context ids in a request's payload; `None` if an id is unknown or comes twice.
 fn effect(payload: &[u8], contexts: usize) -> Option<(u64, Vec<u32>)> {
     let (len, ids) = payload.split_at_checked(8)?;
     if !ids.len().is_multiple_of(4) || ids.len() / 4 > contexts {
         return None;
     }
     let ids: Vec<u32> = ids.chunks_exact(4).map(|id| wire::be32(id, 0)).collect();
+    let known = |(at, id): (usize, &u32)| (*id as usize) < contexts && !ids[..at].contains(id);
+    if !ids.iter().enumerate().all(known) {
+        return None;
+    }
     Some((wire::be64(len, 0), ids))
 }
 

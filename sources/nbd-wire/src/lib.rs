@@ -19,7 +19,10 @@ pub mod tls;
 mod wires;
 
 use std::io;
+use std::net::TcpStream;
 use std::time::{Duration, Instant};
+
+use rustix::net::sockopt;
 
 /// First word of a server ("NBDMAGIC").
 pub const MAGIC: u64 = 0x4e42_444d_4147_4943;
@@ -79,6 +82,7 @@ pub mod answer {
     pub const SHUTDOWN: u32 = ERROR + 7;
     pub const BLOCK_SIZE_REQUIRED: u32 = ERROR + 8;
     pub const TOO_BIG: u32 = ERROR + 9;
+    pub const EXTENDED_HEADERS_REQUIRED: u32 = ERROR + 10;
 }
 
 /// Pieces of information about an export.
@@ -175,6 +179,20 @@ pub const CHUNK_BYTES: usize = 20;
 /// Bytes of a chunk with an extended header.
 pub const EXTENDED_CHUNK_BYTES: usize = 32;
 
+/// Time without traffic after which the kernel asks whether the other host still answers.
+const KEEP_ALIVE: Duration = Duration::from_secs(15);
+
+/// Lets the kernel notice that the other host is dead: about half a minute after the last traffic.
+///
+/// # Errors
+/// Errors of the system.
+pub fn keep_alive(stream: &TcpStream) -> io::Result<()> {
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, KEEP_ALIVE)?;
+    sockopt::set_tcp_keepintvl(stream, KEEP_ALIVE / 3)?;
+    Ok(sockopt::set_tcp_keepcnt(stream, 3)?)
+}
+
 /// The time that is left until a deadline.
 ///
 /// # Errors
@@ -218,4 +236,23 @@ pub fn percent(text: impl AsRef<[u8]>) -> String {
         }
     }
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn a_dead_host_is_noticed_within_a_minute() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        keep_alive(&stream).unwrap();
+        assert!(sockopt::socket_keepalive(&stream).unwrap());
+        let asked = sockopt::tcp_keepintvl(&stream).unwrap();
+        let count = sockopt::tcp_keepcnt(&stream).unwrap();
+        let all = sockopt::tcp_keepidle(&stream).unwrap() + asked * count;
+        assert!(all <= Duration::from_secs(60), "{all:?}");
+    }
 }

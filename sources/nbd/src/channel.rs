@@ -16,10 +16,7 @@ use rustix::net::{
 
 use crate::tls::TlsStream;
 use crate::uri::Place;
-use crate::wire::{self, time_left};
-
-/// The kernel notices a dead host after about this time without traffic.
-const KEEPALIVE: Duration = Duration::from_secs(15);
+use crate::wire::{self, keep_alive, time_left};
 
 /// A plain socket.
 #[derive(Debug)]
@@ -66,10 +63,7 @@ impl Socket {
 
     fn tcp(stream: TcpStream) -> io::Result<Self> {
         stream.set_nodelay(true)?;
-        sockopt::set_socket_keepalive(&stream, true)?;
-        sockopt::set_tcp_keepidle(&stream, KEEPALIVE)?;
-        sockopt::set_tcp_keepintvl(&stream, KEEPALIVE / 3)?;
-        sockopt::set_tcp_keepcnt(&stream, 3)?;
+        keep_alive(&stream)?;
         Ok(Self::over(stream))
     }
 

@@ -203,15 +203,16 @@ impl Connection {
         self.busy.load(Ordering::Relaxed)
     }
 
-    /// Makes the connection unusable: threads that wait return this failure, unless there was one
-    /// before. Requests may be sent again on another connection, so they must not be sent on this
-    /// one any more.
-    pub(crate) fn break_off(&self, broken: Broken) {
-        self.state.lock().broken.get_or_insert(broken);
+    /// Makes the connection unusable: all threads that wait return this failure, or the one that
+    /// came before, which is returned. Requests may be sent again on another connection, so they
+    /// must not be sent on this one any more.
+    pub(crate) fn break_off(&self, broken: Broken) -> Broken {
+        let first = self.state.lock().broken.get_or_insert(broken).clone();
         self.channel.abort();
         self.wakes.iter().chain([&self.freed]).for_each(|wake| {
             wake.notify_all();
         });
+        first
     }
 
     /// Sends a request and waits for its reply.
@@ -241,10 +242,10 @@ impl Connection {
         }
         let structured = self.agreed.structured;
         let mut reply = Reply::new(request.offset, request.len, structured, expected);
-        let received = self.receive(slot, cookie, &mut reply);
-        if let Err(broken) = &received {
-            self.break_off(broken.clone());
-        }
+        // Who breaks a connection off closes its socket. A thread that receives then sees a lost
+        // connection, though the first failure may forbid to send the request again.
+        let received =
+            self.receive(slot, cookie, &mut reply).map_err(|broken| self.break_off(broken));
         self.give_back(slot);
         received?;
         reply.result()

@@ -1,5 +1,6 @@
 //! An export as a storage.
 
+use std::io::{self, ErrorKind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -25,6 +26,8 @@ const STATE_ZERO: u32 = 2;
 const EFFECT_BYTES_MAX: u64 = 1 << 30;
 /// Maximum bytes of one request of block status: what a length can say, in whole blocks.
 const STATUS_BYTES_MAX: u64 = (1 << 32) - (64 << 10);
+/// Disks consist of whole sectors.
+const SECTOR_BYTES: u64 = 512;
 /// Maximum bytes per write of zeroes as data.
 const ZERO_BYTES: usize = 1 << 20;
 /// Block status is asked for again after this time: others may write to the export.
@@ -84,10 +87,10 @@ pub struct NbdStorage {
     blocks: RwLock<()>,
 }
 
-fn open_error(name: &str, source: std::io::Error) -> Error {
+fn open_error(name: &str, source: io::Error) -> Error {
     let source = match source.kind() {
         // Not the kind of a missing file: callers would take the name for a file's.
-        std::io::ErrorKind::NotFound => std::io::Error::other(vdkit_block::plain(&source)),
+        io::ErrorKind::NotFound => io::Error::other(vdkit_block::plain(&source)),
         _ => source,
     };
     Error::File { file: name.to_owned(), action: IoAction::Open, source }
@@ -169,7 +172,11 @@ impl NbdStorage {
             return Ok(());
         }
         let text = format!("the export ends at {:#x}", self.bytes());
-        let source = std::io::Error::new(std::io::ErrorKind::StorageFull, text);
+        // No space that is found later makes room for the rest of an export's last sector.
+        let last =
+            offset < self.bytes() && offset + len <= self.bytes().next_multiple_of(SECTOR_BYTES);
+        let kind = if last { ErrorKind::InvalidInput } else { ErrorKind::StorageFull };
+        let source = io::Error::new(kind, text);
         Err(Error::io(self.name(), action, offset, len, source))
     }
 

@@ -8,7 +8,7 @@ use clap::{Args, ValueHint};
 use serde::Serialize;
 use vdkit::live::LiveImages;
 use vdkit::nbd::{Address, Exports, Listener, Server, ServerOptions, Tls};
-use vdkit::serve::{Control, Controller, Export, ExportOptions, Scrape};
+use vdkit::serve::{Control, Controller, Export, ExportOptions, Scrape, raise_descriptor_limit};
 use vdkit::{CancelToken, Disk, vhost_user};
 use vdkit_qemu::sockets;
 
@@ -282,6 +282,7 @@ impl Run for ServeArgs {
         if self.fuse.is_none() && (self.fuse_options.growable || self.fuse_options.allow_other) {
             return Err(Failure::usage("--growable and --allow-other need --fuse FILE"));
         }
+        raise_descriptor_limit();
         // Set up before anything that a signal would have to undo.
         let stop = session.cancel_on_signal()?;
         let disk = self.disk.open(session, &self.image, &stop)?;

@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::common::{self, Scratch, peer};
 use rustix::process::{Pid, Signal, kill_process};
@@ -50,6 +50,25 @@ impl Served {
 
 fn output(dir: &Path, program: &str, arguments: &[&str]) -> String {
     String::from_utf8(peer(dir, program, arguments).stdout).unwrap()
+}
+
+#[test]
+fn silent_peers_that_take_all_descriptors_keep_no_client_out() {
+    let scratch = Scratch::new();
+    scratch.ok(&["create", "a.qcow2", "1M"]);
+    let vdkit = env!("CARGO_BIN_EXE_vdkit");
+    let limited = format!("ulimit -n 64; exec {vdkit} serve --nbd unix:s.sock a.qcow2 2>/dev/null");
+    let mut command = Command::new("sh");
+    let (child, line) =
+        common::started(command.args(["-c", &limited]).current_dir(scratch.folder()));
+    let uri = line.trim().rsplit(" at ").next().unwrap();
+    let began = Instant::now();
+    let socket = scratch.folder().join("s.sock");
+    let silent: Vec<_> = (0..80).map(|_| UnixStream::connect(&socket).unwrap()).collect();
+    scratch.ok(&["read", uri, "0", "512"]);
+    // Those that say nothing may stay for 15 seconds.
+    assert!(began.elapsed() < Duration::from_secs(12), "{:?}", began.elapsed());
+    drop((silent, child));
 }
 
 #[test]

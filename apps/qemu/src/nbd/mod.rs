@@ -381,6 +381,7 @@ fn serve(request: &Request) -> Result<(), Failure> {
     let listeners = listeners(own.as_ref().unwrap_or(&request.address))?;
     let export = Export::new(disk, request.export.clone());
     let mut options = ServerOptions::default();
+    vdkit::serve::raise_descriptor_limit();
     options.connections_max = request.clients;
     options.tls = request.tls.clone();
     options.handshake_time = request.handshake;

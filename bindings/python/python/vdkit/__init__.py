@@ -384,11 +384,12 @@ class Disk:
         The buffer of ``buffering`` bytes is filled as far as reads go on in order: a read elsewhere begins with
         8 KiB. 0 gives the file without a buffer.
         """
+        file: Any
         if not buffering:
-            return RawDisk(self)
-        if not self.writable:
-            return io.BufferedReader(_ReadAhead(self, buffering), buffering)
-        file = io.BufferedRandom(_ReadAhead(self, buffering), buffering)
+            file = RawDisk(self)
+        else:
+            buffered = io.BufferedRandom if self.writable else io.BufferedReader
+            file = buffered(_ReadAhead(self, buffering), buffering)
         self._files.add(file)
         return file
 

@@ -11,7 +11,7 @@ from . import errors
 if TYPE_CHECKING:
     from . import Disk
 
-# Longer than any buffer.
+# Longer than any buffer, and any disk.
 _ALL = (1 << 63) - 1
 
 
@@ -62,6 +62,8 @@ class RawDisk(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         self._check()
+        if self._at > _ALL:
+            return 0
         length = self._disk.readinto(self._at, buffer, _ALL)
         self._at += length
         return length
@@ -116,6 +118,8 @@ class _ReadAhead(RawDisk):
     def readinto(self, buffer: Any) -> int:
         self._check()
         at = self._at
+        if at > _ALL:
+            return 0
         if len(buffer) > self._most:
             # Memory of a caller who reads more than the buffer holds.
             length = self._disk.readinto(at, buffer, _ALL)

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use vdkit_block::{Error, ErrorKind, GuestOffset, NewBitmap, Storage};
+use vdkit_block::{Error, ErrorKind, GuestOffset, HostOffset, NewBitmap, Storage};
 use vdkit_serve::{Change, ChangeMap, Claim, Client, Export, ExportOptions, Served};
 use vdkit_storage::MemoryStorage;
 use vdkit_testkit::disks::{MIB, qcow2, reopen};
@@ -103,6 +103,45 @@ fn a_growth_that_waits_for_a_job_keeps_no_write_waiting() {
     drop(job);
     grown.recv_timeout(PATIENCE).unwrap().unwrap();
     assert_eq!(export.size(), 8 * MIB);
+    export.close().unwrap();
+}
+
+/// Memory that has no space for large writes.
+#[derive(Debug)]
+struct Narrow {
+    inner: MemoryStorage,
+    is_wide: AtomicBool,
+}
+
+impl vdkit_block::StorageLayer for Narrow {
+    const INTERCEPTS: bool = true;
+
+    fn inner(&self) -> &dyn Storage {
+        &self.inner
+    }
+
+    fn write_at(&self, buf: &[u8], offset: HostOffset) -> vdkit_block::Result<()> {
+        if buf.len() > 256 << 10 && !self.is_wide.load(Ordering::SeqCst) {
+            return Err(no_space());
+        }
+        self.inner.write_at(buf, offset)
+    }
+}
+
+#[test]
+fn a_change_that_needs_more_space_than_there_is_keeps_no_other_waiting() {
+    let inner = MemoryStorage::new("image");
+    let narrow = Arc::new(Narrow { inner, is_wide: AtomicBool::new(false) });
+    let export = Export::new(qcow2(narrow.clone(), 16 * MIB, ""), ExportOptions::default());
+    let large = keep(&export, vec![2; MIB as usize], 0);
+    let others: Vec<_> = (4..16).map(|i| keep(&export, vec![3; 4096], i * MIB)).collect();
+    for other in others {
+        other.recv_timeout(PATIENCE).unwrap().unwrap();
+    }
+    assert_eq!(export.parked().requests, 1);
+    assert!(large.try_recv().is_err(), "there was no space for it");
+    narrow.is_wide.store(true, Ordering::SeqCst);
+    large.recv_timeout(PATIENCE).unwrap().unwrap();
     export.close().unwrap();
 }
 

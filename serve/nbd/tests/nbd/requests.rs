@@ -149,6 +149,18 @@ fn block_status_tells_allocation_and_depth() {
             let len = wanted.len() as u64;
             let cookie = client.request(BLOCK_STATUS, PAYLOAD_LEN, 0, len, &wanted);
             assert_eq!(client.status_answer(cookie), Err(EINVAL));
+            // One twice, and one that was not chosen.
+            for ids in [[0u32, 0], [0, 7]] {
+                let mut wanted = MIB.to_be_bytes().to_vec();
+                ids.iter().for_each(|id| wanted.extend(id.to_be_bytes()));
+                let cookie = client.request(BLOCK_STATUS, PAYLOAD_LEN, 0, 16, &wanted);
+                let chunk = client.chunk(|_| 0);
+                assert_eq!(
+                    (chunk.cookie, chunk.flags, chunk.kind >> 15),
+                    (cookie, 1, 1),
+                    "{ids:?}"
+                );
+            }
         }
         let mut plain = rig.client(style);
         assert_eq!(plain.status(0, 0, 512), Err(EINVAL), "no context was chosen");

@@ -11,13 +11,13 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use vdkit_block::{CacheMode, Error, HostOffset, Result, Storage, StorageExt, ZeroMode};
+use vdkit_block::{CacheMode, Error, ErrorKind, HostOffset, Result, Storage, StorageExt, ZeroMode};
 
 use self::server::*;
 use crate::channel::{Channel, Socket};
 use crate::client::Limits;
 use crate::connection::{Connection, IN_FLIGHT_MAX, Request};
-use crate::failure::Broken;
+use crate::failure::{Broken, Failure};
 use crate::handshake::Agreed;
 use crate::reply::Expected;
 use crate::storage::{BASE_ALLOCATION, NbdOptions, NbdStorage};
@@ -398,12 +398,11 @@ fn a_write_that_was_not_answered_is_sent_again_and_then_flushed() {
     assert_eq!(server.disk.lock()[..512], [7; 512]);
 }
 
-/// The server would take it for a request, after the same one on another connection.
-#[test]
-fn what_a_broken_connection_has_not_sent_is_never_sent() {
+/// The server's end of a connection, and the client's.
+fn connected() -> (TcpStream, Connection) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    let (mut server, _) = listener.accept().unwrap();
+    let (server, _) = listener.accept().unwrap();
     let agreed = Agreed {
         bytes: 1 << 30,
         flags: FLAGS,
@@ -414,7 +413,13 @@ fn what_a_broken_connection_has_not_sent_is_never_sent() {
         maximum: 32 << 20,
     };
     let channel = Channel::Plain(Socket::over(socket));
-    let connection = Connection::new(channel, agreed, Duration::from_secs(120)).unwrap();
+    (server, Connection::new(channel, agreed, Duration::from_secs(120)).unwrap())
+}
+
+/// The server would take it for a request, after the same one on another connection.
+#[test]
+fn what_a_broken_connection_has_not_sent_is_never_sent() {
+    let (mut server, connection) = connected();
     // More than the buffers of both sockets hold.
     let payload = vec![5; 32 << 20];
     let len = payload.len() as u32;
@@ -543,6 +548,35 @@ fn a_child_of_fork_leaves_the_connection_to_its_parent() {
     assert_eq!(read, [7; 512]);
     // Answered by the same connection, or else it would fail.
     storage.sync().unwrap();
+}
+
+/// A sibling was silent: then nothing is sent again, whoever notices it how.
+#[test]
+fn whoever_waits_on_a_connection_that_was_broken_off_hears_why() {
+    let (mut server, connection) = connected();
+    let read = Request { command: command::READ, flags: 0, offset: 0, len: 512, payload: &[] };
+    let mut bytes = [0; 512];
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| connection.call(&read, Expected::Bytes(&mut bytes)));
+        // It has the lead, and receives.
+        server.read_exact(&mut [0; REQUEST_BYTES]).unwrap();
+        std::thread::sleep(Duration::from_millis(50));
+        connection.break_off(Broken::protocol("for a test"));
+        match waiting.join().unwrap() {
+            Err(Failure::Broken(broken)) => assert!(!broken.lost, "{}", broken.why),
+            other => panic!("{other:?}"),
+        }
+    });
+}
+
+#[test]
+fn no_space_is_expected_for_the_rest_of_an_exports_last_sector() {
+    let server = Server::start(1000, Setup::default());
+    let storage = open(&server.uri()).unwrap();
+    storage.write_at(&[1; 488], HostOffset(512)).unwrap();
+    let failed = |offset| storage.write_at(&[1; 512], HostOffset(offset)).unwrap_err().kind();
+    assert_eq!(failed(512), ErrorKind::Failed);
+    assert_eq!([513, 1000, 1024].map(failed), [ErrorKind::NoSpace; 3]);
 }
 
 /// A server that is let in again by the end of its other connections must see that first.
