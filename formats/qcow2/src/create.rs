@@ -92,7 +92,7 @@ impl Plan {
 
     fn check_limits(&self, options: &CreateOptions) -> Result<()> {
         let table_bytes = self.refcounts.table << self.geometry.cluster_bits;
-        if table_bytes > REFCOUNT_TABLE_BYTES_MAX.max(self.geometry.cluster_bytes()) {
+        if table_bytes > REFCOUNT_TABLE_BYTES_MAX {
             return Err(Error::invalid(format!(
                 "preallocation of {} bytes needs a refcount table of {table_bytes} bytes, more \
                  than {REFCOUNT_TABLE_BYTES_MAX}; use a larger cluster_size, fewer refcount_bits \
@@ -241,10 +241,8 @@ fn make_empty(storage: &dyn Storage, len: u64, zeroed: u64) -> Result<()> {
     }
     let have = storage.len()?;
     if have < len {
-        return Err(Error::NoSpace {
-            file: storage.name().to_owned(),
-            what: format!("the image needs {len} bytes, the device has {have}"),
-        });
+        let what = format!("the image needs {len} bytes, the device has {have}");
+        return Err(Error::no_space(storage.name(), what));
     }
     in_steps(HostOffset(0), HostOffset(zeroed), ZERO_STEP, |at, len| {
         storage.write_zeroes(at, len, ZeroMode::MayUnmap)

@@ -7,9 +7,9 @@
 use std::ops::Range;
 
 use rustc_hash::{FxHashMap, FxHashSet};
-use vdkit_block::{Error, Monitor, Result};
+use vdkit_block::{Monitor, Result, require_within};
 
-use super::balance::{Balance, METADATA, SINGLE};
+use super::balance::{Balance, CHECK_MEMORY, METADATA, SINGLE};
 use super::bitmaps::{self, Presence};
 use super::findings::Findings;
 use super::image::{Image, L1Fault};
@@ -317,16 +317,10 @@ impl Survey {
             .filter(|snapshot| !snapshot.lost)
             .map(|snapshot| snapshot.l1().1)
             .sum();
-        if total > image.file_len {
-            // Only overlapping tables can exceed the file in total. A repair separates a few of
-            // them; walking this many would not end.
-            return Err(Error::Limit {
-                file: image.name().to_owned(),
-                what: "the L1 tables of all snapshots in bytes",
-                found: total,
-                limit: image.file_len,
-            });
-        }
+        // Only overlapping tables can exceed the file in total. A repair separates a few of them;
+        // walking this many would not end.
+        let what = "the L1 tables of all snapshots in bytes";
+        require_within(image.name(), what, total, image.file_len)?;
         for i in 0..self.snapshots.snapshots.len() {
             monitor.cancel.check()?;
             let snapshot = &self.snapshots.snapshots[i];
@@ -535,15 +529,7 @@ impl L2Uses {
     fn check_limit(&self, image: &Image) -> Result<()> {
         // For the hash map and the sorted list built from it.
         let bytes = (self.tables.capacity() * (24 + std::mem::size_of::<L2Table>())) as u64;
-        if bytes > image.limits.check_bytes_max {
-            return Err(Error::Limit {
-                file: image.name().to_owned(),
-                what: "the memory for a check in bytes",
-                found: bytes,
-                limit: image.limits.check_bytes_max,
-            });
-        }
-        Ok(())
+        require_within(image.name(), CHECK_MEMORY, bytes, image.limits.check_bytes_max)
     }
 
     fn into_tables(self) -> Vec<L2Table> {
