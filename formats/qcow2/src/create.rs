@@ -12,7 +12,7 @@
 //! [`crate::growth`]. All tables are contiguous and precede the data, so a reader loads them with a
 //! few large reads, and the guest data is one contiguous run.
 
-use vdkit_block::{CreateRequest, Error, HostOffset, Limits, Result, Storage, ZeroMode};
+use vdkit_block::{CreateRequest, Error, HostOffset, Limits, Result, Storage, ZeroMode, in_steps};
 use zerocopy::IntoBytes;
 use zerocopy::big_endian::U64;
 
@@ -212,10 +212,10 @@ pub(crate) fn create(request: &CreateRequest) -> Result<()> {
         }
     };
     let (data, end) = (plan.bytes(plan.data), plan.bytes(plan.end));
-    make_empty(storage, end.0, data.0)?;
+    storage.make_empty(end.0, data.0)?;
     preallocate(storage, data, end, options.preallocation)?;
     if let Some(file) = data_file {
-        make_empty(file, guest.bytes, 0)?;
+        file.make_empty(guest.bytes, 0)?;
         preallocate(file, HostOffset(0), HostOffset(guest.bytes), options.preallocation)?;
     }
     write_tables(storage, &plan, &options)?;
@@ -231,25 +231,7 @@ pub(crate) fn create(request: &CreateRequest) -> Result<()> {
     storage.sync()
 }
 
-/// Sets a file's length, all zeroes. On a device, zeroes the first `zeroed` bytes.
-fn make_empty(storage: &dyn Storage, len: u64, zeroed: u64) -> Result<()> {
-    if storage.caps().growable {
-        if !storage.is_empty()? {
-            storage.set_len(0)?;
-        }
-        return storage.set_len(len);
-    }
-    let have = storage.len()?;
-    if have < len {
-        let what = format!("the image needs {len} bytes, the device has {have}");
-        return Err(Error::no_space(storage.name(), what));
-    }
-    in_steps(HostOffset(0), HostOffset(zeroed), ZERO_STEP, |at, len| {
-        storage.write_zeroes(at, len, ZeroMode::MayUnmap)
-    })
-}
-
-/// Preallocates the guest data, `data..end`, after [`make_empty`]. All of it must then read as
+/// Preallocates the guest data, `data..end`, of an empty image. All of it must then read as
 /// zero, since the map declares it as data.
 fn preallocate(
     storage: &dyn Storage,
@@ -269,23 +251,6 @@ fn preallocate(
             in_steps(data, end, STEP, |at, len| storage.write_at(&zeroes[..len as usize], at))
         }
     }
-}
-
-/// Calls `step` for pieces of at most `most` bytes, so that a storage wrapper can cancel in
-/// between.
-fn in_steps(
-    from: HostOffset,
-    end: HostOffset,
-    most: u64,
-    mut step: impl FnMut(HostOffset, u64) -> Result<()>,
-) -> Result<()> {
-    let mut at = from;
-    while at < end {
-        let len = most.min(end - at);
-        step(at, len)?;
-        at += len;
-    }
-    Ok(())
 }
 
 /// Writes the refcount table, refcount blocks, L1 and L2 tables, except what is zero already.
