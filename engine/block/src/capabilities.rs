@@ -39,6 +39,8 @@ macro_rules! capabilities {
     };
 }
 
+/// Bytes of one request that zeroes a device.
+const ZERO_STEP_BYTES: u64 = 256 << 20;
 /// Bytes per read of [`ReadPaths::read_discard`]; fits in a core's own cache.
 const READ_DISCARD_BYTES: u64 = 256 << 10;
 
@@ -176,10 +178,20 @@ impl dyn Storage + '_ {
             let what = format!("the image needs {len} bytes, the device has {found}");
             return Err(Error::no_space(self.name(), what));
         }
-        if zeroed == 0 {
-            return Ok(());
+        in_steps(HostOffset(0), HostOffset(zeroed), ZERO_STEP_BYTES, |at, len| {
+            self.write_zeroes(at, len, ZeroMode::MayUnmap)
+        })
+    }
+
+    /// As `make_room`, for a file that may hold something else.
+    ///
+    /// # Errors
+    /// As `make_room`.
+    pub fn make_empty(&self, len: u64, zeroed: u64) -> Result<()> {
+        if self.caps().growable && !self.is_empty()? {
+            self.set_len(0)?;
         }
-        self.write_zeroes(HostOffset(0), zeroed, ZeroMode::MayUnmap)
+        self.make_room(len, zeroed)
     }
 
     /// See [`StorageExt::read_at`].
@@ -294,6 +306,26 @@ pub trait StorageExt: Storage {
 }
 
 impl<S: Storage + ?Sized> StorageExt for S {}
+
+/// Calls `step` for pieces of at most `most` bytes of a range, so that a storage wrapper can cancel
+/// in between.
+///
+/// # Errors
+/// Those of `step`.
+pub fn in_steps(
+    from: HostOffset,
+    end: HostOffset,
+    most: u64,
+    mut step: impl FnMut(HostOffset, u64) -> Result<()>,
+) -> Result<()> {
+    let mut at = from;
+    while at < end {
+        let len = most.min(end - at);
+        step(at, len)?;
+        at += len;
+    }
+    Ok(())
+}
 
 /// Reads `len` bytes in small pieces and drops them. Bytes past the end are no error.
 ///

@@ -1,15 +1,16 @@
-//! Compacting an image in place: options, report, and the part that all formats share (punching
-//! holes over zeroes).
+//! Compacting an image in place: options, report, and the parts that formats share (punching holes
+//! over zeroes, and reading and copying what may have holes).
 
 use serde::Serialize;
 
+use crate::capabilities::StorageExtent;
 use crate::error::Result;
 use crate::monitor::Monitor;
-use crate::storage::Storage;
+use crate::storage::{Storage, ZeroMode};
 use crate::units::HostOffset;
 use crate::zero::is_zero;
 
-/// Bytes per read of the zero scan.
+/// Bytes per read.
 const STEP_BYTES: u64 = 1 << 20;
 /// Shorter runs of zeroes are kept: 4 KiB is the block size of most file systems.
 const BLOCK_BYTES_MIN: usize = 4096;
@@ -122,6 +123,78 @@ pub fn punch_zeroes(storage: &dyn Storage, monitor: &Monitor<'_>) -> Result<u64>
     }
     monitor.progress.update(len, len);
     Ok(punched)
+}
+
+/// Reads and copies ranges of a storage without reading their holes, with one buffer.
+#[derive(Debug)]
+pub struct SparseReader<'a> {
+    storage: &'a dyn Storage,
+    holes: bool,
+    buf: Vec<u8>,
+}
+
+impl<'a> SparseReader<'a> {
+    /// A reader of `storage`.
+    ///
+    /// # Errors
+    /// Those of the storage.
+    pub fn new(storage: &'a dyn Storage) -> Result<Self> {
+        Ok(Self { storage, holes: storage.may_have_holes()?, buf: Vec::new() })
+    }
+
+    /// Whether a range is zero. Unless `scan`, data is not read and counts as nonzero.
+    ///
+    /// # Errors
+    /// Those of the storage.
+    pub fn is_zero(&mut self, from: HostOffset, len: u64, scan: bool) -> Result<bool> {
+        let mut done = 0;
+        while done < len {
+            let piece = self.piece(from + done, len - done)?;
+            if piece.data && !(scan && is_zero(self.read(from + done, piece.len)?)) {
+                return Ok(false);
+            }
+            done += piece.len;
+        }
+        Ok(true)
+    }
+
+    /// Copies a range within the storage. Holes stay holes; nothing is written for them if the
+    /// target reads as zero (`fresh`).
+    ///
+    /// # Errors
+    /// Those of the storage.
+    pub fn copy(&mut self, from: HostOffset, to: HostOffset, len: u64, fresh: bool) -> Result<()> {
+        let mut done = 0;
+        while done < len {
+            let piece = self.piece(from + done, len - done)?;
+            if piece.data {
+                let storage = self.storage;
+                storage.write_at(self.read(from + done, piece.len)?, to + done)?;
+            } else if !fresh {
+                self.storage.write_zeroes(to + done, piece.len, ZeroMode::MayUnmap)?;
+            }
+            done += piece.len;
+        }
+        Ok(())
+    }
+
+    /// The hole at `at`, or data for one read.
+    fn piece(&self, at: HostOffset, len: u64) -> Result<StorageExtent> {
+        let data = StorageExtent { data: true, len };
+        let found = if self.holes { self.storage.extent_at(at, len)? } else { data };
+        Ok(if found.data {
+            StorageExtent { len: found.len.min(STEP_BYTES), ..found }
+        } else {
+            found
+        })
+    }
+
+    fn read(&mut self, at: HostOffset, len: u64) -> Result<&[u8]> {
+        self.buf.resize(self.buf.len().max(len as usize), 0);
+        let piece = &mut self.buf[..len as usize];
+        self.storage.read_padded(piece, at)?;
+        Ok(piece)
+    }
 }
 
 fn punch_in(storage: &dyn Storage, offset: u64, bytes: &[u8], block: usize) -> Result<u64> {

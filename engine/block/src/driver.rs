@@ -383,6 +383,11 @@ impl CheckReport {
     /// Maximum length of [`CheckReport::findings`].
     pub const FINDINGS_MAX: usize = 1000;
 
+    /// Whether further findings are only counted.
+    pub fn is_full(&self) -> bool {
+        self.findings.len() >= Self::FINDINGS_MAX
+    }
+
     /// Adds a finding.
     pub fn add(&mut self, finding: Finding) {
         match finding.severity {
@@ -396,7 +401,7 @@ impl CheckReport {
             }
             Severity::Warning => self.warnings += 1,
         }
-        if self.findings.len() < Self::FINDINGS_MAX {
+        if !self.is_full() {
             self.findings.push(finding);
         }
     }
@@ -411,6 +416,30 @@ impl CheckReport {
         repaired: bool,
     ) {
         self.add(Finding { severity, offset, structure, message: message.into(), repaired });
+    }
+
+    /// [`CheckReport::note`] of a finding of which there may be millions: its message is formatted
+    /// only if it is listed.
+    pub fn note_with(
+        &mut self,
+        severity: Severity,
+        offset: u64,
+        structure: &'static str,
+        repaired: bool,
+        message: impl FnOnce() -> String,
+    ) {
+        let message = if self.is_full() { String::new() } else { message() };
+        self.add(Finding { severity, offset, structure, message, repaired });
+    }
+
+    /// [`CheckReport::note_with`] of an unrepaired corruption.
+    pub fn corruption(
+        &mut self,
+        offset: u64,
+        structure: &'static str,
+        message: impl FnOnce() -> String,
+    ) {
+        self.note_with(Severity::Corruption, offset, structure, false, message);
     }
 
     /// Unrepaired corruptions.

@@ -64,10 +64,12 @@ mod zero;
 pub use bitmaps::{BitmapStatus, Bitmaps, NewBitmap};
 pub use capabilities::{
     AccessExchange, CopyMethod, CopyOp, GuestDiscard, InitialWrites, KernelCopy, ReadOp, ReadPaths,
-    SpaceMap, StorageExt, StorageExtent, read_and_discard,
+    SpaceMap, StorageExt, StorageExtent, in_steps, read_and_discard,
 };
 pub use codec::{Codec, CompressionSpec};
-pub use compact::{CompactOptions, CompactReport, LeftAlone, compact_flat, punch_zeroes};
+pub use compact::{
+    CompactOptions, CompactReport, LeftAlone, SparseReader, compact_flat, punch_zeroes,
+};
 pub use driver::{
     AmendRequest, Amendment, BitmapInfo, CheckReport, Compaction, CreateRequest, Creation,
     DriverInfo, ExtentInfo, Finding, FormatDriver, ImageInfo, KeyHeader, KeySlotInfo, KeyedImages,

@@ -3,7 +3,7 @@
 use std::io::IoSliceMut;
 use std::sync::Arc;
 
-use vdkit_block::{Compressed, Error, GuestOffset, ReadOp, Result, Storage};
+use vdkit_block::{Compressed, Error, GuestOffset, ReadOp, Result, Storage, require_within};
 
 use crate::crypto::{self, EncryptedPlace, EncryptedRuns};
 use crate::disk::Disk;
@@ -133,10 +133,7 @@ impl Disk {
     ) -> Result<()> {
         let limit = self.limits.compressed_bytes_max;
         let largest = u64::from(compressed.unpacked_len.max(compressed.len));
-        if largest > limit {
-            let (file, what) = (storage.name().to_owned(), "compressed unit");
-            return Err(Error::Limit { file, what, found: largest, limit });
-        }
+        require_within(storage.name(), "compressed unit", largest, limit)?;
         let unit_bytes = compressed.unpacked_len as usize;
         let from = compressed.skip as usize;
         if from.checked_add(piece.len()).is_none_or(|end| end > unit_bytes) {

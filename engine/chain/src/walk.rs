@@ -7,7 +7,7 @@ use std::sync::Arc;
 use rustix::fs::FileType;
 use vdkit_block::{
     BackingRef, Error, FormatDriver, ImageInfo, Limits, Monitor, NotedTime, OfflineImage, Remedy,
-    Result, Storage,
+    Result, Storage, require_within,
 };
 use vdkit_storage::{FileOptions, FileStorage, LockMode};
 
@@ -286,12 +286,8 @@ impl<'a> Walk<'a> {
     fn check_files(&self, found: &Found) -> Result<()> {
         let (named, limit) = (found.info.files.len(), self.options.limits.files_max);
         if named > limit {
-            return Err(Error::Limit {
-                file: found.path.display().to_string(),
-                what: "number of files with its data",
-                found: named as u64,
-                limit: limit as u64,
-            });
+            let (file, what) = (found.path.display().to_string(), "number of files with its data");
+            return Err(Error::limit(&file, what, named as u64, limit as u64));
         }
         let Some(given) = self.options.data_file.as_ref().filter(|_| self.depth == 1) else {
             return Ok(());
@@ -315,16 +311,8 @@ impl<'a> Walk<'a> {
     }
 
     fn check_depth(&self, file: &str) -> Result<()> {
-        let limit = self.options.limits.chain_depth_max;
-        if self.depth < limit {
-            return Ok(());
-        }
-        Err(Error::Limit {
-            file: file.to_owned(),
-            what: "length of the backing chain",
-            found: self.depth as u64 + 1,
-            limit: limit as u64,
-        })
+        let (found, limit) = (self.depth as u64 + 1, self.options.limits.chain_depth_max as u64);
+        require_within(file, "length of the backing chain", found, limit)
     }
 
     /// Records a file of the chain; each may occur once.

@@ -1,8 +1,8 @@
 //! Closes gaps between blocks, and drops blocks of zeroes.
 
 use vdkit_block::{
-    CompactOptions, CompactReport, Error, HostOffset, Limits, Monitor, Remedy, Result, Storage,
-    ZeroMode, is_zero, punch_zeroes, require_within,
+    CompactOptions, CompactReport, Error, HostOffset, Limits, Monitor, Remedy, Result,
+    SparseReader, Storage, ZeroMode, is_zero, punch_zeroes, require_within,
 };
 
 use crate::geometry::{Geometry, HOLE, Slot};
@@ -234,8 +234,7 @@ fn drop_zeroes(
     options: CompactOptions,
     monitor: &Monitor<'_>,
 ) -> Result<u64> {
-    let mut buf = vec![0; PIECE_BYTES.min(geometry.block_bytes) as usize];
-    let holes = storage.may_have_holes()?;
+    let mut reader = SparseReader::new(storage)?;
     let mut dropped = 0;
     let all = geometry.entries;
     walk(storage, geometry, |first, words| {
@@ -244,8 +243,8 @@ fn drop_zeroes(
             let Slot::At(start) = geometry.slot(*word) else { continue };
             monitor.cancel.check()?;
             monitor.progress.update(first + n as u64, all);
-            let data = start + geometry.skip;
-            if reads_zero(storage, data, geometry.block_bytes, options, holes, &mut buf)? {
+            let data = HostOffset(start + geometry.skip);
+            if reader.is_zero(data, geometry.block_bytes, options.zero_scan)? {
                 *word = geometry.zero.unwrap_or(HOLE);
                 dropped += 1;
             }
@@ -257,38 +256,4 @@ fn drop_zeroes(
         storage.sync()?;
     }
     Ok(dropped)
-}
-
-fn reads_zero(
-    storage: &dyn Storage,
-    at: u64,
-    len: u64,
-    options: CompactOptions,
-    holes: bool,
-    buf: &mut [u8],
-) -> Result<bool> {
-    let mut done = 0;
-    while done < len {
-        let offset = HostOffset(at + done);
-        let run = if holes {
-            storage.extent_at(offset, len - done)?
-        } else {
-            vdkit_block::StorageExtent { data: true, len: len - done }
-        };
-        if !run.data {
-            done += run.len;
-            continue;
-        }
-        if !options.zero_scan {
-            return Ok(false);
-        }
-        let step = run.len.min(buf.len() as u64);
-        let piece = &mut buf[..step as usize];
-        storage.read_padded(piece, offset)?;
-        if !is_zero(piece) {
-            return Ok(false);
-        }
-        done += step;
-    }
-    Ok(true)
 }

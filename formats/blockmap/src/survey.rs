@@ -6,6 +6,9 @@ use crate::compact::{Mover, Placed, close_gaps, placed};
 use crate::geometry::{Geometry, HOLE, Slot};
 use crate::table::walk;
 
+/// The structure that findings name.
+const ENTRY: &str = "block table entry";
+
 /// Result of a survey, for the envelope's own check.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Surveyed {
@@ -64,7 +67,8 @@ pub fn survey(job: &Job<'_>, report: &mut CheckReport) -> Result<Surveyed> {
     // A hostile table must not fill the disk with copies, so the number of blocks at most doubles.
     let copies = repairing && (overlaps.len() * 2 <= blocks.len() || repair == Repair::AllForced);
     for (a, b) in overlaps.iter() {
-        bad_entry(report, geometry.entry_at(b.index), copies, || {
+        let at = geometry.entry_at(b.index);
+        report.note_with(Severity::Corruption, at, ENTRY, copies, || {
             format!(
                 "entry {} names the block at {:#x}, which overlaps that of entry {} at {:#x}; \
                  each block belongs to one entry",
@@ -101,21 +105,6 @@ fn sound(job: &Job<'_>) -> Result<Vec<Placed>> {
     Ok(blocks)
 }
 
-/// Reports a bad entry. Beyond the listed findings it is only counted, since there may be millions.
-fn bad_entry(
-    report: &mut CheckReport,
-    offset: u64,
-    repaired: bool,
-    message: impl FnOnce() -> String,
-) {
-    if report.findings.len() >= CheckReport::FINDINGS_MAX {
-        report.corruptions += 1;
-        report.corruptions_fixed += u64::from(repaired);
-        return;
-    }
-    report.note(Severity::Corruption, offset, "block table entry", message(), repaired);
-}
-
 /// Checks for invalid entries.
 fn judge_entries(job: &Job<'_>, repairing: bool, report: &mut CheckReport) -> Result<bool> {
     let Job { storage, geometry, monitor, .. } = *job;
@@ -138,7 +127,8 @@ fn judge_entries(job: &Job<'_>, repairing: bool, report: &mut CheckReport) -> Re
             let Slot::At(start) = geometry.slot(*word) else { continue };
             let index = first + n as u64;
             let Some(expected) = geometry.fault(start, host_bytes) else { continue };
-            bad_entry(report, geometry.entry_at(index), repairing, || {
+            let at = geometry.entry_at(index);
+            report.note_with(Severity::Corruption, at, ENTRY, repairing, || {
                 format!(
                     "entry {index} names a block at {start:#x} of a file of {host_bytes:#x} bytes; \
                      expected {expected}"
@@ -218,7 +208,7 @@ fn gaps(job: &Job<'_>, report: &mut CheckReport, surveyed: &mut Surveyed) -> Res
     }
     for (offset, count) in leaks {
         for n in 0..count {
-            if report.findings.len() >= CheckReport::FINDINGS_MAX {
+            if report.is_full() {
                 report.leaks += count - n;
                 report.leaks_fixed += if repairing { count - n } else { 0 };
                 break;

@@ -140,7 +140,7 @@ impl<M: Map> FormatDriver for ReadOnlyDriver<M> {
         Ok(Arc::new(ReadOnly {
             backing: info.backing(),
             warnings: warnings.into_iter().collect(),
-            tables: Tables::default(),
+            tables: Tables::new(),
             in_flight: InFlight::default(),
             storage,
             map,
@@ -274,9 +274,7 @@ impl<M: Map> Format for ReadOnly<M> {
 
 impl<M: Map> MapCache for ReadOnly<M> {
     fn stats(&self) -> MapCacheStats {
-        let used_bytes = self.tables.used_bytes();
-        let map_bytes = self.map.table_bytes();
-        MapCacheStats { used_bytes, map_bytes, ..MapCacheStats::default() }
+        self.tables.stats(self.map.table_bytes())
     }
 }
 
@@ -296,7 +294,7 @@ impl<M: Map> CompressedUnits for ReadOnly<M> {
 /// # Errors
 /// [`Error::Interrupted`]; those of the storage.
 fn check<M: Map>(storage: &dyn Storage, map: &M, monitor: &Monitor<'_>) -> Result<CheckReport> {
-    let tables = Tables::default();
+    let tables = Tables::new();
     let (size, cluster) = (map.guest_bytes(), map.cluster_bytes());
     let mut report =
         CheckReport { total_clusters: size.div_ceil(cluster), ..CheckReport::default() };

@@ -1,68 +1,46 @@
 //! A bounded cache of table pieces.
 
-use std::sync::Arc;
+use vdkit_block::{HostOffset, MapCacheStats, Result, Storage};
+use vdkit_meta::PageCache;
 
-use parking_lot::Mutex;
-use rustc_hash::FxHashMap;
-use vdkit_block::{HostOffset, Result, Storage};
+const PIECE_BYTES: u64 = 4096;
+const CACHE_BYTES: u64 = 8 << 20;
 
-/// Bytes per piece.
-pub(crate) const PIECE_BYTES: u64 = 4096;
-/// Maximum cached pieces.
-const PIECES_MAX: usize = 2048;
-
-/// Cached pieces of an image's tables, by offset.
-#[derive(Debug, Default)]
-pub(crate) struct Tables {
-    pieces: Mutex<FxHashMap<u64, Arc<[u8]>>>,
-}
+/// Cached pieces of an image's tables, by number.
+#[derive(Debug)]
+pub(crate) struct Tables(PageCache<u64, Vec<u8>>);
 
 impl Tables {
-    /// `N` cached bytes at an offset; `None` if they are not cached. If `N` is a power of two and
-    /// the offset a multiple of it, they lie within one piece.
-    fn kept<const N: usize>(&self, at: u64) -> Option<[u8; N]> {
-        let piece = self.pieces.lock().get(&(at / PIECE_BYTES)).cloned()?;
-        let from = (at % PIECE_BYTES) as usize;
-        piece.get(from..from + N)?.try_into().ok()
+    pub(crate) fn new() -> Self {
+        Self(PageCache::new(CACHE_BYTES, PIECE_BYTES, 1))
     }
 
-    /// `N` bytes at an offset, read if not cached. Fails beyond the end of the file.
+    /// `N` bytes at an offset, read if not cached. Fails beyond the end of the file. If `N` is a
+    /// power of two and the offset a multiple of it, they lie within one piece.
     ///
     /// # Errors
     /// Those of the storage.
     pub(crate) fn bytes<const N: usize>(&self, storage: &dyn Storage, at: u64) -> Result<[u8; N]> {
-        if let Some(found) = self.kept(at) {
-            return Ok(found);
-        }
-        let first = at / PIECE_BYTES;
-        if (at % PIECE_BYTES) + N as u64 > PIECE_BYTES {
-            // Crosses a boundary: rare, and not worth caching.
-            let mut found = [0; N];
-            storage.read_at(&mut found, HostOffset(at))?;
-            return Ok(found);
-        }
-        let mut piece = vec![0; PIECE_BYTES as usize];
-        let got = storage.read_up_to(&mut piece, HostOffset(first * PIECE_BYTES))?;
-        piece.truncate(got);
-        let mut pieces = self.pieces.lock();
-        if pieces.len() >= PIECES_MAX {
-            pieces.clear();
-        }
-        pieces.insert(first, piece.into());
-        drop(pieces);
-        match self.kept(at) {
-            Some(found) => Ok(found),
-            // The file ends here; the storage returns the error.
-            None => {
-                let mut found = [0; N];
-                storage.read_at(&mut found, HostOffset(at))?;
-                Ok(found)
+        let (number, from) = (at / PIECE_BYTES, (at % PIECE_BYTES) as usize);
+        let read = || {
+            let mut piece = vec![0; PIECE_BYTES as usize];
+            let got = storage.read_up_to(&mut piece, HostOffset(number * PIECE_BYTES))?;
+            piece.truncate(got);
+            Ok(piece)
+        };
+        if from + N <= PIECE_BYTES as usize {
+            let kept = |piece: &Vec<u8>| piece.get(from..from + N)?.try_into().ok();
+            if let Some(found) = self.0.with_loaded(number, read, kept)? {
+                return Ok(found);
             }
         }
+        // Crosses a boundary, which is rare, or the file ends here: the storage returns the error.
+        let mut found = [0; N];
+        storage.read_at(&mut found, HostOffset(at))?;
+        Ok(found)
     }
 
-    /// Bytes in the cache.
-    pub(crate) fn used_bytes(&self) -> u64 {
-        self.pieces.lock().len() as u64 * PIECE_BYTES
+    pub(crate) fn stats(&self, map_bytes: u64) -> MapCacheStats {
+        self.0.stats(map_bytes)
     }
 }

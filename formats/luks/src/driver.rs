@@ -5,7 +5,7 @@ use std::sync::Arc;
 use vdkit_block::{
     CheckReport, CreateRequest, Creation, DriverInfo, Error, Format, FormatDriver, HostOffset,
     ImageInfo, KeySlots, KeyedImages, Limits, Measured, OfflineImage, OpenRequest, OptionKind,
-    OptionSpec, Options, Probe, Repair, Result, Secret, SectorCipher, Storage,
+    OptionSpec, Options, Probe, Repair, Result, Secret, SectorCipher, Storage, in_steps,
 };
 
 use crate::format::{LuksFormat, guest_bytes_of, place_of};
@@ -95,10 +95,7 @@ impl Creation for LuksDriver {
         };
         let made = new.make(storage.name(), key, &Limits::default())?;
         let payload = new.payload_offset();
-        if storage.caps().growable && !storage.is_empty()? {
-            storage.set_len(0)?;
-        }
-        storage.make_room(end, payload)?;
+        storage.make_empty(end, payload)?;
         match request.options.text("preallocation") {
             Some("falloc") if storage.caps().growable => storage.allocate(HostOffset(0), end)?,
             Some("full") => write_encrypted_zeroes(storage, &made, payload, bytes)?,
@@ -155,13 +152,10 @@ fn write_encrypted_zeroes(
 ) -> Result<()> {
     let Some(cipher) = made.cipher() else { return Ok(()) };
     let mut buffer = vec![0; FULL_STEP.min(bytes) as usize];
-    let mut at = 0;
-    while at < bytes {
-        let step = &mut buffer[..FULL_STEP.min(bytes - at) as usize];
+    in_steps(HostOffset(payload), HostOffset(payload + bytes), FULL_STEP, |at, len| {
+        let step = &mut buffer[..len as usize];
         step.fill(0);
-        cipher.encrypt(step, at / SECTOR_BYTES);
-        storage.write_at(step, HostOffset(payload + at))?;
-        at += step.len() as u64;
-    }
-    Ok(())
+        cipher.encrypt(step, (at.0 - payload) / SECTOR_BYTES);
+        storage.write_at(step, at)
+    })
 }

@@ -103,10 +103,10 @@ impl Qcow2 {
             return Ok(Some(space));
         }
         match grown? {
-            Grown::Done => Err(Error::NoSpace {
-                file: self.storage.name().to_owned(),
-                what: "the device is too small for more clusters".into(),
-            }),
+            Grown::Done => {
+                let what = "the device is too small for more clusters";
+                Err(Error::no_space(self.storage.name(), what))
+            }
             Grown::Busy => {
                 self.meta.wait(meta);
                 Ok(None)

@@ -204,10 +204,8 @@ impl Qcow2 {
         let end = start + (space.count << bits);
         if end.0 > limit {
             meta.space.pool.add(space);
-            return Err(Error::NoSpace {
-                file: self.storage.name().to_owned(),
-                what: "an entry of a compressed cluster cannot name so large a host offset".into(),
-            });
+            let what = "an entry of a compressed cluster cannot name so large a host offset";
+            return Err(Error::no_space(self.storage.name(), what));
         }
         Ok(Some(Region { start, end, untouched: space.first, taken: Some(space) }))
     }

@@ -12,17 +12,21 @@
 //! [`crate::growth`]. All tables are contiguous and precede the data, so a reader loads them with a
 //! few large reads, and the guest data is one contiguous run.
 
-use vdkit_block::{CreateRequest, Error, HostOffset, Limits, Result, Storage, ZeroMode};
+use vdkit_block::{
+    CreateRequest, Creation, Error, HostOffset, Limits, Measured, OptionSpec, Options, Result,
+    Storage, ZeroMode, in_steps,
+};
 use zerocopy::IntoBytes;
 use zerocopy::big_endian::U64;
 
+use crate::driver::Qcow2Driver;
 use crate::header::{Encryption, Extension, FEATURE_NAMES_CLUSTER_MIN, Header};
 use crate::layout::{
     COPIED, Geometry, HOST_OFFSET_END, OFFSET_MASK, REFCOUNT_TABLE_BYTES_MAX, ZERO, autoclear,
     compatible, extension, incompatible,
 };
-use crate::measure::{GuestSizes, RefcountClusters};
-use crate::options::{CreateOptions, Preallocation};
+use crate::measure::{self, GuestSizes, RefcountClusters};
+use crate::options::{self, CreateOptions, ENCRYPT_FORMAT, Preallocation, SPECS};
 use crate::refcounts::set_refcount;
 use crate::structures::EncryptionExtensionData;
 
@@ -92,7 +96,7 @@ impl Plan {
 
     fn check_limits(&self, options: &CreateOptions) -> Result<()> {
         let table_bytes = self.refcounts.table << self.geometry.cluster_bits;
-        if table_bytes > REFCOUNT_TABLE_BYTES_MAX.max(self.geometry.cluster_bytes()) {
+        if table_bytes > REFCOUNT_TABLE_BYTES_MAX {
             return Err(Error::invalid(format!(
                 "preallocation of {} bytes needs a refcount table of {table_bytes} bytes, more \
                  than {REFCOUNT_TABLE_BYTES_MAX}; use a larger cluster_size, fewer refcount_bits \
@@ -184,74 +188,69 @@ impl Plan {
     }
 }
 
-/// Creates an image; see [`vdkit_block::Creation::create`].
-///
-/// Truncates the files first, including the data file; on a device, overwrites the space that the
-/// image uses.
-///
-/// # Errors
-/// [`Error::Invalid`] for options or sizes that no image can have; [`Error::Key`] if the image is
-/// to be encrypted and there is no key; [`Error::NoSpace`] for a device that is too small; and
-/// errors of the storages.
-pub(crate) fn create(request: &CreateRequest) -> Result<()> {
-    let options = CreateOptions::new(&request.options, request.backing.as_ref())?;
-    let guest = GuestSizes::new(request.guest_bytes, &options.geometry)?;
-    let plan = Plan::new(&options, guest)?;
-    let header = plan.header(&options).encode()?;
-    let storage = &*request.storage;
-    let luks = match (options.encryption, request.options.key()) {
-        (None, _) => None,
-        (Some(luks), Some(key)) => Some(luks.make(storage.name(), key, &Limits::default())?),
-        (Some(_), None) => return Err(Error::no_new_key(storage.name())),
-    };
-    let data_file = match (&options.data_file, request.files.first()) {
-        (None, _) => None,
-        (Some(_), Some(file)) => Some(&**file),
-        (Some(name), None) => {
-            return Err(Error::invalid(format!("the data file '{name}' was not opened")));
+impl Creation for Qcow2Driver {
+    fn options(&self) -> &'static [OptionSpec] {
+        SPECS
+    }
+
+    /// Truncates the files first, including the data file; on a device, overwrites the space that
+    /// the image uses.
+    fn create(&self, request: &CreateRequest) -> Result<()> {
+        let options = CreateOptions::new(&request.options, request.backing.as_ref())?;
+        let guest = GuestSizes::new(request.guest_bytes, &options.geometry)?;
+        let plan = Plan::new(&options, guest)?;
+        let header = plan.header(&options).encode()?;
+        let storage = &*request.storage;
+        let luks = match (options.encryption, request.options.key()) {
+            (None, _) => None,
+            (Some(luks), Some(key)) => Some(luks.make(storage.name(), key, &Limits::default())?),
+            (Some(_), None) => return Err(Error::no_new_key(storage.name())),
+        };
+        let data_file = match (&options.data_file, request.files.first()) {
+            (None, _) => None,
+            (Some(_), Some(file)) => Some(&**file),
+            (Some(name), None) => {
+                return Err(Error::invalid(format!("the data file '{name}' was not opened")));
+            }
+        };
+        let (data, end) = (plan.bytes(plan.data), plan.bytes(plan.end));
+        storage.make_empty(end.0, data.0)?;
+        preallocate(storage, data, end, options.preallocation)?;
+        if let Some(file) = data_file {
+            file.make_empty(guest.bytes, 0)?;
+            preallocate(file, HostOffset(0), HostOffset(guest.bytes), options.preallocation)?;
         }
-    };
-    let (data, end) = (plan.bytes(plan.data), plan.bytes(plan.end));
-    make_empty(storage, end.0, data.0)?;
-    preallocate(storage, data, end, options.preallocation)?;
-    if let Some(file) = data_file {
-        make_empty(file, guest.bytes, 0)?;
-        preallocate(file, HostOffset(0), HostOffset(guest.bytes), options.preallocation)?;
+        write_tables(storage, &plan, &options)?;
+        if let Some(luks) = luks {
+            storage.write_at(&luks.bytes, plan.bytes(plan.luks))?;
+        }
+        // Written last, so that an incomplete image has no header. If a power failure reorders the
+        // writes, creation has not yet been reported as successful.
+        storage.write_at(&header, HostOffset(0))?;
+        if let Some(file) = data_file {
+            file.sync()?;
+        }
+        storage.sync()
     }
-    write_tables(storage, &plan, &options)?;
-    if let Some(luks) = luks {
-        storage.write_at(&luks.bytes, plan.bytes(plan.luks))?;
+
+    fn new_files(&self, _: &str, _: u64, options: &Options) -> Result<Vec<String>> {
+        Ok(options::text(options, "data_file").into_iter().collect())
     }
-    // Written last, so that an incomplete image has no header. If a power failure reorders the
-    // writes, creation has not yet been reported as successful.
-    storage.write_at(&header, HostOffset(0))?;
-    if let Some(file) = data_file {
-        file.sync()?;
+
+    fn encrypts(&self, options: &Options) -> bool {
+        options.text(ENCRYPT_FORMAT).is_some()
     }
-    storage.sync()
+
+    fn cluster_bytes(&self, options: &Options) -> Result<u64> {
+        Ok(CreateOptions::new(options, None)?.geometry.cluster_bytes())
+    }
+
+    fn measure(&self, guest_bytes: u64, options: &Options, data_clusters: u64) -> Result<Measured> {
+        measure::measure(guest_bytes, options, data_clusters)
+    }
 }
 
-/// Sets a file's length, all zeroes. On a device, zeroes the first `zeroed` bytes.
-fn make_empty(storage: &dyn Storage, len: u64, zeroed: u64) -> Result<()> {
-    if storage.caps().growable {
-        if !storage.is_empty()? {
-            storage.set_len(0)?;
-        }
-        return storage.set_len(len);
-    }
-    let have = storage.len()?;
-    if have < len {
-        return Err(Error::NoSpace {
-            file: storage.name().to_owned(),
-            what: format!("the image needs {len} bytes, the device has {have}"),
-        });
-    }
-    in_steps(HostOffset(0), HostOffset(zeroed), ZERO_STEP, |at, len| {
-        storage.write_zeroes(at, len, ZeroMode::MayUnmap)
-    })
-}
-
-/// Preallocates the guest data, `data..end`, after [`make_empty`]. All of it must then read as
+/// Preallocates the guest data, `data..end`, of an empty image. All of it must then read as
 /// zero, since the map declares it as data.
 fn preallocate(
     storage: &dyn Storage,
@@ -271,23 +270,6 @@ fn preallocate(
             in_steps(data, end, STEP, |at, len| storage.write_at(&zeroes[..len as usize], at))
         }
     }
-}
-
-/// Calls `step` for pieces of at most `most` bytes, so that a storage wrapper can cancel in
-/// between.
-fn in_steps(
-    from: HostOffset,
-    end: HostOffset,
-    most: u64,
-    mut step: impl FnMut(HostOffset, u64) -> Result<()>,
-) -> Result<()> {
-    let mut at = from;
-    while at < end {
-        let len = most.min(end - at);
-        step(at, len)?;
-        at += len;
-    }
-    Ok(())
 }
 
 /// Writes the refcount table, refcount blocks, L1 and L2 tables, except what is zero already.

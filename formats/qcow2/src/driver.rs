@@ -3,16 +3,14 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    AmendRequest, Amendment, CheckReport, CompactOptions, CompactReport, Compaction, CreateRequest,
-    Creation, DriverInfo, Format, FormatDriver, ImageInfo, KeySlots, KeyedImages, Limits, Measured,
-    Monitor, OfflineImage, OpenRequest, OptionSpec, Options, Probe, Repair, Result, Secret,
-    Storage,
+    CheckReport, CompactOptions, CompactReport, Compaction, DriverInfo, Format, FormatDriver,
+    ImageInfo, KeySlots, KeyedImages, Limits, OfflineImage, OpenRequest, Probe, Repair, Result,
+    Secret, Storage,
 };
 use vdkit_luks::LuksSlots;
 
 use crate::header::{Encryption, Header};
-use crate::options::{self, CreateOptions, ENCRYPT_FORMAT, SPECS};
-use crate::{Qcow2, amend, check, create, describe, encrypted, layout, measure};
+use crate::{Qcow2, check, describe, encrypted, layout};
 
 /// qcow2 images, versions 2 and 3.
 #[derive(Clone, Copy, Debug, Default)]
@@ -53,32 +51,6 @@ impl FormatDriver for Qcow2Driver {
     }
 }
 
-impl Creation for Qcow2Driver {
-    fn options(&self) -> &'static [OptionSpec] {
-        SPECS
-    }
-
-    fn create(&self, request: &CreateRequest) -> Result<()> {
-        create::create(request)
-    }
-
-    fn new_files(&self, _: &str, _: u64, options: &Options) -> Result<Vec<String>> {
-        Ok(options::text(options, "data_file").into_iter().collect())
-    }
-
-    fn encrypts(&self, options: &Options) -> bool {
-        options.text(ENCRYPT_FORMAT).is_some()
-    }
-
-    fn cluster_bytes(&self, options: &Options) -> Result<u64> {
-        Ok(CreateOptions::new(options, None)?.geometry.cluster_bytes())
-    }
-
-    fn measure(&self, guest_bytes: u64, options: &Options, data_clusters: u64) -> Result<Measured> {
-        measure::measure(guest_bytes, options, data_clusters)
-    }
-}
-
 impl KeyedImages for Qcow2Driver {
     fn open_with_keys(&self, request: OpenRequest, keys: &[Secret]) -> Result<Arc<dyn Format>> {
         Ok(Qcow2::open_with_keys(request, keys)?)
@@ -101,15 +73,5 @@ impl KeyedImages for Qcow2Driver {
 impl Compaction for Qcow2Driver {
     fn compact(&self, image: &OfflineImage<'_>, options: CompactOptions) -> Result<CompactReport> {
         check::compact(image.storage, image.files.first(), options, &image.limits, &image.monitor)
-    }
-}
-
-impl Amendment for Qcow2Driver {
-    fn amends_backing(&self) -> bool {
-        true
-    }
-
-    fn amend(&self, request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
-        amend::amend(request, monitor)
     }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use vdkit_block::{
     CIPHER_SECTOR_BYTES, Encryption, Error, GuestOffset, HostOffset, Limits, Remedy, Result,
-    Secret, SectorNumbering, Storage,
+    Secret, SectorNumbering, Storage, in_steps,
 };
 use vdkit_luks::{HeaderPlace, LuksSlots, legacy_qcow2};
 
@@ -18,7 +18,7 @@ use crate::layout::extension;
 use crate::structures::header_offset;
 
 /// Bytes of one write of encrypted zeroes.
-const STEP: usize = 1 << 20;
+const STEP: u64 = 1 << 20;
 
 /// Largest accepted encryption header; LUKS with eight key slots takes 2 MiB.
 pub(crate) const HEADER_BYTES_MAX: u64 = 64 << 20;
@@ -113,16 +113,13 @@ impl Qcow2 {
         let Some(encryption) = &self.encryption else {
             return self.data.write_zeroes(host, len, vdkit_block::ZeroMode::KeepAllocated);
         };
-        let mut buffer = vec![0; STEP.min(len as usize)];
-        let mut done = 0;
-        while done < len {
-            let step = &mut buffer[..(STEP as u64).min(len - done) as usize];
+        let mut buffer = vec![0; STEP.min(len) as usize];
+        in_steps(host, host + len, STEP, |at, len| {
+            let step = &mut buffer[..len as usize];
             step.fill(0);
-            encryption.encrypt(step, guest + done, host + done);
-            self.data.write_at(step, host + done)?;
-            done += step.len() as u64;
-        }
-        Ok(())
+            encryption.encrypt(step, guest + (at - host), at);
+            self.data.write_at(step, at)
+        })
     }
 
     /// Reads and decrypts a whole cluster.

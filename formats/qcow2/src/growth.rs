@@ -261,14 +261,12 @@ impl Qcow2 {
         while (clusters * entries) << self.geometry.refcount_block_bits() < end + 2 * clusters {
             clusters *= 2;
         }
-        if clusters * cluster > REFCOUNT_TABLE_BYTES_MAX.max(cluster) {
-            return Err(Error::NoSpace {
-                file: self.storage.name().to_owned(),
-                what: format!(
-                    "the refcount table is at its limit of {REFCOUNT_TABLE_BYTES_MAX} bytes; \
-                     convert to an image with a larger cluster_size"
-                ),
-            });
+        if clusters * cluster > REFCOUNT_TABLE_BYTES_MAX {
+            let what = format!(
+                "the refcount table is at its limit of {REFCOUNT_TABLE_BYTES_MAX} bytes; \
+                 convert to an image with a larger cluster_size"
+            );
+            return Err(Error::no_space(self.storage.name(), what));
         }
         Ok(clusters)
     }
@@ -332,10 +330,8 @@ impl Qcow2 {
         if next > end {
             // Linked spares stay linked.
             meta.space.refcounts.truncate_table(old_table_len);
-            return Err(Error::NoSpace {
-                file: self.storage.name().to_owned(),
-                what: "the device has no room for more refcounts".into(),
-            });
+            let what = "the device has no room for more refcounts";
+            return Err(Error::no_space(self.storage.name(), what));
         }
         if own.is_empty() && cover.table_clusters == 0 {
             return Ok(first);

@@ -351,10 +351,8 @@ impl Qcow2 {
             meta.space.pool.add(space);
             self.extend(meta, count)?;
         }
-        Err(Error::NoSpace {
-            file: self.storage.name().to_owned(),
-            what: format!("no {count} contiguous clusters for a table"),
-        })
+        let what = format!("no {count} contiguous clusters for a table");
+        Err(Error::no_space(self.storage.name(), what))
     }
 
     fn shrink(&self, lead: &mut Lead<'_>, old: u64, new: u64) -> Result<()> {

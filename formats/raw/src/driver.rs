@@ -6,6 +6,7 @@ use vdkit_block::{
     CheckReport, CompactOptions, CompactReport, Compaction, CreateRequest, Creation, DriverInfo,
     Error, Format, FormatDriver, HostOffset, ImageInfo, Limits, Measured, OfflineImage,
     OpenRequest, OptionKind, OptionSpec, Options, Probe, Repair, Result, Storage, compact_flat,
+    in_steps,
 };
 
 use crate::SECTOR_BYTES;
@@ -103,11 +104,7 @@ impl Compaction for RawDriver {
 
 fn write_all_zeroes(storage: &dyn Storage, bytes: u64) -> Result<()> {
     let zeroes = vec![0; FULL_STEP.min(bytes) as usize];
-    let mut at = 0;
-    while at < bytes {
-        let step = FULL_STEP.min(bytes - at);
-        storage.write_at(&zeroes[..step as usize], HostOffset(at))?;
-        at += step;
-    }
-    Ok(())
+    in_steps(HostOffset(0), HostOffset(bytes), FULL_STEP, |at, len| {
+        storage.write_at(&zeroes[..len as usize], at)
+    })
 }

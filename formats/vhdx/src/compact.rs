@@ -6,7 +6,7 @@
 
 use vdkit_block::{
     CompactOptions, CompactReport, Compaction, CopyMethod, CopyOp, Error, HostOffset, LeftAlone,
-    Monitor, OfflineImage, Remedy, Repair, Result, Severity, is_zero, punch_zeroes,
+    Monitor, OfflineImage, Remedy, Repair, Result, Severity, SparseReader, punch_zeroes,
 };
 
 use crate::check;
@@ -14,8 +14,6 @@ use crate::driver::VhdxDriver;
 use crate::image::Vhdx;
 use crate::layout::{BITMAP_BYTES, BatEntry, MIB, PRESENT, State};
 
-/// Bytes of one read.
-const STEP_BYTES: u64 = MIB;
 /// Most bytes that are stored twice at a time, but at least one block.
 const BATCH_BYTES: u64 = 16 * MIB;
 /// Most table entries of an image whose blocks are moved: they are sorted in memory.
@@ -85,39 +83,20 @@ impl Vhdx {
     /// Frees blocks that hold only zeroes. Returns their number.
     fn drop_zero_blocks(&self, monitor: &Monitor<'_>) -> Result<u64> {
         let blocks = self.geometry.blocks(self.guest_len());
+        let mut reader = SparseReader::new(&*self.storage)?;
         let mut dropped = 0;
         self.for_blocks(&(0..blocks), |meta, block, old| {
             monitor.cancel.check()?;
             monitor.progress.update(block, blocks);
             let full = self.state_of(block, old)? == State::FullyPresent;
-            if full && self.is_zero_block(old.host())? {
+            let (host, len) = (HostOffset(old.host()), self.geometry.block_bytes());
+            if full && reader.is_zero(host, len, true)? {
                 self.replace(meta, block, old, BatEntry::ZERO)?;
                 dropped += 1;
             }
             Ok(())
         })?;
         Ok(dropped)
-    }
-
-    fn is_zero_block(&self, host: u64) -> Result<bool> {
-        let end = host + self.geometry.block_bytes();
-        let mut bytes = vec![0; STEP_BYTES as usize];
-        let mut at = host;
-        while at < end {
-            let extent = self.storage.extent_at(HostOffset(at), end - at)?;
-            let len = extent.len.min(end - at).max(1);
-            if !extent.data {
-                at += len;
-                continue;
-            }
-            let part = &mut bytes[..len.min(STEP_BYTES) as usize];
-            self.storage.read_padded(part, HostOffset(at))?;
-            if !is_zero(part) {
-                return Ok(false);
-            }
-            at += part.len() as u64;
-        }
-        Ok(true)
     }
 
     /// Moves blocks from the end of the file into gaps before them. Returns their number.
@@ -135,6 +114,7 @@ impl Vhdx {
             }
         }
         present.sort_unstable();
+        let mut reader = SparseReader::new(&*self.storage)?;
         let (mut moved, mut waiting) = (0, 0);
         while let Some((host, index)) = present.pop() {
             monitor.cancel.check()?;
@@ -142,7 +122,7 @@ impl Vhdx {
             let Some(to) = self.space(&mut meta)?.take_below(&*self.storage, unit, host)? else {
                 break;
             };
-            self.copy_block(host, to)?;
+            self.copy_block(&mut reader, HostOffset(host), HostOffset(to))?;
             let entry = self.entry(index)?;
             self.set_entry(index, BatEntry(to | entry.state_bits()))?;
             meta.data_first = true;
@@ -159,27 +139,16 @@ impl Vhdx {
     }
 
     /// Copies a block to space that reads as zero.
-    fn copy_block(&self, from: u64, to: u64) -> Result<()> {
-        let (storage, unit) = (&*self.storage, self.geometry.block_bytes());
-        let (host, target) = (HostOffset(from), HostOffset(to));
-        let method = CopyMethod::Reflink;
-        let op = CopyOp { to: target, source: storage, from: host, len: unit, method };
+    fn copy_block(
+        &self,
+        reader: &mut SparseReader<'_>,
+        from: HostOffset,
+        to: HostOffset,
+    ) -> Result<()> {
+        let (storage, len) = (&*self.storage, self.geometry.block_bytes());
+        let op = CopyOp { to, source: storage, from, len, method: CopyMethod::Reflink };
         let shared = storage.copy_from(&op)?;
-        let mut bytes = vec![0; STEP_BYTES as usize];
-        let mut done = shared;
-        while done < unit {
-            let extent = storage.extent_at(host + done, unit - done)?;
-            let len = extent.len.min(unit - done).max(1);
-            if !extent.data {
-                done += len;
-                continue;
-            }
-            let part = &mut bytes[..len.min(STEP_BYTES) as usize];
-            storage.read_padded(part, host + done)?;
-            storage.write_at(part, target + done)?;
-            done += part.len() as u64;
-        }
-        Ok(())
+        reader.copy(from + shared, to + shared, len - shared, true)
     }
 
     /// Reports a sector bitmap at the end of the file, which cannot be moved.

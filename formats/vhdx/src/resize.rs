@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use vdkit_block::{Error, HostOffset, Result, ZeroMode};
+use vdkit_block::{Error, HostOffset, Result, ZeroMode, in_steps};
 use vdkit_meta::{Freed, Metadata, MutexGuard};
 
 use crate::image::{Lead, Log, Meta, Vhdx};
@@ -259,13 +259,11 @@ impl Vhdx {
 
     fn copy_table(&self, old: Region, to: u64) -> Result<()> {
         let mut buffer = vec![0; MIB as usize];
-        let mut done = 0;
-        while done < old.bytes {
-            self.storage.read_padded(&mut buffer, HostOffset(old.offset + done))?;
-            self.storage.write_at(&buffer, HostOffset(to + done))?;
-            done += MIB;
-        }
-        Ok(())
+        in_steps(HostOffset(old.offset), HostOffset(old.end()), MIB, |at, len| {
+            let piece = &mut buffer[..len as usize];
+            self.storage.read_padded(piece, at)?;
+            self.storage.write_at(piece, HostOffset(to + (at.0 - old.offset)))
+        })
     }
 }
 

@@ -39,7 +39,7 @@ impl ContentId {
             return Ok(!self.durable.load(Ordering::Acquire));
         }
         if let Some((at, digits)) = self.place {
-            let text = format!("{:0digits$x}", new_cid(digits, self.old, storage.name())?);
+            let text = format!("{:0digits$x}", new_cid(digits, self.old)?);
             storage.write_at(text.as_bytes(), HostOffset(at))?;
         }
         *written = true;

@@ -126,7 +126,7 @@ impl Creation for VmdkDriver {
 
 pub(crate) fn descriptor(request: &CreateRequest, new: &NewVmdk, bytes: u64) -> Result<String> {
     let file = request.storage.name();
-    let cid = new_cid(8, NO_PARENT, file)?;
+    let cid = new_cid(8, NO_PARENT)?;
     let mut parent = String::new();
     let mut parent_cid = NO_PARENT;
     if let Some(backing) = &request.backing {

@@ -6,7 +6,8 @@ use vdkit_block::{ExtentInfo, ImageInfo, Limits, Result, Storage};
 
 use crate::descriptor::{ExtentType, NO_PARENT};
 use crate::header::{SECTOR, flag};
-use crate::source::{AnyHeader, Source};
+use crate::source::Source;
+use crate::sparse::Flavor;
 
 /// As [`vdkit_block::FormatDriver::describe`].
 pub(crate) fn describe(storage: &Arc<dyn Storage>, limits: &Limits) -> Result<ImageInfo> {
@@ -45,14 +46,14 @@ pub(crate) fn describe(storage: &Arc<dyn Storage>, limits: &Limits) -> Result<Im
     info.extents = extents(&source, info.virtual_size);
     if let Some(header) = &source.header {
         info.cluster_size = Some(header.grain_bytes());
-        let kind = match header {
-            AnyHeader::Hosted(_) => "hosted",
-            AnyHeader::Cowd(_) => "cowd",
-            AnyHeader::Se(_) => "sesparse",
+        let kind = match header.flavor {
+            Flavor::Hosted { .. } | Flavor::Stream { .. } => "hosted",
+            Flavor::Cowd => "cowd",
+            Flavor::Se { .. } => "sesparse",
         };
         property("extent-format", kind.to_owned());
     }
-    if let Some(AnyHeader::Hosted(header)) = &source.header {
+    if let Some(header) = source.header.as_ref().and_then(|header| header.hosted.as_ref()) {
         info.dirty = header.unclean;
         info.compression = header.is_compressed().then_some("zlib");
         property("header-version", header.version.to_string());
@@ -66,7 +67,7 @@ pub(crate) fn describe(storage: &Arc<dyn Storage>, limits: &Limits) -> Result<Im
 /// The pieces of the disk.
 fn extents(source: &Source, guest_bytes: u64) -> Vec<ExtentInfo> {
     if let Some(header) = &source.header {
-        let compressed = matches!(header, AnyHeader::Hosted(header) if header.is_compressed());
+        let compressed = matches!(header.flavor, Flavor::Stream { .. });
         return vec![ExtentInfo { guest_bytes, file: None, kind: "SPARSE", compressed }];
     }
     let lines = source.placed.iter().flat_map(|placed| &placed.descriptor.extents);

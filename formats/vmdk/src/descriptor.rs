@@ -3,7 +3,7 @@
 //! vdkit changes single fields in place, and keeps unknown text. Source: VMware, "Virtual Disk
 //! Format 5.0", "The Descriptor File".
 
-use vdkit_block::{Error, Result, require_within};
+use vdkit_block::{Error, Result, random_uuid, require_within};
 
 /// `parentCID` of a disk without a parent.
 pub const NO_PARENT: u32 = 0xffff_ffff;
@@ -193,16 +193,12 @@ impl Descriptor {
 /// A new content id of `digits` hex digits other than `old`, without reserved values.
 ///
 /// # Errors
-/// [`Error::File`] if the system has no random numbers.
-pub fn new_cid(digits: usize, old: u32, file: &str) -> Result<u32> {
+/// Those of [`random_uuid`].
+pub fn new_cid(digits: usize, old: u32) -> Result<u32> {
     let digits = digits.clamp(1, 8) as u32;
     loop {
-        let random = getrandom::u32().map_err(|error| Error::File {
-            file: file.to_owned(),
-            action: vdkit_block::IoAction::Open,
-            source: std::io::Error::other(format!("no random numbers: {error}")),
-        })?;
-        let cid = (u64::from(random) & ((1 << (4 * digits)) - 1)) as u32;
+        let random = u64::from(random_uuid()?.as_fields().0);
+        let cid = (random & ((1 << (4 * digits)) - 1)) as u32;
         // No leading zeroes, since some writers omit them.
         let short = digits < 8 && digits > 1 && cid >> (4 * (digits - 1)) == 0;
         if !short && cid < 0xffff_fffe && cid != 0 && cid != old {
@@ -329,7 +325,7 @@ mod tests {
     fn new_ids_have_as_many_digits() {
         for digits in 1..=8 {
             for _ in 0..100 {
-                let cid = new_cid(digits, 7, "x").unwrap();
+                let cid = new_cid(digits, 7).unwrap();
                 assert!(cid != 0 && cid < 0xffff_fffe && cid != 7, "{cid:x}");
                 assert!(format!("{cid:x}").len() == digits || digits == 8, "{cid:x}");
             }

@@ -18,7 +18,7 @@ use crate::header::{SECTOR, SparseHeader};
 use crate::image::{Flat, Kind, Meta, Piece, Vmdk};
 use crate::map::CHUNKS_MIN;
 use crate::on_disk;
-use crate::source::{AnyHeader, Source, any_header};
+use crate::source::{ExtentHeader, Source, any_header};
 use crate::space::Space;
 use crate::sparse::Sparse;
 
@@ -183,14 +183,14 @@ impl Opening<'_> {
     /// Opens a sparse extent; `line` has its size on the disk if there is a descriptor.
     fn sparse(
         &mut self,
-        header: &AnyHeader,
+        header: &ExtentHeader,
         index: FileIndex,
         line: Option<&ExtentLine>,
     ) -> Result<()> {
         let storage = self.files[usize::from(index.0)].clone();
-        let sectors = line.map_or(header.sectors(), |line| line.sectors);
-        if header.sectors() < sectors {
-            let found = format!("{} sectors", header.sectors());
+        let sectors = line.map_or(header.sectors, |line| line.sectors);
+        if header.sectors < sectors {
+            let found = format!("{} sectors", header.sectors);
             let expected = format!("{sectors}, as its descriptor says");
             return Err(Error::corrupt(storage.name(), 12, "capacity", found, expected));
         }
@@ -203,16 +203,13 @@ impl Opening<'_> {
             && storage.caps().writable;
         let writable = wanted && can_write(header);
         let mut sparse = header.sparse(index);
-        match header {
-            AnyHeader::Hosted(header) => {
-                self.hosted(&mut sparse, header, &storage, len, writable)?
-            }
-            _ => {
-                let (at, entries) = (sparse.directory_at, header.directory_entries());
-                sparse.directory = self.directory(&sparse, &storage, at, entries, len)?.into();
-            }
+        if let Some(header) = &header.hosted {
+            self.hosted(&mut sparse, header, &storage, len, writable)?;
+        } else {
+            let (at, entries) = (sparse.directory_at, header.directory_entries);
+            sparse.directory = self.directory(&sparse, &storage, at, entries, len)?.into();
         }
-        let marked = matches!(header, AnyHeader::Hosted(header) if header.unclean);
+        let marked = header.hosted.as_ref().is_some_and(|header| header.unclean);
         let unclean = marked && !(writable && sync_copies(&sparse, &*storage, len)?);
         if unclean {
             self.warnings.push(format!(
@@ -357,8 +354,8 @@ impl Opening<'_> {
 
 /// Whether extents with such a header can be written in place. Version 3 without compression has a
 /// separate record of changes, which writes would invalidate.
-fn can_write(header: &AnyHeader) -> bool {
-    matches!(header, AnyHeader::Hosted(header) if !header.is_compressed() && header.version < 3)
+fn can_write(header: &ExtentHeader) -> bool {
+    header.hosted.as_ref().is_some_and(|header| !header.is_compressed() && header.version < 3)
 }
 
 /// Adds a repair hint to an error about a directory.

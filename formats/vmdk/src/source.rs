@@ -8,69 +8,56 @@ use vdkit_block::{Error, FileIndex, HostOffset, Limits, Result, Storage, require
 use zerocopy::{FromZeros, IntoBytes, transmute_ref};
 
 use crate::descriptor::{DESCRIPTOR_BYTES_MAX, Descriptor, ExtentType};
-use crate::foreign::{COWD_MAGIC, COWD_TABLE_ENTRIES, Cowd, SE_MAGIC, SeSparse};
+use crate::foreign::{self, COWD_MAGIC, SE_MAGIC};
 use crate::header::{DIRECTORY_AT_END, MAGIC, SECTOR, SparseHeader, flag};
 use crate::on_disk::{RawHeader, StreamEnd, mark};
 use crate::sparse::{Flavor, Sparse};
 
 /// A sparse extent's header of any kind.
 #[derive(Clone, Debug)]
-pub(crate) enum AnyHeader {
-    Hosted(SparseHeader),
-    Cowd(Cowd),
-    Se(SeSparse),
+pub(crate) struct ExtentHeader {
+    pub(crate) sectors: u64,
+    pub(crate) grain_sectors: u64,
+    /// First sector of the grain directory.
+    pub(crate) directory: u64,
+    pub(crate) directory_entries: u64,
+    pub(crate) table_entries: u64,
+    pub(crate) flavor: Flavor,
+    /// All fields of a hosted extent's header.
+    pub(crate) hosted: Option<SparseHeader>,
 }
 
-impl AnyHeader {
-    pub(crate) fn sectors(&self) -> u64 {
-        match self {
-            Self::Hosted(header) => header.capacity,
-            Self::Cowd(header) => header.sectors,
-            Self::Se(header) => header.sectors,
+impl From<SparseHeader> for ExtentHeader {
+    fn from(header: SparseHeader) -> Self {
+        Self {
+            sectors: header.capacity,
+            grain_sectors: header.grain_sectors,
+            directory: header.directory,
+            directory_entries: header.directory_entries(),
+            table_entries: header.table_entries.into(),
+            flavor: header.flavor(),
+            hosted: Some(header),
         }
     }
+}
 
+impl ExtentHeader {
     pub(crate) fn grain_bytes(&self) -> u64 {
-        SECTOR
-            * match self {
-                Self::Hosted(header) => header.grain_sectors,
-                Self::Cowd(header) => header.grain_sectors,
-                Self::Se(header) => header.grain_sectors,
-            }
-    }
-
-    /// Entries of the grain directory.
-    pub(crate) fn directory_entries(&self) -> u64 {
-        match self {
-            Self::Hosted(header) => header.directory_entries(),
-            Self::Cowd(header) => header.directory_entries,
-            Self::Se(header) => header.directory_entries,
-        }
+        self.grain_sectors * SECTOR
     }
 
     /// The extent in a file, without its tables.
     pub(crate) fn sparse(&self, file: FileIndex) -> Sparse {
-        let (flavor, directory, table_entries) = match self {
-            Self::Hosted(h) => (h.flavor(), h.directory, h.table_entries.into()),
-            Self::Cowd(h) => (Flavor::Cowd, h.directory, COWD_TABLE_ENTRIES),
-            Self::Se(h) => {
-                let flavor = Flavor::Se { tables: h.tables, grains: h.grains };
-                (flavor, h.directory, h.table_sectors * SECTOR / 8)
-            }
-        };
-        let redundant = match self {
-            Self::Hosted(h) if !h.is_compressed() && h.has(flag::REDUNDANT) => {
-                h.redundant_directory
-            }
-            _ => 0,
-        };
+        let plain = self.hosted.as_ref().filter(|header| !header.is_compressed());
+        let redundant = plain.filter(|header| header.has(flag::REDUNDANT));
+        let redundant = redundant.map_or(0, |header| header.redundant_directory);
         Sparse {
-            entry_bytes: if matches!(flavor, Flavor::Se { .. }) { 8 } else { 4 },
-            flavor,
+            entry_bytes: if matches!(self.flavor, Flavor::Se { .. }) { 8 } else { 4 },
+            flavor: self.flavor.clone(),
             file,
             grain_bytes: self.grain_bytes(),
-            table_entries,
-            directory_at: directory.saturating_mul(SECTOR),
+            table_entries: self.table_entries,
+            directory_at: self.directory.saturating_mul(SECTOR),
             directory: RwLock::default(),
             redundant_at: (redundant != 0).then(|| redundant.saturating_mul(SECTOR)),
             redundant: RwLock::default(),
@@ -97,7 +84,7 @@ pub(crate) struct Source {
     pub(crate) placed: Option<Placed>,
     /// The header if the file is a sparse extent; `None` for a descriptor with extents in other
     /// files.
-    pub(crate) header: Option<AnyHeader>,
+    pub(crate) header: Option<ExtentHeader>,
 }
 
 impl Source {
@@ -109,9 +96,9 @@ impl Source {
         let mut head = [0; SECTOR as usize];
         let got = storage.read_up_to(&mut head, HostOffset(0))?;
         if let Some(header) = any_header(&**storage, &head, got, limits)? {
-            let placed = match &header {
-                AnyHeader::Hosted(header) => embedded(&**storage, header)?,
-                _ => None,
+            let placed = match &header.hosted {
+                Some(header) => embedded(&**storage, header)?,
+                None => None,
             };
             return Ok(Self { placed, header: Some(header) });
         }
@@ -152,7 +139,7 @@ impl Source {
 
     pub(crate) fn guest_bytes(&self, file: &str) -> Result<u64> {
         let sectors = match (&self.header, &self.placed) {
-            (Some(header), _) => Some(header.sectors()),
+            (Some(header), _) => Some(header.sectors),
             (None, Some(placed)) => {
                 let mut extents = placed.descriptor.extents.iter();
                 extents.try_fold(0u64, |sum, extent| sum.checked_add(extent.sectors))
@@ -175,7 +162,7 @@ pub(crate) fn any_header(
     head: &[u8; SECTOR as usize],
     got: usize,
     limits: &Limits,
-) -> Result<Option<AnyHeader>> {
+) -> Result<Option<ExtentHeader>> {
     let file = storage.name();
     let known = head.starts_with(MAGIC)
         || head.starts_with(COWD_MAGIC)
@@ -187,23 +174,20 @@ pub(crate) fn any_header(
         let found = format!("{got} bytes");
         return Err(Error::corrupt(file, 0, "sparse extent header", found, "512 bytes"));
     }
-    Ok(Some(if head.starts_with(MAGIC) {
+    if head.starts_with(MAGIC) {
         let header = SparseHeader::parse(head, 0, file, limits)?;
-        AnyHeader::Hosted(if header.directory == DIRECTORY_AT_END {
-            footer(storage, limits)?
-        } else {
-            header
-        })
-    } else if head.starts_with(COWD_MAGIC) {
-        AnyHeader::Cowd(Cowd::parse(head, file, limits)?)
-    } else {
-        let header = SeSparse::parse(head, file, limits)?;
-        let mut volatile = [0; SECTOR as usize];
-        let at = header.volatile.saturating_mul(SECTOR).min(i64::MAX as u64);
-        storage.read_padded(&mut volatile, HostOffset(at))?;
-        header.check_volatile(&volatile, file)?;
-        AnyHeader::Se(header)
-    }))
+        let at_end = header.directory == DIRECTORY_AT_END;
+        return Ok(Some(if at_end { footer(storage, limits)? } else { header }.into()));
+    }
+    if head.starts_with(COWD_MAGIC) {
+        return foreign::cowd(head, file, limits).map(Some);
+    }
+    let header = foreign::se_sparse(head, file, limits)?;
+    let mut volatile = [0; SECTOR as usize];
+    let at = foreign::se_volatile_at(head);
+    storage.read_padded(&mut volatile, HostOffset(at.min(i64::MAX as u64)))?;
+    foreign::check_volatile(&volatile, at, file)?;
+    Ok(Some(header))
 }
 
 /// The valid header of a stream: before its end marker, after the footer's marker.

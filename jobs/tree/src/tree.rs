@@ -194,12 +194,8 @@ fn list_files(
                 continue; // no image yet
             }
             if files.len() >= FILES_MAX {
-                return Err(Error::Limit {
-                    file: folder.display().to_string(),
-                    what: "number of files",
-                    found: FILES_MAX as u64 + 1,
-                    limit: FILES_MAX as u64,
-                });
+                let (file, limit) = (folder.display().to_string(), FILES_MAX as u64);
+                return Err(Error::limit(&file, "number of files", limit + 1, limit));
             }
             files.push(entry.path());
         } else if kind.is_dir() && deep > 0 {

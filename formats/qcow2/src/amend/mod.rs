@@ -20,56 +20,62 @@ mod zeroes;
 
 use std::sync::Arc;
 
-use vdkit_block::{AmendRequest, Format, Monitor, OpenRequest, Result};
+use vdkit_block::{AmendRequest, Amendment, Format, Monitor, OpenRequest, Result};
 
 use self::plan::Plan;
 use crate::check;
+use crate::driver::Qcow2Driver;
 use crate::header::Header;
 use crate::header::rewrite::rewrite;
 use crate::image::Qcow2;
 use crate::layout::incompatible;
 use crate::snapshots::{SnapshotTable, TablePlace};
 
-/// As [`vdkit_block::Amendment::amend`].
-pub(crate) fn amend(request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
-    let storage = &request.storage;
-    let read = || Header::read(&**storage, &request.limits);
-    let before = read()?;
-    before.refuse_corrupt(storage.name())?;
-    let plan = Plan::new(request, &before)?;
-    if plan.is_done(&before) {
-        return Ok(Vec::new());
+impl Amendment for Qcow2Driver {
+    fn amends_backing(&self) -> bool {
+        true
     }
-    if before.has(incompatible::DIRTY) {
-        check::rebuild_refcounts(storage, &request.limits, monitor)?;
-    }
-    let mut header = read()?;
-    let place = TablePlace::of(&header);
-    let snapshots = SnapshotTable::read(&**storage, place, &request.limits)?.snapshots;
-    plan.check_tables(request, &header, &snapshots, monitor)?;
-    if plan.needs_sizes(&header, &snapshots) {
-        // Needs no key: the sizes of snapshots are not guest data.
-        let image = Qcow2::open_for_metadata(opening(request, true))?;
-        and_close(&image, Qcow2::complete_snapshots)?;
-        header = read()?;
-    }
-    if plan.makes_raw(&header) {
-        raw_data::make_whole(request, monitor)?;
-    }
-    if header.geometry.refcount_order != plan.refcount_order {
-        if header.version < 3 {
-            let upgraded = Header { version: 3, ..header.clone() };
-            rewrite(&**storage, &header, &upgraded)?;
+
+    fn amend(&self, request: &AmendRequest, monitor: &Monitor<'_>) -> Result<Vec<String>> {
+        let storage = &request.storage;
+        let read = || Header::read(&**storage, &request.limits);
+        let before = read()?;
+        before.refuse_corrupt(storage.name())?;
+        let plan = Plan::new(request, &before)?;
+        if plan.is_done(&before) {
+            return Ok(Vec::new());
         }
-        check::change_refcount_width(storage, plan.refcount_order, &request.limits, monitor)?;
-        header = read()?;
+        if before.has(incompatible::DIRTY) {
+            check::rebuild_refcounts(storage, &request.limits, monitor)?;
+        }
+        let mut header = read()?;
+        let place = TablePlace::of(&header);
+        let snapshots = SnapshotTable::read(&**storage, place, &request.limits)?.snapshots;
+        plan.check_tables(request, &header, &snapshots, monitor)?;
+        if plan.needs_sizes(&header, &snapshots) {
+            // Needs no key: the sizes of snapshots are not guest data.
+            let image = Qcow2::open_for_metadata(opening(request, true))?;
+            and_close(&image, Qcow2::complete_snapshots)?;
+            header = read()?;
+        }
+        if plan.makes_raw(&header) {
+            raw_data::make_whole(request, monitor)?;
+        }
+        if header.geometry.refcount_order != plan.refcount_order {
+            if header.version < 3 {
+                let upgraded = Header { version: 3, ..header.clone() };
+                rewrite(&**storage, &header, &upgraded)?;
+            }
+            check::change_refcount_width(storage, plan.refcount_order, &request.limits, monitor)?;
+            header = read()?;
+        }
+        if plan.version < 3 && header.version >= 3 {
+            zeroes::remove(request, monitor)?;
+            header = read()?;
+        }
+        rewrite(&**storage, &header, &plan.header(&header))?;
+        Ok(plan::changes(&before, &read()?))
     }
-    if plan.version < 3 && header.version >= 3 {
-        zeroes::remove(request, monitor)?;
-        header = read()?;
-    }
-    rewrite(&**storage, &header, &plan.header(&header))?;
-    Ok(plan::changes(&before, &read()?))
 }
 
 /// The open request for steps of the engine.

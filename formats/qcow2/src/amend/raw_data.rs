@@ -58,10 +58,8 @@ fn fit(data: &dyn Storage, bytes: u64) -> Result<()> {
         return Ok(());
     }
     if !data.caps().growable {
-        return Err(Error::NoSpace {
-            file: data.name().to_owned(),
-            what: format!("{bytes} bytes of disk on a device of {len}"),
-        });
+        let what = format!("{bytes} bytes of disk on a device of {len}");
+        return Err(Error::no_space(data.name(), what));
     }
     data.set_len(bytes)
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use rustc_hash::FxHashSet;
-use vdkit_block::{Error, HostOffset, Limits, Result, Storage};
+use vdkit_block::{Error, HostOffset, Limits, Result, Storage, require_within};
 
 use super::bits::Tracker;
 use super::{Bitmap, Bitmaps, entry_fault, flag, is_table_entry};
@@ -121,14 +121,8 @@ impl Directory {
         };
         let place = header.bitmaps().map(|b| (b.directory_offset, b.directory_bytes));
         let total: u64 = bitmaps.iter().map(|b| u64::from(b.table_entries) * 8).sum();
-        if total > limits.table_bytes_max {
-            return Err(Error::Limit {
-                file: storage.name().to_owned(),
-                what: "the tables of all bitmaps in bytes",
-                found: total,
-                limit: limits.table_bytes_max,
-            });
-        }
+        let what = "the tables of all bitmaps in bytes";
+        require_within(storage.name(), what, total, limits.table_bytes_max)?;
         let end = storage.len()?.next_multiple_of(header.geometry.cluster_bytes());
         let mut entries = Vec::with_capacity(bitmaps.len());
         for (index, bitmap) in bitmaps.into_iter().enumerate() {
@@ -227,14 +221,7 @@ impl State {
         let bytes: u64 =
             recorded.map(|e| u64::from(e.bitmap.table_entries) << geometry.cluster_bits).sum();
         let limit = limits.table_bytes_max.saturating_mul(RECORDED_MAX);
-        if bytes > limit {
-            return Err(Error::Limit {
-                file: storage.name().to_owned(),
-                what: "the bitmaps that record writes in bytes",
-                found: bytes,
-                limit,
-            });
-        }
+        require_within(storage.name(), "the bitmaps that record writes in bytes", bytes, limit)?;
         let trackers: Vec<_> = directory
             .entries
             .iter()

@@ -23,6 +23,8 @@ const CHUNK_BITS: u32 = 12;
 const CHUNK: usize = 1 << CHUNK_BITS;
 /// Chunks that are found by index rather than by hash: a 4 MiB index for 2^32 clusters.
 const NEAR_CHUNKS_MAX: u64 = 1 << 20;
+/// What exceeds the limit of a check.
+pub(super) const CHECK_MEMORY: &str = "the memory for a check in bytes";
 
 /// The refcount in the image is exactly 1.
 pub(super) const SINGLE: u16 = 1 << 15;
@@ -66,12 +68,8 @@ impl Balance {
     /// [`Error::Limit`] once the table would have exceeded its memory limit; later counts are lost.
     pub(super) fn check_limit(&self, file: &str) -> Result<()> {
         if self.exhausted {
-            return Err(Error::Limit {
-                file: file.to_owned(),
-                what: "the memory for a check in bytes",
-                found: self.bytes() + (CHUNK * 2) as u64,
-                limit: self.bytes_max,
-            });
+            let found = self.bytes() + (CHUNK * 2) as u64;
+            return Err(Error::limit(file, CHECK_MEMORY, found, self.bytes_max));
         }
         Ok(())
     }

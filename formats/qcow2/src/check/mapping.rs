@@ -1,9 +1,9 @@
 //! Checks the L2 tables: reads each once, however many L1 entries name it.
 
 use rustc_hash::FxHashSet;
+use vdkit_block::CheckReport;
 
 use super::balance::{Balance, METADATA, SINGLE};
-use super::findings::Findings;
 use super::image::{Image, L2Faults};
 use crate::entry::L2Entry;
 use crate::layout::{COMPRESSED, COPIED, L2_RESERVED, OFFSET_MASK, ZERO};
@@ -67,7 +67,7 @@ const GROUP: usize = 64;
 pub(super) struct Scan<'a> {
     pub(super) image: &'a Image,
     pub(super) balance: &'a mut Balance,
-    pub(super) findings: &'a mut Findings,
+    pub(super) report: &'a mut CheckReport,
     /// Metadata clusters that something else uses too.
     pub(super) conflicts: &'a mut FxHashSet<u64>,
 }
@@ -111,7 +111,7 @@ impl Scan<'_> {
             self.standard_table(table, bytes, &mut run);
         }
         let active = u64::from(table.active);
-        let report = &mut self.findings.report;
+        let report = &mut self.report;
         report.allocated_clusters += run.allocated * active;
         report.fragmented_clusters += run.fragmented * active;
         report.compressed_clusters += run.compressed * active;
@@ -219,7 +219,7 @@ impl Scan<'_> {
             };
             if table.active > 0 && single != corrected.is_copied() {
                 table.copied_wrong += 1;
-                self.findings.corruption(at, "L2 entry", || {
+                self.report.corruption(at, "L2 entry", || {
                     wrong_copied(format_args!("guest offset {guest:#x}"), entry.word, single)
                 });
             }
@@ -231,7 +231,7 @@ impl Scan<'_> {
         if old & METADATA != 0 {
             self.conflicts.insert(cluster);
             let offset = cluster << self.image.geometry().cluster_bits;
-            self.findings.corruption(at, "L2 entry", || {
+            self.report.corruption(at, "L2 entry", || {
                 format!(
                     "guest offset {guest:#x}: found a cluster of metadata at {offset:#x}, expected \
                      one that nothing else uses"
@@ -244,7 +244,7 @@ impl Scan<'_> {
     fn report_faults(&mut self, at: u64, guest: u64, entry: L2Entry, faults: L2Faults) {
         let cluster = self.image.cluster_bytes();
         for expected in faults.each() {
-            self.findings.corruption(at, "L2 entry", || {
+            self.report.corruption(at, "L2 entry", || {
                 let bitmap = if entry.bitmap == 0 {
                     String::new()
                 } else {

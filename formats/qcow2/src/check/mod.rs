@@ -17,7 +17,6 @@
 mod balance;
 mod bitmaps;
 mod compact;
-mod findings;
 mod image;
 mod mapping;
 pub(crate) mod reader;
@@ -76,7 +75,7 @@ pub fn check(
     if image.header.has(incompatible::DIRTY) {
         monitor.progress.message("the image was not closed cleanly: its refcounts may be wrong");
     }
-    Ok(Survey::take(&image, Mode::Compare, monitor)?.findings.report)
+    Ok(Survey::take(&image, Mode::Compare, monitor)?.report)
 }
 
 /// Whether the disk or a snapshot has compressed clusters.

@@ -1,9 +1,8 @@
 //! The refcount table and its blocks in the file.
 
-use vdkit_block::{HostOffset, Result};
+use vdkit_block::{CheckReport, HostOffset, Result};
 
 use super::balance::Balance;
-use super::findings::Findings;
 use super::image::Image;
 use super::reader::{self, Meter};
 use crate::layout::OFFSET_MASK;
@@ -23,7 +22,7 @@ pub(super) struct Refcounts {
 }
 
 impl Refcounts {
-    pub(super) fn read(image: &Image, findings: &mut Findings) -> Result<Self> {
+    pub(super) fn read(image: &Image, report: &mut CheckReport) -> Result<Self> {
         let header = &image.header;
         let bytes = u64::from(header.refcount_table_clusters) * image.cluster_bytes();
         let at = header.refcount_table_offset.0;
@@ -46,16 +45,16 @@ impl Refcounts {
                 continue;
             };
             table.sound = false;
-            findings.corruption(at + i as u64 * 8, "refcount table entry", || {
+            report.corruption(at + i as u64 * 8, "refcount table entry", || {
                 format!("found {entry:#x}, expected {expected}")
             });
         }
-        table.drop_repeated(at, findings);
+        table.drop_repeated(at, report);
         Ok(table)
     }
 
     /// Keeps only the first entry of a block that is named twice.
-    fn drop_repeated(&mut self, table_offset: u64, findings: &mut Findings) {
+    fn drop_repeated(&mut self, table_offset: u64, report: &mut CheckReport) {
         let mut places: Vec<(u64, usize)> =
             self.blocks.iter().copied().zip(0..).filter(|&(offset, _)| offset != 0).collect();
         places.sort_unstable();
@@ -63,7 +62,7 @@ impl Refcounts {
             let (offset, index) = pair[1];
             self.blocks[index] = 0;
             self.sound = false;
-            findings.corruption(table_offset + index as u64 * 8, "refcount table entry", || {
+            report.corruption(table_offset + index as u64 * 8, "refcount table entry", || {
                 format!("found {offset:#x}, expected a block that no earlier entry names")
             });
         }

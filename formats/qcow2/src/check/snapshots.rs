@@ -2,9 +2,8 @@
 //!
 //! Source: qcow2 specification, section "Snapshots".
 
-use vdkit_block::{HostOffset, Result};
+use vdkit_block::{CheckReport, HostOffset, Result};
 
-use super::findings::Findings;
 use super::image::Image;
 use crate::layout;
 use crate::snapshots::{self, EXTRA_BYTES_MAX, TABLE_BYTES_MAX};
@@ -41,7 +40,7 @@ pub(super) struct SnapshotTable {
 
 impl SnapshotTable {
     /// Reads the table. If an entry cannot be read, it and all later ones are lost.
-    pub(super) fn read(image: &Image, findings: &mut Findings) -> Result<Self> {
+    pub(super) fn read(image: &Image, report: &mut CheckReport) -> Result<Self> {
         let header = &image.header;
         let mut table = Self::default();
         // With a bad pointer in the header, there is nothing to read or keep.
@@ -54,7 +53,7 @@ impl SnapshotTable {
         {
             // QEMU does not open such an image.
             table.rewrite = true;
-            findings.corruption(header_offset!(snapshots_offset), "snapshot table offset", || {
+            report.corruption(header_offset!(snapshots_offset), "snapshot table offset", || {
                 format!("found {offset:#x} with no snapshots, expected 0")
             });
         }
@@ -65,7 +64,7 @@ impl SnapshotTable {
                 Ok((snapshot, bytes, faults)) => {
                     for fault in faults {
                         table.rewrite = true;
-                        findings.corruption(offset, "snapshot table entry", || fault);
+                        report.corruption(offset, "snapshot table entry", || fault);
                     }
                     table.snapshots.push(snapshot);
                     table.bytes += bytes;
@@ -74,7 +73,7 @@ impl SnapshotTable {
                     table.rewrite = true;
                     table.cut_short = true;
                     let lost = header.snapshot_count - index;
-                    findings.corruption(offset, "snapshot table entry", || {
+                    report.corruption(offset, "snapshot table entry", || {
                         format!("{message}; {lost} snapshots from here on are lost")
                     });
                     break;
@@ -82,7 +81,7 @@ impl SnapshotTable {
             }
         }
         if header.has_data_file() && header.snapshot_count > 0 {
-            findings.corruption(header_offset!(nb_snapshots), "snapshot table", || {
+            report.corruption(header_offset!(nb_snapshots), "snapshot table", || {
                 format!(
                     "found {} snapshots, expected none in an image with a data file (cannot be \
                      repaired: their data is not kept)",

@@ -7,11 +7,10 @@
 use std::ops::Range;
 
 use rustc_hash::{FxHashMap, FxHashSet};
-use vdkit_block::{Error, Monitor, Result};
+use vdkit_block::{CheckReport, Monitor, Result, Severity, require_within};
 
-use super::balance::{Balance, METADATA, SINGLE};
+use super::balance::{Balance, CHECK_MEMORY, METADATA, SINGLE};
 use super::bitmaps::{self, Presence};
-use super::findings::Findings;
 use super::image::{Image, L1Fault};
 use super::mapping::{L2Table, Scan, wrong_copied};
 use super::reader::{self, Meter};
@@ -62,7 +61,7 @@ impl std::fmt::Display for Owner {
 /// Result of the walk.
 #[derive(Debug, Default)]
 pub(super) struct Survey {
-    pub(super) findings: Findings,
+    pub(super) report: CheckReport,
     pub(super) balance: Balance,
     pub(super) refcounts: Refcounts,
     /// The active L1 table, uncorrected.
@@ -99,7 +98,7 @@ impl Survey {
         let balance = Balance::new(image.file_clusters(), image.limits.check_bytes_max);
         let mut survey = Self { balance, ..Self::default() };
         let mut meter = Meter::new(monitor);
-        survey.refcounts = Refcounts::read(image, &mut survey.findings)?;
+        survey.refcounts = Refcounts::read(image, &mut survey.report)?;
         if mode == Mode::Compare {
             survey.header_faults(image);
             survey.refcounts.load(image, &mut survey.balance, &mut meter)?;
@@ -116,7 +115,7 @@ impl Survey {
         if mode == Mode::Compare {
             survey.compare(image)?;
         }
-        let report = &mut survey.findings.report;
+        let report = &mut survey.report;
         report.total_clusters = (image.header.guest_bytes & !511).div_ceil(image.cluster_bytes());
         report.image_end_offset = survey.balance.end().max(1).saturating_mul(image.cluster_bytes());
         Ok(survey)
@@ -124,22 +123,22 @@ impl Survey {
 
     fn header_faults(&mut self, image: &Image) {
         for fault in &image.header_faults {
-            self.findings.corruption(fault.offset, fault.structure, || {
+            self.report.corruption(fault.offset, fault.structure, || {
                 format!("found {}, expected {}", fault.found, fault.expected)
             });
         }
         if image.header.autoclear & autoclear::DATA_FILE_RAW != 0 && !image.header.has_data_file() {
-            self.findings.corruption(header_offset!(autoclear_features), "header", || {
+            self.report.corruption(header_offset!(autoclear_features), "header", || {
                 "found the raw data file bit without a data file".to_owned()
             });
         }
         if !image.header.has_data_file() && image.header.data_file_name().is_some() {
-            self.findings.corruption(header_offset!(incompatible_features), "header", || {
+            self.report.corruption(header_offset!(incompatible_features), "header", || {
                 "found the name of a data file without the bit that says there is one".to_owned()
             });
         }
         if image.header.has(incompatible::CORRUPT) {
-            self.findings.corruption(header_offset!(incompatible_features), "corrupt bit", || {
+            self.report.corruption(header_offset!(incompatible_features), "corrupt bit", || {
                 "the image is marked corrupt: some program found it damaged while using it"
                     .to_owned()
             });
@@ -186,7 +185,7 @@ impl Survey {
         self.conflicts.insert(cluster);
         let (owners, offset) = (&self.owners, cluster << image.geometry().cluster_bits);
         // Searched only for a finding that is listed: a hostile image has a million of both.
-        self.findings.corruption(offset, structure, || {
+        self.report.corruption(offset, structure, || {
             match owners.iter().find(|(range, _)| range.contains(&cluster)) {
                 Some((_, other)) => format!("this cluster belongs to {other} too"),
                 None => "this cluster belongs to other metadata too".to_owned(),
@@ -216,7 +215,7 @@ impl Survey {
             }
             Some(Err((offset, bytes))) => {
                 let at = image.header.extension_offset(extension::ENCRYPTION);
-                self.findings.corruption(at, "encryption header", || {
+                self.report.corruption(at, "encryption header", || {
                     format!(
                         "found {bytes} bytes at {offset:#x}, expected them at a cluster boundary \
                          within the file (cannot be repaired: all data is lost without it)"
@@ -279,7 +278,7 @@ impl Survey {
         self.l1_lossy |= lossy;
         let span = image.geometry().l2_span();
         let guest = (index as u64).saturating_mul(span);
-        self.findings.corruption(at, structure, || {
+        self.report.corruption(at, structure, || {
             let lost = if lossy {
                 format!("; the mapping of {span} guest bytes is lost")
             } else {
@@ -294,7 +293,7 @@ impl Survey {
         let single = self.balance.word(cluster) & SINGLE != 0;
         if single != (entry & COPIED != 0) {
             self.l1_copied_wrong += 1;
-            self.findings.corruption(at, "active L1 entry", || {
+            self.report.corruption(at, "active L1 entry", || {
                 wrong_copied(format_args!("index {index}"), entry, single)
             });
         }
@@ -306,7 +305,7 @@ impl Survey {
         uses: &mut L2Uses,
         monitor: &Monitor<'_>,
     ) -> Result<()> {
-        self.snapshots = SnapshotTable::read(image, &mut self.findings)?;
+        self.snapshots = SnapshotTable::read(image, &mut self.report)?;
         let offset = image.header.snapshots_offset.0;
         let bytes = self.snapshots.bytes;
         self.take_range(image, "snapshot table", offset, bytes, Owner::SnapshotTable);
@@ -317,16 +316,10 @@ impl Survey {
             .filter(|snapshot| !snapshot.lost)
             .map(|snapshot| snapshot.l1().1)
             .sum();
-        if total > image.file_len {
-            // Only overlapping tables can exceed the file in total. A repair separates a few of
-            // them; walking this many would not end.
-            return Err(Error::Limit {
-                file: image.name().to_owned(),
-                what: "the L1 tables of all snapshots in bytes",
-                found: total,
-                limit: image.file_len,
-            });
-        }
+        // Only overlapping tables can exceed the file in total. A repair separates a few of them;
+        // walking this many would not end.
+        let what = "the L1 tables of all snapshots in bytes";
+        require_within(image.name(), what, total, image.file_len)?;
         for i in 0..self.snapshots.snapshots.len() {
             monitor.cancel.check()?;
             let snapshot = &self.snapshots.snapshots[i];
@@ -373,7 +366,7 @@ impl Survey {
                 self.bitmaps_broken |= overlap;
                 for (at, (offset, structure, message)) in walked.broken {
                     self.broken_bitmaps.push(at);
-                    self.findings.corruption(offset, structure, || {
+                    self.report.corruption(offset, structure, || {
                         format!("{message}; this bitmap cannot be trusted, a repair drops it")
                     });
                 }
@@ -382,7 +375,7 @@ impl Survey {
         };
         if let Some((offset, structure, message)) = fault {
             self.bitmaps_broken = true;
-            self.findings.corruption(offset, structure, || {
+            self.report.corruption(offset, structure, || {
                 format!("{message}; the bitmaps cannot be trusted")
             });
         }
@@ -401,7 +394,7 @@ impl Survey {
         let mut scan = Scan {
             image,
             balance: &mut self.balance,
-            findings: &mut self.findings,
+            report: &mut self.report,
             conflicts: &mut self.conflicts,
         };
         reader::for_each_cluster(
@@ -448,7 +441,7 @@ impl Survey {
         let max = image.geometry().refcount_max();
         for (cluster, balance) in self.balance.unbalanced() {
             let beyond = cluster >= image.file_clusters();
-            let needed = beyond || !self.findings.is_full();
+            let needed = beyond || !self.report.is_full();
             let refcount = if needed { i128::from(lookup.get(cluster)?) } else { 0 };
             let references = refcount - balance;
             if beyond && references == 0 {
@@ -458,14 +451,14 @@ impl Survey {
             }
             let offset = cluster.saturating_mul(1 << bits);
             if balance > 0 {
-                self.findings.leak(offset, "refcount", || {
+                self.report.note_with(Severity::Leak, offset, "refcount", false, || {
                     format!("found {refcount}, expected {references}: the cluster is leaked")
                 });
                 continue;
             }
             self.low += 1;
             self.low_without_block |= self.refcounts.block_of(image, cluster).is_none();
-            self.findings.corruption(offset, "refcount", || {
+            self.report.corruption(offset, "refcount", || {
                 let wide = if references > i128::from(max) {
                     " (too many for the width of refcounts in this image: convert it)"
                 } else {
@@ -487,7 +480,7 @@ impl Survey {
     pub(super) fn structural(&self, image: &Image) -> u64 {
         let derived =
             self.low + self.copied_wrong() + u64::from(image.header.has(incompatible::CORRUPT));
-        self.findings.report.corruptions.saturating_sub(derived)
+        self.report.corruptions.saturating_sub(derived)
     }
 
     /// Whether an L2 table shares its cluster with something else.
@@ -535,15 +528,7 @@ impl L2Uses {
     fn check_limit(&self, image: &Image) -> Result<()> {
         // For the hash map and the sorted list built from it.
         let bytes = (self.tables.capacity() * (24 + std::mem::size_of::<L2Table>())) as u64;
-        if bytes > image.limits.check_bytes_max {
-            return Err(Error::Limit {
-                file: image.name().to_owned(),
-                what: "the memory for a check in bytes",
-                found: bytes,
-                limit: image.limits.check_bytes_max,
-            });
-        }
-        Ok(())
+        require_within(image.name(), CHECK_MEMORY, bytes, image.limits.check_bytes_max)
     }
 
     fn into_tables(self) -> Vec<L2Table> {

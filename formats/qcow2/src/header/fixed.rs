@@ -1,6 +1,6 @@
 //! The fixed header fields and their validation.
 
-use vdkit_block::{Codec, Error, Fault, HostOffset, Limits, Remedy, Result};
+use vdkit_block::{Codec, Error, Fault, HostOffset, Limits, Remedy, Result, require_within};
 
 use super::{Encryption, Header};
 use crate::layout::{
@@ -55,10 +55,6 @@ impl Bounds<'_> {
             return fault(format!("{bytes} bytes at {offset:#x}"), expected);
         }
         Ok(HostOffset(offset))
-    }
-
-    fn limit<T>(&self, what: &'static str, found: u64, limit: u64) -> Result<T> {
-        Err(Error::Limit { file: self.file.to_owned(), what, found, limit })
     }
 }
 
@@ -218,13 +214,9 @@ impl FixedHeader {
         let bytes = u64::from(self.l1_size) * 8;
         let limit = limits.table_bytes_max.min(layout::L1_BYTES_MAX);
         let needed = bounds.geometry.l1_entries_for(self.size.get());
-        if needed.saturating_mul(8) > limit {
-            let what = "the L1 table for this virtual size and cluster size, in bytes,";
-            return bounds.limit(what, needed.saturating_mul(8), limit);
-        }
-        if bytes > limit {
-            return bounds.limit("the L1 table in bytes", bytes, limit);
-        }
+        let what = "the L1 table for this virtual size and cluster size, in bytes,";
+        require_within(bounds.file, what, needed.saturating_mul(8), limit)?;
+        require_within(bounds.file, "the L1 table in bytes", bytes, limit)?;
         if u64::from(self.l1_size) < needed {
             let expected = format!("at least {needed} for {} bytes", self.size);
             return Err(wrong!(bounds.file, l1_size, self.l1_size.to_string(), expected));
@@ -235,23 +227,19 @@ impl FixedHeader {
 
     fn refcount_table(&self, bounds: &Bounds<'_>) -> Result<HostOffset> {
         let bytes = u64::from(self.refcount_table_clusters) << bounds.geometry.cluster_bits;
-        let limit = layout::REFCOUNT_TABLE_BYTES_MAX;
         if bytes == 0 {
             let error = wrong!(bounds.file, refcount_table_clusters, "0", "at least 1");
             return Err(error.with_remedy(Remedy::REPAIR));
         }
-        if bytes > limit.max(bounds.geometry.cluster_bytes()) {
-            return bounds.limit("the refcount table in bytes", bytes, limit);
-        }
+        let limit = layout::REFCOUNT_TABLE_BYTES_MAX;
+        require_within(bounds.file, "the refcount table in bytes", bytes, limit)?;
         let offset = self.refcount_table_offset.get();
         bounds.table(header_offset!(refcount_table_offset), "refcount table offset", offset, bytes)
     }
 
     fn snapshots(&self, bounds: &Bounds<'_>) -> Result<HostOffset> {
         let (count, limit) = (u64::from(self.nb_snapshots), u64::from(layout::SNAPSHOTS_MAX));
-        if count > limit {
-            return bounds.limit("the number of snapshots", count, limit);
-        }
+        require_within(bounds.file, "the number of snapshots", count, limit)?;
         // Entries are longer by their names and extra data.
         let bytes = count * size_of::<SnapshotTableEntry>() as u64;
         let offset = self.snapshots_offset.get();

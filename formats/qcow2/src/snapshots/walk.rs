@@ -1,6 +1,6 @@
 //! Counts the references of L1 tables.
 
-use vdkit_block::{Error, HostOffset, Monitor, Remedy, Result};
+use vdkit_block::{Error, HostOffset, Monitor, Remedy, Result, require_within};
 
 use super::deltas::Deltas;
 use crate::check::reader::{self, Meter};
@@ -188,11 +188,8 @@ impl<'a> Walk<'a> {
     /// would fill it.
     fn check_limit(&self) -> Result<()> {
         let (found, limit) = (self.deltas.bytes(), self.image.limits.check_bytes_max);
-        if found <= limit {
-            return Ok(());
-        }
-        let file = self.image.storage.name().to_owned();
-        Err(Error::Limit { file, what: "the memory to count references in bytes", found, limit })
+        let what = "the memory to count references in bytes";
+        require_within(self.image.storage.name(), what, found, limit)
     }
 
     pub(super) fn fault(

@@ -16,7 +16,7 @@ use vdkit_block::{
 
 use crate::descriptor::{ExtentType, NO_PARENT};
 use crate::header::{DIRECTORY_AT_END, SECTOR, SparseHeader};
-use crate::source::{AnyHeader, Source, any_header};
+use crate::source::{Source, any_header};
 
 /// State of the check of one image.
 pub(crate) struct Checking<'a, 'b> {
@@ -61,10 +61,10 @@ pub(crate) fn check(image: &OfflineImage<'_>, repair: Repair) -> Result<CheckRep
     let mut checking = Checking { repair, limits, monitor, report, done: 0, total: 0 };
     check_descriptor(&mut checking, &source);
     if let Some(header) = &source.header {
-        if let AnyHeader::Hosted(header) = header {
+        if let Some(header) = &header.hosted {
             check_footer(&mut checking, storage, header)?;
         }
-        sparse::check(&mut checking, storage, header, header.sectors())?;
+        sparse::check(&mut checking, storage, header, header.sectors)?;
         return Ok(checking.report);
     }
     let names = source.files_opened(storage.name(), files.len())?;
@@ -88,14 +88,14 @@ pub(crate) fn check(image: &OfflineImage<'_>, repair: Repair) -> Result<CheckRep
         let mut head = [0; SECTOR as usize];
         let got = file.read_up_to(&mut head, HostOffset(0))?;
         match any_header(&**file, &head, got, limits)? {
-            Some(header) if header.sectors() >= line.sectors => {
+            Some(header) if header.sectors >= line.sectors => {
                 sparse::check(&mut checking, file, &header, line.sectors)?;
             }
             Some(header) => {
                 let message = format!(
                     "{}: has {} sectors, expected {} as the descriptor says",
                     file.name(),
-                    header.sectors(),
+                    header.sectors,
                     line.sectors
                 );
                 checking.damage(12, "capacity", message, false);
@@ -126,12 +126,11 @@ fn check_descriptor(checking: &mut Checking<'_, '_>, source: &Source) {
         (Some(_), _) => {}
     }
     if let (Some(header), [line]) = (&source.header, &descriptor.extents[..])
-        && line.sectors != header.sectors()
+        && line.sectors != header.sectors
     {
         let message = format!(
             "an extent of {} sectors, expected {} as the header says",
-            line.sectors,
-            header.sectors()
+            line.sectors, header.sectors
         );
         checking.damage(at, "extent line", message, false);
     }

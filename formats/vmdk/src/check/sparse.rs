@@ -8,7 +8,7 @@ use vdkit_block::{Error, FileIndex, HostOffset, Repair, Result, Severity, Storag
 use super::Checking;
 use crate::header::{SECTOR, SparseHeader, field};
 use crate::on_disk;
-use crate::source::AnyHeader;
+use crate::source::ExtentHeader;
 use crate::sparse::{Entry, Flavor, Sparse};
 use crate::used::Used;
 
@@ -61,7 +61,7 @@ pub(super) struct Extent<'a> {
 pub(super) fn check(
     checking: &mut Checking<'_, '_>,
     storage: &Arc<dyn Storage>,
-    header: &AnyHeader,
+    header: &ExtentHeader,
     sectors: u64,
 ) -> Result<()> {
     let mut extent = Extent::new(checking, storage, header, sectors)?;
@@ -105,14 +105,11 @@ impl<'a> Extent<'a> {
     fn new(
         checking: &mut Checking<'_, '_>,
         storage: &'a Arc<dyn Storage>,
-        header: &AnyHeader,
+        header: &ExtentHeader,
         sectors: u64,
     ) -> Result<Self> {
         let len = storage.len()?;
-        let hosted = match header {
-            AnyHeader::Hosted(h) => Some(h),
-            _ => None,
-        };
+        let hosted = header.hosted.as_ref();
         let sparse = header.sparse(FileIndex(0));
         let copy_at = sparse.redundant_at;
         let plain = matches!(sparse.flavor, Flavor::Hosted { .. });
@@ -135,7 +132,7 @@ impl<'a> Extent<'a> {
             copy: None,
             sparse,
         };
-        extent.read_directories(checking, hosted, header.directory_entries(), copy_at)?;
+        extent.read_directories(checking, hosted, header.directory_entries, copy_at)?;
         Ok(extent)
     }
 

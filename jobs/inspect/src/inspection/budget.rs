@@ -85,9 +85,7 @@ impl BudgetStorage {
     }
 
     fn spend(&self, bytes: u64) -> Result<()> {
-        let limit = |what, found, limit| {
-            Err(Error::Limit { file: self.name().to_owned(), what, found, limit })
-        };
+        let limit = |what, found, limit| Err(Error::limit(self.name(), what, found, limit));
         let budget = &*self.budget;
         if budget.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
             budget.out_of_time.store(true, Ordering::Relaxed);

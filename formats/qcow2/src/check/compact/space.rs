@@ -3,14 +3,12 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use vdkit_block::{HostOffset, Limits, Monitor, Result, Storage, ZeroMode};
+use vdkit_block::{HostOffset, Limits, Monitor, Result, SparseReader, Storage};
 
 use crate::check::balance::METADATA;
 use crate::check::image::{Image, add_to_runs};
 use crate::check::survey::{Mode, Survey};
 
-/// Bytes of one request of a copy.
-const COPY_BYTES: u64 = 1 << 20;
 /// Most clusters without a reference before they are freed.
 const GONE_MAX: usize = 1 << 16;
 
@@ -128,31 +126,9 @@ impl<'a> Space<'a> {
 
     /// Copies clusters. Holes stay holes.
     pub(in crate::check) fn copy(&self, from: u64, to: u64, clusters: u64) -> Result<()> {
-        let storage = &*self.image.storage;
-        let bytes = self.offset(clusters);
-        let holes = storage.may_have_holes()?;
-        let mut buffer = Vec::new();
-        let mut done = 0;
-        while done < bytes {
-            let source = HostOffset(self.offset(from) + done);
-            let target = HostOffset(self.offset(to) + done);
-            let mut len = bytes - done;
-            if holes {
-                let extent = storage.extent_at(source, len)?;
-                len = extent.len.min(len);
-                if !extent.data {
-                    storage.write_zeroes(target, len, ZeroMode::MayUnmap)?;
-                    done += len;
-                    continue;
-                }
-            }
-            len = len.min(COPY_BYTES);
-            buffer.resize(len as usize, 0);
-            storage.read_padded(&mut buffer, source)?;
-            storage.write_at(&buffer, target)?;
-            done += len;
-        }
-        Ok(())
+        let at = |cluster| HostOffset(self.offset(cluster));
+        let mut reader = SparseReader::new(&*self.image.storage)?;
+        reader.copy(at(from), at(to), self.offset(clusters), false)
     }
 
     /// Drops references that entries no longer make: each cluster with their number. Once that is

@@ -79,7 +79,7 @@ pub(in crate::check) fn run(
     }
     let mut first = Survey::take(&image, Mode::Compare, monitor)?;
     suspicion::refuse_wrong_header(&image, &first, monitor)?;
-    let mut report = first.findings.report.clone();
+    let mut report = first.report.clone();
     if repair != Repair::AllForced && has_findings(&first) {
         let kept = orphans::find(&image, &first, Scope::Everything, monitor)?;
         if repair == Repair::All {
@@ -91,14 +91,14 @@ pub(in crate::check) fn run(
         first = keep(&mut image, first, kept, monitor)?;
     }
     let mut last = rounds(&mut image, first, policy, monitor)?;
-    orphans::report(&image, &mut last.findings.report);
-    merge_reports(&image, &mut report, &last.findings.report);
+    orphans::report(&image, &mut last.report);
+    merge_reports(&image, &mut report, &last.report);
     Ok(report)
 }
 
 /// Whether there is any damage or leak, or a refcount beyond the end of the file.
 fn has_findings(survey: &Survey) -> bool {
-    let report = &survey.findings.report;
+    let report = &survey.report;
     report.leaks + report.corruptions + survey.ahead > 0
 }
 
@@ -136,7 +136,7 @@ pub fn rebuild_refcounts(
     }
     let last = rounds(&mut image, first, Policy::Recover, monitor)?;
     refuse_damage(&image, &last)?;
-    if last.findings.report.corruptions > 0 {
+    if last.report.corruptions > 0 {
         return Err(Error::corrupt(
             image.name(),
             header_offset!(incompatible_features),
@@ -197,7 +197,7 @@ fn refuse_damage(image: &Image, survey: &Survey) -> Result<()> {
     if survey.structural(image) == 0 {
         return Ok(());
     }
-    let first = survey.findings.report.findings.iter().find(|finding| {
+    let first = survey.report.findings.iter().find(|finding| {
         finding.severity == Severity::Corruption && finding.structure != "refcount"
     });
     Err(unsound(image, first).with_remedy(Remedy::REPAIR))
@@ -225,7 +225,7 @@ fn rounds(
     let mut survey = first;
     let mut states = FxHashSet::default();
     for _ in 0..ROUNDS_MAX {
-        let report = &survey.findings.report;
+        let report = &survey.report;
         let again = !states.insert((
             report.leaks + survey.ahead,
             report.corruptions,
@@ -312,7 +312,7 @@ fn write_autoclear(image: &Image, bits: u64) -> Result<()> {
 /// Clears the dirty bit if the refcounts are correct, and the corrupt bit if everything is.
 fn clear_dirty_and_corrupt(image: &Image, survey: &Survey, policy: Policy) -> Result<bool> {
     let marked = u64::from(image.header.has(incompatible::CORRUPT));
-    let report = &survey.findings.report;
+    let report = &survey.report;
     if report.corruptions > marked || report.leaks > 0 && policy != Policy::Recover {
         return Ok(false);
     }

@@ -15,7 +15,7 @@ pub(super) fn apply(image: &Image, survey: &Survey, raise: bool, discard: bool) 
         image.storage.sync()?;
     }
     let mut freed = Vec::new();
-    if survey.findings.report.leaks + survey.ahead > 0 {
+    if survey.report.leaks + survey.ahead > 0 {
         let add = |cluster| add_to_runs(&mut freed, cluster);
         changed |= set(image, survey, |balance| balance > 0, add)?;
         image.storage.sync()?;

@@ -5,7 +5,7 @@
 //! active L1 table, the refcount table and the snapshot table at once.
 
 use rustc_hash::FxHashMap;
-use vdkit_block::{Error, HostOffset, Monitor, Result};
+use vdkit_block::{Error, HostOffset, Monitor, Result, require_within};
 use zerocopy::IntoBytes;
 
 use super::{dangling, entries};
@@ -148,16 +148,12 @@ impl<'a> Plan<'a> {
         let clusters = image.clusters_of(offset, bytes);
         let end = clusters.end << image.geometry().cluster_bits;
         if end >= HOST_OFFSET_END {
-            return Err(Error::NoSpace {
-                file: image.name().to_owned(),
-                what: "new metadata would be beyond the largest host offset, 2^56".to_owned(),
-            });
+            let what = "new metadata would be beyond the largest host offset, 2^56";
+            return Err(Error::no_space(image.name(), what));
         }
         if !image.storage.caps().growable && end > image.file_len {
-            return Err(Error::NoSpace {
-                file: image.name().to_owned(),
-                what: format!("{end} bytes of device for new metadata"),
-            });
+            let what = format!("{end} bytes of device for new metadata");
+            return Err(Error::no_space(image.name(), what));
         }
         for cluster in clusters.clone() {
             self.target.balance.refer(cluster, references);
@@ -243,14 +239,8 @@ impl<'a> Plan<'a> {
             let count = blocks.len() as u64;
             let table_bytes =
                 (blocks.last().map_or(1, |last| last + 1) * 8).next_multiple_of(cluster);
-            if table_bytes > REFCOUNT_TABLE_BYTES_MAX.max(cluster) {
-                return Err(Error::Limit {
-                    file: image.name().to_owned(),
-                    what: "the new refcount table in bytes",
-                    found: table_bytes,
-                    limit: REFCOUNT_TABLE_BYTES_MAX,
-                });
-            }
+            let what = "the new refcount table in bytes";
+            require_within(image.name(), what, table_bytes, REFCOUNT_TABLE_BYTES_MAX)?;
             let end = self.next + count + table_bytes / cluster;
             for block in self.next >> bits..=(end - 1) >> bits {
                 if blocks.last().is_none_or(|&last| last < block) {

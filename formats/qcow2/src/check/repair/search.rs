@@ -9,7 +9,7 @@
 use std::ops::Range;
 
 use rustc_hash::FxHashSet;
-use vdkit_block::{Error, HostOffset, Monitor, Result, is_zero};
+use vdkit_block::{HostOffset, Monitor, Result, is_zero, require_within};
 
 use super::orphans::Kept;
 use crate::check::balance::{Balance, METADATA, SINGLE};
@@ -375,17 +375,8 @@ impl<'a> Search<'a> {
 
     /// Fails if `places` entries of 16 bytes exceed the memory limit.
     fn check_limit(&self, places: u64) -> Result<()> {
-        let bytes = places * 16;
-        let limit = self.image.limits.check_bytes_max;
-        if bytes <= limit {
-            return Ok(());
-        }
-        Err(Error::Limit {
-            file: self.image.name().to_owned(),
-            what: "the memory for what looks like lost tables in bytes",
-            found: bytes,
-            limit,
-        })
+        let what = "the memory for what looks like lost tables in bytes";
+        require_within(self.image.name(), what, places * 16, self.image.limits.check_bytes_max)
     }
 }
 

@@ -77,7 +77,7 @@ fn refuse(image: &Image, found: &str, expected: &str) -> Result<()> {
 }
 
 fn faults(survey: &Survey) -> u64 {
-    survey.findings.report.corruptions + survey.findings.report.leaks
+    survey.report.corruptions + survey.report.leaks
 }
 
 /// Number of faults with the other value of a feature bit; `None` if that value is impossible.

@@ -14,7 +14,6 @@ use vdkit_storage::{FileOptions, FileStorage, MemoryStorage};
 use vdkit_testbase::qemu;
 
 use crate::check;
-use crate::check::findings::Findings;
 use crate::check::mapping::entry_at;
 use crate::check::snapshots::SnapshotTable;
 use crate::entry::State;
@@ -408,7 +407,7 @@ pub(super) fn guest_view(storage: &dyn Storage) -> Vec<Option<u64>> {
 /// The same for the active disk and each snapshot of a sound image.
 pub(super) fn all_views(storage: &Arc<dyn Storage>) -> Vec<Vec<Option<u64>>> {
     let image = crate::check::image::Image::open(storage, &Limits::default()).unwrap();
-    let table = SnapshotTable::read(&image, &mut Findings::default()).unwrap();
+    let table = SnapshotTable::read(&image, &mut CheckReport::default()).unwrap();
     let active = (image.header.l1_offset.0, image.header.l1_entries);
     let others = table.snapshots.iter().map(|s| (s.entry.l1_offset.0, s.entry.l1_entries));
     std::iter::once(active).chain(others).map(|l1| view_of(&**storage, &image.header, l1)).collect()
