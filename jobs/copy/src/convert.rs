@@ -83,10 +83,9 @@ impl Backing {
         Self { path: path.into(), opening, trusted: false }
     }
 
-    /// Sets [`Self::trusted`].
-    #[must_use]
-    pub fn trusted(self, trusted: bool) -> Self {
-        Self { trusted, ..self }
+    vdkit_block::setters! {
+        /// Sets [`Self::trusted`].
+        trusted: bool,
     }
 
     fn open(&self, registry: &Registry, keys: &[Secret]) -> Result<Disk> {
