@@ -16,7 +16,7 @@ use rustix::fs::{FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 use vdkit_block::{Error, IoAction, Result};
 
-use crate::open::{file_error, retry};
+use crate::open::retry;
 
 /// Maximum links followed, as in the kernel.
 const LINKS_MAX: usize = 40;
@@ -52,7 +52,7 @@ fn refused(path: &Path, what: &str, owner: u32) -> Error {
         "{what} of user {owner} in a folder that everybody may write to; remove it first, or choose \
          another name"
     );
-    file_error(
+    Error::file_io(
         &path.display().to_string(),
         IoAction::Open,
         io::Error::new(io::ErrorKind::PermissionDenied, why),
@@ -64,7 +64,7 @@ fn refused(path: &Path, what: &str, owner: u32) -> Error {
 /// # Errors
 /// [`Error::File`] for another user's link in a world-writable sticky folder, and for link loops.
 pub(crate) fn follow(path: &Path) -> Result<PathBuf> {
-    let fail = |errno: Errno| file_error(&path.display().to_string(), IoAction::Open, errno);
+    let fail = |errno: Errno| Error::file_io(&path.display().to_string(), IoAction::Open, errno);
     let mut at = path.to_owned();
     for _ in 0..LINKS_MAX {
         let Some(name) = at.file_name() else { return Ok(at) };
@@ -100,7 +100,7 @@ pub(crate) fn follow(path: &Path) -> Result<PathBuf> {
 /// # Errors
 /// [`Error::File`].
 pub(crate) fn check_owner(path: &Path, found: &Stat) -> Result<()> {
-    let fail = |errno: Errno| file_error(&path.display().to_string(), IoAction::Open, errno);
+    let fail = |errno: Errno| Error::file_io(&path.display().to_string(), IoAction::Open, errno);
     if path.file_name().is_none() {
         return Ok(());
     }

@@ -1,7 +1,6 @@
 //! Opening host files, and rejecting those that cannot hold a disk.
 
 use std::fs::File;
-use std::io;
 use std::os::fd::AsFd;
 use std::path::Path;
 
@@ -107,11 +106,6 @@ impl FileOptions {
     }
 }
 
-/// A failed file-level request as an [`Error`].
-pub(crate) fn file_error(file: &str, action: IoAction, source: impl Into<io::Error>) -> Error {
-    Error::File { file: file.to_owned(), action, source: source.into() }
-}
-
 /// The type of the file at a path, following symbolic links.
 ///
 /// # Errors
@@ -119,12 +113,12 @@ pub(crate) fn file_error(file: &str, action: IoAction, source: impl Into<io::Err
 /// pipes, sockets and character devices.
 pub fn classify(path: &Path) -> Result<FileKind> {
     let name = path.display().to_string();
-    let stat = rustix::fs::stat(path).map_err(|e| file_error(&name, IoAction::Open, e))?;
+    let stat = rustix::fs::stat(path).map_err(|e| Error::file_io(&name, IoAction::Open, e))?;
     kind_of(&name, stat.st_mode)
 }
 
 pub(crate) fn kind_of_file(name: &str, file: &File) -> Result<FileKind> {
-    let stat = rustix::fs::fstat(file).map_err(|e| file_error(name, IoAction::Open, e))?;
+    let stat = rustix::fs::fstat(file).map_err(|e| Error::file_io(name, IoAction::Open, e))?;
     kind_of(name, stat.st_mode)
 }
 
@@ -173,7 +167,7 @@ pub(crate) fn open_file(path: &Path, options: &FileOptions) -> Result<(File, Fil
                     .unwrap_or_else(|| "mounted, or part of a volume or array".to_owned()),
             };
         }
-        file_error(&name, IoAction::Open, errno)
+        Error::file_io(&name, IoAction::Open, errno)
     })?;
     let file = File::from(file);
     if options.create.makes() {
@@ -185,7 +179,7 @@ pub(crate) fn open_file(path: &Path, options: &FileOptions) -> Result<(File, Fil
         && options.writable
         && sys::device_read_only(file.as_fd()).unwrap_or(false)
     {
-        return Err(file_error(&name, IoAction::Open, rustix::io::Errno::ROFS));
+        return Err(Error::file_io(&name, IoAction::Open, rustix::io::Errno::ROFS));
     }
     Ok((file, kind))
 }
@@ -216,7 +210,7 @@ pub(crate) fn retry<T>(mut call: impl FnMut() -> rustix::io::Result<T>) -> rusti
 /// Sets the status flags that this crate relies on: blocking, no O_APPEND (it would send every
 /// write to the end), and O_DIRECT as the cache mode says.
 pub(crate) fn set_flags(name: &str, file: &File, cache: CacheMode) -> Result<()> {
-    let fail = |errno| file_error(name, IoAction::Open, errno);
+    let fail = |errno| Error::file_io(name, IoAction::Open, errno);
     let before = rustix::fs::fcntl_getfl(file).map_err(fail)?;
     let plain = before - (OFlags::NONBLOCK | OFlags::APPEND | OFlags::DIRECT);
     if !cache.direct() {

@@ -12,7 +12,7 @@ use vdkit_block::{
 };
 
 use crate::file::FileStorage;
-use crate::open::{FileKind, file_error, retry};
+use crate::open::{FileKind, retry};
 use crate::sys;
 
 /// Zeroes to write, aligned for direct I/O.
@@ -310,7 +310,7 @@ impl FileStorage {
 
     pub(crate) fn resize(&self, len: u64) -> Result<()> {
         self.check_writable()?;
-        let fail = |errno| file_error(self.name(), IoAction::Resize, errno);
+        let fail = |errno| Error::file_io(self.name(), IoAction::Resize, errno);
         if self.kind() == FileKind::BlockDevice {
             let there = self.raw_len().map_err(fail)?;
             if len == there {

@@ -3,7 +3,7 @@
 //! vdkit changes single fields in place, and keeps unknown text. Source: VMware, "Virtual Disk
 //! Format 5.0", "The Descriptor File".
 
-use vdkit_block::{Error, Result, require_within};
+use vdkit_block::{Error, IoAction, Result, require_within};
 
 /// `parentCID` of a disk without a parent.
 pub const NO_PARENT: u32 = 0xffff_ffff;
@@ -197,10 +197,9 @@ impl Descriptor {
 pub fn new_cid(digits: usize, old: u32, file: &str) -> Result<u32> {
     let digits = digits.clamp(1, 8) as u32;
     loop {
-        let random = getrandom::u32().map_err(|error| Error::File {
-            file: file.to_owned(),
-            action: vdkit_block::IoAction::Open,
-            source: std::io::Error::other(format!("no random numbers: {error}")),
+        let random = getrandom::u32().map_err(|error| {
+            let source = std::io::Error::other(format!("no random numbers: {error}"));
+            Error::file_io(file, IoAction::Open, source)
         })?;
         let cid = (u64::from(random) & ((1 << (4 * digits)) - 1)) as u32;
         // No leading zeroes, since some writers omit them.
