@@ -55,7 +55,7 @@ pub enum Work {
 }
 
 /// Options of a plan.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct PlanOptions {
     /// Cell size: the target's cluster size in bytes, a power of two.
     pub grid: u64,

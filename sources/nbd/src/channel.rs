@@ -1,6 +1,5 @@
 //! The byte stream of a connection: a socket, or TLS over one.
 
-use std::fmt;
 use std::io::{self, IoSlice};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
@@ -129,17 +128,12 @@ impl Socket {
 }
 
 /// A connection's byte stream. At most one thread receives and one sends at a time.
+#[derive(Debug)]
 pub(crate) enum Channel {
     /// Without TLS.
     Plain(Socket),
     /// Within TLS.
     Tls(Box<TlsStream>),
-}
-
-impl fmt::Debug for Channel {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Channel").field(self.socket()).finish()
-    }
 }
 
 impl Channel {
