@@ -9,7 +9,6 @@
 //!
 //! Anyone who can open the socket controls the service, so its mode is 0600.
 
-use std::fmt;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -20,8 +19,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use serde::{Deserialize, Serialize};
 use vdkit_block::{
-    Bitmaps, CancelToken, Error, Monitor, NewBitmap, NewSnapshot, OwnerProcess, Remedy,
-    SnapshotInfo,
+    Bitmaps, CancelToken, Error, Monitor, NewBitmap, NewSnapshot, Remedy, SnapshotInfo,
 };
 
 use crate::bitmaps::BitmapList;
@@ -31,7 +29,7 @@ use crate::images::{Committed, ImageChain, Images};
 use crate::job::JobStatus;
 use crate::metrics;
 use crate::parking::ParkedInfo;
-use crate::socket::{Access, UnixSocket, Wake};
+use crate::socket::{Access, UnixSocket, Worker};
 
 /// Maximum length of a line.
 const LINE_MAX: u64 = 64 << 10;
@@ -297,18 +295,10 @@ struct Reply<'a> {
 /// A control socket, open until dropped. Dropping it ends its connections: running commands are
 /// answered, and on return no thread of the control holds the export. Any job of the export that runs
 /// while a command still does is cancelled. In a child of `fork`, dropping it ends nothing.
+#[derive(Debug)]
 #[must_use = "dropping it closes the socket"]
 pub struct Control {
-    path: PathBuf,
-    wake: Arc<Wake>,
-    thread: Option<JoinHandle<()>>,
-    owner: OwnerProcess,
-}
-
-impl fmt::Debug for Control {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Control").field("path", &self.path).finish_non_exhaustive()
-    }
+    _worker: Worker,
 }
 
 impl Control {
@@ -320,31 +310,16 @@ impl Control {
         let socket = UnixSocket::bind(path, Access::Owner)?;
         // A connection may close between poll and accept.
         socket.set_nonblocking(true)?;
-        let wake = Arc::new(Wake::new()?);
-        let woken = Arc::clone(&wake);
-        let thread = std::thread::Builder::new().name("control".to_owned()).spawn(move || {
+        let worker = Worker::start("control", move |woken| {
             let mut conversations = Conversations::default();
             // A client that stays connected must not block others.
-            while let Some((client, _)) = woken.accept("control", &*socket, || socket.accept()) {
+            while let Some((client, _)) = woken.accept("control", &socket, || socket.accept()) {
                 conversations.start(client, controller.clone());
             }
             drop(socket);
             conversations.end(&controller.export);
         })?;
-        let owner = OwnerProcess::current();
-        Ok(Self { path: path.to_owned(), wake, thread: Some(thread), owner })
-    }
-}
-
-impl Drop for Control {
-    fn drop(&mut self) {
-        let Some(thread) = self.thread.take() else { return };
-        if !self.owner.is_current() {
-            // A thread of the parent cannot be joined here.
-            return std::mem::forget(thread);
-        }
-        self.wake.wake();
-        let _ = thread.join();
+        Ok(Self { _worker: worker })
     }
 }
 

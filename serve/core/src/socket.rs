@@ -7,6 +7,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, poll};
@@ -76,6 +78,12 @@ impl Deref for UnixSocket {
     type Target = UnixListener;
     fn deref(&self) -> &UnixListener {
         &self.listener
+    }
+}
+
+impl AsFd for UnixSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.listener.as_fd()
     }
 }
 
@@ -187,6 +195,56 @@ impl Wake {
 impl AsFd for Wake {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
+    }
+}
+
+/// A thread that works until it is woken. Dropping this wakes it and waits for its end; in a child
+/// of `fork`, whose parent has the thread, that does nothing.
+#[derive(Debug)]
+#[must_use = "dropping it ends the thread"]
+pub struct Worker {
+    wake: Arc<Wake>,
+    /// `None` once it was joined or given up.
+    thread: Option<JoinHandle<()>>,
+    owner: OwnerProcess,
+}
+
+impl Worker {
+    /// Starts a thread. Its work ends soon after the [`Wake`] that it gets was woken.
+    ///
+    /// # Errors
+    /// Too many open files; no thread can be created.
+    pub fn start(name: &str, work: impl FnOnce(&Wake) + Send + 'static) -> io::Result<Self> {
+        let wake = Arc::new(Wake::new()?);
+        let woken = wake.clone();
+        let named = std::thread::Builder::new().name(name.to_owned());
+        let thread = named.spawn(move || work(&woken))?;
+        Ok(Self { wake, thread: Some(thread), owner: OwnerProcess::current() })
+    }
+
+    /// Wakes the thread, and joins it if `ended` says that its work has ended; otherwise it goes on
+    /// alone. Returns whether it was joined, without a panic. In a child of `fork`, does nothing
+    /// and returns `false`.
+    pub fn stop(mut self, ended: impl FnOnce() -> bool) -> bool {
+        if !self.owner.is_current() {
+            return false;
+        }
+        self.wake.wake();
+        // Taken in any case, so that dropping this waits for nothing.
+        let thread = self.thread.take();
+        ended() && thread.is_some_and(|own| own.join().is_ok())
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        let Some(thread) = self.thread.take() else { return };
+        if !self.owner.is_current() {
+            // A thread of the parent cannot be joined here.
+            return std::mem::forget(thread);
+        }
+        self.wake.wake();
+        let _ = thread.join();
     }
 }
 
