@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use rustix::fs::{Mode, OFlags, Stat};
-use rustix::io::{Errno, ReadWriteFlags};
+use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 use rustix::process::Resource;
 use vdkit_block::{
     AccessExchange, CacheMode, Error, GuestDiscard, HostOffset, InitialWrites, IoAction, ReadOp,
@@ -24,7 +24,7 @@ use crate::direct::Direct;
 use crate::held::{Change, refuse_attached};
 use crate::initial_write::{FileSystem, InitialWrite, LARGE_BYTES_MIN};
 use crate::lock::{ImageLock, LockMode};
-use crate::open::{self, CreateMode, FileKind, FileOptions, retry};
+use crate::open::{self, CreateMode, FileKind, FileOptions};
 use crate::range_lock::RangeGuard;
 use crate::read_discard;
 use crate::space::Lacks;
@@ -236,7 +236,7 @@ impl FileStorage {
             // Fails while the device is mounted or part of a volume.
             flags |= OFlags::EXCL;
         }
-        let file = retry(|| rustix::fs::open(&path, flags, Mode::empty())).map_err(fail)?;
+        let file = retry_on_intr(|| rustix::fs::open(&path, flags, Mode::empty())).map_err(fail)?;
         let options = FileOptions::read_write().cache(self.cache).lock(LockMode::Off);
         let mut again = Self::from_file(File::from(file), self.name.clone(), &options)?;
         again.claims = exclusive;
@@ -353,7 +353,7 @@ impl FileStorage {
         let fdatasync = |lane: usize| {
             let lanes = self.sync_lanes.get().map_or(&[][..], Vec::as_slice);
             let file = if lane == 0 { &self.file } else { &lanes[lane - 1].0 };
-            retry(|| rustix::fs::fdatasync(file))
+            retry_on_intr(|| rustix::fs::fdatasync(file))
         };
         let source = match self.syncs.sync(lanes, fdatasync) {
             Ok(()) => return Ok(()),

@@ -13,10 +13,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FileType, Mode, OFlags, Stat};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use vdkit_block::{Error, IoAction, Result};
-
-use crate::open::retry;
 
 /// Maximum links followed, as in the kernel.
 const LINKS_MAX: usize = 40;
@@ -31,7 +29,7 @@ pub fn folder_of(path: &Path) -> &Path {
 
 fn open_folder(path: &Path) -> Result<OwnedFd, Errno> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    retry(|| rustix::fs::open(folder_of(path), flags, Mode::empty()))
+    retry_on_intr(|| rustix::fs::open(folder_of(path), flags, Mode::empty()))
 }
 
 /// Whether a folder is world-writable and sticky.
@@ -76,7 +74,7 @@ pub(crate) fn follow(path: &Path) -> Result<PathBuf> {
         };
         // Opened once, so that owner and target are read from the same link.
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let link = match retry(|| rustix::fs::openat(&folder, name, flags, Mode::empty())) {
+        let link = match retry_on_intr(|| rustix::fs::openat(&folder, name, flags, Mode::empty())) {
             Ok(link) => link,
             Err(Errno::NOENT) => return Ok(at),
             Err(errno) => return Err(fail(errno)),

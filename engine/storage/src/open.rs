@@ -5,6 +5,7 @@ use std::os::fd::AsFd;
 use std::path::Path;
 
 use rustix::fs::{FileType, Mode, OFlags};
+use rustix::io::{Errno, retry_on_intr};
 use vdkit_block::{CacheMode, Error, FileHints, IoAction, Result};
 
 use crate::held;
@@ -157,8 +158,8 @@ pub(crate) fn open_file(path: &Path, options: &FileOptions) -> Result<(File, Fil
         CreateMode::New | CreateMode::Private => flags |= OFlags::CREATE | OFlags::EXCL,
     }
     let mode = options.create.permissions();
-    let file = retry(|| rustix::fs::open(path, flags, mode)).map_err(|errno| {
-        if flags.contains(OFlags::EXCL) && errno == rustix::io::Errno::BUSY {
+    let file = retry_on_intr(|| rustix::fs::open(path, flags, mode)).map_err(|errno| {
+        if flags.contains(OFlags::EXCL) && errno == Errno::BUSY {
             return Error::Busy {
                 file: name.clone(),
                 what: rustix::fs::stat(path)
@@ -179,7 +180,7 @@ pub(crate) fn open_file(path: &Path, options: &FileOptions) -> Result<(File, Fil
         && options.writable
         && sys::device_read_only(file.as_fd()).unwrap_or(false)
     {
-        return Err(Error::file_io(&name, IoAction::Open, rustix::io::Errno::ROFS));
+        return Err(Error::file_io(&name, IoAction::Open, Errno::ROFS));
     }
     Ok((file, kind))
 }
@@ -197,16 +198,6 @@ fn give_hints(file: &File, hints: FileHints) {
     }
 }
 
-/// Repeats a call that a signal interrupted.
-pub(crate) fn retry<T>(mut call: impl FnMut() -> rustix::io::Result<T>) -> rustix::io::Result<T> {
-    loop {
-        match call() {
-            Err(rustix::io::Errno::INTR) => {}
-            other => return other,
-        }
-    }
-}
-
 /// Sets the status flags that this crate relies on: blocking, no O_APPEND (it would send every
 /// write to the end), and O_DIRECT as the cache mode says.
 pub(crate) fn set_flags(name: &str, file: &File, cache: CacheMode) -> Result<()> {
@@ -220,7 +211,7 @@ pub(crate) fn set_flags(name: &str, file: &File, cache: CacheMode) -> Result<()>
         return Ok(());
     }
     rustix::fs::fcntl_setfl(file, plain | OFlags::DIRECT).map_err(|errno| {
-        if errno == rustix::io::Errno::INVAL {
+        if errno == Errno::INVAL {
             return no_direct(name, cache);
         }
         fail(errno)

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::fs::{Mode, OFlags};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use vdkit_block::{CacheMode, Error, IoAction, OwnerProcess, Result};
 
 use crate::access;
@@ -16,7 +16,7 @@ use crate::file::{FileStorage, is_at, open_current};
 use crate::held::{Change, refuse_attached};
 use crate::links;
 use crate::lock::{ImageLock, LockMode};
-use crate::open::{CreateMode, FileKind, FileOptions, kind_of_file, retry};
+use crate::open::{CreateMode, FileKind, FileOptions, kind_of_file};
 
 /// The maximum file name on all file systems.
 const NAME_BYTES_MAX: usize = 255;
@@ -165,7 +165,7 @@ impl Replaced {
         // Links were resolved before: refuse one that appeared since.
         let flags =
             OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::NOFOLLOW;
-        let file = match retry(|| rustix::fs::open(target, flags, Mode::empty())) {
+        let file = match retry_on_intr(|| rustix::fs::open(target, flags, Mode::empty())) {
             Ok(file) => File::from(file),
             Err(Errno::NOENT) => return Ok(None),
             Err(errno) => return Err(Error::file_io(&name, IoAction::Open, errno)),
@@ -263,6 +263,6 @@ fn rename_new(from: &Path, to: &Path) -> Result<(), Errno> {
 
 fn sync_folder(file: &Path) -> Result<(), Errno> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let folder = retry(|| rustix::fs::open(links::folder_of(file), flags, Mode::empty()))?;
-    retry(|| rustix::fs::fsync(&folder))
+    let folder = retry_on_intr(|| rustix::fs::open(links::folder_of(file), flags, Mode::empty()))?;
+    retry_on_intr(|| rustix::fs::fsync(&folder))
 }

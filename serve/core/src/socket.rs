@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, poll};
 use rustix::fs::Mode;
-use rustix::io::Errno;
+use rustix::io::retry_on_intr;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use vdkit_block::OwnerProcess;
 
@@ -179,16 +179,11 @@ impl Wake {
     fn wait(&self, at: Option<BorrowedFd<'_>>, time: Option<Duration>) -> io::Result<Option<bool>> {
         let time = time.and_then(|time| Timespec::try_from(time).ok());
         let own = self.0.as_fd();
-        loop {
-            let mut fds =
-                [own, at.unwrap_or(own)].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-            match poll(&mut fds, time.as_ref()) {
-                Ok(_) if !fds[0].revents().is_empty() => return Ok(None),
-                Ok(_) => return Ok(Some(!fds[1].revents().is_empty())),
-                Err(Errno::INTR) => {}
-                Err(errno) => return Err(errno.into()),
-            }
-        }
+        let mut fds =
+            [own, at.unwrap_or(own)].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        retry_on_intr(|| poll(&mut fds, time.as_ref()))?;
+        let [woken, came] = fds.map(|fd| !fd.revents().is_empty());
+        Ok((!woken).then_some(came))
     }
 }
 
