@@ -11,6 +11,7 @@ use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, recv, sendmsg};
 
 use crate::poll::{Poll, PollLimit};
+use crate::wire::Transport;
 
 /// Spins between two polls: some hundred nanoseconds, about as long as a poll takes.
 const SPINS: u32 = 16;
@@ -19,28 +20,12 @@ const SPINS: u32 = 16;
 /// does not.
 const BRIEFLY: Duration = Duration::from_millis(2);
 
-/// A bidirectional byte stream. At most one thread receives and one sends at a time.
-pub trait Channel: Send + Sync + fmt::Debug {
-    /// Receives some bytes; 0 at the end.
-    ///
-    /// # Errors
-    /// Errors of the socket; `WouldBlock` after the timeout.
-    fn recv(&self, buf: &mut [u8]) -> io::Result<usize>;
-
-    /// Receives bytes that are already there; `None` if [`Channel::recv`] may have to wait.
+/// The byte stream of a client.
+pub trait Channel: Transport + Send + Sync + fmt::Debug {
+    /// Receives bytes that are already there; `None` if [`Transport::recv`] may have to wait.
     fn recv_ready(&self, buf: &mut [u8]) -> io::Result<Option<usize>> {
         let _ = buf;
         Ok(None)
-    }
-
-    /// Sends all bytes.
-    fn send(&self, bytes: &[u8]) -> io::Result<()>;
-
-    /// Sends what is possible while waiting for the peer at most [`BRIEFLY`]. Returns how many
-    /// bytes were taken, and whether these were all sent. If not, call [`Channel::send`], even with
-    /// no bytes: it sends the rest first.
-    fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
-        self.send(bytes).map(|()| (bytes.len(), true))
     }
 
     /// Sends a header and the data after it.
@@ -48,9 +33,6 @@ pub trait Channel: Send + Sync + fmt::Debug {
         self.send(head)?;
         self.send(data)
     }
-
-    /// Timeout of [`Channel::recv`] and [`Channel::send`].
-    fn set_timeout(&self, most: Option<Duration>) -> io::Result<()>;
 
     /// Shuts down one or both directions; wakes threads that wait.
     fn shutdown(&self, how: Shutdown);
@@ -146,7 +128,7 @@ impl Socket {
     }
 }
 
-impl Channel for Socket {
+impl Transport for Socket {
     fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
         if let Some(got) = self.recv_now(buf)? {
             return Ok(got);
@@ -161,10 +143,6 @@ impl Channel for Socket {
         Ok(got)
     }
 
-    fn recv_ready(&self, buf: &mut [u8]) -> io::Result<Option<usize>> {
-        self.recv_now(buf)
-    }
-
     fn send(&self, bytes: &[u8]) -> io::Result<()> {
         let mut rest = bytes;
         while !rest.is_empty() {
@@ -176,8 +154,20 @@ impl Channel for Socket {
         Ok(())
     }
 
+    /// Waits for the peer at most [`BRIEFLY`].
     fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
         self.send_some(&[IoSlice::new(bytes)]).map(|sent| (sent, true))
+    }
+
+    fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
+        self.patient.store(most.is_none(), Ordering::Relaxed);
+        self.wait_at_most(most, most.or(Some(BRIEFLY)))
+    }
+}
+
+impl Channel for Socket {
+    fn recv_ready(&self, buf: &mut [u8]) -> io::Result<Option<usize>> {
+        self.recv_now(buf)
     }
 
     /// In one call, so that the peer is woken once.
@@ -188,11 +178,6 @@ impl Channel for Socket {
             self.send(&head[sent..])?;
         }
         self.send(&data[sent.saturating_sub(head.len())..])
-    }
-
-    fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
-        self.patient.store(most.is_none(), Ordering::Relaxed);
-        self.wait_at_most(most, most.or(Some(BRIEFLY)))
     }
 
     fn shutdown(&self, how: Shutdown) {

@@ -15,7 +15,7 @@ use rustix::net::{
 
 use crate::tls::TlsStream;
 use crate::uri::Place;
-use crate::wire::{self, time_left};
+use crate::wire::{self, Transport, time_left};
 
 /// The kernel notices a dead host after about this time without traffic.
 const KEEPALIVE: Duration = Duration::from_secs(15);
@@ -72,18 +72,13 @@ impl Socket {
         Ok(Self::over(stream))
     }
 
-    /// Receives some bytes; 0 at the end.
-    pub(crate) fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
-        self.recv_with(buf, RecvFlags::empty())
-    }
-
     fn recv_with(&self, buf: &mut [u8], flags: RecvFlags) -> io::Result<usize> {
         let got = rustix::io::retry_on_intr(|| recv(&self.0, &mut *buf, flags));
         Ok(got.map(|(got, _)| got)?)
     }
 
     /// Sends all bytes of a header and of a payload.
-    pub(crate) fn send(&self, mut head: &[u8], mut payload: &[u8]) -> io::Result<()> {
+    fn send_both(&self, mut head: &[u8], mut payload: &[u8]) -> io::Result<()> {
         while !head.is_empty() || !payload.is_empty() {
             let slices = [IoSlice::new(head), IoSlice::new(payload)];
             let flags = SendFlags::NOSIGNAL;
@@ -93,23 +88,6 @@ impl Socket {
             let of_head = sent.min(head.len());
             head = &head[of_head..];
             payload = &payload[sent - of_head..];
-        }
-        Ok(())
-    }
-
-    /// Sends what the socket has room for; returns how many bytes that were.
-    #[cfg(feature = "tls")]
-    pub(crate) fn send_ready(&self, bytes: &[u8]) -> io::Result<usize> {
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        match rustix::io::retry_on_intr(|| rustix::net::send(&self.0, bytes, flags)) {
-            Err(rustix::io::Errno::AGAIN) => Ok(0),
-            sent => Ok(sent?),
-        }
-    }
-
-    pub(crate) fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
-        for side in [Timeout::Recv, Timeout::Send] {
-            sockopt::set_socket_timeout(&self.0, side, most)?;
         }
         Ok(())
     }
@@ -124,6 +102,32 @@ impl Socket {
     fn shutdown(&self) {
         // An error means that the connection has ended already.
         let _ = rustix::net::shutdown(&self.0, Shutdown::Both);
+    }
+}
+
+impl Transport for Socket {
+    fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
+        self.recv_with(buf, RecvFlags::empty())
+    }
+
+    fn send(&self, bytes: &[u8]) -> io::Result<()> {
+        self.send_both(bytes, &[])
+    }
+
+    /// Sends what the socket has room for.
+    fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        match rustix::io::retry_on_intr(|| rustix::net::send(&self.0, bytes, flags)) {
+            Err(Errno::AGAIN) => Ok((0, true)),
+            sent => Ok((sent?, true)),
+        }
+    }
+
+    fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
+        for side in [Timeout::Recv, Timeout::Send] {
+            sockopt::set_socket_timeout(&self.0, side, most)?;
+        }
+        Ok(())
     }
 }
 
@@ -173,8 +177,8 @@ impl Channel {
     /// As [`Channel::recv`].
     pub(crate) fn send(&self, head: &[u8], payload: &[u8]) -> io::Result<()> {
         match self {
-            Self::Plain(socket) => socket.send(head, payload),
-            Self::Tls(stream) => stream.send(head, payload),
+            Self::Plain(socket) => socket.send_both(head, payload),
+            Self::Tls(stream) => stream.send_both(head, payload),
         }
     }
 
