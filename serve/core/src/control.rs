@@ -15,7 +15,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use vdkit_block::{
@@ -230,13 +230,7 @@ impl Controller {
                 Ok(Answer::Done {})
             }
             Command::Snapshot { name } => {
-                let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-                let now = now.unwrap_or_default();
-                let new = NewSnapshot {
-                    name: name.clone(),
-                    date_seconds: now.as_secs() as u32,
-                    date_nanoseconds: now.subsec_nanos(),
-                };
+                let new = NewSnapshot::now(name);
                 export.with_snapshots(|side| side.create(&new, &Monitor::default()))
             }
             Command::SnapshotDelete { name } => {
