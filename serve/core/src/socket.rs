@@ -243,6 +243,15 @@ impl Drop for Worker {
     }
 }
 
+/// Whether the peer of a descriptor has left: it hung up, or there is an error, or one of `events`.
+/// Does not wait.
+pub fn peer_has_left(at: impl AsFd, events: PollFlags) -> bool {
+    let mut fds = [PollFd::new(&at, events)];
+    // If poll fails, assume that the peer is there: receiving reports errors.
+    let asked = poll(&mut fds, Some(&Timespec::default())).is_ok();
+    asked && fds[0].revents().intersects(events | PollFlags::HUP | PollFlags::ERR)
+}
+
 /// Removes a socket left by a dead service. A refused connection alone proves nothing: plain files
 /// refuse connections too.
 fn remove_stale(path: &Path) -> io::Result<()> {

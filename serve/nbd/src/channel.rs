@@ -6,9 +6,10 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::event::{PollFd, PollFlags};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, recv, sendmsg};
+use vdkit_serve::peer_has_left;
 
 use crate::poll::{Poll, PollLimit};
 use crate::wire::Transport;
@@ -192,10 +193,7 @@ impl Channel for Socket {
         // At the end of the service, pending requests of connected clients are still served.
         let ended_here = self.ended_here.load(Ordering::SeqCst);
         let asks = if ended_here { PollFlags::empty() } else { PollFlags::RDHUP };
-        let mut fds = [PollFd::new(&self.fd, asks)];
-        // If poll fails, assume that the peer is there: receiving reports errors.
-        let asked = rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok();
-        asked && fds[0].revents().intersects(asks | PollFlags::HUP | PollFlags::ERR)
+        peer_has_left(&self.fd, asks)
     }
 }
 
