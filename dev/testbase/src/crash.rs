@@ -134,7 +134,7 @@ impl Replay {
     /// If there were not so many, or a later moment was asked for before.
     pub fn at(&mut self, ops: usize) -> &CrashImage {
         let state = self.storage.state.lock();
-        let end = if ops == 0 { 0 } else { state.points[ops - 1] };
+        let end = state.moment_after(ops);
         assert!(self.events <= end, "moments of a replay come in ascending order");
         for event in &state.events[self.events..end] {
             self.image.apply(event);
@@ -240,13 +240,8 @@ impl CrashStorage {
     /// # Panics
     /// If there were not so many.
     pub fn crash_at(&self, ops: usize) -> CrashImage {
-        let state = self.state.lock();
-        let events = if ops == 0 { 0 } else { state.points[ops - 1] };
-        let mut image = self.initial.clone();
-        for event in &state.events[..events] {
-            image.apply(event);
-        }
-        image
+        let moment = self.state.lock().moment_after(ops);
+        self.crash_at_moment(moment)
     }
 
     /// Its crashes in the order of time, which costs less than [`CrashStorage::crash_at`] for each.
@@ -274,20 +269,10 @@ impl CrashStorage {
     }
 
     /// Calls `look` with the crash after each number of operations, from 0 to [`CrashStorage::ops`].
-    pub fn for_each_crash(&self, mut look: impl FnMut(usize, &CrashImage)) {
-        let (events, points) = {
-            let state = self.state.lock();
-            (state.events.clone(), state.points.clone())
-        };
-        let mut image = self.initial.clone();
-        look(0, &image);
-        let mut done = 0;
-        for (index, point) in points.iter().enumerate() {
-            for event in &events[done..*point] {
-                image.apply(event);
-            }
-            done = *point;
-            look(index + 1, &image);
+    pub fn for_each_crash(self: &Arc<Self>, mut look: impl FnMut(usize, &CrashImage)) {
+        let mut replay = self.replay();
+        for ops in 0..=self.ops() {
+            look(ops, replay.at(ops));
         }
     }
 
@@ -300,16 +285,20 @@ impl CrashStorage {
     fn change(&self, work: impl FnOnce(&mut State) -> Result<Option<Change>>) -> Result<()> {
         let id = {
             let mut state = self.state.lock();
-            let Some(mut change) = work(&mut state)? else { return Ok(()) };
-            change.id = state.next;
-            state.next += 1;
-            let id = change.id;
-            self.record(&mut state, Event::Changed(Arc::new(change)));
-            id
+            let Some(change) = work(&mut state)? else { return Ok(()) };
+            self.begin_change(&mut state, change)
         };
         self.linger();
-        self.state.lock().record(Event::Returned(id));
+        self.end(id);
         if self.cache.write_durable() { self.sync() } else { Ok(()) }
+    }
+
+    /// Numbers and records a change that reaches the storage.
+    pub(crate) fn begin_change(&self, state: &mut State, change: Change) -> u64 {
+        let id = state.next;
+        state.next += 1;
+        self.record(state, Event::Changed(Arc::new(Change { id, ..change })));
+        id
     }
 
     /// Records what ends an operation.
@@ -338,6 +327,11 @@ impl State {
     pub(crate) fn record(&mut self, event: Event) {
         self.now.apply(&event);
         self.events.push(event);
+    }
+
+    /// How many events had happened after the first `ops` changes and syncs.
+    fn moment_after(&self, ops: usize) -> usize {
+        ops.checked_sub(1).map_or(0, |last| self.points[last])
     }
 
     /// The length that a change up to `end` has to settle, if any. That is also one which another
@@ -430,14 +424,12 @@ impl Storage for CrashStorage {
     }
 
     fn write_at(&self, buf: &[u8], offset: HostOffset) -> Result<()> {
-        let end = self.end_of(IoAction::Write, offset, buf.len() as u64)?;
+        self.end_of(IoAction::Write, offset, buf.len() as u64)?;
         if buf.is_empty() {
             return Ok(());
         }
-        self.change(|state| {
-            let touched = state.write(offset.0, end, buf);
-            Ok(unnumbered(touched, state.grow(end)))
-        })
+        let step = Step::Write { at: offset.0, bytes: buf };
+        self.change(|state| Ok(Some(state.change_of(step))))
     }
 
     fn write_zeroes(&self, offset: HostOffset, len: u64, _mode: ZeroMode) -> Result<()> {
@@ -475,28 +467,17 @@ impl Storage for CrashStorage {
         if self.cache == CacheMode::Unsafe {
             return Ok(());
         }
-        let sync = {
-            let mut state = self.state.lock();
-            let sync = state.next;
-            state.next += 1;
-            state.record(Event::SyncBegan(sync));
-            sync
-        };
+        let sync = self.begin_sync();
         self.linger();
-        self.record(&mut self.state.lock(), Event::SyncReturned(sync));
+        self.end_sync(sync);
         Ok(())
     }
 
     fn set_len(&self, len: u64) -> Result<()> {
         self.end_of(IoAction::Resize, HostOffset(len), 0)?;
         self.change(|state| {
-            let before = state.len;
-            if len == before && !state.now.may_lose_len(len) {
-                return Ok(None);
-            }
-            let touched = state.clear(len, before);
-            state.len = len;
-            Ok(Some(Change { id: 0, sectors: touched, new_len: Some(len), cut: len < before }))
+            let settled = len == state.len && !state.now.may_lose_len(len);
+            Ok((!settled).then(|| state.change_of(Step::SetLen(len))))
         })
     }
 

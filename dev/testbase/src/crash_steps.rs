@@ -3,8 +3,6 @@
 //! A step is a change or a sync with a beginning and an end, so that the syncs of several threads
 //! overlap with changes as they do in the program.
 
-use std::sync::Arc;
-
 use crate::crash::{CrashStorage, State};
 use crate::crash_image::{Change, CrashImage, Event};
 
@@ -43,11 +41,8 @@ impl CrashStorage {
     /// A change reaches the storage. Returns its number, for its end.
     pub fn begin(&self, step: Step<'_>) -> u64 {
         let mut state = self.state.lock();
-        let id = state.next;
-        state.next += 1;
-        let change = Arc::new(Change { id, ..state.change_of(step) });
-        self.record(&mut state, Event::Changed(change));
-        id
+        let change = state.change_of(step);
+        self.begin_change(&mut state, change)
     }
 
     /// A change returns to the program.
@@ -96,7 +91,8 @@ impl CrashStorage {
 }
 
 impl State {
-    fn change_of(&mut self, step: Step<'_>) -> Change {
+    /// A change that still lacks its number.
+    pub(crate) fn change_of(&mut self, step: Step<'_>) -> Change {
         let plain = |sectors, new_len| Change { id: 0, sectors, new_len, cut: false };
         match step {
             Step::Write { at, bytes } => {

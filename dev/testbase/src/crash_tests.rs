@@ -20,7 +20,7 @@ fn write(storage: &CrashStorage, offset: u64, byte: u8, len: usize) {
 
 /// Everything that `look` sees in any survivor of a crash at any point.
 fn outcomes<T: Ord>(
-    storage: &CrashStorage,
+    storage: &Arc<CrashStorage>,
     mut look: impl FnMut(usize, &MemoryStorage) -> T,
 ) -> BTreeSet<T> {
     let mut rng = Rng::from_env(SEED);
@@ -47,7 +47,7 @@ fn publish(storage: &CrashStorage, barrier: bool) {
 }
 
 /// Whether some crash leaves a pointer to data that is not there.
-fn dangles(storage: &CrashStorage) -> bool {
+fn dangles(storage: &Arc<CrashStorage>) -> bool {
     outcomes(storage, |_, survivor| {
         let whole = byte(survivor, 4096) == 0xaa && byte(survivor, 4096 + 1023) == 0xaa;
         byte(survivor, 0) == 1 && !whole

@@ -182,8 +182,7 @@ impl FaultyStorage {
 
     fn fail_file(&self, kind: FaultKind, action: IoAction) -> Result<()> {
         let Some(hit) = self.hit(kind) else { return Ok(()) };
-        let file = self.inner.name().to_owned();
-        Err(Error::File { file, action, source: hit.errno.into() })
+        Err(Error::file_io(self.inner.name(), action, hit.errno))
     }
 }
 
@@ -246,8 +245,7 @@ impl vdkit_block::StorageLayer for FaultyStorage {
 
     fn sync(&self) -> Result<()> {
         if self.lost() {
-            let file = self.inner.name().to_owned();
-            return Err(Error::File { file, action: IoAction::Sync, source: Errno::IO.into() });
+            return Err(Error::file_io(self.inner.name(), IoAction::Sync, Errno::IO));
         }
         let failed = self.fail_file(FaultKind::Sync, IoAction::Sync);
         if failed.is_err() && self.final_syncs.load(Ordering::SeqCst) {

@@ -502,6 +502,11 @@ impl Error {
         Self::Io { file: file.to_owned(), action, offset, len, source }
     }
 
+    /// A failed file-level request.
+    pub fn file_io(file: &str, action: IoAction, source: impl Into<io::Error>) -> Self {
+        Self::File { file: file.to_owned(), action, source: source.into() }
+    }
+
     /// An encrypted image that was opened without a key.
     pub fn no_key(file: &str, method: &str) -> Self {
         Self::Key {
@@ -543,11 +548,7 @@ mod tests {
     #[test]
     fn each_cause_has_a_kind_of_its_own() {
         let file = || "a".to_owned();
-        let open = |code| Error::File {
-            file: file(),
-            action: IoAction::Open,
-            source: io::Error::from_raw_os_error(code),
-        };
+        let open = |code| Error::file_io("a", IoAction::Open, io::Error::from_raw_os_error(code));
         let limit = Error::Limit { file: file(), what: "size", found: 2, limit: 1 };
         for (error, kind) in [
             (Error::corrupt("a", 0, "field", "1", "2"), ErrorKind::Corrupt),

@@ -13,6 +13,7 @@ macro_rules! setters {
     ($($(#[$doc:meta])* $field:ident: $kind:ty),+ $(,)?) => {
         $(
             $(#[$doc])*
+            #[must_use]
             pub fn $field(self, $field: $kind) -> Self {
                 Self { $field, ..self }
             }

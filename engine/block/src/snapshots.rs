@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::driver::SnapshotInfo;
 use crate::error::Result;
@@ -17,6 +18,16 @@ pub struct NewSnapshot {
     pub date_seconds: u32,
     /// Nanoseconds part.
     pub date_nanoseconds: u32,
+}
+
+impl NewSnapshot {
+    /// A snapshot that is taken now.
+    pub fn now(name: &str) -> Self {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        // The format's field ends in 2106.
+        let date_seconds = u32::try_from(now.as_secs()).unwrap_or(u32::MAX);
+        Self { name: name.to_owned(), date_seconds, date_nanoseconds: now.subsec_nanos() }
+    }
 }
 
 /// The internal snapshots of an open image. A snapshot holds this image's data, without its backing

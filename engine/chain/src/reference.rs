@@ -151,11 +151,8 @@ fn open_allowed(
             return Err(unreachable_error(namer, role, path, error));
         }
     };
-    let fail = |source: io::Error| Error::File {
-        file: path.display().to_string(),
-        action: IoAction::Open,
-        source,
-    };
+    let name = path.display().to_string();
+    let fail = |source: io::Error| Error::file_io(&name, IoAction::Open, source);
     let real = std::fs::read_link(proc_path(&checked)).map_err(fail)?;
     let stat = rustix::fs::fstat(&checked).map_err(|errno| fail(errno.into()))?;
     let device = match FileType::from_raw_mode(stat.st_mode) {
@@ -175,7 +172,7 @@ fn open_allowed(
         return refuse(reason, Remedy::AllowFolder(folder_of(&real)));
     }
     let file = open_again(&checked, device, options).map_err(fail)?;
-    let mut storage = FileStorage::from_file(file, path.display().to_string(), options)?;
+    let mut storage = FileStorage::from_file(file, name, options)?;
     if device && options.writable && options.lock == LockMode::Auto {
         storage = storage.claiming();
     }
@@ -237,10 +234,8 @@ fn folders(policy: &RefPolicy) -> Result<Vec<PathBuf>> {
     folders
         .iter()
         .map(|folder| {
-            std::fs::canonicalize(folder).map_err(|source| Error::File {
-                file: folder.display().to_string(),
-                action: IoAction::Open,
-                source,
+            std::fs::canonicalize(folder).map_err(|source| {
+                Error::file_io(&folder.display().to_string(), IoAction::Open, source)
             })
         })
         .collect()

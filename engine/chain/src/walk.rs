@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use rustix::fs::FileType;
 use vdkit_block::{
-    BackingRef, Error, FormatDriver, ImageInfo, Limits, Monitor, NotedTime, OfflineImage, Remedy,
-    Result, Storage, require_within,
+    BackingRef, Error, FormatDriver, ImageInfo, IoAction, Limits, Monitor, NotedTime, OfflineImage,
+    Remedy, Result, Storage, require_within,
 };
 use vdkit_storage::{FileOptions, FileStorage, LockMode};
 
@@ -47,11 +47,7 @@ enum Identity {
 
 impl Identity {
     fn of(storage: &FileStorage) -> Result<Self> {
-        let fail = |errno: rustix::io::Errno| Error::File {
-            file: storage.name().to_owned(),
-            action: vdkit_block::IoAction::Open,
-            source: errno.into(),
-        };
+        let fail = |errno| Error::file_io(storage.name(), IoAction::Open, errno);
         let fd = storage.as_fd().ok_or_else(|| fail(rustix::io::Errno::BADF))?;
         let stat = rustix::fs::fstat(fd).map_err(fail)?;
         Ok(match FileType::from_raw_mode(stat.st_mode) {

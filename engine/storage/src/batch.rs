@@ -4,11 +4,10 @@
 //! (RWF_NOWAIT shows which are). tmpfs does not support RWF_NOWAIT, so io_uring would hand each read to
 //! a kernel thread: its reads are done one by one.
 
-use rustix::io::{Errno, ReadWriteFlags};
+use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 use vdkit_block::{HostOffset, IoAction, ReadOp, Result, StorageExt};
 
 use crate::file::{FileStorage, within_offsets};
-use crate::open::retry;
 use crate::ring::{self, Read};
 
 impl FileStorage {
@@ -40,7 +39,7 @@ impl FileStorage {
         let len = op.buf.len() as u64;
         let mut parts = [std::io::IoSliceMut::new(op.buf)];
         let flags = ReadWriteFlags::NOWAIT;
-        match retry(|| rustix::io::preadv2(self.file(), &mut parts, op.offset.0, flags)) {
+        match retry_on_intr(|| rustix::io::preadv2(self.file(), &mut parts, op.offset.0, flags)) {
             Ok(n) => Ok(n),
             // Not cached, or unknown to the file system.
             Err(Errno::AGAIN | Errno::OPNOTSUPP | Errno::NOSYS) => Ok(0),

@@ -17,14 +17,14 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use rustix::fs::{Mode, OFlags};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use vdkit_block::{align_down, align_up, is_aligned};
 
 use crate::buffer::{BOUNCE_BYTES_MAX, BufferPool};
 use crate::direct;
 use crate::file::FileStorage;
 use crate::initial_write::FileSystem;
-use crate::open::{CacheShare, FileKind, retry};
+use crate::open::{CacheShare, FileKind};
 
 /// Counts the large writes of a file, and directs those beyond its share past the page cache.
 #[derive(Debug)]
@@ -87,7 +87,8 @@ impl Lane {
         // The same inode, independent of its name.
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         let flags = OFlags::WRONLY | OFlags::DIRECT | OFlags::CLOEXEC;
-        let file = File::from(retry(|| rustix::fs::open(&path, flags, Mode::empty())).ok()?);
+        let file =
+            File::from(retry_on_intr(|| rustix::fs::open(&path, flags, Mode::empty())).ok()?);
         let align = u64::from(direct::alignment(&file, FileKind::Regular)?);
         let unit = align.max(rustix::param::page_size() as u64);
         let (works, written) = (AtomicBool::new(true), AtomicU64::new(0));
@@ -127,12 +128,12 @@ impl Lane {
         while done < pages.len() {
             let at = offset + done as u64;
             let n = if fits {
-                retry(|| rustix::io::pwrite(&self.file, &pages[done..], at))
+                retry_on_intr(|| rustix::io::pwrite(&self.file, &pages[done..], at))
             } else {
                 let piece = &pages[done..pages.len().min(done + BOUNCE_BYTES_MAX)];
                 let mut bounce = self.pool.take(piece.len());
                 bounce[..piece.len()].copy_from_slice(piece);
-                retry(|| rustix::io::pwrite(&self.file, &bounce[..piece.len()], at))
+                retry_on_intr(|| rustix::io::pwrite(&self.file, &bounce[..piece.len()], at))
             };
             match n {
                 Ok(0) => return Err(Errno::IO),

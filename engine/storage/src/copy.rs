@@ -2,13 +2,13 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use vdkit_block::{
     CopyMethod, CopyOp, IoAction, KernelCopy, Result, Storage, align_down, is_aligned,
 };
 
 use crate::file::FileStorage;
-use crate::open::{FileKind, retry};
+use crate::open::FileKind;
 use crate::sys;
 
 /// Bytes per copy_file_range, so that cancelling does not wait for gigabytes.
@@ -79,8 +79,9 @@ impl FileStorage {
             return (0, Ok(()));
         }
         let target = self.file().as_fd();
-        let clone =
-            |skip, len| retry(|| sys::clone_range(target, to + skip, source_fd, from + skip, len));
+        let clone = |skip, len| {
+            retry_on_intr(|| sys::clone_range(target, to + skip, source_fd, from + skip, len))
+        };
         let whole = align_down(len, block);
         if whole > 0
             && let Err(errno) = clone(0, whole)
@@ -108,7 +109,7 @@ impl FileStorage {
         while done < len {
             let step = (len - done).min(COPY_STEP) as usize;
             let (mut read_at, mut write_at) = (from + done, to + done);
-            let copied = retry(|| {
+            let copied = retry_on_intr(|| {
                 rustix::fs::copy_file_range(
                     source_fd,
                     Some(&mut read_at),

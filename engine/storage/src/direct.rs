@@ -4,12 +4,12 @@ use std::fs::File;
 
 use parking_lot::{RwLockReadGuard, RwLockWriteGuard};
 use rustix::fs::{AtFlags, StatxFlags};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use vdkit_block::{CacheMode, Result, align_down, align_up, is_aligned};
 
 use crate::buffer::{BOUNCE_BYTES_MAX, BufferPool};
 use crate::file::{FileStorage, within_offsets};
-use crate::open::{FileKind, no_direct, retry};
+use crate::open::{FileKind, no_direct};
 use crate::range_lock::{RangeGuard, RangeLocks};
 
 /// Works on all devices and file systems in use; for when the kernel does not report an alignment.
@@ -102,7 +102,7 @@ impl Direct {
         let buf = &mut buf[..align_down(there as u64, self.align) as usize];
         while done < buf.len() {
             let at = offset + done as u64;
-            let n = match retry(|| rustix::io::pread(of.file(), &mut buf[done..], at))? {
+            let n = match retry_on_intr(|| rustix::io::pread(of.file(), &mut buf[done..], at))? {
                 0 => break,
                 n => n,
             };
@@ -163,7 +163,7 @@ impl Direct {
 
         let Length::Passed { before, .. } = length else { return Ok(()) };
         if padded > end.max(before) {
-            retry(|| rustix::fs::ftruncate(of.file(), end.max(before)))?;
+            retry_on_intr(|| rustix::fs::ftruncate(of.file(), end.max(before)))?;
         }
         Ok(())
     }

@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use rustix::fs::{Mode, OFlags, Stat};
-use rustix::io::{Errno, ReadWriteFlags};
+use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 use rustix::process::Resource;
 use vdkit_block::{
     AccessExchange, CacheMode, Error, GuestDiscard, HostOffset, InitialWrites, IoAction, ReadOp,
@@ -24,7 +24,7 @@ use crate::direct::Direct;
 use crate::held::{Change, refuse_attached};
 use crate::initial_write::{FileSystem, InitialWrite, LARGE_BYTES_MIN};
 use crate::lock::{ImageLock, LockMode};
-use crate::open::{self, CreateMode, FileKind, FileOptions, file_error, retry};
+use crate::open::{self, CreateMode, FileKind, FileOptions};
 use crate::range_lock::RangeGuard;
 use crate::read_discard;
 use crate::space::Lacks;
@@ -152,7 +152,7 @@ impl FileStorage {
         let name = name.into();
         let kind = open::kind_of_file(&name, &file)?;
         let flags = rustix::fs::fcntl_getfl(&file)
-            .map_err(|errno| file_error(&name, IoAction::Open, errno))?;
+            .map_err(|errno| Error::file_io(&name, IoAction::Open, errno))?;
         let mode = flags & rustix::fs::OFlags::RWMODE;
         let fits = match mode {
             m if m == rustix::fs::OFlags::RDWR => true,
@@ -228,7 +228,7 @@ impl FileStorage {
 
     /// Reopens the same inode, independent of its name, for writing and without locks.
     fn open_again(&self) -> Result<Self> {
-        let fail = |errno: Errno| file_error(&self.name, IoAction::Open, errno);
+        let fail = |errno: Errno| Error::file_io(&self.name, IoAction::Open, errno);
         let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
         let mut flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
         let exclusive = self.kind == FileKind::BlockDevice && self.lock.is_some();
@@ -236,7 +236,7 @@ impl FileStorage {
             // Fails while the device is mounted or part of a volume.
             flags |= OFlags::EXCL;
         }
-        let file = retry(|| rustix::fs::open(&path, flags, Mode::empty())).map_err(fail)?;
+        let file = retry_on_intr(|| rustix::fs::open(&path, flags, Mode::empty())).map_err(fail)?;
         let options = FileOptions::read_write().cache(self.cache).lock(LockMode::Off);
         let mut again = Self::from_file(File::from(file), self.name.clone(), &options)?;
         again.claims = exclusive;
@@ -245,7 +245,7 @@ impl FileStorage {
             let holder = self.claim.as_ref().unwrap_or(&self.file);
             let holder = holder
                 .try_clone()
-                .map_err(|source| file_error(&self.name, IoAction::Open, source))?;
+                .map_err(|source| Error::file_io(&self.name, IoAction::Open, source))?;
             again.claim = Some(holder);
         }
         Ok(again)
@@ -353,7 +353,7 @@ impl FileStorage {
         let fdatasync = |lane: usize| {
             let lanes = self.sync_lanes.get().map_or(&[][..], Vec::as_slice);
             let file = if lane == 0 { &self.file } else { &lanes[lane - 1].0 };
-            retry(|| rustix::fs::fdatasync(file))
+            retry_on_intr(|| rustix::fs::fdatasync(file))
         };
         let source = match self.syncs.sync(lanes, fdatasync) {
             Ok(()) => return Ok(()),
@@ -363,7 +363,7 @@ impl FileStorage {
                 io::Error::new(cause.kind(), format!("an earlier one failed ({cause})"))
             }
         };
-        Err(file_error(&self.name, IoAction::Sync, source))
+        Err(Error::file_io(&self.name, IoAction::Sync, source))
     }
 }
 
@@ -442,7 +442,7 @@ impl Storage for FileStorage {
     fn len(&self) -> Result<u64> {
         // An unaligned direct write may pass the end for a moment; see `direct`.
         let _exact = self.direct.is_some().then(|| self.hold_length());
-        self.raw_len().map_err(|errno| file_error(&self.name, IoAction::Resize, errno))
+        self.raw_len().map_err(|errno| Error::file_io(&self.name, IoAction::Resize, errno))
     }
 
     fn read_up_to(&self, buf: &mut [u8], offset: HostOffset) -> Result<usize> {
@@ -498,7 +498,7 @@ impl SpaceMap for FileStorage {
         if self.kind == FileKind::BlockDevice {
             return Ok(false);
         }
-        let failed = |errno| file_error(&self.name, IoAction::Map, errno);
+        let failed = |errno| Error::file_io(&self.name, IoAction::Map, errno);
         let stat = rustix::fs::fstat(&self.file).map_err(failed)?;
         let (len, used) = (stat.st_size as u64, (stat.st_blocks as u64).saturating_mul(512));
         if used >= len {
@@ -518,7 +518,7 @@ impl SpaceMap for FileStorage {
             return self.len();
         }
         let stat = rustix::fs::fstat(&self.file)
-            .map_err(|errno| file_error(&self.name, IoAction::Map, errno))?;
+            .map_err(|errno| Error::file_io(&self.name, IoAction::Map, errno))?;
         Ok((stat.st_blocks as u64).saturating_mul(512))
     }
 }

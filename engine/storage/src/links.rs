@@ -13,10 +13,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FileType, Mode, OFlags, Stat};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use vdkit_block::{Error, IoAction, Result};
-
-use crate::open::{file_error, retry};
 
 /// Maximum links followed, as in the kernel.
 const LINKS_MAX: usize = 40;
@@ -31,7 +29,7 @@ pub fn folder_of(path: &Path) -> &Path {
 
 fn open_folder(path: &Path) -> Result<OwnedFd, Errno> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    retry(|| rustix::fs::open(folder_of(path), flags, Mode::empty()))
+    retry_on_intr(|| rustix::fs::open(folder_of(path), flags, Mode::empty()))
 }
 
 /// Whether a folder is world-writable and sticky.
@@ -52,7 +50,7 @@ fn refused(path: &Path, what: &str, owner: u32) -> Error {
         "{what} of user {owner} in a folder that everybody may write to; remove it first, or choose \
          another name"
     );
-    file_error(
+    Error::file_io(
         &path.display().to_string(),
         IoAction::Open,
         io::Error::new(io::ErrorKind::PermissionDenied, why),
@@ -64,7 +62,7 @@ fn refused(path: &Path, what: &str, owner: u32) -> Error {
 /// # Errors
 /// [`Error::File`] for another user's link in a world-writable sticky folder, and for link loops.
 pub(crate) fn follow(path: &Path) -> Result<PathBuf> {
-    let fail = |errno: Errno| file_error(&path.display().to_string(), IoAction::Open, errno);
+    let fail = |errno: Errno| Error::file_io(&path.display().to_string(), IoAction::Open, errno);
     let mut at = path.to_owned();
     for _ in 0..LINKS_MAX {
         let Some(name) = at.file_name() else { return Ok(at) };
@@ -76,7 +74,7 @@ pub(crate) fn follow(path: &Path) -> Result<PathBuf> {
         };
         // Opened once, so that owner and target are read from the same link.
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let link = match retry(|| rustix::fs::openat(&folder, name, flags, Mode::empty())) {
+        let link = match retry_on_intr(|| rustix::fs::openat(&folder, name, flags, Mode::empty())) {
             Ok(link) => link,
             Err(Errno::NOENT) => return Ok(at),
             Err(errno) => return Err(fail(errno)),
@@ -100,7 +98,7 @@ pub(crate) fn follow(path: &Path) -> Result<PathBuf> {
 /// # Errors
 /// [`Error::File`].
 pub(crate) fn check_owner(path: &Path, found: &Stat) -> Result<()> {
-    let fail = |errno: Errno| file_error(&path.display().to_string(), IoAction::Open, errno);
+    let fail = |errno: Errno| Error::file_io(&path.display().to_string(), IoAction::Open, errno);
     if path.file_name().is_none() {
         return Ok(());
     }

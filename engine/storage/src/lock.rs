@@ -25,7 +25,6 @@ use std::path::Path;
 
 use vdkit_block::{Error, IoAction, LockHolder, OwnerProcess, Result, plain};
 
-use crate::open::file_error;
 use crate::sys::{self, Conflict, OfdLock};
 
 /// Byte of the first used permission.
@@ -80,7 +79,7 @@ impl ImageLock {
         let lock = Self::of_writer();
         lock.set(file, OfdLock::Shared).map_err(|source| {
             lock.release(file);
-            file_error(name, IoAction::Lock, source)
+            Error::file_io(name, IoAction::Lock, source)
         })?;
         Ok(lock)
     }
@@ -101,7 +100,7 @@ impl ImageLock {
     pub fn become_reader(&mut self, name: &str, file: &File) -> Result<()> {
         for permission in WRITER.iter().filter(|p| !READER.contains(p)) {
             sys::ofd_set(file.as_fd(), OfdLock::None, USED_BASE + permission, 1)
-                .map_err(|source| file_error(name, IoAction::Lock, source))?;
+                .map_err(|source| Error::file_io(name, IoAction::Lock, source))?;
         }
         self.used = READER;
         Ok(())
@@ -116,7 +115,7 @@ impl ImageLock {
                 Error::Locked { file: file_name, holder, writing: self.used.contains(&WRITE) }
             }
             Err(source) if matches!(source.raw_os_error(), Some(libc::ENOLCK | libc::ENOSYS)) => {
-                file_error(
+                Error::file_io(
                     name,
                     IoAction::Lock,
                     io::Error::new(
@@ -125,7 +124,7 @@ impl ImageLock {
                     ),
                 )
             }
-            Err(source) => file_error(name, IoAction::Lock, source),
+            Err(source) => Error::file_io(name, IoAction::Lock, source),
         };
         Err(error)
     }

@@ -1,11 +1,11 @@
 //! Opening host files, and rejecting those that cannot hold a disk.
 
 use std::fs::File;
-use std::io;
 use std::os::fd::AsFd;
 use std::path::Path;
 
 use rustix::fs::{FileType, Mode, OFlags};
+use rustix::io::{Errno, retry_on_intr};
 use vdkit_block::{CacheMode, Error, FileHints, IoAction, Result};
 
 use crate::held;
@@ -107,11 +107,6 @@ impl FileOptions {
     }
 }
 
-/// A failed file-level request as an [`Error`].
-pub(crate) fn file_error(file: &str, action: IoAction, source: impl Into<io::Error>) -> Error {
-    Error::File { file: file.to_owned(), action, source: source.into() }
-}
-
 /// The type of the file at a path, following symbolic links.
 ///
 /// # Errors
@@ -119,12 +114,12 @@ pub(crate) fn file_error(file: &str, action: IoAction, source: impl Into<io::Err
 /// pipes, sockets and character devices.
 pub fn classify(path: &Path) -> Result<FileKind> {
     let name = path.display().to_string();
-    let stat = rustix::fs::stat(path).map_err(|e| file_error(&name, IoAction::Open, e))?;
+    let stat = rustix::fs::stat(path).map_err(|e| Error::file_io(&name, IoAction::Open, e))?;
     kind_of(&name, stat.st_mode)
 }
 
 pub(crate) fn kind_of_file(name: &str, file: &File) -> Result<FileKind> {
-    let stat = rustix::fs::fstat(file).map_err(|e| file_error(name, IoAction::Open, e))?;
+    let stat = rustix::fs::fstat(file).map_err(|e| Error::file_io(name, IoAction::Open, e))?;
     kind_of(name, stat.st_mode)
 }
 
@@ -163,8 +158,8 @@ pub(crate) fn open_file(path: &Path, options: &FileOptions) -> Result<(File, Fil
         CreateMode::New | CreateMode::Private => flags |= OFlags::CREATE | OFlags::EXCL,
     }
     let mode = options.create.permissions();
-    let file = retry(|| rustix::fs::open(path, flags, mode)).map_err(|errno| {
-        if flags.contains(OFlags::EXCL) && errno == rustix::io::Errno::BUSY {
+    let file = retry_on_intr(|| rustix::fs::open(path, flags, mode)).map_err(|errno| {
+        if flags.contains(OFlags::EXCL) && errno == Errno::BUSY {
             return Error::Busy {
                 file: name.clone(),
                 what: rustix::fs::stat(path)
@@ -173,7 +168,7 @@ pub(crate) fn open_file(path: &Path, options: &FileOptions) -> Result<(File, Fil
                     .unwrap_or_else(|| "mounted, or part of a volume or array".to_owned()),
             };
         }
-        file_error(&name, IoAction::Open, errno)
+        Error::file_io(&name, IoAction::Open, errno)
     })?;
     let file = File::from(file);
     if options.create.makes() {
@@ -185,7 +180,7 @@ pub(crate) fn open_file(path: &Path, options: &FileOptions) -> Result<(File, Fil
         && options.writable
         && sys::device_read_only(file.as_fd()).unwrap_or(false)
     {
-        return Err(file_error(&name, IoAction::Open, rustix::io::Errno::ROFS));
+        return Err(Error::file_io(&name, IoAction::Open, Errno::ROFS));
     }
     Ok((file, kind))
 }
@@ -203,20 +198,10 @@ fn give_hints(file: &File, hints: FileHints) {
     }
 }
 
-/// Repeats a call that a signal interrupted.
-pub(crate) fn retry<T>(mut call: impl FnMut() -> rustix::io::Result<T>) -> rustix::io::Result<T> {
-    loop {
-        match call() {
-            Err(rustix::io::Errno::INTR) => {}
-            other => return other,
-        }
-    }
-}
-
 /// Sets the status flags that this crate relies on: blocking, no O_APPEND (it would send every
 /// write to the end), and O_DIRECT as the cache mode says.
 pub(crate) fn set_flags(name: &str, file: &File, cache: CacheMode) -> Result<()> {
-    let fail = |errno| file_error(name, IoAction::Open, errno);
+    let fail = |errno| Error::file_io(name, IoAction::Open, errno);
     let before = rustix::fs::fcntl_getfl(file).map_err(fail)?;
     let plain = before - (OFlags::NONBLOCK | OFlags::APPEND | OFlags::DIRECT);
     if !cache.direct() {
@@ -226,7 +211,7 @@ pub(crate) fn set_flags(name: &str, file: &File, cache: CacheMode) -> Result<()>
         return Ok(());
     }
     rustix::fs::fcntl_setfl(file, plain | OFlags::DIRECT).map_err(|errno| {
-        if errno == rustix::io::Errno::INVAL {
+        if errno == Errno::INVAL {
             return no_direct(name, cache);
         }
         fail(errno)

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::fs::{Mode, OFlags};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use vdkit_block::{CacheMode, Error, IoAction, OwnerProcess, Result};
 
 use crate::access;
@@ -16,7 +16,7 @@ use crate::file::{FileStorage, is_at, open_current};
 use crate::held::{Change, refuse_attached};
 use crate::links;
 use crate::lock::{ImageLock, LockMode};
-use crate::open::{CreateMode, FileKind, FileOptions, file_error, kind_of_file, retry};
+use crate::open::{CreateMode, FileKind, FileOptions, kind_of_file};
 
 /// The maximum file name on all file systems.
 const NAME_BYTES_MAX: usize = 255;
@@ -84,7 +84,7 @@ impl PendingFile {
         if let Some(replaced) = &pending.replaced {
             let name = pending.target.display().to_string();
             access::pass_on(&replaced.file, pending.storage.file())
-                .map_err(|errno| file_error(&name, IoAction::Open, errno))?;
+                .map_err(|errno| Error::file_io(&name, IoAction::Open, errno))?;
         }
         Ok(pending)
     }
@@ -120,7 +120,8 @@ impl PendingFile {
         if options.sync_file || replaces {
             self.storage.sync_always()?;
         }
-        let fail = |errno| file_error(&self.target.display().to_string(), IoAction::Rename, errno);
+        let fail =
+            |errno| Error::file_io(&self.target.display().to_string(), IoAction::Rename, errno);
         match &self.replaced {
             Some(old) => match rustix::fs::lstat(&self.target) {
                 // Not a file that took the place of the locked one: somebody may use it.
@@ -164,10 +165,10 @@ impl Replaced {
         // Links were resolved before: refuse one that appeared since.
         let flags =
             OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::NOFOLLOW;
-        let file = match retry(|| rustix::fs::open(target, flags, Mode::empty())) {
+        let file = match retry_on_intr(|| rustix::fs::open(target, flags, Mode::empty())) {
             Ok(file) => File::from(file),
             Err(Errno::NOENT) => return Ok(None),
-            Err(errno) => return Err(file_error(&name, IoAction::Open, errno)),
+            Err(errno) => return Err(Error::file_io(&name, IoAction::Open, errno)),
         };
         if kind_of_file(&name, &file)? == FileKind::BlockDevice {
             return Err(Error::unsupported(
@@ -176,8 +177,8 @@ impl Replaced {
                 "write into it instead",
             ));
         }
-        let stat =
-            rustix::fs::fstat(&file).map_err(|errno| file_error(&name, IoAction::Open, errno))?;
+        let stat = rustix::fs::fstat(&file)
+            .map_err(|errno| Error::file_io(&name, IoAction::Open, errno))?;
         links::check_owner(target, &stat)?;
         if lock == LockMode::Auto {
             refuse_attached(&name, &file, Change::Replace)?;
@@ -224,7 +225,7 @@ fn create_beside(target: &Path, options: &FileOptions) -> Result<(PathBuf, FileS
             // The user knows the target's name, not this one.
             Err(Error::File { action, source, .. }) => {
                 let action = if action == IoAction::Open { IoAction::Create } else { action };
-                return Err(file_error(&target.display().to_string(), action, source));
+                return Err(Error::file_io(&target.display().to_string(), action, source));
             }
             Err(other) => return Err(other),
             Ok(storage) => return Ok((path, storage.named(target.display().to_string()))),
@@ -262,6 +263,6 @@ fn rename_new(from: &Path, to: &Path) -> Result<(), Errno> {
 
 fn sync_folder(file: &Path) -> Result<(), Errno> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let folder = retry(|| rustix::fs::open(links::folder_of(file), flags, Mode::empty()))?;
-    retry(|| rustix::fs::fsync(&folder))
+    let folder = retry_on_intr(|| rustix::fs::open(links::folder_of(file), flags, Mode::empty()))?;
+    retry_on_intr(|| rustix::fs::fsync(&folder))
 }

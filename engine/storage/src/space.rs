@@ -5,14 +5,14 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::{FallocateFlags, SeekFrom};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use vdkit_block::{
     Error, HostOffset, IoAction, Result, Storage, StorageExtent, ZeroMode, align_down, align_up,
     is_aligned,
 };
 
 use crate::file::FileStorage;
-use crate::open::{FileKind, file_error, retry};
+use crate::open::FileKind;
 use crate::sys;
 
 /// Zeroes to write, aligned for direct I/O.
@@ -48,7 +48,7 @@ fn try_once(lack: &AtomicBool, mut call: impl FnMut() -> Result<(), Errno>) -> R
     if lack.load(Ordering::Relaxed) {
         return Ok(false);
     }
-    match retry(&mut call) {
+    match retry_on_intr(&mut call) {
         Ok(()) => Ok(true),
         Err(errno) if unsupported(errno) => {
             lack.store(true, Ordering::Relaxed);
@@ -186,7 +186,7 @@ impl FileStorage {
         }
         let _range = self.hold_range(at, len - rest);
         let _length = self.hold_length();
-        match retry(|| rustix::io::pwritev(self.file(), &pieces[..count], at))? {
+        match retry_on_intr(|| rustix::io::pwritev(self.file(), &pieces[..count], at))? {
             0 => Err(Errno::IO),
             n => Ok(n as u64),
         }
@@ -265,7 +265,7 @@ impl FileStorage {
             self.fill_hole(from.max(start), end, file_end)?;
         }
         // Whole blocks were written: restore the length, or extend it if nothing was left to write.
-        retry(|| rustix::fs::ftruncate(self.file(), end.max(file_end)))
+        retry_on_intr(|| rustix::fs::ftruncate(self.file(), end.max(file_end)))
     }
 
     /// Fills a hole; the caller holds the length lock exclusively. In direct mode it fills whole
@@ -305,12 +305,12 @@ impl FileStorage {
         if self.raw_len()? >= end {
             return Ok(());
         }
-        retry(|| rustix::fs::ftruncate(self.file(), end))
+        retry_on_intr(|| rustix::fs::ftruncate(self.file(), end))
     }
 
     pub(crate) fn resize(&self, len: u64) -> Result<()> {
         self.check_writable()?;
-        let fail = |errno| file_error(self.name(), IoAction::Resize, errno);
+        let fail = |errno| Error::file_io(self.name(), IoAction::Resize, errno);
         if self.kind() == FileKind::BlockDevice {
             let there = self.raw_len().map_err(fail)?;
             if len == there {
@@ -323,7 +323,7 @@ impl FileStorage {
             ));
         }
         let _alone = self.growth.write();
-        retry(|| rustix::fs::ftruncate(self.file(), len)).map_err(fail)
+        retry_on_intr(|| rustix::fs::ftruncate(self.file(), len)).map_err(fail)
     }
 
     /// Data or hole, and its length. Anything uncertain is data: that costs a read, while a wrong

@@ -294,23 +294,18 @@ fn move_all(
         chunk: CHUNK_BYTES,
         share: shares.then_some(block),
         share_max: SHARE_BYTES_MAX,
-        in_kernel: false,
         zero_max: zero_max(base),
         layers: usize::MAX,
         skip_absent: true,
-        fill: false,
-        salvage: false,
+        ..PlanOptions::default()
     };
     let moving = MoveOptions {
         threads: options.threads,
         detect_zeroes: Some(DETECT_BYTES),
-        compress: None,
-        in_order: false,
         over: true,
         write_zeroes: true,
-        salvage: false,
-        new: false,
         rate: options.rate,
+        ..MoveOptions::default()
     };
     let mover = Mover::new(source, Some(base), Planner::new(source, plan), moving, monitor);
     mover.run()?;

@@ -14,10 +14,10 @@ use std::time::Instant;
 
 use serde::Serialize;
 use vdkit_block::{GuestOffset, Monitor, Result, Storage};
-use vdkit_chain::Disk;
+use vdkit_chain::{Disk, DiskPlace};
 
 use crate::crew::{Plan, work_off};
-use crate::runs::{Run, RunKind, Runs};
+use crate::runs::{Run, Runs};
 
 /// Bytes per piece: two buffers of this size fit in the L2 cache.
 const PIECE_BYTES: u64 = 256 << 10;
@@ -250,14 +250,14 @@ pub(crate) fn same_place(a: &Run<'_>, b: &Run<'_>) -> bool {
     if !a.is_plain() || !b.is_plain() {
         return false;
     }
-    match (&a.kind, &b.kind) {
+    match (&a.place, &b.place) {
         (
-            RunKind::Data { storage: a, offset: a_offset },
-            RunKind::Data { storage: b, offset: b_offset },
+            DiskPlace::Data { storage: a, offset: a_offset },
+            DiskPlace::Data { storage: b, offset: b_offset },
         ) => a_offset == b_offset && same_file(a, b),
         (
-            RunKind::Compressed { storage: a, compressed: a_packed },
-            RunKind::Compressed { storage: b, compressed: b_packed },
+            DiskPlace::Compressed { storage: a, compressed: a_packed },
+            DiskPlace::Compressed { storage: b, compressed: b_packed },
         ) => a_packed == b_packed && same_file(a, b),
         _ => false,
     }

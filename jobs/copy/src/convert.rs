@@ -83,10 +83,9 @@ impl Backing {
         Self { path: path.into(), opening, trusted: false }
     }
 
-    /// Sets [`Self::trusted`].
-    #[must_use]
-    pub fn trusted(self, trusted: bool) -> Self {
-        Self { trusted, ..self }
+    vdkit_block::setters! {
+        /// Sets [`Self::trusted`].
+        trusted: bool,
     }
 
     fn open(&self, registry: &Registry, keys: &[Secret]) -> Result<Disk> {
@@ -440,12 +439,9 @@ fn plan_options(compressed: bool, target: Option<&Disk>, layers: usize) -> PlanO
             chunk: CHUNK_BYTES,
             share: Some(1),
             share_max: READ_DISCARD_BYTES,
-            in_kernel: false,
             zero_max: u64::MAX,
             layers,
-            skip_absent: false,
-            fill: false,
-            salvage: false,
+            ..PlanOptions::default()
         };
     }
     let caps = target.map(|t| t.top().caps());
@@ -467,8 +463,7 @@ fn plan_options(compressed: bool, target: Option<&Disk>, layers: usize) -> PlanO
         zero_max: target.map_or(u64::MAX, zero_max),
         layers,
         skip_absent: layers != usize::MAX,
-        fill: false,
-        salvage: false,
+        ..PlanOptions::default()
     }
 }
 

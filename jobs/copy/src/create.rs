@@ -41,10 +41,9 @@ impl NewBacking {
         Self { name: name.into(), format, open: true }
     }
 
-    /// Sets [`Self::open`].
-    #[must_use]
-    pub fn open(self, open: bool) -> Self {
-        Self { open, ..self }
+    vdkit_block::setters! {
+        /// Sets [`Self::open`].
+        open: bool,
     }
 }
 
@@ -89,28 +88,19 @@ impl<'a> CreateOptions<'a> {
         Self { guest_bytes: guest_bytes.into(), ..self }
     }
 
-    /// Sets [`Self::options`].
-    #[must_use]
-    pub fn options(self, options: Options) -> Self {
-        Self { options, ..self }
-    }
-
     /// Sets [`Self::backing`].
     #[must_use]
     pub fn backing(self, backing: impl Into<Option<NewBacking>>) -> Self {
         Self { backing: backing.into(), ..self }
     }
 
-    /// Sets [`Self::replace`].
-    #[must_use]
-    pub fn replace(self, replace: bool) -> Self {
-        Self { replace, ..self }
-    }
-
-    /// Sets [`Self::opening`].
-    #[must_use]
-    pub fn opening(self, opening: OpenOptions) -> Self {
-        Self { opening, ..self }
+    vdkit_block::setters! {
+        /// Sets [`Self::options`].
+        options: Options,
+        /// Sets [`Self::replace`].
+        replace: bool,
+        /// Sets [`Self::opening`].
+        opening: OpenOptions,
     }
 }
 

@@ -42,7 +42,7 @@ const PAGE_BYTES: usize = 4096;
 const ZERO_BYTES_MAX: u64 = 8 << 20;
 
 /// Options of a mover.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct MoveOptions {
     /// Maximum threads; `None` for one per core. The cores are counted only when a second thread is
     /// needed, since that reads the control group's files.

@@ -8,9 +8,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use vdkit_block::{HostOffset, Result, Storage, align_down};
-use vdkit_chain::Disk;
+use vdkit_chain::{Disk, DiskPlace};
 
-use crate::runs::{RunKind, Runs};
+use crate::runs::Runs;
 use crate::source::Source;
 
 /// A piece of a job, in bytes of the target disk.
@@ -55,7 +55,7 @@ pub enum Work {
 }
 
 /// Options of a plan.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct PlanOptions {
     /// Cell size: the target's cluster size in bytes, a power of two.
     pub grid: u64,
@@ -283,13 +283,13 @@ impl<'a> Planner<'a> {
             let start = *start;
             match runs.next_run() {
                 Ok(Some(run)) => {
-                    let kind = match run.kind {
-                        RunKind::Zero if run.absent => Kind::Absent,
-                        RunKind::Zero => Kind::Zero,
-                        RunKind::Data { storage, offset } if run.is_plain() => {
+                    let kind = match run.place {
+                        DiskPlace::Hole => Kind::Absent,
+                        DiskPlace::Zero { .. } => Kind::Zero,
+                        DiskPlace::Data { storage, offset } if run.is_plain() => {
                             Kind::Data { storage: storage.clone(), offset }
                         }
-                        RunKind::Data { .. } | RunKind::Compressed { .. } => Kind::Coded,
+                        DiskPlace::Data { .. } | DiskPlace::Compressed { .. } => Kind::Coded,
                     };
                     self.push(start + run.at, start + run.end(), kind);
                 }

@@ -24,7 +24,7 @@ use vdkit_block::{
     Result, Storage, align_down, is_zero,
 };
 use vdkit_chain::{
-    BackingChoice, Disk, OpenOptions, Registry, describe_chain, open_image, same_file,
+    BackingChoice, Disk, DiskPlace, OpenOptions, Registry, describe_chain, open_image, same_file,
 };
 
 use crate::compare::{Side, same_place};
@@ -32,7 +32,6 @@ use crate::convert::image_codec;
 use crate::create::{FoundBacking, NewBacking};
 use crate::crew::{Plan, work_off};
 use crate::new_files::beside;
-use crate::runs::RunKind;
 use crate::share::share;
 use crate::units::UnitWriter;
 
@@ -435,8 +434,8 @@ impl Plan for Differing<'_> {
                 let (old_zero, new_zero) = (false, new.is_none());
                 return Ok(Some(Pair { at, len, old_zero, new_zero, source: None }));
             }
-            let source = match old.kind {
-                RunKind::Data { storage, offset } if old.is_plain() => {
+            let source = match old.place {
+                DiskPlace::Data { storage, offset } if old.is_plain() => {
                     Some((storage.clone(), offset))
                 }
                 _ => None,

@@ -1,8 +1,6 @@
 //! A disk's map, with holes of host files distinguished from data. See `holes`.
 
-use std::sync::Arc;
-
-use vdkit_block::{Compressed, GuestOffset, HostOffset, Result, Storage};
+use vdkit_block::{Compressed, GuestOffset, Result};
 use vdkit_chain::{Disk, DiskPlace, Extents, TruncationCheck};
 
 use crate::holes::Holes;
@@ -14,44 +12,24 @@ pub struct Run<'a> {
     pub at: u64,
     /// Bytes; never 0.
     pub len: u64,
-    /// What the run holds.
-    pub kind: RunKind<'a>,
+    /// Where its bytes are. A hole of the host file is a [`DiskPlace::Zero`]; a [`DiskPlace::Hole`]
+    /// is what no mapped layer holds.
+    pub place: DiskPlace<'a>,
     /// The layer that holds it, 0 being the top.
     pub depth: usize,
-    /// No mapped layer holds it.
-    pub absent: bool,
     /// The host file may have holes unknown to the map.
     hides_holes: bool,
     /// The host's bytes are not the guest's (compressed units excepted).
     encrypted: bool,
 }
 
-/// Content of a run.
-#[derive(Clone, Copy, Debug)]
-pub enum RunKind<'a> {
-    /// Zeroes, by the map or the host file.
-    Zero,
-    /// Bytes of a host file.
-    Data {
-        /// The host file.
-        storage: &'a Arc<dyn Storage>,
-        /// Offset of the first byte in it.
-        offset: HostOffset,
-    },
-    /// A part of a compressed unit.
-    Compressed {
-        /// The host file.
-        storage: &'a Arc<dyn Storage>,
-        /// The unit, and where in it the run begins.
-        compressed: Compressed,
-    },
-}
+/// Zeroes that a layer or the host file holds.
+const ZERO: DiskPlace<'static> = DiskPlace::Zero { allocated: false };
 
 impl Run<'_> {
     /// A run of zeroes.
     pub fn zeroes(at: u64, len: u64) -> Self {
-        let (kind, depth) = (RunKind::Zero, usize::MAX);
-        Self { at, len, kind, depth, absent: false, hides_holes: false, encrypted: false }
+        Self { at, len, place: ZERO, depth: usize::MAX, hides_holes: false, encrypted: false }
     }
 
     /// Guest offset behind the last byte.
@@ -63,16 +41,18 @@ impl Run<'_> {
     pub fn from(self, at: u64) -> Self {
         debug_assert!(self.at <= at && at < self.end());
         let skip = at - self.at;
-        let kind = match self.kind {
-            RunKind::Data { storage, offset } => RunKind::Data { storage, offset: offset + skip },
+        let place = match self.place {
+            DiskPlace::Data { storage, offset } => {
+                DiskPlace::Data { storage, offset: offset + skip }
+            }
             // A unit is at most a few MiB, so the sum fits in u32.
-            RunKind::Compressed { storage, compressed } => RunKind::Compressed {
+            DiskPlace::Compressed { storage, compressed } => DiskPlace::Compressed {
                 storage,
                 compressed: Compressed { skip: compressed.skip + skip as u32, ..compressed },
             },
-            RunKind::Zero => RunKind::Zero,
+            zero @ (DiskPlace::Zero { .. } | DiskPlace::Hole) => zero,
         };
-        Self { at, len: self.len - skip, kind, ..self }
+        Self { at, len: self.len - skip, place, ..self }
     }
 
     /// Whether the host's bytes are the guest's.
@@ -82,7 +62,7 @@ impl Run<'_> {
 
     /// Whether the run is known to read as zero.
     pub fn is_zero(&self) -> bool {
-        matches!(self.kind, RunKind::Zero)
+        self.place.reads_zero()
     }
 }
 
@@ -129,25 +109,16 @@ impl<'a> Runs<'a> {
                     Run {
                         at: extent.at.0,
                         len: extent.len,
+                        place: extent.place,
                         depth: extent.depth,
-                        absent: matches!(extent.place, DiskPlace::Hole),
                         hides_holes: Holes::hides_holes(self.disk, extent.depth),
                         encrypted: self.disk.encryption(extent.depth).is_some(),
-                        kind: match extent.place {
-                            DiskPlace::Zero { .. } | DiskPlace::Hole => RunKind::Zero,
-                            DiskPlace::Compressed { storage, compressed } => {
-                                RunKind::Compressed { storage, compressed }
-                            }
-                            DiskPlace::Data { storage, offset } => {
-                                RunKind::Data { storage, offset }
-                            }
-                        },
                     }
                 }
                 None => return Ok(None),
             },
         };
-        let RunKind::Data { storage, offset } = run.kind else { return Ok(Some(run)) };
+        let DiskPlace::Data { storage, offset } = run.place else { return Ok(Some(run)) };
         if !run.hides_holes {
             return Ok(Some(run));
         }
@@ -156,7 +127,7 @@ impl<'a> Runs<'a> {
         if len < run.len {
             self.rest = Some(run.from(run.at + len));
         }
-        let kind = if answer.data { run.kind } else { RunKind::Zero };
-        Ok(Some(Run { len, kind, ..run }))
+        let place = if answer.data { run.place } else { ZERO };
+        Ok(Some(Run { len, place, ..run }))
     }
 }

@@ -56,22 +56,13 @@ impl ExistingImage {
         Self { path: path.into(), format: None, cache: None, refs: RefPolicy::default() }
     }
 
-    /// Sets [`Self::format`].
-    #[must_use]
-    pub fn format(self, format: Option<String>) -> Self {
-        Self { format, ..self }
-    }
-
-    /// Sets [`Self::cache`].
-    #[must_use]
-    pub fn cache(self, cache: Option<CacheMode>) -> Self {
-        Self { cache, ..self }
-    }
-
-    /// Sets [`Self::refs`].
-    #[must_use]
-    pub fn refs(self, refs: RefPolicy) -> Self {
-        Self { refs, ..self }
+    vdkit_block::setters! {
+        /// Sets [`Self::format`].
+        format: Option<String>,
+        /// Sets [`Self::cache`].
+        cache: Option<CacheMode>,
+        /// Sets [`Self::refs`].
+        refs: RefPolicy,
     }
 }
 
@@ -104,22 +95,13 @@ impl NewImage {
         }
     }
 
-    /// Sets [`Self::options`].
-    #[must_use]
-    pub fn options(self, options: Options) -> Self {
-        Self { options, ..self }
-    }
-
-    /// Sets [`Self::backing`].
-    #[must_use]
-    pub fn backing(self, backing: Option<BackingRef>) -> Self {
-        Self { backing, ..self }
-    }
-
-    /// Sets [`Self::cache`].
-    #[must_use]
-    pub fn cache(self, cache: Option<CacheMode>) -> Self {
-        Self { cache, ..self }
+    vdkit_block::setters! {
+        /// Sets [`Self::options`].
+        options: Options,
+        /// Sets [`Self::backing`].
+        backing: Option<BackingRef>,
+        /// Sets [`Self::cache`].
+        cache: Option<CacheMode>,
     }
 }
 

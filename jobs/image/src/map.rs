@@ -38,11 +38,7 @@ impl<'a> MapRow<'a> {
             length: extent.len,
             depth: extent.depth.min(layers.saturating_sub(1)),
             present: true,
-            zero: false,
-            data: false,
-            compressed: false,
-            offset: None,
-            filename: None,
+            ..Self::default()
         };
         match &extent.place {
             DiskPlace::Data { storage, offset } => {

@@ -1,7 +1,5 @@
 //! Internal snapshots of an image: list, create, apply, delete, rename.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use vdkit_block::{Monitor, NewSnapshot, Result, SnapshotInfo};
 use vdkit_chain::Disk;
 
@@ -57,16 +55,7 @@ pub fn snapshot(
         ));
     }
     match action {
-        SnapshotAction::Create(name) => {
-            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-            let new = NewSnapshot {
-                name: name.clone(),
-                // The format's field ends in 2106.
-                date_seconds: u32::try_from(now.as_secs()).unwrap_or(u32::MAX),
-                date_nanoseconds: now.subsec_nanos(),
-            };
-            all.create(&new, monitor)
-        }
+        SnapshotAction::Create(name) => all.create(&NewSnapshot::now(name), monitor),
         SnapshotAction::Apply(which) => all.apply(which, monitor),
         SnapshotAction::Delete(which) => all.delete(which, monitor),
         SnapshotAction::Rename { which, name } => all.rename(which, name),

@@ -9,19 +9,17 @@
 //!
 //! Anyone who can open the socket controls the service, so its mode is 0600.
 
-use std::fmt;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use vdkit_block::{
-    Bitmaps, CancelToken, Error, Monitor, NewBitmap, NewSnapshot, OwnerProcess, Remedy,
-    SnapshotInfo,
+    Bitmaps, CancelToken, Error, Monitor, NewBitmap, NewSnapshot, Remedy, SnapshotInfo,
 };
 
 use crate::bitmaps::BitmapList;
@@ -31,7 +29,7 @@ use crate::images::{Committed, ImageChain, Images};
 use crate::job::JobStatus;
 use crate::metrics;
 use crate::parking::ParkedInfo;
-use crate::socket::{Access, UnixSocket, Wake};
+use crate::socket::{Access, UnixSocket, Worker};
 
 /// Maximum length of a line.
 const LINE_MAX: u64 = 64 << 10;
@@ -232,13 +230,7 @@ impl Controller {
                 Ok(Answer::Done {})
             }
             Command::Snapshot { name } => {
-                let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-                let now = now.unwrap_or_default();
-                let new = NewSnapshot {
-                    name: name.clone(),
-                    date_seconds: now.as_secs() as u32,
-                    date_nanoseconds: now.subsec_nanos(),
-                };
+                let new = NewSnapshot::now(name);
                 export.with_snapshots(|side| side.create(&new, &Monitor::default()))
             }
             Command::SnapshotDelete { name } => {
@@ -297,18 +289,10 @@ struct Reply<'a> {
 /// A control socket, open until dropped. Dropping it ends its connections: running commands are
 /// answered, and on return no thread of the control holds the export. Any job of the export that runs
 /// while a command still does is cancelled. In a child of `fork`, dropping it ends nothing.
+#[derive(Debug)]
 #[must_use = "dropping it closes the socket"]
 pub struct Control {
-    path: PathBuf,
-    wake: Arc<Wake>,
-    thread: Option<JoinHandle<()>>,
-    owner: OwnerProcess,
-}
-
-impl fmt::Debug for Control {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Control").field("path", &self.path).finish_non_exhaustive()
-    }
+    _worker: Worker,
 }
 
 impl Control {
@@ -320,31 +304,16 @@ impl Control {
         let socket = UnixSocket::bind(path, Access::Owner)?;
         // A connection may close between poll and accept.
         socket.set_nonblocking(true)?;
-        let wake = Arc::new(Wake::new()?);
-        let woken = Arc::clone(&wake);
-        let thread = std::thread::Builder::new().name("control".to_owned()).spawn(move || {
+        let worker = Worker::start("control", move |woken| {
             let mut conversations = Conversations::default();
             // A client that stays connected must not block others.
-            while let Some((client, _)) = woken.accept("control", &*socket, || socket.accept()) {
+            while let Some((client, _)) = woken.accept("control", &socket, || socket.accept()) {
                 conversations.start(client, controller.clone());
             }
             drop(socket);
             conversations.end(&controller.export);
         })?;
-        let owner = OwnerProcess::current();
-        Ok(Self { path: path.to_owned(), wake, thread: Some(thread), owner })
-    }
-}
-
-impl Drop for Control {
-    fn drop(&mut self) {
-        let Some(thread) = self.thread.take() else { return };
-        if !self.owner.is_current() {
-            // A thread of the parent cannot be joined here.
-            return std::mem::forget(thread);
-        }
-        self.wake.wake();
-        let _ = thread.join();
+        Ok(Self { _worker: worker })
     }
 }
 

@@ -66,4 +66,4 @@ pub use parking::{Claim, ParkedInfo};
 pub use pool::Pool;
 pub use requests::Requests;
 pub use scrape::{Scrape, ScrapeAddress};
-pub use socket::{ACCEPT_PAUSE, Access, UnixSocket, Wake};
+pub use socket::{ACCEPT_PAUSE, Access, UnixSocket, Wake, Worker, peer_has_left};

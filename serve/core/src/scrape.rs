@@ -10,17 +10,15 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, Shutdown, SocketFlags};
-use vdkit_block::OwnerProcess;
 
 use crate::export::Export;
 use crate::metrics;
-use crate::socket::{ACCEPT_PAUSE, Access, UnixSocket, Wake};
+use crate::socket::{ACCEPT_PAUSE, Access, UnixSocket, Wake, Worker};
 
 /// Maximum connections.
 const CLIENTS_MAX: usize = 16;
@@ -64,30 +62,12 @@ impl fmt::Display for ScrapeAddress {
     }
 }
 
-/// A listening socket.
-#[derive(Debug)]
-enum Listener {
-    Unix(UnixSocket),
-    Tcp(TcpListener),
-}
-
-impl AsFd for Listener {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Unix(socket) => (**socket).as_fd(),
-            Self::Tcp(socket) => socket.as_fd(),
-        }
-    }
-}
-
 /// Serves `GET /metrics` until dropped. In a child of `fork`, dropping it ends nothing.
 #[derive(Debug)]
 pub struct Scrape {
     address: ScrapeAddress,
     bound: Option<SocketAddr>,
-    wake: Arc<Wake>,
-    thread: Option<JoinHandle<()>>,
-    owner: OwnerProcess,
+    _worker: Worker,
 }
 
 impl Scrape {
@@ -96,14 +76,12 @@ impl Scrape {
     /// # Errors
     /// Errors of the system; as [`UnixSocket::bind`].
     pub fn start(address: &ScrapeAddress, export: Arc<Export>) -> io::Result<Self> {
-        let (listener, bound) = match address {
-            ScrapeAddress::Unix(path) => {
-                (Listener::Unix(UnixSocket::bind(path, Access::Usual)?), None)
-            }
+        let (listener, bound): (Box<dyn AsFd + Send>, _) = match address {
+            ScrapeAddress::Unix(path) => (Box::new(UnixSocket::bind(path, Access::Usual)?), None),
             ScrapeAddress::Tcp(address) => {
                 let listener = TcpListener::bind(address.as_str())?;
                 let bound = listener.local_addr()?;
-                (Listener::Tcp(listener), Some(bound))
+                (Box::new(listener), Some(bound))
             }
         };
         // A connection may close between poll and accept.
@@ -115,16 +93,12 @@ impl Scrape {
     fn begin(
         address: ScrapeAddress,
         bound: Option<SocketAddr>,
-        listener: Listener,
+        listener: impl AsFd + Send + 'static,
         time: Duration,
         text: impl Fn() -> String + Send + 'static,
     ) -> io::Result<Self> {
-        let wake = Arc::new(Wake::new()?);
-        let woken = wake.clone();
-        let thread = std::thread::Builder::new()
-            .name("metrics".to_owned())
-            .spawn(move || serve(&listener, &woken, time, &text))?;
-        Ok(Self { address, bound, wake, thread: Some(thread), owner: OwnerProcess::current() })
+        let serving = move |woken: &Wake| serve(listener.as_fd(), woken, time, &text);
+        Ok(Self { address, bound, _worker: Worker::start("metrics", serving)? })
     }
 
     /// Its address: a URL, or `unix:PATH`.
@@ -136,19 +110,7 @@ impl Scrape {
     }
 }
 
-impl Drop for Scrape {
-    fn drop(&mut self) {
-        let Some(thread) = self.thread.take() else { return };
-        if !self.owner.is_current() {
-            // A thread of the parent cannot be joined here.
-            return std::mem::forget(thread);
-        }
-        self.wake.wake();
-        let _ = thread.join();
-    }
-}
-
-fn serve(listener: &Listener, woken: &Wake, time: Duration, text: &dyn Fn() -> String) {
+fn serve(listener: BorrowedFd<'_>, woken: &Wake, time: Duration, text: &dyn Fn() -> String) {
     // The oldest first.
     let mut clients: Vec<Client> = Vec::new();
     loop {
@@ -185,8 +147,8 @@ struct Ready {
 }
 
 /// Polls all sockets; `None` at the end.
-fn wait(listener: &Listener, woken: &Wake, clients: &[Client]) -> Option<Ready> {
-    let mut all = vec![PollFd::new(woken, PollFlags::IN), PollFd::new(listener, PollFlags::IN)];
+fn wait(listener: BorrowedFd<'_>, woken: &Wake, clients: &[Client]) -> Option<Ready> {
+    let mut all = vec![PollFd::new(woken, PollFlags::IN), PollFd::new(&listener, PollFlags::IN)];
     all.extend(clients.iter().map(|client| PollFd::new(&client.socket, client.awaits())));
     let now = Instant::now();
     let first = clients.iter().map(|client| client.until.saturating_duration_since(now)).min();
@@ -342,8 +304,7 @@ mod tests {
         listener.set_nonblocking(true).unwrap();
         let bound = listener.local_addr().unwrap();
         let address = ScrapeAddress::Tcp(bound.to_string());
-        let (listener, text) = (Listener::Tcp(listener), || words.to_owned());
-        let scrape = Scrape::begin(address, Some(bound), listener, time, text);
+        let scrape = Scrape::begin(address, Some(bound), listener, time, || words.to_owned());
         (scrape.unwrap(), bound)
     }
 

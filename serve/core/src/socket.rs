@@ -7,11 +7,13 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, poll};
 use rustix::fs::Mode;
-use rustix::io::Errno;
+use rustix::io::retry_on_intr;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use vdkit_block::OwnerProcess;
 
@@ -76,6 +78,12 @@ impl Deref for UnixSocket {
     type Target = UnixListener;
     fn deref(&self) -> &UnixListener {
         &self.listener
+    }
+}
+
+impl AsFd for UnixSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.listener.as_fd()
     }
 }
 
@@ -171,16 +179,11 @@ impl Wake {
     fn wait(&self, at: Option<BorrowedFd<'_>>, time: Option<Duration>) -> io::Result<Option<bool>> {
         let time = time.and_then(|time| Timespec::try_from(time).ok());
         let own = self.0.as_fd();
-        loop {
-            let mut fds =
-                [own, at.unwrap_or(own)].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-            match poll(&mut fds, time.as_ref()) {
-                Ok(_) if !fds[0].revents().is_empty() => return Ok(None),
-                Ok(_) => return Ok(Some(!fds[1].revents().is_empty())),
-                Err(Errno::INTR) => {}
-                Err(errno) => return Err(errno.into()),
-            }
-        }
+        let mut fds =
+            [own, at.unwrap_or(own)].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        retry_on_intr(|| poll(&mut fds, time.as_ref()))?;
+        let [woken, came] = fds.map(|fd| !fd.revents().is_empty());
+        Ok((!woken).then_some(came))
     }
 }
 
@@ -188,6 +191,65 @@ impl AsFd for Wake {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
+}
+
+/// A thread that works until it is woken. Dropping this wakes it and waits for its end; in a child
+/// of `fork`, whose parent has the thread, that does nothing.
+#[derive(Debug)]
+#[must_use = "dropping it ends the thread"]
+pub struct Worker {
+    wake: Arc<Wake>,
+    /// `None` once it was joined or given up.
+    thread: Option<JoinHandle<()>>,
+    owner: OwnerProcess,
+}
+
+impl Worker {
+    /// Starts a thread. Its work ends soon after the [`Wake`] that it gets was woken.
+    ///
+    /// # Errors
+    /// Too many open files; no thread can be created.
+    pub fn start(name: &str, work: impl FnOnce(&Wake) + Send + 'static) -> io::Result<Self> {
+        let wake = Arc::new(Wake::new()?);
+        let woken = wake.clone();
+        let named = std::thread::Builder::new().name(name.to_owned());
+        let thread = named.spawn(move || work(&woken))?;
+        Ok(Self { wake, thread: Some(thread), owner: OwnerProcess::current() })
+    }
+
+    /// Wakes the thread, and joins it if `ended` says that its work has ended; otherwise it goes on
+    /// alone. Returns whether it was joined, without a panic. In a child of `fork`, does nothing
+    /// and returns `false`.
+    pub fn stop(mut self, ended: impl FnOnce() -> bool) -> bool {
+        if !self.owner.is_current() {
+            return false;
+        }
+        self.wake.wake();
+        // Taken in any case, so that dropping this waits for nothing.
+        let thread = self.thread.take();
+        ended() && thread.is_some_and(|own| own.join().is_ok())
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        let Some(thread) = self.thread.take() else { return };
+        if !self.owner.is_current() {
+            // A thread of the parent cannot be joined here.
+            return std::mem::forget(thread);
+        }
+        self.wake.wake();
+        let _ = thread.join();
+    }
+}
+
+/// Whether the peer of a descriptor has left: it hung up, or there is an error, or one of `events`.
+/// Does not wait.
+pub fn peer_has_left(at: impl AsFd, events: PollFlags) -> bool {
+    let mut fds = [PollFd::new(&at, events)];
+    // If poll fails, assume that the peer is there: receiving reports errors.
+    let asked = poll(&mut fds, Some(&Timespec::default())).is_ok();
+    asked && fds[0].revents().intersects(events | PollFlags::HUP | PollFlags::ERR)
 }
 
 /// Removes a socket left by a dead service. A refused connection alone proves nothing: plain files

@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use fuser::{Config, MountOption, Session, SessionACL, SessionUnmounter};
 use parking_lot::Mutex;
-use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::event::PollFlags;
 use vdkit_block::OwnerProcess;
-use vdkit_serve::{Client, Export};
+use vdkit_serve::{Client, Export, peer_has_left};
 
 use crate::attributes::Attributes;
 use crate::disk_file::DiskFile;
@@ -184,9 +184,7 @@ impl Drop for Server {
 /// Whether the kernel has closed the connection: a forced unmount, or an abort. POLLERR shows it
 /// even if no thread reads from the device.
 fn is_cut_off(device: &OwnedFd) -> bool {
-    let mut fds = [PollFd::new(device, PollFlags::empty())];
-    let asked = rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok();
-    asked && fds[0].revents().contains(PollFlags::ERR)
+    peer_has_left(device, PollFlags::empty())
 }
 
 fn config_of(export: &Export, options: &ServerOptions) -> Config {

@@ -6,11 +6,13 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::event::{PollFd, PollFlags};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, recv, sendmsg};
+use vdkit_serve::peer_has_left;
 
 use crate::poll::{Poll, PollLimit};
+use crate::wire::Transport;
 
 /// Spins between two polls: some hundred nanoseconds, about as long as a poll takes.
 const SPINS: u32 = 16;
@@ -19,28 +21,12 @@ const SPINS: u32 = 16;
 /// does not.
 const BRIEFLY: Duration = Duration::from_millis(2);
 
-/// A bidirectional byte stream. At most one thread receives and one sends at a time.
-pub trait Channel: Send + Sync + fmt::Debug {
-    /// Receives some bytes; 0 at the end.
-    ///
-    /// # Errors
-    /// Errors of the socket; `WouldBlock` after the timeout.
-    fn recv(&self, buf: &mut [u8]) -> io::Result<usize>;
-
-    /// Receives bytes that are already there; `None` if [`Channel::recv`] may have to wait.
+/// The byte stream of a client.
+pub trait Channel: Transport + Send + Sync + fmt::Debug {
+    /// Receives bytes that are already there; `None` if [`Transport::recv`] may have to wait.
     fn recv_ready(&self, buf: &mut [u8]) -> io::Result<Option<usize>> {
         let _ = buf;
         Ok(None)
-    }
-
-    /// Sends all bytes.
-    fn send(&self, bytes: &[u8]) -> io::Result<()>;
-
-    /// Sends what is possible while waiting for the peer at most [`BRIEFLY`]. Returns how many
-    /// bytes were taken, and whether these were all sent. If not, call [`Channel::send`], even with
-    /// no bytes: it sends the rest first.
-    fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
-        self.send(bytes).map(|()| (bytes.len(), true))
     }
 
     /// Sends a header and the data after it.
@@ -48,9 +34,6 @@ pub trait Channel: Send + Sync + fmt::Debug {
         self.send(head)?;
         self.send(data)
     }
-
-    /// Timeout of [`Channel::recv`] and [`Channel::send`].
-    fn set_timeout(&self, most: Option<Duration>) -> io::Result<()>;
 
     /// Shuts down one or both directions; wakes threads that wait.
     fn shutdown(&self, how: Shutdown);
@@ -146,7 +129,7 @@ impl Socket {
     }
 }
 
-impl Channel for Socket {
+impl Transport for Socket {
     fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
         if let Some(got) = self.recv_now(buf)? {
             return Ok(got);
@@ -161,10 +144,6 @@ impl Channel for Socket {
         Ok(got)
     }
 
-    fn recv_ready(&self, buf: &mut [u8]) -> io::Result<Option<usize>> {
-        self.recv_now(buf)
-    }
-
     fn send(&self, bytes: &[u8]) -> io::Result<()> {
         let mut rest = bytes;
         while !rest.is_empty() {
@@ -176,8 +155,20 @@ impl Channel for Socket {
         Ok(())
     }
 
+    /// Waits for the peer at most [`BRIEFLY`].
     fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
         self.send_some(&[IoSlice::new(bytes)]).map(|sent| (sent, true))
+    }
+
+    fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
+        self.patient.store(most.is_none(), Ordering::Relaxed);
+        self.wait_at_most(most, most.or(Some(BRIEFLY)))
+    }
+}
+
+impl Channel for Socket {
+    fn recv_ready(&self, buf: &mut [u8]) -> io::Result<Option<usize>> {
+        self.recv_now(buf)
     }
 
     /// In one call, so that the peer is woken once.
@@ -188,11 +179,6 @@ impl Channel for Socket {
             self.send(&head[sent..])?;
         }
         self.send(&data[sent.saturating_sub(head.len())..])
-    }
-
-    fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
-        self.patient.store(most.is_none(), Ordering::Relaxed);
-        self.wait_at_most(most, most.or(Some(BRIEFLY)))
     }
 
     fn shutdown(&self, how: Shutdown) {
@@ -207,10 +193,7 @@ impl Channel for Socket {
         // At the end of the service, pending requests of connected clients are still served.
         let ended_here = self.ended_here.load(Ordering::SeqCst);
         let asks = if ended_here { PollFlags::empty() } else { PollFlags::RDHUP };
-        let mut fds = [PollFd::new(&self.fd, asks)];
-        // If poll fails, assume that the peer is there: receiving reports errors.
-        let asked = rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok();
-        asked && fds[0].revents().intersects(asks | PollFlags::HUP | PollFlags::ERR)
+        peer_has_left(&self.fd, asks)
     }
 }
 

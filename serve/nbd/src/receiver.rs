@@ -112,6 +112,7 @@ mod tests {
     use rustix::net::Shutdown;
 
     use super::*;
+    use crate::wire::Transport;
 
     /// Returns all bytes at once, and records the requested lengths.
     #[derive(Debug, Default)]
@@ -120,7 +121,7 @@ mod tests {
         asked: Mutex<Vec<usize>>,
     }
 
-    impl Channel for Ready {
+    impl Transport for Ready {
         fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
             let mut bytes = self.bytes.lock();
             let got = bytes.len().min(buf.len());
@@ -137,7 +138,9 @@ mod tests {
         fn set_timeout(&self, _: Option<Duration>) -> io::Result<()> {
             Ok(())
         }
+    }
 
+    impl Channel for Ready {
         fn shutdown(&self, _: Shutdown) {}
     }
 

@@ -141,7 +141,7 @@ impl Listener {
 impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
-            Self::Unix(socket) => (**socket).as_fd(),
+            Self::Unix(socket) => socket.as_fd(),
             Self::Handed(socket) => socket.as_fd(),
             Self::Tcp(socket) => socket.as_fd(),
         }

@@ -7,9 +7,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use rustix::io::retry_on_intr;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
 use crate::wire::{BODY_MAX, FDS_MAX, HEADER_BYTES, flag, invalid};
@@ -74,18 +75,10 @@ impl Channel {
     fn recv_with_fds(&self, buf: &mut [u8], fds: &mut Vec<OwnedFd>) -> io::Result<usize> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
-        let received = loop {
+        let received = retry_on_intr(|| {
             let mut parts = [IoSliceMut::new(buf)];
-            match rustix::net::recvmsg(
-                &self.socket,
-                &mut parts,
-                &mut control,
-                RecvFlags::CMSG_CLOEXEC,
-            ) {
-                Err(rustix::io::Errno::INTR) => {}
-                done => break done?,
-            }
-        };
+            recvmsg(&self.socket, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC)
+        })?;
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(more) = message {
                 fds.extend(more);
@@ -116,13 +109,8 @@ impl Channel {
         if !fds.is_empty() {
             control.push(SendAncillaryMessage::ScmRights(&fds));
         }
-        let sent = loop {
-            let parts = [IoSlice::new(&bytes)];
-            match rustix::net::sendmsg(&self.socket, &parts, &mut control, SendFlags::NOSIGNAL) {
-                Err(rustix::io::Errno::INTR) => {}
-                done => break done?,
-            }
-        };
+        let (parts, flags) = ([IoSlice::new(&bytes)], SendFlags::NOSIGNAL);
+        let sent = retry_on_intr(|| sendmsg(&self.socket, &parts, &mut control, flags))?;
         (&self.socket).write_all(&bytes[sent..])
     }
 

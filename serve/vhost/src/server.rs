@@ -5,11 +5,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, channel};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
-use vdkit_block::OwnerProcess;
-use vdkit_serve::{ACCEPT_PAUSE, Access, Export, UnixSocket, Wake};
+use vdkit_serve::{ACCEPT_PAUSE, Access, Export, UnixSocket, Wake, Worker};
 
 use crate::device::QUEUES_MAX;
 use crate::session::Session;
@@ -67,11 +65,8 @@ struct Visits {
 #[must_use = "dropping it ends the service"]
 pub struct Server {
     visits: Arc<Visits>,
-    /// `None` once it was joined or given up.
-    thread: Option<JoinHandle<()>>,
-    wake: Arc<Wake>,
+    worker: Worker,
     ended: Receiver<()>,
-    owner: OwnerProcess,
 }
 
 impl Server {
@@ -84,19 +79,16 @@ impl Server {
         listener: Listener,
         options: ServerOptions,
     ) -> io::Result<Self> {
-        let wake = Arc::new(Wake::new()?);
         let (tell, ended) = channel();
-        let woken = wake.clone();
         let visits = Arc::new(Visits::default());
         let counted = visits.clone();
-        let thread =
-            std::thread::Builder::new().name("vhost-user".to_owned()).spawn(move || {
-                serve(&export, &listener, &options, &woken, &counted);
-                drop(listener);
-                // The receiver may be gone.
-                let _ = tell.send(());
-            })?;
-        Ok(Self { visits, thread: Some(thread), wake, ended, owner: OwnerProcess::current() })
+        let worker = Worker::start("vhost-user", move |woken| {
+            serve(&export, &listener, &options, woken, &counted);
+            drop(listener);
+            // The receiver may be gone.
+            let _ = tell.send(());
+        })?;
+        Ok(Self { visits, worker, ended })
     }
 
     /// Number of monitors so far.
@@ -112,26 +104,8 @@ impl Server {
     /// Ends the service. Requests already taken are done and put back; others stay in their rings.
     /// Returns whether all were done within `drain`. If not, the thread that does them goes on, in the
     /// guest's memory too, until they are done. In a child of `fork`, ends nothing and returns `false`.
-    pub fn stop(mut self, drain: Duration) -> bool {
-        if !self.owner.is_current() {
-            return false;
-        }
-        self.wake.wake();
-        // Taken in any case, so that dropping the server does not wait for longer than `drain`.
-        let thread = self.thread.take();
-        self.ended.recv_timeout(drain).is_ok() && thread.is_some_and(|own| own.join().is_ok())
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let Some(thread) = self.thread.take() else { return };
-        if !self.owner.is_current() {
-            // A thread of the parent cannot be joined here.
-            return std::mem::forget(thread);
-        }
-        self.wake.wake();
-        let _ = thread.join();
+    pub fn stop(self, drain: Duration) -> bool {
+        self.worker.stop(|| self.ended.recv_timeout(drain).is_ok())
     }
 }
 
@@ -145,7 +119,7 @@ fn serve(
     // On, which is the initial state.
     let writeback = Arc::new(AtomicBool::new(true));
     let socket = &listener.0;
-    while let Some((monitor, _)) = wake.accept("vhost-user", &**socket, || socket.accept()) {
+    while let Some((monitor, _)) = wake.accept("vhost-user", socket, || socket.accept()) {
         let session = Session::new(monitor, export.clone(), writeback.clone(), options);
         match session {
             Ok(session) => {

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::event::PollFlags;
 use rustix::fs::{FileType, OFlags};
-use vdkit_serve::{Client, Export, Pool, Wake};
+use vdkit_serve::{Client, Export, Pool, Wake, peer_has_left};
 
 use crate::channel::{Channel, Message};
 use crate::device::{Device, QUEUE_SIZE_MAX, QUEUES_MAX, feature};
@@ -67,7 +67,7 @@ impl Session {
         options: &ServerOptions,
     ) -> io::Result<Self> {
         let watched = socket.try_clone()?;
-        let client = Client::new(move || has_left(&watched));
+        let client = Client::new(move || peer_has_left(&watched, PollFlags::empty()));
         let queues = options.queues_max.clamp(1, QUEUES_MAX);
         let device = Arc::new(Device::new(export, client, writeback, queues));
         let pool = Arc::new(Pool::new(options.threads_max));
@@ -381,13 +381,6 @@ impl Session {
             tracing::warn!("vhost-user: the new size cannot be reported: {error}");
         }
     }
-}
-
-/// Whether the monitor has disconnected.
-fn has_left(socket: &UnixStream) -> bool {
-    let mut fds = [PollFd::new(socket, PollFlags::empty())];
-    let asked = rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok();
-    asked && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
 }
 
 fn single(mut fds: Vec<OwnedFd>) -> io::Result<Option<OwnedFd>> {

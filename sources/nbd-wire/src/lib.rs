@@ -4,6 +4,7 @@
 //! | what | where |
 //! |---|---|
 //! | the protocol's numbers, by the section names of the NBD project's `doc/proto.md` | here |
+//! | a connection's byte stream, with TLS or without: [`Transport`] | here |
 //! | TLS without a socket (feature `tls`) | `tls` |
 //! | the same with pre-shared keys (feature `tls-psk`) | `psk`, `wires` |
 //!
@@ -223,6 +224,29 @@ pub fn recv_exact(
         }
     }
     Ok(())
+}
+
+/// A connection's byte stream: a socket, or TLS over one. At most one thread receives and one sends
+/// at a time.
+pub trait Transport {
+    /// Receives some bytes; 0 at the end.
+    ///
+    /// # Errors
+    /// Errors of the socket; `WouldBlock` after the time limit; `InvalidData` if TLS fails.
+    fn recv(&self, buf: &mut [u8]) -> io::Result<usize>;
+
+    /// Sends all bytes.
+    fn send(&self, bytes: &[u8]) -> io::Result<()>;
+
+    /// Sends what is possible without waiting for long. Returns how many bytes were taken, and
+    /// whether these were all sent. If not, call [`Transport::send`], even with no bytes: it sends
+    /// the rest first.
+    fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
+        self.send(bytes).map(|()| (bytes.len(), true))
+    }
+
+    /// Time limit of each call that waits.
+    fn set_timeout(&self, most: Option<Duration>) -> io::Result<()>;
 }
 
 /// Percent-encodes text for a part of a URI.

@@ -14,7 +14,7 @@ use rustls::{Connection, RootCertStore};
 
 #[cfg(feature = "tls-psk")]
 use crate::psk::PskSession;
-use crate::time_left;
+use crate::{Transport, time_left};
 
 /// Ciphertext received at once: somewhat more than a record.
 const RECEIVE_BYTES: usize = 32 << 10;
@@ -158,21 +158,6 @@ impl Session {
     }
 }
 
-/// A connection beneath TLS. At most one thread receives and one sends at a time.
-pub trait Transport {
-    /// Receives some bytes; 0 at the end.
-    fn recv(&self, buf: &mut [u8]) -> io::Result<usize>;
-
-    /// Sends all bytes.
-    fn send(&self, bytes: &[u8]) -> io::Result<()>;
-
-    /// Sends what is possible without waiting for long; returns how many bytes that were.
-    fn send_ready(&self, bytes: &[u8]) -> io::Result<usize>;
-
-    /// Time limit of each call that waits.
-    fn set_timeout(&self, most: Option<Duration>) -> io::Result<()>;
-}
-
 /// Ciphertext not yet taken by the session: `buf[start..end]`.
 struct Received {
     buf: Vec<u8>,
@@ -284,16 +269,39 @@ impl<T: Transport + ?Sized> TlsStream<T> {
     /// As [`TlsStream::push`], without waiting for long; returns whether everything was sent.
     fn push_ready(&self, out: &mut Sending) -> io::Result<bool> {
         self.gather(out)?;
-        out.sent += self.socket.send_ready(&out.buf[out.sent..])?;
+        out.sent += self.socket.send_ready(&out.buf[out.sent..])?.0;
         Ok(out.sent == out.buf.len())
     }
 
-    /// Receives some bytes; 0 at the end, with close_notify or without: what is received has
-    /// lengths of its own, so nothing is cut unnoticed.
+    /// Sends all bytes of a header, which is short, and of a payload.
     ///
     /// # Errors
-    /// Errors of the socket; `WouldBlock` after the time limit; `InvalidData` if TLS fails.
-    pub fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
+    /// As [`Transport::recv`].
+    pub fn send_both(&self, head: &[u8], payload: &[u8]) -> io::Result<()> {
+        let mut out = self.sending.lock();
+        self.push_held(&mut out)?;
+        self.session.lock().write(head)?;
+        for piece in payload.chunks(SEND_BYTES) {
+            self.session.lock().write(piece)?;
+            self.push_held(&mut out)?;
+        }
+        self.push_held(&mut out)
+    }
+
+    /// Sends a close_notify, without waiting for a sending thread or for the peer: the socket closes
+    /// anyway.
+    pub fn say_goodbye(&self) {
+        self.session.lock().say_goodbye();
+        if let Some(mut out) = self.sending.try_lock() {
+            let _ = self.push_ready(&mut out);
+        }
+    }
+}
+
+impl<T: Transport + ?Sized> Transport for TlsStream<T> {
+    /// The end may come with close_notify or without: what is received has lengths of its own, so
+    /// nothing is cut unnoticed.
+    fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
         if buf.is_empty() {
             return Ok(0);
         }
@@ -318,27 +326,11 @@ impl<T: Transport + ?Sized> TlsStream<T> {
         }
     }
 
-    /// Sends all bytes of a header, which is short, and of a payload.
-    ///
-    /// # Errors
-    /// As [`TlsStream::recv`].
-    pub fn send(&self, head: &[u8], payload: &[u8]) -> io::Result<()> {
-        let mut out = self.sending.lock();
-        self.push_held(&mut out)?;
-        self.session.lock().write(head)?;
-        for piece in payload.chunks(SEND_BYTES) {
-            self.session.lock().write(piece)?;
-            self.push_held(&mut out)?;
-        }
-        self.push_held(&mut out)
+    fn send(&self, bytes: &[u8]) -> io::Result<()> {
+        self.send_both(&[], bytes)
     }
 
-    /// Sends what is possible without waiting for long. Returns how many bytes were taken, and
-    /// whether these were all sent.
-    ///
-    /// # Errors
-    /// As [`TlsStream::recv`].
-    pub fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
+    fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
         let mut out = self.sending.lock();
         let mut taken = 0;
         for piece in bytes.chunks(SEND_BYTES) {
@@ -352,13 +344,8 @@ impl<T: Transport + ?Sized> TlsStream<T> {
         Ok((taken, all))
     }
 
-    /// Sends a close_notify, without waiting for a sending thread or for the peer: the socket closes
-    /// anyway.
-    pub fn say_goodbye(&self) {
-        self.session.lock().say_goodbye();
-        if let Some(mut out) = self.sending.try_lock() {
-            let _ = self.push_ready(&mut out);
-        }
+    fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
+        self.socket.set_timeout(most)
     }
 }
 
@@ -381,10 +368,6 @@ mod tests {
 
         fn send(&self, _bytes: &[u8]) -> io::Result<()> {
             Ok(())
-        }
-
-        fn send_ready(&self, bytes: &[u8]) -> io::Result<usize> {
-            Ok(bytes.len())
         }
 
         fn set_timeout(&self, _most: Option<Duration>) -> io::Result<()> {

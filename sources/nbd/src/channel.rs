@@ -1,6 +1,5 @@
 //! The byte stream of a connection: a socket, or TLS over one.
 
-use std::fmt;
 use std::io::{self, IoSlice};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
@@ -16,7 +15,7 @@ use rustix::net::{
 
 use crate::tls::TlsStream;
 use crate::uri::Place;
-use crate::wire::{self, keep_alive, time_left};
+use crate::wire::{self, Transport, keep_alive, time_left};
 
 /// A plain socket.
 #[derive(Debug)]
@@ -67,18 +66,13 @@ impl Socket {
         Ok(Self::over(stream))
     }
 
-    /// Receives some bytes; 0 at the end.
-    pub(crate) fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
-        self.recv_with(buf, RecvFlags::empty())
-    }
-
     fn recv_with(&self, buf: &mut [u8], flags: RecvFlags) -> io::Result<usize> {
         let got = rustix::io::retry_on_intr(|| recv(&self.0, &mut *buf, flags));
         Ok(got.map(|(got, _)| got)?)
     }
 
     /// Sends all bytes of a header and of a payload.
-    pub(crate) fn send(&self, mut head: &[u8], mut payload: &[u8]) -> io::Result<()> {
+    fn send_both(&self, mut head: &[u8], mut payload: &[u8]) -> io::Result<()> {
         while !head.is_empty() || !payload.is_empty() {
             let slices = [IoSlice::new(head), IoSlice::new(payload)];
             let flags = SendFlags::NOSIGNAL;
@@ -88,23 +82,6 @@ impl Socket {
             let of_head = sent.min(head.len());
             head = &head[of_head..];
             payload = &payload[sent - of_head..];
-        }
-        Ok(())
-    }
-
-    /// Sends what the socket has room for; returns how many bytes that were.
-    #[cfg(feature = "tls")]
-    pub(crate) fn send_ready(&self, bytes: &[u8]) -> io::Result<usize> {
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        match rustix::io::retry_on_intr(|| rustix::net::send(&self.0, bytes, flags)) {
-            Err(rustix::io::Errno::AGAIN) => Ok(0),
-            sent => Ok(sent?),
-        }
-    }
-
-    pub(crate) fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
-        for side in [Timeout::Recv, Timeout::Send] {
-            sockopt::set_socket_timeout(&self.0, side, most)?;
         }
         Ok(())
     }
@@ -122,18 +99,39 @@ impl Socket {
     }
 }
 
+impl Transport for Socket {
+    fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
+        self.recv_with(buf, RecvFlags::empty())
+    }
+
+    fn send(&self, bytes: &[u8]) -> io::Result<()> {
+        self.send_both(bytes, &[])
+    }
+
+    /// Sends what the socket has room for.
+    fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        match rustix::io::retry_on_intr(|| rustix::net::send(&self.0, bytes, flags)) {
+            Err(Errno::AGAIN) => Ok((0, true)),
+            sent => Ok((sent?, true)),
+        }
+    }
+
+    fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
+        for side in [Timeout::Recv, Timeout::Send] {
+            sockopt::set_socket_timeout(&self.0, side, most)?;
+        }
+        Ok(())
+    }
+}
+
 /// A connection's byte stream. At most one thread receives and one sends at a time.
+#[derive(Debug)]
 pub(crate) enum Channel {
     /// Without TLS.
     Plain(Socket),
     /// Within TLS.
     Tls(Box<TlsStream>),
-}
-
-impl fmt::Debug for Channel {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Channel").field(self.socket()).finish()
-    }
 }
 
 impl Channel {
@@ -173,8 +171,8 @@ impl Channel {
     /// As [`Channel::recv`].
     pub(crate) fn send(&self, head: &[u8], payload: &[u8]) -> io::Result<()> {
         match self {
-            Self::Plain(socket) => socket.send(head, payload),
-            Self::Tls(stream) => stream.send(head, payload),
+            Self::Plain(socket) => socket.send_both(head, payload),
+            Self::Tls(stream) => stream.send_both(head, payload),
         }
     }
 

@@ -114,9 +114,10 @@ impl Target {
 }
 
 /// State of the connections.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 enum Phase {
     /// There are connections.
+    #[default]
     Connected,
     /// A thread connects again.
     Reconnecting,
@@ -124,7 +125,7 @@ enum Phase {
     Down,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Shared {
     phase: Phase,
     /// Counts the generations of connections.
@@ -171,19 +172,7 @@ impl Client {
         let target = Target::new(uri, contexts, limits)?;
         let connection = target.connect(target.limits.connect)?;
         let agreed = connection.agreed().clone();
-        let shared = Shared {
-            phase: Phase::Connected,
-            generation: 0,
-            connections: vec![Arc::new(connection)],
-            ended: Vec::new(),
-            opening: false,
-            further_after: None,
-            lost: None,
-            written: 0,
-            flushed: 0,
-            doubtful: None,
-            closed: false,
-        };
+        let shared = Shared { connections: vec![Arc::new(connection)], ..Shared::default() };
         let shared = Arc::new(Mutex::new(shared));
         let (changed, owner) = (Condvar::new(), OwnerProcess::current());
         Ok(Self { target: Arc::new(target), agreed, shared, changed, owner })

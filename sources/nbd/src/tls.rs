@@ -6,7 +6,7 @@
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{PrivateKeyDer, ServerName};
@@ -15,7 +15,7 @@ use rustls::{ClientConfig, ClientConnection};
 use crate::channel::Socket;
 use crate::uri::{Place, TlsNames};
 use crate::wire;
-use crate::wire::tls::{CA_CERTIFICATE, Session, Transport, authorities, bad, invalid, objects};
+use crate::wire::tls::{CA_CERTIFICATE, Session, authorities, bad, invalid, objects};
 
 const CERTIFICATE: &str = "client-cert.pem";
 const PRIVATE_KEY: &str = "client-key.pem";
@@ -116,21 +116,3 @@ impl Tls {
 
 /// A socket within TLS.
 pub(crate) type TlsStream = wire::tls::TlsStream<Socket>;
-
-impl Transport for Socket {
-    fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
-        Self::recv(self, buf)
-    }
-
-    fn send(&self, bytes: &[u8]) -> io::Result<()> {
-        Self::send(self, bytes, &[])
-    }
-
-    fn send_ready(&self, bytes: &[u8]) -> io::Result<usize> {
-        Self::send_ready(self, bytes)
-    }
-
-    fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
-        Self::set_timeout(self, most)
-    }
-}

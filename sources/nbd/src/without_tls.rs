@@ -35,7 +35,7 @@ impl TlsStream {
         match self.0 {}
     }
 
-    pub(crate) fn send(&self, _head: &[u8], _payload: &[u8]) -> io::Result<()> {
+    pub(crate) fn send_both(&self, _head: &[u8], _payload: &[u8]) -> io::Result<()> {
         match self.0 {}
     }
 }

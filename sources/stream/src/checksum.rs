@@ -94,20 +94,14 @@ impl fmt::Display for Checksum {
 }
 
 /// An incremental hash.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Hasher(State);
 
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 enum State {
     Sha1(Sha1),
     Sha256(Sha256),
     Sha512(Sha512),
-}
-
-impl fmt::Debug for Hasher {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Hasher").finish_non_exhaustive()
-    }
 }
 
 impl Hasher {

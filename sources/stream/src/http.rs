@@ -152,11 +152,8 @@ impl Client {
     }
 
     fn fail(&self, why: &str) -> Error {
-        Error::File {
-            file: self.url.clone(),
-            action: IoAction::Open,
-            source: io::Error::other(format!("the server {why}")),
-        }
+        let source = io::Error::other(format!("the server {why}"));
+        Error::file_io(&self.url, IoAction::Open, source)
     }
 
     /// A response with the requested range, or with the whole resource.

@@ -57,13 +57,11 @@ fn put(storage: &FileStorage, bytes: &[u8], at: u64) -> Result<()> {
 
 /// A file without a name.
 fn unnamed(folder: &Path) -> Result<File> {
-    let fail = |errno: Errno| Error::File {
-        file: folder.display().to_string(),
-        action: IoAction::Open,
-        source: std::io::Error::new(
-            std::io::Error::from(errno).kind(),
-            format!("no temporary file can be made there ({errno}); TMPDIR names another folder"),
-        ),
+    let fail = |errno: Errno| {
+        let what =
+            format!("no temporary file can be made there ({errno}); TMPDIR names another folder");
+        let source = std::io::Error::new(errno.kind(), what);
+        Error::file_io(&folder.display().to_string(), IoAction::Open, source)
     };
     let (flags, mode) = (OFlags::RDWR | OFlags::CLOEXEC, Mode::from_raw_mode(0o600));
     match rustix::fs::open(folder, flags | OFlags::TMPFILE, mode) {

@@ -9,7 +9,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
-use vdkit_block::{Error, Monitor, Result, Storage};
+use vdkit_block::{Error, IoAction, Monitor, Result, Storage};
 use vdkit_chain::{BackingChoice, Disk, OpenOptions};
 use vdkit_copy::{CreateOptions, NewBacking, create};
 use vdkit_serve::{Export, ImageChain};
@@ -75,11 +75,9 @@ fn backing_of(disk: &Disk, overlay: &Path) -> Result<NewBacking> {
 /// folder, so that both can be moved together; else absolute.
 fn name_beside(overlay: &Path, image: &Path) -> Result<PathBuf> {
     let real = |path: &Path| {
-        folder_of(path).canonicalize().map_err(|source| Error::File {
-            file: path.display().to_string(),
-            action: vdkit_block::IoAction::Open,
-            source,
-        })
+        folder_of(path)
+            .canonicalize()
+            .map_err(|source| Error::file_io(&path.display().to_string(), IoAction::Open, source))
     };
     let (Some(file), Some(_)) = (image.file_name(), overlay.file_name()) else {
         return Err(Error::invalid_for(&overlay.display(), "does not name a file"));

@@ -41,23 +41,15 @@ fn move_all(source: &Source, target: &Disk, grid: u64) -> vdkit_block::Result<Mo
         chunk: 1 << 20,
         share: Some(4096),
         share_max: 256 << 20,
-        in_kernel: false,
         zero_max: u64::MAX,
         layers: usize::MAX,
-        skip_absent: false,
-        fill: false,
-        salvage: false,
+        ..PlanOptions::default()
     };
     let moving = MoveOptions {
         threads: Some(2),
         detect_zeroes: Some(4096),
-        compress: None,
-        in_order: false,
-        over: false,
-        write_zeroes: false,
-        salvage: false,
         new: true,
-        rate: None,
+        ..MoveOptions::default()
     };
     let monitor = Monitor::default();
     let mover = Mover::new(source, Some(target), Planner::new(source, plan), moving, &monitor);

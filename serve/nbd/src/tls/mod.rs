@@ -12,14 +12,14 @@ mod subject;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustix::net::Shutdown;
 use rustls::{ServerConfig, ServerConnection};
 
 use crate::admission::Admission;
 use crate::channel::Channel;
-use crate::wire::tls::{Session, TlsStream, Transport, bad, invalid};
+use crate::wire::tls::{Session, TlsStream, bad, invalid};
 
 const CERTIFICATE: &str = "server-cert.pem";
 const PRIVATE_KEY: &str = "server-key.pem";
@@ -129,7 +129,7 @@ impl Tls {
     pub fn accept(&self, socket: Arc<dyn Channel>, until: Instant) -> io::Result<Arc<dyn Channel>> {
         let stream = TlsStream::start(socket, self.session()?, until)?;
         self.admit(&stream)?;
-        Ok(Arc::new(TlsChannel(stream)))
+        Ok(Arc::new(stream))
     }
 
     fn admit(&self, stream: &TlsStream<dyn Channel>) -> io::Result<()> {
@@ -145,54 +145,16 @@ impl Tls {
     }
 }
 
-/// A connection inside TLS.
-#[derive(Debug)]
-struct TlsChannel(TlsStream<dyn Channel>);
-
-impl Transport for dyn Channel {
-    fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
-        Channel::recv(self, buf)
-    }
-
-    fn send(&self, bytes: &[u8]) -> io::Result<()> {
-        Channel::send(self, bytes)
-    }
-
-    fn send_ready(&self, bytes: &[u8]) -> io::Result<usize> {
-        Channel::send_ready(self, bytes).map(|(sent, _)| sent)
-    }
-
-    fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
-        Channel::set_timeout(self, most)
-    }
-}
-
-impl Channel for TlsChannel {
-    fn recv(&self, buf: &mut [u8]) -> io::Result<usize> {
-        self.0.recv(buf)
-    }
-
-    fn send(&self, bytes: &[u8]) -> io::Result<()> {
-        self.0.send(&[], bytes)
-    }
-
-    fn send_ready(&self, bytes: &[u8]) -> io::Result<(usize, bool)> {
-        self.0.send_ready(bytes)
-    }
-
-    fn set_timeout(&self, most: Option<Duration>) -> io::Result<()> {
-        Channel::set_timeout(self.0.socket(), most)
-    }
-
+impl Channel for TlsStream<dyn Channel> {
     fn shutdown(&self, how: Shutdown) {
         if how != Shutdown::Read {
-            self.0.say_goodbye();
+            self.say_goodbye();
         }
-        self.0.socket().shutdown(how);
+        self.socket().shutdown(how);
     }
 
     fn has_left(&self) -> bool {
-        self.0.socket().has_left()
+        self.socket().has_left()
     }
 }
 
