@@ -18,7 +18,6 @@ pub fn of(link: &ChainLink, extents: &[ExtentFile]) -> Option<Dict> {
     }
 }
 
-/// The file of an extent.
 #[derive(Clone, Debug, Default)]
 pub struct ExtentFile {
     /// Its path; `None` if the extent is in the image's own file, or has no file.

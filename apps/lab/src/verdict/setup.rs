@@ -63,7 +63,6 @@ fn folder_of(place: Option<&PlaceInfo>, record: Option<&str>) -> PathBuf {
     if record.is_some() { own.join("DATASET") } else { own.to_owned() }
 }
 
-/// The setup for these choices.
 pub(super) fn setup(run: &Run, axes: &Axes) -> Setup {
     let value = |name: &str| value_of(axes, name);
     // A layout of a later version is taken for raw, which is the first.

@@ -38,11 +38,9 @@ struct Described {
     name: String,
     /// The path of the backing file, if the image names one.
     backing: Option<String>,
-    /// The files of its extents.
     extents: Vec<ExtentFile>,
     /// The file itself is described, not its content.
     protocol: bool,
-    /// What the image is in.
     place: Place,
 }
 
@@ -194,7 +192,6 @@ impl Node {
     }
 }
 
-/// Nodes with their names.
 fn values(nodes: &[(String, Node)]) -> Vec<Value> {
     let value = |(name, node): &(String, Node)| -> Value {
         Dict::default().with("name", name.as_str()).with("info", node.value()).into()
