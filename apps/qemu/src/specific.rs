@@ -3,10 +3,11 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use serde_json::Value;
 use vdkit::storage::{FileOptions, FileStorage, LockMode};
 use vdkit::{ChainLink, ExtentInfo, ImageInfo, KeyHeader, Limits, Storage};
 
-use crate::json::{Dict, Value};
+use crate::json::Dict;
 
 /// The members of `format-specific.data`; `None` for formats that have none.
 pub fn of(link: &ChainLink, extents: &[ExtentFile]) -> Option<Dict> {
