@@ -15,23 +15,19 @@ use crate::{commands, locks, protocols, remedies};
 pub enum Exit {
     /// The command succeeded.
     Done = 0,
-    /// The command failed.
     Failed = 1,
     /// The command line is wrong.
     Usage = 2,
     /// A negative answer: images differ, only leaks or warnings were found, an image is not accepted.
     Differs = 3,
-    /// The image is corrupt.
     Corrupt = 4,
     /// Refused by policy.
     Refused = 5,
     /// Another process uses the image.
     Locked = 6,
-    /// No space left.
     NoSpace = 7,
     /// The image, or one that may need it, cannot be checked.
     Unchecked = 8,
-    /// Interrupted.
     Interrupted = 130,
 }
 
@@ -49,13 +45,11 @@ impl From<ErrorKind> for Exit {
     }
 }
 
-/// The result of a subcommand.
 pub type Outcome = Result<Exit, Failure>;
 
 /// What failed, for choosing a hint.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Context<'a> {
-    /// The subcommand.
     pub command: &'a str,
     /// Whether the subcommand has an option to read an image that another process is writing.
     pub force_share: bool,
@@ -66,7 +60,6 @@ pub struct Context<'a> {
 /// Why a subcommand failed.
 #[derive(Debug)]
 pub enum Failure {
-    /// An error of the engine.
     Engine(Error),
     /// An error of the command: exit code, message and optional hint.
     Told(Exit, String, Option<String>),

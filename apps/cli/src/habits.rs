@@ -12,7 +12,6 @@ struct Habit {
     options: &'static [&'static str],
     /// The option exists in vdkit too; the entry only applies to this value.
     value: Option<&'static str>,
-    /// What to use instead.
     instead: &'static str,
 }
 

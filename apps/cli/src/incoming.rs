@@ -28,12 +28,10 @@ const HEAD_BYTES: usize = 64 << 10;
 /// Bytes that suffice to rule out an appliance.
 const SECTOR: usize = 512;
 
-/// How sources are opened.
 #[derive(Debug)]
 pub struct Opening<'a> {
     /// The known formats.
     pub registry: &'a Registry,
-    /// As for files.
     pub options: &'a OpenOptions,
     /// The checksum that the source's file or stream must have.
     pub checksum: Option<&'a Checksum>,
@@ -211,9 +209,7 @@ enum Found {
 /// A source after its format was recognized.
 #[derive(Debug)]
 pub enum Opened {
-    /// One disk.
     Image(Incoming),
-    /// An appliance.
     Package(Box<Package>),
 }
 

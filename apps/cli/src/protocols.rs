@@ -10,7 +10,6 @@ use crate::failure::{Exit, Failure, quoted};
 struct Protocol {
     /// What comes before the colon.
     schemes: &'static [&'static str],
-    /// How to read it.
     read: &'static str,
     /// How to write it, if it differs from reading.
     write: &'static str,

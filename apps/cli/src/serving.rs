@@ -90,7 +90,6 @@ fn share_the_heap() {
     }
 }
 
-/// The values of `--on-nospace`.
 const ON_NOSPACE: &[(&str, OnNoSpace)] =
     &[("pause", OnNoSpace::Pause), ("report", OnNoSpace::Report)];
 

@@ -25,7 +25,6 @@ pub const LOG: &str = "series";
 pub enum Disk {
     /// A file or device.
     File {
-        /// Its path.
         path: String,
         /// Whether fio uses O_DIRECT and O_DSYNC, and leaves out fsync.
         cache: CacheMode,
@@ -76,7 +75,6 @@ impl Disk {
 /// A call of fio on one disk.
 #[derive(Clone, Copy, Debug)]
 pub struct Call<'a> {
-    /// The disk.
     pub disk: &'a Disk,
     /// Size of the part of the disk that loads use.
     pub disk_bytes: u64,

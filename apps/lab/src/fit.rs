@@ -14,7 +14,6 @@ use crate::profile::{self, Kind, Load};
 /// A cell on a place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fit {
-    /// Size of the disk.
     pub disk: u64,
     /// Size of the disk in the plan; larger than `disk` if the place is too small for it.
     pub wanted: u64,

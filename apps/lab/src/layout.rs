@@ -13,12 +13,10 @@ use crate::peers;
 use crate::place::zfs;
 use crate::process::Line;
 
-/// A layout of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     /// Its name in plans.
     pub name: &'static str,
-    /// What it is.
     pub about: &'static str,
     /// The image's format, as both vdkit and qemu-img call it.
     pub format: &'static str,
@@ -31,7 +29,6 @@ pub struct Layout {
 /// What is done besides creating the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum More {
-    /// Nothing.
     Nothing,
     /// The image is an overlay. Its backing image holds the disk's content.
     Backing,
@@ -145,12 +142,10 @@ pub fn find(name: &str) -> Option<&'static Layout> {
     LAYOUTS.iter().find(|layout| layout.name == name)
 }
 
-/// An image that exists.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Image {
     /// Path of the file or the device.
     pub path: PathBuf,
-    /// Its format.
     pub format: &'static str,
     /// Size of the disk that is used.
     pub bytes: u64,
@@ -163,7 +158,6 @@ pub struct Image {
 }
 
 impl Image {
-    /// An image that is one file.
     pub fn file(path: PathBuf, format: &'static str, bytes: u64) -> Self {
         let files = vec![path.clone()];
         Self { path, format, bytes, shown_bytes: bytes, files, device: false }

@@ -69,7 +69,6 @@ pub fn seen(axes: &Axes) -> &'static str {
 /// A run with its axes grouped by role.
 #[derive(Debug)]
 pub struct Matrix<'a> {
-    /// The run.
     pub run: &'a Run,
     /// The metric that decides.
     pub metric: &'a Metric,
@@ -93,7 +92,6 @@ pub struct Pick {
     pub cells: Vec<usize>,
     /// By round: the metric, or its geometric mean over the conditions.
     pub samples: Rounds,
-    /// Summary of the samples.
     pub summary: Summary,
 }
 

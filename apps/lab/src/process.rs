@@ -24,7 +24,6 @@ const GRACE: Duration = Duration::from_secs(30);
 /// Largest number of bytes of a program's messages that are shown.
 const MESSAGE_BYTES: usize = 2000;
 
-/// A command line.
 #[derive(Clone, Debug)]
 pub struct Line {
     program: PathBuf,
@@ -41,13 +40,11 @@ impl Line {
         Self { program, arguments: Vec::new(), folder: None, guarded: true, muted: false }
     }
 
-    /// Adds an argument.
     pub fn arg(mut self, argument: impl AsRef<OsStr>) -> Self {
         self.arguments.push(argument.as_ref().to_owned());
         self
     }
 
-    /// Adds arguments.
     pub fn args<A: AsRef<OsStr>>(mut self, arguments: impl IntoIterator<Item = A>) -> Self {
         self.arguments.extend(arguments.into_iter().map(|argument| argument.as_ref().to_owned()));
         self
@@ -137,7 +134,6 @@ impl Line {
     }
 }
 
-/// Describes an exit status.
 fn described(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("exit code {code}"),
@@ -146,10 +142,8 @@ fn described(status: ExitStatus) -> String {
     }
 }
 
-/// A program that has ended.
 #[derive(Debug)]
 pub struct Ended {
-    /// Exit status.
     pub status: ExitStatus,
     /// Standard output.
     pub stdout: String,

@@ -7,13 +7,10 @@ use crate::plan::Effort;
 pub struct Profile {
     /// Its name in plans.
     pub name: &'static str,
-    /// What it is.
     pub about: &'static str,
-    /// What it does.
     pub kind: Kind,
 }
 
-/// Kind of a load.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kind {
     /// Requests, made by fio if it can use the front.
@@ -63,9 +60,7 @@ pub enum Pattern {
     Read,
     /// Sequential.
     Write,
-    /// Random.
     RandomRead,
-    /// Random.
     RandomWrite,
     /// Random; the number is the percentage of reads.
     RandomMix(u8),
@@ -116,7 +111,6 @@ const BASE: Load = Load {
 const SEQ: Load = Load { block: 1 << 20, ..BASE };
 const SEQ_Q8: Load = Load { depth: 8, ..SEQ };
 
-/// Random requests.
 const RND: Load = Load { rw: Pattern::RandomRead, ..BASE };
 const RND_Q32: Load = Load { depth: 32, ..RND };
 const RND_64K: Load = Load { block: 64 << 10, depth: 4, ..RND };

@@ -23,7 +23,6 @@ pub enum Kind {
     Switch,
     /// A whole number.
     Number,
-    /// Text.
     Text,
 }
 
@@ -32,7 +31,6 @@ pub enum Kind {
 pub struct Key {
     /// Its name after `-o`.
     pub name: &'static str,
-    /// Its type.
     pub kind: Kind,
     /// The value that `create` reports if none is given; `None` reports nothing.
     pub default: Option<&'static str>,
@@ -86,7 +84,6 @@ pub const fn size(name: &'static str, default: Option<&'static str>, help: &'sta
     Key { name, kind: Kind::Size, default, help }
 }
 
-/// An option that is `on` or `off`.
 pub const fn switch(name: &'static str, default: Option<&'static str>, help: &'static str) -> Key {
     Key { name, kind: Kind::Switch, default, help }
 }
@@ -96,7 +93,6 @@ pub const fn number(name: &'static str, default: Option<&'static str>, help: &'s
     Key { name, kind: Kind::Number, default, help }
 }
 
-/// An option that is text.
 pub const fn text(name: &'static str, default: Option<&'static str>, help: &'static str) -> Key {
     Key { name, kind: Kind::Text, default, help }
 }
@@ -258,7 +254,6 @@ impl Table {
         own.iter().chain(beneath)
     }
 
-    /// The option of that name.
     pub fn key(&self, name: &str) -> Option<&'static Key> {
         self.all(true).find(|key| key.name == name)
     }
@@ -279,7 +274,6 @@ impl Table {
         help
     }
 
-    /// The engine's driver.
     pub fn driver(&self) -> Result<&'static dyn FormatDriver, Failure> {
         let name = match self.format {
             "file" | "host_device" => "raw",
@@ -340,7 +334,6 @@ pub fn meant<'a>(
 /// The options of one new image.
 #[derive(Clone, Debug)]
 pub struct Wanted {
-    /// The format.
     pub table: &'static Table,
     values: BTreeMap<&'static str, String>,
 }

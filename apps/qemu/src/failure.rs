@@ -12,7 +12,6 @@ use crate::output::say;
 pub struct Failure {
     /// What is printed after `qemu-img: `; nothing is printed if it is empty.
     pub text: String,
-    /// The exit code.
     pub code: u8,
     /// Whether the message comes from parsing options: the command's name is printed too, and where
     /// to find help.
@@ -26,7 +25,6 @@ pub enum Origin {
     Getopt,
     /// The options and operands, as the command reads them.
     Usage,
-    /// The work itself.
     Work,
 }
 

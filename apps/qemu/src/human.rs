@@ -2,7 +2,9 @@
 
 use std::fmt::Write;
 
-use crate::json::Value;
+use serde_json::Value;
+
+use crate::json::in_order;
 
 /// A byte count with three significant digits and a binary unit: `192 KiB`, `1.21 MiB`.
 pub fn size(bytes: u64) -> String {
@@ -40,30 +42,27 @@ pub fn three_digits(value: f64) -> String {
 /// Prints the members of a value, one a line, at `depth` steps of four spaces.
 pub fn dump(out: &mut String, value: &Value, depth: usize) {
     match value {
-        Value::Dict(dict) => {
-            for (key, value) in dict.in_order() {
+        Value::Object(members) => {
+            for (key, value) in in_order(members) {
                 dump_item(out, &key.replace('-', " "), value, depth);
             }
         }
-        Value::List(items) => {
+        Value::Array(items) => {
             for (i, value) in items.iter().enumerate() {
                 dump_item(out, &format!("[{i}]"), value, depth);
             }
         }
-        Value::Bool(value) => {
+        Value::String(text) => out.push_str(text),
+        Value::Null | Value::Bool(_) | Value::Number(_) => {
             let _ = write!(out, "{value}");
         }
-        Value::Int(value) => {
-            let _ = write!(out, "{value}");
-        }
-        Value::Text(text) => out.push_str(text),
     }
 }
 
 fn dump_item(out: &mut String, name: &str, value: &Value, depth: usize) {
     out.extend(std::iter::repeat_n(' ', depth * 4));
     let _ = write!(out, "{name}:");
-    if matches!(value, Value::Dict(_) | Value::List(_)) {
+    if matches!(value, Value::Object(_) | Value::Array(_)) {
         out.push('\n');
         dump(out, value, depth + 1);
     } else {

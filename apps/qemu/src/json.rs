@@ -1,62 +1,20 @@
 //! JSON as QEMU prints it: four spaces of indentation, and members in the order in which QEMU's
 //! dictionaries hold them.
 
+use std::cmp::Reverse;
 use std::fmt::Write;
 
-/// A value of QEMU's object model.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Value {
-    /// `true` or `false`.
-    Bool(bool),
-    /// A whole number.
-    Int(i128),
-    /// Text.
-    Text(String),
-    /// Values in order.
-    List(Vec<Value>),
-    /// Members.
-    Dict(Dict),
-}
+use serde_json::{Map, Value};
 
-impl From<bool> for Value {
-    fn from(value: bool) -> Self {
-        Self::Bool(value)
-    }
-}
-
-impl From<u64> for Value {
-    fn from(value: u64) -> Self {
-        Self::Int(value.into())
-    }
-}
-
-impl From<&str> for Value {
-    fn from(value: &str) -> Self {
-        Self::Text(value.to_owned())
-    }
-}
-
-impl From<String> for Value {
-    fn from(value: String) -> Self {
-        Self::Text(value)
-    }
-}
+/// Members of an object.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Dict(Map<String, Value>);
 
 impl From<Dict> for Value {
-    fn from(value: Dict) -> Self {
-        Self::Dict(value)
+    fn from(dict: Dict) -> Self {
+        Self::Object(dict.0)
     }
 }
-
-impl From<Vec<Value>> for Value {
-    fn from(value: Vec<Value>) -> Self {
-        Self::List(value)
-    }
-}
-
-/// Members of an object, in the order in which they were put.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Dict(Vec<(String, Value)>);
 
 impl Dict {
     /// Puts one member.
@@ -75,25 +33,23 @@ impl Dict {
         }
     }
 
-    /// Puts one member.
     pub fn put(&mut self, key: &str, value: impl Into<Value>) {
-        self.0.retain(|(other, _)| other != key);
-        self.0.push((key.to_owned(), value.into()));
+        self.0.insert(key.to_owned(), value.into());
     }
 
     /// Whether there are no members.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
+}
 
-    /// The members in the order in which QEMU visits them: by bucket of its hash table, and within
-    /// a bucket the member that was put last comes first.
-    pub fn in_order(&self) -> Vec<(&str, &Value)> {
-        let mut members: Vec<_> =
-            self.0.iter().rev().map(|(key, value)| (key.as_str(), value)).collect();
-        members.sort_by_key(|(key, _)| bucket(key));
-        members
-    }
+/// The members in the order in which QEMU visits them: by bucket of its hash table.
+pub fn in_order(members: &Map<String, Value>) -> Vec<(&str, &Value)> {
+    let mut members: Vec<_> = members.iter().map(|(key, value)| (key.as_str(), value)).collect();
+    // Within a bucket, QEMU visits the member first that was put last. Only two keys meet in one
+    // bucket, `backing-filename-format` and then `children`: reverse alphabetical order suits them.
+    members.sort_by_key(|(key, _)| (bucket(key), Reverse(*key)));
+    members
 }
 
 /// The bucket of a key in QEMU's dictionaries: 512 buckets, and the hash function of Samba's tdb.
@@ -115,18 +71,17 @@ pub fn pretty(value: &Value) -> String {
 
 fn write(out: &mut String, value: &Value, depth: usize) {
     match value {
-        Value::Bool(value) => out.push_str(if *value { "true" } else { "false" }),
-        Value::Int(value) => {
-            let _ = write!(out, "{value}");
-        }
-        Value::Text(text) => quote(out, text),
-        Value::List(items) => {
+        Value::String(text) => quote(out, text),
+        Value::Array(items) => {
             let items = items.iter().map(|item| (None, item));
             write_items(out, ('[', ']'), items, depth);
         }
-        Value::Dict(dict) => {
-            let members = dict.in_order().into_iter().map(|(key, value)| (Some(key), value));
+        Value::Object(members) => {
+            let members = in_order(members).into_iter().map(|(key, value)| (Some(key), value));
             write_items(out, ('{', '}'), members, depth);
+        }
+        Value::Null | Value::Bool(_) | Value::Number(_) => {
+            let _ = write!(out, "{value}");
         }
     }
 }
@@ -201,8 +156,8 @@ mod tests {
             "backing-filename-format",
             "children",
         ];
-        let dict = keys.iter().fold(Dict::default(), |dict, key| dict.with(key, 1_u64));
-        let order: Vec<_> = dict.in_order().iter().map(|(key, _)| key.to_string()).collect();
+        let Dict(members) = keys.iter().fold(Dict::default(), |dict, key| dict.with(key, 1));
+        let order: Vec<_> = in_order(&members).iter().map(|(key, _)| *key).collect();
         assert_eq!(
             order,
             [
@@ -223,7 +178,8 @@ mod tests {
 
     #[test]
     fn empty_lists_take_two_lines_and_other_letters_are_escaped() {
-        let dict = Dict::default().with("list", Vec::new()).with("text", "ä\u{1F600}\u{7f}");
+        let dict =
+            Dict::default().with("list", Value::Array(Vec::new())).with("text", "ä\u{1F600}\u{7f}");
         assert_eq!(
             pretty(&dict.into()),
             "{\n    \"text\": \"\\u00E4\\uD83D\\uDE00\\u007F\",\n    \"list\": [\n    ]\n}"

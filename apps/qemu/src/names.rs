@@ -76,7 +76,6 @@ impl Flat {
         self.0.remove(key)
     }
 
-    /// A property.
     pub fn get(&self, key: &str) -> Option<&str> {
         self.0.get(key).map(String::as_str)
     }
@@ -97,7 +96,6 @@ impl Flat {
         )
     }
 
-    /// The keys in order.
     pub fn keys(&self) -> impl Iterator<Item = &str> {
         self.0.keys().map(String::as_str)
     }
@@ -150,7 +148,6 @@ pub struct Image {
     pub typed: String,
     /// The format, if it is named.
     pub format: Option<String>,
-    /// Where its bytes are.
     pub place: Place,
     /// The part of the file that is the disk (raw): bytes before it, and its length.
     pub window: Option<(u64, Option<u64>)>,
@@ -428,10 +425,8 @@ const COMMON: &[&str] = &[
     "force-share",
     "node-name",
 ];
-/// Those of files.
 const OF_FILES: &[&str] =
     &["aio", "aio-max-batch", "locking", "pr-manager", "drop-cache", "x-check-cache-dropped"];
-/// Those of qcow2 images.
 const OF_QCOW2: &[&str] = &[
     "lazy-refcounts",
     "pass-discard-request",
@@ -490,7 +485,6 @@ pub fn bracketed(host: &str) -> String {
     if host.contains(':') { format!("[{host}]") } else { host.to_owned() }
 }
 
-/// The value of a switch.
 pub fn switch_of(name: &str, text: &str) -> Result<bool, String> {
     match text {
         "on" | "yes" | "true" | "y" => Ok(true),

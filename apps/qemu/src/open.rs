@@ -50,7 +50,6 @@ pub fn references() -> RefPolicy {
 /// How an image is opened.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Access {
-    /// For writing.
     pub writable: bool,
     /// `-U`: locks are ignored.
     pub share: bool,
@@ -61,12 +60,10 @@ pub struct Access {
 }
 
 impl Access {
-    /// For reading.
     pub fn read() -> Self {
         Self::default()
     }
 
-    /// For writing.
     pub fn write() -> Self {
         Self { writable: true, ..Self::default() }
     }

@@ -176,7 +176,6 @@ pub fn copying<T>(
 #[derive(Clone, Copy, Debug)]
 struct Copying<'a> {
     progress: &'a Progress,
-    /// `-q`.
     quiet: bool,
 }
 

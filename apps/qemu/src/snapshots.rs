@@ -14,12 +14,7 @@ pub enum SnapshotChoice {
     /// This is its id or, if no snapshot has that, its name.
     Either(String),
     /// `snapshot.id=…,snapshot.name=…`: what is given must fit.
-    Keys {
-        /// Its id.
-        id: Option<String>,
-        /// Its name.
-        name: Option<String>,
-    },
+    Keys { id: Option<String>, name: Option<String> },
 }
 
 impl SnapshotChoice {

@@ -3,10 +3,11 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use serde_json::Value;
 use vdkit::storage::{FileOptions, FileStorage, LockMode};
 use vdkit::{ChainLink, ExtentInfo, ImageInfo, KeyHeader, Limits, Storage};
 
-use crate::json::{Dict, Value};
+use crate::json::Dict;
 
 /// The members of `format-specific.data`; `None` for formats that have none.
 pub fn of(link: &ChainLink, extents: &[ExtentFile]) -> Option<Dict> {
@@ -18,7 +19,6 @@ pub fn of(link: &ChainLink, extents: &[ExtentFile]) -> Option<Dict> {
     }
 }
 
-/// The file of an extent.
 #[derive(Clone, Debug, Default)]
 pub struct ExtentFile {
     /// Its path; `None` if the extent is in the image's own file, or has no file.

@@ -249,7 +249,6 @@ fn unreadable(path: &Path, message: String, remedy: Option<Remedy>) -> DoctorIma
     }
 }
 
-/// A command as words.
 fn command(words: &[&str]) -> Option<Vec<String>> {
     Some(words.iter().map(|word| (*word).to_owned()).collect())
 }

@@ -224,7 +224,6 @@ impl Findings {
     }
 }
 
-/// A running inspection.
 struct Inspection<'a> {
     storage: Arc<dyn Storage>,
     options: &'a InspectOptions,

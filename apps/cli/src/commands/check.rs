@@ -33,7 +33,6 @@ vdkit check --repair all disk.qcow2     repair every fault that can be repaired;
     ..runs::<CheckArgs>()
 };
 
-/// The values of `--repair`.
 const REPAIRS: &[(&str, Repair)] = &[("leaks", Repair::Leaks), ("all", Repair::All)];
 
 #[derive(Args, Debug)]

@@ -49,7 +49,6 @@ pub struct CompactArgs {
     json: Json,
 }
 
-/// The JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct CompactAnswer<'a> {

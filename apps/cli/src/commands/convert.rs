@@ -155,7 +155,6 @@ pub struct ConvertArgs {
     json: Json,
 }
 
-/// The value of `--compress`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Compress {
     /// The method of the target's options.
@@ -271,7 +270,6 @@ fn standard(name: &Path) -> PathBuf {
     }
 }
 
-/// The command's answer.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Answer {

@@ -38,7 +38,6 @@ vdkit create -f qcow2 /dev/vg0/guest 20G          on a block device
 #[derive(Clone, Copy, Debug)]
 struct Asked {
     bytes: u64,
-    /// It has a unit.
     unit: bool,
 }
 
@@ -86,7 +85,6 @@ pub struct CreateArgs {
     json: Json,
 }
 
-/// The JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct CreateAnswer {

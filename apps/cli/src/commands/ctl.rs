@@ -4,8 +4,9 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::PossibleValue;
 use clap::{Args, ValueEnum, ValueHint};
-use serde_json::Value;
+use serde_json::{Value, json};
 use vdkit::Progress;
 use vdkit::serve::{Command, ask};
 use vdkit_qemu::dates;
@@ -91,55 +92,48 @@ pub struct CtlArgs {
     json: Json,
 }
 
-/// The value of ACTION.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Action {
-    Status,
-    Stats,
-    Metrics,
-    Flush,
-    Pause,
-    Resume,
-    Snapshot,
-    SnapshotDelete,
-    SnapshotExternal,
-    Commit,
-    CommitCancel,
-    BitmapList,
-    BitmapAdd,
-    BitmapRemove,
-    BitmapClear,
-    BitmapEnable,
-    BitmapDisable,
-    BitmapMerge,
-    Resize,
-    Quit,
+/// An action, with the names of its values in messages and in the [`Command`].
+#[derive(Clone, Copy, Debug)]
+struct Action {
+    name: &'static str,
+    values: &'static [(&'static str, &'static str)],
 }
 
-impl Action {
-    /// The action's name on the command line.
-    fn name(self) -> String {
-        self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+const fn of(name: &'static str, values: &'static [(&'static str, &'static str)]) -> Action {
+    Action { name, values }
+}
+
+const NAME: &[(&str, &str)] = &[("NAME", "name")];
+const ACTIONS: &[Action] = &[
+    of("status", &[]),
+    of("stats", &[]),
+    of("metrics", &[]),
+    of("flush", &[]),
+    of("pause", &[]),
+    of("resume", &[]),
+    of("snapshot", NAME),
+    of("snapshot-delete", NAME),
+    of("snapshot-external", &[("FILE", "overlay")]),
+    of("commit", &[]),
+    of("commit-cancel", &[]),
+    of("bitmap-list", &[]),
+    of("bitmap-add", NAME),
+    of("bitmap-remove", NAME),
+    of("bitmap-clear", NAME),
+    of("bitmap-enable", NAME),
+    of("bitmap-disable", NAME),
+    of("bitmap-merge", &[("SRC", "source"), ("INTO", "into")]),
+    of("resize", &[("SIZE", "size")]),
+    of("quit", &[]),
+];
+
+impl ValueEnum for Action {
+    fn value_variants<'a>() -> &'a [Self] {
+        ACTIONS
     }
 
-    /// Names of the action's positional values.
-    fn values(self) -> &'static [&'static str] {
-        match self {
-            Self::Status
-            | Self::Stats
-            | Self::Metrics
-            | Self::Flush
-            | Self::Pause
-            | Self::Resume
-            | Self::Commit
-            | Self::CommitCancel
-            | Self::BitmapList
-            | Self::Quit => &[],
-            Self::Resize => &["SIZE"],
-            Self::SnapshotExternal => &["FILE"],
-            Self::BitmapMerge => &["SRC", "INTO"],
-            _ => &["NAME"],
-        }
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        Some(PossibleValue::new(self.name))
     }
 }
 
@@ -147,25 +141,26 @@ impl CtlArgs {
     /// Checks that the action's required arguments are there and no others.
     fn check(&self) -> Result<(), Failure> {
         let usage = |what: String| Err(Failure::usage(format!("{what}; see: vdkit help ctl")));
-        if self.action != Action::BitmapMerge && self.into.is_some() {
+        let Action { name, values } = self.action;
+        if name != "bitmap-merge" && self.into.is_some() {
             return usage("--into is for bitmap-merge".to_owned());
         }
-        let wanted = self.action.values();
-        let wanted = if self.into.is_some() { &wanted[..1] } else { wanted };
-        if let Some(missing) = wanted.get(self.values.len()) {
-            return usage(format!("'{}' needs a {missing}", self.action.name()));
+        let wanted = if self.into.is_some() { &values[..1] } else { values };
+        if let Some((missing, _)) = wanted.get(self.values.len()) {
+            return usage(format!("'{name}' needs a {missing}"));
         }
         if self.values.len() > wanted.len() {
+            let wanted: Vec<&str> = wanted.iter().map(|(shown, _)| *shown).collect();
             return usage(if wanted.is_empty() {
-                format!("'{}' takes no VALUE", self.action.name())
+                format!("'{name}' takes no VALUE")
             } else {
-                format!("'{}' takes {} alone", self.action.name(), wanted.join(" "))
+                format!("'{name}' takes {} alone", wanted.join(" "))
             });
         }
-        if self.action != Action::BitmapAdd && (self.granularity.is_some() || self.disabled) {
+        if name != "bitmap-add" && (self.granularity.is_some() || self.disabled) {
             return usage("--granularity and --disabled are for bitmap-add".to_owned());
         }
-        if self.action != Action::Commit && self.force {
+        if name != "commit" && self.force {
             return usage("--force is for commit".to_owned());
         }
         Ok(())
@@ -173,46 +168,32 @@ impl CtlArgs {
 
     fn command(&self) -> Result<Command, Failure> {
         self.check()?;
-        let mut values = self.values.iter().cloned();
-        let mut value = || values.next().unwrap_or_default();
-        Ok(match self.action {
-            Action::Status => Command::Status,
-            Action::Stats => Command::Stats,
-            Action::Metrics => Command::Metrics,
-            Action::Flush => Command::Flush,
-            Action::Pause => Command::Pause,
-            Action::Resume => Command::Resume,
-            Action::Quit => Command::Quit,
-            Action::Snapshot => Command::Snapshot { name: value() },
-            Action::SnapshotDelete => Command::SnapshotDelete { name: value() },
-            Action::SnapshotExternal => {
-                // Absolute, because the service may have another working directory.
-                let overlay = std::path::absolute(value()).map_err(|error| {
-                    Failure::failed(format!("the current folder is not there: {error}"))
-                })?;
-                Command::SnapshotExternal { overlay }
+        let Action { name, values } = self.action;
+        let mut command = json!({ "command": name });
+        for ((shown, key), text) in values.iter().zip(self.values.iter().chain(&self.into)) {
+            command[*key] = match *shown {
+                "SIZE" => size(text).map_err(Failure::usage)?.into(),
+                _ => text.as_str().into(),
+            };
+        }
+        match name {
+            "bitmap-add" => {
+                command["granularity"] = self.granularity.into();
+                command["disabled"] = self.disabled.into();
             }
-            Action::Commit => Command::Commit { force: self.force },
-            Action::CommitCancel => Command::CommitCancel,
-            Action::BitmapList => Command::BitmapList,
-            Action::BitmapAdd => {
-                let (granularity, disabled) = (self.granularity, self.disabled);
-                Command::BitmapAdd { name: value(), granularity, disabled }
-            }
-            Action::BitmapRemove => Command::BitmapRemove { name: value() },
-            Action::BitmapClear => Command::BitmapClear { name: value() },
-            Action::BitmapEnable => Command::BitmapEnable { name: value() },
-            Action::BitmapDisable => Command::BitmapDisable { name: value() },
-            Action::BitmapMerge => {
-                let source = value();
-                Command::BitmapMerge { source, into: self.into.clone().unwrap_or_else(value) }
-            }
-            Action::Resize => {
-                let size = size(&value()).map_err(Failure::usage)?;
-                print_notes();
-                Command::Resize { size }
-            }
-        })
+            "commit" => command["force"] = self.force.into(),
+            "resize" => print_notes(),
+            _ => {}
+        }
+        let mut command: Command = serde_json::from_value(command)
+            .map_err(|error| Failure::failed(format!("not a command: {error}")))?;
+        if let Command::SnapshotExternal { overlay } = &mut command {
+            // Absolute, because the service may have another working directory.
+            *overlay = std::path::absolute(&*overlay).map_err(|error| {
+                Failure::failed(format!("the current folder is not there: {error}"))
+            })?;
+        }
+        Ok(command)
     }
 }
 
@@ -328,8 +309,8 @@ fn lines(prefix: &str, value: &Value, out: &mut Vec<String>) {
 impl Run for CtlArgs {
     fn run(self, session: &mut Session) -> Outcome {
         let command = self.command()?;
-        let answer = match self.action {
-            Action::Commit => self.commit(&command, session)?,
+        let answer = match &command {
+            Command::Commit { .. } => self.commit(&command, session)?,
             _ => self.ask(&command)?,
         };
         if let Value::String(text) = &answer {

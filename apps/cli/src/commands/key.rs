@@ -74,7 +74,6 @@ enum Action {
     Change,
 }
 
-/// The JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct KeyAnswer {

@@ -59,7 +59,6 @@ pub struct ResizeArgs {
     json: Json,
 }
 
-/// The values of `--preallocation`.
 const MODES: &[(&str, Preallocation)] = &[
     ("off", Preallocation::Off),
     ("metadata", Preallocation::Metadata),
@@ -67,7 +66,6 @@ const MODES: &[(&str, Preallocation)] = &[
     ("full", Preallocation::Full),
 ];
 
-/// The JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct ResizeAnswer {

@@ -79,7 +79,6 @@ enum Action {
     Rename,
 }
 
-/// The JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct SnapshotAnswer {

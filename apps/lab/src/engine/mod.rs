@@ -55,7 +55,6 @@ pub struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    /// The value of an axis.
     pub fn axis(&self, name: &str) -> Option<&str> {
         value_of(self.axes, name)
     }
@@ -104,7 +103,6 @@ impl Bench<'_> {
         profile::find(name).with_context(|| format!("unknown profile '{name}'"))
     }
 
-    /// Size of the disk.
     fn disk_bytes(&mut self) -> Result<u64> {
         let fit = match fit::fit(self.axes, &self.effort, &self.place.info) {
             Ok(fit) => fit,

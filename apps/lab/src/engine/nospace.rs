@@ -151,7 +151,6 @@ enum Writer {
     Guest { booted: Box<Booted>, stops: u32, asked: Instant },
 }
 
-/// The client's results.
 #[derive(Debug, Default)]
 struct Results {
     /// fio's JSON output.

@@ -20,7 +20,6 @@ pub struct Attached {
 }
 
 impl Attached {
-    /// Attaches a file.
     pub fn new(bench: &mut Bench<'_>, file: &Path) -> Result<Self> {
         let line = Line::new(need("losetup")?).args(["--find", "--show"]).arg(file);
         let ended = bench.run(&line)?;

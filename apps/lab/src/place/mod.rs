@@ -26,10 +26,8 @@ pub const PREFIX: &str = "vdkit-lab-";
 /// A file that marks a folder as the lab's.
 const MARKER: &str = ".vdkit-lab";
 
-/// A place for images.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Place {
-    /// Description of the place.
     pub info: PlaceInfo,
     path: PathBuf,
 }
@@ -70,7 +68,6 @@ impl Place {
         &self.path
     }
 
-    /// The device, if the place is one.
     pub fn device(&self) -> Option<&Path> {
         (self.info.kind == PlaceKind::Device).then_some(&self.path)
     }

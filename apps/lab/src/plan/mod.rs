@@ -65,7 +65,6 @@ pub struct Axis {
     pub on: Vec<String>,
 }
 
-/// The built-in plans.
 const BUILT_IN: &[(&str, &str)] = &[
     ("zvol-vs-qcow2", include_str!("../../plans/zvol-vs-qcow2.toml")),
     ("convert-table", include_str!("../../plans/convert-table.toml")),

@@ -11,7 +11,6 @@ use crate::words::{alone, percent, title, value};
 /// A cell's value as a fraction of the best one under the same load: 1 is the best.
 #[derive(Clone, Debug)]
 struct Part {
-    /// Index of the cell.
     cell: usize,
     /// Compared with the cells of all programs.
     of_all: f64,

@@ -94,7 +94,6 @@ impl Colors {
 /// The ways that a chart draws: color, name, points.
 type Drawn<'x, P> = [(usize, String, &'x Vec<P>)];
 
-/// The lines of a chart.
 fn lines<P>(drawn: &Drawn<'_, P>, place: impl Fn(&P) -> (f64, f64)) -> Vec<Line> {
     let line = |(color, name, points): &(usize, String, &Vec<P>)| Line {
         color: *color,

@@ -11,7 +11,6 @@ use crate::stats::{Decision, Gain, Summary};
 use crate::verdict::{Ranking, TOP, UNSAFE, Verdict, rankings};
 use crate::words::{alone, label, percent, plural, sentence, span, times, title, value};
 
-/// A row of a table.
 struct Row<'a> {
     cell: &'a Cell,
     /// The axes that distinguish the row from others of the same load.
@@ -85,7 +84,6 @@ fn what_unsafe_loses(matrix: &Matrix<'_>) -> Markup {
     html! { @if matrix.values("cache").contains(&"unsafe") { " " (sentence(UNSAFE)) } }
 }
 
-/// The meaning of `≈`.
 pub(super) const HINT: &str =
     "≈: one or two rounds, which do not show how much of the difference is noise.";
 

@@ -35,7 +35,6 @@ pub struct Speed {
     pub byte: f64,
     /// A turn: two threads wake each other once. A request through a server consists of turns.
     pub turn: f64,
-    /// Durations of guests.
     pub guest: GuestSpeed,
     /// Results of the trials on this place.
     pub tried: Tried,
@@ -104,7 +103,6 @@ impl Speed {
 /// Number of turns measured.
 const TURNS_MEASURED: u32 = 500;
 
-/// Duration of a turn.
 fn turn() -> Result<f64> {
     let (mut near, mut far) = UnixStream::pair()?;
     std::thread::scope(|scope| {

@@ -14,7 +14,6 @@ fn parse<T: DeserializeOwned>(text: &str, what: &str) -> Result<T> {
     serde_json::from_str(text).with_context(|| format!("the run's {what} cannot be read"))
 }
 
-/// All rows of a query.
 fn rows<T>(
     connection: &Connection,
     sql: &str,

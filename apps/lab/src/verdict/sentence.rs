@@ -162,7 +162,6 @@ fn survivors(matrix: &Matrix<'_>, found: &Found<'_>) -> Vec<String> {
     through.map(|pick| matrix.name(&pick.axes)).collect()
 }
 
-/// The result for survival.
 fn survival(matrix: &Matrix<'_>, found: &Found<'_>) -> String {
     let way = found.way;
     let name = matrix.name(&way.axes);

@@ -15,6 +15,9 @@ use crate::words::{listed, quoted};
 
 /// The cache mode if a run does not name one: QEMU's default.
 const CACHE: &str = "writeback";
+/// The server's socket and the mounted file. libvirt only accepts absolute paths.
+const SOCKET: &str = "/run/vdkit-disk.sock";
+const MOUNTED: &str = "/run/vdkit-disk.raw";
 
 /// Commands to type, and the disk's element in a guest's definition.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -63,7 +66,6 @@ fn folder_of(place: Option<&PlaceInfo>, record: Option<&str>) -> PathBuf {
     if record.is_some() { own.join("DATASET") } else { own.to_owned() }
 }
 
-/// The setup for these choices.
 pub(super) fn setup(run: &Run, axes: &Axes) -> Setup {
     let value = |name: &str| value_of(axes, name);
     // A layout of a later version is taken for raw, which is the first.
@@ -91,22 +93,17 @@ pub(super) fn setup(run: &Run, axes: &Axes) -> Setup {
     if !(device && layout.format == "raw") {
         typed.push(create_command(layout, &name));
     }
-    let socket = PathBuf::from("/run/vdkit-disk.sock");
     // No header tells that a disk is raw, and only a named format is written to.
     let named = if layout.format == "raw" { " -f raw" } else { "" };
     let (source, format) = if front.contains("vhost") {
-        let at = socket.display();
-        typed.push(format!("vdkit serve {name}{named} --vhost-user {at} --cache {cache}"));
-        (DiskSource::VhostUser(socket), "raw")
+        typed.push(format!("vdkit serve {name}{named} --vhost-user {SOCKET} --cache {cache}"));
+        (DiskSource::VhostUser(SOCKET.into()), "raw")
     } else if front.contains("nbd") {
-        let at = socket.display();
-        typed.push(format!("vdkit serve {name}{named} --nbd unix:{at} --cache {cache}"));
-        (DiskSource::Nbd(socket, String::new()), "raw")
+        typed.push(format!("vdkit serve {name}{named} --nbd unix:{SOCKET} --cache {cache}"));
+        (DiskSource::Nbd(SOCKET.into(), String::new()), "raw")
     } else if front.contains("fuse") {
-        // libvirt only accepts absolute paths.
-        let file = PathBuf::from("/run/vdkit-disk.raw");
-        typed.push(format!("vdkit mount {name} {}{named} --cache {cache}", file.display()));
-        (DiskSource::File(file), "raw")
+        typed.push(format!("vdkit mount {name} {MOUNTED}{named} --cache {cache}"));
+        (DiskSource::File(MOUNTED.into()), "raw")
     } else if device {
         (DiskSource::Device(disk.clone()), layout.format)
     } else {

@@ -34,14 +34,12 @@ pub enum Area {
     Data,
 }
 
-/// The areas of an image.
 #[derive(Clone, Debug)]
 pub enum Areas {
     /// All bytes are the guest's.
     Raw,
     /// Nothing is known.
     Unknown,
-    /// A qcow2 image.
     Qcow2(Tables),
 }
 

@@ -29,19 +29,9 @@ pub use verify::mismatched;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Debug {
     /// `blkdebug`: the image, and when requests to it fail.
-    Faulty {
-        /// The image beneath.
-        image: Box<Image>,
-        /// The rules.
-        rules: Rules,
-    },
+    Faulty { image: Box<Image>, rules: Rules },
     /// `blkverify`: the raw copy, and the image whose disk is compared with it.
-    Verify {
-        /// The raw copy.
-        raw: Box<Image>,
-        /// The image.
-        test: Box<Image>,
-    },
+    Verify { raw: Box<Image>, test: Box<Image> },
 }
 
 impl Debug {
@@ -53,7 +43,6 @@ impl Debug {
         }
     }
 
-    /// The images beneath.
     pub fn images(&mut self) -> Vec<&mut Image> {
         match self {
             Self::Faulty { image, .. } => vec![&mut **image],

@@ -104,7 +104,6 @@ pub struct Rules {
 }
 
 impl Rules {
-    /// The rules of a file.
     pub fn read(file: Option<&str>) -> Result<Self, String> {
         let mut rules = Self::default();
         let Some(file) = file else { return Ok(rules) };

@@ -148,7 +148,6 @@ struct Amending<'a> {
     objects: &'a Objects,
     image: &'a Image,
     options: &'a OpenOptions,
-    /// The image as it is.
     info: &'a ImageInfo,
     values: Values,
 }

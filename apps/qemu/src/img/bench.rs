@@ -42,7 +42,6 @@ pub const COMMAND: Command = Command {
     run,
 };
 
-/// The requests.
 #[derive(Clone, Copy, Debug)]
 struct Load {
     count: u64,

@@ -31,7 +31,6 @@ pub const COMMAND: Command = Command {
     run,
 };
 
-/// The images differ.
 const DIFFERENT: u8 = 1;
 /// An image cannot be opened.
 const NOT_OPENED: u8 = 2;

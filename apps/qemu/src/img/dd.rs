@@ -28,7 +28,6 @@ pub const COMMAND: Command = Command {
     run,
 };
 
-/// The operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Operands<'a> {
     input: Option<&'a str>,

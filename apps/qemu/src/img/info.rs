@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use serde_json::Value;
 use vdkit::{BackingChoice, ChainLink, SnapshotInfo, describe_chain};
 
 use super::{
@@ -10,7 +11,7 @@ use super::{
 use crate::failure::{Failure, could_not_open};
 use crate::getopt::{Parsed, flag};
 use crate::human;
-use crate::json::{Dict, Value, pretty, quote};
+use crate::json::{Dict, in_order, pretty, quote};
 use crate::names::{Flat, Image, Place};
 use crate::open::{Access, Named, failed_open, is_protocol, open_options, registry};
 use crate::secrets::Objects;
@@ -38,11 +39,9 @@ struct Described {
     name: String,
     /// The path of the backing file, if the image names one.
     backing: Option<String>,
-    /// The files of its extents.
     extents: Vec<ExtentFile>,
     /// The file itself is described, not its content.
     protocol: bool,
-    /// What the image is in.
     place: Place,
 }
 
@@ -194,7 +193,6 @@ impl Node {
     }
 }
 
-/// Nodes with their names.
 fn values(nodes: &[(String, Node)]) -> Vec<Value> {
     let value = |(name, node): &(String, Node)| -> Value {
         Dict::default().with("name", name.as_str()).with("info", node.value()).into()
@@ -256,8 +254,8 @@ fn properties(named: &Named<'_>) -> Option<Flat> {
 /// A value on one line, as it stands in a name.
 fn inline(value: &Value) -> String {
     match value {
-        Value::Dict(dict) => {
-            let members = dict.in_order().into_iter().map(|(key, value)| {
+        Value::Object(members) => {
+            let members = in_order(members).into_iter().map(|(key, value)| {
                 let mut text = String::new();
                 quote(&mut text, key);
                 text + ": " + &inline(value)

@@ -24,10 +24,8 @@ use crate::failure::{Failure, Origin};
 use crate::getopt::{self, Opt, Parsed, flag, long, valued};
 use crate::output::Output;
 
-/// A subcommand.
 #[derive(Clone, Copy, Debug)]
 pub struct Command {
-    /// Its name.
     pub name: &'static str,
     /// One line of help.
     pub about: &'static str,
@@ -39,7 +37,6 @@ pub struct Command {
     pub run: fn(&Parsed, &mut Output) -> Result<u8, Failure>,
 }
 
-/// All subcommands.
 pub const COMMANDS: &[Command] = &[
     amend::COMMAND,
     bench::COMMAND,

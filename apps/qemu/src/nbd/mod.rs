@@ -27,7 +27,6 @@ use crate::storages::{DiskStorage, PartOf};
 
 const PROGRAM: &str = "qemu-nbd";
 
-/// The port of NBD.
 const PORT: &str = "10809";
 
 /// Interval between two checks for the end.

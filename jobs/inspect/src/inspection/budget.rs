@@ -9,9 +9,7 @@ use vdkit_block::{Error, HostOffset, Result, Storage, StorageCaps, require_writa
 /// Reads and bytes used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Spent {
-    /// Reads done.
     pub reads: u64,
-    /// Bytes read.
     pub bytes: u64,
 }
 
@@ -20,7 +18,6 @@ pub struct Spent {
 pub enum Exceeded {
     /// The number of reads, or their bytes.
     Reads,
-    /// The deadline.
     Time,
 }
 

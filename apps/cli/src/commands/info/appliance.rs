@@ -19,7 +19,6 @@ pub(super) fn is_one(path: &Path) -> bool {
     is_package(None, path, &head_of(path))
 }
 
-/// Opens an appliance.
 pub(super) fn open(path: &Path, opening: &Opening) -> Result<Package, Failure> {
     let lock = if opening.force_share { LockMode::Off } else { LockMode::Auto };
     let storage = FileStorage::open(path, &FileOptions::read_only().lock(lock))?;
@@ -39,7 +38,6 @@ struct ApplianceAnswer<'a> {
     disks: Vec<DiskAnswer<'a>>,
 }
 
-/// A disk of the appliance.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct DiskAnswer<'a> {

@@ -129,7 +129,6 @@ struct Limits {
     max_read: u64,
 }
 
-/// The JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct InspectAnswer<'a> {

@@ -61,7 +61,6 @@ pub struct RunArgs {
     json: Json,
 }
 
-/// The JSON answer.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct RunAnswer<'a> {

@@ -112,7 +112,6 @@ impl Rates {
     }
 }
 
-/// `these` as a share of both.
 fn share(these: f64, others: f64) -> Option<f64> {
     let all = these + others;
     (all > 0.0).then(|| these / all)

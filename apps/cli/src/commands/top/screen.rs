@@ -13,12 +13,9 @@ use crossterm::{cursor, queue};
 
 use crate::failure::colors_wanted;
 
-/// The user's input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Input {
-    /// Nothing relevant.
     Nothing,
-    /// A request to quit.
     Quit,
     /// The window was resized.
     Resized,

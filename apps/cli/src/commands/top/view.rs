@@ -85,7 +85,6 @@ fn percent(share: f64) -> String {
     format!("{:.1} %", (share * 1000.0).floor() / 10.0)
 }
 
-/// Formats microseconds.
 fn time(micros: f64) -> String {
     match micros {
         us if us < 999.5 => format!("{us:.0} µs"),

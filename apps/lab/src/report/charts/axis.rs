@@ -98,7 +98,6 @@ pub(in crate::report) enum Range {
     Log,
 }
 
-/// An axis of a chart.
 pub(in crate::report) struct Axis<'a> {
     pub(in crate::report) name: &'a str,
     pub(in crate::report) range: Range,

@@ -35,17 +35,14 @@ const WIDE: Frame =
 const NARROW: Frame =
     Frame { width: 340.0, height: 290.0, x0: 78.0, x1: 312.0, y0: 244.0, y1: 30.0, wide: false };
 
-/// A line of a chart.
 #[derive(Clone, Debug)]
 pub(super) struct Line {
-    /// The number of its color.
     pub(super) color: usize,
     pub(super) name: String,
     /// In the order of the horizontal axis.
     pub(super) points: Vec<(f64, f64)>,
 }
 
-/// A chart of lines.
 pub(super) struct Chart<'a> {
     /// Unique on the page.
     pub(super) id: String,

@@ -18,14 +18,12 @@ use vdkit::nbd_client::{ExportInfo, open_simple};
 
 use crate::failure::{Failure, system_words};
 
-/// The family's name.
 const FAMILY: &str = "nbd";
 
 /// Commands.
 const CONNECT: u8 = 1;
 const DISCONNECT: u8 = 2;
 
-/// Attributes of a command.
 mod attribute {
     pub(super) const INDEX: u16 = 1;
     pub(super) const SIZE_BYTES: u16 = 2;

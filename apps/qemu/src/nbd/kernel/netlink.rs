@@ -31,7 +31,6 @@ const GET_FAMILY: u8 = 3;
 const FAMILY_ID: u16 = 1;
 const FAMILY_NAME: u16 = 2;
 
-/// Attributes of a message.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Attributes(Vec<u8>);
 
@@ -59,7 +58,6 @@ impl Attributes {
         self.with(kind, &value.to_ne_bytes())
     }
 
-    /// With attributes in one.
     #[must_use]
     pub fn with_nested(self, kind: u16, inner: &Self) -> Self {
         self.with(kind | NESTED, &inner.0)
@@ -107,7 +105,6 @@ pub fn message(family: u16, command: u8, number: u32, attributes: &Attributes) -
 enum Answer {
     /// The error's number; 0 confirms.
     End(i32),
-    /// Attributes.
     Data(Attributes),
 }
 
@@ -141,7 +138,6 @@ pub struct Netlink<F> {
 }
 
 impl Netlink<OwnedFd> {
-    /// Connects to the kernel.
     pub fn connect() -> io::Result<Self> {
         let (family, kind) = (AddressFamily::NETLINK, SocketType::RAW);
         let flags = SocketFlags::CLOEXEC;
