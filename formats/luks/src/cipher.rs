@@ -67,7 +67,7 @@ impl Aes {
 
 /// Block chaining mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mode {
+pub(crate) enum Mode {
     /// Independent blocks, each with a tweak.
     Xts,
     /// Each block is chained to its predecessor.
@@ -76,7 +76,7 @@ pub enum Mode {
 
 /// Derivation of a sector's IV from its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Vector {
+pub(crate) enum Vector {
     /// Its low 32 bits.
     Plain,
     /// All 64 bits of it.
@@ -87,13 +87,11 @@ pub enum Vector {
 
 /// A cipher without a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CipherSpec {
+pub(crate) struct CipherSpec {
     /// Bytes of an AES key: 16, 24 or 32.
-    pub aes_bytes: usize,
-    /// Block chaining mode.
-    pub mode: Mode,
-    /// IV derivation.
-    pub vector: Vector,
+    pub(crate) aes_bytes: usize,
+    pub(crate) mode: Mode,
+    pub(crate) vector: Vector,
 }
 
 /// The supported ciphers, for messages.
@@ -101,7 +99,7 @@ pub(crate) const KNOWN: &str = "aes in the modes xts and cbc, with plain, plain6
 
 impl CipherSpec {
     /// The cipher for a header's names and key length.
-    pub fn find(name: &str, mode: &str, key_bytes: usize) -> Option<Self> {
+    pub(crate) fn find(name: &str, mode: &str, key_bytes: usize) -> Option<Self> {
         if name != "aes" {
             return None;
         }
@@ -130,7 +128,7 @@ impl CipherSpec {
     }
 
     /// The mode's name in a header, such as `xts-plain64`.
-    pub fn mode_name(&self) -> String {
+    pub(crate) fn mode_name(&self) -> String {
         let mode = match self.mode {
             Mode::Xts => "xts",
             Mode::Cbc => "cbc",
@@ -143,7 +141,7 @@ impl CipherSpec {
     }
 
     /// Key length in bytes; XTS needs two AES keys.
-    pub fn key_bytes(&self) -> usize {
+    pub(crate) fn key_bytes(&self) -> usize {
         match self.mode {
             Mode::Xts => 2 * self.aes_bytes,
             Mode::Cbc => self.aes_bytes,
@@ -151,7 +149,7 @@ impl CipherSpec {
     }
 
     /// The cipher with a key; `None` for a wrong key length.
-    pub fn with_key(&self, key: &[u8]) -> Option<AesSectors> {
+    pub(crate) fn with_key(&self, key: &[u8]) -> Option<AesSectors> {
         if key.len() != self.key_bytes() {
             return None;
         }

@@ -44,7 +44,7 @@ pub(crate) fn guest_bytes_of(header: &Header, storage: &dyn Storage) -> Result<u
 
 /// An open container.
 #[derive(Debug)]
-pub struct LuksFormat {
+pub(crate) struct LuksFormat {
     flat: Flat,
     encryption: Encryption,
 }
@@ -54,7 +54,7 @@ impl LuksFormat {
     ///
     /// # Errors
     /// As [`LuksSlots::unlock`]; [`Error::ReadOnly`].
-    pub fn open(request: OpenRequest, keys: &[Secret]) -> Result<Self> {
+    pub(crate) fn open(request: OpenRequest, keys: &[Secret]) -> Result<Self> {
         let OpenRequest { storage, writable, limits, .. } = request;
         require_writable(!writable || storage.caps().writable, storage.name())?;
         let slots = LuksSlots::read(storage.clone(), place_of(&*storage)?, &limits)?;

@@ -6,20 +6,13 @@ use sha1::Sha1;
 use sha2::digest::Digest;
 use sha2::{Sha224, Sha256, Sha384, Sha512};
 
-/// A hash function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Hash {
-    /// SHA-1.
+pub(crate) enum Hash {
     Sha1,
-    /// SHA-224.
     Sha224,
-    /// SHA-256.
     Sha256,
-    /// SHA-384.
     Sha384,
-    /// SHA-512.
     Sha512,
-    /// RIPEMD-160.
     Ripemd160,
 }
 
@@ -31,13 +24,12 @@ const HASHES: [Hash; 6] =
     [Hash::Sha1, Hash::Sha224, Hash::Sha256, Hash::Sha384, Hash::Sha512, Hash::Ripemd160];
 
 impl Hash {
-    /// Finds a hash by name.
-    pub fn find(name: &str) -> Option<Self> {
+    pub(crate) fn find(name: &str) -> Option<Self> {
         HASHES.into_iter().find(|hash| hash.name() == name)
     }
 
     /// Its name in a header.
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         HASH_NAMES[self as usize]
     }
 

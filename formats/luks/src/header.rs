@@ -14,7 +14,7 @@ use crate::on_disk::{ACTIVE, INACTIVE, RawHeader, Slot, slot_at};
 /// Bytes of the header itself; key material follows.
 pub const HEADER_BYTES: usize = size_of::<RawHeader>();
 /// The first six bytes.
-pub const MAGIC: [u8; 6] = *b"LUKS\xba\xbe";
+pub(crate) const MAGIC: [u8; 6] = *b"LUKS\xba\xbe";
 /// Number of key slots.
 pub const SLOTS: usize = 8;
 /// Number of stripes of each key.
@@ -204,11 +204,8 @@ impl Header {
         u64::from(self.raw.payload_offset) * SECTOR_BYTES
     }
 
-    /// The cipher.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] for an unknown one.
-    pub fn cipher(&self, file: &str) -> Result<CipherSpec> {
+    /// Fails for an unknown cipher.
+    pub(crate) fn cipher(&self, file: &str) -> Result<CipherSpec> {
         let (name, mode) = (text(&self.raw.cipher_name), text(&self.raw.cipher_mode));
         CipherSpec::find(name, mode, self.key_bytes() as usize).ok_or_else(|| {
             Error::unsupported(
@@ -222,11 +219,8 @@ impl Header {
         })
     }
 
-    /// The hash.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] for an unknown one.
-    pub fn hash(&self, file: &str) -> Result<Hash> {
+    /// Fails for an unknown hash.
+    pub(crate) fn hash(&self, file: &str) -> Result<Hash> {
         Hash::find(text(&self.raw.hash_spec)).ok_or_else(|| {
             Error::unsupported(
                 file,

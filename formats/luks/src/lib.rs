@@ -33,10 +33,8 @@ mod new;
 mod on_disk;
 mod slots;
 
-pub use cipher::{AesSectors, CipherSpec, Mode, Vector, decrypt_cbc_padded, legacy_qcow2};
+pub use cipher::{AesSectors, decrypt_cbc_padded, legacy_qcow2};
 pub use driver::LuksDriver;
-pub use format::LuksFormat;
-pub use hash::Hash;
-pub use header::{HEADER_BYTES, Header, HeaderPlace, MAGIC, SLOTS};
-pub use new::{INNER_OPTIONS, ITER_TIME_DEFAULT, MadeHeader, NewHeader};
+pub use header::{HEADER_BYTES, Header, HeaderPlace, SLOTS};
+pub use new::{INNER_OPTIONS, MadeHeader, NewHeader};
 pub use slots::LuksSlots;

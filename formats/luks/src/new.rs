@@ -15,7 +15,7 @@ use crate::slots::{Method, digest_iterations, random, wipe_stack};
 const MATERIAL_ALIGN: u64 = 4096;
 
 /// Default target time of trying a passphrase, in milliseconds.
-pub const ITER_TIME_DEFAULT: u64 = 2000;
+pub(crate) const ITER_TIME_DEFAULT: u64 = 2000;
 
 macro_rules! options {
     ($prefix:literal, $alg:literal, $mode:literal, $ivgen:literal, $hash:literal, $time:literal) => {
@@ -61,7 +61,8 @@ macro_rules! options {
 }
 
 /// Options of raw LUKS containers.
-pub const OPTIONS: [OptionSpec; 6] = options!("", "aes-256", "xts", "plain64", "sha256", "2000");
+pub(crate) const OPTIONS: [OptionSpec; 6] =
+    options!("", "aes-256", "xts", "plain64", "sha256", "2000");
 
 /// Options of a format with LUKS inside, valid only with `encrypt.format=luks`.
 pub const INNER_OPTIONS: [OptionSpec; 6] = options!("encrypt.", "", "", "", "", "");

@@ -39,7 +39,6 @@ pub(crate) struct HostSpace {
     pub(crate) durable_sequence: u64,
     /// The next byte for a compressed cluster, in a host cluster that has room.
     pub(crate) compressed_at: Option<HostOffset>,
-    /// Clusters of the refcount table.
     pub(crate) table_clusters: u64,
     /// Clusters beyond the frontier may hold data, so they do not read as zero.
     pub(crate) tail_written: bool,

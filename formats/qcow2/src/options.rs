@@ -93,7 +93,6 @@ pub(crate) const ENCRYPT_FORMAT: &str = "encrypt.format";
 /// How much of a new image is allocated before the guest writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Preallocation {
-    /// Nothing.
     Off,
     /// All tables; the data is a hole in the file.
     Metadata,

@@ -69,7 +69,6 @@ impl ExtensionHead {
     }
 }
 
-/// The data of the bitmaps extension.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
 pub(crate) struct BitmapsExtensionData {
@@ -127,7 +126,6 @@ pub(crate) struct SnapshotTableEntry {
 }
 
 impl SnapshotTableEntry {
-    /// Bytes of ID and name.
     pub(crate) fn id_and_name_bytes(&self) -> usize {
         usize::from(self.id_str_size.get()) + usize::from(self.name_size.get())
     }

@@ -30,7 +30,7 @@ const BLOCK_BYTES: std::ops::RangeInclusive<u32> = 4096..=1 << 30;
 
 /// What kind of image it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ImageType {
+pub(crate) enum ImageType {
     /// Blocks are allocated when they are written.
     Dynamic,
     /// All blocks are in the file.
@@ -49,8 +49,7 @@ impl ImageType {
         }
     }
 
-    /// The name for users.
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Dynamic => "dynamic",
             Self::Static => "static",
@@ -61,33 +60,29 @@ impl ImageType {
 
 /// A validated header.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Header {
+pub(crate) struct Header {
     /// Major and minor version.
-    pub version: (u16, u16),
-    /// What kind of image it is.
-    pub image_type: ImageType,
+    pub(crate) version: (u16, u16),
+    pub(crate) image_type: ImageType,
     /// Host offset of the table of blocks.
-    pub table_at: u32,
+    pub(crate) table_at: u32,
     /// Host offset of the first block.
-    pub data_at: u32,
+    pub(crate) data_at: u32,
     /// Bytes of the guest disk, in whole sectors.
-    pub disk_bytes: u64,
-    /// Bytes of a block.
-    pub block_bytes: u32,
+    pub(crate) disk_bytes: u64,
+    pub(crate) block_bytes: u32,
     /// Bytes before each block's data.
-    pub block_extra: u32,
-    /// Entries of the table.
-    pub entries: u32,
+    pub(crate) block_extra: u32,
+    pub(crate) entries: u32,
     /// Blocks in the file, by the header's own count.
-    pub allocated: u32,
-    /// UUID of this image.
-    pub uuid: Uuid,
+    pub(crate) allocated: u32,
+    pub(crate) uuid: Uuid,
     /// UUID of this image's last change.
-    pub uuid_modify: Uuid,
+    pub(crate) uuid_modify: Uuid,
     /// UUID of the parent; nil without one.
-    pub uuid_link: Uuid,
+    pub(crate) uuid_link: Uuid,
     /// UUID of the parent's last change when this image was created.
-    pub uuid_parent: Uuid,
+    pub(crate) uuid_parent: Uuid,
 }
 
 /// Whether this is the start of a VDI image.
@@ -100,7 +95,7 @@ impl Header {
     ///
     /// # Errors
     /// [`Error::Corrupt`] and [`Error::Unsupported`]; those of the storage.
-    pub fn read(storage: &dyn Storage) -> Result<Self> {
+    pub(crate) fn read(storage: &dyn Storage) -> Result<Self> {
         let mut bytes = [0; HEADER_BYTES];
         let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
         Self::judge(storage.name(), &bytes[..got], storage.len()?)
@@ -227,13 +222,11 @@ impl Header {
         Err(Error::unsupported(file, what, hint))
     }
 
-    /// Whether the image has a parent.
-    pub fn has_parent(&self) -> bool {
+    pub(crate) fn has_parent(&self) -> bool {
         self.image_type == ImageType::Differencing || !self.uuid_link.is_nil()
     }
 
-    /// The table and the blocks.
-    pub fn geometry(&self) -> Geometry {
+    pub(crate) fn geometry(&self) -> Geometry {
         let (block_bytes, skip) = (u64::from(self.block_bytes), u64::from(self.block_extra));
         Geometry {
             order: ByteOrder::Little,

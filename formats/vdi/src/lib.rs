@@ -16,4 +16,3 @@ mod header;
 mod on_disk;
 
 pub use driver::VdiDriver;
-pub use header::{Header, ImageType};

@@ -50,7 +50,6 @@ impl Amendment for VhdDriver {
     }
 }
 
-/// Whether `backing` is the current parent.
 fn is_parent(storage: &dyn Storage, header: &DynamicHeader, backing: &BackingRef) -> Result<bool> {
     let name = parent::name(storage, header)?;
     let same_name = parent::stored(&name) == parent::stored(&backing.name);

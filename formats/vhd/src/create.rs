@@ -39,7 +39,6 @@ fn fixed(options: &Options) -> bool {
     options.text("subformat") == Some("fixed")
 }
 
-/// The size and geometry for these options.
 fn size(file: &str, guest_bytes: u64, options: &Options) -> Result<(u64, DiskGeometry)> {
     size_of(file, guest_bytes, options.switch("force_size") == Some(true))
 }

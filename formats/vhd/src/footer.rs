@@ -25,7 +25,7 @@ const BY_GEOMETRY: [[u8; 4]; 2] = [*b"vpc ", *b"qemu"];
 
 /// What kind of image it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DiskType {
+pub(crate) enum DiskType {
     /// The plain bytes of the disk, and a footer.
     Fixed,
     /// A table of blocks.
@@ -53,7 +53,7 @@ impl DiskType {
     }
 
     /// The name for users, equal to that of the subformat.
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Fixed => "fixed",
             Self::Dynamic => "dynamic",
@@ -64,21 +64,17 @@ impl DiskType {
 
 /// Cylinders, heads, and sectors per track.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DiskGeometry {
-    /// Cylinders.
-    pub cylinders: u16,
-    /// Heads.
-    pub heads: u8,
-    /// Sectors of a track.
-    pub sectors: u8,
+pub(crate) struct DiskGeometry {
+    pub(crate) cylinders: u16,
+    pub(crate) heads: u8,
+    pub(crate) sectors: u8,
 }
 
 impl DiskGeometry {
     /// The geometry that does not define the size: all programs then use the size field.
     pub(crate) const MAX: Self = Self { cylinders: 65535, heads: 16, sectors: 255 };
 
-    /// Sectors of the disk.
-    pub fn count(self) -> u64 {
+    pub(crate) fn count(self) -> u64 {
         u64::from(self.cylinders) * u64::from(self.heads) * u64::from(self.sectors)
     }
 
@@ -116,10 +112,9 @@ impl DiskGeometry {
 
 /// A footer with a valid cookie and checksum. Unknown fields are preserved.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Footer {
+pub(crate) struct Footer {
     raw: RawFooter,
-    /// What kind of image it is.
-    pub disk_type: DiskType,
+    pub(crate) disk_type: DiskType,
 }
 
 /// Why bytes are not a footer.
@@ -186,34 +181,31 @@ impl Footer {
         self
     }
 
-    /// The raw bytes.
     pub(crate) fn bytes(&self) -> &[u8; FOOTER_BYTES] {
         transmute_ref!(&self.raw)
     }
 
-    /// Offset of the dynamic header.
     pub(crate) fn data_offset(&self) -> u64 {
         self.raw.data_offset.get()
     }
 
     /// Creation time in seconds since 2000.
-    pub fn time(&self) -> u32 {
+    pub(crate) fn time(&self) -> u32 {
         self.raw.time_stamp.get()
     }
 
     /// The application that created the image, as text.
-    pub fn creator(&self) -> String {
+    pub(crate) fn creator(&self) -> String {
         let bytes = self.raw.creator_application.iter();
         bytes.map(|b| if b.is_ascii_graphic() { char::from(*b) } else { ' ' }).collect()
     }
 
     /// The size field, in bytes.
-    pub fn current_size(&self) -> u64 {
+    pub(crate) fn current_size(&self) -> u64 {
         self.raw.current_size.get()
     }
 
-    /// The CHS geometry.
-    pub fn geometry(&self) -> DiskGeometry {
+    pub(crate) fn geometry(&self) -> DiskGeometry {
         DiskGeometry {
             cylinders: self.raw.cylinders.get(),
             heads: self.raw.heads,
@@ -221,24 +213,22 @@ impl Footer {
         }
     }
 
-    /// The format's version.
     pub(crate) fn version(&self) -> u32 {
         self.raw.file_format_version.get()
     }
 
-    /// The image's unique ID.
-    pub fn uuid(&self) -> Uuid {
+    pub(crate) fn uuid(&self) -> Uuid {
         Uuid::from_bytes(self.raw.unique_id)
     }
 
     /// Whether the geometry is the size of the disk: the creator uses it so, and it defines a size.
-    pub fn sized_by_geometry(&self) -> bool {
+    pub(crate) fn sized_by_geometry(&self) -> bool {
         BY_GEOMETRY.contains(&self.raw.creator_application)
             && self.geometry().count() != DiskGeometry::MAX.count()
     }
 
     /// Bytes of the guest disk, as the creator of the image computes them.
-    pub fn disk_bytes(&self) -> u64 {
+    pub(crate) fn disk_bytes(&self) -> u64 {
         if self.sized_by_geometry() {
             self.geometry().count() * SECTOR
         } else {

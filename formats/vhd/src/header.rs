@@ -11,7 +11,6 @@ use zerocopy::{FromZeros, IntoBytes};
 use crate::footer::{NO_OFFSET, SECTOR};
 use crate::on_disk::{ParentLocator, RawHeader, checksum};
 
-/// Bytes of the dynamic header.
 pub(crate) const HEADER_BYTES: usize = size_of::<RawHeader>();
 pub(crate) const COOKIE: &[u8; 8] = b"cxsparse";
 /// Most bytes of a locator's path.
@@ -124,7 +123,6 @@ impl DynamicHeader {
         self
     }
 
-    /// The raw bytes.
     pub(crate) fn bytes(&self) -> &[u8] {
         self.raw.as_bytes()
     }
@@ -138,7 +136,6 @@ impl DynamicHeader {
         self.raw.max_table_entries.into()
     }
 
-    /// Guest bytes of a block.
     pub(crate) fn block_bytes(&self) -> u64 {
         self.raw.block_size.into()
     }

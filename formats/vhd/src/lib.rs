@@ -6,7 +6,7 @@
 //!
 //! # How large is the disk?
 //! Virtual PC and QEMU (without `force_size`) use cylinders × heads × sectors, all others the size
-//! field: [`Footer::disk_bytes`]. In images that vdkit creates, both are equal.
+//! field: `Footer::disk_bytes`. In images that vdkit creates, both are equal.
 
 mod amend;
 mod azure;
@@ -23,4 +23,3 @@ mod parent;
 
 pub use azure::azure_faults;
 pub use driver::VhdDriver;
-pub use footer::{DiskGeometry, DiskType, Footer};

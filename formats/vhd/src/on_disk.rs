@@ -26,7 +26,6 @@ pub(crate) struct RawFooter {
     pub(crate) reserved: [u8; 427],
 }
 
-/// The dynamic header.
 #[derive(Clone, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
 pub(crate) struct RawHeader {

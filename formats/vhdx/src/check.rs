@@ -78,7 +78,6 @@ pub(crate) fn check(image: &OfflineImage<'_>, repair: Repair) -> Result<CheckRep
     Ok(report)
 }
 
-/// A bad entry and its replacement.
 #[derive(Clone, Copy, Debug)]
 struct BadEntry {
     index: u64,

@@ -178,7 +178,6 @@ pub(crate) type Lead<'a> = vdkit_meta::Lead<'a, Log>;
 pub struct Log {
     pub(crate) headers: Headers,
     pub(crate) log: LogWriter,
-    /// Regions of the region table.
     pub(crate) regions: Vec<Region>,
     /// Pages that are durable in the log but may not be written in place yet.
     pub(crate) unapplied: Vec<LoggedPage>,

@@ -38,7 +38,6 @@ pub(crate) struct Geometry {
     pub(crate) block_bits: u32,
     /// log2 of the bytes of a logical sector.
     pub(crate) sector_bits: u32,
-    /// The image has a parent.
     pub(crate) has_parent: bool,
 }
 

@@ -25,7 +25,6 @@ impl Vhdx {
         (at & !(PAGE_BYTES - 1), (at % PAGE_BYTES) as usize)
     }
 
-    /// Offset of an entry in the file.
     pub(crate) fn entry_offset(&self, index: u64) -> u64 {
         self.bat_offset.load(Ordering::Acquire) + index * 8
     }

@@ -17,7 +17,6 @@ use crate::image::{Meta, Vhdx};
 use crate::layout::{BITMAP_BYTES, BatEntry, PAGE_BYTES, PRESENT, State};
 use crate::map::{Lookup, fill_bits};
 
-/// Most bytes of one reservation.
 const RESERVATION_BYTES_MAX: u64 = 4 << 30;
 
 /// A reservation that is neither published nor released.

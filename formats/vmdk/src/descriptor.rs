@@ -6,15 +6,15 @@
 use vdkit_block::{Error, Result, random_uuid, require_within};
 
 /// `parentCID` of a disk without a parent.
-pub const NO_PARENT: u32 = 0xffff_ffff;
+pub(crate) const NO_PARENT: u32 = 0xffff_ffff;
 /// Longest accepted descriptor, as in QEMU.
-pub const DESCRIPTOR_BYTES_MAX: u64 = (1 << 20) - 1;
+pub(crate) const DESCRIPTOR_BYTES_MAX: u64 = (1 << 20) - 1;
 /// Most extents of one disk: 8 TiB in pieces of 2 GiB.
-pub const EXTENTS_MAX: usize = 4096;
+pub(crate) const EXTENTS_MAX: usize = 4096;
 
 /// How an extent's bytes are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ExtentType {
+pub(crate) enum ExtentType {
     /// Plain bytes in a file (`FLAT`, `VMFS`).
     Flat,
     /// A sparse extent: hosted or COWD, according to its header (`SPARSE`, `VMFSSPARSE`).
@@ -25,46 +25,36 @@ pub enum ExtentType {
     Zero,
 }
 
-/// Access mode of an extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
-    /// `RW`
+pub(crate) enum Access {
     ReadWrite,
-    /// `RDONLY`
     ReadOnly,
-    /// `NOACCESS`
     None,
 }
 
-/// One extent line.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ExtentLine {
-    /// Access mode.
-    pub access: Access,
-    /// Sectors.
-    pub sectors: u64,
-    /// Type.
-    pub kind: ExtentType,
+pub(crate) struct ExtentLine {
+    pub(crate) access: Access,
+    pub(crate) sectors: u64,
+    pub(crate) kind: ExtentType,
     /// The file; empty for [`ExtentType::Zero`].
-    pub name: String,
+    pub(crate) name: String,
     /// First sector within the file.
-    pub offset: u64,
+    pub(crate) offset: u64,
 }
 
 /// A parsed descriptor, with its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Descriptor {
+pub(crate) struct Descriptor {
     text: String,
     /// Content id.
-    pub cid: u32,
+    pub(crate) cid: u32,
     /// Content id that the parent must have, or [`NO_PARENT`].
-    pub parent_cid: u32,
-    /// `createType`
-    pub create_type: String,
-    /// `parentFileNameHint`
-    pub parent_hint: Option<String>,
+    pub(crate) parent_cid: u32,
+    pub(crate) create_type: String,
+    pub(crate) parent_hint: Option<String>,
     /// The extents, in the disk's order.
-    pub extents: Vec<ExtentLine>,
+    pub(crate) extents: Vec<ExtentLine>,
 }
 
 /// The text up to the first zero byte.
@@ -83,7 +73,7 @@ impl Descriptor {
     ///
     /// # Errors
     /// [`Error::Corrupt`] for invalid lines; [`Error::Unsupported`] for unsupported extent types.
-    pub fn parse(bytes: &[u8], base: u64, file: &str) -> Result<Self> {
+    pub(crate) fn parse(bytes: &[u8], base: u64, file: &str) -> Result<Self> {
         let (text, mut extents) = (text_of(bytes, file)?, Vec::new());
         let mut at = base;
         for line in text.split_inclusive('\n') {
@@ -122,18 +112,16 @@ impl Descriptor {
         Ok(parsed)
     }
 
-    /// The text, unchanged.
-    pub fn text(&self) -> &str {
+    pub(crate) fn text(&self) -> &str {
         &self.text
     }
 
-    /// The parent's name, if there is a parent.
-    pub fn parent(&self) -> Option<&str> {
+    pub(crate) fn parent(&self) -> Option<&str> {
         self.parent_hint.as_deref().filter(|name| !name.is_empty())
     }
 
     /// The value of a field, without its quotes.
-    pub fn field(&self, key: &str) -> Option<&str> {
+    pub(crate) fn field(&self, key: &str) -> Option<&str> {
         let (_, value) = self.find(key)?;
         Some(unquoted(value))
     }
@@ -155,7 +143,7 @@ impl Descriptor {
     /// The text with another value of a field, in quotes if it had them or is new; `None` removes
     /// the line. New disk database fields are added at the end, others after the line of
     /// `createType`.
-    pub fn with_field(&self, key: &str, value: Option<&str>) -> String {
+    pub(crate) fn with_field(&self, key: &str, value: Option<&str>) -> String {
         let text = &self.text;
         if let Some((start, rest)) = self.find(key) {
             let end = text[start..].find('\n').map_or(text.len(), |n| start + n + 1);
@@ -181,7 +169,7 @@ impl Descriptor {
 
     /// Byte range of the content id's digits in the text. A new id with the same number of digits
     /// changes no other byte, and usually one sector.
-    pub fn cid_digits(&self) -> Option<std::ops::Range<usize>> {
+    pub(crate) fn cid_digits(&self) -> Option<std::ops::Range<usize>> {
         let (start, rest) = self.find("CID")?;
         let value = start + self.text[start..].find('=')? + 1;
         let skipped = rest.len() - rest.trim_start().len();
@@ -194,7 +182,7 @@ impl Descriptor {
 ///
 /// # Errors
 /// Those of [`random_uuid`].
-pub fn new_cid(digits: usize, old: u32) -> Result<u32> {
+pub(crate) fn new_cid(digits: usize, old: u32) -> Result<u32> {
     let digits = digits.clamp(1, 8) as u32;
     loop {
         let random = u64::from(random_uuid()?.as_fields().0);

@@ -22,7 +22,7 @@ mod cid;
 mod copies;
 mod create;
 mod describe;
-pub mod descriptor;
+mod descriptor;
 mod driver;
 mod flush;
 mod foreign;

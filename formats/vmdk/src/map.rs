@@ -17,7 +17,6 @@ const CHUNK_BYTES: u64 = 32 << 10;
 pub(crate) const CHUNKS_MIN: usize = 16;
 /// Most chunks that one lookup reads: otherwise it would walk a full disk to its end.
 const LOADS_MAX: u32 = 16;
-/// Most tables of a chunk.
 const CHUNK_TABLES_MAX: u64 = 16;
 
 /// Key of a chunk: the extent and the chunk within it.
@@ -35,7 +34,6 @@ enum Lookup {
 }
 
 impl Sparse {
-    /// Tables that one chunk holds.
     pub(crate) fn chunk_tables(&self) -> u64 {
         (CHUNK_BYTES / self.table_bytes()).clamp(1, CHUNK_TABLES_MAX)
     }

@@ -59,7 +59,6 @@ pub(crate) const SPECS: &[OptionSpec] = &[
     },
 ];
 
-/// Subformat of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Subformat {
     MonolithicSparse,
@@ -70,7 +69,6 @@ pub(crate) enum Subformat {
 }
 
 impl Subformat {
-    /// Its `createType`.
     pub(crate) fn create_type(self) -> &'static str {
         match self {
             Self::MonolithicSparse => "monolithicSparse",

@@ -41,13 +41,11 @@ pub(crate) enum Flavor {
 pub(crate) enum Entry {
     /// Not in this image.
     Hole,
-    /// Zeroes.
     Zero,
     /// Host offset in bytes of the grain, or of its marker.
     At(u64),
 }
 
-/// A sparse extent.
 #[derive(Debug)]
 pub(crate) struct Sparse {
     pub(crate) flavor: Flavor,

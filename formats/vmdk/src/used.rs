@@ -5,7 +5,6 @@ use std::ops::Range;
 use rustc_hash::FxHashMap;
 use vdkit_block::{Result, require_within};
 
-/// Units of a page.
 const PAGE_UNITS: u64 = 32768;
 const PAGE_WORDS: usize = (PAGE_UNITS / 64) as usize;
 

@@ -4,7 +4,6 @@ use std::sync::mpsc;
 
 use vdkit_block::{HostOffset, Monitor, ReadOp, Result, Storage};
 
-/// Most tables of one batch.
 const BATCH_TABLES: usize = 64;
 /// Most tables of one batch if clusters are small.
 const BATCH_TABLES_SMALL: usize = 1024;

@@ -63,7 +63,6 @@ impl LastingHeader {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DiskTables {
     pub(crate) l1_offset: HostOffset,
-    /// Entries of its L1 table.
     pub(crate) l1_entries: u32,
     pub(crate) guest_bytes: u64,
 }

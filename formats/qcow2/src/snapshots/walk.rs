@@ -12,7 +12,6 @@ use crate::metadata::Metadata;
 /// An L2 table, and the change of the number of references to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Table {
-    /// Host offset.
     pub(super) offset: u64,
     /// Change of the references to everything that it names.
     pub(super) by: i32,

@@ -30,12 +30,10 @@ pub(crate) struct Checking<'a, 'b> {
 }
 
 impl Checking<'_, '_> {
-    /// Whether to repair damage.
     pub(crate) fn repairs(&self) -> bool {
         matches!(self.repair, Repair::All | Repair::AllForced)
     }
 
-    /// Adds damage.
     pub(crate) fn damage(
         &mut self,
         at: u64,

@@ -44,7 +44,6 @@ use space::Space;
 
 /// Most bytes of one batch, stored twice meanwhile. Few in tests, for many batches.
 const BATCH_BYTES: u64 = if cfg!(test) { 64 << 10 } else { 16 << 20 };
-/// Most clusters of one batch.
 const BATCH_CLUSTERS_MAX: u64 = 65536;
 
 /// As [`vdkit_block::Compaction::compact`].

@@ -40,11 +40,9 @@ pub(super) enum Scope {
 /// such tables, but other clusters look like them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Flagless {
-    /// Never.
     No,
     /// If they share data with an existing table.
     Sharing,
-    /// Always.
     Yes,
 }
 
