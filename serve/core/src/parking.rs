@@ -340,11 +340,11 @@ impl Parking {
         let pause = *failed >= TRIES.min(state.queue.len().max(1));
         if pause {
             *failed = 0;
+            if !state.retry && !state.closed {
+                self.changed.wait_for(&mut state, RETRY_AFTER);
+            }
+            state.retry = false;
         }
-        if pause && !state.retry && !state.closed {
-            self.changed.wait_for(&mut state, RETRY_AFTER);
-        }
-        state.retry = false;
         let gone = if pause && state.queue.iter().any(|parked| parked.claim.is_noted_as_given_up())
         {
             state.take(|parked| parked.claim.is_noted_as_given_up())
