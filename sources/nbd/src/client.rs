@@ -313,7 +313,9 @@ impl Client {
         shared.further_after = None;
         let connections = std::mem::take(&mut shared.connections);
         // Before another thread can see that they are lost, and connect again.
-        connections.iter().for_each(|one| one.break_off(broken.clone()));
+        for one in &connections {
+            one.break_off(broken.clone());
+        }
         shared.ended.extend(connections.iter().map(Arc::downgrade));
         drop(shared);
         self.changed.notify_all();
