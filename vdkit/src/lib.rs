@@ -109,9 +109,9 @@ pub use vdkit_block::{
     Secret, parse_size,
 };
 pub use vdkit_chain::{
-    BackingChoice, ChainLink, ChainReport, ChangedParent, Completion, Disk, DiskExtent, DiskPlace,
-    DiskStream, Extents, HostInfo, Layer, NewPart, OpenOptions, Queue, Ready, Request,
-    RequestGuard, changed_parent, describe_chain, same_file,
+    BackingChoice, BackingImage, ChainLink, ChainReport, ChangedParent, Completion, Disk,
+    DiskExtent, DiskPlace, DiskStream, Extents, HostInfo, Layer, NewPart, OpenOptions, Queue,
+    Ready, Request, RequestGuard, changed_parent, describe_chain, same_file,
 };
 
 // Errors, cancellation and progress.

@@ -62,10 +62,9 @@ impl Key {
             Kind::Size => {
                 sizes::parse(value).map(|bytes| bytes.to_string()).map_err(|_| bad_size(name))
             }
-            Kind::Number => value
-                .parse::<u64>()
+            Kind::Number => sizes::integer(value)
                 .map(|number| number.to_string())
-                .map_err(|_| Failure::new(format!("Parameter '{name}' expects a number"))),
+                .ok_or_else(|| Failure::new(format!("Parameter '{name}' expects a number"))),
         }
     }
 }

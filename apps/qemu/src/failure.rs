@@ -109,3 +109,9 @@ pub fn words(error: &Error) -> String {
 pub fn could_not_open(name: &str, why: impl std::fmt::Display) -> Failure {
     Failure::new(format!("Could not open '{name}': {why}"))
 }
+
+/// Why an image could not be opened, for a message that names it already.
+pub fn without_name(name: &str, failure: &Failure) -> String {
+    let prefix = format!("Could not open '{name}': ");
+    failure.text.strip_prefix(&prefix).unwrap_or(&failure.text).to_owned()
+}

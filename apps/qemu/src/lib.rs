@@ -27,6 +27,7 @@ mod img;
 mod json;
 mod names;
 mod nbd;
+mod nodes;
 mod open;
 mod output;
 mod secrets;

@@ -4,11 +4,10 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde_json::Value;
-use vdkit::nbd_client::percent;
 
 use crate::debug::{self, Debug};
 use crate::open::is_protocol;
-use crate::{sizes, storages};
+use crate::{nodes, storages};
 
 /// Properties by dotted keys: `file.filename` is the member `filename` of the member `file`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -128,6 +127,15 @@ pub fn split_commas(text: &str) -> Vec<String> {
     parts
 }
 
+/// TLS of an NBD export that is named by properties.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TlsClient {
+    /// Id of the credentials.
+    pub id: String,
+    /// The name that the server's certificate must have.
+    pub hostname: Option<String>,
+}
+
 /// Where an image's bytes are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Place {
@@ -139,6 +147,10 @@ pub enum Place {
     Nbd(String),
     /// An image behind a storage that fails by rules, or that compares.
     Debug(Box<Debug>),
+    /// The disk of another image: a format stands on a format.
+    Disk(Box<Image>),
+    /// A backing image that is where its overlay says.
+    Reference,
 }
 
 /// An image as the user named it.
@@ -148,6 +160,8 @@ pub struct Image {
     pub typed: String,
     /// The format, if it is named.
     pub format: Option<String>,
+    /// It is a node of a format, not only of a protocol: what stands on it sees its disk.
+    pub formatted: bool,
     pub place: Place,
     /// The part of the file that is the disk (raw): bytes before it, and its length.
     pub window: Option<(u64, Option<u64>)>,
@@ -159,29 +173,42 @@ pub struct Image {
     pub secrets: Vec<String>,
     /// Ids of the throttle groups that it is in.
     pub throttle_groups: Vec<String>,
+    /// TLS, if it is an NBD export whose URI does not tell.
+    pub tls: Option<TlsClient>,
     /// A null disk promises to read as zeroes (`read-zeroes=on`).
     pub reads_zeroes: bool,
-    /// Its storage takes no lock.
+    /// Its storage takes no lock, because of the command or of the image above it.
     pub unlocked: bool,
+    /// `force-share`; an image without it follows the one above it.
+    pub force_share: Option<bool>,
+    /// `locking=off` of its file.
+    pub locking_off: bool,
+    /// `read-only=on`.
+    pub read_only: bool,
 }
 
 impl Image {
-    fn at(typed: &str, place: Place) -> Self {
+    pub fn at(typed: &str, place: Place) -> Self {
         Self {
             typed: typed.to_owned(),
             format: None,
+            formatted: false,
             place,
             window: None,
             backing: None,
             data_file: None,
             secrets: Vec::new(),
             throttle_groups: Vec::new(),
+            tls: None,
             reads_zeroes: false,
             unlocked: false,
+            force_share: None,
+            locking_off: false,
+            read_only: false,
         }
     }
 
-    fn with_format(self, format: &str) -> Self {
+    pub fn with_format(self, format: &str) -> Self {
         Self { format: Some(format.to_owned()), ..self }
     }
 
@@ -198,20 +225,68 @@ impl Image {
     pub fn opened(&self, lock: bool) -> PathBuf {
         match (&self.place, self.window) {
             (Place::File(path), None) => path.clone(),
-            (Place::Nbd(uri), _) => uri.into(),
+            (Place::Nbd(uri), None) if self.tls.is_none() => uri.into(),
             _ if lock => storages::path(self),
             _ => storages::path(&self.clone().unlocked()),
         }
     }
 
-    fn unlocked(mut self) -> Self {
+    /// The same image without locks, for a name of this program.
+    pub fn unlocked(mut self) -> Self {
         self.unlocked = true;
-        if let Place::Debug(debug) = &mut self.place {
-            for image in debug.images() {
-                *image = image.clone().unlocked();
-            }
+        for image in self.beneath_mut() {
+            *image = image.clone().unlocked();
         }
         self
+    }
+
+    /// Whether its file is locked, if the image above it or the command `shares` it or not.
+    pub fn locks(&self, shares: bool) -> bool {
+        !(self.unlocked || self.locking_off || self.shares(shares))
+    }
+
+    /// `force-share`, by its own option or by what stands above it.
+    pub fn shares(&self, above: bool) -> bool {
+        self.force_share.unwrap_or(above)
+    }
+
+    /// The images that its storage reads and writes, if that is no file.
+    fn beneath(&self) -> Vec<&Self> {
+        match &self.place {
+            Place::Disk(image) => vec![&**image],
+            Place::Debug(debug) => debug.images(),
+            _ => Vec::new(),
+        }
+    }
+
+    fn beneath_mut(&mut self) -> Vec<&mut Self> {
+        match &mut self.place {
+            Place::Disk(image) => vec![&mut **image],
+            Place::Debug(debug) => debug.images_mut(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Whether all its bytes, and those of backing images that it describes, are in files.
+    pub fn is_in_files(&self) -> bool {
+        let place = match &self.place {
+            Place::File(_) | Place::Reference => true,
+            Place::Disk(image) => image.is_in_files(),
+            Place::Null(_) | Place::Nbd(_) | Place::Debug(_) => false,
+        };
+        let backing = self.backing.iter().flatten().all(|backing| backing.is_in_files());
+        place && backing
+    }
+
+    /// Why it may not be opened for writing, in QEMU's words.
+    pub fn refuses_writing(&self) -> Option<&'static str> {
+        match self {
+            _ if self.shares(false) => {
+                Some("force-share=on can only be used with read-only images")
+            }
+            _ if self.read_only => Some("Block node is read-only"),
+            _ => self.beneath().into_iter().find_map(Self::refuses_writing),
+        }
     }
 
     /// The name that answers show: that of the file, whatever options named it.
@@ -220,19 +295,17 @@ impl Image {
             Place::File(path) => path.display().to_string(),
             Place::Null(_) => "null-co://".to_owned(),
             Place::Nbd(uri) => shown_uri(uri),
-            Place::Debug(_) => self.typed.clone(),
+            Place::Disk(image) => image.shown(),
+            Place::Debug(_) | Place::Reference => self.typed.clone(),
         }
     }
 }
 
-/// The sizes of disks are multiples of this.
-const SECTOR_BYTES: u64 = 512;
-
 /// Bytes of a null disk if no size is given.
-const NULL_BYTES: u64 = 1 << 30;
+pub const NULL_BYTES: u64 = 1 << 30;
 
 /// Protocols of QEMU that vdkit does not have.
-const OTHER_PROTOCOLS: &[&str] = &[
+pub const OTHER_PROTOCOLS: &[&str] = &[
     "blklogwrites",
     "fat",
     "ftp",
@@ -253,17 +326,34 @@ const OTHER_PROTOCOLS: &[&str] = &[
     "vvfat",
 ];
 
-/// Filters that change nothing of what is read or written, and are passed through.
-const FILTERS: &[&str] = &["copy-on-read", "throttle", "compress", "preallocate"];
-
 /// Reads a name as `qemu-img` takes it on the command line.
 ///
 /// # Errors
 /// QEMU's words after `Could not open 'NAME': `.
 pub fn parse(text: &str) -> Result<Image, String> {
+    parse_as(text, None)
+}
+
+/// As [`parse`], with the format that `-f` names. It replaces a driver of `json:`.
+pub fn parse_as(text: &str, format: Option<&str>) -> Result<Image, String> {
     if let Some(json) = text.strip_prefix("json:") {
-        return from_properties(text, Flat::from_json(json)?);
+        let mut flat = Flat::from_json(json)?;
+        if let Some(format) = format {
+            flat.put("driver", format);
+        }
+        return nodes::from_properties(text, flat);
     }
+    let mut image = parse_place(text)?;
+    // `-f file` is the file's bytes.
+    let format = format.map(|format| if is_protocol(format) { "raw" } else { format });
+    if image.format.is_none() {
+        image.format = format.map(str::to_owned);
+    }
+    Ok(image)
+}
+
+/// A name that is no `json:`.
+fn parse_place(text: &str) -> Result<Image, String> {
     let end = text.find([':', '/']).unwrap_or(text.len());
     if !text[end..].starts_with(':') {
         return Ok(Image::at(text, Place::File(text.into())));
@@ -281,185 +371,6 @@ pub fn parse(text: &str) -> Result<Image, String> {
             Err(format!("vdkit does not have the protocol '{known}'"))
         }
         unknown => Err(format!("Unknown protocol '{unknown}'")),
-    }
-}
-
-/// Reads the value of an image argument with `--image-opts`.
-pub fn parse_options(text: &str) -> Result<Image, String> {
-    let flat = Flat::from_keys(text, Some("file"))?;
-    from_properties(text, flat)
-}
-
-fn from_properties(typed: &str, mut flat: Flat) -> Result<Image, String> {
-    let driver = flat.take("driver");
-    let Some(driver) = driver else {
-        return without_driver(typed, flat);
-    };
-    if FILTERS.contains(&driver.as_str()) {
-        let mut file = needed_child(&mut flat, "file", typed)?;
-        typed.clone_into(&mut file.typed);
-        if driver == "throttle" {
-            let group = flat.take("throttle-group");
-            file.throttle_groups.push(group.ok_or("Please specify a throttle group")?);
-        }
-        return Ok(file);
-    }
-    match driver.as_str() {
-        "file" | "host_device" | "host_cdrom" => {
-            let name = flat
-                .take("filename")
-                .ok_or_else(|| format!("The '{driver}' block driver requires a file name"))?;
-            finish(&driver, flat, Image::at(typed, Place::File(name.into())).with_format("raw"))
-        }
-        "null-co" | "null-aio" => {
-            let bytes = flat.take("size").map_or(Ok(NULL_BYTES), |size| size_of("size", &size))?;
-            let mut image = Image::at(typed, Place::Null(bytes)).with_format("raw");
-            flat.take("latency-ns");
-            image.reads_zeroes = flat.take("read-zeroes").is_some_and(|value| value == "on");
-            finish(&driver, flat, image)
-        }
-        "nbd" => {
-            let uri = nbd_uri(&mut flat)?;
-            finish(&driver, flat, Image::at(typed, Place::Nbd(uri)).with_format("raw"))
-        }
-        "blkdebug" => {
-            let image = needed_child(&mut flat, "image", typed)?;
-            let debug = debug::faulty_properties(&mut flat, image)?;
-            finish(&driver, flat, debugged(typed, &driver, debug))
-        }
-        "blkverify" => {
-            let raw = Box::new(needed_child(&mut flat, "raw", typed)?);
-            let test = Box::new(needed_child(&mut flat, "test", typed)?);
-            let debug = Debug::Verify { raw, test };
-            finish(&driver, flat, debugged(typed, &driver, debug))
-        }
-        known if OTHER_PROTOCOLS.contains(&known) => {
-            Err(format!("vdkit does not have the driver '{known}'"))
-        }
-        format if crate::open::driver(format).is_some() => of_format(typed, format, flat),
-        unknown => Err(format!("Unknown driver '{unknown}'")),
-    }
-}
-
-/// A node of a debugging driver. Alone it is a disk of plain bytes.
-fn debugged(typed: &str, driver: &str, debug: Debug) -> Image {
-    Image::at(typed, Place::Debug(Box::new(debug))).with_format(driver)
-}
-
-fn needed_child(flat: &mut Flat, name: &str, typed: &str) -> Result<Image, String> {
-    child(flat, name, typed)?
-        .ok_or_else(|| format!("A block device must be specified for \"{name}\""))
-}
-
-/// Properties that name a file or a child and leave the format to be probed.
-fn without_driver(typed: &str, mut flat: Flat) -> Result<Image, String> {
-    if let Some(name) = flat.take("filename") {
-        let mut image = parse(&name)?;
-        typed.clone_into(&mut image.typed);
-        return finish("raw", flat, image);
-    }
-    let mut file = child(&mut flat, "file", typed)?
-        .ok_or_else(|| "Must specify either driver or file".to_owned())?;
-    typed.clone_into(&mut file.typed);
-    file.format = None;
-    finish("raw", flat, file)
-}
-
-/// No node has a name here: images are opened by the command alone.
-fn no_node(name: &str) -> String {
-    format!("Cannot find device='{name}' nor node-name='{name}'")
-}
-
-/// The child of that name: an object of properties.
-fn child(flat: &mut Flat, name: &str, typed: &str) -> Result<Option<Image>, String> {
-    if let Some(node) = flat.take(name) {
-        return Err(no_node(&node));
-    }
-    let below = flat.take_below(name);
-    if below.is_empty() {
-        return Ok(None);
-    }
-    from_properties(typed, below).map(Some)
-}
-
-fn of_format(typed: &str, format: &str, mut flat: Flat) -> Result<Image, String> {
-    let mut image = match flat.take("filename") {
-        Some(name) => parse(&name)?,
-        None => needed_child(&mut flat, "file", typed)?,
-    };
-    typed.clone_into(&mut image.typed);
-    image.format = Some(format.to_owned());
-    if format == "raw" {
-        let offset = flat.take("offset").map(|text| size_of("offset", &text)).transpose()?;
-        let size = flat.take("size").map(|text| size_of("size", &text)).transpose()?;
-        if size.is_some_and(|bytes| !bytes.is_multiple_of(SECTOR_BYTES)) {
-            return Err("Specified size is not multiple of 512".to_owned());
-        }
-        if offset.is_some() || size.is_some() {
-            image.window = Some((offset.unwrap_or(0), size));
-        }
-    }
-    image.backing = match flat.take("backing") {
-        Some(name) if name.is_empty() => Some(None),
-        Some(node) => return Err(no_node(&node)),
-        None => child(&mut flat, "backing", typed)?.map(|backing| Some(Box::new(backing))),
-    };
-    if let Some(data) = child(&mut flat, "data-file", typed)? {
-        image.data_file = data.path().map(Into::into);
-    }
-    for key in ["key-secret", "encrypt.key-secret"] {
-        image.secrets.extend(flat.take(key));
-    }
-    flat.take("encrypt.format");
-    finish(format, flat, image)
-}
-
-/// Properties that every node takes, and that change nothing of what a command of ours does.
-const COMMON: &[&str] = &[
-    "read-only",
-    "auto-read-only",
-    "discard",
-    "detect-zeroes",
-    "cache.direct",
-    "cache.no-flush",
-    "force-share",
-    "node-name",
-];
-const OF_FILES: &[&str] =
-    &["aio", "aio-max-batch", "locking", "pr-manager", "drop-cache", "x-check-cache-dropped"];
-const OF_QCOW2: &[&str] = &[
-    "lazy-refcounts",
-    "pass-discard-request",
-    "pass-discard-snapshot",
-    "pass-discard-other",
-    "discard-no-unref",
-    "overlap-check",
-    "cache-size",
-    "l2-cache-size",
-    "l2-cache-entry-size",
-    "refcount-cache-size",
-    "cache-clean-interval",
-];
-
-/// Refuses properties that nothing takes.
-fn finish(driver: &str, mut flat: Flat, image: Image) -> Result<Image, String> {
-    let known = COMMON.iter().chain(match driver {
-        "file" | "host_device" | "host_cdrom" => OF_FILES,
-        "qcow2" => OF_QCOW2,
-        _ => &[],
-    });
-    for key in known {
-        flat.take(key);
-    }
-    if driver == "qcow2" {
-        flat.take_below("overlap-check");
-    }
-    match flat.first_key() {
-        None => Ok(image),
-        Some(key) if driver == "host_cdrom" || is_protocol(driver) => {
-            Err(format!("Block protocol '{driver}' doesn't support the option '{key}'"))
-        }
-        Some(key) => Err(format!("Block format '{driver}' does not support the option '{key}'")),
     }
 }
 
@@ -493,31 +404,10 @@ pub fn switch_of(name: &str, text: &str) -> Result<bool, String> {
     }
 }
 
-fn size_of(name: &str, text: &str) -> Result<u64, String> {
-    sizes::parse(text)
-        .map_err(|_| format!("Parameter '{name}' expects a non-negative number below 2^64"))
-}
-
-/// The URI of an NBD export from its properties.
-fn nbd_uri(flat: &mut Flat) -> Result<String, String> {
-    let export = percent(flat.take("export").unwrap_or_default());
-    let mut take = |key: &str| flat.take(&format!("server.{key}")).or_else(|| flat.take(key));
-    let (host, path) = (take("host"), take("path"));
-    let (port, _kind) = (take("port"), take("type"));
-    match (host, path) {
-        (None, Some(path)) => Ok(format!("nbd+unix:///{export}?socket={}", percent(path))),
-        (Some(host), None) => {
-            let port = port.unwrap_or_else(|| "10809".to_owned());
-            Ok(format!("nbd://{}:{port}/{export}", bracketed(&host)))
-        }
-        (Some(_), Some(_)) => Err("path and host may not be used at the same time".to_owned()),
-        (None, None) => Err("NBD server address missing".to_owned()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::nodes::parse_options;
 
     #[test]
     fn every_way_to_name_a_file_gives_its_path() {

@@ -6,22 +6,39 @@ use std::path::{Path, PathBuf};
 use vdkit::Storage;
 use vdkit::storage::{FileOptions, FileStorage, LockMode};
 use vdkit::{
-    BackingChoice, CacheMode, Disk, Error, ErrorKind, FORMATS, FormatDriver, OpenOptions,
-    RefPolicy, Registry,
+    BackingChoice, BackingImage, CacheMode, Disk, Error, ErrorKind, FORMATS, FormatDriver,
+    OpenOptions, RefPolicy, Registry, Secret,
 };
 
-use crate::failure::{Failure, could_not_open, system_words, words};
+use crate::failure::{Failure, could_not_open, system_words, without_name, words};
 use crate::getopt::Parsed;
 use crate::names::{self, Image, Place};
+use crate::nodes;
 use crate::output::say;
 use crate::secrets::Objects;
-use crate::storages::Places;
+use crate::storages::{self, Places};
 
 /// The formats, probed by content alone.
 pub fn registry() -> Registry {
     Registry::new(FORMATS.iter().copied())
         .probing_content_only()
         .with_protocols([vdkit::nbd_client::NBD, &Places])
+        .reading_reference_names(reference_name)
+}
+
+/// The image that a name with a protocol in an image's metadata means: a file, or nodes on one. With
+/// a policy for such names, and of other protocols, it is none.
+fn reference_name(name: &str) -> vdkit::Result<Option<BackingImage>> {
+    if !matches!(references(), RefPolicy::Folders(_)) {
+        return Ok(None);
+    }
+    let image = names::parse(name).map_err(Error::invalid)?;
+    if !image.is_in_files() {
+        return Ok(None);
+    }
+    let failed = |failure| Error::invalid(without_name(&image.typed, &failure));
+    let objects = storages::objects();
+    backing_image(&image, false, &objects).map(Some).map_err(failed)
 }
 
 /// The driver that QEMU calls by this name.
@@ -89,23 +106,20 @@ impl<'a> Named<'a> {
 
     /// Reads the name.
     pub fn parse(&self) -> Result<Image, Failure> {
-        let parsed = match self.options {
-            true => names::parse_options(self.text),
-            false => names::parse(self.text),
-        };
-        let mut image = parsed.map_err(|why| could_not_open(self.text, why))?;
+        let failed = |why| could_not_open(self.text, why);
         if let Some(format) = self.format {
             if driver(format).is_none() && !is_protocol(format) {
-                return Err(could_not_open(self.text, format!("Unknown driver '{format}'")));
+                return Err(failed(format!("Unknown driver '{format}'")));
             }
             if self.options {
                 return Err(Failure::new("--image-opts and --format are mutually exclusive"));
             }
-            // `-f file` is the file's bytes.
-            let format = if is_protocol(format) { "raw" } else { format };
-            image.format.get_or_insert_with(|| format.to_owned());
         }
-        Ok(image)
+        let parsed = match self.options {
+            true => nodes::parse_options(self.text),
+            false => names::parse_as(self.text, self.format),
+        };
+        parsed.map_err(failed)
     }
 }
 
@@ -117,27 +131,44 @@ pub fn is_protocol(driver: &str) -> bool {
     )
 }
 
+/// The format of what a driver shows: of a protocol, plain bytes.
+fn content_format(driver: &str) -> &str {
+    if is_protocol(driver) { "raw" } else { driver }
+}
+
 /// The format of an image, and whether it was probed.
 pub fn format_of(
     image: &Image,
     access: Access,
 ) -> Result<(&'static dyn FormatDriver, bool), Failure> {
     if let Some(name) = &image.format {
-        // A debugging driver is a disk of plain bytes.
-        let name = if is_protocol(name) { "raw" } else { name };
+        let name = content_format(name);
         let found = driver(name)
             .ok_or_else(|| could_not_open(&image.typed, format!("Unknown driver '{name}'")))?;
         return Ok((found, false));
     }
     // A writer's lock is taken when the image is opened, which also reports a conflict.
-    let lock = if access.share || access.writable { LockMode::Off } else { LockMode::Auto };
-    let options = FileOptions::read_only().lock(lock);
+    probe(image, !access.writable && image.locks(access.share))
+}
+
+/// The format that the content of an image tells; of a part of QEMU's names, before it is opened.
+///
+/// # Errors
+/// QEMU's words after `Could not open 'NAME': `.
+pub fn probed_format(image: &Image) -> Result<&'static str, String> {
+    let found = probe(image, false).map_err(|failure| without_name(&image.typed, &failure))?;
+    Ok(found.0.name())
+}
+
+/// The format of an image, and whether no magic number told it.
+fn probe(image: &Image, lock: bool) -> Result<(&'static dyn FormatDriver, bool), Failure> {
+    let options = FileOptions::read_only().lock(if lock { LockMode::Auto } else { LockMode::Off });
     if let Some(path) = image.path().filter(|path| path.is_dir()) {
         let why = format!("'file' driver requires '{}' to be a regular file", path.display());
         return Err(could_not_open(&image.typed, why));
     }
     let storage = registry()
-        .open_storage(&image.opened(lock == LockMode::Auto), &options)
+        .open_storage(&image.opened(lock), &options)
         .map_err(|error| failed_open(image, None, &error))?;
     match registry().probe(&*storage) {
         Ok(probed) => Ok((probed.driver, probed.fallback)),
@@ -149,32 +180,28 @@ pub fn format_of(
     }
 }
 
-/// Refuses a part of a file that reaches past the file's last sector.
+/// Refuses a part of a file that reaches past the file's last sector. (Of other storages, opening
+/// the part tells.)
 fn check_window(image: &Image) -> Result<(), Failure> {
     let (Some((offset, size)), Place::File(path)) = (image.window, &image.place) else {
-        return match image.window {
-            None => Ok(()),
-            Some(_) => {
-                Err(could_not_open(&image.typed, "vdkit takes offset and size of files only"))
-            }
-        };
+        return Ok(());
     };
     let options = FileOptions::read_only().lock(LockMode::Off);
     let file = FileStorage::open(path, &options)
         .and_then(|file| file.len())
         .map_err(|error| failed_open(image, None, &error))?;
-    let file = file.next_multiple_of(512);
-    let why = match size {
-        _ if offset > file => {
-            format!("Offset ({offset}) cannot be greater than size of the containing file ({file})")
-        }
-        Some(size) if offset.checked_add(size).is_none_or(|end| end > file) => format!(
-            "The sum of offset ({offset}) and size ({size}) has to be smaller or equal to the  actual \
-             size of the containing file ({file})"
-        ),
-        _ => return Ok(()),
-    };
-    Err(could_not_open(&image.typed, why))
+    match storages::beyond(offset, size, file) {
+        Some(why) => Err(could_not_open(&image.typed, why)),
+        None => Ok(()),
+    }
+}
+
+/// Refuses an image that the command would change, and that its name opens for reading only.
+pub fn check_writable(image: &Image) -> Result<(), Failure> {
+    match image.refuses_writing() {
+        Some(why) => Err(could_not_open(&image.typed, why)),
+        None => Ok(()),
+    }
 }
 
 /// Warns of writing to an image that was probed as raw.
@@ -193,38 +220,90 @@ pub fn open_options(
     access: Access,
     objects: &Objects,
 ) -> Result<OpenOptions, Failure> {
-    check_window(image)?;
-    if let Some(group) = image.throttle_groups.iter().find(|id| !objects.has_throttle_group(id)) {
-        return Err(could_not_open(
-            &image.typed,
-            format!("Throttle group '{group}' does not exist"),
-        ));
+    storages::note_objects(objects);
+    if access.writable {
+        check_writable(image)?;
     }
+    check(image, objects)?;
     let (driver, probed) = format_of(image, access)?;
     if access.writable && probed {
         warn_probed_raw(image);
     }
     let mut options = OpenOptions::read_only().format(driver.name()).cache(access.cache);
     options.writable = access.writable;
-    options.lock = !access.share;
+    options.lock = image.locks(access.share);
+    let shares = image.unlocked || image.shares(access.share);
+    // `locking=off` is of one file.
+    options.backing_lock = (options.lock == shares).then_some(!shares);
     options.refs = references();
     options.data_file.clone_from(&image.data_file);
-    options.keys =
-        image.secrets.iter().map(|id| objects.secret(id)).collect::<Result<_, Failure>>()?;
-    options.backing = match &image.backing {
-        _ if access.alone => BackingChoice::Ignore,
-        None => BackingChoice::Follow,
-        Some(None) => BackingChoice::Ignore,
-        Some(Some(backing)) => match backing.path() {
-            Some(path) => {
-                BackingChoice::Override { path: path.into(), format: backing.format.clone() }
-            }
-            None => {
-                return Err(could_not_open(&image.typed, "the backing image must be a file"));
-            }
-        },
+    options.keys = keys(image, objects)?;
+    options.backing = match access.alone {
+        true => BackingChoice::Ignore,
+        false => backing(image, shares, objects)?,
     };
     Ok(options)
+}
+
+/// Refuses choices for a backing image that the command does not open.
+pub fn check_alone(image: &Image) -> Result<(), Failure> {
+    match &image.backing {
+        Some(Some(_)) => {
+            let format = image.format.as_deref().unwrap_or("qcow2");
+            let why = format!("Block format '{format}' does not support the option 'backing'");
+            Err(could_not_open(&image.typed, why))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Refuses a wrong part of a file, and a throttle group that does not exist.
+fn check(image: &Image, objects: &Objects) -> Result<(), Failure> {
+    check_window(image)?;
+    match image.throttle_groups.iter().find(|id| !objects.has_throttle_group(id)) {
+        None => Ok(()),
+        Some(group) => {
+            let why = format!("Throttle group '{group}' does not exist");
+            Err(could_not_open(&image.typed, why))
+        }
+    }
+}
+
+/// The secrets that an image names.
+fn keys(image: &Image, objects: &Objects) -> Result<Vec<Secret>, Failure> {
+    image.secrets.iter().map(|id| objects.secret(id)).collect()
+}
+
+/// The choice of an image's backing image, and of what is beneath that one. `shares`: the image is
+/// opened without locks, which backing images follow.
+fn backing(image: &Image, shares: bool, objects: &Objects) -> Result<BackingChoice, Failure> {
+    let beneath = match &image.backing {
+        None => return Ok(BackingChoice::Follow),
+        Some(None) => return Ok(BackingChoice::Ignore),
+        Some(Some(beneath)) => beneath,
+    };
+    Ok(BackingChoice::Image(Box::new(backing_image(beneath, shares, objects)?)))
+}
+
+/// A backing image as the engine opens it, with the choices for those beneath it.
+fn backing_image(
+    beneath: &Image,
+    shares: bool,
+    objects: &Objects,
+) -> Result<BackingImage, Failure> {
+    check(beneath, objects)?;
+    let lock = beneath.locks(shares);
+    let mut choice = BackingImage::new();
+    choice.path = match beneath.place {
+        Place::Reference => None,
+        _ => Some(beneath.opened(lock)),
+    };
+    choice.format = beneath.format.as_deref().map(|name| content_format(name).to_owned());
+    choice.data_file.clone_from(&beneath.data_file);
+    choice.lock = (!lock).then_some(false);
+    choice.keys = keys(beneath, objects)?;
+    choice.backing = backing(beneath, beneath.shares(shares), objects)?;
+    Ok(choice)
 }
 
 /// Opens an image with its backing chain.

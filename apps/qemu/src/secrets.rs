@@ -12,7 +12,7 @@ use crate::failure::Failure;
 use crate::names::Flat;
 
 /// The objects of one command line.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Objects {
     secrets: BTreeMap<String, Secret>,
     /// Objects of other kinds, with their properties.

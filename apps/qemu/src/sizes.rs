@@ -11,9 +11,11 @@ pub enum BadSize {
     Range,
 }
 
-/// Reads `512`, `64k`, `1.5G`, `0x200`; suffixes b, k, m, g, t, p, e in either case mean powers of 1024.
+/// Reads `512`, `64k`, `1.5G`, `.5G`, `0x200`, with or without a plus; suffixes b, k, m, g, t, p, e in
+/// either case mean powers of 1024.
 pub fn parse(text: &str) -> Result<u64, BadSize> {
     let text = text.trim_start();
+    let text = text.strip_prefix('+').unwrap_or(text);
     if let Some(digits) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
         // A hexadecimal number takes no suffix.
         if digits.is_empty() || !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
@@ -34,10 +36,11 @@ pub fn parse(text: &str) -> Result<u64, BadSize> {
         _ => return Err(BadSize::Form),
     };
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
-    if whole.is_empty() || fraction.contains('.') {
+    if whole.is_empty() && fraction.is_empty() || fraction.contains('.') {
         return Err(BadSize::Form);
     }
-    let whole: u64 = whole.parse().map_err(|_| BadSize::Range)?;
+    let whole: u64 =
+        if whole.is_empty() { "0" } else { whole }.parse().map_err(|_| BadSize::Range)?;
     // A fraction of a byte is no size.
     let part = match fraction.trim_end_matches('0') {
         "" => 0.0,
@@ -80,6 +83,20 @@ fn bad_form(what: &str, text: &str) -> Failure {
     Failure::new(format!("Invalid {what} specified: '{text}'."))
 }
 
+/// A whole number as C's `strtoull` with base 0 reads it: decimal, `0x` hexadecimal, `0` octal.
+pub fn integer(text: &str) -> Option<u64> {
+    let text = text.trim_start();
+    let digits = text.strip_prefix('+').unwrap_or(text);
+    let hexadecimal = digits.strip_prefix("0x").or_else(|| digits.strip_prefix("0X"));
+    let (digits, radix) = match hexadecimal {
+        Some(digits) => (digits, 16),
+        None if digits.starts_with('0') => (digits, 8),
+        None => (digits, 10),
+    };
+    // A second sign is none of C's, but Rust takes it.
+    if digits.starts_with('+') { None } else { u64::from_str_radix(digits, radix).ok() }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -92,6 +109,16 @@ mod tests {
             ("64k", Ok(64 << 10)),
             ("1.5G", Ok(3 << 29)),
             ("0x200", Ok(512)),
+            ("+5M", Ok(5 << 20)),
+            ("+0x10", Ok(16)),
+            (".5G", Ok(1 << 29)),
+            ("+.5M", Ok(1 << 19)),
+            ("5.", Ok(5)),
+            ("020", Ok(20)),
+            (".M", Err(BadSize::Form)),
+            (".5", Err(BadSize::Form)),
+            ("++5", Err(BadSize::Form)),
+            ("+-5", Err(BadSize::Form)),
             ("16E", Err(BadSize::Range)),
             ("xx", Err(BadSize::Form)),
             ("1kk", Err(BadSize::Form)),

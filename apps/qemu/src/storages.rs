@@ -1,5 +1,5 @@
-//! Storages that only QEMU's names ask for: a disk of nothing, a part of a file, and the disk of an
-//! image as bytes.
+//! Storages that only QEMU's names ask for: a disk of nothing, a part of another storage, and the disk
+//! of an image as bytes.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
@@ -10,24 +10,90 @@ use vdkit::{
     StorageCaps, StorageExtent, ZeroMode,
 };
 
-use crate::names::{Image, Place};
+use crate::names::{Image, Place, TlsClient};
+use crate::open::{Access, open_options, registry};
+use crate::secrets::Objects;
+
+/// Storages end with whole sectors.
+const SECTOR_BYTES: u64 = 512;
 
 /// What the names of these places begin with. No user can give such a name: to `names::parse` it is
 /// an unknown protocol.
 const PREFIX: &str = "vdkit-place:";
 
-/// The images that are in such places. The engine opens storages by name, so each name is a number
+/// What the names of such places mean. The engine opens storages by name, so each name is a number
 /// here.
-static NOTED: Mutex<Vec<Image>> = Mutex::new(Vec::new());
+static NOTED: Mutex<Noted> = Mutex::new(Noted { images: Vec::new(), objects: None });
+
+#[derive(Debug)]
+struct Noted {
+    images: Vec<Image>,
+    /// The objects of the command line, which the images refer to by id.
+    objects: Option<Objects>,
+}
 
 /// A name under which the engine opens the place of an image.
 pub fn path(image: &Image) -> PathBuf {
-    let mut all = NOTED.lock().expect("no thread panics with it");
-    let index = all.iter().position(|other| other == image).unwrap_or_else(|| {
-        all.push(image.clone());
-        all.len() - 1
+    let images = &mut NOTED.lock().expect("no thread panics with it").images;
+    let index = images.iter().position(|other| other == image).unwrap_or_else(|| {
+        images.push(image.clone());
+        images.len() - 1
     });
     format!("{PREFIX}{index}").into()
+}
+
+/// The image that such a name means.
+pub fn noted(name: &str) -> Option<Image> {
+    let index = name.strip_prefix(PREFIX)?.parse::<usize>().ok()?;
+    NOTED.lock().expect("no thread panics with it").images.get(index).cloned()
+}
+
+/// Notes the objects of the command line, before the engine opens such a place.
+pub fn note_objects(objects: &Objects) {
+    NOTED.lock().expect("no thread panics with it").objects.get_or_insert_with(|| objects.clone());
+}
+
+/// The objects that were noted.
+pub fn objects() -> Objects {
+    NOTED.lock().expect("no thread panics with it").objects.clone().unwrap_or_default()
+}
+
+/// Opens the disk of an image that another image stands on.
+pub fn open_disk(image: &Image, writable: bool, cache: CacheMode) -> Result<Disk> {
+    let access = Access { writable, share: image.unlocked, cache, ..Access::default() };
+    let options = open_options(image, access, &objects())
+        .map_err(|why| Error::invalid(crate::failure::without_name(&image.typed, &why)))?;
+    Disk::open(&registry(), image.opened(options.lock), &options)
+}
+
+/// The URI of an export with TLS.
+fn secured(uri: &str, tls: &TlsClient) -> Result<String> {
+    let (user, options) =
+        crate::nbd::tls::client_options(&tls.id, tls.hostname.as_deref(), &objects())
+            .map_err(|failure| Error::invalid(failure.text))?;
+    let rest = uri.strip_prefix("nbd").unwrap_or(uri);
+    let (scheme, rest) = rest.split_once("://").unwrap_or(("", rest));
+    let sign = if rest.contains('?') { '&' } else { '?' };
+    Ok(format!("nbds{scheme}://{user}{rest}{sign}{options}"))
+}
+
+/// The storage of a place, as a whole.
+fn open_place(image: &Image, writable: bool, cache: CacheMode) -> Result<Arc<dyn Storage>> {
+    match &image.place {
+        Place::Null(bytes) => Ok(Arc::new(NullStorage::new(*bytes))),
+        Place::Debug(debug) => debug.open(&image.typed, image.format.as_deref(), writable, cache),
+        Place::File(file) => {
+            let lock = if image.unlocked { LockMode::Off } else { LockMode::Auto };
+            let options = FileOptions::default().writable(writable).cache(cache).lock(lock);
+            Ok(Arc::new(FileStorage::open(file, &options)?))
+        }
+        Place::Nbd(uri) => {
+            let secured = image.tls.as_ref().map(|tls| secured(uri, tls)).transpose()?;
+            vdkit::nbd_client::NBD.open(secured.as_ref().unwrap_or(uri), writable, cache)
+        }
+        Place::Disk(image) => Ok(Arc::new(DiskStorage::new(open_disk(image, writable, cache)?))),
+        Place::Reference => Err(Error::invalid("no overlay names this image")),
+    }
 }
 
 /// Opens these names.
@@ -40,32 +106,30 @@ impl Protocol for Places {
     }
 
     fn open(&self, name: &str, writable: bool, cache: CacheMode) -> Result<Arc<dyn Storage>> {
-        let index = name.strip_prefix(PREFIX).and_then(|index| index.parse::<usize>().ok());
-        let noted = {
-            let all = NOTED.lock().expect("no thread panics with it");
-            index.and_then(|index| all.get(index).cloned())
-        };
-        let Some(image) = noted else {
-            return Err(Error::invalid(format!("{name}: is no name of an image")));
-        };
-        match (&image.place, image.window) {
-            (Place::Null(bytes), _) => Ok(Arc::new(NullStorage::new(*bytes))),
-            (Place::Debug(debug), _) => {
-                debug.open(&image.typed, image.format.as_deref(), writable, cache)
-            }
-            (Place::File(file), window) => {
-                let (start, bytes) = window.unwrap_or_default();
-                let lock = if image.unlocked { LockMode::Off } else { LockMode::Auto };
-                let options = FileOptions::default().writable(writable).cache(cache).lock(lock);
-                let inner = Arc::new(FileStorage::open(file, &options)?);
-                let part = PartOf::new(inner, start, bytes)?.ok_or_else(|| {
-                    let file = file.display();
-                    Error::invalid(format!("{file}: ends before the part that was named"))
-                })?;
-                Ok(Arc::new(part))
-            }
-            (Place::Nbd(uri), _) => vdkit::nbd_client::NBD.open(uri, writable, cache),
+        let image =
+            noted(name).ok_or_else(|| Error::invalid(format!("{name}: is no name of an image")))?;
+        let whole = open_place(&image, writable, cache)?;
+        let Some((start, bytes)) = image.window else { return Ok(whole) };
+        let len = whole.len()?;
+        match PartOf::new(whole, start, bytes)? {
+            Some(part) => Ok(Arc::new(part)),
+            None => Err(Error::invalid(beyond(start, bytes, len).unwrap_or_default())),
         }
+    }
+}
+
+/// Why a part of a storage of `len` bytes reaches past its last sector, if it does.
+pub fn beyond(start: u64, bytes: Option<u64>, len: u64) -> Option<String> {
+    let len = len.next_multiple_of(SECTOR_BYTES);
+    match bytes {
+        _ if start > len => Some(format!(
+            "Offset ({start}) cannot be greater than size of the containing file ({len})"
+        )),
+        Some(bytes) if start.checked_add(bytes).is_none_or(|end| end > len) => Some(format!(
+            "The sum of offset ({start}) and size ({bytes}) has to be smaller or equal to the  actual \
+             size of the containing file ({len})"
+        )),
+        _ => None,
     }
 }
 
@@ -140,7 +204,6 @@ impl PartOf {
     /// the storage fills only in part; the rest of that sector reads as zero. Returns `None` if it
     /// would end later.
     pub fn new(inner: Arc<dyn Storage>, start: u64, bytes: Option<u64>) -> Result<Option<Self>> {
-        const SECTOR_BYTES: u64 = 512;
         let len = inner.len()?;
         let whole = len.next_multiple_of(SECTOR_BYTES);
         let Some(there) = whole.checked_sub(start) else { return Ok(None) };

@@ -1,6 +1,8 @@
 //! The command lines.
 
-use crate::lines::{AROUND, KEYS, LOST_AND_ZERO, MADE, NAMES, ON_RARE, RARE, SEQUENCES, WRONG};
+use crate::lines::{
+    AROUND, GRAPHS, KEYS, LOST_AND_ZERO, MADE, NAMES, ON_RARE, RARE, SEQUENCES, WRONG,
+};
 
 /// Command lines that are run one after the other in one folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -513,6 +515,11 @@ pub fn all() -> Vec<Case> {
         for command in ["info", "info --output=json", "check", "map"] {
             cases.push(Case::new(Kind::Name, &[&format!("{command} {name}")]));
         }
+    }
+    for graph in GRAPHS {
+        let objects = "--object secret,id=s,data=abc --object throttle-group,id=g";
+        let copy = format!("convert -O raw {objects} --image-opts {graph} new");
+        cases.push(Case::new(Kind::Name, &[&copy]));
     }
     cases.extend(DEBUGGING.iter().map(|line| Case::new(Kind::Name, &[line])));
     let secrets = "--object secret,id=s,data=abc --object secret,id=n,data=def";

@@ -73,10 +73,67 @@ pub(crate) const NAMES: &[&str] = &[
     "--image-opts driver=raw,size=512,file.filename=text",
     "--image-opts driver=throttle,file.driver=file,file.filename=full.raw",
     "--image-opts driver=throttle,throttle-group=g,file.driver=file,file.filename=full.raw",
+    "--image-opts driver=raw,file.driver=qcow2,file.file.filename=a.qcow2",
+    "--image-opts file.driver=qcow2,file.file.filename=a.qcow2",
+    "--image-opts driver=raw,offset=64k,size=1M,file.driver=qcow2,file.file.filename=a.qcow2",
+    "--image-opts driver=raw,file.file.filename=a.qcow2",
+    "--image-opts driver=raw,size=64k,file.driver=null-co,file.size=1M",
+    "--image-opts driver=raw,offset=2M,file.driver=null-co,file.size=1M",
+    "--image-opts driver=qcow2,filename=a.qcow2",
+    "--image-opts file.filename=a.qcow2,l2-cache-size=1M",
+    "--image-opts file.filename=a.qcow2,offset=64k",
+    "--image-opts file.filename=full.raw,offset=64k,size=64k",
+    "--image-opts driver=qcow2,force-share=maybe,file.filename=a.qcow2",
+    "--image-opts driver=qcow2,file.locking=maybe,file.filename=a.qcow2",
+    "--image-opts driver=compress,bad=1,file.driver=qcow2,file.file.filename=a.qcow2",
+    "-f raw json:{\"driver\":\"qcow2\",\"file\":{\"driver\":\"file\",\"filename\":\"a.qcow2\"}}",
+    "-f qcow2 json:{\"driver\":\"raw\",\"file\":{\"driver\":\"file\",\"filename\":\"a.qcow2\"}}",
+    "-f file json:{\"driver\":\"qcow2\",\"file.filename\":\"a.qcow2\"}",
+    "-f qcow2 json:{\"driver\":\"file\",\"filename\":\"a.qcow2\"}",
     "null-co://",
     "--image-opts driver=null-co,size=1M,read-zeroes=on",
     "nbd://localhost:1/x",
     "nbd+unix:///?socket=missing",
+];
+
+/// Images as graphs of nodes; each is copied, and what is read compared.
+pub(crate) const GRAPHS: &[&str] = &[
+    // A format on a format: the disk beneath is read, not its container.
+    "driver=raw,file.driver=qcow2,file.file.filename=a.qcow2",
+    "driver=raw,offset=64k,size=1M,file.driver=qcow2,file.file.driver=file,file.file.filename=a.qcow2",
+    "file.driver=qcow2,file.file.filename=a.qcow2",
+    "driver=raw,file.driver=vmdk,file.file.filename=a.vmdk",
+    "driver=raw,file.driver=qcow2,file.file.filename=top.qcow2",
+    "driver=raw,file.driver=qcow2,file.file.filename=top.qcow2,file.backing=",
+    "driver=raw,file.driver=throttle,file.throttle-group=g,file.file.driver=qcow2,file.file.file.filename=a.qcow2",
+    "driver=raw,file.driver=luks,file.key-secret=s,file.file.filename=a.luks",
+    "driver=blkdebug,image.driver=qcow2,image.file.filename=a.qcow2",
+    "driver=blkdebug,image.filename=a.qcow2",
+    "driver=qcow2,file.driver=raw,file.file.filename=a.qcow2",
+    "driver=qcow2,file.driver=raw,file.offset=0,file.file.driver=file,file.file.filename=a.qcow2",
+    "driver=raw,offset=64k,file.driver=raw,file.offset=64k,file.file.filename=full.raw",
+    "driver=raw,offset=1k,size=64k,file.driver=null-co,file.size=1M,file.read-zeroes=on",
+    "driver=raw,offset=1k,size=2M,file.driver=null-co,file.size=1M",
+    // No driver.
+    "file.filename=a.qcow2,l2-cache-size=1M",
+    "file.filename=full.raw,offset=64k,size=64k",
+    "file.filename=enc.qcow2,encrypt.format=luks,encrypt.key-secret=s",
+    "file.filename=top.qcow2,backing=",
+    "filename=a.qcow2",
+    // Given backing images.
+    "driver=qcow2,file.filename=top.qcow2,backing.driver=qcow2,backing.file.filename=mid.qcow2,backing.backing=",
+    "driver=qcow2,file.filename=top.qcow2,backing.backing=",
+    "driver=qcow2,file.filename=top.qcow2,backing.file.filename=mid.qcow2,backing.backing.driver=raw,backing.backing.file.filename=full.raw",
+    "driver=qcow2,file.filename=top.qcow2,backing.driver=raw,backing.offset=64k,backing.file.filename=full.raw",
+    "driver=qcow2,file.filename=top.qcow2,backing.file.filename=full.raw",
+    "driver=qcow2,file.filename=top.qcow2,backing.l2-cache-size=1M",
+    "driver=qcow2,file.filename=top.qcow2,backing.driver=qcow2,backing.file.driver=raw,backing.file.offset=0,backing.file.file.filename=mid.qcow2",
+    "driver=qcow2,file.filename=top.qcow2,backing.driver=raw,backing.file.driver=qcow2,backing.file.file.driver=file,backing.file.file.filename=a.qcow2",
+    "driver=qcow2,file.filename=top.qcow2,backing.encrypt.key-secret=s,backing.file.filename=enc.qcow2",
+    "driver=qcow2,file.filename=top.qcow2,backing.file.filename=enc.qcow2",
+    "driver=qcow2,file.filename=a.qcow2,backing.driver=raw,backing.file.filename=full.raw",
+    "driver=qcow2,file.filename=a.qcow2,backing.l2-cache-size=1M",
+    "driver=qcow2,file.filename=top.qcow2,backing.bad=1",
 ];
 
 /// Commands in turn.
@@ -372,6 +429,91 @@ pub(crate) const SEQUENCES: &[&[&str]] = &[
         "check a.qcow2",
         "info a.qcow2",
     ],
+    // A name with a protocol in an image's metadata.
+    &[
+        "create -f qcow2 -b file:a.qcow2 -F qcow2 n.qcow2",
+        "convert -O raw n.qcow2 n.raw",
+        "map n.qcow2",
+    ],
+    &["create -f qcow2 -b file:a.qcow2 -F qcow2 n.qcow2", "commit n.qcow2", "check a.qcow2"],
+    &[
+        "create -f qcow2 -b json:{\"driver\":\"qcow2\",\"file\":{\"driver\":\"file\",\"filename\":\"a.qcow2\"}} -F qcow2 n.qcow2",
+        "convert -O raw n.qcow2 n.raw",
+        "info --backing-chain n.qcow2",
+        "rebase -b  n.qcow2",
+    ],
+    &[
+        "create -u -f qcow2 -b json:{\"driver\":\"raw\",\"offset\":65536,\"file\":{\"driver\":\"file\",\"filename\":\"full.raw\"}} -F raw n.qcow2 1M",
+        "convert -O raw n.qcow2 n.raw",
+    ],
+    &[
+        "create -u -f qcow2 -b json:{\"driver\":\"qcow2\",\"file\":{\"driver\":\"file\",\"filename\":\"top.qcow2\"},\"backing\":null} -F qcow2 n.qcow2 4M",
+        "convert -O raw n.qcow2 n.raw",
+    ],
+    &[
+        "create -f qcow2 -b json:{\"file.filename\":\"a.qcow2\",\"backing.file.filename\":\"a.qcow2\"} -F qcow2 n.qcow2",
+        "convert -O raw n.qcow2 n.raw",
+    ],
+    &["create -u -f qcow2 -b foo:x -F raw n.qcow2 1M", "convert -O raw n.qcow2 n.raw"],
+    // An encrypted image on an encrypted image, each with its own secret.
+    &[
+        "create --object secret,id=s,data=abc --object secret,id=n,data=def -f qcow2 -o encrypt.format=luks,encrypt.key-secret=n,encrypt.iter-time=10 -b json:{\"encrypt.key-secret\":\"s\",\"file.filename\":\"enc.qcow2\"} -F qcow2 n.qcow2",
+        "convert --object secret,id=s,data=abc --object secret,id=n,data=def -O raw --image-opts driver=qcow2,file.filename=n.qcow2,encrypt.key-secret=n n.raw",
+        "rebase -u -b enc.qcow2 -F qcow2 --object secret,id=n,data=def --image-opts encrypt.key-secret=n,file.filename=n.qcow2",
+        "convert --object secret,id=s,data=abc --object secret,id=n,data=def -O raw --image-opts driver=qcow2,file.filename=n.qcow2,encrypt.key-secret=n,backing.encrypt.key-secret=s m.raw",
+        "convert --object secret,id=s,data=abc --object secret,id=n,data=def -O raw --image-opts driver=qcow2,file.filename=n.qcow2,encrypt.key-secret=n,backing.encrypt.key-secret=n k.raw",
+        "commit --object secret,id=s,data=abc --object secret,id=n,data=def --image-opts -d file.filename=n.qcow2,encrypt.format=luks,encrypt.key-secret=n,backing.file.filename=enc.qcow2,backing.encrypt.key-secret=s",
+        "resize --object secret,id=n,data=def --image-opts file.filename=n.qcow2,encrypt.key-secret=n 2M",
+    ],
+    // Nodes that are written.
+    &[
+        "convert -n --target-image-opts full.raw driver=raw,file.driver=qcow2,file.file.filename=a.qcow2",
+    ],
+    &[
+        "convert -n --target-image-opts full.raw driver=raw,offset=64k,size=1M,file.driver=qcow2,file.file.filename=a.qcow2",
+    ],
+    &[
+        "convert -n -f raw -O raw full.raw json:{\"driver\":\"raw\",\"file\":{\"driver\":\"qcow2\",\"file.filename\":\"a.qcow2\"}}",
+    ],
+    &[
+        "convert -n --target-image-opts full.raw driver=qcow2,file.driver=raw,file.file.filename=a.qcow2",
+    ],
+    &["bench -w -c 10 --image-opts driver=raw,file.driver=qcow2,file.file.filename=a.qcow2"],
+    &["commit -d --image-opts file.filename=mid.qcow2,backing.file.filename=a.qcow2"],
+    &[
+        "commit --image-opts driver=qcow2,file.filename=top.qcow2,backing.backing=",
+        "check mid.qcow2",
+    ],
+    &[
+        "rebase -b full.raw -F raw --image-opts file.filename=top.qcow2,backing.file.filename=mid.qcow2",
+    ],
+    &["rebase -u -b a.qcow2 -F qcow2 --image-opts file.filename=top.qcow2,lazy-refcounts=on"],
+    // Nodes for reading only.
+    &["resize --image-opts driver=qcow2,read-only=on,file.filename=a.qcow2 8M"],
+    &["resize --image-opts driver=qcow2,file.read-only=on,file.filename=a.qcow2 8M"],
+    &["resize --image-opts driver=qcow2,read-only=off,file.filename=a.qcow2 8M"],
+    &["snapshot -c s --image-opts driver=qcow2,read-only=on,file.filename=a.qcow2"],
+    &["snapshot -c s --image-opts driver=qcow2,force-share=on,file.filename=a.qcow2"],
+    &["snapshot -c s --image-opts driver=qcow2,file.force-share=on,file.filename=a.qcow2"],
+    &["convert -n --target-image-opts full.raw driver=qcow2,read-only=on,file.filename=a.qcow2"],
+    &[
+        "convert -n --target-image-opts full.raw driver=raw,file.driver=qcow2,file.read-only=on,file.file.filename=a.qcow2",
+    ],
+    &["check -r all --image-opts driver=qcow2,read-only=on,file.filename=leak.qcow2"],
+    &["commit --image-opts driver=qcow2,read-only=on,file.filename=mid.qcow2"],
+    &["rebase -u -b  --image-opts driver=qcow2,read-only=on,file.filename=mid.qcow2"],
+    &["amend -o lazy_refcounts=on --image-opts driver=qcow2,read-only=on,file.filename=a.qcow2"],
+    &["bitmap --add --image-opts driver=qcow2,read-only=on,file.filename=a.qcow2 b"],
+    &["bench -w -c 10 --image-opts driver=qcow2,read-only=on,file.filename=a.qcow2"],
+    &["bench -c 10 --image-opts driver=qcow2,read-only=on,file.filename=a.qcow2"],
+    // Numbers in other notations.
+    &["create new +5M", "resize -f raw new +.5M", "resize -f raw new ++1M", "resize -f raw new 5."],
+    &["create new .5", "create new .M", "create new ++5", "create new 1e3", "create new +.5G"],
+    &[
+        "create -f qcow2 -o refcount_bits=0x10 new 1M",
+        "create -f qcow2 -o refcount_bits=020 new 1M",
+    ],
+    &["create -f qcow2 -o refcount_bits=+8 new 1M", "create -f qcow2 -o refcount_bits=16k new 1M"],
     &["amend -o size=20M v2.qcow2", "amend -o compat=1.1 v2.qcow2", "check v2.qcow2"],
 ];
 
@@ -412,6 +554,17 @@ pub(crate) const MADE: &[&str] = &[
 pub(crate) const AROUND: &[(Around, &[&str])] = &[
     (Around::Writer("a.qcow2"), IN_USE),
     (Around::Reader("a.qcow2"), IN_USE),
+    (Around::Writer("top.qcow2"), REBASED),
+    (Around::Reader("top.qcow2"), REBASED),
+    (Around::Writer("mid.qcow2"), REBASED),
+    (
+        Around::Writer("plain.qcow2"),
+        &[
+            "rebase -b plain.qcow2 -F qcow2 top.qcow2",
+            "rebase -U -b plain.qcow2 -F qcow2 top.qcow2",
+            "rebase -u -b plain.qcow2 -F qcow2 top.qcow2",
+        ],
+    ),
     (
         Around::Stranger,
         &[
@@ -486,7 +639,46 @@ const IN_USE: &[&str] = &[
     "amend -o lazy_refcounts=on a.qcow2",
     "bitmap --add a.qcow2 b",
     "bench -c 10 a.qcow2",
+    "bench -c 10 -U a.qcow2",
     "bench -w -c 10 a.qcow2",
+    "bench -w -c 10 -U a.qcow2",
+    "check -U -r all a.qcow2",
+    "measure -U -O raw a.qcow2",
+    "dd -U if=a.qcow2 of=new",
+    "snapshot -c s -U a.qcow2",
+    "compare -U top.qcow2 full.raw",
+    "convert -U -O raw top.qcow2 new",
+    "convert -O raw top.qcow2 new",
+    "info --image-opts driver=qcow2,force-share=on,file.filename=a.qcow2",
+    "info --image-opts driver=qcow2,file.force-share=on,file.filename=a.qcow2",
+    "info --image-opts driver=qcow2,file.locking=off,file.filename=a.qcow2",
+    "info --image-opts driver=qcow2,file.locking=auto,file.filename=a.qcow2",
+    "info json:{\"driver\":\"qcow2\",\"force-share\":true,\"file\":{\"driver\":\"file\",\"filename\":\"a.qcow2\"}}",
+    "convert -O raw --image-opts driver=qcow2,force-share=on,file.filename=a.qcow2 new",
+    "convert -O raw --image-opts driver=qcow2,file.locking=off,file.filename=a.qcow2 new",
+    "convert -O raw --image-opts driver=raw,file.driver=qcow2,file.file.filename=a.qcow2 new",
+    "convert -O raw --image-opts driver=raw,force-share=on,file.driver=qcow2,file.file.filename=a.qcow2 new",
+    "convert -U -O raw --image-opts driver=raw,file.driver=qcow2,file.file.filename=a.qcow2 new",
+    "convert -O raw --image-opts driver=raw,file.driver=qcow2,file.file.locking=off,file.file.filename=a.qcow2 new",
+    "convert -O raw --image-opts driver=qcow2,force-share=on,file.filename=top.qcow2 new",
+    "convert -O raw --image-opts driver=qcow2,file.locking=off,file.filename=top.qcow2 new",
+    "convert -O raw --image-opts driver=qcow2,file.filename=mid.qcow2,backing.file.locking=off,backing.file.filename=a.qcow2 new",
+    "convert -O raw --image-opts driver=qcow2,file.filename=mid.qcow2,backing.file.filename=a.qcow2 new",
+    "convert -U -O raw --image-opts driver=qcow2,file.filename=mid.qcow2,backing.file.filename=a.qcow2 new",
+    "convert -U -O raw --image-opts driver=qcow2,file.filename=top.qcow2,backing.file.filename=mid.qcow2 new",
+    "resize --image-opts driver=qcow2,file.locking=off,file.filename=a.qcow2 8M",
+    "resize --image-opts driver=qcow2,force-share=on,file.filename=a.qcow2 8M",
+    "convert -n --target-image-opts full.raw driver=raw,file.driver=qcow2,file.file.filename=a.qcow2",
+];
+
+/// Changes of an image's backing image, while a process has one of the images.
+const REBASED: &[&str] = &[
+    "rebase -b plain.qcow2 -F qcow2 top.qcow2",
+    "rebase -U -b plain.qcow2 -F qcow2 top.qcow2",
+    "rebase -U -u -b plain.qcow2 -F qcow2 top.qcow2",
+    "rebase -u -b plain.qcow2 -F qcow2 top.qcow2",
+    "rebase -U -b  top.qcow2",
+    "rebase -U -u -b  top.qcow2",
 ];
 
 /// Sources that cannot be read in part, and targets that are said to read as zeroes.

@@ -17,8 +17,12 @@ const WITHOUT_EFFECT: &[(&str, &str)] = &[
         "requests are as fast as they can be; `info` describes the node beneath a filter",
     ),
     (
-        "`lazy-refcounts`, `l2-cache-size`, `overlap-check`, `locking`, `discard` and other run-time options of nodes",
+        "`lazy-refcounts`, `l2-cache-size`, `overlap-check`, `discard` and other run-time options of nodes",
         "the engine always does what they ask for, or does not need them",
+    ),
+    (
+        "`reconnect-delay`, `open-timeout` of `nbd` nodes",
+        "the client reconnects by its own rules (`reconnect` in the URI)",
     ),
     (
         "`blkdebug`: `immediately`, `align`, `max-transfer`, `opt-write-zero`, `max-write-zero`, `opt-discard`, `max-discard`, `take-child-perms`",
@@ -35,7 +39,10 @@ const MISSING: &[&str] = &[
     "a test of `qemu-nbd -c` and `-d` with a kernel that has nbd, which the test machine's has not: tests hold the \
      netlink messages against the kernel's documents, and the exchange against a stand-in for the kernel",
     "`qemu-nbd`: `--selinux-label`, `authz-pam` objects",
-    "network protocols other than NBD",
+    "network protocols other than NBD; a backing file that an image names by a protocol other than `file:`, or by a \
+     `json:` that is not on files",
+    "`map` and `resize` of a format on another format (`driver=raw,file.driver=qcow2,…`); `convert -n` into an image with \
+     a `backing` or `data-file` node of its own; a `data-file` node that is not a whole file",
     "writing qcow, qed and parallels images, and legacy AES encryption of new ones",
 ];
 

@@ -40,7 +40,7 @@ impl Layer {
         let files = walk.open_files(&found, writable)?;
         let request =
             OpenRequest { storage: found.storage, files, writable, limits: options.limits };
-        let format = found.driver.open_with_keys(request, &options.keys)?;
+        let format = found.driver.open_with_keys(request, &found.keys)?;
         Ok(Self { path: found.path, info: found.info, probed: found.probed, format })
     }
 

@@ -28,6 +28,35 @@ pub enum BackingChoice {
     /// The first file acts as [`BackingChoice::Override`]. Further down, an image must have a
     /// backing reference; if it records a format or an identity, the file must match.
     Parents(Vec<PathBuf>),
+    /// Open this image instead of the image's reference, with choices of its own. If it names no
+    /// file, the image's reference is opened with these choices, as far as [`OpenOptions::refs`]
+    /// allows. Choices nest: they describe a chain down to the last image that they name.
+    Image(Box<BackingImage>),
+}
+
+/// A backing image with choices of its own: see [`BackingChoice::Image`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct BackingImage {
+    /// The file; `None` is the one that the overlay names.
+    pub path: Option<PathBuf>,
+    /// Its format; `None` is the one that the overlay records, and probes if it records none.
+    pub format: Option<String>,
+    /// Its data file, instead of the one that it names.
+    pub data_file: Option<PathBuf>,
+    /// Whether its files are locked; `None` as other backing images.
+    pub lock: Option<bool>,
+    /// Its keys, tried before [`OpenOptions::keys`].
+    pub keys: Vec<Secret>,
+    /// Choice of its own backing image.
+    pub backing: BackingChoice,
+}
+
+impl BackingImage {
+    /// The image that the overlay names, opened as any other.
+    pub fn new() -> Self {
+        Self::default()
+    }
 }
 
 /// Options for opening a disk. The default: read-only, with locks, through the page cache,
@@ -50,6 +79,8 @@ pub struct OpenOptions {
     pub limits: Limits,
     /// Lock files as QEMU does: a writer excludes all others, readers exclude writers.
     pub lock: bool,
+    /// Whether backing images are locked, if not as the top image.
+    pub backing_lock: Option<bool>,
     /// Choice of the backing image.
     pub backing: BackingChoice,
     /// The top image's data file, instead of the one that the image names.
@@ -71,6 +102,7 @@ impl Default for OpenOptions {
             refs: RefPolicy::default(),
             limits: Limits::default(),
             lock: true,
+            backing_lock: None,
             backing: BackingChoice::default(),
             data_file: None,
             snapshot: None,
@@ -81,14 +113,14 @@ impl Default for OpenOptions {
 
 impl OpenOptions {
     /// Options for opening another image beside this one: read-only, with the same references,
-    /// limits, locks and keys.
+    /// limits and keys, and the locks of backing images.
     #[must_use]
     pub fn of_other(&self, format: Option<String>) -> Self {
         Self {
             format,
             refs: self.refs.clone(),
             limits: self.limits,
-            lock: self.lock,
+            lock: self.backing_lock.unwrap_or(self.lock),
             keys: self.keys.clone(),
             ..Self::read_only()
         }
@@ -127,6 +159,8 @@ impl OpenOptions {
         limits: Limits,
         /// Sets whether files are locked.
         lock: bool,
+        /// Sets whether backing images are locked; `None` for the same as the top image.
+        backing_lock: Option<bool>,
         /// Sets the choice of backing image.
         backing: BackingChoice,
         /// Sets the data file; `None` for the one that the image names.

@@ -198,7 +198,7 @@ fn namer_at(path: &Path, real: &Path, namer: &Namer, policy: &RefPolicy) -> Resu
 const OUTSIDE: &str = "it lies outside the image's own folder";
 
 /// The prefix that QEMU takes for a protocol: before a colon that precedes any slash.
-fn protocol_of(name: &str) -> Option<&str> {
+pub(crate) fn protocol_of(name: &str) -> Option<&str> {
     let end = name.find([':', '/'])?;
     name[end..].starts_with(':').then(|| &name[..end])
 }

@@ -10,6 +10,9 @@ use vdkit_block::{
 };
 use vdkit_storage::{FileOptions, FileStorage};
 
+use crate::options::BackingImage;
+use crate::reference;
+
 /// Bytes of the image's start for probing.
 const HEAD_BYTES: usize = 64 << 10;
 /// Bytes of the image's end for probing.
@@ -35,7 +38,12 @@ pub struct Registry {
     rejected_kinds: Vec<RejectedKind>,
     protocols: Vec<&'static dyn Protocol>,
     content_only: bool,
+    reference_names: Option<ReferenceNames>,
 }
+
+/// Reads a name in an image's metadata that begins with a protocol. `None`: it is none that this
+/// program follows.
+pub type ReferenceNames = fn(name: &str) -> Result<Option<BackingImage>>;
 
 /// A known file type that is no disk image. Without it, probing would return raw.
 #[derive(Clone, Debug)]
@@ -68,6 +76,21 @@ impl Registry {
     pub fn probing_content_only(mut self) -> Self {
         self.content_only = true;
         self
+    }
+
+    /// Follows names in metadata that are no plain file names, where this function reads them as an
+    /// image. [`crate::OpenOptions::refs`] does not apply to these: the function decides.
+    pub fn reading_reference_names(mut self, names: ReferenceNames) -> Self {
+        self.reference_names = Some(names);
+        self
+    }
+
+    /// The image that a name in metadata means, if it is no plain file name.
+    pub(crate) fn reference_name(&self, name: &str) -> Result<Option<BackingImage>> {
+        match self.reference_names {
+            Some(names) if reference::protocol_of(name).is_some() => names(name),
+            _ => Ok(None),
+        }
     }
 
     /// Opens names of these protocols, where a user gives them. A name in an image's metadata never

@@ -7,11 +7,11 @@ use std::sync::Arc;
 use rustix::fs::FileType;
 use vdkit_block::{
     BackingRef, Error, FormatDriver, ImageInfo, IoAction, Limits, Monitor, NotedTime, OfflineImage,
-    Remedy, Result, Storage, require_within,
+    Remedy, Result, Secret, Storage, require_within,
 };
 use vdkit_storage::{FileOptions, FileStorage, LockMode};
 
-use crate::options::{BackingChoice, OpenOptions};
+use crate::options::{BackingChoice, BackingImage, OpenOptions};
 use crate::reference::{self, Namer, Role};
 use crate::registry::Registry;
 
@@ -26,6 +26,12 @@ pub(crate) struct Found {
     pub(crate) fallback: bool,
     pub(crate) info: ImageInfo,
     namer: Namer,
+    /// The caller's choice of its data file.
+    data_file: Option<PathBuf>,
+    /// How its files are opened for reading.
+    reading: FileOptions,
+    /// Keys to try, its own first.
+    pub(crate) keys: Vec<Secret>,
 }
 
 impl Found {
@@ -69,6 +75,8 @@ enum Next {
         path: PathBuf,
         format: Option<String>,
         expected: Option<String>,
+        /// The caller may describe one file twice: such a chain ends.
+        repeatable: bool,
     },
     Metadata {
         namer: Namer,
@@ -79,23 +87,57 @@ enum Next {
     End,
 }
 
+/// The next image, opened but not described.
+#[derive(Debug)]
+struct Source {
+    path: PathBuf,
+    storage: Arc<dyn Storage>,
+    format: Option<String>,
+    namer: Namer,
+    /// The overlay, and its reference to this image.
+    expected: Option<(Namer, BackingRef)>,
+    /// The identity that an image of the user's must have.
+    wanted: Option<String>,
+}
+
 /// A walk down from the top image.
 #[derive(Debug)]
 pub(crate) struct Walk<'a> {
     registry: &'a Registry,
     options: &'a OpenOptions,
     next: Next,
+    /// The caller's choice for the image beneath the last one.
+    choice: BackingChoice,
+    /// The choices for the next image, if the caller described it.
+    given: Option<Box<BackingImage>>,
     depth: usize,
     /// Depth of a further image that is opened for writing.
     also_written: Option<usize>,
     seen: Vec<Identity>,
+    /// Those of them that are opened for writing.
+    written: Vec<Identity>,
 }
 
 impl<'a> Walk<'a> {
     pub(crate) fn new(registry: &'a Registry, path: &Path, options: &'a OpenOptions) -> Self {
-        let next =
-            Next::User { path: path.to_owned(), format: options.format.clone(), expected: None };
-        Self { registry, options, next, depth: 0, also_written: None, seen: Vec::new() }
+        let format = options.format.clone();
+        let next = Next::User { path: path.to_owned(), format, expected: None, repeatable: false };
+        Self::starting(registry, next, options)
+    }
+
+    fn starting(registry: &'a Registry, next: Next, options: &'a OpenOptions) -> Self {
+        let choice = options.backing.clone();
+        Self {
+            registry,
+            options,
+            next,
+            choice,
+            given: None,
+            depth: 0,
+            also_written: None,
+            seen: Vec::new(),
+            written: Vec::new(),
+        }
     }
 
     /// A walk that starts at a storage of the caller.
@@ -105,7 +147,7 @@ impl<'a> Walk<'a> {
         options: &'a OpenOptions,
     ) -> Self {
         let next = Next::Given { storage, format: options.format.clone() };
-        Self { registry, options, next, depth: 0, also_written: None, seen: Vec::new() }
+        Self::starting(registry, next, options)
     }
 
     /// Opens the image at this depth for writing too.
@@ -116,46 +158,10 @@ impl<'a> Walk<'a> {
     /// The next image; `None` at the end of the chain.
     pub(crate) fn step(&mut self) -> Result<Option<Found>> {
         let top = self.depth == 0;
-        let writable = (top && self.options.writable) || self.also_written == Some(self.depth);
-        let file_options = self.file_options(writable, self.depth);
-        let (mut expected, mut wanted) = (None, None);
-        let file = |walk: &mut Self, storage: FileStorage, path: &Path| {
-            walk.note(&storage, path)?;
-            Ok::<_, Error>(Arc::new(storage) as Arc<dyn Storage>)
-        };
-        let (path, storage, format, namer) = match std::mem::replace(&mut self.next, Next::End) {
-            Next::End => return Ok(None),
-            Next::Nameless(error) => return Err(error),
-            Next::Given { storage, format } => {
-                let path = PathBuf::from(storage.name());
-                let namer = Namer::nowhere(storage.name());
-                (path, storage, format, namer)
-            }
-            Next::User { path, format, expected } => {
-                wanted = expected;
-                self.check_depth(&path.display().to_string())?;
-                let (storage, namer) = match self.registry.protocol_of(&path) {
-                    Some((protocol, name)) => {
-                        let storage = protocol.open(&name, writable, file_options.cache)?;
-                        (storage, Namer::nowhere(&name))
-                    }
-                    None => {
-                        let storage = FileStorage::open(&path, &file_options)?;
-                        (file(self, storage, &path)?, Namer::of_user_path(&path))
-                    }
-                };
-                (path, storage, format, namer)
-            }
-            Next::Metadata { namer, backing } => {
-                self.check_depth(namer.name())?;
-                let (refs, name) = (&self.options.refs, &backing.name);
-                let found = reference::open(&namer, Role::Backing, name, refs, &file_options)?;
-                let format = backing.format.clone();
-                expected = Some((namer, backing));
-                let storage = file(self, found.storage, &found.path)?;
-                (found.path, storage, format, found.namer)
-            }
-        };
+        let given = self.given.take();
+        let file_options = self.file_options(given.as_deref());
+        let Some(source) = self.open_next(&file_options)? else { return Ok(None) };
+        let Source { path, storage, format, namer, expected, wanted } = source;
         let probed = format.is_none();
         let (driver, fallback) = match format {
             Some(name) if top => (self.registry.driver(&name)?, false),
@@ -179,7 +185,87 @@ impl<'a> Walk<'a> {
         }
         self.next = self.after(&info, &namer)?;
         self.depth += 1;
-        Ok(Some(Found { path, storage, driver, probed, fallback, info, namer }))
+        let (data_file, mut keys) = match given {
+            Some(image) => (image.data_file, image.keys),
+            None => (self.options.data_file.clone().filter(|_| top), Vec::new()),
+        };
+        keys.extend_from_slice(&self.options.keys);
+        let reading = file_options;
+        Ok(Some(Found {
+            path,
+            storage,
+            driver,
+            probed,
+            fallback,
+            info,
+            namer,
+            data_file,
+            reading,
+            keys,
+        }))
+    }
+
+    /// Opens the storage of the next image, with these options for reading.
+    fn open_next(&mut self, reading: &FileOptions) -> Result<Option<Source>> {
+        let writable =
+            (self.depth == 0 && self.options.writable) || self.also_written == Some(self.depth);
+        let options = reading.writable(writable);
+        let (mut expected, mut wanted) = (None, None);
+        let (path, storage, format, namer) = match std::mem::replace(&mut self.next, Next::End) {
+            Next::End => return Ok(None),
+            Next::Nameless(error) => return Err(error),
+            Next::Given { storage, format } => {
+                let path = PathBuf::from(storage.name());
+                let namer = Namer::nowhere(storage.name());
+                (path, storage, format, namer)
+            }
+            Next::User { path, format, expected, repeatable } => {
+                wanted = expected;
+                self.check_depth(&path.display().to_string())?;
+                let (storage, namer) = match self.registry.protocol_of(&path) {
+                    Some((protocol, name)) => {
+                        let storage = protocol.open(&name, writable, options.cache)?;
+                        (storage, Namer::nowhere(&name))
+                    }
+                    None => {
+                        let storage = FileStorage::open(&path, &options)?;
+                        self.note_image(&storage, &path, writable, repeatable)?;
+                        (Arc::new(storage) as Arc<dyn Storage>, Namer::of_user_path(&path))
+                    }
+                };
+                (path, storage, format, namer)
+            }
+            Next::Metadata { namer, backing } => {
+                self.check_depth(namer.name())?;
+                let (refs, name) = (&self.options.refs, &backing.name);
+                let found = reference::open(&namer, Role::Backing, name, refs, &options)?;
+                let format = backing.format.clone();
+                expected = Some((namer, backing));
+                self.note_image(&found.storage, &found.path, writable, false)?;
+                (found.path, Arc::new(found.storage) as Arc<dyn Storage>, format, found.namer)
+            }
+        };
+        Ok(Some(Source { path, storage, format, namer, expected, wanted }))
+    }
+
+    /// Records the file of an image. If it is `repeatable`, it may be there already, unless one of
+    /// the two is written.
+    fn note_image(
+        &mut self,
+        storage: &FileStorage,
+        path: &Path,
+        writable: bool,
+        repeatable: bool,
+    ) -> Result<()> {
+        let identity = Identity::of(storage)?;
+        let again = repeatable && !writable && self.seen.contains(&identity);
+        if !again || self.written.contains(&identity) {
+            self.note(storage, path)?;
+        }
+        if writable {
+            self.written.push(identity);
+        }
+        Ok(())
     }
 
     /// The error for an image that does not match its given format. If the image has another
@@ -208,32 +294,82 @@ impl<'a> Walk<'a> {
         Error::unsupported(storage.name(), what, hint)
     }
 
-    /// The backing image's source.
-    fn after(&self, info: &ImageInfo, namer: &Namer) -> Result<Next> {
-        let metadata = || match (info.backing(), &info.backing_identity) {
-            (Some(backing), _) => Next::Metadata { namer: namer.clone(), backing },
-            // Unallocated bytes must not read as zero.
-            (None, Some(identity)) => Next::Nameless(Error::unsupported(
-                namer.name(),
-                format!("stands on the disk {identity} and names no file for it"),
-                Remedy::GiveParent,
-            )),
-            (None, None) => Next::End,
+    /// The source of the image that the metadata names, if it names one. `given`: the caller's
+    /// choices for it.
+    fn referred(
+        &mut self,
+        info: &ImageInfo,
+        namer: &Namer,
+        given: Option<Box<BackingImage>>,
+    ) -> Result<Next> {
+        let Some(mut backing) = info.backing() else {
+            return Ok(match &info.backing_identity {
+                // Unallocated bytes must not read as zero.
+                Some(identity) => Next::Nameless(Error::unsupported(
+                    namer.name(),
+                    format!("stands on the disk {identity} and names no file for it"),
+                    Remedy::GiveParent,
+                )),
+                None if given.is_some() => Next::Nameless(Error::invalid_for(
+                    &namer.name(),
+                    "has no backing file, but it was said how to open one",
+                )),
+                None => Next::End,
+            });
         };
-        let (path, format) = match &self.options.backing {
+        if let Some(format) = given.as_ref().and_then(|image| image.format.clone()) {
+            backing.format = Some(format);
+        }
+        let Some(mut image) = self.registry.reference_name(&backing.name)? else {
+            self.given = given;
+            return Ok(Next::Metadata { namer: namer.clone(), backing });
+        };
+        let Some(path) = image.path.clone() else {
+            return Err(Error::invalid_for(&namer.name(), "its backing file has no name"));
+        };
+        if self.choice == BackingChoice::Follow {
+            self.choice = std::mem::take(&mut image.backing);
+        }
+        let format = backing.format.or(image.format.take());
+        if let Some(given) = given {
+            image.lock = given.lock.or(image.lock);
+            image.data_file = given.data_file.or(image.data_file);
+            image.keys.splice(..0, given.keys);
+        }
+        self.given = Some(Box::new(image));
+        Ok(Next::User { path, format, expected: None, repeatable: false })
+    }
+
+    /// The backing image's source.
+    fn after(&mut self, info: &ImageInfo, namer: &Namer) -> Result<Next> {
+        let moved = matches!(self.choice, BackingChoice::Parents(_)) && self.depth > 0;
+        let (path, format) = match std::mem::take(&mut self.choice) {
             BackingChoice::Ignore => return Ok(Next::End),
-            BackingChoice::Override { path, format } if self.depth == 0 => (path, format.clone()),
+            BackingChoice::Override { path, format } => (path, format),
+            BackingChoice::Image(mut image) => {
+                self.choice = std::mem::take(&mut image.backing);
+                let Some(path) = image.path.clone() else {
+                    return self.referred(info, namer, Some(image));
+                };
+                let format = image.format.clone().or_else(|| info.backing_format.clone());
+                self.given = Some(image);
+                (path, format)
+            }
             BackingChoice::Parents(paths) if self.depth < paths.len() => {
                 // The file was moved, so its overlay still knows its format.
-                let format = info.backing_format.clone().filter(|_| self.depth > 0);
-                (&paths[self.depth], format)
+                let format = info.backing_format.clone().filter(|_| moved);
+                let path = paths[self.depth].clone();
+                self.choice = BackingChoice::Parents(paths);
+                (path, format)
             }
-            _ => return Ok(metadata()),
+            BackingChoice::Follow | BackingChoice::Parents(_) => {
+                return self.referred(info, namer, None);
+            }
         };
         let (backing, identity) = (info.backing(), info.backing_identity.clone());
         // A format fills the rest of a new cluster from the backing image only if its own metadata
         // says that there is one.
-        let needed = self.depth > 0 || self.options.writable;
+        let needed = moved || self.options.writable || self.also_written.is_some();
         if needed && backing.is_none() && identity.is_none() {
             return Err(Error::invalid_for(
                 &namer.name(),
@@ -245,8 +381,9 @@ impl<'a> Walk<'a> {
         }
         // The user may give another backing file for an image that names one. If the image has only
         // an identity, the file must match it. Further down, only the location may differ.
-        let expected = identity.filter(|_| self.depth > 0 || backing.is_none());
-        Ok(Next::User { path: path.clone(), format, expected })
+        let expected = identity.filter(|_| moved || backing.is_none());
+        let repeatable = self.given.is_some();
+        Ok(Next::User { path, format, expected, repeatable })
     }
 
     /// Opens the other files with an image's guest data, in the order of its metadata.
@@ -255,12 +392,11 @@ impl<'a> Walk<'a> {
         found: &Found,
         writable: bool,
     ) -> Result<Vec<Arc<dyn Storage>>> {
-        // The image's own depth; the walk has passed it.
-        let file_options = self.file_options(writable, self.depth.saturating_sub(1));
+        let file_options = found.reading.writable(writable);
         let (refs, names) = (&self.options.refs, &found.info.files);
         self.check_files(found)?;
         let mut files: Vec<FileStorage> = Vec::with_capacity(names.len());
-        match self.options.data_file.as_ref().filter(|_| self.depth == 1) {
+        match &found.data_file {
             Some(path) => files.push(FileStorage::open(path, &file_options)?),
             None => {
                 for name in names {
@@ -285,9 +421,7 @@ impl<'a> Walk<'a> {
             let (file, what) = (found.path.display().to_string(), "number of files with its data");
             return Err(Error::limit(&file, what, named as u64, limit as u64));
         }
-        let Some(given) = self.options.data_file.as_ref().filter(|_| self.depth == 1) else {
-            return Ok(());
-        };
+        let Some(given) = &found.data_file else { return Ok(()) };
         let fault = match named {
             0 if !found.info.data_file_unnamed => format!(
                 "holds its own data, but '{}' was given as its data file: leave it out",
@@ -299,11 +433,15 @@ impl<'a> Walk<'a> {
         Err(Error::invalid_for(&found.path.display(), fault))
     }
 
-    fn file_options(&self, writable: bool, depth: usize) -> FileOptions {
-        let OpenOptions { cache, backing_cache, .. } = *self.options;
-        let cache = backing_cache.filter(|_| depth > 0).unwrap_or(cache);
-        let lock = if self.options.lock { LockMode::Auto } else { LockMode::Off };
-        FileOptions::default().writable(writable).cache(cache).lock(lock)
+    /// How the files of the next image are opened for reading.
+    fn file_options(&self, given: Option<&BackingImage>) -> FileOptions {
+        let OpenOptions { cache, lock, backing_cache, backing_lock, .. } = *self.options;
+        let beneath = self.depth > 0;
+        let cache = backing_cache.filter(|_| beneath).unwrap_or(cache);
+        let lock = backing_lock.filter(|_| beneath).unwrap_or(lock);
+        let lock = given.and_then(|image| image.lock).unwrap_or(lock);
+        let lock = if lock { LockMode::Auto } else { LockMode::Off };
+        FileOptions::default().cache(cache).lock(lock)
     }
 
     fn check_depth(&self, file: &str) -> Result<()> {

@@ -11,7 +11,9 @@ use support::map::{CLUSTER, header, header_of};
 use vdkit_block::{
     Error, ErrorKind, FormatDriver, GuestOffset, Limits, RefPolicy, Refusal, Remedy,
 };
-use vdkit_chain::{BackingChoice, Disk, OpenOptions, Registry, describe_chain, open_image};
+use vdkit_chain::{
+    BackingChoice, BackingImage, Disk, OpenOptions, Registry, describe_chain, open_image,
+};
 use vdkit_raw::RawDriver;
 use vdkit_testbase::impossible_here;
 
@@ -478,6 +480,39 @@ fn parents_further_down_are_given_too() {
     // The policy applies to references in user-supplied files.
     let error = opened(&[&write("outside/x.map", ["../images/base.raw", "raw", "", "17ab", ""])]);
     assert_eq!(error.unwrap_err().kind(), ErrorKind::Refused);
+}
+
+/// The choices for a backing image reach as deep as they say: what it names itself is not followed
+/// then.
+#[test]
+fn choices_for_backing_images_nest() {
+    let place = Place::new();
+    let middle = place.overlay("images/middle.map", "gone.map", "testmap");
+    let top = place.overlay("images/top.map", "middle.map", "testmap");
+    let image = |path: Option<&PathBuf>, backing| {
+        let mut image = BackingImage::new();
+        (image.path, image.backing) = (path.cloned(), backing);
+        BackingChoice::Image(Box::new(image))
+    };
+    let opened = |backing: BackingChoice| {
+        let options = OpenOptions::default().backing(backing);
+        place.open(&top, &options).map(|disk| disk.layers().len())
+    };
+    let ends = || BackingChoice::Ignore;
+    assert!(opened(image(Some(&middle), BackingChoice::Follow)).is_err(), "gone.map is followed");
+    assert_eq!(opened(image(Some(&middle), ends())).unwrap(), 2);
+    assert_eq!(opened(image(None, ends())).unwrap(), 2, "its own reference, and then none");
+    let base = BackingChoice::Override {
+        path: place.path("images/base.raw"),
+        format: Some("raw".to_owned()),
+    };
+    assert_eq!(opened(image(None, base)).unwrap(), 3);
+    // The same file twice ends, unless it is written.
+    assert_eq!(opened(image(Some(&middle), image(Some(&middle), ends()))).unwrap(), 3);
+    let itself = OpenOptions::read_write().format("testmap").backing(image(Some(&top), ends()));
+    assert!(place.open(&top, &itself.lock(false)).is_err());
+    let missing = image(Some(&middle), image(None, ends()));
+    assert!(opened(missing).is_err(), "gone.map again");
 }
 
 /// What the image itself does not know would be filled with zeroes by its next write.

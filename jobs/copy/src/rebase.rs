@@ -55,6 +55,8 @@ pub struct RebaseOptions {
     pub compress: bool,
     /// Threads; `None` for one per core.
     pub threads: Option<usize>,
+    /// The new backing image is not locked: another program may be writing to it.
+    pub share_backing: bool,
 }
 
 /// Result of a rebase.
@@ -98,9 +100,13 @@ pub fn rebase(
     monitor: &Monitor<'_>,
 ) -> Result<RebaseReport> {
     let started = Instant::now();
+    let mut beside = opening.clone();
+    if options.share_backing {
+        beside.backing_lock = Some(false);
+    }
     let found = match &options.backing {
         Some(backing) => {
-            Some(find_backing(registry, image, backing, opening, options.header_only)?)
+            Some(find_backing(registry, image, backing, &beside, options.header_only)?)
         }
         None => None,
     };
@@ -121,7 +127,7 @@ pub fn rebase(
             refuse_for_snapshots(&disk, found.is_some())?;
         }
         let new = match &found {
-            Some(found) => Some(open_new(registry, found, opening)?),
+            Some(found) => Some(open_new(registry, found, &beside)?),
             None => None,
         };
         if options.compress {

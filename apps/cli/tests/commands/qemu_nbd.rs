@@ -281,6 +281,90 @@ fn a_part_of_a_disk_of_any_format_is_served() {
     assert_eq!(past.status.code(), Some(1), "{past:?}");
 }
 
+/// The server writes the disk that a format shows to the format above it, not its container.
+#[test]
+fn a_format_on_a_format_is_served_as_a_disk() {
+    if !require_peer("qemu-io") {
+        return;
+    }
+    let mut shop = Shop::new();
+    shop.qemu_img(&["create", "-q", "-f", "qcow2", "a.qcow2", "4M"]);
+    let node = "driver=raw,offset=1M,size=2M,file.driver=qcow2,file.file.driver=file,file.file.filename=a.qcow2";
+    shop.serve(&["-t", "--image-opts", node]);
+    let said = shop.qemu_io(&["write -P 5 64k 64k", "read -P 0 0 64k", "flush", "length"]);
+    assert!(!said.contains("failed") && said.contains("\n2 MiB"), "{said}");
+    shop.end();
+    shop.qemu_img(&["check", "-q", "a.qcow2"]);
+    let line = ["-f", "qcow2", "-c", "read -P 5 1088k 64k", "-c", "read -P 0 0 1088k", "a.qcow2"];
+    let read = shop.run("qemu-io", &line);
+    assert!(!String::from_utf8_lossy(&read.stdout).contains("failed"), "{read:?}");
+    for options in ["read-only=on", "force-share=on", "file.read-only=on"] {
+        let node = format!("driver=qcow2,{options},file.filename=a.qcow2");
+        let [theirs, ours] = shop.both(&["-k", &shop.full("t"), "--image-opts", &node]);
+        assert_eq!(theirs, ours, "{node}");
+    }
+}
+
+#[test]
+fn a_temporary_snapshot_stands_on_all_that_was_said_of_the_image() {
+    if !require_peer("qemu-io") {
+        return;
+    }
+    let mut shop = Shop::new();
+    let on = |base: &str, name: &str| {
+        shop.qemu_img(&["create", "-q", "-f", "qcow2", "-b", base, "-F", "qcow2", name]);
+    };
+    shop.qemu_img(&["create", "-q", "-f", "qcow2", "a.qcow2", "4M"]);
+    let written = shop.run("qemu-io", &["-f", "qcow2", "-c", "write -P 17 0 1M", "a.qcow2"]);
+    assert!(written.status.success());
+    on("a.qcow2", "b.qcow2");
+    shop.serve(&["-t", "-s", "--image-opts", "driver=qcow2,backing=,file.filename=b.qcow2"]);
+    let said = shop.qemu_io(&["read -P 0 0 1M"]);
+    assert!(!said.contains("failed"), "{said}");
+    shop.end();
+}
+
+#[test]
+fn a_part_of_an_export_is_an_image_and_nodes_take_credentials() {
+    let shop = Shop::new();
+    if !require_peer("qemu-nbd") || !common::pki::certificates(&shop.scratch) {
+        return;
+    }
+    symlink(env!("CARGO_BIN_EXE_vdkit"), shop.scratch.path("qemu-img")).unwrap();
+    shop.qemu_img(&["create", "-q", "-f", "raw", "a.raw", "1M"]);
+    let written = shop.run("qemu-io", &["-f", "raw", "-c", "write -P 17 64k 64k", "a.raw"]);
+    assert!(written.status.success());
+    let dir = shop.full("pki");
+    let of = |side: &str| format!("tls-creds-x509,id=t,dir={dir},endpoint={side}");
+    for (socket, secured) in [("plain", false), ("secured", true)] {
+        let path = shop.full(socket);
+        let server = of("server");
+        let mut line = vec!["-t", "-e0", "-f", "raw", "-k", &path];
+        let mut node = format!(
+            "driver=raw,offset=64k,size=64k,file.driver=nbd,file.server.type=unix,file.server.path={path},\
+             file.reconnect-delay=1,file.open-timeout=1"
+        );
+        if secured {
+            line.extend(["--object", &server, "--tls-creds=t"]);
+            node += ",file.tls-creds=t,file.tls-hostname=localhost";
+        }
+        line.push("a.raw");
+        let _server = shop.server(&path, "qemu-nbd", &line);
+        for program in ["qemu-img", "./qemu-img"] {
+            let copy =
+                ["convert", "-O", "raw", "--object", &of("client"), "--image-opts", &node, "n"];
+            let done = shop.run(program, &copy);
+            assert!(done.status.success(), "{program} {socket}: {done:?}");
+            let read = std::fs::read(shop.scratch.path("n")).unwrap();
+            assert_eq!(read, [17; 64 << 10], "{program} {socket}");
+            let beyond = node.replace("size=64k", "size=2M");
+            let done =
+                shop.run(program, &["info", "--object", &of("client"), "--image-opts", &beyond]);
+            assert_eq!(done.status.code(), Some(1), "{program} {socket}: {done:?}");
+        }
+    }
+}
+
 #[test]
 fn certificates_and_keys_decide_who_may_connect() {
     let shop = Shop::new();

@@ -43,7 +43,16 @@ impl Debug {
         }
     }
 
-    pub fn images(&mut self) -> Vec<&mut Image> {
+    /// The images beneath.
+    pub fn images(&self) -> Vec<&Image> {
+        match self {
+            Self::Faulty { image, .. } => vec![&**image],
+            Self::Verify { raw, test } => vec![&**raw, &**test],
+        }
+    }
+
+    /// As [`Debug::images`], to change them.
+    pub fn images_mut(&mut self) -> Vec<&mut Image> {
         match self {
             Self::Faulty { image, .. } => vec![&mut **image],
             Self::Verify { raw, test } => vec![&mut **raw, &mut **test],
@@ -70,9 +79,10 @@ impl Debug {
         cache: CacheMode,
     ) -> Result<Arc<dyn Storage>> {
         let storage = |image: &Image| {
-            let lock = if image.unlocked { LockMode::Off } else { LockMode::Auto };
+            let locks = image.locks(false);
+            let lock = if locks { LockMode::Auto } else { LockMode::Off };
             let options = FileOptions::default().writable(writable).cache(cache).lock(lock);
-            registry().open_storage(&image.opened(!image.unlocked), &options)
+            registry().open_storage(&image.opened(locks), &options)
         };
         match self {
             Self::Faulty { image, rules } => {

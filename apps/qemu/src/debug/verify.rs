@@ -5,13 +5,11 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use vdkit::{CacheMode, Disk, Error, HostOffset, Result, SpaceMap, Storage, StorageCaps, ZeroMode};
+use vdkit::{CacheMode, Error, HostOffset, Result, SpaceMap, Storage, StorageCaps, ZeroMode};
 
 use crate::names::Image;
-use crate::open::{Access, open_options, registry};
 use crate::output::say;
-use crate::secrets::Objects;
-use crate::storages::DiskStorage;
+use crate::storages::{DiskStorage, open_disk};
 
 /// A read has found a difference. QEMU's program exits there and then; this one fails the request, so
 /// that half-made files are removed, and then exits with QEMU's code and no further message.
@@ -39,13 +37,7 @@ impl Verify {
         writable: bool,
         cache: CacheMode,
     ) -> Result<Self> {
-        let access = Access { writable, share: test.unlocked, cache, ..Access::default() };
-        let options = open_options(test, access, &Objects::default()).map_err(|failure| {
-            let prefix = format!("Could not open '{}': ", test.typed);
-            let why = failure.text.strip_prefix(&prefix).unwrap_or(&failure.text);
-            Error::invalid(why)
-        })?;
-        let disk = Disk::open(&registry(), test.opened(options.lock), &options)?;
+        let disk = open_disk(test, writable, cache)?;
         Ok(Self { name: name.to_owned(), raw, test: DiskStorage::new(disk) })
     }
 

@@ -14,7 +14,7 @@ use crate::creation::{Asked, Wanted, asked, failed_creation, table};
 use crate::failure::{Failure, could_not_open, words};
 use crate::getopt::{Opt, Parsed, alias, flag, long, valued};
 use crate::names::{Image, Place};
-use crate::open::{Access, Named, open_options, open_with, references, registry};
+use crate::open::{Access, Named, check_writable, open_options, open_with, references, registry};
 use crate::output::copying;
 use crate::secrets::Objects;
 use crate::sizes;
@@ -299,6 +299,11 @@ impl Settings<'_> {
 
     /// `-n`: the target exists.
     fn existing(&self, source: &Source, image: &Image) -> Result<ConvertOptions, Failure> {
+        check_writable(image)?;
+        if image.backing.is_some() || image.data_file.is_some() {
+            let why = "vdkit writes into an image with the files that it names itself";
+            return Err(could_not_open(&image.typed, why));
+        }
         if matches!(image.place, Place::Null(_)) {
             return Ok(ConvertOptions::new(Destination::Null));
         }

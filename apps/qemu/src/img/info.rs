@@ -13,9 +13,10 @@ use crate::getopt::{Parsed, flag};
 use crate::human;
 use crate::json::{Dict, in_order, pretty, quote};
 use crate::names::{Flat, Image, Place};
-use crate::open::{Access, Named, failed_open, is_protocol, open_options, registry};
+use crate::open::{Access, Named, check_alone, failed_open, is_protocol, open_options, registry};
 use crate::secrets::Objects;
 use crate::specific::{self, ExtentFile};
+use crate::storages;
 
 pub const COMMAND: Command = Command {
     name: "info",
@@ -43,36 +44,54 @@ struct Described {
     /// The file itself is described, not its content.
     protocol: bool,
     place: Place,
+    /// The image whose disk it is in.
+    below: Option<Box<Described>>,
 }
 
 impl Described {
     /// Shows the part of the file that is the disk, and names an image as QEMU does that needs more
     /// than a path.
     fn show_options(&mut self, named: &Named<'_>, window: Option<(u64, Option<u64>)>) {
-        const SHOWN: &[&str] = &["offset", "size", "key-secret", "encrypt.key-secret"];
-        const OF_NULL: &[&str] = &["read-zeroes", "size"];
-        if let Some((offset, bytes)) = window {
+        if let (Some((offset, bytes)), Place::File(_)) = (window, &self.place) {
             let rest = self.link.info.virtual_size.saturating_sub(offset);
             self.link.info.virtual_size = bytes.unwrap_or(rest.next_multiple_of(512));
         }
-        let null = matches!(self.place, Place::Null(_));
         let mut flat = properties(named).unwrap_or_default();
-        let keys = if null { OF_NULL } else { SHOWN };
-        let shown: Vec<_> = keys.iter().filter_map(|key| Some((*key, flat.take(key)?))).collect();
-        if shown.is_empty() {
-            return;
+        let shown = self.shown_options(&mut flat);
+        if !shown.is_empty() || self.below.is_some() {
+            self.name = format!("json:{}", inline(&self.node_options(&mut flat, shown).into()));
         }
-        let file = Dict::default().with("driver", "file").with("filename", self.name.as_str());
+    }
+
+    /// The properties of a node that QEMU shows.
+    fn shown_options(&self, flat: &mut Flat) -> Vec<(&'static str, String)> {
+        const SHOWN: &[&str] = &["offset", "size", "key-secret", "encrypt.key-secret"];
+        const OF_NULL: &[&str] = &["read-zeroes", "size"];
+        let keys = if matches!(self.place, Place::Null(_)) { OF_NULL } else { SHOWN };
+        keys.iter().filter_map(|key| Some((*key, flat.take(key)?))).collect()
+    }
+
+    /// The node with these properties of its own, and those beneath it.
+    fn node_options(&self, flat: &mut Flat, shown: Vec<(&'static str, String)>) -> Dict {
+        let null = matches!(self.place, Place::Null(_));
         let driver = if null { self.protocol_name() } else { self.link.info.format };
+        let file = match &self.below {
+            Some(below) => {
+                let mut flat = flat.take_below("file");
+                let shown = below.shown_options(&mut flat);
+                below.node_options(&mut flat, shown)
+            }
+            None => Dict::default().with("driver", "file").with("filename", self.name.as_str()),
+        };
         let dict =
             Dict::default().with("driver", driver).with_some("file", (!null).then_some(file));
-        let dict = shown.into_iter().fold(dict, |dict, (key, value)| dict.with(key, value));
-        self.name = format!("json:{}", inline(&dict.into()));
+        shown.into_iter().fold(dict, |dict, (key, value)| dict.with(key, value))
     }
 
     /// Bytes of a cluster; QEMU names none for parallels.
     fn cluster_size(&self) -> Option<u64> {
-        self.link.info.cluster_size.filter(|_| self.link.info.format != "parallels")
+        let own = self.link.info.cluster_size.filter(|_| self.link.info.format != "parallels");
+        own.or_else(|| self.below.as_ref()?.cluster_size())
     }
 
     /// Bytes that the image takes in all of its files; `None` if they are unknown.
@@ -81,7 +100,8 @@ impl Described {
         match self.place {
             Place::File(_) => Some(self.link.host.allocated_bytes + extents),
             Place::Null(_) => Some(0),
-            Place::Nbd(_) | Place::Debug(_) => None,
+            Place::Disk(_) => self.below.as_ref()?.allocated(),
+            Place::Nbd(_) | Place::Debug(_) | Place::Reference => None,
         }
     }
 
@@ -91,7 +111,7 @@ impl Described {
             Place::Nbd(_) => "nbd",
             Place::Debug(debug) => debug.driver(),
             Place::Null(_) => "null-co",
-            Place::File(_) => "file",
+            Place::File(_) | Place::Disk(_) | Place::Reference => "file",
         }
     }
 
@@ -114,7 +134,7 @@ impl Described {
         node
     }
 
-    /// The nodes beneath the image, by QEMU's names, in the order in which QEMU lists them.
+    /// The nodes of files beneath the image, by QEMU's names, in the order in which QEMU lists them.
     fn beneath(&self) -> Vec<(String, Node)> {
         let own = self.node();
         if self.protocol {
@@ -125,7 +145,8 @@ impl Described {
             let path = extent.path.as_ref()?;
             Some((format!("extents.{i}"), Node::file(path, extent.bytes, extent.allocated)))
         });
-        extents.chain([("file".to_owned(), own)]).collect()
+        let file = self.below.is_none().then(|| ("file".to_owned(), own));
+        extents.chain(file).collect()
     }
 }
 
@@ -194,10 +215,11 @@ impl Node {
 }
 
 fn values(nodes: &[(String, Node)]) -> Vec<Value> {
-    let value = |(name, node): &(String, Node)| -> Value {
-        Dict::default().with("name", name.as_str()).with("info", node.value()).into()
-    };
-    nodes.iter().map(value).collect()
+    nodes.iter().map(|(name, node)| named_child(name, node.value())).collect()
+}
+
+fn named_child(name: &str, info: Dict) -> Value {
+    Dict::default().with("name", name).with("info", info).into()
 }
 
 /// The bytes that an image or a node takes, in words.
@@ -228,7 +250,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
         };
         out.line(pretty(&whole));
     } else {
-        let texts: Vec<_> = images.iter().map(text).collect();
+        let texts: Vec<_> = images.iter().map(|image| text(image, "")).collect();
         out.text(texts.join("\n"));
     }
     Ok(0)
@@ -272,6 +294,9 @@ fn describe(
     access: Access,
     objects: &Objects,
 ) -> Result<Vec<Described>, Failure> {
+    if !chain {
+        check_alone(image)?;
+    }
     let mut options = open_options(image, access, objects)?;
     if !chain {
         options.backing = BackingChoice::Ignore;
@@ -297,9 +322,19 @@ fn describe(
             link.info.cluster_size = extents.iter().find_map(|extent| extent.cluster);
         }
         let top = images.is_empty();
+        // A backing image that the user described has a name of this program.
+        let given = match top {
+            true => Some(image.clone()),
+            false => link.path.to_str().and_then(storages::noted),
+        };
+        let below = match given.as_ref().map(|given| &given.place) {
+            Some(Place::Disk(inner)) => describe(inner, false, access, objects)?.pop(),
+            _ => None,
+        };
         images.push(Described {
-            name: if top { image.shown() } else { link.path.display().to_string() },
-            place: if top { image.place.clone() } else { Place::File(link.path.clone()) },
+            name: given.as_ref().map_or_else(|| link.path.display().to_string(), Image::shown),
+            place: given.map_or_else(|| Place::File(link.path.clone()), |given| given.place),
+            below: below.map(Box::new),
             backing: link.info.backing_file.as_deref().map(|name| beside(&link.path, name)),
             extents,
             protocol: false,
@@ -354,7 +389,9 @@ fn value(image: &Described) -> Dict {
     if let Some(data) = specific::of(&image.link, &image.extents) {
         dict.put("format-specific", Dict::default().with("type", format).with("data", data));
     }
-    dict.with("children", values(&image.beneath()))
+    let mut children = values(&image.beneath());
+    children.extend(image.below.iter().map(|below| named_child("file", value(below))));
+    dict.with("children", children)
 }
 
 fn snapshot(one: &SnapshotInfo) -> Dict {
@@ -370,7 +407,8 @@ fn snapshot(one: &SnapshotInfo) -> Dict {
         .with_some("icount", one.icount)
 }
 
-fn text(image: &Described) -> String {
+/// The lines of an image; `prefix` begins the paths of its children.
+fn text(image: &Described, prefix: &str) -> String {
     let info = &image.link.info;
     let mut text = format!(
         "image: {}\nfile format: {}\nvirtual size: {} ({} bytes)\ndisk size: {}\n",
@@ -405,7 +443,14 @@ fn text(image: &Described) -> String {
         human::dump(&mut text, &data.into(), 1);
     }
     for (name, node) in image.beneath() {
-        text += &node.text(&name, 0);
+        text += &node.text(&format!("{prefix}{name}"), 0);
+    }
+    if let Some(below) = &image.below {
+        let path = format!("{prefix}file");
+        text += &format!("Child node '/{path}':\n");
+        for line in self::text(below, &format!("{path}/")).lines() {
+            text += &format!("    {line}\n");
+        }
     }
     text
 }

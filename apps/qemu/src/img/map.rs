@@ -7,7 +7,7 @@ use super::{
     Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, OUTPUT, Output, one_image, opening,
     wants_json,
 };
-use crate::failure::Failure;
+use crate::failure::{Failure, could_not_open};
 use crate::getopt::{Parsed, valued};
 use crate::names;
 use crate::open::open;
@@ -59,6 +59,11 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
         (size("start-offset", "start offset")?, size("max-length", "max length")?);
     let file = one_image(parsed)?;
     let (objects, image) = opening::image(parsed, file)?;
+    if matches!(image.place, names::Place::Disk(_)) {
+        // Offsets would be those of the disk beneath, not of its file.
+        let why = "vdkit maps no disk of a format on another format";
+        return Err(could_not_open(&image.typed, why));
+    }
     let disk = open(&image, opening::access(parsed, file, false)?, &objects)?;
     if !json {
         out.line("Offset          Length          Mapped to       File");

@@ -12,7 +12,7 @@ use super::{
 use crate::failure::{Failure, could_not_open, system_words, words};
 use crate::getopt::{Parsed, flag, valued};
 use crate::names::Image;
-use crate::open::{Access, driver, failed_job, failed_open, open_options, registry};
+use crate::open::{Access, check_alone, driver, failed_job, failed_open, open_options, registry};
 use crate::output::copying;
 
 pub const COMMAND: Command = Command {
@@ -48,8 +48,11 @@ fn run(parsed: &Parsed, _out: &mut Output) -> Result<u8, Failure> {
     let Some(path) = image.path() else {
         return Err(could_not_open(&image.typed, "vdkit rebases images in files only"));
     };
-    let access =
-        Access { cache, share: parsed.has("force-share"), alone: header_only, ..Access::write() };
+    if header_only {
+        check_alone(&image)?;
+    }
+    // `-U` is for the new backing image: nobody else may have the image that is changed open.
+    let access = Access { cache, alone: header_only, ..Access::write() };
     let mut opening = open_options(&image, access, &objects)?;
     opening.backing_cache = Some(backing_cache.unwrap_or_default());
     let compress = parsed.has("compress");
@@ -70,6 +73,7 @@ fn run(parsed: &Parsed, _out: &mut Output) -> Result<u8, Failure> {
     options.header_only = header_only;
     options.force = true;
     options.compress = compress;
+    options.share_backing = parsed.has("force-share");
     let done =
         copying(parsed, |monitor| jobs::rebase(&registry(), path, &opening, &options, monitor))?;
     done.map(|_| 0).map_err(|error| failed(&image, parsed.last("backing").unwrap_or(""), &error))

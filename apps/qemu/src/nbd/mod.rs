@@ -3,7 +3,7 @@
 mod background;
 mod kernel;
 mod list;
-mod tls;
+pub mod tls;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -22,8 +22,8 @@ use crate::open::{self, Access, Named, format_of, open_options};
 use crate::output::{Output, cancel_on_signal, say};
 use crate::secrets::Objects;
 use crate::snapshots::SnapshotChoice;
-use crate::sockets;
 use crate::storages::{DiskStorage, PartOf};
+use crate::{sizes, sockets};
 
 const PROGRAM: &str = "qemu-nbd";
 
@@ -222,21 +222,8 @@ impl Request {
 }
 
 fn number(what: &str, text: &str) -> Result<u64, Failure> {
-    integer(text).ok_or_else(|| Failure::new(format!("Invalid {what} '{text}'")))
-}
-
-/// As C's `strtol` with base 0: virtnbdbackup passes `-e " 2"`, with the space.
-fn integer(text: &str) -> Option<u64> {
-    let text = text.trim_start();
-    let digits = text.strip_prefix('+').unwrap_or(text);
-    let hexadecimal = digits.strip_prefix("0x").or_else(|| digits.strip_prefix("0X"));
-    let (digits, radix) = match hexadecimal {
-        Some(digits) => (digits, 16),
-        None if digits.starts_with('0') => (digits, 8),
-        None => (digits, 10),
-    };
-    // A second sign is none of C's, but Rust takes it.
-    if digits.starts_with('+') { None } else { u64::from_str_radix(digits, radix).ok() }
+    // virtnbdbackup passes `-e " 2"`, with the space.
+    sizes::integer(text).ok_or_else(|| Failure::new(format!("Invalid {what} '{text}'")))
 }
 
 fn check_modes(parsed: &Parsed) -> Result<(), Failure> {
@@ -325,7 +312,11 @@ fn open_disk(request: &Request) -> Result<(Disk, Option<tempfile::TempDir>), Fai
             .opening(OpenOptions::read_only().refs(open::references())),
         &Monitor::default(),
     )?;
-    let image = crate::names::parse(&overlay.display().to_string()).map_err(Failure::new)?;
+    let mut image = crate::names::parse(&overlay.display().to_string()).map_err(Failure::new)?;
+    // With all that the user said of it.
+    let mut served = request.image.clone();
+    served.format = Some(driver.name().to_owned());
+    image.backing = Some(Some(Box::new(served)));
     // The overlay is not needed after a crash.
     let access = Access { writable: true, cache: CacheMode::Unsafe, ..Access::default() };
     Ok((open::open(&image, access, &request.objects)?, Some(folder)))
@@ -471,7 +462,7 @@ mod tests {
             ("08", None),
             ("0x+1", None),
         ] {
-            assert_eq!(integer(text), value, "{text}");
+            assert_eq!(sizes::integer(text), value, "{text}");
         }
     }
 }

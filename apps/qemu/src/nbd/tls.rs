@@ -88,18 +88,27 @@ pub fn client(parsed: &Parsed, objects: &Objects) -> Result<Option<(String, Stri
             false => Ok(None),
         };
     };
+    client_options(id, parsed.last("tls-hostname"), objects).map(Some)
+}
+
+/// What a client's URI says of the credentials with this id: the user before the host, and options.
+pub fn client_options(
+    id: &str,
+    hostname: Option<&str>,
+    objects: &Objects,
+) -> Result<(String, String), Failure> {
     let (object, folder) = credentials(id, objects, "client")?;
     if keys(object) {
         let user = object.get("username").unwrap_or("qemu");
         let file = Path::new(folder).join(KEYS).display().to_string();
         let options = format!("tls-psk-file={}", percent(&file));
-        return Ok(Some((format!("{}@", percent(user)), options)));
+        return Ok((format!("{}@", percent(user)), options));
     }
     let mut options = format!("tls-certificates={}", percent(folder));
-    if let Some(name) = parsed.last("tls-hostname") {
+    if let Some(name) = hostname {
         options += &format!("&tls-hostname={}", percent(name));
     }
-    Ok(Some((String::new(), options)))
+    Ok((String::new(), options))
 }
 
 /// A list of rules; the first one that matches decides.
