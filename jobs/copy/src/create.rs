@@ -66,6 +66,8 @@ pub struct CreateOptions<'a> {
     pub replace: bool,
     /// How the backing image is opened: its references, limits, locks and keys.
     pub opening: OpenOptions,
+    /// See [`FileOptions::in_place_if_needed`].
+    pub in_place_if_needed: bool,
 }
 
 impl<'a> CreateOptions<'a> {
@@ -80,6 +82,7 @@ impl<'a> CreateOptions<'a> {
             backing: None,
             replace: false,
             opening: OpenOptions::read_only(),
+            in_place_if_needed: false,
         }
     }
 
@@ -111,6 +114,18 @@ impl<'a> CreateOptions<'a> {
     #[must_use]
     pub fn opening(self, opening: OpenOptions) -> Self {
         Self { opening, ..self }
+    }
+
+    /// Sets [`Self::in_place_if_needed`].
+    #[must_use]
+    pub fn in_place_if_needed(self, in_place_if_needed: bool) -> Self {
+        Self { in_place_if_needed, ..self }
+    }
+
+    fn file(&self) -> FileOptions {
+        FileOptions::read_write()
+            .hints(self.options.hints())
+            .in_place_if_needed(self.in_place_if_needed)
     }
 }
 
@@ -299,8 +314,7 @@ fn create_file(
     base: Option<&FoundBacking>,
     monitor: &Monitor<'_>,
 ) -> Result<u64> {
-    let options = FileOptions::read_write().hints(image.options.hints());
-    let pending = PendingFile::create(image.path, &options)?;
+    let pending = PendingFile::create(image.path, &image.file())?;
     let storage: Arc<dyn Storage> = pending.storage().clone();
     let files = write(registry, image, storage.clone(), guest_bytes, base, monitor)?;
     // Some formats round the size.
@@ -350,7 +364,7 @@ fn write(
         path: image.path,
         guest_bytes,
         options: &image.options,
-        file: &FileOptions::read_write().hints(image.options.hints()),
+        file: &image.file(),
         replace: image.replace,
     };
     let files =

@@ -90,6 +90,8 @@ pub struct NewImage {
     /// Its cache mode; `None` is as fast as copying a file: nothing is synced, unless it replaces
     /// another file.
     pub cache: Option<CacheMode>,
+    /// See [`FileOptions::in_place_if_needed`].
+    pub in_place_if_needed: bool,
 }
 
 impl NewImage {
@@ -101,6 +103,7 @@ impl NewImage {
             options: Options::default(),
             backing: None,
             cache: None,
+            in_place_if_needed: false,
         }
     }
 
@@ -120,6 +123,12 @@ impl NewImage {
     #[must_use]
     pub fn cache(self, cache: Option<CacheMode>) -> Self {
         Self { cache, ..self }
+    }
+
+    /// Sets [`Self::in_place_if_needed`].
+    #[must_use]
+    pub fn in_place_if_needed(self, in_place_if_needed: bool) -> Self {
+        Self { in_place_if_needed, ..self }
     }
 }
 
@@ -239,7 +248,9 @@ impl Target {
         }
         let new = &NewImage { options, ..new.clone() };
         let cache = cache_until_named(new.cache);
-        let file = new_file_options(new.cache).hints(new.options.hints());
+        let file = new_file_options(new.cache)
+            .hints(new.options.hints())
+            .in_place_if_needed(new.in_place_if_needed);
         let pending = PendingFile::create(&new.path, &file)?;
         let wanted = WantedFiles {
             registry,
