@@ -88,8 +88,13 @@ pub fn cancel_on_signal() -> Result<CancelToken, Failure> {
     Ok(crate::signals::cancel_on_signal(1)?)
 }
 
-/// Progress as `qemu-img -p` prints it: `    (12.34/100%)`, over itself. Without `-p` SIGUSR1 asks
-/// for one line.
+/// As [`signals::end_on_signal`](crate::signals::end_on_signal), with that code.
+pub fn end_on_signal() -> Result<CancelToken, Failure> {
+    Ok(crate::signals::end_on_signal(1)?)
+}
+
+/// Progress as `qemu-img -p` prints it: `    (12.34/100%)`, over itself. Without `-p`, SIGUSR1 asks
+/// for one line on stderr: stdout holds results that another program may read.
 #[derive(Debug)]
 pub struct Progress {
     shown: bool,
@@ -99,10 +104,11 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Shows progress with `-p` and without `-q`, or when SIGUSR1 arrives.
+    /// Shows progress with `-p` and without `-q`, or else when SIGUSR1 arrives.
     pub fn of(parsed: &Parsed) -> Result<Self, Failure> {
         let shown = parsed.has("progress") && !parsed.has("quiet");
         let asked = Arc::new(AtomicBool::new(false));
+        // With `-p` too, where the signal adds nothing: it must not end the job.
         flag::register(SIGUSR1, Arc::clone(&asked))?;
         let progress = Self { shown, asked, last: AtomicU64::new(u64::MAX) };
         progress.show(0);
@@ -110,24 +116,23 @@ impl Progress {
     }
 
     fn show(&self, hundredths: u64) {
-        let asked = self.asked.swap(false, Ordering::Relaxed);
-        if !self.shown && !asked {
+        let percent = hundredths as f64 / 100.0;
+        if !self.shown {
+            if self.asked.swap(false, Ordering::Relaxed) {
+                say(format_args!("    ({percent:.2}/100%)"));
+            }
             return;
         }
         // A step is shown when it is at least one percent, as QEMU does.
         let last = self.last.load(Ordering::Relaxed);
         let far = last == u64::MAX || hundredths >= last + 100 || hundredths == 10_000;
-        if !asked && (!far || last == hundredths) {
+        if !far || last == hundredths {
             return;
         }
         self.last.store(hundredths, Ordering::Relaxed);
-        let percent = hundredths as f64 / 100.0;
         let mut out = io::stdout().lock();
         // Nothing can be done about a terminal that went away.
-        let _ = match self.shown {
-            true => write!(out, "    ({percent:.2}/100%)\r"),
-            false => writeln!(out, "    ({percent:.2}/100%)"),
-        };
+        let _ = write!(out, "    ({percent:.2}/100%)\r");
         let _ = out.flush();
     }
 

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::flag;
 use vdkit::CancelToken;
 
@@ -18,10 +18,23 @@ use vdkit::CancelToken;
 /// # Errors
 /// The system refuses the handlers.
 pub fn cancel_on_signal(code: i32) -> io::Result<CancelToken> {
+    cancel_on(&[SIGINT, SIGTERM], code)
+}
+
+/// As [`cancel_on_signal`], for a server, which a hangup ends in the same way: metadata that is not
+/// flushed, its socket and its temporary files would be left behind otherwise.
+///
+/// # Errors
+/// The system refuses the handlers.
+pub fn end_on_signal(code: i32) -> io::Result<CancelToken> {
+    cancel_on(&[SIGINT, SIGTERM, SIGHUP], code)
+}
+
+fn cancel_on(signals: &[i32], code: i32) -> io::Result<CancelToken> {
     let stop = Arc::new(AtomicBool::new(false));
     // The order matters: the conditional shutdown must read the flag before this signal sets it.
     flag::register_conditional_shutdown(SIGINT, code, Arc::clone(&stop))?;
-    for signal in [SIGINT, SIGTERM] {
+    for &signal in signals {
         flag::register(signal, Arc::clone(&stop))?;
     }
     flag::register(SIGXFSZ, Arc::default())?;

@@ -3,6 +3,16 @@
 use listenfd::ListenFd;
 use vdkit::nbd::Listener;
 
+/// The environment's variable with the id of the process that sockets are handed to.
+pub const PROCESS: &str = "LISTEN_PID";
+
+/// Number of sockets that a service manager handed to this process, and to no other.
+pub fn count() -> usize {
+    let number = |name| std::env::var(name).ok()?.parse().ok();
+    let own = number(PROCESS) == Some(std::process::id() as usize);
+    number("LISTEN_FDS").filter(|_| own).unwrap_or(0)
+}
+
 /// The listening sockets that systemd handed over (`LISTEN_FDS`).
 ///
 /// # Errors

@@ -66,7 +66,8 @@ pub const ALL: &[Allowed] = &[
     },
     Allowed {
         id: "targets",
-        reason: "A conversion that fails leaves no target behind; QEMU leaves a half-made one.",
+        reason: "A conversion that fails leaves no target behind, and an empty one if the target is written in \
+                 place (a file with several names, say); QEMU leaves a half-made one.",
         applies: |case, difference| {
             difference.what == What::Files
                 && difference.failed

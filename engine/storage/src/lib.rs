@@ -39,6 +39,7 @@ mod copy;
 mod direct;
 mod file;
 mod held;
+mod in_place;
 mod initial_write;
 mod links;
 mod lock;

@@ -12,7 +12,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FileType, Mode, OFlags, Stat};
+use rustix::fs::{FileType, Mode, OFlags, PROC_SUPER_MAGIC, Stat};
 use rustix::io::{Errno, retry_on_intr};
 use vdkit_block::{Error, IoAction, Result};
 
@@ -57,31 +57,45 @@ fn refused(path: &Path, what: &str, owner: u32) -> Error {
     )
 }
 
-/// Resolves a path to one that is no symbolic link. The target need not exist.
+/// What a path leads to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Followed {
+    /// A path that is no symbolic link, or that of a descriptor. The target need not exist.
+    pub(crate) path: PathBuf,
+    /// It is an open descriptor (`/proc/self/fd/3`, `/dev/fd/3`). The text of this link is no path to
+    /// what is open: that may have no name, or another file may have its name by now.
+    pub(crate) descriptor: bool,
+}
+
+/// Resolves a path to one that is no symbolic link, or to an open descriptor.
 ///
 /// # Errors
 /// [`Error::File`] for another user's link in a world-writable sticky folder, and for link loops.
-pub(crate) fn follow(path: &Path) -> Result<PathBuf> {
+pub(crate) fn follow(path: &Path) -> Result<Followed> {
+    let named = |path| Ok(Followed { path, descriptor: false });
     let fail = |errno: Errno| Error::file_io(&path.display().to_string(), IoAction::Open, errno);
     let mut at = path.to_owned();
     for _ in 0..LINKS_MAX {
-        let Some(name) = at.file_name() else { return Ok(at) };
+        let Some(name) = at.file_name() else { return named(at) };
         let folder = match open_folder(&at) {
             Ok(folder) => folder,
             // Opening the file reports whether it exists.
-            Err(Errno::NOENT | Errno::NOTDIR) => return Ok(at),
+            Err(Errno::NOENT | Errno::NOTDIR) => return named(at),
             Err(errno) => return Err(fail(errno)),
         };
         // Opened once, so that owner and target are read from the same link.
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let link = match retry_on_intr(|| rustix::fs::openat(&folder, name, flags, Mode::empty())) {
             Ok(link) => link,
-            Err(Errno::NOENT) => return Ok(at),
+            Err(Errno::NOENT) => return named(at),
             Err(errno) => return Err(fail(errno)),
         };
         let found = rustix::fs::fstat(&link).map_err(fail)?;
         if FileType::from_raw_mode(found.st_mode) != FileType::Symlink {
-            return Ok(at);
+            return named(at);
+        }
+        if rustix::fs::fstatfs(&folder).map_err(fail)?.f_type == PROC_SUPER_MAGIC {
+            return Ok(Followed { path: at, descriptor: true });
         }
         if is_strangers(&rustix::fs::fstat(&folder).map_err(fail)?, &found) {
             return Err(refused(path, "is a symbolic link", found.st_uid));

@@ -40,7 +40,8 @@ impl CreateMode {
     }
 
     fn permissions(self) -> Mode {
-        Mode::from_raw_mode(if self == Self::Private { 0o600 } else { 0o666 })
+        // As QEMU's programs: a group gets no right to change a guest's disk by a umask alone.
+        Mode::from_raw_mode(if self == Self::Private { 0o600 } else { 0o644 })
     }
 }
 
@@ -78,6 +79,12 @@ pub struct FileOptions {
     pub share: CacheShare,
     /// For a file that is created.
     pub hints: FileHints,
+    /// For [`PendingFile`](crate::PendingFile): an existing file is written in place, as most
+    /// programs do it, where a new one cannot take its name (a folder that takes no new files, a
+    /// mount point) or would not be what another name of the file leads to. A symbolic link to a
+    /// missing file creates that file. Otherwise these are errors, and other names keep the old
+    /// file.
+    pub in_place_if_needed: bool,
 }
 
 impl FileOptions {
@@ -104,6 +111,8 @@ impl FileOptions {
         hints: FileHints,
         /// Sets the share of the page cache.
         share: CacheShare,
+        /// Sets whether a file is written in place where it cannot be replaced.
+        in_place_if_needed: bool,
     }
 }
 

@@ -9,12 +9,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::{Errno, retry_on_intr};
-use vdkit_block::{CacheMode, Error, IoAction, OwnerProcess, Result};
+use vdkit_block::{CacheMode, Error, IoAction, OwnerProcess, Result, Storage};
 
 use crate::access;
 use crate::file::{FileStorage, is_at, open_current};
 use crate::held::{Change, refuse_attached};
-use crate::links;
+use crate::in_place;
+use crate::links::{self, Followed};
 use crate::lock::{ImageLock, LockMode};
 use crate::open::{CreateMode, FileKind, FileOptions, kind_of_file};
 
@@ -38,10 +39,19 @@ pub struct CommitOptions {
 /// A file to be replaced is locked meanwhile as by a writer, so that a running guest does not lose
 /// its disk. The new file gets its owner, mode, access control list and extended attributes, and is
 /// private until then.
+///
+/// A target that is an open descriptor (`/proc/self/fd/3`) is written in place: what its holder
+/// reads is the open file, not its name. So are other targets where
+/// [`FileOptions::in_place_if_needed`] says so. Such a file is emptied first, and again if this is
+/// dropped without a commit: a half-made file must not be taken for a whole one.
 #[derive(Debug)]
 pub struct PendingFile {
     target: PathBuf,
+    /// The target itself if it is written in place.
     temporary: PathBuf,
+    in_place: bool,
+    /// If it cannot take the target's name, the target gets its bytes.
+    may_write_back: bool,
     storage: Arc<FileStorage>,
     replaced: Option<Replaced>,
     committed: bool,
@@ -57,11 +67,17 @@ pub(crate) struct Replaced {
     lock: Option<ImageLock>,
 }
 
-impl Drop for Replaced {
-    fn drop(&mut self) {
-        if let Some(lock) = &self.lock {
+impl Replaced {
+    fn release(&mut self) {
+        if let Some(lock) = self.lock.take() {
             lock.release(&self.file);
         }
+    }
+}
+
+impl Drop for Replaced {
+    fn drop(&mut self) {
+        self.release();
     }
 }
 
@@ -72,21 +88,57 @@ impl PendingFile {
     /// [`Error::Locked`] if the file to be replaced is in use; [`Error::Unsupported`] if the target
     /// is no regular file; [`Error::File`] for system errors.
     pub fn create(target: impl AsRef<Path>, options: &FileOptions) -> Result<Self> {
-        let target = real_target(target.as_ref())?;
-        let replaced = Replaced::open(&target, options.lock)?;
+        let Followed { path: target, descriptor } = real_target(target.as_ref(), options)?;
+        let may = options.in_place_if_needed;
+        let mut replaced = Replaced::open(&target, options.lock, descriptor)?;
+        let at_once =
+            replaced.take_if(|old| descriptor || may && in_place::is_needed(&old.file, &target));
+        if let Some(old) = at_once {
+            return Self::create_in_place(target, old, options);
+        }
         // A descriptor opened once stays valid, so the replacement of a private file must be
         // private from the start.
         let create = if replaced.is_some() { CreateMode::Private } else { CreateMode::New };
-        let options = FileOptions { writable: true, create, ..*options };
-        let (temporary, storage) = create_beside(&target, &options)?;
-        let (storage, owner) = (Arc::new(storage), OwnerProcess::current());
-        let pending = Self { target, temporary, storage, replaced, committed: false, owner };
+        let beside = FileOptions { writable: true, create, ..*options };
+        let (temporary, storage) = match (create_beside(&target, &beside), replaced.is_some()) {
+            (Err(error), true) if may && in_place::is_barred(in_place::errno_of(&error)) => {
+                let old = replaced.ok_or(error)?;
+                return Self::create_in_place(target, old, options);
+            }
+            (created, _) => created?,
+        };
+        let pending = Self {
+            target,
+            temporary,
+            in_place: false,
+            may_write_back: may,
+            storage: Arc::new(storage),
+            replaced,
+            committed: false,
+            owner: OwnerProcess::current(),
+        };
         if let Some(replaced) = &pending.replaced {
             let name = pending.target.display().to_string();
             access::pass_on(&replaced.file, pending.storage.file())
                 .map_err(|errno| Error::file_io(&name, IoAction::Open, errno))?;
         }
         Ok(pending)
+    }
+
+    fn create_in_place(target: PathBuf, mut old: Replaced, options: &FileOptions) -> Result<Self> {
+        // The storage takes the lock, which this one would be in the way of.
+        old.release();
+        let storage = Arc::new(in_place::open_emptied(&target, &old.file, options)?);
+        Ok(Self {
+            temporary: target.clone(),
+            target,
+            in_place: true,
+            may_write_back: false,
+            storage,
+            replaced: Some(old),
+            committed: false,
+            owner: OwnerProcess::current(),
+        })
     }
 
     /// The storage. Clones may outlive the commit and then write to the finished file.
@@ -109,7 +161,8 @@ impl PendingFile {
         self.replaced.is_some()
     }
 
-    /// Renames the file to its target, replacing an existing file.
+    /// Renames the file to its target, replacing an existing file. One that is written in place is
+    /// finished already.
     ///
     /// # Errors
     /// [`Error::Busy`] if another file has taken the place of the one to be replaced;
@@ -120,20 +173,27 @@ impl PendingFile {
         if options.sync_file || replaces {
             self.storage.sync_always()?;
         }
+        if self.in_place {
+            self.committed = true;
+            return Ok(());
+        }
         let fail =
             |errno| Error::file_io(&self.target.display().to_string(), IoAction::Rename, errno);
         match &self.replaced {
             Some(old) => match rustix::fs::lstat(&self.target) {
                 // Not a file that took the place of the locked one: somebody may use it.
                 found if !old.named || is_at(&old.file, found) => {
-                    rustix::fs::rename(&self.temporary, &self.target).map_err(fail)?;
+                    match rustix::fs::rename(&self.temporary, &self.target) {
+                        Err(errno) if self.may_write_back && in_place::is_barred(Some(errno)) => {
+                            // The hidden file is removed when this is dropped.
+                            return in_place::write_back(&self.temporary, &self.target, &old.file);
+                        }
+                        renamed => renamed.map_err(fail)?,
+                    }
                 }
                 Err(Errno::NOENT) => rename_new(&self.temporary, &self.target).map_err(fail)?,
                 Err(errno) => return Err(fail(errno)),
-                Ok(_) => {
-                    let what = "another file has taken its name meanwhile, and stays".to_owned();
-                    return Err(Error::Busy { file: self.target.display().to_string(), what });
-                }
+                Ok(_) => return Err(in_place::taken(&self.target)),
             },
             None => rename_new(&self.temporary, &self.target).map_err(fail)?,
         }
@@ -147,24 +207,29 @@ impl PendingFile {
 
 impl Drop for PendingFile {
     fn drop(&mut self) {
-        if !self.committed && self.owner.is_current() {
-            let _ = std::fs::remove_file(&self.temporary);
+        if self.committed || !self.owner.is_current() {
+            return;
         }
+        let _ = match self.in_place {
+            true => self.storage.set_len(0).map_err(drop),
+            false => std::fs::remove_file(&self.temporary).map_err(drop),
+        };
     }
 }
 
 impl Replaced {
-    /// Locks a file as a writer does; `None` if there is no file.
-    pub(crate) fn open(target: &Path, lock: LockMode) -> Result<Option<Self>> {
+    /// Locks a file as a writer does; `None` if there is no file. `descriptor`: the target is a link
+    /// to an open file.
+    pub(crate) fn open(target: &Path, lock: LockMode, descriptor: bool) -> Result<Option<Self>> {
         let current = |found: &Option<Self>| found.as_ref().is_none_or(|old| old.named);
-        open_current(|| Self::open_once(target, lock), current)
+        open_current(|| Self::open_once(target, lock, descriptor), current)
     }
 
-    fn open_once(target: &Path, lock: LockMode) -> Result<Option<Self>> {
+    fn open_once(target: &Path, lock: LockMode, descriptor: bool) -> Result<Option<Self>> {
         let name = target.display().to_string();
+        let mut flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
         // Links were resolved before: refuse one that appeared since.
-        let flags =
-            OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::NOFOLLOW;
+        flags.set(OFlags::NOFOLLOW, !descriptor);
         let file = match retry_on_intr(|| rustix::fs::open(target, flags, Mode::empty())) {
             Ok(file) => File::from(file),
             Err(Errno::NOENT) => return Ok(None),
@@ -187,18 +252,18 @@ impl Replaced {
             LockMode::Auto => Some(ImageLock::take(&name, &file, true)?),
             LockMode::Off => None,
         };
-        let named = is_at(&file, rustix::fs::lstat(target));
+        let named = descriptor || is_at(&file, rustix::fs::lstat(target));
         Ok(Some(Self { file, named, lock }))
     }
 }
 
 /// The file that a name leads to: a symbolic link stays, and its target is replaced.
-fn real_target(target: &Path) -> Result<PathBuf> {
+fn real_target(target: &Path, options: &FileOptions) -> Result<Followed> {
     if target.file_name().is_none() {
         return Err(Error::invalid(format!("'{}' does not name a file", target.display())));
     }
     let real = links::follow(target)?;
-    if real != target && !real.exists() {
+    if real.path != target && !options.in_place_if_needed && !real.path.exists() {
         return Err(Error::invalid(format!(
             "'{}' is a symbolic link to a file that is not there",
             target.display()

@@ -25,7 +25,7 @@ impl PendingRemoval {
         if !path.symlink_metadata().is_ok_and(|found| found.is_file()) {
             return Ok(None);
         }
-        let held = Replaced::open(path, lock)?;
+        let held = Replaced::open(path, lock, false)?;
         Ok(held.map(|held| Self { path: path.to_owned(), held }))
     }
 

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use rustix::fs::Mode;
 use vdkit_block::{
     AccessExchange, CacheMode, CopyMethod, CopyOp, Error, ErrorKind, HostOffset, IoAction,
     KernelCopy, ReadOp, ReadPaths, SpaceMap, Storage, StorageExt, ZeroMode,
@@ -13,7 +14,7 @@ use vdkit_block::{
 use vdkit_storage::{
     AlignedBuf, CreateMode, FileKind, FileOptions, FileStorage, LockMode, MemoryStorage,
 };
-use vdkit_testbase::{Rng, fs, impossible_here, require_peer};
+use vdkit_testbase::{Rng, fs, impossible_here, in_child, require_peer};
 
 fn new(folder: &Path, name: &str, mode: CacheMode) -> FileStorage {
     FileStorage::create(folder.join(name), &FileOptions::read_write().cache(mode)).unwrap()
@@ -510,6 +511,16 @@ fn modes_of_new_files_follow_the_mask() {
     File::create(&plain).unwrap();
     let mode = |path: &Path| std::fs::metadata(path).unwrap().mode();
     assert_eq!(mode(&dir.path().join("f")), mode(&plain));
+    // A mask that forbids nothing lets nobody else write.
+    let path = dir.path().join("unmasked");
+    let made = in_child(
+        || (),
+        || {
+            rustix::process::umask(Mode::empty());
+            FileStorage::create(&path, &FileOptions::read_write()).is_ok()
+        },
+    );
+    assert!(made && mode(&path) & 0o777 == 0o644, "{:o}", mode(&path));
 }
 
 #[test]

@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::XattrFlags;
 use rustix::io::Errno;
+use rustix::process::Uid;
+use rustix::thread::set_thread_res_uid;
 use vdkit_block::{ErrorKind, HostOffset, Storage};
 use vdkit_storage::{CommitOptions, CreateMode, FileOptions, FileStorage, LockMode, PendingFile};
 use vdkit_testbase::{impossible_here, in_child, require_peer, require_root};
@@ -364,7 +366,7 @@ fn a_private_files_successor_is_private_from_its_first_moment_on() {
         found.next().unwrap_or_else(|| panic!("{calls}")).to_owned()
     };
     assert!(made("image").contains(", 0600)"), "{}", made("image"));
-    assert!(made("fresh").contains(", 0666)"), "{}", made("fresh"));
+    assert!(made("fresh").contains(", 0644)"), "{}", made("fresh"));
 }
 
 #[test]
@@ -413,4 +415,146 @@ fn what_is_no_file_cannot_be_replaced() {
         missing.contains("no/folder: cannot create") && missing.contains("No such"),
         "{missing}"
     );
+}
+
+fn if_needed() -> FileOptions {
+    FileOptions::default().in_place_if_needed(true)
+}
+
+/// What `options` make of a target: the file that its name led to before has the new bytes.
+fn is_written_in_place(target: &Path, options: &FileOptions) -> bool {
+    std::fs::write(target, "what was there").unwrap();
+    let before = std::fs::File::open(target).unwrap();
+    let pending = PendingFile::create(target, options).unwrap();
+    pending.storage().write_at(b"new", HostOffset(0)).unwrap();
+    pending.commit(CommitOptions::default()).unwrap();
+    assert_eq!(std::fs::read(target).unwrap(), b"new");
+    std::io::read_to_string(before).unwrap() == "new"
+}
+
+#[test]
+fn other_names_of_a_file_lead_to_the_new_bytes_if_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let (target, other) = (dir.path().join("image"), dir.path().join("other"));
+    std::fs::write(&target, "").unwrap();
+    assert!(!is_written_in_place(&target, &if_needed()));
+    std::fs::hard_link(&target, &other).unwrap();
+    assert!(is_written_in_place(&target, &if_needed()));
+    assert_eq!(std::fs::read(&other).unwrap(), b"new");
+    // Half of an image is not left, and one in use is not touched.
+    let half = PendingFile::create(&target, &if_needed()).unwrap();
+    half.storage().write_at(b"half", HostOffset(0)).unwrap();
+    let refused = PendingFile::create(&other, &if_needed()).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Locked);
+    drop(half);
+    assert_eq!(std::fs::read(&other).unwrap(), b"");
+    // Otherwise the other name keeps the old bytes.
+    assert!(!is_written_in_place(&target, &FileOptions::default()));
+    assert_eq!(std::fs::read(&other).unwrap(), b"what was there");
+}
+
+#[test]
+fn an_open_descriptor_is_written_and_not_the_name_that_it_had() {
+    use std::os::fd::AsRawFd;
+    let dir = tempfile::tempdir().unwrap();
+    let target = dir.path().join("image");
+    let link = dir.path().join("link");
+    for kept in [true, false] {
+        std::fs::write(&target, "what was there").unwrap();
+        let file = std::fs::File::open(&target).unwrap();
+        if !kept {
+            std::fs::remove_file(&target).unwrap();
+        }
+        let _ = std::fs::remove_file(&link);
+        symlink(format!("/dev/fd/{}", file.as_raw_fd()), &link).unwrap();
+        for path in [format!("/proc/self/fd/{}", file.as_raw_fd()).as_ref(), link.as_path()] {
+            pending(path).commit(CommitOptions::default()).unwrap();
+            assert_eq!(file.metadata().unwrap().len(), 3, "{path:?}, {kept}");
+        }
+        assert_eq!(target.exists(), kept);
+    }
+    let memory = rustix::fs::memfd_create("disk", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    pending(format!("/proc/self/fd/{}", memory.as_raw_fd()).as_ref())
+        .commit(CommitOptions::default())
+        .unwrap();
+    assert_eq!(std::io::read_to_string(std::fs::File::from(memory)).unwrap(), "new");
+}
+
+#[test]
+fn a_link_to_a_missing_file_makes_that_file_if_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let (real, link) = (dir.path().join("real"), dir.path().join("link"));
+    symlink("real", &link).unwrap();
+    let pending = PendingFile::create(&link, &if_needed()).unwrap();
+    pending.commit(CommitOptions::default()).unwrap();
+    assert!(link.is_symlink() && real.metadata().unwrap().is_file());
+    if !require_root() {
+        return;
+    }
+    // Another user's link in a shared folder decides nothing here either.
+    let shared = shared_folder();
+    let theirs = shared.path().join("disk");
+    symlink(dir.path().join("missing"), &theirs).unwrap();
+    lchown(&theirs, Some(STRANGER), None).unwrap();
+    let refused = PendingFile::create(&theirs, &if_needed()).unwrap_err().to_string();
+    assert!(refused.contains("user 1234"), "{refused}");
+    assert!(!dir.path().join("missing").exists());
+}
+
+#[test]
+fn a_mounted_file_is_written_in_place_if_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let (real, place) = (dir.path().join("real"), dir.path().join("place"));
+    std::fs::write(&real, "").unwrap();
+    std::fs::write(&place, "").unwrap();
+    if !require_root() || rustix::mount::mount_bind(&real, &place).is_err() {
+        impossible_here("bind mounts");
+        return;
+    }
+    let mounted = std::panic::catch_unwind(|| {
+        assert!(is_written_in_place(&place, &if_needed()));
+        let old = PendingFile::create(&place, &FileOptions::default()).unwrap();
+        old.commit(CommitOptions::default()).unwrap_err();
+        assert_eq!(names(dir.path()), ["place", "real"]);
+        std::fs::read(&real).unwrap()
+    });
+    rustix::mount::unmount(&place, rustix::mount::UnmountFlags::DETACH).unwrap();
+    assert_eq!(mounted.unwrap(), b"new");
+}
+
+/// In a folder where the user may make files but not take away those of others, and in one where it
+/// may make none.
+#[test]
+fn a_file_in_anothers_folder_is_written_in_place_if_asked_for() {
+    if !require_root() {
+        return;
+    }
+    for mode in [0o755, 0o1777] {
+        let dir = tempfile::tempdir().unwrap();
+        let target = dir.path().join("image");
+        std::fs::write(&target, "").unwrap();
+        let allow = |path: &Path, mode| {
+            std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
+        };
+        allow(dir.path(), mode);
+        allow(&target, 0o666);
+        let stranger = Uid::from_raw(STRANGER);
+        let write = |options: FileOptions| {
+            in_child(
+                || (),
+                || {
+                    set_thread_res_uid(stranger, stranger, stranger).unwrap();
+                    PendingFile::create(&target, &options).is_ok_and(|pending| {
+                        pending.storage().write_at(b"new", HostOffset(0)).unwrap();
+                        pending.commit(CommitOptions::default()).is_ok()
+                    })
+                },
+            )
+        };
+        assert!(!write(FileOptions::default()) && std::fs::read(&target).unwrap().is_empty());
+        assert!(write(if_needed()), "{mode:o}");
+        assert_eq!(std::fs::read(&target).unwrap(), b"new");
+        assert_eq!(target.metadata().unwrap().uid(), 0);
+        assert_eq!(names(dir.path()), ["image"]);
+    }
 }

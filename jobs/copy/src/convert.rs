@@ -15,7 +15,7 @@ use crate::crew::default_threads;
 use crate::mover::{MoveOptions, MovedBytes, Mover, zero_max};
 use crate::plan::{PlanOptions, Planner};
 use crate::source::Source;
-use crate::target::{Destination, NewImage, Target};
+use crate::target::{Destination, Target};
 use crate::verify::verify;
 
 /// Bytes per read of a thread: they stay in its cache until they are written.
@@ -53,7 +53,8 @@ pub struct ConvertOptions {
     pub verify: bool,
     /// Maximum bytes per second.
     pub rate: Option<u64>,
-    /// Backing image of the new image: only differences to it are written.
+    /// Backing image of the target: only differences to it are written. An existing target must
+    /// stand on it already.
     pub backing: Option<Backing>,
     /// Copy the source's dirty bitmaps, with this treatment of inconsistent ones.
     pub bitmaps: Option<BrokenBitmaps>,
@@ -255,6 +256,7 @@ pub fn convert_uncommitted(
     let disk = target.as_ref().map(|t| &t.disk);
     if let (Some(disk), Destination::Into(_)) = (disk, &options.destination) {
         disk.warnings().for_each(|warning| monitor.progress.message(warning));
+        check_backing(disk, options)?;
     }
     let format = disk.map(|disk| disk.top().name().to_owned());
     let moving = Moving::new(options, disk, layers)?.for_remote(source, disk);
@@ -467,7 +469,19 @@ fn plan_options(compressed: bool, target: Option<&Disk>, layers: usize) -> PlanO
     }
 }
 
-/// The backing image of a new image.
+/// Checks that an existing target stands on the backing image whose content is not copied.
+fn check_backing(target: &Disk, options: &ConvertOptions) -> Result<()> {
+    let Some(backing) = &options.backing else { return Ok(()) };
+    match target.layers().get(1) {
+        Some(layer) if same_file(layer.path(), &backing.path) => Ok(()),
+        _ => {
+            let why = format!("does not stand on {}", backing.path.display());
+            Err(Error::invalid_for(&target.name(), why))
+        }
+    }
+}
+
+/// The backing image of the target.
 struct Base {
     /// Number of source layers above it.
     layers: usize,
@@ -481,8 +495,14 @@ impl Base {
         options: &ConvertOptions,
     ) -> Result<Option<Self>> {
         let Some(backing) = &options.backing else { return Ok(None) };
-        let Destination::New(NewImage { .. }) = options.destination else {
-            return Err(Error::invalid("a backing image needs a new image as the target"));
+        let existing = match &options.destination {
+            Destination::New(_) => false,
+            Destination::Into(_) => true,
+            Destination::Null | Destination::Pipe { .. } => {
+                let why =
+                    "a backing image needs a target that is an image in a file or on a device";
+                return Err(Error::invalid(why));
+            }
         };
         let [disk] = source.disks() else {
             return Err(Error::invalid("a backing image needs one source, not several pieces"));
@@ -498,6 +518,11 @@ impl Base {
                 ),
             ));
         };
-        Ok(Some(Self { layers: layers + 1, disk: Some(backing.open(registry, &options.keys)?) }))
+        // An existing image is opened with its own chain.
+        let disk = match existing {
+            true => None,
+            false => Some(backing.open(registry, &options.keys)?),
+        };
+        Ok(Some(Self { layers: layers + 1, disk }))
     }
 }

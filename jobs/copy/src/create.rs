@@ -65,6 +65,8 @@ pub struct CreateOptions<'a> {
     pub replace: bool,
     /// How the backing image is opened: its references, limits, locks and keys.
     pub opening: OpenOptions,
+    /// See [`FileOptions::in_place_if_needed`].
+    pub in_place_if_needed: bool,
 }
 
 impl<'a> CreateOptions<'a> {
@@ -79,6 +81,7 @@ impl<'a> CreateOptions<'a> {
             backing: None,
             replace: false,
             opening: OpenOptions::read_only(),
+            in_place_if_needed: false,
         }
     }
 
@@ -101,6 +104,18 @@ impl<'a> CreateOptions<'a> {
         replace: bool,
         /// Sets [`Self::opening`].
         opening: OpenOptions,
+    }
+
+    /// Sets [`Self::in_place_if_needed`].
+    #[must_use]
+    pub fn in_place_if_needed(self, in_place_if_needed: bool) -> Self {
+        Self { in_place_if_needed, ..self }
+    }
+
+    fn file(&self) -> FileOptions {
+        FileOptions::read_write()
+            .hints(self.options.hints())
+            .in_place_if_needed(self.in_place_if_needed)
     }
 }
 
@@ -289,8 +304,7 @@ fn create_file(
     base: Option<&FoundBacking>,
     monitor: &Monitor<'_>,
 ) -> Result<u64> {
-    let options = FileOptions::read_write().hints(image.options.hints());
-    let pending = PendingFile::create(image.path, &options)?;
+    let pending = PendingFile::create(image.path, &image.file())?;
     let storage: Arc<dyn Storage> = pending.storage().clone();
     let files = write(registry, image, storage.clone(), guest_bytes, base, monitor)?;
     // Some formats round the size.
@@ -340,7 +354,7 @@ fn write(
         path: image.path,
         guest_bytes,
         options: &image.options,
-        file: &FileOptions::read_write().hints(image.options.hints()),
+        file: &image.file(),
         replace: image.replace,
     };
     let files =

@@ -81,6 +81,8 @@ pub struct NewImage {
     /// Its cache mode; `None` is as fast as copying a file: nothing is synced, unless it replaces
     /// another file.
     pub cache: Option<CacheMode>,
+    /// See [`FileOptions::in_place_if_needed`].
+    pub in_place_if_needed: bool,
 }
 
 impl NewImage {
@@ -92,6 +94,7 @@ impl NewImage {
             options: Options::default(),
             backing: None,
             cache: None,
+            in_place_if_needed: false,
         }
     }
 
@@ -102,6 +105,12 @@ impl NewImage {
         backing: Option<BackingRef>,
         /// Sets [`Self::cache`].
         cache: Option<CacheMode>,
+    }
+
+    /// Sets [`Self::in_place_if_needed`].
+    #[must_use]
+    pub fn in_place_if_needed(self, in_place_if_needed: bool) -> Self {
+        Self { in_place_if_needed, ..self }
     }
 }
 
@@ -221,7 +230,9 @@ impl Target {
         }
         let new = &NewImage { options, ..new.clone() };
         let cache = cache_until_named(new.cache);
-        let file = new_file_options(new.cache).hints(new.options.hints());
+        let file = new_file_options(new.cache)
+            .hints(new.options.hints())
+            .in_place_if_needed(new.in_place_if_needed);
         let pending = PendingFile::create(&new.path, &file)?;
         let wanted = WantedFiles {
             registry,

@@ -87,6 +87,8 @@ pub struct Handshake<'a> {
     tls: TlsState,
     until: Instant,
     reach: Reach<'a>,
+    /// It is the server's only connection.
+    alone: bool,
     structured: bool,
     extended: bool,
     /// The export and contexts chosen by NBD_OPT_SET_META_CONTEXT.
@@ -139,11 +141,17 @@ impl<'a> Handshake<'a> {
             tls,
             until,
             reach,
+            alone: false,
             structured: false,
             extended: false,
             chosen: None,
             no_zeroes: false,
         }
+    }
+
+    /// With `alone`, no client may connect more than once, and none is invited to.
+    pub fn alone(self, alone: bool) -> Self {
+        Self { alone, ..self }
     }
 
     fn recv_exact(&self, buf: &mut [u8]) -> io::Result<()> {
@@ -310,11 +318,10 @@ impl<'a> Handshake<'a> {
     }
 
     fn flags(&self, export: &Export) -> u16 {
-        let mut flags = flag::HAS_FLAGS
-            | flag::SEND_FLUSH
-            | flag::SEND_FUA
-            | flag::CAN_MULTI_CONN
-            | flag::SEND_CACHE;
+        let mut flags = flag::HAS_FLAGS | flag::SEND_FLUSH | flag::SEND_FUA | flag::SEND_CACHE;
+        if !self.alone {
+            flags |= flag::CAN_MULTI_CONN;
+        }
         if export.read_only() {
             flags |= flag::READ_ONLY;
         } else {

@@ -155,6 +155,8 @@ pub struct ServerOptions {
     /// Maximum connections. A further one replaces the one that has been negotiating longest. It is
     /// rejected if all have reached an export.
     pub connections_max: usize,
+    /// Instead, a further connection waits until another one has ended.
+    pub wait_when_full: bool,
     /// Time limit of the negotiation, TLS included.
     pub handshake_time: Duration,
     /// Require TLS with this configuration.
@@ -168,6 +170,7 @@ impl Default for ServerOptions {
     fn default() -> Self {
         Self {
             connections_max: 1024,
+            wait_when_full: false,
             handshake_time: HANDSHAKE_TIME,
             tls: None,
             poll_max: POLL_MAX,
@@ -198,6 +201,8 @@ struct Roll {
     connections: Vec<Connection>,
     /// Threads of these connections, and of those that were replaced and have not ended yet.
     threads: usize,
+    /// The service ends: nothing waits for room any more.
+    ending: bool,
 }
 
 impl Roll {
@@ -298,6 +303,8 @@ impl Server {
             return self.listeners.drain(..).for_each(std::mem::forget);
         }
         self.shared.wake.wake();
+        self.shared.clients.roll.lock().ending = true;
+        self.shared.clients.gone.notify_all();
         for thread in self.listeners.drain(..) {
             let _ = thread.join();
         }
@@ -343,6 +350,10 @@ fn accept(shared: &Arc<Shared>, listener: &Listener) {
     while let Some(socket) = shared.wake.accept("nbd", listener, accept) {
         let channel: Arc<dyn Channel> = Arc::new(socket);
         let id = shared.next.fetch_add(1, Ordering::Relaxed);
+        // Another listener may have filled the server meanwhile.
+        if !shared.wait_for_room() {
+            return;
+        }
         let Some(place) = shared.admit(id, &channel) else { continue };
         let own = shared.clone();
         let spawned = std::thread::Builder::new().name("nbd".to_owned()).spawn(move || {
@@ -353,10 +364,25 @@ fn accept(shared: &Arc<Shared>, listener: &Listener) {
         if let Err(error) = spawned {
             tracing::warn!("cannot start a thread for a connection: {error}");
         }
+        if !shared.wait_for_room() {
+            return;
+        }
     }
 }
 
 impl Shared {
+    /// With [`ServerOptions::wait_when_full`], waits until there is room for a connection. `false` at
+    /// the end.
+    fn wait_for_room(&self) -> bool {
+        let ServerOptions { connections_max, wait_when_full, .. } = self.options;
+        let Clients { roll, gone } = &*self.clients;
+        let mut roll = roll.lock();
+        while wait_when_full && roll.connections.len() >= connections_max && !roll.ending {
+            gone.wait(&mut roll);
+        }
+        !wait_when_full || !roll.ending
+    }
+
     /// Adds a new connection to the list; `None` if it is rejected.
     fn admit(&self, id: u64, channel: &Arc<dyn Channel>) -> Option<Place> {
         let mut roll = self.clients.roll.lock();
@@ -437,13 +463,16 @@ fn negotiate(
     let (exports, reach) = (&shared.exports, |export: &Export| place.reach(export, until));
     let tls = shared.options.tls.as_ref();
     let state = if tls.is_some() { TlsState::Required } else { TlsState::None };
-    let outcome = Handshake::new(&**channel, exports, state, until, &reach).run(None)?;
+    let alone = shared.options.connections_max == 1;
+    let outcome =
+        Handshake::new(&**channel, exports, state, until, &reach).alone(alone).run(None)?;
     let (&Outcome::StartTls(greeted), Some(tls)) = (&outcome, tls) else {
         return Ok(outcome.agreed());
     };
     *channel = tls.accept(channel.clone(), until)?;
-    let outcome =
-        Handshake::new(&**channel, exports, TlsState::Active, until, &reach).run(Some(greeted))?;
+    let outcome = Handshake::new(&**channel, exports, TlsState::Active, until, &reach)
+        .alone(alone)
+        .run(Some(greeted))?;
     Ok(outcome.agreed())
 }
 

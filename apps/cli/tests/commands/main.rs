@@ -40,6 +40,7 @@ mod nbd_client;
 mod qemu_img;
 mod qemu_names;
 mod qemu_nbd;
+mod qemu_targets;
 mod read;
 mod rebase;
 mod reflink;

@@ -1,7 +1,11 @@
 //! vdkit under the name `qemu-nbd`, held against QEMU's program and used by others' clients.
 
+use std::io::{ErrorKind, Read};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::symlink;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::{Command, Output};
+use std::time::Duration;
 
 use crate::common::{self, Scratch};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
@@ -415,4 +419,160 @@ fn certificates_and_keys_decide_who_may_connect() {
         let [theirs, ours] = shop.both(line);
         assert_eq!(theirs, ours, "{line:?}");
     }
+}
+
+/// Reads the greeting of a server. `false` if none came within `time`.
+fn is_greeted(client: &mut UnixStream, time: Duration) -> bool {
+    client.set_read_timeout(Some(time)).unwrap();
+    let mut greeting = [0; 8];
+    match client.read_exact(&mut greeting) {
+        Ok(()) => greeting == *b"NBDMAGIC",
+        Err(error) if error.kind() == ErrorKind::WouldBlock => false,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+#[test]
+fn a_second_client_is_not_invited_and_waits_for_the_first_to_leave() {
+    if !require_peer("qemu-nbd") {
+        return;
+    }
+    let shop = Shop::new();
+    for image in ["qemu-nbd.raw", "vdkit.raw"] {
+        shop.qemu_img(&["create", "-q", "-f", "raw", image, "4M"]);
+    }
+    let mut listed = Vec::new();
+    for (socket, program, image) in
+        [("q", "qemu-nbd", "qemu-nbd.raw"), ("v", "./qemu-nbd", "vdkit.raw")]
+    {
+        let server =
+            shop.server(socket, program, &["-t", "-k", &shop.full(socket), "-f", "raw", image]);
+        listed.push(shop.run("qemu-nbd", &["-L", "-k", &shop.full(socket)]));
+        let connect = || UnixStream::connect(shop.scratch.path(socket)).unwrap();
+        let patience = Duration::from_secs(60);
+        let (mut first, mut second) = (connect(), connect());
+        assert!(is_greeted(&mut first, patience), "{program}");
+        assert!(!is_greeted(&mut second, Duration::from_millis(200)), "{program}");
+        drop(first);
+        assert!(is_greeted(&mut second, patience), "{program}");
+        // The server ends also while another client waits.
+        let _third = connect();
+        drop(server);
+    }
+    assert_eq!(listed[1], listed[0]);
+    assert!(!String::from_utf8_lossy(&listed[1].stdout).contains("multi"), "{listed:?}");
+}
+
+#[test]
+fn a_hangup_ends_a_server_as_it_should_end() {
+    let shop = Shop::new();
+    shop.scratch.ok(&["create", "a.qcow2", "8M"]);
+    for line in [&["-t"][..], &["-t", "-s"]] {
+        let of = |entry: &str| entry.starts_with("vl.");
+        let left = || {
+            let entries = std::fs::read_dir("/var/tmp").unwrap().flatten();
+            entries.filter(|e| e.file_name().to_str().is_some_and(of)).count()
+        };
+        let before = left();
+        let socket = shop.full("s");
+        let arguments = [line, &["-k", &socket, "-f", "qcow2", "a.qcow2"]].concat();
+        let mut server = shop.server("s", "./qemu-nbd", &arguments);
+        kill_process(Pid::from_child(&server.0), Signal::HUP).unwrap();
+        assert_eq!(server.0.wait().unwrap().code(), Some(0));
+        assert!(!shop.scratch.path("s").exists() && left() <= before);
+        shop.scratch.sound("a.qcow2");
+    }
+}
+
+impl Shop {
+    /// Runs a program as a service manager does that hands a listening socket over.
+    fn activated(&self, listener: &UnixListener, program: &str, arguments: &str) -> Output {
+        let script = format!(
+            "exec 3<&{}; LISTEN_FDS=1 LISTEN_PID=$$ exec {program} {arguments}",
+            listener.as_raw_fd()
+        );
+        let inherited = |flags| rustix::io::fcntl_setfd(listener, flags).unwrap();
+        inherited(rustix::io::FdFlags::empty());
+        let done = self.run("bash", &["-c", &script]);
+        inherited(rustix::io::FdFlags::CLOEXEC);
+        done
+    }
+}
+
+/// The id of the process changes by `--fork`, and the socket must not be lost by that: the default is a
+/// port that anybody can connect to.
+#[test]
+fn a_socket_that_was_handed_over_is_served_in_the_background() {
+    if !require_peer("qemu-nbd") {
+        return;
+    }
+    let mut shop = Shop::new();
+    shop.qemu_img(&["create", "-q", "-f", "raw", "a.raw", "4M"]);
+    let listener = UnixListener::bind(shop.scratch.path("s")).unwrap();
+    let line = "--fork -t -f raw --pid-file=pid a.raw";
+    let done = shop.activated(&listener, "./qemu-nbd", line);
+    assert!(done.status.success(), "{done:?}");
+    let pid = std::fs::read_to_string(shop.scratch.path("pid")).unwrap();
+    shop.running = Pid::from_raw(pid.trim().parse().unwrap());
+    drop(listener);
+    let said = shop.qemu_io(&["length"]);
+    assert!(said.contains("4 MiB"), "{said}");
+    for line in ["-k /tmp/s a.raw", "-p 1 a.raw", "-b 127.0.0.1 a.raw", "-c /dev/nbd0 a.raw", "-L"]
+    {
+        let listener = UnixListener::bind(shop.scratch.path("other")).unwrap();
+        let [theirs, ours] =
+            ["qemu-nbd", "./qemu-nbd"].map(|program| shop.activated(&listener, program, line));
+        let first = |done: &Output| String::from_utf8_lossy(&done.stderr).replace("./", "");
+        assert_eq!((first(&ours), ours.status.code()), (first(&theirs), Some(1)), "{line}");
+        std::fs::remove_file(shop.scratch.path("other")).unwrap();
+    }
+    kill_process(shop.running.unwrap(), Signal::TERM).unwrap();
+    common::wait_until(|| test_kill_process(shop.running.unwrap()).is_err());
+    shop.running = None;
+}
+
+#[test]
+fn two_servers_do_not_share_a_pid_file() {
+    if !require_peer("qemu-nbd") {
+        return;
+    }
+    let mut shop = Shop::new();
+    for image in ["a.raw", "b.raw"] {
+        shop.qemu_img(&["create", "-q", "-f", "raw", image, "1M"]);
+    }
+    shop.serve(&["-t", "-f", "raw", "a.raw"]);
+    let text = std::fs::read_to_string(shop.scratch.path("pid")).unwrap();
+    let other = shop.full("other");
+    for file in ["pid", "/nowhere/pid"] {
+        let [theirs, ours] =
+            shop.both(&["-t", "-k", &other, "-f", "raw", "--pid-file", file, "b.raw"]);
+        assert_eq!(ours, theirs, "{file}");
+        assert_eq!(ours.status.code(), Some(1));
+        // QEMU's program leaves its socket.
+        let _ = std::fs::remove_file(shop.scratch.path("other"));
+    }
+    assert_eq!(std::fs::read_to_string(shop.scratch.path("pid")).unwrap(), text);
+    shop.end();
+}
+
+#[test]
+fn an_encrypted_image_takes_temporary_writes() {
+    if !require_peer("qemu-io") {
+        return;
+    }
+    let mut shop = Shop::new();
+    let secret = "secret,id=s,data=abc";
+    let options = "encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10";
+    let create = ["create", "-q", "--object", secret, "-f", "qcow2", "-o", options];
+    shop.qemu_img(&[&create[..], &["a.qcow2", "4M"]].concat());
+    let image = "driver=qcow2,file.filename=a.qcow2,encrypt.key-secret=s";
+    let write = ["--object", secret, "--image-opts", "-c", "write -P 5 0 64k", image];
+    assert!(shop.run("qemu-io", &write).status.success());
+    shop.serve(&["-t", "-s", "--object", secret, "--image-opts", image]);
+    let said = shop.qemu_io(&["read -P 5 0 64k", "write -P 6 0 64k", "read -P 6 0 64k"]);
+    assert!(!said.contains("failed"), "{said}");
+    shop.end();
+    let read = ["--object", secret, "--image-opts", "-c", "read -P 5 0 64k", image];
+    let done = shop.run("qemu-io", &read);
+    assert!(!String::from_utf8_lossy(&done.stdout).contains("failed"), "{done:?}");
 }

@@ -1,5 +1,7 @@
 //! `qemu-img amend`: changes options of an image, and the keys of an encrypted one.
 
+use std::path::PathBuf;
+
 use vdkit::jobs::{self, ResizeOptions};
 use vdkit::{Error, ImageInfo, Monitor, OpenOptions, Progress as Sink};
 
@@ -7,7 +9,7 @@ use super::{CACHE, Command, FORMAT, IMAGE_OPTS, OBJECT, Output, PROGRESS, QUIET,
 use crate::creation::{self, Asked, Key, asked, meant, number, size, switch, text};
 use crate::failure::{Failure, could_not_open, words};
 use crate::getopt::{Parsed, long, valued};
-use crate::names::Image;
+use crate::names::{Image, Place};
 use crate::open::{Access, open, open_options, registry};
 use crate::output::{Progress, cancel_on_signal};
 use crate::secrets::Objects;
@@ -170,12 +172,10 @@ impl Amending<'_> {
             }
             self.change_keys("encrypt.", force)?;
         }
-        let Some(path) = self.image.path() else {
-            return Err(Failure::new("only files can be amended"));
-        };
+        let path = self.path()?;
         if !texts.is_empty() {
             let texts = texts.iter().map(String::as_str);
-            jobs::amend(&registry(), path, self.options, texts, monitor)
+            jobs::amend(&registry(), &path, self.options, texts, monitor)
                 .map_err(|error| failed(self.image, error))?;
         }
         let Some(bytes) = self.get("size").and_then(|size| size.parse::<u64>().ok()) else {
@@ -256,12 +256,19 @@ impl Amending<'_> {
         Ok(())
     }
 
+    /// The name under which the engine opens the image.
+    fn path(&self) -> Result<PathBuf, Failure> {
+        match (&self.image.place, self.image.path()) {
+            (Place::Nbd(_), _) => Ok(self.image.opened(true)),
+            (_, Some(path)) => Ok(path.to_owned()),
+            (_, None) => Err(Failure::new("only files and NBD exports can be amended")),
+        }
+    }
+
     /// Fills or wipes key slots. The options' names begin with `prefix`.
     fn change_keys(&self, prefix: &str, force: bool) -> Result<(), Failure> {
         let get = |key: &str| self.get(&format!("{prefix}{key}"));
-        let Some(path) = self.image.path() else {
-            return Err(Failure::new("only files can be amended"));
-        };
+        let path = &self.path()?;
         let slot = get("keyslot").map(|slot| slot.parse::<u32>().unwrap_or(u32::MAX));
         let listed = jobs::list_keys(&registry(), path, &self.reading(), &Monitor::default())?;
         let is_active =

@@ -6,9 +6,9 @@ use vdkit::jobs::{
     self, Backing, BrokenBitmaps, ConvertOptions, Destination, ExistingImage, NewBacking, NewImage,
     Source,
 };
-use vdkit::{CacheMode, Codec, CompressionSpec, Disk, Error, OpenOptions};
+use vdkit::{CacheMode, Codec, CompressionSpec, Disk, Error, OpenOptions, same_file};
 
-use super::create::{create_at, target_path};
+use super::create::{check_host_device, create_at, refuse_own_source, target_path, whole_sectors};
 use super::{Command, FORCE_SHARE, OBJECT, Output, PROGRESS, QUIET, SRC_CACHE, opening};
 use crate::creation::{Asked, Wanted, asked, failed_creation, table};
 use crate::failure::{Failure, could_not_open, words};
@@ -249,6 +249,12 @@ impl Settings<'_> {
     }
 }
 
+fn concatenated() -> Failure {
+    Failure::new(
+        "Having a backing file for the target makes no sense when concatenating multiple input images",
+    )
+}
+
 fn converting(target: &str, format: &str) -> String {
     format!("{target}: error while converting {format}")
 }
@@ -272,22 +278,32 @@ impl Settings<'_> {
         let creating = |failure: Failure| failure.within(&converting(target, format));
         let driver = table.driver()?;
         let options = wanted.options(&self.objects, source.bytes()).map_err(creating)?;
-        if is_device(&path) {
-            if driver.name() != "raw" {
-                create_at(&path, driver, source.bytes(), options, None).map_err(creating)?;
-            }
-            let mut goal = self.write_to(path, driver.name());
-            goal.compress = compress;
-            return Ok(goal);
-        }
+        check_host_device(table, &path).map_err(creating)?;
         let (backing, reference) = backing.unzip();
-        let destination = Destination::New(
-            NewImage::new(path, driver.name())
-                .options(options)
-                .backing(reference)
-                .cache(self.cache),
-        );
-        let mut goal = ConvertOptions::new(destination);
+        let mut goal = if is_device(&path) {
+            let mut goal = self.write_to(path.clone(), driver.name());
+            goal.keys.extend(options.key().cloned());
+            if driver.name() != "raw" {
+                let base =
+                    reference.map(|reference| NewBacking::new(reference.name, reference.format));
+                let bytes = whole_sectors(source.bytes());
+                create_at(&path, driver, bytes, options, base).map_err(creating)?;
+            }
+            goal
+        } else {
+            // Sources are locked otherwise.
+            if self.parsed.has("force-share") {
+                let layers = source.disks().iter().flat_map(Disk::layers);
+                refuse_own_source(&path, layers.map(|layer| layer.path())).map_err(creating)?;
+            }
+            ConvertOptions::new(Destination::New(
+                NewImage::new(path, driver.name())
+                    .options(options)
+                    .backing(reference)
+                    .cache(self.cache)
+                    .in_place_if_needed(true),
+            ))
+        };
         (goal.compress, goal.backing) = (compress, backing);
         Ok(goal)
     }
@@ -317,9 +333,27 @@ impl Settings<'_> {
         }
         let info = disk.layers()[0].info();
         let mut goal = self.write_to(path, info.format);
+        goal.backing = self.backing_of(&disk, source)?;
         goal.compress = self.compression(info.format, info.compression)?;
         goal.keys = options.keys;
         Ok(goal)
+    }
+
+    /// `-B` beside `-n`: the backing image of an existing target, if that is the one that is named and
+    /// the source stands on an image. What the source does not hide of that is not copied then.
+    /// Otherwise everything is copied, which is right whatever the target stands on.
+    fn backing_of(&self, target: &Disk, source: &Source) -> Result<Option<Backing>, Failure> {
+        let Some(name) = self.parsed.last("backing") else { return Ok(None) };
+        let [from] = source.disks() else { return Err(concatenated()) };
+        let (Some(own), true) = (target.layers().get(1), from.layers().len() > 1) else {
+            return Ok(None);
+        };
+        let folder = target.layers()[0].path().parent().unwrap_or(Path::new(""));
+        let named = folder.join(name);
+        if !same_file(&named, own.path()) {
+            return Ok(None);
+        }
+        Ok(Some(Backing::new(own.path(), OpenOptions::read_only()).trusted(true)))
     }
 
     /// How data is compressed in a format; `method` is the image's own.
@@ -348,10 +382,7 @@ impl Settings<'_> {
     ) -> Result<Option<(Backing, vdkit::BackingRef)>, Failure> {
         let Some(name) = wanted.get("backing_file") else { return Ok(None) };
         if source.disks().len() > 1 {
-            return Err(Failure::new(
-                "Having a backing file for the target makes no sense when concatenating multiple \
-                 input images",
-            ));
+            return Err(concatenated());
         }
         let Some(format) = wanted.get("backing_fmt") else {
             return Err(Failure::new("Use of backing file requires explicit backing format"));
@@ -368,8 +399,9 @@ impl Settings<'_> {
     }
 }
 
-/// Whether a path is a block device.
+/// Whether a target is a block device, or an NBD export, which is written like one.
 pub fn is_device(path: &Path) -> bool {
     use std::os::unix::fs::FileTypeExt;
-    path.metadata().is_ok_and(|found| found.file_type().is_block_device())
+    registry().protocol_of(path).is_some()
+        || path.metadata().is_ok_and(|found| found.file_type().is_block_device())
 }

@@ -3,11 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use vdkit::jobs::{self, CreateOptions, NewBacking};
-use vdkit::{FormatDriver, Monitor, OpenOptions, Options, storage};
+use vdkit::{FormatDriver, Monitor, OpenOptions, Options, same_file, storage};
 
 use super::{Command, OBJECT, Output, QUIET};
-use crate::creation::{Asked, Wanted, asked, failed_creation, table};
-use crate::failure::{Failure, words};
+use crate::creation::{Asked, Table, Wanted, asked, failed_creation, table};
+use crate::failure::{Failure, system_words, words};
 use crate::getopt::{Parsed, flag, valued};
 use crate::names::{self, Place};
 use crate::open::{Access, Named, open, references, registry};
@@ -66,11 +66,12 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     out.flush();
     let options = wanted.options(&objects, bytes).map_err(named)?;
     let driver = wanted.table.driver().map_err(named)?;
+    check_host_device(wanted.table, &path).map_err(named)?;
     create_at(&path, driver, whole_sectors(bytes), options, backing).map_err(named)?;
     Ok(0)
 }
 
-/// The file or device that a name of a new image means.
+/// The file, device or NBD export (its URI) that a name of a new image means.
 ///
 /// # Errors
 /// An unknown protocol, or one that takes no new images.
@@ -83,7 +84,48 @@ pub fn target_path(name: &str) -> Result<PathBuf, Failure> {
             Err(Failure::new("Could not create '': No such file or directory"))
         }
         Place::File(path) => Ok(path),
-        _ => Err(Failure::new("vdkit makes new images in files and on devices only")),
+        Place::Nbd(uri) => Ok(uri.into()),
+        _ => {
+            let why = "vdkit makes new images in files, on devices and in NBD exports only";
+            Err(Failure::new(why))
+        }
+    }
+}
+
+/// Refuses a target of the driver `host_device` that is no device: a file in its place would not be
+/// what the caller reads from.
+pub fn check_host_device(table: &Table, path: &Path) -> Result<(), Failure> {
+    use std::os::unix::fs::FileTypeExt;
+    if table.format != "host_device" {
+        return Ok(());
+    }
+    let name = path.display();
+    let why = match path.metadata().map(|found| found.file_type()) {
+        Ok(kind) if kind.is_block_device() || kind.is_char_device() => return Ok(()),
+        Ok(_) => format!(
+            "'host_device' driver requires '{name}' to be either a character or block device"
+        ),
+        Err(error) => format!("Could not open '{name}': {}", system_words(&error)),
+    };
+    Err(Failure::new(format!(
+        "Protocol driver 'host_device' does not support creating new images, so an existing image \
+         must be selected as the target; however, opening the given target as an existing image \
+         failed: {why}"
+    )))
+}
+
+/// Refuses a new image in a file that it is to be read from. A file with several names is written in
+/// place, so the image would be made of its own ruins.
+pub fn refuse_own_source<'a>(
+    target: &Path,
+    sources: impl IntoIterator<Item = &'a Path>,
+) -> Result<(), Failure> {
+    match sources.into_iter().find(|source| same_file(source, target)) {
+        Some(source) => {
+            let (source, target) = (source.display(), target.display());
+            Err(Failure::new(format!("'{target}' is the file that '{source}' is read from")))
+        }
+        None => Ok(()),
     }
 }
 
@@ -141,6 +183,7 @@ fn new_backing(
                     "Backing file specified without backing format\nDetected format of {found}."
                 )));
             }
+            refuse_own_source(path, [found.path.as_path()])?;
             found.guest_bytes
         }
     };
@@ -172,6 +215,7 @@ pub fn create_at(
         .options(options)
         .backing(backing)
         .replace(true)
+        .in_place_if_needed(true)
         // A guest may be writing to the backing image: its overlay is made for that.
         .opening(OpenOptions::read_only().refs(references()).lock(false));
     let monitor = Monitor::default().cancelled_by(cancel_on_signal()?);

@@ -4,7 +4,7 @@ use vdkit::jobs::{self, DdOptions, DdPlan, NewImage};
 use vdkit::{Disk, Monitor, OpenOptions};
 
 use super::convert::is_device;
-use super::create::{create_at, target_path};
+use super::create::{check_host_device, create_at, refuse_own_source, target_path};
 use super::{Command, FORCE_SHARE, FORMAT, IMAGE_OPTS, OBJECT, Output, opening};
 use crate::creation::{Wanted, failed_creation, table};
 use crate::failure::Failure;
@@ -102,11 +102,13 @@ fn copy(
     let within = |failure: Failure| failure.within(&creating);
     let bytes = dd.count.unwrap_or(0).next_multiple_of(512);
     let driver = table.driver()?;
+    check_host_device(table, &path).map_err(within)?;
     let options = Wanted::new(table, Vec::new())?.options(objects, bytes).map_err(within)?;
     let monitor = Monitor::default().cancelled_by(cancel_on_signal()?);
     let format = driver.name().to_owned();
     if !is_device(&path) {
-        let new = NewImage::new(path.clone(), format).options(options);
+        refuse_own_source(&path, source.layers().iter().map(|layer| layer.path()))?;
+        let new = NewImage::new(path.clone(), format).options(options).in_place_if_needed(true);
         return jobs::dd_new(&registry(), source, &new, dd, &monitor)
             .map(drop)
             .map_err(|error| within(failed_creation(&path, &error)));

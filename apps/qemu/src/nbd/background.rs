@@ -7,9 +7,12 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
 use crate::failure::Failure;
+use crate::sockets;
 
 /// Set in the environment of the second process.
 const MARK: &str = "VDKIT_QEMU_NBD_READY";
+/// The value of [`MARK`] if sockets were handed to the first process.
+const WITH_SOCKETS: &str = "sockets";
 /// What the second process writes to its stdout when clients can connect.
 const READY: &[u8] = b"ready";
 
@@ -18,18 +21,34 @@ pub fn is_second() -> bool {
     std::env::var_os(MARK).is_some()
 }
 
+fn again(args: &[OsString]) -> std::io::Result<Command> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command.arg0("qemu-nbd").args(args).env(MARK, "1");
+    Ok(command)
+}
+
+/// Makes sockets that were handed to the first process this second one's, by starting the program
+/// again in this process: the environment must name its id, which nobody knew before it began.
+///
+/// # Errors
+/// The program cannot be started.
+pub fn take_sockets(args: &[OsString]) -> Result<(), Failure> {
+    if std::env::var_os(MARK).is_none_or(|mark| mark != WITH_SOCKETS) {
+        return Ok(());
+    }
+    Err(again(args)?.env(sockets::PROCESS, std::process::id().to_string()).exec().into())
+}
+
 /// Starts the second process with the same arguments, and waits until it serves.
 ///
 /// # Errors
 /// It cannot be started, or it ended before it served; it has said why on stderr.
 pub fn start(args: &[OsString]) -> Result<(), Failure> {
-    let mut child = Command::new(std::env::current_exe()?)
-        .arg0("qemu-nbd")
-        .args(args)
-        .env(MARK, "1")
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .spawn()?;
+    let mut second = again(args)?;
+    if sockets::count() > 0 {
+        second.env(MARK, WITH_SOCKETS);
+    }
+    let mut child = second.stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
     let mut said = Vec::new();
     if let Some(out) = child.stdout.as_mut() {
         out.take(READY.len() as u64).read_to_end(&mut said)?;

@@ -8,6 +8,7 @@ use crate::failure::{Failure, system_words, words};
 use crate::getopt::Parsed;
 use crate::output::Output;
 use crate::secrets::Objects;
+use crate::sockets;
 
 /// Options that QEMU refuses beside `--list`.
 const OF_A_DEVICE: &[&str] = &[
@@ -81,6 +82,9 @@ fn check(parsed: &Parsed) -> Result<(), Failure> {
     }
     if parsed.has("fork") {
         return Err(Failure::new("List mode is incompatible with forking"));
+    }
+    if sockets::count() > 0 {
+        return Err(Failure::new("List mode is incompatible with socket activation"));
     }
     Ok(())
 }

@@ -3,6 +3,7 @@
 mod background;
 mod kernel;
 mod list;
+mod pid_file;
 pub mod tls;
 
 use std::ffi::OsString;
@@ -19,7 +20,7 @@ use vdkit::{CacheMode, CancelToken, Disk, Monitor, OpenOptions};
 use crate::failure::{Failure, system_words, words};
 use crate::getopt::{self, Opt, Parsed, flag, long, valued};
 use crate::open::{self, Access, Named, format_of, open_options};
-use crate::output::{Output, cancel_on_signal, say};
+use crate::output::{Output, end_on_signal, say};
 use crate::secrets::Objects;
 use crate::snapshots::SnapshotChoice;
 use crate::storages::{DiskStorage, PartOf};
@@ -44,7 +45,7 @@ const OPTIONS: &[Opt] = &[
     valued('p', "port", "PORT", "TCP port (default 10809)"),
     valued('b', "bind", "ADDRESS", "address to listen at (default 0.0.0.0)"),
     valued('k', "socket", "PATH", "listen at this Unix socket"),
-    valued('e', "shared", "N", "number of clients at once; 0 for any number (default 1)"),
+    valued('e', "shared", "N", "clients at once, others wait; 0 for any number (default 1)"),
     flag('t', "persistent", "go on when the last client has left"),
     flag('v', "verbose", "with -c: stay in the foreground, and report when it is attached"),
     valued('x', "export-name", "NAME", "name of the export (default: empty)"),
@@ -79,7 +80,7 @@ const OPTIONS: &[Opt] = &[
 /// Runs `qemu-nbd` with these arguments.
 pub fn main(args: &[OsString]) -> ExitCode {
     let mut out = Output::default();
-    match run(args, &mut out).and(out.finish()) {
+    match background::take_sockets(args).and_then(|()| run(args, &mut out)).and(out.finish()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             failure.print(PROGRAM, PROGRAM, None);
@@ -171,6 +172,7 @@ impl Request {
         if parsed.last("socket").is_some_and(|path| !path.starts_with('/')) {
             return Err(Failure::new("socket path must be absolute"));
         }
+        check_activation(parsed)?;
         let cache = cache_mode(parsed)?;
         let snapshot = parsed.last("load-snapshot");
         let snapshot = snapshot.map(|text| SnapshotChoice::parse(text, "qemu-nbd")).transpose()?;
@@ -251,6 +253,21 @@ fn check_modes(parsed: &Parsed) -> Result<(), Failure> {
     }
 }
 
+/// Refuses options that name another place than the socket that a service manager handed over.
+fn check_activation(parsed: &Parsed) -> Result<(), Failure> {
+    let refuse =
+        |what: &str| Err(Failure::new(format!("{what} can't be set when using socket activation")));
+    match sockets::count() {
+        0 => Ok(()),
+        _ if parsed.has("connect") => refuse("NBD device"),
+        _ if parsed.has("socket") => refuse("Unix socket"),
+        _ if parsed.has("bind") => refuse("The interface"),
+        _ if parsed.has("port") => refuse("TCP port number"),
+        1 => Ok(()),
+        _ => Err(Failure::new("qemu-nbd does not support socket activation with LISTEN_FDS > 1")),
+    }
+}
+
 fn cache_mode(parsed: &Parsed) -> Result<CacheMode, Failure> {
     let mode = match (parsed.has("nocache"), parsed.last("cache")) {
         (true, Some(_)) => return Err(Failure::new("-n and --cache can only be specified once")),
@@ -269,19 +286,19 @@ fn address(parsed: &Parsed) -> Address {
     Address::Tcp(format!("{host}:{}", parsed.last("port").unwrap_or(PORT).trim_start()))
 }
 
-/// Sockets that systemd handed over, or the one that the command line names.
+/// The socket that systemd handed over, or the one that the command line names.
 fn listeners(address: &Address) -> Result<Vec<Listener>, Failure> {
-    let mut listeners = sockets::handed_over().map_err(Failure::new)?;
-    if listeners.is_empty() {
-        listeners.push(Listener::bind(address).map_err(|error| {
-            let place = match address {
-                Address::Unix(path) => format!("socket to {}", path.display()),
-                Address::Tcp(place) => format!("to {place}"),
-            };
-            Failure::new(format!("Failed to bind {place}: {}", system_words(&error)))
-        })?);
+    if sockets::count() > 0 {
+        return sockets::handed_over().map_err(Failure::new);
     }
-    Ok(listeners)
+    let bound = Listener::bind(address).map_err(|error| {
+        let place = match address {
+            Address::Unix(path) => format!("socket to {}", path.display()),
+            Address::Tcp(place) => format!("to {place}"),
+        };
+        Failure::new(format!("Failed to bind {place}: {}", system_words(&error)))
+    })?;
+    Ok(vec![bound])
 }
 
 fn opening(name: &str, why: &str) -> Failure {
@@ -361,7 +378,7 @@ fn check_bitmaps(disk: &Disk, names: &[String]) -> Result<(), Failure> {
 }
 
 fn serve(request: &Request) -> Result<(), Failure> {
-    let stop = cancel_on_signal()?;
+    let stop = end_on_signal()?;
     let (disk, overlay) =
         open_disk(request).map_err(|failure| opening(&request.image.typed, &failure.text))?;
     check_bitmaps(&disk, &request.export.bitmaps)?;
@@ -373,12 +390,18 @@ fn serve(request: &Request) -> Result<(), Failure> {
     let mut options = ServerOptions::default();
     vdkit::serve::raise_descriptor_limit();
     options.connections_max = request.clients;
+    options.wait_when_full = true;
     options.tls = request.tls.clone();
     options.handshake_time = request.handshake;
     let started = Server::start(Exports::new(vec![Arc::clone(&export)]), listeners, options)
         .map_err(Failure::from)
         .and_then(|server| {
-            let written = write_pid(request.pid_file.as_deref());
+            // Locked until the server has ended.
+            let pid_file = request.pid_file.as_deref().map(pid_file::write).transpose();
+            let (_locked, written) = match pid_file {
+                Ok(file) => (file, Ok(())),
+                Err(failure) => (None, Err(failure)),
+            };
             let attached = written.and_then(|()| match (&request.device, &socket) {
                 (Some(device), Some((path, _))) => {
                     let attached = kernel::attach(device, path, &request.export.name);
@@ -428,12 +451,6 @@ fn wait(server: &Server, persistent: bool, stop: &CancelToken) {
         }
         std::thread::sleep(POLL);
     }
-}
-
-fn write_pid(file: Option<&std::path::Path>) -> Result<(), Failure> {
-    let Some(file) = file else { return Ok(()) };
-    std::fs::write(file, format!("{}\n", std::process::id()))
-        .map_err(|error| Failure::new(format!("cannot create PID file: {}", system_words(&error))))
 }
 
 #[cfg(test)]
