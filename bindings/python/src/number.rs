@@ -16,7 +16,7 @@ impl<'a, 'py, T: FromPyObject<'a, 'py>> FromPyObject<'a, 'py> for Number<T> {
         let py = number.py();
         number.extract().map(Self).map_err(|error: T::Error| match error.into() {
             error if error.is_instance_of::<PyOverflowError>(py) => {
-                misuse(py, format!("{number} is no number of bytes of a disk"))
+                misuse(py, format!("{} is no number of bytes of a disk", *number))
             }
             error => error,
         })

@@ -5,12 +5,12 @@ use std::io;
 use std::path::Path;
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, SeekFrom, StatxFlags};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use vdkit_block::{Error, IoAction, Result, Storage};
 
 use crate::file::{FileStorage, is_at};
 use crate::links;
-use crate::open::{CreateMode, FileOptions, file_error, retry};
+use crate::open::{CreateMode, FileOptions};
 
 /// Whether a new file that took the file's name would not be the one that others look at: another
 /// name leads to the file too, or it is mounted at its name (as containers do it).
@@ -62,10 +62,11 @@ pub(crate) fn taken(target: &Path) -> Error {
 
 /// Copies a finished file over the one that it cannot replace, `found` at `target`, and syncs that.
 pub(crate) fn write_back(finished: &Path, target: &Path, found: &File) -> Result<()> {
-    let fail = |source| file_error(&target.display().to_string(), IoAction::Rename, source);
+    let fail = |source| Error::file_io(&target.display().to_string(), IoAction::Rename, source);
     // As in `Replaced::open`: links were resolved before.
     let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NOFOLLOW;
-    let to = retry(|| rustix::fs::open(target, flags, Mode::empty())).map_err(io::Error::from);
+    let to =
+        retry_on_intr(|| rustix::fs::open(target, flags, Mode::empty())).map_err(io::Error::from);
     let to = File::from(to.map_err(fail)?);
     if !is_at(found, rustix::fs::fstat(&to)) {
         return Err(taken(target));
