@@ -445,8 +445,9 @@ fn a_second_client_is_not_invited_and_waits_for_the_first_to_leave() {
     for (socket, program, image) in
         [("q", "qemu-nbd", "qemu-nbd.raw"), ("v", "./qemu-nbd", "vdkit.raw")]
     {
-        let server =
-            shop.server(socket, program, &["-t", "-k", &shop.full(socket), "-f", "raw", image]);
+        // With the allocation depth, which vdkit's server always has.
+        let line = ["-t", "-A", "-k", &shop.full(socket), "-f", "raw", image];
+        let server = shop.server(socket, program, &line);
         listed.push(shop.run("qemu-nbd", &["-L", "-k", &shop.full(socket)]));
         let connect = || UnixStream::connect(shop.scratch.path(socket)).unwrap();
         let patience = Duration::from_secs(60);
