@@ -32,7 +32,8 @@ fn reference_name(name: &str) -> vdkit::Result<Option<BackingImage>> {
     if !matches!(references(), RefPolicy::Folders(_)) {
         return Ok(None);
     }
-    let image = names::parse(name).map_err(Error::invalid)?;
+    let image = names::parse(name)
+        .map_err(|why| Error::invalid(format!("Could not open backing file: {why}")))?;
     if !image.is_in_files() {
         return Ok(None);
     }

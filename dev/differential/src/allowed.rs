@@ -96,6 +96,29 @@ pub const ALL: &[Allowed] = &[
         },
     },
     Allowed {
+        id: "nodes",
+        reason: "Where a node of a format stands on one of another format (`driver=raw,file.driver=qcow2`), `map` is \
+                 refused, and `info` lists the snapshots of the node beneath only there. A part of `null-co` is \
+                 shown as a smaller whole. A backing image that is given may be such a node, also where QEMU \
+                 refuses it.",
+        applies: |case, _| {
+            let beneath = ["file.driver=qcow2", "size=64k,file.driver=null-co"];
+            matches!(case.subcommand(), "map" | "info")
+                && beneath.iter().any(|node| case.mentions(node))
+                || case.mentions("backing.file.driver=")
+        },
+    },
+    Allowed {
+        id: "depth",
+        reason: "An error anywhere in a chain says once that a backing file could not be opened; QEMU says it for \
+                 each image above.",
+        applies: |_, difference| {
+            let again = "Could not open backing file: ";
+            difference.what == What::Stderr
+                && difference.theirs.replacen(again, "", 1) == difference.ours
+        },
+    },
+    Allowed {
         id: "legacy",
         reason: "vdkit reads qcow, qed and parallels images and does not write them.",
         applies: |case, _| {

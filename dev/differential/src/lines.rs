@@ -454,7 +454,6 @@ pub(crate) const SEQUENCES: &[&[&str]] = &[
         "create -f qcow2 -b json:{\"file.filename\":\"a.qcow2\",\"backing.file.filename\":\"a.qcow2\"} -F qcow2 n.qcow2",
         "convert -O raw n.qcow2 n.raw",
     ],
-    &["create -u -f qcow2 -b foo:x -F raw n.qcow2 1M", "convert -O raw n.qcow2 n.raw"],
     // An encrypted image on an encrypted image, each with its own secret.
     &[
         "create --object secret,id=s,data=abc --object secret,id=n,data=def -f qcow2 -o encrypt.format=luks,encrypt.key-secret=n,encrypt.iter-time=10 -b json:{\"encrypt.key-secret\":\"s\",\"file.filename\":\"enc.qcow2\"} -F qcow2 n.qcow2",
@@ -666,7 +665,6 @@ const IN_USE: &[&str] = &[
     "convert -O raw --image-opts driver=qcow2,file.filename=mid.qcow2,backing.file.filename=a.qcow2 new",
     "convert -U -O raw --image-opts driver=qcow2,file.filename=mid.qcow2,backing.file.filename=a.qcow2 new",
     "convert -U -O raw --image-opts driver=qcow2,file.filename=top.qcow2,backing.file.filename=mid.qcow2 new",
-    "resize --image-opts driver=qcow2,file.locking=off,file.filename=a.qcow2 8M",
     "resize --image-opts driver=qcow2,force-share=on,file.filename=a.qcow2 8M",
     "convert -n --target-image-opts full.raw driver=raw,file.driver=qcow2,file.file.filename=a.qcow2",
 ];
