@@ -99,6 +99,7 @@ def test_numpy(tmp_path):
         for scattered in numbers.T, numbers[:, ::2]:
             disk.write(0, scattered)
             assert disk[: scattered.nbytes] == scattered.tobytes()
+        disk.write_zeroes(0, MIB)
         file = disk.raw()
         file.seek(MIB)
         assert file.readinto(back) == MIB and (back == numbers).all()

@@ -187,7 +187,8 @@ def difference(reader, image, ours, places):
         raise RuntimeError("does not end")
 
     signal.signal(signal.SIGVTALRM, endless)
-    signal.setitimer(signal.ITIMER_VIRTUAL, 1)
+    # Processor time, of which a slow machine takes several times more than a fast one.
+    signal.setitimer(signal.ITIMER_VIRTUAL, 5)
     try:
         theirs = reader(image)
         for at, length in places:

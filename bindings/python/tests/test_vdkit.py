@@ -697,7 +697,8 @@ def test_numbers_that_are_no_offset(image, tmp_path):
     with vdkit.open(copy) as disk:
         for buffering in 0, 4096:
             file = disk.raw(buffering)
-            file.seek(1 << 64)
+            # Buffers refuse more than an offset of a file.
+            file.seek((1 << 62) if buffering else (1 << 64))
             assert file.read(5) == b"" and file.readinto(bytearray(5)) == 0
 
 

@@ -97,7 +97,7 @@ fn unknown_and_misplaced_options_are_refused() {
     assert_eq!(client.option(8, b"x")[0].0, ERROR + 3);
     assert_eq!(client.option(3, &vec![0; 100_000])[0].0, ERROR + 9);
     client.agree(Style::Extended);
-    assert_eq!(client.option(8, b"")[0].0, ERROR + 3);
+    assert_eq!(client.option(8, b"")[0].0, ERROR + 10);
     assert_eq!(client.option(2, b""), [(1, vec![])]);
     assert!(client.is_ended());
     rig.end();
