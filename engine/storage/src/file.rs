@@ -33,7 +33,7 @@ use crate::sys;
 /// One more than the highest offset of a file.
 const OFFSET_MAX: u64 = i64::MAX as u64;
 /// Most times that a file is opened whose name leads to another one by then.
-const OPENS_MAX: u32 = 10;
+const OPENS_MAX: u32 = 50;
 
 /// A regular file or a block device.
 ///
