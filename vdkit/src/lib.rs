@@ -111,7 +111,7 @@ pub use vdkit_block::{
 pub use vdkit_chain::{
     BackingChoice, BackingImage, ChainLink, ChainReport, ChangedParent, Completion, Disk,
     DiskExtent, DiskPlace, DiskStream, Extents, HostInfo, Layer, NewPart, OpenOptions, Queue,
-    Ready, Request, RequestGuard, changed_parent, describe_chain, same_file,
+    Ready, Request, RequestGuard, TruncationCheck, changed_parent, describe_chain, same_file,
 };
 
 // Errors, cancellation and progress.

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use vdkit::storage::{FileOptions, FileStorage, LockMode};
 use vdkit::{
     CacheMode, Disk, Error, GuestOffset, HostOffset, Protocol, Result, SpaceMap, Storage,
-    StorageCaps, StorageExtent, ZeroMode,
+    StorageCaps, StorageExtent, TruncationCheck, ZeroMode,
 };
 
 use crate::names::{Image, Place, TlsClient};
@@ -370,6 +370,8 @@ impl SpaceMap for DiskStorage {
             return Ok(StorageExtent { len, data: false });
         }
         let extent = self.disk.extent_at(GuestOffset(offset.0), there)?;
+        // Jobs ask what there is to copy. They see no truncated image beneath a disk themselves.
+        TruncationCheck::default().refuse(&self.disk, &extent)?;
         Ok(StorageExtent { len: extent.len, data: !extent.place.reads_zero() })
     }
 

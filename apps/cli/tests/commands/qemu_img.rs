@@ -1,5 +1,5 @@
 //! vdkit under the name `qemu-img` beside QEMU's program, where the environment decides: the file system
-//! and the time zone. `qemu_differential.rs` has everything else.
+//! and the time zone, and where vdkit refuses more. `qemu_differential.rs` has everything else.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -87,4 +87,30 @@ fn dates_are_in_the_time_zone_of_the_environment() {
         dates.push(own);
     }
     assert_ne!(dates[1], dates[2]);
+}
+
+/// QEMU copies zeroes for what is lost.
+#[test]
+fn a_truncated_image_is_refused_also_beneath_another_node() {
+    if !require_peer("qemu-img") || !require_peer("qemu-io") {
+        return;
+    }
+    let scratch = folder();
+    let write = ["-f", "qcow2", "-c", "write -P 5 0 4M", "a.qcow2"];
+    peer(&scratch.folder(), "qemu-io", &write);
+    let image = std::fs::File::options().write(true).open(scratch.path("a.qcow2")).unwrap();
+    image.set_len(1 << 20).unwrap();
+    for node in ["driver=qcow2,file.filename", "driver=raw,file.driver=qcow2,file.file.filename"] {
+        let mut command = Command::new(scratch.path("qemu-img"));
+        let source = format!("{node}=a.qcow2");
+        command.args(["convert", "-O", "raw", "--image-opts", &source, "new.raw"]);
+        let done = command.current_dir(scratch.folder()).output().unwrap();
+        let said = String::from_utf8(done.stderr).unwrap();
+        assert_eq!(
+            (done.status.code(), scratch.path("new.raw").exists()),
+            (Some(1), false),
+            "{node}"
+        );
+        assert!(said.contains("the file was truncated"), "{node}: {said}");
+    }
 }
