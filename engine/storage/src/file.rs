@@ -122,6 +122,14 @@ impl FileStorage {
         open_current(open, |opened| sure || opened.is_at(path))
     }
 
+    /// Tests whether the file can be read while nobody writes to it, without locking it.
+    ///
+    /// # Errors
+    /// [`Error::Locked`] if another process uses it for writing; [`Error::File`] for system errors.
+    pub fn ask_for_writers(&self) -> Result<()> {
+        ImageLock::ask_as_reader(&self.name, &self.file)
+    }
+
     /// For a device that was opened for writing and exclusively: it can be opened for writing again.
     #[must_use]
     pub fn claiming(mut self) -> Self {

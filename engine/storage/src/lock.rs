@@ -73,6 +73,13 @@ impl ImageLock {
         taken.map(|()| lock)
     }
 
+    /// Fails as [`ImageLock::take`] for a reader would, but takes no locks: whoever opens the image
+    /// meanwhile is not refused because of this question.
+    pub fn ask_as_reader(name: &str, file: &File) -> Result<()> {
+        let reader = Self { used: READER, ..Self::of_writer() };
+        reader.explain(name, file, reader.test(file))
+    }
+
     /// Takes a writer's locks without testing for conflicts: for a file that this process holds
     /// locked as a writer through another descriptor, which the test would report.
     pub fn take_beside(name: &str, file: &File) -> Result<Self> {
@@ -107,8 +114,18 @@ impl ImageLock {
     }
 
     fn take_and_test(&self, name: &str, file: &File) -> Result<()> {
-        let taken = self.set(file, OfdLock::Shared).and_then(|()| self.test(file));
-        let error = match taken {
+        let found = self.set(file, OfdLock::Shared).and_then(|()| self.test(file));
+        self.explain(name, file, found)
+    }
+
+    /// What [`ImageLock::test`] found, as an error.
+    fn explain(
+        &self,
+        name: &str,
+        file: &File,
+        found: io::Result<Option<(u64, Conflict)>>,
+    ) -> Result<()> {
+        let error = match found {
             Ok(None) => return Ok(()),
             Ok(Some((byte, conflict))) => {
                 let (file_name, holder) = (name.to_owned(), find_holder(file, byte, conflict));

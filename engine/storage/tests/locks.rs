@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use vdkit_block::{Error, ErrorKind, LockHolder, Storage};
 use vdkit_storage::{FileOptions, FileStorage, LockMode};
@@ -212,6 +213,31 @@ fn one_process_is_kept_from_itself() {
     holder(open(&path, true));
     drop((first, second));
     open(&path, true).unwrap();
+}
+
+#[test]
+fn a_question_names_the_writer_and_refuses_nobody() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("f");
+    let writer = FileStorage::create(&path, &FileOptions::default()).unwrap();
+    let asker = FileStorage::open(&path, &FileOptions::read_only().lock(LockMode::Off)).unwrap();
+    let found = holder(asker.ask_for_writers().map(|()| unreachable!()));
+    assert_eq!(found.pid, std::process::id());
+    drop(writer);
+    let reader = open(&path, false).unwrap();
+    asker.ask_for_writers().unwrap();
+    drop(reader);
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                let _ = asker.ask_for_writers();
+            }
+        });
+        let opened = (0..1000).try_for_each(|_| open(&path, true).map(drop));
+        done.store(true, Ordering::Relaxed);
+        opened.unwrap();
+    });
 }
 
 #[test]

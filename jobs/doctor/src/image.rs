@@ -176,13 +176,17 @@ impl Examination<'_> {
         // It ends soon, so its own progress would be misleading.
         let monitor = monitor.quiet();
         let image = OfflineImage { storage: &limited, files: &files, limits, monitor };
-        match driver.check(&image, Repair::Nothing) {
-            Ok(_) | Err(_) if budget.exceeded().is_some() => self.not_checked(),
+        let checked = driver.check(&image, Repair::Nothing);
+        // A guest that started meanwhile changed what was read.
+        self.examine_use();
+        match checked {
+            Err(error @ Error::Interrupted) => return Err(error),
+            _ if self.in_use => {}
+            _ if budget.exceeded().is_some() => self.not_checked(),
             Ok(report) => {
                 self.checked = true;
                 self.add_check(&report);
             }
-            Err(error @ Error::Interrupted) => return Err(error),
             Err(Error::Limit { .. }) => self.not_checked(),
             Err(Error::Unsupported { .. }) => {}
             Err(error) => {

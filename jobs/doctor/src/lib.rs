@@ -9,7 +9,7 @@
 //! ```
 //!
 //! Everything is opened read-only, and only metadata is read, at most [`METADATA_BYTES_MAX`] per
-//! image. An image that another process writes is read without its lock and checked only in part.
+//! image. Nothing is locked, and an image that another process writes is checked only in part.
 
 mod chain;
 mod code;
@@ -25,8 +25,8 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use vdkit_block::{Error, Monitor, RefPolicy, Remedy, Result};
-use vdkit_chain::{BackingChoice, ChainLink, OpenOptions, Registry, describe_chain};
-
+use vdkit_chain::{ChainLink, OpenOptions, Registry, describe_chain};
+use vdkit_storage::{FileOptions, FileStorage, LockMode};
 use vdkit_tree::{TreeOptions, tree};
 
 pub use code::{Code as DoctorCode, Severity as DoctorSeverity};
@@ -310,7 +310,7 @@ fn examine(
         evidence: DoctorEvidence { cache: "writeback", ..DoctorEvidence::default() },
         findings: Vec::new(),
     };
-    examination.examine_use(&open);
+    examination.examine_use();
     examination.examine_header();
     examination.examine_chain();
     examination.examine_host();
@@ -345,10 +345,11 @@ impl Examination<'_> {
         self.findings.push(DoctorFinding::new(code, message, mend));
     }
 
-    /// Tests the image's lock as a reader that excludes writers.
-    fn examine_use(&mut self, open: &OpenOptions) {
-        let open = open.clone().lock(true).backing(BackingChoice::Ignore);
-        if let Err(error @ Error::Locked { .. }) = describe_chain(self.registry, self.path, &open) {
+    /// Asks whether another process writes to the image. A lock, even for a moment, could keep a
+    /// guest from starting.
+    fn examine_use(&mut self) {
+        let file = FileStorage::open(self.path, &FileOptions::read_only().lock(LockMode::Off));
+        if let Err(error @ Error::Locked { .. }) = file.and_then(|file| file.ask_for_writers()) {
             self.in_use = true;
             self.add(DoctorCode::InUse, error.to_string(), None);
         }
