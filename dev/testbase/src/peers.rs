@@ -47,7 +47,7 @@ fn required() -> bool {
     std::env::var_os("VDKIT_REQUIRE_PEERS").is_some_and(|value| !value.is_empty() && value != "0")
 }
 
-/// Says that a test is left out, and gives `false`. All that a test may lack goes through here.
+/// Says that a test is left out, and gives `false`. What a person could install or allow goes through here.
 ///
 /// # Panics
 /// With `VDKIT_REQUIRE_PEERS=1`.

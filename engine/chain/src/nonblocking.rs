@@ -1,7 +1,7 @@
 //! The non-blocking path: requests that need no disk wait.
 //!
 //! A server with many queued requests runs those inline that memory can serve (cached map, page
-//! cache), and hands those that may wait for a disk to another thread.
+//! cache). Before one that may wait for a disk it lets another thread take over its queue.
 
 use std::sync::Arc;
 

@@ -23,12 +23,13 @@
 //! after all requests that resolved it have ended. Closing the image frees reserved clusters. A
 //! crash at any moment leaves a consistent image; reserved and unlinked clusters become leaks.
 //!
-//! Only `pool` hands clusters out, and each is in it at most once. The exception:
-//! `growth` takes the clusters of new refcount blocks where the file grows, at the *frontier*, under the
-//! lock under which the pool grows from there. It gets there when its refcount
-//! is raised from 0 (`reserve_run` in `allocator`, also for each run of a growing file), when its
-//! last reference is gone (`drop_expired_references`), or when the caller that took it returns it
+//! Only `pool` hands clusters out, and each is in it at most once. A cluster enters the pool when its
+//! refcount is raised from 0 (`reserve_run` in `allocator`, also for each run of a growing file), when
+//! its last reference is gone (`drop_expired_references`), or when the caller that took it returns it
 //! unused. It leaves by `Pool::take_at` and `Pool::drain` alone.
+//!
+//! The exception: where the file grows, at the *frontier*, `growth` takes clusters for new refcount
+//! blocks and a larger refcount table itself, under the lock under which the pool grows from there.
 
 mod allocator;
 mod amend;

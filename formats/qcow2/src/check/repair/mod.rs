@@ -3,12 +3,13 @@
 //! Each round does one kind of repair, in an order in which a crash at any point leaves an image
 //! that is no worse than before:
 //!
-//! 1. [`entries`]: invalid entries are corrected or cleared in place.
-//! 2. [`relocate`]: metadata that shares a cluster with something else is copied to new clusters,
-//!    together with a whole new set of refcounts; one header write switches to them.
+//! 1. [`entries`]: invalid entries are corrected or cleared in place, and damaged bitmaps forgotten.
+//! 2. [`relocate`]: metadata that shares a cluster with something else, and a damaged snapshot table,
+//!    are written to new clusters, together with a whole new set of refcounts; one header write
+//!    switches to them.
 //! 3. [`recount`]: refcounts that are too low are raised, then those that are too high are lowered.
-//! 4. COPIED flags are set according to the refcounts.
-//! 5. The dirty and the corrupt bit are cleared.
+//! 4. COPIED flags are set according to the refcounts (in [`entries`]).
+//! 5. The dirty and the corrupt bit are cleared (here).
 //!
 //! Unknown autoclear bits are cleared before anything else is written. Step 2 also makes refcounts
 //! for clusters whose refcount block is missing or damaged. Step 5 is done once, at the end.
