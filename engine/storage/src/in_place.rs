@@ -6,7 +6,7 @@ use std::path::Path;
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, SeekFrom, StatxFlags};
 use rustix::io::{Errno, retry_on_intr};
-use vdkit_block::{Error, IoAction, Result, Storage};
+use vdkit_block::{Error, IoAction, Result};
 
 use crate::file::{FileStorage, is_at};
 use crate::links;
@@ -16,12 +16,13 @@ use crate::open::{CreateMode, FileOptions};
 /// name leads to the file too, or it is mounted at its name (as containers do it).
 pub(crate) fn is_needed(file: &File, target: &Path) -> bool {
     let names = rustix::fs::fstat(file).map_or(1, |found| found.st_nlink);
-    let mount = |path| {
-        let found = rustix::fs::statx(CWD, path, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::MNT_ID);
-        let found = found.ok()?;
+    let mount = |path, flags| {
+        let found = rustix::fs::statx(CWD, path, flags, StatxFlags::MNT_ID).ok()?;
         (found.stx_mask & StatxFlags::MNT_ID.bits() != 0).then_some(found.stx_mnt_id)
     };
-    let mounts = mount(target).zip(mount(links::folder_of(target)));
+    // The target's own link was resolved before; its folder may be a link to another mount.
+    let folder = mount(links::folder_of(target), AtFlags::empty());
+    let mounts = mount(target, AtFlags::SYMLINK_NOFOLLOW).zip(folder);
     names > 1 || mounts.is_some_and(|(own, folder)| own != folder)
 }
 
@@ -39,8 +40,8 @@ pub(crate) fn errno_of(error: &Error) -> Option<Errno> {
     }
 }
 
-/// Opens and empties the file that was found at the target. Its lock must have been released.
-pub(crate) fn open_emptied(
+/// Opens the file that was found at the target. Its lock must have been released.
+pub(crate) fn open_found(
     target: &Path,
     found: &File,
     options: &FileOptions,
@@ -50,7 +51,6 @@ pub(crate) fn open_emptied(
     if !is_at(found, rustix::fs::fstat(storage.file())) {
         return Err(taken(target));
     }
-    storage.set_len(0)?;
     Ok(storage)
 }
 
@@ -61,6 +61,7 @@ pub(crate) fn taken(target: &Path) -> Error {
 }
 
 /// Copies a finished file over the one that it cannot replace, `found` at `target`, and syncs that.
+/// After a failure that one is empty.
 pub(crate) fn write_back(finished: &Path, target: &Path, found: &File) -> Result<()> {
     let fail = |source| Error::file_io(&target.display().to_string(), IoAction::Rename, source);
     // As in `Replaced::open`: links were resolved before.
@@ -71,7 +72,11 @@ pub(crate) fn write_back(finished: &Path, target: &Path, found: &File) -> Result
     if !is_at(found, rustix::fs::fstat(&to)) {
         return Err(taken(target));
     }
-    copy(finished, &to).map_err(fail)
+    copy(finished, &to).map_err(|source| {
+        // Report the first error.
+        let _ = to.set_len(0);
+        fail(source)
+    })
 }
 
 /// Copies the data of a file; its holes become holes.
@@ -106,6 +111,29 @@ mod tests {
     use std::os::unix::fs::{FileExt, MetadataExt};
 
     use super::*;
+
+    #[test]
+    fn a_failed_copy_leaves_an_empty_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let to = folder.path().join("to");
+        std::fs::write(&to, "what was there").unwrap();
+        let found = File::open(&to).unwrap();
+        // A folder can be opened, but not read.
+        write_back(folder.path(), &to, &found).unwrap_err();
+        assert_eq!(found.metadata().unwrap().len(), 0);
+    }
+
+    #[test]
+    fn a_folder_that_is_a_link_to_another_mount_holds_files_that_can_be_replaced() {
+        let (here, there) =
+            (tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap());
+        std::os::unix::fs::symlink(there.path(), here.path().join("link")).unwrap();
+        let target = here.path().join("link/image");
+        let file = File::create(&target).unwrap();
+        assert!(!is_needed(&file, &target));
+        std::fs::hard_link(&target, there.path().join("other")).unwrap();
+        assert!(is_needed(&file, &target));
+    }
 
     #[test]
     fn a_copy_has_the_data_and_the_holes() {

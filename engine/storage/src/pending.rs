@@ -50,6 +50,8 @@ pub struct PendingFile {
     /// The target itself if it is written in place.
     temporary: PathBuf,
     in_place: bool,
+    /// Its old bytes are gone.
+    emptied: bool,
     /// If it cannot take the target's name, the target gets its bytes.
     may_write_back: bool,
     storage: Arc<FileStorage>,
@@ -82,19 +84,31 @@ impl Drop for Replaced {
 }
 
 impl PendingFile {
-    /// Creates the hidden file. `options` say how to open it; it is always new and writable.
+    /// Creates the hidden file. `options` say how to open it; it is always new and writable. One that
+    /// is written in place is empty then.
+    ///
+    /// # Errors
+    /// As [`PendingFile::prepare`].
+    pub fn create(target: impl AsRef<Path>, options: &FileOptions) -> Result<Self> {
+        let mut pending = Self::prepare(target, options)?;
+        pending.make_empty()?;
+        Ok(pending)
+    }
+
+    /// As [`PendingFile::create`], but a file that is written in place keeps its bytes until
+    /// [`PendingFile::make_empty`], for what can still fail without harm.
     ///
     /// # Errors
     /// [`Error::Locked`] if the file to be replaced is in use; [`Error::Unsupported`] if the target
     /// is no regular file; [`Error::File`] for system errors.
-    pub fn create(target: impl AsRef<Path>, options: &FileOptions) -> Result<Self> {
+    pub fn prepare(target: impl AsRef<Path>, options: &FileOptions) -> Result<Self> {
         let Followed { path: target, descriptor } = real_target(target.as_ref(), options)?;
         let may = options.in_place_if_needed;
         let mut replaced = Replaced::open(&target, options.lock, descriptor)?;
         let at_once =
             replaced.take_if(|old| descriptor || may && in_place::is_needed(&old.file, &target));
         if let Some(old) = at_once {
-            return Self::create_in_place(target, old, options);
+            return Self::prepare_in_place(target, old, options);
         }
         // A descriptor opened once stays valid, so the replacement of a private file must be
         // private from the start.
@@ -103,7 +117,7 @@ impl PendingFile {
         let (temporary, storage) = match (create_beside(&target, &beside), replaced.is_some()) {
             (Err(error), true) if may && in_place::is_barred(in_place::errno_of(&error)) => {
                 let old = replaced.ok_or(error)?;
-                return Self::create_in_place(target, old, options);
+                return Self::prepare_in_place(target, old, options);
             }
             (created, _) => created?,
         };
@@ -111,6 +125,7 @@ impl PendingFile {
             target,
             temporary,
             in_place: false,
+            emptied: false,
             may_write_back: may,
             storage: Arc::new(storage),
             replaced,
@@ -125,20 +140,33 @@ impl PendingFile {
         Ok(pending)
     }
 
-    fn create_in_place(target: PathBuf, mut old: Replaced, options: &FileOptions) -> Result<Self> {
+    fn prepare_in_place(target: PathBuf, mut old: Replaced, options: &FileOptions) -> Result<Self> {
         // The storage takes the lock, which this one would be in the way of.
         old.release();
-        let storage = Arc::new(in_place::open_emptied(&target, &old.file, options)?);
+        let storage = Arc::new(in_place::open_found(&target, &old.file, options)?);
         Ok(Self {
             temporary: target.clone(),
             target,
             in_place: true,
+            emptied: false,
             may_write_back: false,
             storage,
             replaced: Some(old),
             committed: false,
             owner: OwnerProcess::current(),
         })
+    }
+
+    /// Empties a file that is written in place. From now on it is emptied again if this is dropped.
+    ///
+    /// # Errors
+    /// [`Error::File`].
+    pub fn make_empty(&mut self) -> Result<()> {
+        if self.in_place && !self.emptied {
+            self.emptied = true;
+            self.storage.set_len(0)?;
+        }
+        Ok(())
     }
 
     /// The storage. Clones may outlive the commit and then write to the finished file.
@@ -166,8 +194,8 @@ impl PendingFile {
     ///
     /// # Errors
     /// [`Error::Busy`] if another file has taken the place of the one to be replaced;
-    /// [`Error::File`]. The target is then unchanged, and the new file is removed. If only syncing
-    /// the folder fails, the rename is done but a crash may undo it.
+    /// [`Error::File`]. The target is then unchanged, or empty if it is written in place, and the new
+    /// file is removed. If only syncing the folder fails, the rename is done but a crash may undo it.
     pub fn commit(mut self, options: CommitOptions) -> Result<()> {
         let replaces = self.replaced.is_some() && self.storage.cache() != CacheMode::Unsafe;
         if options.sync_file || replaces {
@@ -211,7 +239,8 @@ impl Drop for PendingFile {
             return;
         }
         let _ = match self.in_place {
-            true => self.storage.set_len(0).map_err(drop),
+            true if self.emptied => self.storage.set_len(0).map_err(drop),
+            true => Ok(()),
             false => std::fs::remove_file(&self.temporary).map_err(drop),
         };
     }

@@ -304,9 +304,11 @@ fn create_file(
     base: Option<&FoundBacking>,
     monitor: &Monitor<'_>,
 ) -> Result<u64> {
-    let pending = PendingFile::create(image.path, &image.file())?;
+    let mut pending = PendingFile::prepare(image.path, &image.file())?;
+    let files = new_files(registry, image, guest_bytes, monitor)?;
+    pending.make_empty()?;
     let storage: Arc<dyn Storage> = pending.storage().clone();
-    let files = write(registry, image, storage.clone(), guest_bytes, base, monitor)?;
+    write(image, storage.clone(), &files, guest_bytes, base, monitor)?;
     // Some formats round the size.
     let made = image.driver.describe(&storage, &Limits::default())?.virtual_size;
     drop(storage);
@@ -330,7 +332,8 @@ fn create_on_device(
             return Err(Error::invalid_for(&image.path.display(), "a size is needed"));
         }
     };
-    let files = write(registry, image, device.clone(), guest_bytes, base, monitor)?;
+    let files = new_files(registry, image, guest_bytes, monitor)?;
+    write(image, device.clone(), &files, guest_bytes, base, monitor)?;
     files.commit(None, DURABLE, &monitor.cancel)?;
     device.sync()?;
     if image.driver.name() == "raw" {
@@ -339,13 +342,11 @@ fn create_on_device(
     Ok(image.driver.describe(&device, &Limits::default())?.virtual_size)
 }
 
-/// Writes the image, and the other files that the options require, which it returns.
-fn write(
+/// The other files that the options require.
+fn new_files(
     registry: &Registry,
     image: &CreateOptions<'_>,
-    storage: Arc<dyn Storage>,
     guest_bytes: u64,
-    base: Option<&FoundBacking>,
     monitor: &Monitor<'_>,
 ) -> Result<NewFiles> {
     let wanted = WantedFiles {
@@ -357,8 +358,18 @@ fn write(
         file: &image.file(),
         replace: image.replace,
     };
-    let files =
-        NewFiles::create(&wanted, &monitor.cancel).map_err(|error| error_of(image, error))?;
+    NewFiles::create(&wanted, &monitor.cancel).map_err(|error| error_of(image, error))
+}
+
+/// Writes the image and its other files.
+fn write(
+    image: &CreateOptions<'_>,
+    storage: Arc<dyn Storage>,
+    files: &NewFiles,
+    guest_bytes: u64,
+    base: Option<&FoundBacking>,
+    monitor: &Monitor<'_>,
+) -> Result<()> {
     let written: Arc<AtomicU64> = Arc::default();
     let watched = |storage: Arc<dyn Storage>| -> Arc<dyn Storage> {
         Arc::new(CancellableStorage::new(storage, monitor.cancel.clone(), Arc::clone(&written)))
@@ -371,8 +382,7 @@ fn write(
         backing: base.map(|base| base.reference.clone()),
         backing_bytes: base.and_then(|base| base.guest_bytes),
     };
-    make(image, &request, &written, monitor)?;
-    Ok(files)
+    make(image, &request, &written, monitor)
 }
 
 /// Creates the image, and reports progress from `written` if that takes long.

@@ -37,7 +37,8 @@ pub(crate) struct NewFiles {
 }
 
 impl NewFiles {
-    /// Creates the files that the format needs beside the image. An existing file is replaced only
+    /// Creates the files that the format needs beside the image, which may not be emptied before: its
+    /// old bytes say which files are its own. An existing file is replaced only
     /// if that is allowed and either an option names it or the replaced image does: another file
     /// that happens to match the format's naming must stay.
     ///
@@ -85,11 +86,13 @@ impl NewFiles {
                     "the new image would need this name twice; choose another name for one",
                 ));
             }
-            files.push(PendingFile::create(&target, wanted.file)?);
+            files.push(PendingFile::prepare(&target, wanted.file)?);
         }
         let theirs = old.iter().filter(|name| named_after(path, name)).map(|n| beside(path, n));
         let leftovers: Vec<_> = theirs.filter(|path| !taken.contains(&real_name(path))).collect();
-        Ok(Self { files, leftovers: removals(wanted, leftovers, cancel)? })
+        let leftovers = removals(wanted, leftovers, cancel)?;
+        files.iter_mut().try_for_each(PendingFile::make_empty)?;
+        Ok(Self { files, leftovers })
     }
 
     /// Their storages, in the order of the image's metadata.
@@ -166,7 +169,9 @@ fn removals(
     let locked =
         leftovers.iter().filter_map(|path| PendingRemoval::prepare(path, lock).transpose());
     let locked = locked.collect::<Result<Vec<_>>>()?;
-    Ok(if standing.overlays.is_empty() { locked } else { Vec::new() })
+    // Not all were looked at if there are very many.
+    let unneeded = standing.overlays.is_empty() && !standing.incomplete;
+    Ok(if unneeded { locked } else { Vec::new() })
 }
 
 /// The image at a path, last, preceded by the files removed when it is replaced: those that it

@@ -233,7 +233,7 @@ impl Target {
         let file = new_file_options(new.cache)
             .hints(new.options.hints())
             .in_place_if_needed(new.in_place_if_needed);
-        let pending = PendingFile::create(&new.path, &file)?;
+        let mut pending = PendingFile::prepare(&new.path, &file)?;
         let wanted = WantedFiles {
             registry,
             driver,
@@ -246,6 +246,7 @@ impl Target {
         let name = new.path.display().to_string();
         let too_large = |error| limit_of_new(&name, driver.name(), error);
         let files = NewFiles::create(&wanted, cancel).map_err(too_large)?;
+        pending.make_empty()?;
         let request = CreateRequest {
             storage: pending.storage().clone(),
             files: files.storages().map(|file| file.clone() as Arc<dyn Storage>).collect(),

@@ -86,6 +86,27 @@ fn other_names_and_links_lead_to_the_new_image() {
     }
 }
 
+/// Which extents are its own is read before it is emptied.
+#[test]
+fn an_image_of_several_files_and_names_is_written_again() {
+    let Some(scratch) = folder() else { return };
+    let convert = "convert -f raw -O vmdk -o subformat=twoGbMaxExtentFlat s.raw t.vmdk";
+    for line in [convert, "create -q -f vmdk -o subformat=monolithicFlat t.vmdk 1M"] {
+        succeeds(&scratch, "rm -f t.vmdk t-* other.vmdk");
+        succeeds(&scratch, &format!("./qemu-img {line} && ln t.vmdk other.vmdk"));
+        succeeds(&scratch, &format!("./qemu-img {line} && cmp t.vmdk other.vmdk"));
+        if line == convert {
+            is_source(&scratch, "t.vmdk", "vmdk");
+        }
+    }
+    // Another's file has the name of an extent.
+    succeeds(&scratch, "rm -f t.vmdk other.vmdk && echo before | tee t.vmdk >old && ln t.vmdk b");
+    succeeds(&scratch, "echo theirs >t-f001.vmdk");
+    let done = shell(&scratch, &format!("./qemu-img {convert}"));
+    assert_eq!(done.status.code(), Some(1), "{done:?}");
+    succeeds(&scratch, "cmp t.vmdk old");
+}
+
 /// A file with several names is written in place: its bytes are gone before they are read.
 #[test]
 fn an_image_is_not_made_of_its_own_ruins() {
