@@ -331,13 +331,14 @@ impl<'a> Walk<'a> {
             self.choice = std::mem::take(&mut image.backing);
         }
         let format = backing.format.or(image.format.take());
+        let expected = backing.identity;
         if let Some(given) = given {
             image.lock = given.lock.or(image.lock);
             image.data_file = given.data_file.or(image.data_file);
             image.keys.splice(..0, given.keys);
         }
         self.given = Some(Box::new(image));
-        Ok(Next::User { path, format, expected: None, repeatable: false })
+        Ok(Next::User { path, format, expected, repeatable: false })
     }
 
     /// The backing image's source.

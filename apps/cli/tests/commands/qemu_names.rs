@@ -4,6 +4,8 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Command, Output};
 
+use vdkit_testkit::require_peer;
+
 use crate::common::Scratch;
 
 const VDKIT: &str = env!("CARGO_BIN_EXE_vdkit");
@@ -92,4 +94,29 @@ fn references_are_followed_anywhere_unless_the_environment_says_strict() {
     let done = strict.env("VDKIT_REFS", "strict").output().unwrap();
     assert_eq!(done.status.code(), Some(1), "{done:?}");
     assert!(String::from_utf8_lossy(&done.stderr).contains("refused"), "{done:?}");
+}
+
+#[test]
+fn a_base_that_changed_is_refused_whatever_it_is_called() {
+    if !require_peer("qemu-img") || !require_peer("qemu-io") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let run = |program: &str, arguments: &[&str]| {
+        let done = Command::new(program).args(arguments).current_dir(scratch.folder()).output();
+        let done = done.unwrap();
+        assert!(done.status.success(), "{arguments:?}: {done:?}");
+    };
+    run("qemu-img", &["create", "-q", "-f", "vmdk", "base.vmdk", "1M"]);
+    run("qemu-io", &["-f", "vmdk", "-c", "write 0 64k", "base.vmdk"]);
+    let names = ["base.vmdk", "file:base.vmdk"];
+    for (name, top) in names.iter().zip(["a.vmdk", "b.vmdk"]) {
+        run("qemu-img", &["create", "-q", "-f", "vmdk", "-b", name, "-F", "vmdk", top]);
+        scratch.ok(&["qemu-img", "convert", "-O", "raw", top, "out"]);
+    }
+    run("qemu-io", &["-f", "vmdk", "-c", "write -P 7 0 64k", "base.vmdk"]);
+    for top in ["a.vmdk", "b.vmdk"] {
+        let told = scratch.run(&["qemu-img", "convert", "-O", "raw", top, "out"]);
+        assert_eq!(told.code, Some(1), "{top}: {told:?}");
+    }
 }
