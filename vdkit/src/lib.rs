@@ -157,8 +157,8 @@ pub mod storage {
 /// Bytes that come or go in order: pipes, compressed files, HTTP.
 pub mod stream {
     pub use vdkit_stream::{
-        ByteStream, Checked, Checksum, HashMethod, Hasher, OutPipe, Packing, Stdin, StorageReader,
-        spool,
+        ByteStream, Checked, Checksum, HashMethod, Hasher, OutPipe, Packing, Stdin, Stdout,
+        StorageReader, spool,
     };
     #[cfg(feature = "http")]
     pub use vdkit_stream::{HttpStorage, Remote, is_url, open_url};

@@ -6,6 +6,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rustix::fs::{Mode, OFlags};
 use vdkit::jobs::{Incoming, receive};
 use vdkit::ova::{Package, PackageLimits};
 use vdkit::storage::{FileOptions, FileStorage, LockMode};
@@ -163,7 +164,16 @@ impl Opening<'_> {
                 .map_err(|error| Failure::failed(format!("{name}: cannot open: {error}")))
         };
         if is(FileType::is_fifo) {
-            let input = Stdin::from_file(open()?, monitor.cancel.clone());
+            // Opening would wait for a writer, whatever signal comes. Reading waits for both.
+            let mut flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+            let input = rustix::fs::open(path, flags, Mode::empty()).and_then(|input| {
+                flags.remove(OFlags::NONBLOCK);
+                rustix::fs::fcntl_setfl(&input, flags).map(|()| File::from(input))
+            });
+            let input = input.map_err(|error| {
+                Failure::failed(format!("{name}: cannot open: {}", std::io::Error::from(error)))
+            })?;
+            let input = Stdin::from_file(input, monitor.cancel.clone());
             return Ok(Found::Stream(ByteStream::new(name, input)));
         }
         let head = if regular { head_of(path) } else { Vec::new() };

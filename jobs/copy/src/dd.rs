@@ -1,9 +1,12 @@
 //! Copies a range of one disk to a range of another, in blocks, like `dd`.
 
+use std::ops::Range;
+
 use serde::Serialize;
 use vdkit_block::{Error, GuestOffset, Monitor, Result};
 use vdkit_chain::{Disk, Registry};
 
+use crate::mover::zero_max;
 use crate::runs::Runs;
 use crate::target::{NewImage, Target};
 
@@ -129,7 +132,7 @@ impl DdPlan {
             while at < run.end() {
                 monitor.cancel.check()?;
                 let to = GuestOffset(self.to + (at - self.from));
-                let step = if run.is_zero() { run.end() - at } else { STEP_BYTES };
+                let step = if run.is_zero() { zero_max(target) } else { STEP_BYTES };
                 let len = step.min(run.end() - at);
                 if !run.is_zero() {
                     buffer.resize(len as usize, 0);
@@ -154,6 +157,18 @@ impl DdPlan {
     }
 }
 
+/// Zeroes a range in steps between which a cancellation is seen.
+fn make_zero(disk: &Disk, range: Range<u64>, monitor: &Monitor<'_>) -> Result<()> {
+    let mut at = range.start;
+    while at < range.end {
+        monitor.cancel.check()?;
+        let len = zero_max(disk).min(range.end - at);
+        disk.write_zeroes(GuestOffset(at), len, true)?;
+        at += len;
+    }
+    Ok(())
+}
+
 /// Copies into a new image, sized by the options. It gets its name when it is complete; on failure
 /// an existing file is unchanged.
 ///
@@ -172,8 +187,10 @@ pub fn dd_new(
     if options.sync {
         target.make_durable();
     }
-    if !target.disk.top().new_reads_zero() && plan.to > 0 {
-        target.disk.write_zeroes(GuestOffset(0), plan.to, true)?;
+    if !target.disk.top().new_reads_zero() {
+        make_zero(&target.disk, 0..plan.to, monitor)?;
+        // The format may have rounded the size.
+        make_zero(&target.disk, plan.to + plan.len..target.disk.guest_bytes(), monitor)?;
     }
     // New space mostly reads as zero already.
     let options = DdOptions { sparse: target.disk.top().new_reads_zero(), ..*options };

@@ -160,19 +160,16 @@ pub fn convert_stream(
     moved.zero_found = moved.zero_found.min(bytes.next_multiple_of(SECTOR));
     let bytes = options.size_of_new(bytes.next_multiple_of(SECTOR));
     let format = disk.map(|disk| disk.top().name().to_owned());
-    target.finish(bytes, &monitor.cancel)?;
+    let made = target.finish(bytes, &monitor.cancel)?;
+    let virtual_size = match &options.destination {
+        // Some formats round the size.
+        Destination::New(_) | Destination::Pipe { .. } => made.unwrap_or(bytes),
+        _ => bytes,
+    };
     let seconds = started.elapsed().as_secs_f64();
     let (threads, verified) = (moving.worked(), None);
     let left_behind = LeftBehind::default();
-    Ok(ConvertReport {
-        virtual_size: bytes,
-        format,
-        moved,
-        verified,
-        threads,
-        seconds,
-        left_behind,
-    })
+    Ok(ConvertReport { virtual_size, format, moved, verified, threads, seconds, left_behind })
 }
 
 /// The target of a sequential conversion.
@@ -192,7 +189,11 @@ impl Receiver {
         options: &ConvertOptions,
         cancel: &CancelToken,
     ) -> Result<Option<Self>> {
-        if options.verify || options.backing.is_some() || options.bitmaps.is_some() {
+        let random = options.verify
+            || options.backing.is_some()
+            || options.bitmaps.is_some()
+            || options.salvage;
+        if random {
             return Ok(None);
         }
         let given = match &options.destination {
@@ -246,14 +247,16 @@ impl Receiver {
         Ok(fixed)
     }
 
-    /// Sets the target's final length and renames it into place.
-    fn finish(mut self, bytes: u64, cancel: &CancelToken) -> Result<()> {
-        let Some(target) = self.target.take() else { return Ok(()) };
+    /// Sets the target's final length and renames it into place. Returns the size of its disk.
+    fn finish(mut self, bytes: u64, cancel: &CancelToken) -> Result<Option<u64>> {
+        let Some(target) = self.target.take() else { return Ok(None) };
         if self.fixed.is_none() {
             target.disk.resize(bytes)?;
         }
+        let made = target.disk.guest_bytes();
         target.close()?;
-        target.commit(cancel).map(drop)
+        target.commit(cancel)?;
+        Ok(Some(made))
     }
 }
 

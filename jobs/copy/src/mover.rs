@@ -298,6 +298,12 @@ impl<'a> Mover<'a> {
         let queue = &mut *queue;
         loop {
             let Some(work) = queue.next_work()? else { return Ok(None) };
+            // Nothing comes behind the end of a stream, however large its target is.
+            if let (Work::Copy { at, .. }, Some(end)) = (&work, self.source.end_of_stream())
+                && *at >= end
+            {
+                return Ok(None);
+            }
             let this = queue.number;
             let (Work::Share { at, len, storage, offset }, Some(target)) = (&work, self.target)
             else {

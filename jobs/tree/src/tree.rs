@@ -8,11 +8,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
 
 use serde::Serialize;
-use vdkit_block::{Error, IoAction, Monitor, RefPolicy, Result};
+use vdkit_block::{Error, IoAction, Monitor, RefPolicy, Result, require_within};
 use vdkit_chain::{BackingChoice, ChainLink, OpenOptions, Registry, describe_chain};
 
 /// Maximum files examined; a folder with more is refused.
 const FILES_MAX: usize = 100_000;
+/// Maximum sum of the images that would lose their backing chain with each image.
+const ORPHANS_MAX: u64 = 1_000_000;
 /// Maximum folder depth.
 const FOLDERS_DEEP_MAX: usize = 16;
 
@@ -163,7 +165,7 @@ pub fn tree(
             }
         }
     }
-    report.images = images(&found, &asked, options);
+    report.images = images(&found, &asked, options, monitor)?;
     let missing = |backing: &TreeBacking| backing.standing == ReferenceStatus::Missing;
     let orphans = report.images.iter().filter(|image| image.backing.as_ref().is_some_and(missing));
     report.orphans = orphans.map(|image| image.path.clone()).collect();
@@ -223,7 +225,8 @@ fn images(
     found: &BTreeMap<PathBuf, ChainLink>,
     asked: &Path,
     options: &TreeOptions,
-) -> Vec<TreeImage> {
+    monitor: &Monitor<'_>,
+) -> Result<Vec<TreeImage>> {
     let mut overlays: BTreeMap<&Path, Vec<PathBuf>> = BTreeMap::new();
     // Overlays, and images with a separate data file.
     let mut needed: BTreeMap<&Path, Vec<PathBuf>> = BTreeMap::new();
@@ -249,23 +252,29 @@ fn images(
         backings.insert(path, TreeBacking { name, format, path: target, standing });
     }
     let mut images = Vec::new();
+    let mut orphans = 0;
     for (path, link) in found {
+        monitor.cancel.check()?;
         let direct = overlays.get(path.as_path()).cloned().unwrap_or_default();
         // A file without a header may be anything.
         let used = needed.contains_key(path.as_path());
         if link.probed && link.info.format == "raw" && !used && path != asked {
             continue;
         }
+        let deleting_orphans = above(path, &needed);
+        orphans += deleting_orphans.len() as u64;
+        let (folder, what) = (asked.display().to_string(), "number of images above images");
+        require_within(&folder, what, orphans, ORPHANS_MAX)?;
         images.push(TreeImage {
             path: path.clone(),
             format: link.info.format,
             virtual_size: link.info.virtual_size,
             backing: backings.get(path.as_path()).cloned(),
-            deleting_orphans: above(path, &needed),
+            deleting_orphans,
             overlays: direct,
         });
     }
-    images
+    Ok(images)
 }
 
 /// All direct and indirect dependents of an image.

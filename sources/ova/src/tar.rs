@@ -15,6 +15,8 @@ pub(crate) const BLOCK: u64 = 512;
 pub(crate) const MEMBERS_MAX: u64 = 1 << 16;
 /// Maximum bytes of a long name or extended header.
 const EXTENSION_BYTES_MAX: u64 = 1 << 20;
+/// No path may be longer on Linux, and no descriptor names one.
+const NAME_BYTES_MAX: u64 = 4096;
 /// The largest size in 11 octal digits.
 const OCTAL_MAX: u64 = (1 << 33) - 1;
 
@@ -141,6 +143,13 @@ impl<R: FnMut(&mut [u8], u64) -> Result<usize>> Walk<'_, R> {
                 b'M' => return Err(self.unsupported("members that begin in another volume")),
                 _ if is_file(kind) => {
                     let name = extended.name.take().unwrap_or_else(|| name_of(&header));
+                    let len = name.len() as u64;
+                    require_within(
+                        self.name,
+                        "length of a name in a tar file",
+                        len,
+                        NAME_BYTES_MAX,
+                    )?;
                     let name = name.trim_start_matches("./").to_owned();
                     // How folders were written before they had a type.
                     if !(kind == 0 && name.ends_with('/')) {
@@ -450,6 +459,9 @@ mod tests {
             let pax = of_kind("x", text.len() as u64, b'x');
             fails(&archive(&[(pax, text), (header("a", 0, 0), b"")]), "records of pax");
         }
+        let long = [b'a'; 5000];
+        let named = of_kind("x", long.len() as u64, b'L');
+        fails(&archive(&[(named, &long), (header("a", 0, 0), b"")]), "limit");
         let huge = of_kind("x", 2 << 20, b'L');
         fails(&archive(&[(huge, &vec![b'a'; 2 << 20])]), "limit");
     }

@@ -20,6 +20,7 @@ mod in_pipe;
 mod out_pipe;
 mod spool;
 mod stdin;
+mod stdout;
 mod unpack;
 
 pub use checksum::{Checked, Checksum, HashMethod, Hasher};
@@ -29,4 +30,5 @@ pub use in_pipe::InPipe;
 pub use out_pipe::OutPipe;
 pub use spool::spool;
 pub use stdin::Stdin;
+pub use stdout::Stdout;
 pub use unpack::{ByteStream, Packing, StorageReader};

@@ -6,6 +6,8 @@ use std::io::{self, Write};
 use parking_lot::Mutex;
 use vdkit_block::{Error, HostOffset, IoAction, Result, Storage, StorageCaps, ZeroMode};
 
+use crate::stdin::is_interruption;
+
 /// Zeroes for one write.
 static ZEROES: [u8; 64 << 10] = [0; 64 << 10];
 
@@ -60,6 +62,9 @@ impl OutPipe {
 
     fn put(&self, state: &mut State, bytes: &[u8]) -> Result<()> {
         let fail = |error: io::Error| {
+            if is_interruption(&error) {
+                return Error::Interrupted;
+            }
             let (at, len) = (state.position, bytes.len() as u64);
             Error::io(&self.name, IoAction::Write, at, len, error)
         };

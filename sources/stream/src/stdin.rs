@@ -9,13 +9,19 @@ use rustix::io::Errno;
 use vdkit_block::{CancelToken, Error};
 
 /// Interval between checks of the cancel token.
-const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+pub(crate) const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
 /// A pipe to read.
 #[derive(Debug)]
 pub struct Stdin {
     file: File,
     cancel: CancelToken,
+}
+
+/// Whether an error says that the cancel token was seen.
+pub(crate) fn is_interruption(error: &io::Error) -> bool {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<Error>());
+    matches!(inner, Some(Error::Interrupted))
 }
 
 impl Stdin {

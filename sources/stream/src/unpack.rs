@@ -10,6 +10,7 @@ use liblzma::stream::{CONCATENATED, Stream};
 use vdkit_block::{Error, HostOffset, IoAction, Result, Storage};
 
 use crate::checksum::{Checked, Checksum};
+use crate::stdin::is_interruption;
 
 /// Bytes per read of compressed input.
 const BUFFER_BYTES: usize = 256 << 10;
@@ -148,15 +149,7 @@ impl ByteStream {
                 Ok(0) => break,
                 Ok(got) => done += got,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // Cancellation of the inner stream.
-                Err(error)
-                    if error
-                        .get_ref()
-                        .and_then(|inner| inner.downcast_ref::<Error>())
-                        .is_some_and(|inner| matches!(inner, Error::Interrupted)) =>
-                {
-                    return Err(Error::Interrupted);
-                }
+                Err(error) if is_interruption(&error) => return Err(Error::Interrupted),
                 Err(error) => {
                     let (at, len) = (self.at + done as u64, (buf.len() - done) as u64);
                     return Err(Error::io(&self.name, IoAction::Read, at, len, error));

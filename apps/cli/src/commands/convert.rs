@@ -2,9 +2,7 @@
 
 mod appliance;
 
-use std::fs::File;
 use std::io::IsTerminal;
-use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -17,7 +15,7 @@ use vdkit::jobs::{
     Destination, ExistingImage, FoundBacking, Incoming, LeftBehind, NewBacking, NewImage, Preset,
     Source, Use, convert_stream,
 };
-use vdkit::stream::{Checksum, OutPipe};
+use vdkit::stream::{Checksum, OutPipe, Stdout};
 use vdkit::{
     BackingChoice, CacheMode, CancelToken, Codec, CompressionSpec, FormatDriver, Monitor,
     OpenOptions, Options, Registry, Secret,
@@ -419,10 +417,10 @@ impl ConvertArgs {
         let compress = self.compress.map(|wanted| compression_of(wanted, driver, &mut options));
         let compress = compress.transpose()?;
         if target == Path::new(STANDARD) {
-            let file = std::io::stdout().as_fd().try_clone_to_owned().map_err(|error| {
+            let output = Stdout::open(cancel.clone()).map_err(|error| {
                 Failure::failed(format!("standard output cannot be written: {error}"))
             })?;
-            let pipe = Arc::new(OutPipe::new("standard output", File::from(file)));
+            let pipe = Arc::new(OutPipe::new("standard output", output));
             let format = driver.name().to_owned();
             let destination = Destination::Pipe { pipe, format, options };
             return Ok(Goal { destination, compress, backing: None });

@@ -1,6 +1,6 @@
 //! `vdkit convert` from and to streams: pipes, packed files, HTTP.
 
-use std::io::Write;
+use std::io::{Read, Write};
 use std::process::{Command, Stdio};
 
 use crate::common::pki::certificates;
@@ -412,4 +412,55 @@ fn https_sources_are_read_and_only_from_whom_the_system_trusts() {
     }
     assert_eq!(server.requests(), asked, "asked without trust");
     assert!(!scratch.names().iter().any(|name| name.contains("b.raw")));
+}
+
+/// Otherwise all 4 TiB are gone through.
+#[test]
+fn a_stream_into_a_much_larger_target_is_done_at_its_end() {
+    let scratch = Scratch::new();
+    let bytes = disk(MIB);
+    std::fs::File::create(scratch.path("large")).unwrap().set_len(4 << 40).unwrap();
+    let answer = scratch.run_with_input(&["convert", "-n", "-O", "raw", "-", "large"], &bytes);
+    assert_eq!(answer.code, Some(0), "{answer:?}");
+    assert!(scratch.ok(&["read", "-f", "raw", "large", "0", "1M"]).bytes == bytes);
+}
+
+#[test]
+fn the_size_that_a_format_made_of_a_stream_is_told() {
+    let scratch = Scratch::new();
+    for target in ["a.vhd", "a.qcow2"] {
+        let answer = scratch.run_with_input(&["convert", "--json", "-", target], &disk(MIB + 512));
+        let told: serde_json::Value = serde_json::from_str(&answer.stdout).unwrap();
+        let made = scratch.json_of("info", 0, &[target]);
+        assert_eq!(told["virtual-size"], made["virtual-size"], "{target}");
+    }
+}
+
+#[test]
+fn a_signal_ends_the_wait_for_somebody_who_writes_to_a_named_pipe() {
+    let scratch = Scratch::new();
+    peer(&scratch.folder(), "mkfifo", &["pipe"]);
+    let mut command = scratch.command(&["convert", "-f", "raw", "pipe", "a.qcow2"]);
+    let mut waiting = command.spawn().unwrap();
+    common::wait_until_signals_are_handled(waiting.id());
+    common::signal(waiting.id(), "TERM");
+    assert_eq!(waiting.wait().unwrap().code(), Some(130));
+    let waiting = command.spawn().unwrap();
+    let bytes = disk(MIB);
+    std::fs::write(scratch.path("pipe"), &bytes).unwrap();
+    assert!(waiting.wait_with_output().unwrap().status.success());
+    assert!(scratch.ok(&["read", "a.qcow2", "0", "1M"]).bytes == bytes);
+}
+
+#[test]
+fn a_signal_ends_the_wait_for_a_reader_of_standard_output() {
+    let scratch = Scratch::new();
+    scratch.write("a.raw", &disk(8 * MIB));
+    let mut command = scratch.command(&["convert", "a.raw", "-O", "raw", "-"]);
+    let mut waiting = command.stdout(Stdio::piped()).spawn().unwrap();
+    // It has begun to write, and goes on no further than the pipe takes.
+    let mut output = waiting.stdout.take().unwrap();
+    output.read_exact(&mut [0; 4096]).unwrap();
+    common::signal(waiting.id(), "TERM");
+    assert_eq!(waiting.wait().unwrap().code(), Some(130));
 }

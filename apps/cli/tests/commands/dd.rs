@@ -150,3 +150,16 @@ fn no_space_is_told_and_nothing_left() {
     scratch.fails(7, "b.qcow2", &["dd", "if=a.raw", &of]);
     assert_eq!(std::fs::read_dir(small.path()).unwrap().count(), 0);
 }
+
+/// What nobody wrote of a disk that is encrypted as a whole would be noise.
+#[test]
+fn an_encrypted_target_has_zeroes_around_what_is_copied() {
+    let scratch = Scratch::new();
+    let bytes = source(&scratch);
+    scratch.write("key", b"secret");
+    let target = ["if=a.raw", "of=b.luks", "-O", "luks", "-o", "iter-time=10"];
+    let blocks = ["bs=1000", "count=1", "seek=2", "--target-key-file", "key"];
+    scratch.ok(&[&["dd"][..], &target, &blocks].concat());
+    let made = scratch.ok(&["read", "b.luks", "0", "3072", "--key-file", "key"]).bytes;
+    assert!(made == [&[0; 2000][..], &bytes[..1000], &[0; 72]].concat());
+}
