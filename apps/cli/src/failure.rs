@@ -156,6 +156,16 @@ pub enum Tone {
     Hint,
 }
 
+/// The failure of serving an image, or of closing it. Closing is about data: if both fail, it is said
+/// too.
+pub fn of_both(served: Result<(), Failure>, closed: vdkit::Result<()>) -> Result<(), Failure> {
+    if let (Err(_), Err(error)) = (&served, &closed) {
+        print_line(Tone::Warning, &error.to_string());
+    }
+    served?;
+    Ok(closed?)
+}
+
 /// Prints one labeled line to stderr, in color on a terminal.
 pub fn print_line(tone: Tone, text: &str) {
     let (label, color) = match tone {

@@ -62,6 +62,8 @@ pub fn unmount(server: Server, patience: Duration) -> Result<(), Failure> {
             print_line(Tone::Warning, &text);
             Ok(())
         }
-        Err(error) => Err(Failure::failed(format!("{file}: cannot be unmounted: {error}"))),
+        Err(error) => Err(Failure::failed(format!(
+            "{file}: could not be served to its end and unmounted: {error}"
+        ))),
     }
 }

@@ -34,12 +34,22 @@ pub(crate) fn worded(remedy: &Remedy, error: &Error, context: &Context<'_>) -> O
             let lost = "to do without what is lost, run:";
             format!("{lost} vdkit check --repair {what}{force} {file}")
         }
-        Remedy::GiveKey => "give its key with --key-file FILE, --key-fd N or --key-env NAME".into(),
-        Remedy::GiveNewKey => {
-            "give one: 'vdkit create' takes --key-file FILE, --key-fd N or --key-env NAME, \
-                               commands that read another image --target-key-file and so on"
-                .into()
+        Remedy::Force { instead, when } => {
+            let instead = worded(instead, error, context).unwrap_or_default();
+            format!("{instead}; if {when}, repeat with --force")
         }
+        Remedy::ExtractDisks => format!(
+            "'vdkit info {file}' lists its disks, 'vdkit convert {file} FOLDER/' takes them out (one of \
+             them: --disk N); '-f raw' takes the tar file itself for a disk"
+        ),
+        remedy => for_references(remedy).unwrap_or_else(|| for_an_image(remedy)),
+    };
+    (!hint.is_empty()).then_some(hint)
+}
+
+/// A remedy about files that an image names; none for others.
+fn for_references(remedy: &Remedy) -> Option<String> {
+    let hint = match remedy {
         Remedy::FollowReferences => "leave out --no-refs".into(),
         Remedy::AllowFolder(folder) => {
             let folder = quoted(&folder.display().to_string());
@@ -57,6 +67,38 @@ pub(crate) fn worded(remedy: &Remedy, error: &Error, context: &Context<'_>) -> O
                 format.collect::<String>()
             )
         }
+        Remedy::StandAlone { overlay } => format!(
+            "use an overlay of its own instead, or first make them independent ('vdkit rebase {} --no-backing')",
+            quoted(overlay)
+        ),
+        Remedy::NameBackingFormat { format: None } => {
+            "name it: '--backing-format FORMAT' (-F FORMAT)".into()
+        }
+        Remedy::NameBackingFormat { format: Some(format) } => {
+            format!("if it is {format}, say so: '--backing-format {format}' (-F {format})")
+        }
+        _ => return None,
+    };
+    Some(hint)
+}
+
+/// A remedy about one image, its keys or its format.
+fn for_an_image(remedy: &Remedy) -> String {
+    match remedy {
+        Remedy::GiveKey => "give its key with --key-file FILE, --key-fd N or --key-env NAME".into(),
+        Remedy::GiveNewKey => {
+            "give one: 'vdkit create' takes --key-file FILE, --key-fd N or --key-env NAME, \
+                               commands that read another image --target-key-file and so on"
+                .into()
+        }
+        Remedy::GiveOtherKey => {
+            "give the key of another slot with --key-file, --key-fd or --key-env".into()
+        }
+        Remedy::ChangeKey { file, milliseconds } => format!(
+            "a new key slot can have it: vdkit key change {} --key-file KEY --new-key-file NEW-KEY --iter-time \
+             {milliseconds}",
+            quoted(file)
+        ),
         Remedy::Convert { file, target, new_key } => {
             let target =
                 target.iter().map(|(format, options)| format!(" -O {format} -o {options}"));
@@ -64,30 +106,8 @@ pub(crate) fn worded(remedy: &Remedy, error: &Error, context: &Context<'_>) -> O
             let target = target.collect::<String>();
             format!("a new image can have it: vdkit convert{target}{key} {} NEW", quoted(file))
         }
-        Remedy::ChangeKey { file, milliseconds } => format!(
-            "a new key slot can have it: vdkit key change {} --key-file KEY --new-key-file NEW-KEY --iter-time \
-             {milliseconds}",
-            quoted(file)
-        ),
         Remedy::Overlay => {
             "write to an overlay instead: vdkit create OVERLAY.qcow2 --backing IMAGE".into()
-        }
-        Remedy::Force { instead, when } => {
-            let instead = worded(instead, error, context).unwrap_or_default();
-            format!("{instead}; if {when}, repeat with --force")
-        }
-        Remedy::StandAlone { overlay } => format!(
-            "use an overlay of its own instead, or first make them independent ('vdkit rebase {} --no-backing')",
-            quoted(overlay)
-        ),
-        Remedy::GiveOtherKey => {
-            "give the key of another slot with --key-file, --key-fd or --key-env".into()
-        }
-        Remedy::NameBackingFormat { format: None } => {
-            "name it: '--backing-format FORMAT' (-F FORMAT)".into()
-        }
-        Remedy::NameBackingFormat { format: Some(format) } => {
-            format!("if it is {format}, say so: '--backing-format {format}' (-F {format})")
         }
         Remedy::NameFormat { format } => format!(
             "name the format with '-f {format}' (it is spooled then), or '-f raw' if it is raw"
@@ -107,13 +127,8 @@ pub(crate) fn worded(remedy: &Remedy, error: &Error, context: &Context<'_>) -> O
             let (file, name) = (quoted(file), quoted_word(name));
             format!("remove it first: 'vdkit bitmap remove {file} {name}'")
         }
-        Remedy::ExtractDisks => format!(
-            "'vdkit info {file}' lists its disks, 'vdkit convert {file} FOLDER/' takes them out (one of \
-             them: --disk N); '-f raw' takes the tar file itself for a disk"
-        ),
         other => other.to_string(),
-    };
-    (!hint.is_empty()).then_some(hint)
+    }
 }
 
 #[cfg(test)]

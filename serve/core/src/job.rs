@@ -37,6 +37,8 @@ struct Running {
     kind: &'static str,
     cancel: CancelToken,
     follows_growth: AtomicBool,
+    /// It was done before a cancellation was seen.
+    completed: AtomicBool,
     done: AtomicU64,
     left: AtomicU64,
 }
@@ -70,6 +72,11 @@ impl Job<'_> {
     /// Allows the disk to grow from now on: this job supports it.
     pub fn follows_growth(&self) {
         self.running.follows_growth.store(true, Ordering::SeqCst);
+    }
+
+    /// Notes that the job has done its work: whoever cancels it from now on is told so.
+    pub fn completed(&self) {
+        self.running.completed.store(true, Ordering::SeqCst);
     }
 
     /// Reports progress: bytes moved and bytes left.
@@ -125,7 +132,7 @@ impl Export {
     /// Cancels the job of this kind and waits until it has ended.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if none runs.
+    /// [`Error::Invalid`] if none runs, or if it was completed all the same.
     pub fn cancel_job(&self, kind: &str) -> Result<()> {
         let state = self.jobs.state.lock();
         let Some(job) = state.running.clone().filter(|running| running.kind == kind) else {
@@ -133,7 +140,12 @@ impl Export {
         };
         job.cancel.cancel();
         self.jobs.wait_for(state, &job);
-        Ok(())
+        match job.completed.load(Ordering::SeqCst) {
+            true => {
+                Err(Error::invalid(format!("the {kind} was complete before it could be stopped")))
+            }
+            false => Ok(()),
+        }
     }
 
     /// Cancels the running job, if any.

@@ -133,7 +133,7 @@ impl Server {
     /// neither flushed nor closed.
     ///
     /// # Errors
-    /// The system refuses to unmount; in a child of `fork`.
+    /// The system refuses to unmount; the mount ended by an error of its own; in a child of `fork`.
     pub fn stop(mut self, patience: Duration) -> io::Result<Ending> {
         if !self.owner.is_current() {
             let what = "the parent of this process mounted it, and only the parent can unmount it";
@@ -147,10 +147,10 @@ impl Server {
             Err(mpsc::RecvTimeoutError::Timeout) => false,
         };
         self.dispatcher.ended.store(true, Ordering::Relaxed);
+        let mut failed = Ok(());
         if clean {
-            if let Some(Ok(Err(error))) = session.map(JoinHandle::join) {
-                tracing::warn!("{}: {error}", self.point.path().display());
-            }
+            let panicked = |_| Err(io::Error::other("its thread panicked"));
+            failed = session.map_or(Ok(()), |session| session.join().unwrap_or_else(panicked));
         } else if let Some(abort) = &self.abort {
             // Waiting processes get an error at once. If this fails, the end of this process has
             // the same effect.
@@ -158,6 +158,7 @@ impl Server {
         }
         let rest = patience.saturating_sub(began.elapsed()).max(LAST_WORK);
         let drained = self.dispatcher.pool.close(rest);
+        failed?;
         Ok(if clean && drained { Ending::Clean } else { Ending::InUse })
     }
 

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::io::Errno;
 use rustix::net::Shutdown;
 use vdkit_block::OwnerProcess;
@@ -350,10 +350,6 @@ fn accept(shared: &Arc<Shared>, listener: &Listener) {
     while let Some(socket) = shared.wake.accept("nbd", listener, accept) {
         let channel: Arc<dyn Channel> = Arc::new(socket);
         let id = shared.next.fetch_add(1, Ordering::Relaxed);
-        // Another listener may have filled the server meanwhile.
-        if !shared.wait_for_room() {
-            return;
-        }
         let Some(place) = shared.admit(id, &channel) else { continue };
         let own = shared.clone();
         let spawned = std::thread::Builder::new().name("nbd".to_owned()).spawn(move || {
@@ -364,28 +360,31 @@ fn accept(shared: &Arc<Shared>, listener: &Listener) {
         if let Err(error) = spawned {
             tracing::warn!("cannot start a thread for a connection: {error}");
         }
-        if !shared.wait_for_room() {
-            return;
-        }
+        // Clients that there is no room for wait in the listener's queue.
+        drop(shared.wait_for_room());
     }
 }
 
 impl Shared {
-    /// With [`ServerOptions::wait_when_full`], waits until there is room for a connection. `false` at
-    /// the end.
-    fn wait_for_room(&self) -> bool {
+    /// With [`ServerOptions::wait_when_full`], waits until there is room for a connection, or until the
+    /// server ends.
+    fn wait_for_room(&self) -> MutexGuard<'_, Roll> {
         let ServerOptions { connections_max, wait_when_full, .. } = self.options;
         let Clients { roll, gone } = &*self.clients;
         let mut roll = roll.lock();
         while wait_when_full && roll.connections.len() >= connections_max && !roll.ending {
             gone.wait(&mut roll);
         }
-        !wait_when_full || !roll.ending
+        roll
     }
 
     /// Adds a new connection to the list; `None` if it is rejected.
     fn admit(&self, id: u64, channel: &Arc<dyn Channel>) -> Option<Place> {
-        let mut roll = self.clients.roll.lock();
+        // Another listener may have filled the server meanwhile.
+        let mut roll = self.wait_for_room();
+        if roll.ending && self.options.wait_when_full {
+            return None;
+        }
         let count = roll.connections.len();
         if count >= self.options.connections_max && !roll.close_a_stranger() {
             tracing::warn!("a connection was turned away: there are {count}");

@@ -124,8 +124,10 @@ fn serve(
         match session {
             Ok(session) => {
                 visits.connected.store(true, Ordering::SeqCst);
-                visits.served.fetch_add(1, Ordering::SeqCst);
-                session.run(wake);
+                // Not whoever only looks whether somebody listens.
+                session.run(wake, || {
+                    visits.served.fetch_add(1, Ordering::SeqCst);
+                });
                 visits.connected.store(false, Ordering::SeqCst);
             }
             Err(error) => {

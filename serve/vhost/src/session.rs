@@ -87,9 +87,10 @@ impl Session {
         })
     }
 
-    /// Serves until the monitor disconnects or `stop` is set. On return, no request is running.
-    pub fn run(mut self, stop: &Wake) {
-        if let Err(error) = self.talk(stop) {
+    /// Serves until the monitor disconnects or `stop` is set. `speaks` is called when it says the first
+    /// word. On return, no request is running.
+    pub fn run(mut self, stop: &Wake, speaks: impl FnOnce()) {
+        if let Err(error) = self.talk(stop, speaks) {
             tracing::warn!("vhost-user: {error}: the connection ends");
         }
         for slot in &mut self.slots {
@@ -100,10 +101,14 @@ impl Session {
         self.channel.close();
     }
 
-    fn talk(&mut self, stop: &Wake) -> io::Result<()> {
+    fn talk(&mut self, stop: &Wake, speaks: impl FnOnce()) -> io::Result<()> {
+        let mut speaks = Some(speaks);
         while let Some(ready) = stop.wait_within(&self.channel, SIZE_POLL)? {
             if ready {
                 let Some(message) = self.channel.recv()? else { return Ok(()) };
+                if let Some(speaks) = speaks.take() {
+                    speaks();
+                }
                 self.answer(message)?;
             }
             self.report_size();

@@ -60,13 +60,16 @@ pub(super) fn commit(images: &LiveImages, export: &Export, force: bool) -> Resul
     }
     let mut base = Some(base);
     match (commit.finish(&mut base), base) {
-        (Ok((pause_seconds, moved_bytes)), _) => Ok(Committed {
-            now: export.chain(),
-            overlay: overlay.display().to_string(),
-            moved_bytes,
-            seconds: began.elapsed().as_secs_f64(),
-            pause_seconds,
-        }),
+        (Ok((pause_seconds, moved_bytes)), _) => {
+            job.completed();
+            Ok(Committed {
+                now: export.chain(),
+                overlay: overlay.display().to_string(),
+                moved_bytes,
+                seconds: began.elapsed().as_secs_f64(),
+                pause_seconds,
+            })
+        }
         (Err(error), Some(base)) => Err(give_up(export, &base, error)),
         (Err(error), None) => Err(error),
     }
@@ -80,6 +83,14 @@ fn judge(images: &LiveImages, export: &Export, job: &Job<'_>, force: bool) -> Re
         return Err(Error::unsupported(
             &layer.path().display().to_string(),
             "is encrypted, which is committed only while nobody uses it",
+            "end the service, and commit it then",
+        ));
+    }
+    // Opened later, the overlay would refuse a base that was written to.
+    if top.info().backing().is_some_and(|backing| backing.identity.is_some()) {
+        return Err(Error::unsupported(
+            &top.path().display().to_string(),
+            "records the state of its backing image, and is committed only while nobody uses it",
             "end the service, and commit it then",
         ));
     }

@@ -10,7 +10,7 @@ use vdkit::serve::{Export, ExportOptions, Scrape};
 
 use super::{Run, Subcommand, runs};
 use crate::arguments::Json;
-use crate::failure::{Exit, Failure, Outcome};
+use crate::failure::{Exit, Failure, Outcome, of_both};
 use crate::fuse::{self, FuseOptions};
 use crate::output::bytes_long;
 use crate::serving::{DRAIN, ServedDisk, wait};
@@ -77,9 +77,7 @@ impl Run for MountArgs {
         let export = Export::new(disk, options);
         let done = self.serve(&export, filename, &stop, session);
         // Close the export after a failure too, so that the image is marked clean.
-        let closed = export.close();
-        done?;
-        closed?;
+        of_both(done, export.close())?;
         Ok(Exit::Done)
     }
 }

@@ -14,7 +14,7 @@ use vdkit_qemu::sockets;
 
 use super::{Run, Subcommand, runs};
 use crate::arguments::Json;
-use crate::failure::{Exit, Failure, Outcome, not_made, quoted};
+use crate::failure::{Exit, Failure, Outcome, not_made, of_both, quoted};
 use crate::fuse::{self, FuseOptions};
 use crate::notify;
 use crate::serving::{DRAIN, ServedDisk, wait};
@@ -316,9 +316,7 @@ impl Run for ServeArgs {
             announced.and(service.end(&export))
         });
         // Close the export after a failure too, so that the image is marked clean.
-        let closed = export.close();
-        done?;
-        closed?;
+        of_both(done, export.close())?;
         Ok(Exit::Done)
     }
 }

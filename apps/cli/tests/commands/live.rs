@@ -362,40 +362,98 @@ fn commit_under_way(scratch: &Scratch) -> Option<(Child, serde_json::Value)> {
     None
 }
 
+/// They would refuse the base that was written to.
 #[test]
-fn a_commit_tells_how_far_it_is_and_can_be_stopped() {
+fn an_overlay_that_records_the_state_of_its_base_is_not_committed_live() {
     let scratch = Scratch::new();
-    scratch.ok(&["create", "base.qcow2", "1G"]);
-    scratch.ok(&["create", "top.qcow2", "--backing", "base.qcow2"]);
-    scratch.ok(&["create", "other.qcow2", "--backing", "base.qcow2"]);
-    let mut top = "top.qcow2".to_owned();
-    let mut service = Service::start(&scratch, &[&top]);
-    io(&scratch, &["write -P 3 0 640M", "flush"]);
-    let refused = scratch.fails(1, "other.qcow2", &["ctl", "c.sock", "commit"]);
+    for format in ["vmdk", "vhdx", "vhd"] {
+        let [base, top] = ["base", "top"].map(|name| format!("{name}.{format}"));
+        scratch.ok(&["create", &base, "64M"]);
+        scratch.ok(&["create", &top, "--backing", &base]);
+        let service = Service::start(&scratch, &[&top]);
+        io(&scratch, &["write -P 3 0 64k", "flush"]);
+        let refused = scratch.fails(1, &top, &["ctl", "c.sock", "commit"]);
+        assert!(refused.stderr.contains("end the service"), "{refused:?}");
+        service.quit(&scratch);
+        assert_eq!(scratch.ok(&["read", &top, "0", "1"]).bytes, [3]);
+        // A VHD cannot be emptied.
+        let keep: &[&str] = if format == "vhd" { &["--keep"] } else { &[] };
+        scratch.ok(&[&["commit", &top][..], keep].concat());
+        assert_eq!(scratch.ok(&["read", &base, "0", "1"]).bytes, [3]);
+    }
+}
+
+/// A disk whose commits take long enough to be stopped.
+struct Committed {
+    /// Ends before its folder goes.
+    service: Service,
+    scratch: Scratch,
+    top: String,
+}
+
+impl Committed {
+    fn new() -> Self {
+        let scratch = Scratch::new();
+        scratch.ok(&["create", "base.qcow2", "1G"]);
+        scratch.ok(&["create", "top.qcow2", "--backing", "base.qcow2"]);
+        let service = Service::start(&scratch, &["top.qcow2"]);
+        let new = Self { service, scratch, top: "top.qcow2".to_owned() };
+        new.fill();
+        new
+    }
+
+    fn fill(&self) {
+        io(&self.scratch, &["write -P 3 0 640M", "flush"]);
+    }
+
+    /// After a commit that was over too soon: as it was before, on an overlay of another name.
+    fn again(&mut self) {
+        std::fs::remove_file(self.scratch.path(&self.top)).unwrap();
+        self.top.insert(0, 'x');
+        self.scratch.ok(&["ctl", "c.sock", "snapshot-external", &self.top]);
+        self.fill();
+    }
+
+    /// Repeats commits until `stop` has stopped one: it is given a commit and its status, and tells
+    /// whether the commit was stopped before its end.
+    fn stop_one(&mut self, mut stop: impl FnMut(&mut Self, Child, serde_json::Value) -> bool) {
+        let stopped = (0..20).any(|_| {
+            let under_way = commit_under_way(&self.scratch);
+            let stopped = under_way.is_some_and(|(commit, status)| stop(self, commit, status));
+            if !stopped {
+                self.again();
+            }
+            stopped
+        });
+        assert!(stopped, "it is never there to be stopped");
+    }
+
+    /// Both images are whole, and the disk is as it was filled.
+    fn assert_whole(&self) {
+        for image in ["base.qcow2", &self.top] {
+            self.scratch.sound(image);
+        }
+        assert_eq!(self.scratch.ok(&["read", &self.top, "0", "1"]).bytes, [3]);
+    }
+}
+
+#[test]
+fn a_commit_tells_how_far_it_is_and_can_be_cancelled() {
+    let mut disk = Committed::new();
+    disk.scratch.ok(&["create", "other.qcow2", "--backing", "base.qcow2"]);
+    let refused = disk.scratch.fails(1, "other.qcow2", &["ctl", "c.sock", "commit"]);
     assert!(refused.stderr.contains("--force"), "{refused:?}");
-    std::fs::remove_file(scratch.path("other.qcow2")).unwrap();
-    // After a commit that was over too soon: as it was before, on an overlay of another name.
-    let again = |top: &mut String| {
-        std::fs::remove_file(scratch.path(top)).unwrap();
-        top.insert(0, 'x');
-        scratch.ok(&["ctl", "c.sock", "snapshot-external", top]);
-        io(&scratch, &["write -P 3 0 640M", "flush"]);
-    };
-    let stopped = (0..20).any(|_| {
-        let Some((commit, status)) = commit_under_way(&scratch) else {
-            again(&mut top);
-            return false;
-        };
+    std::fs::remove_file(disk.scratch.path("other.qcow2")).unwrap();
+    disk.stop_one(|disk, commit, status| {
         assert_eq!(status["job"]["kind"], "commit");
         assert!(status["job"]["bytes-left"].as_u64().unwrap() > 0, "{status}");
         let [grown, beside] = [&["resize", "2G"][..], &["commit"]].map(|what| {
             let all = [&["ctl", "c.sock"], what].concat();
-            scratch.run(&all)
+            disk.scratch.run(&all)
         });
-        let cancelled = scratch.run(&["ctl", "c.sock", "commit-cancel"]);
+        let cancelled = disk.scratch.run(&["ctl", "c.sock", "commit-cancel"]);
         let answer = commit.wait_with_output().unwrap();
         if answer.status.success() {
-            again(&mut top);
             return false;
         }
         assert_eq!((answer.status.code(), cancelled.code), (Some(1), Some(0)), "{cancelled:?}");
@@ -405,48 +463,33 @@ fn a_commit_tells_how_far_it_is_and_can_be_stopped() {
         assert!(beside.stderr.contains("a commit is running"), "{beside:?}");
         true
     });
-    assert!(stopped, "it is never there to be stopped");
-    let status = scratch.json_of("ctl", 0, &["c.sock", "status"]);
+    let status = disk.scratch.json_of("ctl", 0, &["c.sock", "status"]);
     assert!(status["job"].is_null() && status["chain"].as_array().unwrap().len() == 2);
-    io(&scratch, &["read -P 3 0 640M", "write -P 4 0 64k"]);
-    // A signal to the command that waits for it stops one too.
-    let stopped = (0..20).any(|_| {
-        let code = commit_under_way(&scratch).map(|(mut commit, _)| {
-            common::signal(commit.id(), "INT");
-            commit.wait().unwrap().code()
-        });
-        if code.is_none_or(|code| code == Some(0)) {
-            again(&mut top);
-            io(&scratch, &["write -P 4 0 64k"]);
-            return false;
-        }
-        assert_eq!(code, Some(Some(130)));
-        true
+    io(&disk.scratch, &["read -P 3 0 640M", "write -P 4 640M 64k"]);
+    disk.scratch.ok(&["ctl", "c.sock", "quit"]);
+    assert_eq!(disk.service.0.wait().unwrap().code(), Some(0));
+    disk.assert_whole();
+}
+
+#[test]
+fn a_signal_and_the_end_of_the_service_stop_a_commit() {
+    let mut disk = Committed::new();
+    disk.stop_one(|_, mut commit, _| {
+        common::signal(commit.id(), "INT");
+        let code = commit.wait().unwrap().code();
+        assert!([Some(0), Some(130)].contains(&code), "{code:?}");
+        code == Some(130)
     });
-    assert!(stopped, "it is never there to be stopped");
-    // The end of the service stops one too.
-    let stopped = (0..20).any(|_| {
-        let code = commit_under_way(&scratch).map(|(mut commit, _)| {
-            scratch.ok(&["ctl", "c.sock", "quit"]);
-            assert_eq!(service.0.wait().unwrap().code(), Some(0));
-            let code = commit.wait().unwrap().code();
-            if code == Some(0) {
-                service = Service::start(&scratch, &["base.qcow2", "--force"]);
-            }
-            code
-        });
-        let stopped = code.is_some_and(|code| code != Some(0));
-        if !stopped {
-            again(&mut top);
-            io(&scratch, &["write -P 4 0 64k"]);
+    disk.stop_one(|disk, mut commit, _| {
+        disk.scratch.ok(&["ctl", "c.sock", "quit"]);
+        assert_eq!(disk.service.0.wait().unwrap().code(), Some(0));
+        let done = commit.wait().unwrap().success();
+        if done {
+            disk.service = Service::start(&disk.scratch, &["base.qcow2", "--force"]);
         }
-        stopped
+        !done
     });
-    assert!(stopped, "it is never there to be stopped");
-    for image in ["base.qcow2", &top] {
-        scratch.sound(image);
-    }
-    assert_eq!(scratch.ok(&["read", &top, "0", "1"]).bytes, [4]);
+    disk.assert_whole();
 }
 
 /// Whoever appends to the file of a disk knows nothing of commits.

@@ -89,6 +89,32 @@ fn dates_are_in_the_time_zone_of_the_environment() {
     assert_ne!(dates[1], dates[2]);
 }
 
+#[test]
+fn a_format_in_a_part_of_a_file_is_described_from_there() {
+    if !require_peer("qemu-img") {
+        return;
+    }
+    let scratch = folder();
+    peer(&scratch.folder(), "qemu-img", &["create", "-q", "-f", "qcow2", "other.qcow2", "8M"]);
+    // Another image is at its beginning.
+    let mut bytes = std::fs::read(scratch.path("other.qcow2")).unwrap();
+    bytes.resize(1 << 20, 0);
+    bytes.extend(std::fs::read(scratch.path("a.qcow2")).unwrap());
+    scratch.write("both", &bytes);
+    let part = "file.driver=raw,file.offset=1M,file.file.filename=both";
+    for options in [format!("driver=qcow2,{part}"), part.to_owned()] {
+        let [theirs, ours] = [Path::new("qemu-img"), &scratch.path("qemu-img")].map(|program| {
+            let mut command = Command::new(program);
+            command.args(["info", "--output=json", "--image-opts", &options]);
+            let done = command.current_dir(scratch.folder()).output().unwrap();
+            assert!(done.status.success(), "{done:?}");
+            let all: serde_json::Value = serde_json::from_slice(&done.stdout).unwrap();
+            ["format", "virtual-size", "cluster-size", "snapshots"].map(|key| all[key].clone())
+        });
+        assert_eq!(ours, theirs, "{options}");
+    }
+}
+
 /// QEMU copies zeroes for what is lost.
 #[test]
 fn a_truncated_image_is_refused_also_beneath_another_node() {

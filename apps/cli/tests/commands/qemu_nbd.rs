@@ -160,6 +160,8 @@ fn wrong_command_lines_are_told_as_by_qemu() {
     }
     let shop = Shop::new();
     shop.qemu_img(&["create", "-f", "qcow2", "a.qcow2", "8M"]);
+    shop.qemu_img(&["snapshot", "-c", "old", "a.qcow2"]);
+    shop.qemu_img(&["bitmap", "--add", "a.qcow2", "bits"]);
     for line in [
         "nothing.qcow2",
         "",
@@ -173,6 +175,8 @@ fn wrong_command_lines_are_told_as_by_qemu() {
         "-k s a.qcow2",
         "-k /nowhere/s -f qcow2 a.qcow2",
         "-k SOCKET -f qcow2 -B nothing a.qcow2",
+        "-k SOCKET -f qcow2 -o 65536 -B bits a.qcow2",
+        "-k SOCKET -f qcow2 -s -l old a.qcow2",
         "-f nothing a.qcow2",
         "--nothing a.qcow2",
         "-k",
@@ -326,6 +330,35 @@ fn a_temporary_snapshot_stands_on_all_that_was_said_of_the_image() {
     let said = shop.qemu_io(&["read -P 0 0 1M"]);
     assert!(!said.contains("failed"), "{said}");
     shop.end();
+    // Also that others write to it.
+    let _writer = shop.server("w", "qemu-nbd", &["-t", "-k", &shop.full("w"), "b.qcow2"]);
+    shop.serve(&["-t", "-s", "--image-opts", "driver=qcow2,force-share=on,file.filename=b.qcow2"]);
+    let said = shop.qemu_io(&["read -P 17 0 1M"]);
+    assert!(!said.contains("failed"), "{said}");
+    shop.end();
+}
+
+#[test]
+fn a_server_that_ends_after_one_connection_is_enough() {
+    if !require_peer("qemu-nbd") {
+        return;
+    }
+    let shop = Shop::new();
+    shop.qemu_img(&["create", "-f", "qcow2", "a.qcow2", "4M"]);
+    let (socket, uri) = (shop.full("s"), "nbd+unix:///?socket=s");
+    for line in [
+        "info URI",
+        "convert -O raw URI out",
+        "convert -n -f raw -O raw out URI",
+        "convert -O raw --image-opts file.driver=nbd,file.path=s out",
+    ] {
+        let server = shop.run("qemu-nbd", &["--fork", "-k", &socket, "-f", "qcow2", "a.qcow2"]);
+        assert!(server.status.success(), "{server:?}");
+        let line = line.replace("URI", uri);
+        let words: Vec<_> = ["qemu-img"].into_iter().chain(line.split_whitespace()).collect();
+        shop.scratch.ok(&words);
+        common::wait_until(|| !shop.scratch.path("s").exists());
+    }
 }
 
 #[test]
