@@ -81,16 +81,17 @@ pub(crate) fn run<T: Send>(
             let waited = py.detach(|| end.lock().recv_timeout(LOOK));
             let over = !matches!(waited, Err(RecvTimeoutError::Timeout) | Ok(()));
             let board = std::mem::take(&mut *teller.0.lock());
-            let looked = py.check_signals().and_then(|()| tell(py, progress, board, &mut told));
-            match (looked, &raised) {
-                (Err(found), None) => {
-                    cancel.cancel();
-                    raised = Some((found, Instant::now()));
-                }
-                (Err(again), Some((_, since))) if since.elapsed() > PATIENCE => {
-                    end_process(py, &again)?;
-                }
-                _ => (),
+            let signals = py.check_signals();
+            if let (Err(again), Some((_, since))) = (&signals, &raised)
+                && since.elapsed() > PATIENCE
+            {
+                // Where it cannot, the job goes on to its end.
+                let _ = end_process(py, again);
+            }
+            let looked = signals.and_then(|()| tell(py, progress, board, &mut told));
+            if let (Err(found), None) = (looked, &raised) {
+                cancel.cancel();
+                raised = Some((found, Instant::now()));
             }
             if over {
                 break;
