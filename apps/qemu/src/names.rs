@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde_json::Value;
+use vdkit::nbd_client::NBD;
 
 use crate::debug::{self, Debug};
 use crate::open::is_protocol;
@@ -169,6 +170,8 @@ pub struct Image {
     pub backing: Option<Option<Box<Image>>>,
     /// The data file to open instead of the one that the image names.
     pub data_file: Option<PathBuf>,
+    /// The encryption that its header must have (`encrypt.format`).
+    pub encryption: Option<String>,
     /// Ids of the secrets that open it.
     pub secrets: Vec<String>,
     /// Ids of the throttle groups that it is in.
@@ -197,6 +200,7 @@ impl Image {
             window: None,
             backing: None,
             data_file: None,
+            encryption: None,
             secrets: Vec::new(),
             throttle_groups: Vec::new(),
             tls: None,
@@ -224,7 +228,10 @@ impl Image {
     /// `lock`; of a file, the engine's options decide.
     pub fn opened(&self, lock: bool) -> PathBuf {
         match (&self.place, self.window) {
-            (Place::File(path), None) => path.clone(),
+            // To the engine, a name like an export's is one.
+            (Place::File(path), None) if !path.to_str().is_some_and(|name| NBD.matches(name)) => {
+                path.clone()
+            }
             (Place::Nbd(uri), None) if self.tls.is_none() => uri.into(),
             _ if lock => storages::path(self),
             _ => storages::path(&self.clone().unlocked()),

@@ -13,7 +13,7 @@ use vdkit::nbd_client::percent;
 
 use crate::debug::{self, Debug};
 use crate::names::{
-    Flat, Image, NULL_BYTES, OTHER_PROTOCOLS, Place, TlsClient, bracketed, parse, switch_of,
+    Flat, Image, NULL_BYTES, OTHER_PROTOCOLS, Place, TlsClient, bracketed, switch_of,
 };
 use crate::open::is_protocol;
 use crate::sizes;
@@ -58,7 +58,7 @@ fn node(typed: &str, mut flat: Flat, role: Role) -> Result<Image, String> {
         return without_driver(typed, flat, role);
     };
     if let Some((_, own)) = FILTERS.iter().find(|(name, _)| *name == driver) {
-        return filter(typed, &driver, own, flat, role);
+        return filter(typed, &driver, own, flat);
     }
     match driver.as_str() {
         "file" | "host_device" | "host_cdrom" => {
@@ -96,7 +96,10 @@ fn node(typed: &str, mut flat: Flat, role: Role) -> Result<Image, String> {
             Err(format!("vdkit does not have the driver '{known}'"))
         }
         format if crate::open::driver(format).is_some() => {
-            let file = needed_child(&mut flat, "file", typed, Role::File)?;
+            let file = match role {
+                Role::Backing => file_of_backing(&mut flat, typed)?,
+                _ => needed_child(&mut flat, "file", typed, Role::File)?,
+            };
             of_format(typed, Some(format), file, flat)
         }
         unknown => Err(format!("Unknown driver '{unknown}'")),
@@ -109,14 +112,8 @@ fn debugged(typed: &str, driver: &str, debug: Debug) -> Image {
 }
 
 /// A filter is its child, with the filter's own properties.
-fn filter(
-    typed: &str,
-    driver: &str,
-    own: &[&str],
-    mut flat: Flat,
-    role: Role,
-) -> Result<Image, String> {
-    let mut image = needed_child(&mut flat, "file", typed, role)?;
+fn filter(typed: &str, driver: &str, own: &[&str], mut flat: Flat) -> Result<Image, String> {
+    let mut image = needed_child(&mut flat, "file", typed, Role::File)?;
     typed.clone_into(&mut image.typed);
     if driver == "throttle" {
         let group = flat.take("throttle-group");
@@ -131,21 +128,15 @@ fn filter(
 /// Properties without a driver. What the node is for decides its format.
 fn without_driver(typed: &str, mut flat: Flat, role: Role) -> Result<Image, String> {
     if role == Role::File {
+        // A file of that name, whatever the name looks like.
         let name = flat.take("filename").ok_or("Must specify either driver or file")?;
-        let mut image = parse(&name)?;
-        typed.clone_into(&mut image.typed);
-        let driver = match image.place {
-            Place::Nbd(_) => "nbd",
-            Place::Null(_) => "null-co",
-            Place::Debug(_) => "blkdebug",
-            _ => "file",
-        };
-        return finish(driver, flat, image);
+        let image = Image::at(typed, Place::File(name.into())).with_format("raw");
+        return finish("file", flat, image);
     }
-    let file = match (child(&mut flat, "file", typed, Role::File)?, role) {
-        (Some(file), _) => file,
-        (None, Role::Backing) => Image::at(typed, Place::Reference),
-        (None, _) => return Err("Must specify either driver or file".to_owned()),
+    let file = match role {
+        Role::Backing => file_of_backing(&mut flat, typed)?,
+        _ => child(&mut flat, "file", typed, Role::File)?
+            .ok_or("Must specify either driver or file")?,
     };
     let mut own = flat.clone();
     COMMON.iter().chain(SHARING).for_each(|key| drop(own.take(key)));
@@ -178,6 +169,22 @@ fn child(flat: &mut Flat, name: &str, typed: &str, role: Role) -> Result<Option<
 fn needed_child(flat: &mut Flat, name: &str, typed: &str, role: Role) -> Result<Image, String> {
     child(flat, name, typed, role)?
         .ok_or_else(|| format!("A block device must be specified for \"{name}\""))
+}
+
+/// The file of a backing image; without a name the one that the overlay names.
+fn file_of_backing(flat: &mut Flat, typed: &str) -> Result<Image, String> {
+    let named = |key: &str| flat.get(&format!("file.{key}")).is_some();
+    if named("filename") || flat.get("file").is_some() {
+        return needed_child(flat, "file", typed, Role::File);
+    }
+    let mut below = flat.take_below("file");
+    match below.get("driver") {
+        None | Some("file") => {
+            below.take("driver");
+            finish("file", below, Image::at(typed, Place::Reference))
+        }
+        Some(_) => node(typed, below, Role::File),
+    }
 }
 
 /// The place of an image that stands on `child`: the bytes of a protocol, or the disk of a format.
@@ -219,10 +226,13 @@ fn of_format(
             image.read_only |= data.read_only;
             image.data_file = Some(plain_file(data)?);
         }
-        for key in ["key-secret", "encrypt.key-secret"] {
-            image.secrets.extend(flat.take(key));
+        if matches!(format, None | Some("luks")) {
+            image.secrets.extend(flat.take("key-secret"));
         }
-        flat.take("encrypt.format");
+        if matches!(format, None | Some("qcow2" | "qcow")) {
+            image.secrets.extend(flat.take("encrypt.key-secret"));
+            image.encryption = flat.take("encrypt.format");
+        }
     }
     finish(format.unwrap_or("qcow2"), flat, image)
 }
@@ -365,6 +375,16 @@ mod tests {
     }
 
     #[test]
+    fn a_file_without_a_driver_is_a_file_whatever_its_name_looks_like() {
+        for name in ["file:x", "nbd:x", "null-co:x", "a:b"] {
+            let image = parse_options(&format!("driver=raw,file.filename={name}")).unwrap();
+            assert_eq!(image.place, Place::File(name.into()));
+        }
+        let image = parse_options("driver=throttle,throttle-group=g,file.filename=x").unwrap();
+        assert_eq!((image.format.as_deref(), image.formatted), (Some("raw"), false));
+    }
+
+    #[test]
     fn a_node_is_opened_as_its_properties_say() {
         for (text, locks, refused) in [
             ("driver=qcow2,file.filename=x", true, None),
@@ -399,8 +419,26 @@ mod tests {
         assert_eq!((beneath.secrets, beneath.backing), (vec!["s".to_owned()], Some(None)));
         let image = parse_options("driver=qcow2,file.filename=x,backing.l2-cache-size=1M").unwrap();
         assert_eq!(image.backing.flatten().unwrap().place, Place::Reference);
+        for (text, format, locks) in [
+            ("backing.driver=raw", Some("raw"), true),
+            ("backing.file.driver=file", None, true),
+            ("backing.file.locking=off", None, false),
+            ("backing.driver=qcow2,backing.file.force-share=on", Some("qcow2"), false),
+        ] {
+            let image = parse_options(&format!("driver=qcow2,file.filename=x,{text}")).unwrap();
+            let beneath = image.backing.flatten().unwrap();
+            assert_eq!(beneath.place, Place::Reference, "{text}");
+            assert_eq!(
+                (beneath.format.as_deref(), beneath.locks(false)),
+                (format, locks),
+                "{text}"
+            );
+        }
         for wrong in [
             "driver=qcow2,file.filename=x,backing.bad=1",
+            "driver=qcow2,file.filename=x,key-secret=s",
+            "driver=vmdk,file.filename=x,encrypt.format=luks",
+            "driver=throttle,throttle-group=g,file.file.filename=x",
             "driver=qcow2,file.filename=x,data-file.driver=raw,data-file.offset=1k,data-file.file.filename=y",
             "driver=qcow2,file.filename=x,data-file.driver=qcow2,data-file.file.filename=y",
             "driver=compress,bad=1,file.driver=qcow2,file.file.filename=x",

@@ -7,7 +7,7 @@ use vdkit::Storage;
 use vdkit::storage::{FileOptions, FileStorage, LockMode};
 use vdkit::{
     BackingChoice, BackingImage, CacheMode, Disk, Error, ErrorKind, FORMATS, FormatDriver,
-    OpenOptions, RefPolicy, Registry, Secret,
+    OpenOptions, RefPolicy, Registry, Secret, describe_chain,
 };
 
 use crate::failure::{Failure, could_not_open, system_words, without_name, words};
@@ -221,16 +221,19 @@ pub fn open_options(
     access: Access,
     objects: &Objects,
 ) -> Result<OpenOptions, Failure> {
-    storages::note_objects(objects);
     if access.writable {
         check_writable(image)?;
     }
     check(image, objects)?;
-    let (driver, probed) = format_of(image, access)?;
-    if access.writable && probed {
-        warn_probed_raw(image);
+    let mut options = OpenOptions::read_only().cache(access.cache);
+    // An export is probed when it is opened: some servers end after their first connection.
+    if image.format.is_some() || !matches!(image.place, Place::Nbd(_)) {
+        let (driver, probed) = format_of(image, access)?;
+        if access.writable && probed {
+            warn_probed_raw(image);
+        }
+        options.format = Some(driver.name().to_owned());
     }
-    let mut options = OpenOptions::read_only().format(driver.name()).cache(access.cache);
     options.writable = access.writable;
     options.lock = image.locks(access.share);
     let shares = image.unlocked || image.shares(access.share);
@@ -261,6 +264,7 @@ pub fn check_alone(image: &Image) -> Result<(), Failure> {
 /// Refuses a wrong part of a file, and a throttle group that does not exist.
 fn check(image: &Image, objects: &Objects) -> Result<(), Failure> {
     check_window(image)?;
+    check_encryption(image)?;
     match image.throttle_groups.iter().find(|id| !objects.has_throttle_group(id)) {
         None => Ok(()),
         Some(group) => {
@@ -268,6 +272,29 @@ fn check(image: &Image, objects: &Objects) -> Result<(), Failure> {
             Err(could_not_open(&image.typed, why))
         }
     }
+}
+
+/// Refuses an image whose header names another encryption than `encrypt.format`, or none. Data would
+/// be written as it is.
+fn check_encryption(image: &Image) -> Result<(), Failure> {
+    let Some(named) = image.encryption.as_deref().filter(|_| image.place != Place::Reference)
+    else {
+        return Ok(());
+    };
+    let options = OpenOptions::read_only().lock(false).backing(BackingChoice::Ignore);
+    let format = image.format.as_deref().map(|name| content_format(name).to_owned());
+    let options = options.maybe_format(format).refs(references());
+    let described = describe_chain(&registry(), image.opened(false), &options)
+        .map_err(|error| failed_open(image, None, &error))?;
+    let found = described.links.first().and_then(|link| link.info.encryption.as_deref());
+    let why = match found {
+        Some(found) if found == named => return Ok(()),
+        Some(found) => {
+            format!("Header reported '{found}' encryption format but options specify '{named}'")
+        }
+        None => format!("No encryption in image header, but options specified format '{named}'"),
+    };
+    Err(could_not_open(&image.typed, why))
 }
 
 /// The secrets that an image names.
@@ -316,7 +343,11 @@ pub fn open(image: &Image, access: Access, objects: &Objects) -> Result<Disk, Fa
 /// Opens an image with the engine's own options.
 pub fn open_with(image: &Image, options: &OpenOptions) -> Result<Disk, Failure> {
     let opened = Disk::open(&registry(), image.opened(options.lock), options);
-    opened.map_err(|error| failed_open(image, options.format.as_deref(), &error))
+    let disk = opened.map_err(|error| failed_open(image, options.format.as_deref(), &error))?;
+    if options.writable && options.format.is_none() && disk.top().name() == "raw" {
+        warn_probed_raw(image);
+    }
+    Ok(disk)
 }
 
 /// The failure to open an image, in QEMU's words.

@@ -9,7 +9,9 @@ use base64::engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig};
 use vdkit::{Secret, decrypt_cbc_padded};
 
 use crate::failure::Failure;
+use crate::getopt::Parsed;
 use crate::names::Flat;
+use crate::storages;
 
 /// The objects of one command line.
 #[derive(Clone, Debug, Default)]
@@ -20,6 +22,21 @@ pub struct Objects {
 }
 
 impl Objects {
+    /// No objects.
+    pub const fn new() -> Self {
+        Self { secrets: BTreeMap::new(), others: BTreeMap::new() }
+    }
+
+    /// The objects of a command line, noted for images that are probed while their names are read.
+    ///
+    /// # Errors
+    /// As [`Objects::parse`].
+    pub fn of(parsed: &Parsed) -> Result<Self, Failure> {
+        let objects = Self::parse(parsed.all("object"))?;
+        storages::note_objects(&objects);
+        Ok(objects)
+    }
+
     /// Reads the values of all `--object` options.
     ///
     /// # Errors

@@ -23,13 +23,13 @@ const PREFIX: &str = "vdkit-place:";
 
 /// What the names of such places mean. The engine opens storages by name, so each name is a number
 /// here.
-static NOTED: Mutex<Noted> = Mutex::new(Noted { images: Vec::new(), objects: None });
+static NOTED: Mutex<Noted> = Mutex::new(Noted { images: Vec::new(), objects: Objects::new() });
 
 #[derive(Debug)]
 struct Noted {
     images: Vec<Image>,
     /// The objects of the command line, which the images refer to by id.
-    objects: Option<Objects>,
+    objects: Objects,
 }
 
 /// A name under which the engine opens the place of an image.
@@ -48,14 +48,14 @@ pub fn noted(name: &str) -> Option<Image> {
     NOTED.lock().expect("no thread panics with it").images.get(index).cloned()
 }
 
-/// Notes the objects of the command line, before the engine opens such a place.
+/// Notes the objects of the command line, before an image is named.
 pub fn note_objects(objects: &Objects) {
-    NOTED.lock().expect("no thread panics with it").objects.get_or_insert_with(|| objects.clone());
+    NOTED.lock().expect("no thread panics with it").objects = objects.clone();
 }
 
 /// The objects that were noted.
 pub fn objects() -> Objects {
-    NOTED.lock().expect("no thread panics with it").objects.clone().unwrap_or_default()
+    NOTED.lock().expect("no thread panics with it").objects.clone()
 }
 
 /// Opens the disk of an image that another image stands on.

@@ -103,9 +103,10 @@ pub const ALL: &[Allowed] = &[
                  refuses it.",
         applies: |case, _| {
             let beneath = ["file.driver=qcow2", "size=64k,file.driver=null-co"];
+            let given = ["backing.file.driver=qcow2", "backing.file.driver=raw"];
             matches!(case.subcommand(), "map" | "info")
                 && beneath.iter().any(|node| case.mentions(node))
-                || case.mentions("backing.file.driver=")
+                || given.iter().any(|node| case.mentions(node))
         },
     },
     Allowed {

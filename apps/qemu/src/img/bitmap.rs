@@ -81,7 +81,7 @@ fn change(
 
 /// The image with the bitmap to merge, without its backing images.
 fn source(parsed: &Parsed, text: &str) -> Result<Disk, Failure> {
-    let objects = Objects::parse(parsed.all("object"))?;
+    let objects = Objects::of(parsed)?;
     let image = Named { text, format: parsed.last("source-format"), options: false }.parse()?;
     open(&image, Access { alone: true, ..Access::read() }, &objects)
 }

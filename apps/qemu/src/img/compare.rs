@@ -46,7 +46,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
         return Err(Failure::usage("Expecting two image file names"));
     };
     let not_opened = |failure: Failure| failure.code(NOT_OPENED);
-    let objects = Objects::parse(parsed.all("object")).map_err(not_opened)?;
+    let objects = Objects::of(parsed).map_err(not_opened)?;
     let cache = opening::cache(parsed, "cache", "source cache").map_err(not_opened)?;
     let cache = cache.unwrap_or_default();
     let access = Access { share: parsed.has("force-share"), cache, ..Access::read() };

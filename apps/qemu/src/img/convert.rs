@@ -14,7 +14,9 @@ use crate::creation::{Asked, Wanted, asked, failed_creation, table};
 use crate::failure::{Failure, could_not_open, words};
 use crate::getopt::{Opt, Parsed, alias, flag, long, valued};
 use crate::names::{Image, Place};
-use crate::open::{Access, Named, check_writable, open_options, open_with, references, registry};
+use crate::open::{
+    Access, Named, check_writable, is_protocol, open_options, open_with, references, registry,
+};
 use crate::output::copying;
 use crate::secrets::Objects;
 use crate::sizes;
@@ -111,7 +113,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
         rate: rate_option(parsed)?,
         cache: opening::cache(parsed, "target-cache", "cache")?,
         source_cache: opening::cache(parsed, "source-cache", "source cache")?,
-        objects: Objects::parse(parsed.all("object"))?,
+        objects: Objects::of(parsed)?,
     };
     settings.refuse_contradictions()?;
     let [sources @ .., target] = &parsed.operands[..] else {
@@ -324,6 +326,14 @@ impl Settings<'_> {
             return Ok(ConvertOptions::new(Destination::Null));
         }
         let path = image.opened(true);
+        let raw =
+            image.format.as_deref().is_some_and(|format| format == "raw" || is_protocol(format));
+        if raw && matches!(image.place, Place::Nbd(_)) && !self.parsed.has("backing") {
+            // It is opened once: some servers end after their first connection.
+            let mut goal = self.write_to(path, "raw");
+            goal.compress = self.compression("raw", None)?;
+            return Ok(goal);
+        }
         // Read without a lock first: the writer's follows.
         let reading = Access { share: true, ..Access::read() };
         let options = open_options(image, reading, &self.objects)?;

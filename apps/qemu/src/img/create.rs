@@ -46,7 +46,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
         [name, size] => (name, Some(sizes::size("image size", size)?)),
         [_, _, extra, ..] => return Err(Failure::usage(format!("Unexpected argument: {extra}"))),
     };
-    let objects = Objects::parse(parsed.all("object"))?;
+    let objects = Objects::of(parsed)?;
     let named = |failure: Failure| failure.within(name);
     let mut wanted = Wanted::new(table(format).map_err(named)?, values).map_err(named)?;
     wanted.set_backing(parsed.last("backing"), parsed.last("backing-format")).map_err(named)?;

@@ -52,7 +52,8 @@ impl Described {
     /// Shows the part of the file that is the disk, and names an image as QEMU does that needs more
     /// than a path.
     fn show_options(&mut self, named: &Named<'_>, window: Option<(u64, Option<u64>)>) {
-        if let (Some((offset, bytes)), Place::File(_)) = (window, &self.place) {
+        let raw = self.link.info.format == "raw";
+        if let (Some((offset, bytes)), Place::File(_), true) = (window, &self.place, raw) {
             let rest = self.link.info.virtual_size.saturating_sub(offset);
             self.link.info.virtual_size = bytes.unwrap_or(rest.next_multiple_of(512));
         }
@@ -118,7 +119,11 @@ impl Described {
     /// The node of what the image is in.
     fn node(&self) -> Node {
         let host = &self.link.host;
-        let mut node = Node::file(&self.link.path, host.file_bytes, host.allocated_bytes);
+        let path = match &self.place {
+            Place::File(path) => path,
+            _ => &self.link.path,
+        };
+        let mut node = Node::file(path, host.file_bytes, host.allocated_bytes);
         if !matches!(self.place, Place::File(_)) {
             node.name.clone_from(&self.name);
             node.driver = self.protocol_name();
@@ -230,7 +235,7 @@ fn taken(bytes: Option<u64>) -> String {
 fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
     let json = wants_json(parsed)?;
     let named = Named::of(parsed, one_image(parsed)?);
-    let objects = Objects::parse(parsed.all("object"))?;
+    let objects = Objects::of(parsed)?;
     let image = named.parse()?;
     let chain = parsed.has("backing-chain");
     let access = Access { share: parsed.has("force-share"), ..Access::read() };
@@ -301,9 +306,9 @@ fn describe(
     if !chain {
         options.backing = BackingChoice::Ignore;
     }
-    // A part of a file is described as its file; `show_options` then says which part it is.
-    let path = match &image.place {
-        Place::File(path) => path.clone(),
+    // A raw part of a file is described as its file; `show_options` then says which part it is.
+    let path = match (&image.place, options.format.as_deref()) {
+        (Place::File(path), Some("raw")) => path.clone(),
         _ => image.opened(options.lock),
     };
     let report = describe_chain(&registry(), path, &options)
@@ -331,11 +336,15 @@ fn describe(
             Some(Place::Disk(inner)) => describe(inner, false, access, objects)?.pop(),
             _ => None,
         };
+        let path = match given.as_ref().map(|given| &given.place) {
+            Some(Place::File(path)) => path.clone(),
+            _ => link.path.clone(),
+        };
         images.push(Described {
             name: given.as_ref().map_or_else(|| link.path.display().to_string(), Image::shown),
-            place: given.map_or_else(|| Place::File(link.path.clone()), |given| given.place),
+            backing: link.info.backing_file.as_deref().map(|name| beside(&path, name)),
+            place: given.map_or(Place::File(path), |given| given.place),
             below: below.map(Box::new),
-            backing: link.info.backing_file.as_deref().map(|name| beside(&link.path, name)),
             extents,
             protocol: false,
             link,

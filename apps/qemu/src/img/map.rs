@@ -9,9 +9,9 @@ use super::{
 };
 use crate::failure::{Failure, could_not_open};
 use crate::getopt::{Parsed, valued};
-use crate::names;
+use crate::names::{self, Image};
 use crate::open::open;
-use crate::sizes;
+use crate::{sizes, storages};
 
 pub const COMMAND: Command = Command {
     name: "map",
@@ -59,11 +59,6 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
         (size("start-offset", "start offset")?, size("max-length", "max length")?);
     let file = one_image(parsed)?;
     let (objects, image) = opening::image(parsed, file)?;
-    if matches!(image.place, names::Place::Disk(_)) {
-        // Offsets would be those of the disk beneath, not of its file.
-        let why = "vdkit maps no disk of a format on another format";
-        return Err(could_not_open(&image.typed, why));
-    }
     let disk = open(&image, opening::access(parsed, file, false)?, &objects)?;
     if !json {
         out.line("Offset          Length          Mapped to       File");
@@ -92,10 +87,12 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
         }
         print(&row)?;
     } else {
-        let window = image.window.map_or(0, |(offset, _)| offset);
+        let starts = starts_in_files(&disk)?;
         each_row(&disk, start, end - start, &mut |mut row| {
-            if row.depth == 0 {
-                row.offset = row.offset.map(|offset| offset + window);
+            let layer = &disk.layers()[row.depth];
+            // A data file has no such part.
+            if row.filename.is_none_or(|file| file == layer.format().storage().name()) {
+                row.offset = row.offset.map(|offset| offset + starts[row.depth]);
             }
             print(&row)
         })?;
@@ -104,6 +101,18 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
         out.line("]");
     }
     Ok(0)
+}
+
+/// Where each image begins in its file: after the offset of the part of the file that it is.
+fn starts_in_files(disk: &Disk) -> Result<Vec<u64>, Failure> {
+    let start = |layer: &Layer| match layer.path().to_str().and_then(storages::noted) {
+        // Offsets would be those of the disk beneath, not of its file.
+        Some(Image { place: names::Place::Disk(_), typed, .. }) => {
+            Err(could_not_open(&typed, "vdkit maps no disk of a format on another format"))
+        }
+        named => Ok(named.and_then(|image| image.window).map_or(0, |(offset, _)| offset)),
+    };
+    disk.layers().iter().map(start).collect()
 }
 
 /// Calls `take` with the rows that QEMU makes of `length` bytes of a disk.

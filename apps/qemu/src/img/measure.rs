@@ -55,7 +55,7 @@ fn run(parsed: &Parsed, out: &mut Output) -> Result<u8, Failure> {
         }
         _ => {}
     }
-    let objects = Objects::parse(parsed.all("object"))?;
+    let objects = Objects::of(parsed)?;
     let (disk, bitmaps) = match file {
         Some(file) => source(parsed, file).map(|(disk, bitmaps)| (Some(disk), bitmaps))?,
         None => (None, Vec::new()),

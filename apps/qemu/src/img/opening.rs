@@ -10,7 +10,7 @@ use crate::secrets::Objects;
 
 /// The objects of the command line, and the image that `text` names.
 pub fn image(parsed: &Parsed, text: &str) -> Result<(Objects, Image), Failure> {
-    let objects = Objects::parse(parsed.all("object"))?;
+    let objects = Objects::of(parsed)?;
     Ok((objects, Named::of(parsed, text).parse()?))
 }
 

@@ -48,7 +48,7 @@ const FLAGS: &[(u16, &str)] = &[
 /// Options that contradict `--list`; the server cannot be reached or lists nothing.
 pub fn run(parsed: &Parsed, out: &mut Output) -> Result<(), Failure> {
     check(parsed)?;
-    let objects = Objects::parse(parsed.all("object"))?;
+    let objects = Objects::of(parsed)?;
     let tls = tls::client(parsed, &objects)?;
     let scheme = if tls.is_some() { "nbds" } else { "nbd" };
     let (user, options) = tls.unwrap_or_default();

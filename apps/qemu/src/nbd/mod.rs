@@ -176,8 +176,12 @@ impl Request {
         let cache = cache_mode(parsed)?;
         let snapshot = parsed.last("load-snapshot");
         let snapshot = snapshot.map(|text| SnapshotChoice::parse(text, "qemu-nbd")).transpose()?;
+        if snapshot.is_some() && parsed.has("snapshot") {
+            // The overlay has none.
+            return Err(Failure::new("Failed to load snapshot: Can't find snapshot"));
+        }
         let read_only = parsed.has("read-only") || snapshot.is_some();
-        let objects = Objects::parse(parsed.all("object"))?;
+        let objects = Objects::of(parsed)?;
         let named = Named::of(parsed, file);
         let image = named.parse().map_err(|failure| opening(file, &failure.text))?;
         let offset = parsed.last("offset").map_or(Ok(0), |text| number("offset", text))?;
@@ -322,11 +326,13 @@ fn open_disk(request: &Request) -> Result<(Disk, Option<tempfile::TempDir>), Fai
     let folder = tempfile::Builder::new().prefix("vl.").tempdir_in("/var/tmp")?;
     let overlay = folder.path().join("overlay.qcow2");
     let format = vdkit::format("qcow2")?;
+    let bytes = open::open(&request.image, Access::read(), &request.objects)?.guest_bytes();
+    let name = backing.display().to_string();
     create(
         &open::registry(),
         &CreateOptions::new(&overlay, format)
-            .backing(NewBacking::new(backing.display().to_string(), Some(driver.name().to_owned())))
-            .opening(OpenOptions::read_only().refs(open::references())),
+            .guest_bytes(bytes)
+            .backing(NewBacking::new(name, Some(driver.name().to_owned())).open(false)),
         &Monitor::default(),
     )?;
     let mut image = crate::names::parse(&overlay.display().to_string()).map_err(Failure::new)?;
@@ -381,8 +387,8 @@ fn serve(request: &Request) -> Result<(), Failure> {
     let stop = end_on_signal()?;
     let (disk, overlay) =
         open_disk(request).map_err(|failure| opening(&request.image.typed, &failure.text))?;
-    check_bitmaps(&disk, &request.export.bitmaps)?;
     let disk = if request.offset > 0 { part_of(disk, request.offset)? } else { disk };
+    check_bitmaps(&disk, &request.export.bitmaps)?;
     let socket = request.device.as_ref().map(|_| own_socket(&request.address)).transpose()?;
     let own = socket.as_ref().map(|(path, _)| Address::Unix(path.clone()));
     let listeners = listeners(own.as_ref().unwrap_or(&request.address))?;
