@@ -28,6 +28,7 @@ pub enum Probe {
 /// Image metadata, read without opening any other file.
 #[derive(Clone, Debug, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub struct ImageInfo {
     /// The format's name.
     pub format: &'static str,

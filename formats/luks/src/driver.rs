@@ -55,12 +55,11 @@ impl FormatDriver for LuksDriver {
         let mut properties = header.properties();
         properties.push(("payload-offset".to_owned(), header.payload_offset().to_string()));
         let virtual_size = guest_bytes_of(&header, &**storage)?;
-        Ok(ImageInfo {
-            encryption: Some("luks".to_owned()),
-            key_header: Some(header.describe()),
-            properties,
-            ..ImageInfo::new(self.info().name, virtual_size)
-        })
+        let mut info = ImageInfo::new(self.info().name, virtual_size);
+        info.encryption = Some("luks".to_owned());
+        info.key_header = Some(header.describe());
+        info.properties = properties;
+        Ok(info)
     }
 
     fn open(&self, request: OpenRequest) -> Result<Arc<dyn Format>> {

@@ -26,36 +26,29 @@ pub(crate) fn describe(storage: &dyn Storage, limits: &Limits) -> Result<ImageIn
         key_header = described;
         properties.extend(more);
     }
-    Ok(ImageInfo {
-        format: "qcow2",
-        virtual_size: header.guest_bytes,
-        cluster_size: Some(header.geometry.cluster_bytes()),
-        compression: Some(compression(&header)),
-        encryption: match header.encryption {
-            Encryption::None => None,
-            Encryption::LegacyAes => Some("aes".to_owned()),
-            Encryption::Luks => Some("luks".to_owned()),
-        },
-        dirty: header.has(incompatible::DIRTY),
-        corrupt: header.has(incompatible::CORRUPT),
-        backing_format: header.backing_name.as_ref().and_then(|_| header.backing_format()),
-        identity: None,
-        backing_identity: None,
-        backing_time: None,
-        // Without the feature bit, the extension is meaningless.
-        files: header.data_file_name().filter(|_| header.has_data_file()).into_iter().collect(),
-        data_file_unnamed: header.has_data_file() && header.data_file_name().is_none(),
-        data_file_raw: header.data_file_raw(),
-        snapshots: snapshots.snapshots.iter().map(Snapshot::info).collect(),
-        bitmaps: match &bitmaps {
-            Bitmaps::Valid(bitmaps) => bitmaps.iter().map(|b| b.info()).collect(),
-            Bitmaps::None | Bitmaps::Stale(_) => Vec::new(),
-        },
-        key_header,
-        extents: Vec::new(),
-        properties,
-        backing_file: header.backing_name,
-    })
+    let mut info = ImageInfo::new("qcow2", header.guest_bytes);
+    info.cluster_size = Some(header.geometry.cluster_bytes());
+    info.compression = Some(compression(&header));
+    info.encryption = match header.encryption {
+        Encryption::None => None,
+        Encryption::LegacyAes => Some("aes".to_owned()),
+        Encryption::Luks => Some("luks".to_owned()),
+    };
+    info.dirty = header.has(incompatible::DIRTY);
+    info.corrupt = header.has(incompatible::CORRUPT);
+    info.backing_format = header.backing_name.as_ref().and_then(|_| header.backing_format());
+    // Without the feature bit, the extension is meaningless.
+    info.files = header.data_file_name().filter(|_| header.has_data_file()).into_iter().collect();
+    info.data_file_unnamed = header.has_data_file() && header.data_file_name().is_none();
+    info.data_file_raw = header.data_file_raw();
+    info.snapshots = snapshots.snapshots.iter().map(Snapshot::info).collect();
+    if let Bitmaps::Valid(bitmaps) = &bitmaps {
+        info.bitmaps = bitmaps.iter().map(|b| b.info()).collect();
+    }
+    info.key_header = key_header;
+    info.properties = properties;
+    info.backing_file = header.backing_name;
+    Ok(info)
 }
 
 /// The LUKS header and its properties. Damage is reported as a property; opening the image fails on it.

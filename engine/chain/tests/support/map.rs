@@ -465,13 +465,12 @@ pub fn info(
     backing: Option<BackingRef>,
     data_file: Option<String>,
 ) -> ImageInfo {
-    ImageInfo {
-        cluster_size: Some(CLUSTER),
-        backing_file: backing.as_ref().map(|b| b.name.clone()),
-        backing_format: backing.and_then(|b| b.format),
-        files: data_file.iter().flat_map(|names| names.split('\n')).map(str::to_owned).collect(),
-        ..ImageInfo::new("testmap", virtual_size)
-    }
+    let mut info = ImageInfo::new("testmap", virtual_size);
+    info.cluster_size = Some(CLUSTER);
+    info.backing_file = backing.as_ref().map(|b| b.name.clone());
+    info.backing_format = backing.and_then(|b| b.format);
+    info.files = data_file.iter().flat_map(|names| names.split('\n')).map(str::to_owned).collect();
+    info
 }
 
 /// A file of the test format: its header, without clusters. Line breaks separate several data
@@ -512,8 +511,9 @@ impl MapDriver {
         };
         let (name, format, data_file) = (text(), text(), text());
         let (identity, backing_identity) = (text(), text());
-        let info = info(size, name.map(|name| BackingRef::new(name, format)), data_file);
-        Ok(ImageInfo { identity, backing_identity, ..info })
+        let mut info = info(size, name.map(|name| BackingRef::new(name, format)), data_file);
+        (info.identity, info.backing_identity) = (identity, backing_identity);
+        Ok(info)
     }
 }
 
