@@ -12,7 +12,7 @@ use vdkit_serve::{Change, Claim, Client, Export, OpKind, Pool, SlowWriteBackoff}
 use crate::attributes::Attributes;
 use crate::buffer;
 use crate::errno::errno_of;
-use crate::holes::{self, Found};
+use crate::holes;
 
 /// State shared by the threads of a mount.
 #[derive(Debug)]
@@ -129,16 +129,10 @@ impl Dispatcher {
     }
 
     /// The first offset at or after `at` of a hole, or of data.
-    pub fn seek(&self, mut at: u64, hole: bool) -> std::result::Result<u64, Errno> {
-        loop {
-            // Not for the whole way: jobs, and with them all clients, would wait for it.
-            let disk = self.export.requests(&self.client).hold();
-            let found = disk.and_then(|disk| holes::seek(&disk, at, hole));
-            match found.map_err(|error| self.failure(&error))? {
-                Found::Answer(answer) => return answer.ok_or(Errno::ENXIO),
-                Found::Nothing(next) => at = next,
-            }
-        }
+    pub fn seek(&self, at: u64, hole: bool) -> std::result::Result<u64, Errno> {
+        let requests = self.export.requests(&self.client);
+        let found = holes::seek(|| requests.hold(), at, hole);
+        found.map_err(|error| self.failure(&error))?.ok_or(Errno::ENXIO)
     }
 
     /// Writes. With `durable`, a power cut after the answer loses nothing of it.

@@ -1,5 +1,8 @@
 //! SEEK_HOLE and SEEK_DATA.
 
+use std::ops::Deref;
+use std::time::{Duration, Instant};
+
 use vdkit_block::{GuestOffset, Result};
 use vdkit_chain::Disk;
 
@@ -8,33 +11,38 @@ pub const SEEK_DATA: i32 = 3;
 /// `whence` for bytes that read as zero by the map. The end of the disk counts as a hole.
 pub const SEEK_HOLE: i32 = 4;
 
-/// Bytes of the disk that one step of a search looks at.
+/// Bytes of the disk that the first step of a search looks at.
 const STEP_BYTES: u64 = 1 << 30;
+/// A step that took longer is followed by a smaller one, any other by a larger one: a disk of 2^62
+/// bytes without data takes some thirty steps.
+const STEP_TIME: Duration = Duration::from_millis(10);
 
-/// What a step of a search has found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Found {
-    /// The offset; `None` past the end, and if no data follows.
-    Answer(Option<u64>),
-    /// Nothing before this offset.
-    Nothing(u64),
-}
-
-/// Looks for the first offset at or after `at` of a hole, or of data, in the next [`STEP_BYTES`].
-pub fn seek(disk: &Disk, at: u64, hole: bool) -> Result<Found> {
-    let end = disk.guest_bytes();
-    if at >= end {
-        return Ok(Found::Answer(None));
-    }
-    let step = STEP_BYTES.min(end - at);
-    for extent in disk.extents(GuestOffset(at), step)? {
-        let extent = extent?;
-        if extent.place.reads_zero() == hole {
-            return Ok(Found::Answer(Some(extent.at.0)));
+/// The first offset at or after `at` of a hole, or of data. `None` past the end, and if no data
+/// follows. `hold` gives the disk for one step: jobs, and with them all clients, wait for its end.
+pub fn seek<D: Deref<Target = Disk>>(
+    hold: impl Fn() -> Result<D>,
+    mut at: u64,
+    hole: bool,
+) -> Result<Option<u64>> {
+    let (start, mut step) = (at, STEP_BYTES);
+    loop {
+        let disk = hold()?;
+        let end = disk.guest_bytes();
+        if at >= end {
+            return Ok(Some(end).filter(|_| hole && start < end));
         }
-    }
-    match at + step {
-        next if next < end => Ok(Found::Nothing(next)),
-        _ => Ok(Found::Answer(hole.then_some(end))),
+        let began = Instant::now();
+        let len = step.min(end - at);
+        for extent in disk.extents(GuestOffset(at), len)? {
+            let extent = extent?;
+            if extent.place.reads_zero() == hole {
+                return Ok(Some(extent.at.0));
+            }
+        }
+        at += len;
+        step = match began.elapsed() > STEP_TIME {
+            true => (step / 2).max(STEP_BYTES),
+            false => step.saturating_mul(2),
+        };
     }
 }

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use vdkit_block::{CancelToken, Error};
 
 /// Interval between checks of the cancel token.
-pub(crate) const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
 /// A pipe to read.
 #[derive(Debug)]
@@ -22,6 +22,23 @@ pub struct Stdin {
 pub(crate) fn is_interruption(error: &io::Error) -> bool {
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<Error>());
     matches!(inner, Some(Error::Interrupted))
+}
+
+/// Waits until a file can be read or written.
+///
+/// # Errors
+/// Of poll(2); at a cancellation one that [`is_interruption`] knows.
+pub(crate) fn wait_for(file: &File, what: PollFlags, cancel: &CancelToken) -> io::Result<()> {
+    loop {
+        if cancel.is_cancelled() {
+            return Err(io::Error::other(Error::Interrupted));
+        }
+        match poll(&mut [PollFd::new(file, what)], Some(&TICK)) {
+            Ok(0) | Err(Errno::INTR) => {}
+            Ok(_) => return Ok(()),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
 }
 
 impl Stdin {
@@ -42,15 +59,7 @@ impl Stdin {
 impl Read for Stdin {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         loop {
-            if self.cancel.is_cancelled() {
-                return Err(io::Error::other(Error::Interrupted));
-            }
-            let mut fds = [PollFd::new(&self.file, PollFlags::IN)];
-            match poll(&mut fds, Some(&TICK)) {
-                Ok(0) | Err(Errno::INTR) => continue,
-                Ok(_) => {}
-                Err(errno) => return Err(errno.into()),
-            }
+            wait_for(&self.file, PollFlags::IN, &self.cancel)?;
             match self.file.read(buf) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 other => return other,

@@ -4,12 +4,11 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::AsFd;
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::PollFlags;
 use rustix::fs::FileType;
-use rustix::io::Errno;
-use vdkit_block::{CancelToken, Error};
+use vdkit_block::CancelToken;
 
-use crate::stdin::TICK;
+use crate::stdin::wait_for;
 
 /// A pipe that can be written takes a page at once.
 const PAGE_BYTES: usize = 4096;
@@ -45,15 +44,7 @@ impl Write for Stdout {
     fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
         let Some(whole) = self.pipe else { return self.file.write(buf) };
         loop {
-            if self.cancel.is_cancelled() {
-                return Err(io::Error::other(Error::Interrupted));
-            }
-            let mut fds = [PollFd::new(&self.file, PollFlags::OUT)];
-            match poll(&mut fds, Some(&TICK)) {
-                Ok(0) | Err(Errno::INTR) => continue,
-                Ok(_) => {}
-                Err(errno) => return Err(errno.into()),
-            }
+            wait_for(&self.file, PollFlags::OUT, &self.cancel)?;
             // A larger write would wait in the kernel, where no cancellation is seen.
             let empty = rustix::io::ioctl_fionread(&self.file) == Ok(0);
             let room = if empty { whole } else { PAGE_BYTES };
