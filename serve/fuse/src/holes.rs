@@ -46,3 +46,28 @@ pub fn seek<D: Deref<Target = Disk>>(
         };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use vdkit_testkit::disk_of;
+
+    use super::*;
+
+    #[test]
+    fn a_large_disk_takes_few_steps() {
+        let disk = disk_of(&vdkit_raw::RawDriver, 1 << 62, &[(5 << 40, &[1])]);
+        let steps = Cell::new(0);
+        let hold = || {
+            steps.set(steps.get() + 1);
+            Ok(&disk)
+        };
+        let data = seek(hold, 0, false).unwrap().unwrap();
+        assert!((data..data + (1 << 20)).contains(&(5 << 40)), "{data:#x}");
+        assert_eq!(seek(hold, 6 << 40, false).unwrap(), None);
+        assert_eq!(seek(hold, 6 << 40, true).unwrap(), Some(6 << 40));
+        assert_eq!(seek(hold, 1 << 62, true).unwrap(), None);
+        assert!(steps.get() < 1000, "{steps:?}");
+    }
+}
