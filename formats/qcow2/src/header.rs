@@ -91,6 +91,9 @@ pub struct Header {
     pub extensions: Vec<Extension>,
 }
 
+/// The structure of a [`Fault`] in the end of the list of header extensions.
+pub(crate) const END_MARK: &str = "end of the header extensions";
+
 /// With smaller clusters, a feature name table would leave no room for the backing name.
 pub(crate) const FEATURE_NAMES_CLUSTER_MIN: u64 = 4096;
 
@@ -157,13 +160,13 @@ impl Header {
         bytes: &[u8],
         file_len: u64,
         limits: &Limits,
-        faults: Option<&mut Vec<Fault>>,
+        mut faults: Option<&mut Vec<Fault>>,
     ) -> Result<Self, NeedMore> {
         let fixed = FixedHeader::parse(file, bytes)?;
-        let mut header = fixed.validate(file, file_len, limits, faults)?;
+        let mut header = fixed.validate(file, file_len, limits, faults.as_deref_mut())?;
         let there = Bytes { read: bytes, of: header.geometry.cluster_bytes().min(file_len) };
         let backing_offset = fixed.backing_file_offset.get();
-        header.extensions = parse_extensions(file, there, &header, backing_offset)?;
+        header.extensions = parse_extensions(file, there, &header, backing_offset, faults)?;
         if backing_offset != 0 {
             header.backing_name = parse_backing_name(file, there, &fixed, &header)?;
         }
@@ -405,6 +408,7 @@ fn parse_extensions(
     bytes: Bytes<'_>,
     header: &Header,
     backing_offset: u64,
+    faults: Option<&mut Vec<Fault>>,
 ) -> Result<Vec<Extension>, NeedMore> {
     let cluster = header.geometry.cluster_bytes();
     // The backing name may directly follow the list, without an end mark.
@@ -420,6 +424,17 @@ fn parse_extensions(
         let Some(Ok(head)) = head else { return Ok(found) };
         let (kind, len) = (head.kind.get(), u64::from(head.length));
         if kind == extension::END {
+            // QEMU does not open an image whose end mark has a length that exceeds the list.
+            if let Some(faults) = faults.filter(|_| data + len > list_end) {
+                faults.push(Fault {
+                    file: file.to_owned(),
+                    offset: at,
+                    structure: END_MARK,
+                    found: format!("an end mark of {len} bytes"),
+                    expected: "one without bytes".to_owned(),
+                    remedy: None,
+                });
+            }
             return Ok(found);
         }
         let fault = |expected: String| {

@@ -71,14 +71,31 @@ impl Qcow2 {
         self.hide_beneath(lead, old, new.min(beneath))?;
         // Durable before the header exposes this range.
         self.meta.flush_led(self, lead)?;
-        if self.has_data_file() && self.data.caps().growable && self.data.len()? < new {
-            self.data.set_len(new)?;
-        }
+        self.enlarge_data_file(old, new)?;
         let mut meta = self.meta.lock();
         if !self.enlarge_l1(&mut meta, self.geometry.l1_entries_for(new), new)? {
             self.switch_header(&mut meta, header_offset!(size), &new.to_be_bytes())?;
         }
         self.guest_bytes.store(new, Ordering::Release);
+        Ok(())
+    }
+
+    /// Gives the data file the disk's size. One that is raw is the disk itself: what is in it behind
+    /// the disk's end, as on a device or after an interrupted shrink, must read as zero before the
+    /// header exposes it.
+    fn enlarge_data_file(&self, old: u64, new: u64) -> Result<()> {
+        if !self.has_data_file() {
+            return Ok(());
+        }
+        let there = self.data.len()?;
+        let shown = new.min(there);
+        if self.header.data_file_raw() && old < shown {
+            self.data.write_zeroes(HostOffset(old), shown - old, ZeroMode::MayUnmap)?;
+            self.data.sync()?;
+        }
+        if self.data.caps().growable && there < new {
+            self.data.set_len(new)?;
+        }
         Ok(())
     }
 

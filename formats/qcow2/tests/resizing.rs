@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use vdkit_block::{
-    BackingRef, CreateRequest, Creation, FormatDriver, GuestOffset, ImageInfo, Limits, OpenRequest,
-    Options, Storage,
+    BackingRef, CreateRequest, Creation, FormatDriver, GuestOffset, HostOffset, ImageInfo, Limits,
+    OpenRequest, Options, Storage,
 };
 use vdkit_chain::{Disk, OpenOptions};
 use vdkit_qcow2::Qcow2Driver;
@@ -116,6 +116,50 @@ fn a_write_beside_a_growth_shows_no_old_bytes_of_the_data_file() {
     assert!(bytes[..512].iter().all(|&byte| byte == 7));
     assert!(bytes[512..].iter().all(|&byte| byte == 0), "old bytes of the data file are shown");
     disk.close().unwrap();
+}
+
+/// A raw data file is the disk for programs that do not know qcow2. What it has behind the disk's end,
+/// on a device or since a cut shrink, is not a part of the disk when that grows.
+#[test]
+fn a_raw_data_file_stays_the_disk_when_the_disk_grows() {
+    for fixed in [true, false] {
+        let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("a.qcow2"));
+        let memory = MemoryStorage::with_len("a.data", MIB);
+        let data = Arc::new(if fixed { memory.fixed_len() } else { memory });
+        let options = ["cluster_size=64K,data_file=a.data,data_file_raw=on"];
+        let request = CreateRequest {
+            storage: storage.clone(),
+            files: vec![data.clone()],
+            guest_bytes: MIB,
+            options: Options::parse("qcow2", Qcow2Driver.options(), options).unwrap(),
+            backing: None,
+            backing_bytes: None,
+        };
+        Qcow2Driver.creation().unwrap().create(&request).unwrap();
+        let files: Vec<Arc<dyn Storage>> = vec![data.clone()];
+        let limits = Limits::default();
+        let request = OpenRequest { storage, files, writable: true, limits };
+        let image = Qcow2Driver.open(request).unwrap();
+        let info = ImageInfo::new("qcow2", MIB);
+        let disk = Disk::from_format(image, info, &OpenOptions::read_write());
+        let agree = |size: u64, what: &str| {
+            let mut bytes = vec![0xff; size as usize];
+            disk.read_at(&mut bytes, GuestOffset(0)).unwrap();
+            assert!(data.to_vec()[..size as usize] == bytes, "fixed: {fixed}, {what}");
+        };
+        disk.write_at(&[0xbb; MIB as usize], GuestOffset(0)).unwrap();
+        disk.resize(200 * KIB).unwrap();
+        agree(200 * KIB, "smaller");
+        if !fixed {
+            // As after a power cut in the shrink, before the file is cut.
+            data.write_at(&[0xcc; 300 << 10], HostOffset(200 * KIB)).unwrap();
+        }
+        disk.resize(400 * KIB).unwrap();
+        agree(400 * KIB, "grown");
+        disk.resize(MIB).unwrap();
+        agree(MIB, "as large as before");
+        disk.close().unwrap();
+    }
 }
 
 /// Version 2 has no zero flags: a growth over a larger backing image writes clusters of zeroes. If

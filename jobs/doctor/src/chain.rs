@@ -25,8 +25,11 @@ impl Examination<'_> {
         }
         if self.links.len() > DEPTH_REMARKABLE {
             let message = format!("{} images in one chain", self.links.len());
-            let lowest = self.links.last().and_then(|lowest| self.name_of(lowest));
-            let mend = lowest.and_then(|lowest| self.vdkit(&["rebase", "--backing", &lowest], &[]));
+            let mend = self.links.last().and_then(|lowest| {
+                let name = self.name_of(lowest)?;
+                let format = lowest.info.format;
+                self.vdkit(&["rebase", "--backing", &name, "--backing-format", format], &[])
+            });
             self.add(DoctorCode::DeepChain, message, mend);
         }
     }

@@ -47,7 +47,8 @@ impl Examination<'_> {
         let unused = !self.in_use;
         for bitmap in info.bitmaps.iter().filter(|bitmap| bitmap.in_use && unused) {
             let name = &bitmap.name;
-            let mend = self.vdkit(&["bitmap", "remove"], &[name]);
+            let words: &[&str] = if name.starts_with('-') { &["--", name] } else { &[name] };
+            let mend = self.vdkit(&["bitmap", "remove"], words);
             self.add(DoctorCode::BitmapStale, format!("bitmap '{name}'"), mend);
         }
         if info.format == "qcow2" {

@@ -186,12 +186,12 @@ fn folder(
     report.images.sort_by(|a, b| a.path.cmp(&b.path));
     report.orphans = found.orphans;
     report.findings = leftovers::leftovers(path, None, options.recursive, &monitor.cancel)?;
-    report.findings.extend(overcommitted(&report.images));
+    report.findings.extend(overcommitted(registry, &report.images));
     Ok(())
 }
 
 /// Reports file systems with less free space than several images may grow by together.
-fn overcommitted(images: &[DoctorImage]) -> Vec<DoctorFinding> {
+fn overcommitted(registry: &Registry, images: &[DoctorImage]) -> Vec<DoctorFinding> {
     /// Per file system: possible growth, free bytes, growable images.
     type Pool<'a> = (u64, u64, Vec<&'a DoctorImage>);
     let mut pools: BTreeMap<u64, Pool<'_>> = BTreeMap::new();
@@ -224,7 +224,11 @@ fn overcommitted(images: &[DoctorImage]) -> Vec<DoctorFinding> {
             free >> 20,
             most.path.display()
         );
-        let mend = command(&["vdkit", "compact", &word_of(&most.path)]);
+        let format = most.format.filter(|format| {
+            registry.driver(format).is_ok_and(|driver| driver.compaction().is_some())
+        });
+        let mend = format
+            .and_then(|format| command(&["vdkit", "compact", "-f", format, &word_of(&most.path)]));
         findings.push(DoctorFinding::new(DoctorCode::Overcommitted, message, mend));
     }
     findings

@@ -48,6 +48,11 @@ impl L2Table {
         self.faulty * 2 > self.used
     }
 
+    /// An L1 entry may as well be empty as name it.
+    pub(super) fn maps_nothing(&self) -> bool {
+        self.used == 0 || self.is_mostly_invalid()
+    }
+
     /// Guest offset of the cluster of an entry.
     pub(super) fn guest(&self, index: u64, image: &Image) -> u64 {
         let geometry = image.geometry();

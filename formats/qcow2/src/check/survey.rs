@@ -78,6 +78,9 @@ pub(super) struct Survey {
     pub(super) snapshot_l1_faulty: FxHashSet<usize>,
     /// The bitmaps are damaged although their autoclear bit is set.
     pub(super) bitmaps_broken: bool,
+    /// Clusters of the directory of bitmaps that a program without bitmap support, or a repair that
+    /// was interrupted, has made inconsistent.
+    stale_directory: Range<u64>,
     /// Single damaged bitmaps: offsets of their entries in the directory.
     pub(super) broken_bitmaps: Vec<usize>,
     /// Metadata clusters that something else uses too.
@@ -86,6 +89,8 @@ pub(super) struct Survey {
     pub(super) low: u64,
     /// Some of these have no refcount block.
     pub(super) low_without_block: bool,
+    /// Some of these have more references than a refcount can count.
+    pub(super) overfull: bool,
     /// Unreferenced clusters beyond the end of the file that have a refcount.
     pub(super) ahead: u64,
     owners: Vec<(Range<u64>, Owner)>,
@@ -250,8 +255,14 @@ impl Survey {
         let mut faulty = false;
         for (index, word) in words(l1).iter().enumerate() {
             let raw = word.get();
-            let (corrected, fault) = image.judge_l1(raw);
+            let (mut corrected, mut fault) = image.judge_l1(raw);
             let at = offset + index as u64 * 8;
+            if image.header.has_data_file() && uses.elsewhere(corrected & OFFSET_MASK, index as u32)
+            {
+                // Its entries' places in the data file fit one guest range only.
+                fault = Some(("a table that no entry of another index names", true));
+                corrected = 0;
+            }
             if let Some(fault) = fault {
                 faulty = true;
                 self.l1_fault(image, at, structure, index, raw, fault);
@@ -342,6 +353,10 @@ impl Survey {
         let fault = match bitmaps::presence(image) {
             Presence::None => None,
             Presence::Stale => {
+                if let Some(bitmaps) = image.header.bitmaps() {
+                    let at = bitmaps.directory_offset.0;
+                    self.stale_directory = image.clusters_of(at, bitmaps.directory_bytes);
+                }
                 if mode == Mode::Compare {
                     monitor.progress.message(
                         "a program without bitmap support wrote to this image: its bitmaps are \
@@ -441,7 +456,7 @@ impl Survey {
         let max = image.geometry().refcount_max();
         for (cluster, balance) in self.balance.unbalanced() {
             let beyond = cluster >= image.file_clusters();
-            let needed = beyond || !self.report.is_full();
+            let needed = beyond || balance < 0 || !self.report.is_full();
             let refcount = if needed { i128::from(lookup.get(cluster)?) } else { 0 };
             let references = refcount - balance;
             if beyond && references == 0 {
@@ -458,8 +473,10 @@ impl Survey {
             }
             self.low += 1;
             self.low_without_block |= self.refcounts.block_of(image, cluster).is_none();
+            let overfull = references > i128::from(max);
+            self.overfull |= overfull;
             self.report.corruption(offset, "refcount", || {
-                let wide = if references > i128::from(max) {
+                let wide = if overfull {
                     " (too many for the width of refcounts in this image: convert it)"
                 } else {
                     ""
@@ -486,6 +503,13 @@ impl Survey {
     /// Whether an L2 table shares its cluster with something else.
     pub(super) fn in_conflict(&self, image: &Image, table: &L2Table) -> bool {
         self.conflicts.contains(&(table.offset >> image.geometry().cluster_bits))
+    }
+
+    /// Whether an L2 table is none, but a cluster of something else.
+    pub(super) fn is_garbage(&self, image: &Image, table: &L2Table) -> bool {
+        let cluster = table.offset >> image.geometry().cluster_bits;
+        let shared = self.conflicts.contains(&cluster) || self.stale_directory.contains(&cluster);
+        shared && table.maps_nothing()
     }
 
     pub(super) fn table_at(&self, offset: u64) -> Option<&L2Table> {
@@ -523,6 +547,11 @@ impl L2Uses {
         let uses = self.tables.entry(offset).or_insert((0, 0, l1_index));
         let count = if active { &mut uses.0 } else { &mut uses.1 };
         *count = count.saturating_add(1);
+    }
+
+    /// Whether an entry of another index names this table.
+    fn elsewhere(&self, offset: u64, l1_index: u32) -> bool {
+        self.tables.get(&offset).is_some_and(|uses| uses.2 != l1_index)
     }
 
     fn check_limit(&self, image: &Image) -> Result<()> {

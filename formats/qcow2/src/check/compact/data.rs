@@ -16,7 +16,8 @@ use crate::entry::L2Entry;
 use crate::header::Encryption;
 use crate::layout::{COPIED, OFFSET_MASK, ZERO};
 
-/// Most references in memory: 32 MiB. Few in tests, for many windows.
+/// Most references in memory: 32 MiB. Few in tests, for many windows. A cluster that has more by
+/// itself stays where it is.
 const RECORDS_MAX: u64 = if cfg!(test) { 100 } else { 2 << 20 };
 
 /// One reference to a cluster.
@@ -73,10 +74,10 @@ pub(super) fn move_data(space: &mut Space<'_>, end: u64, report: &mut CompactRep
                 beyond -= references;
                 fits
             })
-            .map_or(upto - 1, |(cluster, _)| cluster);
+            .map_or(end, |(cluster, _)| cluster);
         let window = from..upto;
         let (mut records, compressed) = references(space, &window)?;
-        compressed_clusters += compressed.len() as u64;
+        compressed_clusters += compressed.len();
         records.retain(|record| !compressed.contains(&record.cluster));
         // The last clusters of the file first.
         records.sort_unstable_by_key(|r| (std::cmp::Reverse(r.cluster), r.table, r.entry));
@@ -92,21 +93,26 @@ pub(super) fn move_data(space: &mut Space<'_>, end: u64, report: &mut CompactRep
         }
         upto = from;
     }
-    if compressed_clusters > 0 {
-        report.left_alone.push(LeftAlone {
-            what: "compressed data: its clusters are shared by several pieces",
-            clusters: compressed_clusters,
-        });
+    let shared = space
+        .used_from(end)
+        .filter(|&(cluster, references)| references > RECORDS_MAX && !space.is_metadata(cluster));
+    for (what, clusters) in [
+        ("compressed data: its clusters are shared by several pieces", compressed_clusters),
+        ("data that too many entries refer to", shared.count()),
+    ] {
+        if clusters > 0 {
+            report.left_alone.push(LeftAlone { what, clusters: clusters as u64 });
+        }
     }
     Ok(())
 }
 
-/// Clusters of guest data in a range, with their references.
+/// Clusters of guest data in a range that can move, with their references.
 fn data_from(space: &Space<'_>, from: u64, upto: u64) -> impl Iterator<Item = (u64, u64)> {
     space
         .used_from(from)
         .take_while(move |&(cluster, _)| cluster < upto)
-        .filter(|&(cluster, _)| !space.is_metadata(cluster))
+        .filter(|&(cluster, references)| references <= RECORDS_MAX && !space.is_metadata(cluster))
 }
 
 /// All references to data in a window, and the window's clusters that hold compressed data.
@@ -126,7 +132,10 @@ fn references(space: &Space<'_>, window: &Range<u64>) -> Result<(Vec<Record>, Fx
                 compressed.extend(clusters.filter(|cluster| window.contains(cluster)));
             } else if entry.has_space(false) {
                 let cluster = geometry.host_cluster(entry.host());
-                if window.contains(&cluster) && !space.is_metadata(cluster) {
+                let moves = |cluster| {
+                    !space.is_metadata(cluster) && space.references(cluster) <= RECORDS_MAX
+                };
+                if window.contains(&cluster) && moves(cluster) {
                     records.push(Record::new(cluster, i, index, entry.word));
                 }
             }

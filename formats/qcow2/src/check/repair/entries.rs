@@ -90,8 +90,8 @@ fn repair_l1(image: &Image, survey: &Survey, offset: u64, old: &[u8]) -> Result<
     image.write_changed(offset, old, &corrected_l1(image, survey, old, |offset| offset))
 }
 
-/// The L1 table with corrected entries, without clusters that are not tables, and with each L2
-/// table at its new `place`.
+/// The L1 table with corrected entries, without clusters that map nothing, and with each L2 table
+/// at its new `place`.
 pub(super) fn corrected_l1(
     image: &Image,
     survey: &Survey,
@@ -99,17 +99,18 @@ pub(super) fn corrected_l1(
     place: impl Fn(u64) -> u64,
 ) -> Vec<u8> {
     let mut new = l1.to_vec();
-    for word in words_mut(&mut new) {
+    for (word, index) in words_mut(&mut new).iter_mut().zip(0..) {
         let entry = word.get();
         if entry == 0 {
             continue;
         }
         let (mut corrected, _) = image.judge_l1(entry);
         let offset = corrected & OFFSET_MASK;
-        let garbage = survey
-            .table_at(offset)
-            .is_some_and(|table| survey.in_conflict(image, table) && table.is_mostly_invalid());
-        if garbage {
+        let goes = survey.table_at(offset).is_some_and(|table| {
+            survey.is_garbage(image, table)
+                || image.header.has_data_file() && table.l1_index != index
+        });
+        if goes {
             corrected = 0;
         } else if corrected != 0 {
             corrected = corrected & !OFFSET_MASK | place(offset);

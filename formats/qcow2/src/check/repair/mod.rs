@@ -4,6 +4,7 @@
 //! that is no worse than before:
 //!
 //! 1. [`entries`]: invalid entries are corrected or cleared in place, and damaged bitmaps forgotten.
+//!    Before it, the image is marked as corrupt if a refcount would exceed its width.
 //! 2. [`relocate`]: metadata that shares a cluster with something else, and a damaged snapshot table,
 //!    are written to new clusters, together with a whole new set of refcounts; one header write
 //!    switches to them.
@@ -33,13 +34,13 @@ use std::sync::Arc;
 
 use rustc_hash::FxHashSet;
 use vdkit_block::{
-    CheckReport, Error, Finding, Limits, Monitor, Remedy, Repair, Result, Severity, Storage,
-    require_writable,
+    CheckReport, Error, Finding, HostOffset, Limits, Monitor, Remedy, Repair, Result, Severity,
+    Storage, require_writable,
 };
 
 use super::image::Image;
 use super::survey::{Mode, Survey};
-use crate::header::write_features;
+use crate::header::{END_MARK, write_features};
 use crate::layout::{autoclear, incompatible};
 use crate::structures::header_offset;
 pub(in crate::check) use orphans::Kept;
@@ -268,7 +269,10 @@ fn round(
     }
     match policy {
         Policy::All => {
-            if entries::apply(image, survey)? {
+            if mark_overfull(image, survey)?
+                || mend_end_mark(image)?
+                || entries::apply(image, survey)?
+            {
                 return Ok(true);
             }
             if !survey.conflicts.is_empty()
@@ -289,11 +293,37 @@ fn round(
     if recount::apply(image, survey, policy != Policy::Leaks, discard)? {
         return Ok(true);
     }
+    if survey.overfull {
+        // With refcounts of one bit, the maximum says that a cluster may be written in place.
+        return Ok(false);
+    }
     // Lowering a refcount to 1 requires the COPIED flag, so a repair of leaks sets it too.
     if policy != Policy::Leaks || survey.low == 0 {
         return entries::set_copied(image, survey);
     }
     Ok(false)
+}
+
+/// Marks an image as corrupt that has a cluster with more references than a refcount can count. A
+/// program that wrote to it would count that cluster down to zero before its last reference is
+/// gone, and give it out again. Version 2 has no such mark, and counts up to 65535.
+fn mark_overfull(image: &Image, survey: &Survey) -> Result<bool> {
+    if !survey.overfull || image.header.version < 3 || image.header.has(incompatible::CORRUPT) {
+        return Ok(false);
+    }
+    let bits = image.header.incompatible | incompatible::CORRUPT;
+    write_features(&*image.storage, header_offset!(incompatible_features), bits)?;
+    Ok(true)
+}
+
+/// Writes an end mark without length to the list of header extensions.
+fn mend_end_mark(image: &Image) -> Result<bool> {
+    let Some(fault) = image.header_faults.iter().find(|f| f.structure == END_MARK) else {
+        return Ok(false);
+    };
+    image.storage.write_at(&[0; 8], HostOffset(fault.offset))?;
+    image.storage.sync()?;
+    Ok(true)
 }
 
 /// A writer must clear unknown and inapplicable autoclear bits.

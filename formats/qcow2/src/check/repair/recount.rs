@@ -27,8 +27,7 @@ pub(super) fn apply(image: &Image, survey: &Survey, raise: bool, discard: bool) 
 }
 
 /// Sets the refcount of each cluster whose balance is `wanted` to its number of references. More
-/// than the width can count become its maximum: such a cluster is never written in place, and the
-/// report says that the image must be converted.
+/// than the width can count become its maximum: see [`super::mark_overfull`].
 fn set(
     image: &Image,
     survey: &Survey,

@@ -34,8 +34,8 @@ struct Plan<'a> {
     l1: Option<u64>,
     /// The remaining snapshots with their changes; `None` if the table stays unchanged.
     snapshots: Option<Vec<Snapshot>>,
-    /// Host offsets and bytes of writes other than refcounts.
-    writes: Vec<(u64, Vec<u8>)>,
+    /// Bytes of the tables that moved.
+    moved: u64,
 }
 
 /// Writes new refcounts, moves metadata that must move, and switches.
@@ -62,7 +62,7 @@ fn prepare<'a>(
     plan.move_l1()?;
     let snapshot_table = plan.move_snapshots()?;
     let (table, clusters) = plan.write_refcounts()?;
-    plan.write()?;
+    image.storage.sync()?;
     let snapshots = plan.snapshots.as_ref().map_or(image.header.snapshot_count, |s| s.len() as u32);
     let header = FixedHeader {
         l1_size: image.header.l1_entries.into(),
@@ -101,7 +101,7 @@ pub(super) fn change_width(image: &mut Image, order: u32, monitor: &Monitor<'_>)
     image.header.geometry.refcount_order = order;
     let image = &*image;
     let mut plan = Plan::new(image, target, next);
-    let written = plan.write_refcounts().and_then(|place| plan.write().map(|()| place));
+    let written = plan.write_refcounts().and_then(|place| image.storage.sync().map(|()| place));
     let (table, clusters) = written.inspect_err(|_| cut(image, before))?;
     // All fields are in the first sector, so the switch is atomic.
     let mut header = FixedHeader::read(&*image.storage)?;
@@ -129,16 +129,20 @@ impl<'a> Plan<'a> {
             tables: FxHashMap::default(),
             l1: None,
             snapshots: None,
-            writes: Vec::new(),
+            moved: 0,
         }
     }
 
-    /// Writes what is not yet written, and makes everything new durable.
-    fn write(&mut self) -> Result<()> {
-        for (offset, bytes) in self.writes.drain(..) {
-            self.image.storage.write_at(&bytes, HostOffset(offset))?;
-        }
-        self.image.storage.sync()
+    /// Writes a table to new clusters, with `references` references each, not yet durably. Returns
+    /// its offset. Tables in holes of a small file could have any size in total.
+    fn place(&mut self, table: &[u8], references: i32) -> Result<u64> {
+        let image = self.image;
+        self.moved += table.len() as u64;
+        let what = "the tables that a repair moves in bytes";
+        require_within(image.name(), what, self.moved, image.limits.check_bytes_max)?;
+        let offset = self.allocate(table.len() as u64, references)?;
+        image.storage.write_at(table, HostOffset(offset))?;
+        Ok(offset)
     }
 
     /// Allocates clusters for `bytes` bytes, with `references` references each.
@@ -163,20 +167,19 @@ impl<'a> Plan<'a> {
         Ok(offset)
     }
 
-    /// Moves L2 tables that share their cluster, with corrected entries. Clusters that are not
-    /// tables are not moved; the new L1 tables do not name them.
+    /// Moves L2 tables that share their cluster, with corrected entries. Those that map nothing
+    /// are not moved; the new L1 tables do not name them.
     fn move_tables(&mut self) -> Result<()> {
         let image = self.image;
         for i in 0..self.target.tables.len() {
             let table = self.target.tables[i];
-            if !self.target.in_conflict(image, &table) || table.is_mostly_invalid() {
+            if !self.target.in_conflict(image, &table) || table.maps_nothing() {
                 continue;
             }
             let mut bytes = image.read_cluster(table.offset)?;
             mapping::repair_table(image, &table, &mut bytes);
-            let offset = self.allocate(image.cluster_bytes(), table.weight())?;
+            let offset = self.place(&bytes, table.weight())?;
             self.tables.insert(table.offset, offset);
-            self.writes.push((offset, bytes));
         }
         Ok(())
     }
@@ -190,9 +193,7 @@ impl<'a> Plan<'a> {
     fn move_l1(&mut self) -> Result<()> {
         if self.target.owner_in_conflict(Owner::ActiveL1) {
             let bytes = self.new_l1(&self.target.l1);
-            let offset = self.allocate(bytes.len() as u64, 1)?;
-            self.l1 = Some(offset);
-            self.writes.push((offset, bytes));
+            self.l1 = Some(self.place(&bytes, 1)?);
         }
         Ok(())
     }
@@ -213,9 +214,7 @@ impl<'a> Plan<'a> {
         for i in moved {
             let (offset, bytes) = snapshots[i].l1();
             let bytes = self.new_l1(&image.read_table(offset, bytes)?);
-            let offset = self.allocate(bytes.len() as u64, 1)?;
-            snapshots[i].entry.l1_offset = HostOffset(offset);
-            self.writes.push((offset, bytes));
+            snapshots[i].entry.l1_offset = HostOffset(self.place(&bytes, 1)?);
         }
         snapshots.retain(|snapshot| !snapshot.lost);
         let table = snapshots::encode(snapshots.iter().map(|snapshot| &snapshot.entry));
@@ -223,9 +222,7 @@ impl<'a> Plan<'a> {
         if table.is_empty() {
             return Ok(0);
         }
-        let offset = self.allocate(table.len() as u64, 1)?;
-        self.writes.push((offset, table));
-        Ok(offset)
+        self.place(&table, 1)
     }
 
     /// Writes blocks and table for all references. Returns the table's offset and clusters.
@@ -258,7 +255,7 @@ impl<'a> Plan<'a> {
         for (i, &block) in blocks.iter().enumerate() {
             words_mut(&mut bytes)[block as usize].set(first + i as u64 * cluster);
         }
-        self.writes.push((table, bytes));
+        image.storage.write_at(&bytes, HostOffset(table))?;
         Ok((table, (table_bytes / cluster) as u32))
     }
 

@@ -3,6 +3,7 @@
 mod compact;
 mod crash;
 mod damage;
+mod extremes;
 mod hostile;
 mod matrix;
 mod orphans;
