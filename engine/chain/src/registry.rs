@@ -172,8 +172,8 @@ impl Registry {
         self.drivers().map(|driver| driver.name()).collect::<Vec<_>>().join(", ")
     }
 
-    /// Probes an image's format by its first 64 KiB, with one read; if they are inconclusive, also
-    /// by its last 512 bytes, with a second read.
+    /// Probes an image's format by its first 64 KiB, with one read; unless they and the file's name
+    /// say the same format, also by its last 512 bytes, with a second read.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if no format matches, for a [`RejectedKind`], for a file that is not what
@@ -188,7 +188,7 @@ impl Registry {
         Ok(probed)
     }
 
-    /// As [`Registry::probe`], whatever the file's name says.
+    /// As [`Registry::probe`], also for a file that is not what its extension says.
     ///
     /// # Errors
     /// As [`Registry::probe`].
@@ -234,7 +234,11 @@ impl Registry {
         tail: impl FnOnce() -> Result<Vec<u8>>,
     ) -> Result<Probed> {
         let mut judged = self.judge(head, &[], len);
-        if judged.certain.is_empty() {
+        // The guest of a format that is known by the file's end (a fixed VHD) writes the file's start,
+        // so it could choose another format, one that names a backing file. The start alone decides
+        // only where the file's name says the same.
+        let named = self.find_by_file_name(file).map(|driver| driver.name());
+        if !judged.certain.iter().any(|driver| Some(driver.name()) == named) {
             judged = self.judge(head, &tail()?, len);
         }
         let Judged { certain, fallback } = judged;
@@ -338,7 +342,12 @@ mod tests {
 
     impl FormatDriver for ByByte {
         fn info(&self) -> DriverInfo {
-            DriverInfo { name: self.0, aliases: &[], extensions: &[], description: "for tests" }
+            let extensions: &[_] = match self.0 {
+                "a" => &["a"],
+                "end" => &["end"],
+                _ => &[],
+            };
+            DriverInfo { name: self.0, aliases: &[], extensions, description: "for tests" }
         }
         fn probe(&self, head: &[u8], tail: &[u8], _len: u64) -> Probe {
             match self.1 {
@@ -389,11 +398,34 @@ mod tests {
             let mut bytes = vec![0; len];
             bytes[len - 1] = b'E';
             assert_eq!(probe(&all, &bytes).unwrap(), ("end", false), "{len}");
-            // A conclusive head decides alone.
-            bytes[0] = 1;
-            assert_eq!(probe(&all, &bytes).unwrap(), ("a", false), "{len}");
         }
         assert_eq!(probe(&all, &[0; 70_000]).unwrap(), ("raw", true));
+    }
+
+    /// The guest of a format that is known by the file's end writes the file's start.
+    #[test]
+    fn a_head_decides_alone_only_where_the_name_says_the_same() {
+        static RAW: ByByte = ByByte("raw", None);
+        static A: ByByte = ByByte("a", Some(1));
+        static END: ByByte = ByByte("end", Some(b'E'));
+        let registry = Registry::new([&RAW as &'static dyn FormatDriver, &END, &A]);
+        for len in [2, 511, 512, 65536, 65537, 100_000] {
+            let mut bytes = vec![0; len];
+            bytes[0] = 1;
+            let plain = MemoryStorage::from_bytes("disk.end", &bytes);
+            assert_eq!(registry.probe(&plain).unwrap().driver.name(), "a", "{len}");
+            bytes[len - 1] = b'E';
+            for name in ["disk.end", "disk", "disk.img", "nbd://host/disk"] {
+                let storage = MemoryStorage::from_bytes(name, &bytes);
+                let error = registry.probe(&storage).unwrap_err().to_string();
+                assert!(error.contains("end and a at once"), "{name} {len}: {error}");
+            }
+            // One read.
+            let head = &bytes[..len.min(HEAD_BYTES)];
+            let unread = || unreachable!("the end is read");
+            let probed = registry.probe_parts("disk.a", head, len as u64, unread).unwrap();
+            assert_eq!(probed.driver.name(), "a", "{len}");
+        }
     }
 
     #[test]

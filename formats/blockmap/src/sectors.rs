@@ -7,7 +7,8 @@ use vdkit_block::{HostOffset, Result, Storage};
 use vdkit_meta::PageCache;
 
 const SECTOR: u64 = 512;
-/// Most bytes of cached bitmaps; changed ones are never evicted and may exceed it.
+/// Most bytes of cached bitmaps. Changed ones are never evicted; a write flushes if they fill half of
+/// it.
 const KEPT_BYTES_MAX: u64 = 8 << 20;
 
 /// The bitmaps of an open image, by the start of their blocks.

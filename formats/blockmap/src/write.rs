@@ -28,8 +28,10 @@ impl<E: Envelope> BlockImage<E> {
         at: GuestOffset,
         len: u64,
     ) -> Result<Option<Reservation<'_>>> {
-        // Dirty pages cannot be evicted.
-        if self.table.dirty() > self.table.capacity() / 2 {
+        // Dirty pages and bitmaps cannot be evicted.
+        let mostly_dirty =
+            self.sectors.as_ref().is_some_and(|maps| maps.dirty() > maps.capacity() / 2);
+        if mostly_dirty || self.table.dirty() > self.table.capacity() / 2 {
             self.state.flush(self)?;
         }
         let block_bytes = self.geometry().block_bytes;

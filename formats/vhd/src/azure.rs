@@ -44,7 +44,11 @@ pub fn azure_faults(storage: &dyn Storage) -> Result<Vec<Finding>> {
         return Ok(faults);
     }
     let size = footer.current_size();
-    if !size.is_multiple_of(AZURE_UNIT) || size == 0 {
+    if size > SECTORS_MAX * SECTOR {
+        let message = format!("{size} bytes are more than 2040 GiB");
+        add(at, offset_of!(RawFooter, current_size), "current size", message);
+    } else if !size.is_multiple_of(AZURE_UNIT) || size == 0 {
+        // At most 2040 GiB, which are whole MiB.
         let whole = size.next_multiple_of(AZURE_UNIT).max(AZURE_UNIT);
         let message = format!("the disk has {size} bytes, not whole MiB; {whole} would be");
         add(at, offset_of!(RawFooter, current_size), "current size", message);
@@ -57,10 +61,6 @@ pub fn azure_faults(storage: &dyn Storage) -> Result<Vec<Finding>> {
             footer.disk_bytes()
         );
         add(at, offset_of!(RawFooter, cylinders), "disk geometry", message);
-    }
-    if size > SECTORS_MAX * SECTOR {
-        let message = format!("{size} bytes are more than 2040 GiB");
-        add(at, offset_of!(RawFooter, current_size), "current size", message);
     }
     if size.checked_add(FOOTER_BYTES as u64) != Some(len) {
         let message = format!("the file has {len} bytes, not those of the disk ({size}) and 512");

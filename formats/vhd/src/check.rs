@@ -9,10 +9,10 @@ use vdkit_blockmap::{Envelope, survey};
 
 use crate::envelope::{Parts, VhdEnvelope};
 use crate::fixed;
-use crate::footer::{DiskType, FOOTER_BYTES, Footer};
+use crate::footer::{DiskType, FOOTER_BYTES, Footer, SECTOR, SECTORS_MAX};
 use crate::header::DynamicHeader;
 use crate::locate::Footers;
-use crate::on_disk::RawHeader;
+use crate::on_disk::{RawFooter, RawHeader};
 
 /// As [`vdkit_block::FormatDriver::check`].
 pub(crate) fn check(image: &OfflineImage<'_>, repair: Repair) -> Result<CheckReport> {
@@ -48,7 +48,12 @@ fn check_fixed(
             report.image_end_offset = storage.len()?;
         }
     }
-    let wanted = footer.current_size().max(disk).div_ceil(512) * 512;
+    let Some(wanted) = end_of_fixed(footer) else {
+        let message = format!("{} bytes, expected at most 2040 GiB", footer.current_size());
+        let at = footers.back_at + offset_of!(RawFooter, current_size) as u64;
+        report.note(Severity::Corruption, at, "current size", message, false);
+        return Ok(report);
+    };
     let free = footers.back_at.saturating_sub(wanted);
     // On a device the footer is at its end.
     if free > 0 && storage.caps().growable {
@@ -66,6 +71,14 @@ fn check_fixed(
     Ok(report)
 }
 
+/// Where the footer of a fixed image belongs: never within the disk, which a footer there would
+/// overwrite. `None` if the size field holds what no VHD can have; creators that take the size from
+/// the geometry do not use that field.
+fn end_of_fixed(footer: &Footer) -> Option<u64> {
+    let end = footer.current_size().max(footer.disk_bytes()).checked_next_multiple_of(SECTOR)?;
+    (end <= SECTORS_MAX * SECTOR).then_some(end)
+}
+
 fn check_dynamic(
     image: &OfflineImage<'_>,
     footers: &Footers,
@@ -74,6 +87,9 @@ fn check_dynamic(
 ) -> Result<CheckReport> {
     let OfflineImage { limits, monitor, .. } = image;
     let storage = &**image.storage;
+    // A repair of leaks may truncate the file, and it is not certain which footer is this image's.
+    let repair =
+        if footers.contradict() && repair == Repair::Leaks { Repair::Nothing } else { repair };
     let repairing = matches!(repair, Repair::All | Repair::AllForced);
     let mut header = DynamicHeader::read(storage, footer.data_offset())?;
     let geometry = header.geometry();
@@ -126,12 +142,23 @@ fn judge_front(footers: &Footers, repairing: bool, report: &mut CheckReport) -> 
 
 /// Whether the footer at the end must be rewritten.
 fn judge_back(footers: &Footers, repairing: bool, report: &mut CheckReport) -> bool {
-    let message = match (&footers.front, &footers.back) {
-        (_, Err(no)) => format!("at the end of the file: {}, expected {}", no.found, no.expected),
-        (Ok(front), Ok(back)) if front != back => "differs from its copy at the start".to_owned(),
+    // A crash while the file grows leaves a leak, and the next writer repairs it.
+    let (severity, message) = match (&footers.front, &footers.back) {
+        (_, Err(no)) => {
+            let what = format!("at the end of the file: {}, expected {}", no.found, no.expected);
+            (Severity::Leak, what)
+        }
+        (Ok(front), Ok(back)) if footers.contradict() => {
+            let of = |one: &Footer| format!("{} image {}", one.disk_type.name(), one.uuid());
+            let what =
+                format!("of the {}, but its copy at the start of the {}", of(back), of(front));
+            (Severity::Corruption, what)
+        }
+        (Ok(front), Ok(back)) if front != back => {
+            (Severity::Leak, "differs from its copy at the start".to_owned())
+        }
         _ => return false,
     };
-    // A crash while the file grows leaves this, and the next writer repairs it.
-    report.note(Severity::Leak, footers.back_at, "footer", message, repairing);
+    report.note(severity, footers.back_at, "footer", message, repairing);
     true
 }

@@ -42,10 +42,6 @@ impl Footers {
         let mut bytes = [0; FOOTER_BYTES];
         let got = storage.read_up_to(&mut bytes, HostOffset(0))?;
         let mut front = Footer::parse(&bytes[..got]);
-        if front.as_ref().is_ok_and(|footer| footer.disk_type == DiskType::Fixed) {
-            // These are guest bytes.
-            front = Err(NoFooter { at: 0, found: "a fixed disk's".to_owned(), expected: "a copy" });
-        }
         let len = storage.len()?;
         let back_at = len.saturating_sub(FOOTER_BYTES as u64);
         let got = storage.read_up_to(&mut bytes, HostOffset(back_at))?;
@@ -53,6 +49,14 @@ impl Footers {
         if back.is_err() && got == FOOTER_BYTES && bytes[1..].starts_with(crate::footer::COOKIE) {
             back = Footer::parse(&bytes[1..]);
             back_at += 1;
+        }
+        // The guest of a fixed image writes its start, so what is there decides nothing: neither a
+        // footer of that type nor, if the file ends as a fixed image does, another one. No dynamic
+        // image ends so.
+        let fixed = |footer: &Footer| footer.disk_type == DiskType::Fixed;
+        let ends_fixed = |footer: &Footer| fixed(footer) && footer.disk_bytes() <= back_at;
+        if front.as_ref().is_ok_and(fixed) || back.as_ref().is_ok_and(ends_fixed) {
+            front = Err(NoFooter { at: 0, found: "a fixed disk's".to_owned(), expected: "a copy" });
         }
         let mut footers = Self { front, back, back_at, behind: 0 };
         if footers.back.is_err() && footers.front.is_err() && is_zero(&bytes[..got]) {
@@ -85,6 +89,12 @@ impl Footers {
             (self.back, self.back_at) = (Ok(footer), at);
         }
         Ok(())
+    }
+
+    /// Whether both footers are valid but of two images, which no crash leaves.
+    pub(crate) fn contradict(&self) -> bool {
+        let key = |footer: &Footer| (footer.disk_type, footer.uuid());
+        matches!((&self.front, &self.back), (Ok(front), Ok(back)) if key(front) != key(back))
     }
 
     /// The footer to use: the copy at the start if there is one, as in QEMU.

@@ -5,7 +5,7 @@ mod support;
 use std::path::Path;
 use std::sync::Arc;
 
-use support::{DYNAMIC, Shared, create_over, written};
+use support::{DYNAMIC, HEADER, Shared, TABLE, create_over, get, put, sum, written};
 use vdkit_block::{
     BackingRef, CreateRequest, Creation, FormatDriver, GuestOffset, HostOffset, Limits, Options,
     Repair, Storage,
@@ -74,6 +74,31 @@ fn a_small_write_copies_a_sector_at_most() {
     let place = alone.top().resolve(GuestOffset((1 << 21) + 1024), 4096).unwrap();
     assert_eq!(place.len, 512);
     assert!(child.allocated_bytes().unwrap() < 64 << 10);
+}
+
+/// Changed bitmaps are never evicted.
+#[test]
+fn bitmaps_are_bounded_under_a_guest_that_never_flushes() {
+    const BLOCK: u64 = 1 << 30;
+    const BITMAP: u64 = BLOCK / 512 / 8;
+    const KEPT_BYTES_MAX: u64 = 8 << 20;
+    let blocks = 3 * KEPT_BYTES_MAX / BITMAP;
+    let base: Shared =
+        Arc::new(vdkit_testbase::trials::Trial { guest_bytes: blocks * BLOCK, ..DYNAMIC }.image());
+    let child = child_of(&base);
+    put(&child, HEADER + 32, BLOCK as u32);
+    sum(&child, HEADER, 1024, 36);
+    let disk = open(&child, &base, true);
+    for block in 0..blocks {
+        disk.write_at(&[7; 512], GuestOffset(block * BLOCK)).unwrap();
+    }
+    let in_memory = (0..blocks).filter(|block| {
+        let word = get(&child, TABLE + block * 4);
+        word == u32::MAX || get(&child, u64::from(word) * 512) == 0
+    });
+    let in_memory = in_memory.count() as u64 * BITMAP;
+    assert!(in_memory <= KEPT_BYTES_MAX, "{in_memory} bytes of changed bitmaps");
+    disk.close().unwrap();
 }
 
 #[test]

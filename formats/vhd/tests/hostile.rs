@@ -5,7 +5,7 @@ mod support;
 use std::sync::Arc;
 
 use support::{DYNAMIC, FIXED, HEADER, Shared, TABLE, put, sum, written};
-use vdkit_block::{FormatDriver, GuestOffset, HostOffset, Limits};
+use vdkit_block::{FormatDriver, GuestOffset, HostOffset, Limits, Repair};
 use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CountingStorage, copy_of};
 use vdkit_vhd::VhdDriver;
@@ -48,6 +48,31 @@ fn a_fixed_image_ends_before_its_footer() {
     let error = VhdDriver.describe(&storage, &Limits::default()).unwrap_err().to_string();
     assert!(error.contains("current size"), "{error}");
     assert!(FIXED.open(&storage, false).is_err());
+}
+
+/// The guest of a fixed image writes the start of the file: it must not turn the image into one that
+/// names a parent, or into one that a repair truncates.
+#[test]
+fn the_guest_of_a_fixed_image_does_not_choose_another_kind() {
+    for disk_type in [3, 4] {
+        let storage: Shared = Arc::new(FIXED.image());
+        let mut start = vec![0; 1 << 20];
+        written().read_at(&mut start, HostOffset(0)).unwrap();
+        let disk = FIXED.open(&storage, true).unwrap();
+        disk.write_at(&start, GuestOffset(0)).unwrap();
+        disk.close().unwrap();
+        put(&storage, 60, disk_type);
+        sum(&storage, 0, 512, 64);
+        storage.read_at(&mut start, HostOffset(0)).unwrap();
+        let info = VhdDriver.describe(&storage, &Limits::default()).unwrap();
+        assert_eq!((info.virtual_size, info.backing_file), (2 << 20, None));
+        for repair in [Repair::Nothing, Repair::Leaks, Repair::All] {
+            assert_eq!(FIXED.found(&storage, repair), (0, 0), "{repair:?}");
+        }
+        assert_eq!(storage.len().unwrap(), (2 << 20) + 512);
+        let content = FIXED.content(&storage);
+        assert!(content.len() == 2 << 20 && content.starts_with(&start));
+    }
 }
 
 #[test]

@@ -11,6 +11,12 @@ use vdkit_storage::MemoryStorage;
 use vdkit_testbase::{CrashStorage, Rng, copy_of};
 use vdkit_vhd::{VhdDriver, azure_faults};
 
+fn bytes(storage: &Shared) -> Vec<u8> {
+    let mut bytes = vec![0; storage.len().unwrap() as usize];
+    storage.read_at(&mut bytes, HostOffset(0)).unwrap();
+    bytes
+}
+
 fn repaired(storage: &Shared) {
     DYNAMIC.found(storage, Repair::All);
     assert_eq!(DYNAMIC.found(storage, Repair::Nothing), (0, 0));
@@ -176,6 +182,50 @@ fn images_are_known_by_either_footer() {
     assert_eq!(FIXED.open(&nested, false).unwrap().guest_bytes(), 2 << 20);
 }
 
+/// The size field of such creators does not size the disk, so it may hold anything.
+#[test]
+fn a_size_that_no_vhd_has_moves_no_footer_into_the_disk() {
+    const BYTES: u64 = 60 * 4 * 17 * 512;
+    let limit = 0xff00_0000_u64 * 512;
+    for creator in [*b"qemu", *b"vpc "] {
+        for size in [u64::MAX, u64::MAX - 511, u64::MAX - 600, limit + 1] {
+            let storage: Shared = Arc::new(FIXED.image());
+            let footer = FIXED.guest_bytes;
+            put(&storage, footer + 28, u32::from_be_bytes(creator));
+            put(&storage, footer + 56, (60 << 16) | (4 << 8) | 17);
+            storage.write_at(&size.to_be_bytes(), HostOffset(footer + 48)).unwrap();
+            sum(&storage, footer, 512, 64);
+            storage.write_at(&[7; 512], HostOffset(0)).unwrap();
+            let before = bytes(&storage);
+            for repair in [Repair::Nothing, Repair::Leaks, Repair::All] {
+                assert_eq!(FIXED.found(&storage, repair), (1, 0), "{size:#x} {repair:?}");
+            }
+            assert!(bytes(&storage) == before, "{size:#x}: changed");
+            assert_eq!(FIXED.open(&storage, false).unwrap().guest_bytes(), BYTES);
+        }
+    }
+}
+
+/// A crash leaves footers that differ in the size, but not two images' footers.
+#[test]
+fn footers_of_two_images_are_damage_that_a_repair_of_leaks_leaves_alone() {
+    for (field, word) in [(60, 4), (60, 2), (68, 0x1234_5678)] {
+        let storage = written();
+        let before = DYNAMIC.content(&storage);
+        put(&storage, TABLE + 4, u32::MAX);
+        let end = storage.len().unwrap() - 512;
+        put(&storage, end + field, word);
+        // Of a disk that does not end before this footer, or the file would end as a fixed image.
+        put(&storage, end + 52, u32::MAX / 512 * 512);
+        sum(&storage, end, 512, 64);
+        let damaged = bytes(&storage);
+        assert_eq!(DYNAMIC.found(&storage, Repair::Leaks), (1, 1), "{field}");
+        assert!(bytes(&storage) == damaged, "{field}: changed");
+        repaired(&storage);
+        assert!(DYNAMIC.content(&storage)[4 << 20..] == before[4 << 20..], "{field}");
+    }
+}
+
 #[test]
 fn azure_takes_fixed_images_of_whole_mib_and_says_what_it_refuses() {
     let good: Shared = Arc::new(FIXED.image());
@@ -199,6 +249,14 @@ fn azure_takes_fixed_images_of_whole_mib_and_says_what_it_refuses() {
     assert!(told(&long).contains("the file has"), "{}", told(&long));
     let raw: Shared = Arc::new(MemoryStorage::with_len("raw", 1 << 20));
     assert!(told(&raw).contains("footer"));
+    // The next whole MiB would be more than a number holds.
+    for size in [u64::MAX, u64::MAX - 511, u64::MAX - (1 << 20) + 2] {
+        let huge = copy_of(&good);
+        huge.write_at(&size.to_be_bytes(), HostOffset((2 << 20) + 48)).unwrap();
+        sum(&huge, 2 << 20, 512, 64);
+        let told = told(&huge);
+        assert!(told.contains("2040 GiB") && !told.contains("would be"), "{size:#x}: {told}");
+    }
     let old = copy_of(&good);
     put(&old, (2 << 20) + 12, 0x0002_0000);
     sum(&old, 2 << 20, 512, 64);

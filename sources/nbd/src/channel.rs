@@ -1,7 +1,7 @@
 //! The byte stream of a connection: a socket, or TLS over one.
 
 use std::io::{self, IoSlice};
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -30,16 +30,26 @@ impl Socket {
         match place {
             Place::Unix(path) => Self::unix(path, until),
             Place::Tcp { host, port } => {
-                let mut failed = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
-                for address in (host.as_str(), *port).to_socket_addrs()? {
-                    match TcpStream::connect_timeout(&address, time_left(until)?) {
-                        Ok(stream) => return Self::tcp(stream),
-                        Err(error) => failed = error,
-                    }
-                }
-                Err(failed)
+                let addresses: Vec<_> = (host.as_str(), *port).to_socket_addrs()?.collect();
+                Self::first_of(&addresses, until)
             }
         }
+    }
+
+    /// Connects to the first of these addresses that answers. Each has an equal share of the time
+    /// that is left, so that one without an answer leaves time for the others.
+    ///
+    /// # Errors
+    /// That of the last address; `TimedOut` after `until`.
+    pub(crate) fn first_of(addresses: &[SocketAddr], until: Instant) -> io::Result<Self> {
+        let mut failed = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
+        for (address, shares) in addresses.iter().zip((1..=addresses.len() as u32).rev()) {
+            match TcpStream::connect_timeout(address, time_left(until)? / shares) {
+                Ok(stream) => return Self::tcp(stream),
+                Err(error) => failed = error,
+            }
+        }
+        Err(failed)
     }
 
     /// A connected socket.

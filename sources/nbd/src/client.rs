@@ -25,12 +25,9 @@
 //! again.
 //!
 //! # The rule of the flush
-//! An answered write is durable only after a flush that the same generation answered. If a
-//! generation ends while there are answered writes without such a flush, the server may have lost
-//! them (it crashed with them in its cache), and nobody keeps their bytes. From then on each flush
-//! fails, as after a failed fdatasync. If all answered writes were flushed, or were FUA writes,
-//! nothing is lost, and flushes go on. So a flush never claims more than what is known. An answer that
-//! arrives after its generation has ended does not count: the request is sent again.
+//! See [`crate::durability`]: a generation that ends with answered, unflushed writes makes each later
+//! flush fail. An answer that arrives after its generation has ended does not count: the request is
+//! sent again.
 //!
 //! # A child of `fork`
 //! The sockets are its parent's too, and so are the cookies of requests and the state of TLS. So a child
@@ -45,6 +42,7 @@ use vdkit_block::OwnerProcess;
 
 use crate::channel::Socket;
 use crate::connection::{Connection, Request};
+use crate::durability::Durability;
 use crate::failure::{Broken, Failure};
 use crate::handshake::{Agreed, DescribedExport, ExportInfo, Handshake, ListedExport};
 use crate::reply::Expected;
@@ -128,8 +126,8 @@ enum Phase {
 #[derive(Debug, Default)]
 struct Shared {
     phase: Phase,
-    /// Counts the generations of connections.
-    generation: u64,
+    /// The generation of the connections, and the writes that are not known to be durable.
+    durability: Durability,
     connections: Vec<Arc<Connection>>,
     /// Connections of the last generation, which threads may still have.
     ended: Vec<Weak<Connection>>,
@@ -139,11 +137,6 @@ struct Shared {
     further_after: Option<Instant>,
     /// When the last generation ended, and why.
     lost: Option<(Instant, Broken)>,
-    /// Answered writes in all, and those of them that an answered flush covers.
-    written: u64,
-    flushed: u64,
-    /// Why writes may be lost; every later flush fails.
-    doubtful: Option<Broken>,
     closed: bool,
 }
 
@@ -212,7 +205,7 @@ impl Client {
         let mut pause = PAUSE_MIN;
         loop {
             let (generation, connection) = self.connection()?;
-            let covers = self.shared.lock().written;
+            let covers = self.shared.lock().durability.written();
             if let Expected::Status(_, runs) = &mut expected {
                 runs.clear();
             }
@@ -253,16 +246,11 @@ impl Client {
         if !writes && !flushes {
             return true;
         }
-        let mut shared = self.shared.lock();
-        if shared.generation != generation {
-            return false;
+        let durability = &mut self.shared.lock().durability;
+        match flushes {
+            true => durability.count_flush(generation, covers),
+            false => durability.count_write(generation, request.flags & request_flag::FUA != 0),
         }
-        if flushes {
-            shared.flushed = shared.flushed.max(covers);
-        } else if request.flags & request_flag::FUA == 0 {
-            shared.written += 1;
-        }
-        true
     }
 
     /// Makes all writes durable that were answered before this call.
@@ -276,40 +264,29 @@ impl Client {
             true => self.run(&flush, Expected::Nothing),
             false => Ok(()),
         };
-        let mut shared = self.shared.lock();
-        if let Err(failure) = &flushed {
+        let durability = &mut self.shared.lock().durability;
+        match &flushed {
+            // The end of the generation judged already whether answered writes may be lost.
+            Err(Failure::Broken(_)) => {}
             // As after a failed fdatasync: what was lost stays lost.
-            let why = match failure {
-                Failure::Broken(broken) => broken.clone(),
-                Failure::Refused { .. } => {
-                    Broken { why: "an earlier flush failed".into(), lost: false }
+            Err(Failure::Refused { .. }) => durability.doubt("an earlier flush failed"),
+            Ok(()) => {
+                if let Some(why) = durability.doubtful() {
+                    return Err(Broken { why, lost: false }.into());
                 }
-            };
-            shared.doubtful.get_or_insert(why);
+            }
         }
-        match &shared.doubtful {
-            Some(why) if flushed.is_ok() => Err(why.clone().into()),
-            _ => flushed,
-        }
+        flushed
     }
 
     /// Ends a generation, unless another thread has ended it.
     fn end_generation(&self, generation: u64, broken: &Broken) {
         let mut shared = self.shared.lock();
-        if shared.generation != generation {
+        if !shared.durability.end_generation(generation, &broken.why) {
             return;
         }
-        shared.generation += 1;
         shared.phase = Phase::Down;
         shared.lost = Some((Instant::now(), broken.clone()));
-        if shared.written > shared.flushed {
-            let why = format!(
-                "{}, before the answered writes were flushed: the server may have lost some of them",
-                broken.why
-            );
-            shared.doubtful.get_or_insert(Broken { why: why.into(), lost: false });
-        }
-        shared.flushed = shared.written;
         shared.further_after = None;
         let connections = std::mem::take(&mut shared.connections);
         // Before another thread can see that they are lost, and connect again.
@@ -339,7 +316,7 @@ impl Client {
                 Phase::Connected => {
                     let best = shared.connections.iter().min_by_key(|one| one.busy()).cloned();
                     if let Some(best) = best {
-                        let generation = shared.generation;
+                        let generation = shared.durability.generation();
                         if best.busy() > 0 {
                             self.open_further(&mut shared);
                         }
@@ -417,14 +394,14 @@ impl Client {
         }
         shared.opening = true;
         let (target, state) = (self.target.clone(), self.shared.clone());
-        let (generation, agreed) = (shared.generation, self.agreed.clone());
+        let (generation, agreed) = (shared.durability.generation(), self.agreed.clone());
         let pause = self.target.limits.further_pause;
         let open = move || {
             loop {
                 let connected = target.connect(CONNECT_FURTHER);
                 let mut shared = state.lock();
                 let connected = connected.ok().filter(|one| one.agreed() == &agreed);
-                if shared.generation != generation || shared.closed {
+                if shared.durability.generation() != generation || shared.closed {
                     shared.opening = false;
                     drop(shared);
                     return connected.iter().for_each(Connection::end);
@@ -478,10 +455,10 @@ pub(crate) fn described(uri: &NbdUri) -> std::io::Result<Vec<DescribedExport>> {
     let handshake = target.begin(Instant::now() + target.limits.connect)?;
     let extended = handshake.has(option::EXTENDED_HEADERS)?;
     let structured = extended || handshake.has(option::STRUCTURED_REPLY)?;
-    let describe = |listed: ListedExport| {
-        let info = handshake.info(&listed.name)?;
+    let describe = |(name, listed): (Vec<u8>, ListedExport)| {
+        let info = handshake.info(&name)?;
         let contexts = match structured {
-            true => handshake.contexts(option::LIST_META_CONTEXT, &listed.name, &[])?,
+            true => handshake.contexts(option::LIST_META_CONTEXT, &name, &[])?,
             false => Vec::new(),
         };
         let contexts = contexts.into_iter().map(|(name, _)| name).collect();

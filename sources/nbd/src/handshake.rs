@@ -189,7 +189,7 @@ impl Handshake {
     }
 
     /// NBD_OPT_INFO or NBD_OPT_GO: what the server reports about an export, and its last reply.
-    fn ask_about(&self, option: u32, export: &str) -> io::Result<(ExportInfo, Answer)> {
+    fn ask_about(&self, option: u32, export: &[u8]) -> io::Result<(ExportInfo, Answer)> {
         let mut data = string(export);
         data.extend([1u16, info::BLOCK_SIZE].into_iter().flat_map(u16::to_be_bytes));
         let (replies, last) = self.ask_all(option, &data)?;
@@ -216,7 +216,7 @@ impl Handshake {
     ///
     /// # Errors
     /// As [`Handshake::begin`].
-    pub(crate) fn info(&self, export: &str) -> io::Result<Option<ExportInfo>> {
+    pub(crate) fn info(&self, export: &[u8]) -> io::Result<Option<ExportInfo>> {
         let (reported, (kind, _)) = self.ask_about(option::INFO, export)?;
         Ok((kind == answer::ACK).then_some(reported))
     }
@@ -226,7 +226,7 @@ impl Handshake {
     /// # Errors
     /// As [`Handshake::begin`].
     pub(crate) fn go_simple(&self, export: &str) -> io::Result<ExportInfo> {
-        let (reported, (kind, text)) = self.ask_about(option::GO, export)?;
+        let (reported, (kind, text)) = self.ask_about(option::GO, export.as_bytes())?;
         if kind != answer::ACK {
             return Err(refused("this export", kind, &text));
         }
@@ -241,7 +241,7 @@ impl Handshake {
     pub(crate) fn go(self, export: &str, wanted: &[String]) -> io::Result<(Channel, Agreed)> {
         let structured = self.has(option::STRUCTURED_REPLY)?;
         let contexts = match structured && !wanted.is_empty() {
-            true => self.contexts(option::SET_META_CONTEXT, export, wanted)?,
+            true => self.contexts(option::SET_META_CONTEXT, export.as_bytes(), wanted)?,
             false => Vec::new(),
         };
         let mut agreed = Agreed {
@@ -253,7 +253,7 @@ impl Handshake {
             preferred: 4096,
             maximum: wire::PAYLOAD_MAX,
         };
-        let (reported, (kind, text)) = self.ask_about(option::GO, export)?;
+        let (reported, (kind, text)) = self.ask_about(option::GO, export.as_bytes())?;
         if kind == answer::UNSUPPORTED {
             return self.go_by_name(export, agreed);
         }
@@ -301,7 +301,8 @@ impl Handshake {
         }
         // A server may keep its exports secret.
         let exports = self.exports().unwrap_or_default();
-        let mut names: Vec<_> = exports.iter().take(NAMED_MAX).map(|one| &*one.name).collect();
+        let listed = exports.iter().take(NAMED_MAX);
+        let mut names: Vec<_> = listed.map(|(_, one)| one.name.as_str()).collect();
         if exports.len() > NAMED_MAX {
             names.push("…");
         }
@@ -311,21 +312,20 @@ impl Handshake {
         io::Error::new(io::ErrorKind::NotFound, why)
     }
 
-    /// The exports that the server lists.
+    /// The exports that the server lists, each with the exact name, for requests.
     ///
     /// # Errors
     /// As [`Handshake::begin`]; `PermissionDenied` if the server refuses.
-    pub(crate) fn exports(&self) -> io::Result<Vec<ListedExport>> {
+    pub(crate) fn exports(&self) -> io::Result<Vec<(Vec<u8>, ListedExport)>> {
         let (replies, (kind, text)) = self.ask_all(option::LIST, &[])?;
         if kind != answer::ACK {
             return Err(refused("to list its exports", kind, &text));
         }
         let listed = |data: &[u8]| {
             let (name, description) = data.get(4..)?.split_at_checked(be32(data, 0) as usize)?;
-            Some(ListedExport {
-                name: message_of(name).unwrap_or_default(),
-                description: message_of(description),
-            })
+            let printable = message_of(name).unwrap_or_default();
+            let one = ListedExport { name: printable, description: message_of(description) };
+            Some((name.to_vec(), one))
         };
         let replies = replies.iter().filter(|(kind, _)| *kind == answer::SERVER);
         replies.map(|(_, data)| listed(data).ok_or_else(|| bad("a list of exports"))).collect()
@@ -338,12 +338,12 @@ impl Handshake {
     pub(crate) fn contexts(
         &self,
         option: u32,
-        export: &str,
+        export: &[u8],
         queries: &[String],
     ) -> io::Result<Vec<(String, u32)>> {
         let mut data = string(export);
         data.extend((queries.len() as u32).to_be_bytes());
-        queries.iter().for_each(|query| data.extend(string(query)));
+        queries.iter().for_each(|query| data.extend(string(query.as_bytes())));
         let (replies, (kind, _)) = self.ask_all(option, &data)?;
         if kind != answer::ACK {
             return Ok(Vec::new());
@@ -373,7 +373,7 @@ impl Handshake {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ListedExport {
-    /// Its name; empty for the default export.
+    /// Its name as one printable line of at most 512 characters; empty for the default export.
     pub name: String,
     /// The server's description of it.
     pub description: Option<String>,
@@ -406,9 +406,9 @@ pub struct DescribedExport {
 }
 
 /// A string with its length before it.
-fn string(text: &str) -> Vec<u8> {
+fn string(text: &[u8]) -> Vec<u8> {
     let mut bytes = (text.len() as u32).to_be_bytes().to_vec();
-    bytes.extend(text.as_bytes());
+    bytes.extend(text);
     bytes
 }
 

@@ -13,7 +13,8 @@
 //! | negotiation: TLS, structured replies, metadata contexts, block sizes, list of exports | `handshake` |
 //! | requests in flight on one connection; which thread reads | `connection` |
 //! | replies: each length, offset and type is checked | `reply` |
-//! | several connections; reconnection; what a flush promises after a connection was lost | `client` |
+//! | several connections; reconnection | `client` |
+//! | what a flush promises after a connection was lost | `durability` |
 //! | the storage: alignment, zeroes, holes by block status | `storage` |
 //!
 //! # The server is untrusted
@@ -29,6 +30,7 @@
 mod channel;
 mod client;
 mod connection;
+mod durability;
 mod failure;
 mod handshake;
 mod reply;

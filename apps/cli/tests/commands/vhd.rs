@@ -125,3 +125,22 @@ fn a_commit_notes_the_time_anew() {
     assert_eq!(scratch.ok(&["read", "child.vhd", "1M", "1"]).bytes, [9]);
     assert!(!scratch.ok(&["check", "child.vhd"]).stdout.contains("warning"));
 }
+
+/// The guest of a fixed image writes the start of the file. It must not choose a format that names a
+/// file of the host.
+#[test]
+fn the_guest_of_a_fixed_image_does_not_choose_its_format() {
+    let scratch = Scratch::new();
+    std::fs::write(scratch.path("secret"), [7; 1 << 20]).unwrap();
+    scratch.ok(&["create", "-f", "qcow2", "--backing", "secret", "-F", "raw", "o.qcow2"]);
+    let header = std::fs::read(scratch.path("o.qcow2")).unwrap();
+    for name in ["disk.vhd", "disk.img", "disk"] {
+        let options = "subformat=fixed,force_size=on";
+        scratch.ok(&["create", "-f", "vpc", "-o", options, name, "4M"]);
+        let file = File::options().write(true).open(scratch.path(name)).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, &header, 0).unwrap();
+        scratch.fails(1, "it looks like qcow2 and vpc at once", &["info", name]);
+        let answer = scratch.ok(&["info", "-f", "vpc", name]);
+        assert!(answer.stdout.contains("vpc") && !answer.stdout.contains("secret"), "{answer:?}");
+    }
+}

@@ -463,6 +463,48 @@ fn further_connections_are_tried_again_after_the_server_refused_one() {
     }
 }
 
+/// A server that keeps writes in a cache until a flush, and loses the cache in a crash.
+#[test]
+fn no_flush_of_several_threads_claims_a_write_that_a_crash_has_lost() {
+    for round in 0..30 {
+        let folder = tempfile::tempdir().unwrap();
+        let disk = Arc::new(Mutex::new(vec![0; MIB]));
+        let durable = Arc::new(Mutex::new(vec![0; MIB]));
+        let (cache, flushed) = (disk.clone(), durable.clone());
+        let script = Box::new(move |asked: &Asked| {
+            if asked.command == command::FLUSH {
+                let disk = cache.lock();
+                flushed.lock().copy_from_slice(&disk);
+            }
+            Act::Follow
+        });
+        let server =
+            Server::start_at(folder.path().join("s"), disk, Setup { script, ..Setup::default() });
+        let storage = open(&server.uri()).unwrap();
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let (storage, durable) = (&storage, &durable);
+                scope.spawn(move || {
+                    let mut fails = false;
+                    for value in 1..=60 {
+                        storage.write_at(&[value; 512], HostOffset(thread * 512)).unwrap();
+                        if !value.is_multiple_of(3) {
+                            continue;
+                        }
+                        let claims = storage.sync().is_ok();
+                        assert!(!claims || !fails, "a flush after a failed one succeeds");
+                        fails |= !claims;
+                        let kept = durable.lock()[thread as usize * 512];
+                        assert!(!claims || kept >= value, "{value} is claimed, {kept} is kept");
+                    }
+                });
+            }
+            std::thread::sleep(Duration::from_micros(100 * round));
+            server.crash(|disk| disk.copy_from_slice(&durable.lock()));
+        });
+    }
+}
+
 #[test]
 fn fua_writes_are_never_in_doubt() {
     let server = Server::start(MIB, Setup::default());
@@ -489,6 +531,62 @@ fn a_failed_flush_stays_failed() {
     });
     assert!(storage.sync().unwrap_err().to_string().contains("no space left"));
     assert!(storage.sync().unwrap_err().to_string().contains("an earlier flush failed"));
+}
+
+/// Without a server, a flush fails. If nothing was unflushed, nothing was lost.
+#[test]
+fn a_flush_without_a_server_puts_nothing_in_doubt() {
+    let server = Server::start(MIB, Setup::default());
+    let uri = server.uri();
+    let storage = open(&format!("{uri}&reconnect=1")).unwrap();
+    storage.write_at(&[7; 512], HostOffset(0)).unwrap();
+    storage.sync().unwrap();
+    server.kill();
+    let error = storage.sync().unwrap_err().to_string();
+    assert!(error.contains("no new one in 1 s"), "{error}");
+    let path = uri.split_once("socket=").unwrap().1.into();
+    let again = Server::start_at(path, server.disk.clone(), Setup::default());
+    storage.sync().unwrap();
+    storage.write_at(&[8; 512], HostOffset(0)).unwrap();
+    storage.sync().unwrap();
+    // A write that is in doubt stays so, also if a flush fails during the outage.
+    storage.write_at(&[9; 512], HostOffset(0)).unwrap();
+    again.kill();
+    storage.sync().unwrap_err();
+    let path = uri.split_once("socket=").unwrap().1.into();
+    let _third = Server::start_at(path, server.disk.clone(), Setup::default());
+    let error = storage.sync().unwrap_err().to_string();
+    assert!(error.contains("before the answered writes were flushed"), "{error}");
+}
+
+/// A name that is not printable, or longer than a message, is asked for as the server sent it.
+#[test]
+fn exports_are_described_by_their_exact_names() {
+    let names: [&[u8]; 4] = [b" disk ", b"a\tb\x1b[2J", &[b'x'; 4096], b"\xff\xfe"];
+    let exports = names.iter().map(|name| name.to_vec()).collect();
+    let server = Server::start(MIB, Setup { exports, ..Setup::default() });
+    let described = crate::describe_exports(&server.uri()).unwrap();
+    assert!(described.iter().all(|one| one.info.as_ref().is_some_and(|info| info.bytes == 7)));
+    let shown: Vec<_> = described.into_iter().map(|one| one.listed.name).collect();
+    assert_eq!(shown, ["disk", "a b [2J", &"x".repeat(512), "\u{fffd}\u{fffd}"]);
+}
+
+/// The kernel drops the requests for a connection that a full queue has no place for.
+#[test]
+fn an_address_without_an_answer_leaves_time_for_the_next_one() {
+    let kind = rustix::net::SocketType::STREAM;
+    let full = rustix::net::socket(rustix::net::AddressFamily::INET, kind, None).unwrap();
+    rustix::net::bind(&full, &"127.0.0.1:0".parse::<std::net::SocketAddr>().unwrap()).unwrap();
+    rustix::net::listen(&full, 0).unwrap();
+    let dead = TcpListener::from(full);
+    let dead_at = dead.local_addr().unwrap();
+    let _queued = TcpStream::connect(dead_at).unwrap();
+    let short = Duration::from_millis(100);
+    assert!(TcpStream::connect_timeout(&dead_at, short).is_err(), "the queue has room");
+    let alive = TcpListener::bind("127.0.0.1:0").unwrap();
+    let addresses = [dead_at, alive.local_addr().unwrap()];
+    Socket::first_of(&addresses, Instant::now() + Duration::from_secs(3)).unwrap();
+    assert!(Socket::first_of(&addresses[..1], Instant::now() + short).is_err());
 }
 
 #[test]

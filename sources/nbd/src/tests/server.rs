@@ -51,12 +51,15 @@ pub(super) struct Setup {
     /// Bytes of the option GO's block sizes: minimum, preferred, maximum.
     pub(super) sizes: Option<[u32; 3]>,
     pub(super) script: Script,
+    /// Names that it lists. It describes them, each as of 7 bytes, and opens none of them.
+    pub(super) exports: Vec<Vec<u8>>,
 }
 
 impl Default for Setup {
     fn default() -> Self {
         let script = Box::new(|_: &Asked| Act::Follow);
-        Self { flags: FLAGS, structured: true, sizes: None, script }
+        let exports = [&b"disk"[..], b"other"].map(<[u8]>::to_vec).to_vec();
+        Self { flags: FLAGS, structured: true, sizes: None, script, exports }
     }
 }
 
@@ -157,8 +160,14 @@ impl Server {
 
     /// Ends all connections.
     pub(super) fn cut(&self) {
+        self.crash(|_| ());
+    }
+
+    /// Ends all connections, after a change of the disk.
+    pub(super) fn crash(&self, change: impl FnOnce(&mut Vec<u8>)) {
         // Under the lock, so that no change of an old session comes after it.
-        let disk = self.disk.lock();
+        let mut disk = self.disk.lock();
+        change(&mut disk);
         self.cuts.fetch_add(1, Ordering::SeqCst);
         drop(disk);
         for socket in self.sockets.lock().drain(..) {
@@ -301,10 +310,22 @@ impl Session {
                 self.answer(option, answer::ACK, b"")?;
             }
             option::LIST => {
-                for name in ["disk", "other"] {
-                    let data = [&(name.len() as u32).to_be_bytes()[..], name.as_bytes()].concat();
+                for name in &self.setup.exports.clone() {
+                    let data = [&(name.len() as u32).to_be_bytes()[..], name].concat();
                     self.answer(option, answer::SERVER, &data)?;
                 }
+                self.answer(option, answer::ACK, b"")?;
+            }
+            option::INFO => {
+                let name = &data[4..][..be32(&data, 0) as usize];
+                if !self.setup.exports.iter().any(|one| one == name) {
+                    self.answer(option, answer::UNKNOWN, b"who?")?;
+                    return Some(false);
+                }
+                let mut info = 0u16.to_be_bytes().to_vec();
+                info.extend(7u64.to_be_bytes());
+                info.extend(self.setup.flags.to_be_bytes());
+                self.answer(option, answer::INFO, &info)?;
                 self.answer(option, answer::ACK, b"")?;
             }
             option::GO if !data[4..].starts_with(b"disk") => {
