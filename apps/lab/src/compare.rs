@@ -2,10 +2,11 @@
 
 use serde::Serialize;
 
+use crate::environment::PROGRAMS;
 use crate::lists::{distinct, numbered};
 use crate::matrix::Matrix;
-use crate::model::{Axes, Cell, Metric, Run, SURVIVED, metric};
-use crate::stats::{Decision, Interval, RUNS_APART, Rounds, Runs, median};
+use crate::model::{Axes, Cell, Environment, Metric, Run, SURVIVED, metric};
+use crate::stats::{Decision, Interval, RUNS_APART, Rounds, Runs};
 use crate::words::digits;
 
 /// A cell that was measured in both states.
@@ -19,9 +20,9 @@ pub struct Compared {
     pub axes: Axes,
     /// Key of the metric.
     pub metric: &'static str,
-    /// Median before, in the metric's unit.
+    /// Median before, in the metric's unit; for survival the share of rounds.
     pub before: f64,
-    /// Median after.
+    /// The same after.
     pub after: f64,
     /// Number of rounds before and after, over all runs.
     pub rounds: [usize; 2],
@@ -160,7 +161,7 @@ fn one(
     before: &[f64],
     after: &[f64],
 ) -> Option<Compared> {
-    let (old, new) = (median(before)?, median(after)?);
+    let (old, new) = (metric.of_rounds(before)?, metric.of_rounds(after)?);
     let gain = statistics.gain(at, metric.better).filter(|_| metric.key != SURVIVED);
     let decision = match gain {
         Some(gain) => gain.decision,
@@ -187,7 +188,7 @@ fn one(
 }
 
 /// Differences between the two runs' conditions: plan, machine, versions.
-fn differences(before: &Run, after: &Run) -> Vec<String> {
+pub(crate) fn differences(before: &Run, after: &Run) -> Vec<String> {
     let (old, new) = (&before.environment, &after.environment);
     let mut said = Vec::new();
     let mut differ = |what: &str, a: &str, b: &str| {
@@ -206,6 +207,11 @@ fn differences(before: &Run, after: &Run) -> Vec<String> {
     differ("the disk and the work of a cell", &effort(before), &effort(after));
     differ("the processor", &old.cpu, &new.cpu);
     differ("the kernel", &old.kernel, &new.kernel);
+    differ("the version of vdkit", &before.vdkit_version, &after.vdkit_version);
+    for (name, version) in programs(new) {
+        let was = programs(old).find(|(other, _)| other == name);
+        differ(&format!("the version of {name}"), was.map_or(version, |(_, was)| was), version);
+    }
     for place in &new.places {
         let Some(was) = old.places.iter().find(|other| other.name == place.name) else { continue };
         let system = |place: &crate::model::PlaceInfo| {
@@ -220,11 +226,17 @@ fn differences(before: &Run, after: &Run) -> Vec<String> {
     said
 }
 
+/// The other programs with their versions.
+fn programs(environment: &Environment) -> impl Iterator<Item = &(String, String)> {
+    let sections = environment.sections.iter().filter(|section| section.title == PROGRAMS);
+    sections.flat_map(|section| &section.entries)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::model::tests::{measured, run_of};
-    use crate::model::{Effort, Warning};
+    use crate::model::{Effort, Section, Warning};
 
     fn run(id: &str, metric: &str, cells: &[(&str, &[f64])]) -> Run {
         let cell = |(key, values): &(&str, &[f64])| Cell {
@@ -324,6 +336,28 @@ mod tests {
         let found = compare(&[before], &[after]).unwrap();
         let order: Vec<_> = found.cells.iter().map(|c| (c.key.as_str(), c.verdict)).collect();
         assert_eq!(order, [("b", "worse"), ("a", "better"), ("c", "tie")]);
+        // One lost round of three once disappeared behind the median.
+        let before = run("old", "survived", &[("a", &[1.0; 3])]);
+        let after = run("new", "survived", &[("a", &[1.0, 0.0, 1.0])]);
+        let cell = compare(&[before], &[after]).unwrap().cells.remove(0);
+        assert_eq!((cell.verdict, cell.before), ("worse", 1.0));
+        assert!(cell.after < 0.7, "{cell:?}");
+    }
+
+    #[test]
+    fn other_versions_of_programs_are_told() {
+        let with = |id: &str, fio: &str| {
+            let entries = vec![("fio".to_owned(), fio.to_owned())];
+            let mut run = run(id, "iops", &[]);
+            run.environment.sections = vec![Section { title: PROGRAMS.to_owned(), entries }];
+            run.vdkit_version = id.to_owned();
+            run
+        };
+        let said = differences(&with("1.0", "fio-3.33"), &with("1.1", "fio-3.36"));
+        let vdkit = "the version of vdkit was '1.0' and is '1.1'";
+        assert_eq!(said, [vdkit, "the version of fio was 'fio-3.33' and is 'fio-3.36'"]);
+        // A run of an earlier vdkit may know fewer programs.
+        assert!(differences(&run("1.0", "iops", &[]), &with("", "fio-3.36")).is_empty());
     }
 
     #[test]

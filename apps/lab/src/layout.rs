@@ -4,13 +4,14 @@
 use std::path::{Path, PathBuf};
 
 use crate::error::{Context, Result};
-use vdkit_block::{GuestOffset, RefPolicy};
+use vdkit_block::{GuestOffset, HostOffset, RefPolicy, Storage};
 use vdkit_chain::{Disk, OpenOptions};
+use vdkit_storage::FileStorage;
 
 use crate::cells::{Rng, shuffled};
 use crate::engine::Bench;
 use crate::peers;
-use crate::place::zfs;
+use crate::place::{device, zfs};
 use crate::process::Line;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -223,29 +224,30 @@ const ENDS: u64 = 1 << 20;
 
 /// Discards what earlier images left on a device, if the device supports that, because a volume
 /// that was written to performs differently from a new one. Otherwise only removes signatures.
-fn empty(bench: &mut Bench<'_>, device: &Path) -> Result<()> {
+fn empty(bench: &mut Bench<'_>, path: &Path) -> Result<()> {
+    let claimed = device::claim(path)?;
     if let Some(blkdiscard) = peers::find("blkdiscard") {
-        let line = Line::new(blkdiscard).arg("--force").arg(device);
+        // Without --force, which would also overwrite a device that another program has claimed. It
+        // asks about signatures only on a terminal, and its input is none.
+        let line = Line::new(blkdiscard).arg(path);
         bench.commands.push(line.text());
         if !line.run_any(&bench.cancel)?.status.success() {
+            device::check_exclusive(path)?;
             bench.note(
                 "the device does not support discards: data of earlier images stays allocated",
             );
         }
     }
-    clear_ends(device, bench.place.info.total_bytes)
+    clear_ends(&claimed, bench.place.info.total_bytes)
 }
 
-/// Writes zeroes to both ends of a device.
-pub fn clear_ends(device: &Path, total: u64) -> Result<()> {
-    use std::os::unix::fs::FileExt;
+/// Writes zeroes to both ends of a device that was [claimed](device::claim).
+pub fn clear_ends(claimed: &FileStorage, total: u64) -> Result<()> {
     let zeroes = vec![0; ENDS.min(total) as usize];
-    let name = || device.display().to_string();
-    let file = std::fs::File::options().write(true).open(device).with_context(name)?;
     for at in [0, total.saturating_sub(ENDS)] {
-        file.write_all_at(&zeroes, at).with_context(name)?;
+        claimed.write_at(&zeroes, HostOffset(at))?;
     }
-    file.sync_all().with_context(name)
+    Ok(claimed.sync()?)
 }
 
 fn create(bench: &Bench<'_>, layout: &Layout, image: &Image, base: Option<&Path>) -> Result<Line> {

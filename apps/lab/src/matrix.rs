@@ -18,6 +18,8 @@ const PEERS: &[(&str, &str, &str)] = &[
     ("nbd", "nbd", OWN_TOOL),
     ("nbd-qemu-nbd", "nbd", "qemu-nbd"),
     ("nbd-qsd", "nbd", "qemu-storage-daemon"),
+    ("nbd-qsd-native", "nbd", "qemu-storage-daemon (aio=native)"),
+    ("nbd-qsd-uring", "nbd", "qemu-storage-daemon (aio=io_uring)"),
     ("nbd-nbdkit", "nbd", "nbdkit"),
     ("fuse", "fuse", OWN_TOOL),
     ("fuse-qsd", "fuse", "qemu-storage-daemon"),
@@ -480,6 +482,18 @@ mod tests {
         assert_eq!(count(&["nbd", "guest-virtio"]), (12, 4 * (6 - 3) + 7));
         // The other program's cells have their default, and are compared with vdkit's.
         assert_eq!(count(&["nbd", "nbd-qemu-nbd"]), (9, 6 + 7 + 4));
+    }
+
+    #[test]
+    fn each_server_of_another_program_is_known_as_one() {
+        use crate::front::{FRONTS, Kind, Server};
+        for front in FRONTS {
+            let axes = crate::model::axes_of(&[("front", front.name)]);
+            let (Kind::Nbd(server) | Kind::Fuse(server)) = front.kind else { continue };
+            let own = program(&axes).1.as_deref() == Some(OWN_TOOL);
+            assert_eq!(own, server == Server::Vdkit, "{}", front.name);
+            assert!(program(&axes).1.is_some(), "{}", front.name);
+        }
     }
 
     #[test]

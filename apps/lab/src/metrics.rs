@@ -4,6 +4,8 @@ use std::cmp::Ordering;
 
 use serde::{Deserialize, Serialize};
 
+use crate::stats::median;
+
 /// Whether higher or lower values are better.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -33,6 +35,17 @@ impl Metric {
     pub fn best_first(&self, one: f64, two: f64) -> Ordering {
         let order = one.total_cmp(&two);
         if self.better == Better::Higher { order.reverse() } else { order }
+    }
+
+    /// One number for the values of several rounds: the median. For survival the share of rounds,
+    /// because the median would pass over a disk that was lost once. None without values.
+    pub fn of_rounds(&self, values: &[f64]) -> Option<f64> {
+        match self.key {
+            SURVIVED if !values.is_empty() => {
+                Some(values.iter().sum::<f64>() / values.len() as f64)
+            }
+            _ => median(values),
+        }
     }
 }
 
@@ -89,6 +102,14 @@ pub fn metric(key: &str) -> Option<&'static Metric> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_round_that_did_not_survive_is_not_passed_over() {
+        let survived = metric(SURVIVED).unwrap();
+        assert_eq!(survived.of_rounds(&[1.0, 0.0, 1.0, 1.0]), Some(0.75));
+        assert_eq!(survived.of_rounds(&[]), None);
+        assert_eq!(metric("iops").unwrap().of_rounds(&[1.0, 0.0, 1.0]), Some(1.0));
+    }
 
     #[test]
     fn each_metric_is_in_the_table_once() {

@@ -368,7 +368,7 @@ pub struct PlaceInfo {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Warning {
-    /// Kind for programs: `load`, `throttled`, `pressure`, `space`, `unsteady`, `outlier`.
+    /// Kind for programs: `load`, `throttled`, `pressure`, `retry`, `resume`.
     pub kind: String,
     /// Description for people.
     pub text: String,

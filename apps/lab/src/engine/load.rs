@@ -25,6 +25,8 @@ pub(super) fn sample(bench: &mut Bench<'_>, load: &Load) -> Result<Sample> {
     let bytes = bench.disk_bytes()?;
     let content = bench.content(load.rw.reads() || load.rewrites);
     let image = layout::make(bench, layout, bytes, content)?;
+    // Otherwise cache modes with a page cache would read what the lab has just put there.
+    super::drop_caches(&image.files)?;
     let served = front::start(bench, front, &image, cache)?;
     let mut sample = run(bench, load, &served, bytes)?;
     if let Some(ended) = served.end() {
@@ -55,8 +57,9 @@ pub(super) fn run(
             values.insert("requests_per_cpu_second".to_owned(), requests as f64 / cpu);
         }
     }
-    if let (Some(before), Some(after)) = (before, Counts::of(&bench.place.info)) {
-        values.insert("flushes".to_owned(), after.flushes.saturating_sub(before.flushes) as f64);
+    let flushes = |counts: Option<Counts>| counts?.flushes;
+    if let (Some(before), Some(after)) = (flushes(before), flushes(Counts::of(&bench.place.info))) {
+        values.insert("flushes".to_owned(), after.saturating_sub(before) as f64);
     }
     let raw = (!answer.raw.is_null()).then_some(answer.raw);
     Ok(Sample { values, latencies: answer.latencies, series, raw, ..Sample::default() })

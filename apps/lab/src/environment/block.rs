@@ -67,6 +67,51 @@ impl System {
         fs::canonicalize(self.sys.join(format!("dev/block/{major}:{minor}"))).ok()
     }
 
+    /// The folder in /sys of a place's device.
+    fn named(&self, place: &PlaceInfo) -> Option<PathBuf> {
+        let node = Path::new(place.device.as_deref()?).file_name()?;
+        fs::canonicalize(self.sys.join("class/block").join(node)).ok()
+    }
+
+    fn identity(&self, place: &PlaceInfo) -> Option<String> {
+        let folder = self.named(place)?;
+        let found = identity_of(&folder)?;
+        let all = fs::read_dir(self.sys.join("class/block")).ok()?.flatten();
+        let mut others = all
+            .filter_map(|entry| fs::canonicalize(entry.path()).ok())
+            .filter(|one| *one != folder);
+        let shared = others.any(|one| identity_of(&one).as_ref() == Some(&found));
+        (!shared).then_some(found)
+    }
+
+    fn counts(&self, place: &PlaceInfo) -> Option<Counts> {
+        let folder = self.named(place)?;
+        let flushes = self.counts_flushes(&folder, 0);
+        // Field 16 counts flushes, since Linux 5.5.
+        Some(Counts {
+            reads: counter(&folder, 0)?,
+            flushes: flushes.and_then(|disk| counter(&disk, 15)),
+        })
+    }
+
+    /// The disk whose counter has the flushes of a device. The kernel counts them for whole disks
+    /// only, and only for those with a queue of requests (folder `mq`). A volume over one such disk
+    /// passes its flushes on to it; over several, no counter has all of them and nothing else.
+    fn counts_flushes(&self, folder: &Path, depth: usize) -> Option<PathBuf> {
+        if folder.join("partition").exists() {
+            return self.counts_flushes(folder.parent()?, depth);
+        }
+        if folder.join("mq").exists() {
+            return Some(folder.to_owned());
+        }
+        let mut slaves = fs::read_dir(folder.join("slaves")).ok()?.flatten();
+        let (only, more) = (slaves.next()?, slaves.next());
+        if depth >= DEPTH || more.is_some() {
+            return None;
+        }
+        self.counts_flushes(&fs::canonicalize(only.path()).ok()?, depth + 1)
+    }
+
     fn device(&self, number: u64, path: &Path) -> PlaceInfo {
         let Some(folder) = self.folder_of(number) else { return PlaceInfo::default() };
         // A partition's queue is the whole disk's queue.
@@ -207,22 +252,44 @@ fn volume(name: &str) -> String {
 pub struct Counts {
     /// Number of completed reads.
     pub reads: u64,
-    /// Number of completed flushes.
-    pub flushes: u64,
+    /// Number of completed flushes; none if the kernel does not count them.
+    pub flushes: Option<u64>,
 }
 
 impl Counts {
     /// The counters of a place's device, if it has any.
     pub fn of(place: &PlaceInfo) -> Option<Self> {
-        let node = Path::new(place.device.as_deref()?).file_name()?.to_str()?.to_owned();
-        Self::parse(&text(&Path::new("/sys/class/block").join(node).join("stat"))?)
+        System::host().counts(place)
     }
+}
 
-    fn parse(text: &str) -> Option<Self> {
-        let numbers: Vec<u64> = text.split_whitespace().map_while(|n| n.parse().ok()).collect();
-        // Field 16 counts flushes, since Linux 5.5.
-        Some(Self { reads: *numbers.first()?, flushes: *numbers.get(15)? })
+/// A field of a device's counters, from 0.
+fn counter(folder: &Path, field: usize) -> Option<u64> {
+    text(&folder.join("stat"))?.split_whitespace().nth(field)?.parse().ok()
+}
+
+/// What identifies a place's device after a restart, when it may have another name: the identifier
+/// that its layer gives it. None if the kernel knows none, or if another device has the same one: some
+/// hypervisors give all disks one serial number.
+pub fn identity(place: &PlaceInfo) -> Option<String> {
+    System::host().identity(place)
+}
+
+/// Files with an identifier: of the device mapper, of software RAID, of NVMe, of SCSI, of virtio.
+const IDENTITIES: [&str; 7] =
+    ["dm/uuid", "md/uuid", "wwid", "device/wwid", "serial", "device/serial", "loop/backing_file"];
+
+fn identity_of(folder: &Path) -> Option<String> {
+    let Some(partition) = text(&folder.join("partition")) else {
+        let known = |name: &&str| Some(format!("{name} {}", text(&folder.join(name))?));
+        return IDENTITIES.iter().find_map(known);
+    };
+    if let Some(disk) = folder.parent().and_then(identity_of) {
+        return Some(format!("{disk}, partition {partition}"));
     }
+    // Of a disk without an identifier, such as a guest's. Since Linux 6.4.
+    let event = text(&folder.join("uevent"))?;
+    event.lines().find(|line| line.starts_with("PARTUUID=")).map(str::to_owned)
 }
 
 #[cfg(test)]

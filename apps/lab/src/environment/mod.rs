@@ -11,6 +11,9 @@ use vdkit_block::CancelToken;
 use crate::model::{Environment, PlaceInfo, Section};
 use crate::peers;
 
+/// Title of the section with the versions of other programs.
+pub const PROGRAMS: &str = "Programs";
+
 /// Describes this machine and the places.
 pub fn describe(places: &[PlaceInfo], cancel: &CancelToken) -> Environment {
     let cpu = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -67,7 +70,7 @@ fn sections(environment: &Environment, cancel: &CancelToken) -> Vec<Section> {
     put("load average (1, 5, 15 min)", average.join(", "));
     vec![
         Section { title: "Machine".to_owned(), entries: machine },
-        Section { title: "Programs".to_owned(), entries: peers::versions(cancel) },
+        Section { title: PROGRAMS.to_owned(), entries: peers::versions(cancel) },
     ]
 }
 

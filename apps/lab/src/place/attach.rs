@@ -17,13 +17,18 @@ use crate::process::Line;
 #[derive(Debug)]
 pub struct Attached {
     device: PathBuf,
+    /// The file below it; none once the device was detached. Its name may belong to another
+    /// program's file from then on.
+    file: Option<String>,
 }
 
 impl Attached {
     pub fn new(bench: &mut Bench<'_>, file: &Path) -> Result<Self> {
         let line = Line::new(need("losetup")?).args(["--find", "--show"]).arg(file);
         let ended = bench.run(&line)?;
-        Ok(Self { device: ended.stdout.trim().into() })
+        let device = PathBuf::from(ended.stdout.trim());
+        let file = backing(&device);
+        Ok(Self { device, file })
     }
 
     /// Path of the device.
@@ -32,27 +37,31 @@ impl Attached {
     }
 
     /// Detaches the device.
-    pub fn end(self, bench: &mut Bench<'_>) -> Result<()> {
+    pub fn end(mut self, bench: &mut Bench<'_>) -> Result<()> {
         bench.commands.push(format!("losetup --detach {}", self.device.display()));
-        detach(&self.device)
+        self.file.take().map_or(Ok(()), |file| detach(&self.device, &file))
     }
 }
 
 impl Drop for Attached {
     fn drop(&mut self) {
-        // The device may be detached already. A destructor cannot report errors.
-        let _ = detach(&self.device);
+        if let Some(file) = self.file.take() {
+            // A destructor cannot report errors.
+            let _ = detach(&self.device, &file);
+        }
     }
 }
 
-fn detach(device: &Path) -> Result<()> {
-    if backing(device).is_none() {
+/// Detaches a loop device, if it is still one over this file.
+fn detach(device: &Path, file: &str) -> Result<()> {
+    let is_ours = || backing(device).is_some_and(|found| found == file);
+    if !is_ours() {
         return Ok(());
     }
     Line::new(need("losetup")?).arg("--detach").arg(device).run(&CancelToken::default())?;
     // The kernel detaches the device when its last user closes it, which may be udev.
     for _ in 0..100 {
-        if backing(device).is_none() {
+        if !is_ours() {
             break;
         }
         std::thread::sleep(Duration::from_millis(20));
@@ -64,7 +73,9 @@ fn detach(device: &Path) -> Result<()> {
 fn backing(device: &Path) -> Option<String> {
     let name = device.file_name()?.to_str()?;
     let text = fs::read_to_string(format!("/sys/block/{name}/loop/backing_file")).ok()?;
-    Some(text.trim_end_matches('\n').to_owned())
+    let name = text.trim_end_matches('\n');
+    // The kernel marks a file that has no name any more.
+    Some(name.strip_suffix(" (deleted)").unwrap_or(name).to_owned())
 }
 
 /// A mounted file system.
@@ -122,10 +133,31 @@ pub fn release_all(folder: &Path) -> Result<()> {
     let Ok(devices) = fs::read_dir("/sys/block") else { return Ok(()) };
     for entry in devices.filter_map(std::result::Result::ok) {
         let device = Path::new("/dev").join(entry.file_name());
-        let beneath = backing(&device);
-        if beneath.is_some_and(|file| Path::new(&file).starts_with(folder)) {
-            detach(&device)?;
+        if let Some(file) = backing(&device).filter(|file| Path::new(file).starts_with(folder)) {
+            detach(&device, &file)?;
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// After it was detached, the kernel gives the number of a device to the next program.
+    #[test]
+    fn a_loop_device_of_another_program_is_not_detached() {
+        let Some(other) = vdkit_testkit::fs::loop_device(1 << 20, 512) else { return };
+        let device = other.path().to_owned();
+        let file = backing(&device).unwrap();
+        for file in [None, Some("/gone/disk.raw".to_owned())] {
+            drop(Attached { device: device.clone(), file });
+            assert!(backing(&device).is_some());
+        }
+        // A second one over the same file.
+        let line = Line::new(need("losetup").unwrap()).args(["--find", "--show"]).arg(other.file());
+        let own = PathBuf::from(line.run(&CancelToken::default()).unwrap().stdout.trim());
+        drop(Attached { device: own.clone(), file: Some(file.clone()) });
+        assert_ne!(backing(&own), Some(file));
+    }
 }

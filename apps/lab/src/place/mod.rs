@@ -11,11 +11,14 @@ pub mod zfs;
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder};
 use std::io::ErrorKind;
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::error::{Context, Result, bail};
+use rustix::process::geteuid;
+use vdkit_block::{HostOffset, Storage};
+use vdkit_storage::{FileOptions, FileStorage};
 
 use crate::cells::Rng;
 use crate::environment::block;
@@ -97,13 +100,16 @@ pub fn name_all(places: &mut [Place]) -> Result<()> {
     Ok(())
 }
 
-/// Creates a folder below a place, or in the system's temporary folder for a device.
-pub fn new_folder(place: &Place, rng: &mut Rng) -> Result<PathBuf> {
-    let parent = match place.device() {
+fn parent_of(place: &Place) -> PathBuf {
+    match place.device() {
         Some(_) => std::env::temp_dir(),
         None => place.path.clone(),
-    };
-    let path = parent.join(format!("{PREFIX}{:08x}", rng.next_u64() as u32));
+    }
+}
+
+/// Creates a folder below a place, or in the system's temporary folder for a device.
+pub fn new_folder(place: &Place, rng: &mut Rng) -> Result<PathBuf> {
+    let path = parent_of(place).join(format!("{PREFIX}{:08x}", rng.next_u64() as u32));
     let made = DirBuilder::new().mode(0o700).create(&path);
     made.with_context(|| format!("{}: cannot make a folder for images", path.display()))?;
     let marked = fs::write(path.join(MARKER), "made by 'vdkit lab run', which removes it\n");
@@ -112,6 +118,38 @@ pub fn new_folder(place: &Place, rng: &mut Rng) -> Result<PathBuf> {
         return Err(error).with_context(|| path.display().to_string());
     }
     Ok(path)
+}
+
+/// Content of the marker in a folder of a trial.
+const TRIAL: &[u8] = b"trial\n";
+
+/// Creates a folder for a trial, which no results file records. The lock is held while the folder is
+/// in use: [`remove_dead_trials`] removes the folder of a process that was killed.
+pub fn trial_folder(place: &Place, rng: &mut Rng) -> Result<(PathBuf, Option<FileStorage>)> {
+    let folder = new_folder(place, rng)?;
+    let lock = FileStorage::open(folder.join(MARKER), &FileOptions::read_write()).ok();
+    // Marked only once it is locked. Without locks, nobody can tell whether it is in use.
+    if let Some(lock) = &lock {
+        lock.write_at(TRIAL, HostOffset(0))?;
+    }
+    Ok((folder, lock))
+}
+
+/// Removes this user's folders of trials that no process uses any more.
+pub fn remove_dead_trials(place: &Place) {
+    let parent = parent_of(place);
+    for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
+        let (folder, marker) = (entry.path(), entry.path().join(MARKER));
+        let own = entry.metadata().is_ok_and(|found| found.uid() == geteuid().as_raw());
+        let named = entry.file_name().to_string_lossy().starts_with(PREFIX);
+        if own && named && fs::read(&marker).is_ok_and(|text| text.starts_with(TRIAL)) {
+            // A process that uses the folder holds this lock.
+            if let Ok(_lock) = FileStorage::open(&marker, &FileOptions::read_write()) {
+                // What cannot be removed now may be removed by the next run.
+                let _ = remove_folder(&folder);
+            }
+        }
+    }
 }
 
 /// Unmounts and detaches everything in a folder of the lab, and removes the folder.
@@ -157,6 +195,23 @@ mod tests {
         assert!(!one.exists() && two.exists());
         // Removing it a second time does nothing.
         remove_folder(&one).unwrap();
+    }
+
+    /// A process that was killed during a trial once left up to 64 MiB behind.
+    #[test]
+    fn a_trial_of_a_killed_process_is_removed_by_the_next_run() {
+        let parent = tempfile::tempdir().unwrap();
+        let place = Place::directory(parent.path()).unwrap();
+        let mut rng = Rng::new(1);
+        let run = new_folder(&place, &mut rng).unwrap();
+        let (trial, lock) = trial_folder(&place, &mut rng).unwrap();
+        fs::write(trial.join("disk.raw"), "x").unwrap();
+        remove_dead_trials(&place);
+        assert!(run.exists() && trial.exists(), "it is in use");
+        // The kernel releases the lock of a killed process.
+        drop(lock);
+        remove_dead_trials(&place);
+        assert!(run.exists() && !trial.exists());
     }
 
     #[test]

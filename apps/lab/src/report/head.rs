@@ -207,7 +207,7 @@ fn set_aside(ways: &[SetAside]) -> Markup {
         Some(gain) => format!("{} ({} times as good)", label(&way.axes), times(gain.ratio)),
         None => label(&way.axes),
     };
-    let reasons = grouped(ways.iter().map(|way| (way.reason, name(way))));
+    let reasons = grouped(ways.iter().map(|way| (way.reason.as_str(), name(way))));
     html! {
         aside class="aside" aria-label="Better, but not advised" {
             p class="aside-name" { "Better, but not advised" }

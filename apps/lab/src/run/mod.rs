@@ -3,6 +3,7 @@
 
 mod cost;
 mod estimate;
+mod resume;
 mod rounds;
 mod speed;
 mod trial;
@@ -19,7 +20,7 @@ use vdkit_chain::Registry;
 use crate::axes;
 use crate::cells::{self, Rng};
 use crate::engine::{self, Bench};
-use crate::environment::{self, load};
+use crate::environment::{self, block, load};
 use crate::fit;
 use crate::front;
 use crate::model::{
@@ -56,6 +57,9 @@ pub struct Request {
     pub folders: Vec<PathBuf>,
     /// Devices for images.
     pub devices: Vec<PathBuf>,
+    /// What identifies the devices of the places, by the places' paths. The run records it.
+    #[serde(default)]
+    pub identities: BTreeMap<String, String>,
 }
 
 /// What a run needs from its caller.
@@ -246,6 +250,7 @@ impl Prepared {
             environment,
             ..Run::default()
         };
+        self.request.identities = resume::identities(&self.places);
         let store = Store::create(out, &run, &self.request)?;
         Ok(self.start(store, run.cells))
     }
@@ -286,24 +291,6 @@ fn busy(environment: &Environment) -> Vec<Warning> {
     text.map(|text| Warning { kind: "load".to_owned(), text, cells: vec![] }).into_iter().collect()
 }
 
-/// Refuses a device that has only the name of one in the run: names move from disk to disk when a
-/// machine starts.
-fn require_same_device(before: &[PlaceInfo], place: &PlaceInfo) -> Result<()> {
-    let same_name = |old: &&PlaceInfo| old.path == place.path && old.kind == PlaceKind::Device;
-    let Some(old) = before.iter().find(same_name) else { return Ok(()) };
-    if (place.total_bytes, &place.beneath) == (old.total_bytes, &old.beneath) {
-        return Ok(());
-    }
-    let told =
-        |info: &PlaceInfo| format!("{} bytes ({})", info.total_bytes, info.beneath.join(", "));
-    bail!(
-        "{}: is another device than that of the run: {} now, {} then; name it in a new run",
-        place.path,
-        told(place),
-        told(old)
-    )
-}
-
 /// A run in progress.
 pub struct ActiveRun {
     request: Request,
@@ -332,12 +319,21 @@ impl ActiveRun {
     /// [`Prepared::new`] and [`Prepared::begin`].
     pub fn resume(file: &Path, tools: &Tools<'_>, monitor: &Monitor<'_>) -> Result<Self> {
         let mut store = Store::open(file)?;
+        let (run, request) = (store.run()?, store.request::<Request>()?);
+        let require_same = |place: &Place| {
+            let identity = block::identity(&place.info);
+            resume::require_same_place(&run.environment, &request, &place.info, identity)
+        };
+        // Before the cleanup: while a file system is not mounted, the folders that the run left on it
+        // seem to be gone.
+        for path in &request.folders {
+            require_same(&Place::directory(path)?)?;
+        }
         for folder in store.scratch()? {
             place::remove_folder(&folder)?;
             store.forget_scratch(&folder)?;
         }
-        let run = store.run()?;
-        let mut prepared = Prepared::new(store.request()?)?;
+        let mut prepared = Prepared::new(request.clone())?;
         let keys = |cells: &[Cell]| cells.iter().map(|cell| cell.key.clone()).collect::<Vec<_>>();
         if keys(&run.cells) != keys(&prepared.cells) {
             bail!(
@@ -345,11 +341,13 @@ impl ActiveRun {
                 file.display()
             );
         }
-        for place in &prepared.places {
-            require_same_device(&run.environment.places, &place.info)?;
-        }
+        prepared.places.iter().try_for_each(require_same)?;
         prepared.confirm(tools, monitor)?;
-        store.set_environment(&prepared.environment(monitor))?;
+        let environment = prepared.environment(monitor);
+        for warning in resume::warnings(&run, &environment, &tools.version) {
+            store.add_warning(&warning)?;
+        }
+        store.set_environment(&environment)?;
         Ok(prepared.start(store, run.cells))
     }
 
@@ -507,7 +505,8 @@ impl ActiveRun {
         for place in &self.places {
             if let Some(path) = place.device() {
                 // If this fails, the next run refuses the device and explains how to go on.
-                let _ = crate::layout::clear_ends(path, place.info.total_bytes);
+                let cleared = |device| crate::layout::clear_ends(&device, place.info.total_bytes);
+                let _ = device::claim(path).and_then(cleared);
             }
         }
     }

@@ -41,14 +41,17 @@ impl Rounds {
     /// Whether round `round` (from 0) is measured, given the rounds before it. A resumed run gets
     /// the same answer.
     pub(super) fn wants(&self, round: u32, run: &Run) -> bool {
-        if round < self.least {
+        // A round that was begun was wanted. Its samples, which decided nothing then, must not change
+        // that when the run is resumed.
+        let begun = run.cells.iter().flat_map(|cell| &cell.samples).any(|s| s.round >= round);
+        if round < self.least || begun {
             return true;
         }
         if round >= self.most || is_settled(run) {
             return false;
         }
         let samples = run.cells.iter().flat_map(|cell| &cell.samples);
-        let so_far: f64 = samples.filter(|s| s.round < round).map(|sample| sample.seconds).sum();
+        let so_far: f64 = samples.map(|sample| sample.seconds).sum();
         // One more round takes the mean time of those before it.
         let after = so_far * (1.0 + 1.0 / f64::from(round.max(1)));
         self.seconds.is_none_or(|given| after <= given as f64)
@@ -96,6 +99,16 @@ mod tests {
         // A resumed run gets the same answer, although it knows later rounds.
         let later = run(&[100.0, 150.0, 90.0, 95.0, 99.0], &[120.0, 80.0, 130.0, 90.0, 95.0]);
         assert!(given(41).wants(3, &later));
+    }
+
+    /// A resumed run once decided by the samples of the interrupted round too, and ended within it.
+    #[test]
+    fn a_round_that_was_begun_is_measured_to_its_end() {
+        let all = rounds(|_| {});
+        // Three rounds left it open, and the fourth one settles it.
+        let (raw, qcow2) = ([100.0, 101.0, 99.0, 100.0], [200.0, 202.0, 198.0, 200.0]);
+        assert!(!all.wants(3, &run(&raw[..3], &qcow2[..3])));
+        assert!(all.wants(3, &run(&raw[..3], &qcow2)));
     }
 
     #[test]

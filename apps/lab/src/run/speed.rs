@@ -2,14 +2,13 @@
 
 use std::fs::File;
 use std::io::{Read, Write};
-use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Instant;
 
 use crate::error::{Context, Result};
 use rustix::fs::{Mode, OFlags};
-use vdkit_block::CancelToken;
+use vdkit_block::{CancelToken, HostOffset, Storage};
 
 use super::cost::{TURNS, requests};
 use super::trial::{Tried, front_and_load};
@@ -19,7 +18,7 @@ use crate::front::{FIO_OF_NOTHING, GuestSpeed};
 use crate::layout::noise;
 use crate::model::Axes;
 use crate::peers::find;
-use crate::place::Place;
+use crate::place::{Place, device};
 use crate::plan::Effort;
 use crate::process::Line;
 use crate::profile::Sync;
@@ -133,13 +132,13 @@ fn byte(place: &Place) -> Result<f64> {
     let began = Instant::now();
     let bytes = match place.device() {
         Some(device) => {
-            let file = File::options().write(true).open(device)?;
+            let claimed = device::claim(device)?;
             let bytes = WRITE_BYTES.min(place.info.total_bytes as usize);
             for at in (0..bytes).step_by(buffer.len()) {
                 let len = buffer.len().min(bytes - at);
-                file.write_all_at(&buffer[..len], at as u64)?;
+                claimed.write_at(&buffer[..len], HostOffset(at as u64))?;
             }
-            file.sync_data()?;
+            claimed.sync()?;
             bytes
         }
         None => {

@@ -166,12 +166,78 @@ fn a_run_is_resumed_on_its_own_device() {
         beneath: vec![beneath.to_owned()],
         ..PlaceInfo::default()
     };
-    let before = [device(1 << 40, "sdb: scratch disk")];
-    let check = |place: &PlaceInfo| require_same_device(&before, place);
-    check(&before[0]).unwrap();
-    check(&PlaceInfo { path: "/dev/sdc".to_owned(), ..before[0].clone() }).unwrap();
+    let old = device(1 << 40, "sdb: scratch disk");
+    let before = Environment { places: vec![old.clone()], ..Environment::default() };
+    let mut request = Request::default();
+    let check = |place: &PlaceInfo| resume::require_same_place(&before, &request, place, None);
+    check(&old).unwrap();
+    check(&PlaceInfo { path: "/dev/sdc".to_owned(), ..old.clone() }).unwrap();
     for other in [device(1 << 41, "sdb: scratch disk"), device(1 << 40, "sdb: family photos")] {
         let error = check(&other).unwrap_err().to_string();
         assert!(error.contains("is another device than that of the run"), "{error}");
     }
+    // Two disks of one model have equal names and sizes. One disk may have two names.
+    request.identities.insert(old.path.clone(), "wwid naa.1".to_owned());
+    let check = |place: &PlaceInfo, identity: &str| {
+        resume::require_same_place(&before, &request, place, Some(identity.to_owned()))
+    };
+    check(&old, "wwid naa.1").unwrap();
+    check(&device(1 << 40, "sdc: scratch disk"), "wwid naa.1").unwrap();
+    let error = check(&old, "wwid naa.2").unwrap_err().to_string();
+    assert!(error.contains("wwid naa.2) now") && error.contains("wwid naa.1) then"), "{error}");
+}
+
+/// A run was once resumed on the root disk, because the disk of its folder was not mounted. The folder
+/// that it had left there was forgotten.
+#[test]
+fn a_run_is_resumed_on_its_own_file_system() {
+    let folder = tempfile::tempdir().unwrap();
+    let request = Request {
+        plan: ONE.to_owned(),
+        folders: vec![folder.path().to_owned()],
+        rounds: Some(3),
+        ..Request::default()
+    };
+    let tools = Tools {
+        command: "true".into(),
+        version: "2".to_owned(),
+        registry: &Registry::default(),
+        erase: Vec::new(),
+        ask: None,
+    };
+    let monitor = Monitor::new(&vdkit_block::NoProgress);
+    let out = folder.path().join("run.sqlite");
+    let mut active = Prepared::new(request).unwrap().begin(&out, &tools, &monitor).unwrap();
+    let left = folder.path().join("vdkit-lab-1");
+    active.store.add_scratch(&left).unwrap();
+    let mut environment = active.store.run().unwrap().environment;
+    environment.places[0].total_bytes += 4096;
+    active.store.set_environment(&environment).unwrap();
+    drop(active);
+    let error = ActiveRun::resume(&out, &tools, &monitor).map(drop).unwrap_err().to_string();
+    assert!(error.contains("is on another device than in the run"), "{error}");
+    let mut store = Store::open(&out).unwrap();
+    assert_eq!(store.scratch().unwrap(), [left]);
+    // With the right disk it goes on, and the reader is told what has changed.
+    environment.places[0].total_bytes -= 4096;
+    environment.kernel = "Linux 5.0".to_owned();
+    store.set_environment(&environment).unwrap();
+    drop(store);
+    let tools = Tools { version: "3".to_owned(), ..tools };
+    let active = ActiveRun::resume(&out, &tools, &monitor).unwrap();
+    assert!(active.store.scratch().unwrap().is_empty());
+    let said = active.store.run().unwrap().warnings;
+    for what in ["the kernel was 'Linux 5.0'", "the version of vdkit was '2' and is '3'"] {
+        assert_eq!(
+            said.iter().filter(|warning| warning.text.contains(what)).count(),
+            1,
+            "{said:?}"
+        );
+    }
+    assert!(said.iter().any(|warning| warning.kind == "resume"), "{said:?}");
+    // A second time nothing has changed but the version, which was told.
+    drop(active);
+    let active = ActiveRun::resume(&out, &tools, &monitor).unwrap();
+    let told = |run: Run| run.warnings.iter().filter(|warning| warning.kind == "resume").count();
+    assert_eq!(told(active.store.run().unwrap()), 2);
 }

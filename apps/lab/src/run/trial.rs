@@ -101,7 +101,8 @@ fn with_bench<T>(
     (tools, cancel): (&Tools<'_>, &CancelToken),
     work: impl FnOnce(&mut Bench<'_>) -> Result<T>,
 ) -> Result<T> {
-    let folder = place::new_folder(place, &mut Rng::new(super::random_seed()))?;
+    place::remove_dead_trials(place);
+    let (folder, _lock) = place::trial_folder(place, &mut Rng::new(super::random_seed()))?;
     let mut references = BTreeMap::new();
     let mut bench = Bench {
         command: tools.command.clone(),

@@ -14,7 +14,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Context, Result, bail};
-use rusqlite::{Connection, OpenFlags, params};
+use rusqlite::{Connection, ErrorCode, OpenFlags, params};
 use serde::Serialize;
 use vdkit_storage::{FileOptions, FileStorage};
 
@@ -149,7 +149,27 @@ impl Store {
     /// # Errors
     /// As [`Store::open`].
     pub fn open_read_only(path: &Path) -> Result<Self> {
-        Self::open_with(path, OpenFlags::SQLITE_OPEN_READ_ONLY)
+        let open = || Self::open_with(path, OpenFlags::SQLITE_OPEN_READ_ONLY);
+        let opened = open();
+        let mut journal = path.as_os_str().to_owned();
+        journal.push("-journal");
+        if opened.is_ok() || !Path::new(&journal).exists() {
+            return opened;
+        }
+        // A process ended while it saved. Only a connection that may write undoes that.
+        match Self::open(path) {
+            Ok(undone) => drop(undone),
+            // It is still saving.
+            Err(error) if matches!(error.engine(), Some(vdkit_block::Error::Locked { .. })) => {}
+            Err(error) => {
+                let name = path.display();
+                return Err(error).context(format!(
+                    "{name}: interrupted while results were saved; resume the run, or read the file as \
+                     a user who may write to it and its folder"
+                ));
+            }
+        }
+        open()
     }
 
     fn open_with(path: &Path, flags: OpenFlags) -> Result<Self> {
@@ -161,8 +181,11 @@ impl Store {
         let connection =
             Connection::open_with_flags(path, flags).with_context(|| name.to_string())?;
         let pragma = |key| connection.pragma_query_value(None, key, |row| row.get::<_, i32>(0));
-        let Ok(application) = pragma("application_id") else {
-            bail!("{name}: not a result of 'vdkit lab run': not a SQLite database");
+        let application = match pragma("application_id") {
+            Err(error) if error.sqlite_error_code() == Some(ErrorCode::NotADatabase) => {
+                bail!("{name}: not a result of 'vdkit lab run': not a SQLite database")
+            }
+            found => found.with_context(|| name.to_string())?,
         };
         if application != APPLICATION_ID {
             bail!(

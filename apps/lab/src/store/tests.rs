@@ -165,6 +165,39 @@ fn one_process_measures_into_a_file_and_any_may_read_it() {
     Store::open(&path).unwrap();
 }
 
+/// The reader of a run whose process was killed while it saved was once told that the file is no
+/// database.
+#[test]
+fn what_was_interrupted_while_it_was_saved_can_be_read() {
+    let (folder, path, store) = made();
+    drop(store);
+    let copied = |name: &str| {
+        let copy = folder.path().join(name);
+        std::fs::create_dir(&copy).unwrap();
+        for file in ["run.sqlite", "run.sqlite-journal"] {
+            std::fs::copy(folder.path().join(file), copy.join(file)).unwrap();
+        }
+        copy.join("run.sqlite")
+    };
+    let writer = Connection::open(&path).unwrap();
+    writer.pragma_update(None, "cache_size", 1).unwrap();
+    writer.execute_batch("BEGIN").unwrap();
+    for i in 0..50 {
+        let row = params![i.to_string(), "x".repeat(5000)];
+        writer.execute("INSERT INTO warning (kind, text, cells) VALUES (?, ?, '[]')", row).unwrap();
+    }
+    // As a crash leaves them: the journal has the old pages, and nobody holds SQLite's locks.
+    let (copy, busy) = (copied("copy"), copied("busy"));
+    drop(writer);
+    assert_eq!(Store::load(&copy).unwrap(), run());
+    assert!(!copy.with_file_name("run.sqlite-journal").exists());
+    // While another process has the run, its file is left alone.
+    let _lock = own(&busy).unwrap();
+    let told = format!("{:#}", Store::load(&busy).unwrap_err());
+    assert!(!told.contains("not a SQLite database"), "{told}");
+    assert!(busy.with_file_name("run.sqlite-journal").exists());
+}
+
 #[test]
 fn folders_to_remove_are_remembered() {
     let (_folder, path, mut store) = made();

@@ -135,7 +135,7 @@ fn of_choice(
 fn of_other_fronts(matrix: &Matrix<'_>, best: Option<&Pick>) -> Option<Answer> {
     let here = in_guest(&best.filter(|_| matrix.apart)?.axes);
     let all = matrix.picks_where(|cell| in_guest(&cell.axes) != here);
-    let (picks, _) = super::eligible(matrix.run, &all);
+    let (picks, _) = super::eligible(matrix, &all);
     let answer = of_choice(matrix, "front", &picks, None)?;
     let place = if here { "from the host" } else { "in a guest" };
     Some(Answer { question: format!("Which front is best {place}?"), ..answer })
@@ -150,7 +150,7 @@ fn of_conditions(matrix: &Matrix<'_>) -> Vec<Answer> {
 
 fn of_condition(matrix: &Matrix<'_>, condition: &Axes) -> Option<Answer> {
     let all = matrix.picks_where(|cell| matrix.load(cell) == *condition);
-    let (picks, _) = super::eligible(matrix.run, &all);
+    let (picks, _) = super::eligible(matrix, &all);
     let first = picks.first()?;
     let question = match condition.as_slice() {
         [(axis, place)] if axis == SEEN => format!("Which is best {place}?"),

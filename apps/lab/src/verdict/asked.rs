@@ -103,12 +103,16 @@ pub(super) fn of_flushes(matrix: &Matrix<'_>) -> Option<Answer> {
         .filter_map(|cell| Some((cell, median_of(cell, "final_fsync_seconds")?)))
         .max_by(|a, b| a.1.total_cmp(&b.1));
     let all = counted.len();
-    let mut sentence = format!(
-        "In {} of {} the device completed flushes during the load, of any program",
-        all - without.len(),
-        plural(all, "cell")
-    );
-    if (1..=4).contains(&without.len()) {
+    let mut sentence = match without.len() == all {
+        // The kernel counts no flushes for some devices, and drops them for those without a cache.
+        true => "Not counted here: no cell has a flush that the device counted".to_owned(),
+        false => format!(
+            "In {} of {} the device completed flushes during the load, of any program",
+            all - without.len(),
+            plural(all, "cell")
+        ),
+    };
+    if without.len() < all && (1..=4).contains(&without.len()) {
         sentence.push_str(&format!("; it completed none with {}", listed(&without)));
     }
     if let Some((cell, seconds)) = longest {

@@ -1,7 +1,7 @@
 //! Draws a conclusion from a run: what to use, how much that gains, and how certain it is.
 //!
 //! ```text
-//!   Run ─► matrix ─► picks, best first ─► set aside what is not safe
+//!   Run ─► matrix ─► picks, best first ─► set aside what is not safe, or failed in a later round
 //!                                      ─► the default, if nothing is certainly better
 //!                                      ─► gain, confidence, ties, answers, setup
 //! ```
@@ -35,7 +35,7 @@ use crate::axes::BACKEND;
 use crate::front;
 use crate::lists::distinct;
 use crate::matrix::{Matrix, OWN_TOOL, Pick, Role, in_guest, program};
-use crate::model::{Axes, Run, value_of};
+use crate::model::{Axes, Cell, Outcome, Run, value_of};
 use crate::stats::{Decision, Gain, ROUNDS_MIN};
 use crate::words;
 
@@ -58,7 +58,7 @@ pub struct SetAside {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gain: Option<Gain>,
     /// Why it is not advised.
-    pub reason: &'static str,
+    pub reason: String,
 }
 
 /// A load under which another way is better than the advised one.
@@ -134,7 +134,7 @@ pub struct Verdict {
     pub survival: bool,
     /// Loads under which another way is better.
     pub exceptions: Vec<Exception>,
-    /// Ways that were better and are not safe.
+    /// Ways that were better, and are not safe or failed in a later round.
     pub set_aside: Vec<SetAside>,
     /// Ways that were not measured under all loads and were therefore not compared.
     #[serde(serialize_with = "all_names")]
@@ -171,18 +171,34 @@ fn is_unfit(axes: &Axes) -> Option<&'static str> {
     }
 }
 
-/// The ways that may be advised. If no way is safe (as in a run on tmpfs alone), returns all ways
-/// and the reason, for a caution.
-fn eligible(run: &Run, picks: &[Pick]) -> (Vec<Pick>, Option<&'static str>) {
+/// How a way failed after it had been measured, if it did: its numbers are of the rounds in which it
+/// worked.
+fn failure(matrix: &Matrix<'_>, pick: &Pick) -> Option<String> {
+    let failed = |(i, cell): (usize, &Cell)| {
+        let Outcome::Failed(why) = &cell.outcome else { return None };
+        let own = pick.cells.contains(&i)
+            || (matrix.part(&cell.axes, Role::Choice) == pick.axes && matrix.advises(cell));
+        let (rounds, why) = (cell.samples.len(), why.lines().next().unwrap_or_default());
+        (own && rounds > 0)
+            .then(|| format!("it failed after {} ({why})", words::plural(rounds, "round")))
+    };
+    matrix.run.cells.iter().enumerate().find_map(failed)
+}
+
+/// The ways that may be advised, which are none that failed. If no other way is safe (as in a run on
+/// tmpfs alone), returns all of them and the reason, for a caution.
+fn eligible(matrix: &Matrix<'_>, picks: &[Pick]) -> (Vec<Pick>, Option<&'static str>) {
+    let run = matrix.run;
+    let picks: Vec<&Pick> = picks.iter().filter(|pick| failure(matrix, pick).is_none()).collect();
     let of = |fits: &dyn Fn(&Pick) -> bool| -> Vec<Pick> {
-        picks.iter().filter(|pick| fits(pick)).cloned().collect()
+        picks.iter().filter(|pick| fits(pick)).map(|pick| (*pick).clone()).collect()
     };
     let safe = of(&|pick| not_safe(run, &pick.axes).is_none());
     if !safe.is_empty() {
         return (safe, None);
     }
     let fit = of(&|pick| is_unfit(&pick.axes).is_none());
-    let rest = if fit.is_empty() { picks.to_vec() } else { fit };
+    let rest = if fit.is_empty() { of(&|_| true) } else { fit };
     let reason = rest.first().and_then(|pick| not_safe(run, &pick.axes));
     (rest, reason)
 }
@@ -215,10 +231,12 @@ pub fn verdict(run: &Run) -> Verdict {
         return nothing("This version does not know the plan's metric, so nothing is advised.");
     };
     let picks = matrix.picks();
-    let (eligible, unsafe_because) = eligible(run, &picks);
+    let (eligible, unsafe_because) = eligible(&matrix, &picks);
     if eligible.is_empty() {
-        let mut verdict =
-            nothing("No configuration was measured under all loads, so nothing is advised.");
+        let mut verdict = nothing(match picks.is_empty() {
+            true => "No configuration was measured under all loads, so nothing is advised.",
+            false => "Every configuration failed under some load, so nothing is advised.",
+        });
         verdict.answers = answers::answers(&matrix, &[], None);
         return verdict;
     }
@@ -235,9 +253,9 @@ pub fn verdict(run: &Run) -> Verdict {
     let stays = found.advice == Advice::Stay;
     let advised = stays || found.advice == Advice::Use;
     let told = |wanted: bool, axes: &Axes| wanted.then(|| matrix.short(axes));
-    // The commands are vdkit's, and a default that survived may be another program's server.
+    // The commands are vdkit's, and another program's server may have been measured.
     let own = program(&best.axes).1.is_none_or(|name| name == OWN_TOOL);
-    let has_setup = advised && (own || !found.survival);
+    let has_setup = advised && own;
     let sentence = sentence::sentence(&matrix, &found, &missing);
     let mut answers =
         vec![Answer { question: run.plan.question.clone(), sentence: sentence.clone() }];
@@ -279,7 +297,7 @@ pub fn is_settled(run: &Run) -> bool {
         return true;
     };
     let picks = matrix.picks();
-    let (eligible, _) = eligible(run, &picks);
+    let (eligible, _) = eligible(&matrix, &picks);
     let Some(first) = eligible.first() else { return true };
     let best = Found::of(&matrix, &eligible, false).way;
     let open = |pick: &&Pick, other: &Pick| {
@@ -424,7 +442,8 @@ fn set_aside(matrix: &Matrix<'_>, best: &Pick, picks: &[Pick]) -> Vec<SetAside> 
     let others = picks.iter().filter(|pick| pick.axes != best.axes);
     others
         .filter_map(|pick| {
-            let reason = not_safe(matrix.run, &pick.axes)?;
+            let unsafe_because = not_safe(matrix.run, &pick.axes).map(str::to_owned);
+            let reason = unsafe_because.or_else(|| failure(matrix, pick))?;
             let gain = matrix.against(pick, best);
             let faster = match gain {
                 Some(gain) => gain.decision == Decision::Better,
@@ -444,7 +463,7 @@ fn exceptions(matrix: &Matrix<'_>, best: &Pick) -> Vec<Exception> {
     }
     let under = |load: Axes| {
         let all = matrix.picks_where(|cell| matrix.load(cell) == load);
-        let (picks, _) = eligible(matrix.run, &all);
+        let (picks, _) = eligible(matrix, &all);
         let first = picks.first()?;
         let own = picks.iter().find(|pick| pick.axes == best.axes)?;
         let gain = matrix.against(first, own)?;

@@ -2,7 +2,7 @@ mod edges;
 
 use super::*;
 use crate::model::tests::{measured as cell, run_of as run};
-use crate::model::{Cell, Outcome, PlaceInfo, Published, axes_of as axes};
+use crate::model::{PlaceInfo, Published, axes_of as axes};
 
 /// Five rounds within 2 % of a value.
 fn around(value: f64) -> Vec<f64> {
@@ -601,9 +601,12 @@ fn what_failed_once_is_named_and_the_rest_is_advised() {
     ];
     cells[5].outcome = Outcome::Failed("fio: exit code 1".to_owned());
     let mut run = run("iops", &["layout", "profile"], Some(&[("layout", "qcow2")]), cells);
-    // Interrupted in its third round: the results stand, and the verdict says so.
+    // It failed in its sixth round. Such a configuration was once advised.
     let found = verdict(&run);
-    assert_eq!(found.best, Some(axes(&[("layout", "raw")])));
+    assert_eq!(found.best, Some(axes(&[("layout", "qcow2-8k")])));
+    let [aside] = &found.set_aside[..] else { panic!("{:?}", found.set_aside) };
+    assert_eq!(aside.axes, axes(&[("layout", "raw")]));
+    assert_eq!(aside.reason, "it failed after 5 rounds (fio: exit code 1)");
     assert!(
         found.lines()[0].starts_with("not measured: raw · rnd: failed after 5 rounds (fio"),
         "{:?}",
@@ -624,6 +627,47 @@ fn what_failed_once_is_named_and_the_rest_is_advised() {
         }
     }
     assert!(verdict(&run).lines()[0].starts_with("not measured: rnd: 3 cells failed (no)"));
+}
+
+#[test]
+fn nothing_is_advised_if_all_failed_later() {
+    let mut run = layouts(&[("qcow2", 100.0), ("raw", 200.0)]);
+    for cell in &mut run.cells {
+        cell.outcome = Outcome::Failed("no".to_owned());
+    }
+    let found = verdict(&run);
+    assert_eq!((found.advice, found.best, found.setup), (Advice::None, None, None));
+    assert!(found.sentence.starts_with("Every configuration failed"), "{}", found.sentence);
+}
+
+/// The set-up once started `vdkit serve` for a disk that another program had served.
+#[test]
+fn what_another_program_served_has_no_commands_of_vdkit() {
+    let of = |front, value| cell(&[("front", front)], "iops", &around(value));
+    for front in ["nbd-qsd-native", "nbd-qsd-uring", "nbd-qemu-nbd"] {
+        let found =
+            verdict(&run("iops", &["front"], None, vec![of("fuse", 100.0), of(front, 200.0)]));
+        assert_eq!(found.best, Some(axes(&[("front", front)])));
+        assert_eq!(found.setup, None, "{front}");
+        // With vdkit's own server in the run, the advice only concerns that one.
+        let all = vec![of("fuse", 100.0), of("nbd", 150.0), of(front, 200.0)];
+        let found = verdict(&run("iops", &["front"], None, all));
+        assert_eq!(found.best, Some(axes(&[("front", "nbd")])), "{front}");
+        assert!(found.setup.is_some());
+    }
+}
+
+/// On a partition every count was once 0, and the answer was that the device completed none.
+#[test]
+fn flushes_that_nobody_counts_are_not_said_to_be_lost() {
+    let mut run = layouts(&[("qcow2", 100.0), ("raw", 100.0)]);
+    for sample in run.cells.iter_mut().flat_map(|cell| &mut cell.samples) {
+        sample.values.insert("flushes".to_owned(), 0.0);
+    }
+    let answers = verdict(&run).answers;
+    let found = answers.iter().find(|answer| answer.question.contains("flushes")).unwrap();
+    assert!(found.sentence.starts_with("Not counted here: "), "{}", found.sentence);
+    assert!(!found.sentence.contains("none with"), "{}", found.sentence);
 }
 
 /// The reports of `cold-open` and `convert-table` once showed "9.56× against default" under "stay

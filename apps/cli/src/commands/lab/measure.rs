@@ -9,7 +9,6 @@ use vdkit::Monitor;
 use vdkit_lab::model::{self, Cell, Run};
 use vdkit_lab::plan::Plan;
 use vdkit_lab::run::{ActiveRun, Estimate, Prepared, Request, Tools, random_seed};
-use vdkit_lab::stats::median;
 use vdkit_lab::verdict::{Verdict, verdict};
 use vdkit_lab::words::{plural, value};
 use vdkit_qemu::dates;
@@ -150,6 +149,7 @@ impl RunArgs {
             // Absolute, because `--resume` may be called from another working directory.
             folders: self.on.iter().map(|path| absolute(path)).collect(),
             devices: self.device.clone(),
+            ..Request::default()
         })
     }
 
@@ -341,13 +341,13 @@ fn print(run: &Run, out: &mut Output) {
     let mut table = Table::new(&heads);
     for cell in &run.cells {
         let axes = run.plan.axes.iter().map(|axis| cell.axis(axis).unwrap_or_default().to_owned());
-        let median = median(&cell.values(&run.plan.metric)).zip(metric);
-        let median =
-            median.map_or_else(|| "-".to_owned(), |(median, metric)| value(metric, median));
+        let values = cell.values(&run.plan.metric);
+        let middle = metric.and_then(|metric| Some(value(metric, metric.of_rounds(&values)?)));
+        let middle = middle.unwrap_or_else(|| "-".to_owned());
         let (state, reason) = cell.outcome.state();
         let reason = reason.and_then(|reason| reason.lines().next()).unwrap_or_default();
         let told = if reason.is_empty() { state.to_owned() } else { format!("{state}: {reason}") };
-        table.row(axes.chain([median, told]).collect::<Vec<_>>());
+        table.row(axes.chain([middle, told]).collect::<Vec<_>>());
     }
     table.print(out, 0);
     for warning in run.warnings.iter().take(WARNINGS) {

@@ -2,11 +2,59 @@ use std::os::unix::fs::symlink;
 
 use super::*;
 
+/// Counters as the kernel prints them.
+fn stat(reads: u64, flushes: u64) -> String {
+    format!("{reads} 1 25 45 39 2 69 74 0 46 12 29 4 26 7 {flushes} 46")
+}
+
+/// The kernel counts no flushes for partitions, volumes and arrays: their counters are always 0.
 #[test]
-fn a_devices_counts_are_read() {
-    let text = "24 1 25 45 39 2 69 74 0 46 12 29 4 26 7 52 46";
-    assert_eq!(Counts::parse(text), Some(Counts { reads: 24, flushes: 52 }));
-    assert_eq!(Counts::parse("24 1 25"), None);
+fn flushes_are_those_of_the_whole_disk() {
+    let fake = Fake::new();
+    let (disk, zero, old) = (stat(100, 52), stat(24, 0), "24 1 25");
+    fake.device("pci/sda", (8, 0), &[("stat", &disk), ("mq/0/nr_tags", "64")], &[]);
+    fake.device("pci/sda/sda3", (8, 3), &[("partition", "3"), ("stat", &zero)], &[]);
+    fake.device("pci/sdb", (8, 16), &[("stat", old), ("mq/0/nr_tags", "64")], &[]);
+    let volume = |name: &str, number, slaves: &[&str]| {
+        fake.device(name, number, &[("stat", &zero), ("dm/name", name)], slaves);
+    };
+    volume("dm-0", (253, 0), &["pci/sda/sda3"]);
+    volume("dm-1", (253, 1), &["dm-0"]);
+    volume("md0", (9, 0), &["pci/sda", "pci/sdb"]);
+    volume("zd0", (230, 0), &[]);
+    let counts = |number| fake.system().counts(&fake.found(number, ""));
+    let found = |reads, flushes| Some(Counts { reads, flushes });
+    assert_eq!(counts((8, 0)), found(100, Some(52)));
+    for number in [(8, 3), (253, 0), (253, 1)] {
+        assert_eq!(counts(number), found(24, Some(52)), "{number:?}");
+    }
+    // An array of two disks, a volume of ZFS, a kernel before 5.5.
+    for number in [(9, 0), (230, 0), (8, 16)] {
+        assert_eq!(counts(number), found(24, None), "{number:?}");
+    }
+    assert_eq!(fake.system().counts(&PlaceInfo::default()), None);
+}
+
+#[test]
+fn a_device_is_known_by_its_identifier_after_a_restart() {
+    let fake = Fake::new();
+    fake.device("pci/sda", (8, 0), &[("device/wwid", "naa.5001")], &[]);
+    fake.device("pci/sda/sda3", (8, 3), &[("partition", "3")], &[]);
+    fake.device("pci/vda", (8, 16), &[("queue/rotational", "0")], &[]);
+    let named = [("partition", "1"), ("uevent", "MAJOR=8\nPARTN=1\nPARTUUID=ab-cd")];
+    fake.device("pci/vda/vda1", (8, 17), &named, &[]);
+    fake.device("dm-0", (253, 0), &[("dm/uuid", "LVM-AbCd")], &["pci/sda"]);
+    let found = |number| fake.system().identity(&fake.found(number, ""));
+    assert_eq!(found((253, 0)).as_deref(), Some("dm/uuid LVM-AbCd"));
+    let disk = |minor| found((8, minor));
+    assert_eq!(disk(0).as_deref(), Some("device/wwid naa.5001"));
+    assert_eq!(disk(3).as_deref(), Some("device/wwid naa.5001, partition 3"));
+    assert_eq!(disk(16), None);
+    assert_eq!(disk(17).as_deref(), Some("PARTUUID=ab-cd"));
+    // A number that several disks have identifies none, nor their partitions.
+    fake.device("pci/sdb", (8, 32), &[("device/wwid", "naa.5001")], &[]);
+    fake.device("pci/sdb/sdb3", (8, 35), &[("partition", "3")], &[]);
+    assert_eq!([0, 3, 32, 35].map(disk), [const { None }; 4]);
 }
 
 #[test]
@@ -44,9 +92,12 @@ impl Fake {
             let below = self.root.path().join("sys/devices").join(slave);
             symlink(&below, folder.join("slaves").join(below.file_name().unwrap())).unwrap();
         }
-        let numbers = self.root.path().join("sys/dev/block");
-        fs::create_dir_all(&numbers).unwrap();
-        symlink(&folder, numbers.join(format!("{}:{}", number.0, number.1))).unwrap();
+        let links = [("dev", format!("{}:{}", number.0, number.1)), ("class", node(&folder))];
+        for (kind, name) in links {
+            let all = self.root.path().join("sys").join(kind).join("block");
+            fs::create_dir_all(&all).unwrap();
+            symlink(&folder, all.join(name)).unwrap();
+        }
     }
 
     fn found(&self, number: (u32, u32), path: &str) -> PlaceInfo {
