@@ -13,6 +13,9 @@ export PATH := $(PATH):/usr/local/sbin:/usr/sbin:/sbin
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
+# Where cargo puts what it builds.
+TARGET = $(or $(CARGO_TARGET_DIR),target)
+
 build: ## the command, at target/release/vdkit
 	$(CARGO) build --release --locked --package vdkit-cli
 
@@ -24,25 +27,29 @@ PREFIX ?= /usr/local
 PLACE = $(DESTDIR)$(PREFIX)
 
 install: build ## the command, man pages and completions, below PREFIX (/usr/local)
-	install -D -m 755 target/release/vdkit $(PLACE)/bin/vdkit
+	install -D -m 755 $(TARGET)/release/vdkit $(PLACE)/bin/vdkit
 	install -d $(PLACE)/share/man/man1 $(PLACE)/share/bash-completion/completions \
 		$(PLACE)/share/zsh/site-functions $(PLACE)/share/fish/vendor_completions.d
-	target/release/vdkit man $(PLACE)/share/man/man1
-	target/release/vdkit completions bash > $(PLACE)/share/bash-completion/completions/vdkit
-	target/release/vdkit completions zsh > $(PLACE)/share/zsh/site-functions/_vdkit
-	target/release/vdkit completions fish > $(PLACE)/share/fish/vendor_completions.d/vdkit.fish
+	$(TARGET)/release/vdkit man $(PLACE)/share/man/man1
+	$(TARGET)/release/vdkit completions bash > $(PLACE)/share/bash-completion/completions/vdkit
+	$(TARGET)/release/vdkit completions zsh > $(PLACE)/share/zsh/site-functions/_vdkit
+	$(TARGET)/release/vdkit completions fish > $(PLACE)/share/fish/vendor_completions.d/vdkit.fish
 
 install-qemu-names: ## links qemu-img and qemu-nbd to the installed vdkit; QEMU's own stay without REPLACE=1
 	scripts/install-qemu-names $(PLACE)/bin $(if $(REPLACE),--replace)
 
+LIBRARY = target/libvdkit
 lib: ## the C library, at target/libvdkit
-	scripts/make-libvdkit target/libvdkit $(PREFIX)
+	scripts/make-libvdkit $(LIBRARY) $(PREFIX)
 
 install-lib: lib ## the C library, header, manual pages and pkg-config file, below PREFIX
-	install -D -m 644 -t $(PLACE)/lib target/libvdkit/libvdkit.a
-	install -D -m 644 -t $(PLACE)/lib/pkgconfig target/libvdkit/vdkit.pc
+	install -D -m 644 -t $(PLACE)/lib $(LIBRARY)/libvdkit.a
+	install -D -m 644 -t $(PLACE)/lib/pkgconfig $(LIBRARY)/vdkit.pc
 	install -D -m 644 -t $(PLACE)/include bindings/c/include/vdkit.h
-	cp -d target/libvdkit/libvdkit.so* $(PLACE)/lib
+	@# A new file, not one written over the one that running programs use; and no older version's.
+	file=$$(readlink $(LIBRARY)/libvdkit.so.0) && \
+		install -m 755 -t $(PLACE)/lib $(LIBRARY)/$$file && \
+		ln -sfn $$file $(PLACE)/lib/libvdkit.so.0 && ln -sfn libvdkit.so.0 $(PLACE)/lib/libvdkit.so
 	scripts/c-manual $(PLACE)/share/man/man3
 	@# The loader finds libraries below /usr/local by its cache alone.
 	[ -n "$(DESTDIR)" ] || PATH=$$PATH:/usr/sbin:/sbin ldconfig || echo "install-lib: run ldconfig as root" >&2
@@ -101,7 +108,7 @@ python-package:
 	$(CARGO) build --profile library --locked --package vdkit-python
 	rm -rf $(PYTHON_PACKAGE) && mkdir -p $(PYTHON_PACKAGE)
 	cp -r bindings/python/python/vdkit $(PYTHON_PACKAGE)/vdkit
-	cp target/library/lib_vdkit.so $(PYTHON_PACKAGE)/vdkit/_vdkit.abi3.so
+	cp $(TARGET)/library/lib_vdkit.so $(PYTHON_PACKAGE)/vdkit/_vdkit.abi3.so
 
 python-bench: python-package ## times the Python package beside dissect and libyal; BENCH='--mib 64' passes arguments
 	PYTHONPATH=$(PYTHON_PACKAGE) $(PYTHON) bindings/python/benches/readers.py $(BENCH)

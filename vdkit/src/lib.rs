@@ -191,10 +191,10 @@ pub mod jobs {
         DoctorReport, DoctorSeverity, doctor,
     };
     pub use vdkit_image::{
-        AmendReport, Checked, Compacted, Described, KeysAfter, ListedKeys, Map, MapRow,
+        AmendReport, Checked, Compacted, Described, DiskImage, KeysAfter, ListedKeys, Map, MapRow,
         MeasureReport, Occupied, Preallocation, ResizeOptions, SizeChange, SnapshotAction, add_key,
-        amend, change_key, check, compact, list_keys, map, measure, measure_empty, occupied,
-        remove_key, resize, snapshot, snapshots,
+        amend, change_key, check, compact, describe_disk, list_keys, map, measure, measure_empty,
+        occupied, remove_key, resize, snapshot, snapshots,
     };
     pub use vdkit_inspect::{Objection, Preset, Rule, Use, ValidateReport, validate};
     pub use vdkit_tree::{

@@ -1,6 +1,7 @@
 //! From a name to an open image, with QEMU's defaults: formats are probed by content alone, a raw
 //! image that was probed is written with a warning, and backing files are opened wherever they are.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use vdkit::Storage;
@@ -57,11 +58,28 @@ pub fn cache_mode(name: &str) -> Option<CacheMode> {
 }
 
 /// The policy for files that an image names: any, as with QEMU, or vdkit's own with
-/// `VDKIT_REFS=strict`.
+/// `VDKIT_REFS=strict`, and with a value that [`check_references`] refuses.
 pub fn references() -> RefPolicy {
-    match std::env::var("VDKIT_REFS").as_deref() {
-        Ok("strict") => RefPolicy::OwnFolder,
-        _ => RefPolicy::Folders(vec![PathBuf::from("/")]),
+    policy(std::env::var_os("VDKIT_REFS").as_deref()).unwrap_or_else(|why| {
+        // Where no image was named before, such as by create.
+        say(format_args!("{why}"));
+        RefPolicy::OwnFolder
+    })
+}
+
+/// Refuses an unknown value of `VDKIT_REFS`: whoever mistyped it wants a policy.
+fn check_references() -> Result<(), Failure> {
+    policy(std::env::var_os("VDKIT_REFS").as_deref()).map(drop).map_err(Failure::new)
+}
+
+/// The policy that a value of `VDKIT_REFS` asks for, or why it asks for none.
+fn policy(value: Option<&OsStr>) -> Result<RefPolicy, String> {
+    match value.map(OsStr::to_string_lossy).as_deref() {
+        None | Some("") => Ok(RefPolicy::Folders(vec![PathBuf::from("/")])),
+        Some("strict") => Ok(RefPolicy::OwnFolder),
+        Some(other) => Err(format!(
+            "VDKIT_REFS is '{other}', which is unknown: set it to 'strict', or leave it unset"
+        )),
     }
 }
 
@@ -107,6 +125,7 @@ impl<'a> Named<'a> {
 
     /// Reads the name.
     pub fn parse(&self) -> Result<Image, Failure> {
+        check_references()?;
         let failed = |why| could_not_open(self.text, why);
         if let Some(format) = self.format {
             if driver(format).is_none() && !is_protocol(format) {
@@ -407,5 +426,23 @@ fn not_in(format: &str, path: &Path) -> String {
         "qed" => "Image not in QED format".to_owned(),
         "parallels" => "Image not in Parallels format".to_owned(),
         _ => format!("Could not open '{}': Invalid argument", path.display()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mistyped_policy_for_references_is_an_error() {
+        let anywhere = RefPolicy::Folders(vec![PathBuf::from("/")]);
+        for unset in [None, Some(OsStr::new(""))] {
+            assert_eq!(policy(unset), Ok(anywhere.clone()));
+        }
+        assert_eq!(policy(Some(OsStr::new("strict"))), Ok(RefPolicy::OwnFolder));
+        for wrong in ["Strict", "strict ", "1", "off"] {
+            let why = policy(Some(OsStr::new(wrong))).unwrap_err();
+            assert!(why.contains(&format!("VDKIT_REFS is '{wrong}'")), "{why}");
+        }
     }
 }

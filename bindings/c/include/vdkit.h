@@ -100,7 +100,8 @@
 // For vdkit_convert(): compress the new image's clusters.
 #define VDKIT_CONVERT_COMPRESS 1
 
-// For vdkit_convert(): read everything back and compare.
+// For vdkit_convert(): read everything back and compare. The bytes of the disk are then counted twice in
+// `total`.
 #define VDKIT_CONVERT_VERIFY 2
 
 // For vdkit_convert(): write into an existing image, file or device, which keeps its format.
@@ -331,8 +332,8 @@ int vdkit_open(const char *path,
                const vdkit_open_options *options,
                vdkit_disk **disk);
 
-// Opens an image by a file descriptor. The file is opened again where the system allows it, and the
-// descriptor duplicated elsewhere (two disks by one descriptor then share their locks); the caller
+// Opens an image by a file descriptor. A file or block device is opened again where the system allows it, and
+// the descriptor duplicated elsewhere (two disks by one descriptor then share their locks); the caller
 // closes its own. `name` is for messages. References within the image reach only folders that the options allow.
 int vdkit_open_fd(int fd,
                   const char *name,
@@ -410,8 +411,8 @@ int vdkit_info(const char *path,
 // The result of this thread's last call: 0, or a code.
 int vdkit_error_code(void);
 
-// The message of this thread's last call, in one line; empty if that did not fail. Valid until the
-// thread's next call; do not free it.
+// The message of this thread's last call, in one line (control characters, such as a line break in a file's
+// name, are escaped); empty if that did not fail. Valid until the thread's next call; do not free it.
 const char *vdkit_error_message(void);
 
 // The file that the error of this thread's last call is about, or NULL. Valid until the thread's
@@ -421,8 +422,8 @@ const char *vdkit_error_file(void);
 // The byte offset in that file, or -1.
 int64_t vdkit_error_offset(void);
 
-// What can be done about the error of this thread's last call, or NULL. Valid until the thread's
-// next call; do not free it.
+// What can be done about the error of this thread's last call, or NULL. It may have several lines, such as a
+// list of the options that there are. Valid until the thread's next call; do not free it.
 const char *vdkit_error_hint(void);
 
 // The number of the system's error behind the error of this thread's last call, such as ENOENT or EIO;

@@ -4,6 +4,7 @@ use std::ffi::{CString, c_char, c_int, c_void};
 use std::fs::File;
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, RawFd};
+use std::os::unix::fs::FileTypeExt;
 use std::sync::Arc;
 
 use vdkit::storage::{FileOptions, FileStorage, LockMode};
@@ -56,8 +57,8 @@ pub unsafe extern "C" fn vdkit_open(
     })
 }
 
-/// Opens an image by a file descriptor. The file is opened again where the system allows it, and the
-/// descriptor duplicated elsewhere (two disks by one descriptor then share their locks); the caller
+/// Opens an image by a file descriptor. A file or block device is opened again where the system allows it, and
+/// the descriptor duplicated elsewhere (two disks by one descriptor then share their locks); the caller
 /// closes its own. `name` is for messages. References within the image reach only folders that the options allow.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vdkit_open_fd(
@@ -86,8 +87,12 @@ fn reopen(fd: RawFd, writable: bool) -> Result<File> {
     if fd < 0 {
         return Err(misuse(format!("{fd} is no file descriptor")));
     }
-    let again = File::options().read(true).write(writable).open(format!("/proc/self/fd/{fd}"));
-    if let Ok(file) = again {
+    let path = format!("/proc/self/fd/{fd}");
+    // To open a pipe would wait for its other end, and to open other devices may change their state.
+    let kind = std::fs::metadata(&path).map(|found| found.file_type());
+    if kind.is_ok_and(|kind| kind.is_file() || kind.is_block_device())
+        && let Ok(file) = File::options().read(true).write(writable).open(&path)
+    {
         return Ok(file);
     }
     // SAFETY: it is only duplicated, and the caller keeps it open meanwhile, says the header.

@@ -53,6 +53,31 @@ pub(crate) fn c_text(text: &str) -> CString {
     CString::new(text.replace('\0', "\u{fffd}")).unwrap_or_default()
 }
 
+/// A text without control characters: a file's name may have some.
+fn escaped(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c.is_control() {
+            true => escaped.extend(c.escape_default()),
+            false => escaped.push(c),
+        }
+    }
+    escaped
+}
+
+/// A message as one line, and the lines that follow it, such as a list of the options that there are.
+fn lines_of(text: &str, file: Option<&str>) -> (String, Option<String>) {
+    // A line break in the file's name ends no line.
+    let text = match file.filter(|file| file.contains(char::is_control)) {
+        Some(file) => text.replace(file, &escaped(file)),
+        None => text.to_owned(),
+    };
+    match text.split_once('\n') {
+        Some((first, rest)) => (escaped(first), Some(rest.to_owned())),
+        None => (escaped(&text), None),
+    }
+}
+
 /// The code of an error.
 pub(crate) fn code_of(error: &Error) -> c_int {
     match error.kind() {
@@ -74,12 +99,15 @@ pub(crate) fn code_of(error: &Error) -> c_int {
 /// Keeps an error as the thread's last one; returns its code.
 pub(crate) fn note(error: &Error) -> c_int {
     let code = code_of(error);
+    let (message, more) = lines_of(&error.to_string(), error.file());
+    let hints = [more, error.remedy().map(|remedy| remedy.to_string())];
+    let hints: Vec<String> = hints.into_iter().flatten().collect();
     let last = Last {
         code,
-        message: c_text(&error.to_string()),
+        message: c_text(&message),
         file: error.file().map(c_text),
         offset: error.offset(),
-        hint: error.remedy().map(|remedy| c_text(&remedy.to_string())),
+        hint: (!hints.is_empty()).then(|| c_text(&hints.join("\n"))),
         errno: error.errno().unwrap_or(0),
     };
     keep(last);
@@ -88,7 +116,9 @@ pub(crate) fn note(error: &Error) -> c_int {
 
 /// As [`note`], for an error that is only a text.
 pub(crate) fn note_text(code: c_int, text: &str) -> c_int {
-    keep(Last { code, message: c_text(text), ..Last::default() });
+    let (message, more) = lines_of(text, None);
+    let hint = more.map(|more| c_text(&more));
+    keep(Last { code, message: c_text(&message), hint, ..Last::default() });
     code
 }
 
@@ -118,8 +148,8 @@ pub extern "C" fn vdkit_error_code() -> c_int {
     look(|last| last.code, 0)
 }
 
-/// The message of this thread's last call, in one line; empty if that did not fail. Valid until the
-/// thread's next call; do not free it.
+/// The message of this thread's last call, in one line (control characters, such as a line break in a file's
+/// name, are escaped); empty if that did not fail. Valid until the thread's next call; do not free it.
 #[unsafe(no_mangle)]
 pub extern "C" fn vdkit_error_message() -> *const c_char {
     look(|last| last.message.as_ptr(), c"".as_ptr())
@@ -138,8 +168,8 @@ pub extern "C" fn vdkit_error_offset() -> i64 {
     look(|last| last.offset.and_then(|offset| i64::try_from(offset).ok()).unwrap_or(-1), -1)
 }
 
-/// What can be done about the error of this thread's last call, or NULL. Valid until the thread's
-/// next call; do not free it.
+/// What can be done about the error of this thread's last call, or NULL. It may have several lines, such as a
+/// list of the options that there are. Valid until the thread's next call; do not free it.
 #[unsafe(no_mangle)]
 pub extern "C" fn vdkit_error_hint() -> *const c_char {
     look(|last| pointer(last.hint.as_ref()), std::ptr::null())

@@ -77,12 +77,13 @@ impl Progress for Watch {
         let (Some(progress), Some(mut told)) = (self.progress, self.told.try_lock()) else {
             return;
         };
-        if (done, total) > *told || total != told.1 {
-            *told = (done, total);
-            // SAFETY: the program's own function with its own pointer.
-            if unsafe { progress(self.user.0, done, total) } != 0 {
-                self.cancel.cancel();
-            }
+        // Threads report out of order. The program is called for each report, since it may want to
+        // end the job, but never with less than before.
+        let most = if total == told.1 { done.max(told.0) } else { done };
+        *told = (most, total);
+        // SAFETY: the program's own function with its own pointer.
+        if unsafe { progress(self.user.0, most, total) } != 0 {
+            self.cancel.cancel();
         }
     }
 
@@ -122,7 +123,8 @@ pub(crate) fn run<R: serde::Serialize>(
 
 /// For vdkit_convert(): compress the new image's clusters.
 pub const VDKIT_CONVERT_COMPRESS: u32 = 1;
-/// For vdkit_convert(): read everything back and compare.
+/// For vdkit_convert(): read everything back and compare. The bytes of the disk are then counted twice in
+/// `total`.
 pub const VDKIT_CONVERT_VERIFY: u32 = 2;
 /// For vdkit_convert(): write into an existing image, file or device, which keeps its format.
 pub const VDKIT_CONVERT_INTO: u32 = 4;
@@ -540,4 +542,32 @@ pub unsafe extern "C" fn vdkit_compact(
             Ok(jobs::compact(registry, path, &opening, how, monitor)?.report)
         })
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    unsafe extern "C" fn ends_at_the_second(user: *mut c_void, done: u64, total: u64) -> c_int {
+        // SAFETY: the test's own list, which outlives the watch.
+        let told = unsafe { &mut *user.cast::<Vec<(u64, u64)>>() };
+        told.push((done, total));
+        c_int::from(told.len() == 2)
+    }
+
+    /// A job's second phase counted up to the same total again, and no call ended it.
+    #[test]
+    fn figures_that_are_not_larger_ask_the_program_too() {
+        let mut told: Vec<(u64, u64)> = Vec::new();
+        let monitor = vdkit_monitor {
+            struct_size: size_of::<vdkit_monitor>(),
+            progress: Some(ends_at_the_second),
+            message: None,
+            user: (&raw mut told).cast(),
+        };
+        let watch = Watch::new(Some(&monitor)).unwrap();
+        watch.reached(5, 10).unwrap();
+        assert!(matches!(watch.reached(3, 10), Err(Error::Interrupted)));
+        assert_eq!(told, [(5, 10), (5, 10)]);
+    }
 }

@@ -95,7 +95,8 @@ unsafe fn taken(
     let place = border::place_of(server);
     // SAFETY: the caller's promise.
     let disk = unsafe { vdkit_disk::take(disk) }?;
-    match place {
+    let allowed = if disk.writable() { disk.refuse_in_child("serve") } else { Ok(()) };
+    match place.and_then(|place| allowed.map(|()| place)) {
         Ok(place) => Ok((disk, place)),
         Err(error) => disk.close().and(Err(error)),
     }

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -704,6 +705,7 @@ static void ended(void)
 #include "opening.h"
 #include "serving.h"
 #include "forking.h"
+#include "watching.h"
 
 /* Each kind of error has a code of its own. */
 static void kinds_of_errors(void)
@@ -747,6 +749,7 @@ int main(int argc, char **argv)
     resizing_in_use();
     jobs();
     ended();
+    ended_while_verifying();
     serving();
     serving_with_tls();
     serving_a_guest();
@@ -760,6 +763,7 @@ int main(int argc, char **argv)
     (void)argv;
     if (argc == 1) { /* valgrind calls what other threads held lost, in a child */
         forked();
+        forked_changes();
         forked_queue();
         forked_server();
     }

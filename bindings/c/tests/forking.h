@@ -77,3 +77,51 @@ static void forked_server(void)
     for (int i = 0; i < 2; i++)
         OK(vdkit_server_stop(servers[i], 1000));
 }
+
+/* A child that changes snapshots or bitmaps would use clusters that its parent uses too. */
+static int changes_in_child(vdkit_disk *disk)
+{
+    vdkit_server *server;
+    char *json;
+
+    for (uint32_t action = VDKIT_SNAPSHOT_CREATE; action <= VDKIT_SNAPSHOT_DELETE; action++)
+        if (vdkit_snapshot(disk, action, action == VDKIT_SNAPSHOT_CREATE ? "new" : "kept", NULL) !=
+                VDKIT_E_USAGE ||
+            !strstr(vdkit_error_message(), "parent"))
+            return 1;
+    for (uint32_t action = VDKIT_BITMAP_ADD; action <= VDKIT_BITMAP_DISABLE; action++)
+        if (vdkit_bitmap(disk, action, action == VDKIT_BITMAP_ADD ? "new" : "marks", 0, NULL) !=
+                VDKIT_E_USAGE ||
+            !strstr(vdkit_error_message(), "parent"))
+            return 2;
+    if (vdkit_snapshots(disk, &json) != 0 || !strstr(json, "kept"))
+        return 3;
+    if (vdkit_serve_nbd(disk, "unix:child.sock", NULL, 0, &server) != VDKIT_E_USAGE ||
+        access("child.sock", F_OK) == 0)
+        return 4;
+    return 0;
+}
+
+static void forked_changes(void)
+{
+    vdkit_open_options *options = writing("qcow2");
+    vdkit_disk *disk;
+    uint64_t errors = 99;
+    int status = -1;
+
+    OK(create("changed.qcow2", "qcow2", 4 * MIB, "cluster_size=4K", NULL));
+    OK(vdkit_open("changed.qcow2", options, &disk));
+    OK(vdkit_pwrite(disk, "old", 3, 0));
+    OK(vdkit_snapshot(disk, VDKIT_SNAPSHOT_CREATE, "kept", NULL));
+    OK(vdkit_bitmap(disk, VDKIT_BITMAP_ADD, "marks", 0, NULL));
+    pid_t child = fork();
+    if (child == 0)
+        _exit(changes_in_child(disk));
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    OK(vdkit_pwrite(disk, "new", 3, MIB));
+    OK(vdkit_snapshot(disk, VDKIT_SNAPSHOT_CREATE, "second", NULL));
+    OK(vdkit_close(disk));
+    OK(vdkit_check("changed.qcow2", NULL, VDKIT_REPAIR_NOTHING, NULL, &errors, NULL));
+    CHECK(errors == 0);
+    vdkit_open_options_free(options);
+}

@@ -12,6 +12,37 @@ static int reads(const char *path, const vdkit_open_options *options, const char
     return memcmp(buf, text, 3) == 0;
 }
 
+/* A pipe that nobody writes to: opening it again would wait for a writer. */
+static void opening_a_pipe(void)
+{
+    vdkit_disk *disk;
+
+    CHECK(mkfifo("pipe", 0600) == 0);
+    int fd = open("pipe", O_RDONLY | O_NONBLOCK);
+    alarm(60);
+    CHECK(vdkit_open_fd(fd, "pipe", NULL, &disk) < 0 && disk == NULL);
+    alarm(0);
+    close(fd);
+}
+
+/* A list of options, and a line break in a name, stay out of the message. */
+static void messages_of_one_line(void)
+{
+    vdkit_create_options *options;
+    vdkit_disk *disk;
+
+    OK(vdkit_create_options_new(&options));
+    OK(vdkit_create_options_add(options, "nonsense=1"));
+    CHECK(vdkit_create("lines.qcow2", "qcow2", MIB, options, 0, NULL) == VDKIT_E_USAGE);
+    CHECK(strstr(vdkit_error_message(), "nonsense") && !strchr(vdkit_error_message(), '\n'));
+    CHECK(vdkit_error_hint() && strstr(vdkit_error_hint(), "cluster_size"));
+    vdkit_create_options_free(options);
+    CHECK(vdkit_open("two\nlines.qcow2", NULL, &disk) == VDKIT_E_NOT_FOUND);
+    CHECK(strstr(vdkit_error_message(), "two\\nlines.qcow2: ") && !strchr(vdkit_error_message(), '\n'));
+    CHECK(strstr(vdkit_error_message(), "No such file"));
+    CHECK(strcmp(vdkit_error_file(), "two\nlines.qcow2") == 0);
+}
+
 static void opening(void)
 {
     vdkit_open_options *options, *writable = writing("qcow2");
@@ -55,4 +86,6 @@ static void opening(void)
     CHECK(reads("over-open.qcow2", options, "new"));
     vdkit_open_options_free(options);
     vdkit_open_options_free(writable);
+    opening_a_pipe();
+    messages_of_one_line();
 }

@@ -311,6 +311,12 @@ impl Disk {
         Ok(crate::jobs::json_of(&all))
     }
 
+    /// What the headers of its images say, as JSON.
+    fn describe(&self, py: Python<'_>) -> PyResult<String> {
+        let images = self.with(py, |disk| jobs::describe_disk(&vdkit::registry(), disk))?;
+        Ok(crate::jobs::json_of(&images.iter().map(jobs::Described::from).collect::<Vec<_>>()))
+    }
+
     /// Extents of a range, at most `max` of them: offset, length, depth, zero, allocated, compressed,
     /// file, offset in the file.
     fn extents(

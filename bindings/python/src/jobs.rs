@@ -41,12 +41,17 @@ struct Board {
     notes: Vec<String>,
 }
 
+/// The larger of two figures with the same total: threads report out of order, and a bar must not go back.
+fn most(done: u64, total: u64, before: (u64, u64)) -> u64 {
+    if total == before.1 { done.max(before.0) } else { done }
+}
+
 struct Teller(Mutex<Board>);
 
 impl Progress for Teller {
     fn update(&self, done: u64, total: u64) {
         let mut board = self.0.lock();
-        (board.done, board.total) = (done, total);
+        (board.done, board.total) = (most(done, total, (board.done, board.total)), total);
     }
 
     fn message(&self, text: &str) {
@@ -165,7 +170,7 @@ fn tell(
     for note in board.notes {
         py.import("warnings")?.call_method1("warn", (note,))?;
     }
-    let now = (board.done, board.total);
+    let now = (most(board.done, board.total, *told), board.total);
     if let Some(progress) = progress
         && board.total > 0
         && now != *told

@@ -50,7 +50,9 @@ fn start<L>(
 ) -> PyResult<Server> {
     let disk = disk.get().take(py)?;
     let started = py.detach(|| {
-        let listener = match listen() {
+        // Its writes would change a map that the parent changes too.
+        let allowed = if disk.writable() { disk.refuse_in_child("serve") } else { Ok(()) };
+        let listener = match allowed.and_then(|()| listen()) {
             Ok(listener) => listener,
             Err(error) => {
                 // The first error is raised.

@@ -50,6 +50,38 @@ def test_a_child_that_drops_a_file_writes_nothing_of_its_parents(image):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_child_changes_no_snapshots_and_bitmaps_of_its_parents(image, tmp_path):
+    with vdkit.open(image, writable=True) as disk:
+        disk.snapshot("kept")
+        disk.add_bitmap("marks")
+
+        def change():
+            for act in (
+                lambda: disk.snapshot("new"),
+                lambda: disk.revert("kept"),
+                lambda: disk.delete_snapshot("kept"),
+                lambda: disk.add_bitmap("new"),
+                lambda: disk.clear_bitmap("marks"),
+                lambda: disk.enable_bitmap("marks", False),
+                lambda: disk.remove_bitmap("marks"),
+            ):
+                with pytest.raises(vdkit.errors.UsageError, match="the parent of this process"):
+                    act()
+            assert [one["name"] for one in disk.snapshots] == ["kept"]
+            assert disk.bitmap_ranges("marks") == []
+            with pytest.raises(vdkit.errors.UsageError, match="the parent of this process"):
+                vdkit._vdkit.serve(disk._disk, f"unix:{tmp_path}/s", "", False, False, None)
+
+        assert child(change)
+        disk.write(3 * MIB, b"more")
+    assert not os.path.exists(f"{tmp_path}/s")
+    checked = vdkit.check(image)
+    assert not checked.corruptions and not checked.leaks
+    with vdkit.open(image) as disk:
+        assert [one["name"] for one in disk.snapshots] == ["kept"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("serve", [vdkit.serve, vdkit.serve_vhost_user])
 def test_a_child_that_leaves_the_block_ends_no_server(image, serve):
     serving = serve(image)

@@ -1,12 +1,14 @@
 //! The flat disk.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use parking_lot::{Mutex, RwLock};
 use vdkit_block::{
-    CacheMode, Encryption, Error, Format, Gate, GuestOffset, ImageInfo, InFlightGuard, Inside,
-    Limits, MapCache, MapCacheStats, OpenRequest, OwnerProcess, Result, Storage, require_writable,
+    BitmapStatus, Bitmaps, CacheMode, Encryption, Error, Format, Gate, GuestOffset, ImageInfo,
+    InFlightGuard, Inside, Limits, MapCache, MapCacheStats, NewBitmap, OpenRequest, OwnerProcess,
+    Result, Storage, require_writable,
 };
 
 use crate::extent::{Cursor, DiskExtent, Extents, Purpose};
@@ -228,7 +230,8 @@ impl Disk {
     ///
     /// Publish compressed units that were reserved here with [`Disk::publish_compressed`]. If other
     /// threads may resize the disk, call [`Disk::enter`] before reserving here, or changing the
-    /// image otherwise, and keep the guard until that is published.
+    /// image otherwise, and keep the guard until that is published. Where the caller may be a child
+    /// of `fork`, call [`Disk::refuse_in_child`] before any change here.
     pub fn top(&self) -> &Arc<dyn Format> {
         &self.layers[0].format
     }
@@ -379,7 +382,8 @@ impl Disk {
     }
 
     pub(crate) fn check_writable(&self) -> Result<()> {
-        require_writable(self.writable, &self.name)
+        require_writable(self.writable, &self.name)?;
+        self.refuse_in_child("change")
     }
 
     /// Flushes data and map in cache modes in which a change is durable on return. One flush serves
@@ -406,9 +410,13 @@ impl Disk {
         !self.owner.is_current()
     }
 
-    /// Refuses a change of the map in a child of `fork`, whose copy of it does not have what the
-    /// parent has changed since.
-    pub(crate) fn refuse_in_child(&self, act: &str) -> Result<()> {
+    /// Refuses a change in a child of `fork`, whose copy of the map does not have what the parent has
+    /// changed since: even a write in place could go to space that now holds other guest bytes. `act` is a verb for the message. The disk's own methods call this;
+    /// code that changes the image through [`Disk::top`] calls it first.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] in a child of `fork` whose parent opened the disk.
+    pub fn refuse_in_child(&self, act: &str) -> Result<()> {
         if !self.is_inherited() {
             return Ok(());
         }
@@ -438,5 +446,59 @@ impl Disk {
         };
         self.top().close()?;
         taken_back
+    }
+}
+
+impl Disk {
+    /// The top image's bitmaps, for a change.
+    fn bitmaps_to_change(&self) -> Result<&dyn Bitmaps> {
+        self.refuse_in_child("change the bitmaps of")?;
+        self.top().require_bitmaps()
+    }
+}
+
+/// The bitmaps of the top image. A child of `fork` reads them, and changes none.
+///
+/// # Errors
+/// Of each method also [`Error::Unsupported`] if the format has no bitmaps.
+impl Bitmaps for Disk {
+    fn list(&self) -> Result<Vec<BitmapStatus>> {
+        self.top().require_bitmaps()?.list()
+    }
+
+    fn for_each_dirty(
+        &self,
+        name: &str,
+        found: &mut dyn FnMut(Range<u64>) -> Result<()>,
+    ) -> Result<()> {
+        self.top().require_bitmaps()?.for_each_dirty(name, found)
+    }
+
+    fn check_new(&self, new: &NewBitmap<'_>) -> Result<()> {
+        self.top().require_bitmaps()?.check_new(new)
+    }
+
+    fn add(&self, new: &NewBitmap<'_>) -> Result<()> {
+        self.bitmaps_to_change()?.add(new)
+    }
+
+    fn remove(&self, name: &str) -> Result<()> {
+        self.bitmaps_to_change()?.remove(name)
+    }
+
+    fn clear(&self, name: &str) -> Result<()> {
+        self.bitmaps_to_change()?.clear(name)
+    }
+
+    fn set_enabled(&self, name: &str, enabled: bool) -> Result<()> {
+        self.bitmaps_to_change()?.set_enabled(name, enabled)
+    }
+
+    fn merge(&self, name: &str, source: &dyn Bitmaps, source_name: &str) -> Result<()> {
+        self.bitmaps_to_change()?.merge(name, source, source_name)
+    }
+
+    fn mark_all_dirty(&self) -> Result<()> {
+        self.bitmaps_to_change()?.mark_all_dirty()
     }
 }

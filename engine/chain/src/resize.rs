@@ -80,7 +80,6 @@ impl Disk {
         prepare: impl FnOnce(&NewPart<'_>) -> Result<()>,
     ) -> Result<()> {
         self.check_writable()?;
-        self.refuse_in_child("resize")?;
         self.refuse_within_request()?;
         let _one = self.resizing.lock();
         let before = self.guest_bytes();

@@ -135,7 +135,6 @@ impl Disk {
         if len == 0 {
             return Ok(());
         }
-        self.refuse_in_child("write to")?;
         let done = self.top().zero(at, len, may_unmap)?;
         let [before, behind] = edges(&done, at.0, at.0 + len);
         self.zero_by_writing(before.start, before.end)?;
@@ -153,7 +152,6 @@ impl Disk {
         if len == 0 {
             return Ok(());
         }
-        self.refuse_in_child("write to")?;
         let done = self.top().zero_persistent(at, len)?;
         for edge in edges(&done, at.0, at.0 + len) {
             self.write_source(Source::Zeroes(edge.end - edge.start), GuestOffset(edge.start))?;
@@ -169,7 +167,6 @@ impl Disk {
     /// [`Error::ReadOnly`]; [`Error::Unsupported`] if the format cannot; errors of the format.
     pub fn empty(&self) -> Result<()> {
         self.check_writable()?;
-        self.refuse_in_child("empty")?;
         let _begun = self.begin();
         self.top().empty()
     }
@@ -187,7 +184,6 @@ impl Disk {
         if len == 0 {
             return Ok(());
         }
-        self.refuse_in_child("write to")?;
         self.top().discard(at, len)?;
         drop(begun);
         self.flush_if_write_durable()
@@ -200,7 +196,6 @@ impl Disk {
     /// As [`Disk::write_at`]; [`Error::Unsupported`] if the format has no compressed units.
     pub fn write_compressed(&self, at: GuestOffset, units: &[impl AsRef<[u8]>]) -> Result<()> {
         self.check_writable()?;
-        self.refuse_in_child("write to")?;
         let cluster_bytes = self.top().caps().cluster_bytes;
         let lens: Vec<u32> = units
             .iter()
@@ -302,11 +297,10 @@ impl Disk {
         while done < len {
             let (at, left) = (at + done, len - done);
             let mut step = self.write_in_place(source, at, done)?;
-            if step == 0 {
-                self.refuse_in_child("write to")?;
-                if let Some(reservation) = self.top().reserve(at, left)? {
-                    step = self.fill_and_publish(reservation, source, at, done)?;
-                }
+            if step == 0
+                && let Some(reservation) = self.top().reserve(at, left)?
+            {
+                step = self.fill_and_publish(reservation, source, at, done)?;
             }
             done += step;
             retries = if step == 0 { retries + 1 } else { 0 };

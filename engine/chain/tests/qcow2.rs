@@ -500,6 +500,7 @@ fn a_child_of_fork_that_closes_a_disk_leaves_the_image_to_its_parent() {
     let refused = || {
         let new = GuestOffset(16 << 20);
         disk.write_at(&[3; 4096], new).is_err()
+            && disk.write_at(&[3; 4096], GuestOffset(0)).is_err()
             && disk.write_zeroes(GuestOffset(0), 1 << 20, true).is_err()
             && disk.write_zeroes_persistent(GuestOffset(0), 1 << 20).is_err()
             && disk.discard(GuestOffset(0), 1 << 20).is_err()

@@ -14,12 +14,15 @@ pub enum BrokenBitmaps {
     Skip,
 }
 
-/// The bitmaps of a disk's top image.
+/// The bitmaps of a disk's top image. In a child of `fork` whose parent opened the disk, they can
+/// be read, and changes are [`Error::Invalid`].
 ///
 /// # Errors
 /// [`Error::Unsupported`] if its format has none.
 pub fn bitmaps(disk: &Disk) -> Result<&dyn Bitmaps> {
-    disk.top().require_bitmaps()
+    disk.top().require_bitmaps()?;
+    // Not the format's own: the disk refuses changes in a child of fork.
+    Ok(disk)
 }
 
 /// Merges a bitmap into another one, of the same image or of another of the same size. Durable on

@@ -16,7 +16,7 @@ use crate::mover::{MoveOptions, MovedBytes, Mover, zero_max};
 use crate::plan::{PlanOptions, Planner};
 use crate::source::Source;
 use crate::target::{Destination, Target};
-use crate::verify::verify;
+use crate::verify::{Phase, verify};
 
 /// Bytes per read of a thread: they stay in its cache until they are written.
 pub(crate) const CHUNK_BYTES: u64 = 512 << 10;
@@ -49,7 +49,7 @@ pub struct ConvertOptions {
     pub salvage: bool,
     /// An existing target reads as zeroes wherever the source does: nothing is written there.
     pub target_is_zero: bool,
-    /// Read everything back and compare.
+    /// Read everything back and compare. Progress then counts the bytes of the disk twice.
     pub verify: bool,
     /// Maximum bytes per second.
     pub rate: Option<u64>,
@@ -268,8 +268,12 @@ pub fn convert_uncommitted(
         Some(_) => LeftBehind::of(source, &bitmaps, monitor),
         None => LeftBehind::default(),
     };
+    // Moving and verifying are one count, so that progress neither stops nor goes back.
+    let after = if options.verify && disk.is_some() { bytes } else { 0 };
+    let phase = Phase { inner: monitor.progress, before: 0, after };
+    let moves = Monitor::new(&phase).cancelled_by(monitor.cancel.clone());
     let move_all = || {
-        let moved = moving.run(source, disk, 0, monitor)?;
+        let moved = moving.run(source, disk, 0, &moves)?;
         if let (Some(target), [from]) = (disk, source.disks()) {
             copy_bitmaps(from, target, &bitmaps)?;
         }
@@ -390,7 +394,9 @@ fn finish(
             again = again.over(backing.open(registry, &options.keys)?);
         }
         let threads = options.threads.unwrap_or_else(default_threads).max(1);
-        verified = Some(verify(source, &again, threads, monitor)?);
+        let phase = Phase { inner: monitor.progress, before: source.bytes(), after: 0 };
+        let verifies = Monitor::new(&phase).cancelled_by(monitor.cancel.clone());
+        verified = Some(verify(source, &again, threads, &verifies)?);
     }
     Ok(verified)
 }

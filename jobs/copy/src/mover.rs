@@ -208,6 +208,10 @@ impl<'a> Mover<'a> {
 
     /// Moves everything. The calling thread works too; others join when there is enough work.
     pub(crate) fn run(&self) -> Result<()> {
+        if let Some(target) = self.target {
+            // Movers reserve space in the target's map themselves.
+            target.refuse_in_child("write to")?;
+        }
         let enough = || {
             let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
             let moved = of(&self.moved.read).max(of(&self.moved.written));

@@ -297,6 +297,8 @@ fn copy_differences(
     counts: &Counts,
     monitor: &Monitor<'_>,
 ) -> Result<()> {
+    // What is shared is reserved in the map directly.
+    disk.refuse_in_child("write to")?;
     let piece = PIECE_BYTES.max(disk.top().caps().cluster_bytes);
     let end = disk.guest_bytes();
     let sharing = Sharing::new(disk, compress);

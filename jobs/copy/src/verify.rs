@@ -1,8 +1,9 @@
 //! Verifies a result by reading it back.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use vdkit_block::{Error, GuestOffset, Monitor, Result};
+use vdkit_block::{Error, GuestOffset, Monitor, Progress, Result};
 use vdkit_chain::Disk;
 
 use crate::compare::Side;
@@ -23,12 +24,48 @@ pub fn verify(
     monitor: &Monitor<'_>,
 ) -> Result<u64> {
     let bytes = source.bytes();
+    let verified = AtomicU64::new(0);
     work_off(Chunks::new(source, target)?, Some(threads), monitor, |chunk, buffers| {
-        verify_chunk(source, target, &chunk, buffers)?;
-        monitor.progress.update(chunk.end, bytes);
-        Ok(chunk.end - chunk.start)
+        let Chunk { holes, data } = chunk;
+        verify_chunk(source, target, &data, buffers)?;
+        // A count: chunks are finished in any order.
+        let len = data.end - data.start;
+        let before = verified.fetch_add(holes + len, Ordering::Relaxed);
+        monitor.progress.update(before + holes + len, bytes);
+        Ok(len)
     })?;
+    // Holes at the end are in front of no chunk.
+    monitor.progress.update(bytes, bytes);
     Ok(bytes)
+}
+
+/// Progress of one phase of a job that reports all its phases as one count.
+pub(crate) struct Phase<'a> {
+    pub(crate) inner: &'a dyn Progress,
+    /// Bytes of the phases before this one.
+    pub(crate) before: u64,
+    /// Bytes of the phases that follow.
+    pub(crate) after: u64,
+}
+
+impl Progress for Phase<'_> {
+    fn update(&self, done: u64, total: u64) {
+        self.inner.update(self.before + done, self.before + total + self.after);
+    }
+
+    fn message(&self, text: &str) {
+        self.inner.message(text);
+    }
+
+    fn unreadable(&self, offset: u64, error: &Error) {
+        self.inner.unreadable(offset, error);
+    }
+}
+
+/// A part of the disk to read, and how many bytes of holes are skipped in front of it.
+struct Chunk {
+    holes: u64,
+    data: Range<u64>,
 }
 
 /// The parts of the disk to read, in order.
@@ -49,9 +86,10 @@ impl<'a> Chunks<'a> {
 }
 
 impl Plan for Chunks<'_> {
-    type Piece = Range<u64>;
+    type Piece = Chunk;
 
-    fn next_piece(&mut self) -> Result<Option<Range<u64>>> {
+    fn next_piece(&mut self) -> Result<Option<Chunk>> {
+        let from = self.at;
         while self.at < self.bytes {
             let at = self.at;
             let piece = self.pieces.partition_point(|(start, _)| *start <= at) - 1;
@@ -64,7 +102,7 @@ impl Plan for Chunks<'_> {
                 continue;
             }
             self.at = ((at / CHUNK_BYTES + 1) * CHUNK_BYTES).min(self.bytes);
-            return Ok(Some(at..self.at));
+            return Ok(Some(Chunk { holes: at - from, data: at..self.at }));
         }
         Ok(None)
     }

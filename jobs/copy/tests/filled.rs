@@ -1,11 +1,14 @@
 //! Conversions that fill their target, conversions onto a backing image that the source's chain
-//! does not have, and conversions into an existing image that fail.
+//! does not have, conversions into an existing image that fail, and their progress.
 
 use std::fs::File;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
-use vdkit_block::{BackingRef, FormatDriver, GuestOffset, Monitor, NewBitmap, Progress, Repair};
+use vdkit_block::{
+    BackingRef, CancelToken, Error, FormatDriver, GuestOffset, Monitor, NewBitmap, Progress, Repair,
+};
 use vdkit_chain::{Disk, OpenOptions, Registry};
 use vdkit_copy::{
     Backing, BrokenBitmaps, ConvertOptions, CreateOptions, Destination, ExistingImage, NewImage,
@@ -124,4 +127,55 @@ fn an_existing_target_is_closed_when_bitmaps_cannot_be_copied() {
     let mut found = [0];
     writable(&to).read_at(&mut found, GuestOffset(0)).unwrap();
     assert_eq!(found, [8], "{error}");
+}
+
+/// Notes all figures, and ends the job when it is so far.
+struct Figures {
+    noted: Mutex<Vec<(u64, u64)>>,
+    cancel: CancelToken,
+    until: u64,
+}
+
+impl Progress for Figures {
+    fn update(&self, done: u64, total: u64) {
+        self.noted.lock().unwrap().push((done, total));
+        if done > self.until {
+            self.cancel.cancel();
+        }
+    }
+
+    fn message(&self, _text: &str) {}
+}
+
+/// The bar stood at its end while the copy was read back.
+#[test]
+fn verifying_goes_on_counting_where_copying_ended() {
+    let folder = tempfile::tempdir().unwrap();
+    let [from, to] = ["from", "to"].map(|name| folder.path().join(name));
+    // With holes between and behind the data.
+    let file = File::create(&from).unwrap();
+    file.set_len(8 << 20).unwrap();
+    for at in [0, 4 << 20] {
+        file.write_all_at(&[7; MIB], at).unwrap();
+    }
+    let bytes = 8 << 20;
+    for until in [u64::MAX, bytes] {
+        let (noted, cancel) = (Mutex::default(), CancelToken::default());
+        let figures = Figures { noted, cancel: cancel.clone(), until };
+        let mut options = ConvertOptions::new(new_image(&to, "qcow2", None));
+        (options.verify, options.threads) = (true, Some(1));
+        let source = Source::new(vec![raw(&from)]);
+        let monitor = Monitor::new(&figures).cancelled_by(cancel);
+        let done = convert(&registry(), &source, &options, &monitor);
+        let noted = figures.noted.into_inner().unwrap();
+        assert!(noted.is_sorted(), "{noted:?}");
+        assert!(noted.iter().all(|(_, total)| *total == 2 * bytes), "{noted:?}");
+        if until == bytes {
+            assert!(matches!(done, Err(Error::Interrupted)), "{done:?}");
+        } else {
+            assert_eq!(done.unwrap().verified, Some(bytes));
+            assert_eq!(noted.last(), Some(&(2 * bytes, 2 * bytes)));
+            std::fs::remove_file(&to).unwrap();
+        }
+    }
 }

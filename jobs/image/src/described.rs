@@ -1,10 +1,11 @@
 //! What an image's header says, as JSON.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use serde::Serialize;
-use vdkit_block::{BitmapInfo, SnapshotInfo};
-use vdkit_chain::ChainLink;
+use vdkit_block::{BitmapInfo, ImageInfo, Result, SnapshotInfo};
+use vdkit_chain::{ChainLink, Disk, Registry};
 
 /// An image as JSON. Keys that qemu-img also has keep its names.
 #[derive(Debug, Serialize)]
@@ -43,17 +44,77 @@ pub struct Described<'a> {
     properties: BTreeMap<&'a str, &'a str>,
 }
 
+/// An image of an open disk; see [`describe_disk`].
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct DiskImage {
+    /// The path by which it was opened.
+    pub path: PathBuf,
+    /// What its header says now.
+    pub info: ImageInfo,
+    /// Its format was probed.
+    pub probed: bool,
+    host: Host,
+}
+
+/// What the host says of a file: length and allocated bytes, and whether it is a device.
+#[derive(Clone, Copy, Debug)]
+struct Host {
+    file_bytes: u64,
+    allocated_bytes: u64,
+    device: bool,
+}
+
+/// Describes the images of an open disk, top first, by the files that the disk has open, whatever has
+/// their names by now. What is not flushed may be missing.
+///
+/// # Errors
+/// Damaged headers; errors of the storages.
+pub fn describe_disk(registry: &Registry, disk: &Disk) -> Result<Vec<DiskImage>> {
+    let describe = |layer: &vdkit_chain::Layer| {
+        let storage = layer.format().storage();
+        let driver = registry.driver(layer.info().format)?;
+        Ok(DiskImage {
+            path: layer.path().to_owned(),
+            info: driver.describe(storage, disk.limits())?,
+            probed: layer.probed(),
+            host: Host {
+                file_bytes: storage.len()?,
+                allocated_bytes: storage.allocated_bytes()?,
+                device: storage.caps().device,
+            },
+        })
+    };
+    disk.layers().iter().map(describe).collect()
+}
+
+impl<'a> From<&'a DiskImage> for Described<'a> {
+    fn from(image: &'a DiskImage) -> Self {
+        Self::new(&image.path, &image.info, image.probed, image.host)
+    }
+}
+
 impl<'a> From<&'a ChainLink> for Described<'a> {
     fn from(link: &'a ChainLink) -> Self {
-        let info = &link.info;
-        Self {
-            filename: link.path.display().to_string(),
-            format: info.format,
-            format_probed: link.probed,
-            virtual_size: info.virtual_size,
-            actual_size: link.host.allocated_bytes,
-            file_length: link.host.file_bytes,
+        let host = Host {
+            file_bytes: link.host.file_bytes,
+            allocated_bytes: link.host.allocated_bytes,
             device: link.host.device,
+        };
+        Self::new(&link.path, &link.info, link.probed, host)
+    }
+}
+
+impl<'a> Described<'a> {
+    fn new(path: &Path, info: &'a ImageInfo, probed: bool, host: Host) -> Self {
+        Self {
+            filename: path.display().to_string(),
+            format: info.format,
+            format_probed: probed,
+            virtual_size: info.virtual_size,
+            actual_size: host.allocated_bytes,
+            file_length: host.file_bytes,
+            device: host.device,
             cluster_size: info.cluster_size,
             compression_type: info.compression,
             encryption: info.encryption.as_deref(),

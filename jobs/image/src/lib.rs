@@ -17,7 +17,7 @@ mod snapshot;
 pub use amend::{AmendReport, amend};
 pub use check::{Checked, check};
 pub use compact::{Compacted, compact};
-pub use described::Described;
+pub use described::{Described, DiskImage, describe_disk};
 pub use keys::{KeysAfter, ListedKeys, add_key, change_key, list_keys, remove_key};
 pub use map::{Map, MapRow, map};
 pub use measure::{MeasureReport, measure, measure_empty};

@@ -37,14 +37,16 @@ pub fn snapshots(disk: &Disk) -> Result<Vec<SnapshotInfo>> {
 ///
 /// # Errors
 /// [`vdkit_block::Error::Unsupported`] for a format without snapshots, and for refcounts too narrow for another
-/// one; [`vdkit_block::Error::Invalid`] for an unknown or invalid name; errors of the format and its storages;
-/// [`vdkit_block::Error::Interrupted`]. The image is then unchanged.
+/// one; [`vdkit_block::Error::Invalid`] for an unknown or invalid name, and in a child of `fork` whose parent
+/// opened the disk; errors of the format and its storages; [`vdkit_block::Error::Interrupted`]. The image is then
+/// unchanged.
 pub fn snapshot(
     disk: &Disk,
     action: &SnapshotAction,
     monitor: &Monitor<'_>,
 ) -> Result<SnapshotInfo> {
     let all = disk.top().require_snapshots(HINT)?;
+    disk.refuse_in_child("change the snapshots of")?;
     if let SnapshotAction::Create(name) | SnapshotAction::Rename { name, .. } = action
         && all.list()?.iter().any(|other| other.name == *name)
     {

@@ -35,9 +35,8 @@ impl Export {
         self.check_writable()?;
         self.alone(|disk| {
             self.refuse_during_job(disk.name())?;
-            let all = disk.top().require_bitmaps()?;
-            act(all)?;
-            Ok(BitmapList { bitmaps: all.list()? })
+            act(disk)?;
+            Ok(BitmapList { bitmaps: disk.list()? })
         })
     }
 

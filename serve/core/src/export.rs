@@ -494,6 +494,7 @@ impl Export {
         self.check_writable()?;
         self.alone(|disk| {
             self.refuse_during_job(disk.name())?;
+            disk.refuse_in_child("change the snapshots of")?;
             act(disk.top().require_snapshots("take an overlay instead")?).map(Answer::Snapshot)
         })
     }

@@ -41,11 +41,13 @@ fn is_encrypted(layer: &Layer) -> bool {
     layer.format().encryption().is_some()
 }
 
-/// Fails if the disk is read-only.
+/// Fails if the disk is read-only, or the parent's of this child of `fork`.
 fn check_writable(export: &Export) -> Result<()> {
     export.check_writable()?;
-    if export.disk().writable() {
+    let disk = export.disk();
+    disk.refuse_in_child("exchange the images of")?;
+    if disk.writable() {
         return Ok(());
     }
-    Err(Error::ReadOnly { file: export.filename() })
+    Err(Error::ReadOnly { file: disk.name().to_owned() })
 }

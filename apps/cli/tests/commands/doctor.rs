@@ -301,6 +301,16 @@ fn file_systems_have_their_own_findings() {
         assert_eq!(answer["findings"][0]["code"], "overcommitted", "{answer}");
         let text = scratch.ok(&["doctor", folder]).stdout;
         assert!(text.contains("\n  advice   overcommitted: 2 images"), "{text}");
+        // The image that takes the most space may be a raw one.
+        std::fs::remove_file(&image).unwrap();
+        let (raw, over) = (memory.path().join("a.raw"), memory.path().join("over.qcow2"));
+        let raw = raw.to_str().unwrap();
+        scratch.ok(&["create", "-f", "raw", raw, "40M"]);
+        File::options().write(true).open(raw).unwrap().write_all_at(&[1; 4 << 20], 0).unwrap();
+        scratch.ok(&["create", over.to_str().unwrap(), "-b", raw, "-F", "raw"]);
+        let answer = scratch.json_of("doctor", 0, &[folder]);
+        let mend = &answer["findings"][0]["mend"];
+        assert_eq!(mend, &serde_json::json!(["vdkit", "compact", "-f", "raw", raw]), "{answer}");
     }
     if let Some(ext4) = fs::mounted_with("ext4", 64 << 20, "nobarrier") {
         let image = ext4.path().join("a.raw");
@@ -488,6 +498,19 @@ fn names_that_lead_elsewhere() {
     assert_eq!(codes(&scratch, 0, &["15.qcow2"]), [""; 0]);
     assert_eq!(codes(&scratch, 0, &["16.qcow2"]), ["deep-chain"]);
     is_mended(&scratch, 0, "16.qcow2", "deep-chain");
+    // The lowest is often raw, which no program recognizes.
+    scratch.ok(&["create", "-f", "raw", "low.raw", "1M"]);
+    scratch.ok(&[
+        "rebase",
+        "--unsafe",
+        "0.qcow2",
+        "--backing",
+        "low.raw",
+        "--backing-format",
+        "raw",
+    ]);
+    assert_eq!(codes(&scratch, 0, &["15.qcow2"]), ["deep-chain"]);
+    is_mended(&scratch, 0, "15.qcow2", "deep-chain");
     scratch.ok(&["create", "apart.qcow2", "1M", "-o", "data_file=apart.data"]);
     assert_eq!(codes(&scratch, 0, &["apart.qcow2"]), [""; 0]);
     std::fs::remove_file(scratch.path("apart.data")).unwrap();
@@ -520,17 +543,22 @@ fn an_image_in_use_is_left_alone() {
 #[test]
 fn a_bitmap_that_was_not_saved() {
     let scratch = Scratch::new();
-    scratch.ok(&["create", "a.qcow2", "64M"]);
-    scratch.ok(&["bitmap", "add", "a.qcow2", "one two"]);
-    assert_eq!(codes(&scratch, 0, &["a.qcow2"]), [""; 0]);
-    // QEMU saves bitmaps when it closes the image, which it is kept from here.
-    let io = ["-f", "qcow2", "-c", "write 0 64k", "-c", "sigraise 9", "a.qcow2"];
-    let killed = Command::new("qemu-io").args(io).current_dir(scratch.path("")).output().unwrap();
-    assert_eq!(killed.status.code(), None, "{killed:?}");
-    assert_eq!(codes(&scratch, 3, &["a.qcow2"]), ["bitmap-not-saved"]);
-    let text = scratch.run(&["doctor", "a.qcow2"]).stdout;
-    assert!(text.contains("vdkit bitmap remove a.qcow2 'one two'\n"), "{text}");
-    is_mended(&scratch, 3, "a.qcow2", "bitmap-not-saved");
+    for (image, name, words) in
+        [("a.qcow2", "one two", "a.qcow2 'one two'"), ("b.qcow2", "-x", "b.qcow2 -- -x")]
+    {
+        scratch.ok(&["create", image, "64M"]);
+        scratch.ok(&["bitmap", "add", image, "--", name]);
+        assert_eq!(codes(&scratch, 0, &[image]), [""; 0]);
+        // QEMU saves bitmaps when it closes the image, which it is kept from here.
+        let io = ["-f", "qcow2", "-c", "write 0 64k", "-c", "sigraise 9", image];
+        let killed =
+            Command::new("qemu-io").args(io).current_dir(scratch.path("")).output().unwrap();
+        assert_eq!(killed.status.code(), None, "{killed:?}");
+        assert_eq!(codes(&scratch, 3, &[image]), ["bitmap-not-saved"]);
+        let text = scratch.run(&["doctor", image]).stdout;
+        assert!(text.contains(&format!("vdkit bitmap remove {words}\n")), "{text}");
+        is_mended(&scratch, 3, image, "bitmap-not-saved");
+    }
 }
 
 #[test]

@@ -218,9 +218,8 @@ class Disk:
     """An open disk: an image with those that it stands on. Made by :func:`open`; may be used from many
     threads at once."""
 
-    def __init__(self, disk: _vdkit.Disk, name: str, opening: Optional[Opening] = None) -> None:
+    def __init__(self, disk: _vdkit.Disk, name: str) -> None:
         self._disk = disk
-        self._opening = opening
         self._pid = os.getpid()
         self._files: "weakref.WeakSet[Any]" = weakref.WeakSet()
         self.name = name
@@ -289,12 +288,8 @@ class Disk:
 
     @property
     def info(self) -> Info:
-        """What the image's header says; only of disks that were opened by a path."""
-        if self._opening is None:
-            raise errors.UsageError(f"{self.name}: is no path", self.name)
-        # Without locks: if this disk is writable, its own would be in the way.
-        opening: Opening = {**self._opening, "lock": False, "writable": False}
-        return info(self.name, **opening)
+        """What the image's header says: that of the file that is open, whatever has its name by now."""
+        return Info._of(json.loads(self._disk.describe()))
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly ``length`` bytes; a range beyond the end is an error."""
@@ -354,7 +349,7 @@ class Disk:
 
     @property
     def bitmaps(self) -> List[Dict[str, Any]]:
-        """The dirty bitmaps; only of disks that were opened by a path."""
+        """The dirty bitmaps."""
         return self.info.bitmaps
 
     def add_bitmap(self, name: str, granularity: Optional[int] = None) -> None:
@@ -423,10 +418,17 @@ def open(source: Union[Path, BinaryIO], **opening: Unpack[Opening]) -> Disk:
     if hasattr(source, "read") and hasattr(source, "seek"):
         if opening.get("writable"):
             raise errors.UsageError("a disk over a file object is read only")
-        name = str(getattr(source, "name", type(source).__name__))
+        name = _label(source)
         return Disk(_vdkit.Disk.open_file(source, name, _opening(opening)), name)
     path = os.fsdecode(source)
-    return Disk(_vdkit.Disk.open(path, _opening(opening)), path, opening)
+    return Disk(_vdkit.Disk.open(path, _opening(opening)), path)
+
+
+def _label(file: Any) -> str:
+    """The name of a file object, for messages: printable also where a file's name is not UTF-8."""
+    name = getattr(file, "name", type(file).__name__)
+    text = os.fsdecode(name) if isinstance(name, bytes) else str(name)
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 @contextlib.contextmanager
