@@ -116,7 +116,6 @@ fn jobs(registry: vdkit::Registry, folder: &Path, path: PathBuf, disk: Disk) -> 
 
     let storage = registry.open_storage(&path, &FileOptions::read_only())?;
     assert_eq!(inspect(storage, &InspectOptions::default())?.verdict, Verdict::Accept);
-
     Ok(())
 }
 

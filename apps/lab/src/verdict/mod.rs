@@ -254,8 +254,7 @@ pub fn verdict(run: &Run) -> Verdict {
     let advised = stays || found.advice == Advice::Use;
     let told = |wanted: bool, axes: &Axes| wanted.then(|| matrix.short(axes));
     // The commands are vdkit's, and another program's server may have been measured.
-    let own = program(&best.axes).1.is_none_or(|name| name == OWN_TOOL);
-    let has_setup = advised && own;
+    let has_setup = advised && program(&best.axes).1.is_none_or(|name| name == OWN_TOOL);
     let sentence = sentence::sentence(&matrix, &found, &missing);
     let mut answers =
         vec![Answer { question: run.plan.question.clone(), sentence: sentence.clone() }];
