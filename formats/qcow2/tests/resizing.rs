@@ -126,6 +126,7 @@ fn a_raw_data_file_stays_the_disk_when_the_disk_grows() {
         let storage: Arc<dyn Storage> = Arc::new(MemoryStorage::new("a.qcow2"));
         let memory = MemoryStorage::with_len("a.data", MIB);
         let data = Arc::new(if fixed { memory.fixed_len() } else { memory });
+        let faulty = FaultyStorage::new(data.clone());
         let options = ["cluster_size=64K,data_file=a.data,data_file_raw=on"];
         let request = CreateRequest {
             storage: storage.clone(),
@@ -136,7 +137,7 @@ fn a_raw_data_file_stays_the_disk_when_the_disk_grows() {
             backing_bytes: None,
         };
         Qcow2Driver.creation().unwrap().create(&request).unwrap();
-        let files: Vec<Arc<dyn Storage>> = vec![data.clone()];
+        let files: Vec<Arc<dyn Storage>> = vec![faulty.clone()];
         let limits = Limits::default();
         let request = OpenRequest { storage, files, writable: true, limits };
         let image = Qcow2Driver.open(request).unwrap();
@@ -154,6 +155,12 @@ fn a_raw_data_file_stays_the_disk_when_the_disk_grows() {
             // As after a power cut in the shrink, before the file is cut.
             data.write_at(&[0xcc; 300 << 10], HostOffset(200 * KIB)).unwrap();
         }
+        // On a full disk it does not grow, and shows nothing of the old bytes.
+        faulty.arm(FaultPlan::nth(&[FaultKind::Zero], 0).no_space());
+        assert!(disk.resize(400 * KIB).is_err());
+        assert_eq!((disk.guest_bytes(), faulty.fired()), (200 * KIB, 1));
+        agree(200 * KIB, "not grown");
+        faulty.heal();
         disk.resize(400 * KIB).unwrap();
         agree(400 * KIB, "grown");
         disk.resize(MIB).unwrap();

@@ -43,8 +43,10 @@ impl Stdout {
         if kind != Ok(FileType::Fifo) {
             return Self { file, cancel, waits: None };
         }
-        // A pipe that does not get larger works too.
-        let _ = rustix::pipe::fcntl_setpipe_size(&file, PIPE_BYTES);
+        if rustix::pipe::fcntl_getpipe_size(&file).is_ok_and(|bytes| bytes < PIPE_BYTES) {
+            // A pipe that does not get larger works too.
+            let _ = rustix::pipe::fcntl_setpipe_size(&file, PIPE_BYTES);
+        }
         match not_waiting(&file) {
             Ok(file) => Self { file, cancel, waits: None },
             Err(_) => Self::that_waits(file, cancel),
@@ -124,6 +126,7 @@ mod tests {
         let file = File::from(std::os::fd::OwnedFd::from(to));
         let out = Stdout::from_file(file.try_clone().unwrap(), CancelToken::default());
         assert!(out.waits.is_none());
+        assert_eq!(rustix::pipe::fcntl_getpipe_size(&file), Ok(PIPE_BYTES));
         assert!(!rustix::fs::fcntl_getfl(&file).unwrap().contains(OFlags::NONBLOCK));
         assert!(rustix::fs::fcntl_getfl(&out.file).unwrap().contains(OFlags::NONBLOCK));
     }

@@ -156,7 +156,7 @@ fn print(format: &str, report: &CheckReport, out: &mut Output) {
     }
 }
 
-/// A command that would repair what remains, if there is one that was not tried yet.
+/// A command that was not tried yet and repairs what remains, or else copies what can be read.
 fn hint(report: &CheckReport, repair: Repair, named: Option<&str>, image: &str) -> Option<String> {
     let image = crate::failure::quoted(image);
     let image = named.map_or(image.clone(), |format| format!("-f {format} {image}"));
@@ -171,6 +171,9 @@ fn hint(report: &CheckReport, repair: Repair, named: Option<&str>, image: &str) 
             "put the L1 entries right by hand; or 'vdkit check --repair all --force {image}' gives that \
              data up"
         )),
+        Repair::All | Repair::AllForced if report.corruptions_left() > 0 => {
+            Some(format!("'vdkit convert {image} NEW' copies what can be read to a sound image"))
+        }
         _ => None,
     }
 }

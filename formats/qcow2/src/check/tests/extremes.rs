@@ -11,10 +11,10 @@ use crate::check;
 use crate::layout::{COPIED, OFFSET_MASK, incompatible};
 
 /// An image with these options and `bytes` of data at its start.
-fn image(options: &str, bytes: &str) -> Image {
+fn image(options: &str, size: &str, bytes: &str) -> Image {
     let image = Image::empty();
     let file = image.path.to_str().unwrap();
-    must("qemu-img", &["create", "-q", "-f", "qcow2", "-o", options, file, "8M"]);
+    must("qemu-img", &["create", "-q", "-f", "qcow2", "-o", options, file, size]);
     must("qemu-io", &["-f", "qcow2", "-c", &format!("write -P 3 0 {bytes}"), file]);
     image
 }
@@ -25,7 +25,7 @@ fn more_references_than_a_refcount_counts_make_an_image_that_is_only_read() {
         return;
     }
     for (bits, references) in [(1, 2), (2, 5), (4, 17)] {
-        let image = image(&format!("cluster_size=4K,refcount_bits={bits}"), "128K");
+        let image = image(&format!("cluster_size=4K,refcount_bits={bits}"), "8M", "128K");
         let first = image.l2_entry(0);
         let shared = image.word(first) & !COPIED;
         (0..references).for_each(|entry| image.put_word(first + entry * 8, shared));
@@ -55,11 +55,7 @@ fn a_repair_writes_no_table_that_maps_nothing() {
     if !peers() {
         return;
     }
-    let image = Image::empty();
-    let file = image.path.to_str().unwrap();
-    let options = "cluster_size=64K";
-    must("qemu-img", &["create", "-q", "-f", "qcow2", "-o", options, file, "200G"]);
-    must("qemu-io", &["-f", "qcow2", "-c", "write 0 64k", file]);
+    let image = image("cluster_size=64K", "200G", "64k");
     let (l1, entry) = (image.l1(), image.l2_entry(0));
     let hole = image.len().next_multiple_of(1 << 16);
     for i in 1..=TABLES {
@@ -84,7 +80,7 @@ fn a_cluster_with_very_many_references_stays_where_it_is() {
     if !peers() {
         return;
     }
-    let image = image("cluster_size=512,refcount_bits=32", "32K");
+    let image = image("cluster_size=512,refcount_bits=32", "8M", "32K");
     let first = image.l2_entry(0);
     let far = image.append_cluster(0, 5);
     let far = (0..20).fold(far, |_, _| image.append_cluster(0, 5));
@@ -112,12 +108,9 @@ fn a_table_of_two_guest_ranges_is_damage_in_an_image_with_a_data_file() {
     if !peers() {
         return;
     }
-    let image = Image::empty();
-    let data = image.path.with_extension("data");
-    let options = format!("cluster_size=512,data_file={}", data.display());
-    let file = image.path.to_str().unwrap();
-    must("qemu-img", &["create", "-q", "-f", "qcow2", "-o", &options, file, "8M"]);
-    must("qemu-io", &["-f", "qcow2", "-c", "write -P 3 0 32k", file]);
+    let folder = tempfile::tempdir().unwrap();
+    let options = format!("cluster_size=512,data_file={}/data", folder.path().display());
+    let image = image(&options, "8M", "32k");
     let sound = image.copy();
     let (l1, table) = (image.l1(), image.l2(0));
     image.put_word(l1, table);
@@ -138,7 +131,7 @@ fn an_end_mark_whose_length_no_list_has_is_mended() {
     if !peers() {
         return;
     }
-    let image = image("cluster_size=64K", "64K");
+    let image = image("cluster_size=64K", "8M", "64K");
     let sound = image.copy();
     let header = image.header();
     let last = header.extensions.last().unwrap();
